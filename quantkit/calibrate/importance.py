@@ -108,7 +108,7 @@ def token_gradients(config: ModelConfig, weights: Weights, tokens: torch.Tensor,
     if reached > layers:
         walks.head(seed, bool(behind))
     squares = store.get(SQUARES.format(layers))["head"]
-    result = {name: squares for name in behind}
+    result = dict.fromkeys(behind, squares)
     for index in reversed(range(layers)) if inside else ():
         if index < reached:
             walks.backward(index, inside)
@@ -160,7 +160,8 @@ class _Walks:
         """Compute, from the last layer's output, the gradients there of minus the log-likelihood of an answer
         drawn for each token; and behind the head, if that is wanted, its square, float32 ``[tokens]``, a mean
         over logits and over all answers."""
-        layers, squares = self._config.num_layers, [] if wanted else None
+        layers = self._config.num_layers
+        squares: list[torch.Tensor] | None = [] if wanted else None
         self._put(SLOPES, layers, _head(self._config, self._weights, self._states(layers), squares, seed))
         self._store.put(SQUARES.format(layers), {"head": torch.cat(squares or [torch.empty(0)])})
         self._store.drop(HIDDEN.format(layers))

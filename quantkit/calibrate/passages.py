@@ -19,7 +19,7 @@ from quantkit.errors import CalibrationError, SourceError
 from quantkit.text.tokenizer import Tokenizer
 
 CHARACTERS_PER_TOKEN = 8
-"""So many characters of docstrings are collected for every token that is missing: about twice what is needed."""
+"""So many characters of docstrings are read for every token that is missing: about twice what is needed."""
 _FOLDER = Path(__file__).parent / "passages"
 _CHATS = "chats.jsonl"
 

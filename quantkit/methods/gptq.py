@@ -5,9 +5,12 @@ over calibration tokens. Groups are *static*: their grids are fixed before solvi
 activation order changes only the order of solving and every group keeps its place on disk.
 
 Additions to the paper, on by default. The grids come from a search over shrunken and stretched ranges that
-weighs each column's error by what it costs once the other columns have made up for it. After solving, coordinate descent on the same loss visits every
-group's scale and every weight's level again (:mod:`~quantkit.methods.descent`). A row that plain
-rounding serves better is kept rounded, so that the loss on ``H`` is never above that of ``rtn``.
+weighs each column's error by what it costs once the other columns have made up for it. After solving,
+coordinate descent on the same loss visits every group's scale and every weight's level again
+(:mod:`~quantkit.methods.descent`). A row that plain rounding serves better is kept rounded, so that the loss
+on ``H`` is never above that of ``rtn``.
+
+On a CPU the loops over columns are kernels (:mod:`~quantkit.methods.gptq_tiles`), on a GPU the inner one is.
 """
 
 from __future__ import annotations
@@ -36,7 +39,15 @@ from quantkit.methods.grid import (
     settle_,
     to_codes,
 )
-from quantkit.methods.hessian import NO_BETTER, HessianFactors, column_costs, damped, factorize, hessian_of, losses
+from quantkit.methods.hessian import (
+    NO_BETTER,
+    HessianFactors,
+    column_costs,
+    damped,
+    factorize,
+    hessian_of,
+    losses,
+)
 from quantkit.ops import gpu
 from quantkit.spec import QuantSpec
 
@@ -94,7 +105,10 @@ def together(weights: Sequence[torch.Tensor], stats: Sequence[LayerStats | None]
     for number, (weight, known) in enumerate(zip(weights, stats, strict=True)):
         require_finite(weight)
         hessian = hessian_of(weight, known)
-        factors, notes = factored.pop(id(known), None) or factorize(hessian, options.damp, options.act_order)
+        if id(known) in factored:
+            factors, notes = factored.pop(id(known))
+        else:
+            factors, notes = factorize(hessian, options.damp, options.act_order)
         if any(other is known for other in stats[number + 1:]):  # Linears with the same input
             factored[id(known)] = factors, notes
         if spec.kind == "trellis":
@@ -104,31 +118,37 @@ def together(weights: Sequence[torch.Tensor], stats: Sequence[LayerStats | None]
         if factors is None:
             results[number] = to_codes(round_to_grid(weight, plain, spec), plain, spec, notes)
             continue
-        if gptq_tiles.takes(spec, weight.device):
-            results[number] = _tiled(weight, hessian, factors, plain, spec, options, notes)
-            continue
-        grid = plain if not options.clip_search else find_grid(
+        tiled = gptq_tiles.takes(spec, weight.device)
+        grid = plain if tiled or not options.clip_search else find_grid(
             weight, spec, importance=column_costs(factors), shrinks=search_factors(spec))
-        begun.append(_Begun(number, weight, hessian, factors, plain, grid, notes))
+        task = _Begun(number, weight, hessian, factors, plain, grid, notes)
         del factors  # as large as the Hessian
+        if tiled:
+            results[number] = _tiled(task, spec, options)
+        else:
+            begun.append(task)
     if begun:
         numbers = [task.number for task in begun]
         results |= zip(numbers, _solved(begun, spec, options), strict=True)
     return [results[number] for number in range(len(weights))]
 
 
-def _tiled(weight: torch.Tensor, hessian: torch.Tensor, factors: HessianFactors, plain: Grid,
-           spec: QuantSpec, options: GptqOptions, notes: tuple[str, ...]) -> Codes:
-    parts, codes, failed = row_parts(weight, spec, TOGETHER), list[Codes](), True
-    solved = gptq_tiles.solve(weight, hessian, factors, plain, spec, parts, options.clip_search,
-                              options.descent_passes, options.refit)
-    del factors  # as large as the Hessian
-    for part, (levels, grid, loss) in zip(parts, solved, strict=True):
-        rounded = round_to_grid(weight[part], plain.rows(part), spec)
-        worse = ~(loss <= losses(weight[part] - from_grid(rounded, plain.rows(part)), hessian))
-        codes.append(_merged(levels, grid, rounded, plain.rows(part), worse, spec))
+def _tiled(task: _Begun, spec: QuantSpec, options: GptqOptions) -> Codes:
+    weight, parts, codes, failed = task.weight, row_parts(task.weight, spec, TOGETHER), list[Codes](), True
+    assert task.factors is not None
+    begun = [gptq_tiles.solve(weight[part], task.factors, task.plain.rows(part), spec, options.clip_search)
+             for part in parts]
+    damping, task.factors = task.factors.damping, None  # as large as what comes now
+    form = damped(task.hessian, damping)
+    for part in parts:
+        levels, grid, loss = gptq_tiles.descend(weight[part], *begun.pop(0), form, spec,
+                                                options.descent_passes, options.refit)
+        plain = task.plain.rows(part)
+        rounded = round_to_grid(weight[part], plain, spec)
+        worse = ~(loss <= losses(weight[part] - from_grid(rounded, plain), task.hessian))
+        codes.append(_merged(levels, grid, rounded, plain, worse, spec))
         failed &= bool(worse.all())
-    return join(codes, notes + (NO_BETTER,) * failed)
+    return join(codes, task.notes + (NO_BETTER,) * failed)
 
 
 @dataclass

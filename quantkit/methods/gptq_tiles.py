@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-
 import torch
 
 from quantkit.formats.dtypes import dtype_name, scale_dtype
 from quantkit.methods.descent import descend_scales
 from quantkit.methods.grid import SHRINKS, Grid
-from quantkit.methods.hessian import HessianFactors, column_costs, damped
+from quantkit.methods.hessian import HessianFactors, column_costs
 from quantkit.ops import columns
 from quantkit.spec import QuantSpec
 
@@ -20,36 +18,20 @@ def takes(spec: QuantSpec, device: torch.device) -> bool:
             and columns.by_kernel(device))
 
 
-def solve(weight: torch.Tensor, hessian: torch.Tensor, factors: HessianFactors, plain: Grid, spec: QuantSpec,
-          parts: Sequence[slice], clip_search: bool, visits: int,
-          refits: int) -> Iterator[tuple[torch.Tensor, Grid, torch.Tensor]]:
-    """Solve a weight, some rows at a time.
+def solve(weight: torch.Tensor, factors: HessianFactors, plain: Grid, spec: QuantSpec,
+          clip_search: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Choose ranges and solve the columns.
 
     Args:
-        weight: float32 ``[out, in]``.
-        hessian: float32 ``[in, in]``.
+        weight: float32 ``[rows, in]``.
         factors: of the damped Hessian.
         plain: the grid of plain rounding, used where there is no search.
         spec: which :func:`takes`.
-        parts: rows that are worked on together.
         clip_search: search for the groups' ranges.
-        visits, refits: passes of coordinate descent over levels, and visits to every scale.
 
     Returns:
-        For each part, levels float32 ``[rows, in]``, their grid, and the loss of each row on the damped
-        Hessian, float32 ``[rows]``.
+        Levels uint8 ``[tiles, in, 64]``; scales and zeros float32 ``[tiles, groups, 64]``.
     """
-    begun = [_begin(weight[part], factors, plain.rows(part), spec, clip_search) for part in parts]
-    damping = factors.damping
-    del factors  # as large as what comes now
-    form = damped(hessian, damping)
-    for part in parts:
-        yield _descend(weight[part], *begun.pop(0), form, spec, visits, refits)
-
-
-def _begin(weight: torch.Tensor, factors: HessianFactors, plain: Grid, spec: QuantSpec,
-           clip_search: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Levels uint8 ``[tiles, in, 64]``, scales and zeros ``[tiles, groups, 64]``."""
     size = weight.shape[1] // plain.scale.shape[1]
     tiled = columns.tiles(weight)
     if clip_search:
@@ -65,14 +47,27 @@ def _begin(weight: torch.Tensor, factors: HessianFactors, plain: Grid, spec: Qua
     return levels, scale, zero
 
 
-def _descend(weight: torch.Tensor, levels: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor,
-             form: torch.Tensor, spec: QuantSpec, visits: int,
-             refits: int) -> tuple[torch.Tensor, Grid, torch.Tensor]:
+def descend(weight: torch.Tensor, levels: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor,
+            form: torch.Tensor, spec: QuantSpec, visits: int,
+            refits: int) -> tuple[torch.Tensor, Grid, torch.Tensor]:
+    """Coordinate descent on what :func:`solve` has returned.
+
+    Args:
+        weight: float32 ``[rows, in]``.
+        levels, scale, zero: where to start.
+        form: float32 ``[in, in]``, the damped Hessian.
+        spec: kind, bits and the scales' dtype.
+        visits: passes over the levels.
+        refits: visits to every scale after them; 0: scales stay as they are.
+
+    Returns:
+        Levels float32 ``[rows, in]``, their grid, and the loss of each row, float32 ``[rows]``.
+    """
     rows, (_, count, _), groups = len(weight), levels.shape, scale.shape[1]
     tiled, levels = columns.tiles(weight), levels.float()
     slopes = form @ _off(tiled, levels, scale, zero)
 
-    def descend(dtype: str | None, visits: int, refits: int) -> None:
+    def visit(dtype: str | None, visits: int, refits: int) -> None:
         columns.descend_columns(slopes, levels, scale, zero, form, spec.bits, dtype, visits, refits)
 
     def grid() -> Grid:
@@ -84,11 +79,11 @@ def _descend(weight: torch.Tensor, levels: torch.Tensor, scale: torch.Tensor, ze
         torch.matmul(form, _off(tiled, levels, scale, zero), out=slopes)
 
     if not refits or count // groups <= columns.LARGEST_GROUP:
-        descend(dtype_name(scale_dtype(spec)) if refits else None, visits, refits)
+        visit(dtype_name(scale_dtype(spec)) if refits else None, visits, refits)
     else:
         refit()
         for _ in range(visits):
-            descend(None, 1, 0)
+            visit(None, 1, 0)
             refit()
     loss = _off(tiled, levels, scale, zero).mul_(slopes).sum(1).flatten()[:rows]
     return columns.untile(levels, rows), grid(), loss

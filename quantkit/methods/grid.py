@@ -25,8 +25,7 @@ from quantkit.ops.finite import all_finite
 from quantkit.spec import QuantSpec
 
 SHRINKS = tuple(1 + 0.025 * step for step in range(4, -20, -1))
-"""Factors on a group's extremes that a clip search tries. Some reach beyond the extremes: there a level may lie
-where many weights are."""
+"""Factors on a group's extremes that a clip search tries. Above 1 the levels between the extremes move."""
 STRETCHES = tuple(2 ** (step / 24) for step in range(24))
 """The same for kind ``fp``: beyond twice the range all levels but the smallest come again."""
 

@@ -6,7 +6,6 @@ side by side, ``[columns, 64]``. Every operation is one of vectors along the row
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -150,8 +149,7 @@ class SolveColumns:
                     e.store(errors + (i - start) * _SIZE, (weight - (level - zero) * scale) / pivot, at)
                 _subtract(e, work, i + 1, stop, row, errors + (i - start) * _SIZE)
             with e.loop(stop, a.columns) as j:
-                _subtract_all(e, work + j * _SIZE, errors, start, stop,
-                              lambda i, j=j: a.upper + (i * a.columns + j) * 4)
+                _subtract_all(e, work + j * _SIZE, errors, start, stop, a.upper + j * 4, a.columns * 4)
         e.ret()
 
 
@@ -196,7 +194,7 @@ class DescendColumns:
             for low, high in ((e.const(I64, 0), start), (stop, a.columns)):
                 with e.loop(low, high) as j:
                     _subtract_all(e, slopes + j * _SIZE, moved, start, stop,
-                                  lambda i, j=j: a.hessian + (j * a.columns + i) * 4)
+                                  a.hessian + j * a.columns * 4, 4)
         e.ret()
 
 
@@ -225,7 +223,7 @@ class _Block:
                 e.store(self.bends + (i - start) * _SIZE, e.const(_WIDE, 0.0), at)
         with e.loop(start, stop) as j:
             _subtract_all(e, self.bends + (j - start) * _SIZE, self.units, start, stop,
-                          lambda i: self.a.hessian + (j * self.a.columns + i) * 4)
+                          self.a.hessian + j * self.a.columns * 4, 4)
         for at in range(0, _SIZE, _STEP):
             slope, curve = e.var(e.const(_WIDE, 0.0)), e.var(e.const(_WIDE, 0.0))
             with e.loop(start, stop) as i:
@@ -246,9 +244,9 @@ class _Block:
             for at in range(0, _SIZE, _STEP):
                 place, step = (i - start) * _SIZE, e.load(self.steps, _WIDE, at)
                 e.store(self.moved + place, step * e.load(self.units + place, _WIDE, at), at)
-                slope = e.load(self.slopes + i * _SIZE, _WIDE, at)
-                bend = e.load(self.bends + place, _WIDE, at)
-                e.store(self.slopes + i * _SIZE, e.fma(step, bend, slope), at)
+                before, bend = (e.load(tile, _WIDE, at) for tile in (self.slopes + i * _SIZE,
+                                                                     self.bends + place))
+                e.store(self.slopes + i * _SIZE, e.fma(step, bend, before), at)
 
     def visit_levels(self) -> None:
         """Put every weight on the level that is best with the others as they are."""
@@ -297,12 +295,13 @@ def _subtract(e: Emitter, work: Value, start: Value, stop: Value, row: Value, st
                                             e.load(work + j * _SIZE, _WIDE, at)), at)
 
 
-def _subtract_all(e: Emitter, column: Value, steps: Value, start: Value, stop: Value,
-                  factor_at: Callable[[Value], Value]) -> None:
-    """``column −= Σ factor_i · steps_i`` over columns i of a block; ``steps`` is ``[block, 64]``."""
+def _subtract_all(e: Emitter, column: Value, steps: Value, start: Value, stop: Value, factors: Value,
+                  stride: Value | int) -> None:
+    """``column −= Σ factor_i · steps_i`` over columns i of a block; ``steps`` is ``[block, 64]``. Factors lie
+    ``stride`` bytes apart."""
     remaining = [e.var(e.load(column, _WIDE, at)) for at in range(0, _SIZE, _STEP)]
     with e.loop(start, stop) as i:
-        factor = -e.load(factor_at(i), F32).spread(LANES)
+        factor = -e.load(factors + i * stride, F32).spread(LANES)
         for part, total in enumerate(remaining):
             step = e.load(steps + (i - start) * _SIZE, _WIDE, part * _STEP)
             total.set(e.fma(factor, step, total.get()))
