@@ -170,8 +170,8 @@ class CalibrationSpec(Frozen):
     """Which text a calibrated method sees.
 
     Attributes:
-        text: ``builtin`` (the docstrings of Python's standard library: everywhere, offline and
-            apart from the default evaluation text), a text file, a folder of them, a ``.jsonl`` or
+        text: ``builtin`` (passages of many kinds that ship with quantkit, then docstrings of Python's
+            standard library: offline, and apart from the default evaluation text), a text file, a folder of them, a ``.jsonl`` or
             ``.parquet`` file of texts or conversations, ``hub:OWNER/NAME[:SPLIT][:FILE]``; or
             several of these. Or ``self``: the model writes it. Or ``random``: no text at all, but tokens
             drawn from the vocabulary.

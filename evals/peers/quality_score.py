@@ -11,8 +11,9 @@ import numpy as np
 import torch
 
 from quantkit.evaluate.metrics import KL, PERPLEXITY, TOP1, Metric
-from quantkit.evaluate.quality import ROWS, windows_of
+from quantkit.evaluate.quality import windows_of
 from quantkit.evaluate.text import load_text
+from quantkit.evaluate.window_scores import ROWS
 from quantkit.runtime.loader import LoadedModel, load
 
 METRICS: dict[str, Metric] = {"perplexity": PERPLEXITY, "kl": KL, "top1": TOP1}
