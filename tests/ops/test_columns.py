@@ -74,6 +74,17 @@ def test_a_range_is_as_good_as_the_search_in_torch(bits, symmetric, dtype):
     assert (grid.scale == expected.scale).float().mean() > 0.97
 
 
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_no_level_overflows_the_dtype_of_the_scales(symmetric):
+    weight, hessian = problem(64, 64)
+    weight = weight * (65000 / weight.abs().max())
+    spec = group_spec(4, 32, symmetric, "float16")
+    codes = gptq.quantize(weight, LayerStats(1, hessian), spec, GptqOptions())
+    zero = codes.zero.float() if codes.zero is not None else torch.full_like(codes.scale, 8.0)
+    assert torch.equal(codes.scale, codes.scale.half().float())
+    assert (codes.scale * torch.maximum(zero, 15 - zero)).max() <= 65504
+
+
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(rows=st.sampled_from([1, 40, 65]), groups=st.integers(1, 5), size=st.sampled_from([2, 8, 13, 64]),
        bits=st.integers(2, 8), symmetric=st.booleans(), visits=st.integers(0, 3), refits=st.integers(0, 3),

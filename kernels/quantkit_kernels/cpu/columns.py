@@ -25,6 +25,7 @@ FARTHEST = 2.0**21
 """Quotients are clamped to this before rounding: further out, every level is clamped anyway."""
 SMALLEST = {"bfloat16": 2.0**-126, "float16": 2.0**-24, "float32": 2.0**-126}
 LARGEST = {"bfloat16": 3.3895313892515355e38, "float16": 65504.0, "float32": 3.4028234663852886e38}
+EPSILON = {"bfloat16": 2.0**-7, "float16": 2.0**-10, "float32": 2.0**-23}
 """Of the dtypes that scales are stored in."""
 _SIZE, _STEP = ROWS * 4, LANES * 4
 _WIDE = vec(F32, LANES)
@@ -95,8 +96,7 @@ class SearchRanges:
         else:
             scale = stored(e, high / top - low / top, self.dtype)
             zero = clamped(e, e.round(-low / scale), top)
-        limit = e.const(_WIDE, LARGEST[self.dtype]) / e.max(zero, e.const(_WIDE, top) - zero)
-        return e.min(scale, limit), zero
+        return e.min(scale, largest_scale(e, zero, top, self.dtype)), zero
 
     def _error(self, e: Emitter, tile: Value, cost: Value, first: Value, stop: Value, scale: Value,
                zero: Value) -> Value:
@@ -186,11 +186,11 @@ class DescendColumns:
             with e.loop(start, stop) as i:
                 for at in range(0, _SIZE, _STEP):
                     e.store(moved + (i - start) * _SIZE, e.const(_WIDE, 0.0), at)
-            tile = _Block(e, self, a, slopes, levels, grids, start, stop, moved)
+            columns = _Block(e, self, a, slopes, levels, grids, start, stop, moved)
             if self.dtype is not None:
-                tile.move_scales(self.dtype)
+                columns.move_scales(self.dtype)
             with e.when(number < a.visits):
-                tile.visit_levels()
+                columns.visit_levels()
             for low, high in ((e.const(I64, 0), start), (stop, a.columns)):
                 with e.loop(low, high) as j:
                     _subtract_all(e, slopes + j * _SIZE, moved, start, stop,
@@ -233,19 +233,17 @@ class _Block:
             old, zero = e.load(self.a.scale + grid, _WIDE, at), e.load(self.a.zero + grid, _WIDE, at)
             positive = curve.get() > 0.0
             target = old + slope.get() / e.select(positive, curve.get(), e.const(_WIDE, 1.0))
-            limit = e.const(_WIDE, LARGEST[dtype]) / e.max(zero, e.const(_WIDE, self.top) - zero)
-            new = stored(e, e.max(e.min(target, limit), e.const(_WIDE, SMALLEST[dtype])), dtype)
-            step = e.select(new > limit, old, new) - old
-            gain = step * (slope.get() * 2.0 - step * curve.get())
-            step = e.select(positive, e.select(gain > 0.0, step, e.const(_WIDE, 0.0)), e.const(_WIDE, 0.0))
-            e.store(self.steps, step, at)
-            e.store(self.a.scale + grid, old + step, at)
+            new = stored(e, e.min(target, largest_scale(e, zero, self.top, dtype)), dtype)
+            gain = (new - old) * (slope.get() * 2.0 - (new - old) * curve.get())
+            new = e.select(positive, e.select(gain > 0.0, new, old), old)
+            e.store(self.steps, new - old, at)
+            e.store(self.a.scale + grid, new, at)
         with e.loop(start, stop) as i:
             for at in range(0, _SIZE, _STEP):
                 place, step = (i - start) * _SIZE, e.load(self.steps, _WIDE, at)
                 e.store(self.moved + place, step * e.load(self.units + place, _WIDE, at), at)
-                before, bend = (e.load(tile, _WIDE, at) for tile in (self.slopes + i * _SIZE,
-                                                                     self.bends + place))
+                before, bend = (e.load(values, _WIDE, at) for values in (self.slopes + i * _SIZE,
+                                                                         self.bends + place))
                 e.store(self.slopes + i * _SIZE, e.fma(step, bend, before), at)
 
     def visit_levels(self) -> None:
@@ -284,6 +282,13 @@ def stored(e: Emitter, scale: Value, dtype: str) -> Value:
     if dtype == "bfloat16":
         return e.widened(e.narrowed(scale))
     return e.half_widened(e.half_narrowed(scale)) if dtype == "float16" else scale
+
+
+def largest_scale(e: Emitter, zero: Value, top: float, dtype: str) -> Value:
+    """The largest scale in ``dtype`` with which no level overflows that dtype; a step less than the quotient,
+    so that rounding it can't come out above."""
+    quotient = e.const(_WIDE, LARGEST[dtype] * (1 - EPSILON[dtype])) / e.max(zero, e.const(_WIDE, top) - zero)
+    return stored(e, quotient, dtype)
 
 
 def _subtract(e: Emitter, work: Value, start: Value, stop: Value, row: Value, step: Value) -> None:
