@@ -171,10 +171,10 @@ class CalibrationSpec(Frozen):
 
     Attributes:
         text: ``builtin`` (passages of many kinds that ship with quantkit, then docstrings of Python's
-            standard library: offline, and apart from the default evaluation text), a text file, a folder of them, a ``.jsonl`` or
-            ``.parquet`` file of texts or conversations, ``hub:OWNER/NAME[:SPLIT][:FILE]``; or
-            several of these. Or ``self``: the model writes it. Or ``random``: no text at all, but tokens
-            drawn from the vocabulary.
+            standard library: offline, and apart from the default evaluation text), a text file, a
+            folder of them, a ``.jsonl`` or ``.parquet`` file of texts or conversations,
+            ``hub:OWNER/NAME[:SPLIT][:FILE]``; or several of these. Or ``self``: the model writes it. Or
+            ``random``: no text at all, but tokens drawn from the vocabulary.
         samples: number of windows.
         length: tokens a window.
         seed: chooses the windows.

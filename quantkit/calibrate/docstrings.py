@@ -1,4 +1,4 @@
-"""The built-in calibration text: the prose of the docstrings of Python's standard library.
+"""The end of the built-in calibration text: the prose of the docstrings of Python's standard library.
 
 It is wherever Python is, needs no network, and shares nothing with ``pydoc_data.topics``, which is
 the default evaluation text.

@@ -4,7 +4,8 @@ A layer's outputs don't matter equally: what the model answers depends on few of
 strongly (the first ones of a text above all, on which attention rests). The divergence that an error
 ``δ`` in a layer's output causes is ``½ δᵀ F δ`` with ``F`` the Fisher information, the mean square of the
 gradient of the log-likelihood of answers drawn from the model itself. Its mean over a Linear's outputs
-weighs that token in the layer's Hessian, as in GuidedQuant, https://arxiv.org/abs/2505.07004.
+weighs that token in its Hessian, as in GuidedQuant, https://arxiv.org/abs/2505.07004; Linears that share an
+input share a Hessian, in which their weights' mean counts.
 
 At the logits themselves no answer need be drawn: with chances ``p`` the mean over all answers of the squared
 gradient is ``1 − Σ p²``. What the head computes for a token matters as far as the model isn't sure of itself.

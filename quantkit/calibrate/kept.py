@@ -28,6 +28,8 @@ from quantkit.spec import TransformSpec
 from quantkit.transforms.apply import resolve
 from quantkit_kernels.kept import cache_folder
 
+DRAWS = 2
+"""Number of the way in which answers are drawn."""
 LEAST = 1 << 20
 """Numbers: fewer are found again as quickly as they are looked for."""
 MOST = 8
@@ -55,7 +57,8 @@ def gradients(source: ModelSource, transforms: Sequence[TransformSpec], tokens: 
     if folder is None or not known or tokens.numel() * len(wanted) < LEAST:
         return find()
     text = hashlib.sha256(tokens.numpy().astype("<i8").tobytes()).hexdigest()
-    key = {"quantkit": __version__, "torch": torch.__version__, "seed": seed, "device": device.type,
+    key = {"quantkit": __version__, "draws": DRAWS, "torch": torch.__version__, "seed": seed,
+           "device": device.type,
            "tokens": [text, list(tokens.shape)],
            "source": [identity.kind, "" if identity.files else identity.uri, identity.revision,
                       dict(identity.files)], "wanted": sorted(wanted),

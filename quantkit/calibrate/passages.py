@@ -9,6 +9,7 @@ them, and they are the same bytes everywhere. Behind them come the docstrings of
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,14 +35,21 @@ def builtin_documents(tokens: int, tokenizer: Tokenizer) -> list[Document]:
     missing = tokens - sum(len(tokenizer.encode(document.content, special=False)) for document in documents
                            if isinstance(document.content, str))
     if missing > 0:
-        text = prose(characters=missing * CHARACTERS_PER_TOKEN)
-        if not text.strip():
-            raise CalibrationError("the built-in calibration text is too short", why="this Python was "
-                                   "installed without its standard library's sources",
-                                   next="name a text: --calibration FILE, or ask for fewer --samples")
-        share = missing / max(missing, len(tokenizer.encode(text, special=False)))
-        documents.append(Document("builtin, docstrings", text[:round(len(text) * share * 1.1) + 100]))
+        documents.append(Document("builtin, docstrings", _docstrings(missing, tokenizer)))
     return documents
+
+
+def _docstrings(tokens: int, tokenizer: Tokenizer) -> str:
+    text = prose(characters=tokens * CHARACTERS_PER_TOKEN)
+    if not text.strip():
+        raise CalibrationError("the built-in calibration text is too short",
+                               why="this Python was installed without its standard library's sources",
+                               next="name a text: --calibration FILE, or ask for fewer --samples")
+    share = tokens / max(tokens, len(tokenizer.encode(text, special=False)))
+    size = round(len(text) * share)
+    while size < len(text) and len(tokenizer.encode(text[:size], special=False)) < tokens:
+        size += size // 8 + 1
+    return text[:size]
 
 
 def _passages(tokenizer: Tokenizer) -> Iterator[tuple[str, str]]:
@@ -50,8 +58,9 @@ def _passages(tokenizer: Tokenizer) -> Iterator[tuple[str, str]]:
         yield path.name, path.read_text(encoding="utf-8")
     for line in (_FOLDER / _CHATS).read_text(encoding="utf-8").splitlines():
         messages = json.loads(line)["messages"]
-        try:
-            text = tokenizer.chat_text(messages, answer=False) if tokenizer.has_chat else None
-        except SourceError:  # a template that refuses system messages, or one that can't be rendered
-            text = None
+        text = None
+        # a template may refuse system messages; one that writes today's date makes another text every day
+        with contextlib.suppress(SourceError):
+            if tokenizer.has_chat and "strftime_now" not in tokenizer.template_text:
+                text = tokenizer.chat_text(messages, answer=False)
         yield _CHATS, text or "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)

@@ -17,9 +17,8 @@ class HessianObserver:
     """Sums ``x xᵀ`` over every token that enters a layer, and keeps the largest ``|x|``. Assign it to
     ``Linear.observer``.
 
-    One observer stands for all layers that share an input, unless tokens have an importance, which is
-    each layer's own. Sums are float32: with 10⁵ tokens the
-    rounding is far below the noise of choosing those tokens.
+    One observer stands for all layers that share an input. Sums are float32: with 10⁵ tokens the rounding is
+    far below the noise of choosing those tokens.
 
     Args:
         name: the layer watched, for messages.

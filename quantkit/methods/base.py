@@ -40,7 +40,7 @@ class LayerStats:
     Attributes:
         tokens: how many rows went in; 0 for an expert that got none, whose Hessian is zeros.
         hessian: float32 ``[in, in]``, mean of ``x xᵀ`` over tokens, each weighted by what it matters to
-            this Linear if the recipe's calibration says so; if a method asked for it.
+            the Linears that read it if the recipe's calibration says so; if a method asked for it.
         largest: float32 ``[in]``, each input's largest ``|x|`` over all tokens, if a method asked for any.
         notes: fallbacks taken while measuring, a sentence each.
     """

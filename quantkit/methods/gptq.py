@@ -48,7 +48,7 @@ from quantkit.methods.hessian import (
     hessian_of,
     losses,
 )
-from quantkit.ops import gpu
+from quantkit.ops import columns, gpu
 from quantkit.spec import QuantSpec
 
 TOGETHER = 1 << 24
@@ -63,9 +63,11 @@ class GptqOptions(MethodOptions):
         damp: added to the Hessian's diagonal, in units of its mean; raised tenfold while the
             Cholesky factorization fails.
         act_order: solve the columns with the largest ``diag(H)`` first.
-        block: columns solved before the rest is updated; changes speed, not the result.
-        clip_search: choose the groups' ranges by error weighted with what it costs.
-        refit: rounds of refitting the scales after solving, and after each visit to the levels.
+        block: columns solved before the rest is updated, where our CPU kernels don't choose it; changes
+            speed, not the result.
+        clip_search: choose the groups' ranges by squared error, weighed by ``1 / diag(H⁻¹)``.
+        refit: rounds of refitting the scales after solving, and after each descent pass. Our CPU kernels
+            refit a group's scale in each pass, before its levels, and do these rounds at the end.
         descent_passes: passes of coordinate descent over all levels after solving.
     """
 
@@ -134,19 +136,19 @@ def together(weights: Sequence[torch.Tensor], stats: Sequence[LayerStats | None]
 
 
 def _tiled(task: _Begun, spec: QuantSpec, options: GptqOptions) -> Codes:
-    weight, parts, codes, failed = task.weight, row_parts(task.weight, spec, TOGETHER), list[Codes](), True
+    weight, codes, failed = task.weight, list[Codes](), True
+    parts = row_parts(weight, spec, TOGETHER, columns.ROWS)
     assert task.factors is not None
-    begun = [gptq_tiles.solve(weight[part], task.factors, task.plain.rows(part), spec, options.clip_search)
+    costs = column_costs(task.factors) if options.clip_search else None
+    begun = [gptq_tiles.solve(weight[part], task.factors, task.plain.rows(part), spec, costs)
              for part in parts]
     damping, task.factors = task.factors.damping, None  # as large as what comes now
     form = damped(task.hessian, damping)
     for part in parts:
-        levels, grid, loss = gptq_tiles.descend(weight[part], *begun.pop(0), form, spec,
-                                                options.descent_passes, options.refit)
-        plain = task.plain.rows(part)
-        rounded = round_to_grid(weight[part], plain, spec)
-        worse = ~(loss <= losses(weight[part] - from_grid(rounded, plain), task.hessian))
-        codes.append(_merged(levels, grid, rounded, plain, worse, spec))
+        levels, grid = gptq_tiles.descend(weight[part], *begun.pop(0), form, spec, options.descent_passes,
+                                          options.refit)
+        better, worse = _unless_rounded(task, levels, grid, part, spec)
+        codes.append(better)
         failed &= bool(worse.all())
     return join(codes, task.notes + (NO_BETTER,) * failed)
 
@@ -220,16 +222,10 @@ def _unless_rounded(task: _Begun, levels: torch.Tensor, grid: Grid, part: slice,
     if spec.granularity.strategy == "tensor":  # one scale for all rows: all or none
         solved, baseline = solved.sum().expand_as(solved), baseline.sum().expand_as(baseline)
     worse = ~(solved <= baseline)  # also where a loss is NaN
-    return _merged(levels, grid, rounded, plain, worse, spec), worse
-
-
-def _merged(levels: torch.Tensor, grid: Grid, rounded: torch.Tensor, plain: Grid, worse: torch.Tensor,
-            spec: QuantSpec) -> Codes:
-    """Solved rows, and rounded ones where the solved are ``worse``, bool ``[out]``."""
     pick = worse.unsqueeze(1)
     rows = pick[:grid.scale.shape[0]]
     best = Grid(torch.where(rows, plain.scale, grid.scale), torch.where(rows, plain.zero, grid.zero))
-    return to_codes(torch.where(pick, rounded, levels), best, spec)
+    return to_codes(torch.where(pick, rounded, levels), best, spec), worse
 
 
 def _solve(weights: Sequence[torch.Tensor], grids: Sequence[Grid], upper: torch.Tensor, order: torch.Tensor,

@@ -7,7 +7,7 @@ import torch
 from quantkit.formats.dtypes import dtype_name, scale_dtype
 from quantkit.methods.descent import descend_scales
 from quantkit.methods.grid import SHRINKS, Grid
-from quantkit.methods.hessian import HessianFactors, column_costs
+from quantkit.methods.hessian import HessianFactors
 from quantkit.ops import columns
 from quantkit.spec import QuantSpec
 
@@ -19,7 +19,7 @@ def takes(spec: QuantSpec, device: torch.device) -> bool:
 
 
 def solve(weight: torch.Tensor, factors: HessianFactors, plain: Grid, spec: QuantSpec,
-          clip_search: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+          costs: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Choose ranges and solve the columns.
 
     Args:
@@ -27,15 +27,15 @@ def solve(weight: torch.Tensor, factors: HessianFactors, plain: Grid, spec: Quan
         factors: of the damped Hessian.
         plain: the grid of plain rounding, used where there is no search.
         spec: which :func:`takes`.
-        clip_search: search for the groups' ranges.
+        costs: float32 ``[in]``, of a column's squared error, to search for ranges by; ``None``: no search.
 
     Returns:
         Levels uint8 ``[tiles, in, 64]``; scales and zeros float32 ``[tiles, groups, 64]``.
     """
     size = weight.shape[1] // plain.scale.shape[1]
     tiled = columns.tiles(weight)
-    if clip_search:
-        scale, zero = columns.search_ranges(tiled, column_costs(factors), size, SHRINKS, spec.bits,
+    if costs is not None:
+        scale, zero = columns.search_ranges(tiled, costs, size, SHRINKS, spec.bits,
                                             spec.symmetric, dtype_name(scale_dtype(spec)))
     else:
         scale, zero = columns.tiles(plain.scale, 1.0), columns.tiles(plain.zero)
@@ -48,8 +48,8 @@ def solve(weight: torch.Tensor, factors: HessianFactors, plain: Grid, spec: Quan
 
 
 def descend(weight: torch.Tensor, levels: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor,
-            form: torch.Tensor, spec: QuantSpec, visits: int,
-            refits: int) -> tuple[torch.Tensor, Grid, torch.Tensor]:
+            form: torch.Tensor, spec: QuantSpec, descent_passes: int,
+            refits: int) -> tuple[torch.Tensor, Grid]:
     """Coordinate descent on what :func:`solve` has returned.
 
     Args:
@@ -57,18 +57,18 @@ def descend(weight: torch.Tensor, levels: torch.Tensor, scale: torch.Tensor, zer
         levels, scale, zero: where to start.
         form: float32 ``[in, in]``, the damped Hessian.
         spec: kind, bits and the scales' dtype.
-        visits: passes over the levels.
-        refits: visits to every scale after them; 0: scales stay as they are.
+        descent_passes: passes over the levels, and over the scales.
+        refits: passes over the scales after them; 0: scales stay as they are.
 
     Returns:
-        Levels float32 ``[rows, in]``, their grid, and the loss of each row, float32 ``[rows]``.
+        Levels float32 ``[rows, in]`` and their grid.
     """
     rows, (_, count, _), groups = len(weight), levels.shape, scale.shape[1]
     tiled, levels = columns.tiles(weight), levels.float()
     slopes = form @ _off(tiled, levels, scale, zero)
 
-    def visit(dtype: str | None, visits: int, refits: int) -> None:
-        columns.descend_columns(slopes, levels, scale, zero, form, spec.bits, dtype, visits, refits)
+    def descend_columns(dtype: str | None, descent_passes: int, refits: int) -> None:
+        columns.descend_columns(slopes, levels, scale, zero, form, spec.bits, dtype, descent_passes, refits)
 
     def grid() -> Grid:
         return Grid(*(columns.untile(part, rows).contiguous() for part in (scale, zero)))
@@ -79,14 +79,13 @@ def descend(weight: torch.Tensor, levels: torch.Tensor, scale: torch.Tensor, zer
         torch.matmul(form, _off(tiled, levels, scale, zero), out=slopes)
 
     if not refits or count // groups <= columns.LARGEST_GROUP:
-        visit(dtype_name(scale_dtype(spec)) if refits else None, visits, refits)
+        descend_columns(dtype_name(scale_dtype(spec)) if refits else None, descent_passes, refits)
     else:
         refit()
-        for _ in range(visits):
-            visit(None, 1, 0)
+        for _ in range(descent_passes):
+            descend_columns(None, 1, 0)
             refit()
-    loss = _off(tiled, levels, scale, zero).mul_(slopes).sum(1).flatten()[:rows]
-    return columns.untile(levels, rows), grid(), loss
+    return columns.untile(levels, rows), grid()
 
 
 def _off(tiled: torch.Tensor, levels: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:

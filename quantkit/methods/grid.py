@@ -109,10 +109,10 @@ def round_to_grid(weight: torch.Tensor, grid: Grid, spec: QuantSpec) -> torch.Te
     return levels.reshape(weight.shape)
 
 
-def row_parts(weight: torch.Tensor, spec: QuantSpec, values: int) -> list[slice]:
-    """Rows that are worked on together, about ``values`` weights, so that there are copies of few at a time;
-    all of them where they share a scale."""
-    rows, step = weight.shape[0], max(1, values // weight.shape[1])
+def row_parts(weight: torch.Tensor, spec: QuantSpec, values: int, multiple: int = 1) -> list[slice]:
+    """Rows that are worked on together, a multiple of some number and about ``values`` weights, so that there
+    are copies of few at a time; all of them where they share a scale."""
+    rows, step = weight.shape[0], max(1, values // (weight.shape[1] * multiple)) * multiple
     if spec.granularity.strategy == "tensor" or step >= rows:
         return [slice(None)]
     return [slice(start, start + step) for start in range(0, rows, step)]

@@ -84,7 +84,7 @@ def column_costs(factors: HessianFactors) -> torch.Tensor:
     diagonal of ``H⁻¹``, float32 ``[in]``, as in Optimal Brain Surgeon,
     https://papers.nips.cc/paper/1992/hash/303ed4c69846ab36c2904d3ba8573050-Abstract.html."""
     costs = torch.empty_like(factors.upper[0])
-    costs[factors.order] = factors.upper.square().sum(dim=0).reciprocal()
+    costs[factors.order] = torch.linalg.vector_norm(factors.upper, dim=0).square_().reciprocal_()
     return costs
 
 

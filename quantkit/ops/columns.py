@@ -1,7 +1,7 @@
 """GPTQ's loops over the columns of a weight, on a CPU: our own kernels, on all threads.
 
 https://arxiv.org/abs/2210.17323. A weight is handed over as tiles ``[tiles, in, 64]`` of 64 rows
-(:func:`tiles`). Results are the same on all CPUs, and whatever else is computed beside them.
+(:func:`tiles`). The kernels' results are the same whatever the CPU and the number of threads.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ def solve_columns(work: torch.Tensor, upper: torch.Tensor, scale: torch.Tensor, 
 
     Args:
         work: float32 ``[tiles, in, 64]``, in the order of solving; overwritten.
-        upper: float32 ``[in, in]`` with ``H⁻¹ = Uᵀ U``, in that order.
+        upper: float32 ``[in, in]`` with ``H⁻¹ = Uᵀ U``, in that order; not copied where its columns are
+            contiguous.
         scale, zero: float32 ``[tiles, groups, 64]``.
         groups: int64 ``[in]``, the group of each column.
         bits: of a level.
@@ -81,13 +82,14 @@ def solve_columns(work: torch.Tensor, upper: torch.Tensor, scale: torch.Tensor, 
     from quantkit_kernels.cpu.columns import SolveColumns
 
     levels, kernel = torch.empty_like(work), SolveColumns(bits)
-    _run(kernel, len(work), kernel.room_bytes, work=work, upper=upper.contiguous(), scale=scale, zero=zero,
+    _run(kernel, len(work), kernel.room_bytes, work=work, lower=upper.mT.contiguous(), scale=scale, zero=zero,
          group=groups.contiguous(), levels=levels, columns=work.shape[1], groups=scale.shape[1])
     return levels
 
 
 def descend_columns(slopes: torch.Tensor, levels: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor,
-                    hessian: torch.Tensor, bits: int, dtype: str | None, visits: int, refits: int) -> None:
+                    hessian: torch.Tensor, bits: int, dtype: str | None, descent_passes: int,
+                    refits: int) -> None:
     """Coordinate descent on ``eᵀ H e``: each step is exact, so that no row's loss rises.
 
     Args:
@@ -98,7 +100,7 @@ def descend_columns(slopes: torch.Tensor, levels: torch.Tensor, scale: torch.Ten
         hessian: float32 ``[in, in]``, its diagonal positive.
         bits: of a level.
         dtype: in which scales are stored; ``None``: they stay as they are.
-        visits: passes over all groups, each with its scale and then its levels.
+        descent_passes: passes over all groups, each with its scale and then its levels.
         refits: passes over the scales alone, afterwards.
     """
     from quantkit_kernels.cpu.columns import BLOCK, DescendColumns
@@ -107,7 +109,7 @@ def descend_columns(slopes: torch.Tensor, levels: torch.Tensor, scale: torch.Ten
     block, kernel = BLOCK if dtype is None else size, DescendColumns(bits, dtype)
     _run(kernel, len(slopes), kernel.room_bytes(block), slopes=slopes, levels=levels, scale=scale, zero=zero,
          hessian=hessian.contiguous(), columns=slopes.shape[1], groups=scale.shape[1], size=size, block=block,
-         passes=visits + refits, visits=visits)
+         passes=descent_passes + refits, level_passes=descent_passes)
 
 
 def _run(kernel: SearchRanges | SolveColumns | DescendColumns, units: int, room_bytes: int,

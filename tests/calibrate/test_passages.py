@@ -61,7 +61,8 @@ def test_conversations_are_written_by_the_template(tokenizer, files):
     assert chats == [tokenizer.chat_text(json.loads(line)["messages"], answer=False) for line in lines]
 
 
-@pytest.mark.parametrize("template", [None, "{{ raise_exception('no') }}"])
+@pytest.mark.parametrize("template", [None, "{{ raise_exception('no') }}",
+                                      "{{ strftime_now('%d %B %Y') }}{{ messages[0].content }}"])
 def test_conversations_are_plain_text_without_a_template(files, template):
     config = json.loads(files["tokenizer_config.json"])
     config.pop("chat_template", None)

@@ -33,15 +33,17 @@ _WIDE = vec(F32, LANES)
 SEARCH_ARGUMENTS = ("*weight", "*cost", "*factors", "*scale", "*zero", "columns", "groups", "size", "count")
 """Of a record: ``weight`` float32 ``[units, columns, 64]``, ``cost`` ``[columns]``, ``factors`` ``[count]``;
 results are ``scale`` and ``zero``, float32 ``[units, groups, 64]``; ``size`` columns are a group."""
-SOLVE_ARGUMENTS = ("*work", "*upper", "*scale", "*zero", "*group", "*levels", "*room", "room_private",
+SOLVE_ARGUMENTS = ("*work", "*lower", "*scale", "*zero", "*group", "*levels", "*room", "room_private",
                    "columns", "groups")
-"""Of a record: ``work`` float32 ``[units, columns, 64]`` in solving order, overwritten; ``upper`` float32
-``[columns, columns]``; ``group`` int64 ``[columns]``; results are ``levels``, float32 like ``work``."""
+"""Of a record: ``work`` float32 ``[units, columns, 64]`` in solving order, overwritten; ``lower`` float32
+``[columns, columns]``, the transpose of ``U`` with ``H⁻¹ = Uᵀ U``; ``group`` int64 ``[columns]``; results
+are ``levels``, float32 like ``work``."""
 DESCEND_ARGUMENTS = ("*slopes", "*levels", "*scale", "*zero", "*hessian", "*room", "room_private", "columns",
-                     "groups", "size", "block", "passes", "visits")
+                     "groups", "size", "block", "passes", "level_passes")
 """Of a record: ``slopes`` and ``levels`` float32 ``[units, columns, 64]``, ``scale`` and ``zero`` float32
 ``[units, groups, 64]``, all but ``zero`` updated; ``hessian`` float32 ``[columns, columns]``. ``block``
-columns are worked on before the rest is updated. Of ``passes`` the first ``visits`` change levels."""
+columns are worked on before the rest is updated. Of ``passes`` the first
+``level_passes`` change levels too."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,8 @@ class SearchRanges:
                     weight = e.load(tile + i * _SIZE, _WIDE, part)
                     low.set(e.min(weight, low.get()))
                     high.set(e.max(weight, high.get()))
-                best, best_scale, best_zero = (e.var(e.const(_WIDE, value)) for value in (3e38, 1.0, 0.0))
+                scale, zero = self._grid(e, low.get(), high.get())
+                best, best_scale, best_zero = e.var(e.const(_WIDE, 3e38)), e.var(scale), e.var(zero)
                 with e.loop(0, a.count) as number:
                     factor = e.load(a.factors, F32, number * 4).spread(LANES)
                     scale, zero = self._grid(e, low.get() * factor, high.get() * factor)
@@ -138,8 +141,8 @@ class SolveColumns:
         with e.loop(0, a.columns, BLOCK) as start:
             stop = e.min(start + BLOCK, a.columns)
             with e.loop(start, stop) as i:
-                row = a.upper + i * a.columns * 4
-                pivot = e.load(row, F32, i * 4).spread(LANES)
+                factors = a.lower + i * 4
+                pivot = e.load(factors, F32, i * a.columns * 4).spread(LANES)
                 grid = grids + e.load(a.group, I64, i * 8) * _SIZE
                 for at in range(0, _SIZE, _STEP):
                     scale, zero = e.load(a.scale + grid, _WIDE, at), e.load(a.zero + grid, _WIDE, at)
@@ -147,9 +150,9 @@ class SolveColumns:
                     level = nearest_level(e, weight / scale, zero, top)
                     e.store(levels + i * _SIZE, level, at)
                     e.store(errors + (i - start) * _SIZE, (weight - (level - zero) * scale) / pivot, at)
-                _subtract(e, work, i + 1, stop, row, errors + (i - start) * _SIZE)
+                _subtract(e, work, i + 1, stop, factors, a.columns * 4, errors + (i - start) * _SIZE)
             with e.loop(stop, a.columns) as j:
-                _subtract_all(e, work + j * _SIZE, errors, start, stop, a.upper + j * 4, a.columns * 4)
+                _subtract_all(e, work + j * _SIZE, errors, start, stop, a.lower + j * a.columns * 4, 4)
         e.ret()
 
 
@@ -189,8 +192,8 @@ class DescendColumns:
             columns = _Block(e, self, a, slopes, levels, grids, start, stop, moved)
             if self.dtype is not None:
                 columns.move_scales(self.dtype)
-            with e.when(number < a.visits):
-                columns.visit_levels()
+            with e.when(number < a.level_passes):
+                columns.move_levels()
             for low, high in ((e.const(I64, 0), start), (stop, a.columns)):
                 with e.loop(low, high) as j:
                     _subtract_all(e, slopes + j * _SIZE, moved, start, stop,
@@ -246,7 +249,7 @@ class _Block:
                                                                          self.bends + place))
                 e.store(self.slopes + i * _SIZE, e.fma(step, bend, before), at)
 
-    def visit_levels(self) -> None:
+    def move_levels(self) -> None:
         """Put every weight on the level that is best with the others as they are."""
         e = self.e
         with e.loop(self.start, self.stop) as i:
@@ -262,7 +265,7 @@ class _Block:
                 e.store(self.levels + i * _SIZE, level, at)
                 e.store(self.steps, step, at)
                 e.store(self.moved + place, e.load(self.moved + place, _WIDE, at) + step, at)
-            _subtract(e, self.slopes, self.start, self.stop, row, self.steps)
+            _subtract(e, self.slopes, self.start, self.stop, row, 4, self.steps)
 
 
 def nearest_level(e: Emitter, quotient: Value, zero: Value, top: float) -> Value:
@@ -291,10 +294,12 @@ def largest_scale(e: Emitter, zero: Value, top: float, dtype: str) -> Value:
     return stored(e, quotient, dtype)
 
 
-def _subtract(e: Emitter, work: Value, start: Value, stop: Value, row: Value, step: Value) -> None:
-    """``work[j] −= row[j] · step`` for columns j of ``[start, stop)``; ``step`` is ``[64]``."""
+def _subtract(e: Emitter, work: Value, start: Value, stop: Value, factors: Value, stride: Value | int,
+              step: Value) -> None:
+    """``work[j] −= factor_j · step`` for columns j of ``[start, stop)``; ``step`` is ``[64]``. Factors lie
+    ``stride`` bytes apart."""
     with e.loop(start, stop) as j:
-        factor = -e.load(row, F32, j * 4).spread(LANES)
+        factor = -e.load(factors + j * stride, F32).spread(LANES)
         for at in range(0, _SIZE, _STEP):
             e.store(work + j * _SIZE, e.fma(factor, e.load(step, _WIDE, at),
                                             e.load(work + j * _SIZE, _WIDE, at)), at)
