@@ -152,9 +152,9 @@ def test_layers_are_measured_behind_the_rounded_embedding(models, recipe, tmp_pa
     tables, runner = [], module.LayerRunner
 
     class Watched(runner):
-        def __init__(self, config, weights, tokens, importance=None, states=None, table=None):
+        def __init__(self, config, weights, tokens, importance=None, states=None, table=None, *rest):
             tables.append(table)
-            super().__init__(config, weights, tokens, importance, states, table)
+            super().__init__(config, weights, tokens, importance, states, table, *rest)
 
     monkeypatch.setattr(module, "LayerRunner", Watched)
     out = quantize(str(models[True]), recipe(RULES["rtn"]), tmp_path / "out").out

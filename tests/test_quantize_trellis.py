@@ -92,7 +92,7 @@ rules:
     gridded = quantize(str(tiny), str(grid), tmp_path / "gridded", calibration=FEW).out
     original = load(str(tiny)).model(ids(4, 64))
     found = load(str(result.out))
-    assert far(found.model(ids(4, 64)), original) < 0.8 * far(load(str(gridded)).model(ids(4, 64)), original)
+    assert far(found.model(ids(4, 64)), original) < 0.85 * far(load(str(gridded)).model(ids(4, 64)), original)
     text = generate(found, [[5, 6, 7]], Sampling(max_tokens=8, temperature=0.0, ignore_eos=True))
     assert len(text[0].token_ids) == 8
     with Checkpoint.open(result.out) as checkpoint:

@@ -12,7 +12,7 @@ from quantkit.budget.sensitivity import sensitivities
 from quantkit.calibrate import importance
 from quantkit.calibrate.prepare import prepare
 from quantkit.errors import CalibrationError, CheckpointError, Stopped
-from quantkit.models.architecture import parse_config
+from quantkit.models.architecture import linear_slots, parse_config
 from quantkit.models.decoder import CausalLM
 from quantkit.models.linear import Weights
 from quantkit.ops.stored_weight import PlainWeight
@@ -120,12 +120,15 @@ def test_it_is_half_the_fisher_weighted_error(measured, tmp_path, monkeypatch):
     for name, linear in model.linears().items():
         linear.observer = lambda x, name=name: inputs.__setitem__(name, x.flatten(0, 1).double())
     model(prepare(CALIBRATION, source, 128).tokens)
+    shares = {slot.name: slot.shares for slot in linear_slots(config)}
     rtn, form = registry("methods").get("rtn"), registry("formats").get("pack-quantized")
     for name, x in inputs.items():
         weight = source.tensor(f"{name}.weight").float()
         codes = rtn.run(weight, None, measured.rows[name][2].spec, rtn.options())
         off = x @ (form.dequantize(form.pack(codes, torch.bfloat16)) - weight).double().T
-        expected = 0.5 * (given[name].double() * off.square().sum(1)).mean()
+        sharing = [given[other].double() for other in inputs if shares[other] == shares[name]]
+        shape = torch.stack([squares / squares.mean() for squares in sharing]).mean(0)
+        expected = 0.5 * given[name].double().mean() * (shape * off.square().sum(1)).mean()
         assert found[name][2] == pytest.approx(float(expected), rel=2e-3)
 
 

@@ -136,7 +136,7 @@ def test_several_sources_of_calibration_text(cli_json, tiny, tmp_path):
     (tmp_path / "a.txt").write_text("Once upon a time. " * 50, encoding="utf-8")
     facts = cli_json("quantize", tiny, "-r", "int4", "--dry-run", "--calibration", tmp_path / "a.txt",
                      "--calibration", "builtin", "--samples", 2, "--length", 32)["calibration"]
-    assert facts["text"] == "a.txt, builtin" and facts["coverage"]["documents"] == 2
+    assert facts["text"] == "a.txt, builtin" and facts["coverage"]["documents"] > 20
 
 
 def refused(result, code, *said):
