@@ -51,7 +51,7 @@ def chats(model: str, path: Path) -> str:
     source = open_source(model)
     tokenizer = Tokenizer(source.side_files(), source.config())
     files = [file for file in some_of(local_files(str(path)), CHARACTERS, 0) if isinstance(file, DataFile)]
-    documents = [document for _, found in read_files(files, CHARACTERS) for document in found]
+    documents = [document for _, rows in read_files(files, CHARACTERS) for document in rows]
     return "".join(tokenizer.chat_text(document.content, answer=False) for document in documents
                    if not isinstance(document.content, str))
 

@@ -150,7 +150,7 @@ def test_hessians_weigh_the_tokens(model, tmp_path):
     config, weights, tensors = model
     found = importance(model, tmp_path / "x")
     stats = LayerRunner(config, weights, TOKENS, found).measure(0)
-    assert len({id(one) for one in stats.values()}) == 4, "Linears with the same input share one"
+    assert len({id(shared) for shared in stats.values()}) == 4, "Linears with the same input share one"
     sharing = {name: [other for other in stats if stats[other] is stats[name]] for name in stats}
     inputs = {}
     layer = CausalLM(config, weights).layers[0]
