@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import time
-from collections.abc import Collection, Generator, Iterable, Iterator
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -33,20 +33,20 @@ from quantkit.checkpoint.work import WorkStore
 from quantkit.checkpoint.writer import WORK, CheckpointWriter, refuse_existing
 from quantkit.device import find_device
 from quantkit.errors import QuantkitError, Stopped
-from quantkit.executor.base import Executor, Item
+from quantkit.executor.base import Executor
 from quantkit.executor.choose import make_executor
 from quantkit.formats.base import QuantizedTensor
 from quantkit.methods.base import LayerStats
 from quantkit.models.architecture import EMBEDDING, layer_of, parse_config
 from quantkit.models.linear import Weights
-from quantkit.planning.layers import BATCH, PlanRow, together
+from quantkit.planning.layers import PlanRow
 from quantkit.planning.phases import ASSEMBLING, QUANTIZING, WRITING, run_phases, tell_weighing
 from quantkit.planning.plan import Plan, make_plan
 from quantkit.plugins import current, registry
 from quantkit.progress import Listener, Phases, ProgressEvent, silent
 from quantkit.recipe import Recipe, load_recipe
 from quantkit.runtime.loader import load_source
-from quantkit.solve import ModelOrigin, Solved, in_order, solve, solve_data_free, stored_weight
+from quantkit.solve import ModelOrigin, Solved, solve_data_free, solve_rows, stored_weight
 from quantkit.sources.base import ModelSource, prefetch, release, tensor_alone
 from quantkit.spec import CalibrationSpec
 from quantkit.transforms.apply import apply_to_layer, resolve
@@ -224,14 +224,10 @@ class _Run:
                 states = ends.enter_context(Spill(writer.states))
                 with self._tracing():
                     runner = LayerRunner(self.config, weights, tokens, importance, states, table,
-                                         correlation(self.plan.calibration))
+                                         correlation(self.plan.calibration), self.plan.drift)
             for index in range(layers):
                 progress(ProgressEvent(done + index, total, f"layer {index}", kept=index not in missing))
-                packed, changed = self._layer(writer, index, runner, elsewhere)
-                if runner is not None and index < last:
-                    with self._tracing():
-                        runner.advance(index, packed, changed)
-                del packed, changed
+                self._layer(writer, index, runner, elsewhere, index < last)
             stats: dict[str, LayerStats] = {}
             if runner is not None and head is not None:
                 with self._tracing():
@@ -266,7 +262,8 @@ class _Run:
             self._refuse_notes(LayerRow.model_validate(row) for row in rows)
             return {row.name: stored_weight(row, tensors) for row in planned if row.method}
         other = [] if unit == TABLE else self._other(None)
-        return self._store(writer, unit, planned, other, self._tensors(planned, stats), elsewhere)
+        layer = self._tensors(planned, stats)
+        return self._store(writer, unit, planned, other, layer, self._solved(planned, layer, elsewhere))
 
     def _importance(self, writer: CheckpointWriter, weights: Weights,
                     tokens: torch.Tensor) -> dict[str, torch.Tensor] | None:
@@ -294,33 +291,64 @@ class _Run:
         return writer.get(IMPORTANCE)[0]
 
     def _layer(self, writer: CheckpointWriter, index: int, runner: LayerRunner | None,
-               elsewhere: Iterator[list[Solved]] | None) -> tuple[dict[str, QuantizedTensor],
-                                                                  dict[str, torch.Tensor]]:
-        """Its quantized weights, and what else the transforms have changed: from disk if it is there."""
+               elsewhere: Iterator[list[Solved]] | None, on: bool) -> None:
+        """Solve and store a layer, unless it is on disk; the hidden states go on through it if ``on``."""
         unit = UNIT.format(index)
         planned = self._inside(index)
         if writer.has(unit):
             tensors, rows = writer.get(unit)
             self._refuse_notes(LayerRow.model_validate(row) for row in rows)
             packed = {row.name: stored_weight(row, tensors) for row in planned if row.method}
-            return packed, {name: tensors[name] for name in self._may_change(index, tensors)}
+            if runner is not None and on:
+                with self._tracing():
+                    if self.plan.changes_layers:
+                        runner.advance(index, packed, {name: tensors[name]
+                                                       for name in self._may_change(index, tensors)})
+                    else:
+                        for stage in runner.stages(index):
+                            runner.advance_stage(stage, packed)
+            return
         wanted = {row.name: self.measured[row.name] for row in planned if row.name in self.measured}
+        if elsewhere is None:
+            following = f"{LAYERS}{index + 1}."
+            prefetch(self.source, [name for name in self.source.tensors() if name.startswith(following)])
+        if runner is not None and wanted and not self.plan.changes_layers:
+            layer = self._tensors(planned, {})
+            solved = list(self._by_stage(planned, layer, wanted, runner, on))
+            self._store(writer, unit, planned, self._other(index), layer, iter(solved))
+            return
         stats: dict[str, LayerStats] = {}
         if runner is not None and wanted:
             with self._tracing():
                 stats = runner.measure(index, wanted)
-            if any(transform.layer for transform, _ in self.transforms):  # weights that they change are here
-                stats = {name: stat.to(torch.device("cpu")) for name, stat in stats.items()}
+            stats = {name: stat.to(torch.device("cpu")) for name, stat in stats.items()}  # where weights are
             runner.forget([row.name for row in planned if row.method])
-        other = self._other(index)
-        if elsewhere is None:
-            following = f"{LAYERS}{index + 1}."
-            prefetch(self.source, [name for name in self.source.tensors() if name.startswith(following)])
         layer = self._tensors(planned, stats)
         for transform, options in self.transforms if stats else ():
             apply_to_layer(transform, options, self.config, index, layer)
-        packed = self._store(writer, unit, planned, other, layer, elsewhere)
-        return packed, {name: layer.stored(name) for name in self._may_change(index, layer.changed)}
+        packed = self._store(writer, unit, planned, self._other(index), layer,
+                             self._solved(planned, layer, elsewhere))
+        if runner is not None and on:
+            with self._tracing():
+                runner.advance(index, packed, {name: layer.stored(name)
+                                               for name in self._may_change(index, layer.changed)})
+
+    def _by_stage(self, planned: list[PlanRow], layer: LayerTensors, wanted: Mapping[str, Collection[str]],
+                  runner: LayerRunner, on: bool) -> Iterator[Solved]:
+        """A layer's Linears in order; each stage is measured behind those before it as they are stored."""
+        for stage in runner.stages(planned[0].layer or 0):
+            rows = [row for row in planned if row.name in stage.linears and row.method]
+            with self._tracing():
+                layer.stats |= runner.measure_stage(stage, {row.name: wanted[row.name] for row in rows
+                                                            if row.name in wanted})
+            runner.forget([row.name for row in rows])
+            packed = {}
+            for result, row in solve_rows(rows, layer, self.measured, self.executor):
+                packed[row.name] = result
+                yield result, row
+            if on or not stage.last:
+                with self._tracing():
+                    runner.advance_stage(stage, packed)
 
     def _tensors(self, planned: list[PlanRow], stats: dict[str, LayerStats]) -> LayerTensors:
         return LayerTensors(self._tensor, self.source.tensors().__contains__,
@@ -329,7 +357,7 @@ class _Run:
 
     def _may_change(self, index: int, names: Collection[str]) -> list[str]:
         """Those of a layer's tensors that aren't quantized, if there are transforms that change layers."""
-        if not any(transform.layer for transform, _ in self.transforms):
+        if not self.plan.changes_layers:
             return []
         kept = {f"{row.name}.weight" for row in self.plan.rows if row.layer == index and row.method is None}
         return [name for name in (*self.plan.other, *kept) if name in names]
@@ -343,8 +371,7 @@ class _Run:
             raise blame(error, self.source, self.data.origins if self.data else ()) from error
 
     def _store(self, writer: CheckpointWriter, unit: str, planned: list[PlanRow], other: list[str],
-               layer: LayerTensors, elsewhere: Iterator[list[Solved]] | None) -> dict[str, QuantizedTensor]:
-        solved = self._solved(planned, layer, elsewhere)
+               layer: LayerTensors, solved: Iterator[Solved]) -> dict[str, QuantizedTensor]:
         tensors: dict[str, torch.Tensor | LazyTensor] = {}
         rows: list[LayerRow] = []
         packed: dict[str, QuantizedTensor] = {}
@@ -369,23 +396,10 @@ class _Run:
 
     def _solved(self, planned: list[PlanRow], layer: LayerTensors,
                 elsewhere: Iterator[list[Solved]] | None) -> Iterator[Solved]:
-        """A unit's Linears in order; statistics are taken out of ``layer`` and go with their last user."""
+        """A unit's Linears in order."""
         if elsewhere is not None:
             return iter(next(elsewhere))
-        groups = together(planned, self.measured, BATCH)
-        solved = itertools.chain.from_iterable(self.executor.map(solve, self._unsolved(groups, layer)))
-        return in_order(solved, planned)
-
-    def _unsolved(self, groups: list[tuple[PlanRow, ...]], layer: LayerTensors) -> Iterator[Item]:
-        last, put = None, None
-        for group in groups:
-            stats = []
-            for row in group:
-                layer_stats = layer.stats.pop(row.name, None)
-                if layer_stats is not last:  # Linears that share statistics follow each other
-                    last, put = layer_stats, None if layer_stats is None else self.executor.put(layer_stats)
-                stats.append(put)
-            yield group[0].name, (group, *layer.weights([f"{row.name}.weight" for row in group]), *stats)
+        return solve_rows(planned, layer, self.measured, self.executor)
 
     def _refuse_notes(self, rows: Iterable[LayerRow]) -> None:
         """Refuse notes of layers made now, and of those that an earlier, less strict attempt left."""

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
 from quantkit.calibrate.runner import EXPERT
 from quantkit.checkpoint.manifest import FEW_TOKENS, LayerRow
 from quantkit.errors import QuantkitError, SourceError
+from quantkit.executor.base import Executor, Item
 from quantkit.formats import contract
 from quantkit.formats.base import Format, QuantizedTensor
 from quantkit.methods import parts
@@ -18,7 +20,7 @@ from quantkit.methods.base import LayerStats, Method
 from quantkit.methods.grid import require_finite
 from quantkit.ops.finite import squares
 from quantkit.ops.hadamard import apply_hadamard, rotate_hessian
-from quantkit.planning.layers import PlanRow
+from quantkit.planning.layers import BATCH, PlanRow, together
 from quantkit.planning.plan import with_own_head
 from quantkit.plugins import registry
 from quantkit.recipe import Recipe
@@ -26,6 +28,7 @@ from quantkit.sources.base import ModelSource, SourceIdentity, release
 from quantkit.sources.open import open_source
 from quantkit.spec import QuantSpec
 from quantkit.transforms.apply import transformed
+from quantkit.transforms.base import LayerTensors
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,14 +121,37 @@ def solve(plans: Sequence[PlanRow], dtype: torch.dtype,
     return [(result, row) for (result, _, _), row in zip(results, rows, strict=True)]
 
 
-def in_order(solved: Iterator[Solved], planned: Iterable[PlanRow]) -> Iterator[Solved]:
-    """What was solved, in the order in which it was planned."""
+def solve_rows(rows: Sequence[PlanRow], layer: LayerTensors, needs: Container[str],
+               executor: Executor) -> Iterator[Solved]:
+    """Quantized Linears in order; statistics are taken out of ``layer`` and go with their last user.
+
+    Args:
+        rows: the plan's, of one unit or a part of it.
+        layer: their weights and statistics.
+        needs: names of those whose methods need statistics.
+        executor: where they are solved.
+    """
+    groups = together(rows, needs, BATCH)
     waiting: dict[str, Solved] = {}
-    for name in (row.name for row in planned if row.method):
+    solved = itertools.chain.from_iterable(executor.map(solve, _unsolved(groups, layer, executor)))
+    for name in (row.name for row in rows if row.method):
         while name not in waiting:
             solution = next(solved)
             waiting[solution[1].name] = solution
         yield waiting.pop(name)
+
+
+def _unsolved(groups: Iterable[tuple[PlanRow, ...]], layer: LayerTensors,
+              executor: Executor) -> Iterator[Item]:
+    last, put = None, None
+    for group in groups:
+        stats = []
+        for row in group:
+            layer_stats = layer.stats.pop(row.name, None)
+            if layer_stats is not last:  # Linears that share statistics follow each other
+                last, put = layer_stats, None if layer_stats is None else executor.put(layer_stats)
+            stats.append(put)
+        yield group[0].name, (group, *layer.weights([f"{row.name}.weight" for row in group]), *stats)
 
 
 def _place(spec: QuantSpec, stats: Sequence[LayerStats | None]) -> torch.device:
@@ -136,8 +162,9 @@ def _place(spec: QuantSpec, stats: Sequence[LayerStats | None]) -> torch.device:
 
 
 def _rotated(stats: LayerStats) -> LayerStats:
-    return stats if stats.hessian is None else dataclasses.replace(stats,
-                                                                   hessian=rotate_hessian(stats.hessian))
+    hessian, drift = stats.hessian, stats.drift
+    return dataclasses.replace(stats, hessian=None if hessian is None else rotate_hessian(hessian),
+                               drift=None if drift is None else rotate_hessian(drift, symmetric=False))
 
 
 def solve_data_free(origin: ModelOrigin, plans: tuple[PlanRow, ...]) -> list[Solved]:

@@ -128,7 +128,7 @@ def test_the_next_layer_is_calibrated_on_what_the_last_one_leaves(tiny, tmp_path
         names = [row.name for row in checkpoint.manifest.layers if ".layers.0." in row.name]
         runners[0].advance(0, {name: checkpoint.quantized(name) for name in names})
     runners[1].advance(0, {})
-    found, original = (runner._states.get("0") for runner in runners)
+    found, original = (runner._states.get(0)[0] for runner in runners)
     assert 0 < far(found, original) < 0.03
 
 

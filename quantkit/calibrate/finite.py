@@ -60,16 +60,17 @@ def require_finite_states(states: torch.Tensor, first: int, where: str, layer: i
                                  layer=layer, why=f"{bad} of {state.numel()} values")
 
 
-def first_nonfinite(run: Callable[[torch.Tensor], torch.Tensor], linears: Mapping[str, Linear],
-                    states: torch.Tensor, first: int, layer: int) -> NonFiniteError | None:
+def first_nonfinite(run: Callable[[int], torch.Tensor], linears: Mapping[str, Linear], samples: int,
+                    first: int, layer: int, where: str | None = None) -> NonFiniteError | None:
     """Run samples through a layer again, one at a time, and stop at the first tensor that isn't finite.
 
     Args:
-        run: the layer, ``[1, T, hidden]`` → ``[1, T, hidden]``.
+        run: the layer: a sample's place → what leaves, ``[1, T, …]``.
         linears: the layer's, by full name; their observers are replaced meanwhile.
-        states: ``[B, T, hidden]`` that enter.
+        samples: how many there are.
         first: the first one's number.
         layer: the layer's index.
+        where: what runs, if that isn't the whole layer.
 
     Returns:
         An error that names window, layer and tensor; ``None`` if all is finite.
@@ -79,9 +80,10 @@ def first_nonfinite(run: Callable[[torch.Tensor], torch.Tensor], linears: Mappin
         linear.observer = _input_watch(name)
         linear.on_output = _output_watch(name)
     try:
-        for sample, state in enumerate(states, first):
+        for place in range(samples):
+            sample = first + place
             try:
-                require_finite_states(run(state[None]), sample, f"model.layers.{layer}")
+                require_finite_states(run(place), sample, where or f"model.layers.{layer}")
             except NonFiniteError as error:
                 return NonFiniteError(error.tensor, sample=sample, layer=layer, why=error.why)
     finally:

@@ -211,8 +211,8 @@ def _forward(layer: DecoderLayer, index: int, x: torch.Tensor, positions: torch.
     try:
         require_finite_states(y, first, f"model.layers.{index}", index)
     except NonFiniteError as error:
-        raise first_nonfinite(lambda state: layer(state, positions[:1], None), layer.linears(), x, first,
-                              index) or error from None
+        raise first_nonfinite(lambda place: layer(x[place:place + 1], positions[:1], None), layer.linears(),
+                              len(x), first, index) or error from None
     return y
 
 

@@ -28,6 +28,8 @@ class HessianObserver:
         correlation: factor on the Hessian beside its diagonal; below 1 where tokens are no text.
 
     Attributes:
+        original: what the layer is entered by in the original model for the tokens of the next call,
+            ``[…, in]``: how far the two are apart is summed too. A call uses it up.
         tokens: how many entered the layer so far.
         first: number of the first token of the forward pass that is under way.
     """
@@ -37,7 +39,9 @@ class HessianObserver:
         self.name, self.importance, self.tokens, self.first, self._size = name, importance, 0, 0, size
         self._form, self._correlation = form, correlation
         self._sum: torch.Tensor | None = None
+        self._drift: torch.Tensor | None = None
         self._largest: torch.Tensor | None = None
+        self.original: torch.Tensor | None = None
 
     def __call__(self, x: torch.Tensor, tokens: torch.Tensor | None = None) -> None:
         """Take ``x [..., in]``, any floating dtype. Raises NonFiniteError if a value isn't finite.
@@ -66,6 +70,12 @@ class HessianObserver:
         for start in range(0, rows.shape[1], _BLOCK):
             stop = start + _BLOCK
             self._sum[start:stop, :stop].addmm_(weighted[:, start:stop].T, rows[:, :stop])
+        if self.original is not None:
+            if self._drift is None:
+                self._drift = torch.zeros_like(self._sum)
+            drift = self.original.reshape(rows.shape).to(torch.float32) - rows
+            self._drift.addmm_(drift.T, weighted)
+            self.original = None
 
     def result(self) -> LayerStats:
         """The mean over the tokens seen; once.
@@ -87,10 +97,13 @@ class HessianObserver:
             raise CalibrationError(f"the Hessian of {self.name} overflows float32",
                                    why="its inputs are large throughout; the model itself may be damaged",
                                    next=NEXT)
+        drift, self._drift = self._drift, None
+        if drift is not None:
+            drift /= self.tokens
         if self._correlation != 1:
             diagonal = hessian.diagonal().clone()
             hessian.mul_(self._correlation).diagonal().copy_(diagonal)
         notes: tuple[str, ...] = ()
         if self.importance is not None and bool((self.importance == 1).all()):
             notes = ("all calibration tokens count the same: no answer of the model depends on it",)
-        return LayerStats(self.tokens, hessian, self._largest, notes)
+        return LayerStats(self.tokens, hessian, self._largest, notes, drift)

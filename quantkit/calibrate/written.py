@@ -20,7 +20,7 @@ from quantkit.calibrate.sizes import WRITTEN
 from quantkit.errors import CalibrationError, SourceError
 from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
-from quantkit.models.decoder import CausalLM
+from quantkit.models.decoder import CausalLM, DecoderLayer
 from quantkit.models.interfaces import LanguageModel
 from quantkit.models.linear import Weights
 from quantkit.ops.finite import all_finite
@@ -193,10 +193,14 @@ def _traced(model: CausalLM, tokens: torch.Tensor, first: int) -> NonFiniteError
         for index, layer in enumerate(model.layers):
             entered, x = x, layer(x, positions, None)
             if not all_finite(x):
-                first_error = first_nonfinite(functools.partial(layer, positions=positions, cache=None),
-                                              layer.linears(), entered, sample, index)
+                first_error = first_nonfinite(functools.partial(_run, layer, entered, positions),
+                                              layer.linears(), 1, sample, index)
                 if first_error is not None:
                     return first_error
         if not all_finite(model.logits(x)):
             return NonFiniteError(_OUTPUT, sample=sample)
     return NonFiniteError(_OUTPUT)
+
+
+def _run(layer: DecoderLayer, entered: torch.Tensor, positions: torch.Tensor, place: int) -> torch.Tensor:
+    return layer(entered[place:place + 1], positions, None)

@@ -43,24 +43,29 @@ class LayerStats:
             the Linears that read it if the recipe's calibration says so; if a method asked for it.
         largest: float32 ``[in]``, each input's largest ``|x|`` over all tokens, if a method asked for any.
         notes: fallbacks taken while measuring, a sentence each.
+        drift: float32 ``[in, in]``, mean of ``(x̂ − x) xᵀ`` over tokens, weighted as in ``hessian``, with
+            ``x̂`` what enters the Linear in the original model, if a method asked for it and it is known.
     """
 
     tokens: int
     hessian: torch.Tensor | None = None
     largest: torch.Tensor | None = None
     notes: tuple[str, ...] = ()
+    drift: torch.Tensor | None = None
 
     @property
     def device(self) -> torch.device:
         """Where they are: there a Linear is solved, too."""
-        return next((tensor.device for tensor in (self.hessian, self.largest) if tensor is not None),
-                    torch.device("cpu"))
+        tensors = (self.hessian, self.largest, self.drift)
+        return next((tensor.device for tensor in tensors if tensor is not None), torch.device("cpu"))
 
     def to(self, device: torch.device) -> LayerStats:
         """The same on another device."""
+        def moved(tensor: torch.Tensor | None) -> torch.Tensor | None:
+            return None if tensor is None else tensor.to(device)
+
         return self if self.device == device else dataclasses.replace(
-            self, hessian=None if self.hessian is None else self.hessian.to(device),
-            largest=None if self.largest is None else self.largest.to(device))
+            self, hessian=moved(self.hessian), largest=moved(self.largest), drift=moved(self.drift))
 
 
 @dataclass(frozen=True)
@@ -72,7 +77,9 @@ class Method:
         paper: link to the paper (or the page that stands for one).
         quantize: ``(weight float32 [out, in], stats or None, spec, options) → Codes``. Pure: it
             writes to none of its arguments and reads no file, clock or global generator.
-        needs: statistics it must be given: ``"hessian"``, ``"largest"`` or nothing (data-free).
+        needs: statistics it must be given: ``"hessian"``, ``"largest"`` or nothing (data-free); and
+            ``"drift"``, which it is given where it can be measured. An option of the same name that is 0 says
+            that it isn't needed.
         options: its options' model.
         kinds: the ``QuantSpec.kind`` values it can produce.
         check: further limits on a spec, as the reason or ``None``.
@@ -92,6 +99,10 @@ class Method:
     quick: Mapping[str, Any] = field(default_factory=dict)
     together: Callable[[Sequence[torch.Tensor], Sequence[LayerStats | None], QuantSpec, MethodOptions],
                        list[Codes]] | None = None
+
+    def asked(self, options: Mapping[str, Any]) -> frozenset[str]:
+        """:attr:`needs` with these options, filled in."""
+        return frozenset(name for name in self.needs if options.get(name, 1) != 0)
 
     def refuses(self, spec: QuantSpec) -> str | None:
         """Why this method can't produce ``spec``; ``None`` if it can."""

@@ -8,7 +8,8 @@ Additions to the paper, on by default. The grids come from a search over shrunke
 weighs each column's error by what it costs once the other columns have made up for it. After solving,
 coordinate descent on the same loss visits every group's scale and every weight's level again
 (:mod:`~quantkit.methods.descent`). A row that plain rounding serves better is kept rounded, so that the loss
-on ``H`` is never above that of ``rtn``.
+on ``H`` is never above that of ``rtn``. What is solved for aren't the weights themselves, but those that make
+up for half of what earlier layers' errors have done to the inputs (GPTAQ, https://arxiv.org/abs/2504.02692).
 
 On a CPU the loops over columns are kernels (:mod:`~quantkit.methods.gptq_tiles`), on a GPU the inner one is.
 """
@@ -47,6 +48,7 @@ from quantkit.methods.hessian import (
     factorize,
     hessian_of,
     losses,
+    undrifted,
 )
 from quantkit.ops import columns, gpu
 from quantkit.spec import QuantSpec
@@ -69,6 +71,7 @@ class GptqOptions(MethodOptions):
         refit: rounds of refitting the scales after solving, and after each descent pass. Our CPU kernels
             refit a group's scale in each pass, before its levels, and do these rounds at the end.
         descent_passes: passes of coordinate descent over all levels after solving.
+        drift: share of the inputs' drift from the original model's that the weights make up for.
     """
 
     damp: float = Field(default=0.05, gt=0, le=1)
@@ -78,6 +81,7 @@ class GptqOptions(MethodOptions):
     refit: int = Field(default=3, ge=0, le=20)
     renamed: ClassVar[Mapping[str, str]] = {"visits": "descent_passes"}
     descent_passes: int = Field(default=3, ge=0, le=100)
+    drift: float = Field(default=0.5, ge=0, le=1)
 
 
 def quantize(weight: torch.Tensor, stats: LayerStats | None, spec: QuantSpec,
@@ -113,6 +117,9 @@ def together(weights: Sequence[torch.Tensor], stats: Sequence[LayerStats | None]
             factors, notes = factorize(hessian, options.damp, options.act_order)
         if any(other is known for other in stats[number + 1:]):  # Linears with the same input
             factored[id(known)] = factors, notes
+        if factors is not None and known is not None and known.drift is not None and options.drift:
+            weight = undrifted(weight, known.drift, factors, options.drift)
+            require_finite(weight)
         if spec.kind == "trellis":
             results[number] = trellis.solve(weight, hessian, factors, spec, options.descent_passes, notes)
             continue
@@ -282,5 +289,6 @@ def _solve_block(work: torch.Tensor, upper: torch.Tensor, scales: torch.Tensor, 
 
 
 METHOD = Method(name="gptq", paper="https://arxiv.org/abs/2210.17323", quantize=quantize,
-                needs=frozenset({"hessian"}), options=GptqOptions, kinds=frozenset({"int", "fp", "trellis"}),
-                quick={"refit": 0, "descent_passes": 0}, together=together)
+                needs=frozenset({"hessian", "drift"}), options=GptqOptions,
+                kinds=frozenset({"int", "fp", "trellis"}), quick={"refit": 0, "descent_passes": 0},
+                together=together)

@@ -88,6 +88,23 @@ def column_costs(factors: HessianFactors) -> torch.Tensor:
     return costs
 
 
+def undrifted(weight: torch.Tensor, drift: torch.Tensor, factors: HessianFactors,
+              share: float) -> torch.Tensor:
+    """The weights that give, on the inputs as they have become, what the given ones gave on the original
+    model's: ``W + share · W D H⁻¹``, a least-squares fit, as in GPTAQ, https://arxiv.org/abs/2504.02692.
+
+    Args:
+        weight: float32 ``[out, in]``.
+        drift: ``D``, float32 ``[in, in]``, mean of ``(x̂ − x) xᵀ``.
+        factors: of the damped Hessian.
+        share: of the drift that is made up for; all of it fits the calibration text's chance, too.
+    """
+    pull = (weight @ drift)[:, factors.order] @ factors.upper.T @ factors.upper
+    result = torch.empty_like(weight)
+    result[:, factors.order] = pull
+    return result.mul_(share).add_(weight)
+
+
 def damped(hessian: torch.Tensor, damping: float, order: torch.Tensor | None = None) -> torch.Tensor:
     """A copy ``[in, in]`` with ``damping`` added to the diagonal; rows and columns in ``order`` if given."""
     if order is None:

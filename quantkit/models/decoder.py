@@ -52,8 +52,16 @@ class DecoderLayer:
         """
         if context is None:
             context = ForwardContext(self._config, positions, x.dtype, cache)
-        x = x + self.after_attention(self.self_attn(self.before_attention(x), context, cache))
-        return x + self.after_mlp(self.mlp(self.before_mlp(x)))
+        x = self.add_attention(x, self.self_attn(self.before_attention(x), context, cache))
+        return self.add_mlp(x, self.mlp(self.before_mlp(x)))
+
+    def add_attention(self, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        """``x [B, T, hidden]`` with what attention gave."""
+        return x + self.after_attention(attended)
+
+    def add_mlp(self, x: torch.Tensor, computed: torch.Tensor) -> torch.Tensor:
+        """``x [B, T, hidden]`` with what the MLP, or the experts, gave."""
+        return x + self.after_mlp(computed)
 
     def linears(self) -> dict[str, Linear]:
         """The layer's Linears by full name, in the model's order."""

@@ -66,6 +66,11 @@ class Attention:
     def __call__(self, x: torch.Tensor, context: ForwardContext,
                  cache: KVCacheProtocol | None) -> torch.Tensor:
         """``x [B, T, hidden]`` → ``[B, T, hidden]``; keys and values of this step go into ``cache``."""
+        return self.o_proj(self.attend(x, context, cache))
+
+    def attend(self, x: torch.Tensor, context: ForwardContext,
+               cache: KVCacheProtocol | None) -> torch.Tensor:
+        """What the output projection multiplies: ``x [B, T, hidden]`` → ``[B, T, heads · dim]``."""
         batch, length, _ = x.shape
         q, k, v = (y.view(batch, length, -1, self._dim) for y in project(self.inputs, x, self.sizes))
         if self.q_norm is not None and self.k_norm is not None:
@@ -78,7 +83,7 @@ class Attention:
             q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
             out = attention(q, k, v, context.seen(self._window), self._config.attention_scale,
                             self._config.attention_softcap)
-        return self.o_proj(out.transpose(1, 2).reshape(batch, length, -1))
+        return out.transpose(1, 2).reshape(batch, length, -1)
 
     def linears(self) -> list[Linear]:
         """The Linears, in the order of the model's slots."""
@@ -119,8 +124,12 @@ class MLP:
 
     def __call__(self, x: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
         """``[..., hidden]`` → the same shape; ``rows``: see :class:`Linear`."""
+        return self.down_proj(self.activate(x, rows), rows)
+
+    def activate(self, x: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
+        """What the down projection multiplies: ``[..., hidden]`` → ``[..., size]``."""
         gate, up = project(self.inputs, x, self.sizes, rows)
-        return self.down_proj(self._activation(gate, up), rows)
+        return self._activation(gate, up)
 
     def linears(self) -> list[Linear]:
         """The Linears, in the order of the model's slots."""

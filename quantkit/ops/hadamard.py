@@ -53,14 +53,14 @@ def hadamard_factors(width: int) -> tuple[torch.Tensor, torch.Tensor]:
     return _signs(width), _hartley(width // (width & -width))
 
 
-def rotate_hessian(form: torch.Tensor) -> torch.Tensor:
-    """``Rᵀ H R`` of a quadratic form ``[n, n]`` on rows that are rotated."""
+def rotate_hessian(form: torch.Tensor, symmetric: bool = True) -> torch.Tensor:
+    """``Rᵀ H R`` of a form ``[n, n]`` on rows that are rotated; exactly symmetric if the form is."""
     turned = form.clone()
     for _ in range(2):  # its rows, then its columns; a part at a time, as a form may be large
         for start in range(0, len(turned), _ROWS):
             turned[start:start + _ROWS] = apply_hadamard(turned[start:start + _ROWS])
         turned = turned.T.contiguous()
-    for start in range(0, len(turned), _ROWS):
+    for start in range(0, len(turned) if symmetric else 0, _ROWS):
         rows, columns = turned[start:start + _ROWS, start:], turned[start:, start:start + _ROWS]
         mean = (rows + columns.T) / 2
         rows.copy_(mean)

@@ -100,6 +100,19 @@ class Plan:
         return _measured(self.recipe, self.rows)
 
     @property
+    def changes_layers(self) -> bool:
+        """Whether a transform changes a layer once all of it was measured."""
+        return any(transform.layer for transform, _ in resolve(self.recipe.transforms))
+
+    @property
+    def drift(self) -> bool:
+        """Whether the original model's states are needed beside the quantized model's: of random tokens it
+        says nothing how far these are apart, and a transform changes what there is to compare."""
+        spec = self.recipe.calibration
+        return (not self.changes_layers and (spec is None or spec.text != "random")
+                and any("drift" in needs for needs in self.measured.values()))
+
+    @property
     def weighed(self) -> bool:
         """Whether tokens get an importance: the recipe asks for it, and somebody wants Hessians."""
         spec = self.recipe.calibration
@@ -179,8 +192,8 @@ def _measured(recipe: Recipe, rows: Iterable[PlanRow]) -> dict[str, frozenset[st
     methods, every = registry("methods"), frozenset[str]()
     for transform, _ in resolve(recipe.transforms):
         every |= transform.needs
-    wanted = {row.name: methods.get(row.method).needs | (every if row.layer is not None else frozenset())
-              for row in rows if row.method}
+    wanted = {row.name: methods.get(row.method).asked(row.options)
+              | (every if row.layer is not None else frozenset()) for row in rows if row.method}
     return {name: needs for name, needs in wanted.items() if needs}
 
 

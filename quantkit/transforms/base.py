@@ -110,9 +110,10 @@ class LayerTensors:
 
 def _scaled(stats: LayerStats, columns: torch.Tensor) -> LayerStats:
     """The statistics of inputs that are divided by ``columns``."""
-    hessian, largest = stats.hessian, stats.largest
+    hessian, largest, drift = stats.hessian, stats.largest, stats.drift
     return dataclasses.replace(
         stats, hessian=None if hessian is None else hessian / columns / columns[:, None],
+        drift=None if drift is None else drift / columns / columns[:, None],
         largest=None if largest is None else largest / columns)
 
 

@@ -108,8 +108,8 @@ def test_an_expert_that_no_token_reached_is_rounded_with_a_note():
                                   "model.layers.1.post_attention_layernorm.weight": norm}
     weights = Weights(tensors.__getitem__, tensors.__contains__, torch.float32)
     runner = LayerRunner(config, weights, TOKENS)
-    for key in map(str, range(runner._batches)):
-        runner._states.put(key, runner._states.take(key).abs() + 5)
+    for key in range(len(runner._states)):
+        runner._states.put(key, (runner._states.take(key)[0].abs() + 5,))
     stats = second_layer(runner)
     spec = QuantSpec(bits=4, granularity=Granularity(strategy="group", size=16), scale_dtype="float32")
     for part, size in (("gate_proj", 32), ("up_proj", 32), ("down_proj", 16)):
