@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import time
-from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +21,7 @@ import torch
 
 from quantkit import __version__
 from quantkit.calibrate.finite import NonFiniteError, blame
-from quantkit.calibrate.importance import WALKS, balanced, token_gradients
+from quantkit.calibrate.importance import WALKS, balanced, spread, token_gradients, weighed_windows
 from quantkit.calibrate.kept import gradients
 from quantkit.calibrate.prepare import correlation, own, prepare, write, writes_itself
 from quantkit.calibrate.runner import LayerRunner
@@ -282,11 +282,14 @@ class _Run:
                 tell_weighing(self.phases, next(count), self.config.num_layers, backward)
 
             step()
-            with self._tracing():
+            windows = weighed_windows(len(tokens), spec.importance_samples)
+            some = tokens[windows]
+            with self._tracing(windows):
                 squares = gradients(
-                    self.source, self.plan.recipe.transforms, tokens, spec.seed, wanted, self.device,
-                    lambda: token_gradients(self.config, weights, tokens, wanted, spec.seed, walks, step))
-            writer.put(IMPORTANCE, {name: balanced(square) for name, square in squares.items()}, [])
+                    self.source, self.plan.recipe.transforms, some, spec.seed, wanted, self.device,
+                    lambda: token_gradients(self.config, weights, some, wanted, spec.seed, walks, step))
+            writer.put(IMPORTANCE, {name: spread(balanced(square), windows, len(tokens))
+                                    for name, square in squares.items()}, [])
         walks.clear()
         return writer.get(IMPORTANCE)[0]
 
@@ -363,11 +366,14 @@ class _Run:
         return [name for name in (*self.plan.other, *kept) if name in names]
 
     @contextmanager
-    def _tracing(self) -> Iterator[None]:
-        """If a value isn't finite, name the window that it came from, and the weight that is to blame."""
+    def _tracing(self, windows: Sequence[int] | None = None) -> Iterator[None]:
+        """If a value isn't finite, name the window that it came from, and the weight that is to blame;
+        ``windows``: the numbers of those that are under way, if they aren't all."""
         try:
             yield
         except NonFiniteError as error:
+            if windows is not None and error.sample is not None:
+                error = error.in_window(windows[error.sample])
             raise blame(error, self.source, self.data.origins if self.data else ()) from error
 
     def _store(self, writer: CheckpointWriter, unit: str, planned: list[PlanRow], other: list[str],

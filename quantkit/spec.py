@@ -180,6 +180,8 @@ class CalibrationSpec(Frozen):
         seed: chooses the windows.
         importance: what a token's error counts for in a layer: ``gradient`` (how much the model's
             answer depends on that layer there) or ``equal``.
+        importance_samples: windows of which gradients are found, evenly spread; any other token counts for
+            what theirs do on average at its place in a window.
         packing: how documents become windows: ``stream`` (one after another, cut anywhere),
             ``documents`` (each window begins where a document does and is filled with the next ones);
             ``auto``: ``documents`` where there are conversations.
@@ -191,6 +193,7 @@ class CalibrationSpec(Frozen):
     length: int = Field(default=512, ge=8)
     seed: int = 0
     importance: Literal["gradient", "equal"] = "gradient"
+    importance_samples: int = Field(default=4, ge=1)
     packing: Literal["auto", "stream", "documents"] = "auto"
     avoid: tuple[str, ...] = Field(default=(), strict=False)
 

@@ -198,17 +198,17 @@ def test_a_finished_unit_is_neither_measured_nor_solved_again(deep, gptq_recipe,
     measured, advanced, runner = [], [], module.LayerRunner
 
     class Watched(runner):
-        def measure(self, index, wanted=None):
-            measured.append(index)
-            return super().measure(index, wanted)
+        def measure_stage(self, stage, wanted=None):
+            measured.append(stage.index)
+            return super().measure_stage(stage, wanted)
 
-        def advance(self, index, replaced, changed=None):
-            advanced.append(index)
-            super().advance(index, replaced, changed)
+        def advance_stage(self, stage, replaced, changed=None):
+            advanced.append(stage.index)
+            super().advance_stage(stage, replaced, changed)
 
     monkeypatch.setattr(module, "LayerRunner", Watched)
     quantize(str(deep), gptq_recipe, tmp_path / "out")
-    assert (measured, advanced) == ([2], [0, 1])
+    assert (measured, advanced) == ([2] * 4, [0] * 4 + [1] * 4 + [2] * 3)
 
 
 def test_a_run_with_every_layer_done_computes_nothing(deep, gptq_recipe, tmp_path, monkeypatch, stop_at):
@@ -300,7 +300,8 @@ def test_a_window_whose_activations_overflow_is_named_with_its_line(llama, tmp_p
     lines = [f"{'Z' if i == 4 else 'a'}bc def ghi jkl mno pqr stu vwx yz. " * 3 for i in range(8)]
     data = tmp_path / "lines.jsonl"
     data.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
-    spec = SMALL.model_copy(update={"text": str(data), "samples": 8, "packing": "documents"})
+    spec = SMALL.model_copy(update={"text": str(data), "samples": 8, "packing": "documents",
+                                    "importance_samples": 8})
     for importance in ("gradient", "equal"):
         with pytest.raises(CalibrationError, match=r"input of model\.layers\.0\.mlp\.down_proj") as caught:
             quantize(str(model), "int4", tmp_path / importance,

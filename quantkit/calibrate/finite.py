@@ -33,6 +33,10 @@ class NonFiniteError(CalibrationError):
         window = "" if sample is None else f" in calibration window {sample}"
         super().__init__(tensor + window, why=why, next=NEXT)
 
+    def in_window(self, sample: int) -> NonFiniteError:
+        """The same in another window."""
+        return NonFiniteError(self.tensor, sample=sample, layer=self.layer, why=self.why)
+
 
 def require_finite_input(x: torch.Tensor, name: str) -> None:
     """Raises NonFiniteError if a value of the Linear ``name``'s input is no number below :data:`LARGEST`."""
@@ -46,22 +50,27 @@ def require_finite_input(x: torch.Tensor, name: str) -> None:
                          why=f"its largest value is {peak:.3g}")
 
 
-def require_finite_states(states: torch.Tensor, first: int, where: str, layer: int | None = None) -> None:
-    """Hidden states ``[B, T, hidden]`` of the samples from ``first`` on must be finite ``where`` they are.
+def require_finite_states(states: torch.Tensor, first: int, what: str, layer: int | None = None) -> None:
+    """``what``, states ``[B, T, …]`` of the samples from ``first`` on, must be finite.
 
     Raises:
-        NonFiniteError: they aren't; sample and place are named.
+        NonFiniteError: it isn't; sample and tensor are named.
     """
     if all_finite(states):
         return
     for sample, state in enumerate(states, first):
         if bad := int((~torch.isfinite(state)).sum()):
-            raise NonFiniteError(f"the hidden state after {where} is NaN or infinite", sample=sample,
+            raise NonFiniteError(f"{what} is NaN or infinite", sample=sample,
                                  layer=layer, why=f"{bad} of {state.numel()} values")
 
 
+def behind(layer: int) -> str:
+    """What a layer leaves, for messages."""
+    return f"the hidden state after {LAYERS}{layer}"
+
+
 def first_nonfinite(run: Callable[[int], torch.Tensor], linears: Mapping[str, Linear], samples: int,
-                    first: int, layer: int, where: str | None = None) -> NonFiniteError | None:
+                    first: int, layer: int, what: str | None = None) -> NonFiniteError | None:
     """Run samples through a layer again, one at a time, and stop at the first tensor that isn't finite.
 
     Args:
@@ -70,7 +79,7 @@ def first_nonfinite(run: Callable[[int], torch.Tensor], linears: Mapping[str, Li
         samples: how many there are.
         first: the first one's number.
         layer: the layer's index.
-        where: what runs, if that isn't the whole layer.
+        what: what leaves, if that isn't the layer's hidden state.
 
     Returns:
         An error that names window, layer and tensor; ``None`` if all is finite.
@@ -83,7 +92,7 @@ def first_nonfinite(run: Callable[[int], torch.Tensor], linears: Mapping[str, Li
         for place in range(samples):
             sample = first + place
             try:
-                require_finite_states(run(place), sample, where or f"model.layers.{layer}")
+                require_finite_states(run(place), sample, what or behind(layer))
             except NonFiniteError as error:
                 return NonFiniteError(error.tensor, sample=sample, layer=layer, why=error.why)
     finally:

@@ -22,7 +22,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-from quantkit.calibrate.finite import NonFiniteError, first_nonfinite, require_finite_states
+from quantkit.calibrate.finite import NonFiniteError, behind, first_nonfinite, require_finite_states
 from quantkit.calibrate.runner import embeddings
 from quantkit.calibrate.sizes import BACKWARD_LOGITS, BACKWARD_TOKENS
 from quantkit.errors import CalibrationError
@@ -209,7 +209,7 @@ def _forward(layer: DecoderLayer, index: int, x: torch.Tensor, positions: torch.
              first: int) -> torch.Tensor:
     y = layer(x, positions[:x.shape[0]], None)
     try:
-        require_finite_states(y, first, f"model.layers.{index}", index)
+        require_finite_states(y, first, behind(index), index)
     except NonFiniteError as error:
         raise first_nonfinite(lambda place: layer(x[place:place + 1], positions[:1], None), layer.linears(),
                               len(x), first, index) or error from None
@@ -271,6 +271,39 @@ def _watch(squares: torch.Tensor, first: int) -> Callable[..., None]:
         y.register_hook(take)
 
     return watch
+
+
+def weighed_windows(samples: int, count: int) -> list[int]:
+    """The numbers of ``count`` of the windows, evenly spread; all if they are no more."""
+    if count >= samples:
+        return list(range(samples))
+    return [(2 * i + 1) * samples // (2 * count) for i in range(count)]
+
+
+def spread(weights: torch.Tensor, windows: Sequence[int], samples: int) -> torch.Tensor:
+    """Importance of all tokens from that of some windows': theirs, and elsewhere what they have on average at
+    the same place. Places 0, 1, 2 and 3, 4 to 7, … are taken together: attention rests on a text's first
+    tokens, and there is little that a token's importance depends on as much as on its place.
+
+    Args:
+        weights: what :func:`balanced` gave for the windows, float32 ``[windows · length]``.
+        windows: their numbers.
+        samples: of all windows.
+
+    Returns:
+        float32 ``[samples · length]``, 1 on average.
+    """
+    known = weights.view(len(windows), -1)
+    if len(windows) == samples:
+        return weights
+    length = known.shape[1]
+    everywhere = torch.empty(samples, length)
+    start, stop = 0, 1
+    while start < length:
+        everywhere[:, start:stop] = known[:, start:stop].mean()
+        start, stop = stop, 2 * stop
+    everywhere[list(windows)] = known
+    return (everywhere / everywhere.mean()).flatten()
 
 
 def balanced(squares: torch.Tensor) -> torch.Tensor:

@@ -174,13 +174,7 @@ class LayerRunner:
             if name in replaced:
                 linear.weight = PlainWeight(self._plain(replaced[name]))
         for i in range(len(self._states)):
-            states = self._states.take(i)
-            result = self._run(stage, states)
-            try:
-                require_finite_states(result[-1], i * self._batch, stage.where, stage.index)
-            except NonFiniteError as error:
-                raise self._traced(stage, i, states, error) from None
-            self._states.put(i, result)
+            self._push(stage, self._states, i)
         self._ahead = False
         if stage.last:
             self._layer = None
@@ -232,8 +226,17 @@ class LayerRunner:
         if self._original is None or self._ahead:
             return
         for i in range(len(self._original)):
-            self._original.put(i, self._run(stage, self._original.take(i)))
+            self._push(stage, self._original, i)
         self._ahead = True
+
+    def _push(self, stage: Stage, stream: StatesOfBatches, batch: int) -> None:
+        states = stream.take(batch)
+        result = self._run(stage, states)
+        try:
+            require_finite_states(result[-1], batch * self._batch, stage.result, stage.index)
+        except NonFiniteError as error:
+            raise self._traced(stage, batch, states, error) from None
+        stream.put(batch, result)
 
     def _plain(self, weight: torch.Tensor | QuantizedTensor) -> torch.Tensor:
         if isinstance(weight, QuantizedTensor):
@@ -251,7 +254,7 @@ class LayerRunner:
             return self._run(stage, tuple(states[place:place + 1] for states in entered))[-1]
 
         return first_nonfinite(run, stage.linears, len(entered[0]), batch * self._batch, stage.index,
-                               stage.where) or error
+                               stage.result) or error
 
 
 class StatesOfBatches:
@@ -304,5 +307,5 @@ def embeddings(config: ModelConfig, weights: Weights, tokens: torch.Tensor, batc
         stored, places = QuantizedWeight(table), tokens
     for i, part in enumerate(places.split(batch)):
         x = embedded(config, part.to(weights.device), stored, weights.dtype)
-        require_finite_states(x, i * batch, "the embedding")
+        require_finite_states(x, i * batch, "the hidden state after the embedding")
         yield x

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from quantkit.calibrate.finite import behind
 from quantkit.models.config import ModelConfig
 from quantkit.models.decoder import DecoderLayer
 from quantkit.models.experts import MixtureOfExperts
@@ -29,7 +30,7 @@ class Stage:
 
     Attributes:
         index: of the layer.
-        where: what it computes, by its full name.
+        result: what it computes, for messages.
         linears: by full name.
         run: ``(states, positions int64 [B, T]) → states`` behind it.
         inputs: what enters every one of the Linears, from the states before it; ``None`` where that is known
@@ -38,7 +39,7 @@ class Stage:
     """
 
     index: int
-    where: str
+    result: str
     linears: Mapping[str, Linear]
     run: Callable[[States, torch.Tensor], States]
     inputs: Callable[[States], torch.Tensor] | None = None
@@ -56,15 +57,15 @@ def stages(config: ModelConfig, index: int, layer: DecoderLayer) -> tuple[Stage,
     def add_attention(states: States, positions: torch.Tensor) -> States:
         return (layer.add_attention(states[0], attention.o_proj(states[1])),)
 
-    first = (Stage(index, f"{name}.self_attn", _by_name(attention.inputs), attend,
+    first = (Stage(index, f"the input of {attention.o_proj.name}", _by_name(attention.inputs), attend,
                    lambda states: layer.before_attention(states[0])),
-             Stage(index, f"{name}.self_attn", _by_name([attention.o_proj]), add_attention,
-                   lambda states: states[1]))
+             Stage(index, f"the hidden state after {name}.self_attn", _by_name([attention.o_proj]),
+                   add_attention, lambda states: states[1]))
     if isinstance(mlp, MixtureOfExperts):
         def route(states: States, positions: torch.Tensor) -> States:
             return (layer.add_mlp(states[0], mlp(layer.before_mlp(states[0]))),)
 
-        return *first, Stage(index, name, _by_name(mlp.linears()), route, last=True)
+        return *first, Stage(index, behind(index), _by_name(mlp.linears()), route, last=True)
 
     def activate(states: States, positions: torch.Tensor) -> States:
         return states[0], mlp.activate(layer.before_mlp(states[0]))
@@ -72,9 +73,10 @@ def stages(config: ModelConfig, index: int, layer: DecoderLayer) -> tuple[Stage,
     def add_mlp(states: States, positions: torch.Tensor) -> States:
         return (layer.add_mlp(states[0], mlp.down_proj(states[1])),)
 
-    return (*first, Stage(index, f"{name}.mlp", _by_name(mlp.inputs), activate,
+    return (*first, Stage(index, f"the input of {mlp.down_proj.name}", _by_name(mlp.inputs), activate,
                           lambda states: layer.before_mlp(states[0])),
-            Stage(index, name, _by_name([mlp.down_proj]), add_mlp, lambda states: states[1], last=True))
+            Stage(index, behind(index), _by_name([mlp.down_proj]), add_mlp, lambda states: states[1],
+                  last=True))
 
 
 def whole(index: int, layer: DecoderLayer) -> Stage:
@@ -82,7 +84,7 @@ def whole(index: int, layer: DecoderLayer) -> Stage:
     def run(states: States, positions: torch.Tensor) -> States:
         return (layer(states[0], positions, None),)
 
-    return Stage(index, f"model.layers.{index}", layer.linears(), run, last=True)
+    return Stage(index, behind(index), layer.linears(), run, last=True)
 
 
 def _by_name(linears: list[Linear]) -> dict[str, Linear]:

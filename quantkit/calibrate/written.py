@@ -187,7 +187,7 @@ def _traced(model: CausalLM, tokens: torch.Tensor, first: int) -> NonFiniteError
     for sample, window in enumerate(tokens.to(model.device), first):
         x, positions = model.embed(window[None]), torch.arange(len(window), device=model.device)[None]
         try:
-            require_finite_states(x, sample, "the embedding")
+            require_finite_states(x, sample, "the hidden state after the embedding")
         except NonFiniteError as error:
             return error
         for index, layer in enumerate(model.layers):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from quantkit.calibrate.runner import EXPERT
 from quantkit.calibrate.sizes import BACKWARD_LOGITS, BACKWARD_TOKENS, BATCH_TOKENS, STATES_IN_MEMORY, WRITTEN
 from quantkit.methods.gptq import TOGETHER
 from quantkit.methods.parts import rows_at_once
@@ -31,18 +32,21 @@ def walks_bytes(config: ModelConfig, tokens: int, linears: int) -> int:
 
 def peak_bytes(rows: list[PlanRow], needs: set[str], calibration: CalibrationSpec | None, weighed: bool,
                config: ModelConfig, other: tuple[str, ...], infos: Mapping[str, TensorInfo],
-               changed: bool = False) -> int:
+               changed: bool = False, drift: bool = False) -> int:
     """What :func:`~quantkit.planning.plan.make_plan` predicts.
 
     ``RUNTIME + hidden states + the most of what happens``, in bytes. Hidden states, if a method needs
-    calibration, are ``samples · length · hidden · 4``, up to ``STATES_IN_MEMORY``. What happens:
+    calibration, are ``samples · length · hidden · 4``, with what the widest Linear multiplies beside them,
+    and twice that where drift is measured; up to ``STATES_IN_MEMORY``. What happens:
 
     - a *Linear is solved*: 11 for each weight (itself and its result in float32, and codes) or,
       where its method needs a Hessian, if that is more, ``4 · in²`` for a copy of it, 9 for each
       weight (itself, its levels, codes) and 32 for each of ``TOGETHER``. Small ones that are alike
       (``BATCH``) are one, with a second copy of the Hessians. Beside that are its unit's
-      stored results, and ``4 · in²`` for each input that layers share and that this or a later one needs;
-    - a *layer is measured*: 4 for every weight of its Linears (float32), those Hessians, and the
+      stored results, ``4 · in²`` for each input that Linears of its stage share and that this or a later one
+      needs, twice that with drift, which also takes 20 for each weight, and 4 for every weight of the layer's
+      later stages;
+    - a *stage is measured*: 4 for every weight of the layer's Linears (float32), those Hessians, and the
       activations of ``BATCH_TOKENS``; or *run* with what is stored, which is there too;
       A transform that changes layers holds one in float32, beside that;
     - the *embedding or the head*, if it is quantized: as it is stored before and after, its codes, and as
@@ -62,7 +66,8 @@ def peak_bytes(rows: list[PlanRow], needs: set[str], calibration: CalibrationSpe
         config: the model's.
         other: names of the other stored tensors.
         infos: of all tensors.
-        changed: a transform changes layers after their inputs were measured.
+        changed: a transform changes layers after their inputs were measured: all of a layer is one stage.
+        drift: the original model's states are kept beside the quantized model's.
     """
     units: dict[int | None, list[PlanRow]] = defaultdict(list)
     for row in rows:
@@ -76,11 +81,14 @@ def peak_bytes(rows: list[PlanRow], needs: set[str], calibration: CalibrationSpe
             largest = max(largest, _outside(row, row.name in needs))
     for unit in units.values():
         plain = 4 * sum(row.shape[0] * row.shape[1] for row in unit) if changed else 0
-        largest = max(largest, plain + _solving(unit, needs))
+        packed = 0
+        for stage, later in _stages(unit, changed or needs.isdisjoint(row.name for row in unit)):
+            largest = max(largest, plain + packed + 4 * later + _solving(stage, needs, drift))
+            packed += sum(row.bytes_after for row in stage)
     if calibration is None:
         return RUNTIME_BYTES + largest
     tokens, table = calibration.samples * calibration.length, infos[f"{EMBEDDING}.weight"].nbytes
-    between = min(4 * tokens * config.hidden_size, STATES_IN_MEMORY)
+    between = min(states_bytes(config, tokens, changed, drift), STATES_IN_MEMORY)
     wide = config.intermediate_size
     if config.experts is not None:
         wide = max(wide, config.experts.chosen * config.experts.intermediate_size)
@@ -90,11 +98,13 @@ def peak_bytes(rows: list[PlanRow], needs: set[str], calibration: CalibrationSpe
         if not needs.isdisjoint(row.name for row in unit):
             weights = (4 << changed) * sum(row.shape[0] * row.shape[1] for row in unit)
             packed = sum(row.bytes_after for row in unit)
-            largest = max(largest, weights + batch + max(packed, _hessians(unit, needs)))
+            forms = max(_hessians(stage, needs) for stage, _ in _stages(unit, changed))
+            largest = max(largest, weights + batch + max(packed, forms << drift))
     solving = max(between + largest, _writing(rows, calibration, config))
     if not weighed:
         return RUNTIME_BYTES + solving
     weighing = 4 * tokens * len(needs)
+    tokens = min(calibration.samples, calibration.importance_samples) * calibration.length
     weights = max(4 * sum(row.shape[0] * row.shape[1] for row in unit) for unit in units.values())
     batch = min(tokens, max(BACKWARD_TOKENS, calibration.length))
     activations = 10 * config.hidden_size + 4 * wide + 3 * config.num_heads * calibration.length
@@ -104,7 +114,27 @@ def peak_bytes(rows: list[PlanRow], needs: set[str], calibration: CalibrationSpe
     return RUNTIME_BYTES + weighing + max(solving, backward)
 
 
-def _solving(unit: list[PlanRow], needs: set[str]) -> int:
+def states_bytes(config: ModelConfig, tokens: int, changed: bool, drift: bool) -> int:
+    """The most that is kept of all tokens between two stages, float32: hidden states and what the next Linear
+    multiplies, of the original model too where ``drift`` is measured; ``changed``: a layer is one stage."""
+    inner = 0 if changed else max(config.num_heads * config.head_dim,
+                                  0 if config.experts else config.intermediate_size)
+    return 4 * tokens * (config.hidden_size + inner) << drift
+
+
+def _stages(unit: list[PlanRow], together: bool) -> Iterator[tuple[list[PlanRow], int]]:
+    """A layer's rows in the stages of :mod:`quantkit.calibrate.stages`, or ``together``; and how many weights
+    the later ones have."""
+    stages: dict[str, list[PlanRow]] = defaultdict(list)
+    for row in unit:
+        stages["" if together else EXPERT if EXPERT in row.name else row.shares].append(row)
+    later = sum(row.shape[0] * row.shape[1] for row in unit)
+    for stage in stages.values():
+        later -= sum(row.shape[0] * row.shape[1] for row in stage)
+        yield stage, later
+
+
+def _solving(unit: list[PlanRow], needs: set[str], drift: bool) -> int:
     """While a unit's Linears are solved, some that are alike at a time."""
     peak = packed = 0
     groups = together(unit, needs, BATCH)
@@ -117,9 +147,11 @@ def _solving(unit: list[PlanRow], needs: set[str]) -> int:
         if row.name in needs:
             copies = 4 * form * (1 if count == 1 else 2)
             working = max(working, copies + 9 * weights + 32 * min(weights, TOGETHER))
+            if drift:
+                working = max(working, 4 * row.shape[1] ** 2 + 20 * weights)
         if row.spec and row.spec.rotation:
             working += 4 * weights + (8 * form if row.name in needs else 0)
-        peak = max(peak, packed + working + _hessians(remaining, needs))
+        peak = max(peak, packed + working + (_hessians(remaining, needs) << drift))
         remaining = remaining[count:]
     return peak
 

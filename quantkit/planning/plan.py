@@ -6,7 +6,7 @@ and for all layers at once. :func:`make_plan` reads no weight.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -23,7 +23,7 @@ from quantkit.models.architecture import (
 )
 from quantkit.models.loadable import check_loadable
 from quantkit.planning.layers import LayerRefusal, PlanRow, RowResolver, assign
-from quantkit.planning.peak_memory import peak_bytes, walks_bytes
+from quantkit.planning.peak_memory import peak_bytes, states_bytes, walks_bytes
 from quantkit.plugins import registry
 from quantkit.recipe import Recipe, Rule
 from quantkit.sources.base import ModelSource
@@ -106,11 +106,9 @@ class Plan:
 
     @property
     def drift(self) -> bool:
-        """Whether the original model's states are needed beside the quantized model's: of random tokens it
-        says nothing how far these are apart, and a transform changes what there is to compare."""
-        spec = self.recipe.calibration
-        return (not self.changes_layers and (spec is None or spec.text != "random")
-                and any("drift" in needs for needs in self.measured.values()))
+        """Whether the original model's states are kept beside the quantized model's: of random tokens it says
+        nothing how far these are apart, and a transform changes what there is to compare."""
+        return _drift(self.recipe, self.measured, self.changes_layers)
 
     @property
     def weighed(self) -> bool:
@@ -178,13 +176,15 @@ def make_plan(recipe: Recipe, source: ModelSource) -> Plan:
     disk = other_bytes + sum(row.bytes_after for row in rows)
     calibration = recipe.calibration if needs else None
     walks = between = 0
+    changed = any(transform.layer for transform, _ in resolve(recipe.transforms))
+    drift = _drift(recipe, needs, changed)
     forms = {name for name, wanted in needs.items() if "hessian" in wanted}
     if calibration is not None:
-        between = calibration.samples * calibration.length * config.hidden_size * 4
+        between = states_bytes(config, calibration.samples * calibration.length, changed, drift)
         if calibration.importance == "gradient" and forms:
-            walks = walks_bytes(config, calibration.samples * calibration.length, len(forms))
-    changed = any(transform.layer for transform, _ in resolve(recipe.transforms))
-    peak = peak_bytes(rows, forms, calibration, walks > 0, config, other, infos, changed)
+            weighed = min(calibration.samples, calibration.importance_samples)
+            walks = walks_bytes(config, weighed * calibration.length, len(forms))
+    peak = peak_bytes(rows, forms, calibration, walks > 0, config, other, infos, changed, drift)
     return Plan(recipe, tuple(rows), other_bytes, peak, disk, walks, between, other)
 
 
@@ -195,6 +195,12 @@ def _measured(recipe: Recipe, rows: Iterable[PlanRow]) -> dict[str, frozenset[st
     wanted = {row.name: methods.get(row.method).asked(row.options)
               | (every if row.layer is not None else frozenset()) for row in rows if row.method}
     return {name: needs for name, needs in wanted.items() if needs}
+
+
+def _drift(recipe: Recipe, needs: Mapping[str, frozenset[str]], changed: bool) -> bool:
+    spec = recipe.calibration
+    return (not changed and (spec is None or spec.text != "random")
+            and any("drift" in wanted for wanted in needs.values()))
 
 
 def candidate_rows(recipe: Recipe, source: ModelSource) -> dict[str, dict[int, PlanRow]]:

@@ -10,7 +10,14 @@ import torch
 import torch.nn.functional as F
 
 from quantkit.calibrate import importance as module
-from quantkit.calibrate.importance import MOST, WALKS, balanced, token_gradients
+from quantkit.calibrate.importance import (
+    MOST,
+    WALKS,
+    balanced,
+    spread,
+    token_gradients,
+    weighed_windows,
+)
 from quantkit.calibrate.runner import LayerRunner
 from quantkit.checkpoint.work import WorkStore
 from quantkit.checkpoint.writer import CheckpointWriter
@@ -252,3 +259,23 @@ def test_for_the_head_alone_nothing_goes_backward(model, tmp_path, monkeypatch):
     monkeypatch.setattr(module._Walks, "backward", lambda *a: pytest.fail("a layer went backward"))
     head = "model.embed_tokens" if model[0].tie_word_embeddings else "lm_head"
     assert importance(model, tmp_path / "x", wanted=[head])[head].mean() == pytest.approx(1, rel=1e-4)
+
+
+def test_windows_that_are_weighed_are_spread_evenly():
+    assert weighed_windows(32, 4) == [4, 12, 20, 28]
+    assert weighed_windows(3, 2) == [0, 2]
+    assert weighed_windows(3, 4) == weighed_windows(3, 3) == [0, 1, 2]
+    assert weighed_windows(1, 1) == [0]
+
+
+def test_other_windows_count_as_the_weighed_ones_do_at_the_same_place():
+    known = torch.rand(2, 11, generator=torch.Generator().manual_seed(0))
+    found = spread(known.flatten(), [1, 3], 5).view(5, 11)
+    assert abs(float(found.mean()) - 1) < 1e-6
+    unit = float(found[1, 0] / known[0, 0])
+    torch.testing.assert_close(found[[1, 3]], known * unit)
+    for start, stop in ((0, 1), (1, 2), (2, 4), (4, 8), (8, 11)):
+        mean = float(known[:, start:stop].mean()) * unit
+        torch.testing.assert_close(found[[0, 2, 4], start:stop], torch.full((3, stop - start), mean))
+    everything = torch.rand(55)
+    assert torch.equal(spread(everything, range(5), 5), everything)

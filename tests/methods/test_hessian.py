@@ -7,7 +7,7 @@ import torch
 
 from quantkit.methods import gptq, hessian
 from quantkit.methods.base import LayerStats
-from quantkit.methods.hessian import damped, factorize, losses, symmetric_
+from quantkit.methods.hessian import damped, factorize, losses, symmetric_, undrifted
 from quantkit.ops.finite import all_finite
 from quantkit.spec import Granularity, QuantSpec
 
@@ -100,3 +100,36 @@ def values(codes) -> torch.Tensor:
         codes.codes.float().view(1, 1, -1))
     zero = 2 ** (codes.spec.bits - 1) if codes.zero is None else codes.zero.float().unsqueeze(-1)
     return ((levels - zero) * codes.scale.unsqueeze(-1)).view(codes.codes.shape)
+
+
+@pytest.mark.parametrize("act_order", [True, False])
+def test_weights_make_up_for_drift_as_least_squares_do(act_order: bool) -> None:
+    """What they give on the new inputs is, of all weights, closest to what they gave on the old ones."""
+    random = torch.Generator().manual_seed(3)
+    old = torch.randn(200, 12, generator=random, dtype=torch.float64)
+    new = old + 0.3 * torch.randn(200, 12, generator=random, dtype=torch.float64)
+    weight = torch.randn(7, 12, generator=random, dtype=torch.float64)
+    best = torch.linalg.lstsq(new, old @ weight.T).solution.T
+    factors, _ = factorize((new.T @ new / 200).float(), 1e-6, act_order)
+    assert factors is not None
+    drift = ((old - new).T @ new / 200).float()
+    torch.testing.assert_close(undrifted(weight.float(), drift, factors, 1.0), best.float(), rtol=1e-3,
+                               atol=1e-4)
+    half = undrifted(weight.float(), drift, factors, 0.5)
+    torch.testing.assert_close(half, ((weight + best) / 2).float(), rtol=1e-3, atol=1e-4)
+
+
+def test_gptq_solves_for_the_weights_that_make_up_for_drift() -> None:
+    weight, drift = torch.randn(64, 32, generator=torch.Generator().manual_seed(4)), 0.2 * form(32, 5)
+    spec = QuantSpec(bits=4, granularity=Granularity(strategy="group", size=16), scale_dtype="float32")
+    stats = LayerStats(100, form(32), drift=drift)
+    factors, _ = factorize(form(32), gptq.GptqOptions().damp, True)
+    assert factors is not None
+    wanted = undrifted(weight, drift, factors, 0.5)
+    found, other, without = (gptq.quantize(target, given, spec, gptq.GptqOptions(drift=share))
+                             for target, given, share in ((weight, stats, 0.5), (wanted, stats, 0.0),
+                                                          (weight, stats, 0.0)))
+    assert torch.equal(found.codes, other.codes) and torch.equal(found.scale, other.scale)
+    assert not torch.equal(found.codes, without.codes)
+    assert gptq.METHOD.asked({"drift": 0.5}) == {"hessian", "drift"}
+    assert gptq.METHOD.asked({"drift": 0.0}) == {"hessian"}
