@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import time
-from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -46,7 +46,7 @@ from quantkit.plugins import current, registry
 from quantkit.progress import Listener, Phases, ProgressEvent, silent
 from quantkit.recipe import Recipe, load_recipe
 from quantkit.runtime.loader import load_source
-from quantkit.solve import ModelOrigin, Solved, solve_data_free, solve_rows, stored_weight
+from quantkit.solve import ModelOrigin, Solved, solve_data_free, solve_rows, solve_stages, stored_weight
 from quantkit.sources.base import ModelSource, prefetch, release, tensor_alone
 from quantkit.spec import CalibrationSpec
 from quantkit.transforms.apply import apply_to_layer, resolve
@@ -317,7 +317,8 @@ class _Run:
             prefetch(self.source, [name for name in self.source.tensors() if name.startswith(following)])
         if runner is not None and wanted and not self.plan.changes_layers:
             layer = self._tensors(planned, {})
-            solved = list(self._by_stage(planned, layer, wanted, runner, on))
+            with self._tracing():
+                solved = list(solve_stages(planned, layer, wanted, self.executor, runner, on))
             self._store(writer, unit, planned, self._other(index), layer, iter(solved))
             return
         stats: dict[str, LayerStats] = {}
@@ -335,23 +336,6 @@ class _Run:
             with self._tracing():
                 runner.advance(index, packed, {name: layer.stored(name)
                                                for name in self._may_change(index, layer.changed)})
-
-    def _by_stage(self, planned: list[PlanRow], layer: LayerTensors, wanted: Mapping[str, Collection[str]],
-                  runner: LayerRunner, on: bool) -> Iterator[Solved]:
-        """A layer's Linears in order; each stage is measured behind those before it as they are stored."""
-        for stage in runner.stages(planned[0].layer or 0):
-            rows = [row for row in planned if row.name in stage.linears and row.method]
-            with self._tracing():
-                layer.stats |= runner.measure_stage(stage, {row.name: wanted[row.name] for row in rows
-                                                            if row.name in wanted})
-            runner.forget([row.name for row in rows])
-            packed = {}
-            for result, row in solve_rows(rows, layer, self.measured, self.executor):
-                packed[row.name] = result
-                yield result, row
-            if on or not stage.last:
-                with self._tracing():
-                    runner.advance_stage(stage, packed)
 
     def _tensors(self, planned: list[PlanRow], stats: dict[str, LayerStats]) -> LayerTensors:
         return LayerTensors(self._tensor, self.source.tensors().__contains__,

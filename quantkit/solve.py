@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
-from quantkit.calibrate.runner import EXPERT
+from quantkit.calibrate.runner import EXPERT, LayerRunner
 from quantkit.checkpoint.manifest import FEW_TOKENS, LayerRow
 from quantkit.errors import QuantkitError, SourceError
 from quantkit.executor.base import Executor, Item
@@ -139,6 +139,34 @@ def solve_rows(rows: Sequence[PlanRow], layer: LayerTensors, needs: Container[st
             solution = next(solved)
             waiting[solution[1].name] = solution
         yield waiting.pop(name)
+
+
+def solve_stages(rows: Sequence[PlanRow], layer: LayerTensors, needs: Mapping[str, Collection[str]],
+                 executor: Executor, runner: LayerRunner, on: bool) -> Iterator[Solved]:
+    """A decoder layer's Linears in order, each stage measured behind those before it as they are stored.
+
+    Args:
+        rows: of the layer, which is the runner's next.
+        layer: their weights.
+        needs: statistics that their methods need, by name.
+        executor: where they are solved.
+        runner: measures; its hidden states go on from stage to stage.
+        on: also through the last one.
+
+    Raises:
+        NonFiniteError: while measuring; sample, layer and tensor are named.
+        QuantkitError: of method or format, with the Linear's name.
+    """
+    for stage in runner.stages(runner.next):
+        stage_rows = [row for row in rows if row.name in stage.linears and row.method]
+        names = [row.name for row in stage_rows]
+        wanted = {name: needs[name] for name in names if name in needs}
+        layer.stats.update(runner.measure_stage(stage, wanted))
+        runner.forget(names)
+        solved = list(solve_rows(stage_rows, layer, needs, executor))
+        if on or not stage.last:
+            runner.advance_stage(stage, {row.name: result for result, row in solved})
+        yield from solved
 
 
 def _unsolved(groups: Iterable[tuple[PlanRow, ...]], layer: LayerTensors,
