@@ -10,7 +10,7 @@ from quantkit.calibrate.runner import EXPERT
 from quantkit.calibrate.sizes import BACKWARD_LOGITS, BACKWARD_TOKENS, BATCH_TOKENS, STATES_IN_MEMORY, WRITTEN
 from quantkit.methods.gptq import TOGETHER
 from quantkit.methods.parts import rows_at_once
-from quantkit.models.architecture import EMBEDDING
+from quantkit.models.architecture import EMBEDDING, HEAD
 from quantkit.models.config import ModelConfig
 from quantkit.planning.layers import BATCH, together
 from quantkit.sources.base import TensorInfo
@@ -88,7 +88,8 @@ def peak_bytes(rows: list[PlanRow], needs: set[str], calibration: CalibrationSpe
     if calibration is None:
         return RUNTIME_BYTES + largest
     tokens, table = calibration.samples * calibration.length, infos[f"{EMBEDDING}.weight"].nbytes
-    between = min(states_bytes(config, tokens, changed, drift), STATES_IN_MEMORY)
+    inside = not needs <= {EMBEDDING, HEAD}
+    between = min(states_bytes(config, tokens, changed or not inside, drift), STATES_IN_MEMORY)
     wide = config.intermediate_size
     if config.experts is not None:
         wide = max(wide, config.experts.chosen * config.experts.intermediate_size)

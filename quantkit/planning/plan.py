@@ -180,7 +180,8 @@ def make_plan(recipe: Recipe, source: ModelSource) -> Plan:
     drift = _drift(recipe, needs, changed)
     forms = {name for name, wanted in needs.items() if "hessian" in wanted}
     if calibration is not None:
-        between = states_bytes(config, calibration.samples * calibration.length, changed, drift)
+        between = states_bytes(config, calibration.samples * calibration.length,
+                               changed or needs.keys() <= {EMBEDDING, HEAD}, drift)
         if calibration.importance == "gradient" and forms:
             weighed = min(calibration.samples, calibration.importance_samples)
             walks = walks_bytes(config, weighed * calibration.length, len(forms))
@@ -200,7 +201,7 @@ def _measured(recipe: Recipe, rows: Iterable[PlanRow]) -> dict[str, frozenset[st
 def _drift(recipe: Recipe, needs: Mapping[str, frozenset[str]], changed: bool) -> bool:
     spec = recipe.calibration
     return (not changed and (spec is None or spec.text != "random")
-            and any("drift" in wanted for wanted in needs.values()))
+            and any("drift" in wanted for name, wanted in needs.items() if name not in (EMBEDDING, HEAD)))
 
 
 def candidate_rows(recipe: Recipe, source: ModelSource) -> dict[str, dict[int, PlanRow]]:

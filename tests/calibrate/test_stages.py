@@ -15,9 +15,9 @@ LLAMA = {"model_type": "llama", "vocab_size": 50, "hidden_size": 32, "intermedia
          "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_act": "silu",
          "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
          "tie_word_embeddings": True, "torch_dtype": "float32"}
-GEMMA2 = LLAMA | {"model_type": "gemma2", "head_dim": 8, "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh",
-                  "sliding_window": 8, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 50.0,
-                  "final_logit_softcapping": 30.0}
+GEMMA2 = LLAMA | {"model_type": "gemma2", "head_dim": 8, "hidden_act": "gelu_pytorch_tanh",
+                  "hidden_activation": "gelu_pytorch_tanh", "sliding_window": 8,
+                  "query_pre_attn_scalar": 8, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 PHI3 = LLAMA | {"model_type": "phi3", "pad_token_id": 0}
 EXPERTS = LLAMA | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2,
                    "tie_word_embeddings": False}
