@@ -21,7 +21,7 @@ import torch
 
 from quantkit import __version__
 from quantkit.calibrate.finite import NonFiniteError, blame
-from quantkit.calibrate.importance import WALKS, balanced, spread, token_gradients, weighed_windows
+from quantkit.calibrate.importance import WALKS, spread, token_gradients, weighed_windows
 from quantkit.calibrate.kept import gradients
 from quantkit.calibrate.prepare import correlation, own, prepare, write, writes_itself
 from quantkit.calibrate.runner import LayerRunner
@@ -288,7 +288,7 @@ class _Run:
                 squares = gradients(
                     self.source, self.plan.recipe.transforms, some, spec.seed, wanted, self.device,
                     lambda: token_gradients(self.config, weights, some, wanted, spec.seed, walks, step))
-            writer.put(IMPORTANCE, {name: spread(balanced(square), windows, len(tokens))
+            writer.put(IMPORTANCE, {name: spread(square, windows, len(tokens))
                                     for name, square in squares.items()}, [])
         walks.clear()
         return writer.get(IMPORTANCE)[0]
@@ -371,6 +371,7 @@ class _Run:
                 rows.append(LayerRow.of(plan))
                 continue
             result, row = next(solved)
+            assert row.name == plan.name, "stages are in the order of the model's Linears"
             self._refuse_notes([row])
             packed[plan.name] = result
             tensors |= {f"{plan.name}.{suffix}": t for suffix, t in result.tensors.items()}

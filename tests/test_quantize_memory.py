@@ -116,7 +116,10 @@ def test_weights_that_will_be_replaced_are_not_kept_while_they_are_solved(model,
     real, held = LayerRunner.advance_stage, []
 
     def advance_stage(self, stage, replaced, changed=None):
-        held.append(sum(linear.weight.tensor.numel() for linear in stage.linears.values()))
+        later = [name for other in self.stages(stage.index) for name in other.linears]
+        later = set(later[later.index(next(iter(stage.linears))) + len(stage.linears):])
+        held.append(sum(linear.weight.tensor.numel() for name, linear in self._layer.linears().items()
+                        if name not in later))
         real(self, stage, replaced, changed)
 
     monkeypatch.setattr(LayerRunner, "advance_stage", advance_stage)
@@ -279,14 +282,14 @@ def test_the_peak_of_a_calibrated_run_is_as_predicted(sharded, tmp_path, importa
 
 def test_the_prediction_for_a_large_model_is_below_8_gb():
     source = open_source("synthetic:llama-8b")
-    layer, states = 4 * 218_103_808, 32 * 512 * 4096 * 4
+    layer = 4 * 218_103_808
     forms = 4 * (3 * 4096**2 + 14336**2)
     recipe = load_recipe("int4")
     for importance in ("equal", "gradient"):
         spec = recipe.calibration.model_copy(update={"importance": importance})
         plan = make_plan(recipe.model_copy(update={"calibration": spec}), source)
         assert plan.peak_bytes < 8e9
-        if importance == "equal":
-            assert plan.peak_bytes < 3 * layer + states + forms
+        if importance == "equal":  # the states are on disk beyond a gigabyte; of a Hessian there is the drift
+            assert plan.peak_bytes < 3 * layer + 2**30 + 2 * forms
     for name in ("int4-rtn", "int8"):
         assert make_plan(load_recipe(name), source).peak_bytes < 1.7e9

@@ -23,7 +23,7 @@ import torch
 from quantkit import __version__
 from quantkit.calibrate.data import CalibrationData
 from quantkit.calibrate.finite import NonFiniteError, blame
-from quantkit.calibrate.importance import NEVER, WALKS, balanced, token_gradients
+from quantkit.calibrate.importance import NEVER, WALKS, spread, token_gradients, weighed_windows
 from quantkit.calibrate.kept import gradients
 from quantkit.calibrate.prepare import correlation, prepare, write
 from quantkit.calibrate.runner import LayerRunner
@@ -48,7 +48,7 @@ from quantkit.runtime.loader import load_source
 from quantkit.sources.base import ModelSource, tensor_alone
 from quantkit_kernels.kept import cache_folder
 
-VERSION = 2
+VERSION = 3
 """Of what is measured: another one finds nothing of what was kept."""
 ELSEWHERE = ("free some space, wait for another run to end, or keep what is measured elsewhere: "
              "QUANTKIT_CACHE=DIR quantkit quantize …")
@@ -126,16 +126,19 @@ class _Run:
             writer.put(TEXT, {"tokens": written}, [])
         tokens = self.data.tokens if self.data else writer.get(TEXT)[0]["tokens"]
         walks = WorkStore(writer, WALKS)
+        windows = weighed_windows(len(tokens), self.spec.importance_samples)
+        some = tokens[windows]
         if not writer.has(GRADIENTS):
             self._weighed()
             wanted = list(self.rows)
             writer.put(GRADIENTS, gradients(
-                self.source, self.plan.recipe.transforms, tokens, self.seed, wanted, self.weights.device,
-                lambda: token_gradients(self.config, self.weights, tokens, wanted, self.seed, walks,
+                self.source, self.plan.recipe.transforms, some, self.seed, wanted, self.weights.device,
+                lambda: token_gradients(self.config, self.weights, some, wanted, self.seed, walks,
                                         self._weighed)), [])
         walks.clear()
         squares = writer.get(GRADIENTS)[0]
-        weighed = {name: balanced(squares_of_layer) for name, squares_of_layer in squares.items()}
+        weighed = {name: spread(squares_of_layer, windows, len(tokens))
+                   for name, squares_of_layer in squares.items()}
         with Spill(writer.states) as states:
             runner = LayerRunner(self.config, self.weights, tokens, weighed, states,
                                  correlation=correlation(self.spec))

@@ -280,29 +280,34 @@ def weighed_windows(samples: int, count: int) -> list[int]:
     return [(2 * i + 1) * samples // (2 * count) for i in range(count)]
 
 
-def spread(weights: torch.Tensor, windows: Sequence[int], samples: int) -> torch.Tensor:
-    """Importance of all tokens from that of some windows': theirs, and elsewhere what they have on average at
-    the same place. Places 0, 1, 2 and 3, 4 to 7, … are taken together: attention rests on a text's first
-    tokens, and there is little that a token's importance depends on as much as on its place.
+def spread(squares: torch.Tensor, windows: Sequence[int], samples: int) -> torch.Tensor:
+    """Importance of all tokens from the squares of some windows, as :func:`balanced` makes it of all.
+
+    Elsewhere a token counts for what those that reached the Linear do on average at its place. Places 0, 1, 2
+    and 3, 4 to 7, … are taken together: attention rests on a text's first tokens, and there is little that a
+    token's importance depends on as much as on its place.
 
     Args:
-        weights: what :func:`balanced` gave for the windows, float32 ``[windows · length]``.
+        squares: what :func:`token_gradients` found of a Linear, float32 ``[windows · length]``.
         windows: their numbers.
         samples: of all windows.
 
     Returns:
         float32 ``[samples · length]``, 1 on average.
     """
-    known = weights.view(len(windows), -1)
     if len(windows) == samples:
-        return weights
+        return balanced(squares)
+    known = balanced(squares).view(len(windows), -1)
+    reached = (squares != NEVER).view(known.shape)
     length = known.shape[1]
-    everywhere = torch.empty(samples, length)
+    everywhere = torch.ones(samples, length)
     start, stop = 0, 1
     while start < length:
-        everywhere[:, start:stop] = known[:, start:stop].mean()
+        there = known[:, start:stop][reached[:, start:stop]]
+        if there.numel():
+            everywhere[:, start:stop] = there.mean()
         start, stop = stop, 2 * stop
-    everywhere[list(windows)] = known
+    everywhere[list(windows)] = torch.where(reached, known, everywhere[list(windows)])
     return (everywhere / everywhere.mean()).flatten()
 
 

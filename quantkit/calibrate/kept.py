@@ -1,7 +1,7 @@
 """A cache of token gradients by model and text, in the user's cache folder.
 
-They are two walks through the model, more than half of the time that ``gptq`` takes, and depend neither on
-the bits nor on the method: the next recipe, or a budget, is spared them.
+They are two walks through the model, and depend neither on the bits nor on the method: the next recipe, or a
+budget, is spared them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from quantkit_kernels.kept import cache_folder
 
 DRAWS = 2
 """Number of the way in which answers are drawn."""
-LEAST = 1 << 20
+LEAST = 1 << 16
 """Numbers: fewer are found again as quickly as they are looked for."""
 MOST = 8
 """Files that are kept, the newest; one takes 4 bytes for each token and Linear."""

@@ -112,7 +112,7 @@ class LayerRunner:
         """
         names = [name for name in stage.linears if wanted is None or name in wanted]
         key = {name: self._shares[name] for name in names}
-        formed = {key[name] for name in names if wanted is None or "hessian" in wanted[name]}
+        formed = {key[name] for name in names if wanted is None or {"hessian", "drift"} & set(wanted[name])}
         drifted = any("drift" in wanted[name] for name in names) if wanted else False
         observers: dict[str, HessianObserver] = {}
         for name in names:
@@ -179,6 +179,9 @@ class LayerRunner:
         if stage.last:
             self._layer = None
             self.next += 1
+        else:  # they have done what they are for
+            for linear in stage.linears.values():
+                linear.weight = PlainWeight(torch.empty(0, 0))
 
     @torch.no_grad()
     def measure_head(self, name: str) -> LayerStats:

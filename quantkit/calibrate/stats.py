@@ -100,10 +100,14 @@ class HessianObserver:
         drift, self._drift = self._drift, None
         if drift is not None:
             drift /= self.tokens
+            if not all_finite(drift):
+                raise CalibrationError(f"the drift of {self.name} overflows float32",
+                                       why="its inputs in the original model are too large", next=NEXT)
         if self._correlation != 1:
             diagonal = hessian.diagonal().clone()
             hessian.mul_(self._correlation).diagonal().copy_(diagonal)
         notes: tuple[str, ...] = ()
-        if self.importance is not None and bool((self.importance == 1).all()):
+        # an expert may have got tokens of other windows than those that were weighed
+        if self.importance is not None and self._size is None and bool((self.importance == 1).all()):
             notes = ("all calibration tokens count the same: no answer of the model depends on it",)
         return LayerStats(self.tokens, hessian, self._largest, notes, drift)

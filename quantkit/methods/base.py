@@ -78,8 +78,8 @@ class Method:
         quantize: ``(weight float32 [out, in], stats or None, spec, options) → Codes``. Pure: it
             writes to none of its arguments and reads no file, clock or global generator.
         needs: statistics it must be given: ``"hessian"``, ``"largest"`` or nothing (data-free); and
-            ``"drift"``, which it is given where it can be measured. An option of the same name that is 0 says
-            that it isn't needed.
+            ``"drift"``, which it is given where it can be measured. An option ``drift`` that is 0 says that
+            it isn't needed.
         options: its options' model.
         kinds: the ``QuantSpec.kind`` values it can produce.
         check: further limits on a spec, as the reason or ``None``.
@@ -101,8 +101,8 @@ class Method:
                        list[Codes]] | None = None
 
     def asked(self, options: Mapping[str, Any]) -> frozenset[str]:
-        """:attr:`needs` with these options, filled in."""
-        return frozenset(name for name in self.needs if options.get(name, 1) != 0)
+        """:attr:`needs` with these options, filled in: without ``drift`` if an option of that name is 0."""
+        return self.needs - {"drift"} if options.get("drift", 1) == 0 else self.needs
 
     def refuses(self, spec: QuantSpec) -> str | None:
         """Why this method can't produce ``spec``; ``None`` if it can."""

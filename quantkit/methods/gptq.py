@@ -8,8 +8,9 @@ Additions to the paper, on by default. The grids come from a search over shrunke
 weighs each column's error by what it costs once the other columns have made up for it. After solving,
 coordinate descent on the same loss visits every group's scale and every weight's level again
 (:mod:`~quantkit.methods.descent`). A row that plain rounding serves better is kept rounded, so that the loss
-on ``H`` is never above that of ``rtn``. What is solved for aren't the weights themselves, but those that make
-up for half of what earlier layers' errors have done to the inputs (GPTAQ, https://arxiv.org/abs/2504.02692).
+on ``H`` is never above that of ``rtn`` of the same weights. What is solved for, and rounded, aren't the
+model's weights, but those that make up for half of what earlier layers' errors have done to the inputs
+(GPTAQ, https://arxiv.org/abs/2504.02692); a row's error in the manifest contains that.
 
 On a CPU the loops over columns are kernels (:mod:`~quantkit.methods.gptq_tiles`), on a GPU the inner one is.
 """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from quantkit.calibrate.runner import EXPERT
@@ -32,7 +32,7 @@ def walks_bytes(config: ModelConfig, tokens: int, linears: int) -> int:
 
 def peak_bytes(rows: list[PlanRow], needs: set[str], calibration: CalibrationSpec | None, weighed: bool,
                config: ModelConfig, other: tuple[str, ...], infos: Mapping[str, TensorInfo],
-               changed: bool = False, drift: bool = False) -> int:
+               changed: bool = False, drift: Collection[str] = ()) -> int:
     """What :func:`~quantkit.planning.plan.make_plan` predicts.
 
     ``RUNTIME + hidden states + the most of what happens``, in bytes. Hidden states, if a method needs
@@ -67,7 +67,7 @@ def peak_bytes(rows: list[PlanRow], needs: set[str], calibration: CalibrationSpe
         other: names of the other stored tensors.
         infos: of all tensors.
         changed: a transform changes layers after their inputs were measured: all of a layer is one stage.
-        drift: the original model's states are kept beside the quantized model's.
+        drift: names of the layers whose inputs' drift is measured.
     """
     units: dict[int | None, list[PlanRow]] = defaultdict(list)
     for row in rows:
@@ -89,7 +89,7 @@ def peak_bytes(rows: list[PlanRow], needs: set[str], calibration: CalibrationSpe
         return RUNTIME_BYTES + largest
     tokens, table = calibration.samples * calibration.length, infos[f"{EMBEDDING}.weight"].nbytes
     inside = not needs <= {EMBEDDING, HEAD}
-    between = min(states_bytes(config, tokens, changed or not inside, drift), STATES_IN_MEMORY)
+    between = min(states_bytes(config, tokens, changed or not inside, bool(drift)), STATES_IN_MEMORY)
     wide = config.intermediate_size
     if config.experts is not None:
         wide = max(wide, config.experts.chosen * config.experts.intermediate_size)
@@ -99,8 +99,8 @@ def peak_bytes(rows: list[PlanRow], needs: set[str], calibration: CalibrationSpe
         if not needs.isdisjoint(row.name for row in unit):
             weights = (4 << changed) * sum(row.shape[0] * row.shape[1] for row in unit)
             packed = sum(row.bytes_after for row in unit)
-            forms = max(_hessians(stage, needs) for stage, _ in _stages(unit, changed))
-            largest = max(largest, weights + batch + max(packed, forms << drift))
+            forms = max(_hessians(stage, needs, drift) for stage, _ in _stages(unit, changed))
+            largest = max(largest, weights + batch + max(packed, forms))
     solving = max(between + largest, _writing(rows, calibration, config))
     if not weighed:
         return RUNTIME_BYTES + solving
@@ -119,7 +119,8 @@ def states_bytes(config: ModelConfig, tokens: int, changed: bool, drift: bool) -
     """The most that is kept of all tokens between two stages, float32: hidden states and what the next Linear
     multiplies, of the original model too where ``drift`` is measured; ``changed``: a layer is one stage."""
     inner = 0 if changed else max(config.num_heads * config.head_dim,
-                                  0 if config.experts else config.intermediate_size)
+                                  0 if config.experts and all(config.experts.layers)
+                                  else config.intermediate_size)
     return 4 * tokens * (config.hidden_size + inner) << drift
 
 
@@ -135,7 +136,7 @@ def _stages(unit: list[PlanRow], together: bool) -> Iterator[tuple[list[PlanRow]
         yield stage, later
 
 
-def _solving(unit: list[PlanRow], needs: set[str], drift: bool) -> int:
+def _solving(unit: list[PlanRow], needs: set[str], drift: Collection[str]) -> int:
     """While a unit's Linears are solved, some that are alike at a time."""
     peak = packed = 0
     groups = together(unit, needs, BATCH)
@@ -147,19 +148,20 @@ def _solving(unit: list[PlanRow], needs: set[str], drift: bool) -> int:
         working = 11 * weights
         if row.name in needs:
             copies = 4 * form * (1 if count == 1 else 2)
-            working = max(working, copies + 9 * weights + 32 * min(weights, TOGETHER))
-            if drift:
+            exact = 4 * weights * (row.name in drift)  # beside what is solved for
+            working = max(working, copies + exact + 9 * weights + 32 * min(weights, TOGETHER))
+            if exact:
                 working = max(working, 4 * row.shape[1] ** 2 + 20 * weights)
         if row.spec and row.spec.rotation:
             working += 4 * weights + (8 * form if row.name in needs else 0)
-        peak = max(peak, packed + working + (_hessians(remaining, needs) << drift))
+        peak = max(peak, packed + working + _hessians(remaining, needs, drift))
         remaining = remaining[count:]
     return peak
 
 
-def _hessians(unit: list[PlanRow], needs: set[str]) -> int:
-    """Bytes of the Hessians of a unit's layers; those with the same input share one."""
-    return sum({row.shares: 4 * row.shape[1] ** 2
+def _hessians(unit: list[PlanRow], needs: set[str], drift: Collection[str]) -> int:
+    """Bytes of the Hessians and the drift of a unit's layers; those with the same input share one."""
+    return sum({row.shares: 4 * row.shape[1] ** 2 * (2 if row.name in drift else 1)
                 for row in unit if row.name in needs}.values())
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from quantkit.calibrate.runner import EXPERT
 from quantkit.calibrate.sizes import STATES_IN_MEMORY
 from quantkit.errors import RecipeError
 from quantkit.kv.build import build_kv_codecs, build_policy
@@ -108,7 +109,7 @@ class Plan:
     def drift(self) -> bool:
         """Whether the original model's states are kept beside the quantized model's: of random tokens it says
         nothing how far these are apart, and a transform changes what there is to compare."""
-        return _drift(self.recipe, self.measured, self.changes_layers)
+        return bool(_drift(self.recipe, self.measured, self.changes_layers))
 
     @property
     def weighed(self) -> bool:
@@ -181,7 +182,7 @@ def make_plan(recipe: Recipe, source: ModelSource) -> Plan:
     forms = {name for name, wanted in needs.items() if "hessian" in wanted}
     if calibration is not None:
         between = states_bytes(config, calibration.samples * calibration.length,
-                               changed or needs.keys() <= {EMBEDDING, HEAD}, drift)
+                               changed or needs.keys() <= {EMBEDDING, HEAD}, bool(drift))
         if calibration.importance == "gradient" and forms:
             weighed = min(calibration.samples, calibration.importance_samples)
             walks = walks_bytes(config, weighed * calibration.length, len(forms))
@@ -198,10 +199,12 @@ def _measured(recipe: Recipe, rows: Iterable[PlanRow]) -> dict[str, frozenset[st
     return {name: needs for name, needs in wanted.items() if needs}
 
 
-def _drift(recipe: Recipe, needs: Mapping[str, frozenset[str]], changed: bool) -> bool:
-    spec = recipe.calibration
-    return (not changed and (spec is None or spec.text != "random")
-            and any("drift" in wanted for name, wanted in needs.items() if name not in (EMBEDDING, HEAD)))
+def _drift(recipe: Recipe, needs: Mapping[str, frozenset[str]], changed: bool) -> set[str]:
+    """The layers whose inputs' drift is measured: not of the head, nor of experts."""
+    if changed or (recipe.calibration is not None and recipe.calibration.text == "random"):
+        return set()
+    return {name for name, wanted in needs.items()
+            if "drift" in wanted and EXPERT not in name and name not in (EMBEDDING, HEAD)}
 
 
 def candidate_rows(recipe: Recipe, source: ModelSource) -> dict[str, dict[int, PlanRow]]:

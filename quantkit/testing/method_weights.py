@@ -53,5 +53,7 @@ def layer_stats(columns: int, needs: Collection[str], tokens: int = 256, seed: i
     hessian, largest = x.T @ x / max(tokens, 1), torch.zeros(columns)
     if tokens:
         largest = x.abs().amax(dim=0)
+    # inputs that were a little larger in the original model
+    drift = 0.05 * hessian
     return LayerStats(tokens, hessian if "hessian" in needs else None,
-                      largest if "largest" in needs else None)
+                      largest if "largest" in needs else None, drift=drift if "drift" in needs else None)

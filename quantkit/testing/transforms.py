@@ -25,8 +25,10 @@ from quantkit.testing.contract import (
     same_tensors,
 )
 from quantkit.testing.tiny import FAMILIES, VOCAB, tiny_model
-from quantkit.testing.watched import STATISTICS
 from quantkit.transforms.base import LayerTensors, Transform
+
+STATISTICS = ("hessian", "largest")
+"""What a transform may need."""
 
 SPEC = QuantSpec(bits=8, granularity=Granularity(strategy="channel"), activations="token",
                  scale_dtype="float32")

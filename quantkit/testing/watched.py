@@ -8,7 +8,8 @@ import torch
 
 from quantkit.methods.base import LayerStats, MethodOptions
 
-STATISTICS = ("hessian", "largest")
+STATISTICS = ("hessian", "largest", "drift")
+"""What a method may need. A transform is never given ``drift``."""
 
 
 class WatchedStats(LayerStats):
@@ -17,7 +18,7 @@ class WatchedStats(LayerStats):
     reads: set[str]
 
     def __init__(self, stats: LayerStats) -> None:
-        super().__init__(stats.tokens, stats.hessian, stats.largest, stats.notes)
+        super().__init__(stats.tokens, stats.hessian, stats.largest, stats.notes, stats.drift)
         object.__setattr__(self, "reads", set())
 
     def __getattribute__(self, name: str) -> Any:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from quantkit.calibrate import importance as module
 from quantkit.calibrate.importance import (
     MOST,
+    NEVER,
     WALKS,
     balanced,
     spread,
@@ -269,13 +270,25 @@ def test_windows_that_are_weighed_are_spread_evenly():
 
 
 def test_other_windows_count_as_the_weighed_ones_do_at_the_same_place():
-    known = torch.rand(2, 11, generator=torch.Generator().manual_seed(0))
-    found = spread(known.flatten(), [1, 3], 5).view(5, 11)
-    assert abs(float(found.mean()) - 1) < 1e-6
-    unit = float(found[1, 0] / known[0, 0])
-    torch.testing.assert_close(found[[1, 3]], known * unit)
+    squares = torch.rand(2, 11, generator=torch.Generator().manual_seed(0))
+    known = balanced(squares.flatten()).view(2, 11)
+    weights = spread(squares.flatten(), [1, 3], 5).view(5, 11)
+    assert abs(float(weights.mean()) - 1) < 1e-6
+    unit = float(weights[1, 0] / known[0, 0])
+    torch.testing.assert_close(weights[[1, 3]], known * unit)
     for start, stop in ((0, 1), (1, 2), (2, 4), (4, 8), (8, 11)):
         mean = float(known[:, start:stop].mean()) * unit
-        torch.testing.assert_close(found[[0, 2, 4], start:stop], torch.full((3, stop - start), mean))
+        torch.testing.assert_close(weights[[0, 2, 4], start:stop], torch.full((3, stop - start), mean))
     everything = torch.rand(55)
-    assert torch.equal(spread(everything, range(5), 5), everything)
+    assert torch.equal(spread(everything, range(5), 5), balanced(everything))
+
+
+def test_tokens_that_did_not_reach_an_expert_count_as_those_that_did_at_their_place():
+    squares = torch.full((2, 8), NEVER)
+    squares[0, 5], squares[1, 6], squares[0, 0] = 1.0, 3.0, 8.0
+    weights = spread(squares.flatten(), [0, 1], 3).view(3, 8)
+    assert abs(float(weights.mean()) - 1) < 1e-6
+    unit = float(weights[2, 1])  # nothing reached it there
+    torch.testing.assert_close(weights[2] / unit, torch.tensor([2.0, 1, 1, 1, 0.5, 0.5, 0.5, 0.5]))
+    torch.testing.assert_close(weights[1] / unit, torch.tensor([2.0, 1, 1, 1, 0.5, 0.5, 0.75, 0.5]))
+    assert torch.equal(spread(torch.full((16,), NEVER), [0, 1], 3), torch.ones(24))
