@@ -268,9 +268,7 @@ class _Run:
     def _importance(self, writer: CheckpointWriter, weights: Weights,
                     tokens: torch.Tensor) -> dict[str, torch.Tensor] | None:
         """The importance of every token for every Linear, if the recipe asks for it; computed once a run."""
-        spec = self.plan.recipe.calibration
-        assert spec is not None
-        if not self.plan.weighed:
+        if not self.plan.weighed or (spec := self.plan.recipe.calibration) is None:
             return None
         walks = WorkStore(writer, WALKS)
         if not writer.has(IMPORTANCE):
@@ -288,8 +286,8 @@ class _Run:
                 squares = gradients(
                     self.source, self.plan.recipe.transforms, some, spec.seed, wanted, self.device,
                     lambda: token_gradients(self.config, weights, some, wanted, spec.seed, walks, step))
-            writer.put(IMPORTANCE, {name: spread(square, windows, len(tokens))
-                                    for name, square in squares.items()}, [])
+            importance = {name: spread(part, windows, len(tokens)) for name, part in squares.items()}
+            writer.put(IMPORTANCE, importance, [])
         walks.clear()
         return writer.get(IMPORTANCE)[0]
 
@@ -318,15 +316,15 @@ class _Run:
         if runner is not None and wanted and not self.plan.changes_layers:
             layer = self._tensors(planned, {})
             with self._tracing():
-                solved = list(solve_stages(planned, layer, wanted, self.executor, runner, on))
+                solved = [*solve_stages(planned, layer, wanted, self.executor, runner, on)]
             self._store(writer, unit, planned, self._other(index), layer, iter(solved))
             return
         stats: dict[str, LayerStats] = {}
         if runner is not None and wanted:
             with self._tracing():
                 stats = runner.measure(index, wanted)
-            stats = {name: stat.to(torch.device("cpu")) for name, stat in stats.items()}  # where weights are
             runner.forget([row.name for row in planned if row.method])
+            stats = {name: stat.to(torch.device("cpu")) for name, stat in stats.items()}  # where weights are
         layer = self._tensors(planned, stats)
         for transform, options in self.transforms if stats else ():
             apply_to_layer(transform, options, self.config, index, layer)
@@ -371,7 +369,7 @@ class _Run:
                 rows.append(LayerRow.of(plan))
                 continue
             result, row = next(solved)
-            assert row.name == plan.name, "stages are in the order of the model's Linears"
+            assert row.name == plan.name
             self._refuse_notes([row])
             packed[plan.name] = result
             tensors |= {f"{plan.name}.{suffix}": t for suffix, t in result.tensors.items()}

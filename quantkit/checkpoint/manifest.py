@@ -84,8 +84,7 @@ class CalibrationFacts(Frozen):
 
     Attributes:
         text: ``builtin``, base names of files, names of data sets; with commas, if there are several.
-        samples, length, seed, importance, importance_samples: as in the recipe; manifests without the last
-            are of runs in which all windows were weighed.
+        samples, length, seed, importance: as in the recipe.
         packing: how documents became windows: ``stream`` or ``documents``.
         tokens: how many tokens went through the model.
         sha256: of the token ids as little-endian int64 ``[samples, length]``.
@@ -100,7 +99,6 @@ class CalibrationFacts(Frozen):
     tokens: int
     sha256: str = Field(pattern=_SHA256)
     importance: str = "equal"
-    importance_samples: int | None = None
     packing: str = "stream"
     files: tuple[SourceFile, ...] = Field(default=(), strict=False)
     coverage: Coverage | None = None
@@ -111,9 +109,7 @@ class CalibrationFacts(Frozen):
         if data is None or spec is None:
             return None
         return cls(text=", ".join(spec.without_folders().texts), samples=spec.samples, length=spec.length,
-                   seed=spec.seed, importance=spec.importance,
-                   importance_samples=spec.importance_samples if spec.importance == "gradient" else None,
-                   tokens=data.tokens.numel(), sha256=data.sha256,
+                   seed=spec.seed, importance=spec.importance, tokens=data.tokens.numel(), sha256=data.sha256,
                    packing=data.packing, files=data.files, coverage=data.coverage)
 
 
