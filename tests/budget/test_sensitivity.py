@@ -25,7 +25,7 @@ from quantkit.spec import CalibrationSpec, Granularity, QuantSpec
 from quantkit.testing import tiny_model
 from quantkit.transforms.apply import transformed
 
-CALIBRATION = CalibrationSpec(samples=6, length=64)
+CALIBRATION = CalibrationSpec(samples=6, length=64, importance_samples=6)
 
 
 def spec(bits: int, size: int | None = 32, **options) -> QuantSpec:
