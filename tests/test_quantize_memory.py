@@ -113,18 +113,18 @@ def test_a_stopped_run_leaves_no_states_and_goes_on(model, tmp_path, monkeypatch
 
 
 def test_weights_that_will_be_replaced_are_not_kept_while_they_are_solved(model, tmp_path, monkeypatch):
-    real, held = LayerRunner.advance_stage, []
+    real, sizes = LayerRunner.advance_stage, []
 
     def advance_stage(self, stage, replaced, changed=None):
         later = [name for other in self.stages(stage.index) for name in other.linears]
         later = set(later[later.index(next(iter(stage.linears))) + len(stage.linears):])
-        held.append(sum(linear.weight.tensor.numel() for name, linear in self._layer.linears().items()
+        sizes.append(sum(linear.weight.tensor.numel() for name, linear in self._layer.linears().items()
                         if name not in later))
         real(self, stage, replaced, changed)
 
     monkeypatch.setattr(LayerRunner, "advance_stage", advance_stage)
     quantize(model, "int4", tmp_path / "out", calibration=SMALL)
-    assert held == [0] * 11, "four stages a layer, but for the last one's last"
+    assert sizes == [0] * 11, "four stages a layer, but for the last one's last"
 
 
 # -- the next layer is read ahead

@@ -284,8 +284,7 @@ def spread(squares: torch.Tensor, windows: Sequence[int], samples: int) -> torch
     """Importance of all tokens from the squares of some windows, as :func:`balanced` makes it of all.
 
     Elsewhere a token counts for what those that reached the Linear do on average at its place. Places 0, 1, 2
-    and 3, 4 to 7, … are taken together: attention rests on a text's first tokens, and there is little that a
-    token's importance depends on as much as on its place.
+    and 3, 4 to 7, … are taken together: attention rests on a text's first tokens.
 
     Args:
         squares: what :func:`token_gradients` found of a Linear, float32 ``[windows · length]``.
