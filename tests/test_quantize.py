@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quantkit import quantize as module
+from quantkit.calibrate.importance import weighed_windows
 from quantkit.calibrate.prepare import prepare
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.verify import verify
@@ -297,17 +299,23 @@ def test_a_window_whose_activations_overflow_is_named_with_its_line(llama, tmp_p
         wide[f"model__layers__0__mlp__{part}__weight"] = weight
     model = changed(llama, tmp_path / "model", model__embed_tokens__weight=table,
                     model__layers__0__self_attn__o_proj__weight=out, **wide)
-    lines = [f"{'Z' if i == 4 else 'a'}bc def ghi jkl mno pqr stu vwx yz. " * 3 for i in range(8)]
+    lines = [f"{'Z' if i == 2 else 'a'}bc def ghi jkl mno pqr stu vwx yz. " * 3 for i in range(8)]
     data = tmp_path / "lines.jsonl"
     data.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
-    spec = SMALL.model_copy(update={"text": str(data), "samples": 8, "packing": "documents",
-                                    "importance_samples": 8})
-    for importance in ("gradient", "equal"):
+    spec = SMALL.model_copy(update={"text": str(data), "samples": 8, "packing": "documents"})
+
+    def refused(**changes) -> str:
+        out = tmp_path / str(len(list(tmp_path.iterdir())))
         with pytest.raises(CalibrationError, match=r"input of model\.layers\.0\.mlp\.down_proj") as caught:
-            quantize(str(model), "int4", tmp_path / importance,
-                     calibration=spec.model_copy(update={"importance": importance}))
-        assert "(lines.jsonl line 5)" in caught.value.what
-        assert "every weight there is finite" in caught.value.why and not (tmp_path / importance).exists()
+            quantize(str(model), "int4", out, calibration=spec.model_copy(update=changes))
+        assert "(lines.jsonl line 3)" in caught.value.what
+        assert "every weight there is finite" in caught.value.why and not out.exists()
+        return caught.value.what
+
+    number = int(re.search(r"calibration window (\d)", refused(importance="equal"))[1])
+    some = next(count for count in range(2, 8) if number in weighed_windows(8, count)[1:])
+    for count in (8, some):  # its place among the windows that are weighed isn't its number
+        assert f"calibration window {number} (" in refused(importance_samples=count)
 
 
 def test_gptq_serves_its_inputs_better_than_rounding(llama, tmp_path):

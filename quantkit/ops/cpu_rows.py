@@ -63,7 +63,10 @@ def _padded(rows: torch.Tensor) -> torch.Tensor:
     """float32 ``[m, n]`` with 0 up to whole subgroups."""
     from quantkit_kernels.cpu.matmul import SUB
 
-    return torch.nn.functional.pad(rows.float(), (0, -rows.shape[1] % SUB)).contiguous()
+    rows = rows.float()
+    if missing := -rows.shape[1] % SUB:  # pad would copy even if nothing is
+        rows = torch.nn.functional.pad(rows, (0, missing))
+    return rows.contiguous()
 
 
 def _program(source: Source) -> Program:

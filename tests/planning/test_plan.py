@@ -349,6 +349,24 @@ def test_predicted_peak_by_hand():
         states + max(down, both, run + shared), backward)
 
 
+@pytest.mark.parametrize(("options", "text", "drift"), [
+    ({}, {}, True),
+    ({"drift": 0.25}, {}, True),
+    ({"drift": 0}, {}, False),
+    ({}, {"text": "random"}, False),  # of tokens that are no text it says nothing
+], ids=["default", "a quarter", "none", "random"])
+def test_the_original_models_states_are_kept_where_drift_is_made_up_for(options, text, drift):
+    rules = [{"match": "lm_head"}, {**every("gptq", GROUP4), "options": options}]
+    calibration = {"samples": 2, "length": 16, **text}
+    assert make_plan(recipe(*rules, calibration=calibration), Source()).drift == drift
+
+
+def test_nothing_drifts_that_is_rounded_or_is_the_head():
+    head = {"match": "lm_head", "method": "gptq", "spec": GROUP4}
+    plan = make_plan(recipe(head, every(), calibration={"samples": 2, "length": 16}), Source())
+    assert plan.calibrated and not plan.drift
+
+
 def test_hidden_states_need_disk_where_memory_has_no_room_or_another_attempt_takes_them_up():
     text = {"samples": 1 << 14, "length": 1 << 10, "importance_samples": 1 << 14}
     plan = make_plan(recipe({"match": "lm_head"}, every("gptq", GROUP4), calibration=text), Source())
