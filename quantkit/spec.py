@@ -189,11 +189,11 @@ class CalibrationSpec(Frozen):
     """
 
     text: str | Annotated[tuple[str, ...], Field(strict=False)] = "builtin"
-    samples: int = Field(default=32, ge=1)
+    samples: int = Field(default=28, ge=1)
     length: int = Field(default=512, ge=8)
     seed: int = 0
     importance: Literal["gradient", "equal"] = "gradient"
-    importance_samples: int = Field(default=4, ge=1)
+    importance_samples: int = Field(default=2, ge=1)
     packing: Literal["auto", "stream", "documents"] = "auto"
     avoid: tuple[str, ...] = Field(default=(), strict=False)
 

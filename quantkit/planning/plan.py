@@ -200,11 +200,12 @@ def _measured(recipe: Recipe, rows: Iterable[PlanRow]) -> dict[str, frozenset[st
 
 
 def _drift(recipe: Recipe, needs: Mapping[str, frozenset[str]], changed: bool) -> set[str]:
-    """The layers whose inputs' drift is measured: not of the head, nor of experts."""
+    """The Linears whose inputs' drift is measured: not the head, nor those of a layer's last stage."""
     if changed or (recipe.calibration is not None and recipe.calibration.text == "random"):
         return set()
     return {name for name, wanted in needs.items()
-            if "drift" in wanted and EXPERT not in name and name not in (EMBEDDING, HEAD)}
+            if "drift" in wanted and name not in (EMBEDDING, HEAD)
+            and EXPERT not in name and not name.endswith("down_proj")}
 
 
 def candidate_rows(recipe: Recipe, source: ModelSource) -> dict[str, dict[int, PlanRow]]:

@@ -103,9 +103,12 @@ def test_drift_is_how_far_inputs_are_from_the_original_models(weighed):
     original, now = model.inputs({}), model.inputs(replaced)
     counts = importance.double().numpy()[:, None] if weighed else 1.0
     for name in names:
+        if name.endswith("down_proj"):
+            assert stats[name].drift is None
+            continue
         expected = ((original[name] - now[name]) * counts).T @ now[name] / TOKENS.numel()
         np.testing.assert_allclose(stats[name].drift.numpy(), expected, rtol=1e-3, atol=2e-5)
-    first, last = stats["model.layers.0.self_attn.q_proj"], stats["model.layers.1.mlp.down_proj"]
+    first, last = stats["model.layers.0.self_attn.q_proj"], stats["model.layers.1.mlp.up_proj"]
     assert not first.drift.any(), "nothing was rounded before it"
     assert float(last.drift.abs().max()) > 1e-3
 
