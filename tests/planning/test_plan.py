@@ -332,8 +332,8 @@ def test_predicted_peak_by_hand():
     states = 2 * 4 * 16 * (HIDDEN + INTER) * 4  # and the original model's
     down = 2 * 4 * INTER ** 2 + (9 + 32) * HIDDEN * INTER + packed
     before = packed - next(r.bytes_after for r in solved.rows if r.name.endswith("down_proj"))
-    # gate and up, together, beside the weights of down: of their input a Hessian, the drift and two copies; of
-    # each weight the original too
+    # gate and up, together, beside the weights of down: of their input a Hessian, the drift and two copies;
+    # of each weight the original too
     both = (2 * 8 + 2 * 4) * HIDDEN ** 2 + 2 * (4 + 9 + 32) * HIDDEN * INTER + before + 4 * HIDDEN * INTER
     run = 4 * PER_LAYER + 4 * 64 * (6 * HIDDEN + 4 * INTER)
     assert solved.peak_bytes == RUNTIME_BYTES + states + max(
