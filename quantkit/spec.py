@@ -193,7 +193,7 @@ class CalibrationSpec(Frozen):
     length: int = Field(default=512, ge=8)
     seed: int = 0
     importance: Literal["gradient", "equal"] = "gradient"
-    importance_samples: int = Field(default=2, ge=1)
+    importance_samples: int = Field(default=4, ge=1)
     packing: Literal["auto", "stream", "documents"] = "auto"
     avoid: tuple[str, ...] = Field(default=(), strict=False)
 

@@ -341,9 +341,9 @@ def test_predicted_peak_by_hand():
     assert not free.calibrated and solved.needed_disk_bytes == 2 * solved.disk_bytes
     weighed = make_plan(recipe(*rules, calibration={**text, "importance": "gradient"}), Source())
     assert weighed.between_bytes == states
-    assert weighed.walks_bytes == (LAYERS + 2) * 2 * 16 * HIDDEN * 4 + 4 * 2 * 16 * (7 * LAYERS + 1)
+    assert weighed.walks_bytes == (LAYERS + 2) * 4 * 16 * HIDDEN * 4 + 4 * 4 * 16 * (7 * LAYERS + 1)
     kept = 10 * HIDDEN + 4 * INTER + 3 * 4 * 16
-    backward = max(4 * PER_LAYER + 4 * kept * 32, 4 * VOCAB * HIDDEN + 24 * VOCAB * 32)
+    backward = max(4 * PER_LAYER + 4 * kept * 64, 4 * VOCAB * HIDDEN + 24 * VOCAB * 64)
     weights = 4 * 4 * 16 * 7 * LAYERS
     assert weighed.peak_bytes == RUNTIME_BYTES + weights + max(
         states + max(down, both, run + shared), backward)
