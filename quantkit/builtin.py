@@ -39,6 +39,11 @@ def register_transforms(register: Register) -> None:
 
 
 @hookimpl
+def register_recoveries(register: Register) -> None:
+    register("distill", "quantkit.recover.distill:RECOVERY")
+
+
+@hookimpl
 def register_formats(register: Register) -> None:
     register("pack-quantized", "quantkit.formats.pack_quantized:FORMAT")
     register("bnb-nf4", "quantkit.formats.bnb_nf4:FORMAT")

@@ -48,6 +48,11 @@ def register_transforms(register: Register) -> None:
 
 
 @hookspec
+def register_recoveries(register: Register) -> None:
+    """Training of scales and norms. Target: a ``quantkit.recover.base.Recovery``."""
+
+
+@hookspec
 def register_formats(register: Register) -> None:
     """Layouts of quantized weights. Target: a ``quantkit.formats.base.Format``."""
 

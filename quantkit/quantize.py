@@ -12,10 +12,8 @@ import itertools
 import time
 from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -44,7 +42,9 @@ from quantkit.planning.phases import ASSEMBLING, QUANTIZING, WRITING, run_phases
 from quantkit.planning.plan import Plan, make_plan
 from quantkit.plugins import current, registry
 from quantkit.progress import Listener, Phases, ProgressEvent, silent
+from quantkit.quantize_result import QuantizeResult
 from quantkit.recipe import Recipe, load_recipe
+from quantkit.recover.run import RecoveryRun, Units
 from quantkit.runtime.loader import load_source
 from quantkit.solve import ModelOrigin, Solved, solve_data_free, solve_rows, solve_stages, stored_weight
 from quantkit.sources.base import ModelSource, prefetch, release, tensor_alone
@@ -56,37 +56,6 @@ LAYERS = "model.layers."
 UNIT, TABLE, REST = "layer-{}", "embedding", "rest"
 """Units: of a decoder layer; outside of them, in the checkpoint's order."""
 IMPORTANCE, OWN_TEXT = f"{WORK}importance", f"{WORK}text"
-
-
-@dataclass(frozen=True)
-class QuantizeResult:
-    """What a run made.
-
-    Attributes:
-        out: the checkpoint's folder.
-        plan: what was to be done; exact in bits and bytes.
-        rows: what was done, a row a Linear.
-        fallbacks: every note of every row, with its layer's name, and that on the calibration text.
-        resumed: units that an earlier attempt had finished.
-        seconds: of this attempt.
-        calibration: what the calibrated methods saw, if there were any.
-    """
-
-    out: Path
-    plan: Plan
-    rows: tuple[LayerRow, ...]
-    fallbacks: tuple[str, ...]
-    resumed: int
-    seconds: float
-    calibration: CalibrationFacts | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for ``--json``."""
-        facts = self.calibration.model_dump(mode="json") if self.calibration else None
-        return {"out": str(self.out), "bits_per_weight": self.plan.bits_per_weight,
-                "tensor_bytes": self.plan.disk_bytes, "resumed_units": self.resumed,
-                "seconds": self.seconds, "fallbacks": list(self.fallbacks), "calibration": facts,
-                "layers": [row.to_dict() for row in self.rows]}
 
 
 def quantize(uri: str, recipe: str | Recipe, out: str | Path, *, revision: str | None = None,
@@ -135,28 +104,39 @@ class _Run:
     def __init__(self, source: ModelSource, plan: Plan, out: Path, strict: bool,
                  progress: Listener, origin: ModelOrigin, executor: Executor, device: torch.device) -> None:
         self.source, self.plan, self.out, self.strict = source, plan, out, strict
-        self.phases = Phases(progress, run_phases(plan.calibration, plan.weighed))
+        self.phases = Phases(progress, run_phases(plan.calibration, plan.weighed,
+                                                  plan.recipe.recover is not None))
         self.origin, self.executor, self.device = origin, executor, device
         self.raw_config, self._tensor = source.config(), partial(tensor_alone, source)
         self.config = parse_config(self.raw_config)
         self.formats, self.methods = registry("formats"), registry("methods")
         self.transforms, self.measured = resolve(plan.recipe.transforms), plan.measured
         self.data = prepare(plan.calibration, source, plan.widest_hessian, progress, strict)
+        self.recovery = None if plan.recipe.recover is None or self.data is None else RecoveryRun(
+            plan, source, self.data.tokens, self.phases, Units(UNIT, TABLE, REST), strict, progress)
 
     def __call__(self, start: float) -> QuantizeResult:
         manifest = self._manifest()
         # sums are made in another order elsewhere, so that a run ends where it was begun
         identity = manifest.model_dump(mode="json") | {
-            "torch": torch.__version__, "device": self.device.type if self.measured else "cpu"}
+            "torch": torch.__version__, "device": self.device.type if self.plan.calibrated else "cpu"}
+        if self.recovery is not None:
+            identity["recovery_text"] = self.recovery.text.sha256
         with CheckpointWriter(self.out, identity, needed_bytes=self.plan.needed_disk_bytes) as writer:
             resumed = len(writer.units())
             total = self.config.num_layers + 1 + bool(self._outside(TABLE))
             try:
                 if not writer.finished:
                     self._write_text(writer)
+                    if self.recovery is not None:
+                        self.recovery.mend(writer, self.config)
                     self._units(writer, total)
                     facts = CalibrationFacts.of(self.plan.recipe.calibration, self.data)
-                    manifest = manifest.model_copy(update={"calibration": facts})
+                    record = None
+                    if self.recovery is not None:
+                        with self._tracing():
+                            record = self.recovery(writer, self.config, self._weights())
+                    manifest = manifest.model_copy(update={"calibration": facts, "recovery": record})
                 self.phases(ASSEMBLING)(ProgressEvent(total, total, "assembling and rereading"))
                 out = writer.finish(self.raw_config, self.source.side_files(), manifest)
             except KeyboardInterrupt:
@@ -165,7 +145,8 @@ class _Run:
                               next="run the same command again to go on") from None
         made = read_manifest(out)
         notes, seconds = tuple(made.fallbacks()), time.monotonic() - start
-        return QuantizeResult(out, self.plan, made.layers, notes, resumed, seconds, made.calibration)
+        return QuantizeResult(out, self.plan, made.layers, notes, resumed, seconds, made.calibration,
+                              made.recovery)
 
     def _manifest(self) -> Manifest:
         """The manifest before the run: all that identifies it, and nothing that it will measure."""
@@ -176,6 +157,8 @@ class _Run:
         owners = {table.entry(name).owner for row in self.plan.rows
                   for table, name in ((self.methods, row.method), (self.formats, row.format)) if name}
         owners |= {registry("transforms").entry(spec.name).owner for spec in self.plan.recipe.transforms}
+        if (recover := self.plan.recipe.recover) is not None:
+            owners.add(registry("recoveries").entry(recover.name).owner)
         return Manifest(quantkit_version=__version__, recipe=self.plan.recipe.snapshot(),
                         source=SourceRecord.of(identity),
                         calibration=CalibrationFacts.of(self.plan.recipe.calibration, self.data),
@@ -204,7 +187,7 @@ class _Run:
         missing = [index for index in range(layers) if not writer.has(UNIT.format(index))]
         with ExitStack() as ends:
             elsewhere = None
-            if self.executor.remote and self.data is None:
+            if self.executor.remote and not self.measured:
                 work = [(f"layer {index}", self._inside(index)) for index in missing]
                 before, after = ([(unit, self._outside(unit))] if wanted and not writer.has(unit) else []
                                  for unit, wanted in ((TABLE, first), (REST, True)))
@@ -215,7 +198,7 @@ class _Run:
             last = max(missing, default=-1) if head is None else layers
             runner = None
             table, done, progress = None, 0, self.phases(QUANTIZING)
-            tokens = self.data.tokens if self.data is not None and last >= 0 else None
+            tokens = self.data.tokens if self.data is not None and self.measured and last >= 0 else None
             importance = None if tokens is None else self._importance(writer, weights, tokens)
             if first:
                 progress(ProgressEvent(0, total, TABLE, kept=writer.has(TABLE)))

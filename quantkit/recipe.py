@@ -19,7 +19,7 @@ from quantkit.patterns import compiled
 from quantkit.plugins import current, named_files
 from quantkit.registry import described
 from quantkit.safe_yaml import YamlDocument, read_yaml
-from quantkit.spec import CalibrationSpec, Frozen, QuantSpec, TransformSpec
+from quantkit.spec import CalibrationSpec, Frozen, QuantSpec, RecoverySpec, TransformSpec
 
 MAX_EXTENDS = 8
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -106,7 +106,8 @@ class Recipe(Frozen):
 
     ``kv`` says how keys and values are kept when the checkpoint runs, as ``--kv`` does; ``transforms``
     change the model first, in their order, written as names or as ``{name, options}``. ``candidates`` are
-    what a budget chooses from for the layers that no rule takes (:mod:`quantkit.budget`).
+    what a budget chooses from for the layers that no rule takes (:mod:`quantkit.budget`). ``recover`` trains
+    scales and norms at the end, written as a name or as ``{name, windows, options}``.
     """
 
     name: str = Field(min_length=1, max_length=64)
@@ -116,6 +117,7 @@ class Recipe(Frozen):
     kv: str | None = Field(default=None, max_length=256)
     candidates: tuple[Candidate, ...] = Field(default=(), strict=False, max_length=32)
     transforms: tuple[TransformSpec, ...] = Field(default=(), strict=False, max_length=16)
+    recover: RecoverySpec | None = None
 
     @field_validator("transforms", mode="before")
     @classmethod
@@ -123,6 +125,11 @@ class Recipe(Frozen):
         if not isinstance(value, list | tuple):
             return value
         return [{"name": transform} if isinstance(transform, str) else transform for transform in value]
+
+    @field_validator("recover", mode="before")
+    @classmethod
+    def _recovery_by_name(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
 
     def snapshot(self) -> dict[str, Any]:
         """The recipe as plain data for the manifest: ``extends`` resolved, no folder of this machine."""
@@ -133,6 +140,8 @@ class Recipe(Frozen):
             data["calibration"] = self.calibration.without_folders().model_dump(mode="json")
         if not self.transforms:
             del data["transforms"]  # recipes from before there was such a key stay what they are
+        if self.recover is None:
+            del data["recover"]  # the same
         return data
 
 

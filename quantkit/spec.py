@@ -166,6 +166,21 @@ class TransformSpec(Frozen):
     options: dict[str, Any] = Field(default_factory=dict)
 
 
+class RecoverySpec(Frozen):
+    """Training of scales and norms after all layers are quantized.
+
+    Attributes:
+        name: a registered recovery.
+        windows: of the calibration's text, beyond those that layers are calibrated on; the last eighth isn't
+            trained on and decides whether the result is kept.
+        options: its own, checked when a plan is made.
+    """
+
+    name: str = Field(min_length=1, max_length=64)
+    windows: int = Field(default=64, ge=2)
+    options: dict[str, Any] = Field(default_factory=dict)
+
+
 class CalibrationSpec(Frozen):
     """Which text a calibrated method sees.
 

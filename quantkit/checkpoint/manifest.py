@@ -183,6 +183,36 @@ def reached_experts(rows: Sequence[LayerRow]) -> str | None:
             + (f"; {few:,} of {len(counts):,} got fewer than {FEW_TOKENS}" if few else ""))
 
 
+class RecoveryRecord(Frozen):
+    """What training of scales and norms came to.
+
+    Attributes:
+        name, options: of the recovery, defaults filled in.
+        windows: of text, those that are held out too.
+        held_out: how many of them weren't trained on.
+        sha256: of the token ids as little-endian int64 ``[windows, length]``.
+        before, after: the divergence from the original model on held-out windows, with values as they are
+            stored.
+        kept: whether the trained values are in the checkpoint; otherwise it is as it was before.
+    """
+
+    name: str
+    options: dict[str, Any] = Field(default_factory=dict)
+    windows: int = Field(ge=2)
+    held_out: int = Field(ge=1)
+    sha256: str = Field(pattern=_SHA256)
+    before: float = Field(allow_inf_nan=False)
+    after: float = Field(allow_inf_nan=False)
+    kept: bool
+
+    @property
+    def note(self) -> str | None:
+        """Why scales and norms stayed as they were, if they did."""
+        return None if self.kept else (
+            f"training by {self.name} did not lower the loss on {self.held_out} held-out windows "
+            f"({self.before:.4g} → {self.after:.4g}): scales and norms stay as they were")
+
+
 class FileRecord(Frozen):
     """One file of the checkpoint.
 
@@ -219,6 +249,7 @@ class Manifest(Frozen):
         source: which model was quantized.
         calibration: ``None`` if no method needed any.
         layers: a row for every Linear, in the model's order; filled in by the writer.
+        recovery: what training of scales and norms came to; only there if the recipe asks for it.
         exported: which checkpoint it was packed from; only there if it was.
         plugins: distribution → version of each that registered a method or format in use.
         files: every other file of the folder by plain name; filled in by the writer.
@@ -230,6 +261,7 @@ class Manifest(Frozen):
     recipe: dict[str, Any]
     source: SourceRecord
     calibration: CalibrationFacts | None = None
+    recovery: RecoveryRecord | None = None
     exported: ExportRecord | None = None
     layers: tuple[LayerRow, ...] = Field(default=(), strict=False)
     plugins: dict[str, str] = Field(default_factory=dict)
@@ -259,13 +291,16 @@ class Manifest(Frozen):
         """What was done in place of what was asked for: of the calibration text, then layer by layer."""
         coverage = self.calibration.coverage if self.calibration else None
         text = [f"calibration: {coverage.fallback}"] if coverage and coverage.fallback else []
-        return text + [f"{row.name}: {note}" for row in self.layers for note in row.notes]
+        recovery = [f"recover: {self.recovery.note}"] if self.recovery and self.recovery.note else []
+        return text + recovery + [f"{row.name}: {note}" for row in self.layers for note in row.notes]
 
     def to_bytes(self) -> bytes:
         """Canonical JSON: sorted keys, an indent of one, a final newline, the digest set."""
         plain = self.model_dump(mode="json") | {"digest": ""}
         if self.exported is None:
             del plain["exported"]  # manifests from before there was such a key stay what they are
+        if self.recovery is None:
+            del plain["recovery"]  # the same
         for record in plain["files"].values():
             if not record["blocks"]:
                 del record["blocks"]

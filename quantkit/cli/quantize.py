@@ -157,7 +157,8 @@ def _phases_of_all(recipe: Recipe) -> int:
     from quantkit.spec import CalibrationSpec
 
     spec = recipe.calibration or CalibrationSpec()
-    return len(budget_phases(spec)) + len(run_phases(spec, spec.importance == "gradient"))
+    return len(budget_phases(spec)) + len(run_phases(spec, spec.importance == "gradient",
+                                                         recipe.recover is not None))
 
 
 def _choose(source: str, recipe: Recipe, text: str, revision: str | None, quiet: bool,
@@ -284,7 +285,8 @@ def _run(source: str, recipe: Recipe, out: Path, revision: str | None, calibrati
         if choice:  # its phases come after those in which layers were measured
             total = _phases_of_all(recipe)
             listener = between(progress, total - len(run_phases(choice.plan.calibration,
-                                                                choice.plan.weighed)), total)
+                                                                choice.plan.weighed,
+                                                                recipe.recover is not None)), total)
         result = quantize(source, recipe, out, revision=revision, strict=strict, progress=listener,
                           executor=executor, device=device)
     _warn_of_no_effect(result.plan, calibration)
@@ -303,6 +305,9 @@ def _run(source: str, recipe: Recipe, out: Path, revision: str | None, calibrati
         click.echo(wrapped("calibration", _windows(result.calibration)))
     if (experts := reached_experts(result.rows)) is not None:
         click.echo(wrapped("experts", experts))
+    if (recovery := result.recovery) is not None:
+        click.echo(wrapped("recovery", f"KL on held-out text {recovery.before:.3g} → {recovery.after:.3g} nats a "
+                                       f"token{'' if recovery.kept else ', not kept'}"))
     click.echo(wrapped("fallbacks", f"{len(result.fallbacks)}, named above" if result.fallbacks else "none"))
     # commands aren't folded: they are there to be copied
     at = f" --revision {quote(revision)}" if revision else ""

@@ -9,16 +9,19 @@ from quantkit.spec import CalibrationSpec
 WRITING, MEASURING = "writing calibration text", "measuring candidates"
 FORWARD, BACKWARD = "weighing tokens forward", "weighing tokens backward"
 QUANTIZING, ASSEMBLING = "quantizing layers", "assembling and rereading"
+READING, RECOVERING = "running the original model", "training scales and norms"
 
 
-def run_phases(spec: CalibrationSpec | None, weighed: bool) -> tuple[str, ...]:
+def run_phases(spec: CalibrationSpec | None, weighed: bool, recovered: bool = False) -> tuple[str, ...]:
     """Of a run that quantizes.
 
     Args:
         spec: its calibration, if there is any.
         weighed: the tokens of its text are weighed.
+        recovered: scales and norms are trained at the end.
     """
-    return (*_text(spec), *([FORWARD, BACKWARD] if weighed else []), QUANTIZING, ASSEMBLING)
+    return (*_text(spec), *([FORWARD, BACKWARD] if weighed else []), QUANTIZING,
+            *([READING, RECOVERING] if recovered else []), ASSEMBLING)
 
 
 def budget_phases(spec: CalibrationSpec | None) -> tuple[str, ...]:

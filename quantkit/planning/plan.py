@@ -25,8 +25,10 @@ from quantkit.models.architecture import (
 from quantkit.models.loadable import check_loadable
 from quantkit.planning.layers import LayerRefusal, PlanRow, RowResolver, assign
 from quantkit.planning.peak_memory import peak_bytes, states_bytes, walks_bytes
+from quantkit.planning.recovery import recovery_bytes, recovery_disk_bytes
 from quantkit.plugins import registry
 from quantkit.recipe import Recipe, Rule
+from quantkit.recover.resolve import check as check_recovery
 from quantkit.sources.base import ModelSource
 from quantkit.sources.untied import UntiedSource
 from quantkit.spec import CalibrationSpec
@@ -49,6 +51,7 @@ class Plan:
         walks_bytes: on disk while tokens get an importance, if they do.
         between_bytes: of the hidden states between two layers, if anything is calibrated.
         other: names of the other stored tensors, in order.
+        recovery_bytes: on disk while scales and norms are trained, if they are.
     """
 
     recipe: Recipe
@@ -59,6 +62,7 @@ class Plan:
     walks_bytes: int = 0
     between_bytes: int = 0
     other: tuple[str, ...] = field(default=(), repr=False)
+    recovery_bytes: int = 0
 
     @property
     def bits_per_weight(self) -> float:
@@ -76,17 +80,18 @@ class Plan:
     @property
     def needed_disk_bytes(self) -> int:
         """Free space that a run needs: for the walks that weigh tokens, or for finished layers, the
-        checkpoint and the states between two layers."""
-        return max(2 * self.disk_bytes + max(0, self.between_bytes - STATES_IN_MEMORY), self.walks_bytes)
+        checkpoint and the states between two layers, or what a recovery keeps."""
+        between = max(0, self.between_bytes - STATES_IN_MEMORY)
+        return max(2 * self.disk_bytes + max(between, self.recovery_bytes), self.walks_bytes)
 
     @property
     def calibrated(self) -> bool:
-        """Whether any layer's method, or a transform, needs statistics of its inputs."""
-        return bool(self.measured)
+        """Whether any layer's method, or a transform, needs statistics of its inputs; or a recovery, text."""
+        return bool(self.measured) or self.recipe.recover is not None
 
     @property
     def calibration(self) -> CalibrationSpec | None:
-        """What the run calibrates on; ``None`` if no method or transform needs any."""
+        """What the run calibrates on; ``None`` if no method, transform or recovery needs any."""
         return self.recipe.calibration if self.calibrated else None
 
     @property
@@ -172,8 +177,9 @@ def make_plan(recipe: Recipe, source: ModelSource) -> Plan:
     other = tuple(name for name in infos if name not in linear)
     other_bytes = sum(infos[name].nbytes for name in other)
     needs = _measured(recipe, rows)
-    if needs and recipe.calibration is None:
+    if (needs or recipe.recover) and recipe.calibration is None:
         recipe = recipe.model_copy(update={"calibration": CalibrationSpec()})
+    check_recovery(recipe, rows, config)
     disk = other_bytes + sum(row.bytes_after for row in rows)
     calibration = recipe.calibration if needs else None
     walks = between = 0
@@ -187,7 +193,12 @@ def make_plan(recipe: Recipe, source: ModelSource) -> Plan:
             weighed = min(calibration.samples, calibration.importance_samples)
             walks = walks_bytes(config, weighed * calibration.length, len(forms))
     peak = peak_bytes(rows, forms, calibration, walks > 0, config, other, infos, changed, drift)
-    return Plan(recipe, tuple(rows), other_bytes, peak, disk, walks, between, other)
+    recovery = 0
+    if recipe.recover is not None and recipe.calibration is not None:
+        size = recipe.recover.windows, recipe.calibration.length
+        peak = max(peak, recovery_bytes(rows, config, infos, *size))
+        recovery = recovery_disk_bytes(rows, config, *size)
+    return Plan(recipe, tuple(rows), other_bytes, peak, disk, walks, between, other, recovery)
 
 
 def _measured(recipe: Recipe, rows: Iterable[PlanRow]) -> dict[str, frozenset[str]]:

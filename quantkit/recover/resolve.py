@@ -1,0 +1,67 @@
+"""Finds a recipe's recovery and its options, and refuses what it can't train, before any work."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pydantic import ValidationError
+
+from quantkit.errors import RecipeError, did_you_mean
+from quantkit.methods.base import MethodOptions
+from quantkit.models.config import ModelConfig
+from quantkit.planning.layers import PlanRow
+from quantkit.plugins import registry
+from quantkit.recipe import Recipe
+from quantkit.recover.base import Recovery
+from quantkit.recover.scaled import refuses
+from quantkit.recover.windows import refuses_text
+from quantkit.spec import RecoverySpec
+from quantkit.transforms.apply import resolve as resolve_transforms
+
+LEAVE = "leave 'recover' out of the recipe"
+
+
+def resolve(spec: RecoverySpec) -> tuple[Recovery, MethodOptions]:
+    """The recovery with its options. Raises UsageError for an unknown one, RecipeError for options."""
+    recovery: Recovery = registry("recoveries").get(spec.name)
+    try:
+        return recovery, recovery.options.model_validate(spec.options)
+    except ValidationError as error:
+        fault = error.errors(include_url=False)[0]
+        key = ".".join(map(str, fault["loc"]))
+        extra = fault["type"] == "extra_forbidden"
+        why = did_you_mean(key, recovery.options.model_fields) if extra else fault["msg"]
+        raise RecipeError(f"recovery {spec.name} can't take option {key!r}", why=why,
+                          next="quantkit plugins list") from None
+
+
+def check(recipe: Recipe, rows: Sequence[PlanRow], config: ModelConfig) -> None:
+    """Raise RecipeError if the recipe has a recovery that can't train what the plan makes, UsageError if it
+    names an unknown one.
+
+    Args:
+        recipe: with its calibration filled in.
+        rows: of the plan.
+        config: the model's.
+    """
+    if recipe.recover is None:
+        return
+    recovery, _ = resolve(recipe.recover)
+    if (why := _refusal(recipe, rows, config)) is not None:
+        raise RecipeError(f"recipe {recipe.name!r} can't be recovered by {recovery.name}", why=why, next=LEAVE)
+
+
+def _refusal(recipe: Recipe, rows: Sequence[PlanRow], config: ModelConfig) -> str | None:
+    inside = [row for row in rows if row.layer is not None and row.spec is not None]
+    if not inside:
+        return "no Linear of a decoder layer is quantized"
+    if config.experts is not None:
+        return "a layer of experts sends each token another way in training than in the original"
+    changing = [transform.name for transform, _ in resolve_transforms(recipe.transforms) if transform.layer]
+    if changing:
+        return f"transform {changing[0]} changes layers while they are measured, and the norms that are trained"
+    for row in inside:
+        assert row.spec is not None
+        if (why := refuses(row.spec, row.shape)) is not None:
+            return f"{row.name}: {why}"
+    return None if recipe.calibration is None else refuses_text(recipe.calibration)

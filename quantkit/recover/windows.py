@@ -1,0 +1,96 @@
+"""Text that a recovery is trained on: windows that the layers weren't calibrated on.
+
+On its calibration text a model of few bits is much closer to the original than elsewhere, since its codes were
+chosen for that text: what would be learned there holds nowhere else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import torch
+
+from quantkit.calibrate.data import RANDOM, SELF, load_calibration
+from quantkit.calibrate.coverage import SHARED
+from quantkit.errors import CalibrationError
+from quantkit.models.architecture import parse_config
+from quantkit.progress import Listener
+from quantkit.sources.base import ModelSource
+from quantkit.spec import CalibrationSpec
+from quantkit.text.tokenizer import Tokenizer
+
+HELD_OUT = 8
+"""One window of so many is held out: the last ones."""
+_GRAM = 8
+
+
+@dataclass(frozen=True)
+class RecoveryText:
+    """What a recovery is trained and judged on.
+
+    Attributes:
+        tokens: int64 ``[windows, length]``, the training windows first.
+        held_out: how many of the last ones judge the result.
+    """
+
+    tokens: torch.Tensor
+    held_out: int
+
+    @property
+    def sha256(self) -> str:
+        """Of the tokens as little-endian int64."""
+        return hashlib.sha256(self.tokens.numpy().astype("<i8").tobytes()).hexdigest()
+
+
+def refuses_text(spec: CalibrationSpec) -> str | None:
+    """Why no recovery can be trained on such a text; ``None`` if one can."""
+    if RANDOM in spec.texts:
+        return "on tokens drawn at random the original model's answers are those of no text"
+    if SELF in spec.texts:
+        return "text that the model writes is as long as the calibration, which leaves nothing to train on"
+    return None
+
+
+def recovery_text(spec: CalibrationSpec, windows: int, seen: torch.Tensor, source: ModelSource,
+                  listen: Listener) -> RecoveryText:
+    """Windows of the calibration's text beyond those that layers are calibrated on.
+
+    Args:
+        spec: the calibration.
+        windows: how many are wanted.
+        seen: what layers are calibrated on, int64 ``[samples, length]``.
+        source: the model: its tokenizer and chat template.
+        listen: told of downloads.
+
+    Raises:
+        CalibrationError: there is too little text.
+    """
+    config = source.config()
+    more = spec.model_copy(update={"samples": spec.samples + windows})
+    try:
+        tokens = load_calibration(more, Tokenizer(source.side_files(), config),
+                                  parse_config(config).vocab_size, 0, listen).tokens
+    except CalibrationError as error:
+        raise _too_little(windows, error.why or error.what) from None
+    known = {gram for row in seen.tolist() for gram in _grams(row)}
+    fresh = [row for row in tokens.tolist() if _share(row, known) < SHARED][:windows]
+    if len(fresh) < windows:
+        raise _too_little(windows, f"{len(fresh)} windows are new beside the {len(seen)} that layers are "
+                                   "calibrated on")
+    return RecoveryText(torch.tensor(fresh, dtype=torch.int64), max(1, windows // HELD_OUT))
+
+
+def _grams(row: list[int]) -> set[tuple[int, ...]]:
+    return {tuple(row[i:i + _GRAM]) for i in range(max(1, len(row) - _GRAM + 1))}
+
+
+def _share(row: list[int], known: set[tuple[int, ...]]) -> float:
+    grams = _grams(row)
+    return len(grams & known) / len(grams)
+
+
+def _too_little(windows: int, why: str) -> CalibrationError:
+    return CalibrationError(f"there is too little calibration text for {windows} windows of recovery", why=why,
+                            next="give more text, or fewer windows in the recipe: "
+                                 f"recover: {{name: …, windows: {max(2, windows // 2)}}}")
