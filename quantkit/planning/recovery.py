@@ -20,13 +20,13 @@ COPIES = 8
 being made."""
 
 
-def recovery_bytes(rows: Sequence[PlanRow], config: ModelConfig, infos: Mapping[str, TensorInfo], windows: int,
-                   length: int) -> int:
+def recovery_bytes(rows: Sequence[PlanRow], config: ModelConfig, infos: Mapping[str, TensorInfo],
+                   windows: int, length: int) -> int:
     """The peak of resident memory.
 
-    Trained numbers with what the optimizer keeps of them; what enters each layer, up to ``STATES_IN_MEMORY``;
-    and a layer with all that its backward pass needs, 16 bytes for each weight and twice that where weights are
-    rotated, or the head of both models with some of their logits.
+    Trained numbers with what the optimizer keeps of them; what enters each layer, up to
+    ``STATES_IN_MEMORY``; the heads of both models; and a layer with all that its backward pass needs, 16
+    bytes for each weight and twice that where weights are rotated, or some of the models' logits.
 
     Args:
         rows: the plan's.

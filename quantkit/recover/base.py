@@ -1,7 +1,7 @@
 """The interface of recoveries: what trains a quantized model's scales and norms, and what it is given.
 
-Codes stay as they are. What can be trained are a quantized Linear's scales, and the unquantized vectors of the
-decoder layers and of the final norm: the norms' weights and the Linears' biases.
+Codes stay as they are. What can be trained are the scales of quantized Linears, and the vectors of the
+decoder layers and of the final norm, which aren't quantized: the norms' weights and the Linears' biases.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ class Recovery:
         name: its name in recipes.
         paper: link to the paper.
         train: ``(task, options)`` → trained values of some or all of ``task.parameters``. It must depend on
-            nothing else, and go on from ``task.saved()`` if there is something, so that a run that was stopped
-            ends with the same bytes.
+            nothing else, and go on from ``task.saved()`` if there is something, so that a run that was
+            stopped ends with the same bytes.
         options: its options' model.
     """
 

@@ -1,8 +1,9 @@
 """``distill``: end-to-end training of scales and norms by Adam, towards the original model's logits.
 
-The end-to-end phase of EfficientQAT, https://arxiv.org/abs/2407.11062, which trains step sizes alone, with the
-loss and the unquantized parameters of QuIP#'s fine-tuning, https://arxiv.org/abs/2402.04396. A scale is
-``start · exp(d)``, a norm's weight ``start + d · |start|``, and ``d`` is trained: one learning rate fits all.
+The end-to-end phase of EfficientQAT, https://arxiv.org/abs/2407.11062, trains step sizes alone; the
+fine-tuning of QuIP#, https://arxiv.org/abs/2402.04396, trains norms too, towards the original's outputs. A
+scale is ``start · exp(d)``, a norm's weight ``start + d · |start|``, and ``d`` is trained: a learning rate is
+relative to the size of what it changes.
 """
 
 from __future__ import annotations
@@ -59,8 +60,9 @@ def train(task: RecoveryTask, options: MethodOptions) -> dict[str, torch.Tensor]
         windows = [(step * batch + i) % task.windows for i in range(batch)]
         _, gradients = task.gradient(_values(task, trained, state), windows)
         for name, parameter in trained.items():
-            rate = (options.lr if parameter.kind == "scale" else options.norm_lr) * _schedule(step, total, options)
-            _adam(state, name, gradients[name] * _slope(parameter, state[MOVED.format(name)]), rate, step, options)
+            rate = options.lr if parameter.kind == "scale" else options.norm_lr
+            gradient = gradients[name] * _slope(parameter, state[MOVED.format(name)])
+            _adam(state, name, gradient, rate * _schedule(step, total, options), step, options)
         state[STEP] = torch.tensor(step + 1)
         if (step + 1) % SAVED_EVERY == 0:
             task.save(state)
@@ -108,4 +110,5 @@ def _values(task: RecoveryTask, trained: dict[str, Parameter],
             for name, parameter in task.parameters.items()}
 
 
-RECOVERY = Recovery(name="distill", paper="https://arxiv.org/abs/2407.11062", train=train, options=DistillOptions)
+RECOVERY = Recovery(name="distill", paper="https://arxiv.org/abs/2407.11062", train=train,
+                    options=DistillOptions)

@@ -1,4 +1,4 @@
-"""How far a model's next-token distribution is from the original's, and the gradient, a few logits at a time."""
+"""How far a model's next-token distribution is from the original's, and the gradient of that."""
 
 from __future__ import annotations
 

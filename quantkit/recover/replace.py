@@ -19,8 +19,8 @@ STAGED = f"{WORK}recover.unit-"
 
 def replace(writer: CheckpointWriter, unit: str, tensors: Mapping[str, torch.Tensor],
             rows: Sequence[Mapping[str, Any]]) -> None:
-    """Store a unit that exists with other contents; durable when it returns. Raises CheckpointError if the disk
-    fails."""
+    """Store a unit that exists with other contents; durable when it returns. Raises CheckpointError if the
+    disk fails."""
     old_tensors, old_rows = writer.get(unit)
     if list(rows) == old_rows and tensors.keys() == old_tensors.keys() and all(
             torch.equal(tensors[name], old) for name, old in old_tensors.items()):
@@ -41,9 +41,9 @@ def mend(writer: CheckpointWriter, units: Iterable[str]) -> None:
 
 
 def require_units(writer: CheckpointWriter, units: Iterable[str]) -> None:
-    """Raise CheckpointError if one of them is damaged: others have new scales, and it can't be made anew."""
+    """Raise CheckpointError if a unit is damaged: others have new scales, and it was made before them."""
     for unit in units:
         if not writer.has(unit):
             raise CheckpointError(f"unit {unit!r} of {writer.partial} is damaged",
-                                  why="the other layers have been recovered, and it can't be made as before them",
+                                  why="others have new scales already, and it was made before them",
                                   next=f"begin again: rm -r {writer.partial}")

@@ -18,8 +18,6 @@ from quantkit.recover.windows import refuses_text
 from quantkit.spec import RecoverySpec
 from quantkit.transforms.apply import resolve as resolve_transforms
 
-LEAVE = "leave 'recover' out of the recipe"
-
 
 def resolve(spec: RecoverySpec) -> tuple[Recovery, MethodOptions]:
     """The recovery with its options. Raises UsageError for an unknown one, RecipeError for options."""
@@ -48,7 +46,8 @@ def check(recipe: Recipe, rows: Sequence[PlanRow], config: ModelConfig) -> None:
         return
     recovery, _ = resolve(recipe.recover)
     if (why := _refusal(recipe, rows, config)) is not None:
-        raise RecipeError(f"recipe {recipe.name!r} can't be recovered by {recovery.name}", why=why, next=LEAVE)
+        raise RecipeError(f"recipe {recipe.name!r} can't be recovered by {recovery.name}", why=why,
+                          next="leave 'recover' out of the recipe")
 
 
 def _refusal(recipe: Recipe, rows: Sequence[PlanRow], config: ModelConfig) -> str | None:
@@ -59,7 +58,7 @@ def _refusal(recipe: Recipe, rows: Sequence[PlanRow], config: ModelConfig) -> st
         return "a layer of experts sends each token another way in training than in the original"
     changing = [transform.name for transform, _ in resolve_transforms(recipe.transforms) if transform.layer]
     if changing:
-        return f"transform {changing[0]} changes layers while they are measured, and the norms that are trained"
+        return f"transform {changing[0]} changes layers and their norms while they are measured"
     for row in inside:
         assert row.spec is not None
         if (why := refuses(row.spec, row.shape)) is not None:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -97,12 +95,14 @@ class RecoveryRun:
             with Spill(writer.states) as spill:
                 self._original(store, config, weights, spill)
             with Spill(writer.states) as spill:
-                self._train(_Model(writer, self._plan, self._source, config, weights, self._units), store, spill)
+                model = _Model(writer, self._plan, self._source, config, weights, self._units)
+                self._train(model, store, spill)
         values = store.get(RESULT)
         before, after = values.pop(LOSSES).tolist()
         record = RecoveryRecord(
             name=self._spec.name, options=self._options.model_dump(mode="json"), windows=self._spec.windows,
-            held_out=self.text.held_out, sha256=self.text.sha256, before=before, after=after, kept=after < before)
+            held_out=self.text.held_out, sha256=self.text.sha256, before=before, after=after,
+            kept=after < before)
         if record.kept:
             model = _Model(writer, self._plan, self._source, config, weights, self._units)
             for index in range(config.num_layers):
@@ -110,7 +110,7 @@ class RecoveryRun:
             model.replace(None, values)
         elif self._strict:
             raise QuantkitError(f"recover: {record.note}", why="--strict makes every fallback an error",
-                                next="leave 'recover' out of the recipe, change its options, or leave out --strict")
+                                next="change the recipe's recover, or leave out --strict")
         return record
 
     def _original(self, store: WorkStore, config: ModelConfig, weights: Weights, spill: Spill) -> None:
@@ -128,7 +128,8 @@ class RecoveryRun:
         tell, batch = self._phases(RECOVERING), parts_of(*tokens.shape)[0]
         parameters = model.parameters()
         starts = {name: parameter.start for name, parameter in parameters.items()}
-        walk = QuantizedWalk(model.config, model.weights, model.packed, starts, model.table(), model.heads(), spill)
+        walk = QuantizedWalk(model.config, model.weights, model.packed, starts, model.table(), model.heads(),
+                             spill)
         judges = range(len(tokens) - held, len(tokens))
 
         def judged(values: Values) -> float:
@@ -227,14 +228,17 @@ class _Model:
         row = next((row for row in self._plan.rows if row.name == name and row.method), None)
         if row is None:
             return None
-        return stored_weight(row, self._writer.get(self._units.table if name == EMBEDDING else self._units.rest)[0])
+        unit = self._units.table if name == EMBEDDING else self._units.rest
+        return stored_weight(row, self._writer.get(unit)[0])
 
     def _vectors(self, index: int | None) -> list[str]:
         """Names of a layer's vectors, or of the final norm's."""
         infos = self._source.tensors()
-        return [name for name in self._plan.other if len(infos[name].shape) == 1 and infos[name].dtype.is_floating_point
-                and (name == f"{NORM}.weight" if index is None
-                     else layer_of(name, self.config.num_layers) == index)]
+        vectors = [name for name in self._plan.other
+                   if len(infos[name].shape) == 1 and infos[name].dtype.is_floating_point]
+        if index is None:
+            return [name for name in vectors if name == f"{NORM}.weight"]
+        return [name for name in vectors if layer_of(name, self.config.num_layers) == index]
 
     def _vector(self, name: str) -> Parameter:
         start = self._source.tensor(name).float()
@@ -245,8 +249,8 @@ class _Model:
 
 
 def _checked(name: str, trained: object, parameters: Mapping[str, Parameter]) -> dict[str, torch.Tensor]:
-    """Trained values. Raises PluginError if they aren't values of the parameters, QuantkitError if they aren't
-    finite."""
+    """Trained values. Raises PluginError if they aren't values of the parameters, QuantkitError if they
+    aren't finite."""
     problem = None
     if not isinstance(trained, dict):
         problem = f"it returned a {type(trained).__name__}, not a dictionary of tensors"

@@ -27,9 +27,10 @@ class Task:
         step: told of finished steps and of all.
     """
 
-    def __init__(self, walk: QuantizedWalk, parameters: Mapping[str, Parameter], tokens: torch.Tensor, batch: int,
-                 store: WorkStore, step: Callable[[int, int], None]) -> None:
+    def __init__(self, walk: QuantizedWalk, parameters: Mapping[str, Parameter], tokens: torch.Tensor,
+                 batch: int, store: WorkStore, step: Callable[[int, int], None]) -> None:
         self._walk, self._tokens, self._batch, self._store, self._step = walk, tokens, batch, store, step
+        self._number = 0
         self.parameters, self.windows = parameters, tokens.shape[0]
 
     def gradient(self, values: Values, windows: Sequence[int]) -> tuple[float, dict[str, torch.Tensor]]:
@@ -46,8 +47,6 @@ class Task:
         state = max(states, key=lambda state: int(state[NUMBER]))
         self._number = int(state.pop(NUMBER))
         return {name.removeprefix("."): tensor for name, tensor in state.items()}
-
-    _number = 0
 
     def save(self, state: Values) -> None:
         """See :class:`~quantkit.recover.base.RecoveryTask`."""

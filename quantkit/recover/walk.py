@@ -80,7 +80,7 @@ class QuantizedWalk:
         for index in range(layers):
             layer = DecoderLayer(self._config, index, self._with_values(index, values, {}, {}))
             for i in parts:
-                x = self._spill.get(_key(index, i)) if gradients is not None else self._spill.take(_key(index, i))
+                x = (self._spill.take if gradients is None else self._spill.get)(_key(index, i))
                 y = layer(x.to(self._weights.device), self._positions(x), None)
                 require_finite_states(y, i * batch, behind(index), index)
                 self._spill.put(_key(index + 1, i), y)
@@ -88,7 +88,8 @@ class QuantizedWalk:
         wanted = gradients is not None
         leaf = values[name].to(self._weights.device).clone().requires_grad_(wanted)
         with torch.set_grad_enabled(wanted):
-            norm = RMSNorm(NORM, self._config.hidden_size, self._config, self._weights.with_changed({name: leaf}))
+            norm = RMSNorm(NORM, self._config.hidden_size, self._config,
+                           self._weights.with_changed({name: leaf}))
         for i, want in zip(parts, targets.split(batch), strict=True):
             x = self._spill.take(_key(layers, i)).to(self._weights.device)
             here, slope, of_norm = divergence(self._heads, norm, x.flatten(0, 1), want.to(x).flatten(0, 1),
@@ -124,8 +125,8 @@ class QuantizedWalk:
 
     def _with_values(self, index: int, values: Values, leaves: dict[str, torch.Tensor],
                      scaled: dict[str, ScaledWeight]) -> Weights:
-        """The layer's weights with these parameters. ``leaves`` gets its trained vectors and weights, ``scaled``
-        what makes the weights."""
+        """The layer's weights with these parameters. ``leaves`` gets its trained vectors and weights,
+        ``scaled`` what makes the weights."""
         device, prefix = self._weights.device, f"model.layers.{index}."
         grad = torch.is_grad_enabled()
         for name, packed in self._stored(index).items():

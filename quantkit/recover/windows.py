@@ -1,7 +1,7 @@
 """Text that a recovery is trained on: windows that the layers weren't calibrated on.
 
-On its calibration text a model of few bits is much closer to the original than elsewhere, since its codes were
-chosen for that text: what would be learned there holds nowhere else.
+On its calibration text a model of few bits is much closer to the original than elsewhere, since its codes
+were chosen for that text: what would be learned there holds nowhere else.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from quantkit.calibrate.data import RANDOM, SELF, load_calibration
 from quantkit.calibrate.coverage import SHARED
+from quantkit.calibrate.data import RANDOM, SELF, load_calibration
 from quantkit.errors import CalibrationError
 from quantkit.models.architecture import parse_config
 from quantkit.progress import Listener
@@ -91,6 +91,6 @@ def _share(row: list[int], known: set[tuple[int, ...]]) -> float:
 
 
 def _too_little(windows: int, why: str) -> CalibrationError:
-    return CalibrationError(f"there is too little calibration text for {windows} windows of recovery", why=why,
+    return CalibrationError(f"the calibration text is too short for {windows} windows of recovery", why=why,
                             next="give more text, or fewer windows in the recipe: "
                                  f"recover: {{name: …, windows: {max(2, windows // 2)}}}")
