@@ -11,6 +11,7 @@ from quantkit.testing.kernels import check_kernel
 from quantkit.testing.methods import METHOD_SPECS, check_method
 from quantkit.testing.metrics import check_metric
 from quantkit.testing.policies import check_policy
+from quantkit.testing.recoveries import SampleTask, check_recovery
 from quantkit.testing.reporters import check_reporter
 from quantkit.testing.results import sample_results
 from quantkit.testing.sources import check_source
@@ -25,7 +26,27 @@ from quantkit.testing.tiny import (
 )
 from quantkit.testing.transforms import check_transform
 
-__all__ = ["CHAT_TEMPLATE", "FAMILIES", "FORMAT_SPECS", "METHOD_SPECS", "VOCAB", "check_architecture",
-           "check_codec", "check_format", "check_kernel", "check_method", "check_metric", "check_policy",
-           "check_reporter", "check_source", "check_transform", "sample_results", "tiny_config", "tiny_model",
-           "tiny_tokenizer", "tiny_weights"]
+__all__ = [
+    "CHAT_TEMPLATE",
+    "FAMILIES",
+    "FORMAT_SPECS",
+    "METHOD_SPECS",
+    "VOCAB",
+    "SampleTask",
+    "check_architecture",
+    "check_codec",
+    "check_format",
+    "check_kernel",
+    "check_method",
+    "check_metric",
+    "check_policy",
+    "check_recovery",
+    "check_reporter",
+    "check_source",
+    "check_transform",
+    "sample_results",
+    "tiny_config",
+    "tiny_model",
+    "tiny_tokenizer",
+    "tiny_weights",
+]

@@ -14,7 +14,8 @@ from quantkit.plugins import PluginInfo, PluginManager
 from quantkit.registry import RegistryEntry, described, load_target
 
 CHECKS = {kind: f"quantkit.testing:check_{name}" for kind, name in (
-    ("methods", "method"), ("transforms", "transform"), ("formats", "format"), ("kernels", "kernel"),
+    ("methods", "method"), ("transforms", "transform"), ("recoveries", "recovery"), ("formats", "format"),
+    ("kernels", "kernel"),
     ("kv_policies", "policy"), ("kv_codecs", "codec"), ("metrics", "metric"), ("reporters", "reporter"),
     ("sources", "source"), ("architectures", "architecture"))}
 """Registry → the kit's function for what is in it."""
@@ -188,6 +189,8 @@ def _check_recipe(manager: PluginManager, path: Path) -> None:
             manager.registries["formats"].get(rule.format_name)
     for transform in recipe.transforms:
         manager.registries["transforms"].get(transform.name).options(**transform.options)
+    if recipe.recover is not None:
+        manager.registries["recoveries"].get(recipe.recover.name).options(**recipe.recover.options)
 
 
 def _check_suite(manager: PluginManager, path: Path) -> None:

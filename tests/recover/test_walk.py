@@ -66,8 +66,9 @@ class Model:
         for name, packed in self.packed.items():
             stored = registry("formats").get("pack-quantized").dequantize(packed).double()
             start = self.starts[name + SCALE].double()
-            scaled = (stored.view(*start.shape, -1) * (leaves[name + SCALE] / start)[..., None]).view_as(stored)
-            if packed.spec.rotation:  # undone by a matrix, whose product float64 can be differentiated through
+            ratio = (leaves[name + SCALE] / start)[..., None]
+            scaled = (stored.view(*start.shape, -1) * ratio).view_as(stored)
+            if packed.spec.rotation:  # undone by a matrix, in float64 too
                 scaled = scaled @ undo_hadamard(torch.eye(stored.shape[1])).double()
             changed[f"{name}.weight"] = scaled
         changed |= {name: leaf for name, leaf in leaves.items() if not name.endswith(SCALE)}

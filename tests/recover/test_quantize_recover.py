@@ -1,0 +1,238 @@
+"""Recovery from recipe to checkpoint, on tiny models: kept or not, resumed, refused, a stranger's."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace as replaced
+
+import pytest
+import torch
+
+from quantkit.checkpoint import durable
+from quantkit.checkpoint.manifest import Manifest
+from quantkit.checkpoint.verify import verify
+from quantkit.errors import CalibrationError, PluginError, QuantkitError, RecipeError, Stopped, UsageError
+from quantkit.hookspecs import hookimpl
+from quantkit.planning.plan import make_plan
+from quantkit.plugins import current, registry
+from quantkit.quantize import quantize
+from quantkit.recipe import load_recipe
+from quantkit.recover.base import Recovery
+from quantkit.sources.open import open_source
+from quantkit.spec import CalibrationSpec
+from quantkit.testing import tiny_model
+
+RECIPE = """
+name: recovered
+calibration: {samples: 4, length: 32}
+recover: RECOVER
+rules:
+  - {match: lm_head, optional: true}
+  - match: "*"
+    method: METHOD
+    spec: {SPEC}
+"""
+INT2 = "bits: 2, symmetric: false, granularity: {strategy: group, size: 16}"
+INT3 = "bits: 3, granularity: {strategy: channel}"
+TRELLIS = "kind: trellis, bits: 2, window: 10, granularity: {strategy: channel}, rotation: hadamard"
+DISTILL = "{name: distill, windows: 16, options: {steps: 10, batch: 4, lr: 0.02, norm_lr: 0.01}}"
+WORSE = "{name: distill, windows: 16, options: {steps: 3, batch: 4, lr: 1, norm_lr: 1, warmup: 0}}"
+
+
+def recipe(folder, recover=DISTILL, method="rtn", spec=INT2):
+    path = folder / "recovered.yaml"
+    path.write_text(RECIPE.replace("RECOVER", recover).replace("METHOD", method).replace("SPEC", spec))
+    return str(path)
+
+
+def tensors(folder):
+    from safetensors.torch import load_file
+
+    return load_file(folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(("family", "method", "spec"), [
+    ("llama", "rtn", INT2), ("qwen2", "gptq", INT2), ("gemma2", "rtn", INT3), ("llama", "gptq", TRELLIS)])
+def test_the_loss_falls_and_codes_stay(tmp_path, family, method, spec):
+    tiny = str(tiny_model(tmp_path / "tiny", family))
+    result = quantize(tiny, recipe(tmp_path, method=method, spec=spec), tmp_path / "out")
+    assert result.recovery.kept and result.recovery.after < 0.99 * result.recovery.before
+    assert result.recovery.windows == 16 and result.recovery.held_out == 2 and not result.fallbacks
+    assert verify(result.out).ok
+    plain = quantize(tiny, recipe(tmp_path, recover="null", method=method, spec=spec), tmp_path / "plain")
+    before, after = tensors(plain.out), tensors(result.out)
+    assert before.keys() == after.keys()
+    changed = {name.rpartition(".")[2] for name in before if not torch.equal(before[name], after[name])}
+    assert changed <= {"weight_scale", "weight", "bias"} and {"weight_scale", "weight"} <= changed
+    assert all(before[name].dtype == after[name].dtype for name in before)
+    assert [row.error for row in plain.rows] != [row.error for row in result.rows]
+    manifest = json.loads((result.out / "quantkit.json").read_bytes())
+    assert manifest["recovery"]["after"] == result.recovery.after
+    assert "recovery" not in json.loads((plain.out / "quantkit.json").read_bytes())
+    assert "recover" not in load_recipe("int4").snapshot()
+    assert Manifest.from_bytes((result.out / "quantkit.json").read_bytes()).recovery == result.recovery
+
+
+def test_what_got_worse_is_not_kept(tmp_path):
+    tiny, path = str(tiny_model(tmp_path / "tiny")), recipe(tmp_path, WORSE)
+    result = quantize(tiny, path, tmp_path / "out")
+    assert not result.recovery.kept and result.recovery.after > result.recovery.before
+    assert result.fallbacks == (f"recover: {result.recovery.note}",)
+    plain = quantize(tiny, recipe(tmp_path, recover="null"), tmp_path / "plain")
+    assert all(torch.equal(tensor, tensors(plain.out)[name]) for name, tensor in tensors(result.out).items())
+    recipe(tmp_path, WORSE)
+    with pytest.raises(QuantkitError, match="did not lower the loss"):
+        quantize(tiny, path, tmp_path / "strict", strict=True)
+
+
+class Crash(BaseException):
+    """A process that is killed."""
+
+
+def test_killed_at_any_instant_it_ends_with_the_same_bytes(tmp_path, monkeypatch):
+    tiny, path = str(tiny_model(tmp_path / "tiny")), recipe(tmp_path)
+    steps = []
+    monkeypatch.setattr(durable, "step", steps.append)
+    expected = quantize(tiny, path, tmp_path / "expected").out
+    first = next(i for i, step in enumerate(steps) if "recover" in step)
+    instants = range(first, len(steps))
+    for instant in [*instants][::max(1, len(instants) // 24)]:
+        count = iter(range(instant))
+
+        def crash(step, count=count):
+            if next(count, None) is None:
+                raise Crash(step)
+
+        monkeypatch.setattr(durable, "step", crash)
+        out = tmp_path / f"out{instant}"
+        with pytest.raises(Crash):
+            quantize(tiny, path, out)
+        monkeypatch.setattr(durable, "step", lambda step: None)
+        if not out.exists():
+            quantize(tiny, path, out)
+        for file in expected.iterdir():
+            assert file.read_bytes() == (out / file.name).read_bytes(), (instant, steps[instant], file.name)
+
+
+def test_stopped_in_training_it_goes_on_from_there(tmp_path):
+    tiny, path = str(tiny_model(tmp_path / "tiny")), recipe(tmp_path)
+    expected = quantize(tiny, path, tmp_path / "expected").out
+    told = []
+
+    def stop(event):
+        if event.label == "scales and norms" and event.done == 6:
+            raise KeyboardInterrupt
+
+    def listen(event):
+        if event.label == "scales and norms":
+            told.append(event.done)
+
+    with pytest.raises(Stopped):
+        quantize(tiny, path, tmp_path / "out", progress=stop)
+    out = quantize(tiny, path, tmp_path / "out", progress=listen).out
+    assert told == [0, 4, 5, 6, 7, 8, 9], "the state of 4 steps was on disk"
+    for file in expected.iterdir():
+        assert file.read_bytes() == (out / file.name).read_bytes(), file.name
+
+
+@pytest.mark.parametrize(("family", "recover", "spec", "error", "words"), [
+    ("llama", "distil", INT2, UsageError, "did you mean 'distill'"),
+    ("llama", "{name: distill, options: {stepz: 3}}", INT2, RecipeError, "steps"),
+    ("llama", "{name: distill, options: {lr: 0}}", INT2, RecipeError, "greater than"),
+    ("llama", "{name: distill, windows: 1}", INT2, RecipeError, "windows"),
+    ("mixtral", "distill", INT2, RecipeError, "experts"),
+    ("llama", "distill", "bits: 8, granularity: {strategy: channel}, activations: token", RecipeError,
+     "activations"),
+    ("llama", "{name: distill, windows: 100000000}", INT2, CalibrationError, "fewer windows")])
+def test_what_is_refused(tmp_path, family, recover, spec, error, words):
+    with pytest.raises(error) as caught:
+        quantize(str(tiny_model(tmp_path / "tiny", family)), recipe(tmp_path, recover, spec=spec),
+                 tmp_path / "out")
+    assert words in f"{caught.value.what} {caught.value.why} {caught.value.next}"
+    assert not list(tmp_path.glob("out*"))
+
+
+@pytest.mark.parametrize("text", ["random", "self"])
+def test_text_that_cannot_be_trained_on(tmp_path, text):
+    with pytest.raises(RecipeError, match="recovered by distill"):
+        quantize(str(tiny_model(tmp_path / "tiny")), recipe(tmp_path), tmp_path / "out",
+                 calibration=CalibrationSpec(text=text, samples=4, length=32))
+
+
+def test_layers_that_a_transform_changes_are_refused(tmp_path):
+    path = tmp_path / "recovered.yaml"
+    path.write_text(RECIPE.replace("RECOVER", DISTILL).replace("METHOD", "rtn").replace("SPEC", INT2)
+                    + "transforms: [awq]\n")
+    with pytest.raises(RecipeError, match="recovered by distill") as caught:
+        quantize(str(tiny_model(tmp_path / "tiny")), str(path), tmp_path / "out")
+    assert "transform awq" in caught.value.why
+
+
+def test_the_plan_knows_of_it(tmp_path):
+    source = open_source(str(tiny_model(tmp_path / "tiny")))
+    plan = make_plan(load_recipe(recipe(tmp_path)), source)
+    plain = make_plan(load_recipe(recipe(tmp_path, recover="null")), source)
+    assert plan.calibrated and not plan.measured and not plain.calibrated
+    assert plan.peak_bytes > plain.peak_bytes and plan.needed_disk_bytes > plain.needed_disk_bytes
+    assert plan.disk_bytes == plain.disk_bytes
+
+
+@pytest.fixture
+def stranger():
+    """``stranger(recovery)`` registers it as ``odd`` of dist-odd, for this test alone."""
+    current.cache_clear()
+
+    class Plugin:
+        recovery = None
+
+        @hookimpl
+        def register_recoveries(self, register):
+            register("odd", self.recovery)
+
+    def add(train):
+        plugin = Plugin()
+        plugin.recovery = replaced(registry("recoveries").get("distill"), name="odd", train=train)
+        current().add(plugin, "dist-odd", version="3")
+
+    yield add
+    current.cache_clear()
+
+
+def signed(task, options):
+    """A step against the sign of the gradient, of the scales alone."""
+    starts = {name: parameter.start for name, parameter in task.parameters.items()
+              if parameter.kind == "scale"}
+    _, gradients = task.gradient(starts, range(task.windows))
+    return {name: start * (1 - 0.01 * gradients[name].sign()) for name, start in starts.items()}
+
+
+def test_a_stranger_trains_scales(tmp_path, stranger):
+    stranger(signed)
+    result = quantize(str(tiny_model(tmp_path / "tiny")), recipe(tmp_path, "{name: odd, windows: 16}"),
+                      tmp_path / "out")
+    assert result.recovery.name == "odd" and result.recovery.kept
+    assert json.loads((result.out / "quantkit.json").read_bytes())["plugins"] == {"dist-odd": "3"} | {
+        name: version for name, version in json.loads((result.out / "quantkit.json").read_bytes())[
+            "plugins"].items() if name != "dist-odd"}
+
+
+@pytest.mark.parametrize(("trained", "words"), [
+    (None, "a NoneType"), ({"bogus": torch.ones(1)}, "'bogus', which is no parameter"),
+    ({"model.norm.weight": torch.ones(3)}, r"became \[3\]"), ({"model.norm.weight": 1}, "became 1")])
+def test_a_stranger_that_returns_something_else(tmp_path, stranger, trained, words):
+    stranger(lambda task, options: trained)
+    with pytest.raises(PluginError, match=words) as caught:
+        quantize(str(tiny_model(tmp_path / "tiny")), recipe(tmp_path, "{name: odd, windows: 16}"),
+                 tmp_path / "out")
+    assert "recovery 'odd' of dist-odd" in caught.value.what
+
+
+def test_values_that_are_not_finite(tmp_path, stranger):
+    stranger(lambda task, options: {"model.norm.weight": torch.full((64,), torch.nan)})
+    with pytest.raises(QuantkitError, match="became NaN or infinite"):
+        quantize(str(tiny_model(tmp_path / "tiny")), recipe(tmp_path, "{name: odd, windows: 16}"),
+                 tmp_path / "out")
+
+
+def test_a_recovery_is_a_recovery():
+    assert isinstance(registry("recoveries").get("distill"), Recovery)
