@@ -27,6 +27,7 @@ from quantkit.ops.dispatch import KernelQuery, LinearKernel
 from quantkit.planning.plan import make_plan
 from quantkit.plugins import PluginManager, registry
 from quantkit.recipe import list_recipes, load_recipe
+from quantkit.recover.base import Parameter, Recovery, RecoveryTask
 from quantkit.report.base import Reporter
 from quantkit.scaffold.kinds import KINDS
 from quantkit.scaffold.names import plugin_names
@@ -84,7 +85,7 @@ def test_every_recipe_is_described_and_no_other():
     assert described == {info.name for info in list_recipes()}
 
 
-@pytest.mark.parametrize("kind", ["methods", "transforms"])
+@pytest.mark.parametrize("kind", ["methods", "transforms", "recoveries"])
 def test_every_method_and_transform_and_its_options_are_described(kind):
     page = text_of("docs/recipes.md")
     for name in registry(kind):
@@ -143,6 +144,7 @@ def test_the_page_of_a_kind_says_what_is_called_when(kind):
 
 AUTHORS_MEET = {
     "method": (Method, LayerStats, Codes, Grid), "transform": (Transform, LayerTensors, ScaleGroup),
+    "recovery": (Recovery, RecoveryTask, Parameter),
     "format": (Format, QuantizedTensor), "kernel": (LinearKernel, KernelQuery),
     "policy": (PolicyView, KVPolicy, ScorePolicy), "codec": (KVCodec, SideCodec), "metric": (Metric,),
     "reporter": (Reporter, EvalResult, ModelResult), "source": (SourceKind, ModelSource, SourceIdentity),

@@ -76,8 +76,8 @@ class SampleTask:
 
 def check_recovery(recovery: Recovery) -> None:
     """Let a recovery, with default options, train a few numbers whose best values are known, and check what
-    ``quantkit.recover.base`` promises: values of the parameters, a lower loss, the same result twice and after
-    a stop, nothing written to the parameters, no global random generator.
+    ``quantkit.recover.base`` promises: values of the parameters, a lower loss, the same result twice and
+    after a stop, nothing written to the parameters, no global random generator.
 
     Args:
         recovery: the recovery.

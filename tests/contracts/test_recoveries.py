@@ -33,8 +33,9 @@ def forgetful(task, options):
 
 
 @pytest.mark.parametrize(("train", "words"), [
-    (writing, "writes to"), (forgetful, "stopped and started again"), (lambda task, options: {}, "isn't lower"),
-    (lambda task, options: None, "NoneType"), (lambda task, options: {"a": torch.ones(1)}, "no parameter")])
+    (writing, "writes to"), (forgetful, "stopped and started again"),
+    (lambda task, options: {}, "isn't lower"), (lambda task, options: None, "NoneType"),
+    (lambda task, options: {"a": torch.ones(1)}, "no parameter")])
 def test_broken_promises(train, words):
     with pytest.raises(PluginError, match=words):
         check_recovery(replace(registry("recoveries").get("distill"), train=train))
