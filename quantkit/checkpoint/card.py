@@ -81,6 +81,10 @@ def model_card(manifest: Manifest, config: Mapping[str, Any]) -> bytes:
             lines += [f"  - **{line}**" for line in facts.coverage.warnings(facts.length)]
         if (experts := reached_experts(manifest.layers)) is not None:
             lines.append(f"  - experts: {experts}")
+    if (recovery := manifest.recovery) is not None and recovery.kept:
+        lines.append(f"- scales and norms: trained by {recovery.name} on "
+                     f"{recovery.windows - recovery.held_out} windows; KL on {recovery.held_out} others "
+                     f"{recovery.before:.4g} → {recovery.after:.4g}")
     if (table := next((row for row in manifest.layers if row.name == EMBEDDING), None)) and table.spec:
         lines.append(f"- the embedding: {table.method}, {table.spec.label()}, {table.format}")
     lines += ["", "| layers | method | spec | format | mean relative weight error |", "|---|---|---|---|---|"]
@@ -88,6 +92,8 @@ def model_card(manifest: Manifest, config: Mapping[str, Any]) -> bytes:
     notes = [f"- `{row.name}`: {note}" for row in manifest.layers for note in row.notes]
     if facts is not None and facts.coverage is not None and facts.coverage.fallback:
         notes.insert(0, f"- calibration: {facts.coverage.fallback}")
+    if recovery is not None and recovery.note:
+        notes.insert(0, f"- recover: {recovery.note}")
     if notes:
         lines += ["", "## Fallbacks taken", "", *notes]
     lines += ["", "## Recipe", "", "```json", json.dumps(recipe, indent=1, ensure_ascii=False), "```"]

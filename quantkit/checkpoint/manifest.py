@@ -192,7 +192,7 @@ class RecoveryRecord(Frozen):
         held_out: how many of them weren't trained on.
         sha256: of the token ids as little-endian int64 ``[windows, length]``.
         before, after: the divergence from the original model on held-out windows, with values as they are
-            stored.
+            stored; ``after`` is ``None`` if the training diverged.
         kept: whether the trained values are in the checkpoint; otherwise it is as it was before.
     """
 
@@ -202,15 +202,17 @@ class RecoveryRecord(Frozen):
     held_out: int = Field(ge=1)
     sha256: str = Field(pattern=_SHA256)
     before: float = Field(allow_inf_nan=False)
-    after: float = Field(allow_inf_nan=False)
+    after: float | None = Field(default=None, allow_inf_nan=False)
     kept: bool
 
     @property
     def note(self) -> str | None:
         """Why scales and norms stayed as they were, if they did."""
-        return None if self.kept else (
-            f"training by {self.name} did not lower the loss on {self.held_out} held-out windows "
-            f"({self.before:.4g} → {self.after:.4g}): scales and norms stay as they were")
+        if self.kept:
+            return None
+        after = "it diverged" if self.after is None else f"{self.before:.4g} → {self.after:.4g}"
+        return (f"training by {self.name} did not lower the loss on {self.held_out} held-out windows "
+                f"({after}): scales and norms stay as they were")
 
 
 class FileRecord(Frozen):

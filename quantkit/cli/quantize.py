@@ -306,8 +306,9 @@ def _run(source: str, recipe: Recipe, out: Path, revision: str | None, calibrati
     if (experts := reached_experts(result.rows)) is not None:
         click.echo(wrapped("experts", experts))
     if (recovery := result.recovery) is not None:
-        click.echo(wrapped("recovery", f"KL on held-out text {recovery.before:.3g} → {recovery.after:.3g} "
-                                       f"nats a token{'' if recovery.kept else ', not kept'}"))
+        after = f"{recovery.after:.3g}" if recovery.after is not None else "diverged"
+        click.echo(wrapped("recovery", f"KL on held-out text {recovery.before:.3g} → {after} nats a token"
+                                       f"{'' if recovery.kept else ', not kept'}"))
     click.echo(wrapped("fallbacks", f"{len(result.fallbacks)}, named above" if result.fallbacks else "none"))
     # commands aren't folded: they are there to be copied
     at = f" --revision {quote(revision)}" if revision else ""

@@ -25,10 +25,10 @@ from quantkit.models.architecture import (
 from quantkit.models.loadable import check_loadable
 from quantkit.planning.layers import LayerRefusal, PlanRow, RowResolver, assign
 from quantkit.planning.peak_memory import peak_bytes, states_bytes, walks_bytes
+from quantkit.planning.recoveries import check as check_recovery
 from quantkit.planning.recovery import recovery_bytes, recovery_disk_bytes
 from quantkit.plugins import registry
 from quantkit.recipe import Recipe, Rule
-from quantkit.recover.resolve import check as check_recovery
 from quantkit.sources.base import ModelSource
 from quantkit.sources.untied import UntiedSource
 from quantkit.spec import CalibrationSpec

@@ -44,12 +44,12 @@ def recovery_bytes(rows: Sequence[PlanRow], config: ModelConfig, infos: Mapping[
             weights[row.layer] += (32 if rotated else 16) * row.shape[0] * row.shape[1]
     activations = 12 * config.hidden_size + 4 * config.intermediate_size + 3 * config.num_heads * length
     table = config.vocab_size * config.hidden_size
-    whole = infos[f"{EMBEDDING}.weight"].nbytes + 4 * table * (1 + any(
+    heads = infos[f"{EMBEDDING}.weight"].nbytes + 4 * table * (1 + any(
         row.name in (EMBEDDING, HEAD) and row.spec is not None for row in rows))
     logits = config.vocab_size * min(batch, -(-BACKWARD_LOGITS // config.vocab_size))
     states = min(4 * tokens * config.hidden_size * (config.num_layers + 2), STATES_IN_MEMORY)
     backward = max(max(weights.values(), default=0) + 4 * activations * batch, 24 * logits)
-    return RUNTIME_BYTES + 4 * COPIES * trained(rows, config) + states + whole + backward
+    return RUNTIME_BYTES + 4 * COPIES * trained(rows, config) + states + heads + backward
 
 
 def recovery_disk_bytes(rows: Sequence[PlanRow], config: ModelConfig, windows: int, length: int) -> int:

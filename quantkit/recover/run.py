@@ -6,12 +6,14 @@ that is stopped at any instant and started again ends with the same bytes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
+from quantkit.calibrate.finite import NonFiniteError
 from quantkit.calibrate.spill import Spill
 from quantkit.checkpoint.manifest import LayerRow, RecoveryRecord
 from quantkit.checkpoint.work import WorkStore
@@ -23,15 +25,15 @@ from quantkit.models.architecture import EMBEDDING, HEAD, layer_of
 from quantkit.models.config import ModelConfig
 from quantkit.models.linear import Weights
 from quantkit.ops.finite import squares
-from quantkit.ops.hadamard import apply_hadamard
+from quantkit.ops.hadamard import apply_hadamard, undo_hadamard
 from quantkit.planning.phases import READING, RECOVERING
 from quantkit.planning.plan import Plan
+from quantkit.planning.recoveries import resolve
 from quantkit.plugins import registry, whose
 from quantkit.progress import Listener, Phases, ProgressEvent
 from quantkit.recover.base import Parameter, Values
 from quantkit.recover.divergence import Heads
 from quantkit.recover.replace import mend, replace, require_units
-from quantkit.recover.resolve import resolve
 from quantkit.recover.scaled import scale_of, with_scale
 from quantkit.recover.task import TARGETS, Task, targets
 from quantkit.recover.walk import NORM, SCALE, QuantizedWalk, original_states, parts_of
@@ -88,7 +90,8 @@ class RecoveryRun:
         Raises:
             QuantkitError: the result isn't kept, and ``strict``.
             PluginError: a plugin's recovery gives something else than values of the parameters.
-            NonFiniteError: a value isn't finite.
+            NonFiniteError: a value of the quantized model isn't finite. Where one that was trained isn't,
+                nothing is kept.
         """
         store = WorkStore(writer, RECOVER)
         if not store.has(RESULT):
@@ -101,8 +104,8 @@ class RecoveryRun:
         before, after = values.pop(LOSSES).tolist()
         record = RecoveryRecord(
             name=self._spec.name, options=self._options.model_dump(mode="json"), windows=self._spec.windows,
-            held_out=self.text.held_out, sha256=self.text.sha256, before=before, after=after,
-            kept=after < before)
+            held_out=self.text.held_out, sha256=self.text.sha256, before=before,
+            after=None if math.isnan(after) else after, kept=after < before)
         if record.kept:
             model = _Model(writer, self._plan, self._source, config, weights, self._units)
             for index in range(config.num_layers):
@@ -124,26 +127,28 @@ class RecoveryRun:
             lambda index: tell(ProgressEvent(index, config.num_layers, f"layer {index}"))))
 
     def _train(self, model: _Model, store: WorkStore, spill: Spill) -> None:
-        tokens, held = self.text.tokens, self.text.held_out
+        tokens, count = self.text.tokens, self.text.held_out
         tell, batch = self._phases(RECOVERING), parts_of(*tokens.shape)[0]
         parameters = model.parameters()
         starts = {name: parameter.start for name, parameter in parameters.items()}
         walk = QuantizedWalk(model.config, model.weights, model.packed, starts, model.table(), model.heads(),
                              spill)
-        judges = range(len(tokens) - held, len(tokens))
+        judges = range(len(tokens) - count, len(tokens))
 
         def judged(values: Values) -> float:
             return walk.loss(values, tokens[list(judges)], targets(store, judges, batch))
 
-        task = Task(walk, parameters, tokens[:-held], batch, store, lambda done, total: tell(
+        task = Task(walk, parameters, tokens[:-count], batch, store, lambda done, total: tell(
             ProgressEvent(done, total, "scales and norms")))
         task.tell(0, 1)
         before = judged(starts)
-        trained: object = self._recovery.train(task, self._options)
-        values = starts | _checked(self._spec.name, trained, parameters)
-        values = model.rounded(values)
-        losses = torch.tensor([before, judged(values)], dtype=torch.float64)
-        store.put(RESULT, {LOSSES: losses} | dict(values))
+        try:
+            trained: object = self._recovery.train(task, self._options)
+            values = model.rounded(starts | _checked(self._spec.name, trained, parameters))
+            after = judged(values)
+        except NonFiniteError:  # the quantized model itself was judged before
+            values, after = starts, math.nan
+        store.put(RESULT, {LOSSES: torch.tensor([before, after], dtype=torch.float64)} | dict(values))
 
 
 class _Model:
@@ -182,8 +187,6 @@ class _Model:
         if packed is not None:
             weight = registry("formats").get(packed.format).dequantize(packed)
             if packed.spec.rotation is not None:
-                from quantkit.ops.hadamard import undo_hadamard
-
                 weight = undo_hadamard(weight)
             quantized = weight.to(original)
         return Heads(original, quantized, self.config.logit_softcap)
@@ -249,7 +252,7 @@ class _Model:
 
 
 def _checked(name: str, trained: object, parameters: Mapping[str, Parameter]) -> dict[str, torch.Tensor]:
-    """Trained values. Raises PluginError if they aren't values of the parameters, QuantkitError if they
+    """Trained values. Raises PluginError if they aren't values of the parameters, NonFiniteError if they
     aren't finite."""
     problem = None
     if not isinstance(trained, dict):
@@ -261,8 +264,7 @@ def _checked(name: str, trained: object, parameters: Mapping[str, Parameter]) ->
             elif not isinstance(value, torch.Tensor) or value.shape != parameters[key].start.shape:
                 problem = f"{key} became {list(value.shape) if isinstance(value, torch.Tensor) else value!r}"
             elif not bool(torch.isfinite(value).all()):
-                raise QuantkitError(f"recovery {name}: {key} became NaN or infinite",
-                                    why="the training diverged", next="use a smaller learning rate")
+                raise NonFiniteError(f"{key} after recovery {name}")
     if problem is not None or not isinstance(trained, dict):
         raise PluginError(f"{whose('recoveries', name)}: {problem}",
                           why="train returns values of parameters by name, float32 of their shapes",

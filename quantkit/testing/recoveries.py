@@ -14,7 +14,7 @@ from quantkit.testing.contract import Contract, check_name, global_generators, s
 WINDOWS = 12
 
 
-class Stopped(Exception):
+class _Interruption(Exception):
     """Raised in place of a gradient where a run is stopped."""
 
 
@@ -22,7 +22,7 @@ class SampleTask:
     """A task of a few numbers, whose loss is the squared relative distance from known values.
 
     Args:
-        stop: the number of gradients after which it raises :class:`Stopped`; ``None``: it never does.
+        stop: the number of gradients after which it raises an error; ``None``: it never does.
     """
 
     def __init__(self, stop: int | None = None) -> None:
@@ -45,7 +45,7 @@ class SampleTask:
     def gradient(self, values: Values, windows: Sequence[int]) -> tuple[float, dict[str, torch.Tensor]]:
         """See :class:`~quantkit.recover.base.RecoveryTask`."""
         if self.gradients == self._stop:
-            raise Stopped
+            raise _Interruption
         self.gradients += 1
         noise = torch.Generator().manual_seed(sum(1 << window for window in windows))
         slopes = {name: 2 * off / self.parameters[name].unit.clamp(min=1e-3)
@@ -105,7 +105,7 @@ def check_recovery(recovery: Recovery) -> None:
         stopped = SampleTask(stop=task.gradients * 2 // 3)
         try:
             recovery.train(stopped, options)
-        except Stopped:
+        except _Interruption:
             stopped.go_on()
             contract.must(same_tensors(values, _trained(contract, recovery, stopped, options)),
                           "a run that was stopped and started again ends with other values")

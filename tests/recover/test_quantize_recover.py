@@ -52,9 +52,11 @@ def tensors(folder):
 
 
 @pytest.mark.parametrize(("family", "method", "spec"), [
-    ("llama", "rtn", INT2), ("qwen2", "gptq", INT2), ("gemma2", "rtn", INT3), ("llama", "gptq", TRELLIS)])
+    ("llama", "rtn", INT2), ("qwen2", "gptq", INT2), ("gemma2", "rtn", INT3), ("mha", "gptq", TRELLIS)])
 def test_the_loss_falls_and_codes_stay(tmp_path, family, method, spec):
-    tiny = str(tiny_model(tmp_path / "tiny", family))
+    # rings of a trellis have 64 rows, which k and v of the other models haven't
+    overrides = {"num_key_value_heads": 4} if family == "mha" else {}
+    tiny = str(tiny_model(tmp_path / "tiny", family.replace("mha", "llama"), **overrides))
     result = quantize(tiny, recipe(tmp_path, method=method, spec=spec), tmp_path / "out")
     assert result.recovery.kept and result.recovery.after < 0.99 * result.recovery.before
     assert result.recovery.windows == 16 and result.recovery.held_out == 2 and not result.fallbacks
@@ -96,7 +98,7 @@ def test_killed_at_any_instant_it_ends_with_the_same_bytes(tmp_path, monkeypatch
     expected = quantize(tiny, path, tmp_path / "expected").out
     first = next(i for i, step in enumerate(steps) if "recover" in step)
     instants = range(first, len(steps))
-    for instant in [*instants][::max(1, len(instants) // 24)]:
+    for instant in [*instants][::max(1, len(instants) // 10)]:
         count = iter(range(instant))
 
         def crash(step, count=count):
@@ -227,11 +229,24 @@ def test_a_stranger_that_returns_something_else(tmp_path, stranger, trained, wor
     assert "recovery 'odd' of dist-odd" in caught.value.what
 
 
-def test_values_that_are_not_finite(tmp_path, stranger):
-    stranger(lambda task, options: {"model.norm.weight": torch.full((64,), torch.nan)})
-    with pytest.raises(QuantkitError, match="became NaN or infinite"):
-        quantize(str(tiny_model(tmp_path / "tiny")), recipe(tmp_path, "{name: odd, windows: 16}"),
-                 tmp_path / "out")
+@pytest.mark.parametrize("value", [torch.nan, 1e38])
+def test_training_that_diverges_is_not_kept(tmp_path, stranger, value):
+    stranger(lambda task, options: {name: torch.full_like(parameter.start, value)
+                                    for name, parameter in task.parameters.items()})
+    result = quantize(str(tiny_model(tmp_path / "tiny")), recipe(tmp_path, "{name: odd, windows: 16}"),
+                      tmp_path / "out")
+    assert not result.recovery.kept and result.recovery.after is None and "diverged" in result.fallbacks[0]
+
+
+def test_a_quantized_embedding_and_head_stay(tmp_path):
+    path = tmp_path / "recovered.yaml"
+    rule = f"rules:\n  - {{match: model.embed_tokens, method: rtn, spec: {{{INT2}}}}}\n"
+    path.write_text(RECIPE.replace("rules:\n  - {match: lm_head, optional: true}\n", rule).replace(
+        "RECOVER", DISTILL).replace("METHOD", "rtn").replace("SPEC", INT2))
+    for family in ("llama", "gemma2"):  # a head of its own, and a tied one
+        tiny = tiny_model(tmp_path / family, family)
+        result = quantize(str(tiny), str(path), tmp_path / f"{family}-out")
+        assert result.recovery.kept and verify(result.out).ok
 
 
 def test_a_recovery_is_a_recovery():
