@@ -13,3 +13,5 @@ WRITTEN = 32
 """Calibration windows that a model writes at a time, where it writes them itself."""
 STATES_IN_MEMORY = 1 << 30
 """Bytes of hidden states above which those between two layers are kept on disk."""
+RECOVERY_STATES = 1 << 28
+"""The same while scales and norms are trained, where what enters every layer is kept of some windows."""

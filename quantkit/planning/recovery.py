@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from quantkit.calibrate.sizes import BACKWARD_LOGITS, BACKWARD_TOKENS, STATES_IN_MEMORY
+from quantkit.calibrate.sizes import BACKWARD_LOGITS, BACKWARD_TOKENS, RECOVERY_STATES
 from quantkit.models.architecture import EMBEDDING, HEAD
 from quantkit.models.config import ModelConfig
 from quantkit.planning.peak_memory import RUNTIME_BYTES
@@ -25,7 +25,7 @@ def recovery_bytes(rows: Sequence[PlanRow], config: ModelConfig, infos: Mapping[
     """The peak of resident memory.
 
     Trained numbers with what the optimizer keeps of them; what enters each layer, up to
-    ``STATES_IN_MEMORY``; the heads of both models; and a layer with all that its backward pass needs, 16
+    ``RECOVERY_STATES``; the heads of both models; and a layer with all that its backward pass needs, 16
     bytes for each weight and twice that where weights are rotated, or some of the models' logits.
 
     Args:
@@ -47,20 +47,20 @@ def recovery_bytes(rows: Sequence[PlanRow], config: ModelConfig, infos: Mapping[
     heads = infos[f"{EMBEDDING}.weight"].nbytes + 4 * table * (1 + any(
         row.name in (EMBEDDING, HEAD) and row.spec is not None for row in rows))
     logits = config.vocab_size * min(batch, -(-BACKWARD_LOGITS // config.vocab_size))
-    states = min(4 * tokens * config.hidden_size * (config.num_layers + 2), STATES_IN_MEMORY)
+    states = min(4 * tokens * config.hidden_size * (config.num_layers + 2), RECOVERY_STATES)
     backward = max(max(weights.values(), default=0) + 4 * activations * batch, 24 * logits)
     return RUNTIME_BYTES + 4 * COPIES * trained(rows, config) + states + heads + backward
 
 
 def recovery_disk_bytes(rows: Sequence[PlanRow], config: ModelConfig, windows: int, length: int) -> int:
-    """The most that is on disk beside the finished layers: the original model's last states, the optimizer's
-    twice, the result, and a layer that is being replaced."""
+    """About what is on disk beside the finished layers: the original model's last states, hidden states
+    between two layers, the optimizer's state twice, the result, and a layer that is being replaced."""
     units: dict[int, int] = defaultdict(int)
     for row in rows:
         if row.layer is not None:
             units[row.layer] += row.bytes_after
     states = 4 * windows * length * config.hidden_size
-    return states + 4 * 8 * trained(rows, config) + max(units.values(), default=0)
+    return 2 * states + 4 * 8 * trained(rows, config) + max(units.values(), default=0)
 
 
 def trained(rows: Sequence[PlanRow], config: ModelConfig) -> int:

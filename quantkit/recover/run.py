@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 
 from quantkit.calibrate.finite import NonFiniteError
+from quantkit.calibrate.sizes import RECOVERY_STATES
 from quantkit.calibrate.spill import Spill
 from quantkit.checkpoint.manifest import LayerRow, RecoveryRecord
 from quantkit.checkpoint.work import WorkStore
@@ -95,9 +96,9 @@ class RecoveryRun:
         """
         store = WorkStore(writer, RECOVER)
         if not store.has(RESULT):
-            with Spill(writer.states) as spill:
+            with Spill(writer.states, RECOVERY_STATES) as spill:
                 self._original(store, config, weights, spill)
-            with Spill(writer.states) as spill:
+            with Spill(writer.states, RECOVERY_STATES) as spill:
                 model = _Model(writer, self._plan, self._source, config, weights, self._units)
                 self._train(model, store, spill)
         values = store.get(RESULT)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ class SampleTask:
         random = torch.Generator().manual_seed(0)
         scale, norm = torch.rand(8, 2, generator=random) + 0.5, torch.randn(6, generator=random)
         bias = torch.randn(5, generator=random)
-        self.parameters = {
+        self.parameters: Mapping[str, Parameter] = {
             "model.layers.0.mlp.up_proj.scale": Parameter("scale", scale, scale),
             "model.layers.0.self_attn.q_proj.bias": Parameter("bias", bias, bias.square().mean().sqrt()),
             "model.norm.weight": Parameter("norm", norm, norm.abs())}
