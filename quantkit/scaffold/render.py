@@ -19,7 +19,7 @@ from quantkit.scaffold.names import PluginNames, kind_of, plugin_names, require_
 
 TEMPLATES = Path(__file__).parent / "templates"
 SUFFIX = ".tmpl"
-RECIPES = {"method": "int4-", "transform": "int4-", "format": "int8-"}
+RECIPES = {"recovery": "int2-", "method": "int4-", "transform": "int4-", "format": "int8-"}
 """Kind → what its recipe's name begins with."""
 
 
