@@ -177,7 +177,7 @@ class RecoverySpec(Frozen):
     """
 
     name: str = Field(min_length=1, max_length=64)
-    windows: int = Field(default=64, ge=2)
+    windows: int = Field(default=40, ge=2)
     options: dict[str, Any] = Field(default_factory=dict)
 
 
