@@ -37,9 +37,9 @@ class DistillOptions(MethodOptions):
     """
 
     steps: int | None = Field(default=None, ge=1)
-    batch: int = Field(default=2, ge=1)
-    lr: float = Field(default=1e-2, gt=0, le=1)
-    norm_lr: float = Field(default=3e-3, ge=0, le=1)
+    batch: int = Field(default=1, ge=1)
+    lr: float = Field(default=3e-3, gt=0, le=1)
+    norm_lr: float = Field(default=1e-3, ge=0, le=1)
     warmup: int = Field(default=4, ge=0)
     beta1: float = Field(default=0.9, ge=0, lt=1)
     beta2: float = Field(default=0.99, ge=0, lt=1)
