@@ -250,3 +250,11 @@ def test_a_quantized_embedding_and_head_stay(tmp_path):
 
 def test_a_recovery_is_a_recovery():
     assert isinstance(registry("recoveries").get("distill"), Recovery)
+
+
+def test_a_rotated_model_is_recovered(tmp_path):
+    path = tmp_path / "recovered.yaml"
+    path.write_text(RECIPE.replace("RECOVER", DISTILL).replace("METHOD", "rtn").replace("SPEC", INT2)
+                    + "transforms: [rotate]\n")
+    result = quantize(str(tiny_model(tmp_path / "tiny")), str(path), tmp_path / "out")
+    assert result.recovery.kept and verify(result.out).ok
