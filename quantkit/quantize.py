@@ -117,8 +117,9 @@ class _Run:
 
     def __call__(self, start: float) -> QuantizeResult:
         manifest = self._manifest()
-        # sums are made in another order elsewhere, so that a run ends where it was begun
-        identity = manifest.model_dump(mode="json") | {
+        # sums are made in another order elsewhere, so that a run ends where it was begun; the key of recovery is
+        # newer than some unfinished runs, and empty before the run
+        identity = manifest.model_dump(mode="json", exclude={"recovery"}) | {
             "torch": torch.__version__, "device": self.device.type if self.plan.calibrated else "cpu"}
         if self.recovery is not None:
             identity["recovery_text"] = self.recovery.text.sha256
@@ -134,8 +135,7 @@ class _Run:
                     facts = CalibrationFacts.of(self.plan.recipe.calibration, self.data)
                     record = None
                     if self.recovery is not None:
-                        with self._tracing():
-                            record = self.recovery(writer, self.config, self._weights())
+                        record = self.recovery(writer, self.config, self._weights())
                     manifest = manifest.model_copy(update={"calibration": facts, "recovery": record})
                 self.phases(ASSEMBLING)(ProgressEvent(total, total, "assembling and rereading"))
                 out = writer.finish(self.raw_config, self.source.side_files(), manifest)

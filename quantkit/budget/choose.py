@@ -14,9 +14,10 @@ from quantkit.budget.rules import part_of, rules_of
 from quantkit.budget.sensitivity import Rows, sensitivities
 from quantkit.calibrate.runner import EXPERT
 from quantkit.errors import RecipeError, UsageError
-from quantkit.models.architecture import EMBEDDING
+from quantkit.models.architecture import EMBEDDING, parse_config
 from quantkit.planning.layers import PlanRow
 from quantkit.planning.plan import Plan, candidate_rows, make_plan
+from quantkit.planning.recoveries import check as check_recovery
 from quantkit.plugins import registry
 from quantkit.progress import Listener, silent
 from quantkit.recipe import Candidate, Recipe
@@ -136,8 +137,13 @@ def choose(source: ModelSource, recipe: Recipe, budget: Budget, progress: Listen
     """
     _check(recipe)
     spec = recipe.calibration or CalibrationSpec()
-    base = make_plan(recipe.model_copy(update={"calibration": spec, "candidates": ()}), source)
+    # codes alone decide what a layer costs: a recovery comes after the choice
+    base = make_plan(recipe.model_copy(update={"calibration": spec, "candidates": (), "recover": None}),
+                     source)
     rows = candidate_rows(recipe, source)
+    check_recovery(recipe.model_copy(update={"calibration": spec}),
+                   [*base.rows, *(row for choices in rows.values() for row in choices.values())],
+                   parse_config(source.config()))
     if outside := next((name for name, choices in rows.items() if next(iter(choices.values())).layer is None),
                        None):
         raise RecipeError(f"recipe {recipe.name!r} has no rule for {outside}",

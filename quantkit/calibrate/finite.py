@@ -117,17 +117,19 @@ def _output_watch(name: str) -> Watcher:
     return watch
 
 
-def blame(error: NonFiniteError, source: ModelSource, origins: Sequence[str]) -> CalibrationError:
+def blame(error: NonFiniteError, source: ModelSource, origins: Sequence[str],
+          kind: str = "calibration window") -> CalibrationError:
     """The error in full: where the window came from, and the weight to blame if one isn't finite itself.
 
     Args:
         error: what was met.
         source: of the model.
-        origins: of each calibration window, if they are known.
+        origins: of each window, if they are known.
+        kind: what the windows are called.
     """
     window = ""
     if error.sample is not None:
-        window = f" in calibration window {error.sample}"
+        window = f" in {kind} {error.sample}"
         if error.sample < len(origins):
             window += f" ({origins[error.sample]})"
     for name in source.tensors():

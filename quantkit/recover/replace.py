@@ -5,6 +5,7 @@ A unit that is written anew isn't there for an instant; so its new form is first
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -44,6 +45,11 @@ def require_units(writer: CheckpointWriter, units: Iterable[str]) -> None:
     """Raise CheckpointError if a unit is damaged: others have new scales, and it was made before them."""
     for unit in units:
         if not writer.has(unit):
-            raise CheckpointError(f"unit {unit!r} of {writer.partial} is damaged",
-                                  why="others have new scales already, and it was made before them",
-                                  next=f"begin again: rm -r {writer.partial}")
+            raise damaged(writer, f"unit {unit!r}")
+
+
+def damaged(writer: CheckpointWriter, what: str) -> CheckpointError:
+    """The error for what can't be made again."""
+    return CheckpointError(f"{what} in {writer.partial} is damaged",
+                           why="some layers have new scales already, and it was made before them",
+                           next=f"begin again: rm -r {shlex.quote(str(writer.partial))}")

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from quantkit.calibrate.finite import NonFiniteError
+from quantkit.calibrate.finite import NonFiniteError, blame
 from quantkit.calibrate.sizes import RECOVERY_STATES
 from quantkit.calibrate.spill import Spill
 from quantkit.checkpoint.manifest import LayerRow, RecoveryRecord
@@ -25,6 +25,7 @@ from quantkit.formats.base import QuantizedTensor
 from quantkit.models.architecture import EMBEDDING, HEAD, layer_of
 from quantkit.models.config import ModelConfig
 from quantkit.models.linear import Weights
+from quantkit.models.loadable import DERIVED
 from quantkit.ops.finite import squares
 from quantkit.ops.hadamard import apply_hadamard, undo_hadamard
 from quantkit.planning.phases import READING, RECOVERING
@@ -34,7 +35,7 @@ from quantkit.plugins import registry, whose
 from quantkit.progress import Listener, Phases, ProgressEvent
 from quantkit.recover.base import Parameter, Values
 from quantkit.recover.divergence import Heads
-from quantkit.recover.replace import mend, replace, require_units
+from quantkit.recover.replace import damaged, mend, replace, require_units
 from quantkit.recover.scaled import scale_of, with_scale
 from quantkit.recover.task import TARGETS, Task, targets
 from quantkit.recover.walk import NORM, SCALE, QuantizedWalk, original_states, parts_of
@@ -44,6 +45,8 @@ from quantkit.sources.base import ModelSource
 
 RECOVER, RESULT, LOSSES = "recover", "result", "losses"
 """What a run calls this work; the unit that is its result; in it, held-out losses before and after."""
+REPLACING = "replacing"
+"""The unit that is there once scales and norms are being replaced: then no layer can be made again."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +85,13 @@ class RecoveryRun:
         """Finish what an earlier attempt was stopped in. Raises CheckpointError for a damaged unit."""
         names = [self._units.layer.format(index) for index in range(config.num_layers)] + [self._units.rest]
         mend(writer, names)
-        if WorkStore(writer, RECOVER).has(RESULT):
+        store = WorkStore(writer, RECOVER)
+        if store.has(REPLACING):
+            if any(row.name == EMBEDDING for row in self._plan.rows):
+                names.append(self._units.table)
             require_units(writer, names)
+            if not store.has(RESULT):
+                raise damaged(writer, "the result of the recovery")
 
     def __call__(self, writer: CheckpointWriter, config: ModelConfig, weights: Weights) -> RecoveryRecord:
         """Train, unless an earlier attempt did, and replace what became better.
@@ -91,16 +99,19 @@ class RecoveryRun:
         Raises:
             QuantkitError: the result isn't kept, and ``strict``.
             PluginError: a plugin's recovery gives something else than values of the parameters.
-            NonFiniteError: a value of the quantized model isn't finite. Where one that was trained isn't,
-                nothing is kept.
+            CalibrationError: a value of the original or the quantized model isn't finite. Where one that was
+                trained isn't, nothing is kept.
         """
         store = WorkStore(writer, RECOVER)
         if not store.has(RESULT):
-            with Spill(writer.states, RECOVERY_STATES) as spill:
-                self._original(store, config, weights, spill)
-            with Spill(writer.states, RECOVERY_STATES) as spill:
-                model = _Model(writer, self._plan, self._source, config, weights, self._units)
-                self._train(model, store, spill)
+            try:
+                with Spill(writer.states, RECOVERY_STATES) as spill:
+                    self._original(store, config, weights, spill)
+                with Spill(writer.states, RECOVERY_STATES) as spill:
+                    model = _Model(writer, self._plan, self._source, config, weights, self._units)
+                    self._train(model, store, spill)
+            except NonFiniteError as error:
+                raise blame(error, self._source, self.text.origins, "recovery window") from error
         values = store.get(RESULT)
         before, after = values.pop(LOSSES).tolist()
         record = RecoveryRecord(
@@ -108,6 +119,8 @@ class RecoveryRun:
             held_out=self.text.held_out, sha256=self.text.sha256, before=before,
             after=None if math.isnan(after) else after, kept=after < before)
         if record.kept:
+            if not store.has(REPLACING):
+                store.put(REPLACING, {REPLACING: torch.tensor(True)})
             model = _Model(writer, self._plan, self._source, config, weights, self._units)
             for index in range(config.num_layers):
                 model.replace(index, values)
@@ -137,7 +150,10 @@ class RecoveryRun:
         judges = range(len(tokens) - count, len(tokens))
 
         def judged(values: Values) -> float:
-            return walk.loss(values, tokens[list(judges)], targets(store, judges, batch))
+            try:
+                return walk.loss(values, tokens[list(judges)], targets(store, judges, batch))
+            except NonFiniteError as error:
+                raise error if error.sample is None else error.in_window(judges[error.sample]) from error
 
         task = Task(walk, parameters, tokens[:-count], batch, store, lambda done, total: tell(
             ProgressEvent(done, total, "scales and norms")))
@@ -145,6 +161,7 @@ class RecoveryRun:
         before = judged(starts)
         try:
             trained: object = self._recovery.train(task, self._options)
+            _require_unchanged(self._spec.name, parameters, model.parameters())
             values = model.rounded(starts | _checked(self._spec.name, trained, parameters))
             after = judged(values)
         except NonFiniteError:  # the quantized model itself was judged before
@@ -238,8 +255,8 @@ class _Model:
     def _vectors(self, index: int | None) -> list[str]:
         """Names of a layer's vectors, or of the final norm's."""
         infos = self._source.tensors()
-        vectors = [name for name in self._plan.other
-                   if len(infos[name].shape) == 1 and infos[name].dtype.is_floating_point]
+        vectors = [name for name in self._plan.other if not name.endswith(DERIVED)
+                   and len(infos[name].shape) == 1 and infos[name].dtype.is_floating_point]
         if index is None:
             return [name for name in vectors if name == f"{NORM}.weight"]
         return [name for name in vectors if layer_of(name, self.config.num_layers) == index]
@@ -271,6 +288,15 @@ def _checked(name: str, trained: object, parameters: Mapping[str, Parameter]) ->
                           why="train returns values of parameters by name, float32 of their shapes",
                           next="see docs/plugins.md")
     return {key: value.detach().to(device="cpu", dtype=torch.float32) for key, value in trained.items()}
+
+
+def _require_unchanged(name: str, parameters: Mapping[str, Parameter],
+                       stored: Mapping[str, Parameter]) -> None:
+    """Raise PluginError if a recovery wrote to what it was given: losses and ratios count from there."""
+    for key, parameter in stored.items():
+        if not torch.equal(parameters[key].start, parameter.start):
+            raise PluginError(f"{whose('recoveries', name)}: it writes to the start of {key}",
+                              why="parameters are read only", next="train a clone; see docs/plugins.md")
 
 
 def _with_error(row: Mapping[str, Any], errors: Mapping[str, float]) -> dict[str, Any]:

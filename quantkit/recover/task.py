@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from quantkit.calibrate.finite import NonFiniteError
 from quantkit.checkpoint.work import WorkStore
 from quantkit.recover.base import Parameter, Values
 from quantkit.recover.walk import QuantizedWalk
@@ -36,8 +37,11 @@ class Task:
     def gradient(self, values: Values, windows: Sequence[int]) -> tuple[float, dict[str, torch.Tensor]]:
         """See :class:`~quantkit.recover.base.RecoveryTask`."""
         every = {name: parameter.start for name, parameter in self.parameters.items()} | dict(values)
-        return self._walk.gradient(every, self._tokens[list(windows)],
-                                   targets(self._store, windows, self._batch))
+        try:
+            return self._walk.gradient(every, self._tokens[list(windows)],
+                                       targets(self._store, windows, self._batch))
+        except NonFiniteError as error:
+            raise error if error.sample is None else error.in_window(windows[error.sample]) from error
 
     def saved(self) -> dict[str, torch.Tensor] | None:
         """See :class:`~quantkit.recover.base.RecoveryTask`."""

@@ -7,6 +7,8 @@ were chosen for that text: what would be learned there holds nowhere else.
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -32,10 +34,12 @@ class RecoveryText:
     Attributes:
         tokens: int64 ``[windows, length]``, the training windows first.
         held_out: how many of the last ones judge the result.
+        origins: of each window, where it begins.
     """
 
     tokens: torch.Tensor
     held_out: int
+    origins: tuple[str, ...] = ()
 
     @property
     def sha256(self) -> str:
@@ -69,28 +73,42 @@ def recovery_text(spec: CalibrationSpec, windows: int, seen: torch.Tensor, sourc
     config = source.config()
     more = spec.model_copy(update={"samples": spec.samples + windows})
     try:
-        tokens = load_calibration(more, Tokenizer(source.side_files(), config),
-                                  parse_config(config).vocab_size, 0, listen).tokens
+        data = load_calibration(more, Tokenizer(source.side_files(), config),
+                                parse_config(config).vocab_size, 0, listen)
     except CalibrationError as error:
         raise _too_little(windows, error.why or error.what) from None
-    known = {gram for row in seen.tolist() for gram in _grams(row)}
-    fresh = [row for row in tokens.tolist() if _share(row, known) < SHARED][:windows]
+    counts = Counter(gram for row in seen.tolist() for gram in _grams(row))
+    fresh = [place for place, row in enumerate(data.tokens.tolist()) if _is_new(row, counts)][:windows]
     if len(fresh) < windows:
-        raise _too_little(windows, f"{len(fresh)} windows are new beside the {len(seen)} that layers are "
-                                   "calibrated on")
-    return RecoveryText(torch.tensor(fresh, dtype=torch.int64), max(1, windows // HELD_OUT))
+        total = len(data.tokens)
+        raise _too_little(windows, f"of {total} windows {len(fresh)} are new beside the {len(seen)} that "
+                                   f"layers are calibrated on, the other {total - len(fresh)} repeat them",
+                          len(fresh))
+    return RecoveryText(data.tokens[fresh], max(1, windows // HELD_OUT),
+                        tuple(data.origins[place] for place in fresh))
 
 
 def _grams(row: list[int]) -> set[tuple[int, ...]]:
     return {tuple(row[i:i + _GRAM]) for i in range(max(1, len(row) - _GRAM + 1))}
 
 
-def _share(row: list[int], known: set[tuple[int, ...]]) -> float:
+def _is_new(row: list[int], counts: Mapping[tuple[int, ...], int]) -> bool:
+    """Whether a window repeats no calibration window. What several of them share, such as a chat template or
+    a system prompt, is left out of the comparison, unless the window has next to nothing beside it.
+
+    Args:
+        row: the window.
+        counts: in how many calibration windows each n-gram is.
+    """
     grams = _grams(row)
-    return len(grams & known) / len(grams)
+    distinct = [gram for gram in grams if counts.get(gram, 0) < 2]
+    if len(distinct) < SHARED * len(grams):
+        return False
+    return sum(gram in counts for gram in distinct) < SHARED * len(distinct)
 
 
-def _too_little(windows: int, why: str) -> CalibrationError:
+def _too_little(windows: int, why: str, enough: int = 0) -> CalibrationError:
+    """The error; ``enough``: a number of windows that would do, if it is known."""
+    fewer = f": recover: {{name: …, windows: {enough}}}" if enough >= 2 else ""
     return CalibrationError(f"the calibration text is too short for {windows} windows of recovery", why=why,
-                            next="give more text, or fewer windows in the recipe: "
-                                 f"recover: {{name: …, windows: {max(2, windows // 2)}}}")
+                            next=f"give more text, or fewer windows in the recipe{fewer}")

@@ -11,7 +11,7 @@ import torch
 from quantkit.checkpoint import durable
 from quantkit.checkpoint.manifest import Manifest
 from quantkit.checkpoint.verify import verify
-from quantkit.errors import PluginError, QuantkitError, RecipeError, Stopped, UsageError
+from quantkit.errors import CheckpointError, PluginError, QuantkitError, RecipeError, Stopped, UsageError
 from quantkit.hookspecs import hookimpl
 from quantkit.planning.plan import make_plan
 from quantkit.plugins import current, registry
@@ -114,6 +114,84 @@ def test_killed_at_any_instant_it_ends_with_the_same_bytes(tmp_path, monkeypatch
             quantize(tiny, path, out)
         for file in expected.iterdir():
             assert file.read_bytes() == (out / file.name).read_bytes(), (instant, steps[instant], file.name)
+
+
+@pytest.fixture
+def killed(tmp_path, monkeypatch):
+    """``killed(source, recipe, out, words)``: kill a run before the first step that contains the words; a
+    file of its folder with a bit flipped is what ``killed.damage(out, name)`` leaves."""
+    def until(tiny, path, out, words):
+        def crash(step):
+            if words in step:
+                raise Crash(step)
+
+        monkeypatch.setattr(durable, "step", crash)
+        with pytest.raises(Crash):
+            quantize(tiny, path, out)
+        monkeypatch.setattr(durable, "step", lambda step: None)
+
+    def damage(out, name):
+        file = out.with_name(f"{out.name}.partial") / name
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
+
+    until.damage = damage
+    return until
+
+
+AFTER_REPLACEMENT = "work-recover.unit-layer-1"
+QUANTIZED_TABLE = """
+name: recovered
+calibration: {samples: 4, length: 32}
+recover: RECOVER
+rules:
+  - {match: model.embed_tokens, method: gptq, spec: {SPEC}}
+  - {match: "*", method: gptq, spec: {SPEC}}
+"""
+
+
+@pytest.mark.parametrize("unit", ["work-recover.result", "layer-0", "rest"])
+def test_what_is_damaged_between_two_replacements_cannot_be_made_again(tmp_path, killed, unit):
+    tiny, path, out = str(tiny_model(tmp_path / "tiny")), recipe(tmp_path), tmp_path / "my out"
+    killed(tiny, path, out, AFTER_REPLACEMENT)
+    killed.damage(out, f"part-{unit}.safetensors")
+    with pytest.raises(CheckpointError, match="is damaged") as caught:
+        quantize(tiny, path, out)
+    assert f"rm -r '{out}.partial'" in caught.value.next
+
+
+def test_a_measured_embedding_that_is_damaged_later_cannot_be_made_again(tmp_path, killed):
+    path, out = tmp_path / "recovered.yaml", tmp_path / "out"
+    path.write_text(QUANTIZED_TABLE.replace("RECOVER", DISTILL).replace("SPEC", INT2))
+    tiny = str(tiny_model(tmp_path / "tiny", tie_word_embeddings=True))
+    killed(tiny, str(path), out, AFTER_REPLACEMENT)
+    killed.damage(out, "part-embedding.safetensors")
+    with pytest.raises(CheckpointError, match="unit 'embedding'"):
+        quantize(tiny, str(path), out)
+
+
+@pytest.mark.parametrize(("recover", "words"), [
+    (WORSE, "earlier attempt"), (DISTILL, "work-recover.replacing")])
+def test_a_layer_is_made_again_while_no_scale_is_new(tmp_path, killed, recover, words):
+    tiny, path, out = str(tiny_model(tmp_path / "tiny")), recipe(tmp_path, recover), tmp_path / "out"
+    expected = quantize(tiny, path, tmp_path / "expected").out
+    killed(tiny, path, out, words)
+    killed.damage(out, "part-layer-0.safetensors")
+    quantize(tiny, path, out)
+    for file in expected.iterdir():
+        assert file.read_bytes() == (out / file.name).read_bytes(), file.name
+
+
+def test_what_follows_from_the_config_is_not_trained(tmp_path):
+    from safetensors.torch import save_file
+
+    tiny = tiny_model(tmp_path / "tiny")
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    save_file(tensors(tiny) | {name: torch.arange(1, 9).float()}, tiny / "model.safetensors",
+              metadata={"format": "pt"})
+    result = quantize(str(tiny), recipe(tmp_path), tmp_path / "out")
+    assert result.recovery.kept and torch.equal(tensors(result.out)[name], torch.arange(1, 9).float())
 
 
 def test_stopped_in_training_it_goes_on_from_there(tmp_path):
