@@ -117,8 +117,8 @@ class _Run:
 
     def __call__(self, start: float) -> QuantizeResult:
         manifest = self._manifest()
-        # sums are made in another order elsewhere, so that a run ends where it was begun; the key of recovery is
-        # newer than some unfinished runs, and empty before the run
+        # sums are made in another order elsewhere, so that a run ends where it was begun; the recovery's key
+        # is empty here, and unfinished runs of earlier versions haven't got it
         identity = manifest.model_dump(mode="json", exclude={"recovery"}) | {
             "torch": torch.__version__, "device": self.device.type if self.plan.calibrated else "cpu"}
         if self.recovery is not None:

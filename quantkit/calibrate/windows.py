@@ -46,6 +46,19 @@ class Windows:
     avoided: int = 0
 
 
+class TooFewWindowsError(CalibrationError):
+    """There is too little text.
+
+    Args:
+        what, why, next: see :class:`~quantkit.errors.QuantkitError`.
+        windows: how many there are.
+    """
+
+    def __init__(self, what: str, *, why: str, next: str, windows: int) -> None:
+        super().__init__(what, why=why, next=next)
+        self.windows = windows
+
+
 def cut_windows(spec: CalibrationSpec, documents: Sequence[Encoded], packing: str,
                 avoid: Callable[[Ids], bool] = lambda ids: False) -> Windows:
     """Windows that don't overlap; ``spec.seed`` chooses which.
@@ -60,7 +73,7 @@ def cut_windows(spec: CalibrationSpec, documents: Sequence[Encoded], packing: st
         avoid: whether some tokens must be left out.
 
     Raises:
-        CalibrationError: there are too few tokens.
+        TooFewWindowsError: there are too few tokens.
     """
     available = sum(len(document.ids) for document in documents)
     pack = _stream if packing == "stream" else _documents
@@ -116,13 +129,13 @@ def _documents(spec: CalibrationSpec, documents: Sequence[Encoded], available: i
     return Windows(torch.tensor(rows, dtype=torch.int64), tuple(origins), available, cut, lost, avoided)
 
 
-def too_short(spec: CalibrationSpec, available: int, windows: int, avoided: int) -> CalibrationError:
+def too_short(spec: CalibrationSpec, available: int, windows: int, avoided: int) -> TooFewWindowsError:
     """There are ``windows`` only."""
     name, need = ", ".join(spec.texts), spec.samples * spec.length
     why = f"{windows} of {spec.samples} windows of {spec.length} tokens are filled"
     if avoided:
         why += f"; {avoided} were left out for what they share with {', '.join(spec.avoid)}"
-    return CalibrationError(
+    return TooFewWindowsError(
         f"the calibration text {name} has {available} tokens, {need} are needed", why=why,
         next=(f"--samples {windows}" if windows else f"--samples 1 --length {max(8, available)}")
-        + ", or give more text")
+        + ", or give more text", windows=windows)

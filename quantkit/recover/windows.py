@@ -15,6 +15,7 @@ import torch
 
 from quantkit.calibrate.coverage import SHARED
 from quantkit.calibrate.data import RANDOM, SELF, load_calibration
+from quantkit.calibrate.windows import TooFewWindowsError
 from quantkit.errors import CalibrationError
 from quantkit.models.architecture import parse_config
 from quantkit.progress import Listener
@@ -75,8 +76,8 @@ def recovery_text(spec: CalibrationSpec, windows: int, seen: torch.Tensor, sourc
     try:
         data = load_calibration(more, Tokenizer(source.side_files(), config),
                                 parse_config(config).vocab_size, 0, listen)
-    except CalibrationError as error:
-        raise _too_little(windows, error.why or error.what) from None
+    except TooFewWindowsError as error:
+        raise _too_little(windows, error.why or error.what, error.windows - spec.samples) from None
     counts = Counter(gram for row in seen.tolist() for gram in _grams(row))
     fresh = [place for place, row in enumerate(data.tokens.tolist()) if _is_new(row, counts)][:windows]
     if len(fresh) < windows:

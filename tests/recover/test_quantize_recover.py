@@ -8,16 +8,28 @@ from dataclasses import replace as replaced
 import pytest
 import torch
 
+from quantkit.calibrate.prepare import prepare
 from quantkit.checkpoint import durable
 from quantkit.checkpoint.manifest import Manifest
 from quantkit.checkpoint.verify import verify
-from quantkit.errors import CheckpointError, PluginError, QuantkitError, RecipeError, Stopped, UsageError
+from quantkit.errors import (
+    CalibrationError,
+    CheckpointError,
+    PluginError,
+    QuantkitError,
+    RecipeError,
+    Stopped,
+    UsageError,
+)
 from quantkit.hookspecs import hookimpl
 from quantkit.planning.plan import make_plan
 from quantkit.plugins import current, registry
+from quantkit.progress import silent
 from quantkit.quantize import quantize
 from quantkit.recipe import load_recipe
+from quantkit.recover import walk
 from quantkit.recover.base import Recovery
+from quantkit.recover.windows import recovery_text
 from quantkit.sources.open import open_source
 from quantkit.spec import CalibrationSpec
 from quantkit.testing import tiny_model
@@ -306,6 +318,19 @@ def test_a_stranger_that_returns_something_else(tmp_path, stranger, trained, wor
     assert "recovery 'odd' of dist-odd" in caught.value.what
 
 
+def test_a_stranger_that_writes_to_the_parameters(tmp_path, stranger):
+    def train(task, options):
+        values = {}
+        for name, parameter in task.parameters.items():
+            values[name] = parameter.start.mul_(0.5)
+        return values
+
+    stranger(train)
+    with pytest.raises(PluginError, match=r"writes to the start of model\.layers\.0"):
+        quantize(str(tiny_model(tmp_path / "tiny")), recipe(tmp_path, "{name: odd, windows: 16}"),
+                 tmp_path / "out")
+
+
 @pytest.mark.parametrize("value", [torch.nan, 1e38])
 def test_training_that_diverges_is_not_kept(tmp_path, stranger, value):
     stranger(lambda task, options: {name: torch.full_like(parameter.start, value)
@@ -328,6 +353,35 @@ def test_a_quantized_embedding_and_head_stay(tmp_path):
 
 def test_a_recovery_is_a_recovery():
     assert isinstance(registry("recoveries").get("distill"), Recovery)
+
+
+@pytest.mark.parametrize("place", [0, 15])
+def test_a_window_that_overflows_is_named(tmp_path, monkeypatch, place):
+    """A training window by the original, a held-out window by the quantized model."""
+    source = open_source(str(tiny_model(tmp_path / "tiny")))
+    spec = CalibrationSpec(samples=4, length=32)
+    origin = recovery_text(spec, 16, prepare(spec, source, 0).tokens, source, silent).origins[place]
+    real = walk.require_finite_states
+
+    def require(states, first, what, layer):
+        states = states.clone()
+        held_out = len(states) == 2
+        if first <= place < first + len(states) or (held_out and place == 15):
+            states[1 if held_out else place - first, 0, 0] = torch.nan
+        real(states, first, what, layer)
+
+    monkeypatch.setattr(walk, "require_finite_states", require)
+    with pytest.raises(CalibrationError) as caught:
+        quantize(source.uri, recipe(tmp_path), tmp_path / "out")
+    assert f"in recovery window {place} ({origin})" in caught.value.what
+
+
+def test_a_run_that_an_earlier_version_began_goes_on(tmp_path, killed):
+    """Its identity has no key for a recovery."""
+    tiny, path, out = str(tiny_model(tmp_path / "tiny")), recipe(tmp_path, "null"), tmp_path / "out"
+    killed(tiny, path, out, "layer-1")
+    state = json.loads((tmp_path / "out.partial" / "state.json").read_bytes())
+    assert "recovery" not in state["identity"] and quantize(tiny, path, out).resumed == 1
 
 
 def test_a_rotated_model_is_recovered(tmp_path):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+import re
 
 import pytest
 import torch
@@ -42,13 +44,16 @@ def test_no_window_is_of_the_calibration(tmp_path, source, text):
     assert torch.equal(again.tokens, chosen.tokens) and again.sha256 == chosen.sha256
 
 
-@pytest.mark.parametrize("words", [60, 300])
-def test_too_little_text(tmp_path, source, words):
+@pytest.mark.parametrize("words", [100, 300])
+def test_too_little_text_and_how_many_windows_it_has(tmp_path, source, words):
     spec = CalibrationSpec(text=text_of(tmp_path, words), samples=2, length=32)
     seen = prepare(spec, source, 0).tokens
     with pytest.raises(CalibrationError, match="too short for 4000 windows") as caught:
         recovery_text(spec, 4000, seen, source, silent)
-    assert "windows: 2000" in caught.value.next
+    enough = int(re.search(r"windows: (\d+)}", caught.value.next).group(1))
+    assert len(recovery_text(spec, enough, seen, source, silent).tokens) == enough
+    with pytest.raises(CalibrationError, match="too short"):
+        recovery_text(spec, enough + 1, seen, source, silent)
 
 
 def test_text_that_repeats_itself_is_no_new_text(tmp_path, source):
@@ -57,7 +62,36 @@ def test_text_that_repeats_itself_is_no_new_text(tmp_path, source):
     spec = CalibrationSpec(text=str(path), samples=2, length=32)
     with pytest.raises(CalibrationError, match="too short") as caught:
         recovery_text(spec, 4, prepare(spec, source, 0).tokens, source, silent)
-    assert "0 windows are new" in caught.value.why
+    assert "of 6 windows 0 are new" in caught.value.why and "the other 6 repeat them" in caught.value.why
+    assert caught.value.next == "give more text, or fewer windows in the recipe"
+
+
+@pytest.mark.parametrize("length", [128, 256])
+def test_chats_that_begin_alike_are_new_text(tmp_path, source, length):
+    numbers = random.Random(0)
+
+    def words():
+        return " ".join(f"word{numbers.randrange(10**6)}" for _ in range(30))
+
+    system = {"role": "system", "content": "You are a helpful assistant. Answer briefly, and in English."}
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(json.dumps({"messages": [
+        system, {"role": "user", "content": words()}, {"role": "assistant", "content": words()}]}) + "\n"
+        for _ in range(100)))
+    spec = CalibrationSpec(text=str(path), samples=8, length=length)
+    seen = prepare(spec, source, 0).tokens
+    chosen = recovery_text(spec, 16, seen, source, silent)
+    assert len(chosen.tokens) == len(chosen.origins) == 16 and chosen.origins[0].startswith("chats.jsonl")
+    known = {tuple(row[-32:]) for row in seen.tolist()}
+    assert not [row for row in chosen.tokens.tolist() if tuple(row[-32:]) in known]
+
+
+def test_windows_that_were_seen_twice_are_not_new(source):
+    spec = CalibrationSpec(samples=2, length=32)
+    chosen = recovery_text(spec, 8, torch.zeros(0, 32, dtype=torch.int64), source, silent)
+    again = recovery_text(spec, 8, chosen.tokens[:2].repeat(2, 1), source, silent)
+    first, second = chosen.tokens[:2].tolist()
+    assert first not in again.tokens.tolist() and second not in again.tokens.tolist()
 
 
 def test_which_texts_are_refused():
