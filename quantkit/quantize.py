@@ -45,6 +45,7 @@ from quantkit.progress import Listener, Phases, ProgressEvent, silent
 from quantkit.quantize_result import QuantizeResult
 from quantkit.recipe import Recipe, load_recipe
 from quantkit.recover.run import RecoveryRun, Units
+from quantkit.recover.windows import recipe_text
 from quantkit.runtime.loader import load_source
 from quantkit.solve import ModelOrigin, Solved, solve_data_free, solve_rows, solve_stages, stored_weight
 from quantkit.sources.base import ModelSource, prefetch, release, tensor_alone
@@ -112,8 +113,9 @@ class _Run:
         self.formats, self.methods = registry("formats"), registry("methods")
         self.transforms, self.measured = resolve(plan.recipe.transforms), plan.measured
         self.data = prepare(plan.calibration, source, plan.widest_hessian, progress, strict)
-        self.recovery = None if plan.recipe.recover is None or self.data is None else RecoveryRun(
-            plan, source, self.data.tokens, self.phases, Units(UNIT, TABLE, REST), strict, progress)
+        text = recipe_text(plan.recipe, source, self.data, progress)
+        self.recovery = None if text is None else RecoveryRun(
+            plan, source, text, self.phases, Units(UNIT, TABLE, REST), strict)
 
     def __call__(self, start: float) -> QuantizeResult:
         manifest = self._manifest()

@@ -110,7 +110,10 @@ class Coverage(Frozen):
         if self.lost > self.used:
             warnings.append(f"{self.lost:,} tokens were cut off at windows' ends, more than the "
                             f"{self.used:,} that are used: a larger --length keeps more of each document")
-        return warnings + [
-            f"{overlap.windows} calibration windows share up to {overlap.largest:.0%} of their 13-grams with "
-            f"{overlap.text}: measured on that, the result looks better than it is"
-            for overlap in self.overlaps if overlap.windows]
+        return warnings + self.overlap_warnings("calibration")
+
+    def overlap_warnings(self, kind: str) -> list[str]:
+        """What windows of this kind share with texts that models are evaluated on, a sentence each."""
+        return [f"{overlap.windows} {kind} windows share up to {overlap.largest:.0%} of their 13-grams with "
+                f"{overlap.text}: measured on that, the result looks better than it is"
+                for overlap in self.overlaps if overlap.windows]

@@ -54,6 +54,13 @@ class CalibrationData:
         return hashlib.sha256(self.tokens.numpy().astype("<i8").tobytes()).hexdigest()
 
 
+def check_length(spec: CalibrationSpec, context: int) -> None:
+    """Raise CalibrationError for windows that are longer than the model's context."""
+    if spec.length > context:
+        raise CalibrationError(f"windows of {spec.length} tokens are longer than the model's context",
+                               why=f"it was made for {context} tokens", next=f"--length {context}, or less")
+
+
 def load_calibration(spec: CalibrationSpec, tokenizer: Tokenizer, vocabulary: int, widest: int,
                      listen: Listener = silent) -> CalibrationData:
     """Find, encode and cut the text that ``spec`` names.

@@ -6,7 +6,14 @@ import warnings
 
 import torch
 
-from quantkit.calibrate.data import RANDOM, SELF, CalibrationData, load_calibration, own_calibration
+from quantkit.calibrate.data import (
+    RANDOM,
+    SELF,
+    CalibrationData,
+    check_length,
+    load_calibration,
+    own_calibration,
+)
 from quantkit.calibrate.random_tokens import CORRELATION, random_windows
 from quantkit.calibrate.written import WritingPrompt, write_windows
 from quantkit.errors import CalibrationError
@@ -39,9 +46,7 @@ def prepare(spec: CalibrationSpec | None, source: ModelSource, widest: int, prog
     if spec is None:
         return None
     config = source.config()
-    if spec.length > (context := parse_config(config).max_position_embeddings):
-        raise CalibrationError(f"windows of {spec.length} tokens are longer than the model's context",
-                               why=f"it was made for {context} tokens", next=f"--length {context}, or less")
+    check_length(spec, parse_config(config).max_position_embeddings)
     tokenizer = Tokenizer(source.side_files(), config)
     if spec.text == SELF:
         form = WritingPrompt.of(tokenizer)  # raises where it can't

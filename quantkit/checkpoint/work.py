@@ -35,6 +35,10 @@ class WorkStore:
         there."""
         return {name: tensor.clone() for name, tensor in self._writer.get(self._prefix + key)[0].items()}
 
+    def tensor(self, key: str, name: str) -> torch.Tensor:
+        """One tensor of what was put, and no others are read. Raises CheckpointError if it isn't there."""
+        return self._writer.tensor(self._prefix + key, name)
+
     def put_batches(self, key: str, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype,
                     batches: Iterable[torch.Tensor]) -> None:
         """Store tensors of these shapes and one dtype, each made when it is written, so that it is alone in

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from quantkit.planning.layers import PlanRow
     from quantkit.planning.plan import Plan
     from quantkit.recipe import Recipe
+    from quantkit.recover.windows import RecoveryText
     from quantkit.spec import CalibrationSpec
 
 MIXED = "mixed"
@@ -105,11 +106,13 @@ def command(source: str, recipe_name: str | None, budget: str | None, out: Path 
         choice = _choose(source, recipe, budget, revision, quiet, alone=dry_run)
         recipe = choice.recipe
     if dry_run:
-        plan, facts = _plan(source, recipe, revision, quiet)
+        plan, facts, text = _plan(source, recipe, revision, quiet)
         _warn_of_no_effect(plan, spec)
         if as_json:
             known = facts.model_dump(mode="json") if facts else None
             print_json({"source": source, **plan.to_dict(), "calibration": known}
+                       | ({"recovery": {"windows": len(text.tokens), "held_out": text.held_out,
+                                        "sha256": text.sha256}} if text else {})
                        | ({"budget": choice.to_dict()} if choice else {}))
         else:
             click.echo(_layer_table(plan, each=layers))
@@ -117,6 +120,8 @@ def command(source: str, recipe_name: str | None, budget: str | None, out: Path 
             if choice:
                 _print_choice(choice)
             _print_calibration(plan, facts)
+            if text is not None:
+                _print_recovery(plan, text)
             _print_sums(plan)
             click.echo(f"{'next':<14}{again} --out OUT")
         return
@@ -179,10 +184,11 @@ def _choose(source: str, recipe: Recipe, text: str, revision: str | None, quiet:
 
 
 def _plan(source: str, recipe: Recipe, revision: str | None,
-          quiet: bool) -> tuple[Plan, CalibrationFacts | None]:
+          quiet: bool) -> tuple[Plan, CalibrationFacts | None, RecoveryText | None]:
     from quantkit.calibrate.prepare import prepare
     from quantkit.checkpoint.manifest import CalibrationFacts
     from quantkit.planning.plan import make_plan
+    from quantkit.recover.windows import recipe_text
     from quantkit.solve import ModelOrigin
 
     opened = ModelOrigin(source, revision, recipe).open()
@@ -190,7 +196,8 @@ def _plan(source: str, recipe: Recipe, revision: str | None,
         plan = make_plan(recipe, opened)
         with ProgressLine("calibration data", quiet=quiet) as progress:
             data = prepare(plan.calibration, opened, plan.widest_hessian, progress)
-            return plan, CalibrationFacts.of(plan.recipe.calibration, data)
+            text = recipe_text(plan.recipe, opened, data, progress)
+            return plan, CalibrationFacts.of(plan.recipe.calibration, data), text
     finally:
         opened.close()
 
@@ -214,8 +221,8 @@ def _layer_table(plan: Plan, each: bool) -> str:
 
 
 def _print_calibration(plan: Plan, facts: CalibrationFacts | None) -> None:
-    spec = plan.recipe.calibration
-    if facts is None and plan.calibrated and spec is not None:
+    spec = plan.calibration
+    if facts is None and spec is not None:
         windows = f"{spec.samples} windows of {spec.length} tokens, which the model writes first"
         click.echo(wrapped("calibration", windows))
     if facts is not None:
@@ -224,12 +231,21 @@ def _print_calibration(plan: Plan, facts: CalibrationFacts | None) -> None:
             click.echo(wrapped("", line))
 
 
+def _print_recovery(plan: Plan, text: RecoveryText) -> None:
+    assert plan.recipe.recover is not None
+    spec, (total, length) = plan.recipe.recover, text.tokens.shape
+    options = "".join(f", {name} {value}" for name, value in spec.options.items())
+    click.echo(wrapped("recovery", f"{spec.name}{options}: {total - text.held_out} training and "
+                                   f"{text.held_out} held-out windows of {length} tokens"))
+
+
 def _print_sums(plan: Plan) -> None:
     """What a dry run is run for, and so its end."""
     before = plan.other_bytes + sum(row.bytes_before for row in plan.rows)
+    kept = "stay as they are" if plan.recipe.recover is None else "aren't quantized"
     click.echo(wrapped("bits/weight", f"{plan.bits_per_weight:.2f} over {plan.linears} Linear layers"))
     click.echo(wrapped("size", f"{human_bytes(before)} → {human_bytes(plan.disk_bytes)}, of which "
-                               f"{human_bytes(plan.other_bytes)} stay as they are (embeddings, norms)"))
+                               f"{human_bytes(plan.other_bytes)} {kept} (embeddings, norms)"))
     click.echo(wrapped("peak memory", f"about {human_bytes(plan.peak_bytes)}"))
     click.echo(wrapped("disk needed", f"{human_bytes(plan.needed_disk_bytes)} while it runs, "
                                       f"{human_bytes(plan.disk_bytes)} when done"))

@@ -91,8 +91,8 @@ class Plan:
 
     @property
     def calibration(self) -> CalibrationSpec | None:
-        """What the run calibrates on; ``None`` if no method, transform or recovery needs any."""
-        return self.recipe.calibration if self.calibrated else None
+        """What layers are calibrated on; ``None`` if no method or transform needs any."""
+        return self.recipe.calibration if self.measured else None
 
     @property
     def widest_hessian(self) -> int:

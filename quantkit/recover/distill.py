@@ -28,7 +28,7 @@ class DistillOptions(MethodOptions):
     """Options of ``distill``.
 
     Attributes:
-        steps: of the optimizer; ``null``: as many as take every training window once.
+        steps: of the optimizer; ``null``: as many whole batches as there are training windows for.
         batch: windows of a step.
         lr: learning rate of scales, relative to their size; it falls to a twentieth as a cosine does.
         norm_lr: learning rate of norms and biases, relative to their size; 0 leaves them as they are.
@@ -52,9 +52,8 @@ def train(task: RecoveryTask, options: MethodOptions) -> dict[str, torch.Tensor]
     total = options.steps or max(1, task.windows // batch)
     trained = {name: parameter for name, parameter in task.parameters.items()
                if parameter.kind == "scale" or options.norm_lr > 0}
-    state = _begin(trained)
-    if (saved := task.saved()) is not None:
-        state = saved
+    saved = task.saved()
+    state = _begin(trained) if saved is None else saved
     for step in range(int(state[STEP]), total):
         task.tell(step, total)
         windows = [(step * batch + i) % task.windows for i in range(batch)]

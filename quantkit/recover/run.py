@@ -32,14 +32,14 @@ from quantkit.planning.phases import READING, RECOVERING
 from quantkit.planning.plan import Plan
 from quantkit.planning.recoveries import resolve
 from quantkit.plugins import registry, whose
-from quantkit.progress import Listener, Phases, ProgressEvent
+from quantkit.progress import Phases, ProgressEvent
 from quantkit.recover.base import Parameter, Values
 from quantkit.recover.divergence import Heads
 from quantkit.recover.replace import damaged, mend, replace, require_units
 from quantkit.recover.scaled import scale_of, with_scale
 from quantkit.recover.task import TARGETS, Task, targets
 from quantkit.recover.walk import NORM, SCALE, QuantizedWalk, original_states, parts_of
-from quantkit.recover.windows import RecoveryText, recovery_text
+from quantkit.recover.windows import RecoveryText
 from quantkit.solve import stored_weight
 from quantkit.sources.base import ModelSource
 
@@ -64,22 +64,19 @@ class RecoveryRun:
     Args:
         plan: of the run, whose recipe has a recovery.
         source: the model.
-        seen: the tokens that layers are calibrated on.
+        text: windows that it is trained and judged on.
         phases: of the run.
         units: how units are called.
         strict: a result that isn't kept is an error.
-
-    Raises:
-        CalibrationError: there is too little text.
     """
 
-    def __init__(self, plan: Plan, source: ModelSource, seen: torch.Tensor, phases: Phases, units: Units,
-                 strict: bool, listen: Listener) -> None:
-        assert plan.recipe.recover is not None and plan.calibration is not None
+    def __init__(self, plan: Plan, source: ModelSource, text: RecoveryText, phases: Phases, units: Units,
+                 strict: bool) -> None:
+        assert plan.recipe.recover is not None
         self._plan, self._source, self._phases, self._units = plan, source, phases, units
+        self.text = text
         self._spec, self._strict = plan.recipe.recover, strict
         self._recovery, self._options = resolve(self._spec)
-        self.text: RecoveryText = recovery_text(plan.calibration, self._spec.windows, seen, source, listen)
 
     def mend(self, writer: CheckpointWriter, config: ModelConfig) -> None:
         """Finish what an earlier attempt was stopped in. Raises CheckpointError for a damaged unit."""
@@ -221,7 +218,7 @@ class _Model:
         return result
 
     def replace(self, index: int | None, values: Values) -> None:
-        """Put the values into a layer's unit; ``None``: into that of what is behind the layers."""
+        """Put the values into a layer's unit; ``None``: into that of what comes after the layers."""
         unit = self._units.rest if index is None else self._units.layer.format(index)
         tensors, rows = self._writer.get(unit)
         changed: dict[str, torch.Tensor] = dict(tensors)

@@ -45,11 +45,12 @@ class Task:
 
     def saved(self) -> dict[str, torch.Tensor] | None:
         """See :class:`~quantkit.recover.base.RecoveryTask`."""
-        states = [self._store.get(key) for key in STATES if self._store.has(key)]
-        if not states:
+        numbers = {int(self._store.tensor(key, NUMBER)): key for key in STATES if self._store.has(key)}
+        if not numbers:
             return None
-        state = max(states, key=lambda state: int(state[NUMBER]))
-        self._number = int(state.pop(NUMBER))
+        self._number = max(numbers)
+        state = self._store.get(numbers[self._number])
+        del state[NUMBER]
         return {name.removeprefix("."): tensor for name, tensor in state.items()}
 
     def save(self, state: Values) -> None:

@@ -7,6 +7,7 @@ were chosen for that text: what would be learned there holds nowhere else.
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,11 +15,19 @@ from dataclasses import dataclass
 import torch
 
 from quantkit.calibrate.coverage import SHARED
-from quantkit.calibrate.data import RANDOM, SELF, load_calibration
+from quantkit.calibrate.data import (
+    RANDOM,
+    SELF,
+    CalibrationData,
+    check_length,
+    load_calibration,
+    own_calibration,
+)
 from quantkit.calibrate.windows import TooFewWindowsError
 from quantkit.errors import CalibrationError
 from quantkit.models.architecture import parse_config
 from quantkit.progress import Listener
+from quantkit.recipe import Recipe
 from quantkit.sources.base import ModelSource
 from quantkit.spec import CalibrationSpec
 from quantkit.text.tokenizer import Tokenizer
@@ -64,20 +73,24 @@ def recovery_text(spec: CalibrationSpec, windows: int, seen: torch.Tensor, sourc
     Args:
         spec: the calibration.
         windows: how many are wanted.
-        seen: what layers are calibrated on, int64 ``[samples, length]``.
+        seen: what layers are calibrated on, int64 ``[samples, length]``; none if they aren't.
         source: the model: its tokenizer and chat template.
         listen: told of downloads.
 
+    Warns:
+        UserWarning: windows share passages with a text that models are evaluated on.
+
     Raises:
-        CalibrationError: there is too little text.
+        CalibrationError: there is too little text, or its windows don't fit the model.
     """
-    config = source.config()
-    more = spec.model_copy(update={"samples": spec.samples + windows})
+    hf = source.config()
+    tokenizer, config = Tokenizer(source.side_files(), hf), parse_config(hf)
+    check_length(spec, config.max_position_embeddings)
+    more = spec.model_copy(update={"samples": len(seen) + windows})
     try:
-        data = load_calibration(more, Tokenizer(source.side_files(), config),
-                                parse_config(config).vocab_size, 0, listen)
+        data = load_calibration(more, tokenizer, config.vocab_size, 0, listen)
     except TooFewWindowsError as error:
-        raise _too_little(windows, error.why or error.what, error.windows - spec.samples) from None
+        raise _too_little(windows, error.why or error.what, error.windows - len(seen)) from None
     counts = Counter(gram for row in seen.tolist() for gram in _grams(row))
     fresh = [place for place, row in enumerate(data.tokens.tolist()) if _is_new(row, counts)][:windows]
     if len(fresh) < windows:
@@ -85,8 +98,31 @@ def recovery_text(spec: CalibrationSpec, windows: int, seen: torch.Tensor, sourc
         raise _too_little(windows, f"of {total} windows {len(fresh)} are new beside the {len(seen)} that "
                                    f"layers are calibrated on, the other {total - len(fresh)} repeat them",
                           len(fresh))
-    return RecoveryText(data.tokens[fresh], max(1, windows // HELD_OUT),
+    tokens = data.tokens[fresh]
+    coverage = own_calibration(spec, tokenizer, tokens, config.vocab_size, 0).coverage
+    for text in coverage.overlap_warnings("recovery"):
+        warnings.warn(text, stacklevel=2)
+    return RecoveryText(tokens, max(1, windows // HELD_OUT),
                         tuple(data.origins[place] for place in fresh))
+
+
+def recipe_text(recipe: Recipe, source: ModelSource, data: CalibrationData | None,
+                listen: Listener) -> RecoveryText | None:
+    """The text of a recipe's recovery; ``None`` if it has no recovery.
+
+    Args:
+        recipe: with its calibration filled in.
+        source: the model.
+        data: what layers are calibrated on, if they are.
+        listen: told of downloads.
+
+    Raises:
+        CalibrationError: see :func:`recovery_text`.
+    """
+    if recipe.recover is None or (spec := recipe.calibration) is None:
+        return None
+    seen = torch.zeros(0, spec.length, dtype=torch.int64) if data is None else data.tokens
+    return recovery_text(spec, recipe.recover.windows, seen, source, listen)
 
 
 def _grams(row: list[int]) -> set[tuple[int, ...]]:

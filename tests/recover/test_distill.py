@@ -45,7 +45,7 @@ def test_it_comes_to_the_best_values():
 
 def test_windows_are_taken_in_turn_once_by_default():
     task = Quadratic(windows=7)
-    RECOVERY.train(task, DistillOptions(batch=2))
+    RECOVERY.train(task, DistillOptions(batch=2))  # the seventh is in no whole batch
     assert task.asked == [[0, 1], [2, 3], [4, 5]] and task.told == [(0, 3), (1, 3), (2, 3)]
     task = Quadratic(windows=3)
     RECOVERY.train(task, DistillOptions(batch=8, steps=2))

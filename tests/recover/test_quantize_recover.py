@@ -12,6 +12,8 @@ from quantkit.calibrate.prepare import prepare
 from quantkit.checkpoint import durable
 from quantkit.checkpoint.manifest import Manifest
 from quantkit.checkpoint.verify import verify
+from quantkit.checkpoint.work import WorkStore
+from quantkit.checkpoint.writer import CheckpointWriter
 from quantkit.errors import (
     CalibrationError,
     CheckpointError,
@@ -29,6 +31,7 @@ from quantkit.quantize import quantize
 from quantkit.recipe import load_recipe
 from quantkit.recover import walk
 from quantkit.recover.base import Recovery
+from quantkit.recover.task import Task
 from quantkit.recover.windows import recovery_text
 from quantkit.sources.open import open_source
 from quantkit.spec import CalibrationSpec
@@ -85,6 +88,18 @@ def test_the_loss_falls_and_codes_stay(tmp_path, family, method, spec):
     assert "recovery" not in json.loads((plain.out / "quantkit.json").read_bytes())
     assert "recover" not in load_recipe("int4").snapshot()
     assert Manifest.from_bytes((result.out / "quantkit.json").read_bytes()).recovery == result.recovery
+
+
+def test_text_that_calibrates_nothing_is_no_calibration(tmp_path):
+    tiny, words = str(tiny_model(tmp_path / "tiny")), tmp_path / "words.txt"
+    for method, calibrated in (("rtn", False), ("gptq", True)):
+        result = quantize(tiny, recipe(tmp_path, method=method), tmp_path / method)
+        assert (result.calibration is not None) == calibrated
+        manifest = Manifest.from_bytes((result.out / "quantkit.json").read_bytes())
+        assert (manifest.calibration is not None) == calibrated
+    words.write_text(" ".join(f"word{i}" for i in range(300)))
+    spec = CalibrationSpec(text=str(words), samples=1000, length=32)  # of which none are needed
+    assert quantize(tiny, recipe(tmp_path), tmp_path / "out", calibration=spec).recovery.windows == 16
 
 
 def test_what_got_worse_is_not_kept(tmp_path):
@@ -297,6 +312,22 @@ def signed(task, options):
     return {name: start * (1 - 0.01 * gradients[name].sign()) for name, start in starts.items()}
 
 
+def test_of_two_states_the_newer_is_read_alone(tmp_path, monkeypatch):
+    with CheckpointWriter(tmp_path / "out", {}) as writer:
+        store = WorkStore(writer, "recover")
+        task = Task(None, {}, torch.zeros(2, 4), 1, store, lambda done, total: None)
+        assert task.saved() is None
+        for number in range(3):
+            task.save({"number": torch.tensor(number)})
+        reads = []
+        get = store.get
+        monkeypatch.setattr(store, "get", lambda key: (reads.append(key), get(key))[1])
+        again = Task(None, {}, torch.zeros(2, 4), 1, store, lambda done, total: None)
+        assert again.saved() == {"number": torch.tensor(2)} and len(reads) == 1
+        again.save({"number": torch.tensor(3)})
+        assert task.saved() == {"number": torch.tensor(3)}
+
+
 def test_a_stranger_trains_scales(tmp_path, stranger):
     stranger(signed)
     result = quantize(str(tiny_model(tmp_path / "tiny")), recipe(tmp_path, "{name: odd, windows: 16}"),
@@ -372,7 +403,7 @@ def test_a_window_that_overflows_is_named(tmp_path, monkeypatch, place):
 
     monkeypatch.setattr(walk, "require_finite_states", require)
     with pytest.raises(CalibrationError) as caught:
-        quantize(source.uri, recipe(tmp_path), tmp_path / "out")
+        quantize(source.uri, recipe(tmp_path, method="gptq"), tmp_path / "out")
     assert f"in recovery window {place} ({origin})" in caught.value.what
 
 

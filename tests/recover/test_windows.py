@@ -86,6 +86,22 @@ def test_chats_that_begin_alike_are_new_text(tmp_path, source, length):
     assert not [row for row in chosen.tokens.tolist() if tuple(row[-32:]) in known]
 
 
+def test_a_text_that_models_are_evaluated_on_is_warned_of(tmp_path, source):
+    from pydoc_data.topics import topics
+
+    path = tmp_path / "topics.txt"
+    path.write_text("\n".join(map(str, topics.values())))
+    spec = CalibrationSpec(text=str(path), samples=2, length=64)
+    with pytest.warns(UserWarning, match="8 recovery windows share up to"):
+        recovery_text(spec, 8, torch.zeros(0, 64, dtype=torch.int64), source, silent)
+
+
+def test_windows_fit_the_model(source):
+    spec = CalibrationSpec(samples=2, length=100_000)
+    with pytest.raises(CalibrationError, match="longer than the model's context"):
+        recovery_text(spec, 8, torch.zeros(0, 100_000, dtype=torch.int64), source, silent)
+
+
 def test_windows_that_were_seen_twice_are_not_new(source):
     spec = CalibrationSpec(samples=2, length=32)
     chosen = recovery_text(spec, 8, torch.zeros(0, 32, dtype=torch.int64), source, silent)
