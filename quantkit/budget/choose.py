@@ -17,7 +17,7 @@ from quantkit.errors import RecipeError, UsageError
 from quantkit.models.architecture import EMBEDDING, parse_config
 from quantkit.planning.layers import PlanRow
 from quantkit.planning.plan import Plan, candidate_rows, make_plan
-from quantkit.planning.recoveries import check as check_recovery
+from quantkit.planning.recovery_check import check as check_recovery
 from quantkit.plugins import registry
 from quantkit.progress import Listener, silent
 from quantkit.recipe import Candidate, Recipe

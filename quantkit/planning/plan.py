@@ -25,8 +25,8 @@ from quantkit.models.architecture import (
 from quantkit.models.loadable import check_loadable
 from quantkit.planning.layers import LayerRefusal, PlanRow, RowResolver, assign
 from quantkit.planning.peak_memory import peak_bytes, states_bytes, walks_bytes
-from quantkit.planning.recoveries import check as check_recovery
-from quantkit.planning.recovery import recovery_bytes, recovery_disk_bytes
+from quantkit.planning.recovery_check import check as check_recovery
+from quantkit.planning.recovery_memory import recovery_disk_bytes, recovery_memory_bytes
 from quantkit.plugins import registry
 from quantkit.recipe import Recipe, Rule
 from quantkit.sources.base import ModelSource
@@ -51,7 +51,7 @@ class Plan:
         walks_bytes: on disk while tokens get an importance, if they do.
         between_bytes: of the hidden states between two layers, if anything is calibrated.
         other: names of the other stored tensors, in order.
-        recovery_bytes: on disk while scales and norms are trained, if they are.
+        recovery_disk_bytes: on disk while scales and norms are trained, if they are.
     """
 
     recipe: Recipe
@@ -62,7 +62,7 @@ class Plan:
     walks_bytes: int = 0
     between_bytes: int = 0
     other: tuple[str, ...] = field(default=(), repr=False)
-    recovery_bytes: int = 0
+    recovery_disk_bytes: int = 0
 
     @property
     def bits_per_weight(self) -> float:
@@ -82,7 +82,7 @@ class Plan:
         """Free space that a run needs: for the walks that weigh tokens, or for finished layers, the
         checkpoint and the states between two layers, or what a recovery keeps."""
         between = max(0, self.between_bytes - STATES_IN_MEMORY)
-        return max(2 * self.disk_bytes + max(between, self.recovery_bytes), self.walks_bytes)
+        return max(2 * self.disk_bytes + max(between, self.recovery_disk_bytes), self.walks_bytes)
 
     @property
     def calibrated(self) -> bool:
@@ -196,7 +196,7 @@ def make_plan(recipe: Recipe, source: ModelSource) -> Plan:
     recovery = 0
     if recipe.recover is not None and recipe.calibration is not None:
         size = recipe.recover.windows, recipe.calibration.length
-        peak = max(peak, recovery_bytes(rows, config, infos, *size))
+        peak = max(peak, recovery_memory_bytes(rows, config, infos, *size))
         recovery = recovery_disk_bytes(rows, config, *size)
     return Plan(recipe, tuple(rows), other_bytes, peak, disk, walks, between, other, recovery)
 

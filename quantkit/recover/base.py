@@ -20,7 +20,7 @@ Values = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Parameter:
-    """A tensor that can be trained.
+    """A tensor that can be trained. Nothing may be written to it.
 
     Attributes:
         kind: ``scale`` (of a quantized Linear), ``norm`` or ``bias``.

@@ -20,7 +20,7 @@ SAVED_EVERY = 4
 """Steps between two states that a stopped run goes on from."""
 FLOOR = 0.05
 """Share of the learning rate that the last step has."""
-STEP, FIRST, SECOND, MOVED = "step", "first.{}", "second.{}", "moved.{}"
+STEP, FIRST, SECOND, DELTA = "step", "first.{}", "second.{}", "delta.{}"
 """In what is saved: the number of finished steps; Adam's moments; each parameter's ``d``."""
 
 
@@ -60,7 +60,7 @@ def train(task: RecoveryTask, options: MethodOptions) -> dict[str, torch.Tensor]
         _, gradients = task.gradient(_values(task, trained, state), windows)
         for name, parameter in trained.items():
             rate = options.lr if parameter.kind == "scale" else options.norm_lr
-            gradient = gradients[name] * _slope(parameter, state[MOVED.format(name)])
+            gradient = gradients[name] * _derivative(parameter, state[DELTA.format(name)])
             _adam(state, name, gradient, rate * _schedule(step, total, options), step, options)
         state[STEP] = torch.tensor(step + 1)
         if (step + 1) % SAVED_EVERY == 0:
@@ -69,7 +69,7 @@ def train(task: RecoveryTask, options: MethodOptions) -> dict[str, torch.Tensor]
 
 
 def _begin(trained: dict[str, Parameter]) -> dict[str, torch.Tensor]:
-    kinds = (FIRST, SECOND, MOVED)
+    kinds = (FIRST, SECOND, DELTA)
     return {STEP: torch.tensor(0)} | {kind.format(name): torch.zeros_like(parameter.start)
                                       for name, parameter in trained.items() for kind in kinds}
 
@@ -89,23 +89,23 @@ def _adam(state: dict[str, torch.Tensor], name: str, gradient: torch.Tensor, rat
     second.mul_(options.beta2).addcmul_(gradient, gradient, value=1 - options.beta2)
     mean = first / (1 - options.beta1 ** (step + 1))
     size = (second / (1 - options.beta2 ** (step + 1))).sqrt_().add_(1e-12)
-    state[MOVED.format(name)].sub_(mean.div_(size), alpha=rate)
+    state[DELTA.format(name)].sub_(mean.div_(size), alpha=rate)
 
 
-def _value(parameter: Parameter, moved: torch.Tensor) -> torch.Tensor:
+def _value(parameter: Parameter, delta: torch.Tensor) -> torch.Tensor:
     if parameter.kind == "scale":
-        return parameter.start * moved.exp()
-    return parameter.start + moved * parameter.unit
+        return parameter.start * delta.exp()
+    return parameter.start + delta * parameter.unit
 
 
-def _slope(parameter: Parameter, moved: torch.Tensor) -> torch.Tensor:
-    """The derivative of :func:`_value` by ``moved``."""
-    return parameter.start * moved.exp() if parameter.kind == "scale" else parameter.unit
+def _derivative(parameter: Parameter, delta: torch.Tensor) -> torch.Tensor:
+    """The derivative of :func:`_value` by ``delta``."""
+    return parameter.start * delta.exp() if parameter.kind == "scale" else parameter.unit
 
 
 def _values(task: RecoveryTask, trained: dict[str, Parameter],
             state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: _value(parameter, state[MOVED.format(name)]) if name in trained else parameter.start
+    return {name: _value(parameter, state[DELTA.format(name)]) if name in trained else parameter.start
             for name, parameter in task.parameters.items()}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -47,26 +48,29 @@ def divergence(heads: Heads, norm: RMSNorm, states: torch.Tensor, targets: torch
         NonFiniteError: a logit isn't finite.
     """
     rows = max(1, -(-BACKWARD_LOGITS // heads.original.shape[0]))
-    slopes, total = torch.zeros_like(states), 0.0
-    of_weight = None if weight is None else torch.zeros_like(weight)
+    gradients, total = torch.zeros_like(states), 0.0
+    weight_gradient = None if weight is None else torch.zeros_like(weight)
     for start in range(0, states.shape[0], rows):
         part = slice(start, start + rows)
         with torch.set_grad_enabled(weight is not None):
             entered = states[part].detach().requires_grad_(weight is not None)
             normed = norm(entered)
         logits = softcapped((normed.detach() @ heads.quantized.T).float(), heads.softcap)
-        wanted = F.log_softmax(softcapped((targets[part] @ heads.original.T).float(), heads.softcap), dim=-1)
-        chances = F.log_softmax(logits, dim=-1)
-        likely = wanted.exp()
-        here = float((wanted.sub_(chances).mul_(likely)).double().sum())
-        if here != here or here in (float("inf"), -float("inf")):
+        target_logits = softcapped((targets[part] @ heads.original.T).float(), heads.softcap)
+        target_log_probs = F.log_softmax(target_logits, dim=-1)
+        del target_logits
+        log_probs = F.log_softmax(logits, dim=-1)
+        target_probs = target_log_probs.exp()
+        loss = float((target_log_probs.sub_(log_probs).mul_(target_probs)).double().sum())
+        if not math.isfinite(loss):
             raise NonFiniteError("the model's output is NaN or infinite")
-        total += here
-        if weight is None or of_weight is None:
+        total += loss
+        if weight is None or weight_gradient is None:
             continue
-        slope = chances.exp_().sub_(likely).div_(count)
+        logit_gradient = log_probs.exp_().sub_(target_probs).div_(count)
         if heads.softcap is not None:
-            slope *= 1 - (logits / heads.softcap).square()
-        slopes[part], more = torch.autograd.grad(normed, (entered, weight), slope @ heads.quantized)
-        of_weight += more
-    return total / count, slopes, of_weight
+            logit_gradient *= 1 - (logits / heads.softcap).square()
+        gradients[part], more = torch.autograd.grad(normed, (entered, weight),
+                                                    logit_gradient @ heads.quantized)
+        weight_gradient += more
+    return total / count, gradients, weight_gradient

@@ -30,7 +30,7 @@ from quantkit.ops.finite import squares
 from quantkit.ops.hadamard import apply_hadamard, undo_hadamard
 from quantkit.planning.phases import READING, RECOVERING
 from quantkit.planning.plan import Plan
-from quantkit.planning.recoveries import resolve
+from quantkit.planning.recovery_check import resolve
 from quantkit.plugins import registry, whose
 from quantkit.progress import Phases, ProgressEvent
 from quantkit.recover.base import Parameter, Values
@@ -144,24 +144,24 @@ class RecoveryRun:
         starts = {name: parameter.start for name, parameter in parameters.items()}
         walk = QuantizedWalk(model.config, model.weights, model.packed, starts, model.table(), model.heads(),
                              spill)
-        judges = range(len(tokens) - count, len(tokens))
+        held_out = range(len(tokens) - count, len(tokens))
 
-        def judged(values: Values) -> float:
+        def held_out_loss(values: Values) -> float:
             try:
-                return walk.loss(values, tokens[list(judges)], targets(store, judges, batch))
+                return walk.loss(values, tokens[list(held_out)], targets(store, held_out, batch))
             except NonFiniteError as error:
-                raise error if error.sample is None else error.in_window(judges[error.sample]) from error
+                raise error if error.sample is None else error.in_window(held_out[error.sample]) from error
 
         task = Task(walk, parameters, tokens[:-count], batch, store, lambda done, total: tell(
             ProgressEvent(done, total, "scales and norms")))
         task.tell(0, 1)
-        before = judged(starts)
+        before = held_out_loss(starts)
         try:
             trained: object = self._recovery.train(task, self._options)
             _require_unchanged(self._spec.name, parameters, model.parameters())
             values = model.rounded(starts | _checked(self._spec.name, trained, parameters))
-            after = judged(values)
-        except NonFiniteError:  # the quantized model itself was judged before
+            after = held_out_loss(values)
+        except NonFiniteError:  # the loss of the quantized model itself is finite
             values, after = starts, math.nan
         store.put(RESULT, {LOSSES: torch.tensor([before, after], dtype=torch.float64)} | dict(values))
 

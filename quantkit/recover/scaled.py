@@ -69,9 +69,9 @@ class ScaledWeight:
         weight = stored.view(self._stored.shape)
         return undo_hadamard(weight) if self._rotated else weight
 
-    def gradient(self, slope: torch.Tensor) -> torch.Tensor:
+    def gradient(self, weight_gradient: torch.Tensor) -> torch.Tensor:
         """The gradient of the scales, on the CPU, from that of the weight ``[out, in]``."""
         if self._rotated:
-            slope = apply_hadamard(slope)
-        products = (slope * self._stored).view(*self._start.shape, -1).sum(-1)
+            weight_gradient = apply_hadamard(weight_gradient)
+        products = (weight_gradient * self._stored).view(*self._start.shape, -1).sum(-1)
         return torch.where(self._start == 0, torch.zeros_like(products), products / self._start).cpu()

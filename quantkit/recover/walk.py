@@ -90,14 +90,15 @@ class QuantizedWalk:
         with torch.set_grad_enabled(wanted):
             norm = RMSNorm(NORM, self._config.hidden_size, self._config,
                            self._weights.with_changed({name: leaf}))
-        for i, want in zip(parts, targets.split(batch), strict=True):
+        for i, target in zip(parts, targets.split(batch), strict=True):
             x = self._spill.take(_key(layers, i)).to(self._weights.device)
-            here, slope, of_norm = divergence(self._heads, norm, x.flatten(0, 1), want.to(x).flatten(0, 1),
-                                              tokens.numel(), leaf if wanted else None)
-            loss += here
-            if gradients is not None and of_norm is not None:
-                self._spill.put(_slope(layers, i), slope.view(x.shape))
-                _add(gradients, name, of_norm.cpu())
+            part, gradient, norm_gradient = divergence(
+                self._heads, norm, x.flatten(0, 1), target.to(x).flatten(0, 1), tokens.numel(),
+                leaf if wanted else None)
+            loss += part
+            if gradients is not None and norm_gradient is not None:
+                self._spill.put(_gradient_key(layers, i), gradient.view(x.shape))
+                _add(gradients, name, norm_gradient.cpu())
         return loss
 
     def _backward(self, index: int, values: Values, tokens: torch.Tensor,
@@ -108,20 +109,20 @@ class QuantizedWalk:
             layer = DecoderLayer(self._config, index, self._with_values(index, values, leaves, scaled))
         for i in range(-(-tokens.shape[0] // self._batch(tokens))):
             x = self._spill.take(_key(index, i)).to(self._weights.device)
-            slope = self._spill.take(_slope(index + 1, i)).to(self._weights.device)
+            gradient = self._spill.take(_gradient_key(index + 1, i)).to(self._weights.device)
             with torch.enable_grad():
                 x = x.detach().requires_grad_(True)
                 y = layer(x, self._positions(x), None)
-            entered, *slopes = torch.autograd.grad(y, [x, *leaves.values()], slope)
+            entered, *more = torch.autograd.grad(y, [x, *leaves.values()], gradient)
             if index:
-                self._spill.put(_slope(index, i), entered)
-            for name, more in zip(leaves, slopes, strict=True):
+                self._spill.put(_gradient_key(index, i), entered)
+            for name, gradient in zip(leaves, more, strict=True):
                 linear = name.removesuffix(".weight")
                 if linear in scaled:
-                    _add(gradients, linear + SCALE, scaled[linear].gradient(more))
+                    _add(gradients, linear + SCALE, scaled[linear].gradient(gradient))
                 else:
-                    _add(gradients, name, more.cpu())
-            del slopes
+                    _add(gradients, name, gradient.cpu())
+            del more, gradient
 
     def _with_values(self, index: int, values: Values, leaves: dict[str, torch.Tensor],
                      scaled: dict[str, ScaledWeight]) -> Weights:
@@ -193,5 +194,5 @@ def _key(layer: int, batch: int) -> str:
     return f"{layer}.{batch}"
 
 
-def _slope(layer: int, batch: int) -> str:
-    return f"slope-{layer}.{batch}"
+def _gradient_key(layer: int, batch: int) -> str:
+    return f"gradient-{layer}.{batch}"

@@ -48,10 +48,10 @@ class SampleTask:
             raise _Interruption
         self.gradients += 1
         noise = torch.Generator().manual_seed(sum(1 << window for window in windows))
-        slopes = {name: 2 * off / self.parameters[name].unit.clamp(min=1e-3)
+        gradients = {name: 2 * off / self.parameters[name].unit.clamp(min=1e-3)
                   for name, off in self._off(values).items()}
-        return self.loss(values), {name: slope * (1 + 0.1 * torch.randn(slope.shape, generator=noise))
-                                   for name, slope in slopes.items()}
+        return self.loss(values), {name: gradient * (1 + 0.1 * torch.randn(gradient.shape, generator=noise))
+                                   for name, gradient in gradients.items()}
 
     def saved(self) -> dict[str, torch.Tensor] | None:
         """See :class:`~quantkit.recover.base.RecoveryTask`."""

@@ -74,9 +74,9 @@ class Model:
         changed |= {name: leaf for name, leaf in leaves.items() if not name.endswith(SCALE)}
         quantized = CausalLM(self.config, Weights(changed.__getitem__, changed.__contains__, torch.float64))
         with torch.no_grad():
-            wanted = F.log_softmax(original(TOKENS), dim=-1)
-        chances = F.log_softmax(quantized(TOKENS), dim=-1)
-        loss = F.kl_div(chances, wanted, log_target=True, reduction="sum") / TOKENS.numel()
+            target_log_probs = F.log_softmax(original(TOKENS), dim=-1)
+        log_probs = F.log_softmax(quantized(TOKENS), dim=-1)
+        loss = F.kl_div(log_probs, target_log_probs, log_target=True, reduction="sum") / TOKENS.numel()
         loss.backward()
         return float(loss.detach()), {name: leaf.grad for name, leaf in leaves.items()}
 
@@ -89,13 +89,13 @@ def test_loss_and_gradient_are_those_of_the_whole_model(tmp_path, family, spec):
     values = {name: start * (1 + 0.1 * torch.randn(start.shape, generator=random))
               for name, start in model.starts.items()}
     loss, gradients = model.walk().gradient(values, TOKENS, model.targets)
-    expected, slopes = model.expected(values)
+    expected, wanted = model.expected(values)
     assert loss == pytest.approx(expected, rel=1e-4)
     assert model.walk().loss(values, TOKENS, model.targets) == pytest.approx(expected, rel=1e-4)
-    assert gradients.keys() == slopes.keys() == values.keys()
-    size = max(float(slope.norm()) for slope in slopes.values())
-    for name, slope in slopes.items():
-        assert float((gradients[name] - slope).norm()) <= 1e-3 * float(slope.norm()) + 1e-5 * size, name
+    assert gradients.keys() == wanted.keys() == values.keys()
+    size = max(float(gradient.norm()) for gradient in wanted.values())
+    for name, gradient in wanted.items():
+        assert float((gradients[name] - gradient).norm()) <= 1e-3 * float(gradient.norm()) + 1e-5 * size, name
 
 
 def test_the_original_is_at_no_distance_from_itself(tmp_path):

@@ -92,7 +92,7 @@ def test_a_text_that_models_are_evaluated_on_is_warned_of(tmp_path, source):
     path = tmp_path / "topics.txt"
     path.write_text("\n".join(map(str, topics.values())))
     spec = CalibrationSpec(text=str(path), samples=2, length=64)
-    with pytest.warns(UserWarning, match="8 recovery windows share up to"):
+    with pytest.warns(UserWarning, match="recovery windows share up to 100%"):
         recovery_text(spec, 8, torch.zeros(0, 64, dtype=torch.int64), source, silent)
 
 

@@ -20,7 +20,7 @@ COPIES = 8
 being made."""
 
 
-def recovery_bytes(rows: Sequence[PlanRow], config: ModelConfig, infos: Mapping[str, TensorInfo],
+def recovery_memory_bytes(rows: Sequence[PlanRow], config: ModelConfig, infos: Mapping[str, TensorInfo],
                    windows: int, length: int) -> int:
     """The peak of resident memory.
 
