@@ -196,7 +196,7 @@ def _plan(source: str, recipe: Recipe, revision: str | None,
         plan = make_plan(recipe, opened)
         with ProgressLine("calibration data", quiet=quiet) as progress:
             data = prepare(plan.calibration, opened, plan.widest_hessian, progress)
-            text = recipe_text(plan.recipe, opened, data, progress)
+            text = recipe_text(plan.recipe.recover, plan.recipe.calibration, opened, data, progress)
             return plan, CalibrationFacts.of(plan.recipe.calibration, data), text
     finally:
         opened.close()

@@ -27,9 +27,8 @@ from quantkit.calibrate.windows import TooFewWindowsError
 from quantkit.errors import CalibrationError
 from quantkit.models.architecture import parse_config
 from quantkit.progress import Listener
-from quantkit.recipe import Recipe
 from quantkit.sources.base import ModelSource
-from quantkit.spec import CalibrationSpec
+from quantkit.spec import CalibrationSpec, RecoverySpec
 from quantkit.text.tokenizer import Tokenizer
 
 HELD_OUT = 8
@@ -106,12 +105,13 @@ def recovery_text(spec: CalibrationSpec, windows: int, seen: torch.Tensor, sourc
                         tuple(data.origins[place] for place in fresh))
 
 
-def recipe_text(recipe: Recipe, source: ModelSource, data: CalibrationData | None,
-                listen: Listener) -> RecoveryText | None:
-    """The text of a recipe's recovery; ``None`` if it has no recovery.
+def recipe_text(recover: RecoverySpec | None, spec: CalibrationSpec | None, source: ModelSource,
+                data: CalibrationData | None, listen: Listener) -> RecoveryText | None:
+    """The text of a plan's recovery; ``None`` if it has no recovery.
 
     Args:
-        recipe: with its calibration filled in.
+        recover: of the plan's recipe.
+        spec: its calibration.
         source: the model.
         data: what layers are calibrated on, if they are.
         listen: told of downloads.
@@ -119,10 +119,10 @@ def recipe_text(recipe: Recipe, source: ModelSource, data: CalibrationData | Non
     Raises:
         CalibrationError: see :func:`recovery_text`.
     """
-    if recipe.recover is None or (spec := recipe.calibration) is None:
+    if recover is None or spec is None:
         return None
     seen = torch.zeros(0, spec.length, dtype=torch.int64) if data is None else data.tokens
-    return recovery_text(spec, recipe.recover.windows, seen, source, listen)
+    return recovery_text(spec, recover.windows, seen, source, listen)
 
 
 def _grams(row: list[int]) -> set[tuple[int, ...]]:

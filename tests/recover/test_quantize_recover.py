@@ -8,31 +8,16 @@ from dataclasses import replace as replaced
 import pytest
 import torch
 
-from quantkit.calibrate.prepare import prepare
 from quantkit.checkpoint import durable
 from quantkit.checkpoint.manifest import Manifest
 from quantkit.checkpoint.verify import verify
-from quantkit.checkpoint.work import WorkStore
-from quantkit.checkpoint.writer import CheckpointWriter
-from quantkit.errors import (
-    CalibrationError,
-    CheckpointError,
-    PluginError,
-    QuantkitError,
-    RecipeError,
-    Stopped,
-    UsageError,
-)
+from quantkit.errors import CheckpointError, PluginError, QuantkitError, RecipeError, Stopped, UsageError
 from quantkit.hookspecs import hookimpl
 from quantkit.planning.plan import make_plan
 from quantkit.plugins import current, registry
-from quantkit.progress import silent
 from quantkit.quantize import quantize
 from quantkit.recipe import load_recipe
-from quantkit.recover import walk
 from quantkit.recover.base import Recovery
-from quantkit.recover.task import Task
-from quantkit.recover.windows import recovery_text
 from quantkit.sources.open import open_source
 from quantkit.spec import CalibrationSpec
 from quantkit.testing import tiny_model
@@ -312,22 +297,6 @@ def signed(task, options):
     return {name: start * (1 - 0.01 * gradients[name].sign()) for name, start in starts.items()}
 
 
-def test_of_two_states_the_newer_is_read_alone(tmp_path, monkeypatch):
-    with CheckpointWriter(tmp_path / "out", {}) as writer:
-        store = WorkStore(writer, "recover")
-        task = Task(None, {}, torch.zeros(2, 4), 1, store, lambda done, total: None)
-        assert task.saved() is None
-        for number in range(3):
-            task.save({"number": torch.tensor(number)})
-        reads = []
-        get = store.get
-        monkeypatch.setattr(store, "get", lambda key: (reads.append(key), get(key))[1])
-        again = Task(None, {}, torch.zeros(2, 4), 1, store, lambda done, total: None)
-        assert again.saved() == {"number": torch.tensor(2)} and len(reads) == 1
-        again.save({"number": torch.tensor(3)})
-        assert task.saved() == {"number": torch.tensor(3)}
-
-
 def test_a_stranger_trains_scales(tmp_path, stranger):
     stranger(signed)
     result = quantize(str(tiny_model(tmp_path / "tiny")), recipe(tmp_path, "{name: odd, windows: 16}"),
@@ -384,27 +353,6 @@ def test_a_quantized_embedding_and_head_stay(tmp_path):
 
 def test_a_recovery_is_a_recovery():
     assert isinstance(registry("recoveries").get("distill"), Recovery)
-
-
-@pytest.mark.parametrize("place", [0, 15])
-def test_a_window_that_overflows_is_named(tmp_path, monkeypatch, place):
-    """A training window by the original, a held-out window by the quantized model."""
-    source = open_source(str(tiny_model(tmp_path / "tiny")))
-    spec = CalibrationSpec(samples=4, length=32)
-    origin = recovery_text(spec, 16, prepare(spec, source, 0).tokens, source, silent).origins[place]
-    real = walk.require_finite_states
-
-    def require(states, first, what, layer):
-        states = states.clone()
-        held_out = len(states) == 2
-        if first <= place < first + len(states) or (held_out and place == 15):
-            states[1 if held_out else place - first, 0, 0] = torch.nan
-        real(states, first, what, layer)
-
-    monkeypatch.setattr(walk, "require_finite_states", require)
-    with pytest.raises(CalibrationError) as caught:
-        quantize(source.uri, recipe(tmp_path, method="gptq"), tmp_path / "out")
-    assert f"in recovery window {place} ({origin})" in caught.value.what
 
 
 def test_a_run_that_an_earlier_version_began_goes_on(tmp_path, killed):

@@ -12,9 +12,12 @@ import torch
 from quantkit.calibrate.prepare import prepare
 from quantkit.errors import CalibrationError
 from quantkit.progress import silent
+from quantkit.quantize import quantize
+from quantkit.recipe import Recipe, Rule
+from quantkit.recover import walk
 from quantkit.recover.windows import recovery_text, refuses_text
 from quantkit.sources.open import open_source
-from quantkit.spec import CalibrationSpec
+from quantkit.spec import CalibrationSpec, Granularity, QuantSpec, RecoverySpec
 from quantkit.testing import tiny_model
 
 
@@ -114,3 +117,27 @@ def test_which_texts_are_refused():
     assert refuses_text(CalibrationSpec()) is None
     assert "random" in refuses_text(CalibrationSpec(text="random"))
     assert "writes" in refuses_text(CalibrationSpec(text="self"))
+
+
+@pytest.mark.parametrize("place", [0, 15])
+def test_a_window_that_overflows_is_named(tmp_path, monkeypatch, place):
+    """A training window by the original, a held-out window by the quantized model."""
+    source = open_source(str(tiny_model(tmp_path / "tiny")))
+    spec = CalibrationSpec(samples=4, length=32)
+    origin = recovery_text(spec, 16, prepare(spec, source, 0).tokens, source, silent).origins[place]
+    int2 = QuantSpec(bits=2, symmetric=False, granularity=Granularity(strategy="group", size=16))
+    recipe = Recipe(name="r", calibration=spec, recover=RecoverySpec(name="distill", windows=16), rules=(
+        Rule(match="lm_head", optional=True), Rule(match="*", method="gptq", spec=int2)))
+    real = walk.require_finite_states
+
+    def require(states, first, what, layer):
+        states = states.clone()
+        held_out = len(states) == 2
+        if first <= place < first + len(states) or (held_out and place == 15):
+            states[1 if held_out else place - first, 0, 0] = torch.nan
+        real(states, first, what, layer)
+
+    monkeypatch.setattr(walk, "require_finite_states", require)
+    with pytest.raises(CalibrationError) as caught:
+        quantize(source.uri, recipe, tmp_path / "out")
+    assert f"in recovery window {place} ({origin})" in caught.value.what
