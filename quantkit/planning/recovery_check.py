@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pydantic import ValidationError
-
-from quantkit.errors import RecipeError, did_you_mean
+from quantkit.errors import RecipeError
 from quantkit.methods.base import MethodOptions
+from quantkit.methods.options import checked_options
 from quantkit.models.config import ModelConfig
 from quantkit.planning.layers import PlanRow
 from quantkit.plugins import registry
@@ -22,15 +21,7 @@ from quantkit.transforms.apply import resolve as resolve_transforms
 def resolve(spec: RecoverySpec) -> tuple[Recovery, MethodOptions]:
     """The recovery with its options. Raises UsageError for an unknown one, RecipeError for options."""
     recovery: Recovery = registry("recoveries").get(spec.name)
-    try:
-        return recovery, recovery.options.model_validate(spec.options)
-    except ValidationError as error:
-        fault = error.errors(include_url=False)[0]
-        key = ".".join(map(str, fault["loc"]))
-        extra = fault["type"] == "extra_forbidden"
-        why = did_you_mean(key, recovery.options.model_fields) if extra else fault["msg"]
-        raise RecipeError(f"recovery {spec.name} can't take option {key!r}", why=why,
-                          next="quantkit plugins list") from None
+    return recovery, checked_options(f"recovery {spec.name}", recovery.options, spec.options)
 
 
 def check(recipe: Recipe, rows: Sequence[PlanRow], config: ModelConfig) -> None:

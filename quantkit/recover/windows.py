@@ -32,7 +32,7 @@ from quantkit.spec import CalibrationSpec, RecoverySpec
 from quantkit.text.tokenizer import Tokenizer
 
 HELD_OUT = 8
-"""One window of so many is held out: the last ones."""
+"""Of every eight windows one is held out; those are the last."""
 _GRAM = 8
 
 

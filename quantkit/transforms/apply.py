@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from pydantic import ValidationError
-
-from quantkit.errors import PluginError, RecipeError, did_you_mean
+from quantkit.errors import PluginError, RecipeError
 from quantkit.methods.base import MethodOptions
+from quantkit.methods.options import checked_options
 from quantkit.models.architecture import parse_config
 from quantkit.models.config import ModelConfig
 from quantkit.plugins import is_builtin, registry, whose
@@ -27,15 +26,8 @@ def resolve(specs: Iterable[TransformSpec]) -> list[tuple[Transform, MethodOptio
             raise PluginError(f"{whose('transforms', spec.name)} changes layers and needs no statistics",
                               why="layers are changed once their inputs are measured",
                               next='declare what it is measured for: needs=frozenset({"largest"})')
-        try:
-            resolved.append((transform, transform.options.model_validate(spec.options)))
-        except ValidationError as error:
-            fault = error.errors(include_url=False)[0]
-            key = ".".join(map(str, fault["loc"]))
-            extra = fault["type"] == "extra_forbidden"
-            why = did_you_mean(key, transform.options.model_fields) if extra else fault["msg"]
-            raise RecipeError(f"transform {spec.name} can't take option {key!r}", why=why,
-                              next="quantkit plugins list") from None
+        options = checked_options(f"transform {spec.name}", transform.options, spec.options)
+        resolved.append((transform, options))
     return resolved
 
 

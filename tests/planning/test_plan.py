@@ -7,77 +7,33 @@ import torch
 
 from quantkit.errors import RecipeError, SourceError, UnsupportedModelError, UsageError
 from quantkit.methods.base import LayerStats, Method, MethodOptions
-from quantkit.planning.peak_memory import RUNTIME_BYTES, STATES_IN_MEMORY
 from quantkit.planning.plan import make_plan
 from quantkit.plugins import registry
 from quantkit.recipe import Recipe, load_recipe
 from quantkit.sources.base import TensorInfo
 from quantkit.spec import CalibrationSpec
-from quantkit.testing import tiny_tokenizer
-
-HIDDEN, INTER, VOCAB, LAYERS = 64, 96, 80, 3
-CHANNEL8 = {"bits": 8, "granularity": {"strategy": "channel"}}
-GROUP4 = {"bits": 4, "granularity": {"strategy": "group", "size": 32}}
-NF4 = {"kind": "nf", "bits": 4, "granularity": {"strategy": "block", "size": 64}, "scale_dtype": "float32"}
-HEAD = {"match": "lm_head"}
-TOKENIZER = tiny_tokenizer().to_str().encode()
-
-
-class Source:
-    """Shapes only: a plan reads no weight, and this one has none to give."""
-
-    uri = "tiny"
-
-    def __init__(self, tied: bool = False, dtype: torch.dtype = torch.bfloat16) -> None:
-        self.dtype, self.changed, self.settings = dtype, {}, {}
-        self.tied = tied
-
-    def config(self):
-        return {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": VOCAB,
-                "hidden_size": HIDDEN, "intermediate_size": INTER, "num_hidden_layers": LAYERS,
-                "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_act": "silu",
-                "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "max_position_embeddings": 128,
-                "tie_word_embeddings": self.tied, "torch_dtype": "bfloat16"} | self.settings
-
-    def tensors(self):
-        shapes = {"model.embed_tokens.weight": (VOCAB, HIDDEN), "model.norm.weight": (HIDDEN,),
-                  "lm_head.weight": (VOCAB, HIDDEN)}
-        for layer in range(LAYERS):
-            p = f"model.layers.{layer}."
-            shapes |= {f"{p}input_layernorm.weight": (HIDDEN,),
-                       f"{p}post_attention_layernorm.weight": (HIDDEN,),
-                       f"{p}self_attn.q_proj.weight": (HIDDEN, HIDDEN),
-                       f"{p}self_attn.k_proj.weight": (HIDDEN // 2, HIDDEN),
-                       f"{p}self_attn.v_proj.weight": (HIDDEN // 2, HIDDEN),
-                       f"{p}self_attn.o_proj.weight": (HIDDEN, HIDDEN),
-                       f"{p}mlp.gate_proj.weight": (INTER, HIDDEN), f"{p}mlp.up_proj.weight": (INTER, HIDDEN),
-                       f"{p}mlp.down_proj.weight": (HIDDEN, INTER)}
-        infos = {name: TensorInfo(name, shape, self.dtype) for name, shape in shapes.items()}
-        infos |= self.changed
-        return {name: info for name, info in infos.items() if info is not None}
-
-    def tensor(self, name):
-        raise AssertionError("a plan reads no weight")
-
-    def side_files(self):
-        return {"tokenizer.json": TOKENIZER}
-
-
-def recipe(*rules: dict, **more) -> Recipe:
-    return Recipe.model_validate({"name": "mine", "rules": list(rules), **more})
-
-
-def every(method: str | None = "rtn", spec: dict | None = None, **more) -> dict:
-    return {"match": "*", "method": method, "spec": spec or CHANNEL8, **more}
+from tests.support import shapes
+from tests.support.shapes import (
+    CHANNEL8,
+    GROUP4,
+    HEAD,
+    HIDDEN,
+    INTER,
+    LAYERS,
+    NF4,
+    PER_LAYER,
+    TOKENIZER,
+    VOCAB,
+    Source,
+    every,
+    recipe,
+)
 
 
 def refused(rules: Recipe, source: Source | None = None) -> RecipeError:
     with pytest.raises(RecipeError) as caught:
         make_plan(rules, source or Source())
     return caught.value
-
-
-PER_LAYER = 2 * HIDDEN * HIDDEN + 2 * HIDDEN * HIDDEN // 2 + 3 * HIDDEN * INTER
 
 
 def test_bytes_by_hand():
@@ -132,7 +88,7 @@ def test_tied_embeddings_have_no_head_and_are_counted_once():
              "nf4-nested"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_every_shipped_recipe_plans(monkeypatch, name, tied):
-    monkeypatch.setitem(globals(), "INTER", 128)  # groups of 64
+    monkeypatch.setattr(shapes, "INTER", 128)  # groups of 64
     plan = make_plan(load_recipe(name), Source(tied=tied))
     low = {"int8": 8, "int8-gptq": 8, "int5-asym": 5, "int3": 3, "int2": 2}.get(name, 4)
     tables = 6 if name == "nf4-nested" else 1.5  # its 1 KiB of codebook weighs on layers this small
@@ -239,19 +195,6 @@ def test_an_embedding_that_is_the_head_may_be_calibrated():
     assert plan.calibrated and plan.rows[0].shares == "lm_head"
 
 
-def test_the_head_is_solved_in_parts_that_bound_the_peak(monkeypatch):
-    monkeypatch.setitem(globals(), "VOCAB", 1 << 20)
-    monkeypatch.setitem(globals(), "HIDDEN", 1024)
-    text = {"samples": 1, "length": 8, "importance": "equal"}
-    plan = make_plan(recipe({"match": "lm_head", "method": "gptq", "spec": GROUP4}, {"match": "*"},
-                            calibration=text), Source())
-    table, stored = (1 << 30) * 2, plan.rows[-1].bytes_after
-    solving = table + stored + (1 << 30) + 12 * (1 << 26) + 4 * 1024**2 + 8 * ((1 << 16) + 1024) * 1024
-    states = 8 * 1024 * 4
-    assert plan.peak_bytes == RUNTIME_BYTES + states + max(solving, table + stored + 4 * 1024)
-    assert plan.peak_bytes < 4 * (1 << 30) * 2, "float32 and two copies of it"
-
-
 @pytest.mark.parametrize("rules", [[every()], [HEAD, every()], [every(None, {}) | {"spec": None}]])
 def test_tensors_that_could_not_be_loaded(rules):
     source = Source()
@@ -318,62 +261,6 @@ def test_calibration_is_filled_in_only_when_needed():
     assert plan.recipe.calibration == CalibrationSpec() and plan.calibrated
     own = make_plan(recipe(HEAD, every("gptq", GROUP4), calibration={"samples": 2}), Source())
     assert own.recipe.calibration.samples == 2
-
-
-def test_predicted_peak_by_hand():
-    free = make_plan(recipe({"match": "lm_head"}, every()), Source())
-    packed = sum(r.bytes_after for r in free.rows if r.layer == 0)
-    assert free.peak_bytes == RUNTIME_BYTES + max(11 * HIDDEN * INTER, 2 * VOCAB * HIDDEN) + packed
-    text = {"samples": 4, "length": 16, "importance": "equal"}
-    rules = [{"match": "lm_head"}, every("gptq", GROUP4)]
-    solved = make_plan(recipe(*rules, calibration=text), Source())
-    packed = sum(r.bytes_after for r in solved.rows if r.layer == 0)
-    shared = max(4 * INTER ** 2, 2 * 4 * HIDDEN ** 2)  # the widest stage's; of the last one without drift
-    states = 2 * 4 * 16 * (HIDDEN + INTER) * 4  # and the original model's
-    down = 2 * 4 * INTER ** 2 + (9 + 32) * HIDDEN * INTER + packed
-    before = packed - next(r.bytes_after for r in solved.rows if r.name.endswith("down_proj"))
-    # gate and up, together, beside the weights of down: of their input a Hessian, the drift and two copies;
-    # of each weight the original too
-    both = (2 * 8 + 2 * 4) * HIDDEN ** 2 + 2 * (4 + 9 + 32) * HIDDEN * INTER + before + 4 * HIDDEN * INTER
-    run = 4 * PER_LAYER + 4 * 64 * (6 * HIDDEN + 4 * INTER)
-    assert solved.peak_bytes == RUNTIME_BYTES + states + max(
-        down, both, run + shared)
-    assert not free.calibrated and solved.needed_disk_bytes == 2 * solved.disk_bytes
-    weighed = make_plan(recipe(*rules, calibration={**text, "importance": "gradient"}), Source())
-    assert weighed.between_bytes == states
-    assert weighed.walks_bytes == (LAYERS + 2) * 4 * 16 * HIDDEN * 4 + 4 * 4 * 16 * (7 * LAYERS + 1)
-    kept = 10 * HIDDEN + 4 * INTER + 3 * 4 * 16
-    backward = max(4 * PER_LAYER + 4 * kept * 64, 4 * VOCAB * HIDDEN + 24 * VOCAB * 64)
-    weights = 4 * 4 * 16 * 7 * LAYERS
-    assert weighed.peak_bytes == RUNTIME_BYTES + weights + max(
-        states + max(down, both, run + shared), backward)
-
-
-@pytest.mark.parametrize(("options", "text", "drift"), [
-    ({}, {}, True),
-    ({"drift": 0.25}, {}, True),
-    ({"drift": 0}, {}, False),
-    ({}, {"text": "random"}, False),  # of tokens that are no text it says nothing
-], ids=["default", "a quarter", "none", "random"])
-def test_the_original_models_states_are_kept_where_drift_is_made_up_for(options, text, drift):
-    rules = [{"match": "lm_head"}, {**every("gptq", GROUP4), "options": options}]
-    calibration = {"samples": 2, "length": 16, **text}
-    assert make_plan(recipe(*rules, calibration=calibration), Source()).drift == drift
-
-
-def test_nothing_drifts_that_is_rounded_or_is_the_head():
-    head = {"match": "lm_head", "method": "gptq", "spec": GROUP4}
-    plan = make_plan(recipe(head, every(), calibration={"samples": 2, "length": 16}), Source())
-    assert plan.calibrated and not plan.drift
-
-
-def test_hidden_states_need_disk_where_memory_has_no_room_or_another_attempt_takes_them_up():
-    text = {"samples": 1 << 14, "length": 1 << 10, "importance_samples": 1 << 14}
-    plan = make_plan(recipe({"match": "lm_head"}, every("gptq", GROUP4), calibration=text), Source())
-    assert plan.needed_disk_bytes == plan.walks_bytes > 2 * plan.disk_bytes
-    plan = make_plan(recipe({"match": "lm_head"}, every("gptq", GROUP4),
-                            calibration={**text, "importance": "equal"}), Source())
-    assert plan.needed_disk_bytes == 2 * plan.disk_bytes + plan.between_bytes - STATES_IN_MEMORY
 
 
 def test_a_strangers_method_plans_like_our_own(monkeypatch):
