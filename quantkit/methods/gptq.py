@@ -10,7 +10,9 @@ coordinate descent on the same loss visits every group's scale and every weight'
 (:mod:`~quantkit.methods.descent`). A row that plain rounding serves better is kept rounded, so that the loss
 on ``H`` is never above that of ``rtn`` of the same weights. What is solved for, and rounded, aren't the
 model's weights, but those that make up for half of what earlier layers' errors have done to the inputs
-(GPTAQ, https://arxiv.org/abs/2504.02692); a row's error in the manifest contains that.
+(GPTAQ, https://arxiv.org/abs/2504.02692); a row's error in the manifest contains that. Before a column is
+rounded, a tenth of what earlier columns' errors have moved it is taken back (FOEM,
+https://arxiv.org/abs/2507.11017): what makes up for errors on the calibration text fits its chance, too.
 
 On a CPU the loops over columns are kernels (:mod:`~quantkit.methods.gptq_tiles`), on a GPU the inner one is.
 """
@@ -73,6 +75,7 @@ class GptqOptions(MethodOptions):
             refit a group's scale in each pass, before its levels, and do these rounds at the end.
         descent_passes: passes of coordinate descent over all levels after solving.
         drift: share of the inputs' drift from the original model's that the weights make up for.
+        first_order: share of a column's move by earlier errors that is taken back before it is rounded.
     """
 
     damp: float = Field(default=0.05, gt=0, le=1)
@@ -83,6 +86,7 @@ class GptqOptions(MethodOptions):
     renamed: ClassVar[Mapping[str, str]] = {"visits": "descent_passes"}
     descent_passes: int = Field(default=3, ge=0, le=100)
     drift: float = Field(default=0.5, ge=0, le=1)
+    first_order: float = Field(default=0.1, ge=0, le=1)
 
 
 def quantize(weight: torch.Tensor, stats: LayerStats | None, spec: QuantSpec,
@@ -148,7 +152,8 @@ def _tiled(task: _Begun, spec: QuantSpec, options: GptqOptions) -> Codes:
     parts = row_parts(weight, spec, TOGETHER, columns.ROWS)
     assert task.factors is not None
     costs = column_costs(task.factors) if options.clip_search else None
-    begun = [gptq_tiles.solve(weight[part], task.factors, task.plain.rows(part), spec, costs)
+    begun = [gptq_tiles.solve(weight[part], task.factors, task.plain.rows(part), spec, costs,
+                                options.first_order)
              for part in parts]
     damping, task.factors = task.factors.damping, None  # as large as what comes now
     form = damped(task.hessian, damping)
@@ -182,7 +187,7 @@ def _solved(begun: Sequence[_Begun], spec: QuantSpec, options: GptqOptions) -> l
                                                                                for factor in factors])
     for part in parts:
         solved = _solve([task.weight[part] for task in begun], [task.grid.rows(part) for task in begun],
-                        upper, order, spec, options.block)
+                        upper, order, spec, options)
         for mine, result in zip(levels, solved, strict=True):
             mine[part] = result
     damping = [factor.damping for factor in factors]
@@ -237,9 +242,11 @@ def _unless_rounded(task: _Begun, levels: torch.Tensor, grid: Grid, part: slice,
 
 
 def _solve(weights: Sequence[torch.Tensor], grids: Sequence[Grid], upper: torch.Tensor, order: torch.Tensor,
-           spec: QuantSpec, block: int) -> torch.Tensor:
+           spec: QuantSpec, options: GptqOptions) -> torch.Tensor:
     """The levels, float32 ``[linears, out, in]``. Works on the transpose, where a column is contiguous."""
     work = torch.stack([weight.T[mine] for weight, mine in zip(weights, order, strict=True)])
+    block, pull = options.block, options.first_order
+    exact = work.clone() if pull else work
     linears, count, out = work.shape
     scales, zeros = by_column(grids, out)
     groups = order // (count // scales.shape[1])
@@ -255,11 +262,11 @@ def _solve(weights: Sequence[torch.Tensor], grids: Sequence[Grid], upper: torch.
         columns = slice(start, stop)
         corner, block_errors = upper[:, columns, columns], errors[:, :stop - start]
         if fused:
-            solve_block(work[:, columns], corner, scales, zeros, groups[:, columns], spec.bits,
-                        levels[:, columns], block_errors)
+            solve_block(work[:, columns], exact[:, columns], corner, scales, zeros, groups[:, columns],
+                        spec.bits, pull, levels[:, columns], block_errors)
         else:
-            _solve_block(work[:, columns], corner, scales, zeros, groups[:, columns], spec,
-                         levels[:, columns], block_errors)
+            _solve_block(work[:, columns], exact[:, columns], corner, scales, zeros, groups[:, columns], spec,
+                         pull, levels[:, columns], block_errors)
         work[:, stop:].baddbmm_(upper[:, columns, stop:].mT, block_errors, alpha=-1)
     solved = torch.empty_like(levels)
     for mine, levels_of_task, solution in zip(order, levels, solved, strict=True):
@@ -267,8 +274,9 @@ def _solve(weights: Sequence[torch.Tensor], grids: Sequence[Grid], upper: torch.
     return solved.mT.contiguous()
 
 
-def _solve_block(work: torch.Tensor, upper: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor,
-                 places: torch.Tensor, spec: QuantSpec, levels: torch.Tensor, errors: torch.Tensor) -> None:
+def _solve_block(work: torch.Tensor, exact: torch.Tensor, upper: torch.Tensor, scales: torch.Tensor,
+                 zeros: torch.Tensor, places: torch.Tensor, spec: QuantSpec, pull: float,
+                 levels: torch.Tensor, errors: torch.Tensor) -> None:
     """Some columns: writes ``levels`` and ``errors``, ``[linears, columns, out]``; uses ``work`` up."""
     linears, count, out = work.shape
     lines: slice | torch.Tensor = torch.arange(linears, device=work.device)
@@ -281,8 +289,12 @@ def _solve_block(work: torch.Tensor, upper: torch.Tensor, scales: torch.Tensor, 
         last = min(first + inner, count)
         for i in range(first, last):
             scale, zero = scales[lines, groups[i]], zeros[lines, groups[i]]
+            if pull:
+                work[:, i].sub_(torch.sub(work[:, i], exact[:, i]), alpha=pull)
             level = settle_(torch.div(work[:, i], scale, out=levels[:, i]), zero, spec)
             error = torch.sub(work[:, i], (level - zero).mul_(scale), out=errors[:, i])
+            if pull:
+                error.sub_(torch.sub(work[:, i], exact[:, i]), alpha=pull)
             error.div_(pivots[i])
             if i + 1 < last:
                 work[:, i + 1:last].addcmul_(upper[:, i, i + 1:last, None], error[:, None], value=-1)

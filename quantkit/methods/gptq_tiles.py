@@ -19,7 +19,7 @@ def takes(spec: QuantSpec, device: torch.device) -> bool:
 
 
 def solve(weight: torch.Tensor, factors: HessianFactors, plain: Grid, spec: QuantSpec,
-          costs: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+          costs: torch.Tensor | None, pull: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Choose ranges and solve the columns.
 
     Args:
@@ -28,6 +28,7 @@ def solve(weight: torch.Tensor, factors: HessianFactors, plain: Grid, spec: Quan
         plain: the grid of plain rounding, used where there is no search.
         spec: which :func:`takes`.
         costs: float32 ``[in]``, of a column's squared error, to search for ranges by; ``None``: no search.
+        pull: share of a column's move by earlier errors that is taken back before it is rounded.
 
     Returns:
         Levels uint8 ``[tiles, in, 64]``; scales and zeros float32 ``[tiles, groups, 64]``.
@@ -41,7 +42,8 @@ def solve(weight: torch.Tensor, factors: HessianFactors, plain: Grid, spec: Quan
         scale, zero = columns.tiles(plain.scale, 1.0), columns.tiles(plain.zero)
     order = factors.order
     tiled = tiled[:, order]
-    solved = columns.solve_columns(tiled, factors.upper, scale, zero, order // size, spec.bits)
+    solved = columns.solve_columns(tiled, factors.upper, scale, zero, order // size, spec.bits,
+                                    pull)
     levels = torch.empty_like(solved, dtype=torch.uint8)
     levels[:, order] = solved.to(torch.uint8)
     return levels, scale, zero

@@ -65,16 +65,17 @@ def search_ranges(weight: torch.Tensor, cost: torch.Tensor, size: int, factors: 
 
 
 def solve_columns(work: torch.Tensor, upper: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor,
-                  groups: torch.Tensor, bits: int) -> torch.Tensor:
+                  groups: torch.Tensor, bits: int, pull: float = 0.0) -> torch.Tensor:
     """Round a column, spread its error over those left, and so on.
 
     Args:
-        work: float32 ``[tiles, in, 64]``, in the order of solving; overwritten.
+        work: float32 ``[tiles, in, 64]``, in the order of solving.
         upper: float32 ``[in, in]`` with ``H⁻¹ = Uᵀ U``, in that order; not copied where its columns are
             contiguous.
         scale, zero: float32 ``[tiles, groups, 64]``.
         groups: int64 ``[in]``, the group of each column.
         bits: of a level.
+        pull: share of a column's move by earlier errors that is taken back before it is rounded.
 
     Returns:
         Levels float32 ``[tiles, in, 64]``.
@@ -82,7 +83,8 @@ def solve_columns(work: torch.Tensor, upper: torch.Tensor, scale: torch.Tensor, 
     from quantkit_kernels.cpu.columns import SolveColumns
 
     levels, kernel = torch.empty_like(work), SolveColumns(bits)
-    _run(kernel, len(work), kernel.room_bytes, work=work, lower=upper.mT.contiguous(), scale=scale, zero=zero,
+    _run(kernel, len(work), kernel.room_bytes, work=work.clone(), weight=work,
+         pull=torch.tensor([pull], dtype=torch.float32), lower=upper.mT.contiguous(), scale=scale, zero=zero,
          group=groups.contiguous(), levels=levels, columns=work.shape[1], groups=scale.shape[1])
     return levels
 

@@ -38,61 +38,66 @@ def problem(linears, n, out, groups, device, seed=0):
     hessian = x @ x.mT / (3 * n) + 0.01 * torch.eye(n)
     upper = torch.linalg.cholesky(torch.linalg.inv(hessian)).mT
     places = torch.randint(0, groups, (linears, n), generator=random)
-    return [one.to(device) for one in (work, upper, scale, zero, places)]
+    weight = work + torch.randn(work.shape, generator=random) * 0.01
+    return [one.to(device) for one in (work, weight, upper, scale, zero, places)]
 
 
-def by_hand(work, upper, scale, zero, places, bits):
+def by_hand(work, weight, upper, scale, zero, places, bits, pull):
     """Column by column in float64, from float32 inputs."""
-    work, upper, scale, zero = (one.double().clone() for one in (work, upper, scale, zero))
+    work, weight, upper, scale, zero = (one.double().clone() for one in (work, weight, upper, scale, zero))
     levels, errors = torch.empty_like(work), torch.empty_like(work)
     for one in range(work.shape[0]):
         for i in range(work.shape[1]):
             grid, middle = scale[one, places[one, i]], zero[one, places[one, i]]
+            work[one, i] -= pull * (work[one, i] - weight[one, i])
             levels[one, i] = ((work[one, i] / grid).round() + middle).clamp(0, 2**bits - 1)
-            errors[one, i] = (work[one, i] - (levels[one, i] - middle) * grid) / upper[one, i, i]
+            error = work[one, i] - (levels[one, i] - middle) * grid - pull * (work[one, i] - weight[one, i])
+            errors[one, i] = error / upper[one, i, i]
             work[one, i + 1:] -= upper[one, i, i + 1:, None] * errors[one, i]
     return levels, errors
 
 
-@pytest.mark.parametrize(("linears", "n", "out", "bits"), [(1, 24, 40, 4), (2, 7, 5, 3), (1, 1, 33, 8)])
-def test_a_block(device, linears, n, out, bits):
-    work, upper, scale, zero, places = problem(linears, n, out, 3, device)
-    wanted, rest = by_hand(work, upper, scale, zero, places, bits)
+@pytest.mark.parametrize(("linears", "n", "out", "bits", "pull"),
+                         [(1, 24, 40, 4, 0.0), (2, 7, 5, 3, 0.25), (1, 1, 33, 8, 1.0)])
+def test_a_block(device, linears, n, out, bits, pull):
+    work, weight, upper, scale, zero, places = problem(linears, n, out, 3, device)
+    wanted, rest = by_hand(work, weight, upper, scale, zero, places, bits, pull)
     levels, errors = torch.empty_like(work), torch.empty_like(work)
     kept = work.clone()
-    solve_block(work, upper, scale, zero, places, bits, levels, errors)
+    solve_block(work, weight, upper, scale, zero, places, bits, pull, levels, errors)
     assert torch.equal(levels.double(), wanted) and torch.equal(work, kept)
     assert (errors.double() - rest).norm() <= 1e-5 * rest.norm()
 
 
 @drawn(linears=st.integers(1, 2), n=st.integers(1, 30), out=st.integers(1, 150), groups=st.integers(1, 4),
-       bits=st.integers(2, 8), seed=st.integers(0, 99))
+       bits=st.integers(2, 8), pull=st.sampled_from([0.0, 0.125, 0.5]), seed=st.integers(0, 99))
 @DRAWN
-def test_blocks_of_any_size(device, linears, n, out, groups, bits, seed):
-    work, upper, scale, zero, places = problem(linears, n, out, groups, device, seed)
-    wanted, rest = by_hand(work, upper, scale, zero, places, bits)
+def test_blocks_of_any_size(device, linears, n, out, groups, bits, pull, seed):
+    work, weight, upper, scale, zero, places = problem(linears, n, out, groups, device, seed)
+    wanted, rest = by_hand(work, weight, upper, scale, zero, places, bits, pull)
     levels, errors = torch.empty_like(work), torch.empty_like(work)
-    solve_block(work, upper, scale, zero, places, bits, levels, errors)
+    solve_block(work, weight, upper, scale, zero, places, bits, pull, levels, errors)
     assert torch.equal(levels.double(), wanted)
     assert (errors.double() - rest).norm() <= 1e-5 * rest.norm()
 
 
 def test_a_part_of_a_larger_weight(device):
     """Slices of work, levels and errors, and a factor that lies the other way, as the solver has them."""
-    work, upper, scale, zero, places = problem(2, 20, 6, 2, device)
+    work, weight, upper, scale, zero, places = problem(2, 20, 6, 2, device)
     here = slice(8, 16)
-    wanted, _ = by_hand(work[:, here], upper[:, here, here], scale, zero, places[:, here], 4)
+    wanted, _ = by_hand(work[:, here], weight[:, here], upper[:, here, here], scale, zero, places[:, here], 4,
+                        0.25)
     levels = torch.full_like(work, -1)
     errors = torch.full((2, 16, 6), -1.0, device=device)
-    solve_block(work[:, here], upper.mT.contiguous().mT[:, here, here], scale, zero, places[:, here], 4,
-                levels[:, here], errors[:, :8])
+    solve_block(work[:, here], weight[:, here], upper.mT.contiguous().mT[:, here, here], scale, zero,
+                places[:, here], 4, 0.25, levels[:, here], errors[:, :8])
     assert torch.equal(levels[:, here].double(), wanted)
     assert (levels[:, :8] == -1).all() and (levels[:, 16:] == -1).all() and (errors[:, 8:] == -1).all()
 
 
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")
 def test_rows_are_their_own_and_extremes_are_clamped(device):
-    work, upper, scale, zero, places = problem(1, 5, 40, 2, device)
+    work, _, upper, scale, zero, places = problem(1, 5, 40, 2, device)
     work[0, 0, 3], work[0, 1, 4] = 1e30, -3e38
     scale[0, :, 4] = 1e-30
     clean = work.clone()
@@ -100,23 +105,25 @@ def test_rows_are_their_own_and_extremes_are_clamped(device):
     found = []
     for given in (work, clean):
         levels, errors = torch.empty_like(work), torch.empty_like(work)
-        solve_block(given, upper, scale, zero, places, 2, levels, errors)
+        solve_block(given, given, upper, scale, zero, places, 2, 0.0, levels, errors)
         assert ((levels >= 0) & (levels <= 3)).all()
         found.append(levels)
     others = [row for row in range(40) if row not in (3, 4)]
     assert torch.equal(found[0][:, :, others], found[1][:, :, others]) and found[0][0, 0, 3] == 3
 
 
-@pytest.mark.parametrize(("symmetric", "size", "act_order", "block"),
-                         [(True, 16, True, 128), (False, 8, True, 20), (False, None, False, 32)])
-def test_the_method_gives_the_codes_of_torch(device, monkeypatch, symmetric, size, act_order, block):
+@pytest.mark.parametrize(("symmetric", "size", "act_order", "block", "first_order"),
+                         [(True, 16, True, 128, 0.0), (False, 8, True, 20, 0.1), (False, None, False, 32, 0.5)])
+def test_the_method_gives_the_codes_of_torch(device, monkeypatch, symmetric, size, act_order, block,
+                                             first_order):
     random = torch.Generator().manual_seed(3)
     weight = torch.randn(24, 48, generator=random) * 0.05
     x = torch.randn(200, 48, generator=random) @ torch.randn(48, 48, generator=random)
     stats = LayerStats(200, x.T @ x / 200)
     spec = QuantSpec(bits=4, symmetric=symmetric, scale_dtype="bfloat16", granularity=Granularity(
         strategy="channel" if size is None else "group", size=size))
-    options = gptq.GptqOptions(act_order=act_order, block=block, refit=0, descent_passes=0)
+    options = gptq.GptqOptions(act_order=act_order, block=block, refit=0, descent_passes=0,
+                               first_order=first_order)
     assert stats.hessian is not None
     plain = gptq.METHOD.run(weight, stats, spec, options)
     used = []
@@ -129,13 +136,13 @@ def test_the_method_gives_the_codes_of_torch(device, monkeypatch, symmetric, siz
 
 
 def test_solve_block_refuses_arguments_that_do_not_match():
-    work, upper, scale, zero, places = problem(1, 4, 6, 2, torch.device("cpu"))
-    good = (work, upper, scale, zero, places, 4, torch.empty_like(work), torch.empty_like(work))
-    for at, bad in ((0, work[:, :3]), (0, work.double()), (1, upper[:, :3]), (2, scale[:, :, :5]),
-                    (4, places[:, :2]), (5, 9), (6, work.mT)):
+    work, weight, upper, scale, zero, places = problem(1, 4, 6, 2, torch.device("cpu"))
+    good = (work, weight, upper, scale, zero, places, 4, 0.0, torch.empty_like(work), torch.empty_like(work))
+    for at, bad in ((0, work[:, :3]), (0, work.double()), (1, weight[:, :3]), (2, upper[:, :3]),
+                    (3, scale[:, :, :5]), (5, places[:, :2]), (6, 9), (8, work.mT)):
         with pytest.raises(ValueError, match="don't fit"):
             solve_block(*good[:at], bad, *good[at + 1:])
     long = torch.zeros(1, LONGEST + 1, 2)
     with pytest.raises(ValueError, match="don't fit"):
-        solve_block(long, torch.zeros(1, LONGEST + 1, LONGEST + 1), long[:, :1], long[:, :1],
-                    torch.zeros(1, LONGEST + 1, dtype=torch.int64), 4, long.clone(), long.clone())
+        solve_block(long, long, torch.zeros(1, LONGEST + 1, LONGEST + 1), long[:, :1], long[:, :1],
+                    torch.zeros(1, LONGEST + 1, dtype=torch.int64), 4, 0.0, long.clone(), long.clone())
