@@ -10,9 +10,11 @@ coordinate descent on the same loss visits every group's scale and every weight'
 (:mod:`~quantkit.methods.descent`). A row that plain rounding serves better is kept rounded, so that the loss
 on ``H`` is never above that of ``rtn`` of the same weights. What is solved for, and rounded, aren't the
 model's weights, but those that make up for half of what earlier layers' errors have done to the inputs
-(GPTAQ, https://arxiv.org/abs/2504.02692); a row's error in the manifest contains that. Before a column is
-rounded, a tenth of what earlier columns' errors have moved it is taken back (FOEM,
-https://arxiv.org/abs/2507.11017): what makes up for errors on the calibration text fits its chance, too.
+(GPTAQ, https://arxiv.org/abs/2504.02692); a row's error in the manifest contains that.
+
+Off by default: part of what earlier columns' errors have moved a column can be taken back before it is rounded
+(FOEM, https://arxiv.org/abs/2507.11017), and rounding can be learned on from the result
+(:mod:`~quantkit.methods.learning`).
 
 On a CPU the loops over columns are kernels (:mod:`~quantkit.methods.gptq_tiles`), on a GPU the inner one is.
 """
@@ -53,6 +55,7 @@ from quantkit.methods.hessian import (
     losses,
     undrifted,
 )
+from quantkit.methods.learning import learn_levels
 from quantkit.ops import columns, gpu
 from quantkit.spec import QuantSpec
 
@@ -76,6 +79,8 @@ class GptqOptions(MethodOptions):
         descent_passes: passes of coordinate descent over all levels after solving.
         drift: share of the inputs' drift from the original model's that the weights make up for.
         first_order: share of a column's move by earlier errors that is taken back before it is rounded.
+        learning_steps: of learned rounding after descent (:mod:`~quantkit.methods.learning`), of integers
+            whose scales belong to one row each.
     """
 
     damp: float = Field(default=0.05, gt=0, le=1)
@@ -86,7 +91,8 @@ class GptqOptions(MethodOptions):
     renamed: ClassVar[Mapping[str, str]] = {"visits": "descent_passes"}
     descent_passes: int = Field(default=3, ge=0, le=100)
     drift: float = Field(default=0.5, ge=0, le=1)
-    first_order: float = Field(default=0.1, ge=0, le=1)
+    first_order: float = Field(default=0, ge=0, le=1)
+    learning_steps: int = Field(default=0, ge=0, le=10000)
 
 
 def quantize(weight: torch.Tensor, stats: LayerStats | None, spec: QuantSpec,
@@ -160,6 +166,7 @@ def _tiled(task: _Begun, spec: QuantSpec, options: GptqOptions) -> Codes:
     for part in parts:
         levels, grid = gptq_tiles.descend(weight[part], *begun.pop(0), form, spec, options.descent_passes,
                                           options.refit)
+        levels = _learned(weight[part], levels, grid, form, spec, options)
         better, worse = _unless_rounded(task, levels, grid, part, spec)
         codes.append(better)
         failed &= bool(worse.all())
@@ -222,7 +229,16 @@ def _settled(begun: Sequence[_Begun], levels: Sequence[torch.Tensor], part: slic
         for mine, result in zip(levels, visited, strict=True):
             mine[part] = result
         grids = refitted()
+    for task, mine, grid, hessian in zip(begun, levels, grids, form, strict=True):
+        mine[part] = _learned(task.weight[part], mine[part], grid, hessian, spec, options)
     return grids
+
+
+def _learned(weight: torch.Tensor, levels: torch.Tensor, grid: Grid, form: torch.Tensor, spec: QuantSpec,
+             options: GptqOptions) -> torch.Tensor:
+    if not options.learning_steps or spec.kind != "int" or spec.granularity.strategy == "tensor":
+        return levels
+    return learn_levels(weight, levels, grid, form, spec, options.learning_steps, options.block)
 
 
 def _unless_rounded(task: _Begun, levels: torch.Tensor, grid: Grid, part: slice,
