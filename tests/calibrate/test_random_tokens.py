@@ -106,7 +106,7 @@ def test_random_tokens_are_not_mixed_with_texts() -> None:
     assert CalibrationSpec(text="random").without_folders().text == "random"
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4])
 def test_recipes_without_text(model: str, tmp_path: Path, bits: int) -> None:
     recipe = load_recipe(f"int{bits}-datafree")
     assert recipe.calibration is not None and recipe.calibration.text == "random"
