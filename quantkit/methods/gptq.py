@@ -12,8 +12,8 @@ on ``H`` is never above that of ``rtn`` of the same weights. What is solved for,
 model's weights, but those that make up for half of what earlier layers' errors have done to the inputs
 (GPTAQ, https://arxiv.org/abs/2504.02692); a row's error in the manifest contains that.
 
-Off by default: part of what earlier columns' errors have moved a column can be taken back before it is rounded
-(FOEM, https://arxiv.org/abs/2507.11017), and rounding can be learned on from the result
+Off by default: part of what earlier columns' errors have moved a column can be taken back before it is
+rounded (FOEM, https://arxiv.org/abs/2507.11017), and rounding can be learned on from the result
 (:mod:`~quantkit.methods.learning`).
 
 On a CPU the loops over columns are kernels (:mod:`~quantkit.methods.gptq_tiles`), on a GPU the inner one is.

@@ -1,10 +1,10 @@
-"""Learned rounding: gradient descent on a layer's loss by where each weight is, while what is rounded decides.
+"""Learned rounding: gradient descent by where each weight is, on the loss of where it is rounded to.
 
 AutoRound, https://arxiv.org/abs/2309.05516, learns how each weight is rounded with gradients that rounding
-passes on unchanged. Here that starts from levels that are solved already, and a weight's step is the share
-:data:`RATE` of its way to where the loss is least if all others stay. Coordinate descent
-(:mod:`~quantkit.methods.descent`) can't leave a place in which no single weight has a better level; many small
-moves at a time can.
+passes on unchanged. Here that starts from levels that are solved already, and a weight's first step is the
+share :data:`RATE` of its way to where the loss is least if all others stay. Coordinate descent
+(:mod:`~quantkit.methods.descent`) can't leave a place in which no single weight has a better level; many
+small moves at a time can.
 """
 
 from __future__ import annotations

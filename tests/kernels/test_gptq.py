@@ -113,7 +113,8 @@ def test_rows_are_their_own_and_extremes_are_clamped(device):
 
 
 @pytest.mark.parametrize(("symmetric", "size", "act_order", "block", "first_order"),
-                         [(True, 16, True, 128, 0.0), (False, 8, True, 20, 0.1), (False, None, False, 32, 0.5)])
+                         [(True, 16, True, 128, 0.0), (False, 8, True, 20, 0.1),
+                          (False, None, False, 32, 0.5)])
 def test_the_method_gives_the_codes_of_torch(device, monkeypatch, symmetric, size, act_order, block,
                                              first_order):
     random = torch.Generator().manual_seed(3)

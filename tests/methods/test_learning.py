@@ -51,7 +51,7 @@ def test_no_row_is_worse_than_its_start(bits: int, rows: int, groups: int, size:
     grid = find_grid(weight, spec)
     start = round_to_grid(weight, grid, spec)
     learned = learn_levels(weight, start, grid, hessian, spec, steps, 128)
-    assert torch.equal(learned, learned.round()) and 0 <= learned.min() and learned.max() <= 2**bits - 1
+    assert torch.equal(learned, learned.round()) and learned.min() >= 0 and learned.max() <= 2**bits - 1
     before, after = loss(weight, start, grid, hessian), loss(weight, learned, grid, hessian)
     assert (after <= before * (1 + 1e-4) + 1e-9).all()
 

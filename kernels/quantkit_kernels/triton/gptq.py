@@ -40,9 +40,9 @@ def solve_block_kernel(work_ptr: tl.tensor, weight_ptr: tl.tensor, corner_ptr: t
                        ROWS: tl.constexpr) -> None:
     """Solve n columns of ROWS rows of one weight.
 
-    work, weight, level and error are ``[linears, n, out]`` with ``*_step`` elements from one weight to the next;
-    corner is ``[linears, n, n]``; scale and zero are ``[linears, groups, out]``; all of them float32. group
-    is int64 ``[linears, n]``.
+    work, weight, level and error are ``[linears, n, out]`` with ``*_step`` elements from one weight to the
+    next; corner is ``[linears, n, n]``; scale and zero are ``[linears, groups, out]``; all of them float32.
+    group is int64 ``[linears, n]``.
     """
     rn = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     rj = tl.arange(0, COLUMNS)
@@ -106,7 +106,8 @@ def solve_block(work: torch.Tensor, weight: torch.Tensor, corner: torch.Tensor, 
     linears, n, out = work.shape
     tensors, columns = (work, weight, corner, scale, zero, levels, errors), (weight, levels, errors)
     if (not 0 < n <= LONGEST or corner.shape != (linears, n, n)
-            or any(tensor.shape != work.shape for tensor in columns) or scale.shape != zero.shape or scale.shape[::2] != (linears, out)
+            or any(tensor.shape != work.shape for tensor in columns)
+            or scale.shape != zero.shape or scale.shape[::2] != (linears, out)
             or groups.shape != (linears, n) or not 1 <= bits <= 8
             or any(tensor.dtype != torch.float32 for tensor in tensors)
             or any(tensor.stride()[1:] != (out, 1) for tensor in (work, *columns))):
