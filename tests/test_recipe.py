@@ -33,7 +33,8 @@ SHIPPED = {"int8": "int8 channel sym", "int8-gptq": "int8 channel sym", "int5-as
            "int4-awq": "int4 g64 sym", "int4-autoround": "int4 g64 sym",
            "w8a8-smooth": "int8 channel sym a8", "w8a8": "int8 channel sym a8", "fp8": "fp8 channel a8",
            **{f"trellis{bits}": f"trellis{bits} channel w12 rot" for bits in (2, 3, 4)},
-           **{f"int{bits}-datafree": f"int{bits} g64 asym" for bits in (2, 3, 4, 8)},
+           **{f"int{bits}-datafree": f"int{bits} g64 asym" for bits in (2, 3, 4)},
+           "int8-datafree": "int8 g64 sym",
            "nf4": "nf4 b64", "nf4-nested": "nf4 b64 nested", "int8-kv8": "int8 channel sym"}
 
 

@@ -106,7 +106,7 @@ def test_random_tokens_are_not_mixed_with_texts() -> None:
     assert CalibrationSpec(text="random").without_folders().text == "random"
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
 def test_recipes_without_text(model: str, tmp_path: Path, bits: int) -> None:
     recipe = load_recipe(f"int{bits}-datafree")
     assert recipe.calibration is not None and recipe.calibration.text == "random"
@@ -119,4 +119,5 @@ def test_recipes_without_text(model: str, tmp_path: Path, bits: int) -> None:
         facts, rows = checkpoint.manifest.calibration, checkpoint.manifest.layers
     assert facts is not None and facts.text == "random" and facts.tokens == 128
     solved = [row for row in rows if row.method]
-    assert solved and all(row.spec and row.spec.bits == bits and not row.spec.symmetric for row in solved)
+    assert solved and all(row.spec and row.spec.bits == bits and row.spec.symmetric == (bits == 8)
+                          for row in solved)
