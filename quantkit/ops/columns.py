@@ -69,7 +69,7 @@ def solve_columns(work: torch.Tensor, upper: torch.Tensor, scale: torch.Tensor, 
     """Round a column, spread its error over those left, and so on.
 
     Args:
-        work: float32 ``[tiles, in, 64]``, in the order of solving.
+        work: float32 ``[tiles, in, 64]``, in the order of solving; overwritten.
         upper: float32 ``[in, in]`` with ``H⁻¹ = Uᵀ U``, in that order; not copied where its columns are
             contiguous.
         scale, zero: float32 ``[tiles, groups, 64]``.
@@ -83,7 +83,7 @@ def solve_columns(work: torch.Tensor, upper: torch.Tensor, scale: torch.Tensor, 
     from quantkit_kernels.cpu.columns import SolveColumns
 
     levels, kernel = torch.empty_like(work), SolveColumns(bits)
-    _run(kernel, len(work), kernel.room_bytes, work=work.clone(), weight=work,
+    _run(kernel, len(work), kernel.room_bytes, work=work, weight=work.clone() if pull else work,
          pull=torch.tensor([pull], dtype=torch.float32), lower=upper.mT.contiguous(), scale=scale, zero=zero,
          group=groups.contiguous(), levels=levels, columns=work.shape[1], groups=scale.shape[1])
     return levels

@@ -36,9 +36,9 @@ results are ``scale`` and ``zero``, float32 ``[units, groups, 64]``; ``size`` co
 SOLVE_ARGUMENTS = ("*work", "*weight", "*pull", "*lower", "*scale", "*zero", "*group", "*levels", "*room",
                    "room_private", "columns", "groups")
 """Of a record: ``work`` float32 ``[units, columns, 64]`` in solving order, overwritten; ``weight``, the same
-in memory of its own; ``pull`` float32, how much of the way back to ``weight`` a column goes; ``lower``
-float32 ``[columns, columns]``, the transpose of ``U`` with ``H⁻¹ = Uᵀ U``; ``group`` int64 ``[columns]``;
-results are ``levels``, float32 like ``work``."""
+in memory of its own (without a pull it may be ``work``); ``pull`` float32, how much of the way back to
+``weight`` a column goes; ``lower`` float32 ``[columns, columns]``, the transpose of ``U`` with
+``H⁻¹ = Uᵀ U``; ``group`` int64 ``[columns]``; results are ``levels``, float32 like ``work``."""
 DESCEND_ARGUMENTS = ("*slopes", "*levels", "*scale", "*zero", "*hessian", "*room", "room_private", "columns",
                      "groups", "size", "block", "passes", "level_passes")
 """Of a record: ``slopes`` and ``levels`` float32 ``[units, columns, 64]``, ``scale`` and ``zero`` float32
