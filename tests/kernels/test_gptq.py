@@ -39,21 +39,22 @@ def problem(linears, n, out, groups, device, seed=0):
     upper = torch.linalg.cholesky(torch.linalg.inv(hessian)).mT
     places = torch.randint(0, groups, (linears, n), generator=random)
     weight = work + torch.randn(work.shape, generator=random) * 0.01
-    return [one.to(device) for one in (work, weight, upper, scale, zero, places)]
+    return [tensor.to(device) for tensor in (work, weight, upper, scale, zero, places)]
 
 
 def by_hand(work, weight, upper, scale, zero, places, bits, pull):
     """Column by column in float64, from float32 inputs."""
-    work, weight, upper, scale, zero = (one.double().clone() for one in (work, weight, upper, scale, zero))
+    given = work, weight, upper, scale, zero
+    work, weight, upper, scale, zero = (tensor.double().clone() for tensor in given)
     levels, errors = torch.empty_like(work), torch.empty_like(work)
-    for one in range(work.shape[0]):
+    for n in range(work.shape[0]):
         for i in range(work.shape[1]):
-            grid, middle = scale[one, places[one, i]], zero[one, places[one, i]]
-            work[one, i] -= pull * (work[one, i] - weight[one, i])
-            levels[one, i] = ((work[one, i] / grid).round() + middle).clamp(0, 2**bits - 1)
-            error = work[one, i] - (levels[one, i] - middle) * grid - pull * (work[one, i] - weight[one, i])
-            errors[one, i] = error / upper[one, i, i]
-            work[one, i + 1:] -= upper[one, i, i + 1:, None] * errors[one, i]
+            grid, middle = scale[n, places[n, i]], zero[n, places[n, i]]
+            work[n, i] -= pull * (work[n, i] - weight[n, i])
+            levels[n, i] = ((work[n, i] / grid).round() + middle).clamp(0, 2**bits - 1)
+            error = work[n, i] - (levels[n, i] - middle) * grid - pull * (work[n, i] - weight[n, i])
+            errors[n, i] = error / upper[n, i, i]
+            work[n, i + 1:] -= upper[n, i, i + 1:, None] * errors[n, i]
     return levels, errors
 
 
