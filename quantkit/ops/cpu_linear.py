@@ -57,16 +57,15 @@ class CpuKernel(ABC):
 
 
 class CpuInt8(CpuKernel):
-    """8-bit symmetric integers, activations as 14-bit integers with a scale for each 32."""
+    """Integers of 5 to 8 bits, with or without zero points, activations as 14-bit integers with a scale for
+    each 32."""
 
     name = "cpu-int8"
 
     def _declines(self, query: KernelQuery) -> str | None:
         spec = query.spec
         if spec.kind != "int" or spec.bits not in (5, 6, 7, 8):
-            return f"multiplies 8-bit integers, not {spec.kind}{spec.bits}"
-        if not spec.symmetric:
-            return "has no zero point"
+            return f"multiplies integers of 5 to 8 bits, not {spec.kind}{spec.bits}"
         if spec.activations:
             return "leaves activations as they are"
         return _group_declines(query)
@@ -76,11 +75,14 @@ class CpuInt8(CpuKernel):
 
         group = codes.spec.granularity.size or 0
         kind, scale = stored_scale(codes, weight)
-        return CpuWeight(self.name, matmul.Matmul(decoders.INT8, group, kind), weight.shape,
-                         padded(weight.shape[1], max(group, matmul.SUB)),
-                         pack.int8(codes.codes, isa().lanes, max(group, matmul.SUB),
-                                   2 ** (codes.spec.bits - 1)),
-                         pack.scales(scale, isa().lanes))
+        middle, zeros = 2 ** (codes.spec.bits - 1), None
+        if codes.zero is not None:
+            zero = (codes.zero.to(torch.int16) - middle).to(torch.int8).view(torch.uint8)
+            zeros = pack.scales(zero.expand(scale.shape[0], -1), isa().lanes)
+        return CpuWeight(self.name, matmul.Matmul(decoders.INT8, group, kind, zeros is not None),
+                         weight.shape, padded(weight.shape[1], max(group, matmul.SUB)),
+                         pack.int8(codes.codes, isa().lanes, max(group, matmul.SUB), middle),
+                         pack.scales(scale, isa().lanes), zeros)
 
 
 class CpuInt4(CpuKernel):

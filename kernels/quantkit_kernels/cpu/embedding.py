@@ -84,11 +84,13 @@ class Embed:
                 levels = e.load(room + lane * (step * width), kind, i * each)
                 if decoder.family not in FLOATS:
                     wide = vec(I32, step)
-                    # codes of the family ``bytes`` are unsigned: a zero point is taken away, or 8 by itself
-                    integers = levels.zext(wide) if decoder.family == "bytes" else levels.sext(wide)
+                    # codes of the family ``bytes`` and their zero points are unsigned; without, theirs is 8
+                    unsigned = decoder.family == "bytes"
+                    integers = levels.zext(wide) if unsigned else levels.sext(wide)
                     if packed.zeros:
-                        integers = integers - e.load(a.zeros, I8, at).zext(I32).spread(step)
-                    elif decoder.family == "bytes":
+                        zero = e.load(a.zeros, I8, at)
+                        integers = integers - (zero.zext(I32) if unsigned else zero.sext(I32)).spread(step)
+                    elif unsigned:
                         integers = integers - 8
                     levels = integers.real()
                 if scale is not None:

@@ -37,8 +37,8 @@ ARGUMENTS = ("*weights", "*scales", "*zeros", "*x", "*x_scales", "*x_sums", "*ou
 """Of a record. Strides are bytes; ``x_stride`` is that of codes, scales and sums alike. ``x_private`` and
 ``scratch_private`` are those from thread to thread."""
 Family = Literal["bytes", "words", "floats", "int8", "e4m3"]
-"""How activations come: int8 with a scale and a sum a subgroup, int16 with a scale, or float32; the last two
-with one scale a row: int8, with one sum too, or those float32 that e4m3 has."""
+"""How activations come: int8 or int16 with a scale and a sum a subgroup, or float32; the last two with one
+scale a row: int8, with one sum too, or those float32 that e4m3 has."""
 WIDTH = {"bytes": 1, "words": 2, "floats": 4, "int8": 1, "e4m3": 4}
 """Bytes of an activation, and of an unpacked weight."""
 STEP = {"bytes": 4, "words": 2, "floats": 1, "int8": 4, "e4m3": 1}
@@ -88,7 +88,8 @@ class Matmul:
         decoder: the format.
         group: values that share a scale: a multiple of 32; 0: a whole row; ``None``: there are no scales.
         scale: how scales are stored, ``bf16`` or ``f32``.
-        zeros: whether each group has a zero point, uint8. Without, codes of the family ``bytes`` have 8.
+        zeros: whether each group has a zero point: uint8 for the family ``bytes``, whose codes without have
+            8; int8 for ``words``, whose codes are signed.
     """
 
     decoder: WeightDecoder
@@ -297,11 +298,12 @@ class _Writer:
         at = row * a.x_stride + s * 4
         scale = e.load(a.x_scales, F32, at).spread(self.lanes)
         offset = None
-        if self.family == "bytes":
+        if self.family == "bytes" or zeros is not None:
             offset = e.load(a.x_sums, I32, at).spread(self.lanes)
         for b, (total, part) in enumerate(pairs):
-            if offset is not None:
+            if self.family == "bytes":
                 part = self.isa.finished(e, part)
+            if offset is not None:
                 part = part - (offset * zeros[b] if zeros is not None else offset << 3)
             if scales is None:
                 total.set(e.fma(part.real(), scale, total.get()))
@@ -317,7 +319,8 @@ class _Writer:
 
     def _zeros(self, block: Value, group: Value, groups: Value) -> Value:
         where = self.a.zeros + (block * groups + group) * self.lanes
-        return self.e.load(where, vec(I8, self.lanes)).zext(vec(I32, self.lanes))
+        zeros, wide = self.e.load(where, vec(I8, self.lanes)), vec(I32, self.lanes)
+        return zeros.zext(wide) if self.family == "bytes" else zeros.sext(wide)
 
     def _finish(self, block: Value, row: Value, total: Value, scale: Value | None) -> None:
         e, a = self.e, self.a

@@ -184,5 +184,4 @@ def _leave(e: Emitter, family: Family, values: list[Value], out: Value, scales: 
     # NaN and infinity become 0 as a code, and so must be in the scale: a broken model says so
     wrong = e.sum(values[0] * 0.0 + values[1] * 0.0)
     e.store(scales, top / float(levels) + wrong, index * 4)
-    if family == "bytes":
-        e.store(sums, e.sum(total), index * 4)
+    e.store(sums, e.sum(total), index * 4)

@@ -73,26 +73,28 @@ def test_rows_times_a_number(isa, look_up, packed, kind):
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("scales", ["bf16", "f32"])
 @pytest.mark.parametrize("group", [0, 32, 96])
-@pytest.mark.parametrize("kind", ["int4", "int4 with zeros", "int8", "w8a8", "nf4", "e4m3"])
+@pytest.mark.parametrize("kind", ["int4", "int4 with zeros", "int8", "int8 with zeros", "w8a8", "nf4", "e4m3"])
 def test_levels_times_scales(isa, look_up, kind, group, scales):
     """Groups of 96 are of three subgroups; a row of 90 is padded, with what must not show."""
     if group and kind in ("w8a8", "e4m3"):
         group = 0
     size, columns, random = (192 if group else 90), (192 if group else 96), np.random.default_rng(3)
-    codes = random.integers(0, 16 if kind[-1] == "4" or "zeros" in kind else 256, (VOCABULARY, size), "u1")
+    codes = random.integers(0, 16 if "4" in kind else 256, (VOCABULARY, size), "u1")
     if kind == "e4m3":
         codes[codes & 0x7F == 0x7F] = 0
     groups = size // group if group else 1
     scale = torch.from_numpy(random.uniform(0.5, 2, (VOCABULARY, groups)).astype("f4"))
     scale = scale.bfloat16() if scales == "bf16" else scale
-    zero = torch.from_numpy(random.integers(0, 16, (VOCABULARY, groups), "u1"))
+    zero = torch.from_numpy(random.integers(0, 16 if "4" in kind else 256, (VOCABULARY, groups), "u1"))
     level = codes.astype("f4")
     given, width = torch.from_numpy(codes), group or 32
     if kind.startswith("int4"):
         laid, decoder = pack.int4(given, isa.lanes, width), decoders.INT4
         level -= np.repeat(zero.numpy(), size // groups, 1) if "zeros" in kind else 8
-    elif kind == "int8":
-        laid, decoder, level = pack.int8(given, isa.lanes, width, 128), decoders.INT8, level - 128
+    elif kind.startswith("int8"):
+        laid, decoder = pack.int8(given, isa.lanes, width, 128), decoders.INT8
+        level -= np.repeat(zero.numpy(), size // groups, 1) if "zeros" in kind else 128
+        zero = zero ^ 128  # signed, as the codes are
     elif kind == "w8a8":
         laid, decoder, level = pack.w8a8(given, isa.lanes), decoders.W8A8, level - 128
     elif kind == "nf4":

@@ -20,7 +20,7 @@ TABLE = (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -
          0.7229568362236023, 1.0)
 NF4 = decoders.nf4(TABLE)
 TOKENS = ("w8a8", "e4m3_tokens")
-KINDS = ("bf16", "f16", "f32", "int8", "int8 g64", *TOKENS, "e4m3", "int4", "int4 zp", "int4 g32",
+KINDS = ("bf16", "f16", "f32", "int8", "int8 g64", "int8 zp", "int8 g64 zp", *TOKENS, "e4m3", "int4", "int4 zp", "int4 g32",
          "int4 g64", "int4 g128", "int4 g32 zp", "int4 g128 zp", "nf4 g32", "nf4 g64", "trellis2 w10",
          "trellis2 w16", "trellis3 w12", "trellis4 w13", "trellis4 w16")
 SIZES = (1, 2, 3, 5, 7, 8, 13, 16, 31, 32, 33, 63, 64, 65, 97, 127, 129)
@@ -82,8 +82,11 @@ class Case:
             codes = torch.randint(0, 2**width, (-(-n // 64) * 64, k), generator=make, dtype=torch.uint8)
             levels, decoder = trellis_values(codes, width, window)[:n], decoders.trellis(width, window, CODE)
         elif name == "int8":
-            codes = torch.randint(-127, 128, (n, k), generator=make, dtype=torch.int8)
+            codes = torch.randint(-128, 128, (n, k), generator=make, dtype=torch.int8)
             levels, decoder, dtype = codes.int(), decoders.INT8, torch.bfloat16
+            if zp:
+                zero = torch.randint(-128, 128, (n, groups), generator=make, dtype=torch.int8)
+                self.zeros, levels = zero.view(torch.uint8), levels - self._wide(zero, group, k)
         else:
             codes = torch.randint(0, 16, (n, k), generator=make, dtype=torch.uint8)
             if name == "nf4":
@@ -94,7 +97,7 @@ class Case:
                 zero = torch.randint(0, 16, (n, groups), generator=make, dtype=torch.uint8) if zp else None
                 if zero is not None:
                     self.zeros = zero
-                    levels = codes.int() - zero.int().repeat_interleave(group or self.k, 1)[:, :k]
+                    levels = codes.int() - self._wide(zero, group, k)
                 else:
                     levels = codes.int() - 8
         scale = scale.to(dtype)
@@ -110,6 +113,8 @@ class Case:
         self.exact = lambda x: reference.integer_matmul(x, _pad(levels, self.k).numpy(),
                                                         scale.float().numpy(), family, group)
 
+    def _wide(self, zero, group, k):
+        return zero.int().repeat_interleave(group or self.k, 1)[:, :k]
 
     def _eight_bit(self, name, n, k, scale, make):
         """int8 with every code, or e4m3 with every code but NaN, and a scale a row."""
