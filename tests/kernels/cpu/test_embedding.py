@@ -73,7 +73,8 @@ def test_rows_times_a_number(isa, look_up, packed, kind):
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("scales", ["bf16", "f32"])
 @pytest.mark.parametrize("group", [0, 32, 96])
-@pytest.mark.parametrize("kind", ["int4", "int4 with zeros", "int8", "int8 with zeros", "w8a8", "nf4", "e4m3"])
+@pytest.mark.parametrize("kind", ["int4", "int4 with zeros", "int8", "int8 with zeros", "w8a8", "nf4",
+                                  "e4m3"])
 def test_levels_times_scales(isa, look_up, kind, group, scales):
     """Groups of 96 are of three subgroups; a row of 90 is padded, with what must not show."""
     if group and kind in ("w8a8", "e4m3"):
