@@ -5,7 +5,8 @@
         --chats CHATS.jsonl --manpages MAN/usr/share/man/de --out DIR
 
 An encyclopedia, a novel, conversations as the model's chat template writes them, the sources of Python's
-standard library, and manual pages in German. The first two are copied as they are.
+standard library, and manual pages in German. The first two are copied as they are. ``mixed.txt`` has parts of
+all five in turn, for commands that read the beginning of one text.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from quantkit.text.tokenizer import Tokenizer
 
 CHARACTERS = 1_000_000
 """Of a text, at most."""
+PART = 4000
+"""Characters of a text in ``mixed.txt``, until the next one's turn."""
 SHORTEST = 2000
 """Characters of a manual page that counts: shorter ones only name another."""
 
@@ -41,9 +44,16 @@ def main() -> None:
              "novel": args.novel.read_text(encoding="utf-8"),
              "chats": chats(args.model, args.chats), "code": standard_library(),
              "german": manual_pages(args.manpages)}
+    texts["mixed"] = mixed(list(texts.values()))
     for name, text in texts.items():
         (args.out / f"{name}.txt").write_text(text[:CHARACTERS], encoding="utf-8")
         print(f"{name}.txt: {min(len(text), CHARACTERS):,} characters")
+
+
+def mixed(texts: list[str]) -> str:
+    """Parts of all texts in turn, until one of them ends."""
+    return "\n\n".join(text[start:start + PART] for start in range(0, min(map(len, texts)) - PART + 1, PART)
+                       for text in texts)
 
 
 def chats(model: str, path: Path) -> str:

@@ -21,8 +21,8 @@ TABLE = (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -
 NF4 = decoders.nf4(TABLE)
 TOKENS = ("w8a8", "e4m3_tokens")
 KINDS = ("bf16", "f16", "f32", "int8", "int8 g64", "int8 zp", "int8 g64 zp", *TOKENS, "e4m3",
-         "int4", "int4 zp", "int4 g32", "int4 g64", "int4 g128", "int4 g32 zp", "int4 g128 zp", "nf4 g32", "nf4 g64", "trellis2 w10",
-         "trellis2 w16", "trellis3 w12", "trellis4 w13", "trellis4 w16")
+         "int4", "int4 zp", "int4 g32", "int4 g64", "int4 g128", "int4 g32 zp", "int4 g128 zp", "nf4 g32",
+         "nf4 g64", "trellis2 w10", "trellis2 w16", "trellis3 w12", "trellis4 w13", "trellis4 w16")
 SIZES = (1, 2, 3, 5, 7, 8, 13, 16, 31, 32, 33, 63, 64, 65, 97, 127, 129)
 
 
