@@ -319,5 +319,5 @@ def _solve_block(work: torch.Tensor, exact: torch.Tensor, upper: torch.Tensor, s
 
 METHOD = Method(name="gptq", paper="https://arxiv.org/abs/2210.17323", quantize=quantize,
                 needs=frozenset({"hessian", "drift"}), options=GptqOptions,
-                kinds=frozenset({"int", "fp", "trellis"}), quick={"refit": 0, "descent_passes": 0},
-                together=together)
+                kinds=frozenset({"int", "fp", "trellis"}), together=together,
+                quick={"refit": 0, "descent_passes": 0, "learning_steps": 0})

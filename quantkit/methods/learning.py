@@ -50,6 +50,7 @@ def learn_levels(weight: torch.Tensor, levels: torch.Tensor, grid: Grid, hessian
     shape = (*grid.scale.shape, -1)
     scale = grid.scale.unsqueeze(-1)
     reciprocal = (scale * hessian.diagonal().reshape(1, scale.shape[1], -1)).reciprocal_()
+    reciprocal.clamp_(max=torch.finfo(torch.float32).max)  # a group of zeros has a scale of almost nothing
     rounded, moved = levels, torch.zeros_like(levels)
     for step in range(steps):
         error = from_grid(rounded, grid).sub_(weight)
@@ -58,6 +59,7 @@ def learn_levels(weight: torch.Tensor, levels: torch.Tensor, grid: Grid, hessian
         move = slopes.view(shape).mul_(reciprocal).view(levels.shape)
         moved.sub_(move, alpha=RATE * (1 - step / steps)).clamp_(-REACH, REACH)
         rounded = _rounded(levels + moved, grid, spec)
+    del moved, reciprocal
     for _ in range(PASSES):
         rounded = descend_levels(weight[None], rounded[None], [grid], hessian[None], spec, block)[0]
     keep_better(rounded, losses(weight - from_grid(rounded, grid), hessian))

@@ -24,17 +24,17 @@ QUICK = ("--prompt", 40, "--tokens", 4, "--repeats", 2, "-q")
 
 @pytest.fixture(scope="module")
 def odd(tiny, tmp_path_factory):
-    """In a format that the program of a step doesn't know: 8 bits with zero points."""
-    out = tmp_path_factory.mktemp("odd") / "asymmetric"
+    """In a format that the program of a step doesn't know: groups of 16."""
+    out = tmp_path_factory.mktemp("odd") / "narrow"
     recipe = out.parent / "recipe.yaml"
     recipe.write_text("""\
-name: asymmetric
+name: narrow
 rules:
   - match: lm_head
     optional: true
   - match: "*"
     method: rtn
-    spec: {bits: 8, symmetric: false, granularity: {strategy: channel}}
+    spec: {bits: 8, granularity: {strategy: group, size: 16}}
 """, encoding="utf-8")
     quantize(str(tiny), str(recipe), out)
     return out

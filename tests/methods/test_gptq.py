@@ -244,7 +244,8 @@ def test_bad_statistics() -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"damp": 0}, {"damp": 2}, {"block": 0}, {"refit": -1},
-                                   {"descent_passes": -1}, {"actorder": True}])
+                                   {"descent_passes": -1}, {"actorder": True}, {"first_order": 1.5},
+                                   {"learning_steps": -1}])
 def test_options_are_checked(wrong: dict[str, object]) -> None:
     with pytest.raises(ValidationError):
         GptqOptions(**wrong)  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from quantkit.methods import gptq_tiles
 from quantkit.methods.base import LayerStats
 from quantkit.methods.descent import descend_levels
-from quantkit.methods.gptq import GptqOptions
+from quantkit.methods.gptq import METHOD, GptqOptions
 from quantkit.methods.gptq import quantize as gptq
 from quantkit.methods.grid import Grid, find_grid, from_grid, round_to_grid
 from quantkit.methods.learning import learn_levels
@@ -65,6 +65,24 @@ def test_it_gets_out_of_where_coordinate_descent_is_stuck(bits: int) -> None:
     learned = learn_levels(weight, start, grid, hessian, spec, 100, 128)
     before, after = loss(weight, start, grid, hessian), loss(weight, learned, grid, hessian)
     assert (after < before).float().mean() > 0.3 and after.sum() < 0.995 * before.sum()
+
+
+def test_a_group_of_zeros_that_nothing_reaches_does_not_stop_its_rows() -> None:
+    """Its scale is almost nothing, and so is the product with what its inputs were damped to."""
+    weight, hessian = problem(64, 96, 4, 400)
+    weight[:, :32] = 0
+    hessian[:32] = hessian[:, :32] = 0
+    hessian.diagonal()[:32] = 1e-4
+    spec = integer_spec(4, 32, False, "bfloat16")
+    grid = find_grid(weight, spec)
+    start = settled(weight, hessian, spec, grid)
+    before = loss(weight, start, grid, hessian)
+    after = loss(weight, learn_levels(weight, start, grid, hessian, spec, 100, 128), grid, hessian)
+    assert (after < before).float().mean() > 0.3
+
+
+def test_a_budget_measures_without_it() -> None:
+    assert GptqOptions(**{"learning_steps": 50, **METHOD.quick}).learning_steps == 0
 
 
 @pytest.mark.parametrize("kernels", [True, False])

@@ -148,12 +148,12 @@ def test_a_refit_puts_a_scale_where_it_is_best():
 
 
 @pytest.mark.parametrize(("strategy", "size"), [("group", 32), ("group", 288), ("channel", None)])
-@pytest.mark.parametrize("symmetric", [True, False])
-def test_the_kernels_solve_as_well_as_torch(strategy, size, symmetric, monkeypatch):
+@pytest.mark.parametrize(("symmetric", "first_order"), [(True, 0.0), (False, 0.0), (False, 0.2)])
+def test_the_kernels_solve_as_well_as_torch(strategy, size, symmetric, first_order, monkeypatch):
     weight, hessian = problem(70, 288)
     spec = QuantSpec(bits=4, symmetric=symmetric, scale_dtype="bfloat16",
                      granularity=Granularity(strategy=strategy, size=size))
-    stats, options = LayerStats(1, hessian), GptqOptions(descent_passes=2)
+    stats, options = LayerStats(1, hessian), GptqOptions(descent_passes=2, first_order=first_order)
 
     def solved(**changes):
         codes = gptq.quantize(weight, stats, spec, options.model_copy(update=changes))

@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from quantkit.formats.contract import dequantize
 from quantkit.ops import linear as module
 from quantkit.ops.cpu_weight import CpuWeight
 from quantkit.ops.dispatch import DECODE_ROWS
 from quantkit.ops.linear import dense
 from quantkit.ops.stored_weight import PlainWeight, QuantizedWeight
+from quantkit.plugins import registry
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -103,6 +105,8 @@ def test_packed_weights_are_multiplied_by_turns(monkeypatch):
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("keys", [{"bits": 8}, {"bits": 4, "group": 32},
                                   {"bits": 4, "group": 32, "symmetric": False}, {"bits": 3, "group": 32},
+                                  {"bits": 8, "symmetric": False},
+                                  {"bits": 5, "group": 32, "symmetric": False},
                                   {"bits": 2, "group": 16},
                                   {"bits": 8, "form": "int-quantized", "activations": "token"},
                                   {"bits": 8, "form": "float-quantized", "kind": "fp",
@@ -118,3 +122,16 @@ def test_a_row_of_a_quantized_product_does_not_depend_on_the_others(make_weight,
     alone = torch.cat([weight.multiply(row) for row in x.split(1)])
     for count in (2, 3, 4, 5, 7, 8, 11, DECODE_ROWS):
         assert torch.equal(weight.multiply(x[-count:]), alone[-count:]), count
+
+
+@pytest.mark.parametrize("bits", [5, 6, 7, 8])
+@pytest.mark.parametrize("group", [None, 32, 96])
+@pytest.mark.parametrize("m", [1, 20])
+def test_zero_points_of_wide_integers(make_weight, bits, group, m):
+    """By the CPU's kernel, as near as what activations of 14 bits lose."""
+    stored = make_weight(33, 192, bits, group, symmetric=False)
+    weight, x = QuantizedWeight(stored), torch.randn(m, 192, generator=torch.Generator().manual_seed(1))
+    assert weight.kernel_name(torch.bfloat16, torch.device("cpu"), "decode") == "cpu-int8"
+    true = x.bfloat16().double() @ dequantize(registry("formats").get(stored.format), stored).double().T
+    found = weight.multiply(x.bfloat16()).double()
+    assert (found - true).norm() < 4e-3 * true.norm(), "a bfloat16 result is half of that away"

@@ -257,14 +257,17 @@ def test_the_longest_row_of_int8_fits_32_bits(isa, multiply, m, sign):
 def test_the_largest_sums_fit(isa, multiply, same):
     """Every code and activation at its limit: integers that overflow would change sign."""
     codes = torch.full((32, 64), 15, dtype=torch.uint8)
-    for matmul, packed, levels in (
+    lowest = torch.full((32, 1), -128, dtype=torch.int8).view(torch.uint8)
+    for matmul, packed, levels, *zeros in (
             (Matmul(decoders.INT4, 0), pack.int4(codes, isa.lanes), 7),
+            (Matmul(decoders.INT8, 0, zeros=True), pack.int8(codes | 255, isa.lanes, middle=128), 255,
+             pack.scales(lowest, isa.lanes)),
             (Matmul(decoders.INT8, 0), pack.int8(torch.full((32, 64), -127).to(torch.int8), isa.lanes), -127),
             (Matmul(decoders.W8A8, 0), pack.w8a8(torch.zeros(32, 64, dtype=torch.uint8), isa.lanes), -128),
             (Matmul(NF4, 0), pack.nf4(codes, isa.lanes), 8191)):
         x = torch.full((1, 64), 3.0)
         scale = pack.scales(torch.ones(32, 1), isa.lanes)
-        found = multiply(isa, matmul, x, packed, scale, n=32)
+        found = multiply(isa, matmul, x, packed, scale, *zeros, n=32)
         family = matmul.decoder.family
         exact = (reference.token_matmul if family == "int8" else
                  functools.partial(reference.integer_matmul, group=0))
