@@ -204,7 +204,7 @@ class CalibrationSpec(Frozen):
     """
 
     text: str | Annotated[tuple[str, ...], Field(strict=False)] = "builtin"
-    samples: int = Field(default=28, ge=1)
+    samples: int = Field(default=24, ge=1)
     length: int = Field(default=512, ge=8)
     seed: int = 0
     importance: Literal["gradient", "equal"] = "gradient"
