@@ -133,5 +133,5 @@ def test_zero_points_of_wide_integers(make_weight, bits, group, m):
     weight, x = QuantizedWeight(stored), torch.randn(m, 192, generator=torch.Generator().manual_seed(1))
     assert weight.kernel_name(torch.bfloat16, torch.device("cpu"), "decode") == "cpu-int8"
     true = x.bfloat16().double() @ dequantize(registry("formats").get(stored.format), stored).double().T
-    found = weight.multiply(x.bfloat16()).double()
-    assert (found - true).norm() < 4e-3 * true.norm(), "a bfloat16 result is half of that away"
+    product = weight.multiply(x.bfloat16()).double()
+    assert (product - true).norm() < 4e-3 * true.norm(), "a bfloat16 result is half of that away"

@@ -267,10 +267,10 @@ def test_the_largest_sums_fit(isa, multiply, same):
             (Matmul(NF4, 0), pack.nf4(codes, isa.lanes), 8191)):
         x = torch.full((1, 64), 3.0)
         scale = pack.scales(torch.ones(32, 1), isa.lanes)
-        found = multiply(isa, matmul, x, packed, scale, *zeros, n=32)
+        product = multiply(isa, matmul, x, packed, scale, *zeros, n=32)
         family = matmul.decoder.family
         exact = (reference.token_matmul if family == "int8" else
                  functools.partial(reference.integer_matmul, group=0))
         full, ones = np.full((32, 64), levels, np.int32), np.ones((32, 1), np.float32)
-        same(found, exact(x.numpy(), full, ones, family))
-        assert torch.allclose(found, torch.full((1, 32), 64 * 3.0 * levels))
+        same(product, exact(x.numpy(), full, ones, family))
+        assert torch.allclose(product, torch.full((1, 32), 64 * 3.0 * levels))
