@@ -6,7 +6,7 @@ such sum over the whole row, where its activations share a scale; or, for floati
 fused multiply-adds over k, of float32 ones in parts, so that errors don't pile up): the same bits for one row
 of activations or many, for any number of threads and any instruction set.
 
-One row is multiplied while its weights are unpacked in registers. For more rows a block is unpacked once
+A few rows are multiplied while weights are unpacked in registers. For more rows a block is unpacked once
 into this thread's scratch memory, and all rows are multiplied from there, a tile of rows at a time.
 """
 
@@ -46,6 +46,10 @@ STEP = {"bytes": 4, "words": 2, "floats": 1, "int8": 4, "e4m3": 1}
 FLOATS = ("floats", "e4m3")
 TOKENS = ("int8", "e4m3")
 """Families with one scale a row of activations."""
+FEW = 4
+"""Rows of activations that are multiplied at once while weights are unpacked in registers, at most."""
+DIRECT = {"bytes": 16, "words": 8, "floats": 16, "int8": 8, "e4m3": 16}
+"""Rows up to which weights are unpacked for every :data:`FEW` of them. For more, unpacking once is faster."""
 CHAIN = 8
 """Products that are added one to another where a decoder's sums are made of parts; a subgroup's parts are
 added, then the subgroups."""
@@ -139,21 +143,37 @@ class _Writer:
         begin, end = first * per, e.min(first + a.stripes_a_unit, a.stripes) * per
         top = unit // across * a.rows_a_unit
         bottom = e.min(top + a.rows_a_unit, a.rows)
-        alone = 4 if self.family in FLOATS and lanes == 8 else self.together
-        count = max(blocks, self.together)
-        with e.either(bottom - top < rows) as otherwise:
-            with e.loop(begin, end, alone) as block, e.loop(top, bottom) as row:
-                self._multiply(block, row, alone, 1)
+        count = bottom - top
+        few, limit = (1, 1) if self.together > 1 else (FEW, DIRECT[self.family])
+        with e.either(count <= limit) as otherwise:
+            for number in range(1, few):
+                with e.when(count.equals(number)), e.loop(begin, end, self._alone(number)) as block:
+                    self._multiply(block, top, self._alone(number), number)
+            with e.when(count >= few), e.loop(begin, end, self._alone(few)) as block:
+                full = count // few * few + top
+                with e.loop(top, full, few) as row:
+                    self._multiply(block, row, self._alone(few), few)
+                for number in range(1, few):
+                    with e.when((bottom - full).equals(number)):
+                        self._multiply(block, full, self._alone(few), number)
             otherwise()
-            with e.loop(begin, end, count) as block:
-                self._unpack(block, count)
-                full = (bottom - top) // rows * rows + top
-                with e.loop(0, count, blocks) as first:
+            size = max(blocks, self.together)
+            with e.loop(begin, end, size) as block:
+                self._unpack(block, size)
+                full = count // rows * rows + top
+                with e.loop(0, size, blocks) as first:
                     with e.loop(top, full, rows) as row:
                         self._multiply(block, row, blocks, rows, first)
                     with e.loop(full, bottom) as row:
                         self._multiply(block, row, blocks, 1, first)
         e.ret()
+
+    def _alone(self, rows: int) -> int:
+        """Blocks that this number of rows is multiplied by at once, straight from their codes: of floats so
+        many that no sum waits for itself."""
+        if self.family in FLOATS and self.lanes == 8:
+            return 4 if rows == 1 else 2
+        return self.together
 
     def _scratch(self, block: Any, subgroup: Value) -> Value:
         """Where a block's unpacked subgroup lies."""
