@@ -34,6 +34,8 @@ class Batch:
         token_budget: leave what policies do after the step to the caller, who finds it in :attr:`deferred`;
             where that takes tokens through the model, at most ``token_budget()`` at once. By default policies
             act before the model returns.
+        tentative: rows that decode, some of whose tokens may be taken back: nothing is given back and no
+            policy acts before :meth:`accept`.
 
     Attributes:
         phases: of the rows.
@@ -43,8 +45,9 @@ class Batch:
     """
 
     def __init__(self, cache: KVCache, numbers: Sequence[int], phase: Phase | Sequence[Phase] = "prefill",
-                 token_budget: Callable[[], int] | None = None) -> None:
+                 token_budget: Callable[[], int] | None = None, tentative: Sequence[int] = ()) -> None:
         self.cache, self.numbers = cache, numbers
+        self._tentative = set(tentative)
         self.phases: list[Phase] = [phase] * len(numbers) if isinstance(phase, str) else list(phase)
         self.deferred: Generator[int, None, None] | None = None
         self._token_budget, self._to_drop = token_budget, list[tuple[int, LayerState]]()
@@ -117,13 +120,33 @@ class Batch:
             else:
                 self._to_drop.append((layer, state))
 
+    def settle(self, row: int, count: int) -> None:
+        """Note that ``count`` tokens of a row went through all layers."""
+        if row in self._tentative:
+            self.sequences[row].advance(count)
+        else:
+            self.cache.settle(self.sequences[row], count)
+
+    def accept(self, row: int, kept: int) -> None:
+        """Keep the first ``kept`` tokens that a tentative row got, and take the others back: the sequence is
+        as if no more than these had come."""
+        self._tentative.remove(row)
+        sequence = self.sequences[row]
+        sequence.advance(self._starts[row] + kept - int(sequence.seen[-1]))
+        self.cache.settle(sequence, 0)
+        self._act(row, kept)
+
     def finish(self, counts: Sequence[int]) -> None:
         """Let policies act on sequences that got ``counts`` tokens in all layers."""
-        if self.cache.keeps_all:
-            return
-        for sequence, count, phase in zip(self.sequences, counts, self.phases, strict=True):
-            for index, state in enumerate(sequence.layers):
-                self.end_layer(index, state, None, count, phase)
+        for row, count in enumerate(counts):
+            if row not in self._tentative:
+                self._act(row, count)
+
+    def _act(self, row: int, count: int) -> None:
+        """Let policies act on a row's sequence, which got ``count`` tokens."""
+        if not self.cache.keeps_all:
+            for index, state in enumerate(self.sequences[row].layers):
+                self.end_layer(index, state, None, count, self.phases[row])
 
     def release_queries(self) -> None:
         """Forget queries, and what was accumulated over them, that no policy will ask for."""

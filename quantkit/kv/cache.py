@@ -206,6 +206,11 @@ class KVCache:
             layer.store.truncate(state, pages)
             self._shrink(index)
 
+    def take_back(self, number: int, count: int) -> None:
+        """Forget the last ``count`` tokens of a sequence, in a :attr:`divisible` cache; its pages stay.
+        Raises KeyError."""
+        self._sequences[number].advance(-count)
+
     def free(self, ids: Iterable[int]) -> None:
         """End sequences and give back their memory. Raises KeyError for an unknown one."""
         for number in ids:

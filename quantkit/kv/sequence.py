@@ -89,7 +89,7 @@ class SequenceState:
         tokens: the prompt's token ids, if the policy wants it fed again.
         free_slots: tokens that fit before a page is missing, where there is a table.
         addresses: addresses of table, lengths, residual table and queries, each table's width behind it, and
-            how many queries are kept, where there is a table.
+            how many queries are kept, and of ``starts``, where there is a table.
     """
 
     def __init__(self, layers: int, heads: int, max_length: int = 0, first: int = 0) -> None:
@@ -102,7 +102,7 @@ class SequenceState:
         self.query_window: QueryWindow | None = None
         self.tokens: list[int] = []
         self.free_slots = 0
-        self.addresses = 0, 0, 0, 0, 0, 0, 0
+        self.addresses = 0, 0, 0, 0, 0, 0, 0, 0
 
     @property
     def tracked_bytes(self) -> int:
@@ -132,7 +132,8 @@ class SequenceState:
         window = self.query_window
         self.addresses = (self.table.ctypes.data, self.table.shape[2], self.lengths.ctypes.data,
                           self.residual.ctypes.data, self.residual.shape[2],
-                          *((0, 0) if window is None else (window.ring.data_ptr(), window.size)))
+                          *((0, 0) if window is None else (window.ring.data_ptr(), window.size)),
+                          self.starts.ctypes.data)
 
     def track(self, window: QueryWindow | None) -> None:
         """Keep queries in ``window`` from now on (``None``: keep none) and forget what was accumulated."""

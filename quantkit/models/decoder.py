@@ -14,7 +14,7 @@ from quantkit.models.forward_context import ForwardContext
 from quantkit.models.interfaces import KVCacheProtocol
 from quantkit.models.layers import MLP, Attention, RMSNorm, check_shape, embedded, linear
 from quantkit.models.linear import Linear, Weights
-from quantkit.models.padding import padded_rows
+from quantkit.models.padding import wanted_rows
 from quantkit.ops.activation import softcapped
 from quantkit.ops.dispatch import DECODE_ROWS
 from quantkit.ops.linear_weight import LinearWeight
@@ -128,10 +128,9 @@ class CausalLM:
             cache.done(self, ids, positions)
         return x
 
-    def forward(self, tokens: Sequence[Sequence[int]], batch: Any, wanted: Sequence[bool]) -> torch.Tensor:
+    def forward(self, tokens: Sequence[Sequence[int]], batch: Any, wanted: Sequence[int]) -> torch.Tensor:
         """See :class:`~quantkit.models.interfaces.LanguageModel`."""
-        ids, positions, last = padded_rows(tokens, batch, self.device)
-        return self(ids, positions, batch, last)[torch.tensor(wanted, device=self.device)].float()
+        return wanted_rows(self, tokens, batch, wanted)
 
     def normalized(self, x: torch.Tensor) -> torch.Tensor:
         """See :class:`~quantkit.models.interfaces.LanguageModel`."""

@@ -54,16 +54,16 @@ class LanguageModel(Protocol):
                cache: KVCacheProtocol | None = None) -> torch.Tensor:
         """See :meth:`~quantkit.models.decoder.CausalLM.hidden`."""
 
-    def forward(self, tokens: Sequence[Sequence[int]], batch: Any, wanted: Sequence[bool]) -> torch.Tensor:
+    def forward(self, tokens: Sequence[Sequence[int]], batch: Any, wanted: Sequence[int]) -> torch.Tensor:
         """Take some tokens of each sequence of a Batch through the model.
 
         Args:
             tokens: ids, one list a sequence; lengths may differ.
             batch: the sequences.
-            wanted: of each sequence, whether the logits of its last token are needed.
+            wanted: of each sequence, of how many of its last tokens the logits are needed.
 
         Returns:
-            float32 ``[n, vocab]``, a row for each sequence that wants one.
+            float32 ``[n, vocab]``, as many rows for each sequence as it wants.
         """
 
     def normalized(self, x: torch.Tensor) -> torch.Tensor:

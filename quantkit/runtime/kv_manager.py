@@ -49,6 +49,8 @@ class KVCacheManager:
         ends_alone: whether the last chunk of a prompt goes through the model by itself, because its policy
             then has work to do.
         one_prompt: whether one prompt is read at a time.
+        drafts: whether several tokens of a text that decodes may go through the model at once, without an
+            effect on each other.
         requests: that use it and haven't ended, those that wait included.
         prefix_queries, prefix_hits: prompt tokens that were looked up, and those of them that were found.
 
@@ -66,6 +68,7 @@ class KVCacheManager:
         self.invariant = model.chunk_invariant(Batch(cache, []))
         self.mixes = model.mixes and self.invariant
         self._one_text = model.decodes_as_it_reads and self.invariant  # an answer is as if it had been read
+        self.drafts = self.mixes and self._one_text
         if memory is None:
             memory = spare_bytes(model, cache, sequences, chunk)
         self.reservation = None
@@ -127,6 +130,24 @@ class KVCacheManager:
         return (reservation.reserved(number) >= least
                 or reservation.extend(number, min(limit, least + LOOKAHEAD))
                 or reservation.extend(number, least, self.prefixes))
+
+    def room_for_draft(self, request: Request, count: int) -> int:
+        """How many of ``count`` drafted tokens a decoding request can take beside its next token.
+
+        A step ends where a policy acts, and where queries that are accumulated together end: what comes then
+        depends on which tokens were kept.
+        """
+        cache, number = self.cache, request.sequence
+        sequence = cache.sequence(number)
+        for layer, state in zip(cache.layers, sequence.layers):
+            if (interval := layer.policy.decode_interval) is not None:
+                count = min(count, interval - state.steps % interval - 1)
+        if (block := Batch(cache, [number], "decode").block) is not None:
+            count = min(count, block - cache.seen(number) % block - 1)
+        if count > 0 and self.reservation is not None and (
+                needed := cache.seen(number) + 1 + count) > self.reservation.reserved(number):
+            return count if self.reservation.extend(number, min(request.max_length, needed)) else 0
+        return max(count, 0)
 
     def restart(self, request: Request) -> None:
         """A request that hasn't computed anything itself: begin with a longer prefix if there is one now."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import torch
 
@@ -18,11 +19,29 @@ from quantkit.runtime.scheduler import StepPlan
 
 
 @dataclass
+class NextLogits:
+    """What tokens are chosen from.
+
+    Attributes:
+        requests: that get a token now.
+        logits: ``[n, vocab]``: a row for each of them, and behind it those of its draft.
+        drafts: of each request, what was drafted for it.
+        batch: where the step's tokens are, and the rows of these requests there, if any have drafts: some may
+            have to be taken back.
+    """
+
+    requests: list[Request]
+    logits: torch.Tensor
+    drafts: list[list[int]] | None = None
+    batch: tuple[Batch, list[int]] | None = None
+
+
+@dataclass
 class StepOutput:
     """What came of a step.
 
     Attributes:
-        logits: requests that get a token now, with the ``[n, vocab]`` that their tokens are chosen from.
+        logits: what tokens are chosen from now.
         advanced: requests whose chunk went through the model.
         ended: requests whose prompt has been read, and whose policy has acted.
         failed: requests that failed, and why.
@@ -32,7 +51,7 @@ class StepOutput:
         acted: whether policies acted, so that the step's time says nothing about tokens.
     """
 
-    logits: list[tuple[list[Request], torch.Tensor]] = field(default_factory=list)
+    logits: list[NextLogits] = field(default_factory=list)
     advanced: list[Request] = field(default_factory=list)
     ended: list[Request] = field(default_factory=list)
     failed: list[tuple[Request, Exception]] = field(default_factory=list)
@@ -56,9 +75,16 @@ class ModelRunner:
         self._loaded, self._chunk, self._sizer, self._clock = loaded, chunk, sizer, clock
         self._awaited, self._deadline = False, 0.0  # whether others wait, and when their next tokens are due
 
-    def run(self, step: StepPlan, decode: Sequence[Request], awaited: bool) -> StepOutput:
+    def run(self, step: StepPlan, decode: Sequence[Request], awaited: bool,
+            drafts: Mapping[int, list[int]] = MappingProxyType({})) -> StepOutput:
         """Take a step's chunks through the model, and a token of each request in ``decode``, which all keep
-        their keys and values where steps are mixed. ``awaited``: others wait for a token meanwhile."""
+        their keys and values where steps are mixed.
+
+        Args:
+            step, decode: as said.
+            awaited: others wait for a token meanwhile.
+            drafts: by a request's id, tokens that may be the next ones.
+        """
         output = StepOutput()
         self._awaited, self._deadline = awaited, self._clock() + self._sizer.spare
         if step.deferred is not None:
@@ -72,7 +98,7 @@ class ModelRunner:
             else:
                 together.setdefault(request.kv, []).append((request, end))
         for kv, rows in together.items():
-            self._mixed(kv, rows, output)
+            self._mixed(kv, rows, drafts, output)
         return output
 
     def logits(self, requests: Sequence[Request], ids: torch.Tensor) -> torch.Tensor:
@@ -93,22 +119,24 @@ class ModelRunner:
         return ("prefill_end" if end == len(request.prompt) else
                 "prefill" if end % self._chunk == 0 else "prefill_part")
 
-    def _mixed(self, kv: KVCacheManager, rows: Sequence[tuple[Request, int]], output: StepOutput) -> None:
+    def _mixed(self, kv: KVCacheManager, rows: Sequence[tuple[Request, int]],
+               drafts: Mapping[int, list[int]], output: StepOutput) -> None:
         """Take rows of one KV setting through the model at once; an end of −1 is a request that decodes."""
         tokens: list[Sequence[int]] = []
         phases: list[Phase] = []
-        wanted: list[bool] = []
+        wanted: list[int] = []
         for request, end in rows:
             if end < 0:
-                tokens.append(request.result.token_ids[-1:])
+                tokens.append([request.result.token_ids[-1], *drafts.get(request.id, ())])
                 phases.append("decode")
-                wanted.append(True)
+                wanted.append(len(tokens[-1]))
             else:
                 tokens.append(request.tokens_between(request.computed_tokens, end))
                 phases.append(self._phase(request, end))
                 wanted.append(end == len(request.prompt) and not request.result.token_ids)
+        tentative = [row for row, (request, end) in enumerate(rows) if end < 0 and request.id in drafts]
         try:
-            batch = Batch(kv.cache, [request.sequence for request, _ in rows], phases)
+            batch = Batch(kv.cache, [request.sequence for request, _ in rows], phases, tentative=tentative)
             logits = self._loaded.model.forward(tokens, batch, wanted)
         except Exception as error:
             self._take_apart(rows, error, output)
@@ -120,8 +148,12 @@ class ModelRunner:
                 output.advanced.append(request)
                 if end == len(request.prompt):
                     output.ended.append(request)
-        if any(wanted):
-            output.logits.append(([request for (request, _), wants in zip(rows, wanted) if wants], logits))
+        places = [row for row, wants in enumerate(wanted) if wants]
+        if places:
+            requests = [rows[row][0] for row in places]
+            output.logits.append(NextLogits(
+                requests, logits, [drafts.get(request.id, []) for request in requests] if tentative else None,
+                (batch, places) if tentative else None))
 
     def _take_apart(self, rows: Sequence[tuple[Request, int]], error: Exception, output: StepOutput) -> None:
         """A step failed, and nobody knows whose fault it was: those with a chunk go by themselves from now
@@ -196,7 +228,7 @@ class ModelRunner:
         """A prompt's policy has done all that it does at its end."""
         output.ended.append(request)
         if request.last_logits is not None and not request.result.token_ids:
-            output.logits.append(([request], request.last_logits[None]))
+            output.logits.append(NextLogits([request], request.last_logits[None]))
         request.last_logits = None
 
     def _token_budget(self) -> int:

@@ -9,15 +9,16 @@ from quantkit_kernels.cpu.emit import Emitter
 from quantkit_kernels.cpu.kv_codecs import CODECS, PAGE, PARTS, PageCodec
 from quantkit_kernels.cpu.values import I32, I64, PTR, Value
 
-SEQUENCE = 8
+SEQUENCE = 9
 """Words of a sequence's record."""
 CACHE = (*(f"*{side}_{part}" for side in "kv" for part in PARTS), "*k_residual", "*v_residual", "*positions",
          "*residual_positions", "*rows", "*sequences", "layer", "heads", "residual_length", "first")
 """Arguments that say where keys and values lie: the layer's pages; those of vectors that wait;
-``rows`` int64 ``[M, 3]``: sequence, place in this step, position; ``sequences`` int64 ``[B, 8]``: pointer to
+``rows`` int64 ``[M, 3]``: sequence, place in this step, position; ``sequences`` int64 ``[B, 9]``: pointer to
 page numbers int32 ``[layers, heads, width]``, width, pointer to slots held before this step int32
 ``[layers, heads]``, pointer to numbers of pages that wait and their width, pointer to kept queries float32
-``[layers, kept, query heads, D]`` (null: none are) and how many positions' are kept, tokens of this step;
+``[layers, kept, query heads, D]`` (null: none are) and how many positions' are kept, pointer to the first
+slots that wait int32 ``[layers, heads]``, tokens of this step;
 ``positions``: null if a slot's number is its position; ``heads``: of keys; ``residual_length`` newest slots
 wait, and the ``first``."""
 
@@ -74,8 +75,8 @@ class HeadPages:
         self.length = e.load(e.load(record, PTR, 16) + index * 4, I32).sext(I64)
         if codecs.residual:
             self._residual = e.load(record, PTR, 24) + index * e.load(record, I64, 32) * 4
-            self._start = self.border(self.length)
-        self.count = e.load(record, I64, 56)
+            self._start = e.load(e.load(record, PTR, 56) + index * 4, I32).sext(I64)
+        self.count = e.load(record, I64, 64)
 
     def border(self, length: Value) -> Value:
         """The slots in ``[first, border)`` are read as codes."""

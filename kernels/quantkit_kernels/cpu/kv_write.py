@@ -160,7 +160,7 @@ class KeepQueries:
         e, a, unit, _ = begin(module, self.name, KEEP_ARGUMENTS)
         sequence, place, position = (e.load(a.rows, I64, unit * 24 + 8 * i) for i in range(3))
         record = a.sequences + sequence * (8 * SEQUENCE)
-        ring, size, count = e.load(record, PTR, 40), e.load(record, I64, 48), e.load(record, I64, 56)
+        ring, size, count = e.load(record, PTR, 40), e.load(record, I64, 48), e.load(record, I64, 64)
         # a later row of the step would write to the same place
         with e.when(e.present(ring)), e.when(place + size >= count):
             row = self.dim * 4

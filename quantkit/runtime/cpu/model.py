@@ -156,13 +156,13 @@ class CpuModel:
         rows = join_rows(parts, self.config.vocab_size)
         return rows if last is not None else pad_rows(rows, counts, ids.shape[1])
 
-    def forward(self, tokens: Sequence[Sequence[int]], batch: Batch, wanted: Sequence[bool]) -> torch.Tensor:
+    def forward(self, tokens: Sequence[Sequence[int]], batch: Batch, wanted: Sequence[int]) -> torch.Tensor:
         """See :class:`~quantkit.models.interfaces.LanguageModel`."""
         if self.declines(batch) is not None:
             return self._model.forward(tokens, batch, wanted)
         ids, counts = [np.array(row, np.int64) for row in tokens], [*map(len, tokens)]
         program = self.program(codecs_of(batch.cache), not has_kernels(batch.cache))
-        places = [range(count - 1, count if wants else count - 1) for count, wants in zip(counts, wanted)]
+        places = [range(count - wants, count) for count, wants in zip(counts, wanted)]
         parts = [program.step(batch, ids, chunks, selected_rows(chunks, places))
                  for chunks in chunks_of(counts, MAX_ROWS, batch.block, batch.starts)]
         batch.finish(counts)

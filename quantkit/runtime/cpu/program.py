@@ -311,7 +311,7 @@ class CpuProgram:
 
     def _done(self, batch: Batch, chunks: Sequence[Chunk]) -> None:
         for chunk in chunks:
-            batch.cache.settle(batch.sequences[chunk.sequence], chunk.count)
+            batch.settle(chunk.sequence, chunk.count)
 
     def _select(self, selected: Sequence[int]) -> torch.Tensor:
         """Allocate these rows' logits and point the head to them."""

@@ -21,7 +21,7 @@ from quantkit.models.config import ModelConfig
 from quantkit.models.decoder import CausalLM
 from quantkit.models.interfaces import KVCacheProtocol
 from quantkit.models.linear import Linear
-from quantkit.models.padding import padded_rows
+from quantkit.models.padding import wanted_rows
 from quantkit.ops import gpu
 from quantkit.runtime.chunks import Chunk, chunks_of, join_rows, pad_rows, selected_rows, single_position
 from quantkit.runtime.gpu import linears
@@ -218,10 +218,9 @@ class GpuModel:
         batch.done(self, ids, positions)
         return rows if last is not None else pad_rows(rows, counts, ids.shape[1])
 
-    def forward(self, tokens: Sequence[Sequence[int]], batch: Batch, wanted: Sequence[bool]) -> torch.Tensor:
+    def forward(self, tokens: Sequence[Sequence[int]], batch: Batch, wanted: Sequence[int]) -> torch.Tensor:
         """See :class:`~quantkit.models.interfaces.LanguageModel`."""
-        ids, positions, last = padded_rows(tokens, batch, self.device)
-        return self(ids, positions, batch, last)[torch.tensor(wanted, device=self.device)].float()
+        return wanted_rows(self, tokens, batch, wanted)
 
     def normalized(self, x: torch.Tensor) -> torch.Tensor:
         """See :class:`~quantkit.models.interfaces.LanguageModel`."""
