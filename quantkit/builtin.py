@@ -93,6 +93,13 @@ def register_kv_codecs(register: Register) -> None:
 
 
 @hookimpl
+def register_drafters(register: Register) -> None:
+    register("ngram", "quantkit.runtime.drafting.ngram:NgramDrafter")
+    register("model", "quantkit.runtime.drafting.draft_model:ModelDrafter")
+    register("self", "quantkit.runtime.drafting.low_bit:LowBitDrafter")
+
+
+@hookimpl
 def register_metrics(register: Register) -> None:
     for name in ("perplexity", "kl", "top1"):
         register(name, f"quantkit.evaluate.metrics:{name.upper()}")

@@ -73,6 +73,12 @@ def register_kv_codecs(register: Register) -> None:
 
 
 @hookspec
+def register_drafters(register: Register) -> None:
+    """What drafts tokens for a model to confirm. Target: a subclass of
+    ``quantkit.runtime.drafting.base.Drafter``."""
+
+
+@hookspec
 def register_metrics(register: Register) -> None:
     """What ``quantkit eval`` measures. Target: a ``quantkit.evaluate.metrics.Metric``."""
 

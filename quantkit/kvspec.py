@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 
+from quantkit.call_text import Options, named_options, read_call
 from quantkit.errors import UsageError, did_you_mean
 from quantkit.first_party import explain_absent
 from quantkit.plugins import registry
 from quantkit.spec import KVSpec
 
 MAX_LENGTH = 256
-_PART = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)\s*(?:\(([^()]*)\))?")
 _PLUS = re.compile(r"\+(?![^()]*\))")  # not that of 1e+16 in parentheses
 _SLASH = re.compile(r"/(?![^()]*\))")
 _NEXT = 'quantkit generate MODEL PROMPT --kv "window(1024, sinks=4)+int8"'
@@ -30,7 +30,7 @@ def parse_kv(text: str) -> KVSpec:
                          next=_NEXT)
     fields: dict[str, object] = {}
     for part in (_PLUS.split(text) if text.strip() != "none" else []):
-        sides = [_read(side, text) for side in _SLASH.split(part)]
+        sides = [_read(side) for side in _SLASH.split(part)]
         kinds = {kind for kind, _, _ in sides}
         kind, name, options = sides[0]
         if len(sides) > 2 or (len(sides) == 2 and kinds != {"codec"}):
@@ -46,44 +46,13 @@ def parse_kv(text: str) -> KVSpec:
     return KVSpec.model_validate(fields)
 
 
-def _read(part: str, text: str) -> tuple[str, str, dict[str, int | float | str | bool]]:
+def _read(part: str) -> tuple[str, str, Options]:
     """``policy`` or ``codec``, its name, its options."""
-    match = _PART.fullmatch(part.strip())
-    if match is None:
-        raise UsageError(f"the KV setting {text!r} can't be read", next=_NEXT,
-                         why=f"{part.strip()!r} is not written NAME or NAME(VALUE, NAME=VALUE)")
-    name, inside = match[1], match[2]
+    name, options = read_call(part, _NEXT)
     policies, codecs = registry("kv_policies"), registry("kv_codecs")
     kind = "policy" if name in policies else "codec"
     if kind == "codec" and name not in codecs:
         absent = explain_absent("KV policy", name) or explain_absent("KV codec", name)
         why, then = absent or (did_you_mean(name, [*policies, *codecs]), "quantkit plugins list")
         raise UsageError(f"no KV policy or codec is called {name!r}", why=why, next=then)
-    return kind, name, _options(inside, part, "budget" if kind == "policy" else "bits")
-
-
-def _options(inside: str | None, part: str, first: str) -> dict[str, int | float | str | bool]:
-    options: dict[str, int | float | str | bool] = {}
-    for number, item in enumerate((inside or "").split(",") if (inside or "").strip() else []):
-        name, equals, value = (piece.strip() for piece in item.partition("="))
-        if not equals:
-            name, value = first, name
-            if number:
-                raise UsageError(f"{part.strip()!r} can't be read", next=_NEXT,
-                                 why="only the first argument may stand without its name")
-        if not name or not value or name in options:
-            raise UsageError(f"{part.strip()!r} can't be read",
-                             why=f"{item.strip()!r} is empty or given twice", next=_NEXT)
-        options[name] = _value(value)
-    return options
-
-
-def _value(text: str) -> int | float | str | bool:
-    if text in ("true", "false"):
-        return text == "true"
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
+    return kind, name, named_options(options, "budget" if kind == "policy" else "bits", part, _NEXT)

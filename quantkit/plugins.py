@@ -57,6 +57,7 @@ KINDS: dict[str, PluginKind] = {
     "kernels": PluginKind("kernel", "quantkit.ops.dispatch:LinearKernel", named=True),
     "kv_policies": PluginKind("KV policy", "quantkit.kv.base:KVPolicy", subclass=True),
     "kv_codecs": PluginKind("KV codec", "quantkit.kv.base:KVCodec", subclass=True, beside="kv_policies"),
+    "drafters": PluginKind("drafter", "quantkit.runtime.drafting.base:Drafter", subclass=True),
     "metrics": PluginKind("metric", "quantkit.evaluate.metrics:Metric"),
     "reporters": PluginKind("reporter", "quantkit.report.base:Reporter"),
     "commands": PluginKind("command", "click:Command"),

@@ -156,7 +156,7 @@ class _Runner:
             if run:
                 speeds.append(length / (time.perf_counter() - begin))
                 self._tell(f"prefill {kv}")
-        return {"kv": str(kv), "tokens": length, "tok_s": _range(speeds)}
+        return {"kv": str(kv), "tokens": length, "tok_s": spread(speeds)}
 
     def decode(self, kv: KVSpec, batch: int, context: int) -> dict[str, Any]:
         """Sequences with the same context decode greedily, each on its own."""
@@ -185,8 +185,8 @@ class _Runner:
             cache.free(rows)
         read = median(reads)
         return {"kv": str(kv), "batch": batch, "context": context, "kv_bytes": held_bytes,
-                "tok_s": _range(speeds),
-                "bytes_s": _range(shares), "read_bytes_s": _range(reads),
+                "tok_s": spread(speeds),
+                "bytes_s": spread(shares), "read_bytes_s": spread(reads),
                 "of_read": median(shares) / read if read else None}
 
     def _cache(self, kv: KVSpec) -> KVCache:
@@ -244,5 +244,6 @@ class _Runner:
         self._progress(ProgressEvent(self._done, self._runs, label))
 
 
-def _range(values: Sequence[float]) -> dict[str, float]:
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median and range."""
     return {"median": median(values), "low": min(values), "high": max(values)}

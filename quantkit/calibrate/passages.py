@@ -39,6 +39,11 @@ def builtin_documents(tokens: int, tokenizer: Tokenizer) -> list[Document]:
     return documents
 
 
+def passage(name: str) -> str:
+    """The built-in text ``name``, such as ``code_python``. Raises FileNotFoundError."""
+    return (_FOLDER / f"{name}.txt").read_text(encoding="utf-8")
+
+
 def _docstrings(tokens: int, tokenizer: Tokenizer) -> str:
     text = prose(characters=tokens * CHARACTERS_PER_TOKEN)
     if not text.strip():

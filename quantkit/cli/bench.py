@@ -1,16 +1,17 @@
-"""``quantkit bench kernels``, ``quantkit bench decode MODEL`` and ``quantkit bench tune``."""
+"""``quantkit bench kernels`` and ``quantkit bench decode MODEL``; the other measurements have files of their
+own."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import rich_click as click
 
+from quantkit.cli.bench_drafts import drafts
 from quantkit.cli.bench_gpu import compile_kernels, tune
+from quantkit.cli.bench_output import print_report, show, write
 from quantkit.cli.loading import load_model
-from quantkit.cli.present import note, print_json, table
+from quantkit.cli.present import table
 from quantkit.cli.progress import ProgressLine
 from quantkit.cli.tokens import TokenCount, TokenCounts
 from quantkit.errors import UsageError
@@ -23,6 +24,7 @@ def command() -> None:
 
 
 command.add_command(tune)
+command.add_command(drafts)
 
 
 @command.command("kernels")
@@ -49,7 +51,7 @@ def kernels(ctx: click.Context, shapes: tuple[str, ...], rows: str, repeats: int
     """
     if aot:
         compiled, text = compile_kernels(quiet)
-        _print(compiled, text, out, as_json)
+        print_report(compiled, text, out, as_json)
         ctx.exit(1 if compiled["faults"] else 0)
     from quantkit.bench.kernels import bench_kernels, lines
 
@@ -62,7 +64,7 @@ def kernels(ctx: click.Context, shapes: tuple[str, ...], rows: str, repeats: int
         text += "\n" * (2 if case is report["left_out"][0] else 1) + (
             f"left out: {case['format']} {case['shape'][0]}x{case['shape'][1]}, "
             f"{case['why'].partition(';')[0]}")
-    _show(report, text, out, as_json)
+    show(report, text, out, as_json)
 
 
 @command.command("decode")
@@ -111,7 +113,7 @@ def decode(model: str, batch: str, context: tuple[int, ...], kv: str | None, pro
                               [parse_kv(setting) for setting in split_settings(kv)] if kv else [loaded.kv],
                               prompt, tokens, repeats, not no_fallback, pdl)
     with ProgressLine("measuring", quiet) as progress:
-        report = bench_decode(loaded, settings, progress, lambda report: _write(report, out))
+        report = bench_decode(loaded, settings, progress, lambda report: write(report, out))
     rows = [(case["kv"], f"{case['tokens']}", "", f"{case['tok_s']['median']:.0f}", "", "")
             for case in report["prefill"]]
     rows += [(case["kv"], f"{case['context']}", f"{case['batch']}", f"{case['tok_s']['median']:.1f}",
@@ -130,37 +132,7 @@ def decode(model: str, batch: str, context: tuple[int, ...], kv: str | None, pro
     text += f"\nLinears by kernel: {used}"
     if report["unfused"]:
         text += f"\noperation by operation, because: {report['unfused']}"
-    _show(report, text, out, as_json)
-
-
-def _show(report: dict[str, Any], text: str, out: Path | None, as_json: bool) -> None:
-    machine = report["machine"]
-    where = machine["gpu"] or f"{machine['cpu']}, {machine['threads']} threads, {machine['isa']}"
-    _print(report, f"{text}\n\n{where}, quantkit {machine['quantkit']}, {machine['date']}", out, as_json)
-
-
-def _print(report: dict[str, Any], text: str, out: Path | None, as_json: bool) -> None:
-    if as_json:
-        print_json(report)
-    else:
-        click.echo(text)
-    if out is not None:
-        _write(report, out)
-        note(f"wrote {out}")
-
-
-def _write(report: dict[str, Any], out: Path | None) -> None:
-    """A file as a whole or not at all: a run may be stopped while it writes."""
-    if out is None:
-        return
-    special = out.exists() and not out.is_file()  # such as /dev/stdout
-    part = out if special else out.with_name(f"{out.name}.partial")
-    try:
-        part.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-        if not special:
-            part.replace(out)
-    except OSError as error:
-        raise UsageError(f"{out} can't be written", why=error.strerror or str(error)) from None
+    show(report, text, out, as_json)
 
 
 def _numbers(option: str, text: str, least: int) -> list[int]:

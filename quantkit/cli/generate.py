@@ -51,6 +51,8 @@ _CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) 
 @click.option("--ignore-eos", is_flag=True, help="Continue when the model ends its answer.")
 @click.option("--kv", metavar="SETTING", help="KV setting: none, int8, int4, snapkv(0.5), window(1024, "
                                               "sinks=4)+int8, … (the checkpoint's own).")
+@click.option("--draft", metavar="DRAFTER", default="none", show_default=True,
+              help="Guess tokens that a step confirms: ngram, \"self(CHECKPOINT)\"; the text stays the same.")
 @click.option("--revision", help="Branch, tag or commit of a model on the hub.")
 @click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto",
               show_default=True, help="Dtype of activations and unquantized weights; auto is the model's "
@@ -61,8 +63,8 @@ _CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) 
 @click.option("--json", "as_json", is_flag=True, help="Print text, token counts and speed as JSON.")
 @click.pass_context
 def command(ctx: click.Context, model: str, prompt: str, chat: bool, system: str | None, parse_special: bool,
-            kv: str | None, revision: str | None, dtype: str, device: str, verify: bool, quiet: bool,
-            as_json: bool, **options: Any) -> None:
+            kv: str | None, draft: str, revision: str | None, dtype: str, device: str, verify: bool,
+            quiet: bool, as_json: bool, **options: Any) -> None:
     """Generate text from a model or a checkpoint.
 
     MODEL is a checkpoint's folder or anything that `quantkit quantize` takes. The model continues PROMPT, or
@@ -83,15 +85,17 @@ def command(ctx: click.Context, model: str, prompt: str, chat: bool, system: str
     sampling = _sampling(ctx, options)
     text = _prompt(prompt)
     from quantkit.kvspec import parse_kv
+    from quantkit.runtime.drafting.parse import parse_drafter
     from quantkit.runtime.generate import generate
 
-    setting = None if kv is None else parse_kv(kv)
+    setting, drafter = None if kv is None else parse_kv(kv), parse_drafter(draft)
     loaded = load_model(model, revision=revision, dtype=dtype, device=device, verify=verify, quiet=quiet)
     ids = _ids(loaded, text, system, parse_special) if chat else loaded.tokenizer.encode(text)
     timings: list[Timing] = []
     show = None if as_json else _Output()
     try:
-        (done,) = generate(loaded, [ids], sampling, on_text=show, on_done=timings.append, kv=setting)
+        (done,) = generate(loaded, [ids], sampling, on_text=show, on_done=timings.append, kv=setting,
+                           drafter=drafter)
     except BaseException:
         if show is not None and show.begun:  # an interruption's message starts on a line of its own
             click.echo()
@@ -160,6 +164,8 @@ def _figures(done: Completion, timing: Timing, sampling: Sampling) -> str:
     rate = _decode_rate(timing)
     speed = [f"{done.prompt_tokens} tokens in ({timing.prefill_tokens / timing.prefill_s:.0f} a second)",
              f"{len(done.token_ids)} out" + (f" ({rate:.1f} a second)" if rate else "")]
+    if done.drafted_tokens:
+        speed.append(f"{done.accepted_tokens} of {done.drafted_tokens} drafted tokens right")
     why = {"stop": "the model ended it", "length": "--max-tokens reached", "stop_string": "a stop text came",
            "cancelled": "it was cancelled"}
     seed = "" if sampling.greedy else f"; seed {sampling.seed}"
@@ -178,7 +184,8 @@ def _report(loaded: LoadedModel, done: Completion, timing: Timing, sampling: Sam
 
     return {"model": loaded.uri, "method": loaded.label, "text": done.text, "token_ids": done.token_ids,
             "finish_reason": done.finish_reason, "prompt_tokens": done.prompt_tokens,
-            "completion_tokens": len(done.token_ids),
+            "completion_tokens": len(done.token_ids), "drafted_tokens": done.drafted_tokens,
+            "accepted_tokens": done.accepted_tokens,
             "prefill_tok_s": timing.prefill_tokens / timing.prefill_s, "decode_tok_s": _decode_rate(timing),
             "sampling": dataclasses.asdict(sampling),
             "protocol": {"chat": chat, "dtype": str(loaded.dtype).removeprefix("torch."),

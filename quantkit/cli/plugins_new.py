@@ -23,7 +23,7 @@ def new(name: str, kind: str, out: Path, as_json: bool) -> None:
 
     NAME is what quantkit will know it by: my-method becomes the distribution quantkit-my-method with the
     package quantkit_my_method. KIND is one of method, transform, recovery, format, kernel, policy,
-    codec, metric, reporter, source, architecture, command, recipe and suite.
+    codec, drafter, metric, reporter, source, architecture, command, recipe and suite.
     """
     from quantkit.scaffold.render import make_plugin
 

@@ -53,6 +53,9 @@ MAX_NAME = 200
               help="Memory for keys and values of texts that later prompts may begin with, 2GB or 500MiB; 0 "
                    "keeps none. By default a sixteenth of the machine's memory, at most 4 GiB, or the pages "
                    "that are free where --kv-memory is given.")
+@click.option("--draft", metavar="DRAFTER", default="none", show_default=True,
+              help="Guess tokens that a step confirms: ngram, \"self(CHECKPOINT)\"; answers stay the same. "
+                   "Below break-even nothing is drafted.")
 @overcommit_option
 @click.option("--max-batch", type=click.IntRange(min=1), default=16, show_default=True,
               help="Largest number of sequences that run side by side.")
@@ -81,7 +84,7 @@ MAX_NAME = 200
               help="Print one JSON object when the server listens: url, model, models, pid.")
 def command(models: tuple[str, ...], host: str, port: int, hosts: tuple[str, ...], api_key_file: Path | None,
             names: tuple[str, ...], kvs: tuple[str, ...], kv_memory: str | None, prefix_cache: str | None,
-            overcommit: bool, max_batch: int, max_queue: int, scheduling_policy: SchedulingPolicy,
+            draft: str, overcommit: bool, max_batch: int, max_queue: int, scheduling_policy: SchedulingPolicy,
             max_itl: float, drain_timeout: float, parse_special: bool, revision: str | None, dtype: str,
             device: str, verify: bool, as_json: bool) -> None:
     """Serve models on this machine with the APIs of OpenAI and Anthropic and a chat page.
@@ -96,11 +99,12 @@ def command(models: tuple[str, ...], host: str, port: int, hosts: tuple[str, ...
         raise UsageError("--revision with several models", why="it is a revision of one of them",
                          next="write it behind each model: NAME@REVISION")
     from quantkit.kvspec import parse_kv
+    from quantkit.runtime.drafting.parse import parse_drafter
     from quantkit.serve.address import bind, is_loopback, url
     from quantkit.text import rendering
 
     settings = [parse_kv(kv) for kv in kvs]
-    spec = settings[0] if settings else None
+    spec, drafter = settings[0] if settings else None, parse_drafter(draft)
     memory, prefixes = _bytes("--kv-memory", kv_memory), _bytes("--prefix-cache", prefix_cache)
     # everything that can be refused is refused before a model is loaded
     with bind(host, port, has_key=key is not None) as bound:
@@ -123,9 +127,9 @@ def command(models: tuple[str, ...], host: str, port: int, hosts: tuple[str, ...
                                         on_tokenizer=start.take_tokenizer)
                     engine = Engine(loaded, kv=spec, more_kv=settings[1:], max_batch=max_batch,
                                     max_queue=max_queue, memory=memory, max_itl=max_itl / 1000,
-                                    prefix_cache=prefixes, lock=lock)
+                                    prefix_cache=prefixes, drafter=drafter, lock=lock)
                     start.take_engine(engine)
-                    _tell(loaded, engine)
+                    _tell(loaded, engine, drafter is not None)
                 made.append((engine, loaded))
             from quantkit.serve.app import create_app
             from quantkit.serve.models import ServedEngine
@@ -212,7 +216,7 @@ def _called(model: str, name: str | None) -> str:
     return name
 
 
-def _tell(loaded: LoadedModel, engine: Engine) -> None:
+def _tell(loaded: LoadedModel, engine: Engine, drafts: bool) -> None:
     """Say what was loaded, and what doesn't apply to it."""
     from quantkit.runtime.engine import PREFILL_CHUNK
 
@@ -220,6 +224,10 @@ def _tell(loaded: LoadedModel, engine: Engine) -> None:
     if engine.max_itl is None:
         note(f"--max-itl doesn't apply: prompts are read {PREFILL_CHUNK} tokens at a time, because this "
              "model's results depend on how a prompt is cut")
+    if engine.speculator is not None:
+        note(f"drafts take {human_bytes(engine.speculator.nbytes)} beside the model")
+    elif drafts:
+        note("--draft doesn't apply: this model's results depend on how many tokens go through it at once")
 
 
 def _about(loaded: LoadedModel, engine: Engine) -> str:

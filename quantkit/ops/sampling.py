@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 
 from quantkit.ops import cpu_machine
@@ -21,6 +22,12 @@ def greedy(logits: torch.Tensor) -> int | None:
     values = logits.float().numpy()
     best = int(values.argmax())
     return best if abs(values).max() < float("inf") else None
+
+
+def largest_chance(logits: torch.Tensor) -> float:
+    """The probability of the most likely of ``logits [vocab]``, float32 on a CPU."""
+    values = logits.numpy()  # numpy wakes no threads
+    return 1.0 / float(np.exp(values - values.max()).sum())
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import torch
 from quantkit.errors import QuantkitError, UsageError
 from quantkit.runtime.ahead import AheadDecoder, next_tokens
 from quantkit.runtime.chunk_size import ChunkSizer
+from quantkit.runtime.drafting.base import Drafter
 from quantkit.runtime.fair_lock import FairLock
 from quantkit.runtime.kv_manager import KVCacheManager
 from quantkit.runtime.kv_settings import KVSettings
@@ -22,6 +23,7 @@ from quantkit.runtime.request import Request, TokenInfo, check_request
 from quantkit.runtime.runner import ModelRunner, StepOutput
 from quantkit.runtime.sampler import Sampling
 from quantkit.runtime.scheduler import EngineClosed, EngineFull, Scheduler
+from quantkit.runtime.speculation import Speculator
 from quantkit.runtime.timing import Timing
 from quantkit.spec import KVSpec
 from quantkit.structure.base import TokenConstraint
@@ -61,6 +63,9 @@ class Engine:
             tokens.
         prefix_cache: bytes of keys and values that are kept for texts which begin like earlier ones; 0: none.
             ``None``: a part of the machine's memory, or the pages that nobody needs where the size is fixed.
+        drafter: guesses tokens, of which one step confirms several; what is generated doesn't depend on it.
+            Not where a token may have other bits beside others of its text than alone
+            (:attr:`KVCacheManager.drafts`).
         lock: held during a step, so that several engines share a device.
         clock: tells seconds.
 
@@ -70,12 +75,13 @@ class Engine:
         reservation: which request has how many of its pages, if its size is fixed.
         max_itl: as given, or ``None`` with a model whose results depend on how a prompt is cut.
         timing: of all steps so far.
+        speculator: asks for drafts; ``None``: nobody drafts.
     """
 
     def __init__(self, loaded: LoadedModel, *, kv: KVSpec | None = None, more_kv: Sequence[KVSpec] = (),
                  max_batch: int = 8, max_queue: int = 64, memory: int | None = None,
                  context: int | None = None, max_itl: float | None = None, prefix_cache: int | None = 0,
-                 lock: FairLock | None = None,
+                 drafter: Drafter | None = None, lock: FairLock | None = None,
                  clock: Callable[[], float] = time.perf_counter) -> None:
         for name, value in (("max_batch", max_batch), ("max_queue", max_queue)):
             if value < 1:
@@ -92,6 +98,8 @@ class Engine:
         self._scheduler = Scheduler(max_batch, max_queue, PREFILL_CHUNK)
         self._runner = ModelRunner(loaded, PREFILL_CHUNK, self._sizer, clock)
         self._ahead = AheadDecoder(loaded.model, self._runner, self.timing, self._append_token, self._fail)
+        self.speculator = None if drafter is None or not default.drafts else Speculator(drafter, loaded,
+                                                                                        clock)
         self._lock = lock or FairLock()
         self._numbers = itertools.count()
         self._thread: threading.Thread | None = None
@@ -250,9 +258,16 @@ class Engine:
             return False
         self._steps += 1
         mixed = [request for request in step.decode if request.kv.mixes]
-        output = self._runner.run(step, mixed, awaited)
+        speculator = self.speculator if mixed and not scheduler.prefilling else None
+        drafts = {} if speculator is None else speculator.propose(mixed)
+        drafted = self._clock()
+        output = self._runner.run(step, mixed, awaited, drafts)
+        if speculator is not None and not output.failed:
+            speculator.times.observe(len(mixed) + sum(map(len, drafts.values())), self._clock() - drafted)
+        count = self._generated
         self._finish(output)
-        self._count(step.chunks or step.deferred, output.prompt_tokens, len(mixed), self._clock() - begin)
+        decoded = self._generated - count if drafts else len(mixed)
+        self._count(step.chunks or step.deferred, output.prompt_tokens, decoded, self._clock() - begin)
         apart: dict[object, list[Request]] = {}
         for request in step.decode:
             if not request.kv.mixes and not request.done:
@@ -265,7 +280,8 @@ class Engine:
                 self._ahead.decode(requests[start:start + limit], len(apart) == 1 and len(requests) <= limit)
                 self.timing.decode_s += self._clock() - before
         self._end([request for request in (*scheduler.decoding, *scheduler.prefilling) if request.done])
-        if awaited and not output.acted and (output.prompt_tokens or not (step.chunks or step.deferred)):
+        usual = not (output.acted or drafts)  # its time says what steps take
+        if awaited and usual and (output.prompt_tokens or not (step.chunks or step.deferred)):
             self._sizer.observe(self._clock() - begin, output.prompt_tokens, ahead=launched)
         else:
             self._sizer.skip()
@@ -305,10 +321,15 @@ class Engine:
                     self._heard(functools.partial(request.finish, "stop"))
                 else:
                     self._scheduler.start_decoding(request)
-        for requests, logits in output.logits:
-            for request, token, row in zip(requests, next_tokens(requests, logits), logits, strict=True):
-                if not request.done:
-                    self._append_token(request, token, row)
+        for part in output.logits:
+            if part.batch is None:
+                for request, token, row in zip(part.requests, next_tokens(part.requests, part.logits),
+                                               part.logits, strict=True):
+                    if not request.done:
+                        self._append_token(request, token, row)
+            else:
+                assert self.speculator is not None
+                self.speculator.verify(part, self._append_token, self._fail)
 
     def _count(self, reads: object, prompt_tokens: int, decoded: int, seconds: float) -> None:
         """Add a step to the times, shared out by tokens where it had both kinds."""
@@ -357,6 +378,8 @@ class Engine:
     def _end(self, requests: Sequence[Request]) -> None:
         """Give back what requests hold."""
         if requests:
+            if self.speculator is not None:
+                self.speculator.end(requests)
             self._scheduler.end(requests)
         if not self._scheduler.decoding:
             self._ahead.forget()

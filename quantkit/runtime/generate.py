@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from quantkit.errors import UsageError
 from quantkit.ops.dispatch import DECODE_ROWS
+from quantkit.runtime.drafting.base import Drafter
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.loader import LoadedModel
 from quantkit.runtime.request import Completion, Request, TokenInfo, check_request
@@ -17,7 +18,7 @@ from quantkit.spec import KVSpec
 def generate(loaded: LoadedModel, prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling],
              on_text: Callable[[int, str], None] | None = None,
              on_done: Callable[[Timing], None] | None = None, *,
-             kv: KVSpec | None = None) -> list[Completion]:
+             kv: KVSpec | None = None, drafter: Drafter | None = None) -> list[Completion]:
     """Continue every prompt.
 
     Args:
@@ -27,6 +28,7 @@ def generate(loaded: LoadedModel, prompts: Sequence[Sequence[int]], sampling: Sa
         on_text: called with a prompt's index and a piece of its text as soon as it is certain.
         on_done: called once with what the call took.
         kv: how keys and values are kept; by default as the model's checkpoint says.
+        drafter: guesses tokens; what is generated doesn't depend on it.
 
     Returns:
         One completion a prompt, in the prompts' order. A sequence's tokens depend on its prompt and
@@ -45,7 +47,7 @@ def generate(loaded: LoadedModel, prompts: Sequence[Sequence[int]], sampling: Sa
         check_request(loaded, prompt, sampling)
     longest = max(len(prompt) + sampling.max_tokens for prompt, sampling in zip(prompts, settings))
     engine = Engine(loaded, kv=kv, max_batch=min(DECODE_ROWS, len(prompts)), max_queue=len(prompts),
-                    context=longest)
+                    context=longest, drafter=drafter)
     submitted: list[Request] = []
     for index, (prompt, sampling) in enumerate(zip(prompts, settings)):
         def show(info: TokenInfo, index: int = index) -> None:

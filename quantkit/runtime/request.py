@@ -81,6 +81,7 @@ class Completion:
         stop_string: the one that ended it.
         cached_tokens: prompt tokens whose keys and values were there already.
         embedding: the prompt's, float32 ``[hidden]``, if requested.
+        drafted_tokens, accepted_tokens: tokens that were drafted for it, and those of them that were right.
     """
 
     prompt_tokens: int
@@ -91,6 +92,8 @@ class Completion:
     stop_string: str | None = None
     cached_tokens: int = 0
     embedding: torch.Tensor | None = None
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 class Request:
@@ -253,9 +256,14 @@ class Request:
         return self._logprobs is not None
 
     @property
+    def tokens_left(self) -> int:
+        """How many tokens may still come."""
+        return self.sampling.max_tokens - len(self.result.token_ids)
+
+    @property
     def at_last_token(self) -> bool:
         """Whether the next token reaches ``max_tokens``."""
-        return len(self.result.token_ids) + 1 >= self.sampling.max_tokens
+        return self.tokens_left <= 1
 
     def append(self, token: int, logits: torch.Tensor | None) -> None:
         """Append the next token and tell the listener.

@@ -128,6 +128,13 @@ class Sampler:
         if sampling.seed is not None:
             self._generator.manual_seed(sampling.seed)
 
+    def preview(self) -> Sampler:
+        """A sampler that draws what this one will draw next, without its constraint, and leaves it alone."""
+        copy = Sampler(self.sampling, self._prompt_tokens)
+        if not self.sampling.greedy:
+            copy._generator.set_state(self._generator.get_state())
+        return copy
+
     def __call__(self, logits: torch.Tensor, history: Sequence[int]) -> int:
         """The next id.
 

@@ -48,6 +48,8 @@ KINDS: dict[str, TemplateKind] = {kind.name: kind for kind in (
           'quantkit eval smollm2 --kv "none,$name(0.5)" --windows 4'),
     _kind("codec", "kv_codecs", "uint8", "Stores keys and values in 8 bits with an offset.",
           "quantkit eval smollm2 --kv none,$name --windows 4"),
+    _kind("drafter", "drafters", "bigram", "Drafts tokens by what followed the last time.",
+          'quantkit generate smollm2 "One, two, three, one, two," --draft $name'),
     _kind("metric", "metrics", "top5", "Measures how often the likeliest token stays among the top five.",
           "quantkit eval smollm2 --suite quick", underscores=True),
     _kind("reporter", "reporters", "jsonl", "Writes results as JSON Lines.",

@@ -150,8 +150,29 @@ class _EngineCollector(Collector):
             for labels, values in stats:
                 counter.add_metric(labels, values[key])
             yield counter
+        yield from self._drafts()
         yield from self._memory(stats)
         yield self._steps(stats)
+
+    def _drafts(self) -> Iterator[Metric]:
+        counted = [((name, str(i)), engine.speculator.counts if engine.speculator else None)
+                   for i, (name, engine) in enumerate(self._engines)]
+        for key, name, about in (
+                ("drafts", "num_drafts", "Drafts that were checked."),
+                ("tokens", "num_draft_tokens", "Tokens of drafts."),
+                ("accepted", "num_accepted_tokens", "Tokens of drafts that were right.")):
+            counter = CounterMetricFamily(f"vllm:spec_decode_{name}", about, labels=LABELS)
+            for labels, counts in counted:
+                if counts is not None:
+                    counter.add_metric(labels, getattr(counts, key))
+            yield counter
+        places = CounterMetricFamily("vllm:spec_decode_num_accepted_tokens_per_pos",
+                                     "Tokens of drafts that were right, by their place in the draft.",
+                                     labels=(*LABELS, "position"))
+        for labels, counts in counted:
+            for place, number in enumerate([] if counts is None else list(counts.accepted_at)):
+                places.add_metric((*labels, str(place)), number)
+        yield places
 
     def _memory(self, stats: list[tuple[tuple[str, str], dict[str, int]]]) -> Iterator[Metric]:
         usage = GaugeMetricFamily("vllm:kv_cache_usage_perc", "Of the KV cache's memory the part that "

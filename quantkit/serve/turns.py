@@ -33,6 +33,7 @@ class TurnEnd:
         reason: ``tool_calls`` if it has some and wasn't cut; otherwise as in :class:`Completion`.
         stop: the stop string that ended it.
         tokens: that were generated, and of them those before the reasoning's end.
+        accepted_tokens, rejected_tokens: that were drafted and right, and drafted in vain.
     """
 
     reason: TurnReason
@@ -40,6 +41,8 @@ class TurnEnd:
     tokens: int
     reasoning_tokens: int
     cached_tokens: int
+    accepted_tokens: int = 0
+    rejected_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -56,13 +59,16 @@ class TurnEvent:
 class TurnUsage:
     """Tokens of a request; a prompt counts once, however many choices it has.
 
-    Of the prompt, ``cached`` is what the prefix cache had before the first choice read it.
+    Of the prompt, ``cached`` is what the prefix cache had before the first choice read it. Of the completion,
+    ``accepted`` tokens were drafted; ``rejected`` ones were drafted in vain and are no part of it.
     """
 
     prompt: int
     completion: int
     cached: int
     reasoning: int
+    accepted: int = 0
+    rejected: int = 0
 
 
 @dataclass
@@ -183,7 +189,8 @@ class NextTurn:
         known = [end for end in ends if end is not None]
         return TurnUsage(len(self.prompt), sum(end.tokens for end in known),
                          min((end.cached_tokens for end in known), default=0),
-                         sum(end.reasoning_tokens for end in known))
+                         sum(end.reasoning_tokens for end in known),
+                         sum(end.accepted_tokens for end in known), sum(end.rejected_tokens for end in known))
 
 
 class _Choice:
@@ -212,7 +219,8 @@ class _Choice:
         if self._called and reason == "stop":
             reason = "tool_calls"
         return TurnEnd(reason, done.stop_string if reason == "stop_string" else None, len(done.token_ids),
-                       self._reasoning, done.cached_tokens)
+                       self._reasoning, done.cached_tokens, done.accepted_tokens,
+                       done.drafted_tokens - done.accepted_tokens)
 
     def _kept(self, deltas: list[TurnDelta]) -> list[TurnDelta]:
         kept: list[TurnDelta] = []

@@ -6,6 +6,7 @@ PluginError where a promise of its base type is broken. It can be called in a te
 
 from quantkit.testing.architectures import check_architecture
 from quantkit.testing.codecs import check_codec
+from quantkit.testing.drafters import check_drafter
 from quantkit.testing.formats import FORMAT_SPECS, check_format
 from quantkit.testing.kernels import check_kernel
 from quantkit.testing.methods import METHOD_SPECS, check_method
@@ -35,6 +36,7 @@ __all__ = [
     "SampleTask",
     "check_architecture",
     "check_codec",
+    "check_drafter",
     "check_format",
     "check_kernel",
     "check_method",

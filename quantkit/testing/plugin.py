@@ -16,8 +16,9 @@ from quantkit.registry import RegistryEntry, described, load_target
 CHECKS = {kind: f"quantkit.testing:check_{name}" for kind, name in (
     ("methods", "method"), ("transforms", "transform"), ("recoveries", "recovery"), ("formats", "format"),
     ("kernels", "kernel"),
-    ("kv_policies", "policy"), ("kv_codecs", "codec"), ("metrics", "metric"), ("reporters", "reporter"),
-    ("sources", "source"), ("architectures", "architecture"))}
+    ("kv_policies", "policy"), ("kv_codecs", "codec"), ("drafters", "drafter"),
+    ("metrics", "metric"), ("reporters", "reporter"), ("sources", "source"),
+    ("architectures", "architecture"))}
 """Registry → the kit's function for what is in it."""
 Status = Literal["ok", "failed", "not checked"]
 
@@ -129,7 +130,7 @@ def _check_entry(manager: PluginManager, kind: str, entry: RegistryEntry) -> Non
             check(thing, uri=_check_uri(entry, Path(folder)))
     elif kind == "architectures":
         check(thing, config=_check_config(entry))
-    elif kind in ("kv_policies", "kv_codecs"):
+    elif kind in ("kv_policies", "kv_codecs", "drafters"):
         if (called := getattr(thing, "name", None)) != entry.name:
             raise PluginError(f"{thing.__name__} calls itself {called!r}",
                               why="a class has the name that it is registered by",

@@ -180,6 +180,11 @@ class Tokenizer:
         return "" if self._template is None else self._template.source
 
     @property
+    def vocabulary(self) -> dict[str, int]:
+        """Ids of all tokens."""
+        return dict(self._inner.get_vocab(with_added_tokens=True))
+
+    @property
     def special_tokens(self) -> dict[str, int]:
         """Ids of the special tokens, which :meth:`decode` leaves out, by their texts."""
         return {token.content: number for number, token in self._inner.get_added_tokens_decoder().items()

@@ -3,6 +3,8 @@
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from quantkit.runtime.drafting.ngram import NgramDrafter
+
 NAMES = {"num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "prefix_cache_queries",
          "prefix_cache_hits", "num_preemptions", "prompt_tokens", "generation_tokens", "request_success",
          "time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds",
@@ -65,3 +67,30 @@ def test_a_request_that_is_given_up_is_an_abort(live, eventually):
 def test_it_needs_the_key(live, key, status):
     with live(key="sesame-1234").http as client:
         assert client.get("/metrics", headers={"authorization": f"Bearer {key}"}).status_code == status
+
+
+def test_drafts(live, eventually):
+    """Answers that repeat themselves, with drafts and without."""
+    made, plain = live(drafter=NgramDrafter(max_tokens=4, max_match=2, min_match=1)), live()
+    body = {"prompt": "the cat the cat the cat", "max_tokens": 80, "n": 2, "temperature": 0,
+            "ignore_eos": True}
+    answer, before = (server.post("/v1/completions", body).json() for server in (made, plain))
+    assert [choice["text"] for choice in answer["choices"]] == [
+        choice["text"] for choice in before["choices"]]
+    details = answer["usage"]["completion_tokens_details"]
+    right, wrong = details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]
+    assert right > 0 and before["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] == 0
+    chat = {"messages": [{"role": "user", "content": "the cat the cat"}], "max_tokens": 60, "temperature": 0,
+            "ignore_eos": True}
+    details = made.post("/v1/chat/completions", chat).json()["usage"]["completion_tokens_details"]
+    right += details["accepted_prediction_tokens"]
+    wrong += details["rejected_prediction_tokens"]
+    eventually(lambda: made.engine.stats()["tokens_generated"] == 220)
+    samples, text = read(made)
+    assert samples["vllm:spec_decode_num_accepted_tokens_total"].value == right
+    assert samples["vllm:spec_decode_num_draft_tokens_total"].value == right + wrong
+    assert 0 < samples["vllm:spec_decode_num_drafts_total"].value <= right + wrong
+    places = [line for line in text.splitlines()
+              if line.startswith("vllm:spec_decode_num_accepted_tokens_per_pos_total{")]
+    assert sum(float(line.rpartition(" ")[2]) for line in places) == right
+    assert not any(line.startswith("vllm:spec_decode") for line in read(plain)[1].splitlines())

@@ -18,9 +18,12 @@ class PromptDetails(ResponsePart):
 
 
 class AnswerDetails(ResponsePart):
-    """Of the answer's tokens."""
+    """Of the answer's tokens: before the reasoning's end, and drafted and right. Those that were drafted in
+    vain are no part of the answer."""
 
     reasoning_tokens: Count
+    accepted_prediction_tokens: Count
+    rejected_prediction_tokens: Count
 
 
 class Usage(ResponsePart):

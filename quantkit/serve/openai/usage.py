@@ -12,7 +12,9 @@ def completion_usage(usage: TurnUsage) -> dict[str, Any]:
     return {"prompt_tokens": usage.prompt, "completion_tokens": usage.completion,
             "total_tokens": usage.prompt + usage.completion,
             "prompt_tokens_details": {"cached_tokens": usage.cached},
-            "completion_tokens_details": {"reasoning_tokens": usage.reasoning}}
+            "completion_tokens_details": {"reasoning_tokens": usage.reasoning,
+                                          "accepted_prediction_tokens": usage.accepted,
+                                          "rejected_prediction_tokens": usage.rejected}}
 
 
 def response_usage(usage: TurnUsage) -> dict[str, Any]:

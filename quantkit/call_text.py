@@ -1,0 +1,60 @@
+"""How settings are written on a command line: ``NAME`` or ``NAME(VALUE, NAME=VALUE)``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from quantkit.errors import UsageError
+
+Options = dict[str, int | float | str | bool]
+_CALL = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)\s*(?:\(([^()]*)\))?")
+
+
+def read_call(text: str, hint: str) -> tuple[str, Mapping[str | None, int | float | str | bool]]:
+    """A name and its options; the key ``None`` is that of the first option, if it stands without its name.
+
+    Args:
+        text: as it was written.
+        hint: what to do if it can't be read.
+
+    Raises:
+        UsageError: it can't be read.
+    """
+    written = text.strip()
+    match = _CALL.fullmatch(written)
+    if match is None:
+        raise UsageError(f"{written!r} can't be read", next=hint,
+                         why="it is not written NAME or NAME(VALUE, NAME=VALUE)")
+    options: dict[str | None, int | float | str | bool] = {}
+    inside = match[2] or ""
+    for number, item in enumerate(inside.split(",") if inside.strip() else []):
+        left, equals, right = (piece.strip() for piece in item.partition("="))
+        name, value = (left, right) if equals else (None, left)
+        if name is None and number:
+            raise UsageError(f"{written!r} can't be read", next=hint,
+                             why="only the first argument may stand without its name")
+        if name == "" or not value or name in options:
+            raise UsageError(f"{written!r} can't be read", next=hint,
+                             why=f"{item.strip()!r} is empty or given twice")
+        options[name] = _value(value)
+    return match[1], options
+
+
+def named_options(options: Mapping[str | None, int | float | str | bool], first: str, text: str,
+                  hint: str) -> Options:
+    """The same options, the first under its name ``first``. Raises UsageError: it is given twice."""
+    if None in options and first in options:
+        raise UsageError(f"{text.strip()!r} can't be read", why=f"{first!r} is given twice", next=hint)
+    return {first if name is None else name: value for name, value in options.items()}
+
+
+def _value(text: str) -> int | float | str | bool:
+    if text in ("true", "false"):
+        return text == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text

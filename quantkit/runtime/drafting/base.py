@@ -1,0 +1,96 @@
+"""The interface of drafters: what guesses the next tokens of a text, for the model to confirm.
+
+A draft never changes what is generated. The model computes the distribution of every drafted token's place in
+one step, the sampler chooses from it as it would without drafts, and a draft is kept as long as it agrees
+(https://arxiv.org/abs/2211.17192). A drafter therefore decides about speed alone.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from pydantic import Field
+
+from quantkit.spec import Frozen
+
+if TYPE_CHECKING:
+    from quantkit.kv.cache import KVCache
+    from quantkit.runtime.loader import LoadedModel
+
+MAX_DRAFT = 32
+"""Tokens of a draft, at most."""
+
+
+@dataclass
+class DraftedText:
+    """A text that is being generated, as a drafter sees it.
+
+    Attributes:
+        tokens: ids of prompt and answer so far, which grow at their end; the last one isn't in the cache yet.
+        cache, sequence: where the model keeps the keys and values of all tokens but the last; another
+            sequence after the text had to give up its pages.
+        choose: ``(logits [vocab])`` → the token that the text's sampler would choose next, and then the one
+            after it, with the random numbers that it will use there. Begins anew at each draft.
+        state: whatever the drafter keeps for this text.
+    """
+
+    tokens: Sequence[int]
+    cache: KVCache
+    sequence: int
+    choose: Callable[[torch.Tensor], int]
+    state: object = None
+
+
+class DraftSource(ABC):
+    """Drafts for the texts of one engine. All calls come from its thread.
+
+    Attributes:
+        nbytes: bytes of memory that it takes beside the model.
+        usual: whether the last proposal did no more than others do, so that its time says what drafts cost.
+    """
+
+    nbytes = 0
+    usual = True
+
+    def begin(self, text: DraftedText) -> None:  # noqa: B027
+        """A text begins to be generated."""
+
+    @abstractmethod
+    def propose(self, texts: Sequence[DraftedText], limits: Sequence[int]) -> list[list[int]]:
+        """Guess how texts go on.
+
+        Args:
+            texts: that get a draft.
+            limits: tokens of each draft, at most; none is 0.
+
+        Returns:
+            Token ids, a list for each text; fewer than its limit where more wouldn't be worth it.
+        """
+
+    def end(self, text: DraftedText) -> None:  # noqa: B027
+        """A text was finished."""
+
+
+class Drafter(Frozen, ABC):
+    """A way to draft. A subclass adds its options as fields.
+
+    Attributes:
+        first: the name of the option that may be given without its name.
+        max_tokens: of a draft.
+    """
+
+    name: ClassVar[str]
+    first: ClassVar[str] = "max_tokens"
+    max_tokens: int = Field(default=8, ge=1, le=MAX_DRAFT)
+
+    @abstractmethod
+    def start(self, target: LoadedModel) -> DraftSource:
+        """Make ready what drafts for this model.
+
+        Raises:
+            UsageError: it can't draft for this model.
+        """

@@ -1,0 +1,41 @@
+"""The short way to write a drafter: ``ngram``, ``ngram(16)``, ``model(FOLDER, max_tokens=6)``."""
+
+from __future__ import annotations
+
+from pydantic import ValidationError
+
+from quantkit.call_text import named_options, read_call
+from quantkit.errors import PluginError, UsageError, did_you_mean
+from quantkit.plugins import registry, whose
+from quantkit.runtime.drafting.base import Drafter
+
+_NEXT = 'quantkit generate MODEL PROMPT --draft "ngram(12)"'
+
+
+def parse_drafter(text: str) -> Drafter | None:
+    """A drafter with its options; ``None`` for ``none``.
+
+    Raises:
+        UsageError: it can't be read, names a drafter that nobody registered, or an option is off.
+    """
+    name, written = read_call(text, _NEXT)
+    if name == "none" and not written:
+        return None
+    kind: type[Drafter] = registry("drafters").get(name)
+    if (called := getattr(kind, "name", None)) != name:
+        raise PluginError(f"{whose('drafters', name)} calls itself {called!r}",
+                          why="a class has the name that it is registered by",
+                          next=f'name: ClassVar[str] = "{name}" in {kind.__name__}')
+    options = named_options(written, kind.first, text, _NEXT)
+    for option in options:
+        if option not in kind.model_fields:
+            raise UsageError(f"the drafter {name!r} has no option {option!r}",
+                             why=did_you_mean(option, kind.model_fields),
+                             next="leave it out, or see docs/drafts.md")
+    try:
+        return kind.model_validate(options)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "its options"
+        raise UsageError(f"the drafter {name!r} can't be made", why=f"{where}: {first['msg']}",
+                         next="see docs/drafts.md") from None

@@ -1,0 +1,234 @@
+"""Drafts for the requests of an engine: whose turn it is, how long they are, and what became of them."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from quantkit.errors import PluginError, QuantkitError
+from quantkit.plugins import whose
+from quantkit.registry import described
+from quantkit.runtime.ahead import next_tokens
+from quantkit.runtime.drafting.base import DraftedText, Drafter
+from quantkit.runtime.drafting.length import Acceptance, StepTimes, best_length, trial_length
+from quantkit.runtime.loader import LoadedModel
+from quantkit.runtime.request import Request
+from quantkit.runtime.runner import NextLogits
+
+
+@dataclass
+class DraftCounts:
+    """What became of drafts.
+
+    Attributes:
+        drafts: that were checked.
+        tokens, accepted: of their tokens, all and those that were right.
+        accepted_at: how often the token at each place was right.
+    """
+
+    drafts: int = 0
+    tokens: int = 0
+    accepted: int = 0
+    accepted_at: list[int] = field(default_factory=list)
+
+    def add(self, drafted: int, accepted: int) -> None:
+        """A draft of ``drafted`` tokens was checked, and its first ``accepted`` were right."""
+        self.drafts += 1
+        self.tokens += drafted
+        self.accepted += accepted
+        self.accepted_at += [0] * (drafted - len(self.accepted_at))
+        for place in range(accepted):
+            self.accepted_at[place] += 1
+
+
+class Speculator:
+    """Asks a drafter for drafts where they pay.
+
+    A drafter that fails is not asked again, and answers go on without drafts.
+
+    Args:
+        drafter: that drafts.
+        loaded: the model.
+        clock: tells seconds.
+
+    Attributes:
+        times: what steps take.
+        counts: of all drafts so far.
+
+    Raises:
+        UsageError: it can't draft for this model.
+    """
+
+    def __init__(self, drafter: Drafter, loaded: LoadedModel,
+                 clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._drafter, self._vocab = drafter, loaded.config.vocab_size
+        self._source = drafter.start(loaded)
+        self._texts: dict[int, _Text] = {}
+        self._broken = False
+        self.times, self.counts = StepTimes(), DraftCounts()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that drafting takes beside the model."""
+        return self._source.nbytes
+
+    def propose(self, requests: Sequence[Request]) -> dict[int, list[int]]:
+        """Drafts of some of these requests, which decode in this step, by their ids. Not for steps that read
+        prompts too: their tokens fill the step."""
+        asked: list[tuple[_Text, int]] = []
+        for request in requests:
+            if self._broken or not request.kv.drafts:
+                continue
+            text = self._texts.get(request.id) or self._begin(request)
+            if text is not None and (length := self._length(text, request, len(requests) - 1)):
+                text.update(request)
+                asked.append((text, length))
+        if not asked:
+            return {}
+        begin = self._clock()
+        try:
+            drafts = self._source.propose([text.drafted for text, _ in asked],
+                                          [length for _, length in asked])
+            self._check(drafts, asked)
+        except Exception as error:
+            self._give_up(error)
+            return {}
+        if self._source.usual:  # texts that are drafted side by side share the time
+            self.times.observe_draft(max([1, *map(len, drafts)]), self._clock() - begin)
+        return {text.id: list(draft) for (text, _), draft in zip(asked, drafts) if draft}
+
+    def verify(self, part: NextLogits,
+               append: Callable[[Request, int | QuantkitError, torch.Tensor | None], None],
+               fail: Callable[[Request, Exception], None]) -> None:
+        """Give requests those tokens of their drafts that are right, and the one behind them.
+
+        Args:
+            part: of a step with drafts.
+            append: gives a request a token, or the reason why there is none.
+            fail: ends a request by an error.
+        """
+        assert part.drafts is not None and part.batch is not None
+        batch, places = part.batch
+        parts = part.logits.split([1 + len(draft) for draft in part.drafts])
+        for request, draft, logits, place in zip(part.requests, part.drafts, parts, places, strict=True):
+            right = judged = 0
+            for row, drafted in zip(logits, [*draft, None]):
+                (token,) = next_tokens([request], row[None])
+                right, judged = right + (token == drafted), judged + (drafted is not None)
+                # before its listener hears of the last token
+                request.result.accepted_tokens += token == drafted
+                request.result.drafted_tokens += drafted is not None
+                append(request, token, row)
+                if request.done or token != drafted:
+                    break
+            if not draft:
+                continue
+            if not request.done:
+                request.result.drafted_tokens += len(draft) - judged
+                judged = len(draft)
+            self._checked(request, judged, right)
+            if request.sequence < 0:  # it failed
+                continue
+            try:
+                batch.accept(place, 1 + right)
+            except Exception as error:  # of its policy
+                if request.done:
+                    request.spoiled = True
+                else:
+                    fail(request, error)
+
+    def _checked(self, request: Request, drafted: int, accepted: int) -> None:
+        """A request's draft was checked."""
+        self.counts.add(drafted, accepted)
+        if (text := self._texts.get(request.id)) is not None:
+            text.acceptance.observe(drafted, accepted)
+
+    def end(self, requests: Sequence[Request]) -> None:
+        """Requests have ended."""
+        for request in requests:
+            if (text := self._texts.pop(request.id, None)) is not None and not self._broken:
+                try:
+                    self._source.end(text.drafted)
+                except Exception as error:
+                    self._give_up(error)
+
+    def _begin(self, request: Request) -> _Text | None:
+        text = _Text(request)
+        try:
+            self._source.begin(text.drafted)
+        except Exception as error:
+            self._give_up(error)
+            return None
+        self._texts[request.id] = text
+        return text
+
+    def _length(self, text: _Text, request: Request, others: int) -> int:
+        """Tokens that this text's draft may have now."""
+        limit = min(self._drafter.max_tokens, request.tokens_left - 1)
+        if limit < 1:
+            return 0
+        acceptance = text.acceptance
+        if acceptance.pause:
+            acceptance.pause -= 1
+            wanted = 0 if acceptance.pause else trial_length(self.times, limit)
+        elif wanted := best_length(acceptance, self.times, others, limit):
+            acceptance.pays()
+        else:
+            acceptance.rest()
+        return request.kv.room_for_draft(request, wanted) if wanted else 0
+
+    def _check(self, drafts: Sequence[Sequence[int]], asked: Sequence[tuple[_Text, int]]) -> None:
+        """Raises PluginError: these aren't drafts as they were asked for."""
+        ids = range(self._vocab)
+        if len(drafts) == len(asked) and all(
+                len(draft) <= limit and all(type(token) is int and token in ids for token in draft)
+                for draft, (_, limit) in zip(drafts, asked)):
+            return
+        raise PluginError("what it drafted can't be used", next="see docs/plugins/drafter.md",
+                          why="a draft is a list of the model's token ids, no longer than its limit, one for "
+                              "each text")
+
+    def _give_up(self, error: Exception) -> None:
+        self._broken = True
+        self._texts.clear()
+        warnings.warn(f"{whose('drafters', self._drafter.name)} failed, and answers go on without drafts: "
+                      f"{described(error)}", stacklevel=2)
+
+
+class _Text:
+    """A request as its drafter sees it.
+
+    Attributes:
+        id: the request's.
+        drafted: what the drafter gets.
+        acceptance: how often its drafts were right.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self.id, self.acceptance = request.id, Acceptance()
+        self._tokens = request.history
+        self.drafted = DraftedText(self._tokens, request.kv.cache, request.sequence, _first)
+
+    def update(self, request: Request) -> None:
+        """Note what was generated since, and where it is."""
+        tokens, drafted = self._tokens, self.drafted
+        tokens += request.result.token_ids[len(tokens) - len(request.prompt):]
+        drafted.sequence = request.sequence
+        preview, history = request.sampler.preview(), tokens if not request.sampler.on_host else list(tokens)
+
+        def choose(logits: torch.Tensor) -> int:
+            token = preview(logits, history)
+            if request.sampler.on_host:
+                history.append(token)
+            return token
+
+        drafted.choose = choose
+
+
+def _first(logits: torch.Tensor) -> int:
+    return int(logits.argmax())
