@@ -140,6 +140,7 @@ FORMS = ("Write a story about {}.", "List ten facts about {}.", "Write a Python 
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("_always")
 @pytest.mark.parametrize("drafter", ["ngram", "self", "model"])
 def test_ten_thousand_greedy_tokens_are_the_same(real, smollm2, drafter, tmp_path):
     if drafter != "ngram":
