@@ -1,12 +1,16 @@
-"""How settings are written on a command line: ``NAME`` or ``NAME(VALUE, NAME=VALUE)``."""
+"""How settings are written on a command line, ``NAME`` or ``NAME(VALUE, NAME=VALUE)``, and what they make."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from typing import TypeVar
 
-from quantkit.errors import UsageError
+from pydantic import BaseModel, ValidationError
 
+from quantkit.errors import UsageError, did_you_mean
+
+Made = TypeVar("Made", bound=BaseModel)
 Options = dict[str, int | float | str | bool]
 _CALL = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)\s*(?:\(([^()]*)\))?")
 
@@ -47,6 +51,32 @@ def named_options(options: Mapping[str | None, int | float | str | bool], first:
     if None in options and first in options:
         raise UsageError(f"{text.strip()!r} can't be read", why=f"{first!r} is given twice", next=hint)
     return {first if name is None else name: value for name, value in options.items()}
+
+
+def made_with(kind: type[Made], options: Mapping[str, object], what: str, see: str,
+              hint: str | None) -> Made:
+    """A ``kind`` with these options.
+
+    Args:
+        kind: a model whose fields are the options; ``renamed`` may have old names of some.
+        options: by name.
+        what: it is, for messages: ``drafter 'ngram'``.
+        see: the page that describes the options.
+        hint: what to do about a value that is off.
+
+    Raises:
+        UsageError: an option is unknown, missing or out of range.
+    """
+    for option in options:
+        if option not in kind.model_fields and option not in getattr(kind, "renamed", {}):
+            raise UsageError(f"the {what} has no option {option!r}", next=f"leave it out, or see {see}",
+                             why=did_you_mean(option, kind.model_fields))
+    try:
+        return kind.model_validate(options)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "its options"
+        raise UsageError(f"the {what} can't be made", why=f"{where}: {first['msg']}", next=hint) from None
 
 
 def _value(text: str) -> int | float | str | bool:

@@ -6,9 +6,8 @@ import bisect
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
-from pydantic import ValidationError
-
-from quantkit.errors import PluginError, UsageError, did_you_mean
+from quantkit.call_text import made_with
+from quantkit.errors import PluginError, UsageError
 from quantkit.kv.base import MAX_RESIDUAL, MAX_TOKENS, PAGE, KVCodec, KVCodecs, KVPolicy, SideCodec
 from quantkit.kv.checked import check_policy_declarations
 from quantkit.kv.policies.window import ModelWindow
@@ -110,15 +109,5 @@ def _built(kind: type[Made], base: type[KVCodec] | type[KVPolicy], what: str, na
         raise PluginError(f"{whose(f'kv_{plural}', name)} calls itself {called!r}",
                           why="a class has the name that it is registered by",
                           next=f'name: ClassVar[str] = "{name}" in {kind.__name__}')
-    fields = kind.model_fields
-    for option in options:
-        if option not in fields and option not in kind.renamed:
-            raise UsageError(f"the KV {what} {name!r} has no option {option!r}",
-                             why=did_you_mean(option, fields), next="leave it out, or see docs/kv.md")
-    try:
-        return kind.model_validate(options)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "its options"
-        raise UsageError(f"the KV {what} {name!r} can't be made", why=f"{where}: {first['msg']}",
-                         next=f'write for instance --kv "{name}({example})"' if fields else None) from None
+    hint = f'write for instance --kv "{name}({example})"' if kind.model_fields else None
+    return made_with(kind, options, f"KV {what} {name!r}", "docs/kv.md", hint)

@@ -98,7 +98,7 @@ class Speculator:
         except Exception as error:
             self._give_up(error)
             return {}
-        if self._source.usual:  # texts that are drafted side by side share the time
+        if not self._source.cold:  # texts that are drafted side by side share the time
             self.times.observe_draft(max([1, *map(len, drafts)]), self._clock() - begin)
         return {text.id: list(draft) for (text, _), draft in zip(asked, drafts) if draft}
 

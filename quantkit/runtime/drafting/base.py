@@ -50,14 +50,16 @@ class DraftSource(ABC):
 
     Attributes:
         nbytes: bytes of memory that it takes beside the model.
-        usual: whether the last proposal did no more than others do, so that its time says what drafts cost.
+        cold: whether the last proposal did more than others do, such as reading a prompt, so that its time
+            doesn't say what drafts cost.
     """
 
     nbytes = 0
-    usual = True
+    cold = False
 
-    def begin(self, text: DraftedText) -> None:  # noqa: B027
-        """A text begins to be generated."""
+    def begin(self, text: DraftedText) -> None:
+        """A text begins to be generated. By default nothing is kept for it."""
+        text.state = None
 
     @abstractmethod
     def propose(self, texts: Sequence[DraftedText], limits: Sequence[int]) -> list[list[int]]:
@@ -71,8 +73,9 @@ class DraftSource(ABC):
             Token ids, a list for each text; fewer than its limit where more wouldn't be worth it.
         """
 
-    def end(self, text: DraftedText) -> None:  # noqa: B027
-        """A text was finished."""
+    def end(self, text: DraftedText) -> None:
+        """A text was finished: let go of what was kept for it."""
+        text.state = None
 
 
 class Drafter(Frozen, ABC):

@@ -3,12 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar
 
+from pydantic import Field
+
+from quantkit.errors import UsageError
 from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
 from quantkit.models.interfaces import LanguageModel
 from quantkit.ops.sampling import largest_chance
-from quantkit.runtime.drafting.base import DraftedText
+from quantkit.runtime.drafting.base import MAX_DRAFT, DraftedText, Drafter
+
+if TYPE_CHECKING:
+    from quantkit.runtime.loader import LoadedModel
+
+
+class CheckpointDrafter(Drafter):
+    """A drafter that decodes with a checkpoint.
+
+    Attributes:
+        checkpoint: what drafts.
+        least_chance: a draft ends before a token that is less likely than this by the draft.
+    """
+
+    first: ClassVar[str] = "checkpoint"
+    max_tokens: int = Field(default=6, ge=1, le=MAX_DRAFT)
+    checkpoint: str
+    least_chance: float = Field(default=0.2, ge=0, le=1)
+
+    def load(self, target: LoadedModel, dtype: str = "auto") -> LoadedModel:
+        """The checkpoint, where ``target`` is.
+
+        Raises:
+            UsageError: it would be run operation by operation, which is too slow for a draft.
+            QuantkitError: it can't be loaded.
+        """
+        from quantkit.runtime.loader import load
+
+        draft = load(self.checkpoint, dtype=dtype, device=str(target.model.device))
+        if draft.fallback_reason is not None:
+            raise UsageError(f"{self.checkpoint} can't draft", why=draft.fallback_reason)
+        return draft
 
 
 def decode_drafts(model: LanguageModel, cache: KVCache, numbers: Sequence[int], ids: Sequence[Sequence[int]],

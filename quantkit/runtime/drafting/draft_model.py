@@ -9,13 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
-from pydantic import Field
-
 from quantkit.errors import UsageError
 from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
-from quantkit.runtime.drafting.base import MAX_DRAFT, DraftedText, Drafter, DraftSource
-from quantkit.runtime.drafting.decode import decode_drafts
+from quantkit.runtime.drafting.base import DraftedText, DraftSource
+from quantkit.runtime.drafting.decode import CheckpointDrafter, decode_drafts
 
 if TYPE_CHECKING:
     from quantkit.runtime.loader import LoadedModel
@@ -25,31 +23,18 @@ AT_ONCE = 512
 nothing."""
 
 
-class ModelDrafter(Drafter):
-    """Another model.
-
-    Attributes:
-        checkpoint: the model, as any command takes it.
-        least_chance: a draft ends before a token that is less likely than this by the draft.
-    """
+class ModelDrafter(CheckpointDrafter):
+    """Another model, as any command takes it."""
 
     name: ClassVar[str] = "model"
-    first: ClassVar[str] = "checkpoint"
-    max_tokens: int = Field(default=6, ge=1, le=MAX_DRAFT)
-    checkpoint: str
-    least_chance: float = Field(default=0.2, ge=0, le=1)
 
     def start(self, target: LoadedModel) -> DraftSource:
         """See the base class."""
-        from quantkit.runtime.loader import load
-
-        draft = load(self.checkpoint, device=str(target.model.device))
+        draft = self.load(target)
         if draft.tokenizer.vocabulary != target.tokenizer.vocabulary:
             raise UsageError(f"{self.checkpoint} can't draft for {target.uri}",
                              why="its tokenizer is another, so its tokens mean something else",
                              next="name a model of the same family")
-        if draft.fallback_reason is not None:
-            raise UsageError(f"{self.checkpoint} can't draft", why=draft.fallback_reason)
         return _ModelSource(draft, target.config.vocab_size, self.least_chance)
 
 
@@ -84,7 +69,7 @@ class _ModelSource(DraftSource):
         """See the base class."""
         drafts: list[list[int]] = [[] for _ in texts]
         ready: list[int] = []
-        self.usual = True
+        self.cold = False
         for at, (text, limit) in enumerate(zip(texts, limits)):
             if len(text.tokens) + limit <= self._longest and self._catch_up(text):
                 ready.append(at)
@@ -94,7 +79,7 @@ class _ModelSource(DraftSource):
             made = decode_drafts(self._model, self._cache, [reading.number for reading in readings], missing,
                                  [texts[at] for at in ready], [limits[at] for at in ready], self._least,
                                  self._vocab)
-            self.usual = self.usual and max(map(len, missing)) <= 1 + max(limits)
+            self.cold = self.cold or max(map(len, missing)) > 1 + max(limits)
             for at, reading, tokens, draft in zip(ready, readings, missing, made):
                 drafts[at] = draft
                 count = self._cache.seen(reading.number)  # the last token that was drafted isn't there
@@ -119,7 +104,7 @@ class _ModelSource(DraftSource):
             return True
         self._model.forward([part], Batch(self._cache, [reading.number], "prefill"), [0])
         reading.fed += part
-        self.usual = False
+        self.cold = True
         return False
 
 

@@ -10,45 +10,29 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, ClassVar
 
-from pydantic import Field
-
 from quantkit.errors import UsageError
 from quantkit.kv.batch import Batch
 from quantkit.models.config import ModelConfig
 from quantkit.models.interfaces import LanguageModel
-from quantkit.runtime.drafting.base import MAX_DRAFT, DraftedText, Drafter, DraftSource
-from quantkit.runtime.drafting.decode import decode_drafts
+from quantkit.runtime.drafting.base import DraftedText, DraftSource
+from quantkit.runtime.drafting.decode import CheckpointDrafter, decode_drafts
 
 if TYPE_CHECKING:
     from quantkit.runtime.loader import LoadedModel
 
 
-class LowBitDrafter(Drafter):
-    """The model itself, with weights of another checkpoint.
-
-    Attributes:
-        checkpoint: a checkpoint of the same model in fewer bits.
-        least_chance: a draft ends before a token that is less likely than this by the draft.
-    """
+class LowBitDrafter(CheckpointDrafter):
+    """The model itself, from a checkpoint in fewer bits."""
 
     name: ClassVar[str] = "self"
-    first: ClassVar[str] = "checkpoint"
-    max_tokens: int = Field(default=6, ge=1, le=MAX_DRAFT)
-    checkpoint: str
-    least_chance: float = Field(default=0.2, ge=0, le=1)
 
     def start(self, target: LoadedModel) -> DraftSource:
         """See the base class."""
-        from quantkit.runtime.loader import load
-
-        draft = load(self.checkpoint, dtype=str(target.dtype).removeprefix("torch."),
-                     device=str(target.model.device))
+        draft = self.load(target, dtype=str(target.dtype).removeprefix("torch."))
         if _shape(draft.config) != _shape(target.config):
             raise UsageError(f"{self.checkpoint} can't draft for {target.uri}",
                              why="its shape is another: the KV cache of one is not that of the other",
                              next="name a checkpoint that was quantized from the same model")
-        if draft.fallback_reason is not None:
-            raise UsageError(f"{self.checkpoint} can't draft", why=draft.fallback_reason)
         return _LowBitSource(draft.model, self.least_chance, draft.weight_bytes)
 
 

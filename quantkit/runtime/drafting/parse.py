@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from pydantic import ValidationError
-
-from quantkit.call_text import named_options, read_call
-from quantkit.errors import PluginError, UsageError, did_you_mean
+from quantkit.call_text import made_with, named_options, read_call
+from quantkit.errors import PluginError
 from quantkit.plugins import registry, whose
 from quantkit.runtime.drafting.base import Drafter
 
@@ -27,15 +25,4 @@ def parse_drafter(text: str) -> Drafter | None:
                           why="a class has the name that it is registered by",
                           next=f'name: ClassVar[str] = "{name}" in {kind.__name__}')
     options = named_options(written, kind.first, text, _NEXT)
-    for option in options:
-        if option not in kind.model_fields:
-            raise UsageError(f"the drafter {name!r} has no option {option!r}",
-                             why=did_you_mean(option, kind.model_fields),
-                             next="leave it out, or see docs/drafts.md")
-    try:
-        return kind.model_validate(options)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "its options"
-        raise UsageError(f"the drafter {name!r} can't be made", why=f"{where}: {first['msg']}",
-                         next="see docs/drafts.md") from None
+    return made_with(kind, options, f"drafter {name!r}", "docs/drafts.md", "see docs/drafts.md")
