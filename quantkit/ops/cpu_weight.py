@@ -84,6 +84,31 @@ class CpuWeight:
         """What an embedding's operation needs to know of it."""
         return {"table": self.weights, "scales": self.scales, "zeros": self.zeros, "columns": self.columns}
 
+    @property
+    def has_planes(self) -> bool:
+        """Whether its high halves can be read alone."""
+        return self.kernel.decoder.planes == 2
+
+    def in_planes(self) -> CpuWeight:
+        """The same weight, its high halves apart from its low ones, in as much memory; itself if it isn't
+        int8 or has zero points."""
+        from quantkit_kernels.cpu import decoders, pack
+
+        if self.kernel.decoder != decoders.INT8 or self.kernel.zeros:
+            return self
+        return dataclasses.replace(self, kernel=dataclasses.replace(self.kernel, decoder=decoders.INT8_PLANES),
+                                   weights=pack.int8_planes(self.weights, isa().lanes))
+
+    def high(self) -> CpuWeight:
+        """What its high halves say of it, 4 bits of 8, in its own memory; itself if it has no planes."""
+        from quantkit_kernels.cpu import decoders
+
+        if not self.has_planes:
+            return self
+        kernel = dataclasses.replace(self.kernel, decoder=decoders.INT4, high=True)
+        return dataclasses.replace(self, name="cpu-int4", kernel=kernel,
+                                   weights=self.weights[:self.weights.numel() // 2])
+
     def kernel_name(self, dtype: torch.dtype, device: torch.device, phase: Phase) -> str:
         """See :class:`~quantkit.ops.linear_weight.LinearWeight`: one kernel serves both phases."""
         return self.name

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
+import torch
 
 from quantkit.errors import PluginError, UsageError
 from quantkit.kv.batch import Batch
@@ -40,6 +41,25 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 def test_the_model_in_fewer_bits(folders: tuple[str, str], least_chance: float) -> None:
     model, checkpoint = folders
     check_drafter(LowBitDrafter, model=model, checkpoint=checkpoint, least_chance=least_chance)
+
+
+@pytest.mark.parametrize("recipe", ["int8", "int8-head8-draft"])
+def test_the_high_halves_of_int8(folders: tuple[str, str], tmp_path: Path, recipe: str) -> None:
+    quantize(folders[0], recipe, tmp_path / "int8")
+    check_drafter(LowBitDrafter, model=str(tmp_path / "int8"), least_chance=0.0)
+    loaded, text = load(str(tmp_path / "int8")), [[5 + at % 90 for at in range(40)]]
+    plain = loaded.model(torch.tensor(text))
+    nbytes = loaded.model.step_bytes
+    draft = loaded.model.high_halves()
+    assert torch.equal(loaded.model(torch.tensor(text)), plain) and loaded.model.step_bytes == nbytes
+    coarse = draft(torch.tensor(text))
+    assert 0 < (coarse - plain).abs().max() < 0.5 * plain.abs().max() and draft.step_bytes < nbytes
+
+
+def test_without_int8_there_are_no_high_halves(folders: tuple[str, str]) -> None:
+    for folder in folders:
+        with pytest.raises(UsageError, match="has no high halves to draft with"):
+            LowBitDrafter().start(load(folder))
 
 
 @pytest.mark.parametrize("least_chance", [0.0, 0.2])

@@ -33,6 +33,20 @@ def _int8(e: Emitter, isa: Isa, source: Value) -> Iterator[Sequence[Value]]:
         yield (e.load(source, wide, i * 2 * isa.lanes).sext(vec(I16, 2 * isa.lanes)),)
 
 
+def _int8_planes(e: Emitter, isa: Isa, high: Value, low: Value) -> Iterator[Sequence[Value]]:
+    """The high halves of all values lie as :func:`_int4` has them, the low halves likewise."""
+    wide, words = vec(I8, 4 * isa.lanes), vec(I16, 2 * isa.lanes)
+    for i in range(SUB // 8):
+        upper, lower = (e.load(plane, wide, i * 4 * isa.lanes) for plane in (high, low))
+        for codes in ((upper.bits(words) << 4).bits(wide) & -16 | lower & 15,
+                      upper & -16 | lower.bits(words).shr(4).bits(wide) & 15):
+            # values 0 and 1 in a lane's low bytes, 2 and 3 in its high ones
+            pairs = (codes ^ -128).shuffle([4 * lane + at for lane in range(isa.lanes)
+                                            for at in (0, 2, 1, 3)]).bits(words)
+            yield (pairs << 8 >> 8,)
+            yield (pairs >> 8,)
+
+
 def _bf16(e: Emitter, isa: Isa, source: Value) -> Iterator[Sequence[Value]]:
     """Two neighbors of each lane's row side by side: one is a lane's high half, one is shifted there."""
     real = vec(F32, isa.lanes)
@@ -150,6 +164,7 @@ def _turned(words: Value, places: int) -> Value:
 
 INT4 = WeightDecoder("int4", "bytes", SUB // 2, _int4)
 INT8 = WeightDecoder("int8", "words", SUB, _int8)
+INT8_PLANES = WeightDecoder("int8_planes", "words", SUB // 2, _int8_planes, planes=2)
 W8A8 = WeightDecoder("w8a8", "int8", SUB, _w8a8)
 E4M3 = WeightDecoder("e4m3", "floats", SUB, _e4m3)
 E4M3_TOKENS = WeightDecoder("e4m3_tokens", "e4m3", SUB, _e4m3)

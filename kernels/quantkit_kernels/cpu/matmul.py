@@ -64,20 +64,22 @@ class WeightDecoder:
     Attributes:
         name: of the format.
         family: what its unpacked values are multiplied with.
-        bytes: that a subgroup of one row takes.
-        unpack: ``(e, isa, pointer to a subgroup)`` → for every step along k a vector of ``lanes · STEP``
-            values of each block that is unpacked together.
+        bytes: that a subgroup of one row takes, in each plane.
+        unpack: ``(e, isa, pointer to a subgroup in each plane)`` → for every step along k a vector of
+            ``lanes · STEP`` values of each block that is unpacked together.
         rows: that are unpacked together; 0: those of a block.
         parts: whether sums over k are made of parts of :data:`CHAIN` products: of float32 activations, as
             exactly as a library would.
+        planes: parts of a weight that lie one after another, each with some bits of all values.
     """
 
     name: str
     family: Family
     bytes: int
-    unpack: Callable[[Emitter, Isa, Value], Iterator[Sequence[Value]]]
+    unpack: Callable[..., Iterator[Sequence[Value]]]
     rows: int = 0
     parts: bool = False
+    planes: int = 1
 
     def together(self, isa: Isa) -> int:
         """Blocks that are unpacked together: their subgroups lie side by side."""
@@ -94,18 +96,22 @@ class Matmul:
         scale: how scales are stored, ``bf16`` or ``f32``.
         zeros: whether each group has a zero point: uint8 for the family ``bytes``, whose codes without have
             8; int8 for ``words``, whose codes are signed.
+        high: whether 4-bit codes are the high halves of int8: code c means 16 c − 120, the middle of the 16
+            int8 that begin so.
     """
 
     decoder: WeightDecoder
     group: int | None
     scale: Literal["bf16", "f32"] = "f32"
     zeros: bool = False
+    high: bool = False
 
     @property
     def name(self) -> str:
         """The function's name, which contains all that its code depends on."""
         group = {None: "", 0: "_channel"}.get(self.group, f"_g{self.group}")
-        return f"matmul_{self.decoder.name}{group}_{self.scale}{'_zp' if self.zeros else ''}"
+        return f"matmul_{self.decoder.name}{group}_{self.scale}{'_zp' if self.zeros else ''}" + (
+            "_high" if self.high else "")
 
     def emit(self, isa: Isa) -> Callable[[ir.Module], None]:
         """What writes the kernel into a module."""
@@ -131,7 +137,8 @@ class _Writer:
         self.lanes, self.reals, self.together = isa.lanes, vec(F32, isa.lanes), self.decoder.together(isa)
         a.x, a.x_scales, a.x_sums = (p + thread * a.x_private for p in (a.x, a.x_scales, a.x_sums))
         a.scratch = a.scratch + thread * a.scratch_private
-        self.block_bytes = self.a.subgroups * (self.decoder.bytes * self.lanes)
+        self.block_bytes = a.subgroups * (self.decoder.bytes * self.lanes)
+        self.plane_bytes = a.stripes * a.subgroups * (self.decoder.bytes * STRIPE)
 
     def write(self) -> None:
         e, a, lanes = self.e, self.a, self.lanes
@@ -185,9 +192,14 @@ class _Writer:
         size = self.decoder.bytes * self.lanes * self.together
         return self.a.weights + block * self.block_bytes + subgroup * size
 
+    def _planes(self, source: Value) -> list[Value]:
+        """Where a subgroup lies in each plane."""
+        return [source] + [source + self.plane_bytes * plane for plane in range(1, self.decoder.planes)]
+
     def _steps(self, sources: Sequence[Value]) -> Iterator[list[Value]]:
         """What lies there, unpacked as it is needed: there are few registers."""
-        for parts in zip(*(self.decoder.unpack(self.e, self.isa, source) for source in sources)):
+        for parts in zip(*(self.decoder.unpack(self.e, self.isa, *self._planes(source))
+                           for source in sources)):
             yield [value for part in parts for value in part]
 
     def _unpack(self, block: Value, count: int) -> None:
@@ -239,7 +251,7 @@ class _Writer:
                 self._packed(block + b, s) for b in range(0, blocks, self.together)]
             sums = [[self._nothing() for _ in range(rows)] for _ in range(blocks)]
             if not unpacked:
-                for source in sources:
+                for source in (part for block_source in sources for part in self._planes(block_source)):
                     for line in range(0, self.decoder.bytes * self.lanes * self.together, 64):
                         e.prefetch(source + (AHEAD + line))
                 for i, values in enumerate(self._steps(sources)):
@@ -323,7 +335,9 @@ class _Writer:
         for b, (total, part) in enumerate(pairs):
             if self.family == "bytes":
                 part = self.isa.finished(e, part)
-            if offset is not None:
+            if self.spec.high:
+                part = (part << 4) - offset * 120
+            elif offset is not None:
                 part = part - (offset * zeros[b] if zeros is not None else offset << 3)
             if scales is None:
                 total.set(e.fma(part.real(), scale, total.get()))

@@ -32,6 +32,22 @@ def int8(codes: torch.Tensor, lanes: int, group: int = SUB, middle: int = 0) -> 
     return _packed(codes, lanes, group, middle, lambda rows: _by_lane(rows - middle, torch.int16))
 
 
+def int8_planes(packed: torch.Tensor, lanes: int) -> torch.Tensor:
+    """What :func:`int8` gave → the same codes in two planes, high and low halves, each as :func:`int4` has
+    them."""
+    out = torch.empty_like(packed)
+    high, low = out.view(2, -1)
+    step = AT_ONCE // (8 * lanes) * 8 * lanes  # whole runs of eight values of each lane
+    for start in range(0, packed.numel(), step):
+        pairs = packed[start:start + step].view(-1, 4, lanes, 2) ^ 128
+        eight = pairs.transpose(1, 2).reshape(-1, lanes, 2, 4)
+        where = slice(start // 2, (start + pairs.numel()) // 2)
+        first, second = eight.unbind(2)
+        high[where] = (first >> 4 | second & 240).flatten()
+        low[where] = (first & 15 | second << 4).flatten()
+    return out
+
+
 def int4(codes: torch.Tensor, lanes: int, group: int = SUB) -> torch.Tensor:
     """Codes uint8 ``[n, k]``, at most 15 → uint8."""
     def runs(rows: torch.Tensor) -> torch.Tensor:

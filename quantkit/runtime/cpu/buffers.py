@@ -18,11 +18,12 @@ MAX_ROWS = 512
 """Tokens that go through the program at once, at most."""
 
 
-def packed_of(linear: Linear) -> CpuWeight:
-    """A Linear's packed weight. Raises TypeError if it isn't packed."""
+def packed_of(linear: Linear, high: bool = False) -> CpuWeight:
+    """A Linear's packed weight, or with ``high`` its high halves if it has any. Raises TypeError if it isn't
+    packed."""
     if not isinstance(linear.weight, CpuWeight):
         raise TypeError(f"{linear.name} isn't packed")
-    return linear.weight
+    return linear.weight.high() if high else linear.weight
 
 
 def plain_of(table: LinearWeight) -> torch.Tensor:

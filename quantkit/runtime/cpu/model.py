@@ -94,6 +94,7 @@ class CpuModel:
 
     Args:
         model: its Linears and its head packed.
+        high: read only the high halves of weights that have two.
 
     Attributes:
         config, dtype, device: the model's.
@@ -103,8 +104,8 @@ class CpuModel:
     decode_rows, runs_ahead, mixes = DECODE_ROWS, False, True
     decodes_as_it_reads = True
 
-    def __init__(self, model: CausalLM) -> None:
-        self._model, self.config = model, model.config
+    def __init__(self, model: CausalLM, high: bool = False) -> None:
+        self._model, self._high, self.config = model, high, model.config
         self.dtype, self.device = model.dtype, model.device
         self._programs: dict[tuple[PageCodecs, bool], CpuProgram] = {}
         self._making = threading.Lock()
@@ -117,9 +118,24 @@ class CpuModel:
     @property
     def step_bytes(self) -> int:
         """Bytes of weights that a decode step reads."""
-        sizes = {id(linear.weight): packed_of(linear).nbytes
+        sizes = {id(linear.weight): packed_of(linear, self._high).nbytes
                  for linear in (*self.linears().values(), self._model.head)}
         return sum(sizes.values())
+
+    def high_halves(self) -> CpuModel | None:
+        """The same model in 4 bits where it has 8, which reads only the high half of every int8 weight. They
+        are put into planes for that, in as much memory, which changes no result.
+
+        Returns:
+            A model over the same memory and KV caches; ``None``: no weight is int8 without zero points.
+        """
+        with self._making:
+            for linear in (*self.linears().values(), self._model.head):
+                if linear.weight is not self._model.embedding:  # whose rows are read by themselves
+                    linear.weight = packed_of(linear).in_planes()
+            self._programs.clear()  # which read them as they were
+        weights = [packed_of(linear) for linear in (*self.linears().values(), self._model.head)]
+        return CpuModel(self._model, high=True) if any(weight.has_planes for weight in weights) else None
 
     def declines(self, batch: Batch) -> str | None:
         """Why a step over these sequences goes operation by operation instead."""
@@ -209,7 +225,8 @@ class CpuModel:
         with self._making:
             if (program := self._programs.get(key)) is None:
                 with torch.inference_mode(False):  # else its memory couldn't be written to outside of it
-                    program = (DecodedCpuProgram if key[1] else CpuProgram)(self._model, key[0])
+                    make = DecodedCpuProgram if key[1] else CpuProgram
+                    program = make(self._model, key[0], self._high)
                 # the settings of requests come and go; the first one is the default
                 for other in list(self._programs)[1:len(self._programs) + 2 - MAX_PROGRAMS]:
                     del self._programs[other]

@@ -42,6 +42,7 @@ class CpuProgram:
     Args:
         model: with packed Linears.
         codecs: of the cache's pages.
+        high: read only the high halves of weights that have two.
 
     Attributes:
         encodes: whether a kernel encodes what is older than the residual window.
@@ -49,7 +50,7 @@ class CpuProgram:
 
     encodes = True
 
-    def __init__(self, model: CausalLM, codecs: PageCodecs) -> None:
+    def __init__(self, model: CausalLM, codecs: PageCodecs, high: bool = False) -> None:
         from quantkit_kernels.cpu.attention import scratch_bytes
         from quantkit_kernels.cpu.hadamard import room_bytes as hadamard_bytes
         from quantkit_kernels.cpu.kv_pages import SEQUENCE
@@ -58,14 +59,14 @@ class CpuProgram:
         from quantkit_kernels.cpu.matmul import scratch_bytes as product_bytes
         from quantkit_kernels.cpu.program import Program
 
-        self._model, self._codecs = model, codecs
+        self._model, self._codecs, self._high = model, codecs, high
         config = self._config = model.config
         self._pool = cpu_machine.pool()
         isa, threads = cpu_machine.isa(), self._pool.threads
         self._group = config.num_heads // config.num_kv_heads
         self._eps = struct.unpack("<i", struct.pack("<f", config.rms_norm_eps))[0]
         self._tile = max(1, QUERIES // self._group)
-        packed = [packed_of(linear) for linear in (*model.linears().values(), model.head)]
+        packed = [packed_of(linear, high) for linear in (*model.linears().values(), model.head)]
         scratch = max(scratch_bytes(config.head_dim, self._tile * self._group), close_bytes(config.head_dim),
                    *(product_bytes(weight.kernel, isa, weight.columns // SUB) for weight in packed),
                    *(hadamard_bytes(weight.shape[1]) for weight in packed if weight.rotated))
@@ -79,7 +80,6 @@ class CpuProgram:
         self._partial = torch.empty(0)
         self._width = packed[-1].stripes * STRIPE
         self._activations: dict[tuple[str, str, int, int], Activations] = {}
-        self._buffers_kept: list[torch.Tensor] = []
         self._packed: dict[int, tuple[CpuWeight, int]] = {}
         self._attention: list[tuple[int, int, int]] = []  # operations store, attend, reduce: by layer
         self._encode: list[int] = []  # by layer, if there is a residual
@@ -88,11 +88,10 @@ class CpuProgram:
         self._build(model)
         self._program.finish(tell_compiling)
         self._names = self._program.names
-        self._current_rows = self._current_selected = -1
         self._rope_positions = 0
         self._current_tiles: tuple[int, int] = (-1, -1)
         self._current_pages: tuple[int, int] = (-1, -1)
-        self._current_blocks = self._recorded_rows = -1
+        self._current_rows = self._current_selected = self._current_blocks = self._recorded_rows = -1
 
     # -- building
 
@@ -175,7 +174,8 @@ class CpuProgram:
         from quantkit_kernels.cpu.matmul import SUB
         from quantkit_kernels.cpu.rows import RowKernel
 
-        for weight in {packed_of(linear).input_key: packed_of(linear) for linear in linears}.values():
+        weights = (packed_of(linear, self._high) for linear in linears)
+        for weight in {weight.input_key: weight for weight in weights}.values():
             family, columns, rotated = key = weight.input_key
             rows = self._activations.setdefault((role, *key),
                                                 Activations(weight, max(MAX_ROWS, self._pool.threads)))
@@ -209,7 +209,7 @@ class CpuProgram:
                   barrier: bool = True) -> None:
         from quantkit_kernels.cpu.matmul import STRIPE
 
-        weight = packed_of(linear)
+        weight = packed_of(linear, self._high)
         activations = self._activations[role, *weight.input_key]
         bias = None if linear.bias is None else widened(linear.bias, weight.stripes * STRIPE)
         index = self._program.add(weight.kernel, **weight.arguments, **activations.read, out=out, bias=bias,

@@ -1,4 +1,5 @@
-"""Drafts by the model's own version of fewer bits, over the model's own KV cache.
+"""Drafts by the model's own version of fewer bits, over the model's own KV cache: another checkpoint, or the
+high halves of its int8 weights, which take no memory of their own.
 
 The draft's keys and values are written behind the text's, and taken back before the model writes its own
 there: a draft costs no cache and reads no prompt. https://arxiv.org/abs/2502.10424 (QuantSpec) drafts so.
@@ -14,6 +15,7 @@ from quantkit.errors import UsageError
 from quantkit.kv.batch import Batch
 from quantkit.models.config import ModelConfig
 from quantkit.models.interfaces import LanguageModel
+from quantkit.runtime.cpu.model import CpuModel
 from quantkit.runtime.drafting.base import DraftedText, DraftSource
 from quantkit.runtime.drafting.decode import CheckpointDrafter, decode_drafts
 
@@ -22,12 +24,19 @@ if TYPE_CHECKING:
 
 
 class LowBitDrafter(CheckpointDrafter):
-    """The model itself, from a checkpoint in fewer bits."""
+    """The model itself in fewer bits.
+
+    Attributes:
+        checkpoint: of fewer bits; without it, int8 weights are read by their high halves.
+    """
 
     name: ClassVar[str] = "self"
+    checkpoint: str = ""
 
     def start(self, target: LoadedModel) -> DraftSource:
         """See the base class."""
+        if not self.checkpoint:
+            return _LowBitSource(_high_halves(target), self.least_chance, 0)
         draft = self.load(target, dtype=str(target.dtype).removeprefix("torch."))
         if _shape(draft.config) != _shape(target.config):
             raise UsageError(f"{self.checkpoint} can't draft for {target.uri}",
@@ -57,6 +66,17 @@ class _LowBitSource(DraftSource):
             for row, draft in zip(rows, made):
                 drafts[row] = draft
         return drafts
+
+
+def _high_halves(target: LoadedModel) -> LanguageModel:
+    """The model, its int8 weights by their high halves. Raises UsageError: it has none."""
+    draft = target.model.high_halves() if isinstance(target.model, CpuModel) else None
+    if draft is None:
+        raise UsageError(f"{target.uri} has no high halves to draft with",
+                         why="the CPU's kernels run no int8 weights without zero points in it",
+                         next="quantize it by `quantkit quantize --recipe int8-head8-draft`, or name a checkpoint "
+                              "of fewer bits: self(CHECKPOINT)")
+    return draft
 
 
 def _shape(config: ModelConfig) -> tuple[object, ...]:
