@@ -96,8 +96,8 @@ class CpuWeight:
 
         if self.kernel.decoder != decoders.INT8 or self.kernel.zeros:
             return self
-        return dataclasses.replace(self, kernel=dataclasses.replace(self.kernel, decoder=decoders.INT8_PLANES),
-                                   weights=pack.int8_planes(self.weights, isa().lanes))
+        kernel = dataclasses.replace(self.kernel, decoder=decoders.INT8_PLANES)
+        return dataclasses.replace(self, kernel=kernel, weights=pack.int8_planes(self.weights, isa().lanes))
 
     def high(self) -> CpuWeight:
         """What its high halves say of it, 4 bits of 8, in its own memory; itself if it has no planes."""

@@ -19,7 +19,6 @@ from typing import Any, Literal
 from llvmlite import ir
 
 from quantkit_kernels.cpu.driver import begin
-from quantkit_kernels.cpu.emit import Emitter
 from quantkit_kernels.cpu.isa import Isa
 from quantkit_kernels.cpu.values import F32, I8, I16, I32, I64, Type, Value, Var, vec
 
@@ -335,10 +334,11 @@ class _Writer:
         for b, (total, part) in enumerate(pairs):
             if self.family == "bytes":
                 part = self.isa.finished(e, part)
-            if self.spec.high:
-                part = (part << 4) - offset * 120
-            elif offset is not None:
-                part = part - (offset * zeros[b] if zeros is not None else offset << 3)
+            if offset is not None:
+                if self.spec.high:
+                    part = (part << 4) - offset * 120
+                else:
+                    part = part - (offset * zeros[b] if zeros is not None else offset << 3)
             if scales is None:
                 total.set(e.fma(part.real(), scale, total.get()))
             else:

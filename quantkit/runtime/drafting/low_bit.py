@@ -74,8 +74,8 @@ def _high_halves(target: LoadedModel) -> LanguageModel:
     if draft is None:
         raise UsageError(f"{target.uri} has no high halves to draft with",
                          why="the CPU's kernels run no int8 weights without zero points in it",
-                         next="quantize it by `quantkit quantize --recipe int8-head8-draft`, or name a checkpoint "
-                              "of fewer bits: self(CHECKPOINT)")
+                         next="quantize it by `quantkit quantize --recipe int8-head8-draft`, or name a "
+                              "checkpoint of fewer bits: self(CHECKPOINT)")
     return draft
 
 
