@@ -22,6 +22,7 @@ def register_architectures(register: Register) -> None:
     for name in ("gemma2", "gemma3_text", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen3",
                  "qwen3_moe"):
         register(name, f"quantkit.models.{name}:ARCHITECTURE")
+    register("mimo", "quantkit.models.qwen2:MIMO")
 
 
 @hookimpl
@@ -96,6 +97,8 @@ def register_kv_codecs(register: Register) -> None:
 def register_drafters(register: Register) -> None:
     register("ngram", "quantkit.runtime.drafting.ngram:NgramDrafter")
     register("model", "quantkit.runtime.drafting.draft_model:ModelDrafter")
+    register("eagle3", "quantkit.runtime.drafting.eagle3:Eagle3Drafter")
+    register("mtp", "quantkit.runtime.drafting.mtp:MtpDrafter")
     register("self", "quantkit.runtime.drafting.low_bit:LowBitDrafter")
 
 

@@ -41,12 +41,16 @@ class RMSNorm:
 class Attention:
     """Grouped-query attention with rotary positions; optional biases, per-head norms and a window.
 
+    Args:
+        config, index, weights: as for a layer.
+        size: of the input, if it isn't the hidden size.
+
     Attributes:
         inputs: the Linears that see the layer's input: q, k and v, or all three as one.
         sizes: of q, k and v.
     """
 
-    def __init__(self, config: ModelConfig, index: int, weights: Weights) -> None:
+    def __init__(self, config: ModelConfig, index: int, weights: Weights, size: int = 0) -> None:
         name = f"model.layers.{index}.self_attn"
         self._config, self._index = config, index
         self._dim, self._window = config.head_dim, config.sliding_windows[index]
@@ -55,8 +59,8 @@ class Attention:
         self.sizes = (q, kv, kv)
         parts = {"qkv_proj": q + 2 * kv} if config.fused_projections else {
             "q_proj": q, "k_proj": kv, "v_proj": kv}
-        self.inputs = [linear(weights, f"{name}.{part}", (size, hidden), config.qkv_bias)
-                       for part, size in parts.items()]
+        self.inputs = [linear(weights, f"{name}.{part}", (rows, size or hidden), config.qkv_bias)
+                       for part, rows in parts.items()]
         self.o_proj = linear(weights, f"{name}.o_proj", (hidden, q), config.o_bias)
         self.q_norm = self.k_norm = None
         if config.qk_norm:

@@ -26,6 +26,8 @@ PLAIN = (*FLOATS.values(), torch.float64)
 """Dtypes of weights that aren't quantized."""
 DERIVED = (".rotary_emb.inv_freq",)
 """Ends of names that old checkpoints store and that follow from the config."""
+HEADS = ("mtp.", "model.mtp_layers.")
+"""Beginnings of names of heads that draft further tokens; see docs/drafts.md."""
 SHOWN = 5
 
 
@@ -105,8 +107,10 @@ def _faults(config: ModelConfig, infos: Mapping[str, TensorInfo],
     unused = infos.keys() - needed.keys() - parts
     if config.tie_word_embeddings:
         unused -= {f"{HEAD}.weight"}  # often stored beside the embedding that it equals
+    beyond = f"model.layers.{config.num_layers}."
+    heads = (*HEADS, beyond) if f"{beyond}eh_proj.weight" in infos else HEADS
     for name in sorted(unused):
-        if not name.endswith(DERIVED):
+        if not name.endswith(DERIVED) and not name.startswith(heads):
             yield f"it holds a tensor that nothing uses: {name[:120]!r}"
     for name, row in packed.items():
         if name not in slots:

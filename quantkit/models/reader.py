@@ -14,6 +14,8 @@ HARMLESS = frozenset({
     "transformers.js_config", "is_llama_config", "unsloth_fixed", "tokenizer_class", "processor_class",
     "finetuning_task", "task_specific_params", "id2label", "label2id", "problem_type", "torchscript",
     "use_bfloat16",
+    # heads that draft further tokens
+    "num_nextn_predict_layers", "mtp_num_hidden_layers",
     # how others run it
     "use_cache", "_attn_implementation_autoset", "_flash_attn_2_enabled", "output_attentions",
     "output_hidden_states", "return_dict", "chunk_size_feed_forward", "keys_to_ignore_at_inference",

@@ -68,10 +68,15 @@ class ModelRunner:
         chunk: tokens after which policies act that act on chunks.
         sizer: says how long a policy's work at a prompt's end may take while others decode.
         clock: tells seconds.
+
+    Attributes:
+        on_hidden: is told of hidden states that the model hands out: the request, the first token's position,
+            and float32 ``[n, layers, hidden]``.
     """
 
     def __init__(self, loaded: LoadedModel, chunk: int, sizer: ChunkSizer,
                  clock: Callable[[], float]) -> None:
+        self.on_hidden: Callable[[Request, int, torch.Tensor], None] | None = None
         self._loaded, self._chunk, self._sizer, self._clock = loaded, chunk, sizer, clock
         self._awaited, self._deadline = False, 0.0  # whether others wait, and when their next tokens are due
 
@@ -141,6 +146,7 @@ class ModelRunner:
         except Exception as error:
             self._take_apart(rows, error, output)
             return
+        self._tell_hidden(batch, [request for request, _ in rows])
         for request, end in rows:
             if end >= 0:
                 output.prompt_tokens += end - request.computed_tokens
@@ -154,6 +160,11 @@ class ModelRunner:
             output.logits.append(NextLogits(
                 requests, logits, [drafts.get(request.id, []) for request in requests] if tentative else None,
                 (batch, places) if tentative else None))
+
+    def _tell_hidden(self, batch: Batch, requests: Sequence[Request]) -> None:
+        if self.on_hidden is not None:
+            for row, parts in batch.hidden.items():
+                self.on_hidden(requests[row], batch.starts[row], torch.cat(parts))
 
     def _take_apart(self, rows: Sequence[tuple[Request, int]], error: Exception, output: StepOutput) -> None:
         """A step failed, and nobody knows whose fault it was: those with a chunk go by themselves from now
@@ -174,6 +185,7 @@ class ModelRunner:
             batch = Batch(request.kv.cache, [request.sequence], self._phase(request, end), defer)
             ids = gpu.sent(torch.tensor([request.tokens_between(start, end)]), model.device)
             logits = self._logits_of(request, ids, batch, end)
+            self._tell_hidden(batch, [request])
             request.computed_tokens, output.acted = end, output.acted or ends
             output.prompt_tokens += end - start
             output.advanced.append(request)

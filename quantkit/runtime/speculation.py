@@ -77,6 +77,24 @@ class Speculator:
         """Bytes of memory that drafting takes beside the model."""
         return self._source.nbytes
 
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Layers of the model whose inputs :meth:`observe` is to be told of."""
+        return self._source.layers
+
+    def observe(self, request: Request, start: int, hidden: torch.Tensor) -> None:
+        """Tokens of a request went through the model; see
+        :meth:`~quantkit.runtime.drafting.base.DraftSource.observe`."""
+        if self._broken or not request.kv.drafts:
+            return
+        if (text := self._texts.get(request.id) or self._begin(request)) is None:
+            return
+        text.note(request)
+        try:
+            self._source.observe(text.drafted, start, hidden)
+        except Exception as error:
+            self._give_up(error)
+
     def propose(self, requests: Sequence[Request]) -> dict[int, list[int]]:
         """Drafts of some of these requests, which decode in this step, by their ids. Not for steps that read
         prompts too: their tokens fill the step."""
@@ -214,11 +232,15 @@ class _Text:
         self._tokens = request.history
         self.drafted = DraftedText(self._tokens, request.kv.cache, request.sequence, _first)
 
-    def update(self, request: Request) -> None:
+    def note(self, request: Request) -> None:
         """Note what was generated since, and where it is."""
+        self._tokens += request.result.token_ids[len(self._tokens) - len(request.prompt):]
+        self.drafted.sequence = request.sequence
+
+    def update(self, request: Request) -> None:
+        """The same, and what will be chosen from."""
+        self.note(request)
         tokens, drafted = self._tokens, self.drafted
-        tokens += request.result.token_ids[len(tokens) - len(request.prompt):]
-        drafted.sequence = request.sequence
         preview, history = request.sampler.preview(), tokens if not request.sampler.on_host else list(tokens)
 
         def choose(logits: torch.Tensor) -> int:

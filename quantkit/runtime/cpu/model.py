@@ -28,6 +28,7 @@ from quantkit.runtime.chunks import chunks_of, join_rows, pad_rows, selected_row
 from quantkit.runtime.cpu.buffers import MAX_ROWS, packed_of
 from quantkit.runtime.cpu.decoded_program import DecodedCpuProgram
 from quantkit.runtime.cpu.program import CpuProgram
+from quantkit.runtime.cpu.tapped_program import TappedCpuProgram
 from quantkit.spec import KVSpec
 
 if TYPE_CHECKING:
@@ -108,6 +109,7 @@ class CpuModel:
         self._model, self._high, self.config = model, high, model.config
         self.dtype, self.device = model.dtype, model.device
         self._programs: dict[tuple[PageCodecs, bool], CpuProgram] = {}
+        self._taps: tuple[int, ...] = ()
         self._making = threading.Lock()
         cpu_machine.pool()  # of as many threads as torch has now
 
@@ -136,6 +138,24 @@ class CpuModel:
             self._programs.clear()  # which read them as they were
         weights = [packed_of(linear) for linear in (*self.linears().values(), self._model.head)]
         return CpuModel(self._model, high=True) if any(weight.has_planes for weight in weights) else None
+
+    def tap(self, layers: Sequence[int]) -> None:
+        """Hand out hidden states from now on, in :attr:`Batch.hidden`, unless a cache's codec has no kernel.
+
+        Args:
+            layers: whose inputs; the number of layers stands for what the last one leaves.
+        """
+        with self._making:
+            self._taps = tuple(layers)
+            self._programs.clear()
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        """See :meth:`CausalLM.embed`."""
+        return self._model.embed(ids)
+
+    def head(self, x: torch.Tensor) -> torch.Tensor:
+        """What is behind the final norm, ``[..., hidden]`` → ``[..., vocab]``."""
+        return self._model.head(x)
 
     def declines(self, batch: Batch) -> str | None:
         """Why a step over these sequences goes operation by operation instead."""
@@ -225,13 +245,19 @@ class CpuModel:
         with self._making:
             if (program := self._programs.get(key)) is None:
                 with torch.inference_mode(False):  # else its memory couldn't be written to outside of it
-                    make = DecodedCpuProgram if key[1] else CpuProgram
-                    program = make(self._model, key[0], self._high)
+                    program = self._make(*key)
                 # the settings of requests come and go; the first one is the default
                 for other in list(self._programs)[1:len(self._programs) + 2 - MAX_PROGRAMS]:
                     del self._programs[other]
                 self._programs[key] = program
         return program
+
+    def _make(self, codecs: PageCodecs, decoded: bool) -> CpuProgram:
+        if decoded:
+            return DecodedCpuProgram(self._model, codecs, self._high)
+        if self._taps:
+            return TappedCpuProgram(self._model, codecs, self._high, self._taps)
+        return CpuProgram(self._model, codecs, self._high)
 
     def _batch(self, ids: torch.Tensor, cache: KVCacheProtocol | None) -> Batch | None:
         """The sequences as rows of pages; ``None`` if the program can't run them."""

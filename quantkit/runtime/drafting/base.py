@@ -52,14 +52,28 @@ class DraftSource(ABC):
         nbytes: bytes of memory that it takes beside the model.
         cold: whether the last proposal did more than others do, such as reading a prompt, so that its time
             doesn't say what drafts cost.
+        layers: of the model, whose inputs :meth:`observe` is told of; the number of layers stands for what
+            the last one leaves.
     """
 
     nbytes = 0
     cold = False
+    layers: tuple[int, ...] = ()
 
     def begin(self, text: DraftedText) -> None:
         """A text begins to be generated. By default nothing is kept for it."""
         text.state = None
+
+    def observe(self, text: DraftedText, start: int, hidden: torch.Tensor) -> None:
+        """Tokens of a text went through the model: of its prompt, of a draft that is yet to be checked, or
+        anew after it had to give up its pages. Only for sources with :attr:`layers`.
+
+        Args:
+            text: that they are of.
+            start: position of the first one.
+            hidden: float32 ``[n, layers, hidden]``.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has layers, and no observe()")
 
     @abstractmethod
     def propose(self, texts: Sequence[DraftedText], limits: Sequence[int]) -> list[list[int]]:

@@ -1,0 +1,163 @@
+"""Drafts by an EAGLE-3 head from its published checkpoint, https://arxiv.org/abs/2503.01840.
+
+The head is a decoder layer over a token's embedding beside what the model computed in three of its layers. It
+has an output layer of its own, often over the most frequent part of the vocabulary alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from pydantic import Field
+
+from quantkit.errors import UsageError
+from quantkit.kv.batch import Batch
+from quantkit.models.architecture import parse_config
+from quantkit.models.config import ModelConfig
+from quantkit.models.forward_context import ForwardContext
+from quantkit.models.layers import MLP, Attention, RMSNorm, check_shape, embedded, linear
+from quantkit.ops.linear_weight import LinearWeight
+from quantkit.runtime.cpu.model import CpuModel
+from quantkit.runtime.drafting.base import MAX_DRAFT, Drafter, DraftSource
+from quantkit.runtime.drafting.head import DraftHead, HeadFiles, HeadSource, cpu_model
+
+if TYPE_CHECKING:
+    from quantkit.runtime.loader import LoadedModel
+
+NOT_OF_THE_LAYER = ("architectures", "draft_vocab_size", "target_hidden_size", "eagle_config",
+                    "eagle_aux_hidden_state_layer_ids", "norm_before_residual", "transformers_version",
+                    "auto_map", "bias", "pretraining_tp")
+"""Keys of such a checkpoint's ``config.json`` that say nothing about its decoder layer."""
+NEVER = -1e30
+"""The logit of tokens that a head doesn't draft: samplers refuse infinite ones."""
+
+
+class Eagle3Drafter(Drafter):
+    """An EAGLE-3 head.
+
+    Attributes:
+        checkpoint: the head's.
+        least_chance: a draft ends before a token that is less likely than this by the head.
+    """
+
+    name: ClassVar[str] = "eagle3"
+    first: ClassVar[str] = "checkpoint"
+    max_tokens: int = Field(default=4, ge=1, le=MAX_DRAFT)
+    checkpoint: str
+    least_chance: float = Field(default=0.3, ge=0, le=1)
+
+    def start(self, target: LoadedModel) -> DraftSource:
+        """See the base class."""
+        from quantkit.sources.open import open_source
+
+        model = cpu_model(target, self.name)
+        source = open_source(self.checkpoint, None)
+        try:
+            head = Eagle3Head(source.config(), HeadFiles(source, _stored_name(source.tensors()), model.dtype),
+                              model, self.checkpoint)
+        finally:
+            source.close()
+        return HeadSource(head, model, self.least_chance)
+
+
+class Eagle3Head(DraftHead):
+    """The network.
+
+    Args:
+        hf: its ``config.json``.
+        files: its tensors.
+        model: that it drafts for.
+        uri: what it is called.
+
+    Raises:
+        UsageError: it was made for a model of another shape.
+        QuantkitError: its files are off.
+    """
+
+    def __init__(self, hf: Mapping[str, Any], files: HeadFiles, model: CpuModel, uri: str) -> None:
+        hf = dict(hf.get("transformer_layer_config") or {}) | dict(hf)
+        hf.pop("transformer_layer_config", None)
+        self.config = dataclasses.replace(
+            parse_config({"model_type": "llama"} | {
+                key: value for key, value in hf.items() if key not in NOT_OF_THE_LAYER}),
+            num_layers=1, sliding_windows=(None,))
+        self._model, weights, hidden = model, files.weights, self.config.hidden_size
+        self.dtype, self.layers = model.dtype, aux_layers(hf, model.config)
+        target = model.config
+        self._table: LinearWeight | None = None
+        if files.has("model.embed_tokens.weight"):
+            self._table = weights.table("model.embed_tokens")
+            check_shape("embed_tokens.weight", self._table, (target.vocab_size, hidden))
+        elif hidden != target.hidden_size:
+            raise UsageError(f"{uri} can't draft for this model", next="take the head that was made for it",
+                             why=f"its hidden size is {hidden}, the model's {target.hidden_size}, and it has "
+                                 "no embedding of its own")
+        self._fc = linear(weights, "fc", (hidden, len(self.layers) * target.hidden_size), False)
+        layer = "model.layers.0"
+        self._attention = Attention(self.config, 0, weights, 2 * hidden)
+        self._mlp = MLP.of_layer(self.config, 0, weights)
+        self._input_norm, self._hidden_norm, self._mlp_norm = (
+            RMSNorm(f"{layer}.{name}", hidden, self.config, weights)
+            for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm"))
+        self._norm = RMSNorm("model.norm", hidden, self.config, weights)
+        self._normed_residual = bool(hf.get("norm_before_residual"))
+        size = int(hf.get("draft_vocab_size") or self.config.vocab_size)
+        self._head = linear(weights, "lm_head", (size, hidden), False)
+        self._ids = torch.arange(size)
+        if files.has("d2t"):
+            offsets = files.tensor("d2t").to(torch.int64)
+            check_shape("d2t", offsets, (size,))
+            self._ids = self._ids + offsets
+        if int(self._ids.min()) < 0 or int(self._ids.max()) >= target.vocab_size:
+            raise UsageError(f"{uri} can't draft for this model", next="take the head that was made for it",
+                             why=f"it drafts token {int(self._ids.max()):,} of {target.vocab_size:,}")
+        self.nbytes = files.nbytes
+
+    def join(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See the base class."""
+        return self._fc(hidden.flatten(1).to(self.dtype))
+
+    def run(self, ids: torch.Tensor, states: torch.Tensor, context: ForwardContext,
+            batch: Batch) -> torch.Tensor:
+        """See the base class."""
+        tokens = self._model.embed(ids) if self._table is None else embedded(self.config, ids, self._table,
+                                                                              self.dtype)
+        normed = self._hidden_norm(states)
+        residual = normed if self._normed_residual else states
+        x = torch.cat([self._input_norm(tokens), normed], -1)[None]
+        residual = residual + self._attention(x, context, batch)[0]
+        return residual + self._mlp(self._mlp_norm(residual))
+
+    def logits(self, state: torch.Tensor) -> torch.Tensor:
+        """See the base class."""
+        logits = torch.full((self._model.config.vocab_size,), NEVER)
+        logits[self._ids] = self._head(self._norm(state[None]))[0].float()
+        return logits
+
+
+def aux_layers(hf: Mapping[str, Any], target: ModelConfig) -> tuple[int, ...]:
+    """The model's layers whose inputs a head was trained on: as its config says, or those of the paper's
+    code."""
+    stated = hf.get("eagle_aux_hidden_state_layer_ids") or (hf.get("eagle_config") or {}).get(
+        "eagle_aux_hidden_state_layer_ids")
+    count = target.num_layers
+    layers = tuple(map(int, stated or (2, count // 2, count - 3)))
+    if not all(0 <= layer <= count for layer in layers):
+        raise UsageError("this EAGLE-3 head can't draft for this model",
+                         why=f"it wants hidden states of the layers {', '.join(map(str, layers))}, and the "
+                             f"model has {count}", next="take the head that was made for it")
+    return layers
+
+
+def _stored_name(stored: Mapping[str, object]) -> Callable[[str], str]:
+    """How the layers' names are written in a checkpoint: the paper's code calls its layer ``midlayer``."""
+    prefix = "midlayer" if any(name.startswith("midlayer.") for name in stored) else "layers.0"
+
+    def name_of(name: str) -> str:
+        name = name.removeprefix("model.")
+        return name.replace("layers.0", prefix, 1) if name.startswith("layers.0.") else name
+
+    return name_of

@@ -1,0 +1,209 @@
+"""Drafts by a head: a small network that goes on from the model's hidden states of a text's tokens.
+
+A head has seen a text's position p once it got the model's hidden states there together with the token at
+p + 1; what it gives then says what comes at p + 2. A draft goes on from what the head itself gave.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from quantkit.errors import SourceError, UsageError
+from quantkit.kv.batch import Batch
+from quantkit.kv.cache import KVCache
+from quantkit.models.config import ModelConfig
+from quantkit.models.forward_context import ForwardContext
+from quantkit.models.linear import Weights
+from quantkit.ops.linear_weight import LinearWeight
+from quantkit.ops.sampling import largest_chance, one_thread
+from quantkit.ops.stored_weight import StoredWeight
+from quantkit.runtime.cpu.model import CpuModel
+from quantkit.runtime.drafting.base import DraftedText, DraftSource
+from quantkit.sources.base import ModelSource
+from quantkit.spec import KVSpec
+
+if TYPE_CHECKING:
+    from quantkit.runtime.loader import LoadedModel
+
+
+class DraftHead(ABC):
+    """The network.
+
+    Attributes:
+        config: of its one layer, which its KV cache is made for.
+        layers: of the model, whose inputs it goes on from; the number of layers stands for what the last one
+            leaves.
+        dtype: of its hidden states.
+        nbytes: of its weights.
+    """
+
+    config: ModelConfig
+    layers: tuple[int, ...]
+    dtype: torch.dtype
+    nbytes: int
+
+    @abstractmethod
+    def join(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The model's hidden states float32 ``[n, layers, hidden]`` as the head takes them: ``[n, size]``."""
+
+    @abstractmethod
+    def run(self, ids: torch.Tensor, states: torch.Tensor, context: ForwardContext,
+            batch: Batch) -> torch.Tensor:
+        """Tokens int64 ``[n]`` and the states before them ``[n, size]`` → the states with them
+        ``[n, size]``. Keys and values go into the batch's one sequence."""
+
+    @abstractmethod
+    def logits(self, state: torch.Tensor) -> torch.Tensor:
+        """A state ``[size]`` that :meth:`run` gave → float32 ``[vocab]`` of the model's vocabulary."""
+
+
+@dataclass
+class _Reading:
+    """What a head has seen of a text.
+
+    Attributes:
+        number: of its sequence.
+        first: position that it has seen first; a text may begin with what another one left in the prefix
+            cache.
+        seen: position that comes next.
+        waiting: states ``[n, size]`` of the positions from there on.
+    """
+
+    number: int
+    first: int = 0
+    seen: int = 0
+    waiting: torch.Tensor = field(default_factory=lambda: torch.empty(0, 0))
+
+
+class HeadSource(DraftSource):
+    """Drafts of a head, a text at a time.
+
+    Args:
+        head: that drafts.
+        model: that it drafts for.
+        least_chance: a draft ends before a token that is less likely than this.
+    """
+
+    def __init__(self, head: DraftHead, model: CpuModel, least_chance: float) -> None:
+        self._head, self._model, self._least = head, model, least_chance
+        self.layers, self.nbytes = head.layers, head.nbytes
+        self._cache = KVCache(head.config, KVSpec(), head.dtype)
+        model.tap(head.layers)
+
+    def begin(self, text: DraftedText) -> None:
+        """See the base class."""
+        text.state = _Reading(self._cache.add())
+
+    def observe(self, text: DraftedText, start: int, hidden: torch.Tensor) -> None:
+        """See the base class."""
+        reading = _reading(text)
+        if start > reading.seen + len(reading.waiting):  # what came between was never computed for this text
+            self._cache.take_back(reading.number, reading.seen - reading.first)
+            reading.first = reading.seen = start
+            reading.waiting = reading.waiting[:0]
+        with one_thread():
+            states = self._head.join(hidden[max(0, reading.seen - start):])
+            kept = max(0, start - reading.seen)
+            reading.waiting = torch.cat([reading.waiting[:kept], states]) if kept else states
+            self._catch_up(text)
+
+    def propose(self, texts: Sequence[DraftedText], limits: Sequence[int]) -> list[list[int]]:
+        """See the base class."""
+        with one_thread():
+            return [self._draft(text, limit) for text, limit in zip(texts, limits)]
+
+    def end(self, text: DraftedText) -> None:
+        """See the base class."""
+        self._cache.free([_reading(text).number])
+
+    def _draft(self, text: DraftedText, limit: int) -> list[int]:
+        reading, draft = _reading(text), list[int]()
+        state = self._catch_up(text)
+        if state is None or reading.seen != len(text.tokens) - 1:
+            return draft
+        while True:
+            logits = self._head.logits(state)
+            if not largest_chance(logits) >= self._least:  # which NaN isn't either
+                break
+            draft.append(text.choose(logits))
+            if len(draft) == limit:
+                break
+            (state,) = self._run(reading, draft[-1:], state[None])
+        self._cache.take_back(reading.number, max(0, len(draft) - (len(draft) == limit)))
+        return draft
+
+    def _catch_up(self, text: DraftedText) -> torch.Tensor | None:
+        """Let the head see all positions whose next token is known; its last state, if there were any."""
+        reading = _reading(text)
+        count = min(len(reading.waiting), len(text.tokens) - 1 - reading.seen)
+        if count < 1:
+            return None
+        begin = reading.seen + 1
+        states = self._run(reading, text.tokens[begin:begin + count], reading.waiting[:count])
+        reading.seen, reading.waiting = reading.seen + count, reading.waiting[count:]
+        return states[-1]
+
+    def _run(self, reading: _Reading, tokens: Sequence[int], states: torch.Tensor) -> torch.Tensor:
+        batch = Batch(self._cache, [reading.number])
+        positions = batch.next_positions(len(tokens))
+        ids = torch.tensor(tokens)
+        context = ForwardContext(self._head.config, positions, self._head.dtype, batch)
+        result = self._head.run(ids, states, context, batch)
+        batch.done(self._model, ids[None], positions)
+        return result
+
+
+def cpu_model(target: LoadedModel, drafter: str) -> CpuModel:
+    """The model that a head drafts for. Raises UsageError: it hands out no hidden states."""
+    if not isinstance(target.model, CpuModel):
+        raise UsageError(f"{drafter} can't draft for {target.uri}",
+                         why=target.fallback_reason or "heads draft on a CPU only",
+                         next="leave out --draft, or take ngram")
+    return target.model
+
+
+class HeadFiles:
+    """A head's tensors in a checkpoint.
+
+    Args:
+        source: that has them.
+        names: ``(name)`` → what a tensor is called there, or ``None``.
+        dtype: that they are computed in.
+
+    Attributes:
+        weights: by the names that layers ask for; Linears are packed for the CPU's kernels.
+        nbytes: of the Linears that were asked for.
+    """
+
+    def __init__(self, source: ModelSource, names: Callable[[str], str], dtype: torch.dtype) -> None:
+        self._source, self._names, self._infos = source, names, source.tensors()
+        self.nbytes = 0
+        self.weights = Weights(self.tensor, self.has, dtype, pack=self._pack)
+
+    def has(self, name: str) -> bool:
+        """Whether there is a tensor."""
+        return self._names(name) in self._infos
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A tensor as it is stored. Raises SourceError: there is none."""
+        stored = self._names(name)
+        if stored not in self._infos:
+            raise SourceError(f"{self._source.uri} lacks the tensor {stored!r}",
+                              why="it doesn't hold the head that its other tensors are of",
+                              next="get its files from the same place again")
+        return self._source.tensor(stored)
+
+    def _pack(self, weight: StoredWeight) -> LinearWeight:
+        packed = weight.packed(self.weights.dtype)
+        self.nbytes += packed.nbytes
+        return packed
+
+
+def _reading(text: DraftedText) -> _Reading:
+    assert isinstance(text.state, _Reading)
+    return text.state

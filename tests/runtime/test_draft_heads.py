@@ -1,0 +1,290 @@
+"""EAGLE-3 and multi-token heads with random weights, beside the same maths written down by itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from quantkit.errors import QuantkitError, UsageError
+from quantkit.kvspec import parse_kv
+from quantkit.quantize import quantize
+from quantkit.runtime import speculation
+from quantkit.runtime.drafting.eagle3 import Eagle3Drafter
+from quantkit.runtime.drafting.head import HeadSource
+from quantkit.runtime.drafting.mtp import MtpDrafter
+from quantkit.runtime.engine import Engine
+from quantkit.runtime.generate import generate
+from quantkit.runtime.loader import load
+from quantkit.runtime.sampler import Sampling
+from quantkit.testing import tiny_model
+
+pytestmark = pytest.mark.usefixtures("short_chunks", "_always")
+HIDDEN, LAYERS, HEADS, KV_HEADS, DIM, EPS, THETA = 64, 7, 4, 2, 16, 1e-6, 10000.0
+ANSWER = Sampling(max_tokens=24, ignore_eos=True)
+
+
+@pytest.fixture
+def _always(monkeypatch):
+    monkeypatch.setattr(speculation, "best_length", lambda acceptance, times, others, limit: limit)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_model(tmp_path_factory.mktemp("heads") / "model", "llama", dtype="float32", rms_norm_eps=EPS,
+                      num_hidden_layers=LAYERS, tie_word_embeddings=False)
+
+
+@pytest.fixture(scope="module")
+def loaded(folder):
+    return load(str(folder), dtype="float32")
+
+
+def random_tensors(shapes, seed=0):
+    random = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=random) * (0.3 if len(shape) == 1 else 1.5 * shape[1] ** -0.5)
+            + (len(shape) == 1) for name, shape in shapes.items()}
+
+
+def layer_shapes(prefix, size):
+    attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+    return {f"{attention}.q_proj.weight": (HEADS * DIM, size),
+            f"{attention}.k_proj.weight": (KV_HEADS * DIM, size),
+            f"{attention}.v_proj.weight": (KV_HEADS * DIM, size),
+            f"{attention}.o_proj.weight": (HIDDEN, HEADS * DIM),
+            f"{mlp}.gate_proj.weight": (128, HIDDEN), f"{mlp}.up_proj.weight": (128, HIDDEN),
+            f"{mlp}.down_proj.weight": (HIDDEN, 128), f"{prefix}.input_layernorm.weight": (HIDDEN,),
+            f"{prefix}.post_attention_layernorm.weight": (HIDDEN,)}
+
+
+def norm(x, weight):
+    return x * (x.pow(2).mean(-1, keepdim=True) + EPS).rsqrt() * weight
+
+
+def attend(x, weights, prefix):
+    """Causal attention over ``x [T, …]``, float64, from position 0."""
+    count = len(x)
+    q, k, v = ((x @ weights[f"{prefix}.self_attn.{name}_proj.weight"].T).view(count, -1, DIM).transpose(0, 1)
+               for name in "qkv")
+    angles = torch.arange(count)[:, None] / THETA ** (torch.arange(0, DIM, 2) / DIM)
+    cos, sin = (torch.cat([part, part], -1).double() for part in (angles.cos(), angles.sin()))
+
+    def turned(y):
+        return y * cos + torch.cat([-y[..., DIM // 2:], y[..., :DIM // 2]], -1) * sin
+
+    q, k, v = turned(q), *(y.repeat_interleave(HEADS // KV_HEADS, 0) for y in (turned(k), v))
+    scores = (q @ k.transpose(1, 2)) * DIM ** -0.5
+    scores = scores.masked_fill(torch.ones(count, count).triu(1).bool(), float("-inf"))
+    mixed = (scores.softmax(-1) @ v).transpose(0, 1).flatten(1)
+    return mixed @ weights[f"{prefix}.self_attn.o_proj.weight"].T
+
+
+def mlp(x, weights, prefix):
+    gate, up = (x @ weights[f"{prefix}.mlp.{name}_proj.weight"].T for name in ("gate", "up"))
+    return (torch.nn.functional.silu(gate) * up) @ weights[f"{prefix}.mlp.down_proj.weight"].T
+
+
+def hidden_states(weights, ids):
+    """The model in float64: what enters each layer, and what the last one leaves."""
+    x = weights["model.embed_tokens.weight"][ids]
+    states = [x]
+    for index in range(LAYERS):
+        prefix = f"model.layers.{index}"
+        x = x + attend(norm(x, weights[f"{prefix}.input_layernorm.weight"]), weights, prefix)
+        x = x + mlp(norm(x, weights[f"{prefix}.post_attention_layernorm.weight"]), weights, prefix)
+        states.append(x)
+    return states
+
+
+class Eagle3:
+    """A head's files, and its drafts by the paper's formulas."""
+
+    def __init__(self, folder, weights, prefix, residual, vocab=100):
+        self.weights, self.prefix, self.residual = weights, prefix, residual
+        shapes = {"fc.weight": (HIDDEN, 3 * HIDDEN), f"{prefix}.hidden_norm.weight": (HIDDEN,),
+                  "norm.weight": (HIDDEN,), "lm_head.weight": (vocab, HIDDEN),
+                  **layer_shapes(prefix, 2 * HIDDEN)}
+        self.own = random_tensors(shapes)
+        order = torch.randperm(300, generator=torch.Generator().manual_seed(1))[:vocab].sort().values
+        files = self.own | {"d2t": order - torch.arange(vocab), "t2d": torch.zeros(300, dtype=torch.bool)}
+        folder.mkdir()
+        save_file({name: tensor.contiguous() for name, tensor in files.items()}, folder / "model.safetensors")
+        (folder / "config.json").write_text(json.dumps({
+            "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_size": HIDDEN,
+            "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": HEADS,
+            "num_key_value_heads": KV_HEADS, "vocab_size": 300, "draft_vocab_size": vocab,
+            "rms_norm_eps": EPS, "rope_theta": THETA, "max_position_embeddings": 512,
+            "norm_before_residual": residual, "torch_dtype": "float32"}))
+        self.drafter = Eagle3Drafter(checkpoint=str(folder), least_chance=0)
+        self.order, self.layers = order, (2, LAYERS // 2, LAYERS - 3)
+
+    def drafts(self, tokens, count):
+        own, prefix = {name: tensor.double() for name, tensor in self.own.items()}, self.prefix
+        states = hidden_states(self.weights, tokens[:-1])
+        hidden = torch.cat([states[layer] for layer in self.layers], -1) @ own["fc.weight"].T
+        ids, draft = list(tokens[1:]), []
+        for _ in range(count):
+            normed = norm(hidden, own[f"{prefix}.hidden_norm.weight"])
+            embedded = self.weights["model.embed_tokens.weight"][ids]
+            x = torch.cat([norm(embedded, own[f"{prefix}.input_layernorm.weight"]), normed], -1)
+            y = (normed if self.residual else hidden) + attend(x, own, prefix)
+            y = y + mlp(norm(y, own[f"{prefix}.post_attention_layernorm.weight"]), own, prefix)
+            logits = norm(y[-1], own["norm.weight"]) @ own["lm_head.weight"].T
+            ids.append(int(self.order[logits.argmax()]))
+            draft.append(ids[-1])
+            hidden = torch.cat([hidden, y[-1:]])
+        return draft
+
+
+class Mtp:
+    """A head's files in one of the layouts, and its drafts."""
+
+    def __init__(self, folder, weights, block, names, hidden_first, normed):
+        self.weights, self.block, self.names, self.normed = weights, block, names, normed
+        self.hidden_first = hidden_first
+        token, hidden, projection, last = names
+        self.own = random_tensors({f"{token}.weight": (HIDDEN,), f"{hidden}.weight": (HIDDEN,),
+                                   f"{last}.weight": (HIDDEN,), f"{projection}.weight": (HIDDEN, 2 * HIDDEN),
+                                   **layer_shapes(block, HIDDEN)})
+        folder.mkdir()
+        everything = {name: tensor.float() for name, tensor in weights.items()} | self.own
+        save_file({name: tensor.contiguous() for name, tensor in everything.items()},
+                  folder / "model.safetensors")
+        self.drafter = MtpDrafter(checkpoint=str(folder), least_chance=0)
+
+    def drafts(self, tokens, count):
+        own, (token, last_hidden, projection, last) = (
+            {name: tensor.double() for name, tensor in self.own.items()}, self.names)
+        hidden = norm(hidden_states(self.weights, tokens[:-1])[-1], self.weights["model.norm.weight"])
+        ids, draft = list(tokens[1:]), []
+        for _ in range(count):
+            parts = [norm(self.weights["model.embed_tokens.weight"][ids], own[f"{token}.weight"]),
+                     norm(hidden, own[f"{last_hidden}.weight"])]
+            x = torch.cat(parts[::-1] if self.hidden_first else parts, -1) @ own[f"{projection}.weight"].T
+            x = x + attend(norm(x, own[f"{self.block}.input_layernorm.weight"]), own, self.block)
+            x = x + mlp(norm(x, own[f"{self.block}.post_attention_layernorm.weight"]), own, self.block)
+            normed = norm(x[-1:], own[f"{last}.weight"])
+            ids.append(int((normed[0] @ self.weights["lm_head.weight"].T).argmax()))
+            draft.append(ids[-1])
+            hidden = torch.cat([hidden, normed if self.normed else x[-1:]])
+        return draft
+
+
+@pytest.fixture(scope="module")
+def weights(folder):
+    return {name: tensor.double() for name, tensor in load_file(folder / "model.safetensors").items()}
+
+
+CASES = {
+    "eagle3": lambda folder, weights: Eagle3(folder, weights, "midlayer", False),
+    "eagle3 of speculators": lambda folder, weights: Eagle3(folder, weights, "layers.0", True),
+    "mimo": lambda folder, weights: Mtp(folder, weights, "model.mtp_layers.0", [
+        f"model.mtp_layers.0.{name}" for name in ("token_layernorm", "hidden_layernorm", "input_proj",
+                                                  "final_layernorm")], True, True),
+    "deepseek": lambda folder, weights: Mtp(folder, weights, f"model.layers.{LAYERS}", [
+        f"model.layers.{LAYERS}.{name}" for name in ("enorm", "hnorm", "eh_proj", "shared_head.norm")],
+        False, False),
+    "qwen": lambda folder, weights: Mtp(folder, weights, "mtp.layers.0", [
+        f"mtp.{name}" for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")],
+        False, True)}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def head(request, tmp_path_factory, folder, weights):
+    made = CASES[request.param](tmp_path_factory.mktemp("head") / "files", weights)
+    if isinstance(made, Mtp):
+        for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(folder / name, made.drafter.checkpoint)
+    return made
+
+
+def drafted(loaded, drafter, prompts, monkeypatch, sampling=ANSWER, **options):
+    """Answers with drafts, and each draft with the text that it goes on from."""
+    seen, propose = [], HeadSource.propose
+
+    def spied(self, texts, limits):
+        drafts = propose(self, texts, limits)
+        seen.extend((list(text.tokens), list(draft), limit)
+                    for text, draft, limit in zip(texts, drafts, limits))
+        return drafts
+
+    monkeypatch.setattr(HeadSource, "propose", spied)
+    engine = Engine(loaded, drafter=drafter, **options)
+    requests = [engine.submit(prompt, sampling) for prompt in prompts]
+    while engine.step():
+        pass
+    engine.close()
+    return [request.result.token_ids for request in requests], seen
+
+
+@pytest.mark.parametrize("kv", ["none", "int8"])
+def test_drafts_are_those_of_the_formulas(folder, head, prompt_of, monkeypatch, kv):
+    loaded = load(str(folder), dtype="float32")
+    prompts = [prompt_of(40), prompt_of(9, 1)]
+    plain = [result.token_ids for result in generate(loaded, prompts, ANSWER, kv=parse_kv(kv))]
+    answers, drafts = drafted(loaded, head.drafter, prompts, monkeypatch, kv=parse_kv(kv))
+    assert answers == plain
+    assert len(drafts) > 30 and all(len(draft) == limit for _, draft, limit in drafts)
+    if kv == "none":
+        for tokens, draft, limit in drafts[::3]:
+            assert draft == head.drafts(tokens, limit)
+
+
+def test_texts_that_begin_in_the_prefix_cache_or_give_up_their_pages(folder, head, prompt_of, monkeypatch):
+    """What is missing to a head is what the model never computed for this text: it drafts on."""
+    loaded = load(str(folder), dtype="float32")
+    prompts = [[*prompt_of(70), *prompt_of(20, seed)] for seed in range(4)]
+    plain = [result.token_ids for result in generate(loaded, prompts, ANSWER)]
+    for memory, cached in ((None, 2**22), (int(0.4 * 2**20), None)):
+        answers, drafts = drafted(loaded, head.drafter, prompts, monkeypatch, max_batch=2, memory=memory,
+                                  context=256 if memory else None, prefix_cache=cached)
+        assert answers == plain
+        assert sum(len(draft) > 0 for _, draft, _ in drafts) > 60
+
+
+def test_a_quantized_model_with_the_head_of_the_original(folder, head, prompt_of, tmp_path, monkeypatch):
+    quantize(str(folder), "int8", tmp_path / "int8")
+    loaded = load(str(tmp_path / "int8"), dtype="bfloat16")
+    prompts = [prompt_of(40), prompt_of(9, 1)]
+    chance = dataclasses.replace(ANSWER, temperature=0.8, seed=3)
+    plain = [result.token_ids for result in generate(loaded, prompts, chance)]
+    answers, drafts = drafted(loaded, head.drafter, prompts, monkeypatch, chance)
+    assert answers == plain and len(drafts) > 20
+
+
+def test_a_checkpoint_with_a_head_loads_without_it(folder, head, weights):
+    if isinstance(head, Mtp):
+        text = torch.tensor([[5, 6, 7, 8]])
+        assert torch.equal(load(head.drafter.checkpoint, dtype="float32").model(text),
+                           load(str(folder), dtype="float32").model(text))
+
+
+def test_heads_of_other_models_are_refused(folder, loaded, weights, tmp_path):
+    made = Eagle3(tmp_path / "files", weights, "midlayer", False)
+    config = tmp_path / "files" / "config.json"
+    stated = json.loads(config.read_text())
+
+    def refused(drafter, match, error=UsageError):
+        with pytest.raises(error, match=match):
+            drafter.start(loaded)
+
+    refused(MtpDrafter(checkpoint=str(folder)), "has no head for further tokens")
+    for changed, match in (({"eagle_aux_hidden_state_layer_ids": [2, 3, 40]}, "hidden states of the layers"),
+                           ({"draft_vocab_size": 90}, r"lm_head.weight has shape \[100, 64\]"),
+                           ({"hidden_size": 128}, "hidden size is 128, the model's 64")):
+        config.write_text(json.dumps(stated | changed))
+        refused(made.drafter, match, QuantkitError)
+    config.write_text(json.dumps(stated))
+    files = load_file(tmp_path / "files" / "model.safetensors")
+    save_file(files | {"d2t": files["d2t"] + 250}, tmp_path / "files" / "model.safetensors")
+    refused(made.drafter, "it drafts token")
+    del files["midlayer.hidden_norm.weight"]
+    save_file(files, tmp_path / "files" / "model.safetensors")
+    refused(made.drafter, "lacks the tensor 'midlayer.hidden_norm.weight'", QuantkitError)
+    other = load(str(tiny_model(tmp_path / "moe", "qwen3_moe")))
+    with pytest.raises(UsageError, match="eagle3 can't draft for"):
+        made.drafter.start(other)
