@@ -43,11 +43,12 @@ class DraftSettings:
 
 def tasks() -> dict[str, str]:
     """What is asked, by the kind of text: a question, an edit of code, a summary."""
-    code, text = passage("code_python")[:1600].rpartition("\n")[0], passage("encyclopedia")[:3000]
+    code, text = passage("code_python"), passage("encyclopedia")[:3000]
+    function = code[code.index("def read_rows"):code.index("def average")].strip()
     return {"chat": "What should I know before I plant a vegetable garden for the first time? Give me some "
                     "advice.",
-            "edit": "Rename the class TableError to FormatError in this Python code, and return all of the "
-                    f"code with no other change:\n\n```python\n{code}\n```",
+            "edit": "Rename the variable count to number_of_rows in this Python code, and return all of the "
+                    f"code with no other change:\n\n```python\n{function}\n```",
             "summary": f"Summarize this text in a few sentences:\n\n{text}"}
 
 
