@@ -149,9 +149,9 @@ _BRANCHES = {"str", "int", "float", "bool", "constrained-str"}
 
 
 def _invalid(request: Request, error: RequestValidationError) -> ApiError:
-    """The first thing that is wrong with a body."""
+    """The first thing that is wrong with a query or a body."""
     media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if media != "application/json":
+    if media != "application/json" and error.errors()[0]["loc"][0] == "body":
         return ApiError(400, f"the content type is {media[:80]!r}; send Content-Type: application/json")
     problems = [(_place(problem["loc"], error.body), problem) for problem in error.errors()]
     # of a value that may be one of several things, the branch that got furthest knows best what is wrong
