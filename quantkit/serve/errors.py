@@ -193,9 +193,11 @@ def _explained(error: Mapping[str, Any]) -> str:
 
 
 def _place(location: Sequence[Any], body: Any) -> list[Any]:
-    """Where in the body; names of a union's branches, which it doesn't have, are left out."""
+    """Where in the query or the body; names of a union's branches, which it doesn't have, are left out."""
     place: list[Any] = []
     path = location[1:]
+    if location[0] == "query":
+        return list(path)
     for number, part in enumerate(path):
         if isinstance(part, int):
             body = body[part] if isinstance(body, list) and part < len(body) else None
