@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import defaultdict
 
 import pytest
 
-from quantkit.kvspec import parse_kv
 from quantkit.runtime import speculation
 from quantkit.runtime.drafting.ngram import NgramDrafter
 from quantkit.runtime.engine import Engine
@@ -32,7 +32,7 @@ def spans_of(engine):
         else:
             spans[span.number].append(span)
     for line in (*spans.values(), steps):
-        for span, following in zip(line, line[1:]):
+        for span, following in itertools.pairwise(line):
             assert span.start <= span.end <= following.start <= following.end
     assert all(line[-1].kind == "end" and line[0].kind == "queue" for line in spans.values())
     assert sum(step.tokens for step in steps) == engine.stats()["tokens_generated"] == total(spans, "decode")
@@ -80,6 +80,12 @@ def test_only_what_came_from_the_prefix_cache_is_not_computed(small, prompt_of):
     cached = [next(span.cached for span in spans[number] if span.kind == "prefill") for number in (0, 1)]
     assert cached == [0, 128] and engine.stats()["prefix_hits"] == 128
     assert [total({0: line}, "prefill") for line in (spans[0], spans[1])] == [150, 150 - 128]
+    assert engine.stats()["kv_pages_shared"] == 0 < engine.stats()["kv_pages_used"]
+    engine.submit(prompt, SHORT)
+    engine.step()
+    heads = small.config.num_layers * small.config.num_kv_heads
+    assert engine.stats()["kv_pages_shared"] == heads * 128 // 64, "with the prefix cache"
+    engine.close()
 
 
 def test_drafted_tokens(small, monkeypatch):
@@ -111,7 +117,7 @@ def test_who_gives_up_pages_waits_again(small, prompt_of):
         line = spans[request.id]
         assert gave_up.count(request.id) == request.preemptions
         assert sum(span.kind == "queue" for span in line) == 1 + request.preemptions
-        for span, following in zip(line, line[1:]):
+        for span, following in itertools.pairwise(line):
             assert (following.kind == "queue") == (span.kind == "preempted")
             assert span.kind != "preempted" or span.end == following.start
         assert total({0: line}, "decode") == request.sampling.max_tokens

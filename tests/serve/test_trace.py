@@ -1,5 +1,6 @@
 """``/trace``: a client finds its request under the answer's id, and a page that polls misses nothing."""
 
+import itertools
 import json
 from collections import defaultdict
 
@@ -46,8 +47,8 @@ def test_the_answers_id_names_its_spans(live, eventually, path, stream):
     line = spans(answer, event["id"])
     assert line == spans(answer) and "choice" not in line[0]
     assert [line[0]["kind"], line[1]["kind"], line[-1]["kind"]] == ["queue", "prefill", "end"]
-    assert all(before["end"] <= after["start"] for before, after in zip(line, line[1:]))
-    assert 0 < line[0]["start"] and line[-1]["end"] < answer["now"]
+    assert all(before["end"] <= after["start"] for before, after in itertools.pairwise(line))
+    assert line[0]["start"] > 0 and line[-1]["end"] < answer["now"]
     (model,) = answer["models"]
     tokens = sum(span["tokens"] for span in line if span["kind"] == "decode")
     assert tokens == model["stats"]["tokens_generated"] == sum(step["tokens"] for step in model["steps"])
