@@ -102,8 +102,7 @@ class Engine:
         self._ahead = AheadDecoder(loaded.model, self._runner, self.timing, self._append_token, self._fail)
         self.speculator = None if drafter is None or not default.drafts else Speculator(drafter, loaded,
                                                                                         clock)
-        if self.speculator is not None and self.speculator.layers:
-            self._runner.on_hidden = self.speculator.observe
+        self._runner.on_hidden = None if self.speculator is None else self.speculator.observe
         self._lock = lock or FairLock()
         self._numbers = itertools.count()
         self._thread: threading.Thread | None = None

@@ -77,11 +77,6 @@ class Speculator:
         """Bytes of memory that drafting takes beside the model."""
         return self._source.nbytes
 
-    @property
-    def layers(self) -> tuple[int, ...]:
-        """Layers of the model whose inputs :meth:`observe` is to be told of."""
-        return self._source.layers
-
     def observe(self, request: Request, start: int, hidden: torch.Tensor) -> None:
         """Tokens of a request went through the model; see
         :meth:`~quantkit.runtime.drafting.base.DraftSource.observe`."""
