@@ -100,6 +100,20 @@ def disk_errors(what: str, kept: str) -> Iterator[None]:
         raise CheckpointError(what, why=f"{reason}; {kept}", next=remedy) from error
 
 
+def names_in(folder: Path) -> set[str]:
+    """What is in a folder; nothing if it isn't there, or is being removed."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        return {path.name for path in folder.iterdir()}
+    return set()
+
+
+def bytes_in(folder: Path) -> int:
+    """Bytes of all files in a folder; 0 if it isn't there, or is being removed."""
+    with contextlib.suppress(FileNotFoundError):
+        return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    return 0
+
+
 class FolderLock:
     """One writer a folder, held until :meth:`release` or the process's end, however that comes. It is tried
     twice: whoever asks :func:`is_locked` holds the lock for a moment.
@@ -110,22 +124,26 @@ class FolderLock:
     """
 
     def __init__(self, path: Path) -> None:
-        self._file: IO[str] | None = path.open("a")
-        try:
-            try:
-                _lock(self._file)
-            except (BlockingIOError, PermissionError):
-                time.sleep(_MOMENT)
-                _lock(self._file)
-            # the holder may have removed the folder between our open and our lock
-            same = os.path.samestat(os.fstat(self._file.fileno()), path.stat())
-        except (BlockingIOError, PermissionError, FileNotFoundError):
-            same = False
-        if not same:
+        self._file: IO[str] | None = None
+        with contextlib.suppress(FileNotFoundError):  # the holder has just removed the folder
+            self._file = path.open("a")
+        if self._file is None or not self._locked(self._file, path):
             self.release()
             raise CheckpointError(f"another quantkit is writing {path.parent}",
                                   why="two writers would spoil each other's work",
                                   next="wait for it to end, or choose another --out")
+
+    def _locked(self, file: IO[str], path: Path) -> bool:
+        try:
+            try:
+                _lock(file)
+            except (BlockingIOError, PermissionError):
+                time.sleep(_MOMENT)
+                _lock(file)
+            # the holder may have removed the folder between our open and our lock
+            return os.path.samestat(os.fstat(file.fileno()), path.stat())
+        except (BlockingIOError, PermissionError, FileNotFoundError):
+            return False
 
     def release(self) -> None:
         """Let the next writer in."""

@@ -257,7 +257,7 @@ class CheckpointWriter:
         if os.path.lexists(self.out):
             return  # all that is left to do is to tidy up
         folder = self.partial
-        have = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+        have = durable.bytes_in(folder)
         while not folder.is_dir() and folder != folder.parent:
             folder = folder.parent
         free, missing = shutil.disk_usage(folder).free, needed - have
@@ -297,7 +297,7 @@ class CheckpointWriter:
 
     def _refuse_strangers(self) -> None:
         """Raise CheckpointError for a folder that no run made."""
-        names = {path.name for path in self.partial.iterdir()} if self.partial.is_dir() else set()
+        names = durable.names_in(self.partial)
         begun = STATE in names or (self.partial / STATE).is_file()
         strange = sorted(name for name in names if not (
             _is_ours(name) if begun else name in (_LOCK, STATE + durable.TEMPORARY)))
