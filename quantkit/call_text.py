@@ -12,11 +12,13 @@ from quantkit.errors import UsageError, did_you_mean
 
 Made = TypeVar("Made", bound=BaseModel)
 Options = dict[str, int | float | str | bool]
-_CALL = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)\s*(?:\(([^()]*)\))?")
+_CALL = re.compile(r'([A-Za-z0-9][A-Za-z0-9._-]*)\s*(?:\(((?:[^"()]|"[^"]*")*)\))?')
+_COMMA = re.compile(r',(?=(?:[^"]*"[^"]*")*[^"]*$)')  # outside of quotes
 
 
 def read_call(text: str, hint: str) -> tuple[str, Mapping[str | None, int | float | str | bool]]:
     """A name and its options; the key ``None`` is that of the first option, if it stands without its name.
+    What is in double quotes may have commas and parentheses.
 
     Args:
         text: as it was written.
@@ -32,9 +34,9 @@ def read_call(text: str, hint: str) -> tuple[str, Mapping[str | None, int | floa
                          why="it is not written NAME or NAME(VALUE, NAME=VALUE)")
     options: dict[str | None, int | float | str | bool] = {}
     inside = match[2] or ""
-    for number, item in enumerate(inside.split(",") if inside.strip() else []):
+    for number, item in enumerate(_COMMA.split(inside) if inside.strip() else []):
         left, equals, right = (piece.strip() for piece in item.partition("="))
-        name, value = (left, right) if equals else (None, left)
+        name, value = (left, right) if equals and '"' not in left else (None, item.strip())
         if name is None and number:
             raise UsageError(f"{written!r} can't be read", next=hint,
                              why="only the first argument may stand without its name")
@@ -80,6 +82,8 @@ def made_with(kind: type[Made], options: Mapping[str, object], what: str, see: s
 
 
 def _value(text: str) -> int | float | str | bool:
+    if len(text) > 1 and text[0] == text[-1] == '"':
+        return text[1:-1]
     if text in ("true", "false"):
         return text == "true"
     for kind in (int, float):

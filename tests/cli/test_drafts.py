@@ -19,10 +19,15 @@ def test_the_short_way_to_write_a_drafter():
     assert parse_drafter(" ngram ") == NgramDrafter()
     assert parse_drafter("ngram(20, min_match=2)") == NgramDrafter(max_tokens=20, min_match=2)
     assert parse_drafter("self(a/b-c.d, max_tokens=3)") == LowBitDrafter(checkpoint="a/b-c.d", max_tokens=3)
+    for path in ("/a b/int4 (new), x=1", "C:\\models", "3"):
+        assert parse_drafter(f'self("{path}")') == LowBitDrafter(checkpoint=path)
+        assert parse_drafter(f'self(max_tokens=3, checkpoint="{path}")') == LowBitDrafter(
+            checkpoint=path, max_tokens=3)
 
 
 @pytest.mark.parametrize(("text", "message"), [
     ("ngran", "no drafter is called 'ngran'"), ("ngram(", "can't be read"), ("ngram(1, 2)", "can't be read"),
+    ('self("a)', "can't be read"),
     ("ngram(1, max_tokens=2)", "given twice"), ("ngram(most=2)", "has no option 'most'"),
     ("ngram(33)", "max_tokens: Input should be less than or equal to 32"),
     ("ngram(max_match=2)", "min_match 3 is more than max_match 2"), ("model", "checkpoint: Field required"),
