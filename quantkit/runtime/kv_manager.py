@@ -144,9 +144,11 @@ class KVCacheManager:
                 count = min(count, interval - state.steps % interval - 1)
         if (block := Batch(cache, [number], "decode").block) is not None:
             count = min(count, block - cache.seen(number) % block - 1)
-        if count > 0 and self.reservation is not None and (
-                needed := cache.seen(number) + 1 + count) > self.reservation.reserved(number):
-            return count if self.reservation.extend(number, min(request.max_length, needed)) else 0
+        if count > 0 and (reservation := self.reservation) is not None:
+            room = reservation.reserved(number) - cache.seen(number) - 1
+            if count > room and not reservation.extend(
+                    number, min(request.max_length, cache.seen(number) + 1 + count)):
+                count = room
         return max(count, 0)
 
     def restart(self, request: Request) -> None:

@@ -143,6 +143,20 @@ def test_scarce_memory_changes_nothing(small, prompt_of, kv, sizes):
         assert drafted == plain and counts.accepted > 100
 
 
+@pytest.mark.parametrize("kv", ["none", "int8", "window(300, sinks=4)+int4"])
+def test_attention_over_a_long_cache_is_split_along_it(tmp_path, prompt_of, kv):
+    """Drafted tokens of one text are few rows, so their units are parts of the cache, as for one token."""
+    from quantkit_kernels.cpu.attention import SPLIT
+
+    loaded = load(str(tiny_model(tmp_path / "long", "qwen3", max_position_embeddings=2048)))
+    prompts = [prompt_of(4 * SPLIT + 100)]
+    plain, _ = run(loaded, prompts, [GREEDY], kv)
+    drafted, counts = run(loaded, prompts, [GREEDY], kv, scripted(prompts, plain))
+    assert drafted == plain and counts.accepted > 20
+    program = next(iter(loaded.model._programs.values()))
+    assert program._current_tiles[1] >= 4 or kv.startswith("window")
+
+
 def test_what_was_taken_back_is_no_prefix(small, prompt_of):
     """An answer's blocks are kept for texts that go on with it; none has a drafted token."""
     prompt = prompt_of(100)
