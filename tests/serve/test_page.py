@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from quantkit.serve.page import page
+from quantkit.serve.page.document import page
 
 
 @pytest.fixture(scope="module")
