@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import rich_click as click
@@ -11,6 +12,7 @@ from quantkit.cli.imports import import_large
 from quantkit.cli.loading import load_model
 from quantkit.cli.present import device_option, note, print_json, show_warning, verify_option
 from quantkit.cli.tokens import TokenCount
+from quantkit.cli.tracing import open_trace, trace_option
 from quantkit.errors import UsageError
 
 if TYPE_CHECKING:
@@ -53,6 +55,7 @@ _CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) 
                                               "sinks=4)+int8, … (the checkpoint's own).")
 @click.option("--draft", metavar="DRAFTER", default="none", show_default=True,
               help="Guess tokens that a step confirms: ngram, \"self(CHECKPOINT)\"; the text stays the same.")
+@trace_option
 @click.option("--revision", help="Branch, tag or commit of a model on the hub.")
 @click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto",
               show_default=True, help="Dtype of activations and unquantized weights; auto is the model's "
@@ -63,8 +66,8 @@ _CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) 
 @click.option("--json", "as_json", is_flag=True, help="Print text, token counts and speed as JSON.")
 @click.pass_context
 def command(ctx: click.Context, model: str, prompt: str, chat: bool, system: str | None, parse_special: bool,
-            kv: str | None, draft: str, revision: str | None, dtype: str, device: str, verify: bool,
-            quiet: bool, as_json: bool, **options: Any) -> None:
+            kv: str | None, draft: str, trace: Path | None, revision: str | None, dtype: str, device: str,
+            verify: bool, quiet: bool, as_json: bool, **options: Any) -> None:
     """Generate text from a model or a checkpoint.
 
     MODEL is a checkpoint's folder or anything that `quantkit quantize` takes. The model continues PROMPT, or
@@ -89,17 +92,18 @@ def command(ctx: click.Context, model: str, prompt: str, chat: bool, system: str
     from quantkit.runtime.generate import generate
 
     setting, drafter = None if kv is None else parse_kv(kv), parse_drafter(draft)
-    loaded = load_model(model, revision=revision, dtype=dtype, device=device, verify=verify, quiet=quiet)
-    ids = _ids(loaded, text, system, parse_special) if chat else loaded.tokenizer.encode(text)
     timings: list[Timing] = []
     show = None if as_json else _Output()
-    try:
-        (done,) = generate(loaded, [ids], sampling, on_text=show, on_done=timings.append, kv=setting,
-                           drafter=drafter)
-    except BaseException:
-        if show is not None and show.begun:  # an interruption's message starts on a line of its own
-            click.echo()
-        raise
+    with open_trace(trace) as trace_file:  # what can't be written is refused before a model is loaded
+        loaded = load_model(model, revision=revision, dtype=dtype, device=device, verify=verify, quiet=quiet)
+        ids = _ids(loaded, text, system, parse_special) if chat else loaded.tokenizer.encode(text)
+        try:
+            (done,) = generate(loaded, [ids], sampling, on_text=show, on_done=timings.append, kv=setting,
+                               drafter=drafter, trace=trace_file)
+        except BaseException:
+            if show is not None and show.begun:  # an interruption's message starts on a line of its own
+                click.echo()
+            raise
     if show is not None:
         click.echo()
     if as_json:

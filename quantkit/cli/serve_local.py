@@ -16,6 +16,7 @@ from quantkit.cli.imports import collector_paused, import_large
 from quantkit.cli.loading import load_model
 from quantkit.cli.present import device_option, note, show_error, show_warning, verify_option
 from quantkit.cli.serving_plan import MemoryPlan, overcommit_option
+from quantkit.cli.tracing import open_trace, trace_option
 from quantkit.errors import QuantkitError, UsageError
 from quantkit.paths import local_path
 from quantkit.units import bytes_of, human_bytes
@@ -74,6 +75,7 @@ MAX_NAME = 200
 @click.option("--parse-special-tokens", "parse_special", is_flag=True,
               help="Control tokens written out in chat messages (<|im_end|>) become control tokens: "
                    "whoever writes a message can then open a role. By default they are plain text.")
+@trace_option
 @click.option("--revision", help="Branch, tag or commit of a model on the hub.")
 @click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto",
               show_default=True, help="Dtype of activations and unquantized weights; auto is the model's "
@@ -85,8 +87,8 @@ MAX_NAME = 200
 def command(models: tuple[str, ...], host: str, port: int, hosts: tuple[str, ...], api_key_file: Path | None,
             names: tuple[str, ...], kvs: tuple[str, ...], kv_memory: str | None, prefix_cache: str | None,
             draft: str, overcommit: bool, max_batch: int, max_queue: int, scheduling_policy: SchedulingPolicy,
-            max_itl: float, drain_timeout: float, parse_special: bool, revision: str | None, dtype: str,
-            device: str, verify: bool, as_json: bool) -> None:
+            max_itl: float, drain_timeout: float, parse_special: bool, trace: Path | None,
+            revision: str | None, dtype: str, device: str, verify: bool, as_json: bool) -> None:
     """Serve models on this machine with the APIs of OpenAI and Anthropic and a chat page.
 
     MODEL is a checkpoint's folder or anything that `quantkit quantize` takes. Concurrent requests are
@@ -107,7 +109,7 @@ def command(models: tuple[str, ...], host: str, port: int, hosts: tuple[str, ...
     spec, drafter = settings[0] if settings else None, parse_drafter(draft)
     memory, prefixes = _bytes("--kv-memory", kv_memory), _bytes("--prefix-cache", prefix_cache)
     # everything that can be refused is refused before a model is loaded
-    with bind(host, port, has_key=key is not None) as bound:
+    with bind(host, port, has_key=key is not None) as bound, open_trace(trace) as trace_file:
         note(f"loading {', '.join(models)}")
         rendering.start()
         import_large("quantkit.runtime.loader")
@@ -137,6 +139,9 @@ def command(models: tuple[str, ...], host: str, port: int, hosts: tuple[str, ...
 
             served = [ServedEngine(engine, loaded, name, parse_special, scheduling_policy)
                       for (engine, loaded), name in zip(made, called, strict=True)]
+        if trace_file is not None:
+            for model_served in served:
+                trace_file.add(model_served.name, model_served.engine)
         loopback = is_loopback(bound)
         application = create_app(served, loopback=loopback, hosts=(*hosts, host), key=key,
                                  on_error=_failed)

@@ -109,6 +109,11 @@ class KVCache:
         return [pool for layer in self.layers for pool in layer.store.all]
 
     @property
+    def bytes_per_token_16bit(self) -> int:
+        """What a token's keys and values take in 16 bits, without a codec."""
+        return self.config.num_layers * self.heads * 2 * self.config.head_dim * 2
+
+    @property
     def allocated_bytes(self) -> int:
         """Bytes of all pages that exist, free and decoded ones included, and of what policies track."""
         pages = sum(pool.allocated_bytes for pool in self.pools)

@@ -61,6 +61,11 @@ class PagePool:
         return self._total - len(self._free)
 
     @property
+    def shared_pages(self) -> int:
+        """Pages that have more than one holder."""
+        return len(self._more)
+
+    @property
     def page_bytes(self) -> int:
         """Bytes of one page, without what is derived."""
         parts = self.parts  # another thread may ask, and derived parts come and go

@@ -23,8 +23,9 @@ from quantkit.runtime.request import Request, TokenInfo, check_request
 from quantkit.runtime.runner import ModelRunner, StepOutput
 from quantkit.runtime.sampler import Sampling
 from quantkit.runtime.scheduler import EngineClosed, EngineFull, Scheduler
-from quantkit.runtime.speculation import Speculator
+from quantkit.runtime.speculation import DraftCounts, Speculator
 from quantkit.runtime.timing import Timing
+from quantkit.runtime.trace import RequestLabel, Trace
 from quantkit.spec import KVSpec
 from quantkit.structure.base import TokenConstraint
 
@@ -75,6 +76,7 @@ class Engine:
         reservation: which request has how many of its pages, if its size is fixed.
         max_itl: as given, or ``None`` with a model whose results depend on how a prompt is cut.
         timing: of all steps so far.
+        trace: what requests and steps did when.
         speculator: asks for drafts; ``None``: nobody drafts.
     """
 
@@ -92,10 +94,10 @@ class Engine:
                                     chunk=PREFILL_CHUNK, prefix_bytes=prefix_cache)
         default = self._settings.default
         self.cache, self.reservation = default.cache, default.reservation
-        self.timing, self._clock = Timing(), clock
+        self.timing, self.trace, self._clock = Timing(), Trace(clock), clock
         self.max_itl = max_itl if default.invariant else None
         self._sizer = ChunkSizer(PREFILL_CHUNK, self.max_itl)
-        self._scheduler = Scheduler(max_batch, max_queue, PREFILL_CHUNK)
+        self._scheduler = Scheduler(max_batch, max_queue, PREFILL_CHUNK, self.trace)
         self._runner = ModelRunner(loaded, PREFILL_CHUNK, self._sizer, clock)
         self._ahead = AheadDecoder(loaded.model, self._runner, self.timing, self._append_token, self._fail)
         self.speculator = None if drafter is None or not default.drafts else Speculator(drafter, loaded,
@@ -122,7 +124,7 @@ class Engine:
     def submit(self, prompt: Sequence[int], sampling: Sampling, *, logprobs: int | None = None,
                echo: bool = False, constraint: TokenConstraint | None = None,
                keep_special: frozenset[int] = frozenset(), kv: KVSpec | KVCacheManager | None = None,
-               priority: int = 0, pooling: Pooling | None = None,
+               priority: int = 0, pooling: Pooling | None = None, label: RequestLabel | None = None,
                on_token: Callable[[TokenInfo], None] | None = None,
                on_done: Callable[[Request], None] | None = None,
                on_error: Callable[[BaseException], None] | None = None) -> Request:
@@ -139,6 +141,7 @@ class Engine:
                 returned, if this must not take long.
             priority: requests with a lower one go first, and give up their pages last.
             pooling: compute the prompt's embedding, and no token.
+            label: names it in the trace; by default its number does.
             on_token, on_done, on_error: called on the stepping thread; they must return at once. Without
                 ``on_error`` an error is raised at the end of :meth:`step`, or printed by the thread.
 
@@ -150,7 +153,7 @@ class Engine:
         """
         check_request(self.loaded, prompt, sampling)
         request = Request(next(self._numbers), self.loaded, prompt, sampling, logprobs, echo, pooling,
-                          priority, on_token, on_done, on_error, constraint, keep_special)
+                          priority, on_token, on_done, on_error, constraint, keep_special, label)
         self._settings.use(request, kv)
         try:
             request.kv.check(request.max_length)
@@ -173,8 +176,11 @@ class Engine:
     def stats(self) -> dict[str, int]:
         """What the engine is doing, for people and health checks. Bytes and tokens; ``prefix_queries`` and
         ``prefix_hits`` are prompt tokens that were looked up and found in the prefix cache, and
-        ``prefix_cache_bytes`` are those of ``kv_used_bytes`` that no running request needs."""
+        ``prefix_cache_bytes`` are those of ``kv_used_bytes`` that no running request needs. A page has 64
+        slots of one KV head in one layer; shared ones have several holders."""
         managers = self._settings.managers
+        pools = [pool for kv in managers for pool in kv.cache.pools]
+        counts = DraftCounts() if self.speculator is None else self.speculator.counts
         return {"running": self._scheduler.running, "waiting": self._scheduler.waiting,
                 "max_batch": self._max_batch, "max_queue": self._max_queue,
                 "kv_allocated_bytes": sum(kv.cache.allocated_bytes for kv in managers),
@@ -182,7 +188,11 @@ class Engine:
                 "tokens_generated": self._generated, "prompt_tokens": self._prompt_tokens,
                 "steps": self._steps, "preemptions": self._scheduler.preemptions,
                 "prefix_queries": self._settings.prefix_queries, "prefix_hits": self._settings.prefix_hits,
-                "prefix_cache_bytes": sum(kv.held_prefix_bytes for kv in managers)}
+                "prefix_cache_bytes": sum(kv.held_prefix_bytes for kv in managers),
+                "kv_pages_used": sum(pool.used for pool in pools),
+                "kv_pages_shared": sum(pool.shared_pages for pool in pools),
+                "kv_pages_total": sum(pool.total for pool in pools),
+                "drafted": counts.tokens, "accepted": counts.accepted}
 
     def start(self) -> None:
         """Step on a thread of its own until :meth:`close`."""
@@ -257,17 +267,21 @@ class Engine:
         if not (step.decode or step.chunks or step.deferred):
             return False
         self._steps += 1
+        self.trace.begin_step(begin, step)
         mixed = [request for request in step.decode if request.kv.mixes]
         speculator = self.speculator if mixed and not scheduler.prefilling else None
         drafts = {} if speculator is None else speculator.propose(mixed)
         drafted = self._clock()
         output = self._runner.run(step, mixed, awaited, drafts)
         if speculator is not None and not output.failed:
-            speculator.times.observe(len(mixed) + sum(map(len, drafts.values())), self._clock() - drafted)
+            rows = len(mixed) + sum(map(len, drafts.values()))
+            speculator.times.observe(rows, output.computed_at - drafted)
         count = self._generated
         self._finish(output)
         decoded = self._generated - count if drafts else len(mixed)
-        self._count(step.chunks or step.deferred, output.prompt_tokens, decoded, self._clock() - begin)
+        self._prompt_tokens += output.prompt_tokens
+        self.timing.add(bool(step.chunks or step.deferred), output.prompt_tokens, decoded,
+                        self._clock() - begin)
         apart: dict[object, list[Request]] = {}
         for request in step.decode:
             if not request.kv.mixes and not request.done:
@@ -279,6 +293,7 @@ class Engine:
                 before = self._clock()
                 self._ahead.decode(requests[start:start + limit], len(apart) == 1 and len(requests) <= limit)
                 self.timing.decode_s += self._clock() - before
+        self.trace.end_step(step, output)
         self._end([request for request in (*scheduler.decoding, *scheduler.prefilling) if request.done])
         usual = not (output.acted or drafts)  # its time says what steps take
         if awaited and usual and (output.prompt_tokens or not (step.chunks or step.deferred)):
@@ -330,15 +345,6 @@ class Engine:
             else:
                 assert self.speculator is not None
                 self.speculator.verify(part, self._append_token, self._fail)
-
-    def _count(self, reads: object, prompt_tokens: int, decoded: int, seconds: float) -> None:
-        """Add a step to the times, shared out by tokens where it had both kinds."""
-        share = prompt_tokens / ((prompt_tokens + decoded) or 1) if decoded else float(bool(reads))
-        self.timing.prefill_tokens += prompt_tokens
-        self.timing.prefill_s += share * seconds
-        self.timing.decode_tokens += decoded
-        self.timing.decode_s += (1 - share) * seconds
-        self._prompt_tokens += prompt_tokens
 
     def _append_token(self, request: Request, token: int | QuantkitError, logits: torch.Tensor
                       | None) -> None:

@@ -12,13 +12,15 @@ from quantkit.runtime.loader import LoadedModel
 from quantkit.runtime.request import Completion, Request, TokenInfo, check_request
 from quantkit.runtime.sampler import Sampling
 from quantkit.runtime.timing import Timing
+from quantkit.runtime.trace_file import TraceFile
 from quantkit.spec import KVSpec
 
 
 def generate(loaded: LoadedModel, prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling],
              on_text: Callable[[int, str], None] | None = None,
              on_done: Callable[[Timing], None] | None = None, *,
-             kv: KVSpec | None = None, drafter: Drafter | None = None) -> list[Completion]:
+             kv: KVSpec | None = None, drafter: Drafter | None = None,
+             trace: TraceFile | None = None) -> list[Completion]:
     """Continue every prompt.
 
     Args:
@@ -29,6 +31,7 @@ def generate(loaded: LoadedModel, prompts: Sequence[Sequence[int]], sampling: Sa
         on_done: called once with what the call took.
         kv: how keys and values are kept; by default as the model's checkpoint says.
         drafter: guesses tokens; what is generated doesn't depend on it.
+        trace: gets what was done when.
 
     Returns:
         One completion a prompt, in the prompts' order. A sequence's tokens depend on its prompt and
@@ -48,6 +51,8 @@ def generate(loaded: LoadedModel, prompts: Sequence[Sequence[int]], sampling: Sa
     longest = max(len(prompt) + sampling.max_tokens for prompt, sampling in zip(prompts, settings))
     engine = Engine(loaded, kv=kv, max_batch=min(DECODE_ROWS, len(prompts)), max_queue=len(prompts),
                     context=longest, drafter=drafter)
+    if trace is not None:
+        trace.add(loaded.uri, engine)
     submitted: list[Request] = []
     for index, (prompt, sampling) in enumerate(zip(prompts, settings)):
         def show(info: TokenInfo, index: int = index) -> None:

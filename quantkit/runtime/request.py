@@ -15,6 +15,7 @@ from quantkit.runtime.loader import LoadedModel
 from quantkit.runtime.pooling import Pooler, Pooling
 from quantkit.runtime.sampler import Sampler, Sampling
 from quantkit.runtime.stop import StopStrings
+from quantkit.runtime.trace import RequestLabel, TracedState
 from quantkit.structure.base import TokenConstraint
 
 if TYPE_CHECKING:
@@ -111,6 +112,7 @@ class Request:
         on_token, on_done, on_error: called on the engine's thread.
         constraint: which tokens the answer may have, and when it is complete; this request's own.
         keep_special: special tokens whose text belongs to the answer's, such as those that begin a tool call.
+        label: names it in the engine's trace.
 
     Attributes:
         id: its number within the engine.
@@ -133,6 +135,7 @@ class Request:
         came: prompt tokens that the engine had read when it came.
         due: the number of prompt tokens read after which no later prompt can pass this one.
         arrived_at, admitted_at: ``time.perf_counter()`` seconds; 0: not yet.
+        traced: what of it is in the engine's trace.
     """
 
     def __init__(self, number: int, loaded: LoadedModel, prompt: Sequence[int], sampling: Sampling,
@@ -141,7 +144,7 @@ class Request:
                  on_done: Callable[[Request], None] | None = None,
                  on_error: Callable[[BaseException], None] | None = None,
                  constraint: TokenConstraint | None = None,
-                 keep_special: frozenset[int] = frozenset()) -> None:
+                 keep_special: frozenset[int] = frozenset(), label: RequestLabel | None = None) -> None:
         self.id, self.prompt, self.sampling = number, list(prompt), sampling
         self.result = Completion(len(self.prompt), prompt_logprobs=[] if echo else None)
         self.status, self.cancelled = Status.WAITING, False
@@ -155,6 +158,7 @@ class Request:
         self.last_logits: torch.Tensor | None = None
         self.block_names: list[bytes] = []
         self.arrived_at, self.admitted_at = time.perf_counter(), 0.0
+        self.label, self.traced = label or RequestLabel(f"request {number}"), TracedState(self.arrived_at)
         self._logprobs = logprobs
         self._on_token, self._on_done, self._on_error = on_token, on_done, on_error
         self.sampler = Sampler(sampling, len(self.prompt), constraint)

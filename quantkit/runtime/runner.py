@@ -49,6 +49,7 @@ class StepOutput:
             anew.
         prompt_tokens: tokens of prompts that went through the model.
         acted: whether policies acted, so that the step's time says nothing about tokens.
+        computed_at: when the model was done; seconds of the engine's clock.
     """
 
     logits: list[NextLogits] = field(default_factory=list)
@@ -58,6 +59,7 @@ class StepOutput:
     lost: list[tuple[Request, Exception]] = field(default_factory=list)
     prompt_tokens: int = 0
     acted: bool = False
+    computed_at: float = 0.0
 
 
 class ModelRunner:
@@ -99,6 +101,7 @@ class ModelRunner:
                 together.setdefault(request.kv, []).append((request, end))
         for kv, rows in together.items():
             self._mixed(kv, rows, drafts, output)
+        output.computed_at = self._clock()
         return output
 
     def logits(self, requests: Sequence[Request], ids: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 from quantkit.errors import QuantkitError
 from quantkit.runtime.request import Request, Status
+from quantkit.runtime.trace import Trace
 
 PATIENCE = 3
 """A prompt that is n tokens shorter passes another one if it arrives before 3 · n further tokens have been
@@ -56,6 +57,7 @@ class Scheduler:
         max_batch: requests that run side by side.
         max_queue: requests that may wait.
         chunk: prompt tokens of a step, at most.
+        trace: is told which requests give up their pages, and which end.
 
     Attributes:
         prefilling: requests whose prompt is read, in the order of :attr:`Request.due`.
@@ -65,8 +67,8 @@ class Scheduler:
         closed: whether the engine is closed.
     """
 
-    def __init__(self, max_batch: int, max_queue: int, chunk: int) -> None:
-        self._max_batch, self._max_queue, self._chunk = max_batch, max_queue, chunk
+    def __init__(self, max_batch: int, max_queue: int, chunk: int, trace: Trace) -> None:
+        self._max_batch, self._max_queue, self._chunk, self._trace = max_batch, max_queue, chunk, trace
         self._waiting: list[Request] = []
         self.prefilling: list[Request] = []
         self.decoding: list[Request] = []
@@ -167,6 +169,7 @@ class Scheduler:
 
     def preempt(self, request: Request) -> None:
         """Let a running request give up its pages and wait again, before all that came after it."""
+        self._trace.preempted(request)
         _give_up(request)
         request.kv.free(request)
         request.restart()
@@ -234,6 +237,7 @@ class Scheduler:
 
     def end(self, requests: Sequence[Request]) -> None:
         """Forget requests and give back their memory."""
+        self._trace.ended(requests)
         ended = set(map(id, requests))
         with self.changed:
             self._waiting = [request for request in self._waiting if id(request) not in ended]

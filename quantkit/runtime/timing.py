@@ -14,3 +14,17 @@ class Timing:
     prefill_s: float = 0.0
     decode_tokens: int = 0
     decode_s: float = 0.0
+
+    def add(self, reads: bool, prompt_tokens: int, decoded: int, seconds: float) -> None:
+        """Add a step, shared out by tokens where it had both kinds.
+
+        Args:
+            reads: whether it took prompts further.
+            prompt_tokens, decoded: tokens of prompts, and of answers.
+            seconds: that it took.
+        """
+        share = prompt_tokens / ((prompt_tokens + decoded) or 1) if decoded else float(reads)
+        self.prefill_tokens += prompt_tokens
+        self.prefill_s += share * seconds
+        self.decode_tokens += decoded
+        self.decode_s += (1 - share) * seconds

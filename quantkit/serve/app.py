@@ -19,6 +19,7 @@ from quantkit.serve.openapi import describe
 from quantkit.serve.page.document import page
 from quantkit.serve.respond import Responder
 from quantkit.serve.routes import add_generation, add_state, add_tokens
+from quantkit.serve.timeline import Timeline
 
 OnError = Callable[[BaseException], None]
 
@@ -104,7 +105,7 @@ def create_app(models: Sequence[ServedEngine], *, loopback: bool = True, hosts: 
     locked = () if key is None else (401,)
     add_generation(api, responder, locked)
     add_tokens(api, responder, locked)
-    add_state(api, served, metrics, lambda: application.draining, locked)
+    add_state(api, served, metrics, Timeline(served), lambda: application.draining, locked)
     describe(api, served, key=key is not None)
     html, policy = page()
 

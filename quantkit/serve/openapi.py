@@ -102,8 +102,9 @@ def _refine(schema: dict[str, Any], models: ServedModels, key: bool) -> None:
     for path, operations in schema["paths"].items():
         for operation in operations.values():
             operation["responses"].pop("422", None)
-            for parameter in operation.get("parameters", ()):  # a model's name
-                parameter["schema"]["enum"] = models.names
+            for parameter in operation.get("parameters", ()):
+                if parameter["in"] == "path":  # a model's name
+                    parameter["schema"]["enum"] = models.names
             if path in EXAMPLES:
                 content = operation["requestBody"]["content"]["application/json"]
                 content["example"] = {"model": models.names[0], **EXAMPLES[path]}

@@ -21,6 +21,7 @@ class Reply(ABC):
 
     Attributes:
         model: what answers.
+        id: the answer's.
         jobs: one for each choice, in the order of their indices; they have a constraint once :meth:`compile`
             was called.
         structure: what each choice must look like.
@@ -30,6 +31,7 @@ class Reply(ABC):
     """
 
     model: ServedEngine
+    id: str
     jobs: Sequence[ChoiceJob]
     structure: Structure | None
     stream: bool

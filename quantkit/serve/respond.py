@@ -15,7 +15,7 @@ from quantkit.serve.openai.embeddings import EmbeddingReply
 from quantkit.serve.reply import Reply
 from quantkit.serve.sse import ClientDisconnected, EventStream, while_there
 from quantkit.serve.threads import BoundedThreads
-from quantkit.serve.work import RequestWork
+from quantkit.serve.work import RequestWork, labels
 
 PREPARING = COMPILING = WRITING = 2
 """Requests whose prompts are made into tokens, whose structures are compiled, and whose vectors are written,
@@ -62,7 +62,8 @@ class Responder:
         except ClientDisconnected:
             return Response(status_code=499)  # nobody reads it
         self._check_open()
-        work = RequestWork(model.engine, reply.jobs, self._metrics.of(model.name))
+        work = RequestWork(model.engine, reply.jobs, self._metrics.of(model.name),
+                           labels(reply.id, len(reply.jobs)))
         if reply.stream:
             return EventStream(reply, work, self._on_error)
         try:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import FastAPI, Request, Response
+from fastapi import FastAPI, Query, Request, Response
 
 from quantkit.serve.answers import HealthResponse, ModelList, ModelState, ReadyResponse, ServedModel
 from quantkit.serve.anthropic.answers import AnthropicEvent, MessageAnswer, MessageTokenCount
@@ -34,6 +35,7 @@ from quantkit.serve.openai.responses_request import ResponsesRequest
 from quantkit.serve.openai.tokens import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
 from quantkit.serve.openapi import anthropic_responses, responses, text_responses
 from quantkit.serve.respond import Responder
+from quantkit.serve.timeline import Timeline, TraceResponse
 
 MAY = (404, 413, 503)
 """Statuses of errors that whatever a model answers may have."""
@@ -85,8 +87,8 @@ def add_tokens(api: FastAPI, responder: Responder, locked: Sequence[int]) -> Non
         return await responder.compute(request, body.model, lambda model: detokenize(model, body))
 
 
-def add_state(api: FastAPI, models: ServedModels, metrics: Metrics, draining: Callable[[], bool],
-              locked: Sequence[int]) -> None:
+def add_state(api: FastAPI, models: ServedModels, metrics: Metrics, timeline: Timeline,
+              draining: Callable[[], bool], locked: Sequence[int]) -> None:
     """Routes that say what the server is and does. ``draining``: whether it is ending."""
 
     @api.get("/v1/models", summary="What is served", responses=responses(ModelList, *locked))
@@ -116,3 +118,9 @@ def add_state(api: FastAPI, models: ServedModels, metrics: Metrics, draining: Ca
              responses=text_responses(*locked))
     async def measured() -> Response:
         return Response(metrics.text(), headers={"content-type": CONTENT_TYPE})
+
+    @api.get("/trace", summary="When requests waited, were read and decoded, and the engines' steps",
+             responses=responses(TraceResponse, *locked))
+    async def traced(since: Annotated[float, Query(ge=0, allow_inf_nan=False, description=(
+            "Only what was recorded after this time: the ``now`` of an earlier answer."))] = 0) -> Response:
+        return Response(await asyncio.to_thread(timeline.body, since), media_type="application/json")

@@ -13,6 +13,7 @@ from quantkit.runtime.loader import LoadedModel
 from quantkit.runtime.pooling import Pooling
 from quantkit.runtime.request import Completion, ContextLengthError, Request, TokenInfo
 from quantkit.runtime.sampler import Sampling
+from quantkit.runtime.trace import RequestLabel
 from quantkit.serve.errors import ApiError
 from quantkit.serve.metrics import ModelMetrics
 from quantkit.structure.base import TokenConstraint
@@ -57,6 +58,7 @@ class RequestWork:
         engine: where they run.
         jobs: what they are. All are queued, or none.
         metrics: what is told how long they take.
+        labels: name them in the engine's trace; see :func:`labels`.
 
     Attributes:
         requests: the engine's, one for each job.
@@ -65,14 +67,15 @@ class RequestWork:
         QuantkitError: the engine refuses one.
     """
 
-    def __init__(self, engine: Engine, jobs: Sequence[ChoiceJob], metrics: ModelMetrics) -> None:
+    def __init__(self, engine: Engine, jobs: Sequence[ChoiceJob], metrics: ModelMetrics,
+                 labels: Sequence[RequestLabel]) -> None:
         self._loop, self._metrics = asyncio.get_running_loop(), metrics
         self._stopped: set[int] = set()
         self._events: asyncio.Queue[TokenEvent | BaseException] = asyncio.Queue()
         self.requests: list[Request] = []
         try:
-            for number, job in enumerate(jobs):
-                self.requests.append(self._submit(engine, number, job))
+            for number, (job, label) in enumerate(zip(jobs, labels, strict=True)):
+                self.requests.append(self._submit(engine, number, job, label))
         except BaseException:
             self.cancel()
             raise
@@ -106,7 +109,7 @@ class RequestWork:
         self._stopped.add(choice)
         self.requests[choice].cancel()
 
-    def _submit(self, engine: Engine, number: int, job: ChoiceJob) -> Request:
+    def _submit(self, engine: Engine, number: int, job: ChoiceJob, label: RequestLabel) -> Request:
         clock = self._metrics.clock()
 
         def on_token(token: TokenInfo) -> None:
@@ -119,12 +122,17 @@ class RequestWork:
 
         return engine.submit(job.prompt, job.sampling, logprobs=job.logprobs, echo=job.score, kv=job.kv,
                              priority=job.priority, pooling=job.pooling, constraint=job.constraint,
-                             keep_special=job.keep_special, on_token=on_token, on_done=on_done,
+                             keep_special=job.keep_special, label=label, on_token=on_token, on_done=on_done,
                              on_error=self._tell)
 
     def _tell(self, event: TokenEvent | BaseException) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: the server is gone
             self._loop.call_soon_threadsafe(self._events.put_nowait, event)
+
+
+def labels(answer: str, count: int) -> list[RequestLabel]:
+    """Names of an answer's choices in the engine's trace: its id, and which of ``count`` choices it is."""
+    return [RequestLabel(answer, choice if count > 1 else None) for choice in range(count)]
 
 
 def check_size(jobs: int, limit: int) -> None:

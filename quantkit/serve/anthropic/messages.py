@@ -35,7 +35,7 @@ class MessagesReply(Reply):
         self.model, self.stream = model, body.stream
         self._turns = NextTurn(model, body.conversation())
         self.jobs, self.structure = self._turns.jobs, self._turns.structure
-        self._id = f"msg_{uuid.uuid4().hex}"
+        self.id = f"msg_{uuid.uuid4().hex}"
 
     async def body(self, work: RequestWork) -> dict[str, Any]:
         """``message``."""
@@ -69,7 +69,7 @@ class MessagesReply(Reply):
 
     def _message(self, content: list[dict[str, Any]], end: TurnEnd | None) -> dict[str, Any]:
         usage = self._turns.usage([end])
-        return {"id": self._id, "type": "message", "role": "assistant", "model": self.model.name,
+        return {"id": self.id, "type": "message", "role": "assistant", "model": self.model.name,
                 "content": content, "stop_reason": None if end is None else STOP[end.reason],
                 "stop_sequence": None if end is None else end.stop, "usage": _usage(usage)}
 

@@ -25,8 +25,8 @@ class ChatReply(Reply):
         self.model, self.stream, self._body = model, body.stream, body
         self._turns = NextTurn(model, body.conversation())
         self.jobs, self.structure = self._turns.jobs, self._turns.structure
-        self._envelope = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()),
-                          "model": model.name}
+        self.id = f"chatcmpl-{uuid.uuid4().hex}"
+        self._envelope = {"id": self.id, "created": int(time.time()), "model": model.name}
 
     async def body(self, work: RequestWork) -> dict[str, Any]:
         """``chat.completion``."""

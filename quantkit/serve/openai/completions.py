@@ -51,8 +51,9 @@ class CompletionReply(Reply):
                      for prompt in prompts for i in range(body.n)]
         check_fits(model.loaded, self.jobs)
         self._prompt_tokens = sum(map(len, prompts))
-        self._envelope = {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion",
-                          "created": int(time.time()), "model": model.name}
+        self.id = f"cmpl-{uuid.uuid4().hex}"
+        self._envelope = {"id": self.id, "object": "text_completion", "created": int(time.time()),
+                          "model": model.name}
 
     async def body(self, work: RequestWork) -> dict[str, Any]:
         """``text_completion``."""

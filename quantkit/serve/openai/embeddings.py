@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import uuid
 from collections.abc import AsyncIterator
 from typing import Any, ClassVar, Literal
 
@@ -20,7 +21,7 @@ from quantkit.serve.models import ServedEngine
 from quantkit.serve.prompt import PromptReader
 from quantkit.serve.schema import Inputs, RequestPart, String, split_inputs
 from quantkit.serve.settings import KV, Priority
-from quantkit.serve.work import ChoiceJob, RequestWork, check_fits
+from quantkit.serve.work import ChoiceJob, RequestWork, check_fits, labels
 
 MAX_INPUTS, MAX_NUMBERS = 2048, 2**22
 """Of one request: texts, and numbers of all their vectors."""
@@ -84,14 +85,16 @@ class EmbeddingReply:
             BaseException: what went wrong in the engine.
         """
         engine, start = self._model.engine, 0
+        named = labels(f"embd-{uuid.uuid4().hex}", len(self.jobs))
         while start < len(self.jobs):
             stats = engine.stats()
             size = min(stats["max_batch"], stats["max_queue"] - stats["waiting"])  # what finds room now
             if size <= 0 < start:
                 await asyncio.sleep(QUEUE_SECONDS)
                 continue
+            part = slice(start, start + max(1, size))
             try:
-                work = RequestWork(engine, self.jobs[start:start + max(1, size)], metrics)
+                work = RequestWork(engine, self.jobs[part], metrics, named[part])
             except EngineFull:  # or a running request came to wait again meanwhile
                 if not start:
                     raise

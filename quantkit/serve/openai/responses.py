@@ -27,7 +27,7 @@ class ResponsesReply(Reply):
         self.model, self.stream, self._body = model, body.stream, body
         self._turns = NextTurn(model, body.conversation())
         self.jobs, self.structure = self._turns.jobs, self._turns.structure
-        self._id, self._created = f"resp_{uuid.uuid4().hex}", int(time.time())
+        self.id, self._created = f"resp_{uuid.uuid4().hex}", int(time.time())
         self._events = ResponseEvents()
 
     async def body(self, work: RequestWork) -> dict[str, Any]:
@@ -66,7 +66,7 @@ class ResponsesReply(Reply):
         choice = body.tool_choice
         cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
         return {
-            "id": self._id, "object": "response", "created_at": self._created, "status": status,
+            "id": self.id, "object": "response", "created_at": self._created, "status": status,
             "model": self.model.name, "output": output, "error": None, "incomplete_details": cut,
             "instructions": body.instructions, "metadata": body.metadata, "temperature": body.temperature,
             "top_p": body.top_p, "max_output_tokens": body.max_output_tokens, "background": False,

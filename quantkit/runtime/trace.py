@@ -1,0 +1,229 @@
+"""What an engine did and when: spans of its requests and of its steps, the last ones of both."""
+
+from __future__ import annotations
+
+import bisect
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    from quantkit.runtime.request import Request
+    from quantkit.runtime.runner import StepOutput
+    from quantkit.runtime.scheduler import StepPlan
+
+TRACE_SIZE = 2**16
+"""Spans and steps that a trace keeps."""
+SpanKind = Literal["queue", "prefill", "decode", "preempted", "end"]
+
+
+class RequestLabel(NamedTuple):
+    """Names a request in the trace.
+
+    Attributes:
+        id: what a client knows it by.
+        choice: which of several choices with this id; ``None``: there is one.
+    """
+
+    id: str
+    choice: int | None = None
+
+
+class RequestSpan(NamedTuple):
+    """What a request did for a while.
+
+    Attributes:
+        number: the request's within its engine.
+        label: the request's.
+        kind: ``queue``: it waited for its first chunk, or for the next one after a preemption; ``prefill``: a
+            chunk of its text was computed; ``decode``: it got tokens; ``preempted`` and ``end`` are instants.
+        start, end: seconds of the engine's clock.
+        tokens: that were computed (prefill) or that it got (decode).
+        cached: of the first chunk behind a wait: tokens before it that the prefix cache had.
+        drafted, accepted: tokens that were drafted for it, and those of them that were right, if there was a
+            draft.
+        reason: why it ended: ``stop``, ``length``, ``cancelled`` or ``error``.
+    """
+
+    number: int
+    label: RequestLabel
+    kind: SpanKind
+    start: float
+    end: float
+    tokens: int | None = None
+    cached: int | None = None
+    drafted: int | None = None
+    accepted: int | None = None
+    reason: str | None = None
+
+    @property
+    def details(self) -> dict[str, int | str]:
+        """What applies to its kind, by name."""
+        values = self._asdict()
+        return {key: values[key] for key in ("tokens", "cached", "drafted", "accepted", "reason")
+                if values[key] is not None}
+
+
+class StepSpan(NamedTuple):
+    """One step of an engine.
+
+    Attributes:
+        start, end: seconds of the engine's clock.
+        decode_rows: requests behind their prompts.
+        prompt_tokens: tokens of prompts that were computed.
+        drafted, accepted: tokens that were drafted, and those of them that were right.
+        tokens: that requests got.
+    """
+
+    start: float
+    end: float
+    decode_rows: int
+    prompt_tokens: int
+    drafted: int
+    accepted: int
+    tokens: int
+
+
+@dataclass(slots=True)
+class TracedState:
+    """What of a request is in the trace so far.
+
+    Attributes:
+        since: when its last span ended, at first when it was submitted; seconds.
+        waits: whether it waits for a chunk of its text.
+        ended: whether its end is there.
+        tokens, drafted, accepted: of its answer.
+    """
+
+    since: float
+    waits: bool = True
+    ended: bool = False
+    tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+
+class Trace:
+    """Records the last spans. It has counts and times, and neither texts nor token ids.
+
+    The engine's thread records. :meth:`read` may be called from any.
+
+    Args:
+        clock: tells seconds; the engine's.
+        size: spans and steps that are kept.
+
+    Attributes:
+        recorded: spans and steps so far, those that are no longer kept included.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter, size: int = TRACE_SIZE) -> None:
+        self._clock = clock
+        self._ring: deque[tuple[float, RequestSpan | StepSpan]] = deque(maxlen=size)
+        self._new: list[RequestSpan | StepSpan] = []
+        self._lock = threading.Lock()
+        self._begin = 0.0
+        self._chunks: dict[int, int] = {}  # by a request's number, what was computed of it before the step
+        self._tokens = self._drafted = self._accepted = 0  # since the last step ended
+        self.recorded = 0
+
+    def read(self, since: float = float("-inf"), until: float = float("inf")
+             ) -> list[RequestSpan | StepSpan]:
+        """What was recorded after ``since`` and not after ``until``, seconds, in that order. Calls whose
+        intervals adjoin get everything once, if ``until`` is not in the future."""
+        with self._lock:
+            entries = list(self._ring)
+        first = bisect.bisect_right(entries, since, key=lambda entry: entry[0])
+        last = bisect.bisect_right(entries, until, key=lambda entry: entry[0])
+        return [span for _, span in entries[first:last]]
+
+    def begin_step(self, begin: float, step: StepPlan) -> None:
+        """A step runs from ``begin`` on."""
+        self._begin = begin
+        self._chunks = {request.id: request.computed_tokens for request in _reading(step)}
+
+    def end_step(self, step: StepPlan, output: StepOutput) -> None:
+        """The step has ended, but for requests that end with it: what came of it."""
+        end = self._clock()
+        for request in step.decode:
+            self._advance(request, end, end)
+        for request in _reading(step):
+            self._advance(request, output.computed_at, end)
+        self._new.append(StepSpan(self._begin, end, len(step.decode), output.prompt_tokens, self._drafted,
+                                  self._accepted, self._tokens))
+        self._tokens = self._drafted = self._accepted = 0
+        self._publish()
+
+    def preempted(self, request: Request) -> None:
+        """A request is about to give up its pages and to wait again."""
+        now = self._leave(request)
+        self._add(request, "preempted", now, now)
+        request.traced.waits = True
+        self._publish()
+
+    def ended(self, requests: Sequence[Request]) -> None:
+        """Requests have ended. One that isn't finished has failed."""
+        for request in requests:
+            if not request.traced.ended:
+                request.traced.ended, now = True, self._leave(request)
+                reason = request.result.finish_reason if request.done else "error"
+                self._add(request, "end", now, now, reason="stop" if reason == "stop_string" else reason)
+        self._publish()
+
+    def _leave(self, request: Request) -> float:
+        """Record what a request did until now."""
+        now = self._clock()
+        self._advance(request, now, now)
+        if request.traced.waits:
+            self._add(request, "queue", request.traced.since, now)
+        return now
+
+    def _advance(self, request: Request, computed_at: float, end: float) -> None:
+        """Record what a request got in the step that is under way, or between two steps.
+
+        Args:
+            request: that was in it.
+            computed_at: when a chunk of its text had been computed; what follows is the choice of a token.
+            end: of what is recorded.
+        """
+        state, result = request.traced, request.result
+        start = max(self._begin, state.since)
+        before = self._chunks.pop(request.id, None)
+        if before is not None:
+            cached = None
+            if state.waits:
+                self._add(request, "queue", state.since, start)
+                state.waits, cached = False, before
+            self._add(request, "prefill", start, computed_at, request.computed_tokens - before, cached)
+            start = computed_at
+        tokens, drafted = len(result.token_ids) - state.tokens, result.drafted_tokens - state.drafted
+        if tokens or drafted:
+            accepted = result.accepted_tokens - state.accepted
+            self._add(request, "decode", start, end, tokens, None, *((drafted, accepted) if drafted else ()))
+            state.tokens += tokens
+            state.drafted += drafted
+            state.accepted += accepted
+            self._tokens += tokens
+            self._drafted += drafted
+            self._accepted += accepted
+
+    def _add(self, request: Request, kind: SpanKind, start: float, end: float, tokens: int | None = None,
+             cached: int | None = None, drafted: int | None = None, accepted: int | None = None,
+             reason: str | None = None) -> None:
+        request.traced.since = end
+        self._new.append(RequestSpan(request.id, request.label, kind, start, end, tokens, cached, drafted,
+                                     accepted, reason))
+
+    def _publish(self) -> None:
+        with self._lock:  # a reader that has read the clock before gets all that was recorded until then
+            now = self._clock()
+            self._ring.extend([(now, span) for span in self._new])
+            self.recorded += len(self._new)
+        self._new.clear()
+
+
+def _reading(step: StepPlan) -> list[Request]:
+    """Requests whose text goes on in a step, or whose policy acts at its prompt's end."""
+    return [request for request, _ in step.chunks] + ([] if step.deferred is None else [step.deferred])
