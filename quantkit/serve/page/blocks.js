@@ -82,7 +82,7 @@ function listBlock(lines, start, depth) {
       const line = lines[at];
       if (blank(line)) { empty = true; inside.push(""); continue; }
       const inner = indent(line) >= Math.min(item.offset, first.indent + 2);
-      if (!inner && (empty || begins(lines, at))) break;
+      if (!inner && (empty || itemOf(line) || begins(lines, at))) break;
       if (inner && empty && inside.some((text) => text)) loose ||= !itemOf(line);
       empty = false;
       inside.push(inner ? line.slice(Math.min(indent(line), item.offset)) : line.trimStart());

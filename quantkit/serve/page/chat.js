@@ -29,24 +29,29 @@ class Chat {
     at("input").focus();
   }
 
-  open(record) {
+  open(id) {
+    const record = this.history.get(id);
+    if (!record) return notify("That chat isn't in this browser any more.");
     this.stop();
-    if (!record) return notify("That chat is gone: another tab deleted it.");
     if (record.model) this.server.choose(record.model);
     this.show(record);
   }
 
   show(record) {
     this.record = record;
-    at("thread").replaceChildren(at("empty"), ...record.turns.map((turn, index) => (
-      turn.role === "user" ? this.userTurn(turn.content, index) : AssistantTurn.of(turn, this.actions())).node));
+    const views = record.turns.map((turn, index) => (
+      turn.role === "user" ? this.userTurn(turn.content, index) : AssistantTurn.of(turn, this.actions())));
+    at("thread").replaceChildren(at("empty"), ...views.map(({ node }) => node));
     this.pinned = true;
     this.changed();
     requestAnimationFrame(() => this.follow());
   }
 
   changed() {
-    at("empty").hidden = this.record.turns.length > 0;
+    const { id, turns } = this.record;
+    at("empty").hidden = turns.length > 0;
+    // a reload opens the chat again
+    window.history.replaceState(null, "", turns.length ? "#" + id : location.pathname + location.search);
     this.history.changed();
   }
 
@@ -109,7 +114,7 @@ class Chat {
   }
 
   answer(values) {
-    const turn = { role: "assistant", content: "", reasoning: "", calls: [], figures: "", ended: "", error: "" };
+    const turn = { role: "assistant", content: "", reasoning: "", calls: [], figures: "" };
     const view = new AssistantTurn(this.actions());
     const request = this.request(values);
     this.record.turns.push(turn);

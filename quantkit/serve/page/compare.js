@@ -69,15 +69,18 @@ class Side {
     this.exact = true;
     this.done = false;
     this.body = element("div", "side-text");
+    this.chances = element("p", "chances");
     this.figures = element("p", "speed");
-    this.node = element("section", "side writing", element("h3", "", model.id), this.body, this.figures);
+    this.node = element("section", "side writing", element("h3", "", model.id), this.body, this.chances,
+      this.figures);
     this.node.setAttribute("aria-label", model.id);
   }
 
   request(text, system, values) {
     const { model } = this, asked = { model: model.id, ...values };
     if (!model.chat) return ["v1/completions", { ...asked, prompt: text, logprobs: ALTERNATIVES }];
-    const messages = [...(system ? [{ role: "system", content: system }] : []), { role: "user", content: text }];
+    const messages = [{ role: "user", content: text }];
+    if (system) messages.unshift({ role: "system", content: system });
     return ["v1/chat/completions", { ...asked, messages, logprobs: true, top_logprobs: ALTERNATIVES }];
   }
 
@@ -123,8 +126,9 @@ function scored(logprobs) {
     return logprobs.content.map(({ token, logprob, top_logprobs: top }) => (
       { token, logprob, top: top.map((other) => [other.token, other.logprob]) }));
   }
-  return logprobs.tokens.map((token, index) => (
-    { token, logprob: logprobs.token_logprobs[index], top: Object.entries(logprobs.top_logprobs[index] ?? {}) }));
+  const { tokens, token_logprobs: chosen, top_logprobs: top } = logprobs;
+  return tokens.map((token, index) => (
+    { token, logprob: chosen[index], top: Object.entries(top[index] ?? {}) }));
 }
 
 // Where two lists differ first, or -1: so far one begins like the other.
@@ -142,7 +146,9 @@ function mark(sides, result, complete) {
   if (where < 0 && complete && lengths[0] !== lengths[1]) where = Math.min(...lengths);
   sides.forEach((side, index) => {
     const texts = exact ? side.tokens.map(({ text }) => text) : pieces[index];
-    side.body.replaceChildren(...divided(texts, where, complete, exact && tooltip(sides, index, where)));
+    const likely = exact && where >= 0 ? chances(sides, index, where) : "";
+    side.body.replaceChildren(...divided(texts, where, likely));
+    side.chances.textContent = likely && "Probability here: " + likely.replace("\n", ", ");
   });
   const unit = exact ? "token" : "character";
   if (where >= 0) result.textContent = `The first difference is ${unit} ${where + 1}.`;
@@ -151,26 +157,24 @@ function mark(sides, result, complete) {
   result.dataset.token = where;
 }
 
-function divided(texts, where, complete, title) {
+function divided(texts, where, title) {
   if (where < 0) return [element("span", "common", texts.join(""))];
-  const differing = element("mark", "", texts[where] === undefined ? "⟨end⟩" : texts[where] || "⟨part of a character⟩");
-  if (title) {
-    differing.title = title;
-    differing.tabIndex = 0;
-    differing.setAttribute("aria-label", `${differing.textContent} (${title})`);
-    differing.setAttribute("role", "note");
-  }
-  return [element("span", "common", texts.slice(0, where).join("")), differing, texts.slice(where + 1).join("")];
+  const [common, rest] = [texts.slice(0, where).join(""), texts.slice(where + 1).join("")];
+  const text = texts[where] === undefined ? "⟨end⟩" : texts[where] || "⟨part of a character⟩";
+  const differing = element("mark", "", text);
+  if (title) differing.title = title;
+  return [element("span", "common", common), differing, rest];
 }
 
 // What this model thinks of both tokens.
-function tooltip(sides, index, where) {
+function chances(sides, index, where) {
   const token = sides[index].tokens[where];
   if (!token) return "";
   const other = sides[1 - index].tokens[where];
-  const chances = new Map([...token.top, [token.token, token.logprob]]);
+  const known = new Map([...token.top, [token.token, token.logprob]]);
   return [token, other].filter(Boolean).map(({ token: text }) => {
-    const chance = chances.has(text) ? (Math.exp(chances.get(text)) * 100).toFixed(1) + " %" : `not among the ${ALTERNATIVES} likeliest`;
+    const chance = known.has(text) ? (Math.exp(known.get(text)) * 100).toFixed(1) + " %"
+      : `not among the ${ALTERNATIVES} likeliest`;
     return `${JSON.stringify(text)}: ${chance}`;
   }).join("\n");
 }

@@ -21,7 +21,8 @@ def page() -> tuple[str, str]:
     html = _LINK.sub(lambda match: f"<style>\n{_read(match[1])}</style>", _read("index.html"))
     html = _SCRIPT.sub(lambda match: f"<script>\n{_read(match[1])}</script>", html)
     policy = ("default-src 'none'; connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
-              f"frame-ancestors 'none'; script-src {_hashes(html, 'script')}; style-src {_hashes(html, 'style')}")
+              f"frame-ancestors 'none'; script-src {_hashes(html, 'script')}; "
+              f"style-src {_hashes(html, 'style')}")
     return html, policy
 
 

@@ -1,5 +1,5 @@
 "use strict";
-// What every other script uses: elements, formats, notices. Scripts share one scope, in the order of index.html.
+// What every other script uses: elements, formats, notices. Scripts share one scope, in index.html's order.
 
 // not relative addresses: fetch refuses those on a page whose own address holds a password
 const base = location.origin + location.pathname.replace(/[^/]*$/, "");
@@ -64,7 +64,8 @@ function count(number, noun) {
 }
 
 function seconds(value) {
-  return value < 0.1 ? (value * 1000).toFixed(1) + " ms" : value < 10 ? value.toFixed(2) + " s" : value.toFixed(1) + " s";
+  if (value < 0.1) return (value * 1000).toFixed(1) + " ms";
+  return value.toFixed(value < 10 ? 2 : 1) + " s";
 }
 
 function bytes(value) {

@@ -79,8 +79,9 @@ class ChatHistory {
       kept = this.store.write("chat " + chat.id, chat);
     }
     if (!kept) notify("This browser has no room for the chat: it is lost when the page closes.");
-    else if (dropped.length) notify("This browser's room for chats is used up: " + count(dropped.length, "old chat")
-      + (dropped.length === 1 ? " was" : " were") + " dropped.");
+    else if (dropped.length) {
+      notify(`This browser's room for chats is used up: the oldest were dropped (${dropped.length}).`);
+    }
     this.changed();
   }
 }

@@ -5,6 +5,9 @@ const SCHEMES = new Set(["http:", "https:", "mailto:"]);
 const ENTITIES = { amp: "&", lt: "<", gt: ">", quot: '"', apos: "'", nbsp: "\u00a0" };
 const MATH = [["$$", "$$"], ["\\(", "\\)"], ["\\[", "\\]"]];
 const MAX_EMPHASIS = 16, MAX_ADDRESS = 2000, MAX_MATH = 300;
+const DESTINATION = new RegExp(
+  String.raw`^\(\s{0,9}(?:<([^<>\n]*)>|([^\s()<>]*(?:\([^\s()<>]*\)[^\s()<>]*)*))`
+  + String.raw`(?:\s{1,9}(?:"[^"\n]*"|'[^'\n]*'))?\s{0,9}\)`);
 const PUNCTUATION = /[\p{P}\p{S}]/u;
 
 // An address that may stand in a link, or null. A relative one would be one of this server.
@@ -141,7 +144,7 @@ class InlineParser {
     if (this.brackets.length > 64) this.brackets.shift();
   }
 
-  // "](address)" makes a link of what stands since the bracket; an image is never loaded, its text links to it.
+  // "](address)" makes a link of what stands since the bracket. An image isn't loaded: its text links to it.
   close() {
     const bracket = this.brackets.pop();
     const end = bracket ? destination(this.text, this.at + 1) : null;
@@ -158,9 +161,7 @@ class InlineParser {
 // What follows "]": "(address)" or "(address "title")" → the address and where it ends.
 function destination(text, start) {
   if (text[start] !== "(") return null;
-  const title = String.raw`(?:\s{1,9}(?:"[^"\n]*"|'[^'\n]*'))?`, plain = String.raw`[^\s()<>]*`;
-  const rule = new RegExp(`^\\(\\s{0,9}(?:<([^<>\\n]*)>|(${plain}(?:\\(${plain}\\)${plain})*))${title}\\s{0,9}\\)`);
-  const match = rule.exec(text.slice(start, start + MAX_ADDRESS));
+  const match = DESTINATION.exec(text.slice(start, start + MAX_ADDRESS));
   return match && { address: match[1] ?? match[2], at: start + match[0].length };
 }
 

@@ -50,7 +50,7 @@ const store = new Store(), parameters = new Parameters(store);
 const server = new Server(store, (model) => parameters.describe(model));
 const chatHistory = new ChatHistory(store);
 const chat = new Chat(chatHistory, parameters, server);
-const sidebar = new Sidebar(store, chatHistory, chat);
+const sidebar = new Sidebar(store, chatHistory, chat, openChat);
 const comparison = new Comparison(parameters, server, chat.labels);
 const trace = new Trace(drawLive), panel = new Panel(), timeline = new Timeline(trace, chat.labels);
 const input = at("input");
@@ -78,6 +78,11 @@ function compare(open) {
   chat.stop();
   comparison.stop();
   comparison.show(open);
+}
+
+function openChat(id) {
+  compare(false);
+  chat.open(id);
 }
 
 function grow() {
@@ -119,4 +124,4 @@ at("live-toggle").addEventListener("click", () => showLive(at("live").hidden));
 at("live-close").addEventListener("click", () => { showLive(false); at("live-toggle").focus(); });
 at("live-model").addEventListener("change", () => drawLive(""));
 if (store.read("live") && !window.matchMedia("(max-width: 60rem)").matches) showLive(true);
-server.connect();
+server.connect().then(() => { if (location.hash.length > 1) chat.open(location.hash.slice(1)); });

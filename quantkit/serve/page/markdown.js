@@ -16,10 +16,10 @@ function makeBlock(block) { return MAKERS[block.type](block); }
 
 function makeCode({ language, code, open }) {
   const text = element("code", "", ...(open ? [code] : highlight(code, language)));
-  const head = element("div", "code-head", element("span", "", language || "code"), copier(() => text.textContent));
+  const copy = copier(() => text.textContent), label = element("span", "", language || "code");
   const pre = element("pre", "", text);
   pre.tabIndex = 0;
-  return { node: element("div", "code", head, pre), text };
+  return { node: element("div", "code", element("div", "code-head", label, copy), pre), text };
 }
 
 function makeList(block) {
@@ -88,12 +88,7 @@ class MarkdownView {
     // the last line may become another kind of block, so that only blocks before it are known to have ended
     let finished = complete ? blocks.length : blocks.findLastIndex((block) => block.line < lines.length - 1);
     if (finished < 0) finished = 0;
-    const [block] = blocks;
-    if (!complete && finished === 0 && blocks.length === 1 && block.type === "code" && block.open && this.fence
-        && block.code.startsWith(this.fence.text.textContent)) {
-      this.fence.text.append(block.code.slice(this.fence.text.textContent.length));
-      return;
-    }
+    if (!complete && blocks.length === 1 && this.lengthen(blocks[0])) return;
     for (const node of this.unfinished) node.remove();
     this.fence = null;
     this.root.append(...blocks.slice(0, finished).map(makeBlock));
@@ -104,6 +99,14 @@ class MarkdownView {
     });
     this.root.append(...this.unfinished);
     if (finished) this.start = this.offset(finished < blocks.length ? blocks[finished].line : lines.length);
+  }
+
+  // Whether a block is the open code block, with more text behind what is shown already.
+  lengthen(block) {
+    const shown = this.fence?.text.textContent;
+    if (shown === undefined || !block.open || !block.code.startsWith(shown)) return false;
+    this.fence.text.append(block.code.slice(shown.length));
+    return true;
   }
 
   // Where a line begins, counted from the first that may still change.

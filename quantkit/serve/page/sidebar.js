@@ -2,10 +2,11 @@
 // The list of chats: a column on wide screens, a drawer on narrow ones.
 
 class Sidebar {
-  constructor(store, history, chat) {
+  constructor(store, history, chat, open) {
     this.store = store;
     this.history = history;
     this.chat = chat;
+    this.open = open;  // shows a chat by its id
     this.narrow = window.matchMedia("(max-width: 60rem)");
     history.changed = () => this.draw();
     at("chats-toggle").addEventListener("click", () => this.show(at("chats").hidden));
@@ -33,13 +34,14 @@ class Sidebar {
     const chats = this.history.list();
     at("chat-list").replaceChildren(...chats.map((chat) => this.item(chat)));
     if (!chats.length) at("chat-list").append(element("li", "note", "None yet."));
-    if (!this.store.lasting) at("chats-note").textContent = "This browser keeps nothing: chats are lost when the page closes.";
+    if (this.store.lasting) return;
+    at("chats-note").textContent = "This browser keeps nothing: chats are lost when the page closes.";
   }
 
   item(chat) {
     const current = chat.id === this.chat.record.id;
     const open = button(chat.title || "Untitled", "title", () => {
-      this.chat.open(this.history.get(chat.id));
+      this.open(chat.id);
       if (this.narrow.matches) this.show(false);
     });
     if (current) open.setAttribute("aria-current", "true");

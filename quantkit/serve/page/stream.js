@@ -2,7 +2,9 @@
 // Requests to this server: answers as they stream, and how fast they come.
 
 async function reason(response) {
-  try { return (await response.json()).error.message; } catch { return "the server answered " + response.status; }
+  try {
+    return (await response.json()).error.message;
+  } catch { return "the server answered " + response.status; }
 }
 
 async function post(path, body, signal) {
@@ -20,7 +22,8 @@ async function get(path) {
 
 // The events of a streamed answer.
 async function* stream(path, body, signal) {
-  const response = await post(path, { ...body, stream: true, stream_options: { include_usage: true } }, signal);
+  const asked = { ...body, stream: true, stream_options: { include_usage: true } };
+  const response = await post(path, asked, signal);
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   for (;;) {

@@ -1,7 +1,7 @@
 "use strict";
 // Requests as bars over time, on a canvas: thousands of spans are drawn in one pass.
 
-const ROW = 24, AXIS = 22, MIN_WINDOW = 0.02, MAX_WINDOW = 3600;
+const ROW = 24, AXIS = 22, MIN_WINDOW = 0.02, MAX_WINDOW = 3600, MAX_ROWS = 60;
 // Okabe and Ito's colours; heights and patterns differ too, so that no colour is needed to tell kinds apart
 const KINDS = {
   queue: { label: "queued", color: "#999999", top: 9, height: 4 },
@@ -51,8 +51,9 @@ class Timeline {
     if (this.following) this.right = this.trace.now;
     this.width = box.clientWidth;
     const from = this.right - this.window;
-    const requests = [...this.trace.requests.values()].filter((request) => request.end >= from && request.start <= this.right)
-      .sort((first, second) => first.start - second.start).slice(-60);
+    const requests = [...this.trace.requests.values()]
+      .filter(({ start, end }) => end >= from && start <= this.right)
+      .sort((first, second) => first.start - second.start).slice(-MAX_ROWS);
     this.resize(Math.max(3, requests.length) * ROW + AXIS);
     this.style = getComputedStyle(this.canvas);
     this.context.clearRect(0, 0, this.width, this.height);
@@ -60,17 +61,19 @@ class Timeline {
     this.axis();
     requests.forEach((request, row) => this.row(request, row * ROW));
     if (!requests.length) this.text("No requests in these seconds.", this.gutter + 8, ROW, "--soft");
-    this.canvas.setAttribute("aria-label", `Timeline of ${count(requests.length, "request")} in ${seconds(this.window)}, `
-      + `${count(this.hits.length, "span")}; the table below has their numbers`);
+    const content = `${count(requests.length, "request")}, ${count(this.hits.length, "span")}`;
+    this.canvas.setAttribute("aria-label",
+      `Timeline of ${seconds(this.window)}: ${content}; the table below has the numbers`);
     this.table();
   }
 
   resize(height) {
     const ratio = window.devicePixelRatio || 1;
+    const pixels = [this.width, height].map((size) => Math.round(size * ratio));
     this.height = height;
     this.canvas.style.height = height + "px";
-    if (this.canvas.width !== Math.round(this.width * ratio)) this.canvas.width = Math.round(this.width * ratio);
-    if (this.canvas.height !== Math.round(height * ratio)) this.canvas.height = Math.round(height * ratio);
+    if (this.canvas.width !== pixels[0]) this.canvas.width = pixels[0];
+    if (this.canvas.height !== pixels[1]) this.canvas.height = pixels[1];
     this.context.setTransform(ratio, 0, 0, ratio, 0, 0);
   }
 
@@ -104,7 +107,8 @@ class Timeline {
     const from = this.right - this.window;
     for (const span of request.spans) {
       if (span.end < from || span.start > this.right) continue;
-      const left = Math.max(this.gutter, this.x(span.start)), right = Math.min(this.gutter + this.span, this.x(span.end));
+      const left = Math.max(this.gutter, this.x(span.start));
+      const right = Math.min(this.gutter + this.span, this.x(span.end));
       this.hits.push({ request, span, left, right: Math.max(right, left + 2), top: y, bottom: y + ROW });
       if (right - left < 1 && Math.floor(left) === drawn && span.kind === "decode" && !span.drafted) continue;
       drawn = Math.floor(left);
@@ -130,20 +134,24 @@ class Timeline {
   }
 
   label(request) {
-    const words = this.labels.get(request.id), name = words ? "“" + words + "”" : request.id.replace(/^(\w+[-_])(.{6}).*/, "$1$2");
-    const choice = request.choice === undefined ? "" : "#" + request.choice + " ";
-    return choice + (this.trace.models.size > 1 ? `${request.model}: ${name}` : name);
+    const choice = request.choice === undefined ? "" : " #" + request.choice;
+    const words = this.labels.get(request.id);
+    if (words) return `“${words}”${choice}`;
+    const name = request.id.replace(/^\w+[-_](.{6}).*/, "$1") + choice;
+    return this.trace.models.size > 1 ? `${request.model} ${name}` : name;
   }
 
   // The newest requests, for those who can't see or point at bars.
   table() {
-    const newest = [...this.trace.requests.values()].sort((first, second) => second.start - first.start).slice(0, 8);
+    const requests = [...this.trace.requests.values()];
+    const newest = requests.sort((first, second) => second.start - first.start).slice(0, 8);
     at("requests").tBodies[0].replaceChildren(...newest.map((request) => {
-      const { totals } = request, drafts = totals.drafted ? `${totals.accepted} of ${totals.drafted}` : "–";
-      const cells = [seconds(totals.queue), seconds(totals.prefill), seconds(totals.decode), totals.prompt, totals.cached, totals.tokens, drafts];
+      const { totals } = request, times = [totals.queue, totals.prefill, totals.decode].map(seconds);
+      const drafts = totals.drafted ? `${totals.accepted} of ${totals.drafted}` : "–";
+      const cells = [...times, totals.prompt, totals.cached, totals.tokens, drafts];
       const head = element("th", "", shortened(this.label(request), 220));
       head.scope = "row";
-      head.title = request.id;
+      head.title = `${request.model}, ${request.id}`;
       return element("tr", "", head, ...cells.map((cell) => element("td", "", String(cell))));
     }));
   }
@@ -166,7 +174,8 @@ class Timeline {
     canvas.addEventListener("pointercancel", () => { this.drag = null; });
     canvas.addEventListener("pointerleave", () => { at("tip").hidden = true; });
     canvas.addEventListener("keydown", (event) => {
-      const keys = { ArrowLeft: () => this.move(-this.window / 8), ArrowRight: () => this.move(this.window / 8),
+      const keys = {
+        ArrowLeft: () => this.move(-this.window / 8), ArrowRight: () => this.move(this.window / 8),
         "+": () => this.zoom(0.7), "=": () => this.zoom(0.7), "-": () => this.zoom(1 / 0.7) };
       if (!keys[event.key]) return;
       event.preventDefault();
@@ -175,7 +184,8 @@ class Timeline {
     at("follow").addEventListener("click", () => this.follow(!this.following));
     at("zoom-in").addEventListener("click", () => this.zoom(0.6));
     at("zoom-out").addEventListener("click", () => this.zoom(1 / 0.6));
-    at("download-trace").addEventListener("click", () => download("trace.json", "application/json", this.trace.perfetto()));
+    at("download-trace").addEventListener("click", () => (
+      download("trace.json", "application/json", this.trace.perfetto())));
   }
 
   point(event) {
@@ -208,10 +218,11 @@ class Timeline {
 
   tip(event) {
     const { offsetX: x, offsetY: y } = event, tip = at("tip");
-    const hit = this.hits.findLast(({ left, right, top, bottom }) => x >= left - 1 && x <= right + 1 && y >= top && y < bottom);
+    const hit = this.hits.findLast(({ left, right, top, bottom }) => (
+      x >= left - 1 && x <= right + 1 && y >= top && y < bottom));
     tip.hidden = !hit;
     if (!hit) return;
-    tip.textContent = `${this.label(hit.request)}\n${described(hit.span)}`;
+    tip.textContent = `${this.label(hit.request)}\n${hit.request.model}\n${described(hit.span)}`;
     tip.style.top = (y > 90 ? y - tip.offsetHeight - 8 : y + 16) + "px";
     tip.style.left = Math.max(0, Math.min(x - 20, this.width - tip.offsetWidth - 4)) + "px";
   }
@@ -220,7 +231,8 @@ class Timeline {
 function described(span) {
   const name = { end: "ended: " + span.reason, preempted: "preempted" }[span.kind];
   if (name) return `${name} at ${span.start.toFixed(3)} s`;
-  const parts = [`${KINDS[span.kind].label}, ${seconds(span.end - span.start)} from ${span.start.toFixed(3)} s`];
+  const time = `${seconds(span.end - span.start)} from ${span.start.toFixed(3)} s`;
+  const parts = [`${KINDS[span.kind].label}, ${time}`];
   if (span.tokens !== undefined) parts.push(count(span.tokens, "token"));
   if (span.cached) parts.push(span.cached + " from the prefix cache");
   if (span.drafted) parts.push(`${span.accepted} of ${count(span.drafted, "draft")} accepted`);

@@ -67,7 +67,7 @@ class Trace {
   }
 
   take({ now, models }) {
-    if (now < this.now) this.reset();  // another process answers: its clock is another one
+    if (now < this.now) return this.reset();  // another process answers: its clock is another one
     const passed = now - this.now;
     this.now = now;
     for (const { model, stats, spans } of models) {
