@@ -15,7 +15,7 @@ class Chat {
       this.pinned = scrollHeight - scrollTop - clientHeight < 60;
     });
     new ResizeObserver(() => this.follow()).observe(at("scroll"));
-    window.addEventListener("pagehide", () => { if (this.record.turns.length) this.keep(); });
+    window.addEventListener("pagehide", () => this.stop());  // what was written is kept as it stops
   }
 
   // The end stays in view, unless the reader has scrolled away from it.
