@@ -123,18 +123,15 @@ function tableBlock(lines, start) {
   return [{ type: "table", head: cells(lines[start]), sides, rows }, at];
 }
 
-// A formula on lines of its own stays as it was written.
+// A formula on lines of its own stays as it was written. Like a code block it may lack its end.
 function mathBlock(lines, start) {
-  const opening = /^ *(\$\$|\\\[)/.exec(lines[start])?.[1];
-  if (!opening) return null;
-  const closing = opening === "$$" ? "$$" : "\\]";
-  for (let at = start; at < lines.length; at++) {
-    const text = lines[at].trimEnd();
-    if (text.endsWith(closing) && (at > start || text.trim().length >= 4)) {
-      return [{ type: "text", text: lines.slice(start, at + 1).join("\n") }, at + 1];
-    }
-  }
-  return null;
+  const first = lines[start].trim(), opening = first.slice(0, 2);
+  if (opening !== "$$" && opening !== "\\[") return null;
+  const closing = opening === "$$" ? "$$" : "\\]", alone = first.length === 2;
+  if (!alone && !(first.length >= 4 && first.endsWith(closing))) return null;
+  let at = start + 1;
+  if (alone) while (at < lines.length && !lines[at++].trimEnd().endsWith(closing));
+  return [{ type: "text", text: lines.slice(start, at).join("\n") }, at];
 }
 
 function paragraph(lines, start) {
@@ -154,5 +151,6 @@ function paragraph(lines, start) {
 function begins(lines, at) {
   const line = lines[at], item = itemOf(line);
   return Boolean(fenceOf(line)) || HEADING.test(line) || RULE.test(line) || QUOTE.test(line)
-    || Boolean(item && (!item.ordered || item.number === 1)) || isTable(lines, at);
+    || Boolean(item && (!item.ordered || item.number === 1)) || isTable(lines, at)
+    || mathBlock(lines, at) !== null;
 }
