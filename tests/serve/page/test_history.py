@@ -113,7 +113,7 @@ def test_more_chats_than_the_list_has_are_dropped(shared, visit):
 
 def test_without_storage_the_page_works_and_says_what_is_lost(shared, visit):
     page = visit(shared.url)
-    page.add_init_script("Object.defineProperty(window, 'localStorage', { get() { throw new Error('no'); } })")
+    page.add_init_script("Object.defineProperty(window, 'localStorage', { get() { throw new Error(); } })")
     page.reload()
     ready(page)
     expect(page.locator("#chats-note")).to_contain_text("lost when the page closes")

@@ -26,6 +26,7 @@ def overflow(page):
                          ".map((node) => node.scrollWidth - node.clientWidth)")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("width", [360, 390, 768, 1280])
 def test_nothing_is_wider_than_the_screen(live, loaded, twin, visit, width):
     server = live(models={"a-model-with-a-long-name-" * 4: loaded, "other": twin},
@@ -71,8 +72,8 @@ def test_every_text_has_contrast_enough(shared, visit, scheme):
     page = visit(shared.url, color_scheme=scheme)
     colors = page.evaluate("""(names) => Object.fromEntries(names.map((name) => (
       [name, getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim()])))""",
-        ["page", "card", "ink", "soft", "edge", "accent", "on-accent", "mine", "bad", "bad-back", "code", "mark",
-         "on-mark", "comment", "string", "number", "keyword"])
+        ["page", "card", "ink", "soft", "edge", "accent", "on-accent", "mine", "bad", "bad-back", "code",
+         "mark", "on-mark", "comment", "string", "number", "keyword"])
     assert (luminance(colors["page"]) < 0.05) == (scheme == "dark")
     background = page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert background == "rgb({}, {}, {})".format(*bytes.fromhex(colors["page"].strip("#")))
@@ -102,8 +103,12 @@ def test_everything_is_reached_by_keyboard_and_has_a_name(live, loaded, twin, vi
     page = visit(live(models={"one": loaded, "other": twin}).url)
     ask(page, "the cat")
     page.get_by_role("button", name="Live", exact=True).click()
-    names = page.evaluate("""[...document.querySelectorAll("button, input, select, textarea, canvas")].map((node) => (
-      node.getAttribute("aria-label") || node.textContent.trim() || node.labels?.[0]?.textContent.trim() || ""))""")
+    names = page.evaluate("""() => {
+      const labels = (node) => [node.getAttribute("aria-label"), node.textContent.trim(),
+        node.labels?.[0]?.textContent.trim()];
+      const nodes = document.querySelectorAll("button, input, select, textarea, canvas");
+      return [...nodes].map((node) => labels(node).find(Boolean) ?? "");
+    }""")
     assert len(names) > 30 and all(names)
     page.get_by_role("button", name="Chats").focus()
     reached = set()

@@ -37,7 +37,9 @@ def test_every_span_of_an_answer_is_a_bar(server, visit, eventually):
     ask(page, "again")
     show(page, eventually, 2)
     (model,) = trace(server)["models"]
-    for answer in page.evaluate("chat.record.turns.filter(({ request }) => request).map((turn) => turn.request)"):
+    answers = page.evaluate("chat.record.turns.map(({ request }) => request).filter(Boolean)")
+    assert len(answers) == 2
+    for answer in answers:
         spans = [span for span in model["spans"] if span["request"] == answer]
         bars = page.evaluate("id => timeline.hits.filter(({ request }) => request.id === id)"
                              ".map(({ span }) => span)", answer)

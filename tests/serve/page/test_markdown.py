@@ -22,8 +22,9 @@ STREAM = """([text, cuts]) => {
 CASES = {
     "# One\n## Two ##\ntext": "<h3>One</h3><h4>Two</h4><p>text</p>",
     "a\nb\n\nc": "<p>a<br>b</p><p>c</p>",
-    "**b** *i* _i_ ***both*** ~~s~~ `c`": ("<p><strong>b</strong> <em>i</em> <em>i</em> <em><strong>both</strong>"
-                                          "</em> <del>s</del> <code>c</code></p>"),
+    "**b** *i* _i_ ***both*** ~~s~~ `c`": (
+        "<p><strong>b</strong> <em>i</em> <em>i</em> <em><strong>both</strong></em> <del>s</del> "
+        "<code>c</code></p>"),
     "snake_case_name 2 * 3 * 4": "<p>snake_case_name 2 * 3 * 4</p>",
     "``a ` b`` \\*plain\\*": "<p><code>a ` b</code> *plain*</p>",
     "**open and `open": "<p>**open and `open</p>",
@@ -61,7 +62,8 @@ def test_a_table_has_sides_and_scrolls_by_itself(page):
     assert html == (
         '<div class="table-box" tabindex="0"><table><thead><tr><th class="center" scope="col">a</th>'
         '<th class="right" scope="col">b</th></tr></thead><tbody><tr><td class="center">1</td>'
-        '<td class="right"><code>x|y</code></td></tr><tr><td class="center">2</td></tr></tbody></table></div>')
+        '<td class="right"><code>x|y</code></td></tr><tr><td class="center">2</td></tr></tbody></table>'
+        "</div>")
 
 
 def test_code_has_its_language_colours_and_a_copy_button(page):
@@ -91,13 +93,16 @@ def test_an_image_is_a_link_to_it(page):
 
 HOSTILE = [
     "<script>alert(1)</script>", "<img src=x onerror=alert(1)>", "<svg onload=alert(1)>",
-    "[x](javascript:alert(1))", "[x](JaVaScRiPt:alert(1))", "[x](java\nscript:alert(1))", "[x](\x01javascript:a)",
+    "[x](javascript:alert(1))", "[x](JaVaScRiPt:alert(1))", "[x](java\nscript:alert(1))",
+    "[x](\x01javascript:a)",
     "[x](data:text/html,<script>alert(1)</script>)", "[x](vbscript:a)", "[x](//a.example)", "[x](/v1/models)",
     "<javascript:alert(1)>", "![x](https://a.example/x.png)", "![x](javascript:alert(1))",
-    '[x](https://a.example "onclick=alert(1)")', "```\n<script>alert(1)</script>", "```html\n<img src=x onerror=a>\n```",
+    '[x](https://a.example "onclick=alert(1)")', "```\n<script>alert(1)</script>",
+    "```html\n<img src=x onerror=a>\n```",
     "`<img src=https://a.example/x.png>`", "| <iframe src=https://a.example> |\n|---|\n| <object data=x> |",
     "<style>@import url(https://a.example)</style>", "<a href='javascript:alert(1)'>x</a>",
-    "&lt;script&gt;alert(1)&lt;/script&gt;", "<base href=https://a.example>", "<meta http-equiv=refresh content=0>",
+    "&lt;script&gt;alert(1)&lt;/script&gt;", "<base href=https://a.example>",
+    "<meta http-equiv=refresh content=0>",
 ]
 SHOW = """(text) => {
   const record = newChat();
@@ -108,8 +113,8 @@ SHOW = """(text) => {
   chat.show(record);
   chat.keep();
 }"""
-ELEMENTS = {"A", "BLOCKQUOTE", "BR", "BUTTON", "CODE", "DEL", "DIV", "EM", "H3", "H4", "H5", "H6", "HR", "LI", "OL", "P",
-            "PRE", "SPAN", "STRONG", "TABLE", "TBODY", "TD", "TH", "THEAD", "TR", "UL"}
+ELEMENTS = {"A", "BLOCKQUOTE", "BR", "BUTTON", "CODE", "DEL", "DIV", "EM", "H3", "H4", "H5", "H6", "HR", "LI",
+            "OL", "P", "PRE", "SPAN", "STRONG", "TABLE", "TBODY", "TD", "TH", "THEAD", "TR", "UL"}
 
 
 def test_hostile_text_loads_and_runs_nothing(visit, shared):
@@ -128,11 +133,13 @@ def test_hostile_text_loads_and_runs_nothing(visit, shared):
 
 MANY = 20000
 HUGE = {
-    "quotes": "> " * MANY, "lists": "\n".join(" " * (2 * depth) + "- a" for depth in range(300)), "brackets": "[" * MANY,
-    "images": "![" * MANY, "links": "[a](" * MANY, "emphasis": "*a **b _c " * MANY, "closers": "*a " * MANY + "b* " * MANY,
-    "ticks": " ".join("`" * count for count in range(1, 200)) * 5, "fences": "```\n" * MANY, "dollars": "$a" * MANY,
-    "math": "\\[a \\(b " * MANY, "columns": "|" * MANY + "\n" + "|-" * MANY, "spaces": " " * MANY + "#" + " " * MANY,
-    "addresses": "https://" * MANY, "entities": "&amp" * MANY, "rules": "- " * MANY + "a", "one word": "a" * 10 * MANY,
+    "quotes": "> " * MANY, "lists": "\n".join(" " * (2 * depth) + "- a" for depth in range(300)),
+    "brackets": "[" * MANY, "images": "![" * MANY, "links": "[a](" * MANY, "emphasis": "*a **b _c " * MANY,
+    "closers": "*a " * MANY + "b* " * MANY, "ticks": " ".join("`" * count for count in range(1, 200)) * 5,
+    "fences": "```\n" * MANY, "dollars": "$a" * MANY, "math": "\\[a \\(b " * MANY,
+    "columns": "|" * MANY + "\n" + "|-" * MANY, "spaces": " " * MANY + "#" + " " * MANY,
+    "addresses": "https://" * MANY, "entities": "&amp" * MANY, "rules": "- " * MANY + "a",
+    "one word": "a" * 10 * MANY,
 }
 
 
@@ -169,6 +176,7 @@ open [a](https://a.example) **x
 """
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("seed", range(12))
 def test_a_stream_ends_as_the_text_at_once(page, seed):
     chance = random.Random(seed)
@@ -187,6 +195,7 @@ def test_what_is_finished_is_made_once(page):
       show("grows\\n\\n```py\\na = 1\\n");
       seen.push(root.children[2], root.children[3]);
       show("b = 2\\nc = 3\\n");
-      return [seen.map((node, index) => node === root.children[index]), root.querySelector("pre").textContent];
+      const same = seen.map((node, index) => node === root.children[index]);
+      return [same, root.querySelector("pre").textContent];
     }""")
     assert kept == [[True, True, True, True], "a = 1\nb = 2\nc = 3\n"]
