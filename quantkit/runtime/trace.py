@@ -41,6 +41,7 @@ class RequestSpan(NamedTuple):
         kind: ``queue``: it waited for its first chunk, or for the next one after a preemption; ``prefill``: a
             chunk of its text was computed; ``decode``: it got tokens; ``preempted`` and ``end`` are instants.
         start, end: seconds of the engine's clock.
+        recorded: when it came into the trace: at the step's end, or at once.
         tokens: that were computed (prefill) or that it got (decode).
         cached: of the first chunk behind a wait: tokens before it that the prefix cache had.
         drafted, accepted: tokens that were drafted for it, and those of them that were right, if there was a
@@ -53,6 +54,7 @@ class RequestSpan(NamedTuple):
     kind: SpanKind
     start: float
     end: float
+    recorded: float
     tokens: int | None = None
     cached: int | None = None
     drafted: int | None = None
@@ -85,6 +87,11 @@ class StepSpan(NamedTuple):
     drafted: int
     accepted: int
     tokens: int
+
+    @property
+    def recorded(self) -> float:
+        """When it came into the trace."""
+        return self.end
 
 
 @dataclass(slots=True)
@@ -121,10 +128,10 @@ class Trace:
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter, size: int = TRACE_SIZE) -> None:
         self._clock = clock
-        self._ring: deque[tuple[float, RequestSpan | StepSpan]] = deque(maxlen=size)
-        self._new: list[RequestSpan | StepSpan] = []
+        self._ring: deque[RequestSpan | StepSpan] = deque(maxlen=size)
+        # held while something is recorded, so that a reader that has read the clock gets all until then
         self._lock = threading.Lock()
-        self._begin = 0.0
+        self._begin = self._now = 0.0
         self._chunks: dict[int, int] = {}  # by a request's number, what was computed of it before the step
         self._tokens = self._drafted = self._accepted = 0  # since the last step ended
         self.recorded = 0
@@ -134,10 +141,10 @@ class Trace:
         """What was recorded after ``since`` and not after ``until``, seconds, in that order. Calls whose
         intervals adjoin get everything once, if ``until`` is not in the future."""
         with self._lock:
-            entries = list(self._ring)
-        first = bisect.bisect_right(entries, since, key=lambda entry: entry[0])
-        last = bisect.bisect_right(entries, until, key=lambda entry: entry[0])
-        return [span for _, span in entries[first:last]]
+            spans = list(self._ring)
+        first = bisect.bisect_right(spans, since, key=lambda span: span.recorded)
+        last = bisect.bisect_right(spans, until, key=lambda span: span.recorded)
+        return spans[first:last]
 
     def begin_step(self, begin: float, step: StepPlan) -> None:
         """A step runs from ``begin`` on."""
@@ -146,49 +153,49 @@ class Trace:
 
     def end_step(self, step: StepPlan, output: StepOutput) -> None:
         """The step has ended, but for requests that end with it: what came of it."""
-        end = self._clock()
-        for request in step.decode:
-            self._advance(request, end, end)
-        for request in _reading(step):
-            self._advance(request, output.computed_at, end)
-        self._new.append(StepSpan(self._begin, end, len(step.decode), output.prompt_tokens, self._drafted,
+        with self._lock:
+            now = self._now = self._clock()
+            for request in step.decode:
+                self._decoded(request, max(self._begin, request.traced.since), now)
+            for request in _reading(step):
+                self._advance(request, output.computed_at)
+            self._append(StepSpan(self._begin, now, len(step.decode), output.prompt_tokens, self._drafted,
                                   self._accepted, self._tokens))
-        self._tokens = self._drafted = self._accepted = 0
-        self._publish()
+            self._tokens = self._drafted = self._accepted = 0
 
     def preempted(self, request: Request) -> None:
         """A request is about to give up its pages and to wait again."""
-        now = self._leave(request)
-        self._add(request, "preempted", now, now)
-        request.traced.waits = True
-        self._publish()
+        with self._lock:
+            self._leave(request)
+            self._add(request, "preempted", self._now, self._now)
+            request.traced.waits = True
 
     def ended(self, requests: Sequence[Request]) -> None:
         """Requests have ended. One that isn't finished has failed."""
-        for request in requests:
-            if not request.traced.ended:
-                request.traced.ended, now = True, self._leave(request)
-                reason = request.result.finish_reason if request.done else "error"
-                self._add(request, "end", now, now, reason="stop" if reason == "stop_string" else reason)
-        self._publish()
+        with self._lock:
+            for request in requests:
+                if not request.traced.ended:
+                    request.traced.ended = True
+                    self._leave(request)
+                    reason = request.result.finish_reason if request.done else "error"
+                    self._add(request, "end", self._now, self._now,
+                              reason="stop" if reason == "stop_string" else reason)
 
-    def _leave(self, request: Request) -> float:
+    def _leave(self, request: Request) -> None:
         """Record what a request did until now."""
-        now = self._clock()
-        self._advance(request, now, now)
+        self._now = self._clock()
+        self._advance(request, self._now)
         if request.traced.waits:
-            self._add(request, "queue", request.traced.since, now)
-        return now
+            self._add(request, "queue", request.traced.since, self._now)
 
-    def _advance(self, request: Request, computed_at: float, end: float) -> None:
-        """Record what a request got in the step that is under way, or between two steps.
+    def _advance(self, request: Request, computed_at: float) -> None:
+        """Record what a request got until now in the step that is under way, or between two steps.
 
         Args:
-            request: that was in it.
+            request: that may have been in it.
             computed_at: when a chunk of its text had been computed; what follows is the choice of a token.
-            end: of what is recorded.
         """
-        state, result = request.traced, request.result
+        state = request.traced
         start = max(self._begin, state.since)
         before = self._chunks.pop(request.id, None)
         if before is not None:
@@ -198,30 +205,36 @@ class Trace:
                 state.waits, cached = False, before
             self._add(request, "prefill", start, computed_at, request.computed_tokens - before, cached)
             start = computed_at
+        self._decoded(request, start, self._now)
+
+    def _decoded(self, request: Request, start: float, end: float) -> None:
+        """Record tokens that a request got since its last span."""
+        state, result = request.traced, request.result
         tokens, drafted = len(result.token_ids) - state.tokens, result.drafted_tokens - state.drafted
-        if tokens or drafted:
-            accepted = result.accepted_tokens - state.accepted
-            self._add(request, "decode", start, end, tokens, None, *((drafted, accepted) if drafted else ()))
-            state.tokens += tokens
-            state.drafted += drafted
-            state.accepted += accepted
-            self._tokens += tokens
-            self._drafted += drafted
-            self._accepted += accepted
+        if not tokens and not drafted:
+            return
+        state.tokens += tokens
+        self._tokens += tokens
+        if not drafted:
+            self._add(request, "decode", start, end, tokens)
+            return
+        accepted = result.accepted_tokens - state.accepted
+        self._add(request, "decode", start, end, tokens, None, drafted, accepted)
+        state.drafted += drafted
+        state.accepted += accepted
+        self._drafted += drafted
+        self._accepted += accepted
 
     def _add(self, request: Request, kind: SpanKind, start: float, end: float, tokens: int | None = None,
              cached: int | None = None, drafted: int | None = None, accepted: int | None = None,
              reason: str | None = None) -> None:
         request.traced.since = end
-        self._new.append(RequestSpan(request.id, request.label, kind, start, end, tokens, cached, drafted,
-                                     accepted, reason))
+        self._append(RequestSpan(request.id, request.label, kind, start, end, self._now, tokens, cached,
+                                 drafted, accepted, reason))
 
-    def _publish(self) -> None:
-        with self._lock:  # a reader that has read the clock before gets all that was recorded until then
-            now = self._clock()
-            self._ring.extend([(now, span) for span in self._new])
-            self.recorded += len(self._new)
-        self._new.clear()
+    def _append(self, span: RequestSpan | StepSpan) -> None:
+        self._ring.append(span)
+        self.recorded += 1
 
 
 def _reading(step: StepPlan) -> list[Request]:

@@ -149,9 +149,9 @@ _BRANCHES = {"str", "int", "float", "bool", "constrained-str"}
 
 
 def _invalid(request: Request, error: RequestValidationError) -> ApiError:
-    """The first thing that is wrong with a body."""
+    """The first thing that is wrong with a query or a body."""
     media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if media != "application/json":
+    if media != "application/json" and error.errors()[0]["loc"][0] == "body":
         return ApiError(400, f"the content type is {media[:80]!r}; send Content-Type: application/json")
     problems = [(_place(problem["loc"], error.body), problem) for problem in error.errors()]
     # of a value that may be one of several things, the branch that got furthest knows best what is wrong
@@ -193,9 +193,11 @@ def _explained(error: Mapping[str, Any]) -> str:
 
 
 def _place(location: Sequence[Any], body: Any) -> list[Any]:
-    """Where in the body; names of a union's branches, which it doesn't have, are left out."""
+    """Where in the query or the body; names of a union's branches, which it doesn't have, are left out."""
     place: list[Any] = []
     path = location[1:]
+    if location[0] == "query":
+        return list(path)
     for number, part in enumerate(path):
         if isinstance(part, int):
             body = body[part] if isinstance(body, list) and part < len(body) else None

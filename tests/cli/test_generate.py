@@ -1,6 +1,7 @@
 """``quantkit generate``: text on stdout, figures on stderr, and every refusal in words."""
 
 import io
+import json
 import subprocess
 import sys
 
@@ -122,12 +123,23 @@ def test_standard_input_that_is_no_text(tiny):
     (["a", "-n", "0"], 2, "--max-tokens"), (["a", "--stop", ""], 2, "stop is"),
     (["a " * 600], 2, "tokens and 128 are to follow"), (["a", "-n", "600"], 2, "made for 512"),
     (["a", "--dtype", "int8"], 2, "--dtype"), (["a", "--revision", "v1"], 1, "makes no sense"),
+    (["a", "--trace", "no/folder/trace.json"], 2, "the trace can't be written"),
 ])
 def test_what_cant_be_is_refused(cli, tiny, arguments, code, said):
     result = cli("generate", tiny, *arguments)
     assert result.exit_code == code
     assert said in result.stderr and "Traceback" not in result.stderr
     assert result.stdout == ""
+
+
+def test_a_trace(cli_json, tiny, tmp_path):
+    path = tmp_path / "trace.json"
+    made = cli_json("generate", tiny, "the cat", "-n", 20, "--ignore-eos", "--trace", path)
+    events = json.loads(path.read_text())
+    assert sum(event["args"]["tokens"] for event in events if event["name"] == "decode") == 20
+    read = [event["args"]["tokens"] for event in events if event["name"] == "prefill"]
+    assert sum(read) == made["prompt_tokens"]
+    assert "cat" not in path.read_text(), "it has no text"
 
 
 def test_no_such_model(cli):

@@ -164,12 +164,37 @@ def test_with_a_key_others_may_reach_it(serving, tiny):
     (["--max-batch", "0"], 2, "--max-batch"),
     (["--name", ""], 2, "can't be called"), (["--api-key-file", "nowhere"], 1, "nowhere"),
     (["--dtype", "int8"], 2, "--dtype"), (["--max-queue", "0"], 2, "--max-queue"),
-    (["--kv-memory", "8"], 2, "8GB"),
+    (["--kv-memory", "8"], 2, "8GB"), (["--trace", "no/folder/trace.json"], 2, "the trace can't be written"),
 ])
 def test_what_cant_be_is_refused_before_the_model_is_loaded(cli, tiny, arguments, code, said):
     result = cli("serve-local", tiny, "--port", 0, *arguments)
     assert result.exit_code == code
     assert said in result.stderr and "Traceback" not in result.stderr and "loading" not in result.stderr
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+def test_its_trace_is_complete_however_it_ends(serving, long, tmp_path, signals):
+    path = tmp_path / "trace.json"
+    with serving(long, "--name", "mine", "--trace", path) as process:
+        names = [process.ask(prompt="the cat", max_tokens=9, n=n).id for n in (1, 2)]
+        stream = process.ask(**ENDLESS | ({"max_tokens": 50} if signals == 1 else {}))
+        names.append(next(iter(stream)).id)
+        process.child.send_signal(signal.SIGINT)
+        if signals == 1:
+            assert len(list(stream)) > 1
+        else:
+            while process.get("/ready").status_code == 200:
+                pass
+            process.child.send_signal(signal.SIGINT)
+        code, _ = process.ended()
+    assert code == (0 if signals == 1 else 130)
+    events = json.loads(path.read_text())
+    threads = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert threads == {"steps of the engine", names[0], f"{names[1]} choice 0", f"{names[1]} choice 1",
+                       names[2]}
+    ends = [event["args"]["reason"] for event in events if event["name"] == "end"]
+    assert len(ends) == 4 and ends[-1] == ("length" if signals == 1 else "cancelled")
+    assert [event["args"]["name"] for event in events if event["name"] == "process_name"] == ["mine"]
 
 
 def test_a_kv_cache_of_a_fixed_size(cli, serving, tiny):

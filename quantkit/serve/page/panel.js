@@ -41,7 +41,7 @@ const plain = (number) => number.toLocaleString("en");
 // Bytes that the tokens in the cache would take more in 16 bits.
 function saving(stats) {
   const { kv_bytes_per_token: stored, kv_bytes_per_token_bf16: half, kv_used_bytes: used } = stats;
-  if (stored === half) return "as in 16 bits";
+  if (stored === half) return "no saving over 16 bits";
   if (stored > half) return "more than in 16 bits";
   return `${bytes(used * (half / stored - 1))} saved against 16 bits`;
 }

@@ -32,7 +32,6 @@ class Timeline {
 
   legend() {
     for (const [kind, { label }] of Object.entries(KINDS)) {
-      if (kind === "end") continue;
       at("legend").append(element("li", "", element("span", "swatch swatch-" + kind), label));
     }
   }
@@ -149,7 +148,7 @@ class Timeline {
       const { totals } = request, times = [totals.queue, totals.prefill, totals.decode].map(seconds);
       const drafts = totals.drafted ? `${totals.accepted} of ${totals.drafted}` : "–";
       const cells = [...times, totals.prompt, totals.cached, totals.tokens, drafts];
-      const head = element("th", "", shortened(this.label(request), 220));
+      const head = element("th", "", shortened(this.label(request), 130));
       head.scope = "row";
       head.title = `${request.model}, ${request.id}`;
       return element("tr", "", head, ...cells.map((cell) => element("td", "", String(cell))));
@@ -222,7 +221,9 @@ class Timeline {
       x >= left - 1 && x <= right + 1 && y >= top && y < bottom));
     tip.hidden = !hit;
     if (!hit) return;
-    tip.textContent = `${this.label(hit.request)}\n${hit.request.model}\n${described(hit.span)}`;
+    const { request, span } = hit;
+    const name = `${request.model}, ${nameOf(request)}`;
+    tip.textContent = [this.label(request), name, described(span)].join("\n");
     tip.style.top = (y > 90 ? y - tip.offsetHeight - 8 : y + 16) + "px";
     tip.style.left = Math.max(0, Math.min(x - 20, this.width - tip.offsetWidth - 4)) + "px";
   }

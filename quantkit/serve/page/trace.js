@@ -2,6 +2,7 @@
 // What the engines did, from `/trace`: asked for while somebody looks, and kept within bounds.
 
 const POLL = 500, SAMPLES = 240;        // milliseconds; samples of a figure
+const PAST = 300, LATER = 1e9;          // seconds: how far it looks back at first; a time without spans yet
 const MAX_REQUESTS = 400, MAX_SPANS = 60000;
 
 // A request of an engine: its spans, in order of time.
@@ -22,7 +23,7 @@ class TracedRequest {
     this.spans.push(span);
     if (span.kind in totals) totals[span.kind] += span.end - span.start;
     if (span.kind === "prefill") {
-      totals.prompt += span.tokens;
+      totals.prompt += span.tokens + (span.cached ?? 0);
       totals.cached += span.cached ?? 0;
     }
     if (span.kind !== "decode") return;
@@ -58,7 +59,8 @@ class Trace {
     this.polling = true;
     let error = "";
     try {
-      this.take(await get("trace?since=" + this.now));
+      const since = this.now || Math.max(0, (await get("trace?since=" + LATER)).now - PAST);
+      this.take(await get("trace?since=" + since));
     } catch (failure) { error = failure.message; }
     this.polling = false;
     this.changed(error);

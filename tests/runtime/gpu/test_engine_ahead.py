@@ -1,5 +1,7 @@
 """The engine gives a GPU its next step before it has looked at the last one's tokens; nobody can tell."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -12,6 +14,7 @@ from quantkit.runtime.gpu import tables
 from quantkit.runtime.gpu.model import GpuModel
 from quantkit.runtime.loader import load
 from quantkit.runtime.sampler import PendingTokens, Sampling
+from quantkit.runtime.trace import RequestSpan, StepSpan
 from quantkit.testing import tiny_model
 
 SMALL = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,
@@ -59,6 +62,26 @@ def test_requests_that_come_and_go_give_the_same_tokens(loaded, waiting):
     assert [len(one) for one in found] == [4, 1, 6, 3]
     waiting()
     assert several(loaded) == found
+
+
+def test_the_trace_has_a_token_where_it_is_read(loaded):
+    engine = Engine(loaded)
+    requests = []
+    for counts in ((6,), (6, 4)):
+        requests += [engine.submit(list(range(5, 9 + at)), Sampling(max_tokens=count, ignore_eos=True))
+                     for at, count in enumerate(counts)]
+        while engine.step():
+            pass
+    spans = [span for span in engine.trace.read() if isinstance(span, RequestSpan)]
+    for request in requests:
+        line = [span for span in spans if span.number == request.id]
+        assert all(before.end <= after.start for before, after in itertools.pairwise(line))
+        decoded = [span.tokens for span in line if span.kind == "decode"]
+        assert decoded == [1] * len(request.result.token_ids) and line[-1].reason == "length"
+    steps = [span for span in engine.trace.read() if isinstance(span, StepSpan)]
+    # of one request: the prompt's step gives a token, the next one only launches
+    assert [step.tokens for step in steps[:7]] == [1, 0, 1, 1, 1, 1, 1]
+    assert sum(step.tokens for step in steps) == engine.stats()["tokens_generated"] == 16
 
 
 def test_more_than_go_side_by_side_take_turns(loaded, monkeypatch):

@@ -96,13 +96,13 @@ def test_what_was_begun_is_completed(live, eventually, monkeypatch, disturb):
     made, parts, work = live(max_batch=2, max_queue=2), [], embeddings.RequestWork
     draining = []
 
-    def disturbed(engine, jobs, metrics):
+    def disturbed(engine, jobs, *rest):
         parts.append(len(jobs))
         if len(parts) == 2 and disturb == "drain":
             draining.append(asyncio.ensure_future(made.application.drain(60)))
         if len(parts) == 2 and disturb == "full":
             raise EngineFull("full")
-        return work(engine, jobs, metrics)
+        return work(engine, jobs, *rest)
 
     monkeypatch.setattr(embeddings, "RequestWork", disturbed)
     answer = made.post(PATH, {"input": [f"number {i}" for i in range(9)]})

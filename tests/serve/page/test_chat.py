@@ -154,6 +154,17 @@ def test_a_model_without_a_template_continues_the_text(live, visit, tmp_path):
     assert ask(page, " and")["prompt"] == "the cat" + answer + " and"
 
 
+def test_it_works_behind_a_path_prefix(shared, browser):
+    page = browser.new_page()
+    page.route("**/under/here/**", lambda route: route.continue_(
+        url=route.request.url.replace("/under/here/", "/")))
+    page.goto(f"{shared.url}/under/here/")
+    expect(page.locator("#about")).to_contain_text("context")
+    set_field(page, "max_tokens", "12")
+    ask(page, "the cat")
+    page.close()
+
+
 @pytest.mark.parametrize("in_address", [False, True], ids=["asked for", "in the address"])
 def test_a_key_is_the_browsers_password(live, visit, in_address):
     server = live(key="secret")

@@ -79,8 +79,9 @@ def test_it_asks_only_while_it_is_open(server, visit, eventually):
     ask(page, "the cat")
     assert not asked
     show(page, eventually, 1)
-    eventually(lambda: page.evaluate("trace.now") and len(asked) > 2)
-    assert asked[0].endswith("since=0") and not asked[1].endswith("since=0")
+    eventually(lambda: page.evaluate("trace.now") and len(asked) > 3)
+    assert asked[0].endswith("since=1000000000") and asked[1].endswith("since=0")
+    assert not asked[2].endswith("since=0"), "only what is new"
     page.get_by_role("button", name="Close", exact=True).click()
     eventually(lambda: not page.evaluate("trace.polling"))
     count = len(asked)
