@@ -10,9 +10,12 @@ class Chat {
     this.running = null;
     this.labels = new Map();  // first words of a prompt by the id of its answer
     this.pinned = true;
+    this.top = 0;
     at("scroll").addEventListener("scroll", () => {
       const { scrollHeight, scrollTop, clientHeight } = at("scroll");
-      this.pinned = scrollHeight - scrollTop - clientHeight < 60;
+      if (scrollHeight - scrollTop - clientHeight < 60) this.pinned = true;
+      else if (scrollTop < this.top) this.pinned = false;
+      this.top = scrollTop;
     });
     new ResizeObserver(() => this.follow()).observe(at("scroll"));
     window.addEventListener("pagehide", () => this.stop());  // what was written is kept as it stops
@@ -74,7 +77,6 @@ class Chat {
     const turn = this.userTurn(text, record.turns.length);
     record.turns.push({ role: "user", content: text });
     at("thread").append(turn.node);
-    this.pinned = true;
     this.answer(values);
     return true;
   }
@@ -154,6 +156,8 @@ class Chat {
     const { record } = this, stop = this.running = new AbortController(), meter = new Meter();
     turn.ended = turn.error = "";
     view.writing = true;
+    this.pinned = true;
+    this.follow();
     this.changed();
     this.keep();
     this.busy(true);

@@ -161,7 +161,7 @@ function divided(texts, where, title) {
   if (where < 0) return [element("span", "common", texts.join(""))];
   const [common, rest] = [texts.slice(0, where).join(""), texts.slice(where + 1).join("")];
   const text = texts[where] === undefined ? "⟨end⟩" : texts[where] || "⟨part of a character⟩";
-  const differing = element("mark", "", text);
+  const differing = element("mark", "", text.replaceAll("\n", "⏎\n"));
   if (title) differing.title = title;
   return [element("span", "common", common), differing, rest];
 }

@@ -40,6 +40,25 @@ def test_it_streams_and_stops(shared, visit, eventually):
     eventually(lambda: shared.engine.stats()["running"] == 0)
 
 
+def test_the_end_stays_in_view_until_the_reader_scrolls_up(shared, visit, eventually):
+    page = visit(shared.url, height=400, tokens=LONG)
+    below = "at('scroll').scrollHeight - at('scroll').scrollTop - at('scroll').clientHeight"
+    send(page, "word\n" * 60)
+    eventually(lambda: len(page.locator(".assistant .markdown").inner_text()) > 1500)
+    assert page.evaluate(below) < 60
+    page.get_by_role("button", name="Live", exact=True).click()
+    eventually(lambda: page.evaluate(below) < 60)
+    page.locator("#scroll").hover()
+    page.mouse.wheel(0, -600)
+    eventually(lambda: page.evaluate("!chat.pinned"))
+    before = page.evaluate(below)
+    length = len(page.locator(".assistant .markdown").inner_text())
+    eventually(lambda: len(page.locator(".assistant .markdown").inner_text()) > length + 300)
+    assert page.evaluate(below) > min(before, 200)
+    page.keyboard.press("Escape")
+    answered(page)
+
+
 def test_an_answer_that_was_cut_goes_on(shared, visit):
     page = visit(shared.url)
     ask(page, "the cat")
