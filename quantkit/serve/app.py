@@ -16,7 +16,7 @@ from quantkit.serve.guard import GuardMiddleware
 from quantkit.serve.metrics import Metrics
 from quantkit.serve.models import ServedEngine, ServedModels
 from quantkit.serve.openapi import describe
-from quantkit.serve.page import page
+from quantkit.serve.page.document import page
 from quantkit.serve.respond import Responder
 from quantkit.serve.routes import add_generation, add_state, add_tokens
 from quantkit.serve.timeline import Timeline

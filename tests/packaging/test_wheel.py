@@ -44,6 +44,9 @@ def test_the_wheel_holds_both_packages_and_the_data(wheel):
     assert sources <= names
     templates = {path.relative_to(ROOT).as_posix() for path in (ROOT / "quantkit").rglob("*.tmpl")}
     assert len(templates) > 40 and templates <= names
+    page = {path.relative_to(ROOT).as_posix() for path in (ROOT / "quantkit" / "serve" / "page").iterdir()
+            if path.is_file()}
+    assert len(page) > 15 and page <= names
 
 
 def test_the_wheel_holds_nothing_else(wheel):

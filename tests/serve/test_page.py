@@ -1,10 +1,14 @@
-"""The page is one file that loads nothing and can run nothing but itself."""
+"""The page is one document that loads nothing and can run nothing but itself."""
 
 import re
+from pathlib import Path
 
 import pytest
 
-from quantkit.serve.page import page
+from quantkit.serve.page import document
+from quantkit.serve.page.document import page
+
+FOLDER = Path(document.__file__).parent
 
 
 @pytest.fixture(scope="module")
@@ -20,13 +24,28 @@ def test_it_is_served_under_its_policy(shared, html):
     assert answer.headers["x-frame-options"] == "DENY"
 
 
-def test_the_policy_allows_its_own_script_and_style_and_requests_to_this_server():
+def test_the_policy_allows_its_own_scripts_and_styles_and_requests_to_this_server(html):
     rules = dict(rule.split(" ", 1) for rule in page()[1].split("; "))
     assert rules["default-src"] == "'none'" and rules["connect-src"] == "'self'"
     assert rules["base-uri"] == rules["form-action"] == rules["frame-ancestors"] == "'none'"
-    assert re.fullmatch(r"'sha256-[\w+/]{43}='", rules["script-src"])
-    assert re.fullmatch(r"'sha256-[\w+/]{43}='", rules["style-src"])
+    for rule, tag in (("script-src", "script"), ("style-src", "style")):
+        hashes = rules[rule].split()
+        assert all(re.fullmatch(r"'sha256-[\w+/]{43}='", value) for value in hashes)
+        assert len(hashes) == html.count(f"<{tag}>") > 2
     assert "unsafe" not in page()[1]
+
+
+def test_every_file_of_the_folder_is_a_part_of_the_document(html):
+    files = [file for file in FOLDER.iterdir() if file.suffix in (".css", ".js")]
+    assert len(files) > 15 and all(file.read_text(encoding="utf-8") in html for file in files)
+    assert not re.search(r"<script [^>]|<link rel=\"stylesheet", html), "nothing is left to be fetched"
+
+
+def test_a_script_is_one_screenful_of_one_idea():
+    for file in FOLDER.iterdir():
+        if file.suffix in (".css", ".js"):
+            lines = file.read_text(encoding="utf-8").splitlines()
+            assert len(lines) <= 400 and max(map(len, lines)) <= 110, file.name
 
 
 def test_nothing_comes_from_elsewhere(html):
@@ -37,17 +56,15 @@ def test_nothing_comes_from_elsewhere(html):
 
 
 def test_a_models_words_are_never_markup(html):
-    script = re.search(r"<script>(.*)</script>", html, re.DOTALL)[1]
-    code = re.sub(r"//.*", "", script)
+    code = re.sub(r"//.*", "", "".join(re.findall(r"<script>(.*?)</script>", html, re.DOTALL)))
     for banned in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "Function(",
-                   "setAttribute(\"on", "srcdoc", "DOMParser", "createContextualFragment"):
+                   "setAttribute(\"on", "srcdoc", "DOMParser", "createContextualFragment", "import("):
         assert banned not in code
     assert not re.search(r"\son\w+=", html), "the policy would block handlers in attributes"
     assert not re.search(r"\sstyle=", html)
 
 
-def test_every_element_that_the_script_looks_up_is_there(html):
+def test_every_element_that_a_script_looks_up_is_there(html):
     ids = set(re.findall(r'\bid="([\w-]+)"', html))
-    assert set(re.findall(r'\bat\("([\w-]+)"\)', html)) <= ids
-    labelled = re.findall(r"<(?:input|textarea)\b[^>]*>", html)
-    assert len(labelled) == 4 and html.count("<label") == 3 and 'aria-label="Message"' in html
+    fields = {f"field-{name}" for name in re.findall(r'{ name: "(\w+)", label:', html)}
+    assert len(fields) == 9 and set(re.findall(r'\bat\("([\w-]+)"\)', html)) <= ids | fields

@@ -1,0 +1,1 @@
+"""The chat page at ``/``: plain HTML, CSS and scripts, put together to one document."""

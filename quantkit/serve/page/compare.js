@@ -1,0 +1,180 @@
+"use strict";
+// One prompt to two models: their answers side by side, and the first token that differs.
+
+const ALTERNATIVES = 5;
+
+class Comparison {
+  constructor(parameters, server, labels) {
+    this.parameters = parameters;
+    this.server = server;
+    this.labels = labels;
+    this.running = null;
+    this.open = false;
+  }
+
+  // Two models are needed, and more can be chosen from.
+  describe(models) {
+    at("compare-toggle").hidden = models.length < 2;
+    for (const [id, index] of [["left-model", 0], ["right-model", 1]]) {
+      at(id).replaceChildren(...models.map((model) => element("option", "", model.id)));
+      at(id).selectedIndex = Math.min(index, models.length - 1);
+    }
+  }
+
+  show(open) {
+    this.open = open;
+    at("compare").hidden = !open;
+    at("thread").hidden = open;
+    at("compare-toggle").setAttribute("aria-pressed", String(open));
+    at("input").focus();
+  }
+
+  stop() { this.running?.abort(); }
+
+  async send(text) {
+    if (this.running) return false;
+    const values = this.parameters.values(), temperature = at("compare-temperature");
+    if (!values || !temperature.reportValidity()) return false;
+    values.temperature = Number(temperature.value);
+    const stop = this.running = new AbortController();
+    const sides = ["left-model", "right-model"].map((id) => (
+      new Side(this.server.models.find((model) => model.id === at(id).value))));
+    const result = element("p", "verdict", "Answering …");
+    result.setAttribute("role", "status");
+    const update = () => mark(sides, result, false);
+    at("comparisons").append(element("article", "comparison", element("div", "turn user",
+      element("div", "text", text)), result, element("div", "sides", ...sides.map((side) => side.node))));
+    this.busy(true);
+    result.scrollIntoView({ block: "start" });
+    await Promise.all(sides.map((side) => (
+      side.run(text, this.parameters.system, values, stop.signal, update, this.labels))));
+    mark(sides, result, true);
+    this.running = null;
+    this.busy(false);
+    return true;
+  }
+
+  busy(on) {
+    at("send").textContent = on ? "Stop" : "Send";
+    at("send").classList.toggle("stop", on);
+  }
+}
+
+// One model's answer, token by token.
+class Side {
+  constructor(model) {
+    this.model = model;
+    this.tokens = [];  // {token, logprob, top, text}
+    this.text = "";
+    this.exact = true;
+    this.done = false;
+    this.body = element("div", "side-text");
+    this.chances = element("p", "chances");
+    this.figures = element("p", "speed");
+    this.node = element("section", "side writing", element("h3", "", model.id), this.body, this.chances,
+      this.figures);
+    this.node.setAttribute("aria-label", model.id);
+  }
+
+  request(text, system, values) {
+    const { model } = this, asked = { model: model.id, ...values };
+    if (!model.chat) return ["v1/completions", { ...asked, prompt: text, logprobs: ALTERNATIVES }];
+    const messages = [{ role: "user", content: text }];
+    if (system) messages.unshift({ role: "system", content: system });
+    return ["v1/chat/completions", { ...asked, messages, logprobs: true, top_logprobs: ALTERNATIVES }];
+  }
+
+  async run(text, system, values, signal, update, labels) {
+    const meter = new Meter();
+    let ended = "", frame = 0;
+    try {
+      for await (const event of stream(...this.request(text, system, values), signal)) {
+        labels.set(event.id, titleOf(text));
+        meter.count(event);
+        for (const choice of event.choices) {
+          this.take(choice);
+          ended = choice.finish_reason ?? ended;
+        }
+        this.figures.textContent = meter.rate;
+        frame ||= requestAnimationFrame(() => { frame = 0; update(); });
+      }
+    } catch (error) {
+      ended = signal.aborted ? "stopped" : "error";
+      if (!signal.aborted) this.node.append(element("div", "error", error.message));
+    }
+    cancelAnimationFrame(frame);
+    this.done = true;
+    this.node.classList.remove("writing");
+    this.figures.textContent = meter.text(ended);
+  }
+
+  // A token's piece of text may be empty: a part of a character waits for the rest.
+  take({ delta, text, logprobs }) {
+    const piece = (delta ? (delta.reasoning_content || "") + (delta.content || "") : text) || "";
+    const tokens = scored(logprobs);
+    this.text += piece;
+    this.tokens.push(...tokens.map((token) => ({ ...token, text: "" })));
+    if (this.tokens.length) this.tokens.at(-1).text += piece;
+    else if (piece) this.exact = false;
+  }
+}
+
+// Tokens of either API: {token, logprob, top: [[token, logprob]]}.
+function scored(logprobs) {
+  if (!logprobs) return [];
+  if (logprobs.content) {
+    return logprobs.content.map(({ token, logprob, top_logprobs: top }) => (
+      { token, logprob, top: top.map((other) => [other.token, other.logprob]) }));
+  }
+  const { tokens, token_logprobs: chosen, top_logprobs: top } = logprobs;
+  return tokens.map((token, index) => (
+    { token, logprob: chosen[index], top: Object.entries(top[index] ?? {}) }));
+}
+
+// Where two lists differ first, or -1: so far one begins like the other.
+function difference(first, second) {
+  const shorter = Math.min(first.length, second.length);
+  for (let at = 0; at < shorter; at++) if (first[at] !== second[at]) return at;
+  return -1;
+}
+
+function mark(sides, result, complete) {
+  const exact = sides.every((side) => side.exact);
+  const pieces = sides.map((side) => (exact ? side.tokens.map(({ token }) => token) : [...side.text]));
+  let where = difference(...pieces);
+  const lengths = pieces.map((list) => list.length);
+  if (where < 0 && complete && lengths[0] !== lengths[1]) where = Math.min(...lengths);
+  sides.forEach((side, index) => {
+    const texts = exact ? side.tokens.map(({ text }) => text) : pieces[index];
+    const likely = exact && where >= 0 ? chances(sides, index, where) : "";
+    side.body.replaceChildren(...divided(texts, where, likely));
+    side.chances.textContent = likely && "Probability here: " + likely.replace("\n", ", ");
+  });
+  const unit = exact ? "token" : "character";
+  if (where >= 0) result.textContent = `The first difference is ${unit} ${where + 1}.`;
+  else result.textContent = complete ? `The answers are equal: ${count(lengths[0], unit)}.`
+    : `Equal so far: ${count(Math.min(...lengths), unit)}.`;
+  result.dataset.token = where;
+}
+
+function divided(texts, where, title) {
+  if (where < 0) return [element("span", "common", texts.join(""))];
+  const [common, rest] = [texts.slice(0, where).join(""), texts.slice(where + 1).join("")];
+  const text = texts[where] === undefined ? "⟨end⟩" : texts[where] || "⟨part of a character⟩";
+  const differing = element("mark", "", text.replaceAll("\n", "⏎\n"));
+  if (title) differing.title = title;
+  return [element("span", "common", common), differing, rest];
+}
+
+// What this model thinks of both tokens.
+function chances(sides, index, where) {
+  const token = sides[index].tokens[where];
+  if (!token) return "";
+  const other = sides[1 - index].tokens[where];
+  const known = new Map([...token.top, [token.token, token.logprob]]);
+  return [token, other].filter(Boolean).map(({ token: text }) => {
+    const chance = known.has(text) ? (Math.exp(known.get(text)) * 100).toFixed(1) + " %"
+      : `not among the ${ALTERNATIVES} likeliest`;
+    return `${JSON.stringify(text)}: ${chance}`;
+  }).join("\n");
+}

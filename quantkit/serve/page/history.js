@@ -1,0 +1,105 @@
+"use strict";
+// Chats in this browser's storage, each under a key of its own, so that two tabs don't overwrite each other.
+
+const MAX_CHATS = 200;
+
+// JSON by name. What a browser refuses to keep is kept until the page closes.
+class Store {
+  constructor() {
+    this.prefix = "quantkit " + base + " ";  // servers behind one proxy share an origin
+    this.memory = new Map();
+    try {
+      this.storage = window.localStorage;
+    } catch { this.storage = null; }
+    this.lasting = this.storage !== null;
+  }
+
+  read(name) {
+    if (this.memory.has(name)) return this.memory.get(name);
+    try {
+      return JSON.parse(this.storage?.getItem(this.prefix + name) ?? "null");
+    } catch { return null; }
+  }
+
+  // Whether it is kept.
+  write(name, value) {
+    try {
+      if (!this.storage) throw new DOMException("no storage", "QuotaExceededError");
+      this.storage.setItem(this.prefix + name, JSON.stringify(value));
+      this.memory.delete(name);
+      return true;
+    } catch {
+      this.memory.set(name, value);
+      return false;
+    }
+  }
+
+  remove(name) {
+    this.memory.delete(name);
+    this.storage?.removeItem(this.prefix + name);
+  }
+
+  names() {
+    const stored = Object.keys(this.storage ?? {}).filter((key) => key.startsWith(this.prefix));
+    return new Set([...stored.map((key) => key.slice(this.prefix.length)), ...this.memory.keys()]);
+  }
+}
+
+class ChatHistory {
+  constructor(store) {
+    this.store = store;
+    this.changed = () => {};  // called when the list is another one
+    window.addEventListener("storage", () => this.changed());
+  }
+
+  // Newest first; what isn't a chat is left out.
+  list() {
+    const names = [...this.store.names()].filter((name) => name.startsWith("chat "));
+    return names.map((name) => this.store.read(name)).filter((chat) => chat && Array.isArray(chat.turns))
+      .sort((first, second) => second.updated - first.updated);
+  }
+
+  get(id) { return this.store.read("chat " + id); }
+
+  remove(id) {
+    this.store.remove("chat " + id);
+    this.changed();
+  }
+
+  // Keeps a chat. Where there is no room the oldest others go, and the user is told.
+  put(chat) {
+    const others = this.list().filter((other) => other.id !== chat.id);
+    const dropped = others.splice(MAX_CHATS - 1);
+    for (const { id } of dropped) this.store.remove("chat " + id);
+    let kept = this.store.write("chat " + chat.id, chat);
+    while (!kept && others.length && this.store.lasting) {
+      const oldest = others.pop();
+      this.store.remove("chat " + oldest.id);
+      dropped.push(oldest);
+      kept = this.store.write("chat " + chat.id, chat);
+    }
+    if (!kept) notify("This browser has no room for the chat: it is lost when the page closes.");
+    else if (dropped.length) {
+      notify(`This browser's room for chats is used up: the oldest were dropped (${dropped.length}).`);
+    }
+    this.changed();
+  }
+}
+
+function newChat() {
+  const id = Date.now().toString(36) + Math.random().toString(36).slice(2, 8);
+  return { id, title: "", updated: Date.now(), turns: [] };
+}
+
+function titleOf(text) {
+  const line = text.trim().split("\n")[0];
+  return line.length > 60 ? line.slice(0, 59) + "…" : line;
+}
+
+function chatMarkdown(chat) {
+  const turns = chat.turns.map((turn) => {
+    const name = turn.role === "user" ? "You" : chat.model || "Assistant";
+    return `## ${name}\n\n${turn.content}`;
+  });
+  return [`# ${chat.title}`, ...turns].join("\n\n") + "\n";
+}

@@ -1,0 +1,121 @@
+"""Chats are kept in the browser: found, named, deleted, saved, and never without bounds."""
+
+import json
+from pathlib import Path
+
+from .conftest import answered, ask, playwright
+
+expect = playwright.expect
+
+
+def titles(page):
+    return page.locator("#chat-list .title").all_inner_texts()
+
+
+def ready(page):
+    expect(page.locator("#about")).to_contain_text("context")
+
+
+def test_chats_survive_a_reload(shared, visit):
+    page = visit(shared.url)
+    ask(page, "about the cat")
+    before = page.locator("#thread").inner_text()
+    page.reload()
+    ready(page)
+    expect(page.locator(".assistant .speed")).to_contain_text("12 tokens")
+    assert page.locator("#thread").inner_text() == before
+    page.get_by_role("button", name="New chat").click()
+    assert page.locator(".turn").count() == 0
+    ask(page, "about the dog")
+    assert titles(page) == ["about the dog", "about the cat"]
+    page.get_by_role("button", name="about the cat", exact=True).click()
+    expect(page.locator(".user .text")).to_have_text("about the cat")
+    assert [message["content"] for message in ask(page, "more")["messages"]][::2] == ["about the cat", "more"]
+    assert titles(page) == ["about the cat", "about the dog"]
+
+
+def test_a_chat_is_renamed_deleted_and_brought_back(shared, visit):
+    page = visit(shared.url)
+    ask(page, "about the cat")
+    page.get_by_role("button", name="Rename: about the cat").click()
+    page.get_by_label("Title of the chat").fill("Cats")
+    page.keyboard.press("Enter")
+    assert titles(page) == ["Cats"]
+    page.get_by_role("button", name="Delete: Cats").click()
+    assert titles(page) == [] and page.locator(".turn").count() == 0
+    page.reload()
+    ready(page)
+    assert titles(page) == []
+
+
+def test_a_deleted_chat_can_be_brought_back(shared, visit):
+    page = visit(shared.url)
+    ask(page, "about the cat")
+    page.get_by_role("button", name="Delete: about the cat").click()
+    page.get_by_role("button", name="Undo").click()
+    assert titles(page) == ["about the cat"]
+
+
+def test_a_chat_is_saved_as_json_and_markdown(shared, visit):
+    page = visit(shared.url)
+    ask(page, "about the cat")
+    saved = {}
+    for kind in ("JSON", "Markdown"):
+        with page.expect_download() as file:
+            page.get_by_role("button", name=f"Save as {kind}: about the cat").click()
+        saved[kind] = Path(file.value.path()).read_text(encoding="utf-8")
+    turns = json.loads(saved["JSON"])["turns"]
+    assert [turn["role"] for turn in turns] == ["user", "assistant"]
+    assert saved["Markdown"].startswith("# about the cat\n\n## You\n\nabout the cat\n\n## tiny\n\n")
+    assert turns[1]["content"] in saved["Markdown"]
+
+
+def test_what_is_being_written_is_kept_when_the_page_closes(shared, visit, eventually):
+    page = visit(shared.url, tokens=20000)
+    page.fill("#input", "the cat")
+    page.press("#input", "Enter")
+    eventually(lambda: len(page.locator(".assistant .markdown").inner_text()) > 5)
+    page.reload()
+    answered(page)
+    expect(page.locator(".assistant .speed")).to_contain_text("stopped")
+    assert page.locator(".error").count() == 0
+    assert len(page.locator(".assistant .markdown").inner_text()) > 5
+
+
+def test_the_oldest_chats_make_room_and_the_user_is_told(shared, visit):
+    page = visit(shared.url)
+    page.evaluate("""() => {
+      const big = (id, updated, size) => (
+        { id, title: id, updated, turns: [{ role: "user", content: "x".repeat(size) }] });
+      for (const size of [2 ** 20, 2 ** 16]) {
+        for (let number = 0; store.write(`chat ${size}-${number}`, big(`${size}-${number}`, number, size));) {
+          number += 1;
+        }
+      }
+      store.memory.clear();
+      chatHistory.put(big("new", 10 ** 6, 2 ** 20));
+    }""")
+    expect(page.locator("#notice")).to_contain_text("the oldest were dropped")
+    assert page.evaluate("store.memory.size") == 0
+    kept = titles(page)
+    assert kept[0] == "new" and not {"1048576-0", "65536-0"} <= set(kept)
+
+
+def test_more_chats_than_the_list_has_are_dropped(shared, visit):
+    page = visit(shared.url)
+    page.evaluate("""() => {
+      for (let number = 0; number <= MAX_CHATS; number++) {
+        chatHistory.put({ id: String(number), title: String(number), updated: number, turns: [] });
+      }
+    }""")
+    assert len(titles(page)) == 200 and "0" not in titles(page)
+
+
+def test_without_storage_the_page_works_and_says_what_is_lost(shared, visit):
+    page = visit(shared.url)
+    page.add_init_script("Object.defineProperty(window, 'localStorage', { get() { throw new Error(); } })")
+    page.reload()
+    ready(page)
+    expect(page.locator("#chats-note")).to_contain_text("lost when the page closes")
+    ask(page, "the cat")
+    assert titles(page) == ["the cat"]

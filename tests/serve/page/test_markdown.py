@@ -1,0 +1,201 @@
+"""Markdown becomes elements; no text becomes anything else."""
+
+import random
+
+import pytest
+
+RENDER = """(text) => {
+  const root = element("div"), view = new MarkdownView(root);
+  view.push(text);
+  view.end();
+  return root.innerHTML;
+}"""
+STREAM = """([text, cuts]) => {
+  const root = element("div"), view = new MarkdownView(root);
+  [0, ...cuts].forEach((cut, index) => {
+    view.text += text.slice(cut, cuts[index] ?? text.length);
+    view.render(false);
+  });
+  view.end();
+  return root.innerHTML;
+}"""
+CASES = {
+    "# One\n## Two ##\ntext": "<h3>One</h3><h4>Two</h4><p>text</p>",
+    "a\nb\n\nc": "<p>a<br>b</p><p>c</p>",
+    "**b** *i* _i_ ***both*** ~~s~~ `c`": (
+        "<p><strong>b</strong> <em>i</em> <em>i</em> <em><strong>both</strong></em> <del>s</del> "
+        "<code>c</code></p>"),
+    "snake_case_name 2 * 3 * 4": "<p>snake_case_name 2 * 3 * 4</p>",
+    "``a ` b`` \\*plain\\*": "<p><code>a ` b</code> *plain*</p>",
+    "**open and `open": "<p>**open and `open</p>",
+    "> a\n> > b": "<blockquote><p>a</p><blockquote><p>b</p></blockquote></blockquote>",
+    "---\n***": "<hr><hr>",
+    "- a\n- b": "<ul><li>a</li><li>b</li></ul>",
+    "3. a\n4. b": '<ol start="3"><li>a</li><li>b</li></ol>',
+    "1. a\n   - b\n     - c\n2. d": "<ol><li>a<ul><li>b<ul><li>c</li></ul></li></ul></li><li>d</li></ol>",
+    "- a\n\t- b": "<ul><li>a<ul><li>b</li></ul></li></ul>",
+    "- a\n\n- b": "<ul><li><p>a</p></li><li><p>b</p></li></ul>",
+    "- [x] a": "<ul><li>☑ a</li></ul>",
+    "a $x_1 * y_1$ costs $5 and $6": '<p>a <span class="math">$x_1 * y_1$</span> costs $5 and $6</p>',
+    "$$\n- a_b\n$$": '<p class="math">$$\n- a_b\n$$</p>',
+    "<b>bold</b> &lt; a<br>b": "<p>&lt;b&gt;bold&lt;/b&gt; &lt; a<br>b</p>",
+    "Title\n===": "<h3>Title</h3>",
+}
+
+
+@pytest.fixture(scope="module")
+def page(browser, shared):
+    """One page for all cases: nothing of it is kept between them."""
+    opened = browser.new_page()
+    opened.goto(shared.url)
+    yield opened
+    opened.close()
+
+
+@pytest.mark.parametrize("text", CASES)
+def test_markdown_is_rendered(page, text):
+    assert page.evaluate(RENDER, text) == CASES[text]
+
+
+def test_a_table_has_sides_and_scrolls_by_itself(page):
+    html = page.evaluate(RENDER, "| a | b |\n|:-:|--:|\n| 1 | `x\\|y` |\n| 2 |")
+    assert html == (
+        '<div class="table-box" tabindex="0"><table><thead><tr><th class="center" scope="col">a</th>'
+        '<th class="right" scope="col">b</th></tr></thead><tbody><tr><td class="center">1</td>'
+        '<td class="right"><code>x|y</code></td></tr><tr><td class="center">2</td></tr></tbody></table>'
+        "</div>")
+
+
+def test_code_has_its_language_colours_and_a_copy_button(page):
+    html = page.evaluate(RENDER, "```python\ndef f():\n\treturn 'a'  # why\n```")
+    assert '<span>python</span><button class="small" type="button">Copy</button>' in html
+    assert ('<span class="code-keyword">def</span> f():\n\t<span class="code-keyword">return</span> '
+            '<span class="code-string">\'a\'</span>  <span class="code-comment"># why</span>') in html
+    assert "<span" not in page.evaluate(RENDER, "```brainfuck\nfor 1\n```").split("<pre")[1]
+
+
+@pytest.mark.parametrize("address", ["https://a.example/b?c=1#d", "http://a.example/", "mailto:a@b.example"])
+def test_links_to_other_pages_open_in_a_new_one(page, address):
+    html = page.evaluate(RENDER, f"[the **text**]({address})")
+    assert html == (f'<p><a href="{address}" target="_blank" rel="noopener noreferrer nofollow" '
+                    f'title="{address}">the <strong>text</strong></a></p>')
+
+
+def test_a_bare_address_is_a_link_without_the_full_stop(page):
+    html = page.evaluate(RENDER, "see (https://a.example/b_c), <https://d.example/>.")
+    assert 'href="https://a.example/b_c"' in html and 'href="https://d.example/"' in html
+
+
+def test_an_image_is_a_link_to_it(page):
+    html = page.evaluate(RENDER, "![a *cat*](https://a.example/cat.png)")
+    assert "<img" not in html and ">a *cat*</a>" in html
+
+
+HOSTILE = [
+    "<script>alert(1)</script>", "<img src=x onerror=alert(1)>", "<svg onload=alert(1)>",
+    "[x](javascript:alert(1))", "[x](JaVaScRiPt:alert(1))", "[x](java\nscript:alert(1))",
+    "[x](\x01javascript:a)",
+    "[x](data:text/html,<script>alert(1)</script>)", "[x](vbscript:a)", "[x](//a.example)", "[x](/v1/models)",
+    "<javascript:alert(1)>", "![x](https://a.example/x.png)", "![x](javascript:alert(1))",
+    '[x](https://a.example "onclick=alert(1)")', "```\n<script>alert(1)</script>",
+    "```html\n<img src=x onerror=a>\n```",
+    "`<img src=https://a.example/x.png>`", "| <iframe src=https://a.example> |\n|---|\n| <object data=x> |",
+    "<style>@import url(https://a.example)</style>", "<a href='javascript:alert(1)'>x</a>",
+    "&lt;script&gt;alert(1)&lt;/script&gt;", "<base href=https://a.example>",
+    "<meta http-equiv=refresh content=0>",
+]
+SHOW = """(text) => {
+  const record = newChat();
+  record.turns = [{ role: "user", content: text },
+    { role: "assistant", content: text, reasoning: text, calls: [{ name: text, arguments: text }],
+      figures: text, error: text }];
+  record.title = text;
+  chat.show(record);
+  chat.keep();
+}"""
+ELEMENTS = {"A", "BLOCKQUOTE", "BR", "BUTTON", "CODE", "DEL", "DIV", "EM", "H3", "H4", "H5", "H6", "HR", "LI",
+            "OL", "P", "PRE", "SPAN", "STRONG", "TABLE", "TBODY", "TD", "TH", "THEAD", "TR", "UL"}
+
+
+def test_hostile_text_loads_and_runs_nothing(visit, shared):
+    page = visit(shared.url)
+    page.on("dialog", lambda dialog: pytest.fail(dialog.message))
+    for text in HOSTILE:
+        page.evaluate(SHOW, text)
+        assert page.locator(".user .text").text_content() == text
+        parts = page.evaluate("""[...document.querySelectorAll(".markdown *")].map((node) => (
+          [node.tagName, node.getAttributeNames().filter((name) => name.startsWith("on") || name === "style"),
+           node.protocol ?? ""]))""")
+        assert {tag for tag, _, _ in parts} <= ELEMENTS, text
+        assert not any(names for _, names, _ in parts), text
+        assert {protocol for _, _, protocol in parts} <= {"", "http:", "https:", "mailto:"}, text
+
+
+MANY = 20000
+HUGE = {
+    "quotes": "> " * MANY, "lists": "\n".join(" " * (2 * depth) + "- a" for depth in range(300)),
+    "brackets": "[" * MANY, "images": "![" * MANY, "links": "[a](" * MANY, "emphasis": "*a **b _c " * MANY,
+    "closers": "*a " * MANY + "b* " * MANY, "ticks": " ".join("`" * count for count in range(1, 200)) * 5,
+    "fences": "```\n" * MANY, "dollars": "$a" * MANY, "math": "\\[a \\(b " * MANY,
+    "columns": "|" * MANY + "\n" + "|-" * MANY, "spaces": " " * MANY + "#" + " " * MANY,
+    "addresses": "https://" * MANY, "entities": "&amp" * MANY, "rules": "- " * MANY + "a",
+    "one word": "a" * 10 * MANY,
+}
+
+
+@pytest.mark.parametrize("name", HUGE)
+def test_huge_texts_make_no_deep_tree(page, name):
+    assert page.evaluate("""(text) => {
+      const root = element("div"), view = new MarkdownView(root);
+      view.push(text);
+      view.end();
+      return [root.textContent.length > 0, root.querySelector(Array(64).fill("*").join(" > "))];
+    }""", HUGE[name]) == [True, None]
+
+
+DOCUMENT = "\n".join(text for text in CASES) + """
+
+1. one
+
+   more of one
+2. two
+
+| a | b |
+|---|---|
+| 1 | 2 |
+
+- x
+1.5 is no item
+
+```js
+const a = "b";
+```
+after ~~~
+~~~
+open [a](https://a.example) **x
+"""
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("seed", range(12))
+def test_a_stream_ends_as_the_text_at_once(page, seed):
+    chance = random.Random(seed)
+    text = "\n\n".join(chance.sample([*CASES, DOCUMENT], 8)) if seed else DOCUMENT
+    pieces = len(text) if seed < 3 else chance.randrange(2, 60)
+    cuts = sorted(chance.choices(range(len(text)), k=pieces))
+    assert page.evaluate(STREAM, [text, cuts]) == page.evaluate(RENDER, text)
+
+
+def test_what_is_finished_is_made_once(page):
+    kept = page.evaluate("""() => {
+      const root = element("div"), view = new MarkdownView(root), seen = [];
+      const show = (text) => { view.text += text; view.render(false); };
+      show("# Title\\n\\nfirst paragraph\\n\\nsecond\\n");
+      seen.push(root.children[0], root.children[1]);
+      show("grows\\n\\n```py\\na = 1\\n");
+      seen.push(root.children[2], root.children[3]);
+      show("b = 2\\nc = 3\\n");
+      const same = seen.map((node, index) => node === root.children[index]);
+      return [same, root.querySelector("pre").textContent];
+    }""")
+    assert kept == [[True, True, True, True], "a = 1\nb = 2\nc = 3\n"]
