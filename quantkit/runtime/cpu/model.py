@@ -111,6 +111,7 @@ class CpuModel:
         self._programs: dict[tuple[PageCodecs, bool], CpuProgram] = {}
         self._taps: tuple[int, ...] = ()
         self._making = threading.Lock()
+        self._running = threading.Lock()  # engines over one model share its programs' buffers
         cpu_machine.pool()  # of as many threads as torch has now
 
     def linears(self) -> dict[str, Linear]:
@@ -185,8 +186,9 @@ class CpuModel:
         program = self.program(codecs_of(batch.cache), not has_kernels(batch.cache))
         wanted = [range(count) for count in counts] if last is None else [
             single_position(int(at), count) for at, count in zip(last, counts, strict=True)]
-        parts = [program.step(batch, ids.numpy(), chunks, selected_rows(chunks, wanted))
-                 for chunks in chunks_of(counts, MAX_ROWS, batch.block, batch.starts)]
+        with self._running:
+            parts = [program.step(batch, ids.numpy(), chunks, selected_rows(chunks, wanted))
+                     for chunks in chunks_of(counts, MAX_ROWS, batch.block, batch.starts)]
         batch.finish(counts)
         batch.done(self, ids, positions)
         rows = join_rows(parts, self.config.vocab_size)
@@ -199,8 +201,9 @@ class CpuModel:
         ids, counts = [np.array(row, np.int64) for row in tokens], [*map(len, tokens)]
         program = self.program(codecs_of(batch.cache), not has_kernels(batch.cache))
         places = [range(count - wants, count) for count, wants in zip(counts, wanted)]
-        parts = [program.step(batch, ids, chunks, selected_rows(chunks, places))
-                 for chunks in chunks_of(counts, MAX_ROWS, batch.block, batch.starts)]
+        with self._running:
+            parts = [program.step(batch, ids, chunks, selected_rows(chunks, places))
+                     for chunks in chunks_of(counts, MAX_ROWS, batch.block, batch.starts)]
         batch.finish(counts)
         batch.end_step(self, tokens)
         return join_rows(parts, self.config.vocab_size)
@@ -217,8 +220,9 @@ class CpuModel:
             return self._model.hidden(ids, positions, cache).float()
         counts = batch.counts(ids.shape, positions)
         program = self.program(codecs_of(batch.cache), not has_kernels(batch.cache))
-        parts = [program.run(batch, ids.numpy(), chunks).clone()
-                 for chunks in chunks_of(counts, MAX_ROWS, batch.block, batch.starts)]
+        with self._running:
+            parts = [program.run(batch, ids.numpy(), chunks).clone()
+                     for chunks in chunks_of(counts, MAX_ROWS, batch.block, batch.starts)]
         batch.finish(counts)
         batch.done(self, ids, positions)
         return pad_rows(join_rows(parts, self.config.hidden_size), counts, ids.shape[1])
@@ -226,7 +230,8 @@ class CpuModel:
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """See :meth:`CausalLM.logits`."""
         rows, program = x.reshape(-1, x.shape[-1]), self.program(None)
-        flat = join_rows([program.logits(part) for part in rows.split(MAX_ROWS)], self.config.vocab_size)
+        with self._running:
+            flat = join_rows([program.logits(part) for part in rows.split(MAX_ROWS)], self.config.vocab_size)
         return flat.reshape(*x.shape[:-1], self.config.vocab_size)
 
     def program(self, codecs: PageCodecs | None, decoded: bool = False) -> CpuProgram:

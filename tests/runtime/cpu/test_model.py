@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -54,6 +55,16 @@ def test_what_inference_mode_left_is_used_outside_of_it_too(fused):
         logits, hidden = model(ids(1, 5)), model.hidden(ids(1, 5))
     assert torch.equal(model.logits(model.hidden(ids(1, 5))), logits)
     assert torch.equal(model.logits(hidden.clone()), logits)
+
+
+def test_threads_take_turns(fused):
+    """Engines over one model may have a lock each."""
+    texts = [ids(2, 30 + 5 * seed, seed=seed) for seed in range(4)]
+    alone = [fused(text) for text in texts]
+    with ThreadPoolExecutor(4) as threads:
+        for _ in range(10):
+            for expected, got in zip(alone, threads.map(fused, texts), strict=True):
+                assert torch.equal(got, expected)
 
 
 def test_the_last_positions_alone(fused):
