@@ -131,6 +131,11 @@ class LlamaCpp:
             sys.exit(f"{program} failed: {done.stderr.strip()[-500:]}")
         return done.stdout + done.stderr if both else done.stdout
 
+    def start(self, program: str, *arguments: str) -> subprocess.Popen[bytes]:
+        """A program that goes on running, silently."""
+        return subprocess.Popen([str(self._folder / program), *arguments], env=self._env,
+                                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
 
 def _make(name: str, gguf: Path, work: Path) -> Path:
     if name not in RULES:
