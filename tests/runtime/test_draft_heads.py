@@ -22,6 +22,7 @@ from quantkit.runtime.generate import generate
 from quantkit.runtime.loader import load
 from quantkit.runtime.sampler import Sampling
 from quantkit.testing import tiny_model
+from tests.support.draft_heads import eagle3_files, mtp_shapes, random_tensors
 
 pytestmark = pytest.mark.usefixtures("short_chunks", "_always")
 HIDDEN, LAYERS, HEADS, KV_HEADS, DIM, EPS, THETA = 64, 7, 4, 2, 16, 1e-6, 10000.0
@@ -42,23 +43,6 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def loaded(folder):
     return load(str(folder), dtype="float32")
-
-
-def random_tensors(shapes, seed=0):
-    random = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(shape, generator=random) * (0.3 if len(shape) == 1 else 1.5 * shape[1] ** -0.5)
-            + (len(shape) == 1) for name, shape in shapes.items()}
-
-
-def layer_shapes(prefix, size):
-    attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
-    return {f"{attention}.q_proj.weight": (HEADS * DIM, size),
-            f"{attention}.k_proj.weight": (KV_HEADS * DIM, size),
-            f"{attention}.v_proj.weight": (KV_HEADS * DIM, size),
-            f"{attention}.o_proj.weight": (HIDDEN, HEADS * DIM),
-            f"{mlp}.gate_proj.weight": (128, HIDDEN), f"{mlp}.up_proj.weight": (128, HIDDEN),
-            f"{mlp}.down_proj.weight": (HIDDEN, 128), f"{prefix}.input_layernorm.weight": (HIDDEN,),
-            f"{prefix}.post_attention_layernorm.weight": (HIDDEN,)}
 
 
 def norm(x, weight):
@@ -103,24 +87,11 @@ def hidden_states(weights, ids):
 class Eagle3:
     """A head's files, and its drafts by the paper's formulas."""
 
-    def __init__(self, folder, weights, prefix, residual, vocab=100):
+    def __init__(self, folder, config, weights, prefix, residual):
         self.weights, self.prefix, self.residual = weights, prefix, residual
-        shapes = {"fc.weight": (HIDDEN, 3 * HIDDEN), f"{prefix}.hidden_norm.weight": (HIDDEN,),
-                  "norm.weight": (HIDDEN,), "lm_head.weight": (vocab, HIDDEN),
-                  **layer_shapes(prefix, 2 * HIDDEN)}
-        self.own = random_tensors(shapes)
-        order = torch.randperm(300, generator=torch.Generator().manual_seed(1))[:vocab].sort().values
-        files = self.own | {"d2t": order - torch.arange(vocab), "t2d": torch.zeros(300, dtype=torch.bool)}
-        folder.mkdir()
-        save_file({name: tensor.contiguous() for name, tensor in files.items()}, folder / "model.safetensors")
-        (folder / "config.json").write_text(json.dumps({
-            "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_size": HIDDEN,
-            "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": HEADS,
-            "num_key_value_heads": KV_HEADS, "vocab_size": 300, "draft_vocab_size": vocab,
-            "rms_norm_eps": EPS, "rope_theta": THETA, "max_position_embeddings": 512,
-            "norm_before_residual": residual, "torch_dtype": "float32"}))
+        self.own, self.order = eagle3_files(folder, config, prefix, norm_before_residual=residual)
         self.drafter = Eagle3Drafter(checkpoint=str(folder), least_chance=0)
-        self.order, self.layers = order, (2, LAYERS // 2, LAYERS - 3)
+        self.layers = (2, LAYERS // 2, LAYERS - 3)
 
     def drafts(self, tokens, count):
         own, prefix = {name: tensor.double() for name, tensor in self.own.items()}, self.prefix
@@ -143,13 +114,11 @@ class Eagle3:
 class Mtp:
     """A head's files in one of the layouts, and its drafts."""
 
-    def __init__(self, folder, weights, block, names, hidden_first, normed):
+    def __init__(self, folder, config, weights, block, names, hidden_first, normed):
         self.weights, self.block, self.names, self.normed = weights, block, names, normed
         self.hidden_first = hidden_first
         token, hidden, projection, last = names
-        self.own = random_tensors({f"{token}.weight": (HIDDEN,), f"{hidden}.weight": (HIDDEN,),
-                                   f"{last}.weight": (HIDDEN,), f"{projection}.weight": (HIDDEN, 2 * HIDDEN),
-                                   **layer_shapes(block, HIDDEN)})
+        self.own = random_tensors(mtp_shapes(config, block, (token, hidden, last), projection))
         folder.mkdir()
         everything = {name: tensor.float() for name, tensor in weights.items()} | self.own
         save_file({name: tensor.contiguous() for name, tensor in everything.items()},
@@ -180,22 +149,22 @@ def weights(folder):
 
 
 CASES = {
-    "eagle3": lambda folder, weights: Eagle3(folder, weights, "midlayer", False),
-    "eagle3 of speculators": lambda folder, weights: Eagle3(folder, weights, "layers.0", True),
-    "mimo": lambda folder, weights: Mtp(folder, weights, "model.mtp_layers.0", [
+    "eagle3": lambda *model: Eagle3(*model, "midlayer", False),
+    "eagle3 of speculators": lambda *model: Eagle3(*model, "layers.0", True),
+    "mimo": lambda *model: Mtp(*model, "model.mtp_layers.0", [
         f"model.mtp_layers.0.{name}" for name in ("token_layernorm", "hidden_layernorm", "input_proj",
                                                   "final_layernorm")], True, True),
-    "deepseek": lambda folder, weights: Mtp(folder, weights, f"model.layers.{LAYERS}", [
+    "deepseek": lambda *model: Mtp(*model, f"model.layers.{LAYERS}", [
         f"model.layers.{LAYERS}.{name}" for name in ("enorm", "hnorm", "eh_proj", "shared_head.norm")],
         False, False),
-    "qwen": lambda folder, weights: Mtp(folder, weights, "mtp.layers.0", [
+    "qwen": lambda *model: Mtp(*model, "mtp.layers.0", [
         f"mtp.{name}" for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")],
         False, True)}
 
 
 @pytest.fixture(scope="module", params=CASES)
-def head(request, tmp_path_factory, folder, weights):
-    made = CASES[request.param](tmp_path_factory.mktemp("head") / "files", weights)
+def head(request, tmp_path_factory, folder, loaded, weights):
+    made = CASES[request.param](tmp_path_factory.mktemp("head") / "files", loaded.config, weights)
     if isinstance(made, Mtp):
         for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
             shutil.copy(folder / name, made.drafter.checkpoint)
@@ -264,7 +233,7 @@ def test_a_checkpoint_with_a_head_loads_without_it(folder, head, weights):
 
 
 def test_heads_of_other_models_are_refused(folder, loaded, weights, tmp_path):
-    made = Eagle3(tmp_path / "files", weights, "midlayer", False)
+    made = Eagle3(tmp_path / "files", loaded.config, weights, "midlayer", False)
     config = tmp_path / "files" / "config.json"
     stated = json.loads(config.read_text())
 
