@@ -13,6 +13,7 @@ from quantkit.errors import UsageError, did_you_mean
 Made = TypeVar("Made", bound=BaseModel)
 Options = dict[str, int | float | str | bool]
 _CALL = re.compile(r'([A-Za-z0-9][A-Za-z0-9._-]*)\s*(?:\(((?:[^"()]|"[^"]*")*)\))?')
+_WHOLE = re.compile(r'[^"]*|"[^"]*"')
 _COMMA = re.compile(r',(?=(?:[^"]*"[^"]*")*[^"]*$)')  # outside of quotes
 
 
@@ -40,9 +41,9 @@ def read_call(text: str, hint: str) -> tuple[str, Mapping[str | None, int | floa
         if name is None and number:
             raise UsageError(f"{written!r} can't be read", next=hint,
                              why="only the first argument may stand without its name")
-        if name == "" or not value or name in options:
+        if name == "" or value in ("", '""') or name in options or not _WHOLE.fullmatch(value):
             raise UsageError(f"{written!r} can't be read", next=hint,
-                             why=f"{item.strip()!r} is empty or given twice")
+                             why=f"{item.strip()!r} is empty, given twice, or not all in quotes")
         options[name] = _value(value)
     return match[1], options
 

@@ -108,10 +108,12 @@ def names_in(folder: Path) -> set[str]:
 
 
 def bytes_in(folder: Path) -> int:
-    """Bytes of all files in a folder; 0 if it isn't there, or is being removed."""
-    with contextlib.suppress(FileNotFoundError):
-        return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-    return 0
+    """Bytes of all files in a folder, without those that are being removed."""
+    size = 0
+    for file in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):
+            size += file.lstat().st_size if file.is_file() else 0
+    return size
 
 
 class FolderLock:

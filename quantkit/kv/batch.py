@@ -42,8 +42,9 @@ class Batch:
         deferred: with a ``token_budget``, what policies have left to do after the step, if anything. Each
             item that is taken from it does a part of the work and is the number of tokens that went through
             the model for it.
-        hidden: of a model that hands out hidden states, those of each row's tokens, in parts: float32
-            ``[n, layers, hidden]``.
+        taps: layers whose inputs the step shall hand out; the number of layers stands for what the last one
+            leaves. A model that can't leaves ``hidden`` empty.
+        hidden: by row, the hidden states of its tokens, in parts: float32 ``[n, taps, hidden]``.
     """
 
     def __init__(self, cache: KVCache, numbers: Sequence[int], phase: Phase | Sequence[Phase] = "prefill",
@@ -52,6 +53,7 @@ class Batch:
         self._tentative = set(tentative)
         self.phases: list[Phase] = [phase] * len(numbers) if isinstance(phase, str) else list(phase)
         self.deferred: Generator[int, None, None] | None = None
+        self.taps: tuple[int, ...] = ()
         self.hidden: dict[int, list[torch.Tensor]] = {}
         self._token_budget, self._to_drop = token_budget, list[tuple[int, LayerState]]()
         self.sequences = [cache.sequence(number) for number in numbers]

@@ -98,11 +98,10 @@ class Engine:
         self.max_itl = max_itl if default.invariant else None
         self._sizer = ChunkSizer(PREFILL_CHUNK, self.max_itl)
         self._scheduler = Scheduler(max_batch, max_queue, PREFILL_CHUNK, self.trace)
-        self._runner = ModelRunner(loaded, PREFILL_CHUNK, self._sizer, clock)
-        self._ahead = AheadDecoder(loaded.model, self._runner, self.timing, self._append_token, self._fail)
         self.speculator = None if drafter is None or not default.drafts else Speculator(drafter, loaded,
                                                                                         clock)
-        self._runner.on_hidden = None if self.speculator is None else self.speculator.observe
+        self._runner = ModelRunner(loaded, PREFILL_CHUNK, self._sizer, clock, self.speculator)
+        self._ahead = AheadDecoder(loaded.model, self._runner, self.timing, self._append_token, self._fail)
         self._lock = lock or FairLock()
         self._numbers = itertools.count()
         self._thread: threading.Thread | None = None

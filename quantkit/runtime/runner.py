@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,6 +17,9 @@ from quantkit.runtime.kv_manager import KVCacheManager
 from quantkit.runtime.loader import LoadedModel
 from quantkit.runtime.request import Request
 from quantkit.runtime.scheduler import StepPlan
+
+if TYPE_CHECKING:
+    from quantkit.runtime.speculation import Speculator
 
 
 @dataclass
@@ -70,15 +74,12 @@ class ModelRunner:
         chunk: tokens after which policies act that act on chunks.
         sizer: says how long a policy's work at a prompt's end may take while others decode.
         clock: tells seconds.
-
-    Attributes:
-        on_hidden: is told of hidden states that the model hands out: the request, the first token's position,
-            and float32 ``[n, layers, hidden]``.
+        speculator: is told of hidden states that its drafts go on from.
     """
 
     def __init__(self, loaded: LoadedModel, chunk: int, sizer: ChunkSizer,
-                 clock: Callable[[], float]) -> None:
-        self.on_hidden: Callable[[Request, int, torch.Tensor], None] | None = None
+                 clock: Callable[[], float], speculator: Speculator | None = None) -> None:
+        self._speculator = speculator
         self._loaded, self._chunk, self._sizer, self._clock = loaded, chunk, sizer, clock
         self._awaited, self._deadline = False, 0.0  # whether others wait, and when their next tokens are due
 
@@ -145,6 +146,7 @@ class ModelRunner:
         tentative = [row for row, (request, end) in enumerate(rows) if end < 0 and request.id in drafts]
         try:
             batch = Batch(kv.cache, [request.sequence for request, _ in rows], phases, tentative=tentative)
+            batch.taps = self._taps
             logits = self._loaded.model.forward(tokens, batch, wanted)
         except Exception as error:
             self._take_apart(rows, error, output)
@@ -164,10 +166,14 @@ class ModelRunner:
                 requests, logits, [drafts.get(request.id, []) for request in requests] if tentative else None,
                 (batch, places) if tentative else None))
 
+    @property
+    def _taps(self) -> tuple[int, ...]:
+        return () if self._speculator is None else self._speculator.layers
+
     def _tell_hidden(self, batch: Batch, requests: Sequence[Request]) -> None:
-        if self.on_hidden is not None:
+        if self._speculator is not None:
             for row, parts in batch.hidden.items():
-                self.on_hidden(requests[row], batch.starts[row], torch.cat(parts))
+                self._speculator.observe(requests[row], batch.starts[row], torch.cat(parts))
 
     def _take_apart(self, rows: Sequence[tuple[Request, int]], error: Exception, output: StepOutput) -> None:
         """A step failed, and nobody knows whose fault it was: those with a chunk go by themselves from now
@@ -186,6 +192,7 @@ class ModelRunner:
         try:
             defer = self._token_budget if self._awaited and ends else None
             batch = Batch(request.kv.cache, [request.sequence], self._phase(request, end), defer)
+            batch.taps = self._taps
             ids = gpu.sent(torch.tensor([request.tokens_between(start, end)]), model.device)
             logits = self._logits_of(request, ids, batch, end)
             self._tell_hidden(batch, [request])

@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from quantkit.errors import PluginError, QuantkitError
+from quantkit.errors import PluginError, QuantkitError, UsageError
 from quantkit.plugins import whose
 from quantkit.registry import described
 from quantkit.runtime.ahead import next_tokens
-from quantkit.runtime.drafting.base import DraftedText, Drafter
+from quantkit.runtime.cpu.model import CpuModel
+from quantkit.runtime.drafting.base import DraftedText, Drafter, DraftSource
 from quantkit.runtime.drafting.length import Acceptance, StepTimes, best_length, trial_length
 from quantkit.runtime.loader import LoadedModel
 from quantkit.runtime.request import Request
@@ -67,20 +68,28 @@ class Speculator:
                  clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._drafter, self._vocab = drafter, loaded.config.vocab_size
-        self._source = drafter.start(loaded)
+        self._source: DraftSource | None = drafter.start(loaded)
+        if self._source.layers and not isinstance(loaded.model, CpuModel):
+            raise UsageError(f"{drafter.name} can't draft for {loaded.uri}", next="take another drafter",
+                             why="it goes on from hidden states, which this model doesn't hand out")
         self._texts: dict[int, _Text] = {}
-        self._broken = False
         self.times, self.counts = StepTimes(), DraftCounts()
 
     @property
     def nbytes(self) -> int:
         """Bytes of memory that drafting takes beside the model."""
-        return self._source.nbytes
+        return 0 if self._source is None else self._source.nbytes
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Layers whose inputs :meth:`observe` is to be told of, as :attr:`Batch.taps`."""
+        return () if self._source is None else self._source.layers
 
     def observe(self, request: Request, start: int, hidden: torch.Tensor) -> None:
         """Tokens of a request went through the model; see
         :meth:`~quantkit.runtime.drafting.base.DraftSource.observe`."""
-        if self._broken or not request.kv.drafts:
+        if self._source is None or not request.kv.drafts or request.pool is not None or (
+                request.sampling.max_tokens < 2):  # the only token comes of the prompt
             return
         if (text := self._texts.get(request.id) or self._begin(request)) is None:
             return
@@ -95,13 +104,13 @@ class Speculator:
         prompts too: their tokens fill the step."""
         asked: list[tuple[_Text, int]] = []
         for request in requests:
-            if self._broken or not request.kv.drafts:
+            if self._source is None or not request.kv.drafts:
                 continue
             text = self._texts.get(request.id) or self._begin(request)
             if text is not None and (length := self._length(text, request, len(requests) - 1)):
                 text.update(request)
                 asked.append((text, length))
-        if not asked:
+        if not asked or self._source is None:
             return {}
         begin = self._clock()
         try:
@@ -164,13 +173,15 @@ class Speculator:
     def end(self, requests: Sequence[Request]) -> None:
         """Requests have ended."""
         for request in requests:
-            if (text := self._texts.pop(request.id, None)) is not None and not self._broken:
+            if (text := self._texts.pop(request.id, None)) is not None and self._source is not None:
                 try:
                     self._source.end(text.drafted)
                 except Exception as error:
                     self._give_up(error)
 
     def _begin(self, request: Request) -> _Text | None:
+        if self._source is None:
+            return None
         text = _Text(request)
         try:
             self._source.begin(text.drafted)
@@ -207,7 +218,7 @@ class Speculator:
                               "each text")
 
     def _give_up(self, error: Exception) -> None:
-        self._broken = True
+        self._source = None  # and with it all that it keeps
         self._texts.clear()
         warnings.warn(f"{whose('drafters', self._drafter.name)} failed, and answers go on without drafts: "
                       f"{described(error)}", stacklevel=2)

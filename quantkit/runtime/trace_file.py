@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from quantkit.errors import QuantkitError, UsageError
+from quantkit.registry import described
 from quantkit.runtime.trace import RequestSpan, StepSpan
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ class TraceFile:
         self._sources: list[_Source] = []
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="quantkit-trace", daemon=True)
-        self._failure: OSError | None = None
+        self._failure: Exception | None = None
 
     def __enter__(self) -> TraceFile:
         try:
@@ -79,8 +80,9 @@ class TraceFile:
         self._ending.set()
         self._thread.join()
         if self._failure is not None and error is None:
-            raise QuantkitError(f"the trace in {self._path} is not complete", next="free some space",
-                                why=self._failure.strerror or str(self._failure))
+            full = isinstance(self._failure, OSError)
+            raise QuantkitError(f"the trace in {self._path} is not complete", why=described(self._failure),
+                                next="free some space" if full else None)
 
     def add(self, name: str, engine: Engine) -> None:
         """Write what an engine does, as the process of this name."""
@@ -100,7 +102,7 @@ class TraceFile:
                             separator = ","
                     file.flush()
                 file.write(f"{'[' if separator == '[' else ''}\n]\n")
-        except OSError as error:
+        except Exception as error:
             self._failure = error
 
     def _news(self, source: _Source, last: bool) -> Iterator[Event]:

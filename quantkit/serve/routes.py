@@ -119,8 +119,12 @@ def add_state(api: FastAPI, models: ServedModels, metrics: Metrics, timeline: Ti
     async def measured() -> Response:
         return Response(metrics.text(), headers={"content-type": CONTENT_TYPE})
 
+    tracing = asyncio.Lock()
+
     @api.get("/trace", summary="When requests waited, were read and decoded, and the engines' steps",
              responses=responses(TraceResponse, *locked))
     async def traced(since: Annotated[float, Query(ge=0, allow_inf_nan=False, description=(
             "Only what was recorded after this time: the ``now`` of an earlier answer."))] = 0) -> Response:
-        return Response(await asyncio.to_thread(timeline.body, since), media_type="application/json")
+        async with tracing:  # one at a time: a long trace takes a core for a while
+            body = await asyncio.to_thread(timeline.body, since)
+        return Response(body, media_type="application/json")

@@ -27,7 +27,7 @@ def test_the_short_way_to_write_a_drafter():
 
 @pytest.mark.parametrize(("text", "message"), [
     ("ngran", "no drafter is called 'ngran'"), ("ngram(", "can't be read"), ("ngram(1, 2)", "can't be read"),
-    ('self("a)', "can't be read"),
+    ('self("a)', "can't be read"), ('self("")', "is empty"), ('self("a"b)', "not all in quotes"),
     ("ngram(1, max_tokens=2)", "given twice"), ("ngram(most=2)", "has no option 'most'"),
     ("ngram(33)", "max_tokens: Input should be less than or equal to 32"),
     ("ngram(max_match=2)", "min_match 3 is more than max_match 2"), ("model", "checkpoint: Field required"),

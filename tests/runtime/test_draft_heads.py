@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
-import json
+import gc
 import shutil
+import warnings
+import weakref
+from typing import ClassVar
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quantkit.errors import QuantkitError, UsageError
 from quantkit.kvspec import parse_kv
 from quantkit.quantize import quantize
 from quantkit.runtime import speculation
+from quantkit.runtime.drafting.base import Drafter, DraftSource
 from quantkit.runtime.drafting.eagle3 import Eagle3Drafter
 from quantkit.runtime.drafting.head import HeadSource
 from quantkit.runtime.drafting.mtp import MtpDrafter
+from quantkit.runtime.drafting.ngram import NgramDrafter
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.generate import generate
 from quantkit.runtime.loader import load
 from quantkit.runtime.sampler import Sampling
+from quantkit.runtime.scheduler import Scheduler
 from quantkit.testing import tiny_model
 from tests.support.draft_heads import eagle3_files, mtp_shapes, random_tensors
 
@@ -203,16 +208,96 @@ def test_drafts_are_those_of_the_formulas(folder, head, prompt_of, monkeypatch, 
             assert draft == head.drafts(tokens, limit)
 
 
-def test_texts_that_begin_in_the_prefix_cache_or_give_up_their_pages(folder, head, prompt_of, monkeypatch):
+def test_texts_that_begin_in_the_prefix_cache(folder, head, prompt_of, monkeypatch):
     """What is missing to a head is what the model never computed for this text: it drafts on."""
     loaded = load(str(folder), dtype="float32")
     prompts = [[*prompt_of(70), *prompt_of(20, seed)] for seed in range(4)]
     plain = [result.token_ids for result in generate(loaded, prompts, ANSWER)]
-    for memory, cached in ((None, 2**22), (int(0.4 * 2**20), None)):
-        answers, drafts = drafted(loaded, head.drafter, prompts, monkeypatch, max_batch=2, memory=memory,
-                                  context=256 if memory else None, prefix_cache=cached)
-        assert answers == plain
-        assert sum(len(draft) > 0 for _, draft, _ in drafts) > 60
+    answers, drafts = drafted(loaded, head.drafter, prompts, monkeypatch, max_batch=2, prefix_cache=2**22)
+    assert answers == plain
+    assert sum(len(draft) > 0 for _, draft, _ in drafts) > 60
+
+
+def test_texts_that_give_up_their_pages(folder, head, prompt_of, monkeypatch):
+    loaded = load(str(folder), dtype="float32")
+    prompts, longer = [prompt_of(80, seed) for seed in range(4)], dataclasses.replace(ANSWER, max_tokens=220)
+    plain = [result.token_ids for result in generate(loaded, prompts, longer)]
+    preempted = []
+    preempt = Scheduler.preempt
+    monkeypatch.setattr(Scheduler, "preempt",
+                        lambda self, request: (preempted.append(request.id), preempt(self, request)))
+    answers, drafts = drafted(loaded, head.drafter, prompts, monkeypatch, longer, max_batch=4,
+                              memory=2**20, context=320, prefix_cache=None)
+    assert answers == plain and preempted
+    assert sum(len(draft) > 0 for _, draft, _ in drafts) > 60
+
+
+def test_a_model_that_had_a_head_serves_other_drafters(folder, head, prompt_of, monkeypatch):
+    loaded = load(str(folder), dtype="float32")
+    prompt = [*prompt_of(20), *prompt_of(20), *prompt_of(20)]
+    drafted(loaded, head.drafter, [prompt], monkeypatch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine = Engine(loaded, drafter=NgramDrafter(min_match=1))
+        request = engine.submit(prompt, ANSWER)
+        while engine.step():
+            pass
+    assert request.result.drafted_tokens
+
+
+class Listening(Drafter):
+    """Notes what it is told of."""
+
+    name: ClassVar[str] = "listening"
+
+    def start(self, target):
+        return ListeningSource()
+
+
+class ListeningSource(DraftSource):
+    layers = (0, LAYERS)
+
+    def __init__(self):
+        self.told = []
+
+    def observe(self, text, start, hidden):
+        self.told.append((start, len(hidden), tuple(hidden.shape[1:])))
+
+    def propose(self, texts, limits):
+        return [[5, 6][:limit] for limit in limits]
+
+
+def test_any_drafter_is_told_of_the_layers_that_it_names(folder, prompt_of):
+    loaded = load(str(folder), dtype="float32")
+    engine = Engine(loaded, drafter=Listening())
+    told = engine.speculator._source.told
+    for sampling, more in ((ANSWER, {}), (dataclasses.replace(ANSWER, max_tokens=1), {}),
+                           (ANSWER, {"pooling": "mean"})):
+        told.clear()
+        engine.submit(prompt_of(40), sampling, **more)
+        while engine.step():
+            pass
+        assert bool(told) == (sampling.max_tokens > 1 and not more)  # no other has any use for it
+        if told:
+            assert told[0][0] == 0 and all(shape == (2, HIDDEN) for _, _, shape in told)
+            assert {count for start, count, _ in told if start >= 40} == {1, 2, 3}
+
+
+def test_a_drafter_that_fails_keeps_nothing(folder, head, prompt_of, monkeypatch):
+    loaded = load(str(folder), dtype="float32")
+    engine = Engine(loaded, drafter=head.drafter)
+    request = engine.submit(prompt_of(40), ANSWER)
+
+    def fails(self, texts, limits):
+        raise RuntimeError("no more")
+
+    monkeypatch.setattr(HeadSource, "propose", fails)
+    kept = weakref.ref(engine.speculator._source)
+    with pytest.warns(UserWarning, match="no more"):
+        while engine.step():
+            pass
+    gc.collect()
+    assert len(request.result.token_ids) == 24 and kept() is None and engine.speculator.nbytes == 0
 
 
 def test_a_quantized_model_with_the_head_of_the_original(folder, head, prompt_of, tmp_path, monkeypatch):
@@ -230,30 +315,3 @@ def test_a_checkpoint_with_a_head_loads_without_it(folder, head, weights):
         text = torch.tensor([[5, 6, 7, 8]])
         assert torch.equal(load(head.drafter.checkpoint, dtype="float32").model(text),
                            load(str(folder), dtype="float32").model(text))
-
-
-def test_heads_of_other_models_are_refused(folder, loaded, weights, tmp_path):
-    made = Eagle3(tmp_path / "files", loaded.config, weights, "midlayer", False)
-    config = tmp_path / "files" / "config.json"
-    stated = json.loads(config.read_text())
-
-    def refused(drafter, match, error=UsageError):
-        with pytest.raises(error, match=match):
-            drafter.start(loaded)
-
-    refused(MtpDrafter(checkpoint=str(folder)), "has no head for further tokens")
-    for changed, match in (({"eagle_aux_hidden_state_layer_ids": [2, 3, 40]}, "hidden states of the layers"),
-                           ({"draft_vocab_size": 90}, r"lm_head.weight has shape \[100, 64\]"),
-                           ({"hidden_size": 128}, "hidden size is 128, the model's 64")):
-        config.write_text(json.dumps(stated | changed))
-        refused(made.drafter, match, QuantkitError)
-    config.write_text(json.dumps(stated))
-    files = load_file(tmp_path / "files" / "model.safetensors")
-    save_file(files | {"d2t": files["d2t"] + 250}, tmp_path / "files" / "model.safetensors")
-    refused(made.drafter, "it drafts token")
-    del files["midlayer.hidden_norm.weight"]
-    save_file(files, tmp_path / "files" / "model.safetensors")
-    refused(made.drafter, "lacks the tensor 'midlayer.hidden_norm.weight'", QuantkitError)
-    other = load(str(tiny_model(tmp_path / "moe", "qwen3_moe")))
-    with pytest.raises(UsageError, match="eagle3 can't draft for"):
-        made.drafter.start(other)

@@ -27,6 +27,7 @@ from quantkit.ops.linear import query_for
 from quantkit.runtime.chunks import chunks_of, join_rows, pad_rows, selected_rows, single_position
 from quantkit.runtime.cpu.buffers import MAX_ROWS, packed_of
 from quantkit.runtime.cpu.decoded_program import DecodedCpuProgram
+from quantkit.runtime.cpu.malloc import trim_heap
 from quantkit.runtime.cpu.program import CpuProgram
 from quantkit.runtime.cpu.tapped_program import TappedCpuProgram
 from quantkit.spec import KVSpec
@@ -108,8 +109,7 @@ class CpuModel:
     def __init__(self, model: CausalLM, high: bool = False) -> None:
         self._model, self._high, self.config = model, high, model.config
         self.dtype, self.device = model.dtype, model.device
-        self._programs: dict[tuple[PageCodecs, bool], CpuProgram] = {}
-        self._taps: tuple[int, ...] = ()
+        self._programs: dict[tuple[PageCodecs, bool, tuple[int, ...]], CpuProgram] = {}
         self._making = threading.Lock()
         self._running = threading.Lock()  # engines over one model share its programs' buffers
         cpu_machine.pool()  # of as many threads as torch has now
@@ -133,22 +133,13 @@ class CpuModel:
             A model over the same memory and KV caches; ``None``: no weight is int8 without zero points.
         """
         with self._making:
+            self._programs.clear()  # which read them as they are
             for linear in (*self.linears().values(), self._model.head):
                 if linear.weight is not self._model.embedding:  # whose rows are read by themselves
                     linear.weight = packed_of(linear).in_planes()
-            self._programs.clear()  # which read them as they were
+            trim_heap()
         weights = [packed_of(linear) for linear in (*self.linears().values(), self._model.head)]
         return CpuModel(self._model, high=True) if any(weight.has_planes for weight in weights) else None
-
-    def tap(self, layers: Sequence[int]) -> None:
-        """Hand out hidden states from now on, in :attr:`Batch.hidden`, unless a cache's codec has no kernel.
-
-        Args:
-            layers: whose inputs; the number of layers stands for what the last one leaves.
-        """
-        with self._making:
-            self._taps = tuple(layers)
-            self._programs.clear()
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """See :meth:`CausalLM.embed`."""
@@ -183,7 +174,7 @@ class CpuModel:
         if batch is None:
             return self._model(ids, positions, cache, last).float()
         counts = batch.counts(ids.shape, positions)
-        program = self.program(codecs_of(batch.cache), not has_kernels(batch.cache))
+        program = self._program_of(batch)
         wanted = [range(count) for count in counts] if last is None else [
             single_position(int(at), count) for at, count in zip(last, counts, strict=True)]
         with self._running:
@@ -199,7 +190,7 @@ class CpuModel:
         if self.declines(batch) is not None:
             return self._model.forward(tokens, batch, wanted)
         ids, counts = [np.array(row, np.int64) for row in tokens], [*map(len, tokens)]
-        program = self.program(codecs_of(batch.cache), not has_kernels(batch.cache))
+        program = self._program_of(batch)
         places = [range(count - wants, count) for count, wants in zip(counts, wanted)]
         with self._running:
             parts = [program.step(batch, ids, chunks, selected_rows(chunks, places))
@@ -219,7 +210,7 @@ class CpuModel:
         if batch is None:
             return self._model.hidden(ids, positions, cache).float()
         counts = batch.counts(ids.shape, positions)
-        program = self.program(codecs_of(batch.cache), not has_kernels(batch.cache))
+        program = self._program_of(batch)
         with self._running:
             parts = [program.run(batch, ids.numpy(), chunks).clone()
                      for chunks in chunks_of(counts, MAX_ROWS, batch.block, batch.starts)]
@@ -234,17 +225,22 @@ class CpuModel:
             flat = join_rows([program.logits(part) for part in rows.split(MAX_ROWS)], self.config.vocab_size)
         return flat.reshape(*x.shape[:-1], self.config.vocab_size)
 
-    def program(self, codecs: PageCodecs | None, decoded: bool = False) -> CpuProgram:
+    def _program_of(self, batch: Batch) -> CpuProgram:
+        return self.program(codecs_of(batch.cache), not has_kernels(batch.cache), batch.taps)
+
+    def program(self, codecs: PageCodecs | None, decoded: bool = False, taps: tuple[int, ...] = ()
+                ) -> CpuProgram:
         """The program that reads these codecs of the cache, or any; made when it is first asked for.
 
         Args:
             codecs: of the pages that attention reads; ``None``: any.
             decoded: whether these are decoded pages.
+            taps: as :attr:`Batch.taps`.
         """
         from quantkit_kernels.cpu.kv_pages import PageCodecs
 
-        key = next(iter(list(self._programs)), (PageCodecs("bf16", "bf16"), False)) if codecs is None else (
-            codecs, decoded)
+        key = (codecs, decoded, taps) if codecs is not None else next(
+            iter(list(self._programs)), (PageCodecs("bf16", "bf16"), False, ()))
         if (program := self._programs.get(key)) is not None:  # steps don't wait for one that is being made
             return program
         with self._making:
@@ -257,11 +253,11 @@ class CpuModel:
                 self._programs[key] = program
         return program
 
-    def _make(self, codecs: PageCodecs, decoded: bool) -> CpuProgram:
+    def _make(self, codecs: PageCodecs, decoded: bool, taps: tuple[int, ...]) -> CpuProgram:
         if decoded:
             return DecodedCpuProgram(self._model, codecs, self._high)
-        if self._taps:
-            return TappedCpuProgram(self._model, codecs, self._high, self._taps)
+        if taps:
+            return TappedCpuProgram(self._model, codecs, self._high, taps)
         return CpuProgram(self._model, codecs, self._high)
 
     def _batch(self, ids: torch.Tensor, cache: KVCacheProtocol | None) -> Batch | None:

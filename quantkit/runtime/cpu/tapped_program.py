@@ -23,7 +23,7 @@ class TappedCpuProgram(CpuProgram):
 
     Args:
         model, codecs, high: as of a :class:`CpuProgram`.
-        layers: whose inputs are handed out; the number of layers stands for what the last one leaves.
+        layers: as :attr:`Batch.taps`.
     """
 
     def __init__(self, model: CausalLM, codecs: PageCodecs, high: bool, layers: Sequence[int]) -> None:

@@ -6,7 +6,6 @@ has an output layer of its own, often over the most frequent part of the vocabul
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -15,22 +14,18 @@ from pydantic import Field
 
 from quantkit.errors import UsageError
 from quantkit.kv.batch import Batch
-from quantkit.models.architecture import parse_config
-from quantkit.models.config import ModelConfig
 from quantkit.models.forward_context import ForwardContext
 from quantkit.models.layers import MLP, Attention, RMSNorm, check_shape, embedded, linear
 from quantkit.ops.linear_weight import LinearWeight
 from quantkit.runtime.cpu.model import CpuModel
 from quantkit.runtime.drafting.base import MAX_DRAFT, Drafter, DraftSource
-from quantkit.runtime.drafting.head import DraftHead, HeadFiles, HeadSource, cpu_model
+from quantkit.runtime.drafting.eagle3_config import read_config
+from quantkit.runtime.drafting.head import DraftHead, HeadSource, cpu_model
+from quantkit.runtime.drafting.head_files import HeadFiles, head_source
 
 if TYPE_CHECKING:
     from quantkit.runtime.loader import LoadedModel
 
-NOT_OF_THE_LAYER = ("architectures", "draft_vocab_size", "target_hidden_size", "eagle_config",
-                    "eagle_aux_hidden_state_layer_ids", "norm_before_residual", "transformers_version",
-                    "auto_map", "bias", "pretraining_tp")
-"""Keys of such a checkpoint's ``config.json`` that say nothing about its decoder layer."""
 NEVER = -1e30
 """The logit of tokens that a head doesn't draft: samplers refuse infinite ones."""
 
@@ -51,15 +46,10 @@ class Eagle3Drafter(Drafter):
 
     def start(self, target: LoadedModel) -> DraftSource:
         """See the base class."""
-        from quantkit.sources.open import open_source
-
         model = cpu_model(target, self.name)
-        source = open_source(self.checkpoint, None)
-        try:
+        with head_source(self.checkpoint) as source:
             head = Eagle3Head(source.config(), HeadFiles(source, _stored_name(source.tensors()), model.dtype),
                               model, self.checkpoint)
-        finally:
-            source.close()
         return HeadSource(head, model, self.least_chance)
 
 
@@ -78,14 +68,10 @@ class Eagle3Head(DraftHead):
     """
 
     def __init__(self, hf: Mapping[str, Any], files: HeadFiles, model: CpuModel, uri: str) -> None:
-        hf = dict(hf.get("transformer_layer_config") or {}) | dict(hf)
-        hf.pop("transformer_layer_config", None)
-        self.config = dataclasses.replace(
-            parse_config({"model_type": "llama"} | {
-                key: value for key, value in hf.items() if key not in NOT_OF_THE_LAYER}),
-            num_layers=1, sliding_windows=(None,))
+        stated = read_config(hf, model.config, uri)
+        self.config, self.layers, self._normed_residual = stated.layer, stated.layers, stated.normed_residual
         self._model, weights, hidden = model, files.weights, self.config.hidden_size
-        self.dtype, self.layers = model.dtype, aux_layers(hf, model.config)
+        self.dtype = model.dtype
         target = model.config
         self._table: LinearWeight | None = None
         if files.has("model.embed_tokens.weight"):
@@ -103,18 +89,18 @@ class Eagle3Head(DraftHead):
             RMSNorm(f"{layer}.{name}", hidden, self.config, weights)
             for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm"))
         self._norm = RMSNorm("model.norm", hidden, self.config, weights)
-        self._normed_residual = bool(hf.get("norm_before_residual"))
-        size = int(hf.get("draft_vocab_size") or self.config.vocab_size)
+        size = stated.draft_vocab
         self._head = linear(weights, "lm_head", (size, hidden), False)
         self._ids = torch.arange(size)
         if files.has("d2t"):
-            offsets = files.tensor("d2t").to(torch.int64)
+            offsets = files.integers("d2t")
             check_shape("d2t", offsets, (size,))
             self._ids = self._ids + offsets
-        if int(self._ids.min()) < 0 or int(self._ids.max()) >= target.vocab_size:
+        files.refuse_unused("", ("t2d",))
+        if (wrong := self._ids[(self._ids < 0) | (self._ids >= target.vocab_size)]).numel():
             raise UsageError(f"{uri} can't draft for this model", next="take the head that was made for it",
-                             why=f"it drafts token {int(self._ids.max()):,} of {target.vocab_size:,}")
-        self.nbytes = files.nbytes
+                             why=f"it drafts token {int(wrong[0]):,} of {target.vocab_size:,}")
+        self.nbytes = files.nbytes + (0 if self._table is None else self._table.nbytes)
 
     def join(self, hidden: torch.Tensor) -> torch.Tensor:
         """See the base class."""
@@ -136,20 +122,6 @@ class Eagle3Head(DraftHead):
         logits = torch.full((self._model.config.vocab_size,), NEVER)
         logits[self._ids] = self._head(self._norm(state[None]))[0].float()
         return logits
-
-
-def aux_layers(hf: Mapping[str, Any], target: ModelConfig) -> tuple[int, ...]:
-    """The model's layers whose inputs a head was trained on: as its config says, or those of the paper's
-    code."""
-    stated = hf.get("eagle_aux_hidden_state_layer_ids") or (hf.get("eagle_config") or {}).get(
-        "eagle_aux_hidden_state_layer_ids")
-    count = target.num_layers
-    layers = tuple(map(int, stated or (2, count // 2, count - 3)))
-    if not all(0 <= layer <= count for layer in layers):
-        raise UsageError("this EAGLE-3 head can't draft for this model",
-                         why=f"it wants hidden states of the layers {', '.join(map(str, layers))}, and the "
-                             f"model has {count}", next="take the head that was made for it")
-    return layers
 
 
 def _stored_name(stored: Mapping[str, object]) -> Callable[[str], str]:

@@ -7,24 +7,20 @@ p + 1; what it gives then says what comes at p + 2. A draft goes on from what th
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 
-from quantkit.errors import SourceError, UsageError
+from quantkit.errors import UsageError
 from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
 from quantkit.models.config import ModelConfig
 from quantkit.models.forward_context import ForwardContext
-from quantkit.models.linear import Weights
-from quantkit.ops.linear_weight import LinearWeight
 from quantkit.ops.sampling import largest_chance, one_thread
-from quantkit.ops.stored_weight import StoredWeight
 from quantkit.runtime.cpu.model import CpuModel
 from quantkit.runtime.drafting.base import DraftedText, DraftSource
-from quantkit.sources.base import ModelSource
 from quantkit.spec import KVSpec
 
 if TYPE_CHECKING:
@@ -93,7 +89,6 @@ class HeadSource(DraftSource):
         self._head, self._model, self._least = head, model, least_chance
         self.layers, self.nbytes = head.layers, head.nbytes
         self._cache = KVCache(head.config, KVSpec(), head.dtype)
-        model.tap(head.layers)
 
     def begin(self, text: DraftedText) -> None:
         """See the base class."""
@@ -165,43 +160,6 @@ def cpu_model(target: LoadedModel, drafter: str) -> CpuModel:
                          why=target.fallback_reason or "heads draft on a CPU only",
                          next="leave out --draft, or take ngram")
     return target.model
-
-
-class HeadFiles:
-    """A head's tensors in a checkpoint.
-
-    Args:
-        source: that has them.
-        names: ``(name)`` → what a tensor is called there, or ``None``.
-        dtype: that they are computed in.
-
-    Attributes:
-        weights: by the names that layers ask for; Linears are packed for the CPU's kernels.
-        nbytes: of the Linears that were asked for.
-    """
-
-    def __init__(self, source: ModelSource, names: Callable[[str], str], dtype: torch.dtype) -> None:
-        self._source, self._names, self._infos = source, names, source.tensors()
-        self.nbytes = 0
-        self.weights = Weights(self.tensor, self.has, dtype, pack=self._pack)
-
-    def has(self, name: str) -> bool:
-        """Whether there is a tensor."""
-        return self._names(name) in self._infos
-
-    def tensor(self, name: str) -> torch.Tensor:
-        """A tensor as it is stored. Raises SourceError: there is none."""
-        stored = self._names(name)
-        if stored not in self._infos:
-            raise SourceError(f"{self._source.uri} lacks the tensor {stored!r}",
-                              why="it doesn't hold the head that its other tensors are of",
-                              next="get its files from the same place again")
-        return self._source.tensor(stored)
-
-    def _pack(self, weight: StoredWeight) -> LinearWeight:
-        packed = weight.packed(self.weights.dtype)
-        self.nbytes += packed.nbytes
-        return packed
 
 
 def _reading(text: DraftedText) -> _Reading:

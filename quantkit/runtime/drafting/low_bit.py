@@ -73,7 +73,7 @@ def _high_halves(target: LoadedModel) -> LanguageModel:
     draft = target.model.high_halves() if isinstance(target.model, CpuModel) else None
     if draft is None:
         raise UsageError(f"{target.uri} has no high halves to draft with",
-                         why="the CPU's kernels run no int8 weights without zero points in it",
+                         why="no layer of it is int8 without zero points and run by the CPU's kernels",
                          next="quantize it by `quantkit quantize --recipe int8-head8-draft`, or name a "
                               "checkpoint of fewer bits: self(CHECKPOINT)")
     return draft

@@ -23,7 +23,8 @@ from quantkit.models.forward_context import ForwardContext
 from quantkit.models.layers import RMSNorm, linear
 from quantkit.runtime.cpu.model import CpuModel
 from quantkit.runtime.drafting.base import MAX_DRAFT, Drafter, DraftSource
-from quantkit.runtime.drafting.head import DraftHead, HeadFiles, HeadSource, cpu_model
+from quantkit.runtime.drafting.head import DraftHead, HeadSource, cpu_model
+from quantkit.runtime.drafting.head_files import HeadFiles, head_source
 
 if TYPE_CHECKING:
     from quantkit.runtime.loader import LoadedModel
@@ -45,15 +46,10 @@ class MtpDrafter(Drafter):
 
     def start(self, target: LoadedModel) -> DraftSource:
         """See the base class."""
-        from quantkit.sources.open import open_source
-
         model = cpu_model(target, self.name)
-        source = open_source(self.checkpoint, None)
-        try:
+        with head_source(self.checkpoint) as source:
             layout = layout_in(source.tensors(), model.config, self.checkpoint)
             head = MtpHead(layout, HeadFiles(source, layout.name_of, model.dtype), model)
-        finally:
-            source.close()
         return HeadSource(head, model, self.least_chance)
 
 
@@ -126,6 +122,9 @@ class MtpHead(DraftHead):
         self._token_norm, self._hidden_norm, self._norm = (
             RMSNorm(name, hidden, config, weights)
             for name in (layout.token_norm, layout.hidden_norm, layout.norm))
+        # DeepSeek's files repeat the model's own embedding and output layer
+        files.refuse_unused(f"{layout.block}.", (f"{layout.block}.embed_tokens.weight",
+                                                 f"{layout.block}.shared_head.head.weight"))
         self.nbytes = files.nbytes
 
     def join(self, hidden: torch.Tensor) -> torch.Tensor:
