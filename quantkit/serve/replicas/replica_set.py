@@ -83,10 +83,8 @@ class ReplicaSet:
         if self._closed:
             return
         self._closed = True
-        with contextlib.suppress(Exception):  # the cluster may be gone already
-            if self._local:
-                self._serve.shutdown()
-            else:
+        if not self._local:
+            with contextlib.suppress(Exception):  # the cluster may be gone already
                 self._serve.delete(self._name)
         self._ray.shutdown()
 
@@ -126,8 +124,10 @@ class ReplicaSet:
             self._handle = self._serve.run(deployment.bind(load, setup), name=self._name, route_prefix=None,
                                            logging_config=quiet)
         except RuntimeError as error:
-            raise carried_error(str(error)) or QuantkitError(
-                "a replica can't be started", why=_last_line(error),
+            application = self._serve.status().applications[self._name]
+            messages = "\n".join(each.message for each in application.deployments.values())
+            raise carried_error(messages) or QuantkitError(
+                "a replica can't be started", why=_last_line(messages),
                 next=f"the same command without {OPTION} shows more") from error
         infos: list[ReplicaInfo] = self._handle.broadcast("info").results(timeout_s=STATE_SECONDS)
         self.infos = sorted(infos, key=lambda info: info.id)
@@ -147,6 +147,5 @@ def _import_serve() -> Any:
     return serve
 
 
-def _last_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[-1][:300] if lines else type(error).__name__
+def _last_line(text: str) -> str | None:
+    return text.strip().rpartition("\n")[2][:300] or None
