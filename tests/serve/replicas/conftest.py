@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from quantkit.runtime.generate import generate
+from quantkit.runtime.sampler import Sampling
 from tests.support.processes import marked
 from tests.support.server_process import Process
 
@@ -18,11 +22,24 @@ MARK = "QUANTKIT_TEST_REPLICAS"
 MAX_BATCH = 4
 
 
+def chat(*texts):
+    """A conversation of a user and an assistant."""
+    return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
+
+
+def greedy(loaded, messages, count):
+    """What the model answers, by itself."""
+    ids = loaded.tokenizer.chat(messages)
+    return generate(loaded, [ids], Sampling(max_tokens=count))[0].text
+
+
 @pytest.fixture(scope="session")
 def replicated(folder) -> Iterator[Callable[..., Iterator[Process]]]:
     """``with replicated(mark) as process``: a server of two replicas; killed at the end, if it is there."""
-    pytest.importorskip("ray.serve", reason="Ray Serve isn't installed: pip install 'quantkit[ray]'",
-                        exc_type=ImportError)
+    if not Path("/proc/net/tcp6").exists():
+        pytest.skip("processes are read from Linux's /proc")
+    if not (find_spec("ray") and find_spec("grpc")):  # Ray itself isn't imported: servers do that
+        pytest.skip("Ray Serve isn't installed: pip install 'quantkit[ray]'")
 
     @contextmanager
     def start(mark: str, model: Path = folder) -> Iterator[Process]:
@@ -35,6 +52,7 @@ def replicated(folder) -> Iterator[Callable[..., Iterator[Process]]]:
             process.child.wait()
             process.child.stdout.close()
             for pid in marked(MARK, mark):
-                os.kill(pid, 9)
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
     yield start
