@@ -13,11 +13,11 @@ import torch
 
 from quantkit.errors import QuantkitError
 from quantkit.executor.cluster import LOCAL, carried_environment, connect, import_ray, named_address
+from quantkit.serve.replicas import router
 from quantkit.serve.replicas.base import ForwardedRequest, ReplicaAnswer, ReplicaInfo, ReplicaLostError
 from quantkit.serve.replicas.failure import carried_error
 from quantkit.serve.replicas.replica import Load, Replica, ReplicaSetup
 from quantkit.serve.replicas.resources import takes_gpu, threads_each
-from quantkit.serve.replicas.router import prefix_router
 
 OPTION = "--replicas"
 MAX_ONGOING = 100_000
@@ -117,7 +117,7 @@ class ReplicaSet:
             Replica, name="Replica", num_replicas=replicas, max_ongoing_requests=MAX_ONGOING,
             ray_actor_options={"num_cpus": setup.threads, "num_gpus": int(gpu)},
             request_router_config=RequestRouterConfig.model_validate(
-                {"request_router_class": prefix_router(), "request_router_kwargs": {"slack": slack}}),
+                {"request_router_class": router.PATH, "request_router_kwargs": {"slack": slack}}),
             health_check_period_s=CHECK_SECONDS, graceful_shutdown_wait_loop_s=0.1,
             graceful_shutdown_timeout_s=5, max_constructor_retry_count=1, logging_config=quiet)
         try:

@@ -1,4 +1,8 @@
-"""The balancer as Ray Serve asks it. The router lives in the server's process, beside the handle."""
+"""The balancer as Ray Serve asks it. The router lives in the server's process, beside the handle.
+
+Ray Serve imports a router by its path. ``PrefixRouter`` here is made when somebody asks for it, so that this
+module can be imported without Ray.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +10,16 @@ from typing import Any
 
 from quantkit.serve.replicas.balance import PrefixBalancer
 
+PATH = f"{__name__}.PrefixRouter"
 
-def prefix_router() -> Any:
+
+def __getattr__(name: str) -> Any:
+    if name == "PrefixRouter":
+        return _router_class()
+    raise AttributeError(name)
+
+
+def _router_class() -> Any:
     """The class of Ray Serve's router that sends a request to the replica that its balancer names.
 
     A request has the names of its prompt's blocks as the argument ``blocks``. The deployment's
