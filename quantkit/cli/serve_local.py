@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import os
 import shlex
@@ -12,18 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 import rich_click as click
 
-from quantkit.cli.imports import collector_paused, import_large
-from quantkit.cli.loading import load_model
-from quantkit.cli.present import device_option, note, show_error, show_warning, verify_option
-from quantkit.cli.serving_plan import MemoryPlan, overcommit_option
+from quantkit.cli.present import device_option, note, show_error, verify_option
+from quantkit.cli.serving_models import ServingOptions, serve_here
+from quantkit.cli.serving_plan import overcommit_option
+from quantkit.cli.serving_replicas import serve_replicas
 from quantkit.cli.tracing import open_trace, trace_option
 from quantkit.errors import QuantkitError, UsageError
 from quantkit.paths import local_path
-from quantkit.units import bytes_of, human_bytes
+from quantkit.units import bytes_of
 
 if TYPE_CHECKING:
-    from quantkit.runtime.engine import Engine
-    from quantkit.runtime.loader import LoadedModel
     from quantkit.serve.models import SchedulingPolicy
 
 KEY_VARIABLE = "QUANTKIT_API_KEY"
@@ -57,6 +54,10 @@ MAX_NAME = 200
 @click.option("--draft", metavar="DRAFTER", default="none", show_default=True,
               help="Guess tokens that a step confirms: ngram, \"self(CHECKPOINT)\"; answers stay the same. "
                    "Below break-even nothing is drafted.")
+@click.option("--replicas", type=click.IntRange(min=1), metavar="N",
+              help="Run N copies of the models by Ray Serve: on the cluster that RAY_ADDRESS names, else on "
+                   "this machine, whose cores they share; on GPUs one each. A conversation stays with the "
+                   "replica that has read it.")
 @overcommit_option
 @click.option("--max-batch", type=click.IntRange(min=1), default=16, show_default=True,
               help="Largest number of sequences that run side by side.")
@@ -86,8 +87,9 @@ MAX_NAME = 200
               help="Print one JSON object when the server listens: url, model, models, pid.")
 def command(models: tuple[str, ...], host: str, port: int, hosts: tuple[str, ...], api_key_file: Path | None,
             names: tuple[str, ...], kvs: tuple[str, ...], kv_memory: str | None, prefix_cache: str | None,
-            draft: str, overcommit: bool, max_batch: int, max_queue: int, scheduling_policy: SchedulingPolicy,
-            max_itl: float, drain_timeout: float, parse_special: bool, trace: Path | None,
+            draft: str, replicas: int | None, overcommit: bool, max_batch: int, max_queue: int,
+            scheduling_policy: SchedulingPolicy, max_itl: float, drain_timeout: float, parse_special: bool,
+            trace: Path | None,
             revision: str | None, dtype: str, device: str, verify: bool, as_json: bool) -> None:
     """Serve models on this machine with the APIs of OpenAI and Anthropic and a chat page.
 
@@ -103,65 +105,41 @@ def command(models: tuple[str, ...], host: str, port: int, hosts: tuple[str, ...
     from quantkit.kvspec import parse_kv
     from quantkit.runtime.drafting.parse import parse_drafter
     from quantkit.serve.address import bind, is_loopback, url
-    from quantkit.text import rendering
 
-    settings = [parse_kv(kv) for kv in kvs]
-    spec, drafter = settings[0] if settings else None, parse_drafter(draft)
-    memory, prefixes = _bytes("--kv-memory", kv_memory), _bytes("--prefix-cache", prefix_cache)
     # everything that can be refused is refused before a model is loaded
+    if trace is not None and replicas is not None:
+        raise UsageError("--trace doesn't go with --replicas", why="each replica has a trace of its own",
+                         next="leave out one of them")
+    for kv in kvs:
+        parse_kv(kv)
+    parse_drafter(draft)
+    options = ServingOptions(models, tuple(called), kvs, _bytes("--kv-memory", kv_memory),
+                             _bytes("--prefix-cache", prefix_cache), draft, overcommit, max_batch, max_queue,
+                             scheduling_policy, max_itl, parse_special, revision, dtype, device, verify)
     with bind(host, port, has_key=key is not None) as bound, open_trace(trace) as trace_file:
         note(f"loading {', '.join(models)}")
-        rendering.start()
-        import_large("quantkit.runtime.loader")
-        from quantkit.cli.serving_start import ServingStart
-        from quantkit.runtime.engine import Engine
-        from quantkit.runtime.fair_lock import FairLock
-
-        with collector_paused():
-            made = []
-            lock = FairLock()
-            plan = MemoryPlan(len(models), kv=spec, dtype=dtype, max_batch=max_batch, kv_memory=memory,
-                              prefix_cache=prefixes, overcommit=overcommit)
-            for model in models:
-                with ServingStart() as start:
-                    loaded = load_model(model, revision=revision, dtype=dtype, device=device, verify=verify,
-                                        on_open=functools.partial(plan.add, model),
-                                        on_tokenizer=start.take_tokenizer)
-                    engine = Engine(loaded, kv=spec, more_kv=settings[1:], max_batch=max_batch,
-                                    max_queue=max_queue, memory=memory, max_itl=max_itl / 1000,
-                                    prefix_cache=prefixes, drafter=drafter, lock=lock)
-                    start.take_engine(engine)
-                    _tell(loaded, engine, drafter is not None)
-                made.append((engine, loaded))
-            from quantkit.serve.app import create_app
-            from quantkit.serve.models import ServedEngine
-            from quantkit.serve.server import Server
-
-            served = [ServedEngine(engine, loaded, name, parse_special, scheduling_policy)
-                      for (engine, loaded), name in zip(made, called, strict=True)]
-        if trace_file is not None:
-            for model_served in served:
-                trace_file.add(model_served.name, model_served.engine)
         loopback = is_loopback(bound)
-        application = create_app(served, loopback=loopback, hosts=(*hosts, host), key=key,
-                                 on_error=_failed)
+        access = {"loopback": loopback, "hosts": (*hosts, host), "key": key, "on_error": _failed}
+        served = serve_here(options, trace_file, **access) if replicas is None else serve_replicas(
+            options, replicas, **access)
+        from quantkit.serve.server import Server
+
         address = url(bound)
 
         def ready() -> None:
             if as_json:
-                _announce({"url": address, "model": called[0], "models": called, "pid": os.getpid()})
+                _announce({"url": address, "model": called[0], "models": called, "pid": os.getpid(),
+                           **served.announced})
             where = "" if loopback else f", and on {host} for other machines"
             note(f"listening on {address}{where}; open it to chat, Ctrl-C to end")
-            note(f"next: {_curl(address, called[0], served[0].loaded, key is not None)}")
+            note(f"next: {_curl(address, called[0], served.chat, key is not None)}")
 
-        server = Server(application, drain_timeout=drain_timeout, on_ready=ready, on_drain=_drain)
+        server = Server(served.application, drain_timeout=drain_timeout, on_ready=ready, on_drain=_drain)
         gc.freeze()  # what is there stays: collections needn't look through it while answers wait
-        for model_served in served:
-            model_served.engine.start()
         try:
             server.run(sockets=[bound])
         finally:
-            application.close()
+            served.application.close()
     if server.outcome == "forced":
         raise KeyboardInterrupt
     if server.outcome == "cut":
@@ -221,41 +199,10 @@ def _called(model: str, name: str | None) -> str:
     return name
 
 
-def _tell(loaded: LoadedModel, engine: Engine, drafts: bool) -> None:
-    """Say what was loaded, and what doesn't apply to it."""
-    from quantkit.runtime.engine import PREFILL_CHUNK
-
-    note(_about(loaded, engine))
-    if engine.max_itl is None:
-        note(f"--max-itl doesn't apply: prompts are read {PREFILL_CHUNK} tokens at a time, because this "
-             "model's results depend on how a prompt is cut")
-    if engine.speculator is not None:
-        note(f"drafts take {human_bytes(engine.speculator.nbytes)} beside the model")
-    elif drafts:
-        note("--draft doesn't apply: this model's results depend on how many tokens go through it at once")
-
-
-def _about(loaded: LoadedModel, engine: Engine) -> str:
-    dtype = str(loaded.dtype).removeprefix("torch.")
-    cache = engine.cache
-    waits = cache.residual_bytes_per_token
-    return (f"loaded {loaded.label}: {human_bytes(loaded.weight_bytes)} of weights, {dtype} activations; "
-            f"KV cache {cache.spec}: {human_bytes(cache.bytes_per_token)} a token, "
-            f"{f'{human_bytes(waits)} until it is encoded, ' if waits else ''}"
-            f"context {loaded.config.max_position_embeddings}"
-            + (f"; {human_bytes(cache.allocated_bytes)} taken, for {engine.reservation.tokens:,} tokens"
-               if engine.reservation is not None else ""))
-
-
-def _curl(address: str, name: str, loaded: LoadedModel, has_key: bool) -> str:
+def _curl(address: str, name: str, chat: bool, has_key: bool) -> str:
     """A request that can be pasted."""
     import json
 
-    try:
-        chat = loaded.tokenizer.has_chat
-    except QuantkitError as error:
-        show_warning(f"no chat: {error.what}: {error.why}")
-        chat = False
     body: dict[str, Any] = {"model": name, "max_tokens": 64}
     body |= {"messages": [{"role": "user", "content": "Hello"}]} if chat else {"prompt": "Hello"}
     path = "/v1/chat/completions" if chat else "/v1/completions"

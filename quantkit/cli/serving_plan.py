@@ -37,11 +37,13 @@ class MemoryPlan:
         prefix_cache: bytes of prefixes that each keeps beside running sequences; 0: none; ``None``: the
             default part of the memory.
         overcommit: go on where the weights don't fit.
+        sharing: processes that load the same models at once, and have an even part of the memory each.
     """
 
     def __init__(self, models: int = 1, *, kv: KVSpec | None = None, dtype: str = "auto", max_batch: int = 8,
                  kv_memory: int | None = None, prefix_cache: int | None = None,
-                 overcommit: bool = False) -> None:
+                 overcommit: bool = False, sharing: int = 1) -> None:
+        self._sharing = sharing
         self._models, self._opened = models, 0
         self._kv, self._dtype, self._max_batch = kv, dtype, max_batch
         self._kv_memory, self._prefix_cache, self._overcommit = kv_memory, prefix_cache, overcommit
@@ -65,7 +67,8 @@ class MemoryPlan:
         from quantkit.runtime.kv_manager import default_prefix_bytes
 
         if not self._opened:  # later, the models before it have taken some
-            self._free = free_memory(device)
+            free = free_memory(device)
+            self._free = None if free is None else free // self._sharing
         self._opened += 1
         also = []
         if device.type == "cpu" and self._kv_memory is None and self._prefix_cache != 0:

@@ -6,8 +6,9 @@ import torch
 
 from quantkit.errors import UsageError, did_you_mean
 from quantkit.executor.base import Executor
+from quantkit.executor.cluster import import_ray, named_address
 from quantkit.executor.local import LocalExecutor
-from quantkit.executor.ray import RayExecutor, import_ray, named_address
+from quantkit.executor.ray import OPTION, RayExecutor
 
 NAMES = ("local", "ray")
 
@@ -30,4 +31,4 @@ def check_executor(name: str, device: torch.device) -> None:
         if device.type != "cpu":
             raise UsageError(f"--executor ray doesn't go with --device {device.type}",
                              why="workers of a cluster compute on their CPUs", next="--executor local")
-        import_ray(named_address())
+        import_ray(named_address(), OPTION)

@@ -1,9 +1,8 @@
-"""Runs work on a Ray cluster, https://www.ray.io: one that is named, or this machine's cores.
+"""Runs work on a Ray cluster: one that is named, or this machine's cores.
 
 Every piece asks for as many CPUs as torch has threads here and computes with as many, so that sums are made
 in the same order as here and the bits are the same. Ray moves arguments and results with pickle between the
-cluster's own processes; no file is ever read so. A cluster of this machine listens on its loopback address
-alone, without dashboard or usage statistics.
+cluster's own processes; no file is ever read so.
 """
 
 from __future__ import annotations
@@ -19,14 +18,11 @@ import torch
 
 from quantkit.errors import QuantkitError
 from quantkit.executor.base import Item
+from quantkit.executor.cluster import carried_environment, connect, import_ray, named_address
 from quantkit.plugins import plugin_failure
 
 T = TypeVar("T")
-LOOPBACK, LOCAL = "127.0.0.1", "local"
-ALONE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-"""Ray's variable that keeps it to this machine, on every system; read when Ray is imported."""
-CARRIED = ("QUANTKIT_PLUGINS", "GOMP_SPINCOUNT")
-"""Variables that workers have as this process has them."""
+OPTION = "--executor ray"
 
 
 class RayExecutor:
@@ -44,15 +40,15 @@ class RayExecutor:
 
     def __init__(self, address: str | None = None, workers: int | None = None) -> None:
         address = address or named_address()
-        self._ray = import_ray(address)
+        self._ray = import_ray(address, OPTION)
         self._threads = torch.get_num_threads()
         self._started = not self._ray.is_initialized()
         if self._started:
-            self._connect(address, workers)
+            connect(self._ray, address, next="quantkit quantize … --executor local",
+                    num_cpus=workers and workers * self._threads)
         _register_tensors()
-        carried = {name: os.environ[name] for name in CARRIED if name in os.environ}
         self._call = self._ray.remote(_call).options(num_cpus=self._threads, max_retries=1)
-        self._here = (carried, list(sys.path), self._threads)
+        self._here = (carried_environment(), list(sys.path), self._threads)
 
     def put(self, value: T) -> T:
         """A reference, which workers get the value of; it is sent once."""
@@ -86,25 +82,6 @@ class RayExecutor:
         if self._started:
             self._ray.shutdown()
 
-    def _connect(self, address: str, workers: int | None) -> None:
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        options: dict[str, Any] = {"address": address, "log_to_driver": False, "logging_level": "error"}
-        if address == LOCAL:
-            options |= {"include_dashboard": False, "num_cpus": workers and workers * self._threads}
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                self._ray.init(**options)
-        except Exception as error:  # of many kinds, by what is wrong with the cluster
-            where = "started" if address == LOCAL else f"reached at {address}"
-            raise QuantkitError(f"a Ray cluster can't be {where}", why=str(error).strip()[:300] or None,
-                                next="quantkit quantize … --executor local") from error
-        if address == LOCAL and self._ray.util.get_node_ip_address() != LOOPBACK:
-            self._ray.shutdown()
-            raise QuantkitError("Ray would listen on the network",
-                                why="it was imported before it could be told to stay on this machine",
-                                next=f"set {ALONE}=0, or start a cluster of your own and set RAY_ADDRESS")
-
     def _result(self, label: str, piece: Any) -> Any:
         errors = self._ray.exceptions
         try:
@@ -119,29 +96,6 @@ class RayExecutor:
             raise QuantkitError(f"{label}: its worker ended", why=str(error).strip()[:300],
                                 next="run the same command again: it resumes; if memory ran out, "
                                      "with more OMP_NUM_THREADS, which makes fewer workers") from error
-
-
-def named_address() -> str:
-    """The address of the cluster that ``RAY_ADDRESS`` names; ``local`` for one that is started here."""
-    return os.environ.get("RAY_ADDRESS") or LOCAL
-
-
-def import_ray(address: str) -> Any:
-    """The package, told to stay on this machine if that is where the cluster at ``address`` is started. The
-    first import decides, so that whoever needs Ray imports it here.
-
-    Raises:
-        QuantkitError: it isn't installed.
-    """
-    if address == LOCAL:
-        os.environ.setdefault(ALONE, "0")
-    try:
-        import ray
-        import ray.exceptions
-    except ImportError as error:
-        raise QuantkitError("--executor ray needs Ray", why=str(error),
-                            next='pip install "quantkit[ray]"') from error
-    return ray
 
 
 def _call(setup: tuple[Mapping[str, str], list[str], int], work: Callable[..., T], *arguments: Any) -> T:

@@ -8,6 +8,7 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.responses import HTMLResponse
+from starlette.types import ASGIApp
 
 from quantkit import __version__
 from quantkit.serve.body import BodyRoute
@@ -25,17 +26,19 @@ OnError = Callable[[BaseException], None]
 
 
 class Application:
-    """The server as an ASGI application, with what a process needs to end it well.
+    """A server's ASGI application, with what a process needs to end it well.
 
-    Attributes:
+    Args:
         api: its routes.
-        guard: what stands before them; call this one.
-        models: what is served.
+        guard: what stands before them.
+        refuse_more: called once the server is ending: takes no new work, and lets what was begun go on.
+        close: ends what answers; answers that aren't complete are cut.
     """
 
-    def __init__(self, api: FastAPI, guard: GuardMiddleware, responder: Responder) -> None:
-        self.api, self.guard, self.models = api, guard, responder.models
-        self._responder = responder
+    def __init__(self, api: ASGIApp, guard: GuardMiddleware, *, refuse_more: Callable[[], None],
+                 close: Callable[[], None]) -> None:
+        self.api, self.guard, self.close = api, guard, close
+        self._refuse_more = refuse_more
         self.draining = False
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -53,7 +56,7 @@ class Application:
         """
         self.draining = True
         # the engines go on: an answer under way may need more of them, and is complete only when it was sent
-        self._responder.refuse_more()
+        self._refuse_more()
         self.guard.stop_reading()
         try:
             async with asyncio.timeout(timeout):
@@ -61,21 +64,6 @@ class Application:
         except TimeoutError:
             return False
         return True
-
-    def close(self) -> None:
-        """Close the engines; answers that aren't complete are cut.
-
-        Raises:
-            Exception: what the first engine that failed raised, once all are closed.
-        """
-        errors: list[Exception] = []
-        for model in self.models:
-            try:
-                model.engine.close()
-            except Exception as error:
-                errors.append(error)
-        if errors:
-            raise errors[0]
 
 
 def create_app(models: Sequence[ServedEngine], *, loopback: bool = True, hosts: Collection[str] = (),
@@ -101,7 +89,7 @@ def create_app(models: Sequence[ServedEngine], *, loopback: bool = True, hosts: 
     guard = GuardMiddleware(api, loopback=loopback, hosts=hosts, key=key, on_error=on_error)
     metrics = Metrics([(model.name, model.engine) for model in served])
     responder = Responder(served, metrics, on_error)
-    application = Application(api, guard, responder)
+    application = Application(api, guard, refuse_more=responder.refuse_more, close=served.close)
     locked = () if key is None else (401,)
     add_generation(api, responder, locked)
     add_tokens(api, responder, locked)

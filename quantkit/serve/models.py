@@ -144,6 +144,21 @@ class ServedModels:
     def __len__(self) -> int:
         return len(self._by_name)
 
+    def close(self) -> None:
+        """Close the engines; answers that aren't complete are cut.
+
+        Raises:
+            Exception: what the first engine that failed raised, once all are closed.
+        """
+        errors: list[Exception] = []
+        for model in self:
+            try:
+                model.engine.close()
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
     @property
     def names(self) -> list[str]:
         """In the order in which they were given."""

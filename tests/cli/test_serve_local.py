@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import signal
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -25,6 +23,7 @@ from quantkit.runtime.generate import generate
 from quantkit.runtime.loader import load
 from quantkit.runtime.sampler import Sampling
 from quantkit.testing import tiny_model
+from tests.support.server_process import Process
 
 ENDLESS = {"prompt": "a", "max_tokens": 60_000, "stream": True, "extra_body": {"ignore_eos": True}}
 
@@ -34,36 +33,6 @@ def long(tmp_path_factory):
     """A model with room for answers that take a while."""
     return tiny_model(tmp_path_factory.mktemp("models") / "long", dtype="float32",
                       max_position_embeddings=2**16)
-
-
-class Process:
-    """A server in a process of its own."""
-
-    def __init__(self, arguments: tuple[object, ...], **environment: str) -> None:
-        self.child = subprocess.Popen(
-            [sys.executable, "-m", "quantkit.cli.main", "serve-local", *map(str, arguments), "--json"],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", **environment})
-        self._lines: list[str] = []
-        self._reader = threading.Thread(target=lambda: self._lines.extend(self.child.stderr), daemon=True)
-        self._reader.start()
-        self.where = json.loads(self.child.stdout.readline() or "{}")
-
-    @property
-    def client(self) -> openai.OpenAI:
-        return openai.OpenAI(base_url=self.where["url"] + "/v1", api_key="none", max_retries=0, timeout=60)
-
-    def ask(self, **options: Any) -> Any:
-        return self.client.completions.create(model=self.where["model"], **options)
-
-    def ended(self) -> tuple[int, str]:
-        """Exit code and all of stderr."""
-        code = self.child.wait(60)
-        self._reader.join(60)
-        return code, "".join(self._lines)
-
-    def get(self, path: str) -> httpx.Response:
-        return httpx.get(self.where["url"] + path, timeout=60)
 
 
 @pytest.fixture
@@ -277,3 +246,10 @@ def test_several_models_each_under_its_name(serving, checkpoint, long):
 def test_names_that_do_not_fit(names, problem):
     with pytest.raises(UsageError, match=problem):
         _names(("x/model", "y/model"), names)
+
+
+def test_replicas_without_ray_name_the_remedy(cli, tiny, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    result = cli("serve-local", tiny, "--port", 0, "--replicas", 2)
+    assert result.exit_code == 1 and "--replicas needs Ray" in result.stderr
+    assert 'pip install "quantkit[ray]"' in result.stderr and "Traceback" not in result.stderr

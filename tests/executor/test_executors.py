@@ -19,6 +19,7 @@ from quantkit.quantize import quantize
 from quantkit.spec import CalibrationSpec
 from quantkit.testing import tiny_model
 from tests.support.folders import contents
+from tests.support.processes import LOOPBACK, listening, marked
 
 MARK = "QUANTKIT_TEST_CLUSTER"
 """What the processes of this test's cluster have in their environment."""
@@ -105,26 +106,10 @@ def test_without_ray_the_remedy_is_named(model, tmp_path, monkeypatch):
     assert caught.value.next == 'pip install "quantkit[ray]"' and not (tmp_path / "out.partial").exists()
 
 
-def listening(mark: str) -> list[str]:
-    """Addresses (in /proc's hexadecimal) on which the processes with a mark in their environment listen."""
-    sockets = set()
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if f"{MARK}={mark}".encode() in (process / "environ").read_bytes().split(b"\x00"):
-                sockets |= {str(file.readlink()) for file in (process / "fd").iterdir()}
-        except OSError:  # it ended, or is another's
-            continue
-    rows = [line.split() for name in ("tcp", "tcp6")
-            for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
-    return [row[1].split(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in sockets]
-
-
 @pytest.mark.skipif(not Path("/proc/net/tcp6").exists(), reason="sockets are read from Linux's /proc")
 def test_a_cluster_of_this_machine_listens_on_its_loopback_address_only(two):
-    found = listening(str(os.getpid()))
-    assert len(found) > 3
-    assert set(found) <= {"0100007F", "0000000000000000FFFF00000100007F",
-                          "00000000000000000000000001000000"}
+    addresses = listening(marked(MARK, str(os.getpid())))
+    assert len(addresses) > 3 and set(addresses) <= LOOPBACK
 
 
 def test_results_come_in_order_and_only_some_work_is_taken_ahead(two):

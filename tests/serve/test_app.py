@@ -2,6 +2,7 @@
 
 import json
 import threading
+from types import SimpleNamespace
 
 import openai
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from quantkit.runtime.generate import generate
 from quantkit.runtime.loader import load
 from quantkit.runtime.sampler import Sampling
+from quantkit.serve.models import ServedEngine, ServedModels
 from quantkit.testing import tiny_model
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "the cat"}]
@@ -292,17 +294,18 @@ def test_requests_with_a_lower_priority_go_first_if_the_server_says_so(live, mon
     assert priorities == [-3] * 5
 
 
-def test_all_engines_are_closed_and_the_first_error_is_raised(live, loaded, monkeypatch):
-    made = live(models={"a": loaded, "b": loaded, "c": loaded})
+def test_all_engines_are_closed_and_the_first_error_is_raised(loaded):
     closed = []
-    with monkeypatch.context() as patch:
-        for model in made.application.models:
-            def close(name=model.name):
-                closed.append(name)
-                if name != "c":
-                    raise RuntimeError(name)
 
-            patch.setattr(model.engine, "close", close)
-        with pytest.raises(RuntimeError, match="a"):
-            made.application.close()
+    def engine(name):
+        def close():
+            closed.append(name)
+            if name != "c":
+                raise RuntimeError(name)
+
+        return SimpleNamespace(close=close)
+
+    models = ServedModels([ServedEngine(engine(name), loaded, name) for name in "abc"])
+    with pytest.raises(RuntimeError, match="a"):
+        models.close()
     assert closed == ["a", "b", "c"]

@@ -1,0 +1,41 @@
+"""Starts the replicas of a server and says what they loaded."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import asdict, replace
+from typing import Any
+
+from quantkit.cli.imports import import_large
+from quantkit.cli.present import note
+from quantkit.cli.serving_models import Served, ServingOptions, load_served
+
+
+def serve_replicas(options: ServingOptions, replicas: int, **access: Any) -> Served:
+    """Start replicas, each of which loads the models.
+
+    Args:
+        options: what is served.
+        replicas: how many.
+        access: who may come in, as :func:`quantkit.serve.app.create_app` takes it.
+
+    Raises:
+        QuantkitError: the cluster can't be used, or a replica can't load a model.
+    """
+    import_large("quantkit.serve.replicas.replica_set", "quantkit.serve.replicas.app")
+    from quantkit.executor.cluster import LOCAL, named_address
+    from quantkit.serve.replicas.app import create_replicated_app
+    from quantkit.serve.replicas.replica_set import ReplicaSet
+
+    if named_address() == LOCAL and options.device != "cuda":
+        options = replace(options, sharing=replicas)
+    started = ReplicaSet(functools.partial(load_served, options), replicas, device=options.device,
+                         slack=max(1, options.max_batch // 2), locked=access["key"] is not None)
+    first = started.infos[0]
+    note(first.notes.rstrip())
+    threads = f"{started.threads} thread{'s' if started.threads > 1 else ''}"
+    for info in started.infos:
+        note(f"replica {info.id}: process {info.pid} on {info.node}, {threads}")
+    announced = [{key: value for key, value in asdict(info).items() if key in ("id", "pid", "node")}
+                 for info in started.infos]
+    return Served(create_replicated_app(started, **access), first.chat, {"replicas": announced})

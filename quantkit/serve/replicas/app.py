@@ -1,0 +1,24 @@
+"""The server's application over replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from quantkit.serve.app import Application, OnError
+from quantkit.serve.guard import GuardMiddleware
+from quantkit.serve.replicas.forward import Forwarder
+from quantkit.serve.replicas.replica_set import ReplicaSet
+
+
+def create_replicated_app(replicas: ReplicaSet, *, loopback: bool = True, hosts: Collection[str] = (),
+                          key: str | None = None, on_error: OnError | None = None) -> Application:
+    """The application over started replicas.
+
+    Args:
+        replicas: answer.
+        loopback, hosts, key: who may come in; see :class:`quantkit.serve.guard.GuardMiddleware`.
+        on_error: told about errors that are nobody's request's fault.
+    """
+    forwarder = Forwarder(replicas, on_error)
+    guard = GuardMiddleware(forwarder, loopback=loopback, hosts=hosts, key=key, on_error=on_error)
+    return Application(forwarder, guard, refuse_more=forwarder.close, close=replicas.close)

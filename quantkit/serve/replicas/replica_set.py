@@ -1,0 +1,151 @@
+"""Starts replicas on a cluster by Ray Serve, reaches them and ends them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import torch
+
+from quantkit.errors import QuantkitError
+from quantkit.executor.cluster import LOCAL, carried_environment, connect, import_ray, named_address
+from quantkit.serve.replicas import router
+from quantkit.serve.replicas.base import ForwardedRequest, ReplicaAnswer, ReplicaInfo, ReplicaLostError
+from quantkit.serve.replicas.failure import carried_error
+from quantkit.serve.replicas.replica import Load, Replica, ReplicaSetup
+from quantkit.serve.replicas.resources import takes_gpu, threads_each
+
+OPTION = "--replicas"
+MAX_ONGOING = 100_000
+"""Requests that Ray Serve gives a replica at once: the replica's own queue has the limits that count."""
+MESSAGE_MEMORY = 256 * 2**20
+"""Bytes of shared memory for bodies on their way, in a cluster that is started here."""
+CHECK_SECONDS = 2.0
+"""Between two looks at whether a replica lives."""
+STATE_SECONDS = 10.0
+"""For all replicas to say how they are."""
+
+
+class ReplicaSet:
+    """Replicas that run until :meth:`close`.
+
+    Args:
+        load: loads the models in each replica's process.
+        replicas: how many.
+        device: as ``--device`` names it.
+        slack: requests that a replica may have more than the least busy one and still get another.
+        locked: whether clients of the server need a key.
+
+    Attributes:
+        infos: of the replicas as they were started; one that is lost is replaced by another.
+        threads: of each.
+
+    Raises:
+        QuantkitError: Ray isn't installed, the cluster can't be used, or a replica can't load its models.
+    """
+
+    def __init__(self, load: Load, replicas: int, *, device: str = "auto", slack: int = 8,
+                 locked: bool = False) -> None:
+        address = named_address()
+        self._ray = import_ray(address, OPTION)
+        self._serve = _import_serve()
+        self._local = address == LOCAL
+        self._name, self._closed = f"quantkit-{os.getpid()}", False
+        threads = max(1, torch.get_num_threads() // replicas) if self._local else 0
+        connect(self._ray, address, next=f"leave out {OPTION}", num_cpus=replicas * threads,
+                object_store_memory=MESSAGE_MEMORY)
+        try:
+            gpu = takes_gpu(device, int(self._ray.cluster_resources().get("GPU", 0)), replicas)
+            self.threads = threads or threads_each(self._cpus(), replicas)
+            setup = ReplicaSetup(self.threads, carried_environment(), list(sys.path), self._local, locked)
+            self._start(load, setup, replicas, gpu, slack)
+        except BaseException:
+            self.close()
+            raise
+
+    def answer(self, request: ForwardedRequest) -> AsyncGenerator[list[Any], None]:
+        """See :meth:`quantkit.serve.replicas.base.Replicas.answer`."""
+        return self._answer(request)
+
+    async def get(self, path: str) -> list[ReplicaAnswer]:
+        """See :meth:`quantkit.serve.replicas.base.Replicas.get`."""
+        answers = await self._handle.broadcast("get", path).results_async(
+            timeout_s=STATE_SECONDS, return_exceptions=True)
+        return sorted((answer for answer in answers if isinstance(answer, ReplicaAnswer)),
+                      key=lambda answer: answer.id)
+
+    def close(self) -> None:
+        """End the replicas, and the cluster if it was started here."""
+        if self._closed:
+            return
+        self._closed = True
+        if not self._local:
+            with contextlib.suppress(Exception):  # the cluster may be gone already
+                self._serve.delete(self._name)
+        self._ray.shutdown()
+
+    async def _answer(self, request: ForwardedRequest) -> AsyncGenerator[list[Any], None]:
+        if self._closed:
+            raise ReplicaLostError
+        errors = self._ray.exceptions
+        stream = self._handle.options(stream=True).answer.remote(request, blocks=request.blocks)
+        ended = False
+        try:
+            async for batch in stream:
+                yield batch
+            ended = True
+        except errors.RayTaskError:
+            ended = True
+            raise
+        except errors.RayError as error:
+            ended = True
+            raise ReplicaLostError(str(error)) from error
+        finally:
+            if not ended:
+                stream.cancel()
+
+    def _start(self, load: Load, setup: ReplicaSetup, replicas: int, gpu: bool, slack: int) -> None:
+        from ray.serve.config import RequestRouterConfig
+
+        quiet = {"log_level": "ERROR", "enable_access_log": False}
+        self._serve.start(proxy_location="Disabled", logging_config=quiet)
+        deployment = self._serve.deployment(
+            Replica, name="Replica", num_replicas=replicas, max_ongoing_requests=MAX_ONGOING,
+            ray_actor_options={"num_cpus": setup.threads, "num_gpus": int(gpu)},
+            request_router_config=RequestRouterConfig.model_validate(
+                {"request_router_class": router.PATH, "request_router_kwargs": {"slack": slack}}),
+            health_check_period_s=CHECK_SECONDS, graceful_shutdown_wait_loop_s=0.1,
+            graceful_shutdown_timeout_s=5, max_constructor_retry_count=1, logging_config=quiet)
+        try:
+            self._handle = self._serve.run(deployment.bind(load, setup), name=self._name, route_prefix=None,
+                                           logging_config=quiet)
+        except RuntimeError as error:
+            application = self._serve.status().applications[self._name]
+            messages = "\n".join(each.message for each in application.deployments.values())
+            raise carried_error(messages) or QuantkitError(
+                "a replica can't be started", why=_last_line(messages),
+                next=f"the same command without {OPTION} shows more") from error
+        infos: list[ReplicaInfo] = self._handle.broadcast("info").results(timeout_s=STATE_SECONDS)
+        self.infos = sorted(infos, key=lambda info: info.id)
+
+    def _cpus(self) -> list[int]:
+        return [int(node["Resources"].get("CPU", 0)) for node in self._ray.nodes() if node["Alive"]]
+
+
+def _import_serve() -> Any:
+    """Ray Serve, which has dependencies of its own."""
+    try:
+        from ray import serve
+    except ImportError as error:
+        raise QuantkitError(f"{OPTION} needs Ray Serve", why=str(error),
+                            next='pip install "quantkit[ray]"') from error
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)
+    return serve
+
+
+def _last_line(text: str) -> str | None:
+    return text.strip().rpartition("\n")[2][:300] or None

@@ -1,0 +1,55 @@
+"""The balancer as Ray Serve asks it. The router lives in the server's process, beside the handle.
+
+Ray Serve imports a router by its path. ``PrefixRouter`` here is made when somebody asks for it, so that this
+module can be imported without Ray.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quantkit.serve.replicas.balance import PrefixBalancer
+
+PATH = f"{__name__}.PrefixRouter"
+
+
+def __getattr__(name: str) -> Any:
+    if name == "PrefixRouter":
+        return _router_class()
+    raise AttributeError(name)
+
+
+def _router_class() -> Any:
+    """The class of Ray Serve's router that sends a request to the replica that its balancer names.
+
+    A request has the names of its prompt's blocks as the argument ``blocks``. The deployment's
+    ``request_router_kwargs`` are the balancer's arguments.
+    """
+    from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+
+    class PrefixRouter(RequestRouter):
+        def initialize_state(self, **options: Any) -> None:
+            self._balancer = PrefixBalancer(**options)
+
+        async def choose_replicas(
+                self, candidate_replicas: list[RunningReplica],
+                pending_request: PendingRequest | None = None) -> list[list[RunningReplica]]:
+            by_name = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
+            if not by_name:
+                return []
+            blocks = () if pending_request is None else pending_request.kwargs.get("blocks", ())
+            first = by_name.pop(self._balancer.choose(blocks, by_name.keys()))
+            return [[first], *([replica] for replica in by_name.values())]
+
+        def on_send_request(self, replica_id: ReplicaID) -> None:
+            super().on_send_request(replica_id)
+            self._balancer.began(replica_id.unique_id)
+
+        def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
+            self._balancer.ended(replica_id.unique_id)
+
+        def update_replicas(self, replicas: list[Any]) -> None:
+            super().update_replicas(replicas)
+            self._balancer.keep({replica.replica_id.unique_id for replica in replicas})
+
+    return PrefixRouter
