@@ -54,44 +54,44 @@ def read_config(hf: Mapping[str, Any], target: ModelConfig, uri: str) -> Eagle3C
     nested = ConfigReader(hf, where).raw(NESTED)
     if nested is None:
         layer = {key: value for key, value in hf.items() if key not in OWN_KEYS | BOOKKEEPING}
-        own = ConfigReader({key: value for key, value in hf.items() if key in OWN_KEYS}, where)
+        reader = ConfigReader({key: value for key, value in hf.items() if key in OWN_KEYS}, where)
     elif isinstance(nested, dict):
         layer = nested
-        own = ConfigReader({key: value for key, value in hf.items() if key != NESTED}, where)
+        reader = ConfigReader({key: value for key, value in hf.items() if key != NESTED}, where)
     else:
         raise ConfigReader(hf, where).wrong(NESTED, nested, "it must be an object")
     parsed = parse_config({"model_type": "llama"} | {key: value for key, value in layer.items()
                                                      if key != "architectures"})
     if parsed.num_layers != 1:
-        raise own.wrong("num_hidden_layers", parsed.num_layers, "only heads of one layer are implemented")
+        raise reader.wrong("num_hidden_layers", parsed.num_layers, "only heads of one layer are implemented")
     for key in ("norm_before_fc", "bias"):
-        own.only(key, (False,))
-    own.only("target_hidden_size", (target.hidden_size,))
+        reader.only(key, (False,))
+    reader.only("target_hidden_size", (target.hidden_size,))
     config = Eagle3Config(replace(parsed, sliding_windows=(None,)),
-                          own.integer("draft_vocab_size", parsed.vocab_size),
-                          own.flag("norm_before_residual"), _layers(own, target, uri))
-    own.finish(HARMLESS | BOOKKEEPING, {})
+                          reader.integer("draft_vocab_size", parsed.vocab_size),
+                          reader.flag("norm_before_residual"), _layers(reader, target, uri))
+    reader.finish(HARMLESS | BOOKKEEPING, {})
     return config
 
 
-def _layers(own: ConfigReader, target: ModelConfig, uri: str) -> tuple[int, ...]:
+def _layers(reader: ConfigReader, target: ModelConfig, uri: str) -> tuple[int, ...]:
     """As the config says, or those of the paper's code. In ``eagle_config`` they are layers whose outputs are
     taken, which are the next ones' inputs."""
     key, shift = "eagle_aux_hidden_state_layer_ids", 0
-    stated, eagle = own.raw(key), own.raw("eagle_config")
+    stated, eagle = reader.raw(key), reader.raw("eagle_config")
     if eagle is not None:
         if not isinstance(eagle, dict):
-            raise own.wrong("eagle_config", eagle, "it must be an object")
-        own.only("use_aux_hidden_state", (True,))
+            raise reader.wrong("eagle_config", eagle, "it must be an object")
+        reader.only("use_aux_hidden_state", (True,))
         if eagle.get("use_aux_hidden_state") is False:
-            raise own.wrong("eagle_config", eagle, "only heads over several layers are implemented")
+            raise reader.wrong("eagle_config", eagle, "only heads over several layers are implemented")
         if stated is None and eagle.get(key) is not None:
             stated, shift = eagle[key], 1
     count = target.num_layers
     if stated is None:
         return 2, count // 2, count - 3
     if not isinstance(stated, list) or not stated or not all(type(layer) is int for layer in stated):
-        raise own.wrong(key, stated, "it must be a list of layers' numbers")
+        raise reader.wrong(key, stated, "it must be a list of layers' numbers")
     layers = tuple(layer + shift for layer in stated)
     if not all(0 <= layer <= count for layer in layers):
         raise UsageError(f"{uri} can't draft for this model", next="take the head that was made for it",
