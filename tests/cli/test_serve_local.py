@@ -134,6 +134,7 @@ def test_with_a_key_others_may_reach_it(serving, tiny):
     (["--name", ""], 2, "can't be called"), (["--api-key-file", "nowhere"], 1, "nowhere"),
     (["--dtype", "int8"], 2, "--dtype"), (["--max-queue", "0"], 2, "--max-queue"),
     (["--kv-memory", "8"], 2, "8GB"), (["--trace", "no/folder/trace.json"], 2, "the trace can't be written"),
+    (["--trace", "trace.json", "--replicas", "2"], 2, "--trace doesn't go with --replicas"),
 ])
 def test_what_cant_be_is_refused_before_the_model_is_loaded(cli, tiny, arguments, code, said):
     result = cli("serve-local", tiny, "--port", 0, *arguments)

@@ -185,6 +185,13 @@ def test_ready_is_the_sum():
         "status": "ready", **double, "models": {"m": double, "n": double}}
 
 
+def test_there_is_no_common_trace():
+    replicas = Scripted()
+    answer = ask(replicas, "/trace", method="GET")
+    assert answer.status_code == 404 and "each has a clock of its own" in answer.json()["error"]["message"]
+    assert not replicas.requests
+
+
 def test_metrics_have_the_replica_as_label():
     replicas = Scripted()
     replicas.states = [ReplicaAnswer(name, 200, (
