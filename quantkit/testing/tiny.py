@@ -22,6 +22,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3_text": {"architectures": ["Gemma3ForCausalLM"], **_GEMMA, "sliding_window_pattern": 2,
                     "rope_theta": 100000.0, "rope_local_base_freq": 10000.0},
     "llama": {"architectures": ["LlamaForCausalLM"], "attention_bias": False, "mlp_bias": False},
+    "mimo": {"architectures": ["MiMoForCausalLM"], "use_sliding_window": False, "sliding_window": None,
+             "max_window_layers": 2, "num_nextn_predict_layers": 1},
     "mistral": {"architectures": ["MistralForCausalLM"], "sliding_window": None, "head_dim": 16},
     "mixtral": {"architectures": ["MixtralForCausalLM"], "sliding_window": None, "num_local_experts": 4,
                 "num_experts_per_tok": 2, "intermediate_size": 64},

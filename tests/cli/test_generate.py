@@ -161,7 +161,7 @@ def test_text_comes_as_it_is_made(cli, tiny, monkeypatch):
 
 
 def test_an_interruption_ends_the_line(cli, tiny, monkeypatch):
-    def interrupted(loaded, prompts, sampling, on_text, on_done, kv, drafter):
+    def interrupted(loaded, prompts, sampling, on_text, **options):
         on_text(0, "half a")
         raise KeyboardInterrupt
 
