@@ -39,6 +39,19 @@ class Store {
     this.storage?.removeItem(this.prefix + name);
   }
 
+  // Removes what is stored and gives its text, for `restore`.
+  take(name) {
+    const text = this.storage.getItem(this.prefix + name);
+    this.storage.removeItem(this.prefix + name);
+    return text;
+  }
+
+  restore(name, text) {
+    try {
+      this.storage.setItem(this.prefix + name, text);
+    } catch { this.memory.set(name, JSON.parse(text)); }  // another tab was faster
+  }
+
   names() {
     const stored = Object.keys(this.storage ?? {}).filter((key) => key.startsWith(this.prefix));
     return new Set([...stored.map((key) => key.slice(this.prefix.length)), ...this.memory.keys()]);
@@ -66,23 +79,31 @@ class ChatHistory {
     this.changed();
   }
 
-  // Keeps a chat. Where there is no room the oldest others go, and the user is told.
+  // Keeps a chat. Where there is no room the oldest others go, unless that isn't enough either. The user is told.
   put(chat) {
-    const others = this.list().filter((other) => other.id !== chat.id);
-    const dropped = others.splice(MAX_CHATS - 1);
-    for (const { id } of dropped) this.store.remove("chat " + id);
-    let kept = this.store.write("chat " + chat.id, chat);
-    while (!kept && others.length && this.store.lasting) {
-      const oldest = others.pop();
-      this.store.remove("chat " + oldest.id);
-      dropped.push(oldest);
-      kept = this.store.write("chat " + chat.id, chat);
-    }
-    if (!kept) notify("This browser has no room for the chat: it is lost when the page closes.");
-    else if (dropped.length) {
-      notify(`This browser's room for chats is used up: the oldest were dropped (${dropped.length}).`);
+    const others = this.list().filter((other) => other.id !== chat.id).map(({ id }) => "chat " + id);
+    const surplus = others.splice(MAX_CHATS - 1);
+    const kept = this.store.write("chat " + chat.id, chat);
+    const dropped = kept ? surplus.length : this.makeRoom(chat, [...others, ...surplus]);
+    if (kept) for (const name of surplus) this.store.remove(name);
+    if (!kept && !dropped) {
+      notify("This browser has no room for the chat: what is new in it is lost when the page closes. "
+        + "No other chat was dropped.");
+    } else if (dropped) {
+      notify(`This browser's room for chats is used up: the oldest were dropped (${dropped}).`);
     }
     this.changed();
+  }
+
+  // Drops the last of the named chats until this one is kept. Returns how many; none if all are too few.
+  makeRoom(chat, names) {
+    const taken = [];
+    for (const name of names.filter((other) => !this.store.memory.has(other)).reverse()) {
+      taken.push([name, this.store.take(name)]);
+      if (this.store.write("chat " + chat.id, chat)) return taken.length;
+    }
+    for (const [name, text] of taken) this.store.restore(name, text);
+    return 0;
   }
 }
 

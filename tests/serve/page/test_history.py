@@ -101,6 +101,21 @@ def test_the_oldest_chats_make_room_and_the_user_is_told(shared, visit):
     assert kept[0] == "new" and not {"1048576-0", "65536-0"} <= set(kept)
 
 
+def test_a_chat_that_never_fits_drops_no_other(shared, visit):
+    page = visit(shared.url)
+    page.evaluate("""() => {
+      const sized = (id, size) => (
+        { id, title: id, updated: 1, turns: [{ role: "user", content: "x".repeat(size) }] });
+      for (const id of ["first", "second"]) chatHistory.put(sized(id, 1000));
+      chatHistory.put({ ...sized("big", 2 ** 24), updated: 2 });
+    }""")
+    expect(page.locator("#notice")).to_contain_text("No other chat was dropped.")
+    assert titles(page)[0] == "big" and sorted(titles(page)[1:]) == ["first", "second"]
+    page.reload()
+    ready(page)
+    assert sorted(titles(page)) == ["first", "second"]
+
+
 def test_more_chats_than_the_list_has_are_dropped(shared, visit):
     page = visit(shared.url)
     page.evaluate("""() => {
