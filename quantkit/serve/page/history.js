@@ -62,7 +62,12 @@ class ChatHistory {
   constructor(store) {
     this.store = store;
     this.changed = () => {};  // called when the list is another one
-    window.addEventListener("storage", () => this.changed());
+    this.replaced = () => {};  // called with the id of a chat that another tab wrote
+    window.addEventListener("storage", ({ key }) => {
+      this.changed();
+      const prefix = store.prefix + "chat ";
+      if (key?.startsWith(prefix)) this.replaced(key.slice(prefix.length));
+    });
   }
 
   // Newest first; what isn't a chat is left out.

@@ -81,8 +81,9 @@ function compare(open) {
 }
 
 function openChat(id) {
-  compare(false);
+  if (comparison.open) compare(false);
   chat.open(id);
+  input.focus();
 }
 
 function grow() {

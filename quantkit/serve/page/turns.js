@@ -9,7 +9,7 @@ class UserTurn {
 
   show(text, edit) {
     const actions = element("div", "turn-actions", copier(() => text),
-      button("Edit", "small", () => this.change(text, edit)));
+      button("Edit", "small edit", () => this.change(text, edit)));
     this.node.replaceChildren(element("div", "text", text), actions);
   }
 
@@ -18,11 +18,12 @@ class UserTurn {
     const input = element("textarea", "", text);
     input.setAttribute("aria-label", "Edited message");
     input.rows = Math.min(12, text.split("\n").length + 1);
-    const cancel = () => this.show(text, edit);
-    const send = () => {
-      const changed = input.value;
-      if (changed.trim() && !edit(changed)) cancel();
+    const cancel = () => {
+      this.show(text, edit);
+      this.node.querySelector(".edit").focus();
     };
+    // the field stays until its text is sent
+    const send = () => { if (input.value.trim()) edit(input.value); };
     input.addEventListener("keydown", (event) => {
       if (event.key === "Escape") { event.stopPropagation(); cancel(); }
       if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); send(); }
@@ -94,12 +95,5 @@ class AssistantTurn {
     if (turn.content && ["length", "stopped"].includes(turn.ended)) {
       this.footer.append(button("Continue", "small last-only", this.actions.resume));
     }
-  }
-
-  // Ready for more of the same answer.
-  reopen() {
-    this.node.querySelector(".error")?.remove();
-    this.footer.replaceChildren(this.speed);
-    this.writing = true;
   }
 }

@@ -82,6 +82,7 @@ def test_an_edited_message_replaces_what_came_after_it(shared, visit):
         page.get_by_label("Edited message").press("Enter")
     answered(page, 1)
     assert sent.value.post_data_json["messages"] == [{"role": "user", "content": "changed"}]
+    expect(page.locator("#input")).to_be_focused()
     assert texts(page, "user") == ["changed"] and page.locator(".turn").count() == 2
 
 
@@ -92,7 +93,26 @@ def test_an_edit_that_is_given_up_changes_nothing(shared, visit):
     page.get_by_label("Edited message").fill("changed")
     page.keyboard.press("Escape")
     expect(page.locator(".user .text")).to_have_text("first")
+    expect(page.get_by_role("button", name="Edit")).to_be_focused()
     assert texts(page, "user") == ["first"]
+
+
+def test_an_edit_that_cannot_be_sent_keeps_its_text_and_the_later_turns(shared, visit):
+    page = visit(shared.url)
+    ask(page, "first")
+    ask(page, "second")
+    page.locator(".user").first.get_by_role("button", name="Edit").click()
+    field = page.get_by_label("Edited message")
+    field.fill("changed")
+    set_field(page, "top_p", "3")
+    field.press("Enter")
+    expect(page.locator("#settings")).to_be_visible()
+    page.keyboard.press("Escape")
+    page.evaluate("server.model = null; server.connect = async () => {}")
+    set_field(page, "top_p", "")
+    field.press("Enter")
+    expect(field).to_have_value("changed")
+    assert texts(page, "user") == ["first", "second"] and page.locator(".turn").count() == 4
 
 
 def test_regenerating_asks_the_same_again(shared, visit):
