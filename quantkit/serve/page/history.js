@@ -84,7 +84,7 @@ class ChatHistory {
     this.changed();
   }
 
-  // Keeps a chat. Where there is no room the oldest others go, unless that isn't enough either. The user is told.
+  // Keeps a chat. Where there is no room the oldest others go, unless that isn't enough. The user is told.
   put(chat) {
     const others = this.list().filter((other) => other.id !== chat.id).map(({ id }) => "chat " + id);
     const surplus = others.splice(MAX_CHATS - 1);
