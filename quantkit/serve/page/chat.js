@@ -137,8 +137,8 @@ class Chat {
   }
 
   answer(values) {
-    const turn = { role: "assistant", content: "", reasoning: "", calls: [], figures: "" };
-    const view = new AssistantTurn(this.actions());
+    const model = this.server.model.id, view = new AssistantTurn(this.actions());
+    const turn = { role: "assistant", model, content: "", reasoning: "", calls: [], figures: "" };
     const request = this.request(values);
     this.record.turns.push(turn);
     at("thread").append(view.node);

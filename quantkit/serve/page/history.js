@@ -124,7 +124,7 @@ function titleOf(text) {
 
 function chatMarkdown(chat) {
   const turns = chat.turns.map((turn) => {
-    const name = turn.role === "user" ? "You" : chat.model || "Assistant";
+    const name = turn.role === "user" ? "You" : turn.model || chat.model || "Assistant";
     return `## ${name}\n\n${turn.content}`;
   });
   return [`# ${chat.title}`, ...turns].join("\n\n") + "\n";

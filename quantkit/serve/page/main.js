@@ -106,12 +106,12 @@ at("form").addEventListener("submit", async (event) => {
 });
 input.addEventListener("input", grow);
 input.addEventListener("keydown", (event) => {
-  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+  if (event.key !== "Enter" || event.shiftKey || composing(event)) return;
   event.preventDefault();
   if (!(comparison.open ? comparison : chat).running) at("form").requestSubmit();
 });
 document.addEventListener("keydown", (event) => {
-  if (event.key !== "Escape" || at("settings").open) return;
+  if (event.key !== "Escape" || composing(event) || at("settings").open) return;
   if (sidebar.drawer) return sidebar.show(false);
   chat.stop();
   comparison.stop();

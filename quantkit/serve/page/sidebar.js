@@ -76,7 +76,8 @@ class Sidebar {
     };
     input.addEventListener("keydown", (event) => {
       event.stopPropagation();
-      if (event.key === "Enter" && !event.isComposing) end(true);
+      if (composing(event)) return;
+      if (event.key === "Enter") end(true);
       if (event.key === "Escape") end(false);
     });
     input.addEventListener("blur", () => end(true));

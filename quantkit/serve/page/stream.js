@@ -20,7 +20,7 @@ async function get(path) {
   return response.json();
 }
 
-// The events of a streamed answer.
+// The events of a streamed answer. One that ends without its mark is incomplete.
 async function* stream(path, body, signal) {
   const asked = { ...body, stream: true, stream_options: { include_usage: true } };
   const response = await post(path, asked, signal);
@@ -28,7 +28,7 @@ async function* stream(path, body, signal) {
   let rest = "";
   for (;;) {
     const { done, value } = await reader.read();
-    if (done) return;
+    if (done) throw new Error("the answer broke off");
     const lines = (rest + value).split("\n");
     rest = lines.pop();
     for (const line of lines) {

@@ -25,8 +25,9 @@ class UserTurn {
     // the field stays until its text is sent
     const send = () => { if (input.value.trim()) edit(input.value); };
     input.addEventListener("keydown", (event) => {
+      if (composing(event)) return;
       if (event.key === "Escape") { event.stopPropagation(); cancel(); }
-      if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); send(); }
+      if (event.key === "Enter" && !event.shiftKey) { event.preventDefault(); send(); }
     });
     this.node.replaceChildren(input, element("div", "turn-actions editing",
       element("span", "note", "Later turns are replaced."), button("Cancel", "small", cancel),
@@ -88,11 +89,14 @@ class AssistantTurn {
     const details = this.node.querySelector("details");
     if (details && turn.content) details.open = false;
     if (turn.calls?.length) this.showCalls(turn.calls);
+    if (turn.ended && !turn.error && !turn.content && !turn.reasoning && !turn.calls?.length) {
+      this.body.append(element("p", "note", "empty answer"));
+    }
     if (turn.error) this.node.insertBefore(element("div", "error", turn.error), this.footer);
     this.speed.textContent = turn.figures;
     if (turn.content) this.footer.append(copier(() => turn.content));
     this.footer.append(button("Regenerate", "small last-only", this.actions.regenerate));
-    if (turn.content && ["length", "stopped"].includes(turn.ended)) {
+    if (turn.content && ["length", "stopped", "error"].includes(turn.ended)) {
       this.footer.append(button("Continue", "small last-only", this.actions.resume));
     }
   }

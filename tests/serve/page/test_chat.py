@@ -171,6 +171,43 @@ def test_an_error_stands_in_the_answer_and_can_be_tried_again(shared, visit):
     assert [message["role"] for message in body["messages"]] == ["user", "assistant", "user"]
 
 
+def test_an_answer_that_breaks_off_is_an_error_and_can_go_on(shared, visit):
+    page = visit(shared.url)
+    events = "".join(f'data: {{"id": "a", "choices": [{{"delta": {{"content": "{text}"}}}}]}}\n\n'
+                     for text in ("the ", "dog"))
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(body=events))
+    send(page, "the cat")
+    expect(page.locator(".assistant .error")).to_have_text("the answer broke off")
+    assert texts(page, "assistant") == ["the dog"]
+    page.get_by_role("button", name="Continue").click()
+    answered(page)
+    expect(page.locator(".assistant .error")).to_have_count(0)
+    (answer,) = texts(page, "assistant")
+    assert answer.startswith("the dog") and len(answer) > len("the dog")
+
+
+def test_an_answer_without_text_says_so(shared, visit):
+    page = visit(shared.url)
+    event = '{"id": "a", "choices": [{"delta": {}, "finish_reason": "stop"}]}'
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(
+        body=f"data: {event}\n\ndata: [DONE]\n\n"))
+    send(page, "the cat")
+    expect(page.locator(".assistant .markdown")).to_have_text("empty answer")
+    assert texts(page, "assistant") == [""]
+
+
+def test_keys_of_an_input_method_send_and_close_nothing(shared, visit):
+    page = visit(shared.url)
+    ask(page, "first")
+    page.get_by_role("button", name="Edit").click()
+    field = page.get_by_label("Edited message")
+    for key in ("Enter", "Escape"):
+        field.dispatch_event("keydown", {"key": key, "isComposing": True, "bubbles": True})
+        field.dispatch_event("keydown", {"key": key, "keyCode": 229, "bubbles": True})
+    expect(field).to_be_visible()
+    assert texts(page, "user") == ["first"]
+
+
 def test_reasoning_and_tool_calls_are_shown_as_text(shared, visit, scripted):
     scripted()
     page = visit(shared.url)

@@ -67,7 +67,10 @@ def test_a_chat_is_saved_as_json_and_markdown(shared, visit):
     turns = json.loads(saved["JSON"])["turns"]
     assert [turn["role"] for turn in turns] == ["user", "assistant"]
     assert saved["Markdown"].startswith("# about the cat\n\n## You\n\nabout the cat\n\n## tiny\n\n")
-    assert turns[1]["content"] in saved["Markdown"]
+    assert turns[1]["content"] in saved["Markdown"] and turns[1]["model"] == "tiny"
+    named = page.evaluate("""() => chatMarkdown({ title: "", model: "new", turns: [
+      { role: "assistant", model: "old", content: "" }, { role: "assistant", content: "" }] })""")
+    assert "## old" in named and "## new" in named
 
 
 def test_what_is_being_written_is_kept_when_the_page_closes(shared, visit, eventually):
