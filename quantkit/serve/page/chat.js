@@ -36,7 +36,7 @@ class Chat {
   open(id) {
     if (id === this.record.id) return;  // what is being answered goes on
     const record = this.history.get(id);
-    if (!record) return notify("That chat isn't in this browser any more.");
+    if (!record) return notify(GONE);
     this.stop();
     if (record.model) this.server.choose(record.model);
     this.show(record);

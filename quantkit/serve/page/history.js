@@ -2,6 +2,7 @@
 // Chats in this browser's storage, each under a key of its own, so that two tabs don't overwrite each other.
 
 const MAX_CHATS = 200;
+const GONE = "That chat isn't in this browser any more.";
 
 // JSON by name. What a browser refuses to keep is kept until the page closes.
 class Store {
@@ -73,11 +74,15 @@ class ChatHistory {
   // Newest first; what isn't a chat is left out.
   list() {
     const names = [...this.store.names()].filter((name) => name.startsWith("chat "));
-    return names.map((name) => this.store.read(name)).filter((chat) => chat && Array.isArray(chat.turns))
+    return names.map((name) => this.get(name.slice("chat ".length))).filter(Boolean)
       .sort((first, second) => second.updated - first.updated);
   }
 
-  get(id) { return this.store.read("chat " + id); }
+  // A chat by its id, or null.
+  get(id) {
+    const chat = this.store.read("chat " + id);
+    return chat?.id === id && Array.isArray(chat.turns) && chat.turns.every(isTurn) ? chat : null;
+  }
 
   remove(id) {
     this.store.remove("chat " + id);
@@ -110,6 +115,12 @@ class ChatHistory {
     for (const [name, text] of taken) this.store.restore(name, text);
     return 0;
   }
+}
+
+// Whether a stored value can be shown as a turn.
+function isTurn(turn) {
+  return ["user", "assistant"].includes(turn?.role) && typeof turn.content === "string"
+    && (turn.calls === undefined || (Array.isArray(turn.calls) && turn.calls.every(Boolean)));
 }
 
 function newChat() {

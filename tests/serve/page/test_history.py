@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from .conftest import answered, ask, playwright, send
 
 expect = playwright.expect
@@ -41,10 +43,57 @@ def test_a_chat_is_renamed_deleted_and_brought_back(shared, visit):
     page.get_by_label("Title of the chat").fill("Cats")
     page.keyboard.press("Enter")
     assert titles(page) == ["Cats"]
+    expect(page.get_by_role("button", name="Cats", exact=True)).to_be_focused()
     page.get_by_role("button", name="Delete: Cats").click()
     assert titles(page) == [] and page.locator(".turn").count() == 0
     page.reload()
     ready(page)
+    assert titles(page) == []
+
+
+def test_a_title_that_is_being_written_and_the_focus_outlast_a_change_of_the_list(shared, visit):
+    page = visit(shared.url)
+    ask(page, "about the cat")
+    other = page.context.new_page()
+    other.goto(shared.url)
+    ready(other)
+    page.get_by_role("button", name="Rename: about the cat").click()
+    page.get_by_label("Title of the chat").fill("Cats")
+    ask(other, "about the dog")
+    expect(page.get_by_label("Title of the chat")).to_be_focused()
+    page.keyboard.press("Enter")
+    expect(page.locator("#chat-list .title")).to_have_text(["about the dog", "Cats"])
+    page.get_by_role("button", name="Delete: Cats").focus()
+    ask(other, "more of the dog")
+    expect(page.get_by_role("button", name="Delete: Cats")).to_be_focused()
+    page.get_by_role("button", name="about the dog", exact=True).hover()
+    page.get_by_role("button", name="Delete: about the dog").click()
+    expect(page.get_by_role("button", name="Cats", exact=True)).to_be_focused()
+
+
+def test_a_chat_that_another_tab_deleted_cannot_be_renamed_or_saved(shared, visit):
+    page = visit(shared.url)
+    ask(page, "about the cat")
+    for action in ("Rename", "Save as Markdown", "Delete"):
+        page.evaluate("store.remove('chat ' + chat.record.id)")  # before this page hears of it
+        page.get_by_role("button", name=f"{action}: about the cat").click()
+        if action == "Rename":
+            page.keyboard.press("Enter")
+        expect(page.locator("#notice")).to_contain_text("isn't in this browser any more")
+        assert titles(page) == [] and not page.evaluate(
+            "[...store.names()].some((name) => name.startsWith('chat '))")
+        page.evaluate("chat.keep()")
+
+
+@pytest.mark.parametrize("turns", [None, "text", [None], [{"role": "system", "content": ""}],
+                                   [{"role": "user"}], [{"role": "user", "content": "", "calls": [None]}]])
+def test_what_is_no_chat_is_left_out(shared, visit, turns):
+    page = visit(shared.url)
+    page.evaluate("turns => store.write('chat x', { id: 'x', title: 'x', updated: 1, turns })", turns)
+    page.goto(shared.url + "/#x")
+    page.reload()
+    ready(page)
+    expect(page.locator("#notice")).to_contain_text("isn't in this browser any more")
     assert titles(page) == []
 
 
