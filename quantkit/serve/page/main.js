@@ -57,7 +57,7 @@ const input = at("input");
 
 function drawLive(error) {
   const names = [...trace.models.keys()], choice = at("live-model");
-  at("live-state").textContent = error ? "no figures: " + error : "";
+  at("live-state").textContent = error ? "no live figures: " + error : "";
   if (names.length !== choice.options.length) {
     choice.replaceChildren(...names.map((name) => element("option", "", name)));
     choice.hidden = names.length < 2;

@@ -1,22 +1,25 @@
 "use strict";
 // Requests to this server: answers as they stream, and how fast they come.
 
-async function reason(response) {
+// What a refused request says: an error with the answer's `status`.
+async function refusal(response) {
+  let text = "the server answered " + response.status;
   try {
-    return (await response.json()).error.message;
-  } catch { return "the server answered " + response.status; }
+    text = (await response.json()).error.message;
+  } catch { /* a proxy's page, which says no more than its status */ }
+  return Object.assign(new Error(text), { status: response.status });
 }
 
 async function post(path, body, signal) {
   const response = await fetch(base + path, {
     method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body), signal });
-  if (!response.ok) throw new Error(await reason(response));
+  if (!response.ok) throw await refusal(response);
   return response;
 }
 
 async function get(path) {
   const response = await fetch(base + path);
-  if (!response.ok) throw new Error(await reason(response));
+  if (!response.ok) throw await refusal(response);
   return response.json();
 }
 

@@ -153,9 +153,18 @@ def test_a_value_out_of_range_is_named_and_not_sent(shared, visit):
     send(page, "the cat")
     expect(page.locator("#field-top_p-hint")).to_have_text("must be at most 1")
     expect(page.locator("#field-top_p")).to_have_attribute("aria-invalid", "true")
-    expect(page.locator("#notice")).to_contain_text("Nothing was sent: Top p can't be used.")
+    expect(page.locator("#settings #refused")).to_have_text("Nothing was sent: Top p can't be used.")
     page.keyboard.press("Escape")
+    expect(page.locator("#refused")).to_have_text("")
     assert page.input_value("#input") == "the cat" and page.locator(".turn").count() == 0
+
+
+def test_a_comma_may_be_the_decimal_sign(shared, visit):
+    page = visit(shared.url)
+    set_field(page, "top_p", "0,9")
+    assert ask(page, "the cat")["top_p"] == 0.9
+    set_field(page, "max_tokens", "1,000")
+    expect(page.locator("#field-max_tokens-hint")).to_have_text("is no number")
 
 
 def test_an_error_stands_in_the_answer_and_can_be_tried_again(shared, visit):
