@@ -91,14 +91,13 @@ class Chat {
     return values !== null;
   }
 
-  // Whether the changed message was sent in place of a turn and what came after it.
+  // Sends a changed message in place of a turn and what came after it, or leaves all as it is.
   async edit(index, text) {
     const values = await this.allowed();
-    if (!values) return false;
+    if (!values) return;
     this.cut(index);
     this.ask(text, values);
     at("input").focus();
-    return true;
   }
 
   ask(text, values) {
