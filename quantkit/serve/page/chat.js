@@ -18,6 +18,7 @@ class Chat {
       this.top = scrollTop;
     });
     new ResizeObserver(() => this.follow()).observe(at("scroll"));
+    history.replaced = (id) => { if (id === this.record.id) this.refresh(); };
     window.addEventListener("pagehide", () => this.stop());  // what was written is kept as it stops
   }
 
@@ -33,11 +34,18 @@ class Chat {
   }
 
   open(id) {
+    if (id === this.record.id) return;  // what is being answered goes on
     const record = this.history.get(id);
-    if (!record) return notify("That chat isn't in this browser any more.");
+    if (!record) return notify(GONE);
     this.stop();
     if (record.model) this.server.choose(record.model);
     this.show(record);
+  }
+
+  // Shows what another tab made of the chat, unless something is being written here.
+  refresh() {
+    const record = this.history.get(this.record.id);
+    if (record && !this.running && !at("thread").querySelector("textarea")) this.show(record);
   }
 
   show(record) {
@@ -68,25 +76,37 @@ class Chat {
 
   userTurn(text, index) { return new UserTurn(text, (changed) => this.edit(index, changed)); }
 
+  // The parameters of a request, or null: it can't be sent now.
+  async allowed() {
+    const { record } = this;
+    if (!this.running && !await this.server.ready()) return null;
+    if (this.running) notify("Nothing was sent: an answer is still being written.");
+    return this.running || record !== this.record ? null : this.parameters.values();
+  }
+
+  // Whether the message was sent.
   async send(text) {
-    if (this.running || !await this.server.ready()) return false;
-    const values = this.parameters.values();
-    if (!values) return false;
+    const values = await this.allowed();
+    if (values) this.ask(text, values);
+    return values !== null;
+  }
+
+  // Sends a changed message in place of a turn and what came after it, or leaves all as it is.
+  async edit(index, text) {
+    const values = await this.allowed();
+    if (!values) return;
+    this.cut(index);
+    this.ask(text, values);
+    at("input").focus();
+  }
+
+  ask(text, values) {
     const { record } = this;
     if (!record.turns.length) record.title ||= titleOf(text);
     const turn = this.userTurn(text, record.turns.length);
     record.turns.push({ role: "user", content: text });
     at("thread").append(turn.node);
     this.answer(values);
-    return true;
-  }
-
-  // Whether the changed message was sent.
-  edit(index, text) {
-    if (this.running || !this.parameters.values()) return false;
-    this.cut(index);
-    this.send(text);
-    return true;
   }
 
   // Drops a turn and what came after it.
@@ -96,18 +116,18 @@ class Chat {
   }
 
   async regenerate() {
-    if (this.running || !await this.server.ready()) return;
-    const values = this.parameters.values();
+    const values = await this.allowed();
     if (!values) return;
+    at("input").focus();
     this.cut(this.record.turns.length - 1);
     this.answer(values);
   }
 
   // More of an answer that was cut: its text is what the model's answer begins with.
   async resume() {
-    if (this.running || !await this.server.ready()) return;
-    const values = this.parameters.values();
+    const values = await this.allowed();
     if (!values) return;
+    at("input").focus();
     const turn = this.record.turns.at(-1), view = new AssistantTurn(this.actions());
     at("thread").lastElementChild.replaceWith(view.node);
     if (turn.reasoning) view.think(turn.reasoning);
@@ -116,8 +136,8 @@ class Chat {
   }
 
   answer(values) {
-    const turn = { role: "assistant", content: "", reasoning: "", calls: [], figures: "" };
-    const view = new AssistantTurn(this.actions());
+    const model = this.server.model.id, view = new AssistantTurn(this.actions());
+    const turn = { role: "assistant", model, content: "", reasoning: "", calls: [], figures: "" };
     const request = this.request(values);
     this.record.turns.push(turn);
     at("thread").append(view.node);

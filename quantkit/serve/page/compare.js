@@ -41,14 +41,14 @@ class Comparison {
       new Side(this.server.models.find((model) => model.id === at(id).value))));
     const result = element("p", "verdict", "Answering …");
     result.setAttribute("role", "status");
-    const update = () => mark(sides, result, false);
+    const update = () => mark(sides, result);
     at("comparisons").append(element("article", "comparison", element("div", "turn user",
       element("div", "text", text)), result, element("div", "sides", ...sides.map((side) => side.node))));
     this.busy(true);
     result.scrollIntoView({ block: "start" });
     await Promise.all(sides.map((side) => (
       side.run(text, this.parameters.system, values, stop.signal, update, this.labels))));
-    mark(sides, result, true);
+    update();
     this.running = null;
     this.busy(false);
     return true;
@@ -67,7 +67,7 @@ class Side {
     this.tokens = [];  // {token, logprob, top, text}
     this.text = "";
     this.exact = true;
-    this.done = false;
+    this.ended = "";  // a finish_reason, "stopped" or "error"
     this.body = element("div", "side-text");
     this.chances = element("p", "chances");
     this.figures = element("p", "speed");
@@ -86,26 +86,25 @@ class Side {
 
   async run(text, system, values, signal, update, labels) {
     const meter = new Meter();
-    let ended = "", frame = 0;
+    let frame = 0;
     try {
       for await (const event of stream(...this.request(text, system, values), signal)) {
         labels.set(event.id, titleOf(text));
         meter.count(event);
         for (const choice of event.choices) {
           this.take(choice);
-          ended = choice.finish_reason ?? ended;
+          this.ended = choice.finish_reason ?? this.ended;
         }
         this.figures.textContent = meter.rate;
         frame ||= requestAnimationFrame(() => { frame = 0; update(); });
       }
     } catch (error) {
-      ended = signal.aborted ? "stopped" : "error";
+      this.ended = signal.aborted ? "stopped" : "error";
       if (!signal.aborted) this.node.append(element("div", "error", error.message));
     }
     cancelAnimationFrame(frame);
-    this.done = true;
     this.node.classList.remove("writing");
-    this.figures.textContent = meter.text(ended);
+    this.figures.textContent = meter.text(this.ended);
   }
 
   // A token's piece of text may be empty: a part of a character waits for the rest.
@@ -138,12 +137,12 @@ function difference(first, second) {
   return -1;
 }
 
-function mark(sides, result, complete) {
+function mark(sides, result) {
   const exact = sides.every((side) => side.exact);
   const pieces = sides.map((side) => (exact ? side.tokens.map(({ token }) => token) : [...side.text]));
   let where = difference(...pieces);
   const lengths = pieces.map((list) => list.length);
-  if (where < 0 && complete && lengths[0] !== lengths[1]) where = Math.min(...lengths);
+  if (where < 0 && complete(sides) && lengths[0] !== lengths[1]) where = Math.min(...lengths);
   sides.forEach((side, index) => {
     const texts = exact ? side.tokens.map(({ text }) => text) : pieces[index];
     const likely = exact && where >= 0 ? chances(sides, index, where) : "";
@@ -151,10 +150,21 @@ function mark(sides, result, complete) {
     side.chances.textContent = likely && "Probability here: " + likely.replace("\n", ", ");
   });
   const unit = exact ? "token" : "character";
-  if (where >= 0) result.textContent = `The first difference is ${unit} ${where + 1}.`;
-  else result.textContent = complete ? `The answers are equal: ${count(lengths[0], unit)}.`
-    : `Equal so far: ${count(Math.min(...lengths), unit)}.`;
+  result.textContent = where >= 0 ? `The first difference is ${unit} ${where + 1}.`
+    : sameness(sides, Math.min(...lengths), unit);
   result.dataset.token = where;
+}
+
+// Whether both answers ended by themselves, so that an end can be a difference.
+function complete(sides) { return sides.every(({ ended }) => !["", "stopped", "error"].includes(ended)); }
+
+// What can be said of answers that don't differ in what both of them have.
+function sameness(sides, length, unit) {
+  const ended = sides.map((side) => side.ended), equal = count(length, unit) + ".";
+  if (complete(sides)) return "The answers are equal: " + equal;
+  if (ended.includes("error")) return "No comparison: an answer failed.";
+  if (!ended.includes("stopped")) return "Equal so far: " + equal;
+  return length ? "Stopped: equal so far, " + equal : "No comparison: it was stopped before both had begun.";
 }
 
 function divided(texts, where, title) {

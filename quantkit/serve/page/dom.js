@@ -57,6 +57,9 @@ function download(name, type, text) {
   setTimeout(() => URL.revokeObjectURL(link.href), 10000);
 }
 
+// Whether a key belongs to an input method, which is composing a character.
+function composing(event) { return event.isComposing || event.keyCode === 229; }
+
 function expand(toggle, open) { toggle.setAttribute("aria-expanded", String(open)); }
 
 function count(number, noun) {

@@ -20,6 +20,7 @@ function address(text) {
 
 function link(href, nodes) {
   const node = element("a", "", ...nodes);
+  for (const inner of node.querySelectorAll("a")) inner.replaceWith(inner.textContent);
   node.href = href;
   node.target = "_blank";
   node.rel = "noopener noreferrer nofollow";

@@ -57,7 +57,7 @@ const input = at("input");
 
 function drawLive(error) {
   const names = [...trace.models.keys()], choice = at("live-model");
-  at("live-state").textContent = error ? "no figures: " + error : "";
+  at("live-state").textContent = error ? "no live figures: " + error : "";
   if (names.length !== choice.options.length) {
     choice.replaceChildren(...names.map((name) => element("option", "", name)));
     choice.hidden = names.length < 2;
@@ -81,8 +81,9 @@ function compare(open) {
 }
 
 function openChat(id) {
-  compare(false);
+  if (comparison.open) compare(false);
   chat.open(id);
+  input.focus();
 }
 
 function grow() {
@@ -105,12 +106,12 @@ at("form").addEventListener("submit", async (event) => {
 });
 input.addEventListener("input", grow);
 input.addEventListener("keydown", (event) => {
-  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+  if (event.key !== "Enter" || event.shiftKey || composing(event)) return;
   event.preventDefault();
   if (!(comparison.open ? comparison : chat).running) at("form").requestSubmit();
 });
 document.addEventListener("keydown", (event) => {
-  if (event.key !== "Escape" || at("settings").open) return;
+  if (event.key !== "Escape" || composing(event) || at("settings").open) return;
   if (sidebar.drawer) return sidebar.show(false);
   chat.stop();
   comparison.stop();

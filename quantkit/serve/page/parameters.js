@@ -21,6 +21,7 @@ class Parameters {
     for (const field of FIELDS) this.add(field);
     this.fill(store.read("parameters") ?? {});
     at("parameters").addEventListener("input", () => { this.check(); this.save(); });
+    at("settings").addEventListener("close", () => { at("refused").textContent = ""; });
     at("reset").addEventListener("click", () => { this.fill({}); this.save(); });
   }
 
@@ -81,7 +82,7 @@ class Parameters {
   values() {
     const wrong = this.check();
     if (wrong.length) {
-      notify("Nothing was sent: " + wrong.join(", ") + " can't be used.");
+      at("refused").textContent = "Nothing was sent: " + wrong.join(", ") + " can't be used.";
       at("settings").showModal();
       return null;
     }
@@ -91,15 +92,18 @@ class Parameters {
       if (field.lines) {
         const lines = text.split("\n").filter(Boolean);
         if (lines.length) values[field.name] = lines;
-      } else if (text) values[field.name] = field.text ? text : Number(text);
+      } else if (text) values[field.name] = field.text ? text : numeric(field, text);
     }
     return values;
   }
 }
 
+// A comma may be the decimal sign. In a whole number it would be a separator, and is refused.
+function numeric(field, text) { return Number(field.whole ? text : text.replace(",", ".")); }
+
 function complaint(field, text) {
   if (field.text || !text) return "";
-  const value = Number(text);
+  const value = numeric(field, text);
   if (Number.isNaN(value)) return "is no number";
   if (field.whole && !Number.isInteger(value)) return "must be a whole number";
   if (value < field.min) return "must be at least " + field.min;

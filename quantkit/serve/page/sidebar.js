@@ -31,11 +31,43 @@ class Sidebar {
   }
 
   draw() {
-    const chats = this.history.list();
-    at("chat-list").replaceChildren(...chats.map((chat) => this.item(chat)));
-    if (!chats.length) at("chat-list").append(element("li", "note", "None yet."));
+    const list = at("chat-list"), focus = this.focus(list), chats = this.history.list();
+    if (list.querySelector("input")) return;  // a title is being written; its end draws the list
+    list.replaceChildren(...chats.map((chat) => this.item(chat)));
+    if (!chats.length) list.append(element("li", "note", "None yet."));
+    if (focus) this.restore(list, focus);
     if (this.store.lasting) return;
     at("chats-note").textContent = "This browser keeps nothing: chats are lost when the page closes.";
+  }
+
+  // Where the focus is in the list, or null.
+  focus(list) {
+    const item = document.activeElement.closest("#chat-list > li");
+    if (!item) return null;
+    return { id: item.dataset.chat, place: [...list.children].indexOf(item),
+      button: [...item.querySelectorAll("button")].indexOf(document.activeElement) };
+  }
+
+  // The same button of the same chat, or the chat that took its place.
+  restore(list, { id, place, button: index }) {
+    const items = [...list.children], same = items.find((item) => item.dataset.chat === id);
+    const next = items[Math.min(place, items.length - 1)];
+    (same?.querySelectorAll("button")[index] ?? next.querySelector("button") ?? at("chats-toggle")).focus();
+  }
+
+  // The chat as it is kept now, or null: another tab has deleted it.
+  stored(chat) {
+    const record = this.history.get(chat.id);
+    if (!record) {
+      notify(GONE);
+      this.draw();
+    }
+    return record;
+  }
+
+  save(chat, name, type, written) {
+    const record = this.stored(chat);
+    if (record) download(name, type, written(record));
   }
 
   item(chat) {
@@ -47,9 +79,8 @@ class Sidebar {
     if (current) open.setAttribute("aria-current", "true");
     const rename = button("Rename", "small", () => this.rename(chat, item, open));
     const json = button("JSON", "small", () => (
-      download("chat.json", "application/json", JSON.stringify(this.history.get(chat.id), null, 2))));
-    const text = button("Markdown", "small", () => (
-      download("chat.md", "text/markdown", chatMarkdown(this.history.get(chat.id)))));
+      this.save(chat, "chat.json", "application/json", (record) => JSON.stringify(record, null, 2))));
+    const text = button("Markdown", "small", () => this.save(chat, "chat.md", "text/markdown", chatMarkdown));
     json.title = "Save as JSON";
     text.title = "Save as Markdown";
     const remove = button("Delete", "small", () => this.remove(chat));
@@ -57,6 +88,7 @@ class Sidebar {
       action.setAttribute("aria-label", `${action.title || action.textContent}: ${chat.title}`);
     }
     const item = element("li", "", open, element("div", "chat-actions", rename, text, json, remove));
+    item.dataset.chat = chat.id;
     return item;
   }
 
@@ -66,26 +98,31 @@ class Sidebar {
     input.maxLength = 200;
     input.setAttribute("aria-label", "Title of the chat");
     let done = false;
-    const end = (keep) => {
+    const end = (keep, focus) => {
       if (done) return;
       done = true;
-      const title = input.value.trim();
-      if (!keep || !title) return this.draw();
+      input.replaceWith(open);
+      if (focus) open.focus();
+      const title = input.value.trim(), record = keep && title ? this.stored(chat) : null;
+      if (!record) return this.draw();
       if (chat.id === this.chat.record.id) this.chat.record.title = title;
-      this.history.put({ ...this.history.get(chat.id), title });
+      this.history.put({ ...record, title });
     };
     input.addEventListener("keydown", (event) => {
       event.stopPropagation();
-      if (event.key === "Enter" && !event.isComposing) end(true);
-      if (event.key === "Escape") end(false);
+      if (composing(event)) return;
+      if (event.key !== "Enter" && event.key !== "Escape") return;
+      event.preventDefault();  // it would press the button that gets the focus
+      end(event.key === "Enter", true);
     });
-    input.addEventListener("blur", () => end(true));
+    input.addEventListener("blur", () => end(true, false));
     open.replaceWith(input);
     input.select();
   }
 
   remove(chat) {
-    const record = this.history.get(chat.id);
+    const record = this.stored(chat);
+    if (!record) return;
     if (chat.id === this.chat.record.id) this.chat.fresh();
     this.history.remove(chat.id);
     notify("The chat was deleted.", "Undo", () => this.history.put(record));

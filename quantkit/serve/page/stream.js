@@ -1,26 +1,29 @@
 "use strict";
 // Requests to this server: answers as they stream, and how fast they come.
 
-async function reason(response) {
+// What a refused request says: an error with the answer's `status`.
+async function refusal(response) {
+  let text = "the server answered " + response.status;
   try {
-    return (await response.json()).error.message;
-  } catch { return "the server answered " + response.status; }
+    text = (await response.json()).error.message;
+  } catch { /* a proxy's page, which says no more than its status */ }
+  return Object.assign(new Error(text), { status: response.status });
 }
 
 async function post(path, body, signal) {
   const response = await fetch(base + path, {
     method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body), signal });
-  if (!response.ok) throw new Error(await reason(response));
+  if (!response.ok) throw await refusal(response);
   return response;
 }
 
 async function get(path) {
   const response = await fetch(base + path);
-  if (!response.ok) throw new Error(await reason(response));
+  if (!response.ok) throw await refusal(response);
   return response.json();
 }
 
-// The events of a streamed answer.
+// The events of a streamed answer. One that ends without its mark is incomplete.
 async function* stream(path, body, signal) {
   const asked = { ...body, stream: true, stream_options: { include_usage: true } };
   const response = await post(path, asked, signal);
@@ -28,7 +31,7 @@ async function* stream(path, body, signal) {
   let rest = "";
   for (;;) {
     const { done, value } = await reader.read();
-    if (done) return;
+    if (done) throw new Error("the answer broke off");
     const lines = (rest + value).split("\n");
     rest = lines.pop();
     for (const line of lines) {

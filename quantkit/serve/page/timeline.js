@@ -160,8 +160,10 @@ class Timeline {
   listen() {
     const { canvas } = this;
     canvas.addEventListener("wheel", (event) => {
+      const sideways = Math.abs(event.deltaX) > Math.abs(event.deltaY);
+      if (!sideways && !event.ctrlKey && document.activeElement !== canvas) return;  // the panel scrolls
       event.preventDefault();
-      if (Math.abs(event.deltaX) > Math.abs(event.deltaY)) this.move(event.deltaX / this.span * this.window);
+      if (sideways) this.move(event.deltaX / this.span * this.window);
       else this.zoom(Math.exp(event.deltaY * 0.0015), this.following ? this.right : this.time(event.offsetX));
     }, { passive: false });
     canvas.addEventListener("pointerdown", (event) => {

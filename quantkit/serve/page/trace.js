@@ -61,7 +61,10 @@ class Trace {
     try {
       const since = this.now || Math.max(0, (await get("trace?since=" + LATER)).now - PAST);
       this.take(await get("trace?since=" + since));
-    } catch (failure) { error = failure.message; }
+    } catch (failure) {
+      error = failure.message;
+      if (failure.status === 404) this.open = false;  // this server has none, so that it isn't asked again
+    }
     this.polling = false;
     this.changed(error);
     clearTimeout(this.timer);

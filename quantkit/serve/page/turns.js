@@ -9,7 +9,7 @@ class UserTurn {
 
   show(text, edit) {
     const actions = element("div", "turn-actions", copier(() => text),
-      button("Edit", "small", () => this.change(text, edit)));
+      button("Edit", "small edit", () => this.change(text, edit)));
     this.node.replaceChildren(element("div", "text", text), actions);
   }
 
@@ -18,14 +18,16 @@ class UserTurn {
     const input = element("textarea", "", text);
     input.setAttribute("aria-label", "Edited message");
     input.rows = Math.min(12, text.split("\n").length + 1);
-    const cancel = () => this.show(text, edit);
-    const send = () => {
-      const changed = input.value;
-      if (changed.trim() && !edit(changed)) cancel();
+    const cancel = () => {
+      this.show(text, edit);
+      this.node.querySelector(".edit").focus();
     };
+    // the field stays until its text is sent
+    const send = () => { if (input.value.trim()) edit(input.value); };
     input.addEventListener("keydown", (event) => {
+      if (composing(event)) return;
       if (event.key === "Escape") { event.stopPropagation(); cancel(); }
-      if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); send(); }
+      if (event.key === "Enter" && !event.shiftKey) { event.preventDefault(); send(); }
     });
     this.node.replaceChildren(input, element("div", "turn-actions editing",
       element("span", "note", "Later turns are replaced."), button("Cancel", "small", cancel),
@@ -87,19 +89,15 @@ class AssistantTurn {
     const details = this.node.querySelector("details");
     if (details && turn.content) details.open = false;
     if (turn.calls?.length) this.showCalls(turn.calls);
+    if (turn.ended && !turn.error && !turn.content && !turn.reasoning && !turn.calls?.length) {
+      this.body.append(element("p", "note", "empty answer"));
+    }
     if (turn.error) this.node.insertBefore(element("div", "error", turn.error), this.footer);
     this.speed.textContent = turn.figures;
     if (turn.content) this.footer.append(copier(() => turn.content));
     this.footer.append(button("Regenerate", "small last-only", this.actions.regenerate));
-    if (turn.content && ["length", "stopped"].includes(turn.ended)) {
+    if (turn.content && ["length", "stopped", "error"].includes(turn.ended)) {
       this.footer.append(button("Continue", "small last-only", this.actions.resume));
     }
-  }
-
-  // Ready for more of the same answer.
-  reopen() {
-    this.node.querySelector(".error")?.remove();
-    this.footer.replaceChildren(this.speed);
-    this.writing = true;
   }
 }

@@ -82,6 +82,7 @@ def test_an_edited_message_replaces_what_came_after_it(shared, visit):
         page.get_by_label("Edited message").press("Enter")
     answered(page, 1)
     assert sent.value.post_data_json["messages"] == [{"role": "user", "content": "changed"}]
+    expect(page.locator("#input")).to_be_focused()
     assert texts(page, "user") == ["changed"] and page.locator(".turn").count() == 2
 
 
@@ -92,7 +93,26 @@ def test_an_edit_that_is_given_up_changes_nothing(shared, visit):
     page.get_by_label("Edited message").fill("changed")
     page.keyboard.press("Escape")
     expect(page.locator(".user .text")).to_have_text("first")
+    expect(page.get_by_role("button", name="Edit")).to_be_focused()
     assert texts(page, "user") == ["first"]
+
+
+def test_an_edit_that_cannot_be_sent_keeps_its_text_and_the_later_turns(shared, visit):
+    page = visit(shared.url)
+    ask(page, "first")
+    ask(page, "second")
+    page.locator(".user").first.get_by_role("button", name="Edit").click()
+    field = page.get_by_label("Edited message")
+    field.fill("changed")
+    set_field(page, "top_p", "3")
+    field.press("Enter")
+    expect(page.locator("#settings")).to_be_visible()
+    page.keyboard.press("Escape")
+    page.evaluate("server.model = null; server.connect = async () => {}")
+    set_field(page, "top_p", "")
+    field.press("Enter")
+    expect(field).to_have_value("changed")
+    assert texts(page, "user") == ["first", "second"] and page.locator(".turn").count() == 4
 
 
 def test_regenerating_asks_the_same_again(shared, visit):
@@ -133,9 +153,18 @@ def test_a_value_out_of_range_is_named_and_not_sent(shared, visit):
     send(page, "the cat")
     expect(page.locator("#field-top_p-hint")).to_have_text("must be at most 1")
     expect(page.locator("#field-top_p")).to_have_attribute("aria-invalid", "true")
-    expect(page.locator("#notice")).to_contain_text("Nothing was sent: Top p can't be used.")
+    expect(page.locator("#settings #refused")).to_have_text("Nothing was sent: Top p can't be used.")
     page.keyboard.press("Escape")
+    expect(page.locator("#refused")).to_have_text("")
     assert page.input_value("#input") == "the cat" and page.locator(".turn").count() == 0
+
+
+def test_a_comma_may_be_the_decimal_sign(shared, visit):
+    page = visit(shared.url)
+    set_field(page, "top_p", "0,9")
+    assert ask(page, "the cat")["top_p"] == 0.9
+    set_field(page, "max_tokens", "1,000")
+    expect(page.locator("#field-max_tokens-hint")).to_have_text("is no number")
 
 
 def test_an_error_stands_in_the_answer_and_can_be_tried_again(shared, visit):
@@ -149,6 +178,43 @@ def test_an_error_stands_in_the_answer_and_can_be_tried_again(shared, visit):
     assert page.locator(".error").count() == 0
     body = ask(page, "more")
     assert [message["role"] for message in body["messages"]] == ["user", "assistant", "user"]
+
+
+def test_an_answer_that_breaks_off_is_an_error_and_can_go_on(shared, visit):
+    page = visit(shared.url)
+    events = "".join(f'data: {{"id": "a", "choices": [{{"delta": {{"content": "{text}"}}}}]}}\n\n'
+                     for text in ("the ", "dog"))
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(body=events))
+    send(page, "the cat")
+    expect(page.locator(".assistant .error")).to_have_text("the answer broke off")
+    assert texts(page, "assistant") == ["the dog"]
+    page.get_by_role("button", name="Continue").click()
+    answered(page)
+    expect(page.locator(".assistant .error")).to_have_count(0)
+    (answer,) = texts(page, "assistant")
+    assert answer.startswith("the dog") and len(answer) > len("the dog")
+
+
+def test_an_answer_without_text_says_so(shared, visit):
+    page = visit(shared.url)
+    event = '{"id": "a", "choices": [{"delta": {}, "finish_reason": "stop"}]}'
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(
+        body=f"data: {event}\n\ndata: [DONE]\n\n"))
+    send(page, "the cat")
+    expect(page.locator(".assistant .markdown")).to_have_text("empty answer")
+    assert texts(page, "assistant") == [""]
+
+
+def test_keys_of_an_input_method_send_and_close_nothing(shared, visit):
+    page = visit(shared.url)
+    ask(page, "first")
+    page.get_by_role("button", name="Edit").click()
+    field = page.get_by_label("Edited message")
+    for key in ("Enter", "Escape"):
+        field.dispatch_event("keydown", {"key": key, "isComposing": True, "bubbles": True})
+        field.dispatch_event("keydown", {"key": key, "keyCode": 229, "bubbles": True})
+    expect(field).to_be_visible()
+    assert texts(page, "user") == ["first"]
 
 
 def test_reasoning_and_tool_calls_are_shown_as_text(shared, visit, scripted):

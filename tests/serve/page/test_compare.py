@@ -91,6 +91,7 @@ def test_it_stops_and_goes_back_to_the_chat(live, loaded, twin, visit, eventuall
                and page.locator(".side-text").count() == 2)
     page.keyboard.press("Escape")
     expect(page.locator(".side .speed").filter(has_text="stopped")).to_have_count(2)
+    expect(page.locator(".verdict")).to_contain_text("Stopped: equal so far, ")
     page.get_by_role("button", name="Compare").click()
     expect(page.locator("#thread")).to_be_visible()
     eventually(lambda: server.engine.stats()["running"] == 0)
@@ -109,7 +110,43 @@ def test_a_difference_without_tokens_is_found_in_the_texts(shared, visit):
         return side;
       });
       const result = element("p");
-      mark(sides, result, true);
+      mark(sides, result);
       return [result.textContent, sides[1].body.querySelector("mark").textContent];
     }""")
     assert verdict == ["The first difference is character 5.", "d"]
+
+
+@pytest.mark.parametrize("ended, verdict", [
+    (["stop", "stop"], "The first difference is token 3."),
+    (["stop", "stopped"], "Stopped: equal so far, 2 tokens."),
+    (["stopped", "stopped"], "Stopped: equal so far, 2 tokens."),
+    (["length", "error"], "No comparison: an answer failed."),
+    (["", "stop"], "Equal so far: 2 tokens.")])
+def test_only_answers_that_ended_by_themselves_differ_in_their_length(shared, visit, ended, verdict):
+    page = visit(shared.url)
+    assert page.evaluate("""(ended) => {
+      const sides = ["abc", "ab"].map((text, index) => {
+        const side = new Side({ id: "x" });
+        for (const token of text) {
+          const content = [{ token, logprob: 0, top_logprobs: [] }];
+          side.take({ delta: { content: token }, logprobs: { content } });
+        }
+        side.ended = ended[index];
+        return side;
+      });
+      const result = element("p");
+      mark(sides, result);
+      return result.textContent;
+    }""", ended) == verdict
+
+
+def test_an_answer_that_fails_is_no_difference(live, loaded, twin, visit):
+    page = visit(live(models={"one": loaded, "other": twin}).url, refused=500)
+    page.route("**/v1/chat/completions", lambda route: (
+        route.fulfill(status=500, json={"error": {"message": "it broke"}})
+        if route.request.post_data_json["model"] == "other" else route.continue_()))
+    page.get_by_role("button", name="Compare").click()
+    send(page, "the cat")
+    expect(page.locator(".side .error")).to_have_text("it broke")
+    expect(page.locator(".verdict")).to_have_text("No comparison: an answer failed.")
+    assert page.locator(".side mark").count() == 0

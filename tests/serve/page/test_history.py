@@ -3,7 +3,9 @@
 import json
 from pathlib import Path
 
-from .conftest import answered, ask, playwright
+import pytest
+
+from .conftest import answered, ask, playwright, send
 
 expect = playwright.expect
 
@@ -41,10 +43,57 @@ def test_a_chat_is_renamed_deleted_and_brought_back(shared, visit):
     page.get_by_label("Title of the chat").fill("Cats")
     page.keyboard.press("Enter")
     assert titles(page) == ["Cats"]
+    expect(page.get_by_role("button", name="Cats", exact=True)).to_be_focused()
     page.get_by_role("button", name="Delete: Cats").click()
     assert titles(page) == [] and page.locator(".turn").count() == 0
     page.reload()
     ready(page)
+    assert titles(page) == []
+
+
+def test_a_title_that_is_being_written_and_the_focus_outlast_a_change_of_the_list(shared, visit):
+    page = visit(shared.url)
+    ask(page, "about the cat")
+    other = page.context.new_page()
+    other.goto(shared.url)
+    ready(other)
+    page.get_by_role("button", name="Rename: about the cat").click()
+    page.get_by_label("Title of the chat").fill("Cats")
+    ask(other, "about the dog")
+    expect(page.get_by_label("Title of the chat")).to_be_focused()
+    page.keyboard.press("Enter")
+    expect(page.locator("#chat-list .title")).to_have_text(["about the dog", "Cats"])
+    page.get_by_role("button", name="Delete: Cats").focus()
+    ask(other, "more of the dog")
+    expect(page.get_by_role("button", name="Delete: Cats")).to_be_focused()
+    page.get_by_role("button", name="about the dog", exact=True).hover()
+    page.get_by_role("button", name="Delete: about the dog").click()
+    expect(page.get_by_role("button", name="Cats", exact=True)).to_be_focused()
+
+
+def test_a_chat_that_another_tab_deleted_cannot_be_renamed_or_saved(shared, visit):
+    page = visit(shared.url)
+    ask(page, "about the cat")
+    for action in ("Rename", "Save as Markdown", "Delete"):
+        page.evaluate("store.remove('chat ' + chat.record.id)")  # before this page hears of it
+        page.get_by_role("button", name=f"{action}: about the cat").click()
+        if action == "Rename":
+            page.keyboard.press("Enter")
+        expect(page.locator("#notice")).to_contain_text("isn't in this browser any more")
+        assert titles(page) == [] and not page.evaluate(
+            "[...store.names()].some((name) => name.startsWith('chat '))")
+        page.evaluate("chat.keep()")
+
+
+@pytest.mark.parametrize("turns", [None, "text", [None], [{"role": "system", "content": ""}],
+                                   [{"role": "user"}], [{"role": "user", "content": "", "calls": [None]}]])
+def test_what_is_no_chat_is_left_out(shared, visit, turns):
+    page = visit(shared.url)
+    page.evaluate("turns => store.write('chat x', { id: 'x', title: 'x', updated: 1, turns })", turns)
+    page.goto(shared.url + "/#x")
+    page.reload()
+    ready(page)
+    expect(page.locator("#notice")).to_contain_text("isn't in this browser any more")
     assert titles(page) == []
 
 
@@ -67,7 +116,10 @@ def test_a_chat_is_saved_as_json_and_markdown(shared, visit):
     turns = json.loads(saved["JSON"])["turns"]
     assert [turn["role"] for turn in turns] == ["user", "assistant"]
     assert saved["Markdown"].startswith("# about the cat\n\n## You\n\nabout the cat\n\n## tiny\n\n")
-    assert turns[1]["content"] in saved["Markdown"]
+    assert turns[1]["content"] in saved["Markdown"] and turns[1]["model"] == "tiny"
+    named = page.evaluate("""() => chatMarkdown({ title: "", model: "new", turns: [
+      { role: "assistant", model: "old", content: "" }, { role: "assistant", content: "" }] })""")
+    assert "## old" in named and "## new" in named
 
 
 def test_what_is_being_written_is_kept_when_the_page_closes(shared, visit, eventually):
@@ -101,6 +153,21 @@ def test_the_oldest_chats_make_room_and_the_user_is_told(shared, visit):
     assert kept[0] == "new" and not {"1048576-0", "65536-0"} <= set(kept)
 
 
+def test_a_chat_that_never_fits_drops_no_other(shared, visit):
+    page = visit(shared.url)
+    page.evaluate("""() => {
+      const sized = (id, size) => (
+        { id, title: id, updated: 1, turns: [{ role: "user", content: "x".repeat(size) }] });
+      for (const id of ["first", "second"]) chatHistory.put(sized(id, 1000));
+      chatHistory.put({ ...sized("big", 2 ** 24), updated: 2 });
+    }""")
+    expect(page.locator("#notice")).to_contain_text("No other chat was dropped.")
+    assert titles(page)[0] == "big" and sorted(titles(page)[1:]) == ["first", "second"]
+    page.reload()
+    ready(page)
+    assert sorted(titles(page)) == ["first", "second"]
+
+
 def test_more_chats_than_the_list_has_are_dropped(shared, visit):
     page = visit(shared.url)
     page.evaluate("""() => {
@@ -119,3 +186,31 @@ def test_without_storage_the_page_works_and_says_what_is_lost(shared, visit):
     expect(page.locator("#chats-note")).to_contain_text("lost when the page closes")
     ask(page, "the cat")
     assert titles(page) == ["the cat"]
+
+
+def test_a_click_on_the_open_chat_loses_nothing_of_a_running_answer(shared, visit, eventually):
+    page = visit(shared.url, tokens=20000)
+    send(page, "the cat")
+    shown = page.locator(".assistant .markdown")
+    eventually(lambda: len(shown.inner_text()) > 5)
+    page.get_by_role("button", name="the cat", exact=True).click()
+    length = len(shown.inner_text())
+    eventually(lambda: len(shown.inner_text()) > length)
+    page.keyboard.press("Escape")
+    answered(page)
+    expect(page.locator(".assistant .speed")).to_contain_text("stopped")
+
+
+def test_a_second_tab_shows_and_keeps_what_the_first_one_wrote(shared, visit):
+    page = visit(shared.url)
+    ask(page, "about the cat")
+    other = page.context.new_page()
+    other.goto(page.url)
+    ready(other)
+    answered(other)
+    ask(page, "and the dog")
+    answered(other, 2)
+    assert other.locator("#thread").inner_text() == page.locator("#thread").inner_text()
+    ask(other, "and the bird")
+    answered(page, 3)
+    assert page.locator(".user .text").all_inner_texts() == ["about the cat", "and the dog", "and the bird"]

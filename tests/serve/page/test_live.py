@@ -120,6 +120,35 @@ def test_the_timeline_moves_zooms_and_tells_numbers(server, visit, eventually):
     assert page.evaluate("timeline.following && timeline.right === trace.now")
 
 
+def test_the_wheel_scrolls_the_panel_unless_it_is_meant_for_the_timeline(server, visit, eventually):
+    page = visit(server.url, height=300)
+    page.get_by_role("button", name="Live", exact=True).click()
+    canvas = page.locator("#timeline")
+    canvas.scroll_into_view_if_needed()
+    canvas.hover()
+    window, top = page.evaluate("[timeline.window, at('live').scrollTop]")
+    page.mouse.wheel(0, -200)
+    eventually(lambda: page.evaluate("at('live').scrollTop") < top)
+    assert page.evaluate("timeline.window") == window
+    canvas.hover()
+    page.keyboard.down("Control")
+    page.mouse.wheel(0, -200)
+    page.keyboard.up("Control")
+    eventually(lambda: page.evaluate("timeline.window") < window)
+
+
+def test_a_server_without_a_trace_is_asked_once(server, visit):
+    page = visit(server.url, refused=404)
+    asked = []
+    page.route("**/trace?*", lambda route: (asked.append(route.request.url), route.fulfill(
+        status=404, json={"error": {"message": "a server of several replicas has no trace"}})))
+    page.get_by_role("button", name="Live", exact=True).click()
+    expect(page.locator("#live-state")).to_have_text(
+        "no live figures: a server of several replicas has no trace")
+    page.evaluate("trace.poll()")
+    assert len(asked) == 1 and not page.evaluate("trace.open")
+
+
 def test_the_trace_is_saved_for_perfetto(server, visit, eventually):
     page = visit(server.url)
     ask(page, "the cat")

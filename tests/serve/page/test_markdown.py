@@ -91,6 +91,15 @@ def test_an_image_is_a_link_to_it(page):
     assert "<img" not in html and ">a *cat*</a>" in html
 
 
+@pytest.mark.parametrize("inside, text", [
+    ("see https://b.example/c", "see https://b.example/c"),
+    ("*<https://b.example/>* **b**", "<em>https://b.example/</em> <strong>b</strong>"),
+    ("![a cat](https://b.example/cat.png)", "a cat")])
+def test_a_link_stands_in_no_link(page, inside, text):
+    html = page.evaluate(RENDER, f"[{inside}](https://a.example/)")
+    assert html.count("<a ") == 1 and f'title="https://a.example/">{text}</a>' in html
+
+
 HOSTILE = [
     "<script>alert(1)</script>", "<img src=x onerror=alert(1)>", "<svg onload=alert(1)>",
     "[x](javascript:alert(1))", "[x](JaVaScRiPt:alert(1))", "[x](java\nscript:alert(1))",
