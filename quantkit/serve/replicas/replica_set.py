@@ -18,6 +18,7 @@ from quantkit.executor.cluster import LOCAL, carried_environment, connect, impor
 from quantkit.serve.replicas import router
 from quantkit.serve.replicas.base import ForwardedRequest, ReplicaAnswer, ReplicaInfo, ReplicaLostError
 from quantkit.serve.replicas.collect import collect
+from quantkit.serve.replicas.interrupt import interrupt_put_off
 from quantkit.serve.replicas.replica import Load, Replica, ReplicaSetup
 from quantkit.serve.replicas.resources import NodeResources, takes_gpu, threads_now
 from quantkit.serve.replicas.starting import wait_until_running
@@ -62,12 +63,14 @@ class ReplicaSet:
         self._name, self._closed = f"quantkit-{os.getpid()}-{secrets.token_hex(4)}", False
         threads = max(1, torch.get_num_threads() // replicas) if self._local else 0
         try:
-            connect(self._ray, address, next=f"leave out {OPTION}", num_cpus=replicas * threads,
-                    object_store_memory=MESSAGE_MEMORY)
-            gpu = takes_gpu(device, int(self._ray.cluster_resources().get("GPU", 0)), replicas)
-            self.threads = threads or threads_now(*self._resources(), replicas, gpu=gpu)
-            setup = ReplicaSetup(self.threads, carried_environment(), list(sys.path), self._local, locked)
-            self._start(load, setup, replicas, gpu, slack, tell)
+            with interrupt_put_off() as check:
+                connect(self._ray, address, next=f"leave out {OPTION}", num_cpus=replicas * threads,
+                        object_store_memory=MESSAGE_MEMORY)
+                check()
+                gpu = takes_gpu(device, int(self._ray.cluster_resources().get("GPU", 0)), replicas)
+                self.threads = threads or threads_now(*self._resources(), replicas, gpu=gpu)
+                setup = ReplicaSetup(self.threads, carried_environment(), list(sys.path), self._local, locked)
+                self._start(load, setup, replicas, gpu, slack, tell, check)
         except BaseException:
             self.close()
             raise
@@ -135,7 +138,7 @@ class ReplicaSet:
                 stream.cancel()
 
     def _start(self, load: Load, setup: ReplicaSetup, replicas: int, gpu: bool, slack: int,
-               tell: Callable[[str], None]) -> None:
+               tell: Callable[[str], None], check: Callable[[], None]) -> None:
         from ray.serve.config import RequestRouterConfig
 
         quiet = {"log_level": "ERROR", "enable_access_log": False}
@@ -151,7 +154,7 @@ class ReplicaSet:
         (self._handle,) = self._serve.run_many([target], wait_for_applications_running=False)
         cpus = f"{setup.threads} CPU{'s' if setup.threads > 1 else ''}"
         wait_until_running(lambda: self._serve.status().applications[self._name],
-                           f"{cpus} and a GPU" if gpu else cpus, OPTION, tell)
+                           f"{cpus} and a GPU" if gpu else cpus, OPTION, tell, check)
         infos: list[ReplicaInfo] = self._handle.broadcast("info").results(timeout_s=STATE_SECONDS)
         self.infos = sorted(infos, key=lambda info: info.id)
 

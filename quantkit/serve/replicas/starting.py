@@ -17,8 +17,8 @@ NO_PLACE = "to be scheduled"
 """In Ray Serve's message about replicas that have no place; those that load their models say another."""
 
 
-def wait_until_running(status: Callable[[], Any], needs: str, option: str, tell: Callable[[str], None], *,
-                       clock: Callable[[], float] = time.monotonic,
+def wait_until_running(status: Callable[[], Any], needs: str, option: str, tell: Callable[[str], None],
+                       check: Callable[[], None], *, clock: Callable[[], float] = time.monotonic,
                        pause: Callable[[float], None] = time.sleep) -> None:
     """Wait until an application runs. Loading may take as long as it does, waiting for a place may not.
 
@@ -27,6 +27,7 @@ def wait_until_running(status: Callable[[], Any], needs: str, option: str, tell:
         needs: what each replica needs, in words.
         option: that asks for replicas.
         tell: is told what is waited for.
+        check: raises what is to end the wait.
         clock, pause: tell seconds and let them pass.
 
     Raises:
@@ -34,6 +35,7 @@ def wait_until_running(status: Callable[[], Any], needs: str, option: str, tell:
     """
     ready, since = 0, None
     while True:
+        check()
         application = status()
         state = str(getattr(application.status, "value", application.status))
         if state == "RUNNING":

@@ -12,7 +12,8 @@ from quantkit.serve.app import told_once
 from quantkit.serve.replicas.base import REPORT, ForwardedRequest
 from quantkit.serve.replicas.replica import MAX_MESSAGES, Replica
 
-REQUEST = ForwardedRequest({"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}, b"{}")
+REQUEST = ForwardedRequest({"type": "http", "method": "POST", "path": "/v1/completions", "headers": []},
+                           b"{}")
 
 
 def replica(api, *models):
@@ -27,6 +28,10 @@ async def everything(made):
     return [message async for batch in made.answer(REQUEST) for message in batch]
 
 
+def reported(messages):
+    return [error for message in messages if message["type"] == REPORT for error in message["errors"]]
+
+
 def test_an_error_that_ends_several_requests_is_told_once():
     error = QuantkitError("the engine failed", why="it divides")
 
@@ -38,10 +43,9 @@ def test_an_error_that_ends_several_requests_is_told_once():
         return [await everything(made) for _ in range(3)]
 
     answers = asyncio.run(run())
-    assert [[message["errors"] for message in messages if message["type"] == REPORT] for messages in answers] \
-        == [[[("the engine failed", "it divides", None)]], [], []]
+    assert list(map(reported, answers)) == [[("the engine failed", "it divides", None)], [], []]
     for messages in answers:
-        assert [message for message in messages if "status" in message][0]["status"] == 500
+        assert next(message for message in messages if "status" in message)["status"] == 500
 
 
 def test_who_asks_for_the_state_takes_no_errors_away():
@@ -57,7 +61,7 @@ def test_who_asks_for_the_state_takes_no_errors_away():
 
     state, messages = asyncio.run(run())
     assert (state.id, state.status, state.body) == ("a", 200, b"{}")
-    assert [message["errors"][0][0] for message in messages if message["type"] == REPORT] == ["a plugin failed"]
+    assert reported(messages) == [("a plugin failed", None, None)]
 
 
 def test_an_application_waits_for_a_slow_reader():

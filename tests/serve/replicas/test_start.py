@@ -57,7 +57,7 @@ LOADS = "1 replicas that have taken more than 30s to initialize."
 def wait(*states, step=100.0):
     """What is told while an application has these states, ``step`` seconds apart."""
     times, states, told = itertools.count(), iter(states), []
-    wait_until_running(lambda: next(states), "2 CPUs", "--replicas", told.append,
+    wait_until_running(lambda: next(states), "2 CPUs", "--replicas", told.append, lambda: None,
                        clock=lambda: step * next(times), pause=lambda seconds: None)
     return told
 
