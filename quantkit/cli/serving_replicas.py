@@ -32,7 +32,7 @@ def serve_replicas(options: ServingOptions, replicas: int, **access: Any) -> Ser
     if named_address() == LOCAL and options.device != "cuda":
         options = replace(options, sharing=replicas)
     # replicas may have another working folder
-    options = replace(options, models=tuple(map(_absolute, options.models)))
+    options = replace(options, models=tuple(map(absolute_model, options.models)))
     with contextlib.ExitStack() as stack:
         started = ReplicaSet(functools.partial(load_served, options), replicas, device=options.device,
                              slack=max(1, options.max_batch // 2), locked=access["key"] is not None,
@@ -50,7 +50,10 @@ def serve_replicas(options: ServingOptions, replicas: int, **access: Any) -> Ser
     return served
 
 
-def _absolute(model: str) -> str:
-    """A local model's absolute path; another model's name as it is."""
+def absolute_model(model: str) -> str:
+    """A local model's absolute path; another model's name as it is, even if a folder has that name."""
+    from quantkit.sources.open import kind_of
+
     path = local_path(model)
-    return str(path.absolute()) if path is not None and path.exists() else model
+    local = path is not None and path.exists() and kind_of(model) in ("local", "gguf")
+    return str(path.absolute()) if path is not None and local else model

