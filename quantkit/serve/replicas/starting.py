@@ -51,7 +51,7 @@ def wait_until_running(status: Callable[[], Any], needs: str, option: str, tell:
             since = None
         elif since is None:
             since = clock()
-            tell(f"waiting for {needs}: the cluster has no place for some replicas ({running} are ready)")
+            tell(f"waiting for {needs}: the cluster has no place for some replicas; ready: {running}")
         elif clock() - since > LIMIT:
             raise QuantkitError(f"some replicas found no place within {LIMIT / 60:g} minutes",
                                 why=f"each needs {needs}, and others use the cluster",
