@@ -122,21 +122,21 @@ def command(models: tuple[str, ...], host: str, port: int, hosts: tuple[str, ...
         access = {"loopback": loopback, "hosts": (*hosts, host), "key": key, "on_error": _failed}
         served = serve_here(options, trace_file, **access) if replicas is None else serve_replicas(
             options, replicas, **access)
-        from quantkit.serve.server import Server
-
-        address = url(bound)
-
-        def ready() -> None:
-            if as_json:
-                _announce({"url": address, "model": called[0], "models": called, "pid": os.getpid(),
-                           **served.announced})
-            where = "" if loopback else f", and on {host} for other machines"
-            note(f"listening on {address}{where}; open it to chat, Ctrl-C to end")
-            note(f"next: {_curl(address, called[0], served.chat, key is not None)}")
-
-        server = Server(served.application, drain_timeout=drain_timeout, on_ready=ready, on_drain=_drain)
-        gc.freeze()  # what is there stays: collections needn't look through it while answers wait
         try:
+            from quantkit.serve.server import Server
+
+            address = url(bound)
+
+            def ready() -> None:
+                if as_json:
+                    _announce({"url": address, "model": called[0], "models": called, "pid": os.getpid(),
+                               **served.announced})
+                where = "" if loopback else f", and on {host} for other machines"
+                note(f"listening on {address}{where}; open it to chat, Ctrl-C to end")
+                note(f"next: {_curl(address, called[0], served.chat, key is not None)}")
+
+            server = Server(served.application, drain_timeout=drain_timeout, on_ready=ready, on_drain=_drain)
+            gc.freeze()  # what is there stays: collections needn't look through it while answers wait
             server.run(sockets=[bound])
         finally:
             served.application.close()

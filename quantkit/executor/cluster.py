@@ -14,6 +14,8 @@ from quantkit.errors import QuantkitError
 LOOPBACK, LOCAL = "127.0.0.1", "local"
 ALONE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """Ray's variable that keeps it to this machine, on every system; read when Ray is imported."""
+AUTO_CONNECT = "RAY_ENABLE_AUTO_CONNECT"
+"""Ray's variable; with 0 a call after the end starts no cluster anew. Read when Ray is imported."""
 CARRIED = ("QUANTKIT_PLUGINS", "GOMP_SPINCOUNT")
 """Variables that workers have as this process has them."""
 
@@ -36,6 +38,7 @@ def import_ray(address: str, option: str) -> Any:
     """
     if address == LOCAL:
         os.environ.setdefault(ALONE, "0")
+    os.environ.setdefault(AUTO_CONNECT, "0")
     try:
         import ray
         import ray.exceptions

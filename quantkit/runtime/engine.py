@@ -78,6 +78,7 @@ class Engine:
         timing: of all steps so far.
         trace: what requests and steps did when.
         speculator: asks for drafts; ``None``: nobody drafts.
+        thread: that steps from :meth:`start` to :meth:`close`.
     """
 
     def __init__(self, loaded: LoadedModel, *, kv: KVSpec | None = None, more_kv: Sequence[KVSpec] = (),
@@ -104,7 +105,7 @@ class Engine:
         self._ahead = AheadDecoder(loaded.model, self._runner, self.timing, self._append_token, self._fail)
         self._lock = lock or FairLock()
         self._numbers = itertools.count()
-        self._thread: threading.Thread | None = None
+        self.thread: threading.Thread | None = None
         self._unheard: list[BaseException] = []  # errors that no request's listener took
         self._generated = self._prompt_tokens = self._steps = 0
 
@@ -196,10 +197,10 @@ class Engine:
 
     def start(self) -> None:
         """Step on a thread of its own until :meth:`close`."""
-        if self._thread is not None:
+        if self.thread is not None:
             raise EngineClosed("this engine was started before", why="it has one thread, once")
-        self._thread = threading.Thread(target=self._loop, name="quantkit-engine", daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._loop, name="quantkit-engine", daemon=True)
+        self.thread.start()
 
     def drain(self, timeout: float | None = None) -> bool:
         """Take no more requests and wait until all have ended.
@@ -216,8 +217,8 @@ class Engine:
     def close(self) -> None:
         """Stop at the end of the current step; requests that haven't ended are cancelled."""
         self._scheduler.close()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
+        if self.thread is not None and self.thread is not threading.current_thread():
+            self.thread.join()
         for request in self._scheduler.requests:
             request.cancel()
         self._end_cancelled()

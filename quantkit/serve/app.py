@@ -82,7 +82,7 @@ def create_app(models: Sequence[ServedEngine], *, loopback: bool = True, hosts: 
     api = FastAPI(title="quantkit", version=__version__, docs_url=None, redoc_url=None,
                   redirect_slashes=False)
     api.router.route_class = BodyRoute
-    on_error = None if on_error is None else _once(on_error)
+    on_error = None if on_error is None else told_once(on_error)
     install(api, on_error)
     for model in served:
         model.prepare()  # the first request then waits for its own answer only
@@ -104,7 +104,7 @@ def create_app(models: Sequence[ServedEngine], *, loopback: bool = True, hosts: 
     return application
 
 
-def _once(on_error: OnError) -> OnError:
+def told_once(on_error: OnError) -> OnError:
     """The same, for which an error that ends several requests is one error."""
 
     def tell(error: BaseException) -> None:

@@ -26,7 +26,7 @@ def started(small):
     yield start
     for engine in engines:
         engine.close()
-        assert not engine._thread.is_alive() and engine.cache.allocated_bytes == 0
+        assert not engine.thread.is_alive() and engine.cache.allocated_bytes == 0
 
 
 def test_requests_from_many_threads(small, started, prompt_of, submit):

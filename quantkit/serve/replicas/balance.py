@@ -27,45 +27,64 @@ class PrefixBalancer:
     def __init__(self, slack: int, capacity: int = MAX_BLOCKS) -> None:
         self._slack, self._capacity = slack, capacity
         self._readers: OrderedDict[int, set[str]] = OrderedDict()
+        self._reserved: dict[str, str] = {}
         self._active: Counter[str] = Counter()
         self._chosen: dict[str, int] = {}
         self._choices = 0
         self._lock = threading.Lock()
 
-    def choose(self, blocks: Sequence[int], replicas: Collection[str]) -> str:
-        """The replica for a request, which is expected to read its prompt there.
+    def choose(self, request: str, blocks: Sequence[int], replicas: Collection[str]) -> str:
+        """The replica for a request, which counts as busy with it until :meth:`ended`.
 
         Args:
+            request: its id. It may be chosen for again, as one that couldn't be sent.
             blocks: names of the prompt's blocks, from its beginning on.
             replicas: that run; at least one.
         """
         with self._lock:
+            self._release(request)
             replica = self._reader(blocks, replicas) or self._least_busy(replicas)
             self._choices += 1
             self._chosen[replica] = self._choices
             self._note(blocks, replica)
+            self._reserve(request, replica)
             return replica
 
-    def began(self, replica: str) -> None:
-        """A request was sent there."""
+    def sent(self, request: str, replica: str) -> None:
+        """A request has arrived at a replica, perhaps not at the one that was chosen."""
         with self._lock:
-            self._active[replica] += 1
+            if request in self._reserved:  # otherwise it is over already
+                self._release(request)
+                self._reserve(request, replica)
 
-    def ended(self, replica: str) -> None:
-        """A request that was sent there is over."""
+    def ended(self, request: str) -> None:
+        """A request is over, or wasn't sent."""
         with self._lock:
-            self._active[replica] = max(0, self._active[replica] - 1)
+            self._release(request)
 
     def keep(self, replicas: Collection[str]) -> None:
         """Forget all other replicas."""
         with self._lock:
-            for counts in (self._active, self._chosen):
-                for replica in counts.keys() - set(replicas):
-                    del counts[replica]
+            for request in [request for request, replica in self._reserved.items()
+                            if replica not in replicas]:
+                self._release(request)
+            for replica in self._chosen.keys() - set(replicas):
+                del self._chosen[replica]
             for block in list(self._readers):
                 self._readers[block].intersection_update(replicas)
                 if not self._readers[block]:
                     del self._readers[block]
+
+    def _reserve(self, request: str, replica: str) -> None:
+        self._reserved[request] = replica
+        self._active[replica] += 1
+
+    def _release(self, request: str) -> None:
+        replica = self._reserved.pop(request, None)
+        if replica is not None:
+            self._active[replica] -= 1
+            if not self._active[replica]:
+                del self._active[replica]
 
     def _reader(self, blocks: Sequence[int], replicas: Collection[str]) -> str | None:
         """The replica that has read most of the prompt and isn't too busy."""

@@ -71,4 +71,7 @@ class Replicas(Protocol):
         """
 
     async def get(self, path: str) -> list[ReplicaAnswer]:
-        """What every replica that runs answers to ``GET path``."""
+        """What replicas answer to ``GET path``; those that don't in time are left out."""
+
+    async def any_runs(self) -> bool:
+        """Whether a replica runs, as far as is known."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Any
 
 from fastapi import Response
@@ -16,7 +17,13 @@ from quantkit.runtime.engine import EngineClosed
 from quantkit.serve.body import check_structure
 from quantkit.serve.errors import ANTHROPIC, RETRY_AFTER, ApiError, api_error
 from quantkit.serve.metrics import CONTENT_TYPE
-from quantkit.serve.replicas.base import REPORT, ForwardedRequest, ReplicaLostError, Replicas
+from quantkit.serve.replicas.base import (
+    REPORT,
+    ForwardedRequest,
+    ReplicaAnswer,
+    ReplicaLostError,
+    Replicas,
+)
 from quantkit.serve.replicas.combine import combined_metrics, combined_state
 from quantkit.serve.replicas.prefix import WRITING, prefix_blocks
 from quantkit.serve.sse import DONE, ClientDisconnected, while_there
@@ -27,6 +34,10 @@ ENGINE_PATHS = WRITING | {"/v1/embeddings"}
 """Paths of requests that are work for an engine."""
 SCOPE_KEYS = ("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string",
               "root_path", "headers", "client", "server")
+SECRET_HEADERS = {b"authorization", b"cookie", b"proxy-authorization", b"x-api-key"}
+"""Headers for the server alone, which has checked them."""
+PATIENCE = 60.0
+"""Seconds that a request waits for a replica while none runs."""
 PREAMBLE = tuple(f"event: {name}\n".encode()
                  for name in ("message_start", "response.created", "response.in_progress"))
 """How the events begin that a stream has before its first token."""
@@ -70,8 +81,7 @@ class Forwarder:
         if self.closed and scope["method"] == "POST" and path in ENGINE_PATHS:
             raise _shutting_down()
         check_structure(body)
-        request = ForwardedRequest({key: scope[key] for key in SCOPE_KEYS if key in scope}, body,
-                                   prefix_blocks(path, body))
+        request = ForwardedRequest(_forwarded_scope(scope), body, prefix_blocks(path, body))
         with contextlib.suppress(ClientDisconnected):
             await while_there(receive, self._answer(request, send))
 
@@ -95,13 +105,38 @@ class Forwarder:
                         code="replica_lost", headers=RETRY_AFTER)
 
     async def _forward(self, request: ForwardedRequest, answer: _AnswerStream) -> None:
-        async with contextlib.aclosing(self._replicas.answer(request)) as batches:
-            async for batch in batches:
-                for message in batch:
-                    if message["type"] == REPORT:
-                        self._report(message)
-                    else:
-                        await answer.send(message)
+        # a client that has all of its answer leaves, which must not cancel what the replica has yet to say
+        last: Message | None = None
+        try:
+            async with contextlib.aclosing(self._replicas.answer(request)) as batches:
+                async for batch in self._started(batches):
+                    for message in batch:
+                        if message["type"] == REPORT:
+                            self._report(message)
+                        elif message["type"] == "http.response.body" and not message.get("more_body", False):
+                            last = message
+                        else:
+                            await answer.send(message)
+        except ReplicaLostError:
+            if last is None:
+                raise  # otherwise the answer was complete
+        if last is not None:
+            await answer.send(last)
+
+    async def _started(self, batches: AsyncGenerator[list[Any], None]) -> AsyncIterator[list[Any]]:
+        """All batches. The first isn't waited for while no replica runs."""
+        first = asyncio.ensure_future(anext(batches, []))
+        try:
+            while not (await asyncio.wait({first}, timeout=PATIENCE))[0]:
+                if not await self._replicas.any_runs():
+                    raise ApiError(503, "no replica runs; send the request again later", code="replica_lost",
+                                   headers=RETRY_AFTER)
+        finally:
+            first.cancel()
+            await asyncio.wait({first})
+        yield first.result()
+        async for batch in batches:
+            yield batch
 
     def _report(self, message: Message) -> None:
         if self._on_error is not None:
@@ -114,13 +149,17 @@ class Forwarder:
     async def _ready(self) -> Response:
         if self.closed:
             raise _shutting_down()
-        if not (answers := await self._replicas.get("/ready")):
-            raise ApiError(503, "no replica runs", code="overloaded", headers=RETRY_AFTER)
-        return JSONResponse(combined_state(answers))
+        return JSONResponse(combined_state(await self._state("/ready")))
 
     async def _metrics(self) -> Response:
-        text = combined_metrics(await self._replicas.get("/metrics"))
+        text = combined_metrics(await self._state("/metrics"))
         return Response(text, headers={"content-type": CONTENT_TYPE})
+
+    async def _state(self, path: str) -> list[ReplicaAnswer]:
+        answers = [answer for answer in await self._replicas.get(path) if answer.status == 200]
+        if not answers:
+            raise ApiError(503, "no replica runs", code="overloaded", headers=RETRY_AFTER)
+        return answers
 
 
 class _AnswerStream:
@@ -158,6 +197,12 @@ class _AnswerStream:
         else:
             event = _data(error.body()) + DONE
         await self._send({"type": "http.response.body", "body": event, "more_body": False})
+
+
+def _forwarded_scope(scope: Scope) -> dict[str, Any]:
+    """What replicas get of a request's scope."""
+    headers = [(name, value) for name, value in scope["headers"] if name.lower() not in SECRET_HEADERS]
+    return {key: scope[key] for key in SCOPE_KEYS if key in scope} | {"headers": headers}
 
 
 def _named(name: str, body: dict[str, Any]) -> bytes:

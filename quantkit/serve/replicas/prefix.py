@@ -32,11 +32,9 @@ def prefix_blocks(path: str, body: bytes) -> tuple[int, ...]:
         return ()
     try:
         values = json.loads(body)
+        text = _beginning(values) if isinstance(values, dict) else ""
     except (ValueError, RecursionError):
         return ()  # a replica says what is wrong
-    if not isinstance(values, dict):
-        return ()
-    text = _beginning(values)
     names, name = [], 0
     for start in range(0, len(text) - BLOCK + 1, BLOCK):
         name = hash((name, text[start:start + BLOCK]))

@@ -13,17 +13,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from starlette.types import Message
+from starlette.types import Message, Send
 
 from quantkit.errors import QuantkitError, SourceError
 from quantkit.plugins import plugin_failure
-from quantkit.serve.app import create_app
+from quantkit.serve.app import create_app, told_once
 from quantkit.serve.errors import api_error
 from quantkit.serve.models import ServedEngine
 from quantkit.serve.replicas.base import HEADER, REPORT, ForwardedRequest, ReplicaAnswer, ReplicaInfo
 from quantkit.serve.replicas.failure import LoadFailure
 
 Load = Callable[[], Sequence[ServedEngine]]
+MAX_MESSAGES = 256
+"""Of an answer that wait to be sent; the application waits while there are more."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,7 @@ class Replica:
         self._id = serve.get_replica_context().replica_id.unique_id
         self._node = ray.util.get_node_ip_address()
         self._errors: list[tuple[str, str | None, str | None]] = []
+        self._tell = told_once(self._on_error)
         notes = io.StringIO()
         with contextlib.redirect_stderr(notes):
             try:
@@ -97,14 +100,27 @@ class Replica:
             chat = False
         return ReplicaInfo(self._id, os.getpid(), self._node, chat, self._notes)
 
+    async def check_health(self) -> None:
+        """Asked by Ray Serve, which replaces a replica that raises.
+
+        Raises:
+            RuntimeError: an engine doesn't run any more.
+        """
+        for model in self._models:
+            if model.engine.thread is None or not model.engine.thread.is_alive():
+                raise RuntimeError(f"the engine of {model.name} has ended")
+
     async def get(self, path: str) -> ReplicaAnswer:
         """What the application answers to ``GET path``."""
         scope = {"type": "http", "method": "GET", "path": path, "query_string": b"", "headers": []}
         status, body = 0, b""
-        async for batch in self.answer(ForwardedRequest(scope, b"")):
-            for message in batch:
-                status = message.get("status", status)
-                body += message.get("body", b"")
+
+        async def send(message: Message) -> None:
+            nonlocal status, body
+            status = message.get("status", status)
+            body += message.get("body", b"")
+
+        await self._run(ForwardedRequest(scope, b""), send)
         return ReplicaAnswer(self._id, status, body)
 
     async def answer(self, request: ForwardedRequest, blocks: Sequence[int] = ()) -> AsyncIterator[
@@ -115,9 +131,17 @@ class Replica:
             request: what is asked.
             blocks: for the router alone.
         """
-        messages: asyncio.Queue[Message | None] = asyncio.Queue()
-        running = asyncio.create_task(self._run(request, messages))
-        running.add_done_callback(lambda _: messages.put_nowait(None))
+        messages: asyncio.Queue[Message | None] = asyncio.Queue(MAX_MESSAGES)
+
+        async def run() -> None:
+            try:
+                await self._run(request, messages.put)
+            except Exception:
+                await messages.put(None)
+                raise
+            await messages.put(None)
+
+        running = asyncio.create_task(run())
         try:
             ended = False
             while not ended:
@@ -133,7 +157,7 @@ class Replica:
         finally:
             running.cancel()
 
-    async def _run(self, request: ForwardedRequest, messages: asyncio.Queue[Message | None]) -> None:
+    async def _run(self, request: ForwardedRequest, write: Send) -> None:
         waiting = [{"type": "http.request", "body": request.body, "more_body": False}]
         started = False
 
@@ -148,12 +172,12 @@ class Replica:
             if message["type"] == "http.response.start":
                 started = True
                 message["headers"] = [*message["headers"], (HEADER, self._id.encode())]
-            messages.put_nowait(message)
+            await write(message)
 
         try:
             await self._api(dict(request.scope), receive, send)
         except Exception as error:
-            self._on_error(error)
+            self._tell(error)
             if not started:
                 response = api_error(error).response(request.scope["path"])
                 await response(dict(request.scope), receive, send)

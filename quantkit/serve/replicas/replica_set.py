@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import os
+import secrets
 import sys
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -15,9 +17,11 @@ from quantkit.errors import QuantkitError
 from quantkit.executor.cluster import LOCAL, carried_environment, connect, import_ray, named_address
 from quantkit.serve.replicas import router
 from quantkit.serve.replicas.base import ForwardedRequest, ReplicaAnswer, ReplicaInfo, ReplicaLostError
-from quantkit.serve.replicas.failure import carried_error
+from quantkit.serve.replicas.collect import collect
+from quantkit.serve.replicas.interrupt import interrupt_put_off
 from quantkit.serve.replicas.replica import Load, Replica, ReplicaSetup
-from quantkit.serve.replicas.resources import takes_gpu, threads_each
+from quantkit.serve.replicas.resources import NodeResources, takes_gpu, threads_now
+from quantkit.serve.replicas.starting import wait_until_running
 
 OPTION = "--replicas"
 MAX_ONGOING = 100_000
@@ -27,7 +31,7 @@ MESSAGE_MEMORY = 256 * 2**20
 CHECK_SECONDS = 2.0
 """Between two looks at whether a replica lives."""
 STATE_SECONDS = 10.0
-"""For all replicas to say how they are."""
+"""For each replica to say how it is."""
 
 
 class ReplicaSet:
@@ -39,6 +43,7 @@ class ReplicaSet:
         device: as ``--device`` names it.
         slack: requests that a replica may have more than the least busy one and still get another.
         locked: whether clients of the server need a key.
+        tell: is told what is waited for while the replicas start.
 
     Attributes:
         infos: of the replicas as they were started; one that is lost is replaced by another.
@@ -49,20 +54,23 @@ class ReplicaSet:
     """
 
     def __init__(self, load: Load, replicas: int, *, device: str = "auto", slack: int = 8,
-                 locked: bool = False) -> None:
+                 locked: bool = False, tell: Callable[[str], None]) -> None:
         address = named_address()
         self._ray = import_ray(address, OPTION)
         self._serve = _import_serve()
         self._local = address == LOCAL
-        self._name, self._closed = f"quantkit-{os.getpid()}", False
+        # a cluster has servers of several machines and containers, whose process ids may be the same
+        self._name, self._closed = f"quantkit-{os.getpid()}-{secrets.token_hex(4)}", False
         threads = max(1, torch.get_num_threads() // replicas) if self._local else 0
-        connect(self._ray, address, next=f"leave out {OPTION}", num_cpus=replicas * threads,
-                object_store_memory=MESSAGE_MEMORY)
         try:
-            gpu = takes_gpu(device, int(self._ray.cluster_resources().get("GPU", 0)), replicas)
-            self.threads = threads or threads_each(self._cpus(), replicas)
-            setup = ReplicaSetup(self.threads, carried_environment(), list(sys.path), self._local, locked)
-            self._start(load, setup, replicas, gpu, slack)
+            with interrupt_put_off() as check:
+                connect(self._ray, address, next=f"leave out {OPTION}", num_cpus=replicas * threads,
+                        object_store_memory=MESSAGE_MEMORY)
+                check()
+                gpu = takes_gpu(device, int(self._ray.cluster_resources().get("GPU", 0)), replicas)
+                self.threads = threads or threads_now(*self._resources(), replicas, gpu=gpu)
+                setup = ReplicaSetup(self.threads, carried_environment(), list(sys.path), self._local, locked)
+                self._start(load, setup, replicas, gpu, slack, tell, check)
         except BaseException:
             self.close()
             raise
@@ -73,20 +81,41 @@ class ReplicaSet:
 
     async def get(self, path: str) -> list[ReplicaAnswer]:
         """See :meth:`quantkit.serve.replicas.base.Replicas.get`."""
-        answers = await self._handle.broadcast("get", path).results_async(
-            timeout_s=STATE_SECONDS, return_exceptions=True)
-        return sorted((answer for answer in answers if isinstance(answer, ReplicaAnswer)),
-                      key=lambda answer: answer.id)
+        if self._closed:
+            return []
+        # ``results_async`` has one time limit for all, after which it forgets what was answered
+        response = self._handle.broadcast("get", path)
+        try:
+            async with asyncio.timeout(STATE_SECONDS):
+                results = await response._fetch_replica_results_async()
+        except (self._serve.exceptions.RayServeException, TimeoutError):
+            return []  # no replica runs
+        answers = await collect((result.get_async() for result in results), STATE_SECONDS)
+        return sorted(answers, key=lambda answer: answer.id)
+
+    async def any_runs(self) -> bool:
+        """See :meth:`quantkit.serve.replicas.base.Replicas.any_runs`."""
+        if self._closed:
+            return False
+        try:
+            await self._handle.broadcast("info").results_async(timeout_s=STATE_SECONDS)
+        except self._serve.exceptions.RayServeException:
+            return False
+        except (self._ray.exceptions.RayError, TimeoutError):
+            pass  # one does, busy or about to end
+        return True
 
     def close(self) -> None:
         """End the replicas, and the cluster if it was started here."""
         if self._closed:
             return
         self._closed = True
-        if not self._local:
-            with contextlib.suppress(Exception):  # the cluster may be gone already
-                self._serve.delete(self._name)
-        self._ray.shutdown()
+        try:
+            if not self._local:
+                with contextlib.suppress(Exception):  # the cluster may be gone already
+                    self._serve.delete(self._name)
+        finally:
+            self._ray.shutdown()
 
     async def _answer(self, request: ForwardedRequest) -> AsyncGenerator[list[Any], None]:
         if self._closed:
@@ -101,14 +130,15 @@ class ReplicaSet:
         except errors.RayTaskError:
             ended = True
             raise
-        except errors.RayError as error:
+        except (errors.RayError, self._serve.exceptions.RayServeException) as error:
             ended = True
             raise ReplicaLostError(str(error)) from error
         finally:
-            if not ended:
+            if not ended and not self._closed:
                 stream.cancel()
 
-    def _start(self, load: Load, setup: ReplicaSetup, replicas: int, gpu: bool, slack: int) -> None:
+    def _start(self, load: Load, setup: ReplicaSetup, replicas: int, gpu: bool, slack: int,
+               tell: Callable[[str], None], check: Callable[[], None]) -> None:
         from ray.serve.config import RequestRouterConfig
 
         quiet = {"log_level": "ERROR", "enable_access_log": False}
@@ -120,20 +150,23 @@ class ReplicaSet:
                 {"request_router_class": router.PATH, "request_router_kwargs": {"slack": slack}}),
             health_check_period_s=CHECK_SECONDS, graceful_shutdown_wait_loop_s=0.1,
             graceful_shutdown_timeout_s=5, max_constructor_retry_count=1, logging_config=quiet)
-        try:
-            self._handle = self._serve.run(deployment.bind(load, setup), name=self._name, route_prefix=None,
-                                           logging_config=quiet)
-        except RuntimeError as error:
-            application = self._serve.status().applications[self._name]
-            messages = "\n".join(each.message for each in application.deployments.values())
-            raise carried_error(messages) or QuantkitError(
-                "a replica can't be started", why=_last_line(messages),
-                next=f"the same command without {OPTION} shows more") from error
+        target = self._serve.RunTarget(deployment.bind(load, setup), self._name, None, quiet)
+        (self._handle,) = self._serve.run_many([target], wait_for_applications_running=False)
+        cpus = f"{setup.threads} CPU{'s' if setup.threads > 1 else ''}"
+        wait_until_running(lambda: self._serve.status().applications[self._name],
+                           f"{cpus} and a GPU" if gpu else cpus, OPTION, tell, check)
         infos: list[ReplicaInfo] = self._handle.broadcast("info").results(timeout_s=STATE_SECONDS)
         self.infos = sorted(infos, key=lambda info: info.id)
 
-    def _cpus(self) -> list[int]:
-        return [int(node["Resources"].get("CPU", 0)) for node in self._ray.nodes() if node["Alive"]]
+    def _resources(self) -> tuple[list[NodeResources], list[NodeResources]]:
+        """What is free of each machine, and what it has."""
+        from ray._private.state import available_resources_per_node
+
+        def amounts(resources: Iterable[Mapping[str, float]]) -> list[NodeResources]:
+            return [NodeResources(int(each.get("CPU", 0)), int(each.get("GPU", 0))) for each in resources]
+
+        return (amounts(available_resources_per_node().values()),
+                amounts(node["Resources"] for node in self._ray.nodes() if node["Alive"]))
 
 
 def _import_serve() -> Any:
@@ -145,7 +178,3 @@ def _import_serve() -> Any:
                             next='pip install "quantkit[ray]"') from error
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     return serve
-
-
-def _last_line(text: str) -> str | None:
-    return text.strip().rpartition("\n")[2][:300] or None

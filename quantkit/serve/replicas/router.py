@@ -37,16 +37,22 @@ def _router_class() -> Any:
             by_name = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
             if not by_name:
                 return []
-            blocks = () if pending_request is None else pending_request.kwargs.get("blocks", ())
-            first = by_name.pop(self._balancer.choose(blocks, by_name.keys()))
+            if pending_request is None:
+                return [list(candidate_replicas)]
+            request = pending_request.metadata.internal_request_id
+            blocks = pending_request.kwargs.get("blocks", ())
+            first = by_name.pop(self._balancer.choose(request, blocks, by_name.keys()))
+            # Ray doesn't tell of the end of a request that is cancelled before it is sent
+            pending_request.future.add_done_callback(
+                lambda chosen: self._balancer.ended(request) if chosen.cancelled() else None)
             return [[first], *([replica] for replica in by_name.values())]
 
-        def on_send_request(self, replica_id: ReplicaID) -> None:
-            super().on_send_request(replica_id)
-            self._balancer.began(replica_id.unique_id)
+        def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID,
+                              result: Any) -> None:
+            self._balancer.sent(pending_request.metadata.internal_request_id, replica_id.unique_id)
 
         def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-            self._balancer.ended(replica_id.unique_id)
+            self._balancer.ended(internal_request_id)
 
         def update_replicas(self, replicas: list[Any]) -> None:
             super().update_replicas(replicas)

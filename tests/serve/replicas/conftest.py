@@ -42,8 +42,8 @@ def replicated(folder) -> Iterator[Callable[..., Iterator[Process]]]:
         pytest.skip("Ray Serve isn't installed: pip install 'quantkit[ray]'")
 
     @contextmanager
-    def start(mark: str, model: Path = folder) -> Iterator[Process]:
-        process = Process(("--port", 0, model, "--replicas", 2, "--max-batch", MAX_BATCH),
+    def start(mark: str, *options: object, model: Path = folder) -> Iterator[Process]:
+        process = Process(("--port", 0, model, "--replicas", 2, "--max-batch", MAX_BATCH, *options),
                           OMP_NUM_THREADS="2", QUANTKIT_API_KEY=KEY, **{MARK: mark})
         try:
             yield process

@@ -6,6 +6,8 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -127,6 +129,50 @@ def test_a_signal_lets_answers_end_and_leaves_no_process(replicated, loaded, eve
         code, said = process.ended()
         assert code == 0 and "all answers are complete" in said and "Traceback" not in said
         eventually(lambda: not marked(MARK, mark))
+
+
+def test_answers_that_take_too_long_are_cut(replicated, eventually):
+    mark = f"cut-{os.getpid()}"
+    with replicated(mark, "--drain-timeout", 0.5) as process:
+        body = {"model": "tiny", "prompt": "a", "max_tokens": 60_000, "stream": True, "ignore_eos": True}
+        with httpx.stream("POST", process.where["url"] + "/v1/completions", json=body, headers=HEADERS,
+                          timeout=60) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            process.child.send_signal(signal.SIGTERM)
+            try:
+                last = [line for line in lines if line][-2:]
+            except httpx.RemoteProtocolError:  # it was closed
+                last = []
+        code, said = process.ended()
+        assert code == 1 and "answers were cut off after 0.5 seconds" in said and "Traceback" not in said
+        assert not last or (json.loads(last[0].removeprefix("data: "))["error"]["code"] == "shutting_down"
+                            and last[1] == "data: [DONE]")
+        eventually(lambda: not marked(MARK, mark))
+
+
+def test_an_interrupted_start_leaves_no_process(replicated, folder, eventually):
+    mark = f"interrupted-{os.getpid()}"
+    with subprocess.Popen([sys.executable, "-m", "quantkit.cli.main", "serve-local", folder,
+                           "--replicas", "2", "--port", "0"], stderr=subprocess.PIPE, text=True,
+                          env={**os.environ, "OMP_NUM_THREADS": "2", MARK: mark}) as child:
+        eventually(lambda: len(marked(MARK, mark)) > 2)  # the cluster's processes are being started
+        child.send_signal(signal.SIGINT)
+        said = child.communicate(timeout=60)[1]
+    assert child.returncode == 130 and "interrupted" in said and "Traceback" not in said
+    eventually(lambda: not marked(MARK, mark))
+
+
+def test_a_frozen_replica_is_left_out_of_the_state(replicated):
+    with replicated(f"frozen-{os.getpid()}") as server, \
+            httpx.Client(base_url=server.where["url"], headers=HEADERS, timeout=60) as http:
+        frozen, other = server.where["replicas"]
+        os.kill(frozen["pid"], signal.SIGSTOP)
+        assert http.get("/ready").json()["max_batch"] == MAX_BATCH
+        metrics = http.get("/metrics").text
+        assert other["id"] in metrics and frozen["id"] not in metrics
+        os.kill(frozen["pid"], signal.SIGCONT)
+        assert http.get("/ready").json()["max_batch"] == 2 * MAX_BATCH
 
 
 def test_a_model_that_can_t_be_loaded_is_told_as_ever(replicated, folder, tmp_path):

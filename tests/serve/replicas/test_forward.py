@@ -8,6 +8,7 @@ import json
 import httpx
 import pytest
 
+from quantkit.serve.replicas import forward
 from quantkit.serve.replicas.app import create_replicated_app
 from quantkit.serve.replicas.base import REPORT, ReplicaAnswer, ReplicaLostError
 
@@ -28,7 +29,7 @@ class Scripted:
     def __init__(self, *scripts):
         self.scripts, self.requests = list(scripts), []
         self.states: list[ReplicaAnswer] = []
-        self.cancelled = 0
+        self.cancelled, self.run = 0, True
 
     async def answer(self, request):
         self.requests.append(request)
@@ -43,6 +44,9 @@ class Scripted:
 
     async def get(self, path):
         return self.states
+
+    async def any_runs(self):
+        return self.run
 
     def close(self):
         """Nothing runs."""
@@ -139,6 +143,82 @@ def test_a_client_that_leaves_cancels_the_request():
     assert replicas.cancelled == 1 and len(replicas.requests) == 1
 
 
+@pytest.mark.parametrize("rest", [[], [[{"type": REPORT, "errors": [("it failed", None, None)]}]], [LOST]])
+def test_a_complete_answer_is_neither_cancelled_nor_called_lost(rest):
+    """A client that has all of its answer leaves before the replica's generator has ended."""
+    async def run():
+        replicas = Scripted([[START, event("data: 1\n\n"), END], *rest])
+        bodies = [{"type": "http.request", "body": b"{}", "more_body": False}]
+        sent, complete, errors = [], asyncio.Event(), []
+
+        async def receive():
+            if bodies:
+                return bodies.pop()
+            await complete.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message):
+            sent.append(message)
+            if message["type"] == "http.response.body" and not message["more_body"]:
+                complete.set()
+
+        scope = {"type": "http", "method": "POST", "path": CHAT, "headers": [(b"host", b"localhost")]}
+        async with asyncio.timeout(60):
+            await create_replicated_app(replicas, on_error=errors.append)(scope, receive, send)
+        return replicas, sent, errors
+
+    replicas, sent, errors = asyncio.run(run())
+    assert replicas.cancelled == 0 and len(replicas.requests) == 1
+    assert [message.get("body") for message in sent] == [None, b"data: 1\n\n", b""]
+    assert [error.what for error in errors] == ["it failed"] * (bool(rest) and rest != [LOST])
+
+
+def test_an_unstreamed_answer_is_complete_with_its_last_message():
+    body = {"type": "http.response.body", "body": b"{}", "more_body": False}
+    replicas = Scripted([[START, body], LOST])
+    assert ask(replicas, **BODY).text == "{}" and len(replicas.requests) == 1
+
+
+def test_no_replica_is_waited_for_only_so_long(monkeypatch):
+    monkeypatch.setattr(forward, "PATIENCE", 0.01)
+    replicas = Scripted([asyncio.Event()])
+    replicas.run = False
+    answer = ask(replicas, **BODY)
+    assert answer.status_code == 503 and answer.headers["retry-after"]
+    assert answer.json()["error"]["code"] == "replica_lost"
+    assert answer.json()["error"]["message"] == "no replica runs; send the request again later"
+    assert len(replicas.requests) == replicas.cancelled == 1
+
+
+def test_a_replica_that_runs_is_waited_for(monkeypatch):
+    monkeypatch.setattr(forward, "PATIENCE", 0.01)
+    looks, ready = [], asyncio.Event()
+
+    class Slow(Scripted):
+        async def answer(self, request):
+            await ready.wait()
+            yield [START, END]
+
+        async def any_runs(self):
+            looks.append(None)
+            if len(looks) == 3:
+                ready.set()
+            return True
+
+    assert ask(Slow(), **BODY).status_code == 200 and len(looks) >= 3
+
+
+def test_secrets_stay_in_the_server():
+    replicas = Scripted([[START, END]])
+    secrets = {"Authorization": "Bearer sesame", "X-Api-Key": "sesame", "Proxy-Authorization": "Basic sesame",
+               "Cookie": "session=sesame"}
+    ask(replicas, key="sesame", headers={**secrets, "X-Request": "7"}, **BODY)
+    headers = dict(replicas.requests[0].scope["headers"])
+    assert headers[b"x-request"] == b"7" and headers[b"content-type"] == b"application/json"
+    assert not {name.lower().encode() for name in secrets} & headers.keys()
+    assert not any(b"sesame" in value for value in headers.values())
+
+
 def test_the_key_is_checked_before_a_replica_is_asked():
     replicas = Scripted([[START, END]])
     assert ask(replicas, key="sesame", **BODY).status_code == 401 and not replicas.requests
@@ -177,9 +257,12 @@ STATE = {"running": 1, "waiting": 2, "max_batch": 8, "max_queue": 64, "kv_alloca
 
 def test_ready_is_the_sum():
     replicas = Scripted()
-    assert ask(replicas, "/ready", method="GET").status_code == 503, "no replica runs"
+    refusal = ReplicaAnswer("c", 503, b'{"error": "it is ending"}')
+    for path in ("/ready", "/metrics"):
+        for replicas.states in ([], [refusal]):
+            assert ask(replicas, path, method="GET").status_code == 503, "no replica runs"
     state = {"status": "ready", **STATE, "models": {"m": STATE, "n": STATE}}
-    replicas.states = [ReplicaAnswer(name, 200, json.dumps(state).encode()) for name in "ab"]
+    replicas.states = [*(ReplicaAnswer(name, 200, json.dumps(state).encode()) for name in "ab"), refusal]
     double = {key: 2 * value for key, value in STATE.items()}
     assert ask(replicas, "/ready", method="GET").json() == {
         "status": "ready", **double, "models": {"m": double, "n": double}}
