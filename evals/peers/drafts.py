@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -94,9 +95,9 @@ def _ours(model: str, drafters: Sequence[str], tokens: int, threads: int
                           text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": str(threads)})
     if done.returncode:
         sys.exit(f"quantkit {' '.join(arguments)} failed: {done.stderr.strip()[-500:]}")
-    return {(case["task"], case["drafter"]): {"tok_s": case["tok_s"]["median"], "drafted": case["drafted"],
-                                              "accepted": case["accepted"]}
-            for case in json.loads(done.stdout)["cases"]}
+    return {(case["task"], re.sub(r"[^(,]*/", "", case["drafter"])): {
+        "tok_s": case["tok_s"]["median"], "drafted": case["drafted"], "accepted": case["accepted"]}
+        for case in json.loads(done.stdout)["cases"]}
 
 
 def _theirs(programs: LlamaCpp, model: str, options: Sequence[str], args: argparse.Namespace
