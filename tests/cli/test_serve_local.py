@@ -41,13 +41,8 @@ def serving() -> Iterator[Callable[..., Any]]:
 
     @contextmanager
     def start(*arguments: object, **environment: str) -> Iterator[Process]:
-        process = Process(("--port", 0, *arguments), **environment)
-        try:
+        with Process(("--port", 0, *arguments), **environment) as process:
             yield process
-        finally:
-            process.child.kill()
-            process.child.wait()
-            process.child.stdout.close()
 
     yield start
 

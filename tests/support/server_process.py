@@ -14,7 +14,7 @@ import openai
 
 
 class Process:
-    """A server in a process of its own."""
+    """A server in a process of its own; ``with`` kills it at the end, if it is still there."""
 
     def __init__(self, arguments: tuple[object, ...], **environment: str) -> None:
         self.child = subprocess.Popen(
@@ -25,6 +25,14 @@ class Process:
         self._reader = threading.Thread(target=lambda: self._lines.extend(self.child.stderr), daemon=True)
         self._reader.start()
         self.where = json.loads(self.child.stdout.readline() or "{}")
+
+    def __enter__(self) -> Process:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.child.kill()
+        self.child.wait()
+        self.child.stdout.close()
 
     @property
     def client(self) -> openai.OpenAI:

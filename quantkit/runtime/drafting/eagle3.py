@@ -18,9 +18,9 @@ from quantkit.models.forward_context import ForwardContext
 from quantkit.models.layers import MLP, Attention, RMSNorm, check_shape, embedded, linear
 from quantkit.ops.linear_weight import LinearWeight
 from quantkit.runtime.cpu.model import CpuModel
-from quantkit.runtime.drafting.base import MAX_DRAFT, Drafter, DraftSource
+from quantkit.runtime.drafting.base import MAX_DRAFT, DraftSource
 from quantkit.runtime.drafting.eagle3_config import read_config
-from quantkit.runtime.drafting.head import DraftHead, HeadSource, cpu_model
+from quantkit.runtime.drafting.head import DraftHead, HeadDrafter, HeadSource, cpu_model
 from quantkit.runtime.drafting.head_files import HeadFiles, head_source
 
 if TYPE_CHECKING:
@@ -30,19 +30,11 @@ NEVER = -1e30
 """The logit of tokens that a head doesn't draft: samplers refuse infinite ones."""
 
 
-class Eagle3Drafter(Drafter):
-    """An EAGLE-3 head.
-
-    Attributes:
-        checkpoint: the head's.
-        least_chance: a draft ends before a token that is less likely than this by the head.
-    """
+class Eagle3Drafter(HeadDrafter):
+    """An EAGLE-3 head."""
 
     name: ClassVar[str] = "eagle3"
-    first: ClassVar[str] = "checkpoint"
     max_tokens: int = Field(default=4, ge=1, le=MAX_DRAFT)
-    checkpoint: str
-    least_chance: float = Field(default=0.3, ge=0, le=1)
 
     def start(self, target: LoadedModel) -> DraftSource:
         """See the base class."""

@@ -9,9 +9,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
+from pydantic import Field
 
 from quantkit.errors import UsageError
 from quantkit.kv.batch import Batch
@@ -20,11 +21,24 @@ from quantkit.models.config import ModelConfig
 from quantkit.models.forward_context import ForwardContext
 from quantkit.ops.sampling import largest_chance, one_thread
 from quantkit.runtime.cpu.model import CpuModel
-from quantkit.runtime.drafting.base import DraftedText, DraftSource
+from quantkit.runtime.drafting.base import DraftedText, Drafter, DraftSource
 from quantkit.spec import KVSpec
 
 if TYPE_CHECKING:
     from quantkit.runtime.loader import LoadedModel
+
+
+class HeadDrafter(Drafter):
+    """A drafter whose drafts are a head's.
+
+    Attributes:
+        checkpoint: the files that the head was published in.
+        least_chance: a draft ends before a token that is less likely than this by the head.
+    """
+
+    first: ClassVar[str] = "checkpoint"
+    checkpoint: str
+    least_chance: float = Field(default=0.3, ge=0, le=1)
 
 
 class DraftHead(ABC):

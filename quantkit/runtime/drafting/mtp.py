@@ -22,27 +22,20 @@ from quantkit.models.decoder import DecoderLayer
 from quantkit.models.forward_context import ForwardContext
 from quantkit.models.layers import RMSNorm, linear
 from quantkit.runtime.cpu.model import CpuModel
-from quantkit.runtime.drafting.base import MAX_DRAFT, Drafter, DraftSource
-from quantkit.runtime.drafting.head import DraftHead, HeadSource, cpu_model
+from quantkit.runtime.drafting.base import MAX_DRAFT, DraftSource
+from quantkit.runtime.drafting.head import DraftHead, HeadDrafter, HeadSource, cpu_model
 from quantkit.runtime.drafting.head_files import HeadFiles, head_source
 
 if TYPE_CHECKING:
     from quantkit.runtime.loader import LoadedModel
 
 
-class MtpDrafter(Drafter):
-    """The model's own head for further tokens.
-
-    Attributes:
-        checkpoint: the model's original files, which have the head; a quantized checkpoint doesn't.
-        least_chance: a draft ends before a token that is less likely than this by the head.
-    """
+class MtpDrafter(HeadDrafter):
+    """The model's own head for further tokens, from the model's original files: a quantized checkpoint leaves
+    it out."""
 
     name: ClassVar[str] = "mtp"
-    first: ClassVar[str] = "checkpoint"
     max_tokens: int = Field(default=3, ge=1, le=MAX_DRAFT)
-    checkpoint: str
-    least_chance: float = Field(default=0.3, ge=0, le=1)
 
     def start(self, target: LoadedModel) -> DraftSource:
         """See the base class."""
@@ -78,7 +71,7 @@ class MtpLayout:
 
 
 def layouts(layers: int) -> tuple[MtpLayout, ...]:
-    """The published layouts, for a model of so many layers: MiMo's, DeepSeek-V3's and Qwen's."""
+    """The published layouts, for a model with this number of layers: MiMo's, DeepSeek-V3's and Qwen's."""
     mimo, deepseek = "model.mtp_layers.0", f"model.layers.{layers}"
     return (
         MtpLayout(mimo, f"{mimo}.token_layernorm", f"{mimo}.hidden_layernorm", f"{mimo}.input_proj",

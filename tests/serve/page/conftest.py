@@ -33,7 +33,7 @@ def browser() -> Iterator[Any]:
 @pytest.fixture
 def visit(browser) -> Iterator[Visit]:
     """``visit(url, width=…, height=…, tokens=…, refused=…, **context)`` → the open page. Its answers are
-    greedy and have so many tokens; ``refused`` is the status of requests that the test wants refused."""
+    greedy and have ``tokens`` tokens; ``refused`` is the status of requests that the test wants refused."""
     contexts, problems, asked, servers = [], [], set(), set()
 
     def open_page(url: str, width: int = 1280, height: int = 800, tokens: int = 12, refused: int = 0,

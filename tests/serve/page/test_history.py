@@ -18,6 +18,14 @@ def ready(page):
     expect(page.locator("#about")).to_contain_text("context")
 
 
+def second_tab(page, url):
+    """Another tab of the same browser."""
+    other = page.context.new_page()
+    other.goto(url)
+    ready(other)
+    return other
+
+
 def test_chats_survive_a_reload(shared, visit):
     page = visit(shared.url)
     ask(page, "about the cat")
@@ -54,9 +62,7 @@ def test_a_chat_is_renamed_deleted_and_brought_back(shared, visit):
 def test_a_title_that_is_being_written_and_the_focus_outlast_a_change_of_the_list(shared, visit):
     page = visit(shared.url)
     ask(page, "about the cat")
-    other = page.context.new_page()
-    other.goto(shared.url)
-    ready(other)
+    other = second_tab(page, shared.url)
     page.get_by_role("button", name="Rename: about the cat").click()
     page.get_by_label("Title of the chat").fill("Cats")
     ask(other, "about the dog")
@@ -204,9 +210,7 @@ def test_a_click_on_the_open_chat_loses_nothing_of_a_running_answer(shared, visi
 def test_a_second_tab_shows_and_keeps_what_the_first_one_wrote(shared, visit):
     page = visit(shared.url)
     ask(page, "about the cat")
-    other = page.context.new_page()
-    other.goto(page.url)
-    ready(other)
+    other = second_tab(page, page.url)
     answered(other)
     ask(page, "and the dog")
     answered(other, 2)

@@ -43,14 +43,11 @@ def replicated(folder) -> Iterator[Callable[..., Iterator[Process]]]:
 
     @contextmanager
     def start(mark: str, *options: object, model: Path = folder) -> Iterator[Process]:
-        process = Process(("--port", 0, model, "--replicas", 2, "--max-batch", MAX_BATCH, *options),
-                          OMP_NUM_THREADS="2", QUANTKIT_API_KEY=KEY, **{MARK: mark})
         try:
-            yield process
+            with Process(("--port", 0, model, "--replicas", 2, "--max-batch", MAX_BATCH, *options),
+                         OMP_NUM_THREADS="2", QUANTKIT_API_KEY=KEY, **{MARK: mark}) as process:
+                yield process
         finally:
-            process.child.kill()
-            process.child.wait()
-            process.child.stdout.close()
             for pid in marked(MARK, mark):
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
