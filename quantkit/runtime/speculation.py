@@ -15,7 +15,13 @@ from quantkit.registry import described
 from quantkit.runtime.ahead import next_tokens
 from quantkit.runtime.cpu.model import CpuModel
 from quantkit.runtime.drafting.base import DraftedText, Drafter, DraftSource
-from quantkit.runtime.drafting.length import Acceptance, StepTimes, best_length, trial_length
+from quantkit.runtime.drafting.length import (
+    STEPS_BETWEEN,
+    Acceptance,
+    StepTimes,
+    best_length,
+    trial_length,
+)
 from quantkit.runtime.loader import LoadedModel
 from quantkit.runtime.request import Request
 from quantkit.runtime.runner import NextLogits
@@ -74,6 +80,7 @@ class Speculator:
                              why="it goes on from hidden states, which this model doesn't hand out")
         self._texts: dict[int, _Text] = {}
         self.times, self.counts = StepTimes(), DraftCounts()
+        self._in_a_row = 0  # steps with drafts
 
     @property
     def nbytes(self) -> int:
@@ -102,6 +109,14 @@ class Speculator:
     def propose(self, requests: Sequence[Request]) -> dict[int, list[int]]:
         """Drafts of some of these requests, which decode in this step, by their ids. Not for steps that read
         prompts too: their tokens fill the step."""
+        if self._in_a_row >= STEPS_BETWEEN:
+            self._in_a_row = 0
+            return {}
+        drafts = self._drafts(requests)
+        self._in_a_row = self._in_a_row + 1 if drafts else 0
+        return drafts
+
+    def _drafts(self, requests: Sequence[Request]) -> dict[int, list[int]]:
         asked: list[tuple[_Text, int]] = []
         for request in requests:
             if self._source is None or not request.kv.drafts:

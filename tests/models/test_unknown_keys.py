@@ -48,9 +48,10 @@ def test_what_may_change_the_maths_is_an_error(make_config, family, key, value):
 
 
 @pytest.mark.oracle
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "mimo"])
 def test_every_key_that_transformers_writes(tmp_path, family):
-    """A config of its own making, as ``save_pretrained`` leaves it, beside notes that it makes."""
+    """A config of its own making, as ``save_pretrained`` leaves it, beside notes that it makes.
+    MiMo's config is its checkpoint's own code: transformers has none."""
     transformers = pytest.importorskip("transformers")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -13,7 +13,6 @@ import torch
 from quantkit.kvspec import parse_kv
 from quantkit.quantize import quantize
 from quantkit.runtime import speculation
-from quantkit.runtime.drafting import length as module
 from quantkit.runtime.drafting.base import Drafter, DraftSource
 from quantkit.runtime.drafting.low_bit import LowBitDrafter
 from quantkit.runtime.drafting.ngram import NgramDrafter
@@ -246,60 +245,6 @@ def test_models_that_go_by_operation_get_none(by_operation, prompt_of):
     plain, _ = run(by_operation, prompts, [GREEDY], "none")
     drafted, counts = run(by_operation, prompts, [GREEDY], "none", scripted(prompts, plain))
     assert drafted == plain and counts is None
-
-
-class TestLength:
-    def test_longer_where_more_is_right_and_none_below_break_even(self):
-        times = module.StepTimes()
-        for _ in range(60):
-            for rows in (1, 2, 5, 17):
-                times.observe(rows, 1.8 + 0.2 * rows)
-        assert times.base_s == pytest.approx(2.0, rel=0.02)
-        for rows in (1, 2, 3, 5, 9, 17, 25):  # also those that weren't timed
-            assert times.ratio(rows) == pytest.approx(0.9 + 0.1 * rows, rel=0.03)
-        lengths = [module.best_length(module.Acceptance(hits=hits, misses=4), times, 0, 16)
-                   for hits in (0, 2, 6, 20, 200)]
-        assert lengths == sorted(lengths) and lengths[0] == 0 and lengths[-1] == 16
-        assert module.best_length(module.Acceptance(hits=6, misses=4), times, 30, 16) == 0
-
-    def test_a_step_that_was_interrupted_counts_little(self):
-        times = module.StepTimes()
-        for _ in range(50):
-            times.observe(1, 1.0)
-        times.observe(1, 1000.0)
-        assert times.base_s < 1.2
-
-    def test_drafting_costs(self):
-        times = module.StepTimes()
-        times.observe(1, 1.0)
-        sure = module.Acceptance(hits=19, misses=1)
-        free = module.best_length(sure, times, 0, 16)
-        times.observe_draft(1, 100.0)  # a cold start
-        times.observe_draft(4, 4 * 0.5)
-        assert 0 < module.best_length(sure, times, 0, 16) < free
-        times.observe_draft(400, 400 * 2.0)
-        assert module.best_length(sure, times, 0, 16) == 0
-
-    def test_pauses_grow_until_a_draft_is_right(self):
-        acceptance = module.Acceptance()
-        pauses = []
-        for _ in range(8):
-            acceptance.rest()
-            pauses.append(acceptance.pause)
-        assert pauses == [8, 16, 32, 64, 128, 256, 256, 256]
-        acceptance.pays()
-        acceptance.rest()
-        assert acceptance.pause == 8
-
-    def test_trials_are_short_where_drafts_are_dear(self):
-        times = module.StepTimes()
-        for _ in range(50):
-            times.observe(1, 1.0)
-            times.observe(2, 1.1)
-        assert module.trial_length(times, 12) == 4 and module.trial_length(times, 2) == 2
-        for _ in range(2):
-            times.observe_draft(1, 0.7)
-        assert module.trial_length(times, 12) == 1
 
 
 def test_previews_draw_what_will_be_drawn(small):

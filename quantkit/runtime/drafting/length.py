@@ -23,6 +23,10 @@ TRIAL, TRIAL_COST = 4, 0.5
 """Tokens of a draft that finds out whether drafts pay again, and steps that they may cost."""
 MARGIN = 1.03
 """How many times as fast as without a draft one must promise to be: what is measured is uncertain."""
+STEPS_BETWEEN = 64
+"""Steps with drafts after which one goes without: only its time shows whether they pay."""
+STALE = 0.5
+"""How much of the time of a step with one row is what was measured last, if nothing was for that long."""
 ROW_COST = 0.12
 """What another row is expected to cost, as a part of a step with one, before it was measured."""
 
@@ -63,7 +67,9 @@ class Acceptance:
 class StepTimes:
     """What steps of the model take by their number of rows, and what drafting a token takes.
 
-    Texts grow longer and steps with them, so times are kept as a step of one row and ratios to it.
+    Texts grow longer and steps with them, so times are kept as a step of one row and ratios to it. A time
+    with more rows changes its ratio alone: if it changed both, what they say would drift apart from what steps
+    take wherever every step has drafts.
 
     Attributes:
         base_s: seconds of a step with one row; 0: none was timed.
@@ -74,6 +80,7 @@ class StepTimes:
         self.base_s = self.draft_s = 0.0
         self._ratios = {1: 1.0}
         self._drafted, self._warm = 0.0, False
+        self._since = 0  # steps since one with one row
 
     def observe(self, rows: int, seconds: float) -> None:
         """A step had ``rows`` rows."""
@@ -84,8 +91,11 @@ class StepTimes:
         # one that waited for another process says nothing
         seconds = min(seconds, OUTLIER * self.base_s * expected)
         if rows > 1:
+            self._since += 1
             self._ratios[rows] = expected + NEW * (seconds / self.base_s - expected)
-        self.base_s += NEW * (seconds / expected - self.base_s)
+        else:
+            self.base_s += min(STALE, 1 - (1 - NEW) ** (1 + self._since)) * (seconds - self.base_s)
+            self._since = 0
 
     def observe_draft(self, tokens: int, seconds: float) -> None:
         """Drafting ``tokens`` tokens took this long. The first time says nothing: it was cold."""

@@ -1,0 +1,133 @@
+"""How long drafts are, by what was timed."""
+
+from __future__ import annotations
+
+import random
+from typing import ClassVar
+
+import pytest
+
+from quantkit.runtime import speculation
+from quantkit.runtime.drafting import length
+from quantkit.runtime.drafting.base import Drafter, DraftSource
+from quantkit.runtime.engine import Engine
+from quantkit.runtime.sampler import Sampling
+
+
+def test_longer_where_more_is_right_and_none_below_break_even():
+    times = length.StepTimes()
+    for _ in range(60):
+        for rows in (1, 2, 5, 17):
+            times.observe(rows, 1.8 + 0.2 * rows)
+    assert times.base_s == pytest.approx(2.0, rel=0.02)
+    for rows in (1, 2, 3, 5, 9, 17, 25):  # also those that weren't timed
+        assert times.ratio(rows) == pytest.approx(0.9 + 0.1 * rows, rel=0.03)
+    lengths = [length.best_length(length.Acceptance(hits=hits, misses=4), times, 0, 16)
+               for hits in (0, 2, 6, 20, 200)]
+    assert lengths == sorted(lengths) and lengths[0] == 0 and lengths[-1] == 16
+    assert length.best_length(length.Acceptance(hits=6, misses=4), times, 30, 16) == 0
+
+
+def test_a_step_that_was_interrupted_counts_little():
+    times = length.StepTimes()
+    for _ in range(50):
+        times.observe(1, 1.0)
+    times.observe(1, 1000.0)
+    assert times.base_s < 1.2
+
+
+def test_drafting_costs():
+    times = length.StepTimes()
+    times.observe(1, 1.0)
+    sure = length.Acceptance(hits=19, misses=1)
+    free = length.best_length(sure, times, 0, 16)
+    times.observe_draft(1, 100.0)  # a cold start
+    times.observe_draft(4, 4 * 0.5)
+    assert 0 < length.best_length(sure, times, 0, 16) < free
+    times.observe_draft(400, 400 * 2.0)
+    assert length.best_length(sure, times, 0, 16) == 0
+
+
+def test_pauses_grow_until_a_draft_is_right():
+    acceptance = length.Acceptance()
+    pauses = []
+    for _ in range(8):
+        acceptance.rest()
+        pauses.append(acceptance.pause)
+    assert pauses == [8, 16, 32, 64, 128, 256, 256, 256]
+    acceptance.pays()
+    acceptance.rest()
+    assert acceptance.pause == 8
+
+
+def test_trials_are_short_where_drafts_are_dear():
+    times = length.StepTimes()
+    for _ in range(50):
+        times.observe(1, 1.0)
+        times.observe(2, 1.1)
+    assert length.trial_length(times, 12) == 4 and length.trial_length(times, 2) == 2
+    for _ in range(2):
+        times.observe_draft(1, 0.7)
+    assert length.trial_length(times, 12) == 1
+
+
+@pytest.mark.parametrize("before", [0.6, 1.0, 2.0])
+def test_drafts_that_do_not_pay_end_whatever_was_timed_before(before):
+    """Every step has drafts but those that :data:`STEPS_BETWEEN` keeps free."""
+    times, acceptance, chance, step = length.StepTimes(), length.Acceptance(), random.Random(1), 0
+    for _ in range(20):
+        times.observe(1, before)
+    times.observe_draft(1, 1.0)  # a cold start
+    for step in range(20 * length.STEPS_BETWEEN):
+        drafted = length.best_length(acceptance, times, 0, 8)
+        if not drafted:
+            break
+        if step % length.STEPS_BETWEEN:
+            times.observe_draft(drafted, drafted * 0.4)
+            times.observe(1 + drafted, (1.0 + 0.1 * drafted) * chance.uniform(0.9, 1.1))
+            right = 0
+            while right < drafted and chance.random() < 0.5:
+                right += 1
+            acceptance.observe(drafted, right)
+        else:
+            times.observe(1, chance.uniform(0.9, 1.1))
+    assert step < 8 * length.STEPS_BETWEEN
+
+
+def test_times_of_more_rows_leave_that_of_a_single_row_alone():
+    times = length.StepTimes()
+    times.observe(1, 2.0)
+    for _ in range(200):
+        times.observe(5, 1.4)
+    assert times.base_s == 2.0 and times.ratio(5) == pytest.approx(0.7)
+    times.observe(1, 1.0)  # the first in a long time says much
+    assert times.base_s == pytest.approx(1.5)
+    times.observe(1, 1.5 + 0.2)
+    assert times.base_s == pytest.approx(1.5 + 0.2 * length.NEW)
+
+
+class Zeros(Drafter):
+    """Drafts a token in every step."""
+
+    name: ClassVar[str] = "zeros"
+
+    def start(self, target):
+        return ZeroSource()
+
+
+class ZeroSource(DraftSource):
+    def propose(self, texts, limits):
+        return [[0] for _ in texts]
+
+
+def test_now_and_then_a_step_goes_without_a_draft(small, prompt_of, monkeypatch):
+    monkeypatch.setattr(speculation, "best_length", lambda acceptance, times, others, limit: limit)
+    engine, rows = Engine(small, drafter=Zeros()), []
+    monkeypatch.setattr(engine.speculator.times, "observe", lambda count, seconds: rows.append(count))
+    engine.submit(prompt_of(9), Sampling(max_tokens=200, ignore_eos=True))
+    while engine.step():
+        pass
+    engine.close()
+    free = [index for index, count in enumerate(rows) if count == 1]
+    assert len(rows) > 2 * length.STEPS_BETWEEN
+    assert {later - earlier for earlier, later in zip(free, free[1:-1])} == {1 + length.STEPS_BETWEEN}
