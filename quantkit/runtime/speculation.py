@@ -211,14 +211,8 @@ class Speculator:
         limit = min(self._drafter.max_tokens, request.tokens_left - 1)
         if limit < 1:
             return 0
-        acceptance = text.acceptance
-        if acceptance.pause:
-            acceptance.pause -= 1
-            wanted = 0 if acceptance.pause else trial_length(self.times, limit)
-        elif wanted := best_length(acceptance, self.times, others, limit):
-            acceptance.pays()
-        else:
-            acceptance.rest()
+        best = 0 if text.acceptance.pause else best_length(text.acceptance, self.times, others, limit)
+        wanted = text.acceptance.length(best, trial_length(self.times, limit), limit)
         return request.kv.room_for_draft(request, wanted) if wanted else 0
 
     def _check(self, drafts: Sequence[Sequence[int]], asked: Sequence[tuple[_Text, int]]) -> None:

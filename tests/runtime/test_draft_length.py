@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 from typing import ClassVar
 
 import pytest
@@ -44,20 +45,32 @@ def test_drafting_costs():
     times.observe_draft(1, 100.0)  # a cold start
     times.observe_draft(4, 4 * 0.5)
     assert 0 < length.best_length(sure, times, 0, 16) < free
-    times.observe_draft(400, 400 * 2.0)
+    for _ in range(20):
+        times.observe_draft(4, 4 * 2.0)
     assert length.best_length(sure, times, 0, 16) == 0
 
 
-def test_pauses_grow_until_a_draft_is_right():
+def test_pauses_grow_until_drafts_pay():
     acceptance = length.Acceptance()
     pauses = []
     for _ in range(8):
-        acceptance.rest()
+        assert acceptance.length(0, 1, 8) == 0
         pauses.append(acceptance.pause)
+        assert [acceptance.length(0, 2, 8) for _ in range(acceptance.pause)] == [0] * (pauses[-1] - 1) + [2]
+        acceptance.observe(2, 1)
     assert pauses == [8, 16, 32, 64, 128, 256, 256, 256]
-    acceptance.pays()
-    acceptance.rest()
-    assert acceptance.pause == 8
+    assert acceptance.length(5, 1, 8) == 5
+    assert acceptance.length(0, 1, 8) == 0 and acceptance.pause == 8
+
+
+def test_a_try_that_is_right_is_followed_by_longer_ones():
+    acceptance = length.Acceptance(pause=1)
+    drafted = []
+    for _ in range(4):
+        drafted.append(acceptance.length(0, 1, 6))
+        acceptance.observe(drafted[-1], drafted[-1])
+    assert drafted == [1, 2, 4, 6]
+    assert acceptance.length(0, 1, 6) == 0 and acceptance.pause == 8
 
 
 def test_trials_are_short_where_drafts_are_dear():
@@ -103,7 +116,7 @@ def test_times_of_more_rows_leave_that_of_a_single_row_alone():
     times.observe(1, 1.0)  # the first in a long time says much
     assert times.base_s == pytest.approx(1.5)
     times.observe(1, 1.5 + 0.2)
-    assert times.base_s == pytest.approx(1.5 + 0.2 * length.NEW)
+    assert times.base_s == pytest.approx(1.5 + 0.2 * length.SLOWER)
 
 
 class Zeros(Drafter):
@@ -130,4 +143,4 @@ def test_now_and_then_a_step_goes_without_a_draft(small, prompt_of, monkeypatch)
     engine.close()
     free = [index for index, count in enumerate(rows) if count == 1]
     assert len(rows) > 2 * length.STEPS_BETWEEN
-    assert {later - earlier for earlier, later in zip(free, free[1:-1])} == {1 + length.STEPS_BETWEEN}
+    assert {later - earlier for earlier, later in pairwise(free[:-1])} == {1 + length.STEPS_BETWEEN}

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 MEMORY = 0.9
 """How much an observation still counts after the next one."""
-NEW = 0.15
-"""How much of a time that is expected is what was measured last."""
+FASTER, SLOWER = 0.4, 0.1
+"""How much of a time that is expected is what was measured last; a disturbed step only takes longer."""
 OUTLIER = 2.0
 """A step that took more than this many times what was expected counts as having taken so long."""
 PRIOR = 0.75
@@ -20,7 +20,8 @@ PRIOR_WEIGHT = 2.0
 FIRST_PAUSE, LONGEST_PAUSE = 8, 256
 """Steps without a draft after one that didn't pay, until the next try; doubled after each."""
 TRIAL, TRIAL_COST = 4, 0.5
-"""Tokens of a draft that finds out whether drafts pay again, and steps that they may cost."""
+"""Tokens of a draft that finds out whether drafts pay again, and steps that they may cost. After one that was
+right, another of twice its length follows."""
 MARGIN = 1.03
 """How many times as fast as without a draft one must promise to be: what is measured is uncertain."""
 STEPS_BETWEEN = 64
@@ -38,11 +39,13 @@ class Acceptance:
     Attributes:
         hits, misses: drafted tokens that were right, and drafts that went wrong, recent ones above all.
         pause: steps until the next try, while drafts don't pay.
+        trial: tokens of the next try, if the last one was right; or 0.
     """
 
     hits: float = PRIOR * PRIOR_WEIGHT
     misses: float = (1 - PRIOR) * PRIOR_WEIGHT
     pause: int = 0
+    trial: int = 0
     _next_pause: int = FIRST_PAUSE
 
     @property
@@ -54,22 +57,35 @@ class Acceptance:
         """A draft of ``drafted`` tokens was checked, and its first ``accepted`` were right."""
         self.hits = MEMORY * self.hits + accepted
         self.misses = MEMORY * self.misses + (accepted < drafted)
+        if accepted < drafted:
+            self.trial = 0
 
-    def pays(self) -> None:
-        """Drafts pay now."""
-        self._next_pause = FIRST_PAUSE
-
-    def rest(self) -> None:
-        """Drafts don't pay now: try again later."""
-        self.pause, self._next_pause = self._next_pause, min(2 * self._next_pause, LONGEST_PAUSE)
+    def length(self, best: int, first: int, limit: int) -> int:
+        """Tokens of the next draft, where ``best`` would make tokens come fastest; a try has ``first`` or more,
+        and at most ``limit``."""
+        if self.pause:
+            self.pause -= 1
+            if not self.pause:
+                self.trial = first
+                return first
+        elif best:
+            self.trial, self._next_pause = 0, FIRST_PAUSE
+            return best
+        elif 0 < self.trial < limit:
+            self.trial = min(2 * self.trial, limit)
+            return self.trial
+        else:
+            self.trial, self.pause = 0, self._next_pause
+            self._next_pause = min(2 * self._next_pause, LONGEST_PAUSE)
+        return 0
 
 
 class StepTimes:
     """What steps of the model take by their number of rows, and what drafting a token takes.
 
     Texts grow longer and steps with them, so times are kept as a step of one row and ratios to it. A time
-    with more rows changes its ratio alone: if it changed both, what they say would drift apart from what steps
-    take wherever every step has drafts.
+    with more rows changes its ratio alone: if it changed both, either could drift wherever every step has
+    drafts.
 
     Attributes:
         base_s: seconds of a step with one row; 0: none was timed.
@@ -79,7 +95,7 @@ class StepTimes:
     def __init__(self) -> None:
         self.base_s = self.draft_s = 0.0
         self._ratios = {1: 1.0}
-        self._drafted, self._warm = 0.0, False
+        self._warm = False
         self._since = 0  # steps since one with one row
 
     def observe(self, rows: int, seconds: float) -> None:
@@ -92,9 +108,9 @@ class StepTimes:
         seconds = min(seconds, OUTLIER * self.base_s * expected)
         if rows > 1:
             self._since += 1
-            self._ratios[rows] = expected + NEW * (seconds / self.base_s - expected)
+            self._ratios[rows] = _towards(expected, seconds / self.base_s)
         else:
-            self.base_s += min(STALE, 1 - (1 - NEW) ** (1 + self._since)) * (seconds - self.base_s)
+            self.base_s = _towards(self.base_s, seconds, at_least=min(STALE, self._since / STEPS_BETWEEN))
             self._since = 0
 
     def observe_draft(self, tokens: int, seconds: float) -> None:
@@ -102,8 +118,8 @@ class StepTimes:
         if not self._warm:
             self._warm = True
             return
-        self._drafted = (1 - NEW) * self._drafted + tokens
-        self.draft_s += (seconds / tokens - self.draft_s) * min(1.0, tokens / self._drafted)
+        token_s = seconds / tokens
+        self.draft_s = _towards(self.draft_s, token_s) if self.draft_s else token_s
 
     def ratio(self, rows: int) -> float:
         """How often as long as one row this number of rows takes; between numbers that were timed, and beyond
@@ -118,6 +134,10 @@ class StepTimes:
             return known[below] + share * (known[above] - known[below])
         slope = (known[below] - 1) / (below - 1) if below > 1 else ROW_COST
         return known[below] + max(slope, 0.0) * (rows - below)
+
+
+def _towards(expected: float, seen: float, at_least: float = 0.0) -> float:
+    return expected + max(FASTER if seen < expected else SLOWER, at_least) * (seen - expected)
 
 
 def trial_length(times: StepTimes, limit: int) -> int:
