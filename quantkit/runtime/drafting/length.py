@@ -61,8 +61,8 @@ class Acceptance:
             self.trial = 0
 
     def length(self, best: int, first: int, limit: int) -> int:
-        """Tokens of the next draft, where ``best`` would make tokens come fastest; a try has ``first`` or more,
-        and at most ``limit``."""
+        """Tokens of the next draft: ``best``, if that is any; a try has at least ``first``, and at most
+        ``limit``."""
         if self.pause:
             self.pause -= 1
             if not self.pause:
