@@ -9,12 +9,15 @@ MEASURED = ("perplexity", "kl_mean", "top1", "prefill_tok_s", "decode_tok_s")
 EXACT = "kl_exact"
 """Key of the KL from the reference's weights in float32 arithmetic."""
 WORD_PERPLEXITY = "word_perplexity"
+TAILS = ("kl_median", "kl_p99", "kl_p999", "flips")
+"""Of single tokens' KL the median, 99% and 99.9%; and the share of tokens whose likeliest one differs."""
 PER_RUN, PER_ITEM = "timed run", "item"
 """What speeds and task scores are of, in the place of a metric's token, window or run."""
 RESERVED_KEYS = frozenset({
     *MEASURED, EXACT, WORD_PERPLEXITY, "model", "method", "bits_per_weight", "file_bytes", "peak_bytes",
     "load_s", "metrics", "intervals", "kernels", "manifest_sha256", "answer", "kv", "kv_bytes_per_token",
-    "kv_bytes"})
+    "kv_bytes", "recipe", "tool", "texts", "window_means", "items", "differences", "speed", "measured",
+    *TAILS})
 """Everything that ``ModelResult`` and its JSON have as a key."""
 
 _KEY = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}", re.ASCII)

@@ -9,7 +9,33 @@ from typing import Any
 from quantkit.evaluate.keys import EXACT, MEASURED
 from quantkit.evaluate.metric_table import MetricInfo, builtin_infos, task_info
 from quantkit.evaluate.metrics import Interval
+from quantkit.evaluate.paired import PairedDifference
 from quantkit.evaluate.protocol import Protocol
+from quantkit.evaluate.roofline.result import Roofline
+from quantkit.evaluate.speed_sweep import SpeedSweep
+from quantkit.spec import Frozen
+
+
+class TokenDiff(Frozen):
+    """A text, token by token, as two variants see it.
+
+    Attributes:
+        text: its name.
+        reference, candidate: names of the variants.
+        tokens: as texts, in their order; the first is predicted too.
+        kl: nats between what the two predict, for each token.
+        loss: nats that the candidate's negative log-likelihood is above the reference's.
+        expected: what the two find likeliest where they disagree, as texts; ``None`` where they agree.
+    """
+
+    text: str
+    reference: str
+    candidate: str
+    tokens: tuple[str, ...]
+    kl: tuple[float, ...]
+    loss: tuple[float, ...]
+    expected: tuple[tuple[str, str] | None, ...]
+
 
 PLOTTED = ("kl_mean", "decode_tok_s")
 """What the plot shows unless told otherwise."""
@@ -33,6 +59,14 @@ class ModelResult:
         kv: the KV setting it ran with; ``None``: no cache was involved in its quality.
         kv_bytes_per_token: codes and scales of one token, all layers and heads.
         kv_bytes: allocated for the KV cache at the end of a window.
+        recipe: that it was quantized by; ``None``: it was named as it is.
+        tool: other than quantkit that ran it, with its version: ``llama.cpp b9821``.
+        texts: name of a text → metrics on it alone; ``metrics`` are over all texts together.
+        window_means: name of a text → key → the metric's mean over each window, for paired tests.
+        items: ``task/metric`` → the value of each item, for paired tests.
+        differences: what it is to the reference, tested in pairs.
+        speed: by batch and context; ``None`` if that wasn't measured.
+        measured: what was measured (``quality``, ``tasks``, ``speed``) → when, as ISO 8601.
     """
 
     model: str
@@ -48,6 +82,14 @@ class ModelResult:
     kv: str | None = None
     kv_bytes_per_token: int | None = None
     kv_bytes: int | None = None
+    recipe: str | None = None
+    tool: str | None = None
+    texts: dict[str, dict[str, Interval]] = field(default_factory=dict)
+    window_means: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+    items: dict[str, list[float]] = field(default_factory=dict)
+    differences: list[PairedDifference] = field(default_factory=list)
+    speed: SpeedSweep | None = None
+    measured: dict[str, str] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data: every metric as a number, and ``intervals`` beside them. A number that is not
@@ -60,7 +102,13 @@ class ModelResult:
                              for name, value in self.metrics.items()}
         return data | {"kv": self.kv, "kv_bytes_per_token": self.kv_bytes_per_token,
                        "kv_bytes": self.kv_bytes, "load_s": self.load_s, "kernels": self.kernels,
-                       "manifest_sha256": self.manifest_sha256, "answer": self.answer}
+                       "manifest_sha256": self.manifest_sha256, "answer": self.answer,
+                       "recipe": self.recipe, "tool": self.tool,
+                       "texts": {name: {key: _ends(value) for key, value in metrics.items()}
+                                 for name, metrics in self.texts.items()},
+                       "window_means": self.window_means, "items": self.items,
+                       "differences": [difference.model_dump(mode="json") for difference in self.differences],
+                       "speed": self.speed and self.speed.model_dump(mode="json"), "measured": self.measured}
 
 
 @dataclass
@@ -75,6 +123,11 @@ class EvalResult:
             added to quantkit's own.
         command: what was typed to get this; ``None``: nothing was.
         plotted: keys of the metrics that a plot shows.
+        suite: that was run; ``None``: none was named.
+        floors: key of a metric → its noise floor: what arithmetic alone makes of it.
+        roofline: of models, each without KV settings.
+        sensitivity: what 4 bits cost in each Linear, in nats: ``("model.layers.0.mlp.up_proj", 0.0012)``.
+        diff: tokens of a text with what two variants make of each.
     """
 
     protocol: Protocol
@@ -83,6 +136,11 @@ class EvalResult:
     metrics: dict[str, MetricInfo] = field(default_factory=builtin_infos)
     command: str | None = None
     plotted: tuple[str, ...] = PLOTTED
+    suite: str | None = None
+    floors: dict[str, Interval] = field(default_factory=dict)
+    roofline: list[Roofline] = field(default_factory=list)
+    sensitivity: list[tuple[str, float]] = field(default_factory=list)
+    diff: TokenDiff | None = None
 
     @property
     def noise_floor(self) -> Interval | None:
@@ -105,7 +163,14 @@ class EvalResult:
                 "noise_floor_kl": floor and {"value": _finite(floor.value),
                                              "interval": [_finite(floor.low), _finite(floor.high)]},
                 "metrics": {key: info.to_dict() for key, info in described.items()},
-                "question": self.question, "command": self.command}
+                "question": self.question, "command": self.command, "suite": self.suite,
+                "floors": {key: _ends(value) for key, value in self.floors.items()},
+                "roofline": [roofline.model_dump(mode="json") for roofline in self.roofline],
+                "sensitivity": self.sensitivity, "diff": self.diff and self.diff.model_dump(mode="json")}
+
+
+def _ends(value: Interval) -> list[float | None]:
+    return [_finite(value.value), _finite(value.low), _finite(value.high)]
 
 
 def _finite(value: float) -> float | None:

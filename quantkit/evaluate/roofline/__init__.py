@@ -1,0 +1,1 @@
+"""The roofline: what bounds each operator on this machine, predicted and measured."""
