@@ -14,7 +14,6 @@ from quantkit.progress import ProgressEvent
 
 if TYPE_CHECKING:
     from quantkit.evaluate.result import EvalResult
-    from quantkit.spec import CalibrationSpec
 
 RECIPES = ("int8", "int4", "nf4")
 QUESTION = "Why is the sky blue?"
@@ -87,62 +86,25 @@ class Stages:
 
 
 def _quantize(model: str, recipe: str, folder: Path, stages: Stages, quiet: bool) -> str:
-    from quantkit.quantize import quantize
+    from quantkit.checkpoint.reader import read_manifest
+    from quantkit.evaluate.sweep.checkpoints import made
     from quantkit.recipe import load_recipe
     from quantkit.spec import CalibrationSpec
 
     calibration = None
     if load_recipe(recipe).calibration is not None:
         calibration = CalibrationSpec(samples=CALIBRATION_WINDOWS, length=WINDOW)
-    if folder.exists():
-        stages.begin(f"quantizing to {recipe}: {folder} is there already; checking it")
-        _check(model, recipe, calibration, folder)
-        return str(folder)
-    stages.begin(f"quantizing to {recipe}" + (f", calibrated on {CALIBRATION_WINDOWS} windows" if calibration
-                                              else ""))
+    calibrated = f", calibrated on {CALIBRATION_WINDOWS} windows" if calibration else ""
+    begin = time.monotonic()
     with ProgressLine(f"quantizing to {recipe}", quiet) as progress:
-        result = quantize(model, recipe, folder, calibration=calibration, progress=progress)
-    if not quiet:
-        note(f"{folder}: {result.plan.bits_per_weight:.2f} bits a weight, {result.seconds:.0f} s")
+        is_new = made(model, recipe, folder, calibration=calibration, progress=progress,
+                      begins=lambda there: stages.begin(
+                          f"quantizing to {recipe}: {folder} is there already; checking it" if there
+                          else f"quantizing to {recipe}{calibrated}"))
+    if is_new and not quiet:
+        bits = read_manifest(folder).bits_per_weight
+        note(f"{folder}: {bits:.2f} bits a weight, {time.monotonic() - begin:.0f} s")
     return str(folder)
-
-
-def _check(model: str, recipe: str, calibration: CalibrationSpec | None, folder: Path) -> None:
-    """That a folder is what the demo would make.
-
-    Raises:
-        CheckpointError: it is damaged, unfinished, or made from something else.
-    """
-    from quantkit import __version__
-    from quantkit.checkpoint.manifest import SourceRecord
-    from quantkit.checkpoint.reader import Checkpoint
-    from quantkit.checkpoint.verify import verify
-    from quantkit.errors import CheckpointError
-    from quantkit.planning.plan import make_plan
-    from quantkit.recipe import load_recipe
-    from quantkit.sources.open import open_source
-
-    again = f"rm -r {folder} and run the same command, or choose another --out"
-    with Checkpoint.open(folder) as checkpoint:
-        manifest = checkpoint.manifest
-    source = open_source(model)
-    try:
-        wanted = load_recipe(recipe)
-        if calibration is not None:
-            wanted = wanted.model_copy(update={"calibration": calibration})
-        for claim, is_so, should in (
-                ("model", manifest.source, SourceRecord.of(source.identity())),
-                ("recipe", manifest.recipe, make_plan(wanted, source).recipe.snapshot()),
-                ("version of quantkit", manifest.quantkit_version, __version__)):
-            if is_so != should:
-                raise CheckpointError(f"{folder} is not what this demo would make",
-                                      why=f"it was made from another {claim}", next=again)
-    finally:
-        source.close()
-    report = verify(folder)
-    if not report.ok:
-        raise CheckpointError(f"{folder} is damaged", next=again,
-                              why="; ".join(f"{c.name}: {c.detail}" for c in report.failed[:3]))
 
 
 def _answer(model: str) -> str:

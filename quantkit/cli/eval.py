@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import rich_click as click
 
@@ -13,13 +15,19 @@ from quantkit.cli.progress import ProgressLine
 from quantkit.cli.tokens import TokenCount
 from quantkit.errors import PluginError, UsageError
 
+if TYPE_CHECKING:
+    from quantkit.evaluate.settings import EvalSettings
+
 
 @click.command("eval")
 @click.argument("models", nargs=-1, required=True, metavar="MODEL...")
 @click.option("--text", metavar="FILE", help="UTF-8 text, `builtin` (CPython's language reference), or "
                                              "hf://datasets/OWNER/NAME/FILE@REVISION.")
-@click.option("--suite", metavar="NAME", help="Named settings: quick, standard. Options given here "
-                                              "override them.")
+@click.option("--recipes", metavar="LIST",
+              help="Quantize MODEL by these recipes first, into DIR/checkpoints, and compare what comes of "
+                   "it with MODEL: int8,int4.")
+@click.option("--suite", metavar="NAME", help="What is measured: quick, standard, long, or a YAML file. "
+                                              "Options given here override it.")
 @click.option("--window", type=TokenCount(2), help="Tokens in a window: 2048, 2k (2,000), 2K (2,048). (512.)")
 @click.option("--windows", type=click.IntRange(min=1), help="Number of windows (40).")
 @click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto",
@@ -41,12 +49,15 @@ from quantkit.errors import PluginError, UsageError
 @click.option("--limit", type=click.IntRange(min=1), help="Largest number of items of each task.")
 @click.option("--prefill", type=TokenCount(),
               help="Prompt tokens of the speed test (256; with KV settings, enough to fill the window).")
-@click.option("--decode", type=TokenCount(), default=32, show_default=True,
-              help="New tokens of the speed test.")
-@click.option("--repeats", type=click.IntRange(min=1), default=3, show_default=True, help="Timed runs.")
+@click.option("--decode", type=TokenCount(), help="New tokens of the speed test (32).")
+@click.option("--repeats", type=click.IntRange(min=1), help="Timed runs (3).")
+@click.option("--executor", type=click.Choice(["local", "ray"]), default="local", show_default=True,
+              help="Where measurements are made; ray: on the cluster of RAY_ADDRESS, or on this machine.")
+@click.option("--fresh", is_flag=True, help="With --out, measure anew what was measured before.")
 @click.option("--revision", help="Branch, tag or commit of the first model, if it is on the hub.")
 @click.option("--out", "-o", type=click.Path(path_type=Path, file_okay=False), metavar="DIR",
-              help="Also write report.md, plot.svg, results.json and what plugins report there.")
+              help="Also write the report there; what is measured is kept, and after a stop the same command "
+                   "goes on.")
 @click.option("--report", multiple=True, metavar="LIST",
               help="Reporters: with --out, write exactly these; else print this one instead of the table.")
 @click.option("--plot", metavar="LIST", help="Metrics that plot.svg shows. (kl_mean,decode_tok_s)")
@@ -55,8 +66,9 @@ from quantkit.errors import PluginError, UsageError
 def command(models: tuple[str, ...], text: str | None, suite: str | None, window: int | None,
             windows: int | None, dtype: str, device: str, verify: bool, noise_floor: bool, no_speed: bool,
             kv: tuple[str, ...], prompt: int | None, tasks: str | None, task_data: Path | None,
-            limit: int | None, prefill: int | None, decode: int, repeats: int, revision: str | None,
-            out: Path | None, report: tuple[str, ...], plot: str | None, quiet: bool, as_json: bool) -> None:
+            limit: int | None, prefill: int | None, decode: int | None, repeats: int | None, executor: str,
+            fresh: bool, recipes: str | None, revision: str | None, out: Path | None, report: tuple[str, ...],
+            plot: str | None, quiet: bool, as_json: bool) -> None:
     """Compare models and KV cache settings by quality, speed and memory.
 
     MODEL is a checkpoint or anything that `quantkit quantize` takes. The first model with the first KV
@@ -64,7 +76,8 @@ def command(models: tuple[str, ...], text: str | None, suite: str | None, window
     """
     from quantkit.cli.again import typed
     from quantkit.evaluate.forced import split_settings
-    from quantkit.evaluate.run import EvalSettings, evaluate
+    from quantkit.evaluate.run import evaluate
+    from quantkit.evaluate.settings import EvalSettings, of_suite
     from quantkit.evaluate.suite import load_suite
     from quantkit.kvspec import parse_kv
     from quantkit.report.folder import reporters, require_writable, write_report
@@ -77,18 +90,26 @@ def command(models: tuple[str, ...], text: str | None, suite: str | None, window
         require_writable(out)
     if verify:
         _verify(models, revision, quiet)
-    chosen = load_suite(suite) if suite else None
-    settings = EvalSettings(
-        text=text or (chosen.text if chosen else "builtin"),
-        window=window or (chosen.window if chosen else 512),
-        windows=windows or (chosen.windows if chosen else 40),
-        dtype=dtype, device=device, prefill=prefill, decode=decode, repeats=repeats, speed=not no_speed,
-        noise_floor=noise_floor, revision=revision, prompt=prompt,
+    base = of_suite(load_suite(suite)) if suite else EvalSettings()
+    if base.tasks and not tasks and task_data is None:
+        if not quiet:
+            note(f"suite {base.suite}: its tasks are left out; --task-data DIR names the folder of their data")
+        base = dataclasses.replace(base, tasks=())
+    given: dict[str, Any] = {"text": text, "window": window, "windows": windows, "prefill": prefill, "decode": decode,
+             "repeats": repeats, "prompt": prompt, "limit": limit}
+    settings = dataclasses.replace(
+        base, **{name: value for name, value in given.items() if value is not None},
+        texts=() if text is not None else base.texts, dtype=dtype, device=device, speed=not no_speed,
+        noise_floor=noise_floor, revision=revision, task_data=task_data, keep=out is not None, fresh=fresh,
         kv=tuple(parse_kv(setting) for text in kv for setting in split_settings(text)),
-        tasks=tuple(name.strip() for name in tasks.split(",")) if tasks else (), task_data=task_data,
-        limit=limit, plot=_listed(plot, "--plot", "kl_mean") if plot is not None else ())
+        tasks=tuple(name.strip() for name in tasks.split(",")) if tasks else base.tasks,
+        roofline=base.roofline and not no_speed,
+        plot=_listed(plot, "--plot", "kl_mean") if plot is not None else ())
+    variants = _made(models, recipes, settings, out, quiet)
     with loading_line("models", quiet) as loading, ProgressLine("evaluating", quiet) as progress:
-        result = evaluate(models, settings, progress, typed("out", "report", "quiet", "as_json"), loading)
+        result = evaluate([*models, *variants], settings, progress,
+                          typed("out", "report", "quiet", "as_json", "fresh", "executor"), loading,
+                          executor=executor, recipes=variants)
     try:
         content = reporters([printed])[0].content(result)
     except PluginError:  # what was measured isn't lost with it
@@ -98,6 +119,29 @@ def command(models: tuple[str, ...], text: str | None, suite: str | None, window
     if out is not None:
         for path in write_report(result, out, names):
             note(f"wrote {path}")
+
+
+def _made(models: Sequence[str], recipes: str | None, settings: EvalSettings, out: Path | None,
+          quiet: bool) -> dict[str, str]:
+    """Say what lies ahead, and quantize what is missing; checkpoint → the recipe that made it."""
+    from quantkit.cli.eta import human_seconds
+    from quantkit.evaluate.sweep.ahead import look_ahead
+    from quantkit.evaluate.sweep.checkpoints import folders_of, made
+
+    if recipes is not None and (out is None or len(models) > 1):
+        raise UsageError("--recipes takes one MODEL and --out DIR", next="quantkit eval MODEL --recipes "
+                         f"{recipes} --out DIR", why="its checkpoints are made in DIR/checkpoints")
+    folders = {}
+    if recipes is not None and out is not None:
+        folders = folders_of(_listed(recipes, "--recipes", "int8,int4"), out / "checkpoints")
+    if out is not None and not quiet:
+        ahead = look_ahead(models, settings, folders)
+        note(f"{ahead.sentence()}; about {human_seconds(ahead.seconds)}")
+    for recipe, folder in folders.items():
+        with ProgressLine(f"quantizing to {recipe}", quiet) as progress:
+            made(models[0], recipe, folder, revision=settings.revision, progress=progress,
+                 device=settings.device)
+    return {str(folder): folder.name for folder in folders.values()}
 
 
 def _listed(text: str, option: str, example: str) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from quantkit.evaluate.keys import (
     EXACT,
     PER_ITEM,
     PER_RUN,
+    TAILS,
     WORD_PERPLEXITY,
     key_problem,
 )
@@ -131,7 +132,9 @@ def builtin_infos() -> dict[str, MetricInfo]:
             PERPLEXITY.name: quality[PERPLEXITY.name],
             "prefill_tok_s": MetricInfo("prefill", "tok/s", "higher", PER_RUN),
             WORD_PERPLEXITY: MetricInfo("perplexity a word", "", "lower", in_tables=False),
-            EXACT: MetricInfo("KL from float32", "nats", "lower", in_tables=False)}
+            EXACT: MetricInfo("KL from float32", "nats", "lower", in_tables=False),
+            **{key: MetricInfo(title, unit, "lower", in_tables=False) for key, title, unit in zip(
+                TAILS, ("KL median", "KL 99%", "KL 99.9%", "flips"), ("nats", "nats", "nats", "%"))}}
 
 
 def task_info(key: str) -> MetricInfo:

@@ -35,6 +35,8 @@ class Protocol:
         quantkit, torch: versions.
         cpu, cores, threads: the machine, and how many threads torch was given.
         gpu: that the models ran on; ``None``: on none.
+        texts: of several texts each one's name in reports, its own name, sha256 and windows; then ``text``
+            names all, and the hashes are of all hashes.
     """
 
     text: str
@@ -58,6 +60,7 @@ class Protocol:
     batch: int = 1
     seed: int = 0
     gpu: str | None = None
+    texts: tuple[tuple[str, str, str, int], ...] = ()
 
     @property
     def stride(self) -> int:
@@ -89,7 +92,10 @@ class Protocol:
         cached = f" after a prompt of {self.prompt} tokens in the KV cache" if self.prompt else ""
         tasks = [f"tasks {self.tasks}"] if self.tasks else []
         gpu = f"{self.gpu}; " if self.gpu else ""
-        return [f"text {self.text} (sha256 {self.text_sha256[:12]}), {self.windows} windows of {self.window} "
+        several = [f"text {name}: {text} (sha256 {digest[:12]}), {windows} windows"
+                   for name, text, digest, windows in self.texts]
+        return [*several, f"{f'{len(self.texts)} texts' if self.texts else f'text {self.text}'} "
+                f"(sha256 {self.text_sha256[:12]}), {self.windows} windows of {self.window} "
                 f"tokens, no overlap, no BOS, {self.scored} predictions{cached}", *tasks,
                 f"activations {self.dtype}; {speed}",
                 f"{gpu}{self.cpu}, {self.cores} cores, {self.threads} threads, torch {self.torch}, "

@@ -10,7 +10,7 @@ from quantkit.errors import QuantkitError, UsageError
 from quantkit.evaluate.forced import TeacherForcedModel
 from quantkit.evaluate.keys import EXACT
 from quantkit.evaluate.metric_table import RegisteredMetric, registered_metrics
-from quantkit.evaluate.metrics import KL, Interval, Metric
+from quantkit.evaluate.metrics import KL, PERPLEXITY, TOP1, Interval, Metric
 from quantkit.evaluate.window_scores import WindowScores
 from quantkit.plugins import BUILTIN
 from quantkit.progress import Listener, ProgressEvent, silent
@@ -51,7 +51,6 @@ def windows_of(loaded: LoadedModel, text: str, window: int, windows: int,
     return torch.tensor(ids[:need]).reshape(windows, window)
 
 
-@torch.inference_mode()
 def compare(models: Sequence[LoadedModel | TeacherForcedModel], tokens: torch.Tensor,
             progress: Listener = silent, prompt: int = 0,
             exact: LoadedModel | TeacherForcedModel | None = None,
@@ -74,13 +73,31 @@ def compare(models: Sequence[LoadedModel | TeacherForcedModel], tokens: torch.Te
         UsageError: vocabularies differ.
         QuantkitError: a model's logits are not finite.
     """
+    scores, distances = score(models, tokens, progress, prompt, exact, metrics)
+    rows = scores.summaries()
+    return rows if distances is None else [row | {EXACT: far[EXACT]} for row, far
+                                           in zip(rows, distances.summaries())]
+
+
+@torch.inference_mode()
+def score(models: Sequence[LoadedModel | TeacherForcedModel], tokens: torch.Tensor,
+          progress: Listener = silent, prompt: int = 0,
+          exact: LoadedModel | TeacherForcedModel | None = None,
+          metrics: Sequence[RegisteredMetric] | None = None) -> tuple[WindowScores, WindowScores | None]:
+    """:func:`compare` before it is summed up: each window's and each token's scores.
+
+    Returns:
+        against the first model; and, with ``exact``, against that one: by :data:`EXACT` in the place of KL,
+        top-1 and perplexity.
+    """
     loaded = [model.loaded if isinstance(model, TeacherForcedModel) else model for model in models]
     sizes = {model.config.vocab_size for model in loaded}
     if len(sizes) > 1:
         raise UsageError(f"the models have vocabularies of {sorted(sizes)} tokens",
                          why="KL and top-1 compare the same tokens", next="compare models of one family")
     scores = WindowScores(registered_metrics() if metrics is None else metrics, len(models))
-    distances = WindowScores([RegisteredMetric(Metric(EXACT, KL.score), BUILTIN)], len(models))
+    distances = WindowScores([RegisteredMetric(metric, BUILTIN) for metric in (
+        Metric(EXACT, KL.score), TOP1, PERPLEXITY)], len(models))
     done, total = 0, (len(models) + (exact is not None)) * len(tokens)
     for number, window in enumerate(tokens):
         targets = window[1 + prompt:]
@@ -98,8 +115,7 @@ def compare(models: Sequence[LoadedModel | TeacherForcedModel], tokens: torch.Te
                 distances.add(row, truth, logits, targets)
             done += 1
     progress(ProgressEvent(done, done, "scored"))
-    rows = scores.summaries()
-    return rows if exact is None else [row | far for row, far in zip(rows, distances.summaries())]
+    return scores, None if exact is None else distances
 
 
 def _logits(runner: LoadedModel | TeacherForcedModel, window: torch.Tensor, number: int) -> torch.Tensor:

@@ -9,9 +9,15 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from quantkit.errors import UsageError
+from quantkit.errors import UsageError, did_you_mean
+from quantkit.resources import data_dir
 
 BUILTIN = "builtin"
+SHIPPED = ("dialogue", "german")
+"""Texts that come with quantkit, ``builtin:dialogue`` and ``builtin:german``."""
+CODE = ("argparse", "ast", "dataclasses", "difflib", "fractions", "heapq", "inspect", "shlex", "statistics",
+        "tarfile", "textwrap", "typing")
+"""Modules whose source ``builtin:code`` is."""
 HUB = "hf://datasets/"
 MAX_BYTES = 256 * 2**20
 _UNDERLINE = re.compile(r"([*=\-~^])\1+\s*")
@@ -30,18 +36,17 @@ def load_text(name: str = BUILTIN) -> EvalText:
     """Find an evaluation text.
 
     Args:
-        name: ``builtin`` (the prose of CPython's ``pydoc_data.topics``: everywhere and offline; it
-            differs between Python versions, so the version is part of its name), a path to a
-            UTF-8 file, or ``hf://datasets/OWNER/NAME/FILE[@REVISION]``.
+        name: ``builtin`` or ``builtin:prose`` (the prose of CPython's ``pydoc_data.topics``: everywhere and
+            offline; it differs between Python versions, so the version is part of its name),
+            ``builtin:code`` (source of CPython's modules, likewise), ``builtin:dialogue`` and
+            ``builtin:german`` (which come with quantkit), a path to a UTF-8 file, or
+            ``hf://datasets/OWNER/NAME/FILE[@REVISION]``.
 
     Raises:
         UsageError: it can't be had, is empty, too large or not UTF-8.
     """
-    if name == BUILTIN:
-        from pydoc_data.topics import topics
-
-        content = "\n\n".join(filter(None, (prose(topics[key]) for key in sorted(topics))))
-        return _text(f"pydoc-topics-{sys.version_info.major}.{sys.version_info.minor}", content)
+    if name == BUILTIN or name.startswith(f"{BUILTIN}:"):
+        return _builtin(name.partition(":")[2] or "prose")
     path = _download(name) if name.startswith(HUB) else Path(os.path.expanduser(name))  # noqa: PTH111
     try:
         with path.open("rb") as file:
@@ -59,6 +64,27 @@ def load_text(name: str = BUILTIN) -> EvalText:
     if not content.strip():
         raise UsageError(f"the text {name} is empty", next="give a file with text in it")
     return _text(path.name, content)
+
+
+def _builtin(kind: str) -> EvalText:
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    if kind == "prose":
+        from pydoc_data.topics import topics
+
+        content = "\n\n".join(filter(None, (prose(topics[key]) for key in sorted(topics))))
+        return _text(f"pydoc-topics-{version}", content)
+    if kind == "code":
+        folder = Path(os.__file__).parent
+        try:
+            sources = [(folder / f"{module}.py").read_text(encoding="utf-8") for module in CODE]
+        except OSError as error:
+            raise UsageError("builtin:code can't be read", why=f"this Python has no source of its library: "
+                             f"{error.strerror or error}", next="give a UTF-8 file with code") from error
+        return _text(f"cpython-library-{version}", "\n\n".join(sources))
+    if kind in SHIPPED:
+        return _text(kind, (data_dir("evals") / "texts" / f"{kind}.txt").read_text(encoding="utf-8"))
+    raise UsageError(f"no text is called {BUILTIN}:{kind[:40]}",
+                     why=did_you_mean(kind, ("prose", "code", *SHIPPED)), next=f"--text {BUILTIN}")
 
 
 def prose(page: str) -> str:

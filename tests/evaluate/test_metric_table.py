@@ -105,6 +105,11 @@ def test_a_plugin_changes_neither_fingerprint_nor_other_numbers(register, tiny):
     after = evaluate([str(tiny)], settings).to_dict()
     del after["results"][0]["agreement"], after["results"][0]["intervals"]["agreement"]
     del after["metrics"]["agreement"]
+    for row in (before["results"][0], after["results"][0]):
+        del row["measured"]
+    for kept in ("texts", "window_means"):
+        for metrics in after["results"][0][kept].values():
+            del metrics["agreement"]
     assert after == before
 
 

@@ -7,7 +7,8 @@ import pytest
 
 from quantkit.errors import QuantkitError, UsageError
 from quantkit.evaluate.metrics import Interval
-from quantkit.evaluate.run import EvalSettings, evaluate, per_word
+from quantkit.evaluate.run import EvalSettings, evaluate
+from quantkit.evaluate.sweep.assemble import per_word
 from quantkit.testing import tiny_model
 
 KEYS = {"model", "method", "bits_per_weight", "file_bytes", "peak_bytes", "perplexity", "kl_mean", "top1",
@@ -41,6 +42,9 @@ def test_rows_have_the_promised_keys_and_sensible_values(tiny, int8, int4):
 
 def test_quality_is_the_same_twice_and_speed_can_be_left_out(tiny, int4):
     one, two = (evaluate([str(tiny), str(int4)], QUALITY).to_dict() for _ in range(2))
+    for result in (one, two):
+        for row in result["results"]:
+            assert set(row.pop("measured")) == {"quality"}
     assert one == two
     assert one["results"][0]["decode_tok_s"] is None and one["results"][0]["peak_bytes"] is None
     assert one["protocol"]["repeats"] == 0

@@ -10,7 +10,9 @@ from quantkit.evaluate.suite import load_suite
 
 def test_what_is_shipped_loads():
     standard, quick = load_suite("standard"), load_suite("quick")
-    assert (standard.window, standard.windows, standard.text) == (512, 40, "builtin")
+    assert (standard.window, [text.name for text in standard.texts]) == (
+        512, ["prose", "code", "dialogue", "german"])
+    assert standard.speed.batches == (1, 4, 16) and standard.floor and standard.roofline
     assert quick.window * quick.windows < standard.window * standard.windows
 
 

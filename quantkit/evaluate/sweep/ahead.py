@@ -1,0 +1,73 @@
+"""Says before a comparison begins what it consists of, what is there already, and how long it may take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from quantkit.evaluate.settings import EvalSettings
+from quantkit.evaluate.sweep.estimate import estimated, quantize_seconds
+from quantkit.evaluate.sweep.facts import facts_of
+from quantkit.evaluate.sweep.plan import make_plan, planned_texts
+from quantkit.evaluate.sweep.store import PieceStore, user_store
+from quantkit.recipe import load_recipe
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What lies ahead.
+
+    Attributes:
+        models, settings, texts: how many.
+        pieces, kept: measurements, and how many of them are there.
+        missing: recipes whose checkpoints are to be made.
+        seconds: that all this may take.
+    """
+
+    models: int
+    settings: int
+    texts: int
+    pieces: int
+    kept: int
+    missing: tuple[str, ...]
+    seconds: float
+
+    def sentence(self) -> str:
+        """For people, without the time."""
+        variants = self.models * self.settings
+        parts = [f"{self.models} model{'s' * (self.models > 1)}"]
+        parts += [f"{self.settings} KV settings"] if self.settings > 1 else []
+        parts += [f"{self.texts} texts"] if self.texts > 1 else []
+        text = f"{variants} variant{'s' * (variants > 1)} ({' × '.join(parts)}), {self.pieces} measurements"
+        if self.kept:
+            text += f", {self.kept} of them there already"
+        if self.missing:
+            text += f"; to quantize: {', '.join(self.missing)}"
+        return text
+
+
+def look_ahead(uris: Sequence[str], settings: EvalSettings, recipes: Mapping[str, Path]) -> Outlook:
+    """Look at what a comparison would do. Checkpoints that aren't there count as models like the first.
+
+    Args:
+        uris: models that are there, the reference first.
+        settings: of the comparison.
+        recipes: recipe → the folder of its checkpoint, which may be missing.
+
+    Raises:
+        QuantkitError: a model or a text isn't there, or they can't be compared.
+    """
+    models = [facts_of(uri, settings.revision_of(number), settings.dtype) for number, uri in enumerate(uris)]
+    absent = tuple(recipe for recipe, folder in recipes.items() if not folder.exists())
+    for recipe, folder in recipes.items():
+        models.append(replace(models[0], uri=str(folder), revision=None, identity=f"not made yet: {recipe}",
+                              recipe=load_recipe(recipe).name) if recipe in absent
+                      else facts_of(str(folder), dtype=settings.dtype, recipe=load_recipe(recipe).name))
+    plan = make_plan(models, settings, planned_texts(settings))
+    store = user_store() if settings.keep and not settings.fresh else PieceStore(None)
+    missing = [piece for piece in plan.pieces if store.get(piece.key) is None]
+    seconds = sum(piece.seconds for piece in estimated(plan, missing))
+    seconds += sum(quantize_seconds(models[0], load_recipe(recipe)) for recipe in absent)
+    return Outlook(len(models), len(plan.kv), len(plan.texts), len(plan.pieces),
+                   len(plan.pieces) - len(missing), absent, seconds)

@@ -1,0 +1,190 @@
+"""What the pieces of a comparison come to: rows with intervals, the protocol, and noise floors."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from quantkit import __version__
+from quantkit.device import find_device, gpu_name
+from quantkit.evaluate.keys import EXACT, WORD_PERPLEXITY
+from quantkit.evaluate.metric_table import RegisteredMetric, registered_metrics
+from quantkit.evaluate.metrics import KL, PERPLEXITY, Interval, Metric
+from quantkit.evaluate.protocol import Protocol, cpu_cores, cpu_name
+from quantkit.evaluate.result import EvalResult, ModelResult, TokenDiff
+from quantkit.evaluate.roofline.result import Roofline
+from quantkit.evaluate.settings import EvalSettings
+from quantkit.evaluate.speed_sweep import SpeedSweep, Spread
+from quantkit.evaluate.sweep.facts import ModelFacts
+from quantkit.evaluate.sweep.jobs import Piece
+from quantkit.evaluate.sweep.plan import SweepPlan
+from quantkit.evaluate.sweep.store import PieceResult
+from quantkit.evaluate.token_scores import TokenScores, joined, tails
+
+DIFF_TOKENS = 240
+"""Tokens of the text that is shown token by token."""
+Done = Mapping[tuple[str, int, int], PieceResult]
+"""By kind, model and text or KV setting."""
+
+
+def assemble(plan: SweepPlan, settings: EvalSettings, done: Done) -> EvalResult:
+    """The result of a comparison whose pieces are all done."""
+    quality = [[done["quality", number, place] for place in range(len(plan.texts))]
+               for number in range(len(plan.models))]
+    protocol = _protocol(plan, settings, quality, done)
+    metrics = {registered.metric.name: registered for registered in registered_metrics()}
+    rows = []
+    for number, model in enumerate(plan.models):
+        for setting in range(len(plan.kv)):
+            row = _row(plan, model, quality[number], setting, protocol, metrics)
+            _add_tasks(row, done.get(("tasks", number, setting)))
+            _add_speed(row, done.get(("speed", number, setting)), protocol)
+            rows.append(row)
+    result = EvalResult(protocol, rows, suite=settings.suite)
+    result.floors = _floors(quality[0])
+    result.roofline = [Roofline.model_validate(piece.data["roofline"], strict=False)
+                       for number in range(len(plan.models))
+                       if (piece := done.get(("roofline", number, 0))) is not None]
+    if (piece := done.get(("sensitivity", 0, 0))) is not None:
+        result.sensitivity = [(name, loss) for name, loss in piece.data["losses"]]
+    result.diff = _diff(plan, result, quality)
+    return result
+
+
+def by_place(results: Mapping[int, PieceResult], pieces: Sequence[Piece]) -> Done:
+    """Results by kind, model and text or setting."""
+    return {(piece.kind, *piece.variant): results[number] for number, piece in enumerate(pieces)}
+
+
+def _row(plan: SweepPlan, model: ModelFacts, pieces: Sequence[PieceResult], setting: int,
+         protocol: Protocol, metrics: Mapping[str, RegisteredMetric]) -> ModelResult:
+    parts = [piece.data["rows"][setting] for piece in pieces]
+    first = parts[0]
+    row = ModelResult(model.uri, first["label"], first["bits_per_weight"], first["file_bytes"],
+                      manifest_sha256=first["manifest_sha256"], kv=first["kv"], recipe=model.recipe,
+                      kv_bytes=max(part["kv_bytes"] or 0 for part in parts) or None,
+                      kv_bytes_per_token=first["kv_bytes_per_token"])
+    names = [name for name in first["means"] if all(name in part["means"] for part in parts)]
+    for name in names:
+        metric = Metric(EXACT, KL.score) if name == EXACT else metrics[name].metric
+        row.metrics[name] = metric.summarize(np.concatenate([part["means"][name] for part in parts]))
+    scores = [_tokens(piece, setting) for piece in pieces]
+    row.metrics |= tails(joined(scores))
+    if protocol.words and not protocol.prompt:
+        tokens_per_word = protocol.scored / protocol.words
+        row.metrics[WORD_PERPLEXITY] = per_word(row.metrics[PERPLEXITY.name], tokens_per_word)
+    for text, part, tokens in zip(plan.texts, parts, scores):
+        name = text.name or text.text.name
+        row.texts[name] = {key: metrics[key].metric.summarize(part["means"][key]) for key in names
+                           if key != EXACT} | tails(tokens)
+        row.window_means[name] = {key: part["means"][key] for key in names
+                                  if key != EXACT and metrics[key].metric.per != "run"}
+        row.window_means[name]["flips"] = (1.0 - tokens.agrees.mean(axis=1)).tolist()
+    row.measured["quality"] = max(piece.measured for piece in pieces)
+    return row
+
+
+def _tokens(piece: PieceResult, setting: int, prefix: str = "") -> TokenScores:
+    return TokenScores(*(piece.arrays[f"{setting}/{prefix}{name}"]
+                         for name in ("kl", "loss", "likeliest", "agrees")))
+
+
+def _add_tasks(row: ModelResult, piece: PieceResult | None) -> None:
+    if piece is None:
+        return
+    for score in piece.data["scores"]:
+        key = f"{score['task']}/{score['metric']}"
+        row.metrics[key] = Interval(*score["interval"])
+        row.items[key] = score["values"]
+    row.measured["tasks"] = piece.measured
+
+
+def _add_speed(row: ModelResult, piece: PieceResult | None, protocol: Protocol) -> None:
+    if piece is None:
+        return
+    sweep = SpeedSweep.model_validate(piece.data["sweep"], strict=False)
+    row.speed, row.load_s, row.kernels = sweep, sweep.load_s, sweep.kernels
+    row.peak_bytes = None if sweep.memory is None else sweep.memory.peak
+    if sweep.prefill:
+        row.metrics["prefill_tok_s"] = _interval(sweep.prefill[0].tok_s)
+    single = [point for point in sweep.decode if point.batch == 1 and point.tok_s is not None]
+    if single:
+        nearest = min(single, key=lambda point: abs(point.context - protocol.prefill))
+        assert nearest.tok_s is not None
+        row.metrics["decode_tok_s"] = _interval(nearest.tok_s)
+    row.measured["speed"] = piece.measured
+
+
+def _interval(spread: Spread) -> Interval:
+    return Interval(spread.median, spread.low, spread.high)
+
+
+def per_word(perplexity: Interval, tokens_per_word: float) -> Interval:
+    """Perplexity a word from that a token: comparable between tokenizers."""
+    logs = (math.log(end) * tokens_per_word for end in (perplexity.value, perplexity.low, perplexity.high))
+    return Interval(*(math.exp(log) if log < 700 else math.inf for log in logs))
+
+
+def _protocol(plan: SweepPlan, settings: EvalSettings, quality: Sequence[Sequence[PieceResult]],
+              done: Done) -> Protocol:
+    first, texts = quality[0], plan.texts
+    dtypes = dict.fromkeys(piece[0].data["rows"][0]["dtype"] for piece in quality)
+    timed = (settings.prefill_tokens, settings.decode, settings.repeats) if settings.speed else (0, 0, 0)
+    asked = done.get(("tasks", 0, 0))
+    tasks = {} if asked is None else {score["task"]: score["items"] for score in asked.data["scores"]}
+    parts = tuple((text.name, text.text.name, text.text.sha256, text.windows) for text in texts)
+    return Protocol(
+        ", ".join(text.text.name for text in texts), _combined_hash([text.text.sha256 for text in texts]),
+        _combined_hash([piece.data["tokens"] for piece in first]), settings.window,
+        sum(text.windows for text in texts), sum(piece.data["words"] for piece in first), ", ".join(dtypes),
+        *timed, __version__, torch.__version__, cpu_name(), cpu_cores(), torch.get_num_threads(), plan.prompt,
+        ", ".join(f"{name} ({count} items)" for name, count in tasks.items()),
+        gpu=gpu_name(find_device(settings.device)), texts=parts if len(parts) > 1 else ())
+
+
+def _combined_hash(hashes: Sequence[str]) -> str:
+    """Of several texts: of their hashes."""
+    return hashes[0] if len(hashes) == 1 else hashlib.sha256("\n".join(hashes).encode()).hexdigest()
+
+
+def _floors(pieces: Sequence[PieceResult]) -> dict[str, Interval]:
+    """What the reference's own arithmetic makes of each metric, compared with float32."""
+    if "0/exact_kl" not in pieces[0].arrays:
+        return {}
+    far = joined([_tokens(piece, 0, "exact_") for piece in pieces])
+    floors = {KL.name: KL.summarize(far.kl.astype(np.float64).mean(axis=1))} | tails(far)
+    floors["top1"] = floors["flips"]  # as far as it may be below 1
+    return floors
+
+
+def _diff(plan: SweepPlan, result: EvalResult, quality: Sequence[Sequence[PieceResult]]) -> TokenDiff | None:
+    """The first text's beginning as the reference and the variant that is farthest from it see it."""
+    distances = [(value.value, number) for number, row in enumerate(result.rows)
+                 if number and (value := row.metrics.get(KL.name)) is not None and math.isfinite(value.value)]
+    tokenizer = plan.models[0].tokenizer
+    if not distances or tokenizer is None:
+        return None
+    worst = max(distances)[1]
+    number, setting = divmod(worst, len(plan.kv))
+    ours, theirs = _tokens(quality[0][0], 0), _tokens(quality[number][0], setting)
+    count = min(DIFF_TOKENS, ours.kl.shape[1])
+    ids = quality[0][0].arrays["ids"][0][-ours.kl.shape[1]:][:count]
+
+    def text(token: Any) -> str:
+        return tokenizer.decode([int(token)], skip_special=False)
+
+    names = [model.name + (f" kv {setting}" if setting else "") for model in plan.models
+             for setting in plan.kv]
+    pairs = zip(theirs.agrees[0], ours.likeliest[0], theirs.likeliest[0])
+    expected = tuple(None if agrees else (text(before), text(after))
+                     for agrees, before, after in list(pairs)[:count])
+    return TokenDiff(text=plan.texts[0].name or plan.texts[0].text.name, reference=names[0],
+                     candidate=names[worst], tokens=tuple(map(text, ids)),
+                     kl=tuple(float(value) for value in theirs.kl[0, :count]),
+                     loss=tuple(float(value) for value in (theirs.loss - ours.loss)[0, :count]),
+                     expected=expected)

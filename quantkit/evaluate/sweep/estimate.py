@@ -1,0 +1,76 @@
+"""How long a comparison may take, said before it begins: from what this machine did lately, or its size."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from quantkit.evaluate.sweep.facts import ModelFacts
+from quantkit.evaluate.sweep.jobs import Piece, SpeedJob, TasksJob
+from quantkit.evaluate.sweep.plan import SweepPlan
+from quantkit.evaluate.sweep.quality import QualityJob
+from quantkit.recipe import Recipe
+
+PROBE = 512
+"""Rows and columns of the product that is timed, once."""
+SHARE = 0.35
+"""Of that product's arithmetic, what a model's forward pass reaches, its loading and scoring included."""
+CACHED = 1.6
+"""How many times as long a window takes that goes through a compressed cache."""
+TOKENS_OF_ITEM, DECODE_SHARE = 150, 0.04
+"""Tokens of a task's item with its options; speed of decoding as a part of that of reading."""
+WALKS, SOLVED_S, ROUNDED_S = 8, 4e6, 5e7
+"""Passes of the calibration text through a model; weights a second that are solved, and rounded."""
+ROOFLINE_S, STEP_S = 25.0, 2.0
+"""Seconds of a roofline, and of starting a process and loading a model."""
+
+
+def estimated(plan: SweepPlan, pieces: Sequence[Piece]) -> list[Piece]:
+    """Pieces with the seconds that they may take."""
+    if not pieces:
+        return []
+    rate = _operations()
+    return [replace(piece, seconds=_seconds(piece, plan.models[piece.variant[0]], rate)) for piece in pieces]
+
+
+def quantize_seconds(model: ModelFacts, recipe: Recipe) -> float:
+    """What quantizing may take."""
+    if (text := recipe.calibration) is None:
+        return STEP_S + model.parameters / ROUNDED_S
+    tok_s = SHARE * _operations() / (2 * model.parameters)
+    return STEP_S + WALKS * text.samples * text.length / tok_s + model.parameters / SOLVED_S
+
+
+def _seconds(piece: Piece, model: ModelFacts, rate: float) -> float:
+    tok_s = SHARE * rate / (2 * model.parameters)
+    job = piece.job
+    if isinstance(job, QualityJob):
+        passes = len(job.kv) * (CACHED if job.prompt is not None else 1.0)
+        passes += not job.of_reference
+        passes += 2.0 * (job.floor == "all" or (job.floor == "reference" and job.of_reference))
+        return job.window * job.windows * passes / tok_s
+    if isinstance(job, TasksJob):
+        items = (job.limit or 1000) * len(job.tasks)
+        return STEP_S + items * TOKENS_OF_ITEM / tok_s
+    if isinstance(job, SpeedJob):
+        settings = job.settings
+        reads = settings.repeats * 2 * settings.prefill + sum(settings.contexts)
+        writes = len(settings.batches) * len(settings.contexts) * (settings.repeats + 1) * settings.decode
+        return STEP_S + reads / tok_s + writes / (DECODE_SHARE * tok_s)
+    if piece.kind == "roofline":
+        return ROOFLINE_S
+    return 12 * 8 * 512 / tok_s  # of sensitivity: two walks and each layer solved
+
+
+def _operations() -> float:
+    """Operations a second of a product in float32, in a tenth of a second."""
+    left, right = torch.randn(PROBE, PROBE), torch.randn(PROBE, PROBE)
+    runs, begin = 0, time.perf_counter()
+    left @ right
+    while (spent := time.perf_counter() - begin) < 0.1 or runs < 2:
+        left @ right
+        runs += 1
+    return 2 * PROBE ** 3 * runs / spent

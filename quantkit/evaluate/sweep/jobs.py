@@ -1,0 +1,159 @@
+"""The pieces of work of a comparison: each can be done anywhere, and says all that its numbers depend on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from quantkit.evaluate.speed_sweep import SweepSettings
+from quantkit.evaluate.sweep.quality import QualityJob, forget_models, kept_model, score_text
+from quantkit.evaluate.sweep.sensitivity import sensitivity_map
+from quantkit.evaluate.sweep.store import PieceResult
+from quantkit.kvspec import parse_kv
+from quantkit.progress import Listener, ProgressEvent, silent
+
+
+@dataclass(frozen=True)
+class TasksJob:
+    """Tasks that one variant is asked.
+
+    Attributes:
+        model, revision, dtype, device: as for ``load``.
+        kv: the setting, as text; ``None``: the model's own.
+        tasks: names or paths.
+        data: folder of their data.
+        limit: items a task.
+    """
+
+    model: str
+    revision: str | None
+    dtype: str
+    device: str
+    kv: str | None
+    tasks: tuple[str, ...]
+    data: Path | None
+    limit: int | None
+
+
+@dataclass(frozen=True)
+class SpeedJob:
+    """One variant's speed and memory, in a process of its own.
+
+    Attributes:
+        model, revision, dtype, device: as for ``load``.
+        kv: the setting, as text; ``None``: the model's own.
+        ids: of the prompt.
+        settings: batches, contexts and so on.
+        threads: of torch.
+    """
+
+    model: str
+    revision: str | None
+    dtype: str
+    device: str
+    kv: str | None
+    ids: tuple[int, ...]
+    settings: SweepSettings
+    threads: int
+
+
+@dataclass(frozen=True)
+class RooflineJob:
+    """A model's operators below the machine's ceilings; attributes as for ``load``."""
+
+    model: str
+    revision: str | None
+    dtype: str
+    device: str
+
+
+@dataclass(frozen=True)
+class SensitivityJob:
+    """What 4 bits cost in each Linear of a source; attributes as for ``load``."""
+
+    model: str
+    revision: str | None
+
+
+Job = QualityJob | TasksJob | SpeedJob | RooflineJob | SensitivityJob
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A job with its name.
+
+    Attributes:
+        kind: ``quality``, ``tasks``, ``speed``, ``roofline`` or ``sensitivity``.
+        label: for people: ``quality of int4 on code``.
+        job: what is done.
+        key: everything that the numbers depend on.
+        seconds: that it may take.
+        variant: whose it is: the model's number, and the text's or the KV setting's.
+    """
+
+    kind: str
+    label: str
+    job: Job
+    key: dict[str, Any]
+    seconds: float
+    variant: tuple[int, int] = (0, 0)
+
+
+def do(job: Job, progress: Listener | None = None, loading: Listener | None = None) -> PieceResult:
+    """Do a piece of work, here and now.
+
+    Raises:
+        QuantkitError: it can't be done.
+    """
+    begin = time.monotonic()
+    done = _work(job)(job, progress or silent, loading or silent)
+    return replace(done, measured=datetime.now(UTC).isoformat(timespec="seconds"),
+                   seconds=time.monotonic() - begin)
+
+
+def _work(job: Job) -> Callable[[Any, Listener, Listener], PieceResult]:
+    return {QualityJob: score_text, TasksJob: _tasks, SpeedJob: _speed, RooflineJob: _roofline,
+            SensitivityJob: _sensitivity}[type(job)]
+
+
+def _tasks(job: TasksJob, progress: Listener, loading: Listener) -> PieceResult:
+    from quantkit.evaluate.tasks import prepare_tasks, run_tasks
+
+    loaded = kept_model(job.model, job.revision, job.dtype, job.device, loading)
+    ready = prepare_tasks(job.tasks, data=job.data, limit=job.limit)
+    scores = run_tasks(loaded, ready, kv=None if job.kv is None else parse_kv(job.kv), progress=progress)
+    return PieceResult({"scores": [
+        {"task": score.task, "metric": score.metric, "items": score.items, "values": list(score.values or ()),
+         "interval": [score.interval.value, score.interval.low, score.interval.high]} for score in scores]})
+
+
+def _speed(job: SpeedJob, progress: Listener, loading: Listener) -> PieceResult:
+    from quantkit.evaluate.speed import measure_sweep
+
+    forget_models()  # the memory belongs to the process that is timed
+    sweep = measure_sweep(job.model, job.ids, job.settings, revision=job.revision, dtype=job.dtype,
+                          device=job.device, kv=job.kv, threads=job.threads)
+    return PieceResult({"sweep": sweep.model_dump(mode="json")})
+
+
+def _roofline(job: RooflineJob, progress: Listener, loading: Listener) -> PieceResult:
+    from quantkit.evaluate.roofline.measure import measure_roofline
+
+    forget_models()
+    loaded = kept_model(job.model, job.revision, job.dtype, job.device, loading)
+    roofline = measure_roofline(loaded)
+    forget_models()
+    return PieceResult({"roofline": roofline.model_dump(mode="json")})
+
+
+def _sensitivity(job: SensitivityJob, progress: Listener, loading: Listener) -> PieceResult:
+    def phases(event: ProgressEvent) -> None:
+        before, total = (0, 1) if event.phase is None else (event.phase.number - 1, event.phase.total)
+        units = max(1, event.total)
+        progress(ProgressEvent(before * units + event.done, total * units, event.label))
+
+    return PieceResult({"losses": sensitivity_map(job.model, job.revision, phases)})

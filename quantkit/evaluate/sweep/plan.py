@@ -1,0 +1,206 @@
+"""What there is to measure: the product of models, KV settings and texts, as pieces of work."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from quantkit import __version__
+from quantkit.device import find_device, gpu_name
+from quantkit.errors import UsageError
+from quantkit.evaluate.protocol import cpu_cores, cpu_name
+from quantkit.evaluate.settings import EvalSettings
+from quantkit.evaluate.speed_sweep import SweepSettings
+from quantkit.evaluate.sweep.facts import ModelFacts
+from quantkit.evaluate.sweep.jobs import Piece, RooflineJob, SensitivityJob, SpeedJob, TasksJob
+from quantkit.evaluate.sweep.quality import Floor, QualityJob, metric_names
+from quantkit.evaluate.text import EvalText, load_text
+from quantkit.ops import cpu_machine
+from quantkit.spec import KVSpec
+
+SPARE = 4096
+"""Letters of a text beyond those that its windows need."""
+LETTERS = 24
+"""Letters of a token, at most on average."""
+
+
+@dataclass(frozen=True)
+class PlannedText:
+    """A text and how many windows of it are used.
+
+    Attributes:
+        name: how reports call it; ``""``: it is the only one.
+        text: content.
+        windows: how many.
+    """
+
+    name: str
+    text: EvalText
+    windows: int
+
+
+@dataclass(frozen=True)
+class SweepPlan:
+    """Everything that is to be measured.
+
+    Attributes:
+        models: the reference first.
+        kv: settings of each model, as texts; ``(None,)``: its own.
+        texts: that are scored.
+        prompt: tokens of a window that go through the cache; ``None``: no cache is involved.
+        ids: of the prompt of the speed tests.
+        pieces: in the order in which they are done.
+    """
+
+    models: tuple[ModelFacts, ...]
+    kv: tuple[str | None, ...]
+    texts: tuple[PlannedText, ...]
+    prompt: int | None
+    ids: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+
+def planned_texts(settings: EvalSettings) -> tuple[PlannedText, ...]:
+    """The texts, read. Raises UsageError: one isn't there or can't be used."""
+    if not settings.texts:
+        return (PlannedText("", load_text(settings.text), settings.windows),)
+    return tuple(PlannedText(part.name, load_text(part.text), part.windows or settings.windows)
+                 for part in settings.texts)
+
+
+def make_plan(models: Sequence[ModelFacts], settings: EvalSettings,
+              texts: Sequence[PlannedText]) -> SweepPlan:
+    """Plan a comparison.
+
+    Args:
+        models: the reference first.
+        settings: what is measured.
+        texts: that are scored.
+
+    Raises:
+        UsageError: models can't be compared, a text is too short, or a test longer than a model's context.
+    """
+    kv = tuple(map(str, settings.kv)) or (None,)
+    prompt = _prompt(models, settings)
+    _check(models, settings)
+    ids = _prompt_ids(models[0], settings, texts)
+    base = {"quantkit": __version__, "torch": torch.__version__, "dtype": settings.dtype,
+            "arithmetic": _arithmetic(settings.device)}
+    machine = {"cpu": cpu_name(), "cores": cpu_cores(), "threads": torch.get_num_threads()}
+    pieces = [*_quality(models, settings, texts, kv, prompt, base), *_tasks(models, settings, kv, base)]
+    if settings.sensitivity:
+        first = models[0]
+        pieces.append(Piece("sensitivity", f"what 4 bits cost in each layer of {first.name}",
+                            SensitivityJob(first.uri, first.revision),
+                            {"kind": "sensitivity", "quantkit": __version__, "model": first.identity}, 0.0))
+    if settings.roofline:
+        for number, model in enumerate(models):
+            pieces.append(Piece("roofline", f"operators of {model.name}", RooflineJob(
+                model.uri, model.revision, settings.dtype, settings.device), base | machine | {
+                    "kind": "roofline", "model": model.identity}, 0.0, (number, 0)))
+    if settings.speed:
+        pieces += _speed(models, settings, kv, ids, base | machine)
+    return SweepPlan(tuple(models), kv, tuple(texts), prompt, ids, tuple(pieces))
+
+
+def _quality(models: Sequence[ModelFacts], settings: EvalSettings, texts: Sequence[PlannedText],
+             kv: tuple[str | None, ...], prompt: int | None, base: Mapping[str, Any]) -> list[Piece]:
+    floor: Floor = "all" if settings.noise_floor else "reference" if settings.floor else "none"
+    reference, pieces = models[0], []
+    for number, model in enumerate(models):
+        for place, text in enumerate(texts):
+            content = text.text.content[:settings.window * text.windows * LETTERS + SPARE]
+            job = QualityJob(reference.uri, reference.revision, kv[0], model.uri, model.revision, kv, content,
+                             settings.window, text.windows, prompt, settings.dtype, settings.device, floor)
+            key = {**base, "kind": "quality", "reference": reference.identity, "model": model.identity,
+                   "kv": [setting if setting is not None else str(model.kv) for setting in kv],
+                   "reference_kv": kv[0] if kv[0] is not None else str(reference.kv),
+                   "text": text.text.sha256, "window": settings.window, "windows": text.windows,
+                   "prompt": prompt, "floor": floor if number == 0 or floor == "all" else "none",
+                   "metrics": metric_names()}
+            label = f"quality of {model.name}" + (f" on {text.name}" if text.name else "")
+            pieces.append(Piece("quality", label, job, key, 0.0, (number, place)))
+    return pieces
+
+
+def _tasks(models: Sequence[ModelFacts], settings: EvalSettings, kv: tuple[str | None, ...],
+           base: Mapping[str, Any]) -> list[Piece]:
+    if not settings.tasks:
+        return []
+    from quantkit.evaluate.tasks import prepare_tasks
+
+    # before any model is loaded: what is missing shows at once
+    ready = prepare_tasks(settings.tasks, data=settings.task_data, limit=settings.limit)
+    asked = [[task.file.task, task.fingerprint] for task in ready]
+    pieces = []
+    for number, model in enumerate(models):
+        for place, setting in enumerate(kv):
+            job = TasksJob(model.uri, model.revision, settings.dtype, settings.device, setting,
+                           settings.tasks, settings.task_data, settings.limit)
+            key = {**base, "kind": "tasks", "model": model.identity, "asked": asked,
+                   "kv": setting if setting is not None else str(model.kv)}
+            pieces.append(Piece("tasks", _label("tasks for", model, setting), job, key, 0.0, (number, place)))
+    return pieces
+
+
+def _speed(models: Sequence[ModelFacts], settings: EvalSettings, kv: tuple[str | None, ...],
+           ids: tuple[int, ...], base: Mapping[str, Any]) -> list[Piece]:
+    sweep = SweepSettings(batches=settings.batches, contexts=settings.contexts or (settings.prefill_tokens,),
+                          prefill=settings.prefill_tokens, decode=settings.decode, repeats=settings.repeats)
+    pieces = []
+    for number, model in enumerate(models):
+        for place, setting in enumerate(kv):
+            job = SpeedJob(model.uri, model.revision, settings.dtype, settings.device, setting, ids,
+                           sweep, torch.get_num_threads())
+            key = {**base, "kind": "speed", "model": model.identity,
+                   "settings": sweep.model_dump(mode="json"),
+                   "kv": setting if setting is not None else str(model.kv)}
+            pieces.append(Piece("speed", _label("speed of", model, setting), job, key, 0.0, (number, place)))
+    return pieces
+
+
+def _label(what: str, model: ModelFacts, setting: str | None) -> str:
+    return f"{what} {model.name}" + (f" kv {setting}" if setting else "")
+
+
+def _prompt(models: Sequence[ModelFacts], settings: EvalSettings) -> int | None:
+    """``None`` if no cache is needed: nobody asks for a KV setting, no checkpoint has one of its own."""
+    if not settings.kv and settings.prompt is None and all(model.kv == KVSpec() for model in models):
+        return None
+    if settings.window < 4:
+        raise UsageError(f"--window {settings.window} is too short for a prompt and an answer",
+                         next="--window 512")
+    return settings.prompt or settings.window // 2
+
+
+def _check(models: Sequence[ModelFacts], settings: EvalSettings) -> None:
+    for model in models:
+        if model.vocab != models[0].vocab:
+            raise UsageError(f"the models have vocabularies of {sorted({m.vocab for m in models})} tokens",
+                             why="KL and top-1 compare the same tokens", next="compare models of one family")
+        if settings.window > model.context:
+            raise UsageError(f"--window {settings.window} is longer than the context of {model.uri}",
+                             why=f"it was made for {model.context} tokens")
+        if settings.speed and settings.prefill_tokens + settings.decode >= model.context:
+            raise UsageError(f"the speed test is longer than {model.uri} takes",
+                             why=f"{settings.prefill_tokens} tokens in and {settings.decode} out; "
+                                 f"it was made for {model.context}",
+                             next="give a smaller --prefill, or --no-speed")
+
+
+def _prompt_ids(model: ModelFacts, settings: EvalSettings, texts: Sequence[PlannedText]) -> tuple[int, ...]:
+    """Of the speed tests: the first text's beginning, again and again if it is too short."""
+    assert model.tokenizer is not None
+    length = settings.prefill_tokens
+    ids = model.tokenizer.encode(texts[0].text.content[:length * LETTERS + SPARE], special=False)
+    return tuple((ids * -(-length // max(1, len(ids))))[:length])
+
+
+def _arithmetic(device: str) -> str:
+    """What decides the bits of a number: the GPU, or the CPU's instructions."""
+    if (gpu := gpu_name(find_device(device))) is not None:
+        return gpu
+    return "torch" if cpu_machine.unavailable() is not None else cpu_machine.isa().name
