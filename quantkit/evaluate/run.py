@@ -22,7 +22,8 @@ from quantkit.evaluate.metrics import Interval
 from quantkit.evaluate.protocol import Protocol, cpu_cores, cpu_name
 from quantkit.evaluate.quality import compare, windows_of
 from quantkit.evaluate.result import EvalResult, ModelResult
-from quantkit.evaluate.speed import measure
+from quantkit.evaluate.speed import measure_sweep
+from quantkit.evaluate.speed_sweep import Spread, SweepSettings
 from quantkit.evaluate.text import BUILTIN, EvalText, load_text
 from quantkit.plugins import current
 from quantkit.progress import Listener, ProgressEvent, silent
@@ -253,15 +254,21 @@ def per_word(perplexity: Interval, tokens_per_word: float) -> Interval:
 
 def _speed(uris: Sequence[str], result: EvalResult, ids: list[int], settings: EvalSettings,
            progress: Listener) -> None:
-    length = settings.prefill_tokens
-    prompt = (ids * -(-length // len(ids)))[:length]
     rows = result.rows
+    swept = SweepSettings(prefill=settings.prefill_tokens, decode=settings.decode, repeats=settings.repeats)
     for i, row in enumerate(rows):
         name = row.method + (f" kv {row.kv}" if row.kv else "")
         progress(ProgressEvent(i, len(rows), f"speed of {name}"))
-        speed = measure(row.model, prompt, decode=settings.decode, repeats=settings.repeats,
-                        threads=result.protocol.threads, revision=settings.revision_of(uris.index(row.model)),
-                        dtype=settings.dtype, device=settings.device, kv=row.kv)
-        row.peak_bytes, row.load_s, row.kernels = speed.peak_bytes, speed.load_s, speed.kernels
-        row.metrics |= {"prefill_tok_s": speed.prefill_tok_s, "decode_tok_s": speed.decode_tok_s}
+        row.speed = measure_sweep(row.model, ids, swept, threads=result.protocol.threads,
+                                  revision=settings.revision_of(uris.index(row.model)), dtype=settings.dtype,
+                                  device=settings.device, kv=row.kv)
+        prefill, memory = row.speed.prefill[0], row.speed.memory
+        row.peak_bytes = None if memory is None else memory.peak
+        row.load_s, row.kernels = row.speed.load_s, row.speed.kernels
+        row.metrics |= {key: _interval(spread) for key, spread in (
+            ("prefill_tok_s", prefill.tok_s), ("decode_tok_s", prefill.decode_tok_s)) if spread is not None}
     progress(ProgressEvent(len(rows), len(rows), "timed"))
+
+
+def _interval(spread: Spread) -> Interval:
+    return Interval(spread.median, spread.low, spread.high)
