@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from quantkit.bench.decode import spread
 from quantkit.bench.machine import machine
 from quantkit.calibrate.passages import passage
 from quantkit.errors import QuantkitError, UsageError
+from quantkit.evaluate.speed_sweep import Spread
 from quantkit.progress import Listener, ProgressEvent, silent
 from quantkit.runtime.drafting.parse import parse_drafter
 from quantkit.runtime.engine import Engine
@@ -136,7 +136,7 @@ class _Runs:
     def summary(self, plain: _Runs) -> dict[str, Any]:
         """Its part of a case."""
         gains = [ours / theirs for ours, theirs in zip(self.speeds, plain.speeds, strict=True)]
-        return {"tok_s": spread(self.speeds), "gain": spread(gains),
+        return {"tok_s": Spread.of(self.speeds).model_dump(), "gain": Spread.of(gains).model_dump(),
                 "tokens_a_step": (self._settings.tokens - 1) / self._steps, "drafted": self._drafted,
                 "accepted": self._accepted}
 

@@ -102,7 +102,7 @@ def _nothing_fits(closest: Combination) -> UsageError:
 
 def _ceilings(chosen: Combination, bandwidth: float | None, flops: float | None) -> Ceilings | str:
     """The given ceilings, or this machine's; or why there are none."""
-    from quantkit.bench import ceilings
+    from quantkit.evaluate.roofline import ceilings
     from quantkit.fit.roofline import Ceilings
 
     whose = {name: "measured on this CPU now" if rate is None else "given"

@@ -1,51 +1,39 @@
-"""Measures each model's speed and memory in a fresh process, one after the other."""
+"""Measures each variant's speed and memory in a fresh process, one after the other."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
-from typing import Any
+
+from pydantic import ValidationError
 
 import quantkit
 from quantkit.errors import QuantkitError
-from quantkit.evaluate.metrics import Interval
+from quantkit.evaluate.speed_sweep import SpeedSweep, SweepSettings
+from quantkit.spec import Frozen
 
 
-@dataclass(frozen=True)
-class Speed:
-    """What a model's process measured.
+class _WorkerError(Frozen):
+    """What a worker answers if it can't measure: what, why and next."""
 
-    Attributes:
-        prefill_tok_s, decode_tok_s: median over the timed runs, and their range.
-        peak_bytes: largest resident set, torch included.
-        load_s: seconds to open the model.
-        kernels: phase → kernel → how many Linears it runs.
-    """
-
-    prefill_tok_s: Interval
-    decode_tok_s: Interval
-    peak_bytes: int
-    load_s: float
-    kernels: dict[str, dict[str, int]]
+    error: tuple[str, str | None, str | None]
 
 
-def measure(uri: str, ids: Sequence[int], *, decode: int, repeats: int, threads: int,
-            revision: str | None = None, dtype: str = "auto", device: str = "auto",
-            kv: str | None = None) -> Speed:
-    """Measure one model in a process of its own.
+def measure_sweep(uri: str, ids: Sequence[int], settings: SweepSettings, *, threads: int,
+                  revision: str | None = None, dtype: str = "auto", device: str = "auto",
+                  kv: str | None = None) -> SpeedSweep:
+    """Measure one variant in a process of its own.
 
     Args:
         uri: what to load.
-        ids: the prompt.
-        decode: tokens to decode after it.
-        repeats: timed runs.
+        ids: tokens of a text, repeated where they are too few.
+        settings: what to measure.
         threads: of torch.
         revision, dtype, device: as for ``load``.
         kv: the KV setting, if not the model's own.
@@ -54,19 +42,17 @@ def measure(uri: str, ids: Sequence[int], *, decode: int, repeats: int, threads:
         QuantkitError: the process failed; its last words are shown.
     """
     request = {"uri": uri, "revision": revision, "dtype": dtype, "device": device, "ids": list(ids),
-               "decode": decode, "repeats": repeats, "threads": threads, "kv": kv}
+               "settings": settings.model_dump(mode="json"), "threads": threads, "kv": kv}
     # -P: nothing is imported from the folder that the user happens to be in
     done = subprocess.run([sys.executable, "-P", "-m", "quantkit.evaluate.worker"], input=json.dumps(request),
                           capture_output=True, text=True, env=_environment(), check=False)
     answer = _answer(done.stdout)
-    if answer is not None and "error" in answer:
-        what, why, then = answer["error"]
-        raise QuantkitError(what, why=why, next=then)
+    if isinstance(answer, QuantkitError):
+        raise answer
     if answer is None or done.returncode:
         raise QuantkitError(f"measuring the speed of {uri} failed", why=_cause(done),
                             next="quantkit eval … --no-speed measures quality alone")
-    return Speed(_range(answer["prefill_tok_s"]), _range(answer["decode_tok_s"]), answer["peak_bytes"],
-                 answer["load_s"], answer["kernels"])
+    return answer
 
 
 def _cause(done: subprocess.CompletedProcess[str]) -> str:
@@ -81,13 +67,16 @@ def _cause(done: subprocess.CompletedProcess[str]) -> str:
     return words[-1][:300] if words else f"its process ended with code {done.returncode} and no answer"
 
 
-def _answer(stdout: str) -> dict[str, Any] | None:
-    lines = stdout.strip().splitlines()
-    try:
-        answer = json.loads(lines[-1]) if lines else None
-    except ValueError:
-        return None
-    return answer if isinstance(answer, dict) else None
+def _answer(stdout: str) -> SpeedSweep | QuantkitError | None:
+    """The last line: a sweep, or an error as a worker says it; ``None``: it is neither."""
+    line = (stdout.strip().splitlines() or [""])[-1]
+    with contextlib.suppress(ValidationError):
+        what, why, then = _WorkerError.model_validate_json(line).error
+        return QuantkitError(what, why=why, next=then)
+    with contextlib.suppress(ValidationError):
+        sweep = SpeedSweep.model_validate_json(line)
+        return sweep if sweep.settings is not None else None  # ``{}`` would be one too
+    return None
 
 
 def _environment() -> dict[str, str]:
@@ -95,6 +84,3 @@ def _environment() -> dict[str, str]:
     path = [entry for entry in sys.path if entry] + [str(Path(quantkit.__file__).parent.parent)]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(path))}
 
-
-def _range(values: list[float]) -> Interval:
-    return Interval(median(values), min(values), max(values))

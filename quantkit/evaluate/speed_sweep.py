@@ -40,11 +40,11 @@ class SweepSettings(Frozen):
 
     batches: tuple[Annotated[int, Field(ge=1)], ...] = (1, 4, 16)
     contexts: tuple[Annotated[int, Field(ge=0)], ...] = (0, 1024, 4096)
-    prefill: int = Field(512, ge=1)
-    decode: int = Field(32, ge=1)
-    repeats: int = Field(3, ge=1)
-    case_s: float = Field(4.0, gt=0)
-    context_s: float = Field(30.0, gt=0)
+    prefill: int = Field(default=512, ge=1)
+    decode: int = Field(default=32, ge=1)
+    repeats: int = Field(default=3, ge=1)
+    case_s: float = Field(default=4.0, gt=0)
+    context_s: float = Field(default=30.0, gt=0)
 
 
 class DecodeSpeed(Frozen):

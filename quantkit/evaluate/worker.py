@@ -1,4 +1,4 @@
-"""Measures speed and memory of one model in a separate process: ``python -m quantkit.evaluate.worker``.
+"""Measures speed and memory of one variant in a separate process: ``python -m quantkit.evaluate.worker``.
 
 Reads one JSON request from stdin and writes one JSON answer to stdout. Peak memory is the
 process's largest resident set, the interpreter and torch included: what the machine had to have.
@@ -6,99 +6,92 @@ process's largest resident set, the interpreter and torch included: what the mac
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
 import time
 from collections import Counter
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from statistics import median
+from typing import Any
 
-if TYPE_CHECKING:
-    from quantkit.runtime.engine import Engine
-    from quantkit.runtime.loader import LoadedModel
-    from quantkit.runtime.sampler import Sampling
-    from quantkit.runtime.timing import Timing
+import torch
 
-WARM_UP_TOKENS = 2
-"""Decode steps before any timing: kernels repack their weights at the first one."""
+from quantkit.errors import QuantkitError
+from quantkit.evaluate.answering import answer_speed
+from quantkit.evaluate.decoding import DecodeRunner
+from quantkit.evaluate.memory_use import peak_bytes, weights_in_memory, workspace_bytes
+from quantkit.evaluate.speed_sweep import DecodeSpeed, MemoryUse, SpeedSweep, SweepSettings
+from quantkit.kvspec import parse_kv
+from quantkit.ops.dispatch import Phase
+from quantkit.plugins import plugin_failure
+from quantkit.runtime.loader import LoadedModel, load
+from quantkit.spec import KVSpec
 
 
-def measure(request: dict[str, Any]) -> dict[str, Any]:
-    """Load, then prefill and decode ``repeats`` times after a warm-up.
+def measure(request: dict[str, Any]) -> SpeedSweep:
+    """Load a model and measure it: first one request at a time, when the process has nothing but the model,
+    and then decoding by batch and context.
 
     Args:
-        request: ``uri``, ``revision``, ``dtype``, ``device``, ``ids`` (the prompt), ``decode``, ``repeats``,
-            and, if it isn't torch's own choice, ``threads``; ``kv`` if it isn't the model's own.
-
-    Returns:
-        ``load_s``, ``prefill_tok_s`` and ``decode_tok_s`` (one number a repeat), ``peak_bytes``,
-        ``kernels`` (phase → kernel → layers).
+        request: ``uri``, ``revision``, ``dtype``, ``device``, ``ids`` (of a text), ``settings`` (of the
+            sweep), and, if it isn't torch's own choice, ``threads``; ``kv`` if it isn't the model's own.
     """
-    import torch
-
-    from quantkit.kvspec import parse_kv
-    from quantkit.runtime.engine import Engine
-    from quantkit.runtime.loader import load
-    from quantkit.runtime.sampler import Sampling
-
+    settings = SweepSettings.model_validate_json(json.dumps(request["settings"]))
     if request.get("threads"):
         torch.set_num_threads(request["threads"])
     start = time.perf_counter()
     loaded = load(request["uri"], revision=request["revision"], dtype=request["dtype"],
                   device=request["device"])
     load_s = time.perf_counter() - start
-    # the first new token comes out of the prefill
-    sampling = Sampling(max_tokens=request["decode"] + 1, ignore_eos=True)
-    kv = parse_kv(request["kv"]) if request.get("kv") else None
-    # one engine for all: what a GPU's first steps prepare belongs to it
-    engine = Engine(loaded, kv=kv, max_batch=1,
-                    context=len(request["ids"]) + max(request["decode"], WARM_UP_TOKENS) + 1)
-    _timed(engine, request["ids"], Sampling(max_tokens=WARM_UP_TOKENS + 1, ignore_eos=True))
-    timings = [_timed(engine, request["ids"], sampling) for _ in range(request["repeats"])]
-    return {"load_s": load_s, "peak_bytes": peak_bytes(), "kernels": kernels(loaded),
-            "prefill_tok_s": [t.prefill_tokens / t.prefill_s for t in timings],
-            "decode_tok_s": [t.decode_tokens / t.decode_s for t in timings]}
+    kv = parse_kv(request["kv"]) if request.get("kv") else loaded.kv
+    ids = request["ids"]
+    answers = answer_speed(loaded, (ids * -(-settings.prefill // len(ids)))[:settings.prefill], settings, kv)
+    memory = MemoryUse(weights=weights_in_memory(loaded), workspace=workspace_bytes(loaded),
+                       steady=answers.resident, peak=peak_bytes())
+    runner = DecodeRunner(loaded, ids, tokens=settings.decode, repeats=settings.repeats,
+                          case_s=settings.case_s)
+    cases = tuple(by_context(runner, kv, settings, loaded.config.max_position_embeddings,
+                             answers.prefill.tok_s.median))
+    sizes = {case.context: case.kv_bytes for case in cases if case.kv_bytes is not None}
+    return SpeedSweep(
+        decode=cases, prefill=(answers.prefill,), gap_ms=answers.gap_ms, load_s=load_s,
+        memory=memory.model_copy(update={"kv_by_context": tuple(sorted(sizes.items()))}),
+        kernels=kernels(loaded), read_bytes_s=(median(runner.reads) or None) if runner.reads else None,
+        settings=settings)
 
 
-def _timed(engine: Engine, ids: list[int], sampling: Sampling) -> Timing:
-    """What one request took."""
-    before = dataclasses.replace(engine.timing)
-    engine.submit(ids, sampling)
-    while engine.step():
-        pass
-    now = engine.timing
-    return dataclasses.replace(now, **{field.name: getattr(now, field.name) - getattr(before, field.name)
-                                       for field in dataclasses.fields(now)})
+def by_context(runner: DecodeRunner, kv: KVSpec, settings: SweepSettings, limit: int, prefill_tok_s: float
+               ) -> Iterator[DecodeSpeed]:
+    """Decode by context and batch.
 
+    Args:
+        runner: of the model.
+        kv: the KV setting.
+        settings: which contexts and batches.
+        limit: tokens that the model was made for.
+        prefill_tok_s: at which it reads.
 
-def peak_bytes() -> int:
-    """Largest resident set of this process so far, and what it had of a GPU's memory at most.
-
-    Linux's ``ru_maxrss`` survives ``exec`` and so begins at what the *parent* had at its peak; the
-    kernel's own high-water mark of this program's memory doesn't.
+    Yields:
+        A case each, also of contexts that are left out: the model is too short for them, or would read them
+        for too long.
     """
-    torch = sys.modules.get("torch")  # importing it would be measured too
-    if torch is None or not torch.cuda.is_initialized():
-        return _resident()
-    return _resident() + int(torch.cuda.max_memory_allocated())
-
-
-def _resident() -> int:
-    try:
-        for line in Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    import resource  # absent on Windows
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    for context in settings.contexts:
+        length, seconds = context + settings.decode, context / prefill_tok_s
+        reason = None
+        if length > limit:
+            reason = f"it needs {length} tokens, and the model was made for {limit}"
+        elif seconds > settings.context_s:
+            reason = (f"reading {context} tokens would take about {seconds:.0f} s, and a context may take "
+                      f"{settings.context_s:.0f} s")
+        if reason is None:
+            yield from runner.decode(kv, settings.batches, context)
+        else:
+            yield from (DecodeSpeed(batch=batch, context=context, left_out=reason)
+                        for batch in settings.batches)
 
 
 def kernels(loaded: LoadedModel) -> dict[str, dict[str, int]]:
     """How many Linears each kernel runs, by phase."""
-    from quantkit.ops.dispatch import Phase
     phases: tuple[Phase, ...] = ("prefill", "decode")
     return {phase: dict(Counter(linear.weight.kernel_name(loaded.dtype, loaded.model.device, phase)
                                 for linear in loaded.model.linears().values()))
@@ -107,18 +100,15 @@ def kernels(loaded: LoadedModel) -> dict[str, dict[str, int]]:
 
 def main() -> None:
     """Answer one request; an error is answered as ``{"error": [what, why, next]}``."""
-    from quantkit.errors import QuantkitError
-    from quantkit.plugins import plugin_failure
-
     try:
-        answer = measure(json.load(sys.stdin))
+        answer = measure(json.load(sys.stdin)).model_dump_json()
     except QuantkitError as error:
-        answer = {"error": [error.what, error.why, error.next]}
+        answer = json.dumps({"error": [error.what, error.why, error.next]})
     except Exception as error:
         if (failure := plugin_failure(error)) is None:
             raise
-        answer = {"error": [failure.what, failure.why, failure.next]}
-    print(json.dumps(answer))
+        answer = json.dumps({"error": [failure.what, failure.why, failure.next]})
+    print(answer)
 
 
 if __name__ == "__main__":

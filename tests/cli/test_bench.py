@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from quantkit.bench import decode as module
-from quantkit.bench.decode import step_bytes
 from quantkit.bench.kernels import SPECS
+from quantkit.evaluate.decoding import step_bytes
+from quantkit.evaluate.speed_sweep import DecodeSpeed
 from quantkit.ops import cpu_linear, cpu_machine
 from quantkit.quantize import quantize
 from quantkit.runtime.loader import load
@@ -101,7 +102,7 @@ def test_no_fallback_asks_the_kv_setting_too(cli, checkpoint, monkeypatch, kv):
     (("--context", "600"), "was made for 512"), (("--tokens", "510", "--prompt", "8"), "was made for 512"),
 ])
 def test_what_cannot_be_measured_is_refused_at_once(cli, tiny, monkeypatch, arguments, said):
-    monkeypatch.setattr(module, "_Runner", None)
+    monkeypatch.setattr(module, "DecodeRunner", None)
     result = cli("bench", "decode", tiny, *QUICK, *arguments)
     assert result.exit_code == 2 and said in result.stderr and result.stdout == ""
 
@@ -109,13 +110,13 @@ def test_what_cannot_be_measured_is_refused_at_once(cli, tiny, monkeypatch, argu
 def test_every_case_is_on_disk_as_soon_as_it_is_measured(cli, tiny, monkeypatch, tmp_path):
     out, seen = tmp_path / "found.json", []
 
-    def decode(self, kv, batch, context):
+    def decode(self, kv, batches, context):
         seen.append(json.loads(out.read_text())["cases"] if out.exists() else None)
         if len(seen) == 3:
             raise KeyboardInterrupt
-        return {"kv": str(kv), "batch": batch, "context": context, "left_out": "it is a test"}
+        yield DecodeSpeed(batch=batches[0], context=context, left_out="it is a test")
 
-    monkeypatch.setattr(module._Runner, "decode", decode)
+    monkeypatch.setattr(module.DecodeRunner, "decode", decode)
     cli("bench", "decode", tiny, *QUICK, "--prompt", 0, "--context", "8,16,24", "--out", out)
     assert seen[0] is None and [len(cases) for cases in seen[1:]] == [1, 2]
     assert [case["context"] for case in json.loads(out.read_text())["cases"]] == [8, 16]
@@ -124,11 +125,11 @@ def test_every_case_is_on_disk_as_soon_as_it_is_measured(cli, tiny, monkeypatch,
 
 @pytest.mark.parametrize("pdl", [False, True])
 def test_programmatic_dependent_launch_is_asked_for(cli_json, tiny, monkeypatch, pdl):
-    def decode(self, kv, batch, context):
+    def decode(self, kv, batches, context):
         asked = tuned.lookup(torch.device("cpu"), "int8 row", 64, 64, 0, 1)
-        return {"kv": str(kv), "batch": batch, "context": context, "left_out": str(asked)}
+        yield DecodeSpeed(batch=batches[0], context=context, left_out=str(asked))
 
-    monkeypatch.setattr(module._Runner, "decode", decode)
+    monkeypatch.setattr(module.DecodeRunner, "decode", decode)
     found = cli_json("bench", "decode", tiny, *QUICK, *(["--pdl"] if pdl else []))
     assert found["pdl"] == pdl
     assert [case["left_out"] for case in found["cases"]] == ["{'pdl': 1}" if pdl else "None"]

@@ -163,7 +163,8 @@ def test_an_error_of_a_plugins_policy_while_a_model_runs(run, tiny):
 def test_the_process_that_measures_speed_says_it_in_the_same_words(site, tiny, run):
     """``quantkit.evaluate.worker`` answers a request."""
     request = {"uri": str(tiny), "revision": None, "dtype": "auto", "device": "cpu", "ids": [1] * 32,
-               "decode": 2, "repeats": 1, "threads": 1, "kv": "zoo_raises(4)"}
+               "settings": {"contexts": [], "prefill": 32, "decode": 2, "repeats": 1}, "threads": 1,
+               "kv": "zoo_raises(4)"}
     env = {**os.environ, "QUANTKIT_PLUGINS": "policyraises",
            "PYTHONPATH": os.pathsep.join([os.environ["PYTHONPATH"], str(site)])}
     done = subprocess.run([sys.executable, "-m", "quantkit.evaluate.worker"], input=json.dumps(request),

@@ -125,6 +125,21 @@ class CpuModel:
                  for linear in (*self.linears().values(), self._model.head)}
         return sum(sizes.values())
 
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights in memory: those of :attr:`step_bytes`, and the embedding. Norms, which are
+        kilobytes, aren't counted."""
+        linears = (*self.linears().values(), self._model.head)
+        weights = {id(weight): weight.nbytes for weight in (*(linear.weight for linear in linears),
+                                                            self._model.embedding)}
+        return sum(weights.values())
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes of the buffers of all programs that were made. Those of rows that no step had yet take no
+        memory so far."""
+        return sum(program.buffer_bytes for program in list(self._programs.values()))
+
     def high_halves(self) -> CpuModel | None:
         """The same model in 4 bits where it has 8, which reads only the high half of every int8 weight. They
         are put into planes for that, in as much memory, which changes no result.

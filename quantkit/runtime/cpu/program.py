@@ -71,8 +71,7 @@ class CpuProgram:
                    *(product_bytes(weight.kernel, isa, weight.columns // SUB) for weight in packed),
                    *(hadamard_bytes(weight.shape[1]) for weight in packed if weight.rotated))
         self._scratch = torch.empty(threads, -(-scratch // 64) * 64, dtype=torch.uint8)
-        self._ids = torch.zeros(MAX_ROWS, dtype=torch.int64)
-        self._selected = torch.zeros(MAX_ROWS, dtype=torch.int64)
+        self._ids, self._selected = (torch.zeros(MAX_ROWS, dtype=torch.int64) for _ in range(2))
         self._rows, self._tiles, self._sequences = (
             torch.zeros(MAX_ROWS, width, dtype=torch.int64) for width in (3, 3, SEQUENCE))
         self._views = tuple(t.numpy() for t in (self._ids, self._rows, self._tiles, self._sequences))
@@ -88,12 +87,15 @@ class CpuProgram:
         self._build(model)
         self._program.finish(tell_compiling)
         self._names = self._program.names
-        self._rope_positions = 0
-        self._current_tiles: tuple[int, int] = (-1, -1)
-        self._current_pages: tuple[int, int] = (-1, -1)
+        self._rope_positions, self._current_tiles, self._current_pages = 0, (-1, -1), (-1, -1)
         self._current_rows = self._current_selected = self._current_blocks = self._recorded_rows = -1
 
-    # -- building
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of the rows between operations and of the threads' scratch memory."""
+        parts = (self._scratch, self._partial, self._hidden, *self._qkv, self._before_norm, self._mixed,
+                 self._gate, self._up, *(room.written["out"] for room in self._activations.values()))
+        return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in parts}.values())
 
     def _build(self, model: CausalLM) -> None:
         from quantkit_kernels.cpu.embedding import Embed
@@ -217,8 +219,6 @@ class CpuProgram:
                                   out_stride=stride if out is None else stride_of(out),
                                   scratch_private=self._scratch.shape[1], barrier=barrier)
         self._packed[index] = weight, activations.stride
-
-    # -- running
 
     def run(self, batch: Batch, ids: TokenIds, chunks: Sequence[Chunk]) -> torch.Tensor:
         """Take tokens through all layers, which leaves their keys and values in the pages.

@@ -170,6 +170,12 @@ class GpuModel:
         """Bytes of weights that a decode step reads."""
         return self._program.step_bytes
 
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights on the device but norms: those of :attr:`step_bytes`, and the embedding."""
+        table = self._model.embedding
+        return self._program.step_bytes + (0 if table is self._model.head.weight else table.nbytes)
+
     def declines(self, batch: Batch) -> str | None:
         """Why a step over these sequences can't be run."""
         return self._declines(batch.cache)

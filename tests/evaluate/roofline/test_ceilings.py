@@ -7,8 +7,8 @@ import itertools
 import pytest
 import torch
 
-from quantkit.bench import ceilings
 from quantkit.errors import UsageError
+from quantkit.evaluate.roofline import ceilings
 from quantkit.ops import cpu_linear, cpu_machine, cpu_weight
 
 
