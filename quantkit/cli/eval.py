@@ -93,10 +93,10 @@ def command(models: tuple[str, ...], text: str | None, suite: str | None, window
     base = of_suite(load_suite(suite)) if suite else EvalSettings()
     if base.tasks and not tasks and task_data is None:
         if not quiet:
-            note(f"suite {base.suite}: its tasks are left out; --task-data DIR names the folder of their data")
+            note(f"suite {base.suite}: its tasks are left out; --task-data DIR says where their data is")
         base = dataclasses.replace(base, tasks=())
-    given: dict[str, Any] = {"text": text, "window": window, "windows": windows, "prefill": prefill, "decode": decode,
-             "repeats": repeats, "prompt": prompt, "limit": limit}
+    given: dict[str, Any] = {"text": text, "window": window, "windows": windows, "prefill": prefill,
+                             "decode": decode, "repeats": repeats, "prompt": prompt, "limit": limit}
     settings = dataclasses.replace(
         base, **{name: value for name, value in given.items() if value is not None},
         texts=() if text is not None else base.texts, dtype=dtype, device=device, speed=not no_speed,

@@ -61,9 +61,9 @@ def evaluate(uris: Sequence[str], settings: EvalSettings, progress: Listener = s
             results[number] = known
     numbers = [number for number in range(len(plan.pieces)) if number not in results]
     missing = estimated(plan, [plan.pieces[number] for number in numbers])
-    with closing(make_executor(executor, find_device(settings.device))) as runs:
-        for number, (_, measured) in zip(numbers, run_pieces(missing, store, runs, progress, loading)):
-            results[number] = measured
+    with closing(make_executor(executor, find_device(settings.device), gpus=True)) as runs:
+        for number, measured in run_pieces(missing, store, runs, progress, loading):
+            results[numbers[number]] = measured
     forget_models()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()

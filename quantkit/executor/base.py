@@ -2,12 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 T = TypeVar("T")
 Item = tuple[str, tuple[Any, ...]]
 """What a piece of work is called in messages, and its arguments."""
+
+
+@dataclass(frozen=True)
+class TaskNeeds:
+    """What a task takes of the machine that does it.
+
+    Attributes:
+        gpus: GPUs.
+        memory: bytes, estimated; 0: unknown.
+        alone: nothing else may run beside it on its machine, because it is timed.
+    """
+
+    gpus: int = 0
+    memory: int = 0
+    alone: bool = False
+
+
+Task = tuple[str, tuple[Any, ...], TaskNeeds]
+"""What a task is called in messages, its arguments, and what it takes."""
 
 
 class Executor(Protocol):
@@ -28,6 +48,15 @@ class Executor(Protocol):
 
         Raises:
             QuantkitError: what the work raised; or a process died, with the item's name.
+        """
+
+    def as_completed(self, work: Callable[..., T], tasks: Sequence[Task]) -> Generator[tuple[int, T], None,
+                                                                                       None]:
+        """``work`` on the arguments of every task, as they are done: each one's number and its result. A task
+        whose process is lost is done again. Closing it drops what was begun.
+
+        Raises:
+            QuantkitError: what the work raised; or a process died too often, with the task's name.
         """
 
     def close(self) -> None:

@@ -11,18 +11,20 @@ import os
 import sys
 import warnings
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 
 from quantkit.errors import QuantkitError
-from quantkit.executor.base import Item
+from quantkit.executor.base import Item, Task, TaskNeeds
 from quantkit.executor.cluster import carried_environment, connect, import_ray, named_address
 from quantkit.plugins import plugin_failure
 
 T = TypeVar("T")
 OPTION = "--executor ray"
+LOST = 3
+"""How often a task is done again whose worker was lost."""
 
 
 class RayExecutor:
@@ -57,14 +59,8 @@ class RayExecutor:
     def map(self, work: Callable[..., T], items: Iterable[Item]) -> Generator[T, None, None]:
         """See :meth:`Executor.map`. Pieces that weren't waited for are cancelled."""
         running: deque[tuple[str, Any]] = deque()
-        cpus = int(self._ray.cluster_resources().get("CPU", 1))
-        largest = max((int(node["Resources"].get("CPU", 0)) for node in self._ray.nodes() if node["Alive"]),
-                      default=cpus)
-        if largest < self._threads:
-            raise QuantkitError(f"no worker of the cluster has {self._threads} CPUs",
-                                why="each computes with as many threads as torch has here",
-                                next=f"OMP_NUM_THREADS={max(1, largest)} quantkit quantize … --executor ray")
-        limit = cpus // self._threads
+        self._largest()
+        limit = int(self._ray.cluster_resources().get("CPU", 1)) // self._threads
         try:
             for label, arguments in items:
                 if len(running) >= limit:
@@ -76,6 +72,41 @@ class RayExecutor:
         finally:
             for _, piece in running:
                 self._ray.cancel(piece, force=True)
+
+    def as_completed(self, work: Callable[..., T], tasks: Sequence[Task]) -> Generator[tuple[int, T], None,
+                                                                                       None]:
+        """See :meth:`Executor.as_completed`. The cluster decides where and in which order; what is timed has
+        a machine with the most CPUs to itself."""
+        largest = self._largest()
+        running = {self._task(work, arguments, needs, largest): number
+                   for number, (_, arguments, needs) in enumerate(tasks)}
+        try:
+            while running:
+                (piece, *_), _ = self._ray.wait(list(running), num_returns=1)
+                number = running.pop(piece)
+                yield number, self._result(tasks[number][0], piece)
+        finally:
+            for piece in running:
+                self._ray.cancel(piece, force=True)
+
+    def _task(self, work: Callable[..., T], arguments: tuple[Any, ...], needs: TaskNeeds,
+              largest: int) -> Any:
+        options: dict[str, Any] = {"num_cpus": largest if needs.alone else self._threads, "max_retries": LOST}
+        if needs.gpus:
+            options["num_gpus"] = needs.gpus
+        if needs.memory:
+            options["memory"] = needs.memory
+        return self._call.options(**options).remote(self._here, work, *arguments)
+
+    def _largest(self) -> int:
+        """CPUs of the largest worker. Raises QuantkitError: torch has more threads here."""
+        largest = max((int(node["Resources"].get("CPU", 0)) for node in self._ray.nodes() if node["Alive"]),
+                      default=int(self._ray.cluster_resources().get("CPU", 1)))
+        if largest < self._threads:
+            raise QuantkitError(f"no worker of the cluster has {self._threads} CPUs",
+                                why="each computes with as many threads as torch has here",
+                                next=f"OMP_NUM_THREADS={max(1, largest)}, before the same command")
+        return largest
 
     def close(self) -> None:
         """Leave the cluster; end it if it was started here."""

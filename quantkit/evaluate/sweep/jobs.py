@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from quantkit.evaluate.speed_sweep import SweepSettings
 from quantkit.evaluate.sweep.quality import QualityJob, forget_models, kept_model, score_text
 from quantkit.evaluate.sweep.sensitivity import sensitivity_map
 from quantkit.evaluate.sweep.store import PieceResult
+from quantkit.executor.base import TaskNeeds
 from quantkit.kvspec import parse_kv
 from quantkit.progress import Listener, ProgressEvent, silent
 
@@ -93,6 +94,7 @@ class Piece:
         key: everything that the numbers depend on.
         seconds: that it may take.
         variant: whose it is: the model's number, and the text's or the KV setting's.
+        needs: what it takes of the machine that does it.
     """
 
     kind: str
@@ -101,6 +103,7 @@ class Piece:
     key: dict[str, Any]
     seconds: float
     variant: tuple[int, int] = (0, 0)
+    needs: TaskNeeds = field(default_factory=TaskNeeds)
 
 
 def do(job: Job, progress: Listener | None = None, loading: Listener | None = None) -> PieceResult:
@@ -116,8 +119,10 @@ def do(job: Job, progress: Listener | None = None, loading: Listener | None = No
 
 
 def _work(job: Job) -> Callable[[Any, Listener, Listener], PieceResult]:
-    return {QualityJob: score_text, TasksJob: _tasks, SpeedJob: _speed, RooflineJob: _roofline,
-            SensitivityJob: _sensitivity}[type(job)]
+    kinds: dict[type, Callable[[Any, Listener, Listener], PieceResult]] = {
+        QualityJob: score_text, TasksJob: _tasks, SpeedJob: _speed, RooflineJob: _roofline,
+        SensitivityJob: _sensitivity}
+    return kinds[type(job)]
 
 
 def _tasks(job: TasksJob, progress: Listener, loading: Listener) -> PieceResult:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,11 +18,14 @@ from quantkit.evaluate.sweep.facts import ModelFacts
 from quantkit.evaluate.sweep.jobs import Piece, RooflineJob, SensitivityJob, SpeedJob, TasksJob
 from quantkit.evaluate.sweep.quality import Floor, QualityJob, metric_names
 from quantkit.evaluate.text import EvalText, load_text
+from quantkit.executor.base import TaskNeeds
 from quantkit.ops import cpu_machine
 from quantkit.spec import KVSpec
 
 SPARE = 4096
 """Letters of a text beyond those that its windows need."""
+WEIGHT_BYTES, MEMORY_BESIDE = 2, 10 ** 9
+"""Bytes of a parameter in 16 bits, and of a process beside its weights."""
 LETTERS = 24
 """Letters of a token, at most on average."""
 
@@ -103,7 +106,16 @@ def make_plan(models: Sequence[ModelFacts], settings: EvalSettings,
                     "kind": "roofline", "model": model.identity}, 0.0, (number, 0)))
     if settings.speed:
         pieces += _speed(models, settings, kv, ids, base | machine)
-    return SweepPlan(tuple(models), kv, tuple(texts), prompt, ids, tuple(pieces))
+    gpus = int(find_device(settings.device).type == "cuda")
+    return SweepPlan(tuple(models), kv, tuple(texts), prompt, ids, tuple(
+        replace(piece, needs=_needs(piece, models[piece.variant[0]], gpus)) for piece in pieces))
+
+
+def _needs(piece: Piece, model: ModelFacts, gpus: int) -> TaskNeeds:
+    """Two models in memory and a third in float32 for quality; what is timed is alone."""
+    weights = WEIGHT_BYTES * model.parameters
+    return TaskNeeds(gpus, MEMORY_BESIDE + weights * (4 if piece.kind in ("quality", "sensitivity") else 2),
+                     piece.kind in ("speed", "roofline"))
 
 
 def _quality(models: Sequence[ModelFacts], settings: EvalSettings, texts: Sequence[PlannedText],

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from quantkit.errors import Stopped
 from quantkit.evaluate.sweep.jobs import Piece, do
 from quantkit.evaluate.sweep.store import PieceResult, PieceStore
-from quantkit.executor.base import Executor, Item
+from quantkit.executor.base import Executor, Task
 from quantkit.progress import Listener, ProgressEvent, silent
 
 TOLD = 1000
@@ -15,8 +15,8 @@ TOLD = 1000
 
 
 def run_pieces(pieces: Sequence[Piece], store: PieceStore, executor: Executor, progress: Listener = silent,
-               loading: Listener = silent) -> Iterator[tuple[Piece, PieceResult]]:
-    """Do pieces of work; each is kept before the next result is waited for.
+               loading: Listener = silent) -> Iterator[tuple[int, PieceResult]]:
+    """Do pieces of work; each is kept before the next result is waited for, and given with its number.
 
     Args:
         pieces: none of which was done.
@@ -31,20 +31,17 @@ def run_pieces(pieces: Sequence[Piece], store: PieceStore, executor: Executor, p
     """
     total = sum(piece.seconds for piece in pieces) or 1.0
     begun = [0.0]
-
-    def items() -> Iterator[Item]:
-        for piece in pieces:
-            listeners = () if executor.remote else (_part(progress, piece, begun, total), loading)
-            yield piece.label, (piece.job, *listeners)
-
-    waiting = iter(pieces)
+    tasks: list[Task] = []
+    for piece in pieces:
+        listeners = () if executor.remote else (_part(progress, piece, begun, total), loading)
+        tasks.append((piece.label, (piece.job, *listeners), piece.needs))
     try:
-        for result in executor.map(do, items()):
-            piece = next(waiting)
+        for number, result in executor.as_completed(do, tasks):
+            piece = pieces[number]
             store.put(piece.key, result)
             begun[0] += piece.seconds
             progress(ProgressEvent(int(TOLD * begun[0] / total), TOLD, piece.label))
-            yield piece, result
+            yield number, result
     except KeyboardInterrupt:
         raise Stopped("stopped; what was measured is kept", next="run the same command again to go on"
                       ) from None
