@@ -11,12 +11,12 @@ import torch
 
 from quantkit.bench.machine import machine
 from quantkit.errors import UsageError
-from quantkit.formats.base import Codes, Format
-from quantkit.ops import cpu_machine, cpu_weight
+from quantkit.evaluate.roofline.random_weight import packed_weight
+from quantkit.formats.base import Format
+from quantkit.ops import cpu_machine
 from quantkit.ops.cpu_linear import CpuKernel
 from quantkit.ops.cpu_weight import CpuProduct, CpuWeight
 from quantkit.ops.dispatch import KernelQuery, choose
-from quantkit.ops.linear import query_for
 from quantkit.plugins import registry
 from quantkit.progress import Listener, ProgressEvent, silent
 from quantkit.recipe import default_format
@@ -108,22 +108,8 @@ def _refuses(shape: tuple[int, int], spec: QuantSpec | None) -> str | None:
 
 def _weights(shape: tuple[int, int], spec: QuantSpec | None) -> list[CpuWeight]:
     """Random weights, as many as the caches don't hold."""
-    first = _packed(shape, spec)
-    return [first, *(_packed(shape, spec) for _ in range(min(63, BUDGET // max(first.nbytes, 1))))]
-
-
-def _packed(shape: tuple[int, int], spec: QuantSpec | None) -> CpuWeight:
-    if spec is None:
-        return cpu_weight.pack_plain(torch.randn(shape).to(torch.bfloat16))
-    scales = spec.scale_shape(shape)
-    zero = None if spec.symmetric or spec.kind == "nf" else torch.randint(0, 16, scales, dtype=torch.uint8)
-    levels = 0x7F if spec.kind == "fp" else 2**spec.bits  # 0x7f and 0xff are no numbers
-    codes = Codes(spec, torch.randint(0, levels, shape, dtype=torch.uint8),
-                  torch.rand(scales).to(torch.bfloat16).float() + 0.5, zero)
-    weight = registry("formats").get(default_format(spec)).pack(codes, torch.bfloat16)
-    kernel = choose(query_for(weight, torch.bfloat16, torch.device("cpu"), "decode")).kernel
-    packed: CpuWeight = kernel.prepare(weight)
-    return packed
+    first = packed_weight(shape, spec)
+    return [first, *(packed_weight(shape, spec) for _ in range(min(63, BUDGET // max(first.nbytes, 1))))]
 
 
 def lines(report: dict[str, Any]) -> Iterator[tuple[str, ...]]:

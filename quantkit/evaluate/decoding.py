@@ -63,6 +63,12 @@ class DecodeRunner:
         self._device, self._bandwidth = loaded.model.device, bandwidth(loaded.model.device)
         self.reads: list[float] = []
 
+    def read_bandwidth(self) -> float:
+        """Bytes a second at which memory is read now; caches have something else after it. 0: it can't be
+        measured."""
+        self.reads.append(self._bandwidth())
+        return self.reads[-1]
+
     @torch.inference_mode()
     def prefill(self, kv: KVSpec, length: int) -> PrefillSpeed:
         """A prompt from an empty cache, after one that nobody times."""
@@ -70,7 +76,7 @@ class DecodeRunner:
         for run in range(self._repeats + 1):
             cache = self._cache(kv)
             begin = time.perf_counter()
-            self._feed(cache, cache.add(length), length)
+            self.feed(cache, cache.add(length), length)
             if run:
                 speeds.append(length / (time.perf_counter() - begin))
                 self._tell(f"prefill {kv}")
@@ -90,7 +96,7 @@ class DecodeRunner:
         with torch.inference_mode():
             cache = self._cache(kv)
             first = cache.add(context + self._tokens)
-            token = self._feed(cache, first, max(1, context))
+            token = self.feed(cache, first, max(1, context))
         for batch, reason in zip(batches, reasons):
             if reason is not None:
                 yield DecodeSpeed(batch=batch, context=context, left_out=reason)
@@ -106,7 +112,7 @@ class DecodeRunner:
             rows = [cache.fork(first, shared=False) for _ in range(batch)]
             for pages in cache.pools:  # none is to move
                 pages.keep(pages.used + batch * cache.heads * (2 + self._tokens // PAGE))
-            reads.append(self._bandwidth())
+            reads.append(self.read_bandwidth())
             before = cache.step_bytes(rows[0])  # layers with a window don't grow
             spent, tokens = self._steps(cache, rows, [token] * batch)
             after = cache.step_bytes(rows[0])
@@ -120,7 +126,6 @@ class DecodeRunner:
                 self._tell(f"decode {cache.spec}, batch {batch}, context {context}")
             if run and self._case_s is not None and time.perf_counter() - begin >= self._case_s:
                 break
-        self.reads += reads
         read = Spread.of(reads)
         return DecodeSpeed(batch=batch, context=context, kv_bytes=held_bytes, tok_s=Spread.of(speeds),
                            bytes_s=Spread.of(rates), read_bytes_s=read, runs=len(speeds), tokens=min(counts),
@@ -143,7 +148,8 @@ class DecodeRunner:
         return None if needed <= room else (
             f"its KV cache takes {human_bytes(needed)}, {human_bytes(room)} are left")
 
-    def _feed(self, cache: KVCache, row: int, length: int) -> int:
+    @torch.inference_mode()
+    def feed(self, cache: KVCache, row: int, length: int) -> int:
         """Read a prompt; the most likely token after it."""
         logits = torch.empty(0)
         for start in range(0, length, PREFILL_CHUNK):

@@ -255,10 +255,11 @@ class KVCache:
                 total += sum(map(len, heads)) * pool.page_bytes
         return total
 
-    def step_bytes(self, number: int) -> int:
-        """Bytes that a decode step reads of a sequence: codes, and unencoded vectors."""
-        total = 0
-        for layer, state in zip(self.layers, self._sequences[number].layers):
+    def step_bytes(self, number: int, index: int | None = None) -> int:
+        """Bytes that a decode step reads of a sequence, in all layers or one: codes, and unencoded
+        vectors."""
+        total, layers = 0, list(zip(self.layers, self._sequences[number].layers))
+        for layer, state in layers if index is None else [layers[index]]:
             page_bytes, residual_bytes = layer.store.page_bytes
             for length in state.lengths.tolist():
                 codes = length

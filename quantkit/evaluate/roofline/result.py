@@ -9,12 +9,13 @@ from quantkit.spec import Frozen
 
 
 class MachineCeilings(Frozen):
-    """The machine's limits, measured in the same run.
+    """The machine's limits, measured in the same run: the fastest of several measurements, since other
+    programs only ever make it less.
 
     Attributes:
         read_bytes_s: bytes a second at which all threads read memory.
-        operations_s: operations a second of a large product by its arithmetic: ``{"bf16": …, "int8": …}``;
-            a multiplication and an addition count as two.
+        operations_s: operations a second of a large product by what its kernel multiplies, ``float32``,
+            ``int16`` or ``int8``; a multiplication and an addition count as two.
     """
 
     read_bytes_s: float
@@ -25,13 +26,14 @@ class OperatorSpeed(Frozen):
     """One operator of one decoder step at one number of rows.
 
     Attributes:
-        operator: ``q+k+v``, ``down``, ``head``, ``attention``, …
-        arithmetic: which of :attr:`MachineCeilings.operations_s` bounds it.
-        rows: tokens that go through it at once.
-        context: tokens in the cache, for attention; else 0.
+        operator: ``q+k+v``, ``o``, ``gate+up``, ``down``, ``head``, ``attention``, or ``rest``: what is left
+            of a measured step. Where layers differ, format and shape follow.
+        arithmetic: which of :attr:`MachineCeilings.operations_s` most of its operations are.
+        rows: tokens that go through it at once; for attention and the rest, sequences with one token each.
+        context: tokens in the cache of each sequence, for attention and the rest; else 0.
         bytes: that it moves: weights or keys and values, inputs and outputs.
         operations: two for each multiplication with an addition.
-        seconds: measured.
+        seconds: measured, of one layer's.
         predicted_s: the larger of bytes over bandwidth and operations over arithmetic.
         bound: by which of the two.
         bound_from: rows from which on it is bound by arithmetic instead of memory; ``None``: never, or

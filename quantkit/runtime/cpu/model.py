@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from quantkit.errors import UsageError
 from quantkit.formats.base import QuantizedTensor
 from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
@@ -28,6 +29,7 @@ from quantkit.runtime.chunks import chunks_of, join_rows, pad_rows, selected_row
 from quantkit.runtime.cpu.buffers import MAX_ROWS, packed_of
 from quantkit.runtime.cpu.decoded_program import DecodedCpuProgram
 from quantkit.runtime.cpu.malloc import trim_heap
+from quantkit.runtime.cpu.operator_program import OperatorProgram
 from quantkit.runtime.cpu.program import CpuProgram
 from quantkit.runtime.cpu.tapped_program import TappedCpuProgram
 from quantkit.spec import KVSpec
@@ -267,6 +269,20 @@ class CpuModel:
                     del self._programs[other]
                 self._programs[key] = program
         return program
+
+    def operator_program(self, cache: KVCache) -> OperatorProgram:
+        """A program of its own that reads this cache, and whose operators can be run alone.
+
+        Raises:
+            UsageError: no kernel reads the cache.
+        """
+        if (reason := cache_declines(cache)) is None and not has_kernels(cache):
+            reason = "no kernel reads its codec"
+        if reason is not None:
+            raise UsageError(f"the operators of a step with --kv {cache.spec} can't be run alone", why=reason,
+                             next="--kv none")
+        with torch.inference_mode(False):
+            return OperatorProgram(self._model, codecs_of(cache), self._high)
 
     def _make(self, codecs: PageCodecs, decoded: bool, taps: tuple[int, ...]) -> CpuProgram:
         if decoded:
