@@ -46,10 +46,11 @@ from quantkit.errors import PluginError, UsageError
 @click.option("--repeats", type=click.IntRange(min=1), default=3, show_default=True, help="Timed runs.")
 @click.option("--revision", help="Branch, tag or commit of the first model, if it is on the hub.")
 @click.option("--out", "-o", type=click.Path(path_type=Path, file_okay=False), metavar="DIR",
-              help="Also write report.md, plot.svg, results.json and what plugins report there.")
+              help="Also write report.html, report.md, frontier.svg and .png, results.json "
+                                                                    "and what plugins report there.")
 @click.option("--report", multiple=True, metavar="LIST",
               help="Reporters: with --out, write exactly these; else print this one instead of the table.")
-@click.option("--plot", metavar="LIST", help="Metrics that plot.svg shows. (kl_mean,decode_tok_s)")
+@click.option("--plot", metavar="LIST", help="Metrics that frontier.svg also shows, against bytes.")
 @click.option("--quiet", "-q", is_flag=True, help="No progress on stderr.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
 def command(models: tuple[str, ...], text: str | None, suite: str | None, window: int | None,
