@@ -110,8 +110,10 @@ def register_metrics(register: Register) -> None:
 
 @hookimpl
 def register_reporters(register: Register) -> None:
-    for name in ("table", "json", "markdown", "svg"):
+    for name in ("table", "json", "markdown", "html"):
         register(name, f"quantkit.report.{name}:REPORTER")
+    register("svg", "quantkit.report.figure:SVG")
+    register("png", "quantkit.report.figure:PNG")
 
 
 @hookimpl

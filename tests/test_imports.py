@@ -18,7 +18,7 @@ FORBIDDEN = {"quantkit.runtime": ("quantkit.methods", "quantkit.calibrate", "qua
              "quantkit.models": ("quantkit.methods", "quantkit.calibrate"),
              "quantkit.formats": ("quantkit.methods",)}
 IMPORT_NAMES = {"huggingface-hub": "huggingface_hub", "rich-click": "rich_click", "ruamel.yaml": "ruamel",
-                "prometheus-client": "prometheus_client"}
+                "prometheus-client": "prometheus_client", "vl-convert-python": "vl_convert"}
 
 
 def package_files() -> list[Path]:

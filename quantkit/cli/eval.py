@@ -56,11 +56,11 @@ if TYPE_CHECKING:
 @click.option("--fresh", is_flag=True, help="With --out, measure anew what was measured before.")
 @click.option("--revision", help="Branch, tag or commit of the first model, if it is on the hub.")
 @click.option("--out", "-o", type=click.Path(path_type=Path, file_okay=False), metavar="DIR",
-              help="Also write the report there; what is measured is kept, and after a stop the same command "
-                   "goes on.")
+              help="Also write report.html, report.md, frontier.svg and .png, results.json and what plugins "
+                   "report there; what is measured is kept, and after a stop the same command goes on.")
 @click.option("--report", multiple=True, metavar="LIST",
               help="Reporters: with --out, write exactly these; else print this one instead of the table.")
-@click.option("--plot", metavar="LIST", help="Metrics that plot.svg shows. (kl_mean,decode_tok_s)")
+@click.option("--plot", metavar="LIST", help="Metrics that frontier.svg also shows, against bytes.")
 @click.option("--quiet", "-q", is_flag=True, help="No progress on stderr.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
 def command(models: tuple[str, ...], text: str | None, suite: str | None, window: int | None,

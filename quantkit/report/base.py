@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from quantkit.evaluate.keys import PER_ITEM
+from quantkit.evaluate.keys import PER_ITEM, TAILS
 from quantkit.evaluate.metric_table import MetricInfo
 from quantkit.evaluate.metrics import Interval
 from quantkit.evaluate.result import EvalResult, ModelResult
@@ -98,9 +98,10 @@ def head(info: MetricInfo) -> tuple[str, str]:
 
 def columns_of(result: EvalResult) -> dict[str, MetricInfo]:
     """The metrics that have a column: some row has a value, and no section of their own shows them."""
-    return {key: info for key, info in result.measured.items() if info.in_tables and info.per != PER_ITEM}
+    return {key: info for key, info in result.measured.items()
+            if info.in_tables and info.per != PER_ITEM and key not in TAILS}
 
 
 def tasks_of(result: EvalResult) -> dict[str, MetricInfo]:
     """Scores of tasks, in the order in which they came."""
-    return {key: info for key, info in result.measured.items() if info.per == PER_ITEM}
+    return {key: info for key, info in result.measured.items() if info.per == PER_ITEM and key not in TAILS}

@@ -3,28 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from quantkit.evaluate.long.positions import PositionBucket
-from quantkit.evaluate.long.result import LongResult, RecordedAnswer, SettingVariant
+from quantkit.evaluate.long.result import LongResult, RecordedAnswer
 from quantkit.report.base import kilobytes, megabytes, number, spread
-
-
-@dataclass(frozen=True)
-class TextGrid:
-    """A table.
-
-    Attributes:
-        title: above it.
-        heads: of all columns; the first has the rows' names.
-        rows: their cells.
-        notes: sentences below it.
-    """
-
-    title: str
-    heads: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    notes: tuple[str, ...] = ()
+from quantkit.report.grid import TextGrid
 
 
 def grids(result: LongResult) -> Iterator[TextGrid]:
@@ -156,5 +139,3 @@ def _first(result: LongResult) -> TextGrid:
     heads = ("setting", *(f"sample {index + 1}" for index in range(len(result.drifts[0].differs))))
     return TextGrid("generated: equal tokens before greedy generation differs", heads, rows)
 
-
-__all__ = ["SettingVariant", "TextGrid", "grids"]

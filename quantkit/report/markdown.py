@@ -7,6 +7,7 @@ import re
 from quantkit.evaluate.keys import EXACT
 from quantkit.evaluate.metric_table import MetricInfo
 from quantkit.evaluate.result import EvalResult, ModelResult
+from quantkit.report import quality_grids, speed_grids
 from quantkit.report.base import (
     Reporter,
     columns_of,
@@ -17,44 +18,48 @@ from quantkit.report.base import (
     short_names,
     shown,
     spread,
-    tasks_of,
 )
+from quantkit.report.frontier import QUALITY
+from quantkit.report.grid import TextGrid
 from quantkit.report.headline import headline
-
-_MARKUP = re.compile(r"[\\`*_\[\]|#~]")
-_COLUMNS, _LETTERS = 3, 20
-"""Columns of a table beside the names, and letters of their longest words together: a phone shows no more."""
-_WORD = 20
+from quantkit.report.markdown_tables import cell, fitting, grid_lines, plain, short, table, tables
 
 
 def render(result: EvalResult) -> str:
-    """Headline, command, tables, plot, kernels, answers and protocol. The plot is ``plot.svg`` beside it."""
-    names = [_short(name) for name in short_names(result.rows)]
+    """Headline, command, tables, picture, kernels, answers and protocol. The picture is
+    ``frontier.svg`` beside it."""
+    names = [short(name) for name in short_names(result.rows)]
     columns = [_metric(result, key, info) for key, info in columns_of(result).items()]
-    leading = _fitting(columns)
-    named = [f"{name}<br><sub>{megabytes(row.file_bytes)} · {_short(row.method)}</sub>"
+    leading = fitting(columns)
+    named = [f"{name}<br><sub>{megabytes(row.file_bytes)} · {short(row.method)}</sub>"
              for name, row in zip(names, result.rows)]
     lines = ["# What each variant costs and saves", "", *_headline(result), *_reproduce(result),
-             *_table("variant", named, columns[:leading]),
+             *table("variant", named, columns[:leading]),
              "The first variant is the reference. Below a variant's name are its file's size and its method, "
              "below a value its interval: a 95% bootstrap over windows for quality, the range of the timed "
              "runs for speed.", ""]
-    if any(key in row.metrics for key in result.plotted for row in result.rows):
-        lines += ["![Quality and speed against bytes](plot.svg)", ""]
+    if any(key in row.metrics for key in (QUALITY, *result.plotted) for row in result.rows):
+        lines += ["![Quality against speed and bytes, and the frontier](frontier.svg)", ""]
+    lines += _section("KL by token", quality_grids.tails(result), titled=False)
     if columns[leading:]:
-        lines += ["## Other measurements", "", *_tables(names, columns[leading:])]
-    lines += ["## Size", "", *_tables(names, _sizes(result.rows)),
+        lines += ["## Other measurements", "", *tables(names, columns[leading:])]
+    lines += ["## Size", "", *tables(names, _sizes(result.rows)),
               "Bits per weight counts the Linear layers; the file also holds embeddings and norms.", ""]
     if any(row.kv is not None for row in result.rows):
         lines += ["KV per token counts codes and scales of all layers; KV in all is what was allocated when "
                   f"a window's {result.protocol.window} tokens were there, with the decoded pages of a "
                   "plugin's codec.", ""]
-    tasks = [_metric(result, key, info) for key, info in tasks_of(result).items()]
-    if tasks:
-        lines += ["## Tasks", "", *_tables(names, tasks)]
+    lines += _section("Quality by text", *quality_grids.texts(result)[:1])
+    lines += _section("Against the reference, in pairs", quality_grids.differences(result, tasks=False),
+                      titled=False)
+    lines += _section("Tasks", quality_grids.tasks(result), titled=False)
+    lines += _section("Decode", *speed_grids.decode_grids(result), speed_grids.gaps(result))
+    lines += _section("Prefill", *speed_grids.prefill_grids(result))
+    lines += _section("Memory", speed_grids.memory(result), titled=False)
+    lines += _section("Roofline", *map(speed_grids.roofline_grid, result.roofline))
     lines += _exact(names, result)
     if any(row.kernels for row in result.rows):
-        lines += ["## Kernels", "", *_table("variant", names, [
+        lines += ["## Kernels", "", *table("variant", names, [
             (phase, [_kernels(row, phase) for row in result.rows])
             for phase in ("prefill", "decode")], "---")]
     if any(row.answer for row in result.rows):
@@ -65,6 +70,12 @@ def render(result: EvalResult) -> str:
             lines += [f"**{name}** ({plain(row.method)})", "", quoted, ""]
     lines += ["## Protocol", "", *(f"- {plain(text)}" for text in result.protocol.lines()), ""]
     return "\n".join(lines)
+
+
+def _section(title: str, *grids: TextGrid | None, titled: bool = True) -> list[str]:
+    """Grids under a heading, if there are any; a single one needs no title of its own."""
+    lines = [line for grid in grids for line in grid_lines(grid, titled)]
+    return [f"## {title}", "", *lines] if lines else []
 
 
 def _headline(result: EvalResult) -> list[str]:
@@ -88,11 +99,7 @@ def _metric(result: EvalResult, key: str, info: MetricInfo) -> tuple[str, list[s
     """A column: head and cells."""
     title, unit = map(plain, head(info))
     return title + (f"<br><sub>{unit}</sub>" if unit else ""), [
-        _cell(*shown(row.metrics.get(key), info)) for row in result.rows]
-
-
-def _cell(value: str, span: str) -> str:
-    return f"{value}<br><sub>{span}</sub>" if span else value
+        cell(*shown(row.metrics.get(key), info)) for row in result.rows]
 
 
 def _sizes(rows: list[ModelResult]) -> list[tuple[str, list[str]]]:
@@ -102,36 +109,6 @@ def _sizes(rows: list[ModelResult]) -> list[tuple[str, list[str]]]:
              ("KV per token", [kilobytes(row.kv_bytes_per_token) for row in rows]),
              ("KV in all", [megabytes(row.kv_bytes) for row in rows])]
     return [(title, cells) for title, cells in sizes if set(cells) != {"–"}]
-
-
-def _tables(names: list[str], columns: list[tuple[str, list[str]]]) -> list[str]:
-    """As many tables as it takes for none to be wide."""
-    lines = []
-    while columns:
-        count = _fitting(columns)
-        lines += _table("variant", names, columns[:count])
-        columns = columns[count:]
-    return lines
-
-
-def _fitting(columns: list[tuple[str, list[str]]]) -> int:
-    """How many of the first columns stand beside each other: one at least."""
-    letters = 0
-    for count, (title, cells) in enumerate(columns[:_COLUMNS]):
-        texts = (text.partition("<br>")[0] for text in (title, *cells))
-        letters += max(len(word) for text in texts for word in text.split() or [""])
-        if count and letters > _LETTERS:
-            return count
-    return min(_COLUMNS, len(columns))
-
-
-def _table(title: str, names: list[str], columns: list[tuple[str, list[str]]],
-           align: str = "--:") -> list[str]:
-    lines = ["| " + " | ".join([title, *(top for top, _ in columns)]) + " |",
-             "|---|" + f"{align}|" * len(columns)]
-    lines += ["| " + " | ".join([name, *(cells[index] for _, cells in columns)]) + " |"
-              for index, name in enumerate(names)]
-    return [*lines, ""]
 
 
 def _exact(names: list[str], result: EvalResult) -> list[str]:
@@ -144,18 +121,8 @@ def _exact(names: list[str], result: EvalResult) -> list[str]:
     return ["## Noise floor", "",
             "KL from the reference's weights in float32 arithmetic. The first is the noise floor, what the "
             "reference's own arithmetic costs: what is not above it is indistinguishable from nothing.", "",
-            *_table("variant", names, [("KL", [_cell(*spread(interval)) for interval in exact]),
+            *table("variant", names, [("KL", [cell(*spread(interval)) for interval in exact]),
                                        ("above the floor", above)])]
-
-
-def _short(name: str) -> str:
-    """A name that leaves room for numbers: words that can't be wrapped are cut; their ends differ more."""
-    return plain(" ".join(word if len(word) <= _WORD else "…" + word[-_WORD + 1:] for word in name.split()))
-
-
-def plain(text: str) -> str:
-    """``text`` with everything escaped that Markdown or HTML would take for markup."""
-    return _MARKUP.sub(r"\\\g<0>", " ".join(text.split())).replace("<", "&lt;")
 
 
 def _kernels(row: ModelResult, phase: str) -> str:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from unicodedata import combining, east_asian_width
 
 from quantkit.evaluate.keys import EXACT
 from quantkit.evaluate.metric_table import MetricInfo
 from quantkit.evaluate.result import EvalResult
+from quantkit.report import quality_grids
 from quantkit.report.base import (
     Reporter,
     columns_of,
@@ -22,11 +22,13 @@ from quantkit.report.base import (
     spread,
     tasks_of,
 )
+from quantkit.report.grid import TextGrid
 from quantkit.report.headline import headline
+from quantkit.report.terminal import WIDTH, columns, cut, fold, grid_lines, safe, title_line
 
-WIDTH = 80
 LEADING = 3
 """Metrics that stand before sizes."""
+_VERDICTS = {"better": "better", "worse": "worse", "indistinguishable": "=", "undecided": "?"}
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ class _Column:
 
 def render(result: EvalResult) -> str:
     """The headline and the command, the table, and how it was made below."""
-    out = [line for text in headline(result) for line in fold(_safe(text))]
+    out = [line for text in headline(result) for line in fold(safe(text))]
     out += _command(result) + ([""] if out or result.command else [])
     beside, below = _fitting(result)
     total = sum(column.width for column in beside)
@@ -63,8 +65,10 @@ def render(result: EvalResult) -> str:
         out += [_rule(name, row.method, total),
                 *_lines([column.cells[index] for column in beside], beside, gap)]
     out.append("")
+    out += _grids(result)
     out += _blocks(result, below | tasks_of(result))
     out += _exact(result)
+    out += _paired(result)
     for text in result.protocol.lines():
         out += fold(text)
     out += fold("the first model is the reference; bits/weight counts its Linear layers; "
@@ -90,15 +94,15 @@ def _words(command: str) -> list[str]:
     words: list[str] = []
     for word in shlex.split(command):
         if words and words[-1].startswith("-") and " " not in words[-1] and not word.startswith("-"):
-            words[-1] += f" {_safe(shlex.quote(word))}"
+            words[-1] += f" {safe(shlex.quote(word))}"
         else:
-            words.append(_safe(shlex.quote(word)))
+            words.append(safe(shlex.quote(word)))
     return words
 
 
 def _columns(result: EvalResult) -> Iterator[tuple[str | None, _Column]]:
     """All columns in their order, each with its metric's key; the first metrics stand before the sizes."""
-    metrics = [(key, _Column((_safe(head(info)[0]), *filter(None, [_unit(info)])),
+    metrics = [(key, _Column((safe(head(info)[0]), *filter(None, [_unit(info)])),
                              tuple(shown(row.metrics.get(key), info) for row in result.rows)))
                for key, info in columns_of(result).items()]
     yield from metrics[:LEADING]
@@ -115,7 +119,7 @@ def _columns(result: EvalResult) -> Iterator[tuple[str | None, _Column]]:
 def _unit(info: MetricInfo) -> str:
     """A unit of a rate stands below the title; others are left to the longer reports."""
     unit = head(info)[1]
-    return _safe(unit) if len(unit) <= 8 else ""
+    return safe(unit) if len(unit) <= 8 else ""
 
 
 def _fitting(result: EvalResult) -> tuple[list[_Column], dict[str, MetricInfo]]:
@@ -150,17 +154,38 @@ def _blocks(result: EvalResult, metrics: Mapping[str, MetricInfo]) -> list[str]:
     out: list[str] = []
     rows, names = result.rows, short_names(result.rows)
     for key, info in metrics.items():
-        title = f"── {', '.join(filter(None, map(_safe, head(info))))} "
-        out.append(cut(title + "─" * (62 - columns(title)), WIDTH))
+        out.append(title_line(", ".join(filter(None, map(safe, head(info))))))
         first = rows[0].metrics.get(key)
         for name, row in zip(names, rows):
             interval = row.metrics.get(key)
             value, span = shown(interval, info)
             change = "" if interval is None or first is None or row is rows[0] else _change(
                 interval.value - first.value, info)
-            out.append(f"{_left(name, 32)}  {value:>7}  {span:>17}  {change:>8}".rstrip())
+            verdict = next((_VERDICTS[test.verdict] for test in row.differences
+                            if test.metric == key and not test.text), "")
+            out.append(f"{_left(name, 32)}  {value:>7}  {span:>17}  {change:>8}  {verdict}".rstrip())
         out.append("")
     return out
+
+
+def _grids(result: EvalResult) -> list[str]:
+    """The tails of KL, and KL by text: a line a model."""
+    out: list[str] = []
+    for grid, title in ((quality_grids.tails(result), ""), *((grid, ", by text") for grid in
+                                                             quality_grids.texts(result)[:1])):
+        if grid is not None:
+            cells = tuple((row[0], *(cell.partition("\n")[0] for cell in row[1:])) for row in grid.rows)
+            heads = tuple(safe(text.partition("\n")[0]) for text in grid.heads)
+            out += [title_line(grid.title + title),
+                    *grid_lines(TextGrid(grid.title, heads, cells, grid.notes))]
+    return out
+
+
+def _paired(result: EvalResult) -> list[str]:
+    """What the signs behind differences mean, if there are any."""
+    if not any(row.differences for row in result.rows):
+        return []
+    return fold("paired tests against the reference, item by item: = indistinguishable within ε; ? undecided")
 
 
 def _change(difference: float, info: MetricInfo) -> str:
@@ -175,8 +200,7 @@ def _exact(result: EvalResult) -> list[str]:
     floor = result.noise_floor
     if floor is None:
         return []
-    title = "── KL from the reference in float32 arithmetic "
-    out = [title + "─" * (62 - columns(title))]
+    out = [title_line("KL from the reference in float32 arithmetic")]
     for name, row in zip(short_names(result.rows), result.rows):
         exact = row.metrics.get(EXACT)
         value, span = spread(exact)
@@ -194,11 +218,6 @@ def _lines(cells: Sequence[Sequence[str]], beside: Sequence[_Column], gap: int) 
     return [line.rstrip() for line in lines if line.strip()]
 
 
-def _safe(text: str) -> str:
-    """On one line, and harmless for a terminal."""
-    return "".join(char if char.isprintable() else "?" for char in text)
-
-
 def _rule(name: str, method: str, total: int) -> str:
     """A line across the table with the model's name, cut on the left, and what was done to it."""
     total = max(total, 40)
@@ -208,39 +227,10 @@ def _rule(name: str, method: str, total: int) -> str:
     return text + "─" * (total - columns(text))
 
 
-def cut(text: str, room: int, tail: bool = False) -> str:
-    """At most ``room`` columns of a text, harmless for a terminal. ``tail`` keeps the end of it."""
-    text = _safe(text)
-    if columns(text) <= room:
-        return text
-    while columns(text) > room - 1:
-        text = text[1:] if tail else text[:-1]
-    return f"…{text}" if tail else f"{text}…"
-
-
 def _left(text: str, room: int) -> str:
     """Cut on the left, and filled up on the right."""
     text = cut(text, room, tail=True)
     return text + " " * (room - columns(text))
-
-
-def columns(text: str) -> int:
-    """Columns of a terminal: two for a wide character, none for a combining one."""
-    return sum(0 if combining(c) else 2 if east_asian_width(c) in "WF" else 1 for c in text)
-
-
-def fold(text: str) -> list[str]:
-    """Lines of at most :data:`WIDTH` columns, all but the first indented."""
-    lines = [""]
-    for word in text.split():
-        while columns(lines[-1]) + columns(word) + (lines[-1].strip() != "") > WIDTH:
-            if lines[-1].strip():
-                lines.append("  ")
-            else:  # a word that no line has room for
-                head = cut(word, WIDTH - columns(lines[-1]))[:-1]
-                lines, word = [*lines[:-1], lines[-1] + head, "  "], word[len(head):]
-        lines[-1] += (" " if lines[-1].strip() else "") + word
-    return [line for line in lines if line.strip()]
 
 
 REPORTER = Reporter("table", "table.txt", render, in_folder=False)

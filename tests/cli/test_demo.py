@@ -49,7 +49,7 @@ def test_first_run_and_second(cli, chatless, out):
     assert result.stdout.startswith("int8: ")
     assert f"Reproduce: `quantkit demo {chatless} --windows 2`" in report
     assert all(f"| {recipe} |" in report for recipe in demo.RECIPES) and demo.QUESTION in report
-    assert (out / "plot.svg").is_file() and str(out / "report.md") in result.stderr
+    assert (out / "frontier.svg").is_file() and str(out / "report.md") in result.stderr
 
     before = made(out)
     assert len(before) == 3

@@ -47,7 +47,7 @@ def test_out_holds_the_report(cli, tiny, tmp_path):
     result = cli("eval", tiny, *SMALL, "--out", tmp_path / "report")
     assert result.exit_code == 0, result.stderr
     names = sorted(path.name for path in (tmp_path / "report").iterdir())
-    assert names == ["plot.svg", "report.md", "results.json"]
+    assert names == ["frontier.png", "frontier.svg", "report.html", "report.md", "results.json"]
     assert str(tmp_path / "report" / "report.md") in result.stderr
 
 
@@ -129,7 +129,7 @@ def test_reporters_by_name(cli, tiny, tmp_path):
     assert printed.exit_code == 0 and printed.stdout.startswith("# What each variant costs"), printed.stderr
     result = cli("eval", tiny, *SMALL, "-q", "--report", "json,table", "--report", "svg", "--out", tmp_path)
     assert result.exit_code == 0, result.stderr
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["plot.svg", "results.json", "table.txt"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["frontier.svg", "results.json", "table.txt"]
     assert (tmp_path / "table.txt").read_text() == result.stdout
 
 
@@ -147,9 +147,9 @@ def test_a_reporter_that_fails_costs_no_measurement(cli, tiny):
 def test_the_plot_shows_what_it_is_told_to(cli, tiny, tmp_path):
     result = cli("eval", tiny, *SMALL, "-q", "--plot", "top1,perplexity", "--out", tmp_path)
     assert result.exit_code == 0, result.stderr
-    svg = (tmp_path / "plot.svg").read_text()
+    svg = (tmp_path / "frontier.svg").read_text()
     assert svg.index("top-1, %, higher is better") < svg.index("perplexity, lower is better")
-    assert "KL" not in svg
+    assert "decode, tok/s" not in svg
 
 
 @pytest.mark.parametrize(("arguments", "words"), [

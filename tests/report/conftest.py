@@ -11,6 +11,8 @@ from quantkit.evaluate.metrics import Interval
 from quantkit.evaluate.protocol import Protocol
 from quantkit.evaluate.result import EvalResult, ModelResult
 
+from .rich import rich_result
+
 
 @pytest.fixture
 def make_row() -> Callable[..., ModelResult]:
@@ -53,3 +55,9 @@ def make_result(make_row: Callable[..., ModelResult]) -> Callable[..., EvalResul
         return EvalResult(protocol, rows, **extra)
 
     return make
+
+
+@pytest.fixture
+def rich() -> EvalResult:
+    """Everything that can be measured, of five models with three KV settings each."""
+    return rich_result()

@@ -9,7 +9,7 @@ def test_every_model_is_in_every_table(make_result):
     for name in ("smollm2", "int8", "int4", "nf4"):
         assert sum(line.startswith((f"| {name} |", f"| {name}<br>")) for line in text.splitlines()) == 4
         assert f"**{name}**" in text
-    assert "gptq int4 g64 sym" in text and "(plot.svg)" in text and "Light scatters." in text
+    assert "gptq int4 g64 sym" in text and "(frontier.svg)" in text and "Light scatters." in text
     assert "torch × 210" in text and "reference × 210" in text
 
 

@@ -92,4 +92,4 @@ def test_eval_has_the_column(command: Callable[..., CompletedProcess[bytes]], tm
     assert 0 <= row["intervals"]["ece"][0] <= row["ece"] <= row["intervals"]["ece"][1] <= 1
     assert f"{100 * row['ece']:.3g}"[:3] in table and "ECE" in table
     assert "ECE" in (out / "report.md").read_text()
-    assert "ECE, %, lower is better" in (out / "plot.svg").read_text()
+    assert "ECE, %, lower is better" in (out / "frontier.svg").read_text()

@@ -49,7 +49,8 @@ def assemble(plan: SweepPlan, settings: EvalSettings, done: Done) -> EvalResult:
     result.floors = _floors(quality[0])
     result.roofline = [Roofline.model_validate(piece.data["roofline"], strict=False)
                        for number in range(len(plan.models))
-                       if (piece := done.get(("roofline", number, 0))) is not None]
+                       if (piece := done.get(("roofline", number, 0))) is not None
+                       and piece.data["roofline"] is not None]
     if (piece := done.get(("sensitivity", 0, 0))) is not None:
         result.sensitivity = [(name, loss) for name, loss in piece.data["losses"]]
     result.diff = _diff(plan, result, quality)

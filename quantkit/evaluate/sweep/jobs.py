@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from quantkit.errors import UsageError
 from quantkit.evaluate.speed_sweep import SweepSettings
 from quantkit.evaluate.sweep.quality import QualityJob, forget_models, kept_model, score_text
 from quantkit.evaluate.sweep.sensitivity import sensitivity_map
@@ -16,6 +17,7 @@ from quantkit.evaluate.sweep.store import PieceResult
 from quantkit.executor.base import TaskNeeds
 from quantkit.kvspec import parse_kv
 from quantkit.progress import Listener, ProgressEvent, silent
+from quantkit.spec import KVSpec
 
 
 @dataclass(frozen=True)
@@ -150,8 +152,12 @@ def _roofline(job: RooflineJob, progress: Listener, loading: Listener) -> PieceR
 
     forget_models()
     loaded = kept_model(job.model, job.revision, job.dtype, job.device, loading)
-    roofline = measure_roofline(loaded)
-    forget_models()
+    try:
+        roofline = measure_roofline(loaded, kv=KVSpec(), progress=progress)
+    except UsageError as error:  # it isn't one program: there are no operators to time
+        return PieceResult({"roofline": None, "left_out": error.why or error.what})
+    finally:
+        forget_models()
     return PieceResult({"roofline": roofline.model_dump(mode="json")})
 
 

@@ -1,0 +1,1 @@
+"""Interactive charts: Vega-Lite specifications, made with altair."""

@@ -1,0 +1,58 @@
+"""How variants look in figures: a color a model, a shape a KV setting.
+
+The colors are those of Okabe and Ito, which people with any kind of color blindness can tell apart
+(https://jfly.uni-koeln.de/color/); its yellow and black are left out, for light and dark grounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from quantkit.evaluate.result import ModelResult
+from quantkit.report.base import short_names
+
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F")
+SHAPES = (("o", "circle"), ("s", "square"), ("^", "triangle-up"), ("D", "diamond"), ("v", "triangle-down"),
+          ("P", "cross"), ("<", "triangle-left"), (">", "triangle-right"))
+"""As matplotlib and Vega call them."""
+_NAME = 40
+
+
+@dataclass(frozen=True)
+class VariantLook:
+    """One row of results in figures.
+
+    Attributes:
+        name: of the variant, its KV setting included.
+        model: its name without that.
+        setting: the KV setting; ``""``: none was given.
+        color: ``#rrggbb``.
+        marker: matplotlib's name of the shape.
+        shape: Vega's.
+    """
+
+    name: str
+    model: str
+    setting: str
+    color: str
+    marker: str
+    shape: str
+
+
+def variant_looks(rows: Sequence[ModelResult]) -> list[VariantLook]:
+    """A look a row, in their order. After seven models colors repeat, after eight settings shapes."""
+    models = list(dict.fromkeys(row.model for row in rows))
+    settings = list(dict.fromkeys(row.kv for row in rows))
+    looks = []
+    for row, name in zip(rows, short_names(rows)):
+        marker, shape = SHAPES[settings.index(row.kv) % len(SHAPES)]
+        model = name.removesuffix(f" kv {row.kv}") if row.kv is not None else name
+        looks.append(VariantLook(shortened(name), shortened(model), shortened(row.kv or ""),
+                                 COLORS[models.index(row.model) % len(COLORS)], marker, shape))
+    return looks
+
+
+def shortened(text: str, limit: int = _NAME) -> str:
+    """At most ``limit`` characters of a text; the ends of names differ more than their beginnings."""
+    return text if len(text) <= limit else f"…{text[-limit + 1:]}"

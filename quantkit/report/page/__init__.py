@@ -1,0 +1,1 @@
+"""The page of ``report.html``: its template, style, script and what is filled in."""

@@ -1,0 +1,177 @@
+"""The page's sections, each there only if its data is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from quantkit.evaluate.keys import EXACT
+from quantkit.evaluate.result import EvalResult
+from quantkit.report import quality_grids, speed_grids
+from quantkit.report.base import short_names, spread
+from quantkit.report.charts import frontier, quality, roofline, speed
+from quantkit.report.charts.base import Spec
+from quantkit.report.frontier import frontiers
+from quantkit.report.grid import TextGrid, pair
+from quantkit.report.looks import VariantLook, variant_looks
+from quantkit.report.page.passage import ShadedText, largest, shaded, summary
+
+_UNFOLDED = 5
+"""Rows of what is looked at least that are shown without being asked for."""
+
+
+@dataclass(frozen=True)
+class PageChart:
+    """A chart on the page: its identifier, its specification and what stands above it."""
+
+    identifier: str
+    spec: Spec
+    caption: str
+
+
+@dataclass(frozen=True)
+class PageSection:
+    """A part of the page with a title.
+
+    Attributes:
+        identifier: in the page's address.
+        title: of it.
+        texts: sentences.
+        charts, grids: below them.
+        passage: a text by token.
+        answers: names and generated texts.
+        items: of a list.
+        folded: whether grids and answers are shown when they are asked for.
+    """
+
+    identifier: str
+    title: str
+    texts: Sequence[str] = ()
+    charts: Sequence[PageChart] = ()
+    grids: Sequence[TextGrid] = ()
+    passage: ShadedText | None = None
+    answers: Sequence[tuple[str, str]] = ()
+    items: Sequence[str] = ()
+    folded: bool = False
+
+    @property
+    def empty(self) -> bool:
+        """Whether it has nothing but a title and sentences."""
+        return not (self.charts or self.grids or self.passage or self.answers or self.items)
+
+
+def sections(result: EvalResult) -> list[PageSection]:
+    """All that have something to show, in the order of the page."""
+    looks = variant_looks(result.rows)
+    return [section for section in _all(result, looks) if not section.empty]
+
+
+def _all(result: EvalResult, looks: Sequence[VariantLook]) -> Iterator[PageSection]:
+    yield _frontier(result, looks)
+    yield PageSection("variants", "All variants", [
+        "The first variant is the reference. Below a value is its interval: a 95% bootstrap over windows for "
+        "quality, the range of the timed runs for speed. Grey: another variant is closer to the "
+        "reference and "
+        "also faster or smaller."], grids=[quality_grids.variants(result)] if result.rows else [])
+    yield PageSection("texts", "Quality by text", (), _charts(
+        ("texts", quality.texts_spec(result, looks), "KL on each text")),
+        _grids(quality_grids.by_text(result)))
+    yield PageSection("differences", "What the differences mean", [
+        "Each variant is compared with the reference item by item. Indistinguishable: the 90% interval "
+        "of the "
+        "difference lies within ε of zero (two one-sided tests at 5%). Better and worse: the 95% interval "
+        "excludes zero. Undecided: neither; more items could tell.",
+        *(f"{text}." for text in quality_grids.floors(result))],
+        grids=_grids(quality_grids.differences(result), _exact(result)))
+    yield PageSection("tasks", "Tasks", (), _charts(
+        ("tasks", quality.tasks_spec(result, looks), "Difference to the reference over the same items, "
+                                                     "with 95% "
+                                                     "intervals")), _grids(quality_grids.tasks(result)))
+    yield PageSection("decode", "Decode", (), _charts(
+        ("decode-by-batch", speed.by_batch(result, looks),
+        "Tokens a second by batch, at the shortest context"),
+        ("decode-by-context", speed.by_context(result, looks), "Tokens a second by context"),
+        ("gaps", speed.gaps(result, looks),
+        "Gaps between two tokens of an answer: median, and a line to the 99th percentile")),
+        [*speed_grids.decode_grids(result), *_grids(speed_grids.gaps(result))])
+    yield PageSection("prefill", "Prefill", (), _charts(
+        ("prefill", speed.prefill(result, looks), "Prompt tokens a second"),
+        ("first-token", speed.first_token(result, looks), "Time to the first token")),
+        speed_grids.prefill_grids(result))
+    yield PageSection("memory", "Memory", ["Weights, workspace and the cache of one sequence, by context."],
+        _charts(
+        ("memory", speed.memory(result, looks), "Bytes by context")), _grids(speed_grids.memory(result)))
+    yield PageSection("roofline", "Roofline", [
+        "Each point is an operator of one decoder step. Left of the ridge it can only be as fast as "
+        "memory is read, "
+        "right of it as fast as the arithmetic goes. The line above a point ends where it was "
+        "predicted to be."],
+        _charts(*((f"roofline-{number_}", roofline.roofline_spec(model), f"Roofline of {model.label}")
+                  for number_, model in enumerate(result.roofline, 1))),
+        [speed_grids.roofline_grid(model) for model in result.roofline])
+    yield PageSection("sensitivity", "Layer sensitivity", [
+        "What 4 bits cost in each Linear alone, in nats of KL. The brighter, the more."], _charts(
+        ("sensitivity", quality.sensitivity_spec(result), "Layers and kinds of Linears")))
+    if result.diff is not None:
+        yield PageSection("diff", "Token by token", summary(result.diff), passage=shaded(result.diff),
+                          grids=_grids(largest(result.diff)))
+    yield PageSection("kernels", "Kernels", grids=_grids(_kernels(result)),
+                      folded=len(result.rows) > _UNFOLDED)
+    yield PageSection("answers", f"Answers to “{result.question or ''}”", answers=[
+        (name, row.answer.strip()) for name, row in zip(short_names(result.rows), result.rows) if row.answer],
+                      folded=len(result.rows) > _UNFOLDED)
+    yield PageSection("protocol", "Protocol", items=result.protocol.lines())
+
+
+def _frontier(result: EvalResult, looks: Sequence[VariantLook]) -> PageSection:
+    """Both pictures, and who is missing in them."""
+    pictures = frontiers(result)
+    drawn = {point.index for picture in pictures for point in picture.points}
+    missing = [look.name for index, look in enumerate(looks) if index not in drawn]
+    texts = ["A variant on the line has no other that is at least as close to the reference and as fast "
+             "(or as small) "
+             "and better in one of the two. Hollow points are beaten by another. Point at a mark "
+             "for its numbers."]
+    texts += [picture.floor.sentence for picture in pictures[:1]]
+    if missing:
+        texts.append(f"Not drawn, because KL or the other value is missing or not finite: "
+                     f"{', '.join(missing)}.")
+    return PageSection("frontier", "The frontier", texts, [
+        PageChart(f"frontier-{picture.key}", frontier.frontier_spec(result, picture, looks),
+                  f"KL against {picture.title} ({'right' if picture.higher else 'left'} and down is better)")
+        for picture in pictures])
+
+
+def _charts(*charts: tuple[str, Spec | None, str]) -> list[PageChart]:
+    return [PageChart(name, spec, caption) for name, spec, caption in charts if spec is not None]
+
+
+def _grids(*grids: TextGrid | None) -> list[TextGrid]:
+    return [grid for grid in grids if grid is not None]
+
+
+def _exact(result: EvalResult) -> TextGrid | None:
+    """KL from float32 arithmetic, and what of it is above the reference's own."""
+    floor = result.noise_floor
+    if floor is None:
+        return None
+    rows = []
+    for index, (name, row) in enumerate(zip(short_names(result.rows), result.rows)):
+        exact = row.metrics.get(EXACT)
+        above = "–" if exact is None or not index else quality_grids.signed(exact.value - floor.value)
+        rows.append((name, pair(*spread(exact)), above))
+    return TextGrid("KL from the reference in float32 arithmetic", ("variant", "KL\nnats",
+                    "above the\nnoise floor"),
+                    tuple(rows), ("The first is the noise floor: what the reference's "
+                                  "own arithmetic costs.",))
+
+
+def _kernels(result: EvalResult) -> TextGrid | None:
+    phases = list(dict.fromkeys(phase for row in result.rows for phase in row.kernels))
+    rows = tuple((name, *(", ".join(f"{kernel} × {count}"
+                      for kernel, count in row.kernels.get(phase, {}).items())
+                          or "–" for phase in phases))
+                 for name, row in zip(short_names(result.rows), result.rows))
+    return TextGrid("Linears by kernel", ("variant", *phases), rows) if phases else None
+
+

@@ -1,0 +1,171 @@
+"""Tables of quality: all variants, each text, tasks, and what differences mean."""
+
+from __future__ import annotations
+
+from quantkit.evaluate.keys import PER_ITEM, TAILS
+from quantkit.evaluate.metric_table import MetricInfo
+from quantkit.evaluate.metrics import KL, PERPLEXITY, TOP1
+from quantkit.evaluate.paired import PairedDifference
+from quantkit.evaluate.result import EvalResult, ModelResult
+from quantkit.report.base import head, kilobytes, megabytes, number, short_names, shown, tasks_of
+from quantkit.report.frontier import dominated_rows
+from quantkit.report.grid import TextGrid, pair
+
+_TAIL_INFOS = {"kl_median": MetricInfo("KL median", "nats", "lower"),
+               "kl_p99": MetricInfo("KL 99%", "nats", "lower"),
+               "kl_p999": MetricInfo("KL 99.9%", "nats", "lower"), "flips": MetricInfo("flips", "%", "lower")}
+_VARIANT_KEYS = (KL.name, *TAILS, TOP1.name, PERPLEXITY.name, "word_perplexity", "decode_tok_s",
+                 "prefill_tok_s")
+_TEXT_KEYS = (KL.name, "kl_p99", "flips", PERPLEXITY.name)
+
+
+def info_of(result: EvalResult, key: str) -> MetricInfo:
+    """What is known of a metric."""
+    return result.metrics.get(key) or _TAIL_INFOS.get(key) or result.measured.get(key) or MetricInfo(key)
+
+
+def variants(result: EvalResult) -> TextGrid:
+    """A row a variant with everything about quality, size and speed; plugins' metrics at the end."""
+    others = [key for key, info in result.measured.items()
+              if key not in _VARIANT_KEYS and info.per != PER_ITEM and info.in_tables]
+    keys = [key for key in (*_VARIANT_KEYS, *others) if any(key in row.metrics for row in result.rows)]
+    heads = ("variant", *(_head(info_of(result, key)) for key in keys), "weights\nMB or GB", "bits\na weight",
+             "KV\na token", "KV cache", "peak\nmemory", "run by")
+    rows = tuple((pair(name, row.method),
+                  *(pair(*shown(row.metrics.get(key), info_of(result, key))) for key in keys),
+                  megabytes(row.file_bytes) if row.file_bytes else "–", number(row.bits_per_weight),
+                  kilobytes(row.kv_bytes_per_token), megabytes(row.kv_bytes), megabytes(row.peak_bytes),
+                  row.tool or "–")
+                 for name, row in zip(short_names(result.rows), result.rows))
+    return TextGrid("All variants", heads, rows, (), dominated_rows(result)).filled
+
+
+def tails(result: EvalResult) -> TextGrid | None:
+    """Tails of KL, and flips."""
+    keys = [key for key in TAILS if any(key in row.metrics for row in result.rows)]
+    if not keys:
+        return None
+    rows = tuple((name, *(shown(row.metrics.get(key), info_of(result, key))[0] for key in keys))
+                 for name, row in zip(short_names(result.rows), result.rows))
+    return TextGrid("KL by token", ("variant", *(_head(info_of(result, key)) for key in keys)), rows,
+                    ("99% of the tokens have a KL of at most the third number. A token flips if another one "
+                     "is the likeliest.",) if "kl_p99" in keys else ())
+
+
+def texts(result: EvalResult) -> list[TextGrid]:
+    """For each metric a table with a row a variant and a column a text."""
+    names = list(dict.fromkeys(text for row in result.rows for text in row.texts))
+    grids = []
+    for key in _TEXT_KEYS:
+        if not any(key in metrics for row in result.rows for metrics in row.texts.values()):
+            continue
+        info = info_of(result, key)
+        rows = tuple((name, *(pair(*shown(row.texts.get(text, {}).get(key), info)) for text in names))
+                     for name, row in zip(short_names(result.rows), result.rows))
+        grids.append(TextGrid(", ".join(filter(None, head(info))), ("variant", *names), rows, (),
+                              dominated_rows(result)))
+    return grids
+
+
+def by_text(result: EvalResult) -> TextGrid | None:
+    """One row a text: its KL with each variant but the reference, in a column a variant."""
+    grids = texts(result)
+    if not grids:
+        return None
+    table = grids[0]
+    rows = tuple((text, *(row[column + 1] for row in table.rows[1:] or table.rows))
+                 for column, text in enumerate(table.heads[1:]))
+    return TextGrid(table.title, ("text", *(row[0] for row in table.rows[1:] or table.rows)), rows)
+
+
+def differences(result: EvalResult, tasks: bool = True) -> TextGrid | None:
+    """A row a variant, a column a metric: what the paired test against the reference allows to say. With
+    ``tasks`` also those of tasks."""
+    columns = dict.fromkeys((test.metric, test.text) for row in result.rows for test in row.differences
+                            if tasks or test.metric not in tasks_of(result))
+    if not columns:
+        return None
+    heads: dict[tuple[str, str], str] = {}
+    for row in result.rows:
+        for test in row.differences:
+            heads[test.metric, test.text] = pair(metric_name(result, test), f"{test.test}, {test.items} pairs"
+                                                 if test.test and test.items else test.test)
+    rows = []
+    for name, row in zip(short_names(result.rows), result.rows):
+        tests = {(test.metric, test.text): test for test in row.differences}
+        if tests:
+            rows.append((name, *(_tested(result, tests.get(column)) for column in columns)))
+    return TextGrid("Against the reference, in pairs", ("variant", *(heads[column] for column in columns)),
+                    tuple(rows))
+
+
+def _tested(result: EvalResult, test: PairedDifference | None) -> str:
+    if test is None:
+        return "–"
+    word, _, within = verdict(result, test).partition(" within ")
+    lines = [f"within ±{within}"] if within else []
+    lines += [change(result, test), *([f"p {number(test.p, 2)}"] if test.p is not None else [])]
+    return pair(word, "\n".join(lines))
+
+
+def metric_name(result: EvalResult, test: PairedDifference) -> str:
+    """The metric's title, and the text that it is of."""
+    title = info_of(result, test.metric).title
+    return f"{title} on {test.text}" if test.text else title
+
+
+def verdict(result: EvalResult, test: PairedDifference) -> str:
+    """What may be said: ``worse``, ``indistinguishable within 2%``."""
+    if test.verdict != "indistinguishable":
+        return test.verdict
+    info = info_of(result, test.metric)
+    if test.epsilon is None:
+        return "indistinguishable"
+    factor, unit = (100, "points") if info.unit == "%" else (1, info.unit)
+    return f"indistinguishable within {number(factor * test.epsilon, 2)} {unit}".rstrip()
+
+
+def change(result: EvalResult, test: PairedDifference) -> str:
+    """The difference and its 95% interval: ``-1.2 (-2.0 to -0.4)``; shares in points."""
+    factor = 100 if info_of(result, test.metric).unit == "%" else 1
+    value, low, high = (signed(factor * part) for part in (test.difference, test.low, test.high))
+    return f"{value} ({low} to {high})"
+
+
+def signed(value: float) -> str:
+    """A difference: ``+0.25``, ``-1.3``."""
+    text = number(value)
+    return text if text.startswith("-") or text in ("0", "–") else f"+{text}"
+
+
+def tasks(result: EvalResult) -> TextGrid | None:
+    """A row a variant, a column a task; below a score what the paired test says, else its interval."""
+    columns = tasks_of(result)
+    if not columns:
+        return None
+    rows = tuple((name, *(_score(result, row, key, info) for key, info in columns.items()))
+                 for name, row in zip(short_names(result.rows), result.rows))
+    paired = any(test.metric in columns for row in result.rows for test in row.differences)
+    return TextGrid("Tasks", ("variant", *(info.title.replace(" · ", "\n", 1) for info in columns.values())),
+                    rows,
+                    ("Below a score are the difference to the reference over the same items, its "
+                     "95% interval "
+                     "and the verdict.",) if paired else ())
+
+
+def _score(result: EvalResult, row: ModelResult, key: str, info: MetricInfo) -> str:
+    value, span = shown(row.metrics.get(key), info)
+    test = next((test for test in row.differences if test.metric == key), None)
+    if test is None:
+        return pair(value, span)
+    return pair(value, f"{change(result, test)}, {test.verdict}")
+
+
+def floors(result: EvalResult) -> list[str]:
+    """Sentences with the noise floor of each metric."""
+    return [f"The noise floor of {info_of(result, key).title} is {shown(value, info_of(result, key))[0]} "
+            f"{head(info_of(result, key))[1]}".rstrip() for key, value in result.floors.items()]
+
+
+def _head(info: MetricInfo) -> str:
+    return pair(*head(info))
