@@ -90,19 +90,20 @@ def differences(reference: ModelResult, candidate: ModelResult, infos: Mapping[s
 
     known = builtin_infos() | dict(infos or {})
     result = []
-    for key, text, before, after in _windows(reference, candidate):
+    for key, text, first, second in _windows(reference, candidate):
         if key in DISTANCES:
             direction = "higher" if key == "top1" else "lower"
         else:
             direction = known[key].direction if key in known else ""
         epsilon = epsilon_of(key, floors, epsilons)
-        result.append(of_windows(key, text, before, after, direction, epsilon, seed))
+        result.append(of_windows(key, text, first, second, direction, epsilon, seed))
     for key, values in candidate.items.items():
-        pairs = [np.asarray(reference.items.get(key, ()), dtype=float), np.asarray(values, dtype=float)]
-        if len(pairs[0]) == len(pairs[1]) > 0 and all(np.isfinite(side).all() for side in pairs):
+        before = np.asarray(reference.items.get(key, ()), dtype=float)
+        after = np.asarray(values, dtype=float)
+        if len(before) == len(after) > 0 and np.isfinite(after - before).all():
             info = known.get(key) or task_info(key)
             shares = info.unit == "%"
-            result.append(of_items(key, *pairs, info.direction if shares else "higher",
+            result.append(of_items(key, before, after, info.direction if shares else "higher",
                                    epsilon_of(key, floors, epsilons, shares), seed))
     return result
 

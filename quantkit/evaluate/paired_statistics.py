@@ -117,7 +117,8 @@ def percentile_interval(means: np.ndarray, value: float, freedom: int,
 def sign_flips(values: np.ndarray, alternative: str = "two-sided", seed: int = 0) -> float:
     """p of the test that values are symmetric around 0: each one's sign is a coin toss.
 
-    All combinations are tried where there are at most :data:`FLIPS`, otherwise that many are drawn.
+    All combinations are tried where there are at most :data:`FLIPS`, otherwise that many are drawn. A single
+    value's sign says nothing: p is 1.
     https://doi.org/10.1007/b138696 (Good, Permutation, Parametric and Bootstrap Tests of Hypotheses)
 
     Args:
@@ -125,7 +126,7 @@ def sign_flips(values: np.ndarray, alternative: str = "two-sided", seed: int = 0
         alternative: ``two-sided``; ``greater`` and ``less`` than 0.
         seed: of the draws.
     """
-    if not values.any():
+    if len(values) < 2 or not values.any():
         return 1.0
     from scipy.stats import permutation_test
 
