@@ -84,7 +84,7 @@ class _Reader:
         return UsageError(f"{self.where} is not what quantkit eval writes",
                           why=f"{field}: {why}"[:300] if field else why[:300], next=_AGAIN)
 
-    def object(self, value: object, field: str) -> dict[str, Any]:
+    def mapping(self, value: object, field: str) -> dict[str, Any]:
         if not isinstance(value, dict):
             raise self.error(field, "it is no object")
         return value
@@ -104,7 +104,7 @@ class _Reader:
             raise self.error(place[:120], first["msg"]) from None
 
     def protocol(self, value: object) -> Protocol:
-        data = dict(self.object(value, "protocol"))
+        data = dict(self.mapping(value, "protocol"))
         names = {field.name for field in dataclasses.fields(Protocol)}
         derived = {name: data.pop(name, None) for name in ("stride", "scored", "fingerprint")}
         self.known(data, names, "protocol")
@@ -128,10 +128,10 @@ class _Reader:
 
     def intervals(self, value: object, field: str) -> dict[str, Interval]:
         return {key: self.interval(ends, f"{field}.{key[:80]}")
-                for key, ends in self.object(value, field).items()}
+                for key, ends in self.mapping(value, field).items()}
 
     def numbers(self, value: object, field: str) -> dict[str, list[float]]:
-        lists = self.object(value, field)
+        lists = self.mapping(value, field)
         for key, values in lists.items():
             if not isinstance(values, list):
                 raise self.error(f"{field}.{key[:80]}", "it is no list")
@@ -139,8 +139,8 @@ class _Reader:
                 for key, values in lists.items()}
 
     def row(self, value: object, field: str) -> ModelResult:
-        data = dict(self.object(value, field))
-        ends = self.object(data.pop("intervals", None), f"{field}.intervals")
+        data = dict(self.mapping(value, field))
+        ends = self.mapping(data.pop("intervals", None), f"{field}.intervals")
         metrics = {}
         for key, pair in ends.items():
             if not isinstance(pair, list) or len(pair) != 2 or key not in data:
@@ -154,9 +154,9 @@ class _Reader:
             raise self.error(f"{field}.intervals.{key}", "it is no metric")
         self.known(data, names - {"metrics"}, field)
         texts = {text[:200]: self.intervals(table, f"{field}.texts.{text[:40]}")
-                 for text, table in self.object(data.pop("texts", {}), f"{field}.texts").items()}
+                 for text, table in self.mapping(data.pop("texts", {}), f"{field}.texts").items()}
         means = {text[:200]: self.numbers(table, f"{field}.window_means.{text[:40]}") for text, table
-                 in self.object(data.pop("window_means", {}), f"{field}.window_means").items()}
+                 in self.mapping(data.pop("window_means", {}), f"{field}.window_means").items()}
         items = self.numbers(data.pop("items", {}), f"{field}.items")
         row: ModelResult = self.typed(ModelResult, data, field)
         return dataclasses.replace(row, metrics=metrics, texts=texts, window_means=means, items=items)
@@ -164,9 +164,9 @@ class _Reader:
     def infos(self, value: object) -> dict[str, MetricInfo]:
         """The built-in ones, and those of the file's plugins."""
         infos = builtin_infos()
-        for key, entry in self.object(value, "metrics").items():
+        for key, entry in self.mapping(value, "metrics").items():
             place = f"metrics.{key[:80]}"
-            data = dict(self.object(entry, place))
+            data = dict(self.mapping(entry, place))
             self.known(data, {"title", "unit", "direction", "per", "distribution"}, place)
             data["owner"] = data.pop("distribution", None)
             info: MetricInfo = self.typed(MetricInfo, data, place)

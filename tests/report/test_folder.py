@@ -10,12 +10,13 @@ from quantkit.errors import PluginError, QuantkitError, UsageError
 from quantkit.report.base import Reporter
 from quantkit.report.folder import reporters, require_writable, write_report
 
+FILES = ["junit.xml", "plot.svg", "report.md", "results.json"]
 
-def test_three_files(make_result, tmp_path):
+
+def test_a_file_a_reporter(make_result, tmp_path):
     written = write_report(make_result(), tmp_path / "deep" / "report")
-    assert sorted(p.name for p in (tmp_path / "deep" / "report").iterdir()) == [
-        "plot.svg", "report.md", "results.json"]
-    assert sorted(p.name for p in written) == ["plot.svg", "report.md", "results.json"]
+    assert sorted(p.name for p in (tmp_path / "deep" / "report").iterdir()) == FILES
+    assert sorted(p.name for p in written) == FILES
     found = json.loads((tmp_path / "deep" / "report" / "results.json").read_text())
     assert [row["model"] for row in found["results"]] == ["smollm2", "demo/int8", "demo/int4", "demo/nf4"]
 
@@ -25,7 +26,7 @@ def test_older_ones_are_replaced(make_result, make_row, tmp_path):
     write_report(make_result([make_row("newer")]), tmp_path)
     assert "newer" in (tmp_path / "report.md").read_text()
     assert "smollm2" not in (tmp_path / "report.md").read_text()
-    assert len(list(tmp_path.iterdir())) == 3
+    assert len(list(tmp_path.iterdir())) == 4
 
 
 def test_a_failed_write_leaves_the_older_file_and_no_scraps(make_result, make_row, tmp_path, monkeypatch):
@@ -73,7 +74,7 @@ def written(result, folder, names=None):
 def test_a_plugin_s_file_is_written_too(make_result, tmp_path, registered):
     registered("mine", Reporter("mine", "mine.bin", lambda result: b"\x00\xff"))
     registered("quiet", Reporter("quiet", "quiet.txt", lambda result: "quiet", in_folder=False))
-    assert written(make_result(), tmp_path) == ["mine.bin", "plot.svg", "report.md", "results.json"]
+    assert written(make_result(), tmp_path) == sorted([*FILES, "mine.bin"])
     assert (tmp_path / "mine.bin").read_bytes() == b"\x00\xff"
 
 
@@ -96,7 +97,7 @@ def fails(result):
 def test_a_reporter_that_fails_costs_its_own_file(make_result, tmp_path, registered, render, reason):
     registered("mine", Reporter("mine", "mine.txt", render))
     with pytest.warns(UserWarning, match=f"'mine' of quantkit-mine failed.*mine.txt.*{reason}") as caught:
-        assert written(make_result(), tmp_path) == ["plot.svg", "report.md", "results.json"]
+        assert written(make_result(), tmp_path) == FILES
     assert len(caught) == 1
     with pytest.raises(PluginError, match="'mine' of quantkit-mine failed") as raised:
         write_report(make_result(), tmp_path / "named", ["mine", "json"])
@@ -131,7 +132,7 @@ def test_a_reporter_that_changes_the_result_changes_only_its_copy(make_result, t
 def test_a_file_that_has_no_plain_name_is_left_out(make_result, tmp_path, registered, file):
     registered("mine", Reporter("mine", file, lambda result: "text"))
     with pytest.warns(UserWarning, match="'mine' of quantkit-mine was left out: .*plain file name"):
-        assert written(make_result(), tmp_path / "in") == ["plot.svg", "report.md", "results.json"]
+        assert written(make_result(), tmp_path / "in") == FILES
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
     with pytest.raises(PluginError, match="can't be used"):
         write_report(make_result(), tmp_path / "in", ["mine"])
@@ -140,7 +141,7 @@ def test_a_file_that_has_no_plain_name_is_left_out(make_result, tmp_path, regist
 def test_of_equal_files_the_built_in_stays(make_result, tmp_path, registered):
     registered("mine", Reporter("mine", "Report.MD", lambda result: "mine"))
     with pytest.warns(UserWarning, match="'mine' of quantkit-mine .* also that of 'markdown' of quantkit"):
-        assert written(make_result(), tmp_path) == ["plot.svg", "report.md", "results.json"]
+        assert written(make_result(), tmp_path) == FILES
     assert written(make_result(), tmp_path / "alone", ["mine"]) == ["Report.MD"], "alone it is no matter"
     with pytest.raises(UsageError, match="both write"):
         write_report(make_result(), tmp_path, ["mine", "markdown"])
@@ -159,7 +160,7 @@ def test_of_two_plugins_equal_files_neither_is_written(make_result, tmp_path, re
 def test_what_is_no_reporter_is_left_out(registered):
     registered("mine", lambda result: "text")
     with pytest.warns(UserWarning, match="mine"):
-        assert [registered.name for registered in reporters()] == ["json", "markdown", "svg"]
+        assert [registered.name for registered in reporters()] == ["json", "markdown", "svg", "junit"]
     with pytest.raises(PluginError):
         reporters(["mine"])
 
