@@ -110,7 +110,7 @@ def register_metrics(register: Register) -> None:
 
 @hookimpl
 def register_reporters(register: Register) -> None:
-    for name in ("table", "json", "markdown", "svg", "junit"):
+    for name in ("table", "json", "markdown", "svg", "junit", "model_card"):
         register(name, f"quantkit.report.{name}:REPORTER")
 
 

@@ -10,7 +10,7 @@ from quantkit.errors import PluginError, QuantkitError, UsageError
 from quantkit.report.base import Reporter
 from quantkit.report.folder import reporters, require_writable, write_report
 
-FILES = ["junit.xml", "plot.svg", "report.md", "results.json"]
+FILES = ["junit.xml", "model-card.md", "plot.svg", "report.md", "results.json"]
 
 
 def test_a_file_a_reporter(make_result, tmp_path):
@@ -26,7 +26,7 @@ def test_older_ones_are_replaced(make_result, make_row, tmp_path):
     write_report(make_result([make_row("newer")]), tmp_path)
     assert "newer" in (tmp_path / "report.md").read_text()
     assert "smollm2" not in (tmp_path / "report.md").read_text()
-    assert len(list(tmp_path.iterdir())) == 4
+    assert len(list(tmp_path.iterdir())) == 5
 
 
 def test_a_failed_write_leaves_the_older_file_and_no_scraps(make_result, make_row, tmp_path, monkeypatch):
@@ -160,7 +160,8 @@ def test_of_two_plugins_equal_files_neither_is_written(make_result, tmp_path, re
 def test_what_is_no_reporter_is_left_out(registered):
     registered("mine", lambda result: "text")
     with pytest.warns(UserWarning, match="mine"):
-        assert [registered.name for registered in reporters()] == ["json", "markdown", "svg", "junit"]
+        names = [registered.name for registered in reporters()]
+    assert names == ["json", "markdown", "svg", "junit", "model_card"]
     with pytest.raises(PluginError):
         reporters(["mine"])
 
