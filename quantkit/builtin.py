@@ -110,7 +110,7 @@ def register_metrics(register: Register) -> None:
 
 @hookimpl
 def register_reporters(register: Register) -> None:
-    for name in ("table", "json", "markdown", "html"):
+    for name in ("table", "json", "markdown", "html", "junit", "model_card"):
         register(name, f"quantkit.report.{name}:REPORTER")
     register("svg", "quantkit.report.figure:SVG")
     register("png", "quantkit.report.figure:PNG")
@@ -125,6 +125,7 @@ def register_commands(register: Register) -> None:
         ("export", "Pack a checkpoint anew in another layout, exactly."),
         ("eval", "Compare models: perplexity, KL, top-1, speed and memory."),
         ("eval-long", "Compare KV cache settings at length: retrieval, positions, generated text."),
+        ("compare", "Compare two results of eval, variant by variant."),
         ("generate", "Generate text from a model or a checkpoint."),
         ("serve-local", "Serve a model on this machine: OpenAI's API and a page to chat."),
         ("inspect", "Show what a model or checkpoint holds, layer by layer."),

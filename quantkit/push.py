@@ -7,8 +7,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quantkit.checkpoint.card_block import CardBlock, with_block
 from quantkit.checkpoint.manifest import MANIFEST
-from quantkit.checkpoint.reader import read_manifest
+from quantkit.checkpoint.reader import CARD, read_manifest
 from quantkit.checkpoint.verify import verify
 from quantkit.errors import CheckpointError, QuantkitError, UsageError
 from quantkit.paths import typed_path
@@ -44,9 +45,13 @@ class PushResult:
 
 
 def push(folder: str | Path, repo: str, *, private: bool = True, message: str | None = None,
-         dry_run: bool = False) -> PushResult:
+         dry_run: bool = False, evaluation: CardBlock | None = None) -> PushResult:
     """Upload a checkpoint in one commit. Only files that the manifest lists go; all are read and hashed
     first.
+
+    An evaluation is inserted into the card that is uploaded, between markers: ``quantkit verify`` takes it
+    out before it hashes the card, so that what is downloaded is the checkpoint that was evaluated. The card
+    on disk stays as it is.
 
     Args:
         folder: a checkpoint of quantkit's.
@@ -54,6 +59,7 @@ def push(folder: str | Path, repo: str, *, private: bool = True, message: str | 
         private: whether a repository that is made is private.
         message: of the commit.
         dry_run: verify and say what would be uploaded, and reach no network.
+        evaluation: of the checkpoint, for its card; one that the card has already is replaced.
 
     Raises:
         CheckpointError: ``quantkit verify`` rejects the folder.
@@ -81,10 +87,14 @@ def push(folder: str | Path, repo: str, *, private: bool = True, message: str | 
                               next=f"quantkit verify {shlex.quote(str(path))}")
     manifest = read_manifest(path)
     files = {name: (path / name).stat().st_size for name in sorted([*manifest.files, MANIFEST])}
+    card = with_block((path / CARD).read_bytes(), evaluation) if evaluation is not None else None
+    if card is not None:
+        files[CARD] = len(card)
     left_out = tuple(sorted({p.name for p in path.iterdir()} - files.keys()))
     if dry_run:
         return PushResult(name, None, private, files, left_out)
-    url, is_private = _upload(HfApi(), path, name, private, message or _message(manifest.recipe), list(files))
+    url, is_private = _upload(HfApi(), path, name, private, message or _message(manifest.recipe), list(files),
+                              card)
     return PushResult(name, url, is_private, files, left_out)
 
 
@@ -92,9 +102,11 @@ def _message(recipe: dict[str, Any]) -> str:
     return f"quantkit checkpoint by recipe {recipe.get('name')}"
 
 
-def _upload(api: HfApi, path: Path, name: str, private: bool, message: str, files: list[str]) -> tuple[str,
-                                                                                                       bool]:
-    """One commit; its url, and whether the repository is private. Raises QuantkitError."""
+def _upload(api: HfApi, path: Path, name: str, private: bool, message: str, files: list[str],
+            card: bytes | None) -> tuple[str, bool]:
+    """One commit, with ``card`` instead of the card on disk; its url, and whether the repository is private.
+    Raises QuantkitError."""
+    from huggingface_hub import CommitOperationAdd
     from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 
     try:
@@ -108,7 +120,9 @@ def _upload(api: HfApi, path: Path, name: str, private: bool, message: str, file
         if private and not is_private:
             raise UsageError(f"{name} was there before, and everybody may see it", why="nothing was uploaded",
                              next="say --public, make the repository private, or choose another name")
-        done = api.upload_folder(repo_id=name, folder_path=path, allow_patterns=files, commit_message=message)
+        operations = [CommitOperationAdd(file, card if file == CARD and card is not None else path / file)
+                      for file in files]
+        done = api.create_commit(name, operations, commit_message=message)
         return str(done.commit_url), is_private
     except QuantkitError:
         raise

@@ -15,10 +15,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import huggingface_hub
 import pytest
 
+from quantkit.checkpoint.verify import verify
 from quantkit.errors import CheckpointError, QuantkitError, UsageError
 from quantkit.push import push
 from quantkit.quantize import quantize
 from quantkit.testing import tiny_model
+from quantkit.testing.results import sample_results
 
 SHA = "0123456789abcdef0123456789abcdef01234567"
 
@@ -236,3 +238,52 @@ def test_names_that_can_not_be(checkpoint, name):
 def test_a_folder_that_can_not_be():
     with pytest.raises(UsageError, match="can't be a path"):
         push("~nobody-of-that-name/x", "ann/tiny", dry_run=True)
+
+
+def evaluated(checkpoint, folder):
+    """A results.json with a row of the checkpoint's manifest."""
+    result = sample_results()["ordinary"]
+    manifest = (checkpoint / "quantkit.json").read_bytes()
+    result.rows[1].manifest_sha256 = hashlib.sha256(manifest).hexdigest()
+    (folder / "results.json").write_text(json.dumps(result.to_dict()))
+    return folder / "results.json"
+
+
+def test_results_go_into_the_card_and_what_is_downloaded_is_whole(hub, checkpoint, tmp_path):
+    before = {path.name: path.read_bytes() for path in checkpoint.iterdir()}
+    results = evaluated(checkpoint, tmp_path)
+    done = quantkit(hub, tmp_path, "push", checkpoint, "ann/tiny", "--results", results)
+    assert done.returncode == 0, done.stderr
+    assert {path.name: path.read_bytes() for path in checkpoint.iterdir()} == before, "the folder is as it was"
+    files = {name: data for name, data in hub.repos["ann/tiny"].items() if name != ".gitattributes"}
+    card = files["README.md"].decode()
+    assert "<!-- quantkit:eval -->\n## Evaluation" in card and card.count("\n---\n") >= 1
+    values = {item.metric_type: item.metric_value
+              for item in huggingface_hub.ModelCard(card).data.eval_results}
+    assert values["kl_mean"] == 0.004
+    assert {name: data for name, data in files.items() if name != "README.md"} == {
+        name: data for name, data in before.items() if name != "README.md"}
+    folder = tmp_path / "downloaded"
+    folder.mkdir()
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+    assert verify(folder).ok
+    (folder / "README.md").write_bytes(files["README.md"].replace(b"tiny", b"huge"))
+    assert not verify(folder).ok
+    (folder / "README.md").write_bytes(files["README.md"])
+    again = quantkit(hub, tmp_path, "push", folder, "ann/again", "--results", results)
+    assert again.returncode == 0 and hub.repos["ann/again"]["README.md"] == files["README.md"]
+
+
+def test_results_of_another_checkpoint_are_refused(hub, checkpoint, tmp_path):
+    (tmp_path / "results.json").write_text(json.dumps(sample_results()["ordinary"].to_dict()))
+    done = quantkit(hub, tmp_path, "push", checkpoint, "ann/tiny", "--results", tmp_path / "results.json")
+    assert done.returncode == 2 and "no row of" in done.stderr and not hub.requests
+
+
+def test_a_dry_run_shows_the_size_of_the_card_with_results(hub, checkpoint, tmp_path):
+    results = evaluated(checkpoint, tmp_path)
+    plain, full = (json.loads(quantkit(hub, tmp_path, "push", checkpoint, "ann/tiny", "--dry-run", "--json",
+                                       *more).stdout)["files"] for more in ((), ("--results", results)))
+    assert full.keys() == plain.keys() and full["README.md"] > plain["README.md"]
+    assert full["model.safetensors"] == plain["model.safetensors"] and not hub.requests

@@ -7,6 +7,7 @@ from pathlib import Path
 import rich_click as click
 
 from quantkit.cli.present import note, print_json, table, wrapped
+from quantkit.paths import typed_path
 from quantkit.units import human_bytes
 
 
@@ -15,18 +16,31 @@ from quantkit.units import human_bytes
 @click.argument("repo", metavar="REPO")
 @click.option("--public", is_flag=True, help="Make the repository public; by default it is private.")
 @click.option("--message", "-m", metavar="TEXT", help="Message of the commit.")
+@click.option("--results", type=click.Path(path_type=Path), metavar="FILE",
+              help="A results.json of `quantkit eval --out` with this checkpoint in it: its numbers go into "
+                   "the model card that is uploaded.")
 @click.option("--dry-run", is_flag=True, help="Verify, show what would be uploaded, and reach no network.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
-def command(checkpoint: Path, repo: str, public: bool, message: str | None, dry_run: bool,
-            as_json: bool) -> None:
+def command(checkpoint: Path, repo: str, public: bool, message: str | None,
+            results: Path | None, dry_run: bool, as_json: bool) -> None:
     """Upload a checkpoint to the Hugging Face hub.
 
     REPO is owner/name. If it doesn't exist, it is created as a private repository. The folder is verified
     first, and only files that quantkit.json lists are uploaded. Log in with `hf auth login`.
+
+    With --results the model card that is uploaded has the evaluation too, as a section and as metadata that
+    the hub shows. The card on disk stays as it is, and `quantkit verify` accepts both.
     """
     from quantkit.push import push
 
-    result = push(checkpoint, repo, private=not public, message=message, dry_run=dry_run)
+    evaluation = None
+    if results is not None:
+        from quantkit.evaluate.results_file import read_results
+        from quantkit.report.model_card import block_of_checkpoint
+
+        evaluation = block_of_checkpoint(read_results(results), typed_path(checkpoint))
+    result = push(checkpoint, repo, private=not public, message=message, dry_run=dry_run,
+                  evaluation=evaluation)
     if as_json:
         print_json(result.to_dict())
         return

@@ -75,11 +75,13 @@ class Protocol:
     @property
     def fingerprint(self) -> str:
         """A hash of everything that decides quality. Compare only numbers with equal fingerprints."""
-        quality: tuple[object, ...] = (self.text_sha256, self.tokens_sha256, self.window, self.stride,
-                                       self.windows, self.bos, self.dtype)
-        if self.prompt is not None:
-            quality += (self.prompt,)
-        return hashlib.sha256(json.dumps(quality).encode()).hexdigest()[:12]
+        return hashlib.sha256(json.dumps(list(self.quality.values())).encode()).hexdigest()[:12]
+
+    @property
+    def quality(self) -> dict[str, object]:
+        """Everything that decides quality, by name: what the fingerprint is made from."""
+        names = ("text_sha256", "tokens_sha256", "window", "stride", "windows", "bos", "dtype")
+        return {name: getattr(self, name) for name in names + (() if self.prompt is None else ("prompt",))}
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, with what follows from it."""

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from quantkit.evaluate.gate_result import GateResult
 from quantkit.evaluate.keys import EXACT, MEASURED
 from quantkit.evaluate.metric_table import MetricInfo, builtin_infos, task_info
 from quantkit.evaluate.metrics import Interval
@@ -37,6 +38,8 @@ class TokenDiff(Frozen):
     expected: tuple[tuple[str, str] | None, ...]
 
 
+VERSION = 1
+"""Of the file ``results.json``: what an older quantkit can't read has a higher one."""
 PLOTTED = ("kl_mean", "decode_tok_s")
 """What the plot shows unless told otherwise."""
 
@@ -106,7 +109,11 @@ class ModelResult:
                        "recipe": self.recipe, "tool": self.tool,
                        "texts": {name: {key: _ends(value) for key, value in metrics.items()}
                                  for name, metrics in self.texts.items()},
-                       "window_means": self.window_means, "items": self.items,
+                       "window_means": {text: {key: [_finite(value) for value in values]
+                                          for key, values in means.items()}
+                                   for text, means in self.window_means.items()},
+                       "items": {key: [_finite(value) for value in values]
+                                 for key, values in self.items.items()},
                        "differences": [difference.model_dump(mode="json") for difference in self.differences],
                        "speed": self.speed and self.speed.model_dump(mode="json"), "measured": self.measured}
 
@@ -128,6 +135,7 @@ class EvalResult:
         roofline: of models, each without KV settings.
         sensitivity: what 4 bits cost in each Linear, in nats: ``("model.layers.0.mlp.up_proj", 0.0012)``.
         diff: tokens of a text with what two variants make of each.
+        gate: what was demanded and what came of it; ``None``: nothing was.
     """
 
     protocol: Protocol
@@ -141,6 +149,7 @@ class EvalResult:
     roofline: list[Roofline] = field(default_factory=list)
     sensitivity: list[tuple[str, float]] = field(default_factory=list)
     diff: TokenDiff | None = None
+    gate: GateResult | None = None
 
     @property
     def noise_floor(self) -> Interval | None:
@@ -159,14 +168,16 @@ class EvalResult:
         """The object that ``--json`` prints."""
         described = {key: info for key, info in self.metrics.items() if key in MEASURED} | self.measured
         floor = self.noise_floor
-        return {"results": [row.to_dict() for row in self.rows], "protocol": self.protocol.to_dict(),
+        return {"version": VERSION, "results": [row.to_dict() for row in self.rows],
+                "protocol": self.protocol.to_dict(),
                 "noise_floor_kl": floor and {"value": _finite(floor.value),
                                              "interval": [_finite(floor.low), _finite(floor.high)]},
                 "metrics": {key: info.to_dict() for key, info in described.items()},
                 "question": self.question, "command": self.command, "suite": self.suite,
                 "floors": {key: _ends(value) for key, value in self.floors.items()},
                 "roofline": [roofline.model_dump(mode="json") for roofline in self.roofline],
-                "sensitivity": self.sensitivity, "diff": self.diff and self.diff.model_dump(mode="json")}
+                "sensitivity": self.sensitivity, "diff": self.diff and self.diff.model_dump(mode="json"),
+                "plotted": list(self.plotted), "gate": self.gate and self.gate.model_dump(mode="json")}
 
 
 def _ends(value: Interval) -> list[float | None]:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from quantkit.evaluate.keys import PER_ITEM, TAILS
 from quantkit.evaluate.metric_table import MetricInfo
 from quantkit.evaluate.metrics import Interval
-from quantkit.evaluate.result import EvalResult, ModelResult
+from quantkit.evaluate.result import EvalResult
+from quantkit.evaluate.variants import short_names
+
+__all__ = ["Reporter", "columns_of", "head", "kilobytes", "megabytes", "number", "short_names", "shown",
+           "spread", "tasks_of"]
 
 
 @dataclass(frozen=True)
@@ -70,20 +73,6 @@ def megabytes(count: int | None) -> str:
 def kilobytes(count: int | None) -> str:
     """``23.0 kB``, from a million on as :func:`megabytes`."""
     return f"{number(count / 1e3)} kB" if count is not None and count < 999.5e3 else megabytes(count)
-
-
-def short_names(rows: Sequence[ModelResult]) -> list[str]:
-    """The last part of each model's path or name, on one line; models that share it get more of theirs.
-    Where the KV cache was varied or compressed, its setting follows."""
-    paths = {row.model: Path(row.model).parts or (row.model,) for row in rows}
-    short = {}
-    for model, parts in paths.items():
-        depth = 1
-        while depth < len(parts) and sum(other[-depth:] == parts[-depth:] for other in paths.values()) > 1:
-            depth += 1
-        name = " ".join(str(Path(*parts[-depth:])).split())
-        short[model] = "".join(char if char.isprintable() else "?" for char in name)  # for XML and terminals
-    return [short[row.model] + (f" kv {row.kv}" if row.kv is not None else "") for row in rows]
 
 
 def shown(value: Interval | None, info: MetricInfo) -> tuple[str, str]:

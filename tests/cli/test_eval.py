@@ -47,7 +47,8 @@ def test_out_holds_the_report(cli, tiny, tmp_path):
     result = cli("eval", tiny, *SMALL, "--out", tmp_path / "report")
     assert result.exit_code == 0, result.stderr
     names = sorted(path.name for path in (tmp_path / "report").iterdir())
-    assert names == ["frontier.png", "frontier.svg", "report.html", "report.md", "results.json"]
+    assert names == ["frontier.png", "frontier.svg", "junit.xml", "model-card.md", "report.html", "report.md",
+                     "results.json"]
     assert str(tmp_path / "report" / "report.md") in result.stderr
 
 

@@ -10,7 +10,7 @@ from quantkit.errors import PluginError, QuantkitError, UsageError
 from quantkit.report.base import Reporter
 from quantkit.report.folder import reporters, require_writable, write_report
 
-FILES = ["frontier.png", "frontier.svg", "report.html", "report.md", "results.json"]
+FILES = ["frontier.png", "frontier.svg", "junit.xml", "model-card.md", "report.html", "report.md", "results.json"]
 
 
 def test_all_files(make_result, tmp_path):
@@ -160,7 +160,8 @@ def test_of_two_plugins_equal_files_neither_is_written(make_result, tmp_path, re
 def test_what_is_no_reporter_is_left_out(registered):
     registered("mine", lambda result: "text")
     with pytest.warns(UserWarning, match="mine"):
-        assert [registered.name for registered in reporters()] == ["json", "markdown", "html", "svg", "png"]
+        names = [registered.name for registered in reporters()]
+    assert names == ["json", "markdown", "html", "junit", "model_card", "svg", "png"]
     with pytest.raises(PluginError):
         reporters(["mine"])
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from quantkit.evaluate.metrics import Interval, Metric
+from quantkit.evaluate.paired_statistics import mcnemar
 
 CHANGE = Metric("logprob_change", lambda reference, candidate, targets: candidate - reference)
 
@@ -64,10 +65,3 @@ def compare(pairs: Sequence[AnswerPair]) -> PairedTest:
     means = [math.fsum(changes) / len(changes) for changes in contexts.values()]
     return PairedTest(len(pairs), sum(pair.full for pair in pairs), sum(pair.own for pair in pairs), lost,
                       gained, mcnemar(lost, gained), CHANGE.summarize(means))
-
-
-def mcnemar(lost: int, gained: int) -> float:
-    """The two-sided exact p of these discordant pairs; 1 if there are none."""
-    total = lost + gained
-    tail = sum(math.comb(total, count) for count in range(min(lost, gained) + 1))
-    return min(1.0, 2 * tail / 2 ** total)
