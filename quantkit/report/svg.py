@@ -79,7 +79,7 @@ def _points(rows: Sequence[ModelResult], looks: Sequence[MarkStyle], key: str,
     return [_Point(name, look, (row.file_bytes + (row.kv_bytes or 0)) / 1e6,
                    Interval(factor * value.value, factor * value.low, factor * value.high))
             for name, look, row in zip(short_names(rows), looks, rows)
-            if (value := row.metrics.get(key)) is not None
+            if (value := row.metrics.get(key)) is not None and row.file_bytes is not None
             and all(map(math.isfinite, (value.value, value.low, value.high)))]
 
 
