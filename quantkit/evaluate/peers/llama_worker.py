@@ -8,6 +8,7 @@ in a space that is larger than any version's. All else goes through functions.
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,7 @@ class LlamaModel:
     """
 
     def __init__(self, options: dict[str, Any]) -> None:
+        begin = time.perf_counter()
         self._library = lib = load_library(Path(options["bin"]))
         declare(lib)
         lib.llama_backend_init()
@@ -87,6 +89,7 @@ class LlamaModel:
         if batch.n_tokens or batch.embd or not all((batch.token, batch.pos, batch.n_seq_id, batch.seq_id,
                                                     batch.logits)):
             raise RuntimeError("this libllama's batch has another layout")
+        self._load_s = time.perf_counter() - begin
         self._place, self._greedy = 0, lib.llama_sampler_init_greedy()
 
     def facts(self) -> dict[str, Any]:
@@ -98,7 +101,8 @@ class LlamaModel:
             lib.llama_version.restype = ctypes.c_char_p
             version = lib.llama_version().decode(errors="replace")
         return {"tool": f"llama.cpp {version}".strip(), "method": text.value.decode(errors="replace"),
-                "vocab_size": self._size, "weight_bytes": int(lib.llama_model_size(self._model))}
+                "vocab_size": self._size, "load_s": self._load_s,
+                "weight_bytes": int(lib.llama_model_size(self._model))}
 
     def encode(self, text: str) -> list[int]:
         """Ids without BOS; control tokens in the text are tokens."""

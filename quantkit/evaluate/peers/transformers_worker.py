@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 PACKAGES = {"bitsandbytes": "bitsandbytes", "torchao": "torchao", "compressed-tensors": "compressed-tensors"}
 """Quantizers and the distribution whose version is told."""
+GROUP = 64
+"""Weights that share a scale in torchao's int4."""
 
 
 class TransformersModel:
@@ -25,13 +28,15 @@ class TransformersModel:
         torch.set_num_threads(options["threads"])
         torch.set_grad_enabled(False)
         transformers.utils.logging.set_verbosity_error()
+        begin = time.perf_counter()  # the libraries are there
         self._path, self._how = options["path"], options["quantization"]
         settings: dict[str, Any] = {"dtype": options["dtype"], "device_map": options["device"]}
         if self._how != "none":
-            settings["quantization_config"] = quantization(self._how)
+            settings["quantization_config"] = quantization(self._how, options["device"])
         self._model = transformers.AutoModelForCausalLM.from_pretrained(self._path, use_safetensors=True,
                                                                         **settings)
         self._model.eval()
+        self._load_s = time.perf_counter() - begin
         self._tokenizer: Any = None
         if not Path(self._path).is_dir() or (Path(self._path) / "tokenizer_config.json").exists():
             self._tokenizer = transformers.AutoTokenizer.from_pretrained(self._path)
@@ -52,7 +57,7 @@ class TransformersModel:
         return {"tool": tool, "method": method, "vocab_size": self._model.config.get_text_config().vocab_size,
                 "bits_per_weight": bits_per_weight(self._model),
                 "file_bytes": sum(file.stat().st_size for file in files) or None,
-                "weight_bytes": int(sum(map(stored_bytes, tensors_of(self._model))))}
+                "load_s": self._load_s, "weight_bytes": int(sum(map(stored_bytes, tensors_of(self._model))))}
 
     def encode(self, text: str) -> list[int] | None:
         """Ids without BOS."""
@@ -100,23 +105,27 @@ class TransformersModel:
         return name, PACKAGES.get(name)
 
 
-def quantization(how: str) -> Any:
+def quantization(how: str, device: str) -> Any:
     """The configuration of a quantizer that works while loading."""
+    import torch
     import transformers
 
     library, _, kind = how.partition("-")
     if library == "bitsandbytes":
-        import torch
-
         if kind == "int8":
             return transformers.BitsAndBytesConfig(load_in_8bit=True)
         return transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type=kind,
                                                bnb_4bit_compute_dtype=torch.bfloat16)
-    from torchao.quantization import Int4WeightOnlyConfig, Int8WeightOnlyConfig
+    from torchao import quantization as torchao
 
     if kind == "int8":
-        return transformers.TorchAoConfig(quant_type=Int8WeightOnlyConfig())
-    return transformers.TorchAoConfig(quant_type=Int4WeightOnlyConfig(group_size=64))
+        return transformers.TorchAoConfig(quant_type=torchao.Int8WeightOnlyConfig())
+    if device != "cpu":
+        return transformers.TorchAoConfig(quant_type=torchao.Int4WeightOnlyConfig(
+            group_size=GROUP, int4_packing_format="tile_packed_to_4d"))
+    # torchao packs 4 bits for GPUs only: on a CPU each takes a byte, which the bits a weight show
+    return transformers.TorchAoConfig(quant_type=torchao.IntxWeightOnlyConfig(
+        weight_dtype=torch.int4, granularity=torchao.granularity.PerGroup(GROUP)))
 
 
 def tensors_of(module: Any, recurse: bool = True) -> Iterator[Any]:

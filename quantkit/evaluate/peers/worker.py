@@ -34,9 +34,8 @@ def main() -> None:
         payload: Iterator[bytes] = iter(())
         try:
             if request["do"] == "open":
-                begin = time.perf_counter()
                 model = backend.open_model(request)
-                answer = {**model.facts(), "load_s": time.perf_counter() - begin}
+                answer = model.facts()
             elif request["do"] == "logits":
                 vocab, payload = model.logits(request["ids"], request["skip"])
                 rows = len(request["ids"]) - 1 - request["skip"]
