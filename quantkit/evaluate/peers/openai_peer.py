@@ -115,12 +115,15 @@ class OpenAISession(PeerSession):
 
     def _stream(self, request: dict[str, Any], length: int) -> dict[str, float]:
         """Seconds to the first token, and tokens a second before and after it, as far as they are known."""
-        begin, arrived = time.perf_counter(), []
+        begin, texts = time.perf_counter(), 0
+        arrived: list[float] = []
         usage: dict[str, Any] = {}
         for event in self._client.stream(COMPLETIONS, request):
             choices = event.get("choices")
-            if isinstance(choices, list) and choices and choices[0].get("text"):
+            choice = choices[0] if isinstance(choices, list) and choices else None
+            if isinstance(choice, dict) and (choice.get("text") or (arrived and choice.get("finish_reason"))):
                 arrived.append(time.perf_counter())
+                texts += bool(choice.get("text"))
             if isinstance(event.get("usage"), dict):
                 usage = event["usage"]
         if not arrived:
@@ -130,7 +133,7 @@ class OpenAISession(PeerSession):
         result = {"first": arrived[0] - begin} if same else {}
         if same:
             result["prefill"] = length / result["first"]
-        count = usage.get("completion_tokens", len(arrived))
+        count = usage.get("completion_tokens", texts)
         if count > 1 and arrived[-1] > arrived[0]:
             result["decode"] = (count - 1) / (arrived[-1] - arrived[0])
         return result
