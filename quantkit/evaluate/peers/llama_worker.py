@@ -43,17 +43,16 @@ def load_library(folder: Path) -> Any:
     Raises:
         FileNotFoundError: it isn't there.
     """
-    library: Any = None
-    for name in LIBRARIES:
-        files = [file for pattern in (f"lib{name}.so", f"lib{name}.dylib", f"{name}.dll", f"lib{name}.so.*")
-                 for place in (folder, folder.parent / "lib") for file in sorted(place.glob(pattern))]
-        if files:
-            library = ctypes.CDLL(str(files[0]), mode=ctypes.RTLD_GLOBAL)
-        elif name == "llama":
-            raise FileNotFoundError(f"no libllama in {folder}, nor in {folder.parent / 'lib'}")
-        if name == "ggml" and not library.ggml_backend_dev_count():  # processors' code in files of its own
-            library.ggml_backend_load_all_from_path(str(Path(files[0]).parent).encode())
-    return library
+    patterns = ("lib{}.so", "lib{}.dylib", "{}.dll", "lib{}.so.*")
+    places = {name: [file for pattern in patterns for place in (folder, folder.parent / "lib")
+                     for file in sorted(place.glob(pattern.format(name)))] for name in LIBRARIES}
+    if not places["llama"]:
+        raise FileNotFoundError(f"no libllama in {folder}, nor in {folder.parent / 'lib'}")
+    opened: dict[str, Any] = {name: ctypes.CDLL(str(files[0]), mode=ctypes.RTLD_GLOBAL)
+                              for name, files in places.items() if files}
+    if "ggml" in opened and not opened["ggml"].ggml_backend_dev_count():  # each processor's code is a file
+        opened["ggml"].ggml_backend_load_all_from_path(str(places["ggml"][0].parent).encode())
+    return opened["llama"]
 
 
 class LlamaModel:
@@ -75,11 +74,12 @@ class LlamaModel:
         self._model = lib.llama_model_load_from_file(options["file"].encode(), model_parameters)
         if not self._model:
             raise RuntimeError(f"llama.cpp can't open {options['file']}")
-        parameters.words[0], parameters.words[1], parameters.words[2] = options["context"], CHUNK, CHUNK
+        size = max(options["context"], CHUNK)  # in a smaller one a batch would be smaller, too
+        parameters.words[0], parameters.words[1], parameters.words[2] = size, CHUNK, CHUNK
         self._context = lib.llama_init_from_model(self._model, parameters)
         if not self._context:
-            raise RuntimeError(f"llama.cpp can't make a context of {options['context']} tokens")
-        if lib.llama_n_ctx(self._context) < options["context"] or lib.llama_n_batch(self._context) != CHUNK:
+            raise RuntimeError(f"llama.cpp can't make a context of {size} tokens")
+        if lib.llama_n_ctx(self._context) < size or lib.llama_n_batch(self._context) != CHUNK:
             raise RuntimeError("this libllama doesn't follow the parameters of its context: another layout")
         lib.llama_set_n_threads(self._context, options["threads"], options["threads"])
         self._vocab = lib.llama_model_get_vocab(self._model)

@@ -21,6 +21,8 @@ WAYS: tuple[tuple[bool, dict[str, Any]], ...] = (
     (True, ECHO | {"max_tokens": 0}), (True, ECHO | {"max_tokens": 1}))
 """Whether the prompt is sent as a text, and what else is asked; the first that works is kept. vLLM's own
 ``prompt_logprobs`` come first, because they name the likeliest token by its id, not by its text."""
+UNKNOWN = (400, 404, 405, 422)
+"""Status of an answer to what a server doesn't do; any other is a failure."""
 BROKEN = "\ufffd"
 TOKEN_ID = "token_id:"
 """How vLLM writes ids in the place of texts, if it was started so."""
@@ -49,7 +51,7 @@ class PromptScores:
             try:
                 answer = self._complete({"prompt": text if as_text else list(ids), **body})
             except RefusedError as error:
-                if error.status >= 500 or error.status in (401, 403, 429):
+                if error.status not in UNKNOWN:
                     raise QuantkitError(f"{self._tool} refuses to score a window", why=str(error)) from None
                 answer = {}
             scores = self._read(answer, ids, as_text)

@@ -43,7 +43,8 @@ def test_top1_is_blank_if_it_is_unknown_of_one_window(logits):
 
 def test_kl_is_blank_where_the_vocabularies_have_other_sizes(logits):
     scores = PeerScores(registered_metrics())
-    scores.add(logits[0][0], PeerPrediction(torch.cat([logits[0][0], torch.full((10, 1), -9.0)], -1)), TARGETS)
+    wider = torch.cat([logits[0][0], torch.full((10, 1), -9.0)], -1)
+    scores.add(logits[0][0], PeerPrediction(wider), TARGETS)
     assert set(scores.summary()) == {"perplexity", "top1"} and scores.summary()["top1"].value == 1
 
 
