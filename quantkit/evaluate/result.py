@@ -51,8 +51,8 @@ class ModelResult:
     Attributes:
         model: as it was named.
         method: ``bf16``, ``gptq int4 g64 sym``, …
-        bits_per_weight: stored bits of all Linears over their parameters.
-        file_bytes: of all weights on disk.
+        bits_per_weight: stored bits of all Linears over their parameters; ``None``: a tool that doesn't tell.
+        file_bytes: of all weights on disk; ``None``: there is no file, or a tool that doesn't tell.
         peak_bytes: largest resident set of the speed test's process.
         load_s: seconds that it took to open the model there.
         metrics: by key, with intervals.
@@ -74,8 +74,8 @@ class ModelResult:
 
     model: str
     method: str
-    bits_per_weight: float
-    file_bytes: int
+    bits_per_weight: float | None
+    file_bytes: int | None
     peak_bytes: int | None = None
     load_s: float | None = None
     metrics: dict[str, Interval] = field(default_factory=dict)

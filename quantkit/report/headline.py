@@ -71,7 +71,9 @@ def _size(ratio: float) -> str:
 def _best(rows: list[ModelResult], quality: tuple[str, MetricInfo] | None,
           speed: tuple[str, MetricInfo] | None) -> list[ModelResult]:
     """The smallest, the fastest and the closest to the reference, in the order of the rows."""
-    best = [min(rows, key=lambda row: row.file_bytes + (row.kv_bytes or 0))]
+    sizes = [(row.file_bytes + (row.kv_bytes or 0), index) for index, row in enumerate(rows)
+             if row.file_bytes is not None]
+    best = [rows[min(sizes)[1]]] if sizes else []
     for metric in filter(None, (speed, quality)):
         key, info = metric
         sign = -1 if info.direction == "higher" else 1

@@ -1,0 +1,1 @@
+"""Other tools as rows of a comparison, by quantkit's own protocol."""

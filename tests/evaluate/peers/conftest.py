@@ -1,0 +1,31 @@
+"""A tiny model in float32 and windows of a text."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from quantkit.runtime.loader import LoadedModel, load
+from quantkit.testing import tiny_model
+
+TEXT = "the cat and dog in house of a man sat on red mat with tall hat. " * 20
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    """Of the tiny model."""
+    return tiny_model(tmp_path_factory.mktemp("peers") / "tiny", dtype="float32")
+
+
+@pytest.fixture(scope="session")
+def reference(folder) -> LoadedModel:
+    """The tiny model. Tests don't write to it."""
+    torch.set_num_threads(1)
+    return load(str(folder))
+
+
+@pytest.fixture(scope="session")
+def windows(reference) -> torch.Tensor:
+    """int64 ``[3, 24]``."""
+    ids = reference.tokenizer.encode(TEXT, special=False)
+    return torch.tensor(ids[:72]).reshape(3, 24)
