@@ -10,6 +10,7 @@ go side by side.
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -20,6 +21,9 @@ Tokens = tuple[int, ...]
 MIN_INHERITED = 32
 """Tokens of a prefix that a run takes over from the run before it, at least: fewer are computed sooner than
 the pages are copied in which they lie."""
+FILLED = 1.5
+"""Runs side by side have this many times the tokens that a step takes: some of a run are skipped now and
+then."""
 
 
 @dataclass(frozen=True)
@@ -80,27 +84,31 @@ class ComputedBy:
         return self.numbers[bisect.bisect_right(self.starts, place) - 1]
 
 
-def plan_prefixes(sequences: Sequence[Tokens], runs: int, min_inherited: int = MIN_INHERITED) -> PrefixPlan:
-    """Put sequences in order and cut the order into runs of about as many tokens.
+def plan_prefixes(sequences: Sequence[Tokens], runs: int, step: int,
+                  min_inherited: int = MIN_INHERITED) -> PrefixPlan:
+    """Put sequences in order and cut the order into runs of about as much work.
 
     Args:
         sequences: none is empty; equal ones are taken once.
-        runs: at most.
+        runs: at most; no more than are needed to fill steps.
+        step: tokens that a step takes, of one sequence of each run.
         min_inherited: see :data:`MIN_INHERITED`.
     """
     ordered = sorted(set(sequences))
     shared = [0, *map(_common, ordered, ordered[1:])][:len(ordered)]
-    cuts = _cuts(ordered, shared, runs)
+    own = [len(ids) - known for ids, known in zip(ordered, shared)]
+    needed = math.ceil(FILLED * step * len(own) / max(1, sum(own)))
+    starts = _starts(own, shared, max(1, min(runs, needed)), min_inherited)
     planned: list[Run] = []
-    for first, end in zip(cuts, [*cuts[1:], len(ordered)]):
+    for first, end in zip(starts, [*starts[1:], len(ordered)]):
         inherited = 0
         if planned:
             before = planned[-1]
             common = min(shared[before.first + 1:first + 1])
-            # so few tokens more aren't worth it that this run waits until the other one has computed them
-            short = before.inherited >= min_inherited > common - before.inherited
-            inherited = min(common, before.inherited) if short else common
-            inherited = inherited if inherited >= min_inherited else 0
+            # for a few tokens more this run needn't wait until the run before it has computed them
+            near = before.inherited >= min_inherited > common - before.inherited
+            common = min(common, before.inherited) if near else common
+            inherited = common if common >= min_inherited else 0
         planned.append(Run(first, end, inherited))
     for run in planned:
         shared[run.first] = run.inherited
@@ -115,19 +123,29 @@ def _common(first: Tokens, second: Tokens) -> int:
     return int(np.argmax(np.array(first[:length]) != np.array(second[:length])))
 
 
-def _cuts(ordered: Sequence[Tokens], shared: Sequence[int], runs: int) -> list[int]:
-    """Where runs begin: where they cost little, about a run's share of the tokens apart."""
-    if not ordered:
+def _starts(own: Sequence[int], shared: Sequence[int], runs: int, min_inherited: int) -> list[int]:
+    """Where runs begin: where that costs little, about as much work apart.
+
+    A sequence's work is the tokens of its own, and as many again as one has on average: a step takes the
+    tokens of one sequence of each run, however few they are.
+    """
+    if not own:
         return []
-    share = (sum(map(len, ordered)) - sum(shared)) / max(1, runs)
-    cuts, tokens, best = [0], 0, 0
-    for number in range(1, len(ordered)):
-        tokens += len(ordered[number - 1]) - shared[number - 1]
-        if tokens < 0.75 * share or len(cuts) == runs:
-            continue
-        if best <= cuts[-1] or shared[number] < shared[best]:
-            best, behind = number, tokens
-        if tokens >= 1.25 * share or number == len(ordered) - 1:
-            cuts.append(best)
-            tokens -= behind
-    return cuts
+    work = [tokens + sum(own) / len(own) for tokens in own]
+    starts, best, remaining = [0], (math.inf, 0, 0.0), sum(work)
+    done, common = 0.0, math.inf
+    for number in range(1, len(own)):
+        if len(starts) == runs:
+            break
+        done, common = done + work[number - 1], min(common, shared[number])
+        share = remaining / (runs + 1 - len(starts))
+        if done >= share / 2:
+            # what is shared is computed again, unless it can be inherited
+            cost = shared[number] - (common if common >= min_inherited else 0) + abs(done - share) / 2
+            best = min(best, (cost, number, done))
+        if done >= 2 * share:
+            _, start, before = best
+            starts.append(start)
+            remaining, done, best = remaining - before, done - before, (math.inf, 0, 0.0)
+            common = min(shared[start + 1:number + 1], default=math.inf)
+    return starts

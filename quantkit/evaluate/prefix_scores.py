@@ -117,7 +117,9 @@ class PrefixScorer:
         longest = max(map(len, chosen))
         page_tokens = -(-longest // PAGE) * PAGE
         side_by_side = min(self._batch, KV_BYTES // (self._cache.bytes_per_token * page_tokens))
-        plan = plan_prefixes(chosen, max(1, side_by_side))
+        device = self._loaded.model.device.type
+        budget = STEP_TOKENS.get(device, max(STEP_TOKENS.values()))
+        plan = plan_prefixes(chosen, max(1, side_by_side), budget)
         numbers: dict[Tokens, list[int]] = {ids: [] for ids in chosen}
         for number, target in enumerate(targets):
             if (ids := sequences[target.sequence]) in numbers:
@@ -127,7 +129,7 @@ class PrefixScorer:
             for number in numbers[ids]:
                 place = targets[number].place
                 wanted[computed_by[place]].setdefault(place, []).append(number)
-        _Walk(self._loaded, self._cache, plan, longest, wanted, head).run()
+        _Walk(self._loaded, self._cache, plan, budget, longest, wanted, head).run()
 
 
 class _Walk:
@@ -137,16 +139,17 @@ class _Walk:
         loaded: the model.
         cache: gets a sequence for each run, of at most ``longest`` tokens.
         plan: the runs.
+        budget: tokens that go through the model at once, at most.
         wanted: for each of its sequences, place → the numbers of targets that follow there.
         head: gets the hidden states of these places.
     """
 
-    def __init__(self, loaded: LoadedModel, cache: KVCache, plan: PrefixPlan, longest: int,
+    def __init__(self, loaded: LoadedModel, cache: KVCache, plan: PrefixPlan, budget: int, longest: int,
                  wanted: Sequence[dict[int, list[int]]], head: _Head) -> None:
         self._model, self._cache, self._plan, self._longest = loaded.model, cache, plan, longest
         self._wanted, self._head = wanted, head
         self._active: list[_ActiveRun] = []
-        self._budget = STEP_TOKENS.get(loaded.model.device.type, max(STEP_TOKENS.values()))
+        self._budget = budget
         self._rectangles = not loaded.model.chunk_invariant(Batch(cache, []))
 
     def run(self) -> None:
