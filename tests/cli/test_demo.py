@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from quantkit.cli import demo
-from quantkit.errors import CheckpointError
 from quantkit.testing import tiny_model
 
 
@@ -77,47 +76,6 @@ def test_a_folder_that_is_no_checkpoint_is_left_alone(cli, chatless, tmp_path):
     result = cli("demo", chatless, "--out", tmp_path / "demo", "--windows", 1)
     assert result.exit_code == 1 and result.stdout == ""
     assert (tmp_path / "demo" / "int8" / "mine.txt").read_text() == "mine"
-
-
-@pytest.fixture
-def int8(chatless, tmp_path) -> Path:
-    from quantkit.quantize import quantize
-
-    quantize(str(chatless), "int8", tmp_path / "int8")
-    return tmp_path / "int8"
-
-
-def test_a_folder_that_the_demo_would_make_is_taken(chatless, int8):
-    demo._check(str(chatless), "int8", None, int8)
-
-
-@pytest.mark.parametrize("part", ["model", "recipe", "version"])
-def test_a_folder_of_something_else_is_refused_with_what_differs(chatless, tiny, int8, monkeypatch, part):
-    if part == "version":
-        monkeypatch.setattr("quantkit.__version__", "99")
-    with pytest.raises(CheckpointError, match="not what this demo would make") as caught:
-        demo._check(str(tiny if part == "model" else chatless), "nf4" if part == "recipe" else "int8", None,
-                    int8)
-    assert part in caught.value.why and "--out" in caught.value.next and str(int8) in caught.value.next
-
-
-def test_another_calibration_makes_another_checkpoint(chatless, tmp_path):
-    from quantkit.quantize import quantize
-    from quantkit.spec import CalibrationSpec
-
-    quantize(str(chatless), "int4", tmp_path / "int4", calibration=CalibrationSpec(samples=2, length=16))
-    demo._check(str(chatless), "int4", CalibrationSpec(samples=2, length=16), tmp_path / "int4")
-    with pytest.raises(CheckpointError, match="not what this demo would make"):
-        demo._check(str(chatless), "int4", CalibrationSpec(samples=3, length=16), tmp_path / "int4")
-
-
-def test_a_damaged_folder_is_refused(chatless, int8):
-    weights = bytearray((int8 / "model.safetensors").read_bytes())
-    weights[-1] ^= 1
-    (int8 / "model.safetensors").write_bytes(weights)
-    with pytest.raises(CheckpointError, match="damaged") as caught:
-        demo._check(str(chatless), "int8", None, int8)
-    assert "model.safetensors" in caught.value.why
 
 
 def test_an_answer_cannot_move_the_terminals_cursor(capsys):

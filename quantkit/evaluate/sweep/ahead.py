@@ -62,8 +62,8 @@ def look_ahead(uris: Sequence[str], settings: EvalSettings, recipes: Mapping[str
     absent = tuple(recipe for recipe, folder in recipes.items() if not folder.exists())
     for recipe, folder in recipes.items():
         models.append(replace(models[0], uri=str(folder), revision=None, identity=f"not made yet: {recipe}",
-                              recipe=load_recipe(recipe).name) if recipe in absent
-                      else facts_of(str(folder), dtype=settings.dtype, recipe=load_recipe(recipe).name))
+                              recipe=folder.name) if recipe in absent
+                      else facts_of(str(folder), dtype=settings.dtype, recipe=folder.name))
     plan = make_plan(models, settings, planned_texts(settings))
     store = user_store() if settings.keep and not settings.fresh else PieceStore(None)
     missing = [piece for piece in plan.pieces if store.get(piece.key) is None]

@@ -19,6 +19,8 @@ from quantkit.recipe import load_recipe
 from quantkit.sources.open import open_source
 from quantkit.spec import CalibrationSpec
 
+SUFFIXES = (".yaml", ".yml")
+
 
 def folders_of(recipes: Sequence[str], out: Path) -> dict[str, Path]:
     """Where each recipe's checkpoint is or will be: recipe → folder.
@@ -29,9 +31,10 @@ def folders_of(recipes: Sequence[str], out: Path) -> dict[str, Path]:
     """
     folders: dict[str, Path] = {}
     for recipe in recipes:
-        folder = out / load_recipe(recipe).name
+        load_recipe(recipe)
+        folder = out / (Path(recipe).stem if recipe.endswith(SUFFIXES) else recipe)
         if recipe in folders or folder in folders.values():
-            raise UsageError(f"recipe {recipe} is given twice, or another has its name",
+            raise UsageError(f"recipe {recipe} is given twice, or another file has its name",
                              next="name each recipe once")
         folders[recipe] = folder
     return folders
