@@ -30,9 +30,10 @@ def read_bandwidth() -> float:
     return max(measure() for _ in range(REPEATS))
 
 
-def bandwidth(device: torch.device) -> Callable[[], float]:
+def bandwidth(device: torch.device, size: int = 1 << 30) -> Callable[[], float]:
     """What measures, each time it is called, the bytes a second that a program can have of a device's memory:
-    all threads' reads; on a GPU a copy's reads and writes. 0 where nothing can be measured."""
+    all threads' reads of ``size`` bytes; on a GPU a copy's reads and writes. 0 where nothing can be
+    measured."""
     if device.type == "cuda":
         from quantkit_kernels.bench import copy_bandwidth, graph_timer
 
@@ -41,7 +42,7 @@ def bandwidth(device: torch.device) -> Callable[[], float]:
         return lambda: 0.0
     from quantkit_kernels.cpu.bandwidth import Bandwidth
 
-    return Bandwidth(cpu_machine.pool(), cpu_machine.isa()).measure
+    return Bandwidth(cpu_machine.pool(), cpu_machine.isa(), size).measure
 
 
 def flops(packed: CpuWeight) -> float:

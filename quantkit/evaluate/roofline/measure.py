@@ -11,7 +11,7 @@ import torch
 
 from quantkit.errors import UsageError
 from quantkit.evaluate.decoding import DecodeRunner
-from quantkit.evaluate.roofline.ceilings import flops
+from quantkit.evaluate.roofline.ceilings import bandwidth, flops
 from quantkit.evaluate.roofline.cost import (
     OperatorCost,
     arithmetic_of,
@@ -37,7 +37,8 @@ CEILING_SHAPE = (1024, 1024)
 """Of the weight that the ceilings of arithmetic are measured with, by 512 rows: that takes milliseconds, so
 that other programs leave some run alone."""
 BUDGET = 1 << 28
-"""Bytes that a timed run reads, at most: more than caches have, and few enough for a large model."""
+"""Bytes that a timed run reads, at most, and that are read before it: more than caches have, few enough for
+a large model."""
 RUN_S = 0.15
 """Seconds that a timed run is predicted to take, at most; one layer is always run."""
 CASE_S = 1.0
@@ -52,7 +53,7 @@ def measure_roofline(loaded: LoadedModel, rows: Sequence[int] = ROWS, contexts: 
     """Measure a model.
 
     Products run as the program of a step has them, layer after layer, so that their weights come from memory;
-    before each timed run a gigabyte is read, which gives the bandwidth and empties the caches. Attention
+    before each timed run other memory is read, which gives the bandwidth and empties the caches. Attention
     reads the pages of real sequences: of one with each context, and with the shortest context of as many as
     ``rows`` says, up to 16. For those the time of a whole step is measured too; what is left of it is
     ``rest``: norms, RoPE, the activation, the choice of a token, and the calls between them.
@@ -86,7 +87,8 @@ class _Measurement:
     def __init__(self, loaded: LoadedModel, model: CpuModel, kv: KVSpec, progress: Listener) -> None:
         self._loaded, self._model, self._kv, self._progress = loaded, model, kv, progress
         self._config = loaded.config
-        self._runner = DecodeRunner(loaded, [0], tokens=TOKENS, repeats=REPEATS, case_s=CASE_S)
+        self._runner = DecodeRunner(loaded, [0], tokens=TOKENS, repeats=REPEATS, case_s=CASE_S,
+                                    read=bandwidth(model.device, BUDGET))
         self._results: list[tuple[str, int, int, int, OperatorCost, Spread]] = []
 
     def run(self, rows: Sequence[int], contexts: Sequence[int]) -> Roofline:
