@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 
@@ -13,8 +14,8 @@ from quantkit.ops.cpu_weight import CpuProduct, CpuWeight
 
 ROWS = 512
 """Of activations: as many as go through a model at once, far more than it takes to be bound by compute."""
-REPEATS = 3
-"""The fastest counts: other programs only ever make it less."""
+REPEATS, SECONDS = 3, 0.3
+"""Of reads, and for products. The fastest one counts: other programs only ever make it less."""
 
 
 def read_bandwidth() -> float:
@@ -29,9 +30,10 @@ def read_bandwidth() -> float:
     return max(measure() for _ in range(REPEATS))
 
 
-def bandwidth(device: torch.device) -> Callable[[], float]:
+def bandwidth(device: torch.device, size: int = 1 << 30) -> Callable[[], float]:
     """What measures, each time it is called, the bytes a second that a program can have of a device's memory:
-    all threads' reads; on a GPU a copy's reads and writes. 0 where nothing can be measured."""
+    all threads' reads of ``size`` bytes; on a GPU a copy's reads and writes. 0 where nothing can be
+    measured."""
     if device.type == "cuda":
         from quantkit_kernels.bench import copy_bandwidth, graph_timer
 
@@ -40,7 +42,7 @@ def bandwidth(device: torch.device) -> Callable[[], float]:
         return lambda: 0.0
     from quantkit_kernels.cpu.bandwidth import Bandwidth
 
-    return Bandwidth(cpu_machine.pool(), cpu_machine.isa()).measure
+    return Bandwidth(cpu_machine.pool(), cpu_machine.isa(), size).measure
 
 
 def flops(packed: CpuWeight) -> float:
@@ -53,15 +55,13 @@ def flops(packed: CpuWeight) -> float:
         UsageError: there are no CPU kernels here.
     """
     _require()
-    product, seconds = CpuProduct(packed, ROWS), []
+    product, fastest, begin = CpuProduct(packed, ROWS), math.inf, time.perf_counter()
     product(torch.randn(ROWS, packed.shape[1], generator=torch.Generator().manual_seed(0)))
-    for _ in range(REPEATS):
-        begin, runs = time.perf_counter(), 0
-        while (spent := time.perf_counter() - begin) < 0.1:
-            product.run()
-            runs += 1
-        seconds.append(spent / runs)
-    return 2 * ROWS * packed.shape[0] * packed.shape[1] / min(seconds)
+    while math.isinf(fastest) or time.perf_counter() - begin < SECONDS:
+        start = time.perf_counter()
+        product.run()
+        fastest = min(fastest, time.perf_counter() - start)
+    return 2 * ROWS * packed.shape[0] * packed.shape[1] / fastest
 
 
 def _require() -> None:

@@ -11,7 +11,7 @@ import torch
 
 from quantkit.errors import UsageError
 from quantkit.evaluate.decoding import DecodeRunner
-from quantkit.evaluate.roofline.ceilings import flops
+from quantkit.evaluate.roofline.ceilings import bandwidth, flops
 from quantkit.evaluate.roofline.cost import (
     OperatorCost,
     arithmetic_of,
@@ -33,12 +33,16 @@ from quantkit.runtime.loader import LoadedModel
 from quantkit.spec import Granularity, KVSpec, QuantSpec
 
 ROWS, CONTEXTS = (1, 2, 4, 8, 16, 64, 512), (256, 1024, 4096)
-CEILING_SHAPE = (4096, 4096)
-"""Of the large product that the ceilings of arithmetic are measured with."""
+CEILING_SHAPE = (1024, 1024)
+"""Of the weight that the ceilings of arithmetic are measured with, by 512 rows: that takes milliseconds, so
+that other programs leave some run alone."""
 BUDGET = 1 << 28
-"""Bytes that a timed run reads, at most: more than caches have, and few enough for a large model."""
+"""Bytes that a timed run reads, at most, and that are read before it: more than caches have, few enough for
+a large model."""
 RUN_S = 0.15
 """Seconds that a timed run is predicted to take, at most; one layer is always run."""
+CASE_S = 1.0
+"""Seconds after which no further run of an operator begins."""
 REPEATS, TOKENS = 5, 8
 """Timed runs, and tokens of a timed run of whole steps."""
 REST, ATTENTION = "rest", "attention"
@@ -49,7 +53,7 @@ def measure_roofline(loaded: LoadedModel, rows: Sequence[int] = ROWS, contexts: 
     """Measure a model.
 
     Products run as the program of a step has them, layer after layer, so that their weights come from memory;
-    before each timed run a gigabyte is read, which gives the bandwidth and empties the caches. Attention
+    before each timed run other memory is read, which gives the bandwidth and empties the caches. Attention
     reads the pages of real sequences: of one with each context, and with the shortest context of as many as
     ``rows`` says, up to 16. For those the time of a whole step is measured too; what is left of it is
     ``rest``: norms, RoPE, the activation, the choice of a token, and the calls between them.
@@ -83,7 +87,8 @@ class _Measurement:
     def __init__(self, loaded: LoadedModel, model: CpuModel, kv: KVSpec, progress: Listener) -> None:
         self._loaded, self._model, self._kv, self._progress = loaded, model, kv, progress
         self._config = loaded.config
-        self._runner = DecodeRunner(loaded, [0], tokens=TOKENS, repeats=REPEATS)
+        self._runner = DecodeRunner(loaded, [0], tokens=TOKENS, repeats=REPEATS, case_s=CASE_S,
+                                    read=bandwidth(model.device, BUDGET))
         self._results: list[tuple[str, int, int, int, OperatorCost, Spread]] = []
 
     def run(self, rows: Sequence[int], contexts: Sequence[int]) -> Roofline:
@@ -91,7 +96,7 @@ class _Measurement:
         program = self._model.operator_program(self._cache(KVSpec()))
         over_pages = self._model.operator_program(self._cache(self._kv))
         groups = _distinct(program.linears())
-        tell = self._teller(len(rows) * len(groups) + len(contexts) + 1)
+        tell = self._teller(sum(_runs(name, count) for name in groups for count in rows) + len(contexts) + 1)
         self._runner.read_bandwidth()  # the first one takes the memory
         operations_s = self._arithmetic(program.linears())
         guess = MachineCeilings(read_bytes_s=self._runner.read_bandwidth(), operations_s=operations_s)
@@ -114,7 +119,7 @@ class _Measurement:
         def tell(label: str) -> None:
             nonlocal done
             done += 1
-            self._progress(ProgressEvent(min(done, total), total, label))
+            self._progress(ProgressEvent(done, total, label))
 
         return tell
 
@@ -136,8 +141,8 @@ class _Measurement:
             program.step_rows(Batch(cache, [cache.add(rows)]), [[0] * rows], min(rows, DECODE_ROWS))
         results = {}
         for name, operators in groups.items():
-            if operators[0].name == HEAD and rows > DECODE_ROWS:
-                continue  # of a prompt, only the last token goes through it
+            if not _runs(name, rows):
+                continue
             cost = linear_cost(operators[0])
             layers = min(BUDGET // max(cost.fixed_bytes, 1), int(RUN_S / cost.predicted_s(rows, guess)))
             timed = operators[:max(1, layers)]
@@ -148,8 +153,8 @@ class _Measurement:
 
     def _time(self, program: OperatorProgram, records: npt.NDArray[np.int64], parts: int) -> Spread:
         """Seconds of one of ``parts`` equal parts of a run. Caches have something else before each."""
-        seconds = []
-        for _ in range(REPEATS):
+        seconds, started = list[float](), time.perf_counter()
+        while len(seconds) < REPEATS and (not seconds or time.perf_counter() - started < CASE_S):
             self._runner.read_bandwidth()
             begin = time.perf_counter()
             program.run_records(records)
@@ -173,7 +178,8 @@ class _Measurement:
                 if window is not None:
                     slots = min(slots, window * self._config.num_kv_heads)
                 cost = attention_cost(self._config, cache.step_bytes(numbers[0], layers[0]), slots)
-                seconds = self._time(program, program.records_of(spans[layer] for layer in layers), len(layers))
+                records = program.records_of(spans[layer] for layer in layers)
+                seconds = self._time(program, records, len(layers))
                 name = ATTENTION if window is None else f"{ATTENTION}, window {window}"
                 self._results.append((name, count, context, len(layers), cost, seconds))
             cache.free(numbers)
@@ -190,6 +196,11 @@ class _Measurement:
             middle, low, high = (max(0.0, seconds - parts) for seconds in step)
             self._results.append((REST, case.batch, context, 1, cost,
                                   Spread(median=middle, low=low, high=high)))
+
+
+def _runs(name: str, rows: int) -> bool:
+    """Whether so many rows go through an operator: of a prompt, only the last token goes through the head."""
+    return name != HEAD or rows <= DECODE_ROWS
 
 
 def _distinct(linears: Sequence[LinearOperator]) -> dict[str, list[LinearOperator]]:
