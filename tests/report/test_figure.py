@@ -1,4 +1,4 @@
-"""The static pictures: the same bytes each time, nothing global touched, every name as text that can be found."""
+"""The static pictures: the same bytes each time, nothing global touched, every name noted."""
 
 import html
 import re
@@ -25,7 +25,8 @@ def written(document):
 def test_both_panels_with_every_name_and_what_they_mean(rich):
     texts = written(svg(rich))
     for text in ("SmolLM2-360M-Instruct: quality, speed and memory", "KL against decode, tok/s",
-                 "KL against weights and KV cache, GB", "noise floor 0.00110: what is not above it is drawn here",
+                 "KL against weights and KV cache, GB",
+                 "noise floor 0.00110: what is not above it is drawn here",
                  "better ↘", "↙ better", "KV none", "KV int4", "int8 kv int4"):
         assert text in texts, text
     assert rich.protocol.fingerprint in " ".join(texts)
@@ -63,7 +64,8 @@ def test_a_user_s_settings_neither_matter_nor_change(rich, monkeypatch):
 
 
 def test_pyplot_is_never_loaded():
-    code = ("import sys; from quantkit.testing.results import sample_results; from quantkit.report.figure import "
+    code = ("import sys; from quantkit.testing.results import sample_results; from quantkit.report.figure "
+            "import "
             "svg; svg(sample_results()['ordinary']); print('matplotlib.pyplot' in sys.modules)")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "False", done.stderr
@@ -72,14 +74,15 @@ def test_pyplot_is_never_loaded():
 def marks(figure, panel):
     """(x, y, fill) of the variants of a panel, in their order."""
     return [(line.get_xdata()[0], line.get_ydata()[0], line.get_markerfacecolor())
-            for line in figure.axes[panel].lines if line.get_marker() in ("o", "s", "^") and line.get_zorder() == 4]
+            for line in figure.axes[panel].lines
+            if line.get_marker() in ("o", "s", "^") and line.get_zorder() == 4]
 
 
 def test_marks_stand_where_the_numbers_say_and_dominated_ones_are_hollow(rich):
     figure = draw(rich)
     speed = marks(figure, 0)
     assert [x for x, _, _ in speed] == [row.metrics["decode_tok_s"].value for row in rich.rows]
-    assert speed[0][1] == speed[1][1] == 0.0011, "the reference and what is below the noise stand on the floor"
+    assert speed[0][1] == speed[1][1] == 0.0011, "the reference and noise stand on the floor"
     assert [y for _, y, _ in speed[2:]] == [row.metrics["kl_mean"].value for row in rich.rows[2:]]
     hollow = [index for index, mark in enumerate(speed) if mark[2] == "#e9eaeb"]
     assert hollow == [2, 9, 10, 11], "the reference with an int4 cache, and nf4"
@@ -97,7 +100,8 @@ def test_the_labels_of_a_panel_lie_apart_and_inside(rich):
             assert box.x0 >= axes.bbox.x0 and box.y0 >= axes.bbox.y0 and box.x1 <= figure.bbox.x1
 
 
-@pytest.mark.parametrize("name", ["W" * 200, "模型" * 50, "$x^2$ a_b", "_hidden", "", "\x1b[31m", "<!-- & -->"])
+@pytest.mark.parametrize("name", ["W" * 200, "模型" * 50, "$x^2$ a_b", "_hidden", "", "\x1b[31m",
+                                 "<!-- & -->"])
 def test_awkward_names(make_result, make_row, name):
     rows = [make_row(name, kl=0.1 * number, mb=100 + number) for number in range(3)]
     for row, kv in zip(rows, ("none", "int8", "$m$")):

@@ -11,7 +11,8 @@ from quantkit.report.grid import TextGrid
 def test_all_variants_with_tails_and_without_empty_columns(rich, make_result):
     grid = quality_grids.variants(rich)
     assert [head.partition("\n")[0] for head in grid.heads] == [
-        "variant", "KL", "KL median", "KL 99%", "KL 99.9%", "flips", "top-1", "perplexity", "perplexity a word",
+        "variant", "KL", "KL median", "KL 99%", "KL 99.9%", "flips", "top-1", "perplexity",
+        "perplexity a word",
         "decode", "prefill", "weights", "bits", "KV", "KV cache", "peak"]
     assert len(grid.rows) == 15 and grid.dimmed == {2, 9, 10, 11}
     assert grid.rows[3][0] == "int8 kv none\nrtn int8 channel sym"
@@ -41,7 +42,8 @@ def test_one_row_a_text(rich):
     ("arc_easy/acc", "indistinguishable", None, "indistinguishable"),
     ("arc_easy/acc", "worse", 0.02, "worse"), ("kl_mean", "undecided", None, "undecided")])
 def test_verdicts(rich, metric, verdict, epsilon, words):
-    test = PairedDifference(metric=metric, difference=0.01, low=0.0, high=0.02, epsilon=epsilon, verdict=verdict)
+    test = PairedDifference(metric=metric, difference=0.01, low=0.0, high=0.02, epsilon=epsilon,
+                            verdict=verdict)
     assert quality_grids.verdict(rich, test) == words
 
 
@@ -66,7 +68,8 @@ def test_differences_on_a_text_name_it(rich):
 
 def test_tasks_show_what_the_pairs_say(rich):
     grid = quality_grids.tasks(rich)
-    assert grid.heads == ("variant", "arc_easy\nacc", "piqa\nacc", "hellaswag\nacc_norm", "lambada_openai\nacc")
+    assert grid.heads == ("variant", "arc_easy\nacc", "piqa\nacc", "hellaswag\nacc_norm",
+                          "lambada_openai\nacc")
     assert grid.rows[0][1] == "68.2%\n64.8–71.6"
     assert grid.rows[-1][1] == "65.9%\n-2.32 (-3.52 to -1.22), worse"
     assert quality_grids.tails(rich).heads[-1] == "flips", "tails and flips are no tasks"

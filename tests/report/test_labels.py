@@ -26,7 +26,8 @@ def test_alone_it_stands_right_of_its_mark_and_left_at_the_edge():
 
 def test_nothing_covers_anything():
     marks = [(50 + 25 * (number % 7), 60 + 40 * (number // 7)) for number in range(28)]
-    places = [place for place in place_labels([request(x, y, 40, False) for x, y in marks], 4, INSIDE) if place]
+    places = [place for place in place_labels([request(x, y, 40, False) for x, y in marks], 4, INSIDE)
+              if place]
     assert len(places) > 8
     assert all(overlap(first, second) == 0 for first, second in itertools.combinations(places, 2))
     for place in places:

@@ -25,7 +25,7 @@ def inline(rows: Sequence[Mapping[str, object]]) -> alt.InlineData:
 
 
 def finished(chart: alt.Chart | alt.LayerChart | alt.FacetChart, description: str,
-             height: int | alt.Step = HEIGHT) -> Spec:
+             height: int = HEIGHT) -> Spec:
     """The specification; the page makes it as wide as there is room."""
     sized = chart.properties(width=640, height=height, description=description,
                              autosize=alt.AutoSizeParams(type="fit-x", contains="padding"))

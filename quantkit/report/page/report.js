@@ -5,7 +5,6 @@
   const dark = window.matchMedia("(prefers-color-scheme: dark)");
   const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   const NARROW = 560;
-  const ERRORS = 1; // vega.Error: warnings are about defaults that Vega-Lite chooses itself
 
   function config(width) {
     const [ink, soft, grid, edge] = ["--ink", "--soft", "--grid", "--edge"].map(color);
@@ -54,7 +53,7 @@
       if (place.embedded) place.embedded.finalize();
       const width = place.drawn = place.clientWidth;
       place.embedded = await window.vegaEmbed(place, { ...spec, width }, {
-        mode: "vega-lite", renderer: "svg", ast: true, logLevel: ERRORS, config: config(width),
+        mode: "vega-lite", renderer: "svg", ast: true, config: config(width),
         actions: { export: true, source: false, compiled: false, editor: false },
         downloadFileName: place.dataset.chart, patch: named,
       });
