@@ -6,6 +6,7 @@ same bytes. Letters are drawn as paths, so that the picture looks the same witho
 
 from __future__ import annotations
 
+import functools
 import io
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 WIDTH, PANEL, HEAD, FOOT = 6.6, 3.45, 0.42, 0.52
 """Inches: of the figure, of a panel with its axis, of the title, and of the small print."""
-LEFT, RIGHT, BELOW, ABOVE = 0.72, 0.16, 0.56, 0.34
+LEFT, RIGHT, BELOW, ABOVE = 0.72, 0.16, 0.52, 0.36
 """Inches around a panel's axes."""
 INK, SOFT, LINE, GREY = "#1c1d1f", "#5c6067", "#dfe0dc", "#b4b7ba"
 _LEGEND_LINE = 0.18
@@ -133,11 +134,17 @@ def _legend_columns(texts: list[str]) -> int:
 
 def drawable(text: str) -> str:
     """The text with a replacement for what matplotlib's own font has no glyph of, on one line."""
+    glyphs = _glyphs()
+    return "".join(char if ord(char) in glyphs and char.isprintable() else "\ufffd" for char in text)
+
+
+@functools.cache
+def _glyphs() -> frozenset[int]:
+    """Characters of the font that matplotlib brings."""
     from matplotlib.font_manager import findfont
     from matplotlib.ft2font import FT2Font
 
-    glyphs = FT2Font(findfont("DejaVu Sans")).get_charmap()
-    return "".join(char if ord(char) in glyphs and char.isprintable() else "\ufffd" for char in text)
+    return frozenset(FT2Font(findfont("DejaVu Sans")).get_charmap())
 
 
 SVG = Reporter("svg", "frontier.svg", svg)

@@ -90,6 +90,14 @@ class Frontier:
     floor: QualityFloor
 
     @property
+    def span(self) -> tuple[float, float]:
+        """Where the axis of the quantity begins and ends."""
+        low = min(point.cost.low for point in self.points)
+        high = max(point.cost.high for point in self.points)
+        room = 0.1 * (high - low) or 0.2 * high or 1.0
+        return max(0.0, low - room), high + room
+
+    @property
     def line(self) -> list[FrontierPoint]:
         """The points that nothing dominates, by what the axis shows."""
         return sorted((point for point in self.points if not point.dominated),

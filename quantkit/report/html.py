@@ -52,7 +52,7 @@ def _bundle() -> str:
     """Vega, Vega-Lite and vega-embed as one script, 0.9 MB, from the package vl-convert."""
     import vl_convert
 
-    return vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed; window.vega = vega;")
+    return vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
 
 
 @functools.cache

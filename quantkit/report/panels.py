@@ -35,9 +35,7 @@ def frontier_panel(axes: Axes, frontier: Frontier, looks: Sequence[VariantLook])
     ys = [floor.at_least(point.quality.value) for point in points]
     axes.set_ylim(min(floor.value * 0.4, *ys), max(*ys, floor.value * 10,
                                                    *(point.quality.high for point in points)) * 1.7)
-    low, high = min(point.cost.low for point in points), max(point.cost.high for point in points)
-    room = 0.1 * (high - low) or 0.2 * high or 1.0
-    axes.set_xlim(max(0.0, low - room), high + room)
+    axes.set_xlim(*frontier.span)
     _ticks(axes)
     if floor.noise is not None and floor.noise.low > 0:
         axes.axhspan(floor.noise.low, floor.noise.high, color="#56B4E9", alpha=0.25, lw=0)
@@ -125,9 +123,14 @@ def _ticks(axes: Axes) -> None:
     low, high = axes.get_ylim()
     narrow = high / low < 100
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if narrow else (1,)))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _:
-        f"{value:.6g}" if value < 1e5 else f"{value:.0e}"))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _plain(value)))
     axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def _plain(value: float) -> str:
+    if not 1e-6 <= value < 1e5:
+        return f"{value:.0e}"
+    return f"{value:.6f}".rstrip("0").rstrip(".")
 
 
 def _error(value: float, low: float, high: float) -> list[list[float]]:
@@ -146,15 +149,15 @@ def _stair(frontier: Frontier, ends: tuple[float, float]) -> list[tuple[float, f
     """Points along the frontier's line and the floor, for labels to keep away from."""
     floor, line = frontier.floor, frontier.line
     points = [(ends[0] + (ends[1] - ends[0]) * step / 60, floor.value * below)
-              for step in range(61) for below in (1.0, 0.8, 0.65)]
+              for below, part in ((1.0, 61), (0.8, 30), (0.65, 30)) for step in range(part)]
     for first, second in itertools.pairwise(line):
         x, y = (first.cost.value, second.quality.value) if frontier.higher else (
             second.cost.value, first.quality.value)
         corner = (x, floor.at_least(y))
         for start, end in (((first.cost.value, floor.at_least(first.quality.value)), corner),
                            (corner, (second.cost.value, floor.at_least(second.quality.value)))):
-            points += [(start[0] + (end[0] - start[0]) * step / 12,
-                        start[1] * (end[1] / start[1]) ** (step / 12)) for step in range(13)]
+            points += [(start[0] + (end[0] - start[0]) * step / 40,
+                        start[1] * (end[1] / start[1]) ** (step / 40)) for step in range(41)]
     return points
 
 

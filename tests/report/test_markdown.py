@@ -95,3 +95,37 @@ def test_a_plugin_s_metric_has_a_column(make_result):
     (table,) = [part for part in section if part.partition("\n")[0].endswith(r"| a \| b |")]
     rows = table.splitlines()[2:]
     assert [row.split(" | ")[-1] for row in rows] == ["– |", "50.0%<br><sub>25.0–75.0</sub> |", "– |", "– |"]
+
+
+def test_all_that_was_measured_has_a_section(rich):
+    text = render(rich)
+    heads = [line[3:] for line in text.splitlines() if line.startswith("## ")]
+    assert heads == ["KL by token", "Other measurements", "Size", "Quality by text",
+                     "Against the reference, in pairs", "Tasks", "Decode", "Prefill", "Memory", "Roofline",
+                     "Kernels", "Answers to “Why is the sky blue?”", "Protocol"]
+    for piece in ("0.00310", "| 6.76% |", "-2.32 (-3.52 to -1.22), worse", "within ±0.0050 nats",
+                  "71% of read", "predicted 80.2 µs", "1.34 GB"):
+        assert piece in text, piece
+
+
+def test_long_tables_are_folded_and_short_ones_are_not(rich):
+    text = render(rich)
+    assert text.count("<details>") == text.count("</details>") > 8
+    assert "<details><summary>Tasks: 15 rows</summary>" in text
+    rich.rows = rich.rows[:3]
+    assert "<summary>Tasks" not in render(rich)
+
+
+def test_no_new_table_is_wider_than_a_phone(rich):
+    heads = [line for line in render(rich).splitlines() if line.startswith(("| variant |", "| operator |"))]
+    assert len(heads) > 20
+    for line in heads:
+        assert line.count("|") <= 5, line
+
+
+def test_names_of_texts_and_operators_are_no_markup(rich):
+    rich.rows[0].texts = {"<b>|_x_": rich.rows[0].metrics}
+    rich.roofline[0] = rich.roofline[0].model_copy(update={"label": "<i>|"})
+    text = render(rich)
+    assert "<b>" not in text and "<i>" not in text
+    assert r"&lt;b>\|\_x\_" in text and "Roofline of &lt;i&gt;|" in text

@@ -114,3 +114,23 @@ def test_metrics_of_plugins_stand_beside_the_others_or_below(make_result, count,
         block = text[text.index("── mine 5"):].splitlines()
         assert block[2].split() == ["int8", "25.0%", "+12.5"]
 
+
+
+def test_tails_texts_and_verdicts_stand_below(rich):
+    text = render(rich)
+    assert max(map(columns, text.splitlines())) <= 80
+    tails = text[text.index("── KL by token"):].splitlines()
+    assert tails[1].split() == ["variant", "KL", "median", "KL", "99%", "KL", "99.9%", "flips"]
+    assert tails[5].split() == ["int8", "kv", "none", "0.000620", "0.0434", "0.124", "3.06%"]
+    by_text = text[text.index("── KL, nats, by text"):].splitlines()
+    assert by_text[1].split() == ["variant", "prose", "code", "dialogue", "german"]
+    task = text[text.index("── piqa · acc"):].splitlines()
+    assert [line.split()[-1] for line in (task[2], task[15])] == ["=", "worse"]
+    assert "indistinguishable within ε" in text
+
+
+def test_many_texts_with_long_names_still_fit(rich):
+    for row in rich.rows:
+        row.texts = {f"模型 {number} {'long ' * 4}": row.metrics for number in range(9)}
+    text = render(rich)
+    assert max(map(columns, text.splitlines())) <= 80 and all(f"模型 {number}" in text for number in range(9))

@@ -12,6 +12,8 @@ from quantkit.report.looks import VariantLook
 
 Spec = dict[str, Any]
 HEIGHT = 320
+_LISTED = 14
+"""More models than this are too many for a legend; tooltips name them."""
 GREY = "#85898d"
 """Seen on light and dark grounds."""
 
@@ -23,7 +25,7 @@ def inline(rows: Sequence[Mapping[str, object]]) -> alt.InlineData:
 
 
 def finished(chart: alt.Chart | alt.LayerChart | alt.FacetChart, description: str,
-             height: int | alt.Step = HEIGHT) -> Spec:
+             height: int = HEIGHT) -> Spec:
     """The specification; the page makes it as wide as there is room."""
     sized = chart.properties(width=640, height=height, description=description,
                              autosize=alt.AutoSizeParams(type="fit-x", contains="padding"))
@@ -36,7 +38,8 @@ def by_model(looks: Sequence[VariantLook]) -> alt.Color:
     """Color: a model's."""
     colors = {look.model: look.color for look in looks}
     return alt.Color("model:N", title=None, scale=alt.Scale(domain=list(colors), range=list(colors.values())),
-                     legend=alt.Legend(symbolType="circle", symbolStrokeWidth=0) if len(colors) > 1 else None)
+                     legend=alt.Legend(symbolType="circle", symbolStrokeWidth=0)
+                     if 1 < len(colors) <= _LISTED else None)
 
 
 def by_setting(looks: Sequence[VariantLook]) -> alt.Shape:

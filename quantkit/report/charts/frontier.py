@@ -25,7 +25,7 @@ def frontier_spec(result: EvalResult, frontier: Frontier, looks: Sequence[Varian
     low, high = floor.value * 0.5, highest * 1.6
     y = alt.Y("kl:Q", title="KL, nats (log)", axis=log_axis(low, high), scale=alt.Scale(
         type="log", domain=[low, high], nice=False))
-    x = alt.X("cost:Q", title=frontier.title, scale=alt.Scale(zero=False, padding=24, nice=False))
+    x = alt.X("cost:Q", title=frontier.title, scale=alt.Scale(domain=list(frontier.span), nice=False))
     tips = [alt.Tooltip(f"{name}:N") for name in rows[0] if name not in _HIDDEN]
     layers: list[alt.Chart] = []
     if floor.noise is not None and floor.noise.low > 0:

@@ -51,7 +51,7 @@ def texts_spec(result: EvalResult, looks: Sequence[VariantLook]) -> Spec | None:
             type="log", nice=False, domain=[min(ends) / 1.2, max(ends) * 1.2])),
         y=alt.Y("text:N", sort=order, axis=names_axis()), color=by_model(looks), shape=by_setting(looks),
         tooltip=["variant:N", "text:N", "KL:N", "interval:N"])
-    return finished(chart, "KL of each variant on each text.", alt.Step(34))
+    return finished(chart, "KL of each variant on each text.", 34 * len(order))
 
 
 def tasks_spec(result: EvalResult, looks: Sequence[VariantLook]) -> Spec | None:
@@ -86,7 +86,7 @@ def tasks_spec(result: EvalResult, looks: Sequence[VariantLook]) -> Spec | None:
             x="change:Q", shape=alt.Shape("task:N", title=None, scale=alt.Scale(domain=names)),
             tooltip=["variant:N", "task:N", "difference:N", "verdict:N"]))
     return finished(chart, "Differences of task scores to the reference, in pairs.",
-                    alt.Step(10, **{"for": "offset"}) if len(names) > 1 else alt.Step(22))
+                    len({row["variant"] for row in rows}) * (10 * len(names) + 12))
 
 
 def sensitivity_spec(result: EvalResult) -> Spec | None:
@@ -111,4 +111,4 @@ def sensitivity_spec(result: EvalResult) -> Spec | None:
                         legend=alt.Legend(format="~g", gradientLength=220,
                                           direction="horizontal", values=ticks)),
         tooltip=["layer:O", "kind:N", "KL:N"])
-    return finished(chart, "What 4 bits cost in each Linear.", alt.Step(24))
+    return finished(chart, "What 4 bits cost in each Linear.", 24 * len(kinds))

@@ -90,7 +90,7 @@ def gaps(result: EvalResult, looks: Sequence[VariantLook]) -> Spec | None:
         x=alt.X("median:Q", title="ms", scale=alt.Scale(zero=True)), x2="p99:Q"),
         base.mark_point(filled=True, size=70, opacity=1).encode(
             x="median:Q", shape=by_setting(looks), tooltip=["variant:N", "gap:N"]))
-    return finished(chart, "Milliseconds between two tokens of an answer.", alt.Step(28))
+    return finished(chart, "Milliseconds between two tokens of an answer.", 28 * len(rows))
 
 
 def memory(result: EvalResult, looks: Sequence[VariantLook]) -> Spec | None:
@@ -122,4 +122,4 @@ def memory(result: EvalResult, looks: Sequence[VariantLook]) -> Spec | None:
     texts = alt.Chart(inline(totals)).mark_text(align="left", dx=4, fontSize=9.5).encode(
         x="GB:Q", y=y, yOffset=offset, text="text:N")
     return finished(alt.layer(bars, texts), "Bytes of weights, workspace and KV cache by context.",
-                    alt.Step(12, **{"for": "offset"}))
+                    len({row["variant"] for row in rows}) * (12 * len(contexts) + 10))
