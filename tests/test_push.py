@@ -254,8 +254,10 @@ def test_results_go_into_the_card_and_what_is_downloaded_is_whole(hub, checkpoin
     results = evaluated(checkpoint, tmp_path)
     done = quantkit(hub, tmp_path, "push", checkpoint, "ann/tiny", "--results", results)
     assert done.returncode == 0, done.stderr
-    assert {path.name: path.read_bytes() for path in checkpoint.iterdir()} == before, "the folder is as it was"
-    files = {name: data for name, data in hub.repos["ann/tiny"].items() if name != ".gitattributes"}
+    after = {path.name: path.read_bytes() for path in checkpoint.iterdir()}
+    assert after == before, "the folder is as it was"
+    files = dict(hub.repos["ann/tiny"])
+    del files[".gitattributes"]
     card = files["README.md"].decode()
     assert "<!-- quantkit:eval -->\n## Evaluation" in card and card.count("\n---\n") >= 1
     values = {item.metric_type: item.metric_value

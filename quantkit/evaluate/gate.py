@@ -20,7 +20,7 @@ from quantkit.evaluate.gate_syntax import (
 from quantkit.evaluate.keys import PER_ITEM
 from quantkit.evaluate.metric_table import MetricInfo, task_info
 from quantkit.evaluate.metrics import Interval
-from quantkit.evaluate.paired import PairedDifference, differences, ratio
+from quantkit.evaluate.paired import DISTANCES, PairedDifference, differences, ratio
 from quantkit.evaluate.paired_statistics import unpaired
 from quantkit.evaluate.result import EvalResult
 from quantkit.evaluate.task_file import list_tasks
@@ -67,6 +67,40 @@ def check_gate(result: EvalResult, gate: str | Sequence[GateCondition], *,
                    for index in judge.rows_of(condition))
     return GateResult(gate=gate if isinstance(gate, str) else ",".join(c.text for c in conditions),
                       strict=strict, checks=checks)
+
+
+def require_planned(conditions: Sequence[GateCondition], *, candidates: int, speed: bool,
+                    tasks: Sequence[str] = (), texts: Sequence[str] = (),
+                    metrics: Sequence[str] = ()) -> None:
+    """Find out before anything is measured whether a gate's metrics will be.
+
+    Args:
+        conditions: of the gate.
+        candidates: variants beside the reference.
+        speed: whether speed is measured.
+        tasks: that are run, by name.
+        texts: that are read, by name.
+        metrics: keys of further metrics, such as plugins'.
+
+    Raises:
+        UsageError: something won't be measured; it says what to add.
+    """
+    for condition in conditions:
+        what, task = f"{condition.text[:80]!r}: ", condition.key.partition("/")[0]
+        if condition.key in (*SPEEDS, "peak_bytes"):
+            if not speed:
+                raise UsageError(f"{what}speed isn't measured", next="leave out --no-speed")
+        elif condition.key not in (*METRICS.values(), *metrics) and task not in tasks:
+            if task in (known := [entry.name for entry in list_tasks()]):
+                raise UsageError(f"{what}the task isn't run", next=f"add --tasks {task}")
+            raise UsageError(f"{what}there is no metric {condition.name[:80]!r}",
+                             why=did_you_mean(condition.name, {*METRICS, *metrics, *tasks, *known}))
+        if condition.on is not None and texts and condition.on not in texts:
+            raise UsageError(f"{what}the text {condition.on[:80]!r} isn't read",
+                             why=did_you_mean(condition.on, texts), next="name one of these, or add it")
+        if not candidates and (condition.relative or condition.key in DISTANCES):
+            raise UsageError(f"{what}there is nothing to compare with the reference",
+                             next="name another variant beside it")
 
 
 class _Judge:

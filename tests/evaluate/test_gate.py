@@ -7,7 +7,8 @@ import pytest
 
 from quantkit.cli.gate_output import gate_text
 from quantkit.errors import UsageError
-from quantkit.evaluate.gate import check_gate
+from quantkit.evaluate.gate import check_gate, require_planned
+from quantkit.evaluate.gate_syntax import parse_gate
 from quantkit.evaluate.metrics import Interval
 from quantkit.evaluate.paired import differences
 from quantkit.evaluate.result import EvalResult, ModelResult
@@ -192,3 +193,26 @@ def test_the_text_fits_a_terminal_and_says_what_failed(result):
     assert "a strict gate demands the whole interval" in strict and "failed: 1 of 1 checks, strict" in strict
     assert "gate passed: 1 check" in " ".join(gate_text(check_gate(result, "int4:kl<0.3")).split())
     assert "∞" in gate_text(check_gate(sample_results()["infinite values"], "perplexity<9"))
+
+
+def planned(gate, **plan):
+    require_planned(parse_gate(gate), **{"candidates": 2, "speed": True, "tasks": ["arc_easy"],
+                                         "texts": ["code"], "metrics": ["mine"], **plan})
+
+
+def test_a_gate_whose_metrics_will_be_measured():
+    planned("kl<1,kl_p99@code<1,decode>1.2x,arc_easy>-1%,arc_easy/acc_norm>50%,mine<3,peak<1GB,size<0.5x")
+    planned("perplexity<30,size<1GB", candidates=0, speed=False)
+
+
+@pytest.mark.parametrize(("gate", "plan", "message", "help_"), [
+    ("decode>1x", {"speed": False}, "speed isn't measured", "--no-speed"),
+    ("piqa>-1%", {}, "task isn't run", "--tasks piqa"),
+    ("mime<3", {}, "no metric 'mime'", "did you mean 'mine'"),
+    ("kl@prose<1", {}, "'prose' isn't read", "code"),
+    ("kl<1", {"candidates": 0}, "nothing to compare", "variant"),
+    ("size<0.5x", {"candidates": 0}, "nothing to compare", "variant")])
+def test_a_gate_whose_metrics_will_not_be_measured(gate, plan, message, help_):
+    with pytest.raises(UsageError, match=message) as caught:
+        planned(gate, **plan)
+    assert help_ in f"{caught.value.why} {caught.value.next}"
