@@ -8,12 +8,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from quantkit.evaluate.keys import EXACT
 from quantkit.evaluate.metric_table import RegisteredMetric, left_out
-from quantkit.evaluate.metrics import Interval, Metric
+from quantkit.evaluate.metrics import KL, PERPLEXITY, TOP1, Interval, Metric
+from quantkit.evaluate.token_scores import TokenScores
 
 ROWS = 128
 """Positions scored at once: what is held beyond a window's logits is ROWS × vocabulary floats, unless
 a metric is of whole windows."""
+_LIKELIEST = "likeliest"
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Log-probabilities float32 ``[T, vocab]`` of the reference and of the candidate, targets int64 ``[T]``."""
 
@@ -26,12 +29,30 @@ class WindowScores:
             :class:`~quantkit.evaluate.metrics.Metric` doesn't allow, is left out from then on, with one
             warning. It gets tensors of its own, so that whatever it does to them costs nobody else.
         models: how many are scored.
+
+    Attributes:
+        means: for each model, by metric: each window's mean score, a float, per run an array ``[K]``.
     """
 
     def __init__(self, metrics: Sequence[RegisteredMetric], models: int) -> None:
         self._metrics = {registered.metric.name: registered for registered in metrics}
-        self._means: list[dict[str, list[np.ndarray]]] = [
+        self._kept: list[dict[str, list[np.ndarray]]] = [
             {name: [] for name in self._metrics} for _ in range(models)]
+        self._tokens: list[dict[str, list[np.ndarray]]] = [{} for _ in range(models)]
+        self._row = 0
+
+    @property
+    def means(self) -> list[dict[str, list[np.ndarray]]]:
+        """See above; metrics that were left out are missing."""
+        return [{name: means[name] for name in self._metrics} for means in self._kept]
+
+    def tokens(self, model: int) -> TokenScores:
+        """Each token's scores. The metrics must have KL (or EXACT), top-1 and perplexity among them."""
+        kept, key = self._tokens[model], KL.name if KL.name in self._metrics else EXACT
+        windows = len(self._kept[model][key])
+        kinds = ((key, np.float32), (PERPLEXITY.name, np.float32), (_LIKELIEST, np.int32), (TOP1.name, bool))
+        return TokenScores(*(np.concatenate(kept[name]).reshape(windows, -1).astype(kind)
+                             for name, kind in kinds))
 
     def add(self, model: int, reference: torch.Tensor, candidate: torch.Tensor,
             targets: torch.Tensor) -> None:
@@ -46,6 +67,7 @@ class WindowScores:
             ValueError: a built-in metric returned nonsense.
         """
         sums: dict[str, Any] = {}
+        self._row = model
         windowed = {name for name, registered in self._metrics.items() if registered.metric.per == "window"}
         for begin in range(0, len(targets), ROWS):
             self._score(sums, self._metrics.keys() - windowed, reference, candidate, targets,
@@ -54,25 +76,7 @@ class WindowScores:
             self._score(sums, windowed, reference, candidate, targets, slice(None))
         for name in self._metrics:
             mean = sums[name] if name in windowed else sums[name] / len(targets)
-            self._means[model][name].append(mean)
-
-    def extend(self, windows: WindowScores) -> None:
-        """Add windows that were scored apart, of as many models. A metric that is left out there is left out
-        here too, so that every metric is of all windows."""
-        for name in self._metrics.keys() - windows._metrics.keys():
-            del self._metrics[name]
-        for means, more in zip(self._means, windows._means):
-            for name in self._metrics:
-                means[name].extend(more[name])
-
-    def window_means(self, model: int) -> dict[str, list[float]]:
-        """Key → the mean of each window, of the metrics that are one number a window.
-
-        Args:
-            model: whose, counted from 0.
-        """
-        return {name: [float(mean) for mean in self._means[model][name]]
-                for name, registered in self._metrics.items() if registered.metric.per != "run"}
+            self._kept[model][name].append(mean)
 
     def summaries(self) -> list[dict[str, Interval]]:
         """For each model, every metric that is left, by its key.
@@ -80,10 +84,10 @@ class WindowScores:
         Raises:
             ValueError: no windows, or a built-in's values make no sense.
         """
-        rows: list[dict[str, Interval]] = [{} for _ in self._means]
+        rows: list[dict[str, Interval]] = [{} for _ in self._kept]
         for name, registered in list(self._metrics.items()):
             try:
-                values = [registered.metric.summarize(np.stack(means[name])) for means in self._means]
+                values = [registered.metric.summarize(np.stack(means[name])) for means in self._kept]
             except Exception as error:
                 self._drop(registered, error)
                 continue
@@ -99,8 +103,11 @@ class WindowScores:
                 continue
             try:
                 if registered.builtin:
-                    shared = shared or _inputs(reference, candidate, targets, part)
-                    total = scored(registered.metric, *shared)
+                    shared = shared or self._shared(reference, candidate, targets, part)
+                    scores = _checked(registered.metric, *shared)
+                    if registered.metric.per == "token":
+                        self._keep(name, scores)
+                    total = _total(registered.metric, scores)
                 else:
                     total = _apart(registered.metric, _inputs(reference, candidate, targets, part))
                 if name in sums and total.shape != sums[name].shape:
@@ -108,6 +115,14 @@ class WindowScores:
                 sums[name] = sums[name] + total if name in sums else total
             except Exception as error:
                 self._drop(registered, error)
+
+    def _shared(self, reference: torch.Tensor, candidate: torch.Tensor, targets: torch.Tensor,
+                part: slice) -> Inputs:
+        self._keep(_LIKELIEST, candidate[part].argmax(-1))
+        return _inputs(reference, candidate, targets, part)
+
+    def _keep(self, name: str, scores: torch.Tensor) -> None:
+        self._tokens[self._row].setdefault(name, []).append(scores.cpu().numpy())
 
     def _drop(self, registered: RegisteredMetric, error: Exception) -> None:
         if registered.builtin:
@@ -143,6 +158,12 @@ def scored(metric: Metric, reference: torch.Tensor, candidate: torch.Tensor,
     Raises:
         ValueError: ``score`` returned something of another type, shape or dtype, NaN, or per run infinity.
     """
+    return _total(metric, _checked(metric, reference, candidate, targets))
+
+
+def _checked(metric: Metric, reference: torch.Tensor, candidate: torch.Tensor,
+             targets: torch.Tensor) -> torch.Tensor:
+    """Scores of a type, shape and dtype that the metric may return."""
     scores = metric.score(reference, candidate, targets)
     count = len(targets)
     if not isinstance(scores, torch.Tensor):
@@ -155,6 +176,10 @@ def scored(metric: Metric, reference: torch.Tensor, candidate: torch.Tensor,
                          f"{[count] if metric.per == 'token' else []}")
     if scores.dtype.is_complex or scores.is_sparse or scores.is_quantized:
         raise ValueError(f"score returns {scores.dtype}, no real numbers")
+    return scores
+
+
+def _total(metric: Metric, scores: torch.Tensor) -> np.ndarray:
     total: np.ndarray = (scores.double() if metric.per == "window" else scores.double().sum(0)).cpu().numpy()
     if np.isnan(total).any():
         raise ValueError("score returns NaN")

@@ -124,8 +124,9 @@ def quantization(how: str, device: str) -> Any:
         return transformers.TorchAoConfig(quant_type=torchao.Int4WeightOnlyConfig(
             group_size=GROUP, int4_packing_format="tile_packed_to_4d"))
     # torchao packs 4 bits for GPUs only: on a CPU each takes a byte, which the bits a weight show
+    dtypes: Any = torch  # its types lack int4
     return transformers.TorchAoConfig(quant_type=torchao.IntxWeightOnlyConfig(
-        weight_dtype=torch.int4, granularity=torchao.granularity.PerGroup(GROUP)))
+        weight_dtype=dtypes.int4, granularity=torchao.granularity.PerGroup(GROUP)))
 
 
 def tensors_of(module: Any, recurse: bool = True) -> Iterator[Any]:
