@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,7 +31,9 @@ class TransformersModel:
         transformers.utils.logging.set_verbosity_error()
         begin = time.perf_counter()  # the libraries are there
         self._path, self._how = options["path"], options["quantization"]
-        settings: dict[str, Any] = {"dtype": options["dtype"], "device_map": options["device"]}
+        settings: dict[str, Any] = {"dtype": options["dtype"]}
+        if options["device"] != "cpu" or importlib.util.find_spec("accelerate"):
+            settings["device_map"] = options["device"]
         if self._how != "none":
             settings["quantization_config"] = quantization(self._how, options["device"])
         self._model = transformers.AutoModelForCausalLM.from_pretrained(self._path, use_safetensors=True,
