@@ -60,8 +60,9 @@ def test_nothing_of_llama_is_in_the_path(gguf, reference, windows, monkeypatch, 
 
 FAKE = """
 struct parameters { unsigned words[40]; };
-struct parameters llama_context_default_params(void) { struct parameters p = {{512, 4096, 512, 1}}; return p; }
-struct parameters llama_model_default_params(void) { struct parameters p = {{0}}; return p; }
+struct parameters context = {{512, 4096, 512, 1}}, model = {{0}};
+struct parameters llama_context_default_params(void) { return context; }
+struct parameters llama_model_default_params(void) { return model; }
 void llama_backend_init(void) {}
 """
 FUNCTIONS = ("llama_model_load_from_file", "llama_init_from_model", "llama_n_ctx", "llama_n_batch",
