@@ -78,24 +78,6 @@ class WindowScores:
             mean = sums[name] if name in windowed else sums[name] / len(targets)
             self._kept[model][name].append(mean)
 
-    def extend(self, windows: WindowScores) -> None:
-        """Add windows that were scored apart, of as many models. A metric that is left out there is left out
-        here too, so that every metric is of all windows."""
-        for name in self._metrics.keys() - windows._metrics.keys():
-            del self._metrics[name]
-        for means, more in zip(self._means, windows._means):
-            for name in self._metrics:
-                means[name].extend(more[name])
-
-    def window_means(self, model: int) -> dict[str, list[float]]:
-        """Key → the mean of each window, of the metrics that are one number a window.
-
-        Args:
-            model: whose, counted from 0.
-        """
-        return {name: [float(mean) for mean in self._means[model][name]]
-                for name, registered in self._metrics.items() if registered.metric.per != "run"}
-
     def summaries(self) -> list[dict[str, Interval]]:
         """For each model, every metric that is left, by its key.
 

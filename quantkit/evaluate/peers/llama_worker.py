@@ -96,11 +96,15 @@ class LlamaModel:
         """See :class:`quantkit.evaluate.peers.base.PeerFacts`."""
         lib, text = self._library, ctypes.create_string_buffer(256)
         lib.llama_model_desc(self._model, text, len(text))
-        version = ""
-        if hasattr(lib, "llama_version"):
+        method, version = text.value, b""
+        if hasattr(lib, "llama_version"):  # neither is in older ones
             lib.llama_version.restype = ctypes.c_char_p
-            version = lib.llama_version().decode(errors="replace")
-        return {"tool": f"llama.cpp {version}".strip(), "method": text.value.decode(errors="replace"),
+            version = lib.llama_version()
+        if hasattr(lib, "llama_ftype_name"):
+            lib.llama_ftype_name.restype = ctypes.c_char_p
+            method = lib.llama_ftype_name(lib.llama_model_ftype(self._model)) or method
+        return {"tool": f"llama.cpp {version.decode(errors='replace')}".strip(),
+                "method": method.decode(errors="replace"),
                 "vocab_size": self._size, "load_s": self._load_s,
                 "weight_bytes": int(lib.llama_model_size(self._model))}
 
@@ -183,6 +187,7 @@ def declare(lib: Any) -> None:
         "llama_set_n_threads": (None, (pointer, number, number)),
         "llama_model_get_vocab": (pointer, (pointer,)), "llama_vocab_n_tokens": (number, (pointer,)),
         "llama_model_desc": (number, (pointer, ctypes.c_char_p, ctypes.c_size_t)),
+        **({"llama_model_ftype": (number, (pointer,))} if hasattr(lib, "llama_model_ftype") else {}),
         "llama_model_size": (ctypes.c_uint64, (pointer,)),
         "llama_tokenize": (number, (pointer, ctypes.c_char_p, number, ctypes.POINTER(number), number,
                                     ctypes.c_bool, ctypes.c_bool)),

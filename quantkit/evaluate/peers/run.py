@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Callable, Mapping
 from contextlib import closing
-from statistics import median
+from datetime import UTC, datetime
+from typing import Any
 
+import numpy as np
 import torch
 
 from quantkit.errors import QuantkitError, UsageError
 from quantkit.evaluate.forced import TeacherForcedModel
 from quantkit.evaluate.metric_table import registered_metrics
-from quantkit.evaluate.metrics import Interval
-from quantkit.evaluate.peers.base import Peer, PeerPrediction, PeerSession, PeerTimes
+from quantkit.evaluate.peers.base import Peer, PeerPrediction, PeerSession
 from quantkit.evaluate.peers.parse import parse_peer
+from quantkit.evaluate.peers.row import PeerMeasurement, peer_row
 from quantkit.evaluate.peers.scores import PeerScores
 from quantkit.evaluate.result import ModelResult
-from quantkit.evaluate.speed_sweep import DecodeSpeed, MemoryUse, PrefillSpeed, SpeedSweep, Spread
 from quantkit.progress import Listener, ProgressEvent, silent
 from quantkit.runtime.loader import LoadedModel
 from quantkit.spec import Frozen
@@ -45,6 +45,20 @@ class PeerSpeedSettings(Frozen):
 def run_peer(peer: str, texts: Mapping[str, torch.Tensor], prompt: int,
              reference: LoadedModel | TeacherForcedModel, speed: PeerSpeedSettings | None = None,
              progress: Listener = silent) -> ModelResult:
+    """Measure a peer, as :func:`measure_peer` does.
+
+    Returns:
+        A row: what the tool can't report is ``None`` or absent.
+    """
+    row = peer_row(measure_peer(peer, texts, prompt, reference, speed, progress))
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    row.measured = {kind: now for kind, there in (("quality", row.texts), ("speed", row.speed)) if there}
+    return row
+
+
+def measure_peer(peer: str, texts: Mapping[str, torch.Tensor], prompt: int,
+                 reference: LoadedModel | TeacherForcedModel, speed: PeerSpeedSettings | None = None,
+                 progress: Listener = silent) -> PeerMeasurement:
     """Measure a peer.
 
     Args:
@@ -56,7 +70,7 @@ def run_peer(peer: str, texts: Mapping[str, torch.Tensor], prompt: int,
         progress: told before each window and the speed test.
 
     Returns:
-        A row: what the tool can't report is ``None`` or absent.
+        Plain data, which :func:`~quantkit.evaluate.peers.row.peer_row` makes a row of.
 
     Raises:
         UsageError: the peer can't be read, or its tokens are others.
@@ -72,20 +86,20 @@ def run_peer(peer: str, texts: Mapping[str, torch.Tensor], prompt: int,
     progress(ProgressEvent(0, total, f"{tool.name} opens {tool.uri}"))
     with closing(tool.open(max(lengths, default=1), threads, loaded.tokenizer)) as session:
         facts = session.facts
-        row = ModelResult(tool.uri, facts.method, facts.bits_per_weight, facts.file_bytes, tool=facts.tool,
-                          load_s=facts.load_s)
         _check_tokens(tool, session, texts, loaded)
+        data: dict[str, Any] = {"uri": tool.uri, "facts": facts.model_dump(), "texts": {}, "times": None}
+        arrays: dict[str, np.ndarray] = {}
         done = 0
         if speed:  # first, while the process's largest memory is that of running, not of logits
             progress(ProgressEvent(done, total, f"speed of {tool.name}"))
-            _timed(row, session, _ids(texts, loaded, speed), speed)
-            row.measured["speed"] = _now()
+            times = session.time(_ids(texts, loaded, speed), speed.decode)
+            data |= {"times": times.model_dump(mode="json"), "prefill": speed.prefill}
             done += 1
-        if texts and _scored(row, tool, session, texts, prompt, reference, lambda number: progress(
-                ProgressEvent(done + number, total, f"{tool.name} {facts.method}"))):
-            row.measured["quality"] = _now()
+        if texts:
+            data["texts"], arrays = _scored(tool, session, texts, prompt, reference, lambda number: progress(
+                ProgressEvent(done + number, total, f"{tool.name} {facts.method}")))
     progress(ProgressEvent(total, total, "scored"))
-    return row
+    return PeerMeasurement(data, arrays)
 
 
 def _check_tokens(tool: Peer, session: PeerSession, texts: Mapping[str, torch.Tensor],
@@ -110,12 +124,13 @@ def _check_tokens(tool: Peer, session: PeerSession, texts: Mapping[str, torch.Te
                 next="compare models of one family")
 
 
-def _scored(row: ModelResult, tool: Peer, session: PeerSession, texts: Mapping[str, torch.Tensor],
-            prompt: int, reference: LoadedModel | TeacherForcedModel,
-            at: Callable[[int], None]) -> bool:
-    """Quality into the row; whether the tool predicts given tokens at all."""
+def _scored(tool: Peer, session: PeerSession, texts: Mapping[str, torch.Tensor], prompt: int,
+            reference: LoadedModel | TeacherForcedModel,
+            at: Callable[[int], None]) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Each text's means of each window, and arrays; nothing if the tool predicts no given tokens."""
     metrics, number = registered_metrics(), 0
-    total = PeerScores(metrics)
+    means: dict[str, Any] = {}
+    arrays: dict[str, np.ndarray] = {}
     for name, windows in texts.items():
         scores = PeerScores(metrics)
         for window in windows:
@@ -123,14 +138,12 @@ def _scored(row: ModelResult, tool: Peer, session: PeerSession, texts: Mapping[s
             number += 1
             prediction = session.predict(window.tolist(), prompt)
             if prediction is None:
-                return False
-            targets = window[1 + prompt:]
+                return {}, {}
             _check_finite(tool, prediction)
-            scores.add(_reference_logits(reference, window, prompt), prediction, targets)
-        row.texts[name], row.window_means[name] = scores.summary(), scores.window_means()
-        total.extend(scores)
-    row.metrics |= total.summary()
-    return True
+            scores.add(_reference_logits(reference, window, prompt), prediction, window[1 + prompt:])
+        means[name] = scores.means()
+        arrays |= {f"{name}/{key}": array for key, array in scores.arrays().items()}
+    return means, arrays
 
 
 @torch.inference_mode()
@@ -156,39 +169,3 @@ def _ids(texts: Mapping[str, torch.Tensor], loaded: LoadedModel, speed: PeerSpee
     ids = (ids * (2 + speed.prefill // len(ids)))[:speed.prefill + len(ids)]
     return [ids[run:run + speed.prefill] for run in range(speed.repeats + 1)]
 
-
-def _timed(row: ModelResult, session: PeerSession, prompts: list[list[int]],
-           speed: PeerSpeedSettings) -> None:
-    """Speed and memory into the row."""
-    times = session.time(prompts, speed.decode)
-    row.peak_bytes = times.peak_bytes
-    if times.prefill_tok_s:
-        row.metrics["prefill_tok_s"] = Interval(*_ends(times.prefill_tok_s))
-    if times.decode_tok_s:
-        row.metrics["decode_tok_s"] = Interval(*_ends(times.decode_tok_s))
-    row.speed = _sweep(row, session, times, speed)
-
-
-def _sweep(row: ModelResult, session: PeerSession, times: PeerTimes, speed: PeerSpeedSettings) -> SpeedSweep:
-    prefill = (PrefillSpeed(
-        tokens=speed.prefill, tok_s=_spread(times.prefill_tok_s),
-        first_token_s=_spread(times.first_token_s) if times.first_token_s else None),
-        ) if times.prefill_tok_s else ()
-    decode = (DecodeSpeed(batch=1, context=speed.prefill, tok_s=_spread(times.decode_tok_s)),
-              ) if times.decode_tok_s else ()
-    weights = session.facts.weight_bytes
-    memory = MemoryUse(weights=weights, peak=times.peak_bytes) if weights is not None else None
-    return SpeedSweep(decode=decode, prefill=prefill, memory=memory, load_s=row.load_s)
-
-
-def _ends(values: tuple[float, ...]) -> tuple[float, float, float]:
-    return median(values), min(values), max(values)
-
-
-def _spread(values: tuple[float, ...]) -> Spread:
-    middle, low, high = _ends(values)
-    return Spread(median=middle, low=low, high=high)
-
-
-def _now() -> str:
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

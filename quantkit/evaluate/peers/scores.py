@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 
 from quantkit.evaluate.metric_table import RegisteredMetric
-from quantkit.evaluate.metrics import PERPLEXITY, TOP1, Interval
+from quantkit.evaluate.metrics import PERPLEXITY, TOP1
 from quantkit.evaluate.peers.base import PeerPrediction
 from quantkit.evaluate.window_scores import WindowScores
 
+Means = Mapping[str, Sequence[float] | Sequence[Sequence[float]]]
+"""Key of a metric → its mean over each window; per run the K statistics of each."""
+
 
 class PeerScores:
-    """One peer's windows of one text, or of all.
+    """One peer's windows of one text.
 
     With logits of the reference's vocabulary every metric is scored. Otherwise perplexity is, and top-1 if
     the likeliest tokens of all windows are known; what needs whole distributions, as KL does, is absent.
@@ -25,7 +28,7 @@ class PeerScores:
 
     def __init__(self, metrics: Sequence[RegisteredMetric]) -> None:
         self._full = WindowScores(metrics, 1)
-        self._partial: dict[str, list[float]] = {PERPLEXITY.name: [], TOP1.name: []}
+        self._partial: dict[str, list[float]] = {TOP1.name: [], PERPLEXITY.name: []}
         self._windows = self._scored = 0
 
     def add(self, reference: torch.Tensor, prediction: PeerPrediction, targets: torch.Tensor) -> None:
@@ -43,6 +46,7 @@ class PeerScores:
             if logits.shape == reference.shape:
                 self._full.add(0, reference, logits, targets)
                 self._scored += 1
+                return
             following = logits.log_softmax(-1).gather(-1, targets.to(logits.device)[:, None])[:, 0]
             likeliest = logits.argmax(-1)
         if following is not None:
@@ -51,22 +55,18 @@ class PeerScores:
             same = reference.argmax(-1).cpu() == likeliest.cpu()
             self._partial[TOP1.name].append(float(same.double().mean()))
 
-    def extend(self, windows: PeerScores) -> None:
-        """Add another text's windows."""
-        self._full.extend(windows._full)
-        self._windows, self._scored = self._windows + windows._windows, self._scored + windows._scored
-        for name, means in windows._partial.items():
-            self._partial[name].extend(means)
+    @property
+    def complete(self) -> bool:
+        """Whether all windows had logits."""
+        return 0 < self._scored == self._windows
 
-    def summary(self) -> dict[str, Interval]:
-        """Every metric that is known of all windows, by its key."""
-        if self._windows and self._scored == self._windows:
-            return self._full.summaries()[0]
-        return {metric.name: metric.summarize(np.array(self._partial[metric.name]))
-                for metric in (TOP1, PERPLEXITY) if metric.name in self.window_means()}
+    def means(self) -> dict[str, list[float] | list[list[float]]]:
+        """Every metric that is known of all windows."""
+        if self.complete:
+            return {name: np.stack(values).tolist() for name, values in self._full.means[0].items()}
+        return {name: list(means) for name, means in self._partial.items()
+                if means and len(means) == self._windows}
 
-    def window_means(self) -> dict[str, list[float]]:
-        """Key → the mean of each window, of the same metrics."""
-        if self._windows and self._scored == self._windows:
-            return self._full.window_means(0)
-        return {name: means for name, means in self._partial.items() if means and len(means) == self._windows}
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Each token's scores; empty without logits."""
+        return self._full.tokens(0).arrays() if self.complete else {}

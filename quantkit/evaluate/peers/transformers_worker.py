@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,7 +31,9 @@ class TransformersModel:
         transformers.utils.logging.set_verbosity_error()
         begin = time.perf_counter()  # the libraries are there
         self._path, self._how = options["path"], options["quantization"]
-        settings: dict[str, Any] = {"dtype": options["dtype"], "device_map": options["device"]}
+        settings: dict[str, Any] = {"dtype": options["dtype"]}
+        if options["device"] != "cpu" or importlib.util.find_spec("accelerate"):
+            settings["device_map"] = options["device"]
         if self._how != "none":
             settings["quantization_config"] = quantization(self._how, options["device"])
         self._model = transformers.AutoModelForCausalLM.from_pretrained(self._path, use_safetensors=True,
@@ -124,8 +127,9 @@ def quantization(how: str, device: str) -> Any:
         return transformers.TorchAoConfig(quant_type=torchao.Int4WeightOnlyConfig(
             group_size=GROUP, int4_packing_format="tile_packed_to_4d"))
     # torchao packs 4 bits for GPUs only: on a CPU each takes a byte, which the bits a weight show
+    dtypes: Any = torch  # its types lack int4
     return transformers.TorchAoConfig(quant_type=torchao.IntxWeightOnlyConfig(
-        weight_dtype=torch.int4, granularity=torchao.granularity.PerGroup(GROUP)))
+        weight_dtype=dtypes.int4, granularity=torchao.granularity.PerGroup(GROUP)))
 
 
 def tensors_of(module: Any, recurse: bool = True) -> Iterator[Any]:

@@ -19,7 +19,8 @@ from quantkit.evaluate.peers.base import PeerFacts, PeerPrediction, PeerSession,
 
 SECONDS = 3600.0
 """For one answer: opening a model, a window, all timed runs. A process that is stuck is ended then."""
-MAX_LINE = 2**20
+MAX_LINE = 2**24
+"""Bytes of an answer without its logits."""
 MAX_VOCAB = 2**21
 """Columns of logits that are believed."""
 FOLDER = Path(__file__).parent

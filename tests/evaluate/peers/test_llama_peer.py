@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,32 @@ def test_nothing_of_llama_is_in_the_path(gguf, reference, windows, monkeypatch, 
     assert shutil.which("llama-server") is None
     with pytest.raises(UsageError, match=r"llama\.cpp isn't found"):
         run_peer(f"llama.cpp({gguf})", {"one": windows}, 0, reference)
+
+
+FAKE = """
+struct parameters { unsigned words[40]; };
+struct parameters context = {{512, 4096, 512, 1}}, model = {{0}};
+struct parameters llama_context_default_params(void) { return context; }
+struct parameters llama_model_default_params(void) { return model; }
+void llama_backend_init(void) {}
+"""
+FUNCTIONS = ("llama_model_load_from_file", "llama_init_from_model", "llama_n_ctx", "llama_n_batch",
+             "llama_set_n_threads", "llama_model_get_vocab", "llama_vocab_n_tokens", "llama_model_desc",
+             "llama_model_size", "llama_tokenize", "llama_batch_init", "llama_decode", "llama_get_logits_ith",
+             "llama_get_memory", "llama_memory_clear", "llama_sampler_init_greedy", "llama_sampler_sample")
+
+
+@with_model
+@pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
+@pytest.mark.parametrize(("functions", "words"), [
+    (FUNCTIONS, "another layout"), (FUNCTIONS[1:], "has no llama_model_load_from_file")])
+def test_another_version_of_the_library_is_refused(gguf, reference, windows, tmp_path, functions, words):
+    code = FAKE + "".join(f"int {name}(void) {{ return 0; }}\n" for name in functions)
+    (tmp_path / "fake.c").write_text(code, encoding="utf-8")
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", str(tmp_path / "libllama.so"), str(tmp_path / "fake.c")],
+                   check=True)
+    with pytest.raises(QuantkitError, match=words):
+        run_peer(f"llama.cpp({gguf}, bin={tmp_path})", {"one": windows}, 0, reference)
 
 
 @with_llama

@@ -119,7 +119,7 @@ def test_vllm_names_the_likeliest_token_by_its_id(reference, windows):
     (ours,) = compare([reference], windows)
     assert row.tool == "vllm 1.2" and row.method == "m"
     assert row.metrics["perplexity"].value == pytest.approx(ours["perplexity"].value, rel=1e-5)
-    assert row.metrics["top1"].value == 1 and set(row.metrics) == {"perplexity", "top1"}
+    assert row.metrics["top1"].value == 1 and set(row.metrics) == {"perplexity", "top1", "flips"}
 
 
 def test_a_server_that_takes_texts_only(reference, windows):
