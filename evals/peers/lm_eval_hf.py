@@ -35,7 +35,7 @@ OURS = "quantkit"
 
 
 @dataclass
-class Side:
+class SideResult:
     """What one side gave for a task: the answers of the last turn, and the seconds of all."""
 
     answers: list[tuple[float, bool]] = field(default_factory=list)
@@ -76,14 +76,14 @@ def decisions(task: ReadyTask, answers: list[tuple[float, bool]], metric: str) -
             for doc, logs in items.values()]
 
 
-def measure(sides: dict[str, Any], tasks: list[ReadyTask], turns: int) -> dict[tuple[str, str], Side]:
+def measure(sides: dict[str, Any], tasks: list[ReadyTask], turns: int) -> dict[tuple[str, str], SideResult]:
     """Let the sides take turns on every task; what each says to a terminal is dropped."""
-    measured: dict[tuple[str, str], Side] = {}
+    measured: dict[tuple[str, str], SideResult] = {}
     for task in tasks:
         requests = [instance for _, instance in instances_of(task)]
         for turn in range(turns):
             for name, model in sorted(sides.items(), reverse=bool(turn % 2)):
-                side = measured.setdefault((task.file.task, name), Side())
+                side = measured.setdefault((task.file.task, name), SideResult())
                 before = time.perf_counter(), time.process_time()
                 with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
                     side.answers = model.loglikelihood(requests, disable_tqdm=True)
@@ -94,7 +94,7 @@ def measure(sides: dict[str, Any], tasks: list[ReadyTask], turns: int) -> dict[t
     return measured
 
 
-def compared(task: ReadyTask, dtype: str, measured: dict[tuple[str, str], Side]) -> dict[str, Any]:
+def compared(task: ReadyTask, dtype: str, measured: dict[tuple[str, str], SideResult]) -> dict[str, Any]:
     """A task's numbers: our side, and ``hf`` with the batch size that was the fastest."""
     sides = {name: side for (of, name), side in measured.items() if of == task.file.task}
     ours = sides.pop(OURS)

@@ -238,8 +238,8 @@ class _Head:
         self._loaded, self._done = loaded, done
         self._tokens = torch.tensor([target.token for target in targets], dtype=torch.int64)
         self.logprobs, self.greedy = np.zeros(len(targets)), np.zeros(len(targets), np.bool_)
-        least, most = HEAD_ROWS
-        self._block = max(least, min(most, LOGITS // loaded.config.vocab_size // least * least))
+        least, largest = HEAD_ROWS
+        self._block = max(least, min(largest, LOGITS // loaded.config.vocab_size // least * least))
         self._hidden: list[torch.Tensor] = []
         self._numbers: list[list[int]] = []  # of the targets of each position
 
