@@ -32,7 +32,7 @@ class Run:
 
     Attributes:
         first, end: the numbers of the first one, and behind the last one.
-        inherited: tokens of the first one that the run before this one computes, for its unshared first one.
+        inherited: tokens of the first one that the run before this one computes, for its own first one.
     """
 
     first: int
