@@ -75,6 +75,7 @@ def fed_to(monkeypatch, loaded):
 
     def spied(model, ids, positions=None, cache=None):
         steps.append(int((positions >= 0).sum()))
+        assert ids.numel() <= prefix_scores.MAX_PADDED * prefix_scores.STEP_TOKENS["cpu"]
         return hidden(model, ids, positions, cache)
 
     monkeypatch.setattr(type(loaded.model), "hidden", spied)
@@ -102,6 +103,7 @@ def test_tells_how_far_it_is(exact, monkeypatch):
 def test_a_step_stays_bounded(exact, monkeypatch):
     monkeypatch.setattr(prefix_scores, "STEP_TOKENS", {"cpu": 10})
     monkeypatch.setattr(prefix_scores, "HEAD_ROWS", (3, 3))
+    monkeypatch.setattr(prefix_scores, "MAX_PADDED", 2)
     steps, requests = fed_to(monkeypatch, exact), some_requests()
     for request, found in zip(requests, Scorer(exact).score(requests), strict=True):
         assert found.logprob == pytest.approx(alone(exact, request)[0], abs=1e-4)
