@@ -22,7 +22,7 @@ from quantkit.spec import KVSpec
 STEP_TOKENS = {"cpu": 512, "cuda": 2048}
 """Tokens that go through the model at once: as many as its program takes at once."""
 MAX_PADDED = 8
-"""Steps' worth of tokens that the hidden states of a step take when they are padded to a rectangle, at most."""
+"""A step's rectangle of hidden states has at most this many times the tokens that a step takes."""
 MIN_PART = 16
 """Tokens of a sequence in a step of a model that takes rectangles, at least."""
 KV_BYTES = 2**29
