@@ -16,7 +16,9 @@ import json
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +37,7 @@ OURS = "quantkit"
 
 
 @dataclass
-class Side:
+class SideResult:
     """What one side gave for a task: the answers of the last turn, and the seconds of all."""
 
     answers: list[tuple[float, bool]] = field(default_factory=list)
@@ -76,14 +78,19 @@ def decisions(task: ReadyTask, answers: list[tuple[float, bool]], metric: str) -
             for doc, logs in items.values()]
 
 
-def measure(sides: dict[str, Any], tasks: list[ReadyTask], turns: int) -> dict[tuple[str, str], Side]:
+def scored(task: ReadyTask) -> list[str]:
+    """The metrics that choose something."""
+    return [entry.metric for entry in task.file.metric_list if entry.metric != "perplexity"]
+
+
+def measure(sides: dict[str, Any], tasks: list[ReadyTask], turns: int) -> dict[tuple[str, str], SideResult]:
     """Let the sides take turns on every task; what each says to a terminal is dropped."""
-    measured: dict[tuple[str, str], Side] = {}
+    measured: dict[tuple[str, str], SideResult] = {}
     for task in tasks:
         requests = [instance for _, instance in instances_of(task)]
         for turn in range(turns):
             for name, model in sorted(sides.items(), reverse=bool(turn % 2)):
-                side = measured.setdefault((task.file.task, name), Side())
+                side = measured.setdefault((task.file.task, name), SideResult())
                 before = time.perf_counter(), time.process_time()
                 with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
                     side.answers = model.loglikelihood(requests, disable_tqdm=True)
@@ -94,20 +101,32 @@ def measure(sides: dict[str, Any], tasks: list[ReadyTask], turns: int) -> dict[t
     return measured
 
 
-def compared(task: ReadyTask, dtype: str, measured: dict[tuple[str, str], Side]) -> dict[str, Any]:
+def compared(task: ReadyTask, dtype: str, measured: dict[tuple[str, str], SideResult]) -> dict[str, Any]:
     """A task's numbers: our side, and ``hf`` with the batch size that was the fastest."""
     sides = {name: side for (of, name), side in measured.items() if of == task.file.task}
     ours = sides.pop(OURS)
     best = min(sides, key=lambda name: min(sides[name].wall))
-    metrics = [entry.metric for entry in task.file.metric_list if entry.metric != "perplexity"]
     same = {metric: sum(first == other for first, other in zip(
         decisions(task, ours.answers, metric), decisions(task, sides[best].answers, metric)))
-        for metric in metrics}
+        for metric in scored(task)}
     apart = [abs(first[0] - other[0]) for first, other in zip(ours.answers, sides[best].answers)]
     return {"task": task.file.task, "dtype": dtype, "items": task.items, "requests": len(apart), "same": same,
             "largest_difference": max(apart), "hf_batch": best.removeprefix("hf batch "),
             "wall_s": {OURS: ours.wall, **{name: side.wall for name, side in sides.items()}},
             "cpu_s": {OURS: ours.cpu, **{name: side.cpu for name, side in sides.items()}}}
+
+
+def agreements(tasks: list[ReadyTask], answers: dict[tuple[str, str], list[tuple[float, bool]]]
+               ) -> Iterator[dict[str, Any]]:
+    """How often any two sides, in any dtypes, choose the same."""
+    for task in tasks:
+        of_task = {side: logs for (name, side), logs in answers.items() if name == task.file.task}
+        for metric in scored(task):
+            picked = {side: decisions(task, logs, metric) for side, logs in of_task.items()}
+            for first, other in combinations(picked, 2):
+                same = sum(a == b for a, b in zip(picked[first], picked[other]))
+                yield {"task": task.file.task, "metric": metric, "sides": [first, other], "same": same,
+                       "items": task.items}
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -142,8 +161,9 @@ def main() -> int:
     args = parser.parse_args()
     tasks = prepare_tasks(args.tasks.split(","), data=args.task_data, limit=args.limit)
     rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+    answers: dict[tuple[str, str], list[tuple[float, bool]]] = {}
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
         write(args.model, folder)
         for dtype in args.dtypes.split(","):
             sides = {f"hf batch {batch}": theirs(folder, dtype, batch) for batch in args.hf_batch.split(",")}
@@ -152,15 +172,23 @@ def main() -> int:
                 model.loglikelihood(tasks[0].parts[0].instances[:8], disable_tqdm=True)
             measured = measure(sides, tasks, args.turns)
             rows += [compared(task, dtype, measured) for task in tasks]
+            for row in rows[-len(tasks):]:
+                for name in (OURS, f"hf batch {row['hf_batch']}"):
+                    answers[row["task"], f"{name} {dtype}"] = measured[row["task"], name].answers
             sides.clear()
             gc.collect()
+    same = list(agreements(tasks, answers))
     if args.json:
         about = {"date": datetime.date.today().isoformat(),
                  "machine": {"cpu": cpu_name(), "cores": cpu_cores(), "threads": torch.get_num_threads()},
                  "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
                  "model": args.model}
-        args.json.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+        args.json.write_text(json.dumps({**about, "rows": rows, "agreements": same}, indent=1) + "\n",
+                             encoding="utf-8")
     print(table(rows))
+    for pair in same if len(args.dtypes.split(",")) > 1 else ():
+        print(f"{pair['task']} {pair['metric']}: {' and '.join(pair['sides'])} choose the same in "
+              f"{pair['same']} of {pair['items']}")
     return 0
 
 

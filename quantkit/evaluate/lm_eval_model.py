@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from quantkit.errors import QuantkitError, UsageError, did_you_mean
-from quantkit.evaluate.scoring import Scorer, ScoringRequest
+from quantkit.evaluate.scoring import BATCH, Scorer, ScoringRequest
 from quantkit.progress import Listener, ProgressEvent, silent
 from quantkit.runtime.generate import generate
 from quantkit.runtime.loader import LoadedModel
@@ -26,14 +26,14 @@ _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_toke
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
-def lm_eval_model(loaded: LoadedModel, *, kv: KVSpec | None = None, batch: int = 16,
+def lm_eval_model(loaded: LoadedModel, *, kv: KVSpec | None = None, batch: int = BATCH,
                   progress: Listener = silent) -> Any:
     """An ``lm_eval.api.model.LM``, for ``lm_eval.simple_evaluate(model=…)`` or quantkit's own tasks.
 
     Args:
         loaded: the model.
         kv: how keys and values are kept; by default as the model's checkpoint says.
-        batch: requests in one forward pass.
+        batch: requests side by side, at most.
         progress: told how many requests of a call are done.
 
     Raises:
@@ -59,7 +59,7 @@ class LmEvalAdapter:
         label: stands beside the progress.
     """
 
-    def __init__(self, loaded: LoadedModel, *, kv: KVSpec | None = None, batch: int = 16,
+    def __init__(self, loaded: LoadedModel, *, kv: KVSpec | None = None, batch: int = BATCH,
                  progress: Listener = silent) -> None:
         super().__init__()
         self.loaded, self.kv, self.batch = loaded, kv or loaded.kv, batch

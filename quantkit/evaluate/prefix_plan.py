@@ -96,9 +96,9 @@ def plan_prefixes(sequences: Sequence[Tokens], runs: int, step: int,
     """
     ordered = sorted(set(sequences))
     shared = [0, *map(_common, ordered, ordered[1:])][:len(ordered)]
-    own = [len(ids) - known for ids, known in zip(ordered, shared)]
-    needed = math.ceil(FILLED * step * len(own) / max(1, sum(own)))
-    starts = _starts(own, shared, max(1, min(runs, needed)), min_inherited)
+    unshared = [len(ids) - known for ids, known in zip(ordered, shared)]
+    needed = math.ceil(FILLED * step * len(unshared) / max(1, sum(unshared)))
+    starts = _starts(unshared, shared, max(1, min(runs, needed)), min_inherited)
     planned: list[Run] = []
     for first, end in zip(starts, [*starts[1:], len(ordered)]):
         inherited = 0
@@ -123,29 +123,30 @@ def _common(first: Tokens, second: Tokens) -> int:
     return int(np.argmax(np.array(first[:length]) != np.array(second[:length])))
 
 
-def _starts(own: Sequence[int], shared: Sequence[int], runs: int, min_inherited: int) -> list[int]:
+def _starts(unshared: Sequence[int], shared: Sequence[int], runs: int, min_inherited: int) -> list[int]:
     """Where runs begin: where that costs little, about as much work apart.
 
     A sequence's work is the tokens of its own, and as many again as one has on average: a step takes the
     tokens of one sequence of each run, however few they are.
     """
-    if not own:
+    if not unshared:
         return []
-    work = [tokens + sum(own) / len(own) for tokens in own]
-    starts, best, remaining = [0], (math.inf, 0, 0.0), sum(work)
-    done, common = 0.0, math.inf
-    for number in range(1, len(own)):
-        if len(starts) == runs:
-            break
-        done, common = done + work[number - 1], min(common, shared[number])
+    work = [tokens + sum(unshared) / len(unshared) for tokens in unshared]
+    starts, remaining = [0], sum(work)
+    while len(starts) < runs:
         share = remaining / (runs + 1 - len(starts))
-        if done >= share / 2:
-            # what is shared is computed again, unless it can be inherited
-            cost = shared[number] - (common if common >= min_inherited else 0) + abs(done - share) / 2
-            best = min(best, (cost, number, done))
-        if done >= 2 * share:
-            _, start, before = best
-            starts.append(start)
-            remaining, done, best = remaining - before, done - before, (math.inf, 0, 0.0)
-            common = min(shared[start + 1:number + 1], default=math.inf)
+        best, done, common = (math.inf, 0, 0.0), 0.0, math.inf
+        for number in range(starts[-1] + 1, len(unshared)):
+            done, common = done + work[number - 1], min(common, shared[number])
+            if done >= share / 2:
+                # what is shared is computed again, unless it can be inherited
+                again = shared[number] - (common if common >= min_inherited else 0)
+                best = min(best, (again + abs(done - share) / 2, number, done))
+            if done >= 2 * share:
+                break
+        _, start, before = best
+        if not start:
+            break
+        starts.append(start)
+        remaining -= before
     return starts

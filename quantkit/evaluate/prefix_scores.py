@@ -21,6 +21,8 @@ from quantkit.spec import KVSpec
 
 STEP_TOKENS = {"cpu": 512, "cuda": 2048}
 """Tokens that go through the model at once: as many as its program takes at once."""
+MAX_PADDED = 8
+"""A step's rectangle of hidden states has at most this many times the tokens that a step takes."""
 MIN_PART = 16
 """Tokens of a sequence in a step of a model that takes rectangles, at least."""
 KV_BYTES = 2**29
@@ -182,10 +184,13 @@ class _Walk:
         """Take some tokens of as many runs as fit through the model."""
         free, parts, skipped = self._budget, list[tuple[_ActiveRun, Tokens]](), list[_ActiveRun]()
         limit = max(MIN_PART, free // len(self._active)) if self._rectangles else free
+        longest = 0
         for active in self._active:
             part = self._plan.sequences[active.current][active.done:][:min(limit, free)]
-            if part:
+            padded = (len(parts) + 1) * max(longest, len(part))
+            if part and (not parts or padded <= MAX_PADDED * self._budget):
                 parts.append((active, part))
+                longest = max(longest, len(part))
                 free -= limit if self._rectangles else len(part)
             else:
                 skipped.append(active)
@@ -238,8 +243,8 @@ class _Head:
         self._loaded, self._done = loaded, done
         self._tokens = torch.tensor([target.token for target in targets], dtype=torch.int64)
         self.logprobs, self.greedy = np.zeros(len(targets)), np.zeros(len(targets), np.bool_)
-        least, most = HEAD_ROWS
-        self._block = max(least, min(most, LOGITS // loaded.config.vocab_size // least * least))
+        least, largest = HEAD_ROWS
+        self._block = max(least, min(largest, LOGITS // loaded.config.vocab_size // least * least))
         self._hidden: list[torch.Tensor] = []
         self._numbers: list[list[int]] = []  # of the targets of each position
 

@@ -27,6 +27,8 @@ class TaskScore:
             ``exact_match,FILTER``.
         interval: 95%.
         items: rows that were asked.
+        values: of each item, in the items' order: see :func:`item_values`. Their mean is the value, or its
+            logarithm, so that two models that were asked the same can be compared item by item.
         choices: the option that was chosen for each item, by this metric; ``None`` if there are none.
     """
 
@@ -34,6 +36,7 @@ class TaskScore:
     metric: str
     interval: Interval
     items: int
+    values: tuple[float, ...]
     choices: tuple[int, ...] | None = None
 
 
@@ -53,10 +56,31 @@ def score(metric: str, values: Sequence[float | tuple[float, float]], seed: int 
         raise ValueError("no items")
     if metric in PROPORTIONS:
         return wilson(sum(float(value) for value in values if not isinstance(value, tuple)), len(values))
-    pairs = np.asarray([value if isinstance(value, tuple) else (value, 1.0) for value in values], dtype=float)
-    ends = _bootstrap(pairs, seed)
+    ends = _bootstrap(_pairs(values), seed)
     of = (lambda mean: mean / math.log(2)) if metric == "bits_per_byte" else _exp
     return Interval(*(of(end) for end in ends))
+
+
+def item_values(metric: str, values: Sequence[float | tuple[float, float]]) -> tuple[float, ...]:
+    """Each item's part in a metric: their mean is the metric's value, of perplexities its logarithm.
+
+    Args:
+        metric, values: as for :func:`score`.
+
+    Returns:
+        Of shares 0 or 1. Of perplexities the item's negative log-likelihood, in nats, over the mean number of
+        words or bytes of all items; of ``bits_per_byte`` the same in bits.
+    """
+    if metric in PROPORTIONS:
+        return tuple(float(value) for value in values if not isinstance(value, tuple))
+    pairs = _pairs(values)
+    unit = pairs[:, 1].mean() * (math.log(2) if metric == "bits_per_byte" else 1)
+    return tuple((-pairs[:, 0] / unit).tolist())
+
+
+def _pairs(values: Sequence[float | tuple[float, float]]) -> np.ndarray:
+    """Log-likelihoods and numbers of words or bytes, ``[items, 2]``."""
+    return np.asarray([value if isinstance(value, tuple) else (value, 1.0) for value in values], dtype=float)
 
 
 def wilson(right: float, items: int) -> Interval:

@@ -7,7 +7,10 @@ lm-eval in memory. https://github.com/EleutherAI/lm-evaluation-harness
 from __future__ import annotations
 
 import contextlib
+import functools
+import hashlib
 import io
+import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,10 +21,11 @@ import numpy as np
 
 from quantkit.errors import QuantkitError, UsageError
 from quantkit.evaluate.lm_eval_model import INSTALL, lm_eval_model
+from quantkit.evaluate.scoring import BATCH
 from quantkit.evaluate.task_data import RenderedRows, Row, load_prompts
 from quantkit.evaluate.task_file import FilterStep, TaskFile, TaskInfo, find_task, list_tasks
 from quantkit.evaluate.task_regex import regex_filter, remove_all
-from quantkit.evaluate.task_score import TaskScore, score
+from quantkit.evaluate.task_score import TaskScore, item_values, score
 from quantkit.progress import Listener, silent
 from quantkit.runtime.loader import LoadedModel
 from quantkit.spec import KVSpec
@@ -44,6 +48,18 @@ class ReadyTask:
     file: TaskFile
     parts: tuple[Any, ...]
     items: int
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 of what is asked: every prompt with its choices or settings, and the right answers. Results
+        can be compared item by item if their tasks' fingerprints are the same."""
+        digest = hashlib.sha256(self.file.output_type.encode())
+        for part in self.parts:
+            for row, instances in _by_row(part):
+                asked = [[instance.args for instance in instances], row.get("choices"), row["text"],
+                         row["target"]]
+                digest.update(json.dumps(asked, sort_keys=True).encode() + b"\n")
+        return digest.hexdigest()
 
 
 def prepare_tasks(names: Sequence[str], *, data: Path | None = None,
@@ -70,7 +86,7 @@ def prepare_tasks(names: Sequence[str], *, data: Path | None = None,
 
 
 def run_tasks(loaded: LoadedModel, names: Sequence[str] | Sequence[ReadyTask], *, data: Path | None = None,
-              limit: int | None = None, kv: KVSpec | None = None, batch: int = 16,
+              limit: int | None = None, kv: KVSpec | None = None, batch: int = BATCH,
               progress: Listener = silent) -> list[TaskScore]:
     """Ask a model every item of every task.
 
@@ -79,7 +95,7 @@ def run_tasks(loaded: LoadedModel, names: Sequence[str] | Sequence[ReadyTask], *
         names: of tasks, or what :func:`prepare_tasks` made of them.
         data, limit: as there.
         kv: how keys and values are kept; by default as the model's checkpoint says.
-        batch: requests in one forward pass.
+        batch: requests side by side, at most.
         progress: told how many of a task's requests are done.
 
     Returns:
@@ -173,7 +189,7 @@ def _run(task: ReadyTask, model: Any) -> list[TaskScore]:
                         choices.setdefault((metric, name), []).append(chosen(metric, row["choices"], results))
     filters = {name for _, name in values}
     return [TaskScore(task.file.task, metric if len(filters) == 1 else f"{metric},{name}",
-                      score(metric, scores), task.items,
+                      score(metric, scores), task.items, item_values(metric, scores),
                       tuple(choices[metric, name]) if (metric, name) in choices else None)
             for (metric, name), scores in values.items()]
 

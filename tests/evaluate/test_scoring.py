@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from quantkit.errors import QuantkitError, UsageError
-from quantkit.evaluate import scoring
+from quantkit.evaluate import prefix_scores, scoring
 from quantkit.evaluate.feed import prefill
 from quantkit.evaluate.scoring import Scorer, ScoringRequest
 from quantkit.kv.batch import Batch
@@ -69,32 +69,57 @@ def test_equals_one_at_a_time(exact, batch):
     assert found.greedy, "the last request is what the model itself writes"
 
 
-def test_requests_that_differ_in_the_last_token_share_a_pass(exact, monkeypatch):
-    seen = []
-    scorer = Scorer(exact)
-    plain = scorer._hidden
-    monkeypatch.setattr(scorer, "_hidden", lambda inputs: seen.extend(inputs) or plain(inputs))
-    requests = [ScoringRequest((5, 6, 7), (token,))
-                for token in range(10, 20)] + [ScoringRequest((5, 6), (7, 11))]
-    found = scorer.score(requests)
-    assert seen == [(5, 6, 7)]
+def fed_to(monkeypatch, loaded):
+    """The number of tokens of each step that the model takes from now on."""
+    steps, hidden = [], type(loaded.model).hidden
+
+    def spied(model, ids, positions=None, cache=None):
+        steps.append(int((positions >= 0).sum()))
+        assert ids.numel() <= prefix_scores.MAX_PADDED * prefix_scores.STEP_TOKENS["cpu"]
+        return hidden(model, ids, positions, cache)
+
+    monkeypatch.setattr(type(loaded.model), "hidden", spied)
+    return steps
+
+
+def test_what_requests_share_is_computed_once(exact, monkeypatch):
+    steps = fed_to(monkeypatch, exact)
+    requests = [*(ScoringRequest((5, 6, 7), (token,)) for token in range(10, 20)),
+                ScoringRequest((5, 6), (7, 11)), ScoringRequest((5, 6, 8), (4,))]
+    found = Scorer(exact, batch=1).score(requests)
+    assert steps == [3, 1]
     for request, got in zip(requests, found, strict=True):
         assert got.logprob == pytest.approx(alone(exact, request)[0], abs=1e-4)
 
 
-def test_tells_how_far_it_is(exact):
-    for kv in ("none", "int8"):
+def test_tells_how_far_it_is(exact, monkeypatch):
+    monkeypatch.setattr(prefix_scores, "HEAD_ROWS", (4, 4))
+    for kv in ("none", "int8", "window(24)"):
         told = []
         Scorer(exact, parse_kv(kv), batch=4).score(some_requests(), told.append)
         assert sum(told) == 17 and len(told) > 2
 
 
-def test_a_pass_stays_bounded(exact, monkeypatch):
-    monkeypatch.setattr("quantkit.evaluate.scoring.MAX_TOKENS", 64)
-    monkeypatch.setattr("quantkit.evaluate.scoring.HEAD_ROWS", 3)
-    requests = some_requests()
+def test_a_step_stays_bounded(exact, monkeypatch):
+    monkeypatch.setattr(prefix_scores, "STEP_TOKENS", {"cpu": 10})
+    monkeypatch.setattr(prefix_scores, "HEAD_ROWS", (3, 3))
+    monkeypatch.setattr(prefix_scores, "MAX_PADDED", 2)
+    steps, requests = fed_to(monkeypatch, exact), some_requests()
     for request, found in zip(requests, Scorer(exact).score(requests), strict=True):
         assert found.logprob == pytest.approx(alone(exact, request)[0], abs=1e-4)
+    assert len(steps) > 9 and max(steps) == 10
+
+
+def test_memory_stays_bounded(exact, monkeypatch):
+    """Sequences side by side are as many as their keys and values may take."""
+    caches, add = [], KVCache.add
+    monkeypatch.setattr(KVCache, "add", lambda cache, length=0: caches.append(cache) or add(cache, length))
+    for pages, most in ((3, 3), (0, 1)):
+        monkeypatch.setattr(prefix_scores, "KV_BYTES", pages * 64 * KVCache(
+            exact.config, dtype=torch.float32).bytes_per_token)
+        caches.clear()
+        Scorer(exact).score([ScoringRequest((5 + i, 6), (7,) * 40) for i in range(20)])
+        assert len(caches) == most and not caches[0].numbers
 
 
 def test_a_context_that_is_too_long_loses_its_beginning(exact):
@@ -122,7 +147,7 @@ def test_what_cannot_be_scored(exact):
     assert Scorer(exact).score([]) == []
 
 
-@pytest.mark.parametrize("kv", ["none", "int8"])
+@pytest.mark.parametrize("kv", ["none", "int8", "window(24)"])
 def test_a_broken_model_is_an_error(exact, kv):
     model = copy.copy(exact.model._model)
     model.norm = copy.copy(model.norm)
@@ -183,7 +208,7 @@ def test_through_a_cache_neither_batch_nor_order_matter(exact):
 
 
 def test_a_context_is_read_once(exact, monkeypatch):
-    scorer, read = Scorer(exact, parse_kv("int8")), []
+    scorer, read = Scorer(exact, parse_kv("window(24)")), []
     monkeypatch.setattr(scoring, "prefill",
                         lambda loaded, cache, row, ids: read.append(ids) or prefill(loaded, cache, row, ids))
     scorer.score([ScoringRequest((5, 6, 7), (token, 9))

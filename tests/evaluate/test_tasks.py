@@ -1,6 +1,7 @@
 """Tasks from file to score: what lm-eval itself makes of the same files, model and data."""
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -156,9 +157,35 @@ def test_choices_are_those_that_the_score_counts(data, loaded):
     for one in scores.values():
         golds = [row["gold"] for row in DATA["arc_easy.jsonl"]]
         assert one.interval.value == sum(a == b for a, b in zip(one.choices, golds)) / 9
+        assert one.values == tuple(float(a == b) for a, b in zip(one.choices, golds))
     results = [(-4.0, False), (-3.0, False)]
     assert [chosen(metric, ["abcdefgh", "ab"], results) for metric in ("acc", "acc_norm")] == [1, 0]
     assert chosen("acc_bytes", ["äöüäöü", "abcd"], [(-6.0, False), (-2.4, False)]) == 0
+
+
+@pytest.mark.parametrize("name", ["arc_easy", "winogrande", "lambada_openai", "mmlu", "ppl", "writes"])
+def test_each_item_has_a_value(name, data, loaded):
+    named = str(data / f"{name}.yaml") if name in ("ppl", "writes") else name
+    for result in run_tasks(loaded, [named], data=data):
+        assert len(result.values) == result.items and all(isinstance(value, float) for value in result.values)
+        mean = sum(result.values) / result.items
+        expected = math.exp(mean) if "perplexity" in result.metric else mean
+        assert result.interval.value == pytest.approx(expected)
+
+
+def test_a_fingerprint_says_what_was_asked(data, tmp_path):
+    names = ["arc_easy", "winogrande", "lambada_openai", "mmlu", str(data / "writes.yaml")]
+    first, again = (prepare_tasks(names, data=data) for _ in range(2))
+    prints = [task.fingerprint for task in first]
+    assert prints == [task.fingerprint for task in again] and len(set(prints)) == len(names)
+    assert all(re.fullmatch("[0-9a-f]{64}", digest) for digest in prints)
+    assert prepare_tasks(["arc_easy"], data=data, limit=8)[0].fingerprint != prints[0]
+    rows = [choice(i) for i in range(9)]
+    for row, change in ((3, {"query": "Question: it?"}), (3, {"gold": 0}), (8, {"choices": [*"abcd"]})):
+        changed = [*rows]
+        changed[row] = rows[row] | change
+        (tmp_path / "arc_easy.jsonl").write_text("".join(json.dumps(item) + "\n" for item in changed))
+        assert prepare_tasks(["arc_easy"], data=tmp_path)[0].fingerprint != prints[0]
 
 
 def test_limit_and_reuse_for_several_settings(data, loaded):
