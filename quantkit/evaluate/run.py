@@ -18,8 +18,8 @@ from quantkit.evaluate.sweep.estimate import estimated
 from quantkit.evaluate.sweep.facts import facts_of
 from quantkit.evaluate.sweep.plan import make_plan, planned_texts
 from quantkit.evaluate.sweep.quality import forget_models
-from quantkit.evaluate.sweep.run import run_pieces
-from quantkit.evaluate.sweep.store import PieceResult, PieceStore, user_store
+from quantkit.evaluate.sweep.run import run_measurements
+from quantkit.evaluate.sweep.store import MeasurementResult, MeasurementStore, user_store
 from quantkit.executor.choose import make_executor
 from quantkit.plugins import current
 from quantkit.progress import Listener, silent
@@ -33,10 +33,10 @@ def evaluate(uris: Sequence[str], settings: EvalSettings, progress: Listener = s
     Args:
         uris: checkpoints or sources, the reference first.
         settings: protocol.
-        progress: told of every piece of work, and of its parts.
+        progress: told of every measurement, and of its parts.
         command: what was typed, for the report.
         loading: told of the weights of each model that is loaded, in MiB.
-        executor: where pieces are done: ``local`` or ``ray``.
+        executor: where measurements are done: ``local`` or ``ray``.
         recipes: checkpoint → the recipe that made it.
 
     Raises:
@@ -54,20 +54,20 @@ def evaluate(uris: Sequence[str], settings: EvalSettings, progress: Listener = s
     models = [facts_of(uri, settings.revision_of(number), settings.dtype, (recipes or {}).get(uri))
               for number, uri in enumerate(uris)]
     plan = make_plan(models, settings, texts)
-    store = user_store() if settings.keep else PieceStore(None)
-    results: dict[int, PieceResult] = {}
-    for number, piece in enumerate(plan.pieces):
-        if not settings.fresh and (known := store.get(piece.key)) is not None:
+    store = user_store() if settings.keep else MeasurementStore(None)
+    results: dict[int, MeasurementResult] = {}
+    for number, measurement in enumerate(plan.measurements):
+        if not settings.fresh and (known := store.get(measurement.key)) is not None:
             results[number] = known
-    numbers = [number for number in range(len(plan.pieces)) if number not in results]
-    missing = estimated(plan, [plan.pieces[number] for number in numbers])
+    numbers = [number for number in range(len(plan.measurements)) if number not in results]
+    missing = estimated(plan, [plan.measurements[number] for number in numbers])
     with closing(make_executor(executor, find_device(settings.device), gpus=True)) as runs:
-        for number, measured in run_pieces(missing, store, runs, progress, loading):
+        for number, measured in run_measurements(missing, store, runs, progress, loading):
             results[numbers[number]] = measured
     forget_models()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
-    result = assemble(plan, settings, by_place(results, plan.pieces))
+    result = assemble(plan, settings, by_place(results, plan.measurements))
     result.metrics, result.command = infos, command
     result.plotted = settings.plot or result.plotted
     current().notify("on_run_finished", kind="eval", summary=result.to_dict())

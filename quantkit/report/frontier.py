@@ -145,8 +145,10 @@ def _speed(row: ModelResult) -> Interval | None:
 
 
 def _gigabytes(row: ModelResult) -> Interval | None:
+    if not row.file_bytes:
+        return None
     size = (row.file_bytes + (row.kv_bytes or 0)) / 1e9
-    return Interval(size, size, size) if row.file_bytes else None
+    return Interval(size, size, size)
 
 
 def _points(pairs: Sequence[tuple[int, Interval, Interval | None]],

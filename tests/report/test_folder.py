@@ -10,7 +10,8 @@ from quantkit.errors import PluginError, QuantkitError, UsageError
 from quantkit.report.base import Reporter
 from quantkit.report.folder import reporters, require_writable, write_report
 
-FILES = ["frontier.png", "frontier.svg", "junit.xml", "model-card.md", "report.html", "report.md", "results.json"]
+FILES = ["frontier.png", "frontier.svg", "junit.xml", "model-card.md", "report.html", "report.md",
+         "results.json"]
 
 
 def test_all_files(make_result, tmp_path):

@@ -1,1 +1,1 @@
-"""Every combination of models and KV settings, in pieces of work that are kept: a stopped run goes on."""
+"""Every combination of models and KV settings, in measurements that are kept: a stopped run goes on."""

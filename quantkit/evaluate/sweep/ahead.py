@@ -10,7 +10,7 @@ from quantkit.evaluate.settings import EvalSettings
 from quantkit.evaluate.sweep.estimate import estimated, quantize_seconds
 from quantkit.evaluate.sweep.facts import facts_of
 from quantkit.evaluate.sweep.plan import make_plan, planned_texts
-from quantkit.evaluate.sweep.store import PieceStore, user_store
+from quantkit.evaluate.sweep.store import MeasurementStore, user_store
 from quantkit.recipe import load_recipe
 
 
@@ -20,7 +20,7 @@ class Outlook:
 
     Attributes:
         models, settings, texts: how many.
-        pieces, kept: measurements, and how many of them are there.
+        measurements, kept: measurements, and how many of them are there.
         missing: recipes whose checkpoints are to be made.
         seconds: that all this may take.
     """
@@ -28,7 +28,7 @@ class Outlook:
     models: int
     settings: int
     texts: int
-    pieces: int
+    measurements: int
     kept: int
     missing: tuple[str, ...]
     seconds: float
@@ -39,7 +39,8 @@ class Outlook:
         parts = [f"{self.models} model{'s' * (self.models > 1)}"]
         parts += [f"{self.settings} KV settings"] if self.settings > 1 else []
         parts += [f"{self.texts} texts"] if self.texts > 1 else []
-        text = f"{variants} variant{'s' * (variants > 1)} ({' × '.join(parts)}), {self.pieces} measurements"
+        text = (f"{variants} variant{'s' * (variants > 1)} ({' × '.join(parts)}), "
+                f"{self.measurements} measurements")
         if self.kept:
             text += f", {self.kept} of them there already"
         if self.missing:
@@ -65,9 +66,9 @@ def look_ahead(uris: Sequence[str], settings: EvalSettings, recipes: Mapping[str
                               recipe=folder.name) if recipe in absent
                       else facts_of(str(folder), dtype=settings.dtype, recipe=folder.name))
     plan = make_plan(models, settings, planned_texts(settings))
-    store = user_store() if settings.keep and not settings.fresh else PieceStore(None)
-    missing = [piece for piece in plan.pieces if store.get(piece.key) is None]
-    seconds = sum(piece.seconds for piece in estimated(plan, missing))
+    store = user_store() if settings.keep and not settings.fresh else MeasurementStore(None)
+    missing = [measurement for measurement in plan.measurements if store.get(measurement.key) is None]
+    seconds = sum(measurement.seconds for measurement in estimated(plan, missing))
     seconds += sum(quantize_seconds(models[0], load_recipe(recipe)) for recipe in absent)
-    return Outlook(len(models), len(plan.kv), len(plan.texts), len(plan.pieces),
-                   len(plan.pieces) - len(missing), absent, seconds)
+    return Outlook(len(models), len(plan.kv), len(plan.texts), len(plan.measurements),
+                   len(plan.measurements) - len(missing), absent, seconds)

@@ -1,4 +1,4 @@
-"""What the pieces of a comparison come to: rows with intervals, the protocol, and noise floors."""
+"""What the measurements of a comparison come to: rows with intervals, the protocol, and noise floors."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from quantkit.evaluate.roofline.result import Roofline
 from quantkit.evaluate.settings import EvalSettings
 from quantkit.evaluate.speed_sweep import SpeedSweep, Spread
 from quantkit.evaluate.sweep.facts import ModelFacts
-from quantkit.evaluate.sweep.jobs import Piece
+from quantkit.evaluate.sweep.jobs import Measurement
 from quantkit.evaluate.sweep.plan import SweepPlan
-from quantkit.evaluate.sweep.store import PieceResult
+from quantkit.evaluate.sweep.store import MeasurementResult
 from quantkit.evaluate.token_scores import TokenScores, joined, tails
 
 DIFF_TOKENS = 240
 """Tokens of the text that is shown token by token."""
-Done = Mapping[tuple[str, int, int], PieceResult]
+Done = Mapping[tuple[str, int, int], MeasurementResult]
 """By kind, model and text or KV setting."""
 
 
 def assemble(plan: SweepPlan, settings: EvalSettings, done: Done) -> EvalResult:
-    """The result of a comparison whose pieces are all done."""
+    """The result of a comparison whose measurements are all done."""
     quality = [[done["quality", number, place] for place in range(len(plan.texts))]
                for number in range(len(plan.models))]
     protocol = _protocol(plan, settings, quality, done)
@@ -47,24 +47,25 @@ def assemble(plan: SweepPlan, settings: EvalSettings, done: Done) -> EvalResult:
             rows.append(row)
     result = EvalResult(protocol, rows, suite=settings.suite)
     result.floors = _floors(quality[0])
-    result.roofline = [Roofline.model_validate(piece.data["roofline"], strict=False)
+    result.roofline = [Roofline.model_validate(measurement.data["roofline"], strict=False)
                        for number in range(len(plan.models))
-                       if (piece := done.get(("roofline", number, 0))) is not None
-                       and piece.data["roofline"] is not None]
-    if (piece := done.get(("sensitivity", 0, 0))) is not None:
-        result.sensitivity = [(name, loss) for name, loss in piece.data["losses"]]
+                       if (measurement := done.get(("roofline", number, 0))) is not None
+                       and measurement.data["roofline"] is not None]
+    if (measurement := done.get(("sensitivity", 0, 0))) is not None:
+        result.sensitivity = [(name, loss) for name, loss in measurement.data["losses"]]
     result.diff = _diff(plan, result, quality)
     return result
 
 
-def by_place(results: Mapping[int, PieceResult], pieces: Sequence[Piece]) -> Done:
+def by_place(results: Mapping[int, MeasurementResult], measurements: Sequence[Measurement]) -> Done:
     """Results by kind, model and text or setting."""
-    return {(piece.kind, *piece.variant): results[number] for number, piece in enumerate(pieces)}
+    return {(measurement.kind, *measurement.variant): results[number]
+            for number, measurement in enumerate(measurements)}
 
 
-def _row(plan: SweepPlan, model: ModelFacts, pieces: Sequence[PieceResult], setting: int,
+def _row(plan: SweepPlan, model: ModelFacts, measurements: Sequence[MeasurementResult], setting: int,
          protocol: Protocol, metrics: Mapping[str, RegisteredMetric]) -> ModelResult:
-    parts = [piece.data["rows"][setting] for piece in pieces]
+    parts = [measurement.data["rows"][setting] for measurement in measurements]
     first = parts[0]
     row = ModelResult(model.uri, first["label"], first["bits_per_weight"], first["file_bytes"],
                       manifest_sha256=first["manifest_sha256"], kv=first["kv"], recipe=model.recipe,
@@ -74,7 +75,7 @@ def _row(plan: SweepPlan, model: ModelFacts, pieces: Sequence[PieceResult], sett
     for name in names:
         metric = Metric(EXACT, KL.score) if name == EXACT else metrics[name].metric
         row.metrics[name] = metric.summarize(np.concatenate([part["means"][name] for part in parts]))
-    scores = [_tokens(piece, setting) for piece in pieces]
+    scores = [_tokens(measurement, setting) for measurement in measurements]
     row.metrics |= tails(joined(scores))
     if protocol.words and not protocol.prompt:
         tokens_per_word = protocol.scored / protocol.words
@@ -86,29 +87,29 @@ def _row(plan: SweepPlan, model: ModelFacts, pieces: Sequence[PieceResult], sett
         row.window_means[name] = {key: part["means"][key] for key in names
                                   if key != EXACT and metrics[key].metric.per != "run"}
         row.window_means[name]["flips"] = (1.0 - tokens.agrees.mean(axis=1)).tolist()
-    row.measured["quality"] = max(piece.measured for piece in pieces)
+    row.measured["quality"] = max(measurement.measured for measurement in measurements)
     return row
 
 
-def _tokens(piece: PieceResult, setting: int, prefix: str = "") -> TokenScores:
-    return TokenScores(*(piece.arrays[f"{setting}/{prefix}{name}"]
+def _tokens(measurement: MeasurementResult, setting: int, prefix: str = "") -> TokenScores:
+    return TokenScores(*(measurement.arrays[f"{setting}/{prefix}{name}"]
                          for name in ("kl", "loss", "likeliest", "agrees")))
 
 
-def _add_tasks(row: ModelResult, piece: PieceResult | None) -> None:
-    if piece is None:
+def _add_tasks(row: ModelResult, measurement: MeasurementResult | None) -> None:
+    if measurement is None:
         return
-    for score in piece.data["scores"]:
+    for score in measurement.data["scores"]:
         key = f"{score['task']}/{score['metric']}"
         row.metrics[key] = Interval(*score["interval"])
         row.items[key] = score["values"]
-    row.measured["tasks"] = piece.measured
+    row.measured["tasks"] = measurement.measured
 
 
-def _add_speed(row: ModelResult, piece: PieceResult | None, protocol: Protocol) -> None:
-    if piece is None:
+def _add_speed(row: ModelResult, measurement: MeasurementResult | None, protocol: Protocol) -> None:
+    if measurement is None:
         return
-    sweep = SpeedSweep.model_validate(piece.data["sweep"], strict=False)
+    sweep = SpeedSweep.model_validate(measurement.data["sweep"], strict=False)
     row.speed, row.load_s, row.kernels = sweep, sweep.load_s, sweep.kernels
     row.peak_bytes = None if sweep.memory is None else sweep.memory.peak
     if sweep.prefill:
@@ -118,7 +119,7 @@ def _add_speed(row: ModelResult, piece: PieceResult | None, protocol: Protocol) 
         nearest = min(single, key=lambda point: abs(point.context - protocol.prefill))
         assert nearest.tok_s is not None
         row.metrics["decode_tok_s"] = _interval(nearest.tok_s)
-    row.measured["speed"] = piece.measured
+    row.measured["speed"] = measurement.measured
 
 
 def _interval(spread: Spread) -> Interval:
@@ -131,19 +132,19 @@ def per_word(perplexity: Interval, tokens_per_word: float) -> Interval:
     return Interval(*(math.exp(log) if log < 700 else math.inf for log in logs))
 
 
-def _protocol(plan: SweepPlan, settings: EvalSettings, quality: Sequence[Sequence[PieceResult]],
+def _protocol(plan: SweepPlan, settings: EvalSettings, quality: Sequence[Sequence[MeasurementResult]],
               done: Done) -> Protocol:
     first, texts = quality[0], plan.texts
-    dtypes = dict.fromkeys(piece[0].data["rows"][0]["dtype"] for piece in quality)
+    dtypes = dict.fromkeys(measurement[0].data["rows"][0]["dtype"] for measurement in quality)
     timed = (settings.prefill_tokens, settings.decode, settings.repeats) if settings.speed else (0, 0, 0)
     asked = done.get(("tasks", 0, 0))
     tasks = {} if asked is None else {score["task"]: score["items"] for score in asked.data["scores"]}
     parts = tuple((text.name, text.text.name, text.text.sha256, text.windows) for text in texts)
     return Protocol(
         ", ".join(text.text.name for text in texts), _combined_hash([text.text.sha256 for text in texts]),
-        _combined_hash([piece.data["tokens"] for piece in first]), settings.window,
-        sum(text.windows for text in texts), sum(piece.data["words"] for piece in first), ", ".join(dtypes),
-        *timed, __version__, torch.__version__, cpu_name(), cpu_cores(), torch.get_num_threads(), plan.prompt,
+        _combined_hash([measurement.data["tokens"] for measurement in first]), settings.window,
+        sum(text.windows for text in texts), sum(measurement.data["words"] for measurement in first),
+        ", ".join(dtypes), *timed, __version__, torch.__version__, cpu_name(), cpu_cores(), torch.get_num_threads(), plan.prompt,
         ", ".join(f"{name} ({count} items)" for name, count in tasks.items()),
         gpu=gpu_name(find_device(settings.device)), texts=parts if len(parts) > 1 else ())
 
@@ -153,17 +154,18 @@ def _combined_hash(hashes: Sequence[str]) -> str:
     return hashes[0] if len(hashes) == 1 else hashlib.sha256("\n".join(hashes).encode()).hexdigest()
 
 
-def _floors(pieces: Sequence[PieceResult]) -> dict[str, Interval]:
+def _floors(measurements: Sequence[MeasurementResult]) -> dict[str, Interval]:
     """What the reference's own arithmetic makes of each metric, compared with float32."""
-    if "0/exact_kl" not in pieces[0].arrays:
+    if "0/exact_kl" not in measurements[0].arrays:
         return {}
-    far = joined([_tokens(piece, 0, "exact_") for piece in pieces])
+    far = joined([_tokens(measurement, 0, "exact_") for measurement in measurements])
     floors = {KL.name: KL.summarize(far.kl.astype(np.float64).mean(axis=1))} | tails(far)
     floors["top1"] = floors["flips"]  # as far as it may be below 1
     return floors
 
 
-def _diff(plan: SweepPlan, result: EvalResult, quality: Sequence[Sequence[PieceResult]]) -> TokenDiff | None:
+def _diff(plan: SweepPlan, result: EvalResult,
+          quality: Sequence[Sequence[MeasurementResult]]) -> TokenDiff | None:
     """The first text's beginning as the reference and the variant that is farthest from it see it."""
     distances = [(value.value, number) for number, row in enumerate(result.rows)
                  if number and (value := row.metrics.get(KL.name)) is not None and math.isfinite(value.value)]

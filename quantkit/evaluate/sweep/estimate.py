@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from quantkit.evaluate.sweep.facts import ModelFacts
-from quantkit.evaluate.sweep.jobs import Piece, SpeedJob, TasksJob
+from quantkit.evaluate.sweep.jobs import Measurement, SpeedJob, TasksJob
 from quantkit.evaluate.sweep.plan import SweepPlan
 from quantkit.evaluate.sweep.quality import QualityJob
 from quantkit.recipe import Recipe
@@ -28,12 +28,13 @@ ROOFLINE_S, STEP_S = 25.0, 2.0
 """Seconds of a roofline, and of starting a process and loading a model."""
 
 
-def estimated(plan: SweepPlan, pieces: Sequence[Piece]) -> list[Piece]:
+def estimated(plan: SweepPlan, measurements: Sequence[Measurement]) -> list[Measurement]:
     """Pieces with the seconds that they may take."""
-    if not pieces:
+    if not measurements:
         return []
     rate = _operations()
-    return [replace(piece, seconds=_seconds(piece, plan.models[piece.variant[0]], rate)) for piece in pieces]
+    return [replace(measurement, seconds=_seconds(measurement, plan.models[measurement.variant[0]], rate))
+            for measurement in measurements]
 
 
 def quantize_seconds(model: ModelFacts, recipe: Recipe) -> float:
@@ -44,9 +45,9 @@ def quantize_seconds(model: ModelFacts, recipe: Recipe) -> float:
     return STEP_S + WALKS * text.samples * text.length / tok_s + model.parameters / SOLVED_S
 
 
-def _seconds(piece: Piece, model: ModelFacts, rate: float) -> float:
+def _seconds(measurement: Measurement, model: ModelFacts, rate: float) -> float:
     tok_s = SHARE * rate / (2 * model.parameters)
-    job = piece.job
+    job = measurement.job
     if isinstance(job, QualityJob):
         passes = len(job.kv) * (CACHED if job.prompt is not None else 1.0)
         passes += not job.of_reference
@@ -60,7 +61,7 @@ def _seconds(piece: Piece, model: ModelFacts, rate: float) -> float:
         reads = settings.repeats * 2 * settings.prefill + sum(settings.contexts)
         writes = len(settings.batches) * len(settings.contexts) * (settings.repeats + 1) * settings.decode
         return STEP_S + reads / tok_s + writes / (DECODE_SHARE * tok_s)
-    if piece.kind == "roofline":
+    if measurement.kind == "roofline":
         return ROOFLINE_S
     return 12 * 8 * 512 / tok_s  # of sensitivity: two walks and each layer solved
 

@@ -1,4 +1,4 @@
-"""The pieces of work of a comparison: each can be done anywhere, and says all that its numbers depend on."""
+"""The measurements of a comparison: each can be done anywhere, and says all that its numbers depend on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quantkit.errors import UsageError
 from quantkit.evaluate.speed_sweep import SweepSettings
 from quantkit.evaluate.sweep.quality import QualityJob, forget_models, kept_model, score_text
 from quantkit.evaluate.sweep.sensitivity import sensitivity_map
-from quantkit.evaluate.sweep.store import PieceResult
+from quantkit.evaluate.sweep.store import MeasurementResult
 from quantkit.executor.base import TaskNeeds
 from quantkit.kvspec import parse_kv
 from quantkit.progress import Listener, ProgressEvent, silent
@@ -86,7 +86,7 @@ Job = QualityJob | TasksJob | SpeedJob | RooflineJob | SensitivityJob
 
 
 @dataclass(frozen=True)
-class Piece:
+class Measurement:
     """A job with its name.
 
     Attributes:
@@ -108,8 +108,8 @@ class Piece:
     needs: TaskNeeds = field(default_factory=TaskNeeds)
 
 
-def do(job: Job, progress: Listener | None = None, loading: Listener | None = None) -> PieceResult:
-    """Do a piece of work, here and now.
+def do(job: Job, progress: Listener | None = None, loading: Listener | None = None) -> MeasurementResult:
+    """Do a measurement, here and now.
 
     Raises:
         QuantkitError: it can't be done.
@@ -120,34 +120,34 @@ def do(job: Job, progress: Listener | None = None, loading: Listener | None = No
                    seconds=time.monotonic() - begin)
 
 
-def _work(job: Job) -> Callable[[Any, Listener, Listener], PieceResult]:
-    kinds: dict[type, Callable[[Any, Listener, Listener], PieceResult]] = {
+def _work(job: Job) -> Callable[[Any, Listener, Listener], MeasurementResult]:
+    kinds: dict[type, Callable[[Any, Listener, Listener], MeasurementResult]] = {
         QualityJob: score_text, TasksJob: _tasks, SpeedJob: _speed, RooflineJob: _roofline,
         SensitivityJob: _sensitivity}
     return kinds[type(job)]
 
 
-def _tasks(job: TasksJob, progress: Listener, loading: Listener) -> PieceResult:
+def _tasks(job: TasksJob, progress: Listener, loading: Listener) -> MeasurementResult:
     from quantkit.evaluate.tasks import prepare_tasks, run_tasks
 
     loaded = kept_model(job.model, job.revision, job.dtype, job.device, loading)
     ready = prepare_tasks(job.tasks, data=job.data, limit=job.limit)
     scores = run_tasks(loaded, ready, kv=None if job.kv is None else parse_kv(job.kv), progress=progress)
-    return PieceResult({"scores": [
+    return MeasurementResult({"scores": [
         {"task": score.task, "metric": score.metric, "items": score.items, "values": list(score.values or ()),
          "interval": [score.interval.value, score.interval.low, score.interval.high]} for score in scores]})
 
 
-def _speed(job: SpeedJob, progress: Listener, loading: Listener) -> PieceResult:
+def _speed(job: SpeedJob, progress: Listener, loading: Listener) -> MeasurementResult:
     from quantkit.evaluate.speed import measure_sweep
 
     forget_models()  # the memory belongs to the process that is timed
     sweep = measure_sweep(job.model, job.ids, job.settings, revision=job.revision, dtype=job.dtype,
                           device=job.device, kv=job.kv, threads=job.threads)
-    return PieceResult({"sweep": sweep.model_dump(mode="json")})
+    return MeasurementResult({"sweep": sweep.model_dump(mode="json")})
 
 
-def _roofline(job: RooflineJob, progress: Listener, loading: Listener) -> PieceResult:
+def _roofline(job: RooflineJob, progress: Listener, loading: Listener) -> MeasurementResult:
     from quantkit.evaluate.roofline.measure import measure_roofline
 
     forget_models()
@@ -155,16 +155,16 @@ def _roofline(job: RooflineJob, progress: Listener, loading: Listener) -> PieceR
     try:
         roofline = measure_roofline(loaded, kv=KVSpec(), progress=progress)
     except UsageError as error:  # it isn't one program: there are no operators to time
-        return PieceResult({"roofline": None, "left_out": error.why or error.what})
+        return MeasurementResult({"roofline": None, "left_out": error.why or error.what})
     finally:
         forget_models()
-    return PieceResult({"roofline": roofline.model_dump(mode="json")})
+    return MeasurementResult({"roofline": roofline.model_dump(mode="json")})
 
 
-def _sensitivity(job: SensitivityJob, progress: Listener, loading: Listener) -> PieceResult:
+def _sensitivity(job: SensitivityJob, progress: Listener, loading: Listener) -> MeasurementResult:
     def phases(event: ProgressEvent) -> None:
         before, total = (0, 1) if event.phase is None else (event.phase.number - 1, event.phase.total)
         units = max(1, event.total)
         progress(ProgressEvent(before * units + event.done, total * units, event.label))
 
-    return PieceResult({"losses": sensitivity_map(job.model, job.revision, phases)})
+    return MeasurementResult({"losses": sensitivity_map(job.model, job.revision, phases)})

@@ -1,4 +1,4 @@
-"""What there is to measure: the product of models, KV settings and texts, as pieces of work."""
+"""What there is to measure: the product of models, KV settings and texts, as measurements."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from quantkit.evaluate.protocol import cpu_cores, cpu_name
 from quantkit.evaluate.settings import EvalSettings
 from quantkit.evaluate.speed_sweep import SweepSettings
 from quantkit.evaluate.sweep.facts import ModelFacts
-from quantkit.evaluate.sweep.jobs import Piece, RooflineJob, SensitivityJob, SpeedJob, TasksJob
+from quantkit.evaluate.sweep.jobs import Measurement, RooflineJob, SensitivityJob, SpeedJob, TasksJob
 from quantkit.evaluate.sweep.quality import Floor, QualityJob, metric_names
 from quantkit.evaluate.text import EvalText, load_text
 from quantkit.executor.base import TaskNeeds
@@ -55,7 +55,7 @@ class SweepPlan:
         texts: that are scored.
         prompt: tokens of a window that go through the cache; ``None``: no cache is involved.
         ids: of the prompt of the speed tests.
-        pieces: in the order in which they are done.
+        measurements: in the order in which they are done.
     """
 
     models: tuple[ModelFacts, ...]
@@ -63,7 +63,7 @@ class SweepPlan:
     texts: tuple[PlannedText, ...]
     prompt: int | None
     ids: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    measurements: tuple[Measurement, ...]
 
 
 def planned_texts(settings: EvalSettings) -> tuple[PlannedText, ...]:
@@ -93,35 +93,36 @@ def make_plan(models: Sequence[ModelFacts], settings: EvalSettings,
     base = {"quantkit": __version__, "torch": torch.__version__, "dtype": settings.dtype,
             "arithmetic": _arithmetic(settings.device)}
     machine = {"cpu": cpu_name(), "cores": cpu_cores(), "threads": torch.get_num_threads()}
-    pieces = [*_quality(models, settings, texts, kv, prompt, base), *_tasks(models, settings, kv, base)]
+    measurements = [*_quality(models, settings, texts, kv, prompt, base), *_tasks(models, settings, kv, base)]
     if settings.sensitivity:
         first = models[0]
-        pieces.append(Piece("sensitivity", f"what 4 bits cost in each layer of {first.name}",
+        measurements.append(Measurement("sensitivity", f"what 4 bits cost in each layer of {first.name}",
                             SensitivityJob(first.uri, first.revision),
                             {"kind": "sensitivity", "quantkit": __version__, "model": first.identity}, 0.0))
     if settings.roofline:
         for number, model in enumerate(models):
-            pieces.append(Piece("roofline", f"operators of {model.name}", RooflineJob(
+            measurements.append(Measurement("roofline", f"operators of {model.name}", RooflineJob(
                 model.uri, model.revision, settings.dtype, settings.device), base | machine | {
                     "kind": "roofline", "model": model.identity}, 0.0, (number, 0)))
     if settings.speed:
-        pieces += _speed(models, settings, kv, ids, base | machine)
+        measurements += _speed(models, settings, kv, ids, base | machine)
     gpus = int(find_device(settings.device).type == "cuda")
     return SweepPlan(tuple(models), kv, tuple(texts), prompt, ids, tuple(
-        replace(piece, needs=_needs(piece, models[piece.variant[0]], gpus)) for piece in pieces))
+        replace(measurement, needs=_needs(measurement.kind, models[measurement.variant[0]], gpus))
+        for measurement in measurements))
 
 
-def _needs(piece: Piece, model: ModelFacts, gpus: int) -> TaskNeeds:
+def _needs(kind: str, model: ModelFacts, gpus: int) -> TaskNeeds:
     """Two models in memory and a third in float32 for quality; what is timed is alone."""
     weights = WEIGHT_BYTES * model.parameters
-    return TaskNeeds(gpus, MEMORY_BESIDE + weights * (4 if piece.kind in ("quality", "sensitivity") else 2),
-                     piece.kind in ("speed", "roofline"))
+    return TaskNeeds(gpus, MEMORY_BESIDE + weights * (4 if kind in ("quality", "sensitivity") else 2),
+                     kind in ("speed", "roofline"))
 
 
 def _quality(models: Sequence[ModelFacts], settings: EvalSettings, texts: Sequence[PlannedText],
-             kv: tuple[str | None, ...], prompt: int | None, base: Mapping[str, Any]) -> list[Piece]:
+             kv: tuple[str | None, ...], prompt: int | None, base: Mapping[str, Any]) -> list[Measurement]:
     floor: Floor = "all" if settings.noise_floor else "reference" if settings.floor else "none"
-    reference, pieces = models[0], []
+    reference, measurements = models[0], []
     for number, model in enumerate(models):
         for place, text in enumerate(texts):
             content = text.text.content[:settings.window * text.windows * LETTERS + SPARE]
@@ -134,12 +135,12 @@ def _quality(models: Sequence[ModelFacts], settings: EvalSettings, texts: Sequen
                    "prompt": prompt, "floor": floor if number == 0 or floor == "all" else "none",
                    "metrics": metric_names()}
             label = f"quality of {model.name}" + (f" on {text.name}" if text.name else "")
-            pieces.append(Piece("quality", label, job, key, 0.0, (number, place)))
-    return pieces
+            measurements.append(Measurement("quality", label, job, key, 0.0, (number, place)))
+    return measurements
 
 
 def _tasks(models: Sequence[ModelFacts], settings: EvalSettings, kv: tuple[str | None, ...],
-           base: Mapping[str, Any]) -> list[Piece]:
+           base: Mapping[str, Any]) -> list[Measurement]:
     if not settings.tasks:
         return []
     from quantkit.evaluate.tasks import prepare_tasks
@@ -147,22 +148,23 @@ def _tasks(models: Sequence[ModelFacts], settings: EvalSettings, kv: tuple[str |
     # before any model is loaded: what is missing shows at once
     ready = prepare_tasks(settings.tasks, data=settings.task_data, limit=settings.limit)
     asked = [[task.file.task, task.fingerprint] for task in ready]
-    pieces = []
+    measurements = []
     for number, model in enumerate(models):
         for place, setting in enumerate(kv):
             job = TasksJob(model.uri, model.revision, settings.dtype, settings.device, setting,
                            settings.tasks, settings.task_data, settings.limit)
             key = {**base, "kind": "tasks", "model": model.identity, "asked": asked,
                    "kv": setting if setting is not None else str(model.kv)}
-            pieces.append(Piece("tasks", _label("tasks for", model, setting), job, key, 0.0, (number, place)))
-    return pieces
+            measurements.append(Measurement("tasks", _label("tasks for", model, setting), job, key, 0.0,
+                                            (number, place)))
+    return measurements
 
 
 def _speed(models: Sequence[ModelFacts], settings: EvalSettings, kv: tuple[str | None, ...],
-           ids: tuple[int, ...], base: Mapping[str, Any]) -> list[Piece]:
+           ids: tuple[int, ...], base: Mapping[str, Any]) -> list[Measurement]:
     sweep = SweepSettings(batches=settings.batches, contexts=settings.contexts or (settings.prefill_tokens,),
                           prefill=settings.prefill_tokens, decode=settings.decode, repeats=settings.repeats)
-    pieces = []
+    measurements = []
     for number, model in enumerate(models):
         for place, setting in enumerate(kv):
             job = SpeedJob(model.uri, model.revision, settings.dtype, settings.device, setting, ids,
@@ -170,8 +172,9 @@ def _speed(models: Sequence[ModelFacts], settings: EvalSettings, kv: tuple[str |
             key = {**base, "kind": "speed", "model": model.identity,
                    "settings": sweep.model_dump(mode="json"),
                    "kv": setting if setting is not None else str(model.kv)}
-            pieces.append(Piece("speed", _label("speed of", model, setting), job, key, 0.0, (number, place)))
-    return pieces
+            measurements.append(Measurement("speed", _label("speed of", model, setting), job, key, 0.0,
+                                            (number, place)))
+    return measurements
 
 
 def _label(what: str, model: ModelFacts, setting: str | None) -> str:

@@ -1,4 +1,4 @@
-"""One piece of a comparison: a model with its KV settings scored on one text, beside the reference."""
+"""One measurement of a comparison: a model with its KV settings scored on one text, beside the reference."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from quantkit.evaluate.forced import TeacherForcedModel
 from quantkit.evaluate.keys import EXACT
 from quantkit.evaluate.metric_table import registered_metrics
 from quantkit.evaluate.quality import score, windows_of
-from quantkit.evaluate.sweep.store import PieceResult
+from quantkit.evaluate.sweep.store import MeasurementResult
 from quantkit.evaluate.window_scores import WindowScores
 from quantkit.kvspec import parse_kv
 from quantkit.progress import Listener
@@ -65,7 +65,7 @@ _loaded: OrderedDict[tuple[str, str | None, str, str], LoadedModel] = OrderedDic
 
 
 def forget_models() -> None:
-    """Drop the models that are kept for the next piece."""
+    """Drop the models that are kept for the next measurement."""
     _loaded.clear()
 
 
@@ -80,7 +80,7 @@ def kept_model(uri: str, revision: str | None, dtype: str, device: str, loading:
     return _loaded[key]
 
 
-def score_text(job: QualityJob, progress: Listener, loading: Listener) -> PieceResult:
+def score_text(job: QualityJob, progress: Listener, loading: Listener) -> MeasurementResult:
     """Score a model on a text.
 
     Returns:
@@ -118,7 +118,7 @@ def score_text(job: QualityJob, progress: Listener, loading: Listener) -> PieceR
         arrays |= _named(number, "", scores, place)
         if distances is not None and job.of_reference and number == 0:
             arrays |= _named(number, "exact_", distances, place)
-    return PieceResult(data, arrays)
+    return MeasurementResult(data, arrays)
 
 
 def _runner(model: LoadedModel, kv: str | None, prompt: int | None) -> LoadedModel | TeacherForcedModel:

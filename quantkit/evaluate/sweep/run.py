@@ -1,56 +1,58 @@
-"""Does what a plan lacks, keeps each piece when it is done, and says how long the rest may take."""
+"""Does what a plan lacks, keeps each measurement when it is done, and says how long the rest may take."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
 from quantkit.errors import Stopped
-from quantkit.evaluate.sweep.jobs import Piece, do
-from quantkit.evaluate.sweep.store import PieceResult, PieceStore
+from quantkit.evaluate.sweep.jobs import Measurement, do
+from quantkit.evaluate.sweep.store import MeasurementResult, MeasurementStore
 from quantkit.executor.base import Executor, Task
 from quantkit.progress import Listener, ProgressEvent, silent
 
 TOLD = 1000
-"""Units that progress counts, whatever pieces take."""
+"""Units that progress counts, whatever measurements take."""
 
 
-def run_pieces(pieces: Sequence[Piece], store: PieceStore, executor: Executor, progress: Listener = silent,
-               loading: Listener = silent) -> Iterator[tuple[int, PieceResult]]:
-    """Do pieces of work; each is kept before the next result is waited for, and given with its number.
+def run_measurements(measurements: Sequence[Measurement], store: MeasurementStore, executor: Executor,
+                     progress: Listener = silent,
+                     loading: Listener = silent) -> Iterator[tuple[int, MeasurementResult]]:
+    """Make measurements; each is kept before the next result is waited for, and given with its number.
 
     Args:
-        pieces: none of which was done.
+        measurements: none of which was done.
         store: keeps them.
         executor: where they are done.
-        progress: told of shares of the whole, weighed by the seconds that pieces may take.
+        progress: told of shares of the whole, weighed by the seconds that measurements may take.
         loading: told of weights that are loaded, if that is done here.
 
     Raises:
         QuantkitError: one failed; those before it are kept.
         Stopped: interrupted, likewise.
     """
-    total = sum(piece.seconds for piece in pieces) or 1.0
+    total = sum(measurement.seconds for measurement in measurements) or 1.0
     begun = [0.0]
     tasks: list[Task] = []
-    for piece in pieces:
-        listeners = () if executor.remote else (_part(progress, piece, begun, total), loading)
-        tasks.append((piece.label, (piece.job, *listeners), piece.needs))
+    for measurement in measurements:
+        listeners = () if executor.remote else (_part(progress, measurement, begun, total), loading)
+        tasks.append((measurement.label, (measurement.job, *listeners), measurement.needs))
     try:
         for number, result in executor.as_completed(do, tasks):
-            piece = pieces[number]
-            store.put(piece.key, result)
-            begun[0] += piece.seconds
-            progress(ProgressEvent(int(TOLD * begun[0] / total), TOLD, piece.label))
+            measurement = measurements[number]
+            store.put(measurement.key, result)
+            begun[0] += measurement.seconds
+            progress(ProgressEvent(int(TOLD * begun[0] / total), TOLD, measurement.label))
             yield number, result
     except KeyboardInterrupt:
         raise Stopped("stopped; what was measured is kept", next="run the same command again to go on"
                       ) from None
 
 
-def _part(progress: Listener, piece: Piece, begun: list[float], total: float) -> Listener:
-    """A listener for the events of one piece, as parts of the whole."""
+def _part(progress: Listener, measurement: Measurement, begun: list[float], total: float) -> Listener:
+    """A listener for the events of one measurement, as parts of the whole."""
     def listen(event: ProgressEvent) -> None:
         share = event.done / event.total if event.total else 0.0
-        progress(ProgressEvent(int(TOLD * (begun[0] + share * piece.seconds) / total), TOLD, piece.label))
+        done = begun[0] + share * measurement.seconds
+        progress(ProgressEvent(int(TOLD * done / total), TOLD, measurement.label))
 
     return listen

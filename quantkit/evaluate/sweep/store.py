@@ -1,4 +1,4 @@
-"""Keeps what pieces of work gave, by everything that it depends on, in the user's cache folder."""
+"""Keeps what measurements gave, by everything that it depends on, in the user's cache folder."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from quantkit_kernels.kept import cache_folder
 
 VERSION = 1
 """Of what is kept: another one finds nothing of it."""
-_DATA, _ARRAYS = "piece.json", "tokens.safetensors"
+_DATA, _ARRAYS = "measurement.json", "tokens.safetensors"
 
 
 @dataclass(frozen=True)
-class PieceResult:
-    """What a piece of work gave.
+class MeasurementResult:
+    """What a measurement gave.
 
     Attributes:
         data: dicts, lists, texts and numbers.
@@ -40,19 +40,19 @@ class PieceResult:
     seconds: float = 0.0
 
 
-class PieceStore:
-    """A folder a piece, made whole or not at all.
+class MeasurementStore:
+    """A folder a measurement, made whole or not at all.
 
     Args:
-        folder: of all pieces; ``None``: nothing is kept.
+        folder: of all measurements; ``None``: nothing is kept.
     """
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
 
-    def get(self, key: Mapping[str, Any]) -> PieceResult | None:
-        """What this piece gave before; ``None`` if it wasn't done. What can't be read is dropped, with a
-        warning, and done again."""
+    def get(self, key: Mapping[str, Any]) -> MeasurementResult | None:
+        """What this measurement gave before; ``None`` if it wasn't made. What can't be read is dropped, with
+        a warning, and made again."""
         if self._folder is None or not (place := self._place(key)).is_dir():
             return None
         try:
@@ -63,8 +63,8 @@ class PieceStore:
             shutil.rmtree(place, ignore_errors=True)
             return None
 
-    def put(self, key: Mapping[str, Any], result: PieceResult) -> None:
-        """Keep what a piece gave. Raises QuantkitError if that can't be written."""
+    def put(self, key: Mapping[str, Any], result: MeasurementResult) -> None:
+        """Keep what a measurement gave. Raises QuantkitError if that can't be written."""
         if self._folder is None:
             return
         place = self._place(key)
@@ -97,7 +97,7 @@ class PieceStore:
         return self._folder / hashlib.sha256(content.encode()).hexdigest()[:32]
 
 
-def _read(place: Path) -> PieceResult:
+def _read(place: Path) -> MeasurementResult:
     content = json.loads((place / _DATA).read_text(encoding="utf-8"))
     arrays: dict[str, np.ndarray] = {}
     if content["arrays"]:
@@ -106,10 +106,10 @@ def _read(place: Path) -> PieceResult:
         arrays = load((place / _ARRAYS).read_bytes())
         if sorted(arrays) != content["arrays"]:
             raise ValueError("arrays are missing")
-    return PieceResult(content["data"], arrays, content["measured"], content["seconds"])
+    return MeasurementResult(content["data"], arrays, content["measured"], content["seconds"])
 
 
-def user_store() -> PieceStore:
+def user_store() -> MeasurementStore:
     """The store in the user's cache folder, or in ``QUANTKIT_CACHE``."""
     base = cache_folder()
-    return PieceStore(None if base is None else base.with_name("evaluations"))
+    return MeasurementStore(None if base is None else base.with_name("evaluations"))

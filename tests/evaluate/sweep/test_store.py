@@ -9,19 +9,19 @@ import pytest
 
 from quantkit.errors import QuantkitError
 from quantkit.evaluate.sweep import store as module
-from quantkit.evaluate.sweep.store import PieceResult, PieceStore
+from quantkit.evaluate.sweep.store import MeasurementResult, MeasurementStore
 
 KEY = {"kind": "quality", "model": "abc", "windows": 3}
-RESULT = PieceResult({"rows": [{"kl": 0.25}]}, {"0/kl": np.arange(6, dtype=np.float32).reshape(2, 3),
+RESULT = MeasurementResult({"rows": [{"kl": 0.25}]}, {"0/kl": np.arange(6, dtype=np.float32).reshape(2, 3),
                                                 "0/agrees": np.array([True, False])},
                      "2026-01-01T00:00:00+00:00", 1.5)
 
 
 def test_what_was_kept_comes_back(tmp_path):
-    store = PieceStore(tmp_path)
+    store = MeasurementStore(tmp_path)
     assert store.get(KEY) is None
     store.put(KEY, RESULT)
-    known = PieceStore(tmp_path).get(dict(reversed(KEY.items())))
+    known = MeasurementStore(tmp_path).get(dict(reversed(KEY.items())))
     assert known is not None and known.data == RESULT.data
     assert (known.measured, known.seconds) == (RESULT.measured, RESULT.seconds)
     for name, array in RESULT.arrays.items():
@@ -30,17 +30,17 @@ def test_what_was_kept_comes_back(tmp_path):
 
 
 def test_without_a_folder_nothing_is_kept():
-    store = PieceStore(None)
+    store = MeasurementStore(None)
     store.put(KEY, RESULT)
     assert store.get(KEY) is None
 
 
 @pytest.mark.parametrize("damage", ["cut", "gone", "other", "garbage"])
 def test_what_is_damaged_is_made_again(tmp_path, damage):
-    store = PieceStore(tmp_path)
+    store = MeasurementStore(tmp_path)
     store.put(KEY, RESULT)
     (place,) = tmp_path.iterdir()
-    data, arrays = place / "piece.json", place / "tokens.safetensors"
+    data, arrays = place / "measurement.json", place / "tokens.safetensors"
     if damage == "cut":
         arrays.write_bytes(arrays.read_bytes()[:-3])
     elif damage == "gone":
@@ -56,7 +56,7 @@ def test_what_is_damaged_is_made_again(tmp_path, damage):
 
 
 def test_a_full_disk_leaves_nothing_half(tmp_path, monkeypatch):
-    store = PieceStore(tmp_path)
+    store = MeasurementStore(tmp_path)
 
     def fails(path, chunks):
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -1,4 +1,4 @@
-"""A comparison in pieces: what is kept isn't done again, and a stopped run goes on."""
+"""A comparison in measurements: what is kept isn't done again, and a stopped run goes on."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SETTINGS = EvalSettings(window=32, windows=3, speed=False, keep=True, floor=True
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    """A cache folder for pieces alone: kernels stay where all tests have them."""
+    """A cache folder for measurements alone: kernels stay where all tests have them."""
     monkeypatch.setattr("quantkit.evaluate.sweep.store.cache_folder", lambda: tmp_path / "cache" / "cpu")
     return tmp_path / "cache" / "evaluations"
 
@@ -60,7 +60,7 @@ def test_what_is_kept_is_not_done_again(tiny, int8, cache, work):
     again = evaluate(models, SETTINGS)
     assert len(done) == 4 and again.to_dict() == first.to_dict()
     evaluate(models, dataclasses.replace(SETTINGS, window=16))
-    assert len(done) == 8, "another window is another piece of work"
+    assert len(done) == 8, "another window is another measurement"
     evaluate(models, dataclasses.replace(SETTINGS, fresh=True))
     assert len(done) == 12
     evaluate(models, dataclasses.replace(SETTINGS, keep=False))
@@ -130,12 +130,12 @@ def test_a_text_token_by_token(tiny, int8, int4, cache):
 def test_what_lies_ahead(tiny, int8, cache, tmp_path):
     recipes = {"int8": tmp_path / "int8", "int4": tmp_path / "int4"}
     ahead = look_ahead([str(tiny)], SETTINGS, recipes)
-    assert (ahead.models, ahead.settings, ahead.texts, ahead.pieces, ahead.kept) == (3, 1, 2, 6, 0)
+    assert (ahead.models, ahead.settings, ahead.texts, ahead.measurements, ahead.kept) == (3, 1, 2, 6, 0)
     assert ahead.missing == ("int8", "int4") and ahead.seconds > 0
     assert ahead.sentence() == ("3 variants (3 models × 2 texts), 6 measurements; to quantize: int8, int4")
     evaluate([str(tiny)], SETTINGS)
     later = look_ahead([str(tiny)], SETTINGS, {})
-    assert (later.pieces, later.kept, later.seconds) == (2, 2, 0)
+    assert (later.measurements, later.kept, later.seconds) == (2, 2, 0)
 
 
 def test_a_job_travels(tiny):
