@@ -65,6 +65,7 @@ def _row(change: MetricChange, infos: dict[str, MetricInfo]) -> list[str]:
     """The cells of a line."""
     from quantkit.evaluate.metric_table import task_info
     from quantkit.evaluate.paired import DISTANCES
+    from quantkit.evaluate.variants import printable
     from quantkit.report.base import megabytes, number
 
     key = change.metric
@@ -72,7 +73,8 @@ def _row(change: MetricChange, infos: dict[str, MetricInfo]) -> list[str]:
         return ["  file" if key == "file_bytes" else "  peak memory", megabytes(int(change.before)),
                 megabytes(int(change.after)), f"{number(change.change)}x", "", "", ""]
     info = infos.get(key) or task_info(key)
-    title = "  " + (f"{change.text}: " if change.text else "") + (info.title if key in infos else key)
+    name = info.title if key in infos else key
+    title = "  " + printable(f"{change.text}: {name}" if change.text else name)
     if key.endswith("_tok_s"):
         return [title, number(change.before), number(change.after), f"{number(change.change)}x",
                 _range(change.low, change.high), "", ""]

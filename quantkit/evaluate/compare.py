@@ -14,7 +14,7 @@ from quantkit.evaluate.paired import DISTANCES, PairedDifference, Verdict, diffe
 from quantkit.evaluate.paired_statistics import unpaired
 from quantkit.evaluate.protocol import Protocol
 from quantkit.evaluate.result import EvalResult, ModelResult
-from quantkit.evaluate.variants import short_names
+from quantkit.evaluate.variants import printable, short_names
 
 _MACHINE = ("cpu", "gpu", "threads", "prefill", "decode", "batch")
 """Of a protocol: what decides speed."""
@@ -119,7 +119,7 @@ def compare_results(before: EvalResult, after: EvalResult) -> Comparison:
     for name in common:
         notes += _unlike_items(name, first[name], second[name])
     return Comparison(after.protocol.fingerprint, variants, tuple(n for n in first if n not in second),
-                      tuple(n for n in second if n not in first), tuple(notes))
+                      tuple(n for n in second if n not in first), tuple(map(printable, notes)))
 
 
 def _require_comparable(before: Protocol, after: Protocol) -> None:
@@ -130,8 +130,8 @@ def _require_comparable(before: Protocol, after: Protocol) -> None:
     shown = {name: (_short(first.get(name)), _short(second.get(name))) for name in fields}
     if "text_sha256" in shown:
         shown.pop("tokens_sha256", None)  # which follows from it
-        shown["text"] = (f"{before.text} (sha256 {before.text_sha256[:12]})",
-                         f"{after.text} (sha256 {after.text_sha256[:12]})")
+        shown["text"] = (f"{_short(before.text)} (sha256 {_short(before.text_sha256[:12])})",
+                         f"{_short(after.text)} (sha256 {_short(after.text_sha256[:12])})")
         del shown["text_sha256"]
     raise UsageError(
         f"the results can't be compared: their protocols differ in {', '.join(shown) or 'an unknown field'}",
@@ -145,7 +145,7 @@ def _require_one_reference(first: dict[str, ModelResult], second: dict[str, Mode
     if ours and theirs and (ours[0], ours[1].method) != (theirs[0], theirs[1].method):
         raise UsageError("the results can't be compared: their references differ", next=(
             "run quantkit eval with the same first model, and first KV setting, for both"),
-            why=f"reference: {ours[0]} ({ours[1].method}) and {theirs[0]} ({theirs[1].method})")
+            why=printable(f"reference: {ours[0]} ({ours[1].method}) and {theirs[0]} ({theirs[1].method})"))
 
 
 def _by_name(result: EvalResult) -> dict[str, ModelResult]:
@@ -192,13 +192,13 @@ def _change(key: str, text: str, before: Interval, after: Interval,
 
 
 def _unlike_items(name: str, before: ModelResult, after: ModelResult) -> list[str]:
-    return [f"{name}: {key} has {len(before.items[key])} and {len(items)} items, so it isn't paired"
+    return [f"{name}: {key[:80]} has {len(before.items[key])} and {len(items)} items, so it isn't paired"
             for key, items in after.items.items() if key in before.items
             and len(before.items[key]) != len(items)]
 
 
 def _short(value: object) -> str:
-    text = "none" if value is None else str(value)
+    text = "none" if value is None else printable(str(value))
     return text if len(text) <= 40 else text[:12] + "…"
 
 

@@ -17,6 +17,7 @@ from quantkit.evaluate.metric_table import MetricInfo, builtin_infos
 from quantkit.evaluate.metrics import Interval
 from quantkit.evaluate.protocol import Protocol
 from quantkit.evaluate.result import VERSION, EvalResult, ModelResult
+from quantkit.evaluate.variants import printable
 from quantkit.plugins import BUILTIN
 from quantkit.strict_json import read_object
 
@@ -82,7 +83,7 @@ class _Reader:
 
     def error(self, field: str, why: str) -> UsageError:
         return UsageError(f"{self.where} is not what quantkit eval writes",
-                          why=f"{field}: {why}"[:300] if field else why[:300], next=_AGAIN)
+                          why=printable(f"{field}: {why}" if field else why)[:300], next=_AGAIN)
 
     def mapping(self, value: object, field: str) -> dict[str, Any]:
         if not isinstance(value, dict):

@@ -23,7 +23,7 @@ def short_names(rows: Sequence[ModelResult]) -> list[str]:
         while depth < len(parts) and sum(other[-depth:] == parts[-depth:] for other in paths.values()) > 1:
             depth += 1
         short[model] = str(Path(*parts[-depth:]))
-    return [_plain(name or short[row.model]) + (f" kv {row.kv}" if row.kv is not None else "")
+    return [printable(name or short[row.model]) + (f" kv {row.kv}" if row.kv is not None else "")
             for row, name in zip(rows, named)]
 
 
@@ -37,6 +37,6 @@ def names_of(row: ModelResult, short: str) -> frozenset[str]:
     return frozenset(names | {short} - {""})
 
 
-def _plain(name: str) -> str:
-    """For XML and terminals."""
+def printable(name: str) -> str:
+    """A stranger's text on one line, without what XML can't hold and a terminal would obey."""
     return "".join(char if char.isprintable() else "?" for char in " ".join(name.split()))

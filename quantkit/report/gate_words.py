@@ -15,7 +15,7 @@ def explained(check: GateCheck, strict: bool = False) -> str:
         words.append(f", which equals the limit; {check.relation} excludes it")
     elif check.missed_by is not None:
         words.append(f", which misses {check.relation} {amount(check.limit, check)} by "
-                     f"{amount(check.missed_by, check, sign=False)}")
+                     f"{_gap(check.missed_by, check)}")
     elif not check.passed and check.value is not None:
         words.append(f", which meets {check.relation} {amount(check.limit, check)}")
     if check.verdict == "uncertain":
@@ -50,3 +50,8 @@ def amount(value: float | None, check: GateCheck, *, unit: bool = True, sign: bo
     if not unit or not check.unit:
         return text
     return text + (check.unit if check.unit in ("%", "x") else f" {check.unit}")
+
+
+def _gap(value: float, check: GateCheck) -> str:
+    """A distance between two values of a check: that of two percentages is in points."""
+    return f"{number(value)} pp" if check.unit == "%" else amount(value, check, sign=False)

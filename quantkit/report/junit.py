@@ -50,7 +50,8 @@ def _case(suite: ElementTree.Element, check: GateCheck, strict: bool) -> None:
     if not check.passed:
         failure = ElementTree.SubElement(case, "failure", type=check.verdict, message=words)
         failure.text = words
-    numbers = check.model_dump(exclude={"condition", "variant", "passed"}, exclude_none=True)
+    left_out = {"condition", "variant", "passed"} | ({"items"} if check.p is None else set())
+    numbers = check.model_dump(exclude=left_out, exclude_none=True)
     output = ElementTree.SubElement(case, "system-out")
     output.text = _legal("\n".join([words, *(f"{key}: {value}" for key, value in numbers.items()
                                              if value != "")]))

@@ -153,3 +153,23 @@ def cli():
     from quantkit.cli.main import main
 
     return lambda *arguments: CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+def test_a_stranger_s_results_don_t_command_the_terminal(cli, tmp_path):
+    hostile = measured()
+    hostile.protocol = dataclasses.replace(hostile.protocol, cpu="\x1b[2Jcpu", quantkit="\x1b]0;x\x07")
+    for row in hostile.rows:
+        row.texts = {"\x1b[31mred": {"kl_mean": Interval(0.1, 0, 1)}, "b": {"kl_mean": Interval(0.1, 0, 1)}}
+    hostile.rows[2].model = "\x1b[5mnew"
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "results.json").write_text(json.dumps(hostile.to_dict()))
+    plain = measured()
+    for row in plain.rows:
+        row.texts = hostile.rows[0].texts
+    fields = ({}, {"text": "\x1b[1mt", "text_sha256": "\x1b" * 64}, {"dtype": "\x1b[7m"})
+    for number, change in enumerate(fields):
+        other = dataclasses.replace(plain, protocol=dataclasses.replace(plain.protocol, **change))
+        (tmp_path / "results.json").write_text(json.dumps(other.to_dict()))
+        done = cli("compare", tmp_path, tmp_path / "a")
+        assert done.exit_code == (2 if number else 0)
+        assert not any(char in done.stdout + done.stderr for char in "\x1b\x07")

@@ -74,6 +74,7 @@ def test_what_was_not_finite_is_infinite():
 CHANGES = [
     (("version",), 2, "version"), (("version",), True, "version"), (("version",), None, "version"),
     (("results",), {}, "results"), (("results", 1), "x", "results[1]"), (("extra",), 1, "extra"),
+    (("floors", "\x1b[2J"), 1, "floors"),
     (("results", 1, "extra"), 1, "extra"), (("results", 1, "file_bytes"), "1", "file_bytes"),
     (("results", 1, "file_bytes"), 1.5, "file_bytes"), (("results", 1, "model"), 7, "model"),
     (("results", 1, "kl_mean"), "1", "kl_mean"), (("results", 1, "kl_mean"), True, "kl_mean"),
@@ -107,6 +108,7 @@ def test_what_is_off_is_named(place, value, named):
     with pytest.raises(UsageError) as caught:
         result_from_dict(data)
     assert named in f"{caught.value.what} {caught.value.why}" and len(caught.value.why) <= 300
+    assert caught.value.why.isprintable()
 
 
 @pytest.mark.parametrize("content", [
