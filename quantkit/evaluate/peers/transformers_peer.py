@@ -11,8 +11,8 @@ from quantkit.evaluate.peers.base import Peer
 from quantkit.evaluate.peers.worker_session import WorkerSession
 from quantkit.text.tokenizer import Tokenizer
 
-Quantization = Literal["none", "bitsandbytes-nf4", "bitsandbytes-fp4", "bitsandbytes-int8", "torchao-int8",
-                       "torchao-int4"]
+Quantization = Literal["none", "dequantize", "bitsandbytes-nf4", "bitsandbytes-fp4", "bitsandbytes-int8",
+                       "torchao-int8", "torchao-int4"]
 
 
 class TransformersPeer(Peer):
@@ -20,7 +20,9 @@ class TransformersPeer(Peer):
 
     Attributes:
         path: a folder, or a repository of the hub. Safetensors only; code of a repository is never run.
-        quantization: done while loading; ``none``: as the files are, quantized or not.
+        quantization: done while loading; ``none``: as the files are, quantized or not; ``dequantize``: the
+            weights of a compressed-tensors checkpoint are unpacked, without which transformers loads none
+            that has zero points.
         dtype: of activations; ``auto``: the checkpoint's.
         device: ``cpu``, ``cuda``, ``cuda:1``.
         python: an interpreter that has transformers; empty: this one.
@@ -43,8 +45,8 @@ class TransformersPeer(Peer):
     def open(self, context: int, threads: int, tokenizer: Tokenizer) -> WorkerSession:
         """Load it in a process."""
         package = self.quantization.partition("-")[0]
-        wanted = "transformers" if package == "none" else f"transformers and {package}"
+        wanted = "transformers" if package in ("none", "dequantize") else f"transformers and {package}"
         options = self.model_dump(include={"path", "quantization", "dtype", "device"}) | {"threads": threads}
         return WorkerSession(
             self.name, self.python or sys.executable, "transformers_worker.py", options,
-            f"check the path, and that {wanted} are there: python=VENV/bin/python names another environment")
+            f"check the path; the environment needs {wanted}, and python=VENV/bin/python names another one")

@@ -11,6 +11,7 @@ from typing import Any
 
 PACKAGES = {"bitsandbytes": "bitsandbytes", "torchao": "torchao", "compressed-tensors": "compressed-tensors"}
 """Quantizers and the distribution whose version is told."""
+DEQUANTIZE = "dequantize"
 GROUP = 64
 """Weights that share a scale in torchao's int4."""
 
@@ -28,7 +29,7 @@ class TransformersModel:
 
         torch.set_num_threads(options["threads"])
         torch.set_grad_enabled(False)
-        transformers.utils.logging.set_verbosity_error()
+        transformers.utils.logging.disable_progress_bar()
         begin = time.perf_counter()  # the libraries are there
         self._path, self._how = options["path"], options["quantization"]
         settings: dict[str, Any] = {"dtype": options["dtype"]}
@@ -55,8 +56,8 @@ class TransformersModel:
         tool = f"transformers {transformers.__version__}"
         with contextlib.suppress(PackageNotFoundError):  # it loads such a checkpoint by itself
             tool += f", {package} {version(package)}" if package else ""
-        folder = Path(self._path)
-        files = sorted(folder.glob("*.safetensors")) if folder.is_dir() and self._how == "none" else []
+        folder, as_stored = Path(self._path), self._how in ("none", DEQUANTIZE)
+        files = sorted(folder.glob("*.safetensors")) if folder.is_dir() and as_stored else []
         return {"tool": tool, "method": method, "vocab_size": self._model.config.get_text_config().vocab_size,
                 "bits_per_weight": bits_per_weight(self._model),
                 "file_bytes": sum(file.stat().st_size for file in files) or None,
@@ -95,6 +96,8 @@ class TransformersModel:
 
     def _method(self) -> tuple[str, str | None]:
         """How the weights are kept, and the distribution that does it."""
+        if self._how == DEQUANTIZE:
+            return "compressed-tensors, dequantized", PACKAGES["compressed-tensors"]
         if self._how != "none":
             library, _, kind = self._how.partition("-")
             return f"{library} {kind}", PACKAGES[library]
@@ -113,6 +116,8 @@ def quantization(how: str, device: str) -> Any:
     import torch
     import transformers
 
+    if how == DEQUANTIZE:
+        return transformers.CompressedTensorsConfig(dequantize=True)
     library, _, kind = how.partition("-")
     if library == "bitsandbytes":
         if kind == "int8":

@@ -113,7 +113,9 @@ class WorkerSession(PeerSession):
             raise self._ended(hint)
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
-            raise QuantkitError(f"{self._tool} failed", why=_short(answer["error"]), next=hint)
+            words = self._last_words() if hint else ""  # what is wrong with a model is told beside the error
+            raise QuantkitError(f"{self._tool} failed", next=hint, why=_short(answer["error"]) + (
+                f" It last said: {words}" if words else ""))
         return answer
 
     @contextlib.contextmanager
@@ -130,11 +132,14 @@ class WorkerSession(PeerSession):
         """Why there is no answer."""
         code = self._popen.wait()
         self._listener.join(1)
-        lines = b"".join(self._words).decode(errors="replace").strip().splitlines()
+        words = self._last_words()
         why = "its process was ended by signal" if code < 0 else "its process ended with code"
         why += f" {abs(code)}"
-        return QuantkitError(f"{self._tool} failed", why=f"{why}: {_short(lines[-1])}" if lines else why,
-                             next=hint)
+        return QuantkitError(f"{self._tool} failed", why=f"{why}: {words}" if words else why, next=hint)
+
+    def _last_words(self) -> str:
+        lines = b"".join(self._words).decode(errors="replace").strip().splitlines()
+        return _short(lines[-1]) if lines else ""
 
 
 def _short(text: str) -> str:
