@@ -13,7 +13,7 @@ from quantkit.cli.loading import loading_line
 from quantkit.cli.present import device_option, note, verify_option
 from quantkit.cli.progress import ProgressLine
 from quantkit.cli.tokens import TokenCount
-from quantkit.errors import PluginError, UsageError
+from quantkit.errors import FAILED, PluginError, UsageError
 
 if TYPE_CHECKING:
     from quantkit.evaluate.settings import EvalSettings
@@ -51,6 +51,12 @@ if TYPE_CHECKING:
               help="Prompt tokens of the speed test (256; with KV settings, enough to fill the window).")
 @click.option("--decode", type=TokenCount(), help="New tokens of the speed test (32).")
 @click.option("--repeats", type=click.IntRange(min=1), help="Timed runs (3).")
+@click.option("--peer", multiple=True, metavar="TOOL",
+              help="Another tool's row, may be repeated: \"llama.cpp(FILE.gguf)\", \"transformers(FOLDER)\", "
+                   "\"openai(URL)\".")
+@click.option("--gate", metavar="CONDITIONS",
+              help='Exit with 1 if a variant misses one: "kl<0.01,flips<2%,arc_easy>-1%,decode>1.2x".')
+@click.option("--gate-strict", is_flag=True, help="The whole 95% interval must meet a condition.")
 @click.option("--executor", type=click.Choice(["local", "ray"]), default="local", show_default=True,
               help="Where measurements are made; ray: on the cluster of RAY_ADDRESS, or on this machine.")
 @click.option("--fresh", is_flag=True, help="With --out, measure anew what was measured before.")
@@ -63,25 +69,35 @@ if TYPE_CHECKING:
 @click.option("--plot", metavar="LIST", help="Metrics that frontier.svg also shows, against bytes.")
 @click.option("--quiet", "-q", is_flag=True, help="No progress on stderr.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
-def command(models: tuple[str, ...], text: str | None, suite: str | None, window: int | None,
+@click.pass_context
+def command(ctx: click.Context, models: tuple[str, ...], text: str | None, suite: str | None, window: int | None,
             windows: int | None, dtype: str, device: str, verify: bool, noise_floor: bool, no_speed: bool,
             kv: tuple[str, ...], prompt: int | None, tasks: str | None, task_data: Path | None,
             limit: int | None, prefill: int | None, decode: int | None, repeats: int | None, executor: str,
-            fresh: bool, recipes: str | None, revision: str | None, out: Path | None, report: tuple[str, ...],
-            plot: str | None, quiet: bool, as_json: bool) -> None:
+            peer: tuple[str, ...], gate: str | None, gate_strict: bool, fresh: bool, recipes: str | None,
+            revision: str | None, out: Path | None, report: tuple[str, ...], plot: str | None, quiet: bool,
+            as_json: bool) -> None:
     """Compare models and KV cache settings by quality, speed and memory.
 
     MODEL is a checkpoint or anything that `quantkit quantize` takes. The first model with the first KV
     setting is the reference of KL and top-1 agreement.
     """
     from quantkit.cli.again import typed
+    from quantkit.cli.gate_output import gate_text
     from quantkit.evaluate.forced import split_settings
+    from quantkit.evaluate.gate import check_gate, require_planned
+    from quantkit.evaluate.gate_syntax import parse_gate
+    from quantkit.evaluate.peers.parse import parse_peer
     from quantkit.evaluate.run import evaluate
     from quantkit.evaluate.settings import EvalSettings, of_suite
     from quantkit.evaluate.suite import load_suite
+    from quantkit.evaluate.task_file import find_task
     from quantkit.kvspec import parse_kv
     from quantkit.report.folder import reporters, require_writable, write_report
 
+    conditions = parse_gate(gate) if gate is not None else ()
+    for tool in peer:
+        parse_peer(tool)
     names = _listed(",".join(report), "--report", "table") if report else None
     printed = _printed(names, out, as_json)
     if names is not None:
@@ -103,13 +119,18 @@ def command(models: tuple[str, ...], text: str | None, suite: str | None, window
         noise_floor=noise_floor, revision=revision, task_data=task_data, keep=out is not None, fresh=fresh,
         kv=tuple(parse_kv(setting) for text in kv for setting in split_settings(text)),
         tasks=tuple(name.strip() for name in tasks.split(",")) if tasks else base.tasks,
-        roofline=base.roofline and not no_speed,
+        roofline=base.roofline and not no_speed, peers=peer,
         plot=_listed(plot, "--plot", "kl_mean") if plot is not None else ())
+    require_planned(conditions, speed=settings.speed, texts=[text.name for text in settings.texts],
+                    tasks=[find_task(name)[0].task for name in settings.tasks],
+                    candidates=len(models) * max(1, len(settings.kv)) - 1 + len(peer) + (recipes is not None))
     variants = _made(models, recipes, settings, out, quiet)
     with loading_line("models", quiet) as loading, ProgressLine("evaluating", quiet) as progress:
         result = evaluate([*models, *variants], settings, progress,
                           typed("out", "report", "quiet", "as_json", "fresh", "executor"), loading,
                           executor=executor, recipes=variants)
+    if conditions:
+        result.gate = check_gate(result, gate or "", strict=gate_strict)
     try:
         content = reporters([printed])[0].content(result)
     except PluginError:  # what was measured isn't lost with it
@@ -119,6 +140,10 @@ def command(models: tuple[str, ...], text: str | None, suite: str | None, window
     if out is not None:
         for path in write_report(result, out, names):
             note(f"wrote {path}")
+    if result.gate is not None:
+        note(gate_text(result.gate).rstrip())
+        if not result.gate.passed:
+            ctx.exit(FAILED)
 
 
 def _made(models: Sequence[str], recipes: str | None, settings: EvalSettings, out: Path | None,

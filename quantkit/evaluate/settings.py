@@ -28,6 +28,7 @@ class EvalSettings:
         task_data: the folder with the tasks' data.
         limit: items a task; ``None``: all.
         plot: keys of the metrics that a plot shows; empty: the usual ones.
+        peers: other tools, as ``--peer`` takes them.
         roofline, sensitivity: whether operators, and the cost of 4 bits in each layer, are measured.
         suite: name of the suite that these come from.
         keep: whether what is measured is kept in the user's cache folder and used again.
@@ -55,6 +56,7 @@ class EvalSettings:
     task_data: Path | None = None
     limit: int | None = None
     plot: tuple[str, ...] = ()
+    peers: tuple[str, ...] = ()
     roofline: bool = False
     sensitivity: bool = False
     suite: str | None = None

@@ -13,8 +13,10 @@ import torch
 from quantkit import __version__
 from quantkit.device import find_device, gpu_name
 from quantkit.evaluate.keys import EXACT, WORD_PERPLEXITY
-from quantkit.evaluate.metric_table import RegisteredMetric, registered_metrics
+from quantkit.evaluate.metric_table import RegisteredMetric, builtin_infos, registered_metrics
 from quantkit.evaluate.metrics import KL, PERPLEXITY, Interval, Metric
+from quantkit.evaluate.paired import differences
+from quantkit.evaluate.peers.row import PeerMeasurement, peer_row
 from quantkit.evaluate.protocol import Protocol, cpu_cores, cpu_name
 from quantkit.evaluate.result import EvalResult, ModelResult, TokenDiff
 from quantkit.evaluate.roofline.result import Roofline
@@ -45,8 +47,12 @@ def assemble(plan: SweepPlan, settings: EvalSettings, done: Done) -> EvalResult:
             _add_tasks(row, done.get(("tasks", number, setting)))
             _add_speed(row, done.get(("speed", number, setting)), protocol)
             rows.append(row)
+    rows += [_peer(done["peer", number, 0]) for number in range(len(settings.peers))]
     result = EvalResult(protocol, rows, suite=settings.suite)
     result.floors = _floors(quality[0])
+    infos = {name: registered.info() for name, registered in metrics.items()}
+    for row in rows[1:]:
+        row.differences = differences(rows[0], row, builtin_infos() | infos, floors=result.floors)
     result.roofline = [Roofline.model_validate(measurement.data["roofline"], strict=False)
                        for number in range(len(plan.models))
                        if (measurement := done.get(("roofline", number, 0))) is not None
@@ -88,6 +94,12 @@ def _row(plan: SweepPlan, model: ModelFacts, measurements: Sequence[MeasurementR
                                   if key != EXACT and metrics[key].metric.per != "run"}
         row.window_means[name]["flips"] = (1.0 - tokens.agrees.mean(axis=1)).tolist()
     row.measured["quality"] = max(measurement.measured for measurement in measurements)
+    return row
+
+
+def _peer(measurement: MeasurementResult) -> ModelResult:
+    row = peer_row(PeerMeasurement(measurement.data, measurement.arrays))
+    row.measured = dict.fromkeys(("quality", "speed") if row.speed else ("quality",), measurement.measured)
     return row
 
 
@@ -144,7 +156,8 @@ def _protocol(plan: SweepPlan, settings: EvalSettings, quality: Sequence[Sequenc
         ", ".join(text.text.name for text in texts), _combined_hash([text.text.sha256 for text in texts]),
         _combined_hash([measurement.data["tokens"] for measurement in first]), settings.window,
         sum(text.windows for text in texts), sum(measurement.data["words"] for measurement in first),
-        ", ".join(dtypes), *timed, __version__, torch.__version__, cpu_name(), cpu_cores(), torch.get_num_threads(), plan.prompt,
+        ", ".join(dtypes), *timed, __version__, torch.__version__, cpu_name(), cpu_cores(),
+        torch.get_num_threads(), plan.prompt,
         ", ".join(f"{name} ({count} items)" for name, count in tasks.items()),
         gpu=gpu_name(find_device(settings.device)), texts=parts if len(parts) > 1 else ())
 
@@ -167,7 +180,8 @@ def _floors(measurements: Sequence[MeasurementResult]) -> dict[str, Interval]:
 def _diff(plan: SweepPlan, result: EvalResult,
           quality: Sequence[Sequence[MeasurementResult]]) -> TokenDiff | None:
     """The first text's beginning as the reference and the variant that is farthest from it see it."""
-    distances = [(value.value, number) for number, row in enumerate(result.rows)
+    variants = len(plan.models) * len(plan.kv)
+    distances = [(value.value, number) for number, row in enumerate(result.rows[:variants])
                  if number and (value := row.metrics.get(KL.name)) is not None and math.isfinite(value.value)]
     tokenizer = plan.models[0].tokenizer
     if not distances or tokenizer is None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from quantkit.evaluate.sweep.facts import ModelFacts
-from quantkit.evaluate.sweep.jobs import Measurement, SpeedJob, TasksJob
+from quantkit.evaluate.sweep.jobs import Measurement, PeerJob, SpeedJob, TasksJob
 from quantkit.evaluate.sweep.plan import SweepPlan
 from quantkit.evaluate.sweep.quality import QualityJob
 from quantkit.recipe import Recipe
@@ -33,7 +33,7 @@ def estimated(plan: SweepPlan, measurements: Sequence[Measurement]) -> list[Meas
     if not measurements:
         return []
     rate = _operations()
-    return [replace(measurement, seconds=_seconds(measurement, plan.models[measurement.variant[0]], rate))
+    return [replace(measurement, seconds=_seconds(measurement, plan.models[0], rate))
             for measurement in measurements]
 
 
@@ -53,6 +53,8 @@ def _seconds(measurement: Measurement, model: ModelFacts, rate: float) -> float:
         passes += not job.of_reference
         passes += 2.0 * (job.floor == "all" or (job.floor == "reference" and job.of_reference))
         return job.window * job.windows * passes / tok_s
+    if isinstance(job, PeerJob):
+        return STEP_S + 3 * job.window * sum(windows for *_, windows in job.texts) / tok_s
     if isinstance(job, TasksJob):
         items = (job.limit or 1000) * len(job.tasks)
         return STEP_S + items * TOKENS_OF_ITEM / tok_s

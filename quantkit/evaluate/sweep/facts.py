@@ -77,7 +77,8 @@ def facts_of(uri: str, revision: str | None = None, dtype: str = "auto",
         if isinstance(opened, Checkpoint):
             identity, kv = hashlib.sha256(opened.manifest.to_bytes()).hexdigest(), opened.manifest.kv
         elif isinstance(opened, ForeignCheckpoint):
-            identity = _hash_of(opened.path)
+            # another tool's, which records no hashes
+            identity = str(hash_of(opened.path))
         else:
             files = asdict(opened.identity())["files"]
             identity = hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
@@ -92,13 +93,15 @@ def facts_of(uri: str, revision: str | None = None, dtype: str = "auto",
                       config.max_position_embeddings, config.vocab_size, sizes, recipe, checked.tokenizer)
 
 
-def _hash_of(folder: Path) -> str:
-    """Of another tool's checkpoint, which records no hashes: all files at its top."""
+def hash_of(path: Path) -> str | None:
+    """Of a file, or of all files at the top of a folder; ``None`` if nothing is there."""
+    if not path.exists():
+        return None
     digest = hashlib.sha256()
-    for path in sorted(folder.iterdir()):
-        if path.is_file():
-            digest.update(path.name.encode() + b"\0")
-            with path.open("rb") as file:
+    for part in sorted(path.iterdir()) if path.is_dir() else [path]:
+        if part.is_file():
+            digest.update(part.name.encode() + b"\0")
+            with part.open("rb") as file:
                 while block := file.read(_BLOCK):
                     digest.update(block)
     return digest.hexdigest()

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.errors import UsageError
+from quantkit.evaluate.peers.run import PeerSpeedSettings, measure_peer
+from quantkit.evaluate.quality import windows_of
 from quantkit.evaluate.speed_sweep import SweepSettings
-from quantkit.evaluate.sweep.quality import QualityJob, forget_models, kept_model, score_text
+from quantkit.evaluate.sweep.quality import QualityJob, forget_models, kept_model, runner_of, score_text
 from quantkit.evaluate.sweep.sensitivity import sensitivity_map
 from quantkit.evaluate.sweep.store import MeasurementResult
 from quantkit.executor.base import TaskNeeds
@@ -82,7 +84,32 @@ class SensitivityJob:
     revision: str | None
 
 
-Job = QualityJob | TasksJob | SpeedJob | RooflineJob | SensitivityJob
+@dataclass(frozen=True)
+class PeerJob:
+    """Another tool on the same texts.
+
+    Attributes:
+        peer: as it is written in ``--peer``.
+        reference, revision, dtype, device: what it is scored against, as for ``load``.
+        kv: the reference's setting; ``None``: its own.
+        texts: each one's name, content and number of windows.
+        window, prompt: see :class:`~quantkit.evaluate.protocol.Protocol`.
+        speed: what is timed; ``None``: nothing.
+    """
+
+    peer: str
+    reference: str
+    revision: str | None
+    dtype: str
+    device: str
+    kv: str | None
+    texts: tuple[tuple[str, str, int], ...]
+    window: int
+    prompt: int | None
+    speed: PeerSpeedSettings | None
+
+
+Job = PeerJob | QualityJob | TasksJob | SpeedJob | RooflineJob | SensitivityJob
 
 
 @dataclass(frozen=True)
@@ -90,10 +117,10 @@ class Measurement:
     """A job with its name.
 
     Attributes:
-        kind: ``quality``, ``tasks``, ``speed``, ``roofline`` or ``sensitivity``.
+        kind: ``quality``, ``peer``, ``tasks``, ``speed``, ``roofline`` or ``sensitivity``.
         label: for people: ``quality of int4 on code``.
         job: what is done.
-        key: everything that the numbers depend on.
+        key: everything that the numbers depend on; ``None``: that can't be known, so that it isn't kept.
         seconds: that it may take.
         variant: whose it is: the model's number, and the text's or the KV setting's.
         needs: what it takes of the machine that does it.
@@ -102,7 +129,7 @@ class Measurement:
     kind: str
     label: str
     job: Job
-    key: dict[str, Any]
+    key: dict[str, Any] | None
     seconds: float
     variant: tuple[int, int] = (0, 0)
     needs: TaskNeeds = field(default_factory=TaskNeeds)
@@ -122,7 +149,7 @@ def do(job: Job, progress: Listener | None = None, loading: Listener | None = No
 
 def _work(job: Job) -> Callable[[Any, Listener, Listener], MeasurementResult]:
     kinds: dict[type, Callable[[Any, Listener, Listener], MeasurementResult]] = {
-        QualityJob: score_text, TasksJob: _tasks, SpeedJob: _speed, RooflineJob: _roofline,
+        PeerJob: _peer, QualityJob: score_text, TasksJob: _tasks, SpeedJob: _speed, RooflineJob: _roofline,
         SensitivityJob: _sensitivity}
     return kinds[type(job)]
 
@@ -136,6 +163,15 @@ def _tasks(job: TasksJob, progress: Listener, loading: Listener) -> MeasurementR
     return MeasurementResult({"scores": [
         {"task": score.task, "metric": score.metric, "items": score.items, "values": list(score.values or ()),
          "interval": [score.interval.value, score.interval.low, score.interval.high]} for score in scores]})
+
+
+def _peer(job: PeerJob, progress: Listener, loading: Listener) -> MeasurementResult:
+    reference = kept_model(job.reference, job.revision, job.dtype, job.device, loading)
+    texts = {name: windows_of(reference, content, job.window, windows)
+             for name, content, windows in job.texts}
+    runner = runner_of(reference, job.kv, job.prompt)
+    done = measure_peer(job.peer, texts, job.prompt or 0, runner, job.speed, progress)
+    return MeasurementResult(done.data, done.arrays)
 
 
 def _speed(job: SpeedJob, progress: Listener, loading: Listener) -> MeasurementResult:

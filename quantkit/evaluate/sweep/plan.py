@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,11 +12,13 @@ import torch
 from quantkit import __version__
 from quantkit.device import find_device, gpu_name
 from quantkit.errors import UsageError
+from quantkit.evaluate.peers.parse import parse_peer
+from quantkit.evaluate.peers.run import PeerSpeedSettings
 from quantkit.evaluate.protocol import cpu_cores, cpu_name
 from quantkit.evaluate.settings import EvalSettings
 from quantkit.evaluate.speed_sweep import SweepSettings
-from quantkit.evaluate.sweep.facts import ModelFacts
-from quantkit.evaluate.sweep.jobs import Measurement, RooflineJob, SensitivityJob, SpeedJob, TasksJob
+from quantkit.evaluate.sweep.facts import ModelFacts, hash_of
+from quantkit.evaluate.sweep.jobs import Measurement, PeerJob, RooflineJob, SensitivityJob, SpeedJob, TasksJob
 from quantkit.evaluate.sweep.quality import Floor, QualityJob, metric_names
 from quantkit.evaluate.text import EvalText, load_text
 from quantkit.executor.base import TaskNeeds
@@ -94,6 +97,7 @@ def make_plan(models: Sequence[ModelFacts], settings: EvalSettings,
             "arithmetic": _arithmetic(settings.device)}
     machine = {"cpu": cpu_name(), "cores": cpu_cores(), "threads": torch.get_num_threads()}
     measurements = [*_quality(models, settings, texts, kv, prompt, base), *_tasks(models, settings, kv, base)]
+    measurements += _peers(models[0], settings, texts, kv[0], prompt, base | machine)
     if settings.sensitivity:
         first = models[0]
         measurements.append(Measurement("sensitivity", f"what 4 bits cost in each layer of {first.name}",
@@ -108,7 +112,7 @@ def make_plan(models: Sequence[ModelFacts], settings: EvalSettings,
         measurements += _speed(models, settings, kv, ids, base | machine)
     gpus = int(find_device(settings.device).type == "cuda")
     return SweepPlan(tuple(models), kv, tuple(texts), prompt, ids, tuple(
-        replace(measurement, needs=_needs(measurement.kind, models[measurement.variant[0]], gpus))
+        replace(measurement, needs=_needs(measurement.kind, models[0], gpus))
         for measurement in measurements))
 
 
@@ -125,9 +129,9 @@ def _quality(models: Sequence[ModelFacts], settings: EvalSettings, texts: Sequen
     reference, measurements = models[0], []
     for number, model in enumerate(models):
         for place, text in enumerate(texts):
-            content = text.text.content[:settings.window * text.windows * LETTERS + SPARE]
-            job = QualityJob(reference.uri, reference.revision, kv[0], model.uri, model.revision, kv, content,
-                             settings.window, text.windows, prompt, settings.dtype, settings.device, floor)
+            job = QualityJob(reference.uri, reference.revision, kv[0], model.uri, model.revision, kv,
+                             _content(text, settings), settings.window, text.windows, prompt,
+                             settings.dtype, settings.device, floor)
             key = {**base, "kind": "quality", "reference": reference.identity, "model": model.identity,
                    "kv": [setting if setting is not None else str(model.kv) for setting in kv],
                    "reference_kv": kv[0] if kv[0] is not None else str(reference.kv),
@@ -137,6 +141,31 @@ def _quality(models: Sequence[ModelFacts], settings: EvalSettings, texts: Sequen
             label = f"quality of {model.name}" + (f" on {text.name}" if text.name else "")
             measurements.append(Measurement("quality", label, job, key, 0.0, (number, place)))
     return measurements
+
+
+def _peers(reference: ModelFacts, settings: EvalSettings, texts: Sequence[PlannedText], kv: str | None,
+           prompt: int | None, base: Mapping[str, Any]) -> list[Measurement]:
+    speed = PeerSpeedSettings(prefill=settings.prefill_tokens, decode=settings.decode,
+                              repeats=settings.repeats,
+                              threads=torch.get_num_threads()) if settings.speed else None
+    measurements = []
+    for number, peer in enumerate(settings.peers):
+        parts = tuple((text.name or text.text.name, _content(text, settings), text.windows) for text in texts)
+        job = PeerJob(peer, reference.uri, reference.revision, settings.dtype, settings.device, kv, parts,
+                      settings.window, prompt, speed)
+        identity = hash_of(Path(parse_peer(peer).uri).expanduser())
+        key = None if identity is None else {
+            **base, "kind": "peer", "peer": peer, "identity": identity, "reference": reference.identity,
+            "kv": kv if kv is not None else str(reference.kv), "metrics": metric_names(),
+            "texts": [[text.text.sha256, text.windows] for text in texts], "window": settings.window,
+            "prompt": prompt, "speed": speed and speed.model_dump(mode="json")}
+        measurements.append(Measurement("peer", peer, job, key, 0.0, (number, 0)))
+    return measurements
+
+
+def _content(text: PlannedText, settings: EvalSettings) -> str:
+    """As much of a text as its windows need."""
+    return text.text.content[:settings.window * text.windows * LETTERS + SPARE]
 
 
 def _tasks(models: Sequence[ModelFacts], settings: EvalSettings, kv: tuple[str | None, ...],

@@ -103,10 +103,10 @@ def score_text(job: QualityJob, progress: Listener, loading: Listener) -> Measur
     exact = None
     if job.floor == "all" or (job.floor == "reference" and job.of_reference):
         exact = kept_model(job.reference, job.reference_revision, "float32", job.device, loading)
-    runners = [_runner(model, kv, job.prompt) for kv in job.kv]
+    runners = [runner_of(model, kv, job.prompt) for kv in job.kv]
     if not job.of_reference:
-        runners.insert(0, _runner(reference, job.reference_kv, job.prompt))
-    truth = exact and _runner(exact, job.reference_kv, job.prompt)
+        runners.insert(0, runner_of(reference, job.reference_kv, job.prompt))
+    truth = exact and runner_of(exact, job.reference_kv, job.prompt)
     scores, distances = score(runners, ids, progress, job.prompt or 0, truth)
     first = 0 if job.of_reference else 1
     data: dict[str, Any] = {"tokens": hashlib.sha256(ids.numpy().astype("<i8").tobytes()).hexdigest(),
@@ -121,7 +121,8 @@ def score_text(job: QualityJob, progress: Listener, loading: Listener) -> Measur
     return MeasurementResult(data, arrays)
 
 
-def _runner(model: LoadedModel, kv: str | None, prompt: int | None) -> LoadedModel | TeacherForcedModel:
+def runner_of(model: LoadedModel, kv: str | None, prompt: int | None) -> LoadedModel | TeacherForcedModel:
+    """A model with its setting, as text; as it is, if no cache is involved."""
     if prompt is None:
         return model
     return TeacherForcedModel(model, model.kv if kv is None else parse_kv(kv), prompt)

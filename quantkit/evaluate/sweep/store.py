@@ -50,10 +50,10 @@ class MeasurementStore:
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
 
-    def get(self, key: Mapping[str, Any]) -> MeasurementResult | None:
+    def get(self, key: Mapping[str, Any] | None) -> MeasurementResult | None:
         """What this measurement gave before; ``None`` if it wasn't made. What can't be read is dropped, with
         a warning, and made again."""
-        if self._folder is None or not (place := self._place(key)).is_dir():
+        if self._folder is None or key is None or not (place := self._place(key)).is_dir():
             return None
         try:
             return _read(place)
@@ -63,9 +63,9 @@ class MeasurementStore:
             shutil.rmtree(place, ignore_errors=True)
             return None
 
-    def put(self, key: Mapping[str, Any], result: MeasurementResult) -> None:
+    def put(self, key: Mapping[str, Any] | None, result: MeasurementResult) -> None:
         """Keep what a measurement gave. Raises QuantkitError if that can't be written."""
-        if self._folder is None:
+        if self._folder is None or key is None:
             return
         place = self._place(key)
         fresh = place.with_name(place.name + ".new")
