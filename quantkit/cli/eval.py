@@ -70,9 +70,10 @@ if TYPE_CHECKING:
 @click.option("--quiet", "-q", is_flag=True, help="No progress on stderr.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
 @click.pass_context
-def command(ctx: click.Context, models: tuple[str, ...], text: str | None, suite: str | None, window: int | None,
-            windows: int | None, dtype: str, device: str, verify: bool, noise_floor: bool, no_speed: bool,
-            kv: tuple[str, ...], prompt: int | None, tasks: str | None, task_data: Path | None,
+def command(ctx: click.Context, models: tuple[str, ...], text: str | None, suite: str | None,
+            window: int | None, windows: int | None, dtype: str, device: str, verify: bool,
+            noise_floor: bool, no_speed: bool, kv: tuple[str, ...], prompt: int | None,
+            tasks: str | None, task_data: Path | None,
             limit: int | None, prefill: int | None, decode: int | None, repeats: int | None, executor: str,
             peer: tuple[str, ...], gate: str | None, gate_strict: bool, fresh: bool, recipes: str | None,
             revision: str | None, out: Path | None, report: tuple[str, ...], plot: str | None, quiet: bool,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ import torch
 
 from quantkit.errors import CalibrationError, QuantkitError, SpecError, Stopped, UsageError
 from quantkit.executor import ray as module
+from quantkit.executor.base import TaskNeeds
 from quantkit.executor.choose import make_executor
 from quantkit.executor.local import LocalExecutor
 from quantkit.quantize import quantize
@@ -158,6 +160,48 @@ def test_more_threads_than_any_worker_has_are_refused(two, monkeypatch):
     with pytest.raises(QuantkitError, match="no worker of the cluster has 64 CPUs") as caught:
         list(two.map(fails, numbers(1)))
     assert "OMP_NUM_THREADS=2 " in caught.value.next
+
+
+def dies_once(folder: str, number: int) -> int:
+    """The process of the first attempt at task 1 ends as if it had been killed."""
+    tried = Path(folder) / "tried"
+    if number == 1 and not tried.exists():
+        tried.touch()
+        os._exit(9)
+    return 10 * number
+
+
+def test_a_task_whose_worker_is_lost_is_done_again(two, tmp_path):
+    tasks = [(f"task {number}", (str(tmp_path), number), TaskNeeds()) for number in range(4)]
+    assert dict(two.as_completed(dies_once, tasks)) == {0: 0, 1: 10, 2: 20, 3: 30}
+    assert (tmp_path / "tried").exists()
+
+
+def test_tasks_come_as_they_are_done_and_know_their_numbers(two):
+    tasks = [(str(seconds), (seconds,), TaskNeeds()) for seconds in (1.5, 0.0)]
+    assert [number for number, _ in two.as_completed(sleeps, tasks)] == [1, 0]
+    assert [number for number, _ in LocalExecutor().as_completed(sleeps, tasks[::-1])] == [0, 1]
+
+
+def test_what_is_timed_is_alone(two):
+    """Two tasks with a CPU each run beside each other; two that must be alone don't."""
+    def spans(alone):
+        tasks = [(str(number), (0.6,), TaskNeeds(alone=alone)) for number in range(2)]
+        (first, second) = sorted(span for _, span in two.as_completed(sleeps, tasks))
+        return second[0] < first[1]
+
+    assert spans(False) and not spans(True)
+
+
+def sleeps(seconds: float) -> tuple[float, float]:
+    begin = time.time()
+    time.sleep(seconds)
+    return begin, time.time()
+
+
+def test_a_task_that_cannot_be_done_is_named(two):
+    with pytest.raises(CalibrationError, match="no data"):
+        list(two.as_completed(fails, [("task 1", (1,), TaskNeeds())]))
 
 
 def test_a_data_free_run_gives_the_same_bytes(two, model, mixed, tmp_path):
