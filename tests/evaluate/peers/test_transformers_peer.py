@@ -45,15 +45,20 @@ def test_bitsandbytes_quantizes_while_it_loads(folder, reference, windows):
     assert 0.001 < row.metrics["kl_mean"].value < 1
 
 
-def test_an_exported_checkpoint_is_loaded_and_differs_as_ours_does(folder, reference, windows, tmp_path):
+@pytest.mark.parametrize(("symmetric", "options", "method"), [
+    ("true", "", "compressed-tensors"),
+    ("false", ", quantization=dequantize", "compressed-tensors, dequantized")])
+def test_a_checkpoint_of_ours_differs_there_as_it_does_here(folder, reference, windows, tmp_path, symmetric,
+                                                            options, method):
     pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed (extra: oracle)")
     (tmp_path / "recipe.yaml").write_text(
         'name: int4\ndescription: for tests\nrules:\n  - match: "*"\n    method: rtn\n'
-        "    spec: {bits: 4, granularity: {strategy: group, size: 32}}\n", encoding="utf-8")
+        f"    spec: {{bits: 4, symmetric: {symmetric}, granularity: {{strategy: group, size: 32}}}}\n",
+        encoding="utf-8")
     quantize(str(folder), str(tmp_path / "recipe.yaml"), tmp_path / "int4")
     _, ours = compare([reference, load(str(tmp_path / "int4"))], windows)
-    row = run_peer(f"transformers({tmp_path / 'int4'})", {"one": windows}, 0, reference)
-    assert row.method == "compressed-tensors" and "compressed-tensors 0." in row.tool
+    row = run_peer(f"transformers({tmp_path / 'int4'}{options})", {"one": windows}, 0, reference)
+    assert row.method == method and "compressed-tensors 0." in row.tool
     assert row.metrics["kl_mean"].value == pytest.approx(ours["kl_mean"].value, rel=0.02)
 
 
