@@ -50,12 +50,10 @@ def png(result: EvalResult) -> bytes:
 @contextmanager
 def _settings() -> Iterator[None]:
     """matplotlib's defaults, whatever the user's are, and SVG without anything random."""
-    import matplotlib
     from matplotlib import style
 
     with style.context(["default", {"svg.hashsalt": "quantkit", "svg.fonttype": "path",
                                     "font.family": "DejaVu Sans", "font.size": 9.5}]):
-        assert matplotlib.rcParams["svg.hashsalt"] == "quantkit"
         yield
 
 
@@ -74,8 +72,7 @@ def draw(result: EvalResult) -> Figure:
     above = HEAD + (sum(lines) * _LEGEND_LINE + 0.06 * len(lines))
     height = above + PANEL * max(len(pictures) + len(metrics), 1) + FOOT
     figure = Figure(figsize=(WIDTH, height), facecolor="white")
-    figure.text(0.16 / WIDTH, 1 - 0.27 / height, _title(result), size=12.5, weight="bold", color=INK,
-                parse_math=False, va="center")
+    _write(figure, 1 - 0.27 / height, _title(result), 12.5, color=INK, weight="bold")
     top = HEAD + 0.02
     for handles, count, used in zip(keys, columns, lines):
         figure.legend(handles=handles, loc="upper left", bbox_to_anchor=(0.06 / WIDTH, 1 - top / height),
@@ -94,9 +91,18 @@ def draw(result: EvalResult) -> Figure:
     if not pictures and not metrics:
         figure.text(0.5, 0.5, "nothing was measured that can be drawn", ha="center", color=SOFT)
     for number, text in enumerate(_small_print(result)):
-        figure.text(0.16 / WIDTH, (FOOT - 0.2 - 0.16 * number) / height, text, size=7, color=SOFT,
-                    parse_math=False)
+        _write(figure, (FOOT - 0.2 - 0.16 * number) / height, text, 7, color=SOFT)
     return figure
+
+
+def _write(figure: Figure, y: float, text: str, size: float, color: str, weight: str = "normal") -> None:
+    """A line from the left edge, smaller if it would not fit."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    label = figure.text(0.16 / WIDTH, y, text, size=size, color=color, weight=weight, va="center",
+                        parse_math=False)
+    width = label.get_window_extent(FigureCanvasAgg(figure).get_renderer()).width
+    label.set_fontsize(size * min(1.0, (WIDTH - 0.3) * figure.dpi / max(width, 1.0)))
 
 
 def _further(result: EvalResult) -> list[tuple[str, MetricInfo]]:
@@ -120,11 +126,10 @@ def _title(result: EvalResult) -> str:
 def _small_print(result: EvalResult) -> list[str]:
     protocol = result.protocol
     machine = protocol.gpu or protocol.cpu
-    return [shortened(drawable(f"{protocol.text}, {protocol.scored} predictions a variant; reference: the "
-                                f"first "
-                               "variant"), 110),
-            shortened(drawable(f"{machine}, {protocol.threads} threads; quantkit {protocol.quantkit}; "
-                               f"fingerprint {protocol.fingerprint}"), 110)]
+    texts = (f"{protocol.text}, {protocol.scored} predictions a variant; reference: the first variant",
+             f"{machine}, {protocol.threads} threads; quantkit {protocol.quantkit}; "
+             f"fingerprint {protocol.fingerprint}")
+    return [shortened(drawable(text), 110) for text in texts]
 
 
 def _legend_columns(texts: list[str]) -> int:

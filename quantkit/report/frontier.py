@@ -46,8 +46,7 @@ class QualityFloor:
             return ("A logarithmic axis has no zero: a KL of 0, the reference's own, is "
                     "drawn at the dashed line.")
         return (f"The dashed line is the noise floor, {number(self.value)} nats: "
-                f"the reference's own arithmetic. "
-                "What is not above it is drawn on it.")
+                "the reference's own arithmetic. What is not above it is drawn on it.")
 
     def at_least(self, value: float) -> float:
         """Where a value stands."""

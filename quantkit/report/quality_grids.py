@@ -146,11 +146,10 @@ def tasks(result: EvalResult) -> TextGrid | None:
     rows = tuple((name, *(_score(result, row, key, info) for key, info in columns.items()))
                  for name, row in zip(short_names(result.rows), result.rows))
     paired = any(test.metric in columns for row in result.rows for test in row.differences)
-    return TextGrid("Tasks", ("variant", *(info.title.replace(" · ", "\n", 1) for info in columns.values())),
-                    rows,
-                    ("Below a score are the difference to the reference over the same items, its "
-                     "95% interval "
-                     "and the verdict.",) if paired else ())
+    heads = ("variant", *(info.title.replace(" · ", "\n", 1) for info in columns.values()))
+    return TextGrid("Tasks", heads, rows, (
+        "Below a score are the difference to the reference over the same items, its 95% interval and the "
+        "verdict.",) if paired else ())
 
 
 def _score(result: EvalResult, row: ModelResult, key: str, info: MetricInfo) -> str:

@@ -106,7 +106,12 @@ def test_awkward_names(make_result, make_row, name):
     rows = [make_row(name, kl=0.1 * number, mb=100 + number) for number in range(3)]
     for row, kv in zip(rows, ("none", "int8", "$m$")):
         row.kv = kv
-    document = svg(make_result(rows))
+    result = make_result(rows)
+    figure = draw(result)
+    for text in [*figure.texts, *(label for axes in figure.axes for label in axes.texts)]:
+        box = text.get_window_extent()
+        assert box.x0 >= 0 and box.x1 <= figure.bbox.x1, text.get_text()
+    document = svg(result)
     ElementTree.fromstring(document)
     assert max(map(len, written(document))) <= 115
     if name.startswith("$x"):

@@ -55,8 +55,8 @@ def summary(diff: TokenDiff) -> list[str]:
     count = len(diff.tokens)
     differs = sum(expected is not None for expected in diff.expected)
     texts = [f"The text is {diff.text}: {diff.candidate} against {diff.reference}. At {differs} of {count} "
-             f"tokens "
-             "another one is the likeliest; these are underlined. The stronger the shade, the larger the KL."]
+             "tokens another one is the likeliest; these are underlined. The stronger the shade, the larger "
+             "the KL."]
     return texts + [f"The first {_TOKENS:,} tokens are shown."] * (count > _TOKENS)
 
 
@@ -80,8 +80,7 @@ def largest(diff: TokenDiff) -> TextGrid | None:
 
 def visible(token: str) -> str:
     """Line breaks and tabs with a sign before them; other control characters as their pictures."""
-    return "".join(f"⏎{char}" if char == "\n" else f"⇥{char}" if char == "\t" else _picture(char)
-                   for char in token)
+    return "".join(_picture(char) for char in token).replace("\n", "⏎\n").replace("\t", "⇥\t")
 
 
 def quoted(token: str) -> str:

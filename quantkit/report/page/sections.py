@@ -70,57 +70,58 @@ def _all(result: EvalResult, looks: Sequence[VariantLook]) -> Iterator[PageSecti
     yield _frontier(result, looks)
     yield PageSection("variants", "All variants", [
         "The first variant is the reference. Below a value is its interval: a 95% bootstrap over windows for "
-        "quality, the range of the timed runs for speed. Grey: another variant is closer to the "
-        "reference and "
-        "also faster or smaller."], grids=[quality_grids.variants(result)] if result.rows else [])
-    yield PageSection("texts", "Quality by text", (), _charts(
-        ("texts", quality.texts_spec(result, looks), "KL on each text")),
-        _grids(quality_grids.by_text(result)))
+        "quality, the range of the timed runs for speed. Grey: another variant is closer to the reference "
+        "and also faster or smaller."], grids=[quality_grids.variants(result)] if result.rows else [])
+    yield PageSection("texts", "Quality by text",
+                      charts=_charts(("texts", quality.texts_spec(result, looks), "KL on each text")),
+                      grids=_grids(quality_grids.by_text(result)))
     yield PageSection("differences", "What the differences mean", [
-        "Each variant is compared with the reference item by item. Indistinguishable: the 90% interval "
-        "of the "
-        "difference lies within ε of zero (two one-sided tests at 5%). Better and worse: the 95% interval "
-        "excludes zero. Undecided: neither; more items could tell.",
+        "Each variant is compared with the reference item by item. Indistinguishable: the 90% interval of "
+        "the difference lies within ε of zero (two one-sided tests at 5%). Better and worse: the 95% "
+        "interval excludes zero. Undecided: neither; more items could tell.",
         *(f"{text}." for text in quality_grids.floors(result))],
         grids=_grids(quality_grids.differences(result), _exact(result)))
-    yield PageSection("tasks", "Tasks", (), _charts(
-        ("tasks", quality.tasks_spec(result, looks), "Difference to the reference over the same items, "
-                                                     "with 95% "
-                                                     "intervals")), _grids(quality_grids.tasks(result)))
-    yield PageSection("decode", "Decode", (), _charts(
-        ("decode-by-batch", speed.by_batch(result, looks),
-        "Tokens a second by batch, at the shortest context"),
-        ("decode-by-context", speed.by_context(result, looks), "Tokens a second by context"),
-        ("gaps", speed.gaps(result, looks),
-        "Gaps between two tokens of an answer: median, and a line to the 99th percentile")),
-        [*speed_grids.decode_grids(result), *_grids(speed_grids.gaps(result))])
-    yield PageSection("prefill", "Prefill", (), _charts(
-        ("prefill", speed.prefill(result, looks), "Prompt tokens a second"),
-        ("first-token", speed.first_token(result, looks), "Time to the first token")),
-        speed_grids.prefill_grids(result))
-    yield PageSection("memory", "Memory", ["Weights, workspace and the cache of one sequence, by context."],
-        _charts(
-        ("memory", speed.memory(result, looks), "Bytes by context")), _grids(speed_grids.memory(result)))
-    yield PageSection("roofline", "Roofline", [
-        "Each point is an operator of one decoder step. Left of the ridge it can only be as fast as "
-        "memory is read, "
-        "right of it as fast as the arithmetic goes. The line above a point ends where it was "
-        "predicted to be."],
-        _charts(*((f"roofline-{number_}", roofline.roofline_spec(model), f"Roofline of {model.label}")
-                  for number_, model in enumerate(result.roofline, 1))),
-        [speed_grids.roofline_grid(model) for model in result.roofline])
+    yield PageSection("tasks", "Tasks", charts=_charts(
+        ("tasks", quality.tasks_spec(result, looks),
+         "Difference to the reference over the same items, with 95% intervals")),
+        grids=_grids(quality_grids.tasks(result)))
+    yield from _speed(result, looks)
     yield PageSection("sensitivity", "Layer sensitivity", [
-        "What 4 bits cost in each Linear alone, in nats of KL. The brighter, the more."], _charts(
-        ("sensitivity", quality.sensitivity_spec(result), "Layers and kinds of Linears")))
+        "What 4 bits cost in each Linear alone, in nats of KL. The brighter, the more."],
+        charts=_charts(("sensitivity", quality.sensitivity_spec(result), "Layers and kinds of Linears")))
     if result.diff is not None:
         yield PageSection("diff", "Token by token", summary(result.diff), passage=shaded(result.diff),
                           grids=_grids(largest(result.diff)))
-    yield PageSection("kernels", "Kernels", grids=_grids(_kernels(result)),
-                      folded=len(result.rows) > _UNFOLDED)
-    yield PageSection("answers", f"Answers to “{result.question or ''}”", answers=[
-        (name, row.answer.strip()) for name, row in zip(short_names(result.rows), result.rows) if row.answer],
-                      folded=len(result.rows) > _UNFOLDED)
+    folded = len(result.rows) > _UNFOLDED
+    yield PageSection("kernels", "Kernels", grids=_grids(_kernels(result)), folded=folded)
+    yield PageSection("answers", f"Answers to “{result.question or ''}”", folded=folded, answers=[
+        (name, row.answer.strip()) for name, row in zip(short_names(result.rows), result.rows) if row.answer])
     yield PageSection("protocol", "Protocol", items=result.protocol.lines())
+
+
+def _speed(result: EvalResult, looks: Sequence[VariantLook]) -> Iterator[PageSection]:
+    """Decoding, prefill, memory and the roofline."""
+    yield PageSection("decode", "Decode", charts=_charts(
+        ("decode-by-batch", speed.by_batch(result, looks),
+         "Tokens a second by batch, at the shortest context"),
+        ("decode-by-context", speed.by_context(result, looks), "Tokens a second by context"),
+        ("gaps", speed.gaps(result, looks),
+         "Gaps between two tokens of an answer: median, and a line to the 99th percentile")),
+        grids=[*speed_grids.decode_grids(result), *_grids(speed_grids.gaps(result))])
+    yield PageSection("prefill", "Prefill", charts=_charts(
+        ("prefill", speed.prefill(result, looks), "Prompt tokens a second"),
+        ("first-token", speed.first_token(result, looks), "Time to the first token")),
+        grids=speed_grids.prefill_grids(result))
+    yield PageSection("memory", "Memory", ["Weights, workspace and the cache of one sequence, by context."],
+                      _charts(("memory", speed.memory(result, looks), "Bytes by context")),
+                      _grids(speed_grids.memory(result)))
+    yield PageSection("roofline", "Roofline", [
+        "Each point is an operator of one decoder step at a number of rows: tokens that go through it at "
+        "once. Left of the ridge it can only be as fast as memory is read, right of it as fast as the "
+        "arithmetic goes. The line above a point ends where it was predicted to be."],
+        _charts(*((f"roofline-{number}", roofline.roofline_spec(model), f"Roofline of {model.label}")
+                  for number, model in enumerate(result.roofline, 1))),
+        [speed_grids.roofline_grid(model) for model in result.roofline])
 
 
 def _frontier(result: EvalResult, looks: Sequence[VariantLook]) -> PageSection:
@@ -128,13 +129,12 @@ def _frontier(result: EvalResult, looks: Sequence[VariantLook]) -> PageSection:
     pictures = frontiers(result)
     drawn = {point.index for picture in pictures for point in picture.points}
     missing = [look.name for index, look in enumerate(looks) if index not in drawn]
-    texts = ["A variant on the line has no other that is at least as close to the reference and as fast "
-             "(or as small) "
-             "and better in one of the two. Hollow points are beaten by another. Point at a mark "
+    texts = ["A variant on the line has no other that is at least as close to the reference and as fast (or "
+             "as small) and better in one of the two. Hollow points are beaten by another. Point at a mark "
              "for its numbers."]
     texts += [picture.floor.sentence for picture in pictures[:1]]
     if missing:
-        texts.append(f"Not drawn, because KL or the other value is missing or not finite: "
+        texts.append("Not drawn, because KL or the other value is missing or not finite: "
                      f"{', '.join(missing)}.")
     return PageSection("frontier", "The frontier", texts, [
         PageChart(f"frontier-{picture.key}", frontier.frontier_spec(result, picture, looks),
@@ -160,18 +160,19 @@ def _exact(result: EvalResult) -> TextGrid | None:
         exact = row.metrics.get(EXACT)
         above = "–" if exact is None or not index else quality_grids.signed(exact.value - floor.value)
         rows.append((name, pair(*spread(exact)), above))
-    return TextGrid("KL from the reference in float32 arithmetic", ("variant", "KL\nnats",
-                    "above the\nnoise floor"),
-                    tuple(rows), ("The first is the noise floor: what the reference's "
-                                  "own arithmetic costs.",))
+    return TextGrid("KL from the reference in float32 arithmetic",
+                    ("variant", "KL\nnats", "above the\nnoise floor"), tuple(rows),
+                    ("The first is the noise floor: what the reference's own arithmetic costs.",))
 
 
 def _kernels(result: EvalResult) -> TextGrid | None:
+    """How many Linears each kernel runs."""
     phases = list(dict.fromkeys(phase for row in result.rows for phase in row.kernels))
-    rows = tuple((name, *(", ".join(f"{kernel} × {count}"
-                      for kernel, count in row.kernels.get(phase, {}).items())
-                          or "–" for phase in phases))
-                 for name, row in zip(short_names(result.rows), result.rows))
-    return TextGrid("Linears by kernel", ("variant", *phases), rows) if phases else None
-
-
+    if not phases:
+        return None
+    rows = []
+    for name, row in zip(short_names(result.rows), result.rows):
+        counts = [row.kernels.get(phase, {}) for phase in phases]
+        rows.append((name, *(", ".join(f"{kernel} × {count}" for kernel, count in kernels.items()) or "–"
+                             for kernels in counts)))
+    return TextGrid("Linears by kernel", ("variant", *phases), tuple(rows))
