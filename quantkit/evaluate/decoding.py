@@ -27,7 +27,8 @@ from quantkit.units import human_bytes
 WARM_UP = 2
 """Tokens before those that are timed."""
 LEAST_TOKENS = 4
-"""Tokens of a timed run, at least, however long they take; fewer only where fewer are asked for."""
+"""Tokens of a timed run, at least, however long they take, and of the run before them; fewer only where fewer
+are asked for."""
 
 
 def step_bytes(loaded: LoadedModel) -> int:
@@ -117,7 +118,8 @@ class DecodeRunner:
                 pages.keep(pages.used + batch * cache.heads * (2 + self._tokens // PAGE))
             reads.append(self.read_bandwidth())
             before = cache.step_bytes(rows[0])  # layers with a window don't grow
-            spent, tokens = self._steps(cache, rows, [token] * batch)
+            limit = self._tokens if run else min(LEAST_TOKENS, self._tokens)
+            spent, tokens = self._steps(cache, rows, [token] * batch, limit)
             after = cache.step_bytes(rows[0])
             mean_length = after - (after - before) / (tokens + WARM_UP) * tokens / 2
             moved = step_bytes(self._loaded) + batch * mean_length
@@ -162,11 +164,11 @@ class DecodeRunner:
                                         last=torch.tensor([len(chunk) - 1]))
         return self._best(logits)[0]
 
-    def _steps(self, cache: KVCache, rows: list[int], tokens: list[int]) -> tuple[float, int]:
-        """Seconds for the timed tokens, after some that warm up, and how many were timed."""
+    def _steps(self, cache: KVCache, rows: list[int], tokens: list[int], limit: int) -> tuple[float, int]:
+        """Seconds for ``limit`` tokens, or fewer if they take long, after some that warm up; and how many."""
         begin, samplers, flying = time.perf_counter(), [self._greedy] * len(rows), None
         timed = 0
-        for step in range(self._tokens + WARM_UP):
+        for step in range(limit + WARM_UP):
             if step == WARM_UP:
                 if flying is not None:
                     flying.tokens()

@@ -43,7 +43,7 @@ class SweepSettings(Frozen):
     prefill: int = Field(default=512, ge=1)
     decode: int = Field(default=32, ge=1)
     repeats: int = Field(default=3, ge=1)
-    case_s: float = Field(default=4.0, gt=0)
+    case_s: float = Field(default=3.0, gt=0)
     context_s: float = Field(default=30.0, gt=0)
 
 
