@@ -34,6 +34,7 @@ BATCH = 64
 FORCED = 64
 """Continuation tokens that go through a cache at once, at most."""
 
+
 @dataclass(frozen=True)
 class ScoringRequest:
     """Token ids: what is given, and what is scored after it. Neither is empty."""
