@@ -47,7 +47,7 @@ def assemble(plan: SweepPlan, settings: EvalSettings, done: Done) -> EvalResult:
             _add_tasks(row, done.get(("tasks", number, setting)))
             _add_speed(row, done.get(("speed", number, setting)), protocol)
             rows.append(row)
-    rows += [_peer(done["peer", number, 0]) for number in range(len(settings.peers))]
+    rows += [_peer(done["peer", number, 0], protocol) for number in range(len(settings.peers))]
     result = EvalResult(protocol, rows, suite=settings.suite)
     result.floors = _floors(quality[0])
     infos = {name: registered.info() for name, registered in metrics.items()}
@@ -83,9 +83,7 @@ def _row(plan: SweepPlan, model: ModelFacts, measurements: Sequence[MeasurementR
         row.metrics[name] = metric.summarize(np.concatenate([part["means"][name] for part in parts]))
     scores = [_tokens(measurement, setting) for measurement in measurements]
     row.metrics |= tails(joined(scores))
-    if protocol.words and not protocol.prompt:
-        tokens_per_word = protocol.scored / protocol.words
-        row.metrics[WORD_PERPLEXITY] = per_word(row.metrics[PERPLEXITY.name], tokens_per_word)
+    _add_words(row, protocol)
     for text, part, tokens in zip(plan.texts, parts, scores):
         name = text.name or text.text.name
         row.texts[name] = {key: metrics[key].metric.summarize(part["means"][key]) for key in names
@@ -97,8 +95,9 @@ def _row(plan: SweepPlan, model: ModelFacts, measurements: Sequence[MeasurementR
     return row
 
 
-def _peer(measurement: MeasurementResult) -> ModelResult:
+def _peer(measurement: MeasurementResult, protocol: Protocol) -> ModelResult:
     row = peer_row(PeerMeasurement(measurement.data, measurement.arrays))
+    _add_words(row, protocol)
     row.measured = dict.fromkeys(("quality", "speed") if row.speed else ("quality",), measurement.measured)
     return row
 
@@ -106,6 +105,12 @@ def _peer(measurement: MeasurementResult) -> ModelResult:
 def _tokens(measurement: MeasurementResult, setting: int, prefix: str = "") -> TokenScores:
     return TokenScores(*(measurement.arrays[f"{setting}/{prefix}{name}"]
                          for name in ("kl", "loss", "likeliest", "agrees")))
+
+
+def _add_words(row: ModelResult, protocol: Protocol) -> None:
+    """The perplexity a word; not behind a prompt, whose words aren't counted apart."""
+    if protocol.words and not protocol.prompt and (tokens := row.metrics.get(PERPLEXITY.name)) is not None:
+        row.metrics[WORD_PERPLEXITY] = per_word(tokens, protocol.scored / protocol.words)
 
 
 def _add_tasks(row: ModelResult, measurement: MeasurementResult | None) -> None:
