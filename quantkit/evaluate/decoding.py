@@ -112,10 +112,13 @@ class DecodeRunner:
         held_bytes = cache.bytes_of(first)
         speeds, rates, reads, counts = [], [], [], []
         begin = time.perf_counter()
+        # copying pages takes longer than decoding: where tokens can be taken back, it is done once
+        rows, reuse = list[int](), cache.divisible and self._device.type == "cpu"
         for run in range(self._repeats + 1):
-            rows = [cache.fork(first, shared=False) for _ in range(batch)]
-            for pages in cache.pools:  # none is to move
-                pages.keep(pages.used + batch * cache.heads * (2 + self._tokens // PAGE))
+            if not rows:
+                rows = [cache.fork(first, shared=False) for _ in range(batch)]
+                for pages in cache.pools:  # none is to move
+                    pages.keep(pages.used + batch * cache.heads * (2 + self._tokens // PAGE))
             reads.append(self.read_bandwidth())
             before = cache.step_bytes(rows[0])  # layers with a window don't grow
             limit = self._tokens if run else min(LEAST_TOKENS, self._tokens)
@@ -123,7 +126,11 @@ class DecodeRunner:
             after = cache.step_bytes(rows[0])
             mean_length = after - (after - before) / (tokens + WARM_UP) * tokens / 2
             moved = step_bytes(self._loaded) + batch * mean_length
-            cache.free(rows)
+            for row in rows if reuse else ():
+                cache.take_back(row, tokens + WARM_UP)
+            if not reuse:
+                cache.free(rows)
+                rows = []
             if run:
                 speeds.append(batch * tokens / spent)
                 rates.append(moved * tokens / spent)
@@ -131,6 +138,7 @@ class DecodeRunner:
                 self._tell(f"decode {cache.spec}, batch {batch}, context {context}")
             if run and self._case_s is not None and time.perf_counter() - begin >= self._case_s:
                 break
+        cache.free(rows)
         read = Spread.of(reads)
         return DecodeSpeed(batch=batch, context=context, kv_bytes=held_bytes, tok_s=Spread.of(speeds),
                            bytes_s=Spread.of(rates), read_bytes_s=read, runs=len(speeds), tokens=min(counts),

@@ -14,6 +14,7 @@ from quantkit.evaluate.decoding import LEAST_TOKENS, DecodeRunner
 from quantkit.evaluate.memory_use import peak_bytes
 from quantkit.evaluate.speed_sweep import Spread, SweepSettings
 from quantkit.evaluate.worker import by_context, kernels, measure
+from quantkit.kvspec import parse_kv
 from quantkit.runtime.loader import load
 from quantkit.spec import KVSpec
 
@@ -70,6 +71,14 @@ def test_the_bytes_of_a_step_are_the_weights_and_what_every_sequence_has(loaded)
     token = 2 * 2 * config.num_layers * config.num_kv_heads * config.head_dim
     moved = case.bytes_s.median / case.tok_s.median * 2
     assert moved == pytest.approx(loaded.model.step_bytes + 2 * token * (5 + 2 + 8 / 2))
+
+
+@pytest.mark.parametrize("kv", ["none", "int8", "window(16, sinks=2)"])
+def test_every_run_begins_with_the_same_context(loaded, kv):
+    """Bytes a token are the same in the slowest and the fastest run, whether tokens are taken back or not."""
+    for case in runner_of(loaded).decode(parse_kv(kv), [1, 3], 70):
+        ratios = [getattr(case.bytes_s, end) / getattr(case.tok_s, end) for end in ("low", "median", "high")]
+        assert ratios == pytest.approx([ratios[0]] * 3)
 
 
 def test_what_does_not_fit_into_memory_is_left_out(loaded, monkeypatch):
