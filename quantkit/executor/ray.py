@@ -49,7 +49,8 @@ class RayExecutor:
             connect(self._ray, address, next="quantkit quantize … --executor local",
                     num_cpus=workers and workers * self._threads)
         _register_tensors()
-        self._call = self._ray.remote(_call).options(num_cpus=self._threads, max_retries=1)
+        self._function = self._ray.remote(_call)
+        self._call = self._function.options(num_cpus=self._threads, max_retries=1)
         self._here = (carried_environment(), list(sys.path), self._threads)
 
     def put(self, value: T) -> T:
@@ -96,7 +97,7 @@ class RayExecutor:
             options["num_gpus"] = needs.gpus
         if needs.memory:
             options["memory"] = needs.memory
-        return self._call.options(**options).remote(self._here, work, *arguments)
+        return self._function.options(**options).remote(self._here, work, *arguments)
 
     def _largest(self) -> int:
         """CPUs of the largest worker. Raises QuantkitError: torch has more threads here."""
@@ -105,7 +106,7 @@ class RayExecutor:
         if largest < self._threads:
             raise QuantkitError(f"no worker of the cluster has {self._threads} CPUs",
                                 why="each computes with as many threads as torch has here",
-                                next=f"OMP_NUM_THREADS={max(1, largest)}, before the same command")
+                                next=f"OMP_NUM_THREADS={max(1, largest)} quantkit … --executor ray")
         return largest
 
     def close(self) -> None:

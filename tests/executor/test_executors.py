@@ -178,7 +178,8 @@ def test_a_task_whose_worker_is_lost_is_done_again(two, tmp_path):
 
 
 def test_tasks_come_as_they_are_done_and_know_their_numbers(two):
-    tasks = [(str(seconds), (seconds,), TaskNeeds()) for seconds in (1.5, 0.0)]
+    list(two.as_completed(sleeps, [("begins", (0.5,), TaskNeeds())] * 2))  # both workers are there then
+    tasks = [(str(seconds), (seconds,), TaskNeeds()) for seconds in (2.5, 0.0)]
     assert [number for number, _ in two.as_completed(sleeps, tasks)] == [1, 0]
     assert [number for number, _ in LocalExecutor().as_completed(sleeps, tasks[::-1])] == [0, 1]
 
@@ -200,8 +201,8 @@ def sleeps(seconds: float) -> tuple[float, float]:
 
 
 def test_a_task_that_cannot_be_done_is_named(two):
-    with pytest.raises(CalibrationError, match="no data"):
-        list(two.as_completed(fails, [("task 1", (1,), TaskNeeds())]))
+    with pytest.raises(SpecError, match="layer 3"):
+        list(two.as_completed(fails, [("task 3", (3,), TaskNeeds())]))
 
 
 def test_a_data_free_run_gives_the_same_bytes(two, model, mixed, tmp_path):
