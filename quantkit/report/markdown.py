@@ -115,14 +115,14 @@ def _exact(names: list[str], result: EvalResult) -> list[str]:
     floor = result.noise_floor
     if floor is None:
         return []
-    exact = [row.metrics.get(EXACT) for row in result.rows]
-    above = ["–" if interval is None or index == 0 else f"{interval.value - floor.value:+.5f}"
-             for index, interval in enumerate(exact)]
+    there = [(name, row.metrics[EXACT]) for name, row in zip(names, result.rows) if EXACT in row.metrics]
+    above = [f"{interval.value - floor.value:+.5f}" if index else "–"
+             for index, (_, interval) in enumerate(there)]
     return ["## Noise floor", "",
             "KL from the reference's weights in float32 arithmetic. The first is the noise floor, what the "
             "reference's own arithmetic costs: what is not above it is indistinguishable from nothing.", "",
-            *table("variant", names, [("KL", [cell(*spread(interval)) for interval in exact]),
-                                       ("above the floor", above)])]
+            *table("variant", [name for name, _ in there], [
+                ("KL", [cell(*spread(interval)) for _, interval in there]), ("above the floor", above)])]
 
 
 def _kernels(row: ModelResult, phase: str) -> str:

@@ -161,9 +161,10 @@ def _score(result: EvalResult, row: ModelResult, key: str, info: MetricInfo) -> 
 
 
 def floors(result: EvalResult) -> list[str]:
-    """Sentences with the noise floor of each metric."""
-    return [f"The noise floor of {info_of(result, key).title} is {shown(value, info_of(result, key))[0]} "
-            f"{head(info_of(result, key))[1]}".rstrip() for key, value in result.floors.items()]
+    """A sentence with the noise floor of each metric; none if none was measured."""
+    parts = [f"{info_of(result, key).title} {shown(value, info_of(result, key))[0]} "
+             f"{head(info_of(result, key))[1]}".rstrip() for key, value in result.floors.items()]
+    return [f"Noise floors, which the reference's own arithmetic makes: {', '.join(parts)}"] if parts else []
 
 
 def _head(info: MetricInfo) -> str:

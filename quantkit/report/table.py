@@ -202,9 +202,10 @@ def _exact(result: EvalResult) -> list[str]:
         return []
     out = [title_line("KL from the reference in float32 arithmetic")]
     for name, row in zip(short_names(result.rows), result.rows):
-        exact = row.metrics.get(EXACT)
+        if (exact := row.metrics.get(EXACT)) is None:
+            continue
         value, span = spread(exact)
-        change = "" if exact is None or row is result.rows[0] else f"{exact.value - floor.value:+.5f}"
+        change = "" if row is result.rows[0] else f"{exact.value - floor.value:+.5f}"
         out.append(f"{_left(name, 32)}  {value:>8}  {span:>17}  {change:>8}".rstrip())
     return [*out, *fold("The first of these is the noise floor: the reference's own arithmetic. "
                         "The last column is what others are above it."), ""]

@@ -1,4 +1,4 @@
-"""A comparison on a local Ray cluster, a worker of which is killed: ``python -m tests.support.killed_worker``.
+"""A comparison on a local Ray cluster, a worker of which is killed.
 
 A process of its own, as a cluster that ends can take the process that started it along.
 """

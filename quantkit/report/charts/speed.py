@@ -58,15 +58,18 @@ def first_token(result: EvalResult, looks: Sequence[VariantLook]) -> Spec | None
 def _lines(looks: Sequence[VariantLook], cells: Sequence[tuple[VariantLook, int, Spread | None]],
            x: str, y: str,
            least: int) -> Spec | None:
-    """Lines over a logarithmic axis of powers of two, if it has at least ``least`` places."""
+    """Lines over a logarithmic axis of powers of two, if it has at least ``least`` places. With a place at 0
+    the axis is linear up to the next one."""
     rows = [{**identity(look), "at": place, "value": spread.median, x: f"{place:,}",
              y: f"{number(spread.median)} ({number(spread.low)}–{number(spread.high)})"}
             for look, place, spread in cells if spread is not None]
     places = sorted({place for _, place, spread in cells if spread is not None})
     if len(places) < least:
         return None
+    scale = alt.Scale(type="log", base=2, nice=False, padding=14) if places[0] else alt.Scale(
+        type="symlog", constant=places[1] / 2 if len(places) > 1 else 1, nice=False, padding=14)
     base = alt.Chart(inline(rows)).encode(
-        x=alt.X("at:Q", title=x, scale=alt.Scale(type="log", base=2, nice=False, padding=14),
+        x=alt.X("at:Q", title=x, scale=scale,
                 axis=alt.Axis(values=places, format=",d", labelOverlap=True)),
         y=alt.Y("value:Q", title=y, scale=alt.Scale(zero=True)), color=by_model(looks))
     chart = alt.layer(base.mark_line(strokeWidth=1.6, opacity=0.8).encode(

@@ -157,8 +157,9 @@ def _exact(result: EvalResult) -> TextGrid | None:
         return None
     rows = []
     for index, (name, row) in enumerate(zip(short_names(result.rows), result.rows)):
-        exact = row.metrics.get(EXACT)
-        above = "–" if exact is None or not index else quality_grids.signed(exact.value - floor.value)
+        if (exact := row.metrics.get(EXACT)) is None:
+            continue
+        above = quality_grids.signed(exact.value - floor.value) if index else "–"
         rows.append((name, pair(*spread(exact)), above))
     return TextGrid("KL from the reference in float32 arithmetic",
                     ("variant", "KL\nnats", "above the\nnoise floor"), tuple(rows),
