@@ -194,6 +194,6 @@ def test_an_error_in_a_stream_is_an_event(live, monkeypatch):
     push = kind.forward
     monkeypatch.setattr(kind, "forward", lambda self, *args, **options: (
         1 / 0 if next(count) == 2 else push(self, *args, **options)))
-    answer = made.post(PATH, {"messages": USER, "max_tokens": 9, "stream": True})
+    answer = made.post(PATH, {"messages": USER, "max_tokens": 9, "stream": True, "temperature": 0})
     assert answer.text.split("\n\n")[-2].split("\n")[0] == "event: error"
     assert json.loads(answer.text.split("\n\n")[-2].split("data: ")[1])["error"]["type"] == "api_error"

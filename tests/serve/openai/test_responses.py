@@ -159,7 +159,7 @@ def test_an_error_in_a_stream_is_an_event(live, monkeypatch):
     push = kind.forward
     monkeypatch.setattr(kind, "forward", lambda self, *args, **options: (
         1 / 0 if next(count) == 2 else push(self, *args, **options)))
-    sent = events(made.post(PATH, {"input": "a", "max_output_tokens": 9, "stream": True}))
+    sent = events(made.post(PATH, {"input": "a", "max_output_tokens": 9, "stream": True, "temperature": 0}))
     assert sent[-1]["type"] == "error" and sent[-1]["code"] == "internal_error"
     assert sent[-1]["message"] == "internal error"
     assert [type(error) for error in made.errors] == [ZeroDivisionError]
