@@ -59,7 +59,7 @@ def test_protocol_and_noise_floor_are_printed(make_result):
     first, second, third, *_ = text[text.index("in float32"):].splitlines()[1:]
     assert first.split() == ["smollm2", "0.00110", "0.00100–0.00120"]
     assert second.split() == ["int8", "0.00310", "0.00300–0.00320", "+0.00200"]
-    assert third.split() == ["int4", "–"]
+    assert third.startswith("The first of these"), "only what was compared stands there"
     assert "noise floor" not in render(make_result())
 
 
