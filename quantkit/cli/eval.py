@@ -85,14 +85,16 @@ def command(ctx: click.Context, models: tuple[str, ...], text: str | None, suite
     """
     from quantkit.cli.again import typed
     from quantkit.cli.gate_output import gate_text
+    from quantkit.device import find_device
     from quantkit.evaluate.forced import split_settings
     from quantkit.evaluate.gate import check_gate, require_planned
     from quantkit.evaluate.gate_syntax import parse_gate
     from quantkit.evaluate.peers.parse import parse_peer
-    from quantkit.evaluate.run import evaluate
+    from quantkit.evaluate.run import check_plot, evaluate
     from quantkit.evaluate.settings import EvalSettings, of_suite
     from quantkit.evaluate.suite import load_suite
     from quantkit.evaluate.task_file import find_task
+    from quantkit.executor.choose import check_executor
     from quantkit.kvspec import parse_kv
     from quantkit.report.folder import reporters, require_writable, write_report
 
@@ -116,7 +118,9 @@ def command(ctx: click.Context, models: tuple[str, ...], text: str | None, suite
                              "decode": decode, "repeats": repeats, "prompt": prompt, "limit": limit}
     settings = dataclasses.replace(
         base, **{name: value for name, value in given.items() if value is not None},
-        texts=() if text is not None else base.texts, dtype=dtype, device=device, speed=not no_speed,
+        texts=() if text is not None else tuple(
+            part if windows is None else part.model_copy(update={"windows": None}) for part in base.texts),
+        dtype=dtype, device=device, speed=not no_speed,
         noise_floor=noise_floor, revision=revision, task_data=task_data, keep=out is not None, fresh=fresh,
         kv=tuple(parse_kv(setting) for text in kv for setting in split_settings(text)),
         tasks=tuple(name.strip() for name in tasks.split(",")) if tasks else base.tasks,
@@ -125,6 +129,8 @@ def command(ctx: click.Context, models: tuple[str, ...], text: str | None, suite
     require_planned(conditions, speed=settings.speed, texts=[text.name for text in settings.texts],
                     tasks=[find_task(name)[0].task for name in settings.tasks],
                     candidates=len(models) * max(1, len(settings.kv)) - 1 + len(peer) + (recipes is not None))
+    check_plot(settings)
+    check_executor(executor, find_device(device), gpus=True)
     variants = _made(models, recipes, settings, out, quiet)
     with loading_line("models", quiet) as loading, ProgressLine("evaluating", quiet) as progress:
         result = evaluate([*models, *variants], settings, progress,
@@ -160,8 +166,9 @@ def _made(models: Sequence[str], recipes: str | None, settings: EvalSettings, ou
     folders = {}
     if recipes is not None and out is not None:
         folders = folders_of(_listed(recipes, "--recipes", "int8,int4"), out / "checkpoints")
-    if out is not None and not quiet:
+    if out is not None:  # also with --quiet: what can't be done shows before anything is
         ahead = look_ahead(models, settings, folders)
+    if out is not None and not quiet:
         note(f"{ahead.sentence()}; about {human_seconds(ahead.seconds)}")
     for recipe, folder in folders.items():
         with ProgressLine(f"quantizing to {recipe}", quiet) as progress:

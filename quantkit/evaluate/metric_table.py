@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from quantkit.errors import QuantkitError
 from quantkit.evaluate.keys import (
@@ -14,7 +16,7 @@ from quantkit.evaluate.keys import (
     WORD_PERPLEXITY,
     key_problem,
 )
-from quantkit.evaluate.metrics import KL, PERPLEXITY, TOP1, Metric
+from quantkit.evaluate.metrics import KL, PERPLEXITY, TOP1, Interval, Metric
 from quantkit.evaluate.task_score import PROPORTIONS
 from quantkit.plugins import BUILTIN, registry
 from quantkit.registry import described
@@ -103,6 +105,24 @@ def registered_metrics() -> list[RegisteredMetric]:
         taken[metric.name] = owner
         table.append(RegisteredMetric(metric, owner))
     return table
+
+
+def summarized(metrics: Mapping[str, RegisteredMetric], means: Mapping[str, Any]) -> dict[str, Interval]:
+    """Values with intervals from the means of windows, by key. A plugin's metric whose values make no sense
+    is left out, with one warning.
+
+    Raises:
+        ValueError: a built-in's values make no sense.
+    """
+    values = {}
+    for name, windows in means.items():
+        try:
+            values[name] = metrics[name].metric.summarize(windows)
+        except Exception as error:
+            if metrics[name].builtin:
+                raise
+            left_out("metric", name, metrics[name].owner, error)
+    return values
 
 
 def metric_problem(metric: Metric) -> str | None:

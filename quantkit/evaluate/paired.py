@@ -122,7 +122,9 @@ def epsilon_of(key: str, floors: Mapping[str, Interval] | None, epsilons: Mappin
         if name in chosen:
             return chosen[name]
     if key in DISTANCES and floors and key in floors and np.isfinite(floors[key].value):
-        return abs(floors[key].value - DISTANCES[key])
+        floor = abs(floors[key].value - DISTANCES[key])
+        if floor > 0:  # of few tokens none may differ, which doesn't mean that none ever would
+            return floor
     return SHARE_EPSILON if share else EPSILONS.get(key)
 
 

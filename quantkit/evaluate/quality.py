@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
@@ -12,15 +13,26 @@ from quantkit.evaluate.keys import EXACT
 from quantkit.evaluate.metric_table import RegisteredMetric, registered_metrics
 from quantkit.evaluate.metrics import KL, PERPLEXITY, TOP1, Interval, Metric
 from quantkit.evaluate.window_scores import WindowScores
+from quantkit.models.config import ModelConfig
 from quantkit.plugins import BUILTIN
 from quantkit.progress import Listener, ProgressEvent, silent
 from quantkit.runtime.loader import LoadedModel
+from quantkit.text.tokenizer import Tokenizer
 
 MARGIN = 64
 """Tokens before a cut in the text that might have come out otherwise."""
 
 
-def windows_of(loaded: LoadedModel, text: str, window: int, windows: int,
+class TokenizedModel(Protocol):
+    """What is needed of a model to cut a text into windows."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+
+
+def windows_of(loaded: TokenizedModel, text: str, window: int, windows: int,
                options: tuple[str, str] = ("--window", "--windows")) -> torch.Tensor:
     """The first windows of a text as token ids, int64 ``[windows, window]``.
 

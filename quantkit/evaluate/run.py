@@ -51,8 +51,8 @@ def evaluate(uris: Sequence[str], settings: EvalSettings, progress: Listener = s
         raise UsageError("a model is given twice", next="name each model once")
     infos = _infos(settings, registered_metrics())
     texts = planned_texts(settings)
-    models = [facts_of(uri, settings.revision_of(number), settings.dtype, (recipes or {}).get(uri))
-              for number, uri in enumerate(uris)]
+    models = [facts_of(uri, settings.revision_of(number), settings.dtype, (recipes or {}).get(uri),
+                       settings.keep) for number, uri in enumerate(uris)]
     plan = make_plan(models, settings, texts)
     store = user_store() if settings.keep else MeasurementStore(None)
     results: dict[int, MeasurementResult] = {}
@@ -61,10 +61,14 @@ def evaluate(uris: Sequence[str], settings: EvalSettings, progress: Listener = s
             results[number] = known
     numbers = [number for number in range(len(plan.measurements)) if number not in results]
     missing = estimated(plan, [plan.measurements[number] for number in numbers])
-    with closing(make_executor(executor, find_device(settings.device), gpus=True)) as runs:
-        for number, measured in run_measurements(missing, store, runs, progress, loading):
-            results[numbers[number]] = measured
-    forget_models()
+    forget_models()  # of another comparison: a folder may hold another model since
+    if missing:
+        try:
+            with closing(make_executor(executor, find_device(settings.device), gpus=True)) as runs:
+                for number, measured in run_measurements(missing, store, runs, progress, loading):
+                    results[numbers[number]] = measured
+        finally:
+            forget_models()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
     result = assemble(plan, settings, by_place(results, plan.measurements))
@@ -72,6 +76,11 @@ def evaluate(uris: Sequence[str], settings: EvalSettings, progress: Listener = s
     result.plotted = settings.plot or result.plotted
     current().notify("on_run_finished", kind="eval", summary=result.to_dict())
     return result
+
+
+def check_plot(settings: EvalSettings) -> None:
+    """Raises UsageError: a metric to plot won't be measured."""
+    _infos(settings, registered_metrics())
 
 
 def _infos(settings: EvalSettings, metrics: Sequence[RegisteredMetric]) -> dict[str, MetricInfo]:
@@ -93,4 +102,4 @@ def _infos(settings: EvalSettings, metrics: Sequence[RegisteredMetric]) -> dict[
     return infos
 
 
-__all__ = ["EvalSettings", "evaluate"]
+__all__ = ["EvalSettings", "check_plot", "evaluate"]

@@ -8,7 +8,7 @@ from typing import Annotated, Self
 from pydantic import Field, model_validator
 
 from quantkit.errors import UsageError, did_you_mean
-from quantkit.evaluate.text import BUILTIN
+from quantkit.evaluate.text import BUILTIN, HUB
 from quantkit.plugins import current, named_files
 from quantkit.safe_yaml import read_yaml
 from quantkit.spec import Frozen
@@ -21,12 +21,12 @@ class SuiteText(Frozen):
 
     Attributes:
         name: how reports call it.
-        text: as ``--text`` takes it: ``builtin:code``, ``hf://datasets/…``, a file.
+        text: ``builtin:code``, ``hf://datasets/…`` or the name of a file beside the suite's.
         windows: of it that are used; ``None``: as many as the suite says.
     """
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._-]{0,31}$")
-    text: str
+    text: str = Field(pattern=r"^(builtin(:[a-z]+)?|hf://datasets/.+|[A-Za-z0-9][A-Za-z0-9 ._-]*)$")
     windows: int | None = Field(default=None, ge=1)
 
 
@@ -39,10 +39,11 @@ class SuiteSpeed(Frozen):
         repeats: timed runs.
     """
 
-    batches: tuple[Annotated[int, Field(ge=1)], ...] = Field(default=(1,), strict=False, min_length=1)
-    contexts: tuple[Annotated[int, Field(ge=0)], ...] = Field(default=(), strict=False)
-    prefill: int | None = Field(default=None, ge=1)
-    decode: int = Field(default=32, ge=1)
+    batches: tuple[Annotated[int, Field(ge=1, le=4096)], ...] = Field(default=(1,), strict=False,
+                                                                      min_length=1)
+    contexts: tuple[Annotated[int, Field(ge=0, le=1 << 24)], ...] = Field(default=(), strict=False)
+    prefill: int | None = Field(default=None, ge=1, le=1 << 24)
+    decode: int = Field(default=32, ge=1, le=1 << 24)
     repeats: int = Field(default=3, ge=1)
 
 
@@ -92,7 +93,7 @@ def load_suite(name: str) -> EvalSuite:
         UsageError: none or several are called so, or its file is missing or malformed.
     """
     if name.endswith(SUFFIXES):
-        return read_yaml(Path(name).expanduser(), UsageError).build(EvalSuite)
+        return _read(Path(name).expanduser())
     files: dict[str, list[tuple[str, Path]]] = {}
     for owner, path in named_files(current().dirs("eval_dirs")):
         files.setdefault(path.stem, []).append((owner, path))
@@ -103,4 +104,12 @@ def load_suite(name: str) -> EvalSuite:
         raise UsageError(f"two suites are called {name!r}",
                          why=" and ".join(f"{path} (of {owner})" for owner, path in files[name]),
                          next=f"uninstall one: pip uninstall {files[name][-1][0]}")
-    return read_yaml(files[name][0][1], UsageError).build(EvalSuite)
+    return _read(files[name][0][1])
+
+
+def _read(path: Path) -> EvalSuite:
+    """A suite whose own files are found beside it, and nowhere else: a file's content names no path."""
+    suite = read_yaml(path, UsageError).build(EvalSuite)
+    return suite.model_copy(update={"texts": tuple(
+        text if text.text.startswith((BUILTIN, HUB))
+        else text.model_copy(update={"text": str(path.parent / text.text)}) for text in suite.texts)})

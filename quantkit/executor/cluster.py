@@ -16,7 +16,7 @@ ALONE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """Ray's variable that keeps it to this machine, on every system; read when Ray is imported."""
 AUTO_CONNECT = "RAY_ENABLE_AUTO_CONNECT"
 """Ray's variable; with 0 a call after the end starts no cluster anew. Read when Ray is imported."""
-CARRIED = ("QUANTKIT_PLUGINS", "GOMP_SPINCOUNT")
+CARRIED = ("QUANTKIT_PLUGINS", "QUANTKIT_ISA", "QUANTKIT_TASK_DATA", "GOMP_SPINCOUNT")
 """Variables that workers have as this process has them."""
 
 

@@ -46,7 +46,7 @@ class RayExecutor:
         self._threads = torch.get_num_threads()
         self._started = not self._ray.is_initialized()
         if self._started:
-            connect(self._ray, address, next="quantkit quantize … --executor local",
+            connect(self._ray, address, next="--executor local",
                     num_cpus=workers and workers * self._threads)
         _register_tensors()
         self._function = self._ray.remote(_call)
@@ -78,9 +78,9 @@ class RayExecutor:
                                                                                        None]:
         """See :meth:`Executor.as_completed`. The cluster decides where and in which order; what is timed has
         a machine with the most CPUs to itself."""
-        largest = self._largest()
-        running = {self._task(work, arguments, needs, largest): number
-                   for number, (_, arguments, needs) in enumerate(tasks)}
+        self._largest()
+        running = {self._task(label, work, arguments, needs): number
+                   for number, (label, arguments, needs) in enumerate(tasks)}
         try:
             while running:
                 (piece, *_), _ = self._ray.wait(list(running), num_returns=1)
@@ -90,13 +90,18 @@ class RayExecutor:
             for piece in running:
                 self._ray.cancel(piece, force=True)
 
-    def _task(self, work: Callable[..., T], arguments: tuple[Any, ...], needs: TaskNeeds,
-              largest: int) -> Any:
-        options: dict[str, Any] = {"num_cpus": largest if needs.alone else self._threads, "max_retries": LOST}
-        if needs.gpus:
-            options["num_gpus"] = needs.gpus
-        if needs.memory:
-            options["memory"] = needs.memory
+    def _task(self, label: str, work: Callable[..., T], arguments: tuple[Any, ...], needs: TaskNeeds) -> Any:
+        machines = [node["Resources"] for node in self._ray.nodes() if node["Alive"]
+                    and node["Resources"].get("GPU", 0) >= needs.gpus
+                    and node["Resources"].get("CPU", 0) >= self._threads]
+        if not machines:
+            raise QuantkitError(f"{label} fits no machine of the cluster", next="--executor local",
+                                why=f"it takes {needs.gpus} GPUs and {self._threads} CPUs of one")
+        cpus = max(int(machine["CPU"]) for machine in machines) if needs.alone else self._threads
+        options: dict[str, Any] = {"num_cpus": cpus, "num_gpus": needs.gpus, "max_retries": LOST}
+        if needs.memory:  # an estimate: at most all that a machine has, or it would wait forever
+            largest_memory = max(int(machine.get("memory", 0)) for machine in machines)
+            options["memory"] = min(needs.memory, largest_memory)
         return self._function.options(**options).remote(self._here, work, *arguments)
 
     def _largest(self) -> int:

@@ -93,3 +93,18 @@ def test_a_malformed_one_says_where(folder, content, said):
     with pytest.raises(UsageError) as caught:
         load_suite("bad")
     assert said in str(caught.value)
+
+
+def test_a_suites_file_names_no_place_but_its_own_folder(tmp_path):
+    suite = tmp_path / "mine.yaml"
+    head = "name: mine\ndescription: Mine.\ntexts:\n"
+    suite.write_text(head + "  - {name: a, text: novel.txt}\n  - {name: b, text: 'builtin:code'}\n")
+    assert [text.text for text in load_suite(str(suite)).texts] == [
+        str(tmp_path / "novel.txt"), "builtin:code"]
+    for place in ("/etc/passwd", "../novel.txt", "~/novel.txt", ".hidden"):
+        suite.write_text(head + f"  - {{name: a, text: '{place}'}}\n")
+        with pytest.raises(UsageError, match="not a valid"):
+            load_suite(str(suite))
+    suite.write_text(head + "  - {name: a, text: builtin}\n  - {name: a, text: builtin}\n")
+    with pytest.raises(UsageError):
+        load_suite(str(suite))

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from quantkit.evaluate.metric_table import RegisteredMetric, registered_metrics
+from quantkit.evaluate.metric_table import RegisteredMetric, registered_metrics, summarized
 from quantkit.evaluate.metrics import TOP1, Interval
 from quantkit.evaluate.peers.base import PeerFacts, PeerTimes
 from quantkit.evaluate.result import ModelResult
@@ -71,7 +71,7 @@ def _summary(texts: Sequence[Mapping[str, Any]], metrics: Mapping[str, Registere
     keys = [key for key in texts[0] if all(key in means for means in texts)]
     pooled = {key: np.concatenate([np.asarray(means[key], dtype=np.float64) for means in texts])
               for key in keys}
-    summary = {key: metrics[key].metric.summarize(pooled[key]) for key in keys}
+    summary = summarized(metrics, pooled)
     if scores:
         return summary | tails(joined(scores))
     return summary | ({FLIPS: TOP1.summarize(1 - pooled[TOP1.name])} if TOP1.name in pooled else {})

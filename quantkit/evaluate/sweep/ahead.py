@@ -59,15 +59,17 @@ def look_ahead(uris: Sequence[str], settings: EvalSettings, recipes: Mapping[str
     Raises:
         QuantkitError: a model or a text isn't there, or they can't be compared.
     """
-    models = [facts_of(uri, settings.revision_of(number), settings.dtype) for number, uri in enumerate(uris)]
+    models = [facts_of(uri, settings.revision_of(number), settings.dtype, hashed=settings.keep)
+              for number, uri in enumerate(uris)]
     absent = tuple(recipe for recipe, folder in recipes.items() if not folder.exists())
     for recipe, folder in recipes.items():
         models.append(replace(models[0], uri=str(folder), revision=None, identity=f"not made yet: {recipe}",
                               recipe=folder.name) if recipe in absent
-                      else facts_of(str(folder), dtype=settings.dtype, recipe=folder.name))
+                      else facts_of(str(folder), dtype=settings.dtype, recipe=folder.name,
+                                    hashed=settings.keep))
     plan = make_plan(models, settings, planned_texts(settings))
     store = user_store() if settings.keep and not settings.fresh else MeasurementStore(None)
-    missing = [measurement for measurement in plan.measurements if store.get(measurement.key) is None]
+    missing = [measurement for measurement in plan.measurements if not store.has(measurement.key)]
     seconds = sum(measurement.seconds for measurement in estimated(plan, missing))
     seconds += sum(quantize_seconds(models[0], load_recipe(recipe)) for recipe in absent)
     return Outlook(len(models), len(plan.kv), len(plan.texts), len(plan.measurements),

@@ -13,7 +13,7 @@ import torch
 from quantkit import __version__
 from quantkit.device import find_device, gpu_name
 from quantkit.evaluate.keys import EXACT, WORD_PERPLEXITY
-from quantkit.evaluate.metric_table import RegisteredMetric, builtin_infos, registered_metrics
+from quantkit.evaluate.metric_table import RegisteredMetric, builtin_infos, registered_metrics, summarized
 from quantkit.evaluate.metrics import KL, PERPLEXITY, Interval, Metric
 from quantkit.evaluate.paired import differences
 from quantkit.evaluate.peers.row import PeerMeasurement, peer_row
@@ -45,7 +45,7 @@ def assemble(plan: SweepPlan, settings: EvalSettings, done: Done) -> EvalResult:
         for setting in range(len(plan.kv)):
             row = _row(plan, model, quality[number], setting, protocol, metrics)
             _add_tasks(row, done.get(("tasks", number, setting)))
-            _add_speed(row, done.get(("speed", number, setting)), protocol)
+            _add_speed(row, done.get(("speed", number, setting)))
             rows.append(row)
     rows += [_peer(done["peer", number, 0], protocol) for number in range(len(settings.peers))]
     result = EvalResult(protocol, rows, suite=settings.suite)
@@ -78,18 +78,21 @@ def _row(plan: SweepPlan, model: ModelFacts, measurements: Sequence[MeasurementR
                       kv_bytes=max(part["kv_bytes"] or 0 for part in parts) or None,
                       kv_bytes_per_token=first["kv_bytes_per_token"])
     names = [name for name in first["means"] if all(name in part["means"] for part in parts)]
-    for name in names:
-        metric = Metric(EXACT, KL.score) if name == EXACT else metrics[name].metric
-        row.metrics[name] = metric.summarize(np.concatenate([part["means"][name] for part in parts]))
+    if EXACT in names:
+        names.remove(EXACT)
+        exact = np.concatenate([part["means"][EXACT] for part in parts])
+        row.metrics[EXACT] = Metric(EXACT, KL.score).summarize(exact)
+    row.metrics |= summarized(metrics, {
+        name: np.concatenate([part["means"][name] for part in parts]) for name in names})
+    names = [name for name in names if name in row.metrics]
     scores = [_tokens(measurement, setting) for measurement in measurements]
     row.metrics |= tails(joined(scores))
     _add_words(row, protocol)
     for text, part, tokens in zip(plan.texts, parts, scores):
         name = text.name or text.text.name
-        row.texts[name] = {key: metrics[key].metric.summarize(part["means"][key]) for key in names
-                           if key != EXACT} | tails(tokens)
+        row.texts[name] = summarized(metrics, {key: part["means"][key] for key in names}) | tails(tokens)
         row.window_means[name] = {key: part["means"][key] for key in names
-                                  if key != EXACT and metrics[key].metric.per != "run"}
+                                  if metrics[key].metric.per != "run"}
         row.window_means[name]["flips"] = (1.0 - tokens.agrees.mean(axis=1)).tolist()
     row.measured["quality"] = max(measurement.measured for measurement in measurements)
     return row
@@ -123,19 +126,16 @@ def _add_tasks(row: ModelResult, measurement: MeasurementResult | None) -> None:
     row.measured["tasks"] = measurement.measured
 
 
-def _add_speed(row: ModelResult, measurement: MeasurementResult | None, protocol: Protocol) -> None:
+def _add_speed(row: ModelResult, measurement: MeasurementResult | None) -> None:
     if measurement is None:
         return
     sweep = SpeedSweep.model_validate(measurement.data["sweep"], strict=False)
     row.speed, row.load_s, row.kernels = sweep, sweep.load_s, sweep.kernels
     row.peak_bytes = None if sweep.memory is None else sweep.memory.peak
-    if sweep.prefill:
-        row.metrics["prefill_tok_s"] = _interval(sweep.prefill[0].tok_s)
-    single = [point for point in sweep.decode if point.batch == 1 and point.tok_s is not None]
-    if single:
-        nearest = min(single, key=lambda point: abs(point.context - protocol.prefill))
-        assert nearest.tok_s is not None
-        row.metrics["decode_tok_s"] = _interval(nearest.tok_s)
+    for point in sweep.prefill[:1]:  # one request: its prompt, and the answer behind it
+        row.metrics["prefill_tok_s"] = _interval(point.tok_s)
+        if point.decode_tok_s is not None:
+            row.metrics["decode_tok_s"] = _interval(point.decode_tok_s)
     row.measured["speed"] = measurement.measured
 
 
@@ -178,7 +178,8 @@ def _floors(measurements: Sequence[MeasurementResult]) -> dict[str, Interval]:
         return {}
     far = joined([_tokens(measurement, 0, "exact_") for measurement in measurements])
     floors = {KL.name: KL.summarize(far.kl.astype(np.float64).mean(axis=1))} | tails(far)
-    floors["top1"] = floors["flips"]  # as far as it may be below 1
+    flips = floors["flips"]
+    floors["top1"] = Interval(1 - flips.value, 1 - flips.high, 1 - flips.low)
     return floors
 
 
@@ -189,7 +190,7 @@ def _diff(plan: SweepPlan, result: EvalResult,
     distances = [(value.value, number) for number, row in enumerate(result.rows[:variants])
                  if number and (value := row.metrics.get(KL.name)) is not None and math.isfinite(value.value)]
     tokenizer = plan.models[0].tokenizer
-    if not distances or tokenizer is None:
+    if not distances:
         return None
     worst = max(distances)[1]
     number, setting = divmod(worst, len(plan.kv))

@@ -32,7 +32,10 @@ def folders_of(recipes: Sequence[str], out: Path) -> dict[str, Path]:
     folders: dict[str, Path] = {}
     for recipe in recipes:
         load_recipe(recipe)
-        folder = out / (Path(recipe).stem if recipe.endswith(SUFFIXES) else recipe)
+        name = Path(recipe).stem if recipe.endswith(SUFFIXES) else recipe
+        if name.startswith("."):
+            raise UsageError(f"the name of {recipe} begins with a dot", next="give the file another name")
+        folder = out / name
         if recipe in folders or folder in folders.values():
             raise UsageError(f"recipe {recipe} is given twice, or another file has its name",
                              next="name each recipe once")

@@ -1,4 +1,4 @@
-"""How long a comparison may take, said before it begins: from what this machine did lately, or its size."""
+"""How long a comparison may take, said before it begins: from models' sizes and this machine's arithmetic."""
 
 from __future__ import annotations
 

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from contextlib import closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from quantkit.checkpoint.foreign.checkpoint import ForeignCheckpoint
-from quantkit.checkpoint.open import open_model
+from quantkit.checkpoint.open import AnyCheckpoint, open_model
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import CheckpointError, SourceError
+from quantkit.models.architecture import tensor_shapes
+from quantkit.models.config import ModelConfig
 from quantkit.models.loadable import check_loadable
+from quantkit.paths import local_path
+from quantkit.sources.base import ModelSource
 from quantkit.spec import KVSpec
 from quantkit.text.tokenizer import Tokenizer
 
@@ -25,11 +30,12 @@ class ModelFacts:
 
     Attributes:
         uri, revision: as it was named.
-        identity: a hash of all of it: of the manifest, which has every file's hash, or of the files.
+        identity: a hash of all of it: of the manifest, which has every file's hash, or of the files;
+            ``None``: it wasn't asked for, or nothing says which bytes it is.
+        quantized: whether it is a checkpoint.
+        config: its shape.
         kv: the setting that its checkpoint says.
         dtype: of activations, as torch writes it without ``torch.``.
-        context: tokens that it was made for.
-        vocab: tokens that it knows.
         parameters: of all its tensors.
         recipe: that made it in this comparison; ``None``: it was there.
         tokenizer: of it.
@@ -37,14 +43,20 @@ class ModelFacts:
 
     uri: str
     revision: str | None
-    identity: str
+    identity: str | None
+    quantized: bool
+    config: ModelConfig
     kv: KVSpec
     dtype: str
-    context: int
-    vocab: int
     parameters: int
+    tokenizer: Tokenizer = field(compare=False, repr=False)
     recipe: str | None = None
-    tokenizer: Tokenizer | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def place(self) -> str:
+        """Its name as workers in other folders find it."""
+        path = local_path(self.uri)
+        return str(path.absolute()) if path is not None and path.exists() else self.uri
 
     @property
     def name(self) -> str:
@@ -52,20 +64,19 @@ class ModelFacts:
         return self.recipe or Path(self.uri).name or self.uri
 
 
-def facts_of(uri: str, revision: str | None = None, dtype: str = "auto",
-             recipe: str | None = None) -> ModelFacts:
-    """Look at a model's headers and hash it.
+def facts_of(uri: str, revision: str | None = None, dtype: str = "auto", recipe: str | None = None,
+             hashed: bool = True) -> ModelFacts:
+    """Look at a model's headers, and hash it.
 
     Args:
         uri, revision: which.
         dtype: of activations, or ``auto``.
         recipe: that it was made by.
+        hashed: whether its identity is wanted, for which all of its files may have to be read.
 
     Raises:
         QuantkitError: it isn't there, or can't be loaded.
     """
-    from quantkit.models.architecture import tensor_shapes
-
     with closing(open_model(uri, revision)) as opened:
         if isinstance(opened, Checkpoint | ForeignCheckpoint):
             checked = check_loadable(uri, opened.config(), opened.infos, opened.side_files(), opened.layers,
@@ -73,24 +84,26 @@ def facts_of(uri: str, revision: str | None = None, dtype: str = "auto",
         else:
             checked = check_loadable(uri, opened.config(), opened.tensors(), opened.side_files(), dtype=dtype,
                                      error=SourceError)
-        kv = KVSpec()
-        if isinstance(opened, Checkpoint):
-            identity, kv = hashlib.sha256(opened.manifest.to_bytes()).hexdigest(), opened.manifest.kv
-        elif isinstance(opened, ForeignCheckpoint):
-            # another tool's, which records no hashes
-            identity = str(hash_of(opened.path))
-        else:
-            files = asdict(opened.identity())["files"]
-            identity = hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
-    config = checked.config
-    sizes = 0
-    for shape in tensor_shapes(config).values():
-        size = 1
-        for length in shape:
-            size *= length
-        sizes += size
-    return ModelFacts(uri, revision, identity, kv, str(checked.dtype).removeprefix("torch."),
-                      config.max_position_embeddings, config.vocab_size, sizes, recipe, checked.tokenizer)
+        kv = opened.manifest.kv if isinstance(opened, Checkpoint) else KVSpec()
+        identity = _identity(opened) if hashed else None
+        quantized = isinstance(opened, Checkpoint | ForeignCheckpoint)
+    parameters = sum(math.prod(shape) for shape in tensor_shapes(checked.config).values())
+    return ModelFacts(uri, revision, identity, quantized, checked.config, kv,
+                      str(checked.dtype).removeprefix("torch."), parameters, checked.tokenizer, recipe)
+
+
+def _identity(opened: ModelSource | AnyCheckpoint) -> str | None:
+    if isinstance(opened, Checkpoint):
+        return hashlib.sha256(opened.manifest.to_bytes()).hexdigest()
+    if isinstance(opened, ForeignCheckpoint):  # another tool's, which records no hashes
+        return hash_of(opened.path)
+    identity = opened.identity()
+    if not identity.files and not identity.pinned:
+        return None
+    # what has no files is made by its name
+    content = dict(identity.files) or {"kind": identity.kind, "uri": identity.uri,
+                                       "revision": str(identity.revision)}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def hash_of(path: Path) -> str | None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from quantkit.errors import UsageError
 from quantkit.evaluate.peers.run import PeerSpeedSettings, measure_peer
+from quantkit.evaluate.protocol import cpu_name
 from quantkit.evaluate.quality import windows_of
 from quantkit.evaluate.speed_sweep import SweepSettings
 from quantkit.evaluate.sweep.quality import QualityJob, forget_models, kept_model, runner_of, score_text
@@ -143,6 +144,7 @@ def do(job: Job, progress: Listener | None = None, loading: Listener | None = No
     """
     begin = time.monotonic()
     done = _work(job)(job, progress or silent, loading or silent)
+    done.data["cpu"] = cpu_name()
     return replace(done, measured=datetime.now(UTC).isoformat(timespec="seconds"),
                    seconds=time.monotonic() - begin)
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ from quantkit.errors import UsageError
 from quantkit.evaluate.peers.parse import parse_peer
 from quantkit.evaluate.peers.run import PeerSpeedSettings
 from quantkit.evaluate.protocol import cpu_cores, cpu_name
+from quantkit.evaluate.quality import windows_of
 from quantkit.evaluate.settings import EvalSettings
 from quantkit.evaluate.speed_sweep import SweepSettings
 from quantkit.evaluate.sweep.facts import ModelFacts, hash_of
@@ -22,13 +26,18 @@ from quantkit.evaluate.sweep.jobs import Measurement, PeerJob, RooflineJob, Sens
 from quantkit.evaluate.sweep.quality import Floor, QualityJob, metric_names
 from quantkit.evaluate.text import EvalText, load_text
 from quantkit.executor.base import TaskNeeds
+from quantkit.formats.dtypes import FLOATS
+from quantkit.kv.cache import KVCache
 from quantkit.ops import cpu_machine
+from quantkit.plugins import current
 from quantkit.spec import KVSpec
 
 SPARE = 4096
 """Letters of a text beyond those that its windows need."""
 WEIGHT_BYTES, MEMORY_BESIDE = 2, 10 ** 9
 """Bytes of a parameter in 16 bits, and of a process beside its weights."""
+WHOLE = 1 << 20
+"""Letters of a text that is used as it is."""
 LETTERS = 24
 """Letters of a token, at most on average."""
 
@@ -92,35 +101,39 @@ def make_plan(models: Sequence[ModelFacts], settings: EvalSettings,
     kv = tuple(map(str, settings.kv)) or (None,)
     prompt = _prompt(models, settings)
     _check(models, settings)
-    ids = _prompt_ids(models[0], settings, texts)
+    _check_texts(models, settings, texts)
+    ids = _prompt_ids(models[0], settings, texts) if settings.speed else ()
     base = {"quantkit": __version__, "torch": torch.__version__, "dtype": settings.dtype,
-            "arithmetic": _arithmetic(settings.device)}
+            "arithmetic": _arithmetic(settings.device),
+            "plugins": {plugin.distribution: plugin.version for plugin in current().plugins}}
     machine = {"cpu": cpu_name(), "cores": cpu_cores(), "threads": torch.get_num_threads()}
     measurements = [*_quality(models, settings, texts, kv, prompt, base), *_tasks(models, settings, kv, base)]
     measurements += _peers(models[0], settings, texts, kv[0], prompt, base | machine)
-    if settings.sensitivity:
+    if settings.sensitivity and not models[0].quantized:
         first = models[0]
         measurements.append(Measurement("sensitivity", f"what 4 bits cost in each layer of {first.name}",
-                            SensitivityJob(first.uri, first.revision),
-                            {"kind": "sensitivity", "quantkit": __version__, "model": first.identity}, 0.0))
+                            SensitivityJob(first.place, first.revision),
+                            {**base, "kind": "sensitivity", "model": first.identity,
+                             "python": sys.version}, 0.0))
     if settings.roofline:
         for number, model in enumerate(models):
             measurements.append(Measurement("roofline", f"operators of {model.name}", RooflineJob(
-                model.uri, model.revision, settings.dtype, settings.device), base | machine | {
+                model.place, model.revision, settings.dtype, settings.device), base | machine | {
                     "kind": "roofline", "model": model.identity}, 0.0, (number, 0)))
     if settings.speed:
         measurements += _speed(models, settings, kv, ids, base | machine)
     gpus = int(find_device(settings.device).type == "cuda")
     return SweepPlan(tuple(models), kv, tuple(texts), prompt, ids, tuple(
-        replace(measurement, needs=_needs(measurement.kind, models[0], gpus))
+        replace(measurement, needs=_needs(measurement, models[0], gpus),
+                key=measurement.key if all(model.identity for model in models) else None)
         for measurement in measurements))
 
 
-def _needs(kind: str, model: ModelFacts, gpus: int) -> TaskNeeds:
+def _needs(measurement: Measurement, model: ModelFacts, gpus: int) -> TaskNeeds:
     """Two models in memory and a third in float32 for quality; what is timed is alone."""
-    weights = WEIGHT_BYTES * model.parameters
-    return TaskNeeds(gpus, MEMORY_BESIDE + weights * (4 if kind in ("quality", "sensitivity") else 2),
-                     kind in ("speed", "roofline"))
+    weights, kind, job = WEIGHT_BYTES * model.parameters, measurement.kind, measurement.job
+    timed = kind in ("speed", "roofline") or (isinstance(job, PeerJob) and job.speed is not None)
+    return TaskNeeds(gpus, MEMORY_BESIDE + weights * (4 if kind in ("quality", "sensitivity") else 2), timed)
 
 
 def _quality(models: Sequence[ModelFacts], settings: EvalSettings, texts: Sequence[PlannedText],
@@ -129,13 +142,14 @@ def _quality(models: Sequence[ModelFacts], settings: EvalSettings, texts: Sequen
     reference, measurements = models[0], []
     for number, model in enumerate(models):
         for place, text in enumerate(texts):
-            job = QualityJob(reference.uri, reference.revision, kv[0], model.uri, model.revision, kv,
+            job = QualityJob(reference.place, reference.revision, kv[0], model.place, model.revision, kv,
                              _content(text, settings), settings.window, text.windows, prompt,
                              settings.dtype, settings.device, floor)
             key = {**base, "kind": "quality", "reference": reference.identity, "model": model.identity,
                    "kv": [setting if setting is not None else str(model.kv) for setting in kv],
                    "reference_kv": kv[0] if kv[0] is not None else str(reference.kv),
-                   "text": text.text.sha256, "window": settings.window, "windows": text.windows,
+                   "of_reference": job.of_reference, "text": text.text.sha256,
+                   "window": settings.window, "windows": text.windows,
                    "prompt": prompt, "floor": floor if number == 0 or floor == "all" else "none",
                    "metrics": metric_names()}
             label = f"quality of {model.name}" + (f" on {text.name}" if text.name else "")
@@ -151,13 +165,15 @@ def _peers(reference: ModelFacts, settings: EvalSettings, texts: Sequence[Planne
     measurements = []
     for number, peer in enumerate(settings.peers):
         parts = tuple((text.name or text.text.name, _content(text, settings), text.windows) for text in texts)
-        job = PeerJob(peer, reference.uri, reference.revision, settings.dtype, settings.device, kv, parts,
+        job = PeerJob(peer, reference.place, reference.revision, settings.dtype, settings.device, kv, parts,
                       settings.window, prompt, speed)
         identity = hash_of(Path(parse_peer(peer).uri).expanduser())
         key = None if identity is None else {
             **base, "kind": "peer", "peer": peer, "identity": identity, "reference": reference.identity,
             "kv": kv if kv is not None else str(reference.kv), "metrics": metric_names(),
-            "texts": [[text.text.sha256, text.windows] for text in texts], "window": settings.window,
+            "texts": [[text.name, text.text.name, text.text.sha256, text.windows] for text in texts],
+            # what the tool's version is, only the tool knows: a run that was stopped today goes on
+            "date": datetime.now(UTC).date().isoformat(), "window": settings.window,
             "prompt": prompt, "speed": speed and speed.model_dump(mode="json")}
         measurements.append(Measurement("peer", peer, job, key, 0.0, (number, 0)))
     return measurements
@@ -165,7 +181,7 @@ def _peers(reference: ModelFacts, settings: EvalSettings, texts: Sequence[Planne
 
 def _content(text: PlannedText, settings: EvalSettings) -> str:
     """As much of a text as its windows need."""
-    return text.text.content[:settings.window * text.windows * LETTERS + SPARE]
+    return text.text.content[:max(WHOLE, settings.window * text.windows * LETTERS + SPARE)]
 
 
 def _tasks(models: Sequence[ModelFacts], settings: EvalSettings, kv: tuple[str | None, ...],
@@ -176,11 +192,12 @@ def _tasks(models: Sequence[ModelFacts], settings: EvalSettings, kv: tuple[str |
 
     # before any model is loaded: what is missing shows at once
     ready = prepare_tasks(settings.tasks, data=settings.task_data, limit=settings.limit)
-    asked = [[task.file.task, task.fingerprint] for task in ready]
+    asked = [[task.file.model_dump(mode="json"), task.fingerprint] for task in ready]
+    base = {**base, "lm_eval": version("lm_eval")}
     measurements = []
     for number, model in enumerate(models):
         for place, setting in enumerate(kv):
-            job = TasksJob(model.uri, model.revision, settings.dtype, settings.device, setting,
+            job = TasksJob(model.place, model.revision, settings.dtype, settings.device, setting,
                            settings.tasks, settings.task_data, settings.limit)
             key = {**base, "kind": "tasks", "model": model.identity, "asked": asked,
                    "kv": setting if setting is not None else str(model.kv)}
@@ -196,7 +213,7 @@ def _speed(models: Sequence[ModelFacts], settings: EvalSettings, kv: tuple[str |
     measurements = []
     for number, model in enumerate(models):
         for place, setting in enumerate(kv):
-            job = SpeedJob(model.uri, model.revision, settings.dtype, settings.device, setting, ids,
+            job = SpeedJob(model.place, model.revision, settings.dtype, settings.device, setting, ids,
                            sweep, torch.get_num_threads())
             key = {**base, "kind": "speed", "model": model.identity,
                    "settings": sweep.model_dump(mode="json"),
@@ -221,23 +238,38 @@ def _prompt(models: Sequence[ModelFacts], settings: EvalSettings) -> int | None:
 
 
 def _check(models: Sequence[ModelFacts], settings: EvalSettings) -> None:
+    sizes = sorted({model.config.vocab_size for model in models})
+    if len(sizes) > 1:
+        raise UsageError(f"the models have vocabularies of {sizes} tokens",
+                         why="KL and top-1 compare the same tokens", next="compare models of one family")
     for model in models:
-        if model.vocab != models[0].vocab:
-            raise UsageError(f"the models have vocabularies of {sorted({m.vocab for m in models})} tokens",
-                             why="KL and top-1 compare the same tokens", next="compare models of one family")
-        if settings.window > model.context:
+        context = model.config.max_position_embeddings
+        if settings.window > context:
             raise UsageError(f"--window {settings.window} is longer than the context of {model.uri}",
-                             why=f"it was made for {model.context} tokens")
-        if settings.speed and settings.prefill_tokens + settings.decode >= model.context:
+                             why=f"it was made for {context} tokens")
+        if settings.speed and settings.prefill_tokens + settings.decode >= context:
             raise UsageError(f"the speed test is longer than {model.uri} takes",
                              why=f"{settings.prefill_tokens} tokens in and {settings.decode} out; "
-                                 f"it was made for {model.context}",
+                                 f"it was made for {context}",
                              next="give a smaller --prefill, or --no-speed")
+
+
+def _check_texts(models: Sequence[ModelFacts], settings: EvalSettings, texts: Sequence[PlannedText]) -> None:
+    """That each text is long enough and all models split it alike, and that each takes the KV settings."""
+    for text in texts:
+        content = _content(text, settings)
+        ids = windows_of(models[0], content, settings.window, text.windows)
+        for model in models[1:]:
+            if not torch.equal(ids, windows_of(model, content, settings.window, text.windows)):
+                raise UsageError(f"{model.uri} splits the text into other tokens than {models[0].uri}",
+                                 why="a comparison token by token needs the same tokenizer",
+                                 next="compare models of one family")
+    for spec in settings.kv:
+        KVCache(models[0].config, spec, FLOATS[models[0].dtype], torch.device("cpu"))
 
 
 def _prompt_ids(model: ModelFacts, settings: EvalSettings, texts: Sequence[PlannedText]) -> tuple[int, ...]:
     """Of the speed tests: the first text's beginning, again and again if it is too short."""
-    assert model.tokenizer is not None
     length = settings.prefill_tokens
     ids = model.tokenizer.encode(texts[0].text.content[:length * LETTERS + SPARE], special=False)
     return tuple((ids * -(-length // max(1, len(ids))))[:length])

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from quantkit.errors import Stopped
+from quantkit.errors import QuantkitError, Stopped
+from quantkit.evaluate.protocol import cpu_name
 from quantkit.evaluate.sweep.jobs import Measurement, do
 from quantkit.evaluate.sweep.store import MeasurementResult, MeasurementStore
 from quantkit.executor.base import Executor, Task
 from quantkit.progress import Listener, ProgressEvent, silent
 
+TIMED = ("speed", "roofline", "peer")
+"""Kinds whose numbers are a machine's."""
 TOLD = 1000
 """Units that progress counts, whatever measurements take."""
 
@@ -42,10 +45,16 @@ def run_measurements(measurements: Sequence[Measurement], store: MeasurementStor
             store.put(measurement.key, result)
             begun[0] += measurement.seconds
             progress(ProgressEvent(int(TOLD * begun[0] / total), TOLD, measurement.label))
+            if measurement.kind in TIMED and result.data.get("cpu", cpu_name()) != cpu_name():
+                raise QuantkitError(f"{measurement.label}: its machine has another processor",
+                                    why=f"{result.data['cpu']} there, {cpu_name()} here: speeds of different "
+                                        "machines can't be compared", next="add --no-speed")
             yield number, result
     except KeyboardInterrupt:
-        raise Stopped("stopped; what was measured is kept", next="run the same command again to go on"
-                      ) from None
+        if not store.keeps:
+            raise
+        raise Stopped("stopped; what was measured is kept",
+                      next="run the same command again, without --fresh, to go on") from None
 
 
 def _part(progress: Listener, measurement: Measurement, begun: list[float], total: float) -> Listener:

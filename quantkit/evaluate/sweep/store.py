@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import shutil
+import tempfile
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
@@ -13,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors.numpy import load, save
 
 from quantkit.checkpoint.durable import sync_folder, write_file
 from quantkit.errors import QuantkitError
@@ -20,6 +23,8 @@ from quantkit_kernels.kept import cache_folder
 
 VERSION = 1
 """Of what is kept: another one finds nothing of it."""
+NEW = ".new-"
+"""Beginning of the name of a folder that is being made."""
 _DATA, _ARRAYS = "measurement.json", "tokens.safetensors"
 
 
@@ -45,10 +50,17 @@ class MeasurementStore:
 
     Args:
         folder: of all measurements; ``None``: nothing is kept.
+
+    Attributes:
+        keeps: whether anything is.
     """
 
     def __init__(self, folder: Path | None) -> None:
-        self._folder = folder
+        self._folder, self.keeps = folder, folder is not None
+
+    def has(self, key: Mapping[str, Any] | None) -> bool:
+        """Whether this measurement was made before, as far as a look at its folder tells."""
+        return self._folder is not None and key is not None and (self._place(key) / _DATA).is_file()
 
     def get(self, key: Mapping[str, Any] | None) -> MeasurementResult | None:
         """What this measurement gave before; ``None`` if it wasn't made. What can't be read is dropped, with
@@ -56,7 +68,7 @@ class MeasurementStore:
         if self._folder is None or key is None or not (place := self._place(key)).is_dir():
             return None
         try:
-            return _read(place)
+            return _read(place, key)
         except Exception as error:  # damaged by whatever: its content is worth nothing then
             warnings.warn(f"a kept measurement is damaged and is made again: {type(error).__name__}: "
                           f"{str(error)[:200]}", stacklevel=2)
@@ -68,28 +80,29 @@ class MeasurementStore:
         if self._folder is None or key is None:
             return
         place = self._place(key)
-        fresh = place.with_name(place.name + ".new")
+        fresh: Path | None = None
         try:
-            shutil.rmtree(fresh, ignore_errors=True)
-            fresh.mkdir(parents=True)
-            if result.arrays:
-                from safetensors.numpy import save
-
-                write_file(fresh / _ARRAYS, [save({name: np.ascontiguousarray(array)
-                                                   for name, array in result.arrays.items()})])
-            content = {"key": dict(key), "data": result.data, "measured": result.measured,
-                       "seconds": result.seconds, "arrays": sorted(result.arrays)}
-            write_file(fresh / _DATA, [json.dumps(content).encode()])
+            self._folder.mkdir(parents=True, exist_ok=True)
+            # a name of its own: another run may keep the same measurement
+            fresh = Path(tempfile.mkdtemp(prefix=NEW, dir=self._folder))
+            arrays = save({name: np.ascontiguousarray(array) for name, array in result.arrays.items()})
+            write_file(fresh / _ARRAYS, [arrays])
+            content = json.dumps({"key": dict(key), "data": result.data, "measured": result.measured,
+                                  "seconds": result.seconds, "arrays": hashlib.sha256(arrays).hexdigest()})
+            digest = hashlib.sha256(content.encode()).hexdigest()
+            write_file(fresh / _DATA, [f"{digest}\n{content}".encode()])
             shutil.rmtree(place, ignore_errors=True)
-            fresh.replace(place)
+            with suppress(FileExistsError):
+                _rename(fresh, place)
             sync_folder(place.parent)
         except OSError as error:
-            with suppress(OSError):
-                shutil.rmtree(fresh)
             raise QuantkitError(f"what was measured can't be kept in {self._folder}",
                                 why=error.strerror or str(error),
                                 next="free some space, or keep it elsewhere: QUANTKIT_CACHE=DIR quantkit "
                                      "eval …") from error
+        finally:
+            if fresh is not None:
+                shutil.rmtree(fresh, ignore_errors=True)
 
     def _place(self, key: Mapping[str, Any]) -> Path:
         assert self._folder is not None
@@ -97,16 +110,28 @@ class MeasurementStore:
         return self._folder / hashlib.sha256(content.encode()).hexdigest()[:32]
 
 
-def _read(place: Path) -> MeasurementResult:
-    content = json.loads((place / _DATA).read_text(encoding="utf-8"))
-    arrays: dict[str, np.ndarray] = {}
-    if content["arrays"]:
-        from safetensors.numpy import load
+def _rename(fresh: Path, place: Path) -> None:
+    """Raises FileExistsError if another run was faster."""
+    try:
+        fresh.rename(place)
+    except OSError as error:
+        if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
+            raise FileExistsError(error.errno, error.strerror) from error
+        raise
 
-        arrays = load((place / _ARRAYS).read_bytes())
-        if sorted(arrays) != content["arrays"]:
-            raise ValueError("arrays are missing")
-    return MeasurementResult(content["data"], arrays, content["measured"], content["seconds"])
+
+def _read(place: Path, key: Mapping[str, Any]) -> MeasurementResult:
+    """Raises ValueError and others if it is damaged, or of another measurement."""
+    digest, _, text = (place / _DATA).read_text(encoding="utf-8").partition("\n")
+    arrays = (place / _ARRAYS).read_bytes()
+    if hashlib.sha256(text.encode()).hexdigest() != digest:
+        raise ValueError("its hash is another")
+    content = json.loads(text)
+    if content["key"] != json.loads(json.dumps(dict(key))):
+        raise ValueError("it is of another measurement")
+    if content["arrays"] != hashlib.sha256(arrays).hexdigest():
+        raise ValueError("the hash of its arrays is another")
+    return MeasurementResult(content["data"], load(arrays), content["measured"], content["seconds"])
 
 
 def user_store() -> MeasurementStore:

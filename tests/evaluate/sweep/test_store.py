@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import errno
+import shutil
+import threading
+import warnings
 
 import numpy as np
 import pytest
@@ -35,7 +38,7 @@ def test_without_a_folder_nothing_is_kept():
     assert store.get(KEY) is None
 
 
-@pytest.mark.parametrize("damage", ["cut", "gone", "other", "garbage"])
+@pytest.mark.parametrize("damage", ["cut", "gone", "other", "garbage", "flipped", "moved"])
 def test_what_is_damaged_is_made_again(tmp_path, damage):
     store = MeasurementStore(tmp_path)
     store.put(KEY, RESULT)
@@ -47,6 +50,13 @@ def test_what_is_damaged_is_made_again(tmp_path, damage):
         arrays.unlink()
     elif damage == "other":
         data.write_text("[1, 2]")
+    elif damage == "flipped":
+        arrays.write_bytes(arrays.read_bytes()[:-1] + b"\x07")
+    elif damage == "moved":
+        store.put(KEY | {"windows": 4}, RESULT)
+        (other,) = (path for path in tmp_path.iterdir() if path != place)
+        shutil.rmtree(place)
+        other.rename(place)
     else:
         data.write_bytes(b"\xff\x00")
     with pytest.warns(UserWarning, match="made again"):
@@ -66,3 +76,32 @@ def test_a_full_disk_leaves_nothing_half(tmp_path, monkeypatch):
         store.put(KEY, RESULT)
     assert "No space" in caught.value.why and "QUANTKIT_CACHE" in caught.value.next
     assert list(tmp_path.iterdir()) == [] and store.get(KEY) is None
+
+
+def test_two_runs_at_once_do_not_disturb_each_other(tmp_path):
+    stores, errors = [MeasurementStore(tmp_path) for _ in range(4)], []
+
+    def work(store):
+        try:
+            for number in range(20):
+                store.put(KEY | {"windows": number}, RESULT)
+                known = store.get(KEY | {"windows": number})
+                assert known is None or known.data == RESULT.data
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(store,)) for store in stores]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # one reads what another replaces
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert errors == [] and not list(tmp_path.glob(".new-*"))
+
+
+def test_a_look_is_enough_to_count(tmp_path):
+    store = MeasurementStore(tmp_path)
+    assert not store.has(KEY)
+    store.put(KEY, RESULT)
+    assert store.has(KEY) and not store.has(None) and not MeasurementStore(None).has(KEY)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
 
 from quantkit.errors import QuantkitError, Stopped
 from quantkit.evaluate.metrics import KL
@@ -14,6 +16,7 @@ from quantkit.evaluate.settings import EvalSettings
 from quantkit.evaluate.suite import SuiteText
 from quantkit.evaluate.sweep import jobs
 from quantkit.evaluate.sweep.ahead import look_ahead
+from quantkit.evaluate.sweep.facts import facts_of
 from quantkit.evaluate.sweep.quality import QualityJob
 from quantkit.kvspec import parse_kv
 
@@ -125,6 +128,56 @@ def test_a_text_token_by_token(tiny, int8, int4, cache):
     flips = sum(pair is not None for pair in diff.expected)
     assert flips == round(31 * result.rows[2].window_means["prose"]["flips"][0])
     assert flips > 0
+
+
+def test_models_without_files_are_told_apart_by_their_names(cache):
+    first, second = (facts_of(f"synthetic:tiny?seed={seed}").identity for seed in (1, 2))
+    assert first != second
+
+
+def test_a_model_that_was_made_anew_is_read_anew(tiny, tmp_path, cache, work):
+    _, count = work
+    copy = tmp_path / "copy"
+    shutil.copytree(tiny, copy)
+    count.update(left=1, error=QuantkitError("it broke"))
+    with pytest.raises(QuantkitError):
+        evaluate([str(copy)], SETTINGS)
+    count["left"] = None
+    tensors = load_file(copy / "model.safetensors")
+    save_file({name: tensor * 1.5 if "mlp" in name else tensor for name, tensor in tensors.items()},
+              copy / "model.safetensors", metadata={"format": "pt"})
+    assert plain(evaluate([str(copy)], SETTINGS)) == plain(
+        evaluate([str(copy)], dataclasses.replace(SETTINGS, keep=False)))
+
+
+def test_a_copy_of_the_reference_is_another_measurement(tiny, tmp_path, cache):
+    copy = tmp_path / "copy"
+    shutil.copytree(tiny, copy)
+    settings = dataclasses.replace(SETTINGS, noise_floor=True)
+    assert evaluate([str(copy), str(tiny)], settings).floors.keys() == evaluate(
+        [str(tiny), str(copy)], settings).floors.keys() != set()
+
+
+def test_the_floor_of_top1_is_near_all(tiny, int4, cache):
+    result = evaluate([str(tiny), str(int4)], SETTINGS)
+    assert result.floors["top1"].value == pytest.approx(1 - result.floors["flips"].value)
+    (top1,) = (test for test in result.rows[1].differences if test.metric == "top1" and test.text == "")
+    assert top1.epsilon is not None and top1.epsilon < 0.1 and top1.verdict == "worse"
+
+
+@pytest.mark.parametrize("settings", [
+    dataclasses.replace(SETTINGS, window=4000), dataclasses.replace(SETTINGS, windows=10**6, texts=()),
+    dataclasses.replace(SETTINGS, kv=(parse_kv("int4"),))])
+def test_what_cannot_be_done_shows_before_anything_is_loaded(tiny, cache, work, settings):
+    with pytest.raises(QuantkitError):
+        evaluate([str(tiny)], settings)
+    assert work[0] == []
+
+
+def test_without_a_store_an_interrupt_is_plain(tiny, cache, work):
+    work[1].update(left=1, error=KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        evaluate([str(tiny)], dataclasses.replace(SETTINGS, keep=False))
 
 
 def test_what_lies_ahead(tiny, int8, cache, tmp_path):
