@@ -187,7 +187,8 @@ def test_walked_tables_pass_over_what_is_broken(site):
            "PYTHONPATH": os.pathsep.join([os.environ["PYTHONPATH"], str(site)])}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
     names, *lines = done.stdout.splitlines()
-    assert names == "['perplexity', 'kl', 'top1'] ['table', 'json', 'markdown', 'svg']", done.stderr
+    assert names == ("['perplexity', 'kl', 'top1'] ['table', 'json', 'markdown', 'html', 'junit', "
+                     "'model_card', 'svg', 'png']"), done.stderr
     assert len(lines) == 2
     assert "zoo-metrictype 1.0" in lines[0] and "quantkit.evaluate.metrics.Metric" in lines[0]
     assert "zoo-reportertype 1.0" in lines[1] and "quantkit.report.base.Reporter" in lines[1]

@@ -12,8 +12,8 @@ from quantkit.errors import PluginError
 from quantkit.evaluate.metrics import KL, TOP1, Metric
 from quantkit.testing import check_metric
 
-GOOD = replace(TOP1, name="flips", score=lambda r, c, t: (r.argmax(-1) != c.argmax(-1)).float(),
-               title="flips", direction="lower")
+GOOD = replace(TOP1, name="switches", score=lambda r, c, t: (r.argmax(-1) != c.argmax(-1)).float(),
+               title="switches", direction="lower")
 
 
 def gap(reference, candidate, targets):
