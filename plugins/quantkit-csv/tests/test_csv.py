@@ -70,7 +70,7 @@ def test_eval_writes_and_prints_it(command: Callable[..., CompletedProcess[bytes
     command(*common, "--out", out)
     printed = command(*common, "--report", "csv").stdout
     assert sorted(path.name for path in out.iterdir()) == [
-        "frontier.png", "frontier.svg", "junit.xml", "model-card.md", "report.html", "report.md", "results.csv",
-        "results.json"]
+        "frontier.png", "frontier.svg", "junit.xml", "model-card.md", "report.html", "report.md",
+        "results.csv", "results.json"]
     assert (out / "results.csv").read_bytes() == printed
     assert reread(printed.decode())[0]["model"] == str(model)
