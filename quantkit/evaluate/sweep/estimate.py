@@ -16,15 +16,15 @@ from quantkit.recipe import Recipe
 
 PROBE = 512
 """Rows and columns of the product that is timed, once."""
-SHARE = 0.35
-"""Of that product's arithmetic, what a model's forward pass reaches, its loading and scoring included."""
-CACHED = 1.6
+SHARE = 1.3
+"""Of that arithmetic in float32, what a model reaches with its own kernels, loading and scoring included."""
+CACHED = 1.2
 """How many times as long a window takes that goes through a compressed cache."""
-TOKENS_OF_ITEM, DECODE_SHARE = 150, 0.04
+TOKENS_OF_ITEM, DECODE_SHARE = 70, 0.04
 """Tokens of a task's item with its options; speed of decoding as a part of that of reading."""
 WALKS, SOLVED_S, ROUNDED_S = 8, 4e6, 5e7
 """Passes of the calibration text through a model; weights a second that are solved, and rounded."""
-ROOFLINE_S, STEP_S = 25.0, 2.0
+ROOFLINE_S, STEP_S = 12.0, 2.0
 """Seconds of a roofline, and of starting a process and loading a model."""
 
 
