@@ -29,7 +29,7 @@ ROOFLINE_S, STEP_S = 12.0, 2.0
 
 
 def estimated(plan: SweepPlan, measurements: Sequence[Measurement]) -> list[Measurement]:
-    """Pieces with the seconds that they may take."""
+    """Measurements with the seconds that they may take."""
     if not measurements:
         return []
     rate = _operations()
