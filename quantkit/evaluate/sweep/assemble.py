@@ -53,10 +53,11 @@ def assemble(plan: SweepPlan, settings: EvalSettings, done: Done) -> EvalResult:
     infos = {name: registered.info() for name, registered in metrics.items()}
     for row in rows[1:]:
         row.differences = differences(rows[0], row, builtin_infos() | infos, floors=result.floors)
-    result.roofline = [Roofline.model_validate(measurement.data["roofline"], strict=False)
-                       for number in range(len(plan.models))
-                       if (measurement := done.get(("roofline", number, 0))) is not None
-                       and measurement.data["roofline"] is not None]
+    for number, model in enumerate(plan.models):
+        measurement = done.get(("roofline", number, 0))
+        if measurement is not None and (operators := measurement.data["roofline"]) is not None:
+            roofline = Roofline.model_validate(operators, strict=False)
+            result.roofline.append(roofline.model_copy(update={"model": model.uri}))
     if (measurement := done.get(("sensitivity", 0, 0))) is not None:
         result.sensitivity = [(name, loss) for name, loss in measurement.data["losses"]]
     result.diff = _diff(plan, result, quality)
