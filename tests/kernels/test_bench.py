@@ -159,7 +159,7 @@ def test_a_peer_that_fails_is_no_fault(small, on):
 
     def wrong(n, k, device, dtype):
         made = torch.randn(n, k, device=device, dtype=dtype)
-        return PeerWeight(made.clone, made + 1, 4000, torch.nn.functional.linear)
+        return PeerWeight(made.clone, 2 * made, 4000, torch.nn.functional.linear)
 
     for weight, why in ((broken, "o m1: RuntimeError: not on this GPU"), (wrong, "differs from torch's")):
         peers = peers_of(on, weight)
