@@ -45,9 +45,9 @@ def test_each_text_and_all_of_them():
 def test_what_may_be_said_of_perplexity(shift, noise, verdict):
     change = np.random.default_rng(4).normal(0, noise, 30)
     after = row({"t": {"perplexity": list(PROSE + shift + change - change.mean())}})
-    found = compared(row({"t": {"perplexity": list(PROSE)}}), after)["perplexity", ""]
-    assert found.verdict == verdict and found.epsilon == 0.005
-    assert found.difference == pytest.approx(shift, abs=1e-12)
+    outcome = compared(row({"t": {"perplexity": list(PROSE)}}), after)["perplexity", ""]
+    assert outcome.verdict == verdict and outcome.epsilon == 0.005
+    assert outcome.difference == pytest.approx(shift, abs=1e-12)
 
 
 def test_equivalence_is_rarely_claimed_of_what_differs_by_epsilon():
@@ -79,16 +79,16 @@ def test_a_distance_is_compared_with_the_noise_and_not_with_nothing():
 def test_two_candidates_distances_are_pairs_like_others():
     kl = np.abs(np.random.default_rng(1).normal(0.2, 0.05, 20))
     rows = [row({"t": {"kl_mean": list(kl * factor)}}) for factor in (1, 0.8)]
-    found = compared(*rows)["kl_mean", ""]
-    assert found.verdict == "better" and found.test == "sign flips over windows"
+    outcome = compared(*rows)["kl_mean", ""]
+    assert outcome.verdict == "better" and outcome.test == "sign flips over windows"
 
 
 def test_right_and_wrong_answers():
     before = [1.0] * 60 + [0.0] * 40
     after = [1.0] * 50 + [0.0] * 10 + [1.0] * 2 + [0.0] * 38
-    found = compared(row(items={"arc/acc": before}), row(items={"arc/acc": after}))["arc/acc", ""]
-    assert (found.low, found.high) == newcombe(50, 10, 2, 38) and found.p == mcnemar(10, 2)
-    assert found.difference == pytest.approx(-0.08) and found.verdict == "worse" and found.items == 100
+    outcome = compared(row(items={"arc/acc": before}), row(items={"arc/acc": after}))["arc/acc", ""]
+    assert (outcome.low, outcome.high) == newcombe(50, 10, 2, 38) and outcome.p == mcnemar(10, 2)
+    assert outcome.difference == pytest.approx(-0.08) and outcome.verdict == "worse" and outcome.items == 100
     alike = compared(row(items={"arc/acc": before * 10}), row(items={"arc/acc": before * 10}))["arc/acc", ""]
     assert alike.verdict == "indistinguishable" and alike.p == 1.0
     few = compared(*[row(items={"arc/acc": before[50:70]})] * 2)["arc/acc", ""]
@@ -97,10 +97,10 @@ def test_right_and_wrong_answers():
 
 def test_log_likelihoods_of_items():
     values = np.random.default_rng(6).normal(-20, 5, 50)
-    found = compared(row(items={"lambada/perplexity": list(values)}),
+    outcome = compared(row(items={"lambada/perplexity": list(values)}),
                      row(items={"lambada/perplexity": list(values - 1)}))["lambada/perplexity", ""]
-    assert found.difference == pytest.approx(-1) and found.verdict == "worse"
-    assert found.test == "sign flips over items" and found.epsilon is None
+    assert outcome.difference == pytest.approx(-1) and outcome.verdict == "worse"
+    assert outcome.test == "sign flips over items" and outcome.epsilon is None
 
 
 def test_what_has_no_pairs_is_left_out():
@@ -129,6 +129,6 @@ def test_a_plugin_s_direction():
 
 
 def test_a_ratio_of_speeds_has_the_widest_range():
-    found = ratio(Interval(10, 8, 12), Interval(20, 18, 24))
-    assert (found.value, found.low, found.high) == (2, 1.5, 3)
+    outcome = ratio(Interval(10, 8, 12), Interval(20, 18, 24))
+    assert (outcome.value, outcome.low, outcome.high) == (2, 1.5, 3)
     assert math.isnan(ratio(Interval(0, 0, 0), Interval(1, 1, 1)).value)

@@ -32,13 +32,13 @@ def tree(seed=0, count=24, longest=70):
         kept = draw.choice([0, 1, 5, 33, 63, 64, 65, len(stem) - 1, len(stem)])
         branch = tuple(draw.randrange(4, 300) for _ in range(draw.randint(2, 12)))
         texts.append((stem[:kept] + branch)[:longest + 9])
-    found = []
+    asked = []
     for ids in texts:
         at = draw.randint(1, len(ids) - 1)
-        found.append(ScoringRequest(ids[:at], ids[at:]))
+        asked.append(ScoringRequest(ids[:at], ids[at:]))
     # equal ones, one that begins another, and the same text cut elsewhere
     ids = texts[-1]
-    return [*found, found[0], ScoringRequest(ids[:1], ids[1:2]), ScoringRequest(ids[:2], (*ids[2:], 7)),
+    return [*asked, asked[0], ScoringRequest(ids[:1], ids[1:2]), ScoringRequest(ids[:2], (*ids[2:], 7)),
             ScoringRequest(ids[:1], (*ids[1:], 7))]
 
 
@@ -54,12 +54,12 @@ def alone(loaded, request):
 
 def check(loaded, requests, **options):
     scorer = Scorer(loaded, **options)
-    found = scorer.score(requests)
-    for request, got in zip(requests, found, strict=True):
+    results = scorer.score(requests)
+    for request, got in zip(requests, results, strict=True):
         logprob, greedy = alone(loaded, request)
         assert got.logprob == pytest.approx(logprob, abs=1e-4) and got.greedy == greedy
-    assert scorer.score(requests) == found, "the same call gives the same bits"
-    return found
+    assert scorer.score(requests) == results, "the same call gives the same bits"
+    return results
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -94,8 +94,8 @@ def test_in_any_company_the_same_bits(exact, batch, monkeypatch):
     single = [Scorer(exact).score([request])[0] for request in requests]
     order = random.Random(batch).sample(range(len(requests)), len(requests))
     monkeypatch.setattr(prefix_scores, "STEP_TOKENS", {"cpu": 37})
-    found = Scorer(exact, batch=batch).score([requests[index] for index in order])
-    assert [found[order.index(index)] for index in range(len(requests))] == single
+    results = Scorer(exact, batch=batch).score([requests[index] for index in order])
+    assert [results[order.index(index)] for index in range(len(requests))] == single
 
 
 @pytest.mark.parametrize("kv", ["bf16", "int8"])
@@ -142,8 +142,8 @@ def test_a_row_depends_on_no_other(exact):
 
 def test_of_equal_tokens_the_first_is_the_likeliest(exact):
     logits = torch.tensor([[0.0, 2.0, 2.0]])
-    found = token_logprobs(exact, logits, torch.tensor([0, 0]), torch.tensor([1, 2]))
-    assert found[1].tolist() == [True, False] and found[0][0] == found[0][1]
+    results = token_logprobs(exact, logits, torch.tensor([0, 0]), torch.tensor([1, 2]))
+    assert results[1].tolist() == [True, False] and results[0][0] == results[0][1]
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])

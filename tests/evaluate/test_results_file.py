@@ -64,9 +64,9 @@ def test_every_field_comes_back(tmp_path):
 
 def test_what_was_not_finite_is_infinite():
     result = sample_results()["infinite values"]
-    found = result_from_dict(as_json(result))
-    assert found.rows[1].metrics["perplexity"] == Interval(math.inf, 1e300, math.inf)
-    assert found.to_dict() == result.to_dict()
+    outcome = result_from_dict(as_json(result))
+    assert outcome.rows[1].metrics["perplexity"] == Interval(math.inf, 1e300, math.inf)
+    assert outcome.to_dict() == result.to_dict()
     result.rows[0].window_means = {"t": {"kl_mean": [1.0, math.inf]}}
     assert result_from_dict(as_json(result)).rows[0].window_means == {"t": {"kl_mean": [1.0, math.inf]}}
 

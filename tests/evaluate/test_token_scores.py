@@ -17,19 +17,21 @@ def test_percentiles_and_flips():
     kl = np.arange(1000.0).reshape(10, 100)
     agrees = np.ones((10, 100), bool)
     agrees[:, :7] = False
-    found = tails(scores(kl, agrees))
-    assert found["kl_median"].value == pytest.approx(499.5)
-    assert found["kl_p99"].value == pytest.approx(989.01) and found["kl_p999"].value == pytest.approx(998.001)
-    assert found["flips"].value == pytest.approx(0.07)
-    assert found["flips"].low == found["flips"].high == pytest.approx(0.07)  # each window has as many
-    for interval in found.values():
+    tail_values = tails(scores(kl, agrees))
+    assert tail_values["kl_median"].value == pytest.approx(499.5)
+    assert tail_values["kl_p99"].value == pytest.approx(989.01)
+    assert tail_values["kl_p999"].value == pytest.approx(998.001)
+    assert tail_values["flips"].value == pytest.approx(0.07)
+    # each window has as many
+    assert tail_values["flips"].low == tail_values["flips"].high == pytest.approx(0.07)
+    for interval in tail_values.values():
         assert interval.low <= interval.value <= interval.high
-    assert found["kl_median"].low < 499.5 < found["kl_median"].high
+    assert tail_values["kl_median"].low < 499.5 < tail_values["kl_median"].high
 
 
 def test_what_is_left_of_rounding_counts_as_nothing():
-    found = tails(scores([[-1e-9, -2e-9, 0.0, 0.0]], [[True] * 4]))
-    assert found["kl_median"].value == found["kl_p999"].value == 0
+    tail_values = tails(scores([[-1e-9, -2e-9, 0.0, 0.0]], [[True] * 4]))
+    assert tail_values["kl_median"].value == tail_values["kl_p999"].value == 0
 
 
 def test_texts_are_joined():

@@ -46,11 +46,11 @@ def test_values_arrive_as_they_were_measured():
     row.texts = {"prose.txt": {"kl_mean": Interval(0.25, 0.2, 0.3)},
                  "hf code": {"kl_mean": Interval(0.5, 0.4, 0.6)}}
     data = ModelCard(with_block(CARD, card_block(result, row)).decode()).data
-    found = {(item.dataset_type, item.metric_type): item.metric_value for item in data.eval_results}
-    assert found["prose.txt", "kl_mean"] == 0.25 and found["hf-code", "kl_mean"] == 0.5
-    assert found["arc_easy", "acc"] == 0.5 and found["lambada", "perplexity"] == 25
+    outcome = {(item.dataset_type, item.metric_type): item.metric_value for item in data.eval_results}
+    assert outcome["prose.txt", "kl_mean"] == 0.25 and outcome["hf-code", "kl_mean"] == 0.5
+    assert outcome["arc_easy", "acc"] == 0.5 and outcome["lambada", "perplexity"] == 25
     assert {item.task_type for item in data.eval_results} == {"text-generation"}
-    assert not any("tok_s" in metric for _, metric in found), "speed is the machine's"
+    assert not any("tok_s" in metric for _, metric in outcome), "speed is the machine's"
 
 
 def test_the_section_has_values_tests_and_protocol():

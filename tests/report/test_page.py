@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import shutil
-
 import pytest
 
 from quantkit.report.html import render
 from quantkit.testing.results import sample_results
+from tests.support.chromium import chromium
 
 from .rich import rich_result
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs the extra dev: playwright")
-NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 WAIT = 60_000
 DRAWN = "document.documentElement.dataset.drawn === 'true'"
 HOSTILE = "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>"
@@ -21,13 +19,8 @@ HOSTILE = "</script><script>window.hacked = 1</script><img src=x onerror='window
 @pytest.fixture(scope="module")
 def browser():
     """Chromium, as the machine has it."""
-    program = next(filter(None, map(shutil.which, NAMES)), None)
-    if program is None:
-        pytest.skip("needs Chromium: install your system's package chromium")
-    with playwright.sync_playwright() as driver:
-        chromium = driver.chromium.launch(executable_path=program)
-        yield chromium
-        chromium.close()
+    with chromium(playwright) as program:
+        yield program
 
 
 @pytest.fixture(scope="module")

@@ -199,7 +199,7 @@ class _Measurement:
 
 
 def _runs(name: str, rows: int) -> bool:
-    """Whether so many rows go through an operator: of a prompt, only the last token goes through the head."""
+    """Whether an operator ever has this number of rows: only the last token of a prompt reaches the head."""
     return name != HEAD or rows <= DECODE_ROWS
 
 

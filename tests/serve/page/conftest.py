@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
 
+from tests.support.chromium import chromium
+
 from ..conftest import DEADLINE
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs the extra dev: playwright")
-NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 Visit = Callable[..., Any]
 playwright.expect.set_options(timeout=DEADLINE * 1000)
 
@@ -21,13 +21,8 @@ playwright.expect.set_options(timeout=DEADLINE * 1000)
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     """Chromium, as the machine has it."""
-    program = next(filter(None, map(shutil.which, NAMES)), None)
-    if program is None:
-        pytest.skip("needs Chromium: install your system's package chromium")
-    with playwright.sync_playwright() as driver:
-        chromium = driver.chromium.launch(executable_path=program)
-        yield chromium
-        chromium.close()
+    with chromium(playwright) as program:
+        yield program
 
 
 @pytest.fixture
