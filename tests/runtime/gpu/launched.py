@@ -24,7 +24,7 @@ from triton.runtime import driver
 
 from quantkit.evaluate.forced import split_settings
 from quantkit.kvspec import parse_kv
-from quantkit.ops import cpu_machine, gpu
+from quantkit.ops import cpu_linear, cpu_machine, gpu
 from quantkit.quantize import quantize
 from quantkit.runtime import sampler
 from quantkit.runtime.engine import Engine
@@ -92,7 +92,8 @@ def elsewhere(target: str) -> Driver:
     driver.set_active(taken)
     torch.Tensor.is_cuda = property(lambda self: True)
     gpu.unavailable = lambda device, dtype: None
-    cpu_machine.unavailable = lambda: "there is a GPU"
+    for module in (cpu_machine, cpu_linear):
+        module.unavailable = lambda: "there is a GPU"
     drawn = sampler._drawn
 
     def sevens(logits: torch.Tensor, samplers: Any) -> tuple[torch.Tensor, torch.Tensor]:
