@@ -168,7 +168,7 @@ pack() {
 main() {  # a function, so that the whole script is read before anything runs
   # what is run, on a GPU
   device=cuda rehearse=() marker=gpu tests=(tests/kernels) preferred=(cuda-bfloat16 cuda) most_tests=1000
-  all_rows="" few_rows=" m1" shape=synthetic:llama-8b contexts=1000,128000 prompt=8192 tokens=32
+  all_rows="" few_rows=" m1" shape=synthetic:llama-3.1-8b contexts=1100,128000 prompt=8192 tokens=32
   model=$CARRY/model.gguf recipes=none,int8,int4-rtn,nf4 kv=none,int8,int4 window=256 tune_minutes=
   patience=1 failed=0 stages=() seconds=560
 

@@ -28,8 +28,9 @@ def quantize_tokens(x: torch.Tensor, spec: QuantSpec) -> tuple[torch.Tensor, tor
     """
     wide = x.float()
     top = wide.abs().amax(1, keepdim=True).clamp(min=SMALLEST)
+    # on a GPU torch multiplies by a number's reciprocal where it should divide
     if spec.kind == "fp":
-        scale = top / LARGEST
+        scale = top / torch.full_like(top, LARGEST)
         return nearest_(wide / scale), scale
-    scale = top / 127
+    scale = top / torch.full_like(top, 127)
     return (wide / scale).round_(), scale

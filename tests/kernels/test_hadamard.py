@@ -42,9 +42,10 @@ def test_parts_that_are_too_long(on, randn, monkeypatch, n):
     x = randn(3, n, on=on)
     exact = reference_hadamard.apply_hadamard(x.double().float()).double()
     got = apply_hadamard(x, *factors(n, on))
-    assert hadamard.constants(n) is None and (got.double() - exact).norm() <= 1e-3 * exact.norm()
+    rounding = 2e-3 if on[1] == torch.bfloat16 else 1e-3
+    assert hadamard.constants(n) is None and (got.double() - exact).norm() <= rounding * exact.norm()
     again = apply_hadamard(got, *factors(n, on), back=True)
-    assert (again.double() - x.double()).norm() <= 2e-3 * x.double().norm()
+    assert (again.double() - x.double()).norm() <= 2 * rounding * x.double().norm()
 
 
 @pytest.mark.parametrize(("n", "m"), [(64, 40), (144, 10)])

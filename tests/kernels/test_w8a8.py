@@ -53,7 +53,7 @@ def test_every_code_comes_to_its_place(on, kind):
     codes, _ = weight(kind, 200, 128)
     packed = pack(codes.to(on[0]), torch.ones(200, device=on[0]))
     rows = quantize(torch.eye(128, dtype=on[1], device=on[0]), packed.decoder.takes[0])
-    plain = rows.values.float().amax() * codes.float().T * rows.scale[:, None].cpu()
+    plain = rows.values.cpu().float().amax() * codes.float().T * rows.scale[:, None].cpu()
     assert torch.allclose(multiply(rows, packed).cpu().float(), plain, rtol=2e-3)
 
 
