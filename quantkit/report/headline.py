@@ -46,12 +46,11 @@ def _alone(row: ModelResult, *metrics: tuple[str, MetricInfo] | None) -> str:
 def _against(row: ModelResult, first: ModelResult, quality: tuple[str, MetricInfo] | None,
              speed: tuple[str, MetricInfo] | None) -> str:
     parts = []
-    if row.file_bytes and first.file_bytes and row.file_bytes != first.file_bytes:
+    other_kv = row.kv_bytes and first.kv_bytes and row.kv != first.kv
+    if row.file_bytes and first.file_bytes and (row.file_bytes != first.file_bytes or not other_kv):
         parts.append(_size(first.file_bytes / row.file_bytes))
     if row.kv_bytes and first.kv_bytes and row.kv != first.kv:
         parts.append(f"KV cache {_size(first.kv_bytes / row.kv_bytes)}")
-    if not parts:
-        parts.append("as large")
     if speed is not None:
         ours, theirs = row.metrics.get(speed[0]), first.metrics.get(speed[0])
         if ours is not None and theirs is not None and theirs.value > 0:
@@ -59,11 +58,11 @@ def _against(row: ModelResult, first: ModelResult, quality: tuple[str, MetricInf
     if quality is not None and (interval := row.metrics.get(quality[0])) is not None:
         value, span = shown(interval, quality[1])
         parts.append(f"{quality[1].title} {value}" + (f" ({span})" if span else ""))
-    return ", ".join(parts)
+    return ", ".join(parts) or "nothing to compare"
 
 
 def _size(ratio: float) -> str:
-    if abs(ratio - 1) < 0.005:
+    if abs(ratio - 1) < 0.05:
         return "as large"
     return f"{number(ratio, 2)} times smaller" if ratio > 1 else f"{number(1 / ratio, 2)} times larger"
 

@@ -63,10 +63,13 @@ def _properties(row: ModelResult, result: EvalResult, gate: GateResult | None) -
     if gate is not None:
         yield "gate", gate.gate
     yield "fingerprint", result.protocol.fingerprint
-    yield "bits_per_weight", f"{row.bits_per_weight:.6g}"
-    yield "file_bytes", str(row.file_bytes)
-    if row.peak_bytes is not None:
-        yield "peak_bytes", str(row.peak_bytes)
+    if row.tool is not None:
+        yield "tool", row.tool
+    if row.bits_per_weight is not None:
+        yield "bits_per_weight", f"{row.bits_per_weight:.6g}"
+    for key, count in (("file_bytes", row.file_bytes), ("peak_bytes", row.peak_bytes)):
+        if count is not None:
+            yield key, str(count)
     for key, value in row.metrics.items():
         yield key, f"{value.value:.6g}"
         if math.isfinite(value.low) and math.isfinite(value.high):

@@ -42,14 +42,15 @@ class VariantLook:
 
 def variant_looks(rows: Sequence[ModelResult]) -> list[VariantLook]:
     """A look a row, in their order. After seven models colors repeat, after eight settings shapes."""
-    models = list(dict.fromkeys(row.model for row in rows))
-    settings = list(dict.fromkeys(row.kv for row in rows))
+    names = short_names(rows)
+    of_rows = [name if row.kv is None else name.removesuffix(f" kv {row.kv}")
+               for row, name in zip(rows, names)]
+    models, settings = list(dict.fromkeys(of_rows)), list(dict.fromkeys(row.kv for row in rows))
     looks = []
-    for row, name in zip(rows, short_names(rows)):
+    for row, name, model in zip(rows, names, of_rows):
         marker, shape = SHAPES[settings.index(row.kv) % len(SHAPES)]
-        model = name.removesuffix(f" kv {row.kv}") if row.kv is not None else name
         looks.append(VariantLook(shortened(name), shortened(model), shortened(row.kv or ""),
-                                 COLORS[models.index(row.model) % len(COLORS)], marker, shape))
+                                 COLORS[models.index(model) % len(COLORS)], marker, shape))
     return looks
 
 

@@ -224,7 +224,7 @@ def _rule(name: str, method: str, total: int) -> str:
     total = max(total, 40)
     method = cut(method, total // 2)
     name = cut(name, total - columns(method) - 8, tail=True)
-    text = f"── {name} · {method} "
+    text = f"── {name} " if name.endswith(f" {method}") else f"── {name} · {method} "
     return text + "─" * (total - columns(text))
 
 

@@ -26,6 +26,12 @@ def sample_results() -> dict[str, EvalResult]:
     partly[1].metrics = {"perplexity": partly[1].metrics["perplexity"]}
     results["missing metrics"] = _result(partly)
     results["no metrics"] = _result([ModelResult("bare", "bf16", 16.0, 100)])
+    tools = [_reference(), _row("smollm2", "bf16", 269, 28.7, 0.001, 30.0, 16.0),
+             ModelResult("http://127.0.0.1:8000", "int8", None, None, tool="vLLM",
+                         metrics={"top1": Interval(0.97, 0.96, 0.98)}),
+             ModelResult("smollm2", "bitsandbytes nf4", None, None, tool="transformers 5.23.0")]
+    tools[1].tool = "transformers 5.23.0"
+    results["other tools"] = _result(tools)
     broken = [_reference(), _row("ruined", "rtn", 40, 1.0, 0.0, 50.0, 1.0)]
     broken[1].metrics |= {"perplexity": Interval(math.inf, 1e300, math.inf),
                           "kl_mean": Interval(math.nan, -math.inf, math.inf),

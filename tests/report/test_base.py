@@ -1,10 +1,12 @@
 """How numbers and names are written."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from quantkit.evaluate.metrics import Interval
+from quantkit.evaluate.variants import names_of
 from quantkit.report.base import megabytes, number, short_names, spread
 
 
@@ -33,4 +35,11 @@ def test_names_are_as_short_as_they_can_be_told_apart(make_row):
     rows = [make_row(n) for n in ("a/run/int4", "b/run/int4", "c/int8", "smollm2", "hf/odd\nname")]
     assert short_names(rows) == ["a/run/int4", "b/run/int4", "int8", "smollm2", "odd name"]
     assert short_names([make_row("int4"), make_row("x/int4")]) == ["int4", "x/int4"]
+    peers = [make_row("base", "bf16"), *(replace(make_row("base", method), tool=tool) for method, tool in (
+        ("bf16", "transformers 5.23.0"), ("bitsandbytes nf4", "transformers 5.23.0, bitsandbytes 0.50.2"),
+        ("BF16", "llama.cpp 0.6.0")))]
+    assert short_names(peers) == ["base", "transformers base bf16", "transformers base bitsandbytes nf4",
+                                  "llama.cpp base"]
+    assert names_of(peers[0], "base") == {"base"}
+    assert names_of(peers[3], "llama.cpp base") == {"llama.cpp base"}
     assert short_names([make_row("a\x1b[31m")]) == ["a?[31m"], "harmless in a terminal, and XML"

@@ -20,6 +20,8 @@ def test_without_speed_and_without_quality(make_result, make_row):
     assert headline(make_result(rows)) == ["big: 1.5 times larger."]
     rows[1].file_bytes = rows[0].file_bytes
     assert headline(make_result(rows)) == ["big: as large."]
+    rows[1].file_bytes = None
+    assert headline(make_result(rows)) == ["big: nothing to compare."]
 
 
 def test_a_model_alone_and_none(make_result, make_row):

@@ -43,6 +43,14 @@ def test_the_contract_of_reporters():
     check_reporter(REPORTER)
 
 
+def test_what_a_tool_does_not_tell_is_left_out():
+    *_, server, quantized = parsed(sample_results()["other tools"])
+    numbers = {item.get("name"): item.get("value") for item in server.iter("property")}
+    assert server.get("name") == "vLLM 127.0.0.1:8000" and numbers["tool"] == "vLLM"
+    assert not numbers.keys() & {"bits_per_weight", "file_bytes", "peak_bytes", "kl_mean"}
+    assert quantized.get("name") == "transformers smollm2 bitsandbytes nf4"
+
+
 def test_a_gate_that_fails():
     result = sample_results()["ordinary"]
     result.gate = check_gate(result, "kl<0.01,decode>1.2x,int4:size<200MB")
