@@ -25,15 +25,13 @@ _GEMMA3 = {**_GEMMA, "architectures": ["Gemma3ForCausalLM"], "model_type": "gemm
 _TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
          "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 512, "max_position_embeddings": 512,
          "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": False}
+_LLAMA_8B = {**_LLAMA, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+             "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256,
+             "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
+             "tie_word_embeddings": False}
 CONFIGS: dict[str, dict[str, Any]] = {
-    "llama-8b": {**_LLAMA, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-                 "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
-                 "vocab_size": 128256, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5,
-                 "rope_theta": 500000.0, "tie_word_embeddings": False},
-    "llama-3.1-8b": {**_LLAMA, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-                     "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
-                     "vocab_size": 128256, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
-                     "rope_theta": 500000.0, "tie_word_embeddings": False,
+    "llama-8b": _LLAMA_8B,
+    "llama-3.1-8b": {**_LLAMA_8B, "max_position_embeddings": 131072,
                      "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
                                       "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}},
     "llama-1b": {**_LLAMA, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
