@@ -44,7 +44,7 @@ def run_measurements(measurements: Sequence[Measurement], store: MeasurementStor
             measurement = measurements[number]
             store.put(measurement.key, result)
             begun[0] += measurement.seconds
-            progress(ProgressEvent(int(TOLD * begun[0] / total), TOLD, measurement.label))
+            progress(ProgressEvent(_share(begun[0], total), TOLD, measurement.label))
             if measurement.kind in TIMED and result.data.get("cpu", cpu_name()) != cpu_name():
                 raise QuantkitError(f"{measurement.label}: its machine has another processor",
                                     why=f"{result.data['cpu']} there, {cpu_name()} here: speeds of different "
@@ -62,6 +62,11 @@ def _part(progress: Listener, measurement: Measurement, begun: list[float], tota
     def listen(event: ProgressEvent) -> None:
         share = event.done / event.total if event.total else 0.0
         done = begun[0] + share * measurement.seconds
-        progress(ProgressEvent(int(TOLD * done / total), TOLD, measurement.label))
+        progress(ProgressEvent(_share(done, total), TOLD, measurement.label))
 
     return listen
+
+
+def _share(seconds: float, total: float) -> int:
+    """Of :data:`TOLD`; all of it is all, although sums in another order differ in the last bit."""
+    return min(TOLD, int(TOLD * seconds / total + 1e-6))
