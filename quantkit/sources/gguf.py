@@ -1,7 +1,8 @@
 """A ``.gguf`` file as a Hugging Face model: names, shapes and RoPE layout of Hugging Face, bfloat16.
 
 GGUF keeps the Q and K rows of Llama models interleaved for its own RoPE; they are put back to the
-rotate-half order that ``config.json`` means.
+rotate-half order that ``config.json`` means. What else differs between families is in
+:mod:`~quantkit.sources.gguf_families`.
 """
 
 from __future__ import annotations
@@ -21,18 +22,14 @@ import torch
 from quantkit.errors import SourceError
 from quantkit.paths import local_path
 from quantkit.sources.base import ModelSource, SourceIdentity, SourceKind, TensorInfo
-from quantkit.sources.gguf_config import HF_FOLDER, hf_config
+from quantkit.sources.gguf_config import family_of, hf_config
 from quantkit.sources.gguf_header import GGUFTensor, open_gguf
+from quantkit.sources.gguf_metadata import HF_FOLDER
 from quantkit.sources.gguf_tokenizer import tokenizer_files
 from quantkit.sources.local import sha256_file
 
 _TOP = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight",
         "output.weight": "lm_head.weight"}
-_LAYER = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
-          "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
-          "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm",
-          "attn_k_norm": "self_attn.k_norm", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",
-          "ffn_down": "mlp.down_proj"}
 _ROPE_FREQS = "rope_freqs.weight"
 _BLOCK = re.compile(r"blk\.(0|[1-9]\d{0,4})\.([a-z_]+)\.(weight|bias)")
 _PERMUTED = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
@@ -60,6 +57,7 @@ class GGUFSource:
         if isinstance(parts, int) and parts > 1:
             raise SourceError(f"{path} is one of {parts} parts of a model",
                               next=f"llama-gguf-split --merge {path} MERGED.gguf")
+        self._family = family_of(self._metadata, str(path))
         self._raw = {self._hf_name(name): tensor for name, tensor in header.tensors.items()
                      if name != _ROPE_FREQS}
         self._check_types(header.tensors)
@@ -86,7 +84,10 @@ class GGUFSource:
         """
         if name not in self._raw:
             raise SourceError(f"{self.path} has no tensor for {name[:120]!r}")
-        values = self._dequantize(self._raw[name]).to(torch.bfloat16)
+        values = self._dequantize(self._raw[name])
+        if self._family.norm_offset and name.endswith("norm.weight"):
+            values = values.float() - self._family.norm_offset
+        values = values.to(torch.bfloat16)
         if heads := self._heads.get(name):
             half = values.shape[0] // heads // 2
             values = values.reshape(heads, half, 2, -1).transpose(1, 2).reshape(values.shape)
@@ -120,8 +121,8 @@ class GGUFSource:
         if name in _TOP:
             return _TOP[name]
         match = _BLOCK.fullmatch(name)
-        if match and match[2] in _LAYER:
-            return f"model.layers.{match[1]}.{_LAYER[match[2]]}.{match[3]}"
+        if match and (place := self._family.tensors.get(match[2])):
+            return f"model.layers.{match[1]}.{place}.{match[3]}"
         architecture = str(self._metadata.get("general.architecture"))[:40]
         raise SourceError(f"{self.path} has a tensor {name[:80]!r}",
                           why=f"no place for it is known in {architecture!r} models", next=HF_FOLDER)
@@ -142,7 +143,7 @@ class GGUFSource:
     def _permuted_heads(self, name: str) -> int | None:
         """Heads by which a tensor's rows are interleaved; ``None`` if they aren't."""
         part = name.split(".")[-2]
-        if self._config["model_type"] != "llama" or part not in _PERMUTED:
+        if not self._family.interleaved or part not in _PERMUTED:
             return None
         heads, dim = int(self._config[_PERMUTED[part]]), int(self._config["head_dim"])
         rows = self._infos[name].shape[0]

@@ -10,66 +10,25 @@ from typing import Any
 import numpy as np
 
 from quantkit.errors import SourceError, did_you_mean
+from quantkit.sources.gguf_families import FAMILIES, GGUFFamily
+from quantkit.sources.gguf_metadata import HF_FOLDER, GGUFMetadata
 
-CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-HF_FOLDER = "give the model's Hugging Face folder instead"
-MAX_INT, HUGE = 2**31 - 1, 1e30
-# keys of the architecture that are read here, and those that say nothing about the maths
 _READ = {"block_count", "context_length", "embedding_length", "feed_forward_length", "attention.head_count",
          "attention.head_count_kv", "attention.key_length", "attention.value_length", "attention.causal",
          "attention.layer_norm_rms_epsilon", "attention.sliding_window", "rope.dimension_count",
          "rope.freq_base", "rope.scaling.type", "rope.scaling.factor", "rope.scale_linear",
          "rope.scaling.original_context_length", "expert_count", "expert_used_count"}
 _HARMLESS = {"vocab_size", "rope.scaling.finetuned", "tensor_data_layout", "pooling_type"}
+"""Keys of the architecture that say nothing about the maths."""
 
 
-class _Metadata:
-    """Typed reading of ``{architecture}.*``."""
-
-    def __init__(self, metadata: Mapping[str, Any], where: str) -> None:
-        self.metadata, self.where = metadata, where
-        self.architecture = metadata.get("general.architecture")
-        if not isinstance(self.architecture, str) or self.architecture not in CLASSES:
-            raise SourceError(f"{where} holds a {str(self.architecture)[:80]!r} model",
-                              why=did_you_mean(str(self.architecture)[:80], CLASSES), next=HF_FOLDER)
-        prefix = f"{self.architecture}."
-        mine = [key.removeprefix(prefix) for key in metadata if key.startswith(prefix)]
-        if unknown := sorted(set(mine) - _READ - _HARMLESS):
-            raise SourceError(f"{where} sets {prefix}{unknown[0][:80]}",
-                              why="it may change the model's maths, and quantkit doesn't know it",
-                              next=HF_FOLDER)
-
-    def bad(self, key: str, value: Any, why: str) -> SourceError:
-        return SourceError(f"{self.where}: {self.architecture}.{key} is {str(value)[:80]!r}", why=why,
-                           next=HF_FOLDER)
-
-    def raw(self, key: str) -> Any:
-        """The value; a list with one value a layer counts as that value if all are equal."""
-        value = self.metadata.get(f"{self.architecture}.{key}")
-        if isinstance(value, list):
-            if not value or any(v != value[0] for v in value):
-                raise self.bad(key, value, "layers that differ are not supported")
-            return value[0]
-        return value
-
-    def integer(self, key: str, default: int | None = None, least: int = 1) -> int:
-        value = self.raw(key)
-        if value is None:
-            if default is None:
-                raise SourceError(f"{self.where} has no {self.architecture}.{key}",
-                                  why="the model can't be built without it", next="use another conversion")
-            return default
-        if type(value) is not int or not least <= value <= MAX_INT:
-            raise self.bad(key, value, f"a whole number from {least} is needed")
-        return value
-
-    def real(self, key: str, default: float | None = None) -> float:
-        value = self.raw(key)
-        if value is None and default is not None:
-            return default
-        if type(value) not in (int, float) or not 0 < value < HUGE:
-            raise self.bad(key, value, f"a number above 0 and below {HUGE:g} is needed")
-        return float(value)
+def family_of(metadata: Mapping[str, Any], where: str) -> GGUFFamily:
+    """The family of ``general.architecture``. Raises SourceError: an unknown one."""
+    architecture = metadata.get("general.architecture")
+    if not isinstance(architecture, str) or architecture not in FAMILIES:
+        name = str(architecture)[:80]
+        raise SourceError(f"{where} holds a {name!r} model", why=did_you_mean(name, FAMILIES), next=HF_FOLDER)
+    return FAMILIES[architecture]
 
 
 def hf_config(metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]],
@@ -86,20 +45,22 @@ def hf_config(metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
         SourceError: an unknown architecture, a missing or absurd value, or a key that would change
             the maths and can't be said in ``config.json``.
     """
-    meta = _Metadata(metadata, where)
+    family = family_of(metadata, where)
+    meta = GGUFMetadata(metadata, where, metadata["general.architecture"], _READ | _HARMLESS | family.keys)
     heads, hidden = meta.integer("attention.head_count"), meta.integer("embedding_length")
     if meta.raw("attention.key_length") is None and hidden % heads:
         raise meta.bad("attention.head_count", heads, f"it doesn't divide embedding_length {hidden}")
     dim = meta.integer("attention.key_length", hidden // heads)
-    _refuse_other_maths(meta, dim)
+    _refuse_other_maths(meta, dim, family.windowed)
     embedding = shapes.get("model.embed_tokens.weight")
     if embedding is None or len(embedding) != 2:
         raise SourceError(f"{where} has no token_embd.weight of two dimensions",
                           why="the model can't be built without it", next="use another conversion")
     theta = meta.real("rope.freq_base", 10000.0)
     config: dict[str, Any] = {
-        "architectures": [CLASSES[str(meta.architecture)]], "model_type": meta.architecture,
-        "hidden_act": "silu", "hidden_size": hidden, "intermediate_size": meta.integer("feed_forward_length"),
+        "architectures": [family.model_class], "model_type": family.model_type,
+        **family.settings(meta, dim), "hidden_size": hidden,
+        "intermediate_size": meta.integer("feed_forward_length"),
         "num_hidden_layers": meta.integer("block_count"), "num_attention_heads": heads,
         "num_key_value_heads": meta.integer("attention.head_count_kv", heads), "head_dim": dim,
         "max_position_embeddings": meta.integer("context_length"),
@@ -120,20 +81,20 @@ def hf_config(metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
     return config
 
 
-def _refuse_other_maths(meta: _Metadata, dim: int) -> None:
+def _refuse_other_maths(meta: GGUFMetadata, dim: int, windowed: bool) -> None:
     for key in ("attention.value_length", "rope.dimension_count"):
         if meta.integer(key, dim) != dim:
             raise meta.bad(key, meta.raw(key), f"heads of one width, {dim}, rotated whole are needed")
     if meta.raw("attention.causal") not in (None, True):
         raise meta.bad("attention.causal", meta.raw("attention.causal"), "only causal attention is supported")
     window = meta.integer("attention.sliding_window", 0, least=0)
-    if 0 < window < meta.integer("context_length"):
+    if 0 < window < meta.integer("context_length") and not windowed:
         raise meta.bad("attention.sliding_window", window, "its pattern over the layers is not in the file")
     if meta.integer("expert_count", 0, least=0):
         raise meta.bad("expert_count", meta.raw("expert_count"), "mixtures of experts are not supported")
 
 
-def _rope_scaling(meta: _Metadata, factors: np.ndarray | None, theta: float,
+def _rope_scaling(meta: GGUFMetadata, factors: np.ndarray | None, theta: float,
                   dim: int) -> dict[str, Any] | None:
     kind = meta.raw("rope.scaling.type") or ("linear" if meta.raw("rope.scale_linear") else "none")
     if kind not in ("none", "linear"):

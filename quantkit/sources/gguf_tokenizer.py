@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from quantkit.errors import SourceError, did_you_mean
+from quantkit.sources.gguf_metadata import HF_FOLDER
 
-HF_FOLDER = "give the model's Hugging Face folder instead"
 MAX_TOKENS, MAX_TOKEN, MAX_TEXT = 1_000_000, 512, 2**24
 """Tokens, characters of one and of all: they bound the time that finding SentencePiece's merges takes."""
 _GPT2 = r"""'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""

