@@ -26,6 +26,7 @@ from quantkit.evaluate.sweep.facts import ModelFacts
 from quantkit.evaluate.sweep.jobs import Measurement
 from quantkit.evaluate.sweep.plan import SweepPlan
 from quantkit.evaluate.sweep.store import MeasurementResult
+from quantkit.evaluate.task_score import wilson
 from quantkit.evaluate.token_scores import TokenScores, joined, tails
 
 DIFF_TOKENS = 240
@@ -49,7 +50,7 @@ def assemble(plan: SweepPlan, settings: EvalSettings, done: Done) -> EvalResult:
             rows.append(row)
     rows += [_peer(done["peer", number, 0], protocol) for number in range(len(settings.peers))]
     result = EvalResult(protocol, rows, suite=settings.suite)
-    result.floors = _floors(quality[0])
+    result.floors = _floors(quality[0]) | _task_floors(done)
     infos = {name: registered.info() for name, registered in metrics.items()}
     for row in rows[1:]:
         row.differences = differences(rows[0], row, builtin_infos() | infos, floors=result.floors)
@@ -181,6 +182,19 @@ def _floors(measurements: Sequence[MeasurementResult]) -> dict[str, Interval]:
     floors = {KL.name: KL.summarize(far.kl.astype(np.float64).mean(axis=1))} | tails(far)
     flips = floors["flips"]
     floors["top1"] = Interval(1 - flips.value, 1 - flips.high, 1 - flips.low)
+    return floors
+
+
+def _task_floors(done: Done) -> dict[str, Interval]:
+    """The share of each task's items that the reference's own arithmetic answers otherwise than float32."""
+    exact, rounded = done.get(("exact_tasks", 0, 0)), done.get(("tasks", 0, 0))
+    if exact is None or rounded is None:
+        return {}
+    floors = {}
+    for first, second in zip(exact.data["scores"], rounded.data["scores"], strict=True):
+        change = np.abs(np.asarray(first["values"], float) - np.asarray(second["values"], float))
+        if len(change) and np.isin(change, (0.0, 1.0)).all():  # right or wrong; others have no share
+            floors[f"{first['task']}/{first['metric']}"] = wilson(float(change.sum()), len(change))
     return floors
 
 

@@ -118,7 +118,8 @@ class Measurement:
     """A job with its name.
 
     Attributes:
-        kind: ``quality``, ``peer``, ``tasks``, ``speed``, ``roofline`` or ``sensitivity``.
+        kind: ``quality``, ``peer``, ``tasks``, ``exact_tasks`` (the reference's in float32), ``speed``,
+            ``roofline`` or ``sensitivity``.
         label: for people: ``quality of int4 on code``.
         job: what is done.
         key: everything that the numbers depend on; ``None``: that can't be known, so that it isn't kept.

@@ -133,7 +133,8 @@ def _needs(measurement: Measurement, model: ModelFacts, gpus: int) -> TaskNeeds:
     """Two models in memory and a third in float32 for quality; what is timed is alone."""
     weights, kind, job = WEIGHT_BYTES * model.parameters, measurement.kind, measurement.job
     timed = kind in ("speed", "roofline") or (isinstance(job, PeerJob) and job.speed is not None)
-    return TaskNeeds(gpus, MEMORY_BESIDE + weights * (4 if kind in ("quality", "sensitivity") else 2), timed)
+    wide = kind in ("quality", "sensitivity", "exact_tasks")
+    return TaskNeeds(gpus, MEMORY_BESIDE + weights * (4 if wide else 2), timed)
 
 
 def _quality(models: Sequence[ModelFacts], settings: EvalSettings, texts: Sequence[PlannedText],
@@ -194,15 +195,21 @@ def _tasks(models: Sequence[ModelFacts], settings: EvalSettings, kv: tuple[str |
     ready = prepare_tasks(settings.tasks, data=settings.task_data, limit=settings.limit)
     asked = [[task.file.model_dump(mode="json"), task.fingerprint] for task in ready]
     base = {**base, "lm_eval": version("lm_eval")}
-    measurements = []
-    for number, model in enumerate(models):
-        for place, setting in enumerate(kv):
-            job = TasksJob(model.place, model.revision, settings.dtype, settings.device, setting,
-                           settings.tasks, settings.task_data, settings.limit)
-            key = {**base, "kind": "tasks", "model": model.identity, "asked": asked,
-                   "kv": setting if setting is not None else str(model.kv)}
-            measurements.append(Measurement("tasks", _label("tasks for", model, setting), job, key, 0.0,
-                                            (number, place)))
+
+    def measurement(kind: str, model: ModelFacts, setting: str | None, dtype: str, label: str,
+                    variant: tuple[int, int]) -> Measurement:
+        job = TasksJob(model.place, model.revision, dtype, settings.device, setting, settings.tasks,
+                       settings.task_data, settings.limit)
+        key = {**base, "dtype": dtype, "kind": "tasks", "model": model.identity, "asked": asked,
+               "kv": setting if setting is not None else str(model.kv)}
+        return Measurement(kind, label, job, key, 0.0, variant)
+
+    measurements = [measurement("tasks", model, setting, settings.dtype, _label("tasks for", model, setting),
+                                (number, place))
+                    for number, model in enumerate(models) for place, setting in enumerate(kv)]
+    if (settings.floor or settings.noise_floor) and models[0].dtype != "float32":
+        measurements.append(measurement("exact_tasks", models[0], kv[0], "float32",
+                                        f"tasks for {models[0].name} in float32", (0, 0)))
     return measurements
 
 

@@ -18,6 +18,7 @@ from quantkit.evaluate.sweep import jobs
 from quantkit.evaluate.sweep.ahead import look_ahead
 from quantkit.evaluate.sweep.facts import facts_of
 from quantkit.evaluate.sweep.quality import QualityJob
+from quantkit.evaluate.task_score import wilson
 from quantkit.kvspec import parse_kv
 
 SETTINGS = EvalSettings(window=32, windows=3, speed=False, keep=True, floor=True, texts=(
@@ -109,6 +110,18 @@ def test_the_noise_floor_is_of_the_reference_alone(tiny, int8, cache, work):
     assert result.floors["kl_mean"].value == pytest.approx(result.noise_floor.value, rel=1e-3)
     assert "kl_exact" not in result.rows[1].metrics
     assert evaluate([str(tiny)], dataclasses.replace(SETTINGS, floor=False)).floors == {}
+
+
+def test_the_noise_floor_of_tasks(tiny, int8, cache, shared_data):
+    """The share of items that the reference answers otherwise in float32, by that measurement alone."""
+    settings = dataclasses.replace(SETTINGS, tasks=("arc_easy",), task_data=shared_data / "tasks", limit=40)
+    result = evaluate([str(tiny), str(int8)], settings)
+    rounded = result.rows[0].items["arc_easy/acc"]
+    wide = evaluate([str(tiny)], dataclasses.replace(settings, dtype="float32"))
+    exact = wide.rows[0].items["arc_easy/acc"]
+    changed = sum(first != second for first, second in zip(rounded, exact, strict=True))
+    assert result.floors["arc_easy/acc"] == wilson(changed, 40)
+    assert "arc_easy/acc" not in wide.floors, "its arithmetic is exact already"
 
 
 def test_models_times_settings(tiny, int8, cache):
