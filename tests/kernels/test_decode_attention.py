@@ -9,7 +9,6 @@ import torch
 
 from quantkit_kernels.triton.cache import StepTokens
 from quantkit_kernels.triton.decode_attention import PIECE, SplitResults, decode_attention
-from quantkit_kernels.triton.softmax import most_splits
 
 WAITING = [("channel4", "token4"), ("channel3", "token3"), ("channel2", "token2"), ("hadamard4", "hadamard4"),
            ("hadamard3", "hadamard3"), ("hadamard2", "hadamard2"), ("int8", "token4")]
@@ -70,23 +69,6 @@ def test_windows(on, randn, obeys_the_rule, paged_cache, placed, keys, values, r
     cache = paged_cache.PagedCache([[65, 65], [190, 190]], [1, 1], 32, on, keys, values, residual_length,
                                    0 if residual_length is None else 64, placed)
     check(cache, randn(2, 4, 32, seed=5, on=on), obeys_the_rule, window=window, limit=limit, sinks=sinks)
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("length", [1024, 1025, 4096, 4097])
-def test_splits_of_every_size(on, randn, obeys_the_rule, paged_cache, length):
-    """Behind 1,024 and 4,096 slots longer splits begin."""
-    cache = paged_cache.PagedCache([[length, 70]], [1], 32, on)
-    assert cache.step.longest == length
-    check(cache, randn(1, 4, 32, seed=5, on=on), obeys_the_rule)
-
-
-def test_the_most_splits():
-    """As many as the length below it that needs the most."""
-    needed = [-(-length // (64 * (2 if length <= 1024 else 4 if length <= 4096 else PIECE)))
-              for length in range(1, 20000)]
-    for longest in (1, 128, 129, 1024, 1025, 4096, 4097, 8192, 19999):
-        assert most_splits(longest, PIECE) == max(needed[:longest])
 
 
 def test_a_window_reads_no_page_that_it_does_not_see(on, randn, paged_cache):

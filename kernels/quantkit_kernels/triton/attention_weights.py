@@ -16,7 +16,7 @@ from quantkit_kernels.triton.cache import LayerPages, SequenceTables, StepTokens
 from quantkit_kernels.triton.decode_attention import JOIN, PIECE, SplitResults, run_pieces
 from quantkit_kernels.triton.fragment import family_of
 from quantkit_kernels.triton.kv_operands import key_dims, scores, vector_scores
-from quantkit_kernels.triton.softmax import residual_page, scaled, split_pages, visible, walk
+from quantkit_kernels.triton.softmax import residual_page, scaled, visible, walk
 
 
 @triton.jit
@@ -56,15 +56,14 @@ def weights_kernel(q_ptr: tl.tensor, k_ptr: tl.tensor, k_scale_ptr: tl.tensor, k
     row = (sequence * layers + layer) * HKV + head
     length = tl.load(length_ptr + row) + place + 1
     query = tl.load(seen_ptr + sequence) + place
-    count = split_pages(length, COUNT)
-    begin = split * count
-    end = tl.minimum((length + 63) // 64, begin + count)
+    begin = split * COUNT
+    end = tl.minimum((length + 63) // 64, begin + COUNT)
     if end <= begin:
         return
     fixed, coded, low, rest = walk(begin, end, length, query, window, limit, sinks, residual_length, first,
                                    HAS_RESIDUAL, LIMITED, PLACED)
     rg, rd, rt, rj = tl.arange(0, 16), tl.arange(0, DP), tl.arange(0, 64), tl.arange(0, JOIN)
-    used = (length + 64 * count - 1) // (64 * count)
+    used = (length + 64 * COUNT - 1) // (64 * COUNT)
     m_ptr += (token * HKV + head) * splits * G + rg[:, None]
     l_ptr += (token * HKV + head) * splits * G + rg[:, None]
     maxima = tl.full([16, JOIN], float("-inf"), tl.float32)

@@ -3,9 +3,9 @@
 A page holds 64 slots of one key head; every sequence has a page table for each of its key heads, so
 that heads may hold different positions. https://arxiv.org/abs/2309.06180
 
-The query heads that share a key head are the 16 rows of one matrix product. A head is divided into splits of
-as many pages as its own length says, whatever else is in the batch; a second kernel reduces the splits by
-their log-sum-exp, in order (https://crfm.stanford.edu/2023/10/12/flashdecoding.html). So a sequence's result
+The query heads that share a key head are the 16 rows of one matrix product. A sequence is divided into splits
+of a fixed number of pages, whatever else is in the batch; a second kernel reduces the splits by their
+log-sum-exp, in order (https://crfm.stanford.edu/2023/10/12/flashdecoding.html). So a sequence's result
 doesn't depend on the others, and there are no atomics. Within a split codes are read first, then residual
 vectors, both in the order of slots.
 """
@@ -31,19 +31,10 @@ from quantkit_kernels.triton.kv_operands import (
     scores,
     vector_scores,
 )
-from quantkit_kernels.triton.softmax import (
-    most_splits,
-    residual_page,
-    scaled,
-    split_pages,
-    update,
-    visible,
-    walk,
-)
+from quantkit_kernels.triton.softmax import residual_page, scaled, update, visible, walk
 
 PIECE = 8
-"""Pages of a split, which one program reads, at most: 512 slots. See
-:func:`~quantkit_kernels.triton.softmax.split_pages`."""
+"""Pages of a split, which one program reads: 512 slots."""
 JOIN = 16
 """Pieces that are joined at a time."""
 
@@ -74,9 +65,8 @@ def split_kv_kernel(q_ptr: tl.tensor, k_ptr: tl.tensor, k_scale_ptr: tl.tensor, 
     row = (sequence * layers + layer) * HKV + head
     length = tl.load(length_ptr + row) + place + 1
     query = tl.load(seen_ptr + sequence) + place
-    count = split_pages(length, COUNT)
-    begin = split * count
-    end = tl.minimum((length + 63) // 64, begin + count)
+    begin = split * COUNT
+    end = tl.minimum((length + 63) // 64, begin + COUNT)
     if end <= begin:
         return
     fixed, coded, low, rest = walk(begin, end, length, query, window, limit, sinks, residual_length, first,
@@ -151,8 +141,7 @@ def reduce_kernel(o_ptr: tl.tensor, m_ptr: tl.tensor, l_ptr: tl.tensor, length_p
     used = 0
     if sequence >= 0:
         length = tl.load(length_ptr + (sequence * layers + layer) * HKV + head) + place + 1
-        slots = 64 * split_pages(length, COUNT)
-        used = tl.minimum((tl.maximum(length, 0) + slots - 1) // slots, splits)
+        used = tl.minimum((tl.maximum(length, 0) + 64 * COUNT - 1) // (64 * COUNT), splits)
     row = (token * HKV + head) * splits
     maxima = tl.full([JOIN], float("-inf"), tl.float32)
     for i in range(0, used, JOIN):
@@ -196,7 +185,7 @@ class SplitResults:
     def of(cls, q: torch.Tensor, kv_heads: int, longest: int, values: bool = True) -> SplitResults:
         """Allocate results for queries ``[N, H, D]`` and ``longest`` slots; without ``values`` o is empty."""
         n, h, d = q.shape
-        shape = (n, kv_heads, most_splits(longest, PIECE), h // kv_heads)
+        shape = (n, kv_heads, max(1, -(-longest // (64 * PIECE))), h // kv_heads)
         o = torch.empty(*shape, d if values else 0, dtype=torch.float32, device=q.device)
         m, total = torch.empty(2, *shape, dtype=torch.float32, device=q.device)
         return cls(o, m, total)

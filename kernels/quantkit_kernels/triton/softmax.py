@@ -12,19 +12,6 @@ from quantkit_kernels.triton.cache import border
 
 
 @triton.jit
-def split_pages(length: tl.tensor, COUNT: tl.constexpr) -> tl.tensor:
-    """Pages of a split of a head with so many slots: COUNT, or fewer of a short one, which is few programs'
-    work otherwise. :func:`most_splits` goes by the same rule."""
-    return tl.where(length <= 128 * COUNT, COUNT // 4, tl.where(length <= 512 * COUNT, COUNT // 2, COUNT))
-
-
-def most_splits(longest: int, count: int) -> int:
-    """The most splits that a head of at most ``longest`` slots has; ``count``: pages of a long one's."""
-    ends = ((count // 4, 128 * count), (count // 2, 512 * count), (count, longest))
-    return max(1, *(-(-min(longest, end) // (64 * pages)) for pages, end in ends))
-
-
-@triton.jit
 def spans(at: tl.tensor, window: tl.tensor, limit: tl.tensor, sinks: tl.tensor) -> tl.tensor:
     """Where slots' numbers are their positions: pages that queries at positions ``at`` and above may see,
     those in ``[begin, middle)`` and from ``after`` on."""

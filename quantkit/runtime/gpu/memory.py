@@ -22,7 +22,7 @@ MAX_ROWS = 2048
 DECODING = 256
 """Sequences that decode side by side, at most."""
 PIECE = 512
-"""Slots over which attention is summed up by itself; fewer of short texts, which make up to 16 sums."""
+"""Slots over which attention is summed up by itself."""
 LEFT = 1 << 29
 """Bytes for what is not counted: the driver's own, compiled kernels, graphs."""
 PACKING = 6
@@ -63,8 +63,7 @@ def step_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
     heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     row = 4 * config.hidden_size + 2 * heads + 3 * config.intermediate_size
     partial = 4 * 2 * (config.num_heads * config.head_dim + config.intermediate_size)
-    sums = max(16, -(-config.max_position_embeddings // PIECE))
-    pieces = config.num_heads * (config.head_dim + 2) * 4 * sums
+    pieces = config.num_heads * (config.head_dim + 2) * 4 * -(-config.max_position_embeddings // PIECE)
     return (MAX_ROWS * (row * dtype.itemsize + partial)
             + DECODING * (config.vocab_size * (dtype.itemsize + 8) + pieces))
 
