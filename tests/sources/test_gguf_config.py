@@ -33,10 +33,10 @@ def test_says_what_the_metadata_says(arch, cls):
 
 
 def test_gemma_2():
-    found = parse_config(config("gemma2", block_count=4, attn_logit_softcapping=20.0))
-    assert found.sliding_windows == (4096, None, 4096, None)
-    assert (found.attention_softcap, found.logit_softcap) == (20.0, 30.0)
-    assert found.offset_norms and found.sandwich_norms and found.activation == "gelu_tanh"
+    model = parse_config(config("gemma2", block_count=4, attn_logit_softcapping=20.0))
+    assert model.sliding_windows == (4096, None, 4096, None)
+    assert (model.attention_softcap, model.logit_softcap) == (20.0, 30.0)
+    assert model.offset_norms and model.sandwich_norms and model.activation == "gelu_tanh"
     large = config("gemma2", block_count=46, attention__key_length=32, attention__value_length=32,
                    rope__dimension_count=32)
     assert large["query_pre_attn_scalar"] == 16 and config("gemma2")["query_pre_attn_scalar"] == 16
@@ -47,9 +47,9 @@ def gemma3(**keys):
 
 
 def test_gemma_3():
-    found = parse_config(gemma3())
-    assert found.sliding_windows == (32, 32, 32, 32, 32, None, 32)
-    assert found.qk_norm and found.attention_scale is None and found.logit_softcap is None
+    model = parse_config(gemma3())
+    assert model.sliding_windows == (32, 32, 32, 32, 32, None, 32)
+    assert model.qk_norm and model.attention_scale is None and model.logit_softcap is None
     other = gemma3(rope__freq_base_swa=5e4, final_logit_softcapping=30.0, rope__scaling__type="linear",
                    rope__scaling__factor=8.0)
     assert other["rope_local_base_freq"] == 5e4 and other["final_logit_softcapping"] == 30.0
