@@ -25,9 +25,9 @@ from quantkit.checkpoint.reader import CARD, Checkpoint, read_manifest
 from quantkit.checkpoint.writer import CheckpointWriter, refuse_existing
 from quantkit.errors import CheckpointError, QuantkitError, SpecError, Stopped, UsageError
 from quantkit.formats import contract
-from quantkit.formats.affine import middle
 from quantkit.formats.base import Codes, Format, QuantizedTensor
 from quantkit.formats.dtypes import FLOATS
+from quantkit.formats.level_values import middle
 from quantkit.models.architecture import EMBEDDING, all_slots, layer_of, parse_config
 from quantkit.models.loadable import check_loadable
 from quantkit.paths import local_path

@@ -25,10 +25,22 @@ MAX_EXTENDS = 8
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
+_GGUF = {("int", 4, "int"): "q4_0", ("int", 5, "int"): "q5_0", ("int", 4, "int superblocks"): "q4_k",
+         ("int", 5, "int superblocks"): "q5_k", ("int", 6, "int superblocks"): "q6_k",
+         ("iq", 4, "iq"): "iq4_nl"}
+"""llama.cpp's types of weights, by kind, bits and grid."""
+
+
 def default_format(spec: QuantSpec) -> str:
     """The standard layout of such weights."""
     if spec.kind == "int" and spec.activations:
         return "int-quantized"
+    if spec.grid == "fp4":
+        return "nvfp4-pack-quantized" if spec.scale_dtype == "e4m3" else "mxfp4-pack-quantized"
+    if spec.signed or spec.grid in ("int superblocks", "iq"):
+        return f"gguf-{_GGUF.get((spec.kind, spec.bits, spec.grid), 'q8_0')}"
+    if spec.minimum:
+        return "mlx"
     return {"int": "pack-quantized", "nf": "bnb-nf4", "fp": "float-quantized",
             "trellis": "trellis"}[spec.kind]
 

@@ -41,11 +41,13 @@ def packed_fault(packed: QuantizedTensor) -> str | None:
 
 
 def _codes_fault(codes: Codes) -> str | None:
-    if not bool(torch.isfinite(codes.scale).all()):
-        return "a scale is not finite"
+    for name in ("scale", "minimum"):
+        values = getattr(codes, name)
+        if values is not None and not bool(torch.isfinite(values).all()):
+            return f"a {name} is not finite"
     for kind, levels in (("code", codes.codes), ("zero point", codes.zero)):
         if levels is not None and levels.numel() and int(levels.max()) >= 2 ** codes.spec.bits:
             return f"a {kind} is above {2 ** codes.spec.bits - 1}"
-    if codes.spec.kind == "fp" and e4m3.has_nan(codes.codes):
+    if codes.spec.kind == "fp" and codes.spec.bits == 8 and e4m3.has_nan(codes.codes):
         return "a code is NaN"
     return None

@@ -2,27 +2,7 @@
 
 from __future__ import annotations
 
-import torch
-
-from quantkit.formats.base import Codes
 from quantkit.spec import QuantSpec
-
-
-def dequantize(codes: Codes) -> torch.Tensor:
-    """``(code - zero) * scale`` in float32 ``[out, in]``."""
-    weight = codes.codes.to(torch.float32)
-    grouped = weight.view(weight.shape[0], codes.scale.shape[1], -1)
-    if codes.zero is None:
-        grouped -= middle(codes.spec)
-    else:
-        grouped -= codes.zero.unsqueeze(-1)
-    grouped *= codes.scale.unsqueeze(-1)
-    return weight
-
-
-def middle(spec: QuantSpec) -> int:
-    """The level that means 0 where no zero point says otherwise."""
-    return 1 << (spec.bits - 1)
 
 
 def fault(name: str, spec: QuantSpec, shape: tuple[int, int],
@@ -32,6 +12,8 @@ def fault(name: str, spec: QuantSpec, shape: tuple[int, int],
     if spec.kind != "int":
         other = {"nf": "bnb-nf4", "fp": "float-quantized"}.get(spec.kind, spec.kind)
         return f"{name} holds integers, not {spec.kind}; use format {other}"
+    if spec.minimum or spec.superblock:
+        return f"{name} has whole zero points and plain scales, not {spec.label()}; use symmetric: true"
     if spec.activations:
         return f"{name} is for weights alone; with quantized activations use format int-quantized"
     if rows < 1 or cols < 1:

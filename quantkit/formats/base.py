@@ -7,13 +7,16 @@ what lets every method write every format.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from quantkit.spec import QuantSpec
+
+TENSORS = ("codes", "scale", "zero", "minimum", "outer", "outer_minimum")
+"""Of :class:`Codes`."""
 
 
 @dataclass(frozen=True)
@@ -24,13 +27,17 @@ class Codes:
         spec: what it is; ``scale_dtype`` is never ``"model"`` here.
         codes: uint8 ``[out, in]``, levels in ``[0, 2 ** bits - 1]``; for ``fp`` the bit patterns, none of
             them NaN's.
-        scale: float32 ``spec.scale_shape([out, in])``, already rounded to ``spec.scale_dtype``.
+        scale: float32 ``spec.scale_shape([out, in])``, already rounded to what the spec says.
         zero: uint8, shape of ``scale``: the level that means 0. ``None`` when symmetric
-            (``2 ** (bits - 1)``) and for ``nf`` and ``fp``.
+            (``2 ** (bits - 1)``), with minima, and for other kinds than ``int``.
         notes: every fallback taken, one sentence each, for the manifest.
+        minimum: float32, shape of ``scale``, rounded likewise, if the spec has minima.
+        outer: float32 ``spec.outer_shape([out, in])``: what scales are multiples of, if there is such a
+            thing: a superblock's number, or the tensor's beside ``e4m3`` scales.
+        outer_minimum: float32, shape of ``outer``: the same of minima, which are its negative multiples.
 
-    ``int``: ``w = (codes - zero) * scale``. ``nf``: ``w = codebook[codes] * scale``.
-    ``fp``: ``w = e4m3(codes) * scale``.
+    ``int``: ``w = (codes - zero) * scale``, or ``codes * scale + minimum``. ``nf``: ``w = codebook[codes] *
+    scale``, ``iq`` likewise. ``fp``: ``w = float(codes) * scale``.
     """
 
     spec: QuantSpec
@@ -38,11 +45,38 @@ class Codes:
     scale: torch.Tensor
     zero: torch.Tensor | None = None
     notes: tuple[str, ...] = ()
+    minimum: torch.Tensor | None = None
+    outer: torch.Tensor | None = None
+    outer_minimum: torch.Tensor | None = None
+
+    def mapped(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Codes:
+        """The same with every tensor changed, such as moved to another device."""
+        def changed(name: str) -> torch.Tensor | None:
+            tensor: torch.Tensor | None = getattr(self, name)
+            return None if tensor is None else change(tensor)
+
+        return replace(self, codes=change(self.codes), scale=change(self.scale), zero=changed("zero"),
+                       minimum=changed("minimum"), outer=changed("outer"),
+                       outer_minimum=changed("outer_minimum"))
 
     def to(self, device: torch.device) -> Codes:
         """The same on another device."""
-        return Codes(self.spec, self.codes.to(device), self.scale.to(device),
-                     None if self.zero is None else self.zero.to(device), self.notes)
+        return self.mapped(lambda tensor: tensor.to(device))
+
+    @classmethod
+    def joined(cls, parts: Sequence[Codes], notes: tuple[str, ...] = ()) -> Codes:
+        """Parts of a weight's rows, one below the other; what belongs to the tensor is the first one's."""
+        first, shape = parts[0], parts[0].codes.shape
+
+        def below(name: str) -> torch.Tensor | None:
+            tensors = [tensor for part in parts if (tensor := getattr(part, name)) is not None]
+            shared = not tensors or len(parts) == 1 or (
+                name != "codes" and first.spec.granularity.strategy == "tensor") or (
+                name.startswith("outer") and first.spec.outer_shape((shape[0], shape[1])) == (1, 1))
+            return (tensors[0] if tensors else None) if shared else torch.cat(tensors)
+
+        tensors: dict[str, Any] = {name: below(name) for name in TENSORS}
+        return cls(first.spec, notes=notes, **tensors)
 
 
 @dataclass(frozen=True)

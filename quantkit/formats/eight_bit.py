@@ -18,19 +18,9 @@ import torch
 
 from quantkit.formats.base import Codes, QuantizedTensor
 from quantkit.formats.dtypes import resolve
-from quantkit.formats.e4m3 import decode
 from quantkit.formats.fit import require_fit
+from quantkit.formats.level_values import level_values
 from quantkit.spec import QuantSpec
-
-
-def levels(codes: Codes) -> torch.Tensor:
-    """The weight before it is scaled, float32 ``[out, in]``: whole numbers, or those that e4m3 has.
-
-    For symmetric ``int`` and for ``fp``.
-    """
-    if codes.spec.kind == "fp":
-        return decode(codes.codes)
-    return codes.codes.to(torch.float32) - 2 ** (codes.spec.bits - 1)
 
 
 class EightBitFormat(ABC):
@@ -86,13 +76,13 @@ class EightBitFormat(ABC):
     def dequantize(self, packed: QuantizedTensor) -> torch.Tensor:
         """The weight in float32 ``[out, in]``."""
         codes = self.unpack(packed)
-        return levels(codes).mul_(codes.scale)
+        return level_values(codes).mul_(codes.scale)
 
     def rows(self, packed: QuantizedTensor, ids: torch.Tensor) -> torch.Tensor:
         """Only these rows of the weight, float32 ``[n, in]``."""
         codes = self._swapped(packed.tensors["weight"].view(torch.uint8)[ids])
         scale = packed.tensors["weight_scale"].to(torch.float32)
-        return levels(Codes(packed.spec, codes, scale)).mul_(scale if scale.dim() == 1 else scale[ids])
+        return level_values(Codes(packed.spec, codes, scale)).mul_(scale if scale.dim() == 1 else scale[ids])
 
     @abstractmethod
     def _swapped(self, codes: torch.Tensor) -> torch.Tensor:

@@ -18,10 +18,11 @@ from __future__ import annotations
 import torch
 
 from quantkit.formats import bits as stream
-from quantkit.formats.affine import dequantize, fault
+from quantkit.formats.affine import fault
 from quantkit.formats.base import Codes, QuantizedTensor
 from quantkit.formats.dtypes import resolve
 from quantkit.formats.fit import require_fit
+from quantkit.formats.level_values import dequantize
 from quantkit.spec import QuantSpec
 
 

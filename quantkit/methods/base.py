@@ -81,7 +81,7 @@ class Method:
             ``"drift"``, which it is given where it can be measured. An option ``drift`` that is 0 says that
             it isn't needed.
         options: its options' model.
-        kinds: the ``QuantSpec.kind`` values it can produce.
+        kinds: the :attr:`QuantSpec.grid <quantkit.spec.QuantSpec.grid>` values it can produce.
         check: further limits on a spec, as the reason or ``None``.
         quick: options with which it takes less time and comes to nearly the same loss: what a choice between
             specs is measured with.
@@ -106,8 +106,8 @@ class Method:
 
     def refuses(self, spec: QuantSpec) -> str | None:
         """Why this method can't produce ``spec``; ``None`` if it can."""
-        if spec.kind not in self.kinds:
-            return f"{self.name} produces {' or '.join(sorted(self.kinds))}, not {spec.kind}"
+        if spec.grid not in self.kinds:
+            return f"{self.name} produces {' or '.join(sorted(self.kinds))}, not {spec.grid}"
         return self.check(spec)
 
     def run(self, weight: torch.Tensor, stats: LayerStats | None, spec: QuantSpec,

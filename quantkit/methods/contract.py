@@ -22,7 +22,7 @@ def codes_fault(result: object, shape: tuple[int, int], spec: QuantSpec) -> tupl
         return type_fault(result)
     return (_spec_fault(result, spec) or _tensor_fault("codes", result.codes, torch.uint8, shape)
             or _scale_fault(result.scale, spec.scale_shape(shape), spec)
-            or _zero_fault(result, spec) or _value_fault(result))
+            or _zero_fault(result, spec) or _beside_fault(result, shape, spec) or _value_fault(result))
 
 
 def type_fault(result: object) -> tuple[str, str]:
@@ -72,7 +72,7 @@ def _scale_fault(scale: object, shape: tuple[int, ...], spec: QuantSpec) -> tupl
 
 
 def _zero_fault(result: Codes, spec: QuantSpec) -> tuple[str, str] | None:
-    if spec.symmetric or spec.kind != "int":
+    if spec.symmetric or spec.minimum or spec.kind != "int":
         return None if result.zero is None else (
             "returned zero points where the spec has none", f"zero must be None for {spec.label()}")
     if result.zero is None:
@@ -83,10 +83,27 @@ def _zero_fault(result: Codes, spec: QuantSpec) -> tuple[str, str] | None:
     return fault
 
 
+def _beside_fault(result: Codes, shape: tuple[int, int], spec: QuantSpec) -> tuple[str, str] | None:
+    """Minima, and what scales are multiples of."""
+    outer = spec.outer_shape(shape)
+    wanted = {"minimum": spec.scale_shape(shape) if spec.minimum else None, "outer": outer,
+              "outer_minimum": outer if spec.minimum else None}
+    for name, stored_shape in wanted.items():
+        tensor = getattr(result, name)
+        if stored_shape is None:
+            if tensor is not None:
+                return f"returned {name} where the spec has none", f"it must be None for {spec.label()}"
+        elif (fault := _tensor_fault(name, tensor, torch.float32, stored_shape)) is not None:
+            return fault[0], f"{fault[1]} for {spec.label()}"
+        elif not bool(torch.isfinite(tensor).all()):
+            return f"returned a value of {name} that is not finite", "no engine can run this layer"
+    return None
+
+
 def _value_fault(result: Codes) -> tuple[str, str] | None:
     levels, spec = result.codes, result.spec
     if levels.numel() and int(levels.max()) >= 2**spec.bits:
         return f"returned a code above {2**spec.bits - 1}", f"{spec.bits} bits have no such level"
-    if spec.kind == "fp" and e4m3.has_nan(levels):
+    if spec.kind == "fp" and spec.bits == 8 and e4m3.has_nan(levels):
         return "returned the code of a NaN", "no engine can run this layer"
     return None

@@ -34,17 +34,17 @@ from quantkit.methods.base import LayerStats, Method, MethodOptions
 from quantkit.methods.descent import by_column, descend_levels, descend_scales, stacked
 from quantkit.methods.grid import (
     Grid,
+    above_minima,
     at_once,
-    find_grid,
     from_grid,
     join,
     require_finite,
     round_to_grid,
     row_parts,
-    search_factors,
     settle_,
     to_codes,
 )
+from quantkit.methods.group_scales import GRIDS, choose_grid
 from quantkit.methods.hessian import (
     NO_BETTER,
     HessianFactors,
@@ -56,6 +56,7 @@ from quantkit.methods.hessian import (
     undrifted,
 )
 from quantkit.methods.learning import learn_levels
+from quantkit.methods.refit import refit_scales
 from quantkit.ops import columns, gpu
 from quantkit.spec import QuantSpec
 
@@ -134,13 +135,13 @@ def together(weights: Sequence[torch.Tensor], stats: Sequence[LayerStats | None]
         if spec.kind == "trellis":
             results[number] = trellis.solve(weight, hessian, factors, spec, options.descent_passes, notes)
             continue
-        plain = find_grid(weight, spec)
+        plain = choose_grid(weight, spec)
         if factors is None:
             results[number] = to_codes(round_to_grid(weight, plain, spec), plain, spec, notes)
             continue
         tiled = gptq_tiles.takes(spec, weight.device)
-        grid = plain if tiled or not options.clip_search else find_grid(
-            weight, spec, importance=column_costs(factors), shrinks=search_factors(spec))
+        grid = plain if tiled or not options.clip_search else choose_grid(
+            weight, spec, importance=column_costs(factors), search=True, outer=plain.outer)
         task = _Begun(number, weight, hessian, factors, plain, grid, notes)
         del factors  # as large as the Hessian
         if tiled:
@@ -193,8 +194,9 @@ def _solved(begun: Sequence[_Begun], spec: QuantSpec, options: GptqOptions) -> l
     upper, order = stacked([factor.upper for factor in factors]), torch.stack([factor.order
                                                                                for factor in factors])
     for part in parts:
-        solved = _solve([task.weight[part] for task in begun], [task.grid.rows(part) for task in begun],
-                        upper, order, spec, options)
+        grids = [task.grid.rows(part) for task in begun]
+        weights = [above_minima(task.weight[part], grid) for task, grid in zip(begun, grids, strict=True)]
+        solved = _solve(weights, grids, upper, order, spec, options)
         for mine, result in zip(levels, solved, strict=True):
             mine[part] = result
     damping = [factor.damping for factor in factors]
@@ -218,9 +220,10 @@ def _settled(begun: Sequence[_Begun], levels: Sequence[torch.Tensor], part: slic
              spec: QuantSpec, options: GptqOptions) -> list[Grid]:
     """Coordinate descent on ``form``, the damped Hessians; writes these rows' levels."""
     def refitted() -> list[Grid]:
-        return [descend_scales(task.weight[part], mine[part], grid, hessian, spec, options.refit)
+        return [refit(task.weight[part], mine[part], grid, hessian, spec, options.refit)
                 for task, mine, grid, hessian in zip(begun, levels, grids, form, strict=True)]
 
+    refit = descend_scales if gptq_tiles.plain(spec) or spec.grid == "fp" else refit_scales
     grids = [task.grid.rows(part) for task in begun]
     grids = refitted()
     for _ in range(options.descent_passes):
@@ -236,7 +239,7 @@ def _settled(begun: Sequence[_Begun], levels: Sequence[torch.Tensor], part: slic
 
 def _learned(weight: torch.Tensor, levels: torch.Tensor, grid: Grid, form: torch.Tensor, spec: QuantSpec,
              options: GptqOptions) -> torch.Tensor:
-    if not options.learning_steps or spec.kind != "int" or spec.granularity.strategy == "tensor":
+    if not options.learning_steps or not gptq_tiles.plain(spec) or spec.granularity.strategy == "tensor":
         return levels
     return learn_levels(weight, levels, grid, form, spec, options.learning_steps, options.block)
 
@@ -251,10 +254,8 @@ def _unless_rounded(task: _Begun, levels: torch.Tensor, grid: Grid, part: slice,
     if spec.granularity.strategy == "tensor":  # one scale for all rows: all or none
         solved, baseline = solved.sum().expand_as(solved), baseline.sum().expand_as(baseline)
     worse = ~(solved <= baseline)  # also where a loss is NaN
-    pick = worse.unsqueeze(1)
-    rows = pick[:grid.scale.shape[0]]
-    best = Grid(torch.where(rows, plain.scale, grid.scale), torch.where(rows, plain.zero, grid.zero))
-    return to_codes(torch.where(pick, rounded, levels), best, spec), worse
+    best = plain.where(worse, grid)
+    return to_codes(torch.where(worse.unsqueeze(1), rounded, levels), best, spec), worse
 
 
 def _solve(weights: Sequence[torch.Tensor], grids: Sequence[Grid], upper: torch.Tensor, order: torch.Tensor,
@@ -319,5 +320,5 @@ def _solve_block(work: torch.Tensor, exact: torch.Tensor, upper: torch.Tensor, s
 
 METHOD = Method(name="gptq", paper="https://arxiv.org/abs/2210.17323", quantize=quantize,
                 needs=frozenset({"hessian", "drift"}), options=GptqOptions,
-                kinds=frozenset({"int", "fp", "trellis"}), together=together,
+                kinds=GRIDS, together=together,
                 quick={"refit": 0, "descent_passes": 0, "learning_steps": 0})

@@ -20,9 +20,10 @@ import torch
 from quantkit.errors import SpecError
 from quantkit.formats.base import Codes
 from quantkit.formats.dtypes import resolve, scale_dtype
-from quantkit.formats.e4m3 import LARGEST, encode, nearest_
+from quantkit.formats.e4m3 import LARGEST, nearest_
+from quantkit.formats.level_values import encode, level_table
 from quantkit.ops.finite import all_finite
-from quantkit.spec import QuantSpec
+from quantkit.spec import GROUP_SCALES, QuantSpec
 
 SHRINKS = tuple(1 + 0.025 * step for step in range(4, -20, -1))
 """Factors on a group's extremes that a clip search tries. Above 1 the levels between the extremes move."""
@@ -45,14 +46,40 @@ _WHOLE = 1.5 * 2**23  # float32 has no fractions up here: adding it rounds, taki
 
 @dataclass(frozen=True)
 class Grid:
-    """float32 ``spec.scale_shape``: ``scale`` (positive, finite, rounded) and ``zero`` (a level)."""
+    """The grids of a weight's groups, float32; see :class:`~quantkit.formats.base.Codes`.
+
+    Attributes:
+        scale: ``spec.scale_shape``, finite and rounded; positive unless the spec's scales have a sign.
+        zero: of the same shape: the level, or where levels come from a table the value, that means 0.
+        minimum: of the same shape, if the spec has minima.
+        outer, outer_minimum: ``spec.outer_shape``, if scales are multiples of something.
+    """
 
     scale: torch.Tensor
     zero: torch.Tensor
+    minimum: torch.Tensor | None = None
+    outer: torch.Tensor | None = None
+    outer_minimum: torch.Tensor | None = None
 
     def rows(self, part: slice) -> Grid:
         """That of some rows, where rows have scales of their own; all of it for ``slice(None)``."""
-        return Grid(self.scale[part], self.zero[part])
+        def some(tensor: torch.Tensor | None) -> torch.Tensor | None:
+            return tensor if tensor is None or len(tensor) == 1 else tensor[part]
+
+        return Grid(self.scale[part], self.zero[part], some(self.minimum), some(self.outer),
+                    some(self.outer_minimum))
+
+    def where(self, pick: torch.Tensor, other: Grid) -> Grid:
+        """This one for the rows in ``pick``, bool ``[out]``, ``other`` for the rest."""
+        def chosen(tensor: torch.Tensor | None, instead: torch.Tensor | None) -> torch.Tensor | None:
+            if tensor is None or instead is None:
+                return None
+            return torch.where(pick[:len(tensor)].unsqueeze(1), tensor, instead)
+
+        scale, zero = chosen(self.scale, other.scale), chosen(self.zero, other.zero)
+        assert scale is not None and zero is not None
+        return Grid(scale, zero, chosen(self.minimum, other.minimum), chosen(self.outer, other.outer),
+                    chosen(self.outer_minimum, other.outer_minimum))
 
 
 def at_once(device: torch.device) -> int:
@@ -68,13 +95,23 @@ def require_finite(weight: torch.Tensor) -> None:
                         why="a quantized layer can't represent them; the model itself is damaged")
 
 
+def require_in_range(weight: torch.Tensor, spec: QuantSpec) -> None:
+    """Raises SpecError if a weight is beyond the range of the dtype that scales are stored in."""
+    if spec.scale_dtype in GROUP_SCALES:  # e4m3 has a number of the tensor's beside it, e8m0 float32's range
+        return
+    limit = torch.finfo(scale_dtype(spec)).max
+    if max(-float(weight.min()), float(weight.max())) > limit:
+        raise SpecError(f"a weight is above {limit:g}, the range of {spec.scale_dtype} scales",
+                        next="scale_dtype: bfloat16")
+
+
 def find_grid(weight: torch.Tensor, spec: QuantSpec, *, importance: torch.Tensor | None = None,
               shrinks: tuple[float, ...] = (1.0,)) -> Grid:
     """The grid of every group.
 
     Args:
         weight: float32 ``[out, in]``, finite.
-        spec: of kind ``int`` or ``fp``; groups divide *in*.
+        spec: whose :attr:`~quantkit.spec.QuantSpec.grid` is ``int`` or ``fp``; groups divide *in*.
         importance: float32 ``[in]``, a weight on each column's squared error in the search, such as
             the diagonal of a Hessian.
         shrinks: factors on the extremes; the one with the least squared error wins in each group.
@@ -83,14 +120,11 @@ def find_grid(weight: torch.Tensor, spec: QuantSpec, *, importance: torch.Tensor
         SpecError: a weight is beyond the range of the scales' dtype.
     """
     shape = spec.scale_shape((weight.shape[0], weight.shape[1]))
+    require_in_range(weight, spec)
     groups = weight.reshape(shape[0] * shape[1], -1)
-    limit = torch.finfo(scale_dtype(spec)).max
-    if max(-float(groups.min()), float(groups.max())) > limit:
-        raise SpecError(f"a weight is above {limit:g}, the range of {spec.scale_dtype} scales",
-                        next="scale_dtype: bfloat16")
     parts = []
     step = max(1, at_once(weight.device) // groups.shape[1])
-    costs = None if importance is None else _costs(importance, shape, groups.shape[1], step)
+    costs = None if importance is None else costs_of_groups(importance, shape, groups.shape[1], step)
     for start in range(0, groups.shape[0], step):
         chunk = groups[start:start + step]
         cost = None
@@ -104,9 +138,17 @@ def find_grid(weight: torch.Tensor, spec: QuantSpec, *, importance: torch.Tensor
 
 def round_to_grid(weight: torch.Tensor, grid: Grid, spec: QuantSpec) -> torch.Tensor:
     """The nearest level of every weight, float32 ``[out, in]``."""
-    groups = weight.reshape(grid.scale.numel(), -1)
+    groups = above_minima(weight, grid).reshape(grid.scale.numel(), -1)
     levels = settle_(groups / grid.scale.reshape(-1, 1), grid.zero.reshape(-1, 1), spec)
     return levels.reshape(weight.shape)
+
+
+def above_minima(weight: torch.Tensor, grid: Grid) -> torch.Tensor:
+    """The weight less its groups' minima, so that its levels begin at 0; itself where there are none."""
+    if grid.minimum is None:
+        return weight
+    groups = weight.reshape(*grid.minimum.shape, -1)
+    return (groups - grid.minimum.unsqueeze(-1)).reshape(weight.shape)
 
 
 def row_parts(weight: torch.Tensor, spec: QuantSpec, values: int, multiple: int = 1) -> list[slice]:
@@ -120,17 +162,24 @@ def row_parts(weight: torch.Tensor, spec: QuantSpec, values: int, multiple: int 
 
 def join(parts: list[Codes], notes: tuple[str, ...] = ()) -> Codes:
     """Parts of a weight's rows, one below the other."""
-    zero = None if parts[0].zero is None else torch.cat([part.zero for part in parts
-                                                         if part.zero is not None])
-    return Codes(parts[0].spec, torch.cat([part.codes for part in parts]),
-                 torch.cat([part.scale for part in parts]), zero, notes)
+    return Codes.joined(parts, notes)
 
 
 def settle_(quotients: torch.Tensor, zero: torch.Tensor, spec: QuantSpec) -> torch.Tensor:
-    """Weights over their scales, in place, → the nearest levels."""
+    """Weights over their scales, in place, → the nearest levels; those of a table are its values."""
+    table = rising(spec)
+    if table is not None:
+        values = torch.tensor(table, device=quotients.device)
+        return quotients.copy_(values[torch.bucketize(quotients, (values[1:] + values[:-1]) / 2)])
     if spec.kind == "fp":
         return nearest_(quotients)
     return whole_(quotients.clamp_(-FARTHEST, FARTHEST)).add_(zero).clamp_(0, 2**spec.bits - 1)
+
+
+def rising(spec: QuantSpec) -> tuple[float, ...] | None:
+    """The values of levels, rising and each one once, where they aren't equal steps."""
+    table = level_table(spec)
+    return None if table is None else tuple(sorted(set(table)))
 
 
 def search_factors(spec: QuantSpec) -> tuple[float, ...]:
@@ -139,9 +188,12 @@ def search_factors(spec: QuantSpec) -> tuple[float, ...]:
 
 
 def from_grid(levels: torch.Tensor, grid: Grid) -> torch.Tensor:
-    """``(level - zero) * scale``, float32 ``[out, in]``."""
+    """``(level - zero) * scale``, plus the minimum if there is one, float32 ``[out, in]``."""
     groups = levels.reshape(grid.scale.numel(), -1)
-    return ((groups - grid.zero.reshape(-1, 1)) * grid.scale.reshape(-1, 1)).reshape(levels.shape)
+    values = (groups - grid.zero.reshape(-1, 1)) * grid.scale.reshape(-1, 1)
+    if grid.minimum is not None:
+        values += grid.minimum.reshape(-1, 1)
+    return values.reshape(levels.shape)
 
 
 def whole_(values: torch.Tensor) -> torch.Tensor:
@@ -154,9 +206,9 @@ def whole_(values: torch.Tensor) -> torch.Tensor:
 
 def to_codes(levels: torch.Tensor, grid: Grid, spec: QuantSpec, notes: tuple[str, ...] = ()) -> Codes:
     """Levels and their grid as :class:`Codes`."""
-    zero = None if spec.symmetric else grid.zero.to(torch.uint8)
-    codes = encode(levels) if spec.kind == "fp" else levels.to(torch.uint8)
-    return Codes(resolve(spec), codes, grid.scale.contiguous(), zero, notes)
+    zero = None if spec.symmetric or spec.minimum else grid.zero.to(torch.uint8)
+    return Codes(resolve(spec), encode(levels, spec), grid.scale.contiguous(), zero, notes, grid.minimum,
+                 grid.outer, grid.outer_minimum)
 
 
 def smallest(dtype: torch.dtype) -> float:
@@ -232,7 +284,7 @@ def _error(groups: torch.Tensor, grid: Grid, spec: QuantSpec, cost: torch.Tensor
     return error.sum(dim=1, keepdim=True).mul_(grid.scale.square())
 
 
-def _costs(importance: torch.Tensor, shape: tuple[int, ...], size: int, count: int) -> torch.Tensor:
+def costs_of_groups(importance: torch.Tensor, shape: tuple[int, ...], size: int, count: int) -> torch.Tensor:
     """The importance of each weight of ``count`` groups from any group of a row on, ``[≥ count, size]``
     (one row stands for all where a group is one or more whole rows)."""
     if importance.numel() <= size:

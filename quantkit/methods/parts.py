@@ -28,7 +28,8 @@ def rows_at_once(spec: QuantSpec, shape: tuple[int, int]) -> int:
     rows, columns = shape
     step = max(1, PART // (columns * TILE)) * TILE
     block = spec.granularity.size if spec.granularity.strategy == "block" else None
-    indivisible = spec.granularity.strategy == "tensor" or (block is not None and step * columns % block)
+    indivisible = (spec.granularity.strategy in ("tensor", "tile") or spec.outer_shape(shape) == (1, 1)
+                   or (block is not None and step * columns % block))
     return rows if indivisible else min(rows, step)
 
 
@@ -53,11 +54,7 @@ def solve(weight: torch.Tensor, method: Method, form: Format, stats: LayerStats 
     device = stats.device if stats else weight.device
     results = [method.run(_exact(part.to(device), spec), stats, spec, options).to(weight.device)
                for part in weight.split(step)]
-    zeros = [result.zero for result in results if result.zero is not None]
-    codes = Codes(results[0].spec, torch.cat([result.codes for result in results]),
-                  torch.cat([result.scale for result in results]) if len(results) > 1 else results[0].scale,
-                  torch.cat(zeros) if zeros else None,
-                  tuple(dict.fromkeys(note for result in results for note in result.notes)))
+    codes = Codes.joined(results, tuple(dict.fromkeys(note for result in results for note in result.notes)))
     del results
     packed = contract.pack(form, codes, weight.dtype)
     off = of = 0.0

@@ -12,14 +12,13 @@ from quantkit.formats.base import Codes
 from quantkit.methods import trellis
 from quantkit.methods.base import LayerStats, Method, MethodOptions
 from quantkit.methods.grid import (
-    find_grid,
     join,
     require_finite,
     round_to_grid,
     row_parts,
-    search_factors,
     to_codes,
 )
+from quantkit.methods.group_scales import GRIDS, choose_grid
 from quantkit.spec import QuantSpec
 
 _TOGETHER = 1 << 22
@@ -47,10 +46,10 @@ def quantize(weight: torch.Tensor, stats: LayerStats | None, spec: QuantSpec,
     require_finite(weight)
     if spec.kind == "trellis":
         return trellis.nearest(weight, spec)
-    grid = find_grid(weight, spec, shrinks=search_factors(spec) if options.clip_search else (1.0,))
+    grid = choose_grid(weight, spec, search=options.clip_search)
     return join([to_codes(round_to_grid(weight[part], grid.rows(part), spec), grid.rows(part), spec)
                  for part in row_parts(weight, spec, _TOGETHER)])
 
 
 METHOD = Method(name="rtn", paper="https://arxiv.org/abs/2208.07339", quantize=quantize, options=RtnOptions,
-                kinds=frozenset({"int", "fp", "trellis"}))
+                kinds=GRIDS)

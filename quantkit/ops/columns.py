@@ -65,7 +65,8 @@ def search_ranges(weight: torch.Tensor, cost: torch.Tensor, size: int, factors: 
 
 
 def solve_columns(work: torch.Tensor, upper: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor,
-                  groups: torch.Tensor, bits: int, pull: float = 0.0) -> torch.Tensor:
+                  groups: torch.Tensor, bits: int, pull: float = 0.0,
+                  table: tuple[float, ...] | None = None) -> torch.Tensor:
     """Round a column, spread its error over those left, and so on.
 
     Args:
@@ -76,13 +77,14 @@ def solve_columns(work: torch.Tensor, upper: torch.Tensor, scale: torch.Tensor, 
         groups: int64 ``[in]``, the group of each column.
         bits: of a level.
         pull: share of a column's move by earlier errors that is taken back before it is rounded.
+        table: the values of levels, rising, where they aren't equal steps.
 
     Returns:
         Levels float32 ``[tiles, in, 64]``.
     """
     from quantkit_kernels.cpu.columns import SolveColumns
 
-    levels, kernel = torch.empty_like(work), SolveColumns(bits)
+    levels, kernel = torch.empty_like(work), SolveColumns(bits, table)
     _run(kernel, len(work), kernel.room_bytes, work=work, weight=work.clone() if pull else work,
          pull=torch.tensor([pull], dtype=torch.float32), lower=upper.mT.contiguous(), scale=scale, zero=zero,
          group=groups.contiguous(), levels=levels, columns=work.shape[1], groups=scale.shape[1])
@@ -91,7 +93,7 @@ def solve_columns(work: torch.Tensor, upper: torch.Tensor, scale: torch.Tensor, 
 
 def descend_columns(slopes: torch.Tensor, levels: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor,
                     hessian: torch.Tensor, bits: int, dtype: str | None, descent_passes: int,
-                    refits: int) -> None:
+                    refits: int, table: tuple[float, ...] | None = None) -> None:
     """Coordinate descent on ``eᵀ H e``: each step is exact, so that no row's loss rises.
 
     Args:
@@ -104,11 +106,12 @@ def descend_columns(slopes: torch.Tensor, levels: torch.Tensor, scale: torch.Ten
         dtype: in which scales are stored; ``None``: they stay as they are.
         descent_passes: passes over all groups, each with its scale and then its levels.
         refits: passes over the scales alone, afterwards.
+        table: the values of levels, rising, where they aren't equal steps.
     """
     from quantkit_kernels.cpu.columns import BLOCK, DescendColumns
 
     size = slopes.shape[1] // scale.shape[1]
-    block, kernel = BLOCK if dtype is None else size, DescendColumns(bits, dtype)
+    block, kernel = BLOCK if dtype is None else size, DescendColumns(bits, dtype, table)
     _run(kernel, len(slopes), kernel.room_bytes(block), slopes=slopes, levels=levels, scale=scale, zero=zero,
          hessian=hessian.contiguous(), columns=slopes.shape[1], groups=scale.shape[1], size=size, block=block,
          passes=descent_passes + refits, level_passes=descent_passes)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from quantkit.formats.base import Codes, Format, QuantizedTensor
-from quantkit.formats.eight_bit import levels
+from quantkit.formats.level_values import level_values
 from quantkit.ops.cpu_machine import unavailable
 from quantkit.ops.cpu_weight import multiply, pack_plain
 from quantkit.ops.dispatch import DECODE_ROWS, KernelQuery
@@ -44,7 +44,7 @@ def _rounded(x: torch.Tensor, codes: Codes) -> torch.Tensor:
     product and scales come after it: levels of both kinds are exact in bfloat16 too."""
     rows, scale = quantize_tokens(x, codes.spec)
     gpu = x.device.type != "cpu"
-    product = _product(rows.to(x.dtype) if gpu and x.dtype == torch.bfloat16 else rows, levels(codes))
+    product = _product(rows.to(x.dtype) if gpu and x.dtype == torch.bfloat16 else rows, level_values(codes))
     return (product.float() * scale * codes.scale.T).to(x.dtype)
 
 

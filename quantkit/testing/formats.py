@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import load, save
 
-from quantkit.formats.base import Codes, Format, QuantizedTensor
+from quantkit.formats.base import TENSORS, Codes, Format, QuantizedTensor
 from quantkit.formats.contract import packed_fault, weight_fault
 from quantkit.formats.dtypes import FLOATS, plain_name, resolve
 from quantkit.spec import Granularity, QuantSpec
@@ -30,9 +30,24 @@ FORMAT_SPECS = (
       for granularity in (_CHANNEL, _TENSOR)),
     *(QuantSpec(kind="nf", bits=4, granularity=Granularity(strategy="block", size=size), nested=nested,
                 scale_dtype="float32") for size, nested in itertools.product((32, 64), (False, True))),
+    *(QuantSpec(bits=bits, symmetric=False, minimum=True, granularity=Granularity(strategy="group", size=32))
+      for bits in (2, 4, 8)),
+    *(QuantSpec(bits=bits, signed=True, granularity=Granularity(strategy="group", size=32),
+                scale_dtype="float16") for bits in (4, 5, 8)),
+    *(QuantSpec(bits=bits, symmetric=False, minimum=True, granularity=Granularity(strategy="group", size=32),
+                scale_dtype="float16") for bits in (4, 5)),
+    *(QuantSpec(bits=bits, symmetric=False, minimum=True, superblock=256, scale_bits=6,
+                granularity=Granularity(strategy="group", size=32), scale_dtype="float16")
+      for bits in (4, 5)),
+    QuantSpec(bits=6, superblock=256, scale_bits=8, granularity=Granularity(strategy="group", size=16),
+              scale_dtype="float16"),
+    QuantSpec(kind="iq", bits=4, granularity=Granularity(strategy="group", size=32), scale_dtype="float16"),
+    QuantSpec(kind="fp", bits=4, granularity=Granularity(strategy="group", size=16), scale_dtype="e4m3"),
+    QuantSpec(kind="fp", bits=4, granularity=Granularity(strategy="group", size=32), scale_dtype="e8m0"),
+    QuantSpec(kind="fp", bits=8, granularity=Granularity(strategy="tile", size=128)),
     *(QuantSpec(kind="trellis", bits=bits, window=12, granularity=_CHANNEL) for bits in (2, 3, 4)))
 """What :func:`check_format` asks a format for."""
-SHAPES = ((1, 64), (7, 37), (33, 96), (64, 64), (128, 48), (16, 1))
+SHAPES = ((1, 64), (7, 37), (33, 96), (64, 64), (128, 48), (16, 1), (5, 512))
 LAST_BITS = 2.0**-22
 """What may be lost of a scale relative to it: two roundings of float32."""
 NESTED = 0.05
@@ -177,14 +192,15 @@ def _check_saved(case: Contract, form: Format, packed: QuantizedTensor, back: Co
 
 
 def _copied(codes: Codes) -> Codes:
-    return Codes(codes.spec, codes.codes.clone(), codes.scale.clone(),
-                 None if codes.zero is None else codes.zero.clone(), codes.notes)
+    return codes.mapped(torch.Tensor.clone)
 
 
 def _equal(first: Codes, second: Codes) -> bool:
-    return same_bits(first.codes, second.codes) and same_bits(first.scale, second.scale) and (
-        (first.zero is None and second.zero is None)
-        or (first.zero is not None and second.zero is not None and same_bits(first.zero, second.zero)))
+    def same(name: str) -> bool:
+        tensor, other = getattr(first, name), getattr(second, name)
+        return (tensor is None) == (other is None) and (tensor is None or same_bits(tensor, other))
+
+    return all(map(same, TENSORS))
 
 
 def _attributes(form: Format) -> dict[str, str]:

@@ -7,14 +7,16 @@ from collections.abc import Iterator
 
 import torch
 
-from quantkit.formats.base import Codes
+from quantkit.formats.base import TENSORS, Codes
 from quantkit.formats.dtypes import FLOATS
+from quantkit.formats.level_values import dequantize
 from quantkit.methods.base import LayerStats, Method, MethodOptions
+from quantkit.methods.scale_rounding import rounded_scale
 from quantkit.plugins import registry
 from quantkit.recipe import default_format
-from quantkit.spec import QuantSpec
+from quantkit.spec import GROUP_SCALES, QuantSpec
 from quantkit.testing.contract import Contract, global_generators, same_bits, threads
-from quantkit.testing.method_weights import layer_stats, method_weights
+from quantkit.testing.method_weights import WITH_FORMAT, layer_stats, method_weights
 from quantkit.testing.watched import STATISTICS, WatchedStats
 
 MARGIN = 1.05
@@ -34,19 +36,39 @@ def check_run(contract: Contract, method: Method, spec: QuantSpec, weight: torch
     contract.must(same_bits(weight, before) and _same_stats(stats, fresh), "it wrote to an argument",
                   "work on weight.clone()")
     _check_tensors(contract, result)
-    dtype = FLOATS[spec.scale_dtype]
-    contract.must(torch.equal(result.scale, result.scale.to(dtype).float()),
-                  f"scales are not rounded to {spec.scale_dtype}",
+    contract.must(_rounded(result), f"scales are not rounded to {spec.scale_dtype}",
                   "round them before the levels are chosen, as quantkit.methods.grid.find_grid does")
-    contract.must(bool((result.scale >= 0).all() if spec.kind == "nf" else (result.scale > 0).all()),
-                  "a scale is not above 0")
+    if spec.kind != "iq" and not spec.signed and not (spec.superblock and spec.symmetric):
+        contract.must(bool((result.scale >= 0).all() if spec.kind == "nf" else (result.scale > 0).all()),
+                      "a scale is not above 0")
     values = dequantized(contract, result)
     contract.must(bool(torch.isfinite(values).all()), "a dequantized weight is not finite")
     _must_be_closer_than_zeros(contract, values, weight)
 
 
+def _rounded(result: Codes) -> bool:
+    """Whether scales and minima are what the spec says that is stored."""
+    spec, outer = result.spec, result.outer
+    if spec.scale_dtype in GROUP_SCALES:
+        inner = result.scale if outer is None else result.scale / outer
+        again = rounded_scale(inner, spec, torch.ones(1, 1))
+        return bool(torch.allclose(again, inner, rtol=1e-6, atol=0))
+    pairs = [(result.scale, outer), (result.minimum, result.outer_minimum)]
+    for values, number in pairs:
+        if values is None:
+            continue
+        stored = values if number is None else number
+        if not torch.equal(stored, stored.to(FLOATS[spec.scale_dtype]).float()):
+            return False
+        if number is not None:
+            counts = values / number.repeat_interleave(values.shape[1] // number.shape[1], dim=1)
+            if not torch.equal(counts, counts.round()):
+                return False
+    return True
+
+
 def _check_tensors(contract: Contract, result: Codes) -> None:
-    for name in ("codes", "scale", "zero"):
+    for name in TENSORS:
         tensor = getattr(result, name)
         if tensor is not None:
             contract.must(not tensor.requires_grad, f"{name} still requires a gradient",
@@ -133,6 +155,8 @@ def check_together(contract: Contract, method: Method, spec: QuantSpec, options:
 
 def dequantized(contract: Contract, codes: Codes) -> torch.Tensor:
     """float32 ``[out, in]``: what the standard format makes of the codes. Raises PluginError if it can't."""
+    if codes.spec.grid not in WITH_FORMAT or codes.spec.signed:
+        return dequantize(codes)
     layout = registry("formats").get(default_format(codes.spec))
 
     def stored() -> torch.Tensor:

@@ -22,8 +22,14 @@ def random_weight(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)) * 0.05
 
 
+WITH_FORMAT = ("int", "nf", "fp", "trellis")
+"""Grids whose standard format takes groups of any size."""
+
+
 def fits(spec: QuantSpec, shape: tuple[int, int]) -> bool:
     """Whether the standard format holds such a weight: others are refused before a method sees them."""
+    if spec.grid not in WITH_FORMAT or spec.signed:  # formats for them fix the sizes of groups, too
+        return shape[1] % (spec.superblock or spec.granularity.size or 1) == 0
     return registry("formats").get(default_format(spec)).refuses(spec, shape) is None
 
 

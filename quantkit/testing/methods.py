@@ -7,7 +7,7 @@ import typing
 from collections.abc import Iterable
 
 from quantkit.methods.base import Method, MethodOptions
-from quantkit.spec import Granularity, Kind, QuantSpec
+from quantkit.spec import GRIDS, Granularity, QuantSpec
 from quantkit.testing.contract import Contract, check_name, check_reason
 from quantkit.testing.method_runs import (
     check_equal_runs,
@@ -29,6 +29,15 @@ METHOD_SPECS = (
                 scale_dtype="float32") for nested in (False, True)),
     *(QuantSpec(kind="fp", bits=8, granularity=granularity, scale_dtype="bfloat16")
       for granularity in (TENSOR, CHANNEL)),
+    *(QuantSpec(bits=bits, symmetric=False, minimum=True, granularity=GROUP, scale_dtype="bfloat16")
+      for bits in (4, 8)),
+    QuantSpec(bits=4, signed=True, granularity=GROUP, scale_dtype="float16"),
+    QuantSpec(bits=4, symmetric=False, minimum=True, superblock=32, scale_bits=6, granularity=GROUP,
+              scale_dtype="float16"),
+    QuantSpec(bits=6, superblock=32, scale_bits=8, granularity=GROUP, scale_dtype="float16"),
+    QuantSpec(kind="iq", bits=4, granularity=GROUP, scale_dtype="float16"),
+    QuantSpec(kind="fp", bits=4, granularity=GROUP, scale_dtype="e4m3"),
+    QuantSpec(kind="fp", bits=4, granularity=GROUP, scale_dtype="e8m0"),
     QuantSpec(kind="trellis", bits=3, window=10, granularity=CHANNEL, scale_dtype="bfloat16"))
 """What :func:`check_method` asks a method for, unless told otherwise."""
 
@@ -76,7 +85,7 @@ def _check_description(contract: Contract, method: Method) -> MethodOptions:
     contract.must(callable(method.quantize), "quantize is no function")
     contract.must(not isinstance(method.needs, str) and set(method.needs) <= set(STATISTICS),
                   f"needs is {method.needs!r}; it must be a frozenset of {' and '.join(STATISTICS)}")
-    known = set(typing.get_args(Kind))
+    known = set(GRIDS)
     contract.must(not isinstance(method.kinds, str) and set() < set(method.kinds) <= known,
                   f"kinds is {method.kinds!r}; it must be a frozenset of {', '.join(sorted(known))}")
     contract.must(isinstance(method.options, type) and issubclass(method.options, MethodOptions),

@@ -14,7 +14,8 @@ import torch
 from pydantic import Field
 
 from quantkit.methods.base import MethodOptions
-from quantkit.methods.grid import find_grid, from_grid, round_to_grid
+from quantkit.methods.grid import from_grid, round_to_grid
+from quantkit.methods.group_scales import choose_grid
 from quantkit.methods.hessian import losses
 from quantkit.models.config import ModelConfig
 from quantkit.models.scale_groups import ScaleGroup, scale_groups
@@ -69,7 +70,7 @@ def _search(seam: ScaleGroup, names: list[str], tensors: LayerTensors, steps: in
         for name, weight, form in zip(names, weights, forms, strict=True):
             columns = seam.spread(scale) if scale is not None else torch.ones(weight.shape[1])
             spec, scaled = tensors.specs[name], weight * columns
-            grid = find_grid(scaled, spec)
+            grid = choose_grid(scaled, spec)
             error = from_grid(round_to_grid(scaled, grid, spec), grid) / columns - weight
             total += float(losses(error, form).sum(dtype=torch.float64))
         return total

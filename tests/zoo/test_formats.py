@@ -10,10 +10,10 @@ import torch
 
 from quantkit.errors import PluginError, SpecError
 from quantkit.formats import contract
-from quantkit.formats.affine import dequantize
 from quantkit.formats.base import Codes, QuantizedTensor
 from quantkit.formats.dtypes import resolve
 from quantkit.formats.fit import require_fit
+from quantkit.formats.level_values import dequantize
 from quantkit.hookspecs import Register, hookimpl
 from quantkit.plugins import current
 from quantkit.quantize import quantize

@@ -6,6 +6,8 @@ side by side, ``[columns, 64]``. Every operation is one of vectors along the row
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -123,14 +125,16 @@ class SolveColumns:
 
     Attributes:
         bits: of a level.
+        table: the values of levels, rising, where they aren't equal steps from 0.
     """
 
     bits: int
+    table: tuple[float, ...] | None = None
 
     @property
     def name(self) -> str:
         """The function's name."""
-        return f"solve_columns_{self.bits}"
+        return f"solve_columns_{self.bits}{_digest(self.table)}"
 
     @property
     def room_bytes(self) -> int:
@@ -154,7 +158,7 @@ class SolveColumns:
                     weight = e.load(work + i * _SIZE, _WIDE, at)
                     original = e.load(exact + i * _SIZE, _WIDE, at)
                     weight = e.fma(pull, weight - original, weight)
-                    level = nearest_level(e, weight / scale, zero, top)
+                    level = nearest_level(e, weight / scale, zero, top, self.table)
                     e.store(levels + i * _SIZE, level, at)
                     error = e.fma(pull, weight - original, weight - (level - zero) * scale)
                     e.store(errors + (i - start) * _SIZE, error / pivot, at)
@@ -171,15 +175,17 @@ class DescendColumns:
     Attributes:
         bits: of a level.
         dtype: in which scales are stored; ``None``: they stay as they are. Otherwise a block is a group.
+        table: the values of levels, rising, where they aren't equal steps from 0.
     """
 
     bits: int
     dtype: str | None
+    table: tuple[float, ...] | None = None
 
     @property
     def name(self) -> str:
         """The function's name."""
-        return f"descend_columns_{self.bits}_{self.dtype}"
+        return f"descend_columns_{self.bits}_{self.dtype}{_digest(self.table)}"
 
     @staticmethod
     def room_bytes(block: int) -> int:
@@ -214,7 +220,7 @@ class _Block:
 
     def __init__(self, e: Emitter, spec: DescendColumns, a: Any, slopes: Value, levels: Value, grids: Value,
                  start: Value, stop: Value, moved: Value) -> None:
-        self.e, self.a, self.top = e, a, 2.0**spec.bits - 1
+        self.e, self.a, self.top, self.table = e, a, 2.0**spec.bits - 1, spec.table
         self.slopes, self.levels, self.grids, self.start, self.stop = slopes, levels, grids, start, stop
         self.moved = moved
         self.units, self.bends = moved + a.block * _SIZE, moved + a.block * (2 * _SIZE)
@@ -268,7 +274,7 @@ class _Block:
                 scale, zero = e.load(self.a.scale + grid, _WIDE, at), e.load(self.a.zero + grid, _WIDE, at)
                 old = e.load(self.levels + i * _SIZE, _WIDE, at)
                 best = e.load(self.slopes + i * _SIZE, _WIDE, at) / (scale * pivot) + old - zero
-                level = nearest_level(e, best, zero, self.top)
+                level = nearest_level(e, best, zero, self.top, self.table)
                 step = (level - old) * scale
                 e.store(self.levels + i * _SIZE, level, at)
                 e.store(self.steps, step, at)
@@ -276,8 +282,21 @@ class _Block:
             _subtract(e, self.slopes, self.start, self.stop, row, 4, self.steps)
 
 
-def nearest_level(e: Emitter, quotient: Value, zero: Value, top: float) -> Value:
-    """Weights over their scales → the nearest levels, 0 to ``top``."""
+def _digest(table: tuple[float, ...] | None) -> str:
+    """The part of a function's name that says all of a table."""
+    return "" if table is None else "_" + hashlib.sha256(repr(table).encode()).hexdigest()[:8]
+
+
+def nearest_level(e: Emitter, quotient: Value, zero: Value, top: float,
+                  table: tuple[float, ...] | None = None) -> Value:
+    """Weights over their scales → the nearest levels, 0 to ``top`` or those of a rising ``table``; halfway
+    between two of a table the lower one."""
+    if table is not None:
+        level = e.const(_WIDE, table[0])
+        for lower, upper in itertools.pairwise(table):
+            above = quotient > (lower + upper) / 2
+            level = level + e.select(above, e.const(_WIDE, upper - lower), e.const(_WIDE, 0.0))
+        return level
     far = e.const(_WIDE, FARTHEST)
     return clamped(e, e.round(e.min(e.max(quotient, -far), far)) + zero, top)
 

@@ -7,7 +7,7 @@ import torch
 from pydantic import ValidationError
 
 from quantkit.errors import CalibrationError, SpecError
-from quantkit.formats.affine import dequantize
+from quantkit.formats.level_values import dequantize
 from quantkit.methods.base import LayerStats
 from quantkit.methods.grid import SHRINKS, find_grid, round_to_grid, to_codes
 from quantkit.methods.rtn import METHOD as RTN
