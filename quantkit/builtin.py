@@ -55,6 +55,8 @@ def register_formats(register: Register) -> None:
     register("awq", "quantkit.formats.awq:FORMAT")
     register("int-quantized", "quantkit.formats.int_quantized:FORMAT")
     register("float-quantized", "quantkit.formats.float_quantized:FORMAT")
+    for name in ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL"):
+        register(f"gguf-{name.lower()}", f"quantkit.formats.gguf_blocks:{name}")
 
 
 @hookimpl
