@@ -16,7 +16,7 @@ from quantkit.kvspec import parse_kv
 from quantkit.models.architecture import EMBEDDING
 from quantkit.paths import local_path
 from quantkit.patterns import compiled
-from quantkit.plugins import current, named_files
+from quantkit.plugins import current, named_files, registry
 from quantkit.registry import described
 from quantkit.safe_yaml import YamlDocument, read_yaml
 from quantkit.spec import CalibrationSpec, Frozen, QuantSpec, RecoverySpec, TransformSpec
@@ -45,28 +45,50 @@ def default_format(spec: QuantSpec) -> str:
             "trellis": "trellis"}[spec.kind]
 
 
+def spec_of(form: object) -> QuantSpec | None:
+    """The spec of a registered format that can hold no other; ``None`` of any other name."""
+    formats = registry("formats")
+    if not isinstance(form, str) or form not in formats:
+        return None
+    only = getattr(formats.get(form), "spec", None)
+    return only if isinstance(only, QuantSpec) else None
+
+
 class Candidate(Frozen):
     """One way to store a layer.
 
     Attributes:
         method: a registered method; ``null`` keeps the layer as it is.
-        spec: how the weight is represented; needed with a method.
+        spec: how the weight is represented; needed with a method, unless the format can hold one spec only.
         options: the method's own, checked against its model when a plan is made.
         format: a registered format; by default the standard one of the spec.
+        fallback: a registered format that can hold one spec only, for layers whose shape ``format`` refuses.
     """
 
     method: str | None = None
     spec: QuantSpec | None = None
     options: dict[str, Any] = Field(default_factory=dict)
     format: str | None = None
+    fallback: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _spec_of_format(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or values.get("method") is None or values.get("spec") is not None:
+            return values
+        only = spec_of(values.get("format"))
+        return values if only is None else {**values, "spec": only.model_dump()}
 
     @model_validator(mode="after")
     def _coherent(self) -> Self:
-        if self.method is None and (self.spec or self.options or self.format):
+        if self.method is None and (self.spec or self.options or self.format or self.fallback):
             raise ValueError(f"a {type(self).__name__.lower()} without a method keeps the layer as it is: "
                              "it takes no spec, options or format")
         if self.method is not None and self.spec is None:
             raise ValueError(f"method {self.method!r} needs a spec")
+        if self.fallback is not None and spec_of(self.fallback) is None:
+            raise ValueError(f"fallback {self.fallback!r} is no format that can hold one spec only, such as "
+                             "gguf-q8_0")
         return self
 
     @property
@@ -146,8 +168,11 @@ class Recipe(Frozen):
     def snapshot(self) -> dict[str, Any]:
         """The recipe as plain data for the manifest: ``extends`` resolved, no folder of this machine."""
         data = self.model_dump(mode="json")
+        for choice in (*data["rules"], *data["candidates"]):
+            if choice["fallback"] is None:
+                del choice["fallback"]  # older manifests stay what they are
         if not self.candidates:
-            del data["candidates"]  # older manifests stay what they are
+            del data["candidates"]  # the same
         if self.calibration is not None:
             data["calibration"] = self.calibration.without_folders().model_dump(mode="json")
         if not self.transforms:

@@ -67,4 +67,5 @@ def _does(candidate: Candidate) -> str:
     if candidate.method is None or candidate.spec is None:
         return "kept as it is"
     options = "".join(f", {key} {value}" for key, value in candidate.options.items())
-    return f"{candidate.method}, {candidate.spec.label()}, format {candidate.format_name}{options}"
+    instead = f", or where that doesn't fit {candidate.fallback}" if candidate.fallback else ""
+    return f"{candidate.method}, {candidate.spec.label()}, format {candidate.format_name}{instead}{options}"

@@ -163,6 +163,7 @@ def _fit(level: torch.Tensor, groups: torch.Tensor, cost: torch.Tensor, total: t
         over = bottom > 0
         scale = torch.where(over, mixed / second.clamp(min=_LEAST), scale)
         bottom = torch.where(over, torch.zeros_like(bottom), bottom)
+        determinant = torch.where(over, second, determinant)
     usable = (determinant > 0) & (scale > 0)
     flat = sums / total.clamp(min=_LEAST)  # all weights on one level
     flat = flat.clamp(max=0) if spec.superblock is not None else flat

@@ -101,7 +101,7 @@ class _State:
         width = self._spec.superblock
         columns = slice(number * width, (number + 1) * width)
         groups = slice(columns.start // self._size, columns.stop // self._size)
-        old, slopes = self._outer[:, number], self._slopes[:, columns]
+        old, slopes = self._outer[:, number].clone(), self._slopes[:, columns]
         corner = self._hessian[columns, columns]
         counts = self._scale[:, groups] / old.unsqueeze(1)
         units = (self._units[:, groups] * counts.unsqueeze(-1)).flatten(1)
@@ -112,7 +112,7 @@ class _State:
             step = _if_better(step, step * (2 * slope - step * curve))
             rise = torch.zeros_like(step)
         else:
-            deep = self._depth[:, number]
+            deep = self._depth[:, number].clone()
             depths = (self._minimum[:, groups] / deep.unsqueeze(1)).repeat_interleave(self._size, dim=1)
             flat = ((depths @ corner) * depths).sum(dim=1)
             push, mixed = (slopes * depths).sum(dim=1), (spread * depths).sum(dim=1)

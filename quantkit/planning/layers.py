@@ -15,7 +15,7 @@ from quantkit.formats.dtypes import FLOATS, dtype_name, resolve
 from quantkit.methods.base import Method, options_type
 from quantkit.models.architecture import EMBEDDING, HEAD, LinearSlot
 from quantkit.plugins import registry
-from quantkit.recipe import Recipe, Rule
+from quantkit.recipe import Recipe, Rule, spec_of
 from quantkit.sources.base import TensorInfo
 from quantkit.spec import QuantSpec
 
@@ -135,17 +135,16 @@ class RowResolver:
         self._options: dict[int, Mapping[str, Any] | LayerRefusal] = {}
 
     def row(self, slot: LinearSlot, index: int | None, infos: Mapping[str, TensorInfo]) -> PlanRow:
-        rule = None if index is None else self.recipe.rules[index]
         """``infos``: the model's tensors, known to be there and of the shapes that its config says."""
-        known, shape = infos[f"{slot.name}.weight"], (slot.out_features, slot.in_features)
-
-        def make(before: int, after: int, dtype: str, method: str | None = None, form: str | None = None,
-                 spec: QuantSpec | None = None, options: Mapping[str, Any] | None = None) -> PlanRow:
-            return PlanRow(slot.name, shape, slot.layer, slot.shares, method, form, spec, options or {},
-                           before, after, dtype)
-
+        rule = None if index is None else self.recipe.rules[index]
+        known = infos[f"{slot.name}.weight"]
         if rule is None or rule.method is None or index is None:
-            return make(known.nbytes, known.nbytes, str(known.dtype).removeprefix("torch."))
+            return _row(slot, known.nbytes, known.nbytes, str(known.dtype).removeprefix("torch."))
+        return self._quantized(slot, index, rule, known)
+
+    def _quantized(self, slot: LinearSlot, index: int, rule: Rule, known: TensorInfo) -> PlanRow:
+        shape = slot.out_features, slot.in_features
+        assert rule.method is not None
         method: Method = self._get(self.methods, rule.method)
         spec = cast(QuantSpec, rule.spec)
         if (why := method.refuses(spec)) is not None:
@@ -155,6 +154,9 @@ class RowResolver:
         if slot.name == EMBEDDING and (why := self._looked_up(slot, spec, method, form)) is not None:
             raise LayerRefusal(why)
         if (why := form.refuses(spec, shape) or _divides(spec, shape)) is not None:
+            if rule.fallback is not None and (other := spec_of(rule.fallback)) is not None:
+                instead = rule.model_copy(update={"format": rule.fallback, "spec": other, "fallback": None})
+                return self._quantized(slot, index, instead, known)
             raise LayerRefusal(why)
         options = self._checked_options(index, rule, method)
         if known.dtype not in FLOATS.values():
@@ -170,7 +172,8 @@ class RowResolver:
         except QuantkitError as error:
             raise LayerRefusal("; ".join(filter(None, (error.why or error.what, error.next)))) from None
         after = sum(TensorInfo(n, size, dtype).nbytes for n, (dtype, size) in layout.items())
-        return make(known.nbytes, after, dtype_name(known.dtype), rule.method, format_name, spec, options)
+        return _row(slot, known.nbytes, after, dtype_name(known.dtype), rule.method, format_name, spec,
+                    options)
 
     def _looked_up(self, slot: LinearSlot, spec: QuantSpec, method: Method, form: Format) -> str | None:
         """Why an embedding can't be so: its rows are looked up one by one, and multiplied only if it is the
@@ -206,6 +209,13 @@ class RowResolver:
         if isinstance(options, LayerRefusal):
             raise options
         return options
+
+
+def _row(slot: LinearSlot, before: int, after: int, dtype: str, method: str | None = None,
+         form: str | None = None, spec: QuantSpec | None = None,
+         options: Mapping[str, Any] | None = None) -> PlanRow:
+    return PlanRow(slot.name, (slot.out_features, slot.in_features), slot.layer, slot.shares, method, form,
+                   spec, options or {}, before, after, dtype)
 
 
 def _options_fault(method: Method, error: ValidationError) -> str:

@@ -10,11 +10,14 @@ from pydantic import ValidationError
 from quantkit.errors import CalibrationError, SpecError
 from quantkit.formats.base import Codes
 from quantkit.formats.float_quantized import FORMAT as FLOATS
+from quantkit.formats.level_values import dequantize
+from quantkit.methods import gptq_tiles
 from quantkit.methods.base import LayerStats
 from quantkit.methods.gptq import METHOD, GptqOptions
 from quantkit.methods.rtn import METHOD as RTN
 from quantkit.methods.rtn import RtnOptions
 from quantkit.spec import Granularity, QuantSpec
+from tests.support.grids import GROUPED
 from tests.support.quantized import integer_spec
 
 DAMP = GptqOptions().damp
@@ -180,6 +183,38 @@ def test_floats_are_solved_far_below_rounding() -> None:
         error = FLOATS.dequantize(FLOATS.pack(codes, torch.bfloat16)) - weight
         errors.append(float(((error @ stats.hessian) * error).sum()))
     assert errors[0] < errors[1] / 2
+
+
+@pytest.mark.parametrize("tiles", [True, False])
+@pytest.mark.parametrize("spec", GROUPED.values(), ids=GROUPED)
+def test_every_grid_is_solved_far_below_rounding(spec: QuantSpec, tiles: bool,
+                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+    """By our kernels, and by torch where there are none."""
+    if not tiles:
+        monkeypatch.setattr(gptq_tiles, "takes", lambda spec, device: False)
+    weight, stats = problem(70, 128)
+    assert stats.hessian is not None
+
+    def off(codes: Codes) -> float:
+        error = (dequantize(codes) - weight).double()
+        return float(((error @ stats.hessian.double()) * error).sum())
+
+    rounded = off(RTN.run(weight, None, spec, RtnOptions(clip_search=True)))
+    paper = off(METHOD.run(weight, stats, spec, GptqOptions(**PAPER)))
+    ours = METHOD.run(weight, stats, spec, GptqOptions())
+    assert paper < 0.6 * rounded
+    assert off(ours) < 0.95 * paper
+    assert ours.notes == ()
+
+
+@pytest.mark.parametrize("spec", GROUPED.values(), ids=GROUPED)
+def test_kernels_and_torch_solve_every_grid_alike(spec: QuantSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, stats = problem(64, 128, 3)
+    tiled = METHOD.run(weight, stats, spec, GptqOptions(**PAPER))
+    monkeypatch.setattr(gptq_tiles, "takes", lambda spec, device: False)
+    plain = METHOD.run(weight, stats, spec, GptqOptions(**PAPER))
+    assert torch.equal(tiled.scale, plain.scale)
+    assert (tiled.codes == plain.codes).float().mean() > 0.99
 
 
 def test_no_input_at_all_falls_back_to_rounding_with_a_note() -> None:
