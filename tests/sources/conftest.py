@@ -51,7 +51,7 @@ def model_folder():
 def build_gguf(path: Path, *, arch: str = "llama", layers: int = 2, heads: int = 4, kv_heads: int = 2,
                dim: int = 8, ffn: int = 64, types: dict | None = None, extra=(), drop=(),
                tensors: dict | None = None, tied: bool = True, tokenizer=None, seed: int = 0,
-               biases: bool = False) -> dict:
+               biases: bool = False, raw: dict | None = None) -> dict:
     """Write a tiny GGUF with the ``gguf`` library; returns each tensor's float32 values by GGUF name.
 
     Args:
@@ -60,6 +60,7 @@ def build_gguf(path: Path, *, arch: str = "llama", layers: int = 2, heads: int =
         drop: keys that are left out.
         tensors: GGUF name → float32 array, added or replacing.
         tokenizer: called with the writer; default: byte-level with 300 tokens.
+        raw: GGUF name → quantization type and uint8 rows of its blocks, stored as they are.
     """
     import numpy as np
     from gguf import GGUFWriter
@@ -100,7 +101,10 @@ def build_gguf(path: Path, *, arch: str = "llama", layers: int = 2, heads: int =
     stored = {}
     for name, value in values.items():
         kind = (types or {}).get(name)
-        if kind is None:
+        if name in (raw or {}):
+            kind, blocks = raw[name]
+            writer.add_tensor(name, blocks, raw_dtype=kind)
+        elif kind is None:
             writer.add_tensor(name, value)
             stored[name] = value
         else:

@@ -4,6 +4,7 @@ llama.cpp itself computes of the same file."""
 from __future__ import annotations
 
 import os
+import struct
 import sys
 from dataclasses import replace
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from quantkit.errors import SourceError
 from quantkit.evaluate.peers.worker_session import WorkerSession
 from quantkit.models.architecture import parse_config, tensor_shapes
 from quantkit.runtime.loader import load
@@ -75,6 +77,24 @@ def test_llama_cpp_computes_nearly_the_same_logits(model):
         logits = ours.model(torch.tensor([ids[:-1]]))[0].float()
     assert (logits - theirs).abs().max() < 0.01 * theirs.std(), float((logits - theirs).abs().max())
     assert (logits.argmax(-1) == theirs.argmax(-1)).float().mean() > 0.95  # random models have near ties
+
+
+@pytest.mark.parametrize("count", [0, 3, 5, 2**31])
+def test_experts_that_the_metadata_doesn_t_count(tmp_path, count):
+    path = tmp_path / "m.gguf"
+    write_model(path, "mixtral")
+    content, key = path.read_bytes(), b"llama.expert_count" + struct.pack("<I", 4)
+    at = content.index(key) + len(key)
+    path.write_bytes(content[:at] + struct.pack("<I", count) + content[at + 4:])
+    with pytest.raises(SourceError, match=f"each of {count} experts" if count else "in a llama model"):
+        GGUFSource(path, "m.gguf")
+
+
+def test_experts_are_bounded(tmp_path, monkeypatch):
+    write_model(tmp_path / "m.gguf", "mixtral")
+    monkeypatch.setattr(module, "_MAX_EXPERTS", 3 * 2 * 4 - 1)
+    with pytest.raises(SourceError, match="23 are allowed in all"):
+        GGUFSource(tmp_path / "m.gguf", "m.gguf")
 
 
 def test_an_expert_is_dequantized_alone(tmp_path, monkeypatch):
