@@ -127,7 +127,8 @@ class GGUFSource:
 
     @cached_property
     def _side_files(self) -> dict[str, bytes]:
-        tokenizer = {k: v for k, v in self._metadata.items() if k.startswith("tokenizer.")}
+        tokenizer = {key: value for key, value in self._metadata.items()
+                     if key.startswith("tokenizer.") or key == "general.name"}
         return tokenizer_files(tokenizer, str(self.path), self._config["vocab_size"])
 
     def _all_places(self) -> Iterator[tuple[str, _Place]]:
