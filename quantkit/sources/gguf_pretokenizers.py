@@ -86,6 +86,6 @@ PRE_TOKENIZERS = {
     "falcon": PreTokenizer((r"[\p{P}\$\+<=>\^~\|`]+", GPT2, "[0-9][0-9][0-9]")),
     "viking": PreTokenizer((_SENTENCE, DIGIT)),
     "deepseek-llm": PreTokenizer((_NEWLINE, rf"\s?[{_LETTERS}]+", rf"\s?[{_ASCII_SIGNS}]+", r"\s+$",
-                                  _CHINESE, DIGIT)),
+                                  _CHINESE, r"\p{N}+")),
     "deepseek-coder": PreTokenizer((_NEWLINE, r"\s?\p{L}+", r"\s?\p{P}+", _CHINESE, DIGIT))}
 """By the name in ``tokenizer.ggml.pre``."""

@@ -55,10 +55,11 @@ def tokenizer_files(metadata: Mapping[str, Any], where: str, vocab_size: int) ->
                           next=HF_FOLDER)
     rule = _rule(metadata, where) if model == "gpt2" else None
     try:
+        signs = rule is None and not metadata.get("tokenizer.ggml.add_space_prefix", True)
+        tokens = _spaces_as_signs(metadata, tokens) if signs else tokens
         tokenizer = _sentencepiece(metadata, tokens, where) if rule is None \
             else _byte_level(tokens, _strings(metadata, "merges", where), rule)
-        spaced = rule is None and not metadata.get("tokenizer.ggml.add_space_prefix", True)
-        _add_special(tokenizer, metadata, tokens, spaced)
+        _add_special(tokenizer, metadata, tokens, signs)
         config, generation = _settings(metadata, tokens, rule is None or rule.bos)
         _add_ends(tokenizer, config)
         text: str = tokenizer.to_str(pretty=True)
@@ -141,12 +142,21 @@ def _merges(metadata: Mapping[str, Any], vocab: Mapping[str, int], where: str) -
     return pairs
 
 
-def _add_special(tokenizer: Any, metadata: Mapping[str, Any], tokens: list[str], spaced: bool) -> None:
+def _spaces_as_signs(metadata: Mapping[str, Any], tokens: list[str]) -> list[str]:
+    """The author's own tokens as SentencePiece has them: conversion to GGUF writes their ``▁`` as spaces."""
+    kinds = metadata.get("tokenizer.ggml.token_type") or []
+    named = [token.replace(" ", _SPACE) if kind == _USER_DEFINED else token
+             for token, kind in zip(tokens, kinds)]
+    return named if len(set(named)) == len(tokens) else tokens
+
+
+def _add_special(tokenizer: Any, metadata: Mapping[str, Any], tokens: list[str], signs: bool) -> None:
     """Control tokens are special and left out of decoded text, the author's own tokens are not.
 
     Args:
-        spaced: whether spaces of a text become other characters one by one. The author's tokens of spaces,
-            Gemma's, are then looked for among those, as SentencePiece does: a ``▁`` of the text is the same.
+        signs: whether the author's tokens with ``▁`` are looked for where a text's spaces are ``▁`` already,
+            as SentencePiece does: a ``▁`` of the text is the same. Where a ``▁`` is put in front of a text,
+            the library would put one in front of these, too.
     """
     from tokenizers import AddedToken
 
@@ -156,7 +166,7 @@ def _add_special(tokenizer: Any, metadata: Mapping[str, Any], tokens: list[str],
         AddedToken(token, special=True, normalized=False, rstrip=strips and token not in _UNSTRIPPED)
         for token, kind in kinds if kind in (_CONTROL, _UNKNOWN)])
     tokenizer.add_tokens([
-        AddedToken(token, special=False, normalized=spaced and " " in token,
+        AddedToken(token, special=False, normalized=signs and _SPACE in token,
                    rstrip=strips and token not in _UNSTRIPPED)
         for token, kind in kinds if kind == _USER_DEFINED])
 

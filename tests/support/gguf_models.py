@@ -3,14 +3,16 @@ library's own table; nothing here is from quantkit's."""
 
 from __future__ import annotations
 
+import json
 import math
 import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from gguf import MODEL_ARCH, GGUFWriter, RopeScalingType, get_tensor_name_map
+from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, GGUFWriter, RopeScalingType, get_tensor_name_map
 
 from quantkit.testing import tiny_tokenizer
 from quantkit.testing.tiny import SPECIAL, tiny_config, tiny_weights
@@ -21,8 +23,12 @@ ARCHITECTURES = {"llama": MODEL_ARCH.LLAMA, "mistral": MODEL_ARCH.LLAMA, "mixtra
 EXPERT = re.compile(r"(model\.layers\.\d+\.\w+)\.experts\.(\d+)\.(\w+\.weight)")
 
 
-def write_model(path: Path, family: str, *, shards: int = 1, **overrides: Any) -> tuple[dict, dict]:
+def write_model(path: Path, family: str, *, shards: int = 1,
+                tokenizer: Callable[[GGUFWriter], None] | None = None, **overrides: Any) -> tuple[dict, dict]:
     """Write a tiny random model; with several ``shards`` beside each other, as the library names them.
+
+    Args:
+        tokenizer: writes another than that of ``quantkit.testing``.
 
     Returns:
         Its ``config.json``, and its tensors by Hugging Face names, bfloat16.
@@ -31,9 +37,12 @@ def write_model(path: Path, family: str, *, shards: int = 1, **overrides: Any) -
     weights = tiny_weights(config)
     stored = dict(gguf_tensors(config, weights))
     largest = -(-len(stored) // shards) if shards > 1 else 0
-    writer = GGUFWriter(path, _name(family), split_max_tensors=largest)
+    writer = GGUFWriter(path, MODEL_ARCH_NAMES[ARCHITECTURES[family]], split_max_tensors=largest)
     write_settings(writer, config)
-    write_tokenizer(writer, adds_bos=family.startswith(("llama", "mi", "gemma")))
+    if tokenizer is None:
+        write_tokenizer(writer, adds_bos=family.startswith(("llama", "mi", "gemma")))
+    else:
+        tokenizer(writer)
     for name, values in stored.items():
         writer.add_tensor(name, values)
     writer.write_header_to_file()
@@ -43,7 +52,8 @@ def write_model(path: Path, family: str, *, shards: int = 1, **overrides: Any) -
     return config, weights
 
 
-def gguf_tensors(config: dict[str, Any], weights: dict[str, torch.Tensor]):
+def gguf_tensors(config: dict[str, Any],
+                 weights: dict[str, torch.Tensor]) -> Iterator[tuple[str, np.ndarray]]:
     """GGUF's names and float32 values: rows of Llama's queries and keys interleaved, Gemma's norms as they
     multiply, experts in one tensor."""
     family, layers = config["model_type"], config["num_hidden_layers"]
@@ -142,23 +152,15 @@ def write_tokenizer(writer: GGUFWriter, adds_bos: bool) -> None:
     writer.add_add_bos_token(adds_bos)
 
 
-def _merges(tokenizer) -> list[str]:
-    import json
-
+def _merges(tokenizer: Any) -> list[str]:
     return [" ".join(pair) if isinstance(pair, list) else pair
             for pair in json.loads(tokenizer.to_str())["model"]["merges"]]
-
-
-def _name(family: str) -> str:
-    from gguf import MODEL_ARCH_NAMES
-
-    return MODEL_ARCH_NAMES[ARCHITECTURES[family]]
 
 
 def _gguf_name(names: Any, name: str) -> str:
     # the converter gives Mixtral's experts the names of Meta's own release
     known = re.sub(r"model\.(layers\.\d+)\.block_sparse_moe\.experts\.(w\d)",
                    r"\1.feed_forward.experts.\2", name)
-    found_name = names.get_name(known, try_suffixes=(".weight", ".bias"))
-    assert found_name is not None, name
-    return str(found_name)
+    stored = names.get_name(known, try_suffixes=(".weight", ".bias"))
+    assert stored is not None, name
+    return str(stored)
