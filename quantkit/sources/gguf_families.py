@@ -110,10 +110,14 @@ def _gemma2(meta: GGUFMetadata, dim: int) -> dict[str, Any]:
 
 
 def _gemma3(meta: GGUFMetadata, dim: int) -> dict[str, Any]:
-    """Layers with a window have a rope of their own, which older files don't write."""
+    """Layers with a window have a rope of their own, which older files don't write. Without a window no layer
+    has one, whatever the pattern."""
     settings = _gemma(meta, dim, period=6, layers_of_27b=62) | {
-        "sliding_window": meta.integer(_WINDOW),
         "rope_local_base_freq": meta.real("rope.freq_base_swa", 10000.0)}
+    if window := meta.integer(_WINDOW, 0, least=0):
+        settings["sliding_window"] = window
+    else:
+        settings["layer_types"] = ["full_attention"] * meta.integer("block_count")
     if meta.raw("final_logit_softcapping") is not None:
         settings["final_logit_softcapping"] = meta.real("final_logit_softcapping")
     return settings

@@ -3,9 +3,7 @@ llama.cpp itself computes of the same file."""
 
 from __future__ import annotations
 
-import os
 import struct
-import sys
 from dataclasses import replace
 
 import numpy as np
@@ -13,15 +11,12 @@ import pytest
 import torch
 
 from quantkit.errors import SourceError
-from quantkit.evaluate.peers.worker_session import WorkerSession
 from quantkit.models.architecture import parse_config, tensor_shapes
 from quantkit.runtime.loader import load
 from quantkit.sources import gguf as module
 from quantkit.sources.gguf import GGUFSource
 from tests.support.gguf_models import ARCHITECTURES, write_model
 
-LIBRARY = os.environ.get("QUANTKIT_TEST_LLAMA", "")
-with_llama = pytest.mark.skipif(not LIBRARY, reason="QUANTKIT_TEST_LLAMA names no folder with libllama")
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
 LONG = {"rope_type": "longrope", "short_factor": [1.0, 1.25, 1.5, 2.0, 2.0, 3.0],
         "long_factor": [1.0, 1.5, 2.5, 4.0, 7.0, 12.0]}
@@ -59,20 +54,14 @@ def test_weights_and_config(model):
         assert torch.equal(source.tensor(name), weight), name
 
 
-@with_llama
 @pytest.mark.oracle
-def test_llama_cpp_computes_nearly_the_same_logits(model):
+def test_llama_cpp_computes_nearly_the_same_logits(model, llama_cpp):
     path = model[0]
     ours = load(str(path), dtype="float32")
     ids = torch.randint(4, ours.model.config.vocab_size, (72,),
                         generator=torch.Generator().manual_seed(0)).tolist()
-    session = WorkerSession("llama.cpp", sys.executable, "llama_worker.py",
-                            {"file": str(path), "bin": LIBRARY, "context": 512, "threads": 1},
-                            "see what it says")
-    try:
+    with llama_cpp(path) as session:
         theirs = session.predict(ids, 0).logits
-    finally:
-        session.close()
     with torch.no_grad():
         logits = ours.model(torch.tensor([ids[:-1]]))[0].float()
     assert (logits - theirs).abs().max() < 0.01 * theirs.std(), float((logits - theirs).abs().max())

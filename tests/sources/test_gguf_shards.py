@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
 import struct
-import sys
 
 import pytest
 import torch
 
 from quantkit.errors import SourceError
-from quantkit.evaluate.peers.worker_session import WorkerSession
 from quantkit.runtime.loader import load
 from quantkit.sources.gguf import GGUFSource
 from quantkit.sources.gguf_shards import COUNT, NUMBER, TENSORS
 from quantkit.sources.open import open_source
 from tests.support.gguf_models import write_model
-
-LIBRARY = os.environ.get("QUANTKIT_TEST_LLAMA", "")
 
 
 @pytest.fixture
@@ -51,18 +46,12 @@ def test_any_file_opens_all(shards, given):
     assert source.identity().files == hashes
 
 
-@pytest.mark.skipif(not LIBRARY, reason="QUANTKIT_TEST_LLAMA names no folder with libllama")
 @pytest.mark.oracle
-def test_llama_cpp_reads_the_same_files(shards):
+def test_llama_cpp_reads_the_same_files(shards, llama_cpp):
     paths = shards[0]
     ids = torch.randint(4, 200, (40,), generator=torch.Generator().manual_seed(0)).tolist()
-    session = WorkerSession("llama.cpp", sys.executable, "llama_worker.py",
-                            {"file": str(paths[0]), "bin": LIBRARY, "context": 512, "threads": 1},
-                            "see what it says")
-    try:
+    with llama_cpp(paths[0]) as session:
         theirs = session.predict(ids, 0).logits
-    finally:
-        session.close()
     with torch.no_grad():
         ours = load(str(paths[1]), dtype="float32").model(torch.tensor([ids[:-1]]))[0].float()
     assert (ours - theirs).abs().max() < 0.01 * theirs.std()
