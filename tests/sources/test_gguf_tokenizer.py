@@ -202,7 +202,7 @@ def test_settings():
 
 
 @pytest.mark.parametrize("metadata,what", [
-    ({}, "no tokenizer"), (byte_level(tokens=[]), "no tokenizer"), (byte_level(model="bert"), "'bert'"),
+    ({}, "no tokenizer"), (byte_level(tokens=[]), "no tokenizer"), (byte_level(model="t5"), "'t5'"),
     (byte_level(model=None), "kind 'None'"), (byte_level(tokens=[1, 2]), "tokens that is no list of strings"),
     (byte_level(tokens="abc"), "no list of strings"), (byte_level(merges=[3]), "merges that is no list"),
     (byte_level(tokens=["a", "b", "a"]), "token twice"), (byte_level(tokens=["a" * 513]), "longer than"),
