@@ -162,11 +162,11 @@ def test_yarn():
     assert config("qwen2", **keys)["rope_scaling"] == scaling
     rope = parse_config(config("qwen2", **keys)).rope
     assert (rope.kind, rope.beta_fast, rope.attention_factor) == ("yarn", 32.0, 0.1 * np.log(4.0) + 1)
-    found = config(**keys, rope__scaling__yarn_ext_factor=1.0, rope__scaling__yarn_beta_fast=24.0,
+    hf = config(**keys, rope__scaling__yarn_ext_factor=1.0, rope__scaling__yarn_beta_fast=24.0,
                    rope__scaling__yarn_beta_slow=float(np.float32(1.2)),
                    rope__scaling__yarn_attn_factor=float(np.float32(0.9)))
-    assert found["rope_scaling"] == {**scaling, "beta_fast": 24.0, "beta_slow": 1.2, "attention_factor": 0.9}
-    parse_config(found)
+    assert hf["rope_scaling"] == {**scaling, "beta_fast": 24.0, "beta_slow": 1.2, "attention_factor": 0.9}
+    parse_config(hf)
 
 
 def longrope(count: int = 6, **keys):
@@ -179,16 +179,16 @@ def longrope(count: int = 6, **keys):
 
 
 def test_longrope():
-    found = longrope()
-    assert (found["partial_rotary_factor"], found["original_max_position_embeddings"]) == (0.75, 32)
-    assert set(found["rope_scaling"]) == {"rope_type", "short_factor", "long_factor"}  # the usual magnitude
-    rope = parse_config(found).rope
+    hf = longrope()
+    assert (hf["partial_rotary_factor"], hf["original_max_position_embeddings"]) == (0.75, 32)
+    assert set(hf["rope_scaling"]) == {"rope_type", "short_factor", "long_factor"}  # the usual magnitude
+    rope = parse_config(hf).rope
     assert (rope.kind, rope.long_factors[-1], rope.short_factors[-1]) == ("longrope", 9.0, 1.5)
     assert rope.attention_factor == pytest.approx(np.sqrt(1.4))
     assert parse_config(longrope(rope__scaling__attn_factor=2.0)).rope.attention_factor == 2.0
     assert parse_config(longrope(rope__scaling__attn_factor=None)).rope.attention_factor == 1.0
     # older files have the tables alone, and llama.cpp goes by these
-    assert longrope(rope__scaling__type=None) == found
+    assert longrope(rope__scaling__type=None) == hf
 
 
 @pytest.mark.parametrize(("keys", "what"), [
@@ -207,16 +207,16 @@ def test_longrope_that_is_none(keys, what):
 
 @pytest.mark.parametrize(("dim", "rotated"), [(16, 16), (128, 96), (96, 2), (80, 32), (98, 58), (200, 74)])
 def test_the_share_of_a_head_gives_the_same_dimensions_again(dim, rotated):
-    found = config("phi3", attention__key_length=dim, attention__value_length=dim,
+    hf = config("phi3", attention__key_length=dim, attention__value_length=dim,
                    rope__dimension_count=rotated)
-    assert parse_config(found).rope.rotated(dim) == rotated
-    assert ("partial_rotary_factor" in found) is (rotated != dim)
+    assert parse_config(hf).rope.rotated(dim) == rotated
+    assert ("partial_rotary_factor" in hf) is (rotated != dim)
 
 
 def test_phi_3():
-    found = config("phi3", attention__sliding_window=64)
-    assert found["architectures"] == ["Phi3ForCausalLM"] and "rope_scaling" not in found
-    assert parse_config(found).sliding_windows == (64, 64)
+    hf = config("phi3", attention__sliding_window=64)
+    assert hf["architectures"] == ["Phi3ForCausalLM"] and "rope_scaling" not in hf
+    assert parse_config(hf).sliding_windows == (64, 64)
     assert parse_config(config("phi3", attention__sliding_window=0)).sliding_windows == (None, None)
 
 
