@@ -1,8 +1,8 @@
 """A ``.gguf`` file as a Hugging Face model: names, shapes and RoPE layout of Hugging Face, bfloat16.
 
 GGUF keeps the Q and K rows of Llama models interleaved for its own RoPE; they are put back to the
-rotate-half order that ``config.json`` means. What else differs between families is in
-:mod:`~quantkit.sources.gguf_families`.
+rotate-half order that ``config.json`` means. It keeps all experts of a layer in one tensor; here each is
+another. What else differs between families is in :mod:`~quantkit.sources.gguf_families`.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import copy
 import math
 import mmap
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,51 +22,59 @@ import torch
 from quantkit.errors import SourceError
 from quantkit.paths import local_path
 from quantkit.sources.base import ModelSource, SourceIdentity, SourceKind, TensorInfo
-from quantkit.sources.gguf_config import family_of, hf_config
-from quantkit.sources.gguf_header import GGUFTensor, open_gguf
+from quantkit.sources.gguf_config import hf_config
+from quantkit.sources.gguf_families import EXPERT, ROPE_TABLES, TOP, family_of
+from quantkit.sources.gguf_header import GGUFTensor
 from quantkit.sources.gguf_metadata import HF_FOLDER
+from quantkit.sources.gguf_shards import GGUFShard, open_shards
 from quantkit.sources.gguf_tokenizer import tokenizer_files
 from quantkit.sources.local import sha256_file
 
-_TOP = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight",
-        "output.weight": "lm_head.weight"}
-_ROPE_FREQS = "rope_freqs.weight"
+_TOP = re.compile(r"([a-z_]+)\.(weight)")
 _BLOCK = re.compile(r"blk\.(0|[1-9]\d{0,4})\.([a-z_]+)\.(weight|bias)")
-_PERMUTED = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
+_MAX_EXPERTS = 300_000
+"""Tensors of single experts; more is a malformed file, not a model."""
+_MAX_TABLE = 2**16
+"""Bytes of a RoPE's table."""
 _CHUNK = 2**20
 """Values dequantized at once: 4 MiB as float32, which stay in the cache, whatever the tensor's size."""
 _JOINED = 2**14
 """Values of neighboring rows that are dequantized as one row, at most."""
 
 
+class _Place(NamedTuple):
+    """Where a tensor's values are: in which file, in which of GGUF's tensors, and of which part of it."""
+
+    shard: GGUFShard
+    tensor: GGUFTensor
+    part: str
+    """Of a layer's tensor: GGUF's name for it, without the layer."""
+
+
 class GGUFSource:
-    """One GGUF file; tensors are dequantized one at a time, straight from a memory map.
+    """One GGUF file, or one of a model's and those beside it; tensors are dequantized one at a time, straight
+    from a memory map.
 
     Raises:
-        SourceError: malformed, of an unknown architecture, one part of a split model, or with a
+        SourceError: malformed, of an unknown architecture, not all files of a split model, or with a
             tensor that has no place in it or no known dequantization.
     """
 
     def __init__(self, path: Path, uri: str, identity: SourceIdentity | None = None) -> None:
         self.path, self.uri = path, uri
         self._identity = identity or SourceIdentity("gguf", uri)
-        header, data = open_gguf(path)
-        self._map: mmap.mmap | None = data
-        self._metadata = header.metadata
-        parts = self._metadata.get("split.count", 0)
-        if isinstance(parts, int) and parts > 1:
-            raise SourceError(f"{path} is one of {parts} parts of a model",
-                              next=f"llama-gguf-split --merge {path} MERGED.gguf")
+        self._metadata, self._shards = open_shards(path)
+        self._files = [shard.path for shard in self._shards]
+        self._closed = False
         self._family = family_of(self._metadata, str(path))
-        self._raw = {self._hf_name(name): tensor for name, tensor in header.tensors.items()
-                     if name != _ROPE_FREQS}
-        self._check_types(header.tensors)
-        factors = header.tensors.get(_ROPE_FREQS)
-        self._infos = {name: TensorInfo(name, t.shape, torch.bfloat16) for name, t in self._raw.items()}
-        table = None if factors is None else self._dequantize(factors).float().numpy()
+        self._places = dict(self._all_places())
+        self._check_types()
+        self._infos = {name: TensorInfo(name, place.tensor.shape, torch.bfloat16)
+                       for name, place in self._places.items()}
         shapes = {name: info.shape for name, info in self._infos.items()}
-        self._config = hf_config(self._metadata, shapes, table, str(path))
-        self._heads = {name: heads for name in self._infos if (heads := self._permuted_heads(name))}
+        self._config = hf_config(self._metadata, shapes, self._rope_tables(), str(path))
+        self._heads = {name: heads for name, place in self._places.items()
+                       if (heads := self._permuted_heads(name, place.part))}
 
     def config(self) -> dict[str, Any]:
         """The ``config.json`` that the metadata means."""
@@ -82,9 +90,11 @@ class GGUFSource:
         Raises:
             SourceError: the name is unknown, or the source is closed.
         """
-        if name not in self._raw:
+        if name not in self._infos:
             raise SourceError(f"{self.path} has no tensor for {name[:120]!r}")
-        values = self._dequantize(self._raw[name])
+        if self._closed:
+            raise SourceError(f"{self.path} is closed", why=f"{name!r} was asked for afterwards")
+        values = self._dequantize(self._places[name])
         if self._family.norm_offset and name.endswith("norm.weight"):
             values = values.float() - self._family.norm_offset
         values = values.to(torch.bfloat16)
@@ -98,41 +108,81 @@ class GGUFSource:
         return self._side_files
 
     def identity(self) -> SourceIdentity:
-        """The identity, with the file's sha256."""
+        """The identity, with the sha256 of each file."""
         known = self._identity
-        return SourceIdentity(known.kind, known.uri, known.revision,
-                              {self.path.name: sha256_file(self.path)}, known.pinned)
+        hashes = {file.name: sha256_file(file) for file in self._files}
+        return SourceIdentity(known.kind, known.uri, known.revision, hashes, known.pinned)
 
     def release(self) -> None:
-        """What was read of the file needn't stay in memory."""
-        if self._map is not None and hasattr(mmap, "MADV_DONTNEED"):
-            self._map.madvise(mmap.MADV_DONTNEED)
+        """What was read of the files needn't stay in memory."""
+        if not self._closed and hasattr(mmap, "MADV_DONTNEED"):
+            for shard in self._shards:
+                shard.data.madvise(mmap.MADV_DONTNEED)
 
     def close(self) -> None:
-        """Let go of the memory map."""
-        self._map = None
+        """Let go of the memory maps."""
+        self._closed = True
+        self._places.clear()
+        self._shards.clear()
 
     @cached_property
     def _side_files(self) -> dict[str, bytes]:
-        tokenizer = {k: v for k, v in self._metadata.items() if k.startswith("tokenizer.")}
+        tokenizer = {key: value for key, value in self._metadata.items()
+                     if key.startswith("tokenizer.") or key == "general.name"}
         return tokenizer_files(tokenizer, str(self.path), self._config["vocab_size"])
 
-    def _hf_name(self, name: str) -> str:
-        if name in _TOP:
-            return _TOP[name]
+    def _all_places(self) -> Iterator[tuple[str, _Place]]:
+        """Every tensor by its Hugging Face name."""
+        experts = 0
+        for shard in self._shards:
+            for tensor in shard.tensors.values():
+                if tensor.name in ROPE_TABLES:
+                    continue
+                name, part = self._hf_name(tensor.name)
+                if EXPERT not in name:
+                    yield name, _Place(shard, tensor, part)
+                    continue
+                experts += tensor.shape[0]
+                self._check_experts(tensor, experts)
+                for number, expert in enumerate(_slices(tensor)):
+                    yield name.replace(EXPERT, str(number)), _Place(shard, expert, part)
+
+    def _hf_name(self, name: str) -> tuple[str, str]:
+        """Hugging Face's name, with :data:`EXPERT` in it for a tensor of experts, and GGUF's in a layer."""
+        if (match := _TOP.fullmatch(name)) and match[1] in TOP:
+            return f"{TOP[match[1]]}.{match[2]}", ""
         match = _BLOCK.fullmatch(name)
         if match and (place := self._family.tensors.get(match[2])):
-            return f"model.layers.{match[1]}.{place}.{match[3]}"
-        architecture = str(self._metadata.get("general.architecture"))[:40]
-        raise SourceError(f"{self.path} has a tensor {name[:80]!r}",
-                          why=f"no place for it is known in {architecture!r} models", next=HF_FOLDER)
+            return f"model.layers.{match[1]}.{place}.{match[3]}", match[2]
+        raise SourceError(f"{self.path} has a tensor {name[:80]!r}", next=HF_FOLDER,
+                          why=f"no place for it is known in a {self._family.model_type} model")
 
-    def _check_types(self, tensors: Mapping[str, GGUFTensor]) -> None:
+    def _check_experts(self, tensor: GGUFTensor, total: int) -> None:
+        count = self._metadata.get(f"{self._family.architecture}.expert_count")
+        if len(tensor.shape) != 3 or tensor.shape[0] != count or total > _MAX_EXPERTS:
+            raise SourceError(f"{self.path}: {tensor.name[:80]!r} has shape {list(tensor.shape)}",
+                              why=f"a matrix for each of {str(count)[:40]} experts is needed, and "
+                                  f"{_MAX_EXPERTS:,} are allowed in all", next="use another conversion")
+
+    def _rope_tables(self) -> dict[str, np.ndarray]:
+        tables = {}
+        for shard in self._shards:
+            for name in ROPE_TABLES:
+                if (tensor := shard.tensors.get(name)) is None:
+                    continue
+                if tensor.nbytes > _MAX_TABLE or len(tensor.shape) > 1:
+                    raise SourceError(f"{self.path} has a {name} of shape {list(tensor.shape)}",
+                                      why="a number for each frequency is needed", next=HF_FOLDER)
+                tables[name] = self._dequantize(_Place(shard, tensor, "")).float().numpy()
+        return tables
+
+    def _check_types(self) -> None:
         """Every type is dequantized once, one block of it, before any work begins."""
         from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
         from gguf.quants import dequantize
 
-        for kind, name in {tensor.type: name for name, tensor in tensors.items()}.items():
+        kinds = {tensor.type: tensor.name for shard in self._shards for tensor in shard.tensors.values()}
+        for kind, name in kinds.items():
             known = GGMLQuantizationType(kind)
             try:
                 dequantize(np.zeros((1, GGML_QUANT_SIZES[known][1]), np.uint8), known)
@@ -140,27 +190,25 @@ class GGUFSource:
                 raise SourceError(f"{self.path} stores {name!r} as {known.name}",
                                   why="it can't be dequantized here", next=HF_FOLDER) from None
 
-    def _permuted_heads(self, name: str) -> int | None:
+    def _permuted_heads(self, name: str, part: str) -> int | None:
         """Heads by which a tensor's rows are interleaved; ``None`` if they aren't."""
-        part = name.split(".")[-2]
-        if not self._family.interleaved or part not in _PERMUTED:
+        if part not in self._family.permuted:
             return None
-        heads, dim = int(self._config[_PERMUTED[part]]), int(self._config["head_dim"])
+        heads, dim = int(self._config[self._family.permuted[part]]), int(self._config["head_dim"])
         rows = self._infos[name].shape[0]
         if rows != heads * dim or dim % 2:
             raise SourceError(f"{self.path}: {name!r} has {rows} rows, not {heads} heads of {dim}",
                               why="the metadata and the tensors disagree", next="use another conversion")
         return heads
 
-    def _dequantize(self, tensor: GGUFTensor) -> torch.Tensor:
+    def _dequantize(self, place: _Place) -> torch.Tensor:
         """Values of one tensor: float32 if small, else rounded to bfloat16 piece by piece."""
         from gguf.constants import GGMLQuantizationType
         from gguf.quants import dequantize
 
-        if self._map is None:
-            raise SourceError(f"{self.path} is closed", why=f"{tensor.name!r} was asked for afterwards")
+        tensor = place.tensor
         rows, cols = int(np.prod(tensor.shape[:-1])), tensor.shape[-1]
-        raw = np.frombuffer(self._map, np.uint8, tensor.nbytes, tensor.offset).reshape(rows, -1)
+        raw = np.frombuffer(place.shard.data, np.uint8, tensor.nbytes, tensor.offset).reshape(rows, -1)
         kind, step = GGMLQuantizationType(tensor.type), max(1, _CHUNK // cols)
         # the library takes 16 rows at a time; short ones would cost it a thousand calls a tensor
         joined = math.gcd(rows, 1 << (_JOINED // cols).bit_length() >> 1) or 1
@@ -171,6 +219,13 @@ class GGUFSource:
         for begin in range(0, len(raw), step):
             values[begin:begin + step] = torch.from_numpy(_owned(dequantize(raw[begin:begin + step], kind)))
         return values.reshape(tensor.shape)
+
+
+def _slices(tensor: GGUFTensor) -> Iterator[GGUFTensor]:
+    """The parts of a tensor along its outermost dimension, which lie one after another."""
+    count, nbytes = tensor.shape[0], tensor.nbytes // tensor.shape[0]
+    for number in range(count):
+        yield GGUFTensor(tensor.name, tensor.shape[1:], tensor.type, tensor.offset + number * nbytes, nbytes)
 
 
 def _owned(values: np.ndarray) -> np.ndarray:

@@ -1,46 +1,104 @@
 """What GGUF's architectures are in Hugging Face's terms: names of tensors and settings, and what conversion
-to GGUF did to the weights."""
+to GGUF does to the weights. The table is read in both directions."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from quantkit.sources.gguf_metadata import GGUFMetadata
+from quantkit.errors import SourceError, did_you_mean
+from quantkit.sources.gguf_metadata import HF_FOLDER, GGUFMetadata
 
-_LINEARS = {"attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
-            "attn_output": "self_attn.o_proj", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",
-            "ffn_down": "mlp.down_proj"}
+TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+"""Tensors outside the layers, of all families: GGUF's name → Hugging Face's."""
+ROPE_FREQS = "rope_freqs.weight"
+LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
+ROPE_TABLES = (ROPE_FREQS, LONG_FACTORS, SHORT_FACTORS)
+"""Tensors that config.json says as numbers: Llama 3.1's scaling, and LongRoPE's factors."""
+EXPERT = "{expert}"
+"""In a Hugging Face name: the number of an expert. GGUF has one tensor of all, the expert outermost."""
+_SPLIT_ATTENTION = {"attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
+                    "attn_output": "self_attn.o_proj"}
+_SPLIT_MLP = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+_FUSED = {"attn_qkv": "self_attn.qkv_proj", "attn_output": "self_attn.o_proj",
+          "ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"}
+_MIXTRAL_EXPERTS = {"ffn_gate_inp": "block_sparse_moe.gate",
+                    "ffn_gate_exps": f"block_sparse_moe.experts.{EXPERT}.w1",
+                    "ffn_up_exps": f"block_sparse_moe.experts.{EXPERT}.w3",
+                    "ffn_down_exps": f"block_sparse_moe.experts.{EXPERT}.w2"}
+_QWEN_EXPERTS = {"ffn_gate_inp": "mlp.gate", "ffn_gate_exps": f"mlp.experts.{EXPERT}.gate_proj",
+                 "ffn_up_exps": f"mlp.experts.{EXPERT}.up_proj",
+                 "ffn_down_exps": f"mlp.experts.{EXPERT}.down_proj"}
 _TWO_NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
 _HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 _FOUR_NORMS = {"attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm",
                "ffn_norm": "pre_feedforward_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
+_LINEARS = _SPLIT_ATTENTION | _SPLIT_MLP
 _WINDOW, _PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
+_LLAMA_PERMUTED = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}
+
+
+def _silu(meta: GGUFMetadata, dim: int) -> dict[str, Any]:
+    return {"hidden_act": "silu"}
 
 
 @dataclass(frozen=True)
 class GGUFFamily:
-    """An architecture.
+    """A family of models as GGUF stores it.
 
     Attributes:
+        architecture: ``general.architecture``.
         model_class, model_type: in ``config.json``.
-        tensors: of a layer: GGUF's name → Hugging Face's.
-        interleaved: whether the rows of q and k are in the order of GGUF's own RoPE.
+        tensors: of a layer, weights and biases: GGUF's name → Hugging Face's, with :data:`EXPERT` in those
+            that GGUF has as one tensor of all experts.
+        permuted: tensors whose rows are in the order of GGUF's own RoPE, interleaved a head, → the key of
+            ``config.json`` with their number of heads.
         norm_offset: what the file's norm weights are above Hugging Face's.
         settings: the metadata and the head dimension → what ``config.json`` has beside that of all.
         keys: that these read beside those of all.
         windowed: whether its settings say which layers have a window.
+        freqs_table: whether Llama 3.1's scaling of the RoPE may be there, as ``rope_freqs``.
+        longrope: whether the RoPE may be LongRoPE, with tables of its factors, and may turn a share of each
+            head; other scalings aren't in this family then.
     """
 
+    architecture: str
     model_class: str
     model_type: str
-    tensors: Mapping[str, str] = field(default_factory=lambda: _LINEARS | _TWO_NORMS)
-    interleaved: bool = False
+    tensors: Mapping[str, str]
+    permuted: Mapping[str, str]
     norm_offset: float = 0.0
-    settings: Callable[[GGUFMetadata, int], dict[str, Any]] = lambda meta, dim: {"hidden_act": "silu"}
+    settings: Callable[[GGUFMetadata, int], dict[str, Any]] = _silu
     keys: frozenset[str] = frozenset()
     windowed: bool = False
+    freqs_table: bool = False
+    longrope: bool = False
+
+    @property
+    def experts(self) -> bool:
+        """Whether its layers have experts in place of an MLP."""
+        return any(EXPERT in name for name in self.tensors.values())
+
+
+def _mixtral(meta: GGUFMetadata, dim: int) -> dict[str, Any]:
+    return _silu(meta, dim) | {"num_local_experts": meta.integer("expert_count"),
+                               "num_experts_per_tok": meta.integer("expert_used_count"),
+                               "sliding_window": None}
+
+
+def _qwen3_moe(meta: GGUFMetadata, dim: int) -> dict[str, Any]:
+    """In this architecture every layer has experts, and the chosen ones' weights sum to 1."""
+    chosen = meta.integer("expert_used_count")
+    size = meta.integer("expert_feed_forward_length", max(meta.integer("feed_forward_length") // chosen, 1))
+    return _silu(meta, dim) | {"num_experts": meta.integer("expert_count"), "num_experts_per_tok": chosen,
+                               "moe_intermediate_size": size, "norm_topk_prob": True,
+                               "decoder_sparse_step": 1, "mlp_only_layers": []}
+
+
+def _phi3(meta: GGUFMetadata, dim: int) -> dict[str, Any]:
+    """A window is all layers'; converters write 0 where there is none."""
+    return _silu(meta, dim) | {"sliding_window": meta.integer(_WINDOW, 0, least=0) or None}
 
 
 def _gemma2(meta: GGUFMetadata, dim: int) -> dict[str, Any]:
@@ -52,10 +110,14 @@ def _gemma2(meta: GGUFMetadata, dim: int) -> dict[str, Any]:
 
 
 def _gemma3(meta: GGUFMetadata, dim: int) -> dict[str, Any]:
-    """Layers with a window have a rope of their own, which older files don't write."""
+    """Layers with a window have a rope of their own, which older files don't write. Without a window no layer
+    has one, whatever the pattern."""
     settings = _gemma(meta, dim, period=6, layers_of_27b=62) | {
-        "sliding_window": meta.integer(_WINDOW),
         "rope_local_base_freq": meta.real("rope.freq_base_swa", 10000.0)}
+    if window := meta.integer(_WINDOW, 0, least=0):
+        settings["sliding_window"] = window
+    else:
+        settings["layer_types"] = ["full_attention"] * meta.integer("block_count")
     if meta.raw("final_logit_softcapping") is not None:
         settings["final_logit_softcapping"] = meta.real("final_logit_softcapping")
     return settings
@@ -75,14 +137,38 @@ def _gemma(meta: GGUFMetadata, dim: int, period: int, layers_of_27b: int) -> dic
             "layer_types": ["sliding_attention" if windowed else "full_attention" for windowed in windows]}
 
 
-FAMILIES = {
-    "llama": GGUFFamily("LlamaForCausalLM", "llama", interleaved=True),
-    "qwen2": GGUFFamily("Qwen2ForCausalLM", "qwen2"),
-    "qwen3": GGUFFamily("Qwen3ForCausalLM", "qwen3", _LINEARS | _TWO_NORMS | _HEAD_NORMS),
-    "gemma2": GGUFFamily("Gemma2ForCausalLM", "gemma2", _LINEARS | _FOUR_NORMS, norm_offset=1.0,
-                         settings=_gemma2, windowed=True,
-                         keys=frozenset({_PATTERN, "attn_logit_softcapping", "final_logit_softcapping"})),
-    "gemma3": GGUFFamily("Gemma3ForCausalLM", "gemma3_text", _LINEARS | _FOUR_NORMS | _HEAD_NORMS,
-                         norm_offset=1.0, settings=_gemma3, windowed=True,
-                         keys=frozenset({_PATTERN, "rope.freq_base_swa", "final_logit_softcapping"}))}
-"""By ``general.architecture``."""
+FAMILIES = {family.model_type: family for family in (
+    GGUFFamily("llama", "LlamaForCausalLM", "llama", _LINEARS | _TWO_NORMS, _LLAMA_PERMUTED,
+               freqs_table=True),
+    GGUFFamily("llama", "MixtralForCausalLM", "mixtral", _SPLIT_ATTENTION | _MIXTRAL_EXPERTS | _TWO_NORMS,
+               _LLAMA_PERMUTED, settings=_mixtral, freqs_table=True),
+    GGUFFamily("qwen2", "Qwen2ForCausalLM", "qwen2", _LINEARS | _TWO_NORMS, {}),
+    GGUFFamily("qwen3", "Qwen3ForCausalLM", "qwen3", _LINEARS | _TWO_NORMS | _HEAD_NORMS, {}),
+    GGUFFamily("qwen3moe", "Qwen3MoeForCausalLM", "qwen3_moe",
+               _SPLIT_ATTENTION | _QWEN_EXPERTS | _TWO_NORMS | _HEAD_NORMS, {}, settings=_qwen3_moe,
+               keys=frozenset({"expert_feed_forward_length"})),
+    GGUFFamily("phi3", "Phi3ForCausalLM", "phi3", _FUSED | _TWO_NORMS, {}, settings=_phi3, windowed=True,
+               longrope=True),
+    GGUFFamily("gemma2", "Gemma2ForCausalLM", "gemma2", _LINEARS | _FOUR_NORMS, {}, norm_offset=1.0,
+               settings=_gemma2, windowed=True,
+               keys=frozenset({_PATTERN, "attn_logit_softcapping", "final_logit_softcapping"})),
+    GGUFFamily("gemma3", "Gemma3ForCausalLM", "gemma3_text", _LINEARS | _FOUR_NORMS | _HEAD_NORMS, {},
+               norm_offset=1.0, settings=_gemma3, windowed=True,
+               keys=frozenset({_PATTERN, "rope.freq_base_swa", "final_logit_softcapping"})))}
+"""By the ``model_type`` of ``config.json``. Mistral is written as ``llama``, from which it can't be told."""
+
+
+def family_of(metadata: Mapping[str, Any], where: str) -> GGUFFamily:
+    """The family of ``general.architecture``; one of several by whether there are experts.
+
+    Raises:
+        SourceError: an unknown architecture.
+    """
+    architecture = metadata.get("general.architecture")
+    known = [family for family in FAMILIES.values() if family.architecture == architecture]
+    if not known:
+        name = str(architecture)[:80]
+        names = dict.fromkeys(family.architecture for family in FAMILIES.values())
+        raise SourceError(f"{where} holds a {name!r} model", why=did_you_mean(name, names), next=HF_FOLDER)
+    experts = bool(metadata.get(f"{architecture}.expert_count"))
+    return next((family for family in known if family.experts == experts), known[0])

@@ -5,10 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 from typing import Any
 
+import numpy as np
+
 from quantkit.errors import SourceError
 
 HF_FOLDER = "give the model's Hugging Face folder instead"
 MAX_INT, HUGE = 2**31 - 1, 1e30
+
+
+def decimal(value: float) -> float:
+    """The shortest decimal number that float32 stores as this: 9.999999747378752e-06 was written as 1e-5."""
+    return float(str(np.float32(value)))
 
 
 class GGUFMetadata:

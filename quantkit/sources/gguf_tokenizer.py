@@ -1,63 +1,36 @@
 """Tokenizer files made from GGUF metadata, in Hugging Face's ``tokenizer.json`` form.
 
-Two kinds exist in the supported families: byte-level BPE (``gpt2``) with one of a few rules for
-splitting text, and SentencePiece BPE (``llama``) with byte fallback.
+Two kinds exist in the supported families: byte-level BPE (``gpt2``) with one of several rules for cutting
+text, and SentencePiece BPE (``llama``) with byte fallback.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from quantkit.errors import SourceError, did_you_mean
 from quantkit.sources.gguf_metadata import HF_FOLDER
+from quantkit.sources.gguf_pretokenizers import PRE_TOKENIZERS, PreTokenizer
 
 MAX_TOKENS, MAX_TOKEN, MAX_TEXT = 1_000_000, 512, 2**24
 """Tokens, characters of one and of all: they bound the time that finding SentencePiece's merges takes."""
-_GPT2 = r"""'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
-_LLAMA3 = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-           r"|\s*[\r\n]+|\s+(?!\S)|\s+")
-_QWEN2 = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-          r"|\s*[\r\n]+|\s+(?!\S)|\s+")
 _SPACE = "▁"
+_PHI3 = re.compile("phi-?3")
+"""Name of a model whose special tokens take the white space behind them, as in its ``tokenizer.json``: GGUF
+doesn't say so, and llama.cpp goes by the name too."""
+_UNSTRIPPED = ("<unk>", "<s>", "<|endoftext|>")
 _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
-
-
-@dataclass(frozen=True)
-class _Rule:
-    """How text is cut before merging.
-
-    Attributes:
-        regex: what is one piece.
-        digits: whether each digit is split off first.
-        nfc: whether text is normalized to Unicode's NFC first.
-        whole: whether a piece that is a token is taken without merging.
-        bos: whether a BOS is put in front when the file doesn't say.
-    """
-
-    regex: str
-    digits: bool = False
-    nfc: bool = False
-    whole: bool = False
-    bos: bool = False
-
-
-_LLAMA3_RULE = _Rule(_LLAMA3, whole=True, bos=True)
-_QWEN2_RULE = _Rule(_QWEN2, nfc=True)
-PRE_TOKENIZERS = {"default": _Rule(_GPT2), "gpt-2": _Rule(_GPT2), "smollm": _Rule(_GPT2, digits=True),
-                  "llama-bpe": _LLAMA3_RULE, "llama3": _LLAMA3_RULE, "llama-v3": _LLAMA3_RULE,
-                  "qwen2": _QWEN2_RULE, "deepseek-r1-qwen": _QWEN2_RULE}
-"""By the name in ``tokenizer.ggml.pre``, as in their models' own ``tokenizer.json``."""
 
 
 def tokenizer_files(metadata: Mapping[str, Any], where: str, vocab_size: int) -> dict[str, bytes]:
     """``tokenizer.json``, ``tokenizer_config.json`` and ``generation_config.json``.
 
     Args:
-        metadata: the ``tokenizer.*`` keys.
+        metadata: the ``tokenizer.*`` keys, and ``general.name``.
         where: the file's name, for errors.
         vocab_size: rows of the embedding; no token may lie beyond.
 
@@ -82,9 +55,11 @@ def tokenizer_files(metadata: Mapping[str, Any], where: str, vocab_size: int) ->
                           next=HF_FOLDER)
     rule = _rule(metadata, where) if model == "gpt2" else None
     try:
+        signs = rule is None and not metadata.get("tokenizer.ggml.add_space_prefix", True)
+        tokens = _spaces_as_signs(metadata, tokens) if signs else tokens
         tokenizer = _sentencepiece(metadata, tokens, where) if rule is None \
             else _byte_level(tokens, _strings(metadata, "merges", where), rule)
-        _add_special(tokenizer, metadata, tokens)
+        _add_special(tokenizer, metadata, tokens, signs)
         config, generation = _settings(metadata, tokens, rule is None or rule.bos)
         _add_ends(tokenizer, config)
         text: str = tokenizer.to_str(pretty=True)
@@ -97,7 +72,7 @@ def tokenizer_files(metadata: Mapping[str, Any], where: str, vocab_size: int) ->
             "generation_config.json": _json(generation)}
 
 
-def _rule(metadata: Mapping[str, Any], where: str) -> _Rule:
+def _rule(metadata: Mapping[str, Any], where: str) -> PreTokenizer:
     pre = metadata.get("tokenizer.ggml.pre", "default")
     if pre == "default":  # conversions of before April 2024 have no name at all
         warnings.warn(f"{where} doesn't say how its model cuts text: GPT-2's rule is taken, and digits or "
@@ -116,20 +91,15 @@ def _strings(metadata: Mapping[str, Any], key: str, where: str) -> list[str]:
     return values
 
 
-def _byte_level(tokens: list[str], merges: list[str], rule: _Rule) -> Any:
-    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+def _byte_level(tokens: list[str], merges: list[str], rule: PreTokenizer) -> Any:
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
     vocab = {token: i for i, token in enumerate(tokens)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=pairs, ignore_merges=rule.whole))
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=pairs, ignore_merges=rule.ignore_merges))
     if rule.nfc:
         tokenizer.normalizer = normalizers.NFC()
-    steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if rule.digits else []
-    plain = rule.regex == _GPT2  # the library's own
-    if not plain:
-        steps.append(pre_tokenizers.Split(Regex(rule.regex), "isolated"))
-    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=plain))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(rule.steps())
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
@@ -172,15 +142,33 @@ def _merges(metadata: Mapping[str, Any], vocab: Mapping[str, int], where: str) -
     return pairs
 
 
-def _add_special(tokenizer: Any, metadata: Mapping[str, Any], tokens: list[str]) -> None:
-    """Control tokens are special and left out of decoded text, the author's own tokens are not."""
+def _spaces_as_signs(metadata: Mapping[str, Any], tokens: list[str]) -> list[str]:
+    """The author's own tokens as SentencePiece has them: conversion to GGUF writes their ``▁`` as spaces."""
+    kinds = metadata.get("tokenizer.ggml.token_type") or []
+    named = [token.replace(" ", _SPACE) if kind == _USER_DEFINED else token
+             for token, kind in zip(tokens, kinds)]
+    return named if len(set(named)) == len(tokens) else tokens
+
+
+def _add_special(tokenizer: Any, metadata: Mapping[str, Any], tokens: list[str], signs: bool) -> None:
+    """Control tokens are special and left out of decoded text, the author's own tokens are not.
+
+    Args:
+        signs: whether the author's tokens with ``▁`` are looked for where a text's spaces are ``▁`` already,
+            as SentencePiece does: a ``▁`` of the text is the same. Where a ``▁`` is put in front of a text,
+            the library would put one in front of these, too.
+    """
     from tokenizers import AddedToken
 
     kinds = list(zip(tokens, metadata.get("tokenizer.ggml.token_type") or []))
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False)
-                                  for token, kind in kinds if kind in (_CONTROL, _UNKNOWN)])
-    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False)
-                          for token, kind in kinds if kind == _USER_DEFINED])
+    strips = _PHI3.search(str(metadata.get("general.name")).lower()) is not None
+    tokenizer.add_special_tokens([
+        AddedToken(token, special=True, normalized=False, rstrip=strips and token not in _UNSTRIPPED)
+        for token, kind in kinds if kind in (_CONTROL, _UNKNOWN)])
+    tokenizer.add_tokens([
+        AddedToken(token, special=False, normalized=signs and _SPACE in token,
+                   rstrip=strips and token not in _UNSTRIPPED)
+        for token, kind in kinds if kind == _USER_DEFINED])
 
 
 def _settings(metadata: Mapping[str, Any], tokens: list[str],

@@ -1,4 +1,4 @@
-"""GGUF files: their bytes, and metadata that says other things than the tensors."""
+"""GGUF files: their bytes, metadata that says other things than the tensors, and models in several files."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from gguf.quants import quantize
 from quantkit.models.architecture import parse_config, tensor_shapes
 from quantkit.sources.gguf import GGUFSource
 from quantkit.sources.gguf_config import hf_config
+from quantkit.sources.gguf_families import LONG_FACTORS, SHORT_FACTORS
 from quantkit.sources.gguf_header import open_gguf
 from quantkit.sources.gguf_tokenizer import tokenizer_files
 from quantkit.testing import tiny_tokenizer
 from quantkit.text.tokenizer import Tokenizer
+from tests.support.gguf_models import write_model
 
 HIDDEN, HEADS, FFN = 32, 4, 32
 BLOCK = {"attn_norm": (HIDDEN,), "ffn_norm": (HIDDEN,), "attn_q": (HIDDEN, HIDDEN),
@@ -66,14 +68,24 @@ def files(tmp_path_factory):
     place = tmp_path_factory.mktemp("gguf")
     return [_write(place / "llama.gguf", "llama", GGMLQuantizationType.Q8_0, "llama"),
             _write(place / "qwen3.gguf", "qwen3", None, "gpt2"),
-            _write(place / "qwen2.gguf", "qwen2", GGMLQuantizationType.Q4_0, "gpt2")]
+            _write(place / "qwen2.gguf", "qwen2", GGMLQuantizationType.Q4_0, "gpt2"),
+            *(_tiny(place, family) for family in ("mixtral", "qwen3_moe", "phi3"))]
+
+
+def _tiny(place, family):
+    """With tensors of three dimensions, or tables of a RoPE's factors."""
+    long = {"partial_rotary_factor": 0.75, "original_max_position_embeddings": 32, "rope_scaling": {
+        "rope_type": "longrope", "short_factor": [1.0] * 6, "long_factor": [2.0] * 6}}
+    write_model(place / f"{family}.gguf", family, num_hidden_layers=1, **(long if family == "phi3" else {}))
+    return place / f"{family}.gguf"
 
 
 def _read(path):
     source = GGUFSource(path, str(path))
     config = source.config()
     parse_config(config)
-    for name in list(source.tensors())[:4]:
+    names = list(source.tensors())
+    for name in {*names[:4], *names[-4:]}:
         source.tensor(name)
     Tokenizer(source.side_files(), config).encode("a b")
     source.close()
@@ -116,12 +128,36 @@ def test_metadata(files, fuzz, mutations):
         seeds.append(header.metadata)
     rows = len(seeds[0]["tokenizer.ggml.tokens"])
     shapes = {"model.embed_tokens.weight": (rows, HIDDEN), "model.layers.0.mlp.up_proj.weight": (FFN, HIDDEN)}
+    tables = {name: np.ones(6, np.float32) for name in (LONG_FACTORS, SHORT_FACTORS)}
 
     def parse(metadata):
         if not isinstance(metadata, dict):
             return  # the reader makes nothing else
-        config = hf_config(metadata, shapes, None, "m.gguf")
+        long = tables if metadata.get("general.architecture") == "phi3" else {}
+        config = hf_config(metadata, shapes, long, "m.gguf")
         tensor_shapes(parse_config(config))
         Tokenizer(tokenizer_files(metadata, "m.gguf", max(rows, 400)), config).encode("a b")
 
     fuzz(parse, seeds, mutations["json"])
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_files_of_one_model(fuzz, mutations, tmp_path):
+    """One of three files is mutated, the others are what they were."""
+    write_model(tmp_path / "m.gguf", "mixtral", shards=3, num_hidden_layers=1)
+    places = [tmp_path / f"m-{number:05}-of-00003.gguf" for number in (1, 2, 3)]
+    contents = [place.read_bytes() for place in places]
+    sizes = {data: _header_size(place) for place, data in zip(places, contents)}
+
+    def parse(files):
+        for place, data in zip(places, files):
+            place.write_bytes(data)
+        _read(places[0])
+
+    def mutate(files, chance):
+        number = chance.randrange(3)
+        data = files[number]
+        changed = mutations["bytes"](data[:sizes[data]], chance) + data[sizes[data]:]
+        return [*files[:number], changed, *files[number + 1:]]
+
+    fuzz(parse, [contents], mutate)

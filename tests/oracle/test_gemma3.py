@@ -12,7 +12,8 @@ from quantkit.sources.open import open_source
 pytestmark = [pytest.mark.oracle, pytest.mark.slow]
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (extra: oracle)")
 TEXTS = ("The quick brown fox.\n\n  Zwei Wörter, 3,141 and    spaces\tend.", "def f(x):\n\treturn x**2\n",
-         "模型 <start_of_turn>user\nHi<end_of_turn>\n", "", " ", "\n\n\n\n", "<unused0><bos>")
+         "模型 <start_of_turn>user\nHi<end_of_turn>\n", "", " ", "\n\n\n\n", "<unused0><bos>",
+         "a ▁ b  ▁▁  c▁d\n ▁\n")
 
 
 @pytest.fixture(scope="module")

@@ -1,10 +1,15 @@
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import struct
+import sys
 from pathlib import Path
 
 import pytest
+
+from quantkit.evaluate.peers.worker_session import WorkerSession
 
 TINY = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 8, "vocab_size": 4,
         "num_hidden_layers": 0}
@@ -51,7 +56,7 @@ def model_folder():
 def build_gguf(path: Path, *, arch: str = "llama", layers: int = 2, heads: int = 4, kv_heads: int = 2,
                dim: int = 8, ffn: int = 64, types: dict | None = None, extra=(), drop=(),
                tensors: dict | None = None, tied: bool = True, tokenizer=None, seed: int = 0,
-               biases: bool = False) -> dict:
+               biases: bool = False, raw: dict | None = None) -> dict:
     """Write a tiny GGUF with the ``gguf`` library; returns each tensor's float32 values by GGUF name.
 
     Args:
@@ -60,6 +65,7 @@ def build_gguf(path: Path, *, arch: str = "llama", layers: int = 2, heads: int =
         drop: keys that are left out.
         tensors: GGUF name → float32 array, added or replacing.
         tokenizer: called with the writer; default: byte-level with 300 tokens.
+        raw: GGUF name → quantization type and uint8 rows of its blocks, stored as they are.
     """
     import numpy as np
     from gguf import GGUFWriter
@@ -100,7 +106,10 @@ def build_gguf(path: Path, *, arch: str = "llama", layers: int = 2, heads: int =
     stored = {}
     for name, value in values.items():
         kind = (types or {}).get(name)
-        if kind is None:
+        if name in (raw or {}):
+            kind, blocks = raw[name]
+            writer.add_tensor(name, blocks, raw_dtype=kind)
+        elif kind is None:
             writer.add_tensor(name, value)
             stored[name] = value
         else:
@@ -128,6 +137,25 @@ def byte_tokenizer(writer, pre: str | None = "smollm", *, tokens=None, merges=No
     writer.add_token_types([3, 4, *[1] * (len(names) - 2)] if kinds is None else kinds)
     writer.add_token_merges(merges)
     writer.add_eos_token_id(0)
+
+
+@pytest.fixture
+def llama_cpp():
+    """``with llama_cpp(path) as session``: a file that llama.cpp opened in a process."""
+    library = os.environ.get("QUANTKIT_TEST_LLAMA", "")
+    if not library:
+        pytest.skip("QUANTKIT_TEST_LLAMA names no folder with libllama")
+
+    @contextlib.contextmanager
+    def opened(path: Path):
+        options = {"file": str(path), "bin": library, "context": 512, "threads": 1}
+        session = WorkerSession("llama.cpp", sys.executable, "llama_worker.py", options, "see what it says")
+        try:
+            yield session
+        finally:
+            session.close()
+
+    return opened
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Q
+from gguf.constants import GGML_QUANT_SIZES
+from gguf.quants import dequantize
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -100,14 +102,18 @@ def test_a_tensor_is_its_reader_s_own(tmp_path, gguf_file):
 
 
 @pytest.mark.parametrize("kwargs,what", [
-    ({"arch": "phi3"}, "'phi3'"),
+    ({"arch": "phi2"}, "'phi2'"),
     ({"tensors": {"blk.0.ffn_gate_exps.weight": np.zeros((8, 32), np.float32)}}, "ffn_gate_exps"),
     ({"tensors": {"blk.00.attn_q.weight": np.zeros((8, 32), np.float32)}}, "blk.00"),
     ({"tensors": {"rope_factors_long.weight": np.zeros(4, np.float32)}}, "rope_factors_long"),
     ({"tensors": {"blk.0.attn_q.weight": np.zeros((24, 32), np.float32)}}, "24 rows, not 4 heads of 8"),
     ({"tensors": {"rope_freqs.weight": np.full(4, 3, np.float32)}}, "rope_freqs"),
-    ({"extra": [("add_uint16", "split.count", 3)]}, "one of 3 parts"),
-    ({"extra": [("add_expert_count", 4)]}, "expert_count"),
+    ({"extra": [("add_uint16", "split.count", 3)]}, "one of 3 files"),
+    ({"extra": [("add_expert_count", 4)]}, "ffn_gate"),
+    ({"arch": "qwen2", "extra": [("add_expert_count", 4)]}, "expert_count"),
+    ({"arch": "qwen2", "tensors": {"rope_freqs.weight": np.ones(4, np.float32)}}, "rope_freqs"),
+    ({"tensors": {"rope_freqs.weight": np.ones(2**15, np.float32)}}, "a number for each frequency"),
+    ({"tensors": {"rope_freqs.weight": np.ones((1, 4), np.float32)}}, "a number for each frequency"),
     ({"drop": ["add_block_count"]}, "block_count"),
     ({"tensors": {"blk.0.ffn_up.weight": np.zeros((64, 32), np.int8)}}, "'blk.0.ffn_up.weight' as I8"),
     ({"tensors": {"rope_freqs.weight": np.ones(4, np.int8)}}, "'rope_freqs.weight' as I8"),
@@ -117,6 +123,42 @@ def test_what_can_t_be_taken_is_refused_at_once(tmp_path, gguf_file, kwargs, wha
     with pytest.raises(SourceError, match=what) as caught:
         opened(tmp_path / "m.gguf")
     assert "m.gguf" in caught.value.what and caught.value.next
+
+
+def _blocks(kind: Q, values: int) -> np.ndarray:
+    """Random bytes of a row; numbers of two bytes that are no number are among them."""
+    block, width = GGML_QUANT_SIZES[kind]
+    random = np.random.default_rng(kind.value)
+    return random.integers(0, 256, (32, values // block * width), np.uint8)
+
+
+def _can_dequantize(kind: Q) -> bool:
+    try:
+        dequantize(np.zeros_like(_blocks(kind, 256)), kind)
+    except NotImplementedError:
+        return False
+    return True
+
+
+@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+@pytest.mark.parametrize("kind", Q, ids=lambda kind: kind.name)
+def test_every_type_is_read_as_the_library_reads_it_or_refused_by_name(tmp_path, gguf_file, kind):
+    blocks, path = _blocks(kind, 256), tmp_path / "m.gguf"
+    gguf_file(path, ffn=256, layers=1, raw={"blk.0.ffn_down.weight": (kind, blocks)})
+    if not _can_dequantize(kind):
+        with pytest.raises(SourceError, match=f"'blk.0.ffn_down.weight' as {kind.name}"):
+            opened(path)
+        return
+    tensor = opened(path).tensor("model.layers.0.mlp.down_proj.weight")
+    wanted = torch.from_numpy(np.array(dequantize(blocks, kind), np.float32)).bfloat16()
+    assert tensor.shape == (32, 256) and torch.equal(tensor.view(torch.int16), wanted.view(torch.int16))
+
+
+def test_the_library_can_dequantize_what_is_published():
+    names = {kind.name for kind in Q if _can_dequantize(kind)}
+    assert names >= {"F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K",
+                     "Q5_K", "Q6_K", "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S",
+                     "IQ4_NL", "IQ4_XS", "TQ1_0", "TQ2_0", "MXFP4"}
 
 
 def test_a_table_of_ones_changes_nothing(tmp_path, gguf_file):

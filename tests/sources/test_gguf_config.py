@@ -14,10 +14,11 @@ LLAMA = {"block_count": 2, "context_length": 128, "embedding_length": 64, "feed_
 SHAPES = {"model.embed_tokens.weight": (100, 64)}
 
 
-def config(arch: str = "llama", shapes=SHAPES, factors=None, *, drop=(), top=None, **keys):
+def config(arch: str = "llama", shapes=SHAPES, factors=None, *, drop=(), top=None, tables=None, **keys):
     given = {**LLAMA, **{key.replace("__", "."): value for key, value in keys.items()}}
     metadata = {f"{arch}.{key}": value for key, value in given.items() if key not in drop}
-    return hf_config({"general.architecture": arch, **metadata, **(top or {})}, shapes, factors, "x.gguf")
+    tables = {**({} if factors is None else {"rope_freqs.weight": factors}), **(tables or {})}
+    return hf_config({"general.architecture": arch, **metadata, **(top or {})}, shapes, tables, "x.gguf")
 
 
 @pytest.mark.parametrize("arch,cls", [("llama", "LlamaForCausalLM"), ("qwen2", "Qwen2ForCausalLM"),
@@ -55,6 +56,8 @@ def test_gemma_3():
     assert other["rope_local_base_freq"] == 5e4 and other["final_logit_softcapping"] == 30.0
     assert other["rope_scaling"] == {"rope_type": "linear", "factor": 8.0}
     parse_config(other)
+    assert parse_config(gemma3(attention__sliding_window=0)).sliding_windows == (None,) * 7
+    assert parse_config(config("gemma3")).sliding_windows == (None,) * 2
 
 
 @pytest.mark.parametrize(("pattern", "full"), [(3, (2, 5)), ([True] * 4 + [False] * 3, (4, 5, 6)),
@@ -93,10 +96,25 @@ def test_defaults():
     ({"feed_forward_length": []}, "layers that differ"), ({"context_length": -1}, "context_length"),
     ({"attention__layer_norm_rms_epsilon": 0.0}, "epsilon"), ({"rope__freq_base": float("nan")}, "freq_base"),
     ({"rope__freq_base": float("inf")}, "freq_base"), ({"rope__freq_base": "x"}, "freq_base"),
-    ({"rope__dimension_count": 8}, "rotated whole"), ({"attention__value_length": 8}, "one width"),
+    ({"rope__dimension_count": 8}, "all 16 dimensions"), ({"attention__value_length": 8}, "one width"),
     ({"attention__causal": False}, "causal"), ({"attention__sliding_window": 64}, "sliding_window"),
-    ({"expert_count": 8}, "experts"), ({"logit_scale": 2.0}, "llama.logit_scale"),
-    ({"rope__scaling__type": "yarn"}, "'yarn'"), ({"rope__scaling__type": 3}, "scaling.type"),
+    ({"expert_count": -1}, "expert_count"), ({"expert_count": True}, "expert_count"),
+    ({"expert_count": 8}, "expert_used_count"), ({"arch": "qwen2", "expert_count": 8}, "no experts here"),
+    ({"arch": "qwen3moe", "expert_used_count": 2}, "expert_count"),
+    ({"arch": "qwen3moe", "expert_count": 8}, "expert_used_count"),
+    ({"logit_scale": 2.0}, "llama.logit_scale"),
+    ({"rope__scaling__type": "dynamic"}, "'dynamic'"), ({"rope__scaling__type": 3}, "scaling.type"),
+    ({"rope__scaling__type": "longrope"}, "LongRoPE"), ({"rope__scaling__attn_factor": 2.0}, "attn_factor"),
+    ({"rope__scaling__yarn_beta_fast": 16.0}, "yarn_beta_fast"), ({"rope__scaling__alpha": 2.0}, "alpha"),
+    ({"rope__scaling__type": "yarn", "rope__scaling__yarn_ext_factor": 0.5}, "yarn_ext_factor"),
+    ({"rope__scaling__type": "yarn", "rope__scaling__yarn_log_multiplier": 0.1}, "yarn_log_multiplier"),
+    ({"rope__scaling__type": "yarn", "factors": np.ones(8, np.float32)}, "a table"),
+    ({"arch": "phi3", "rope__scaling__type": "yarn"}, "LongRoPE, or not"),
+    ({"arch": "phi3", "rope__scaling__type": "linear", "rope__scaling__factor": 2.0}, "LongRoPE, or not"),
+    ({"arch": "phi3", "factors": np.ones(8, np.float32)}, "LongRoPE, or not"),
+    ({"arch": "phi3", "rope__dimension_count": 20}, "a head's 16"),
+    ({"arch": "phi3", "rope__dimension_count": 7}, "a head's 16"),
+    ({"arch": "phi3", "attention__sliding_window": -1}, "sliding_window"),
 ])
 def test_what_would_change_the_maths_is_refused(change, what):
     with pytest.raises(SourceError, match=what) as caught:
@@ -111,11 +129,11 @@ def test_a_needed_key_is_missing(key):
         config(drop=(key,))
 
 
-@pytest.mark.parametrize("arch", ["qwen", "phi3", "", None, 3, ["llama"]])
+@pytest.mark.parametrize("arch", ["qwen", "phi2", "", None, 3, ["llama"]])
 def test_an_unknown_architecture(arch):
     with pytest.raises(SourceError, match=r"holds a .* model") as caught:
-        hf_config({"general.architecture": arch}, SHAPES, None, "x.gguf")
-    assert "llama, qwen2, qwen3" in (caught.value.why or "")
+        hf_config({"general.architecture": arch}, SHAPES, {}, "x.gguf")
+    assert "llama, phi3, qwen2, qwen3, qwen3moe" in (caught.value.why or "")
 
 
 def test_no_embedding():
@@ -126,13 +144,90 @@ def test_no_embedding():
 
 def test_linear_rope_scaling():
     for keys in ({"rope__scaling__type": "linear", "rope__scaling__factor": 4.0},
+                 {"rope__scaling__factor": 4.0},
                  {"rope__scale_linear": 4.0}):
         found = config(**keys)
         assert found["rope_scaling"] == {"rope_type": "linear", "factor": 4.0}
         assert parse_config(found).rope.factor == 4.0
     for keys in ({"rope__scaling__type": "none"},
+                 {"rope__scaling__type": "none", "rope__scaling__factor": 4.0},
                  {"rope__scaling__type": "linear", "rope__scaling__factor": 1.0}):
         assert "rope_scaling" not in config(**keys)
+
+
+def test_yarn():
+    keys = {"rope__scaling__type": "yarn", "rope__scaling__factor": 4.0,
+            "rope__scaling__original_context_length": 32}
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+    assert config("qwen2", **keys)["rope_scaling"] == scaling
+    rope = parse_config(config("qwen2", **keys)).rope
+    assert (rope.kind, rope.beta_fast, rope.attention_factor) == ("yarn", 32.0, 0.1 * np.log(4.0) + 1)
+    hf = config(**keys, rope__scaling__yarn_ext_factor=1.0, rope__scaling__yarn_beta_fast=24.0,
+                   rope__scaling__yarn_beta_slow=float(np.float32(1.2)),
+                   rope__scaling__yarn_attn_factor=float(np.float32(0.9)))
+    assert hf["rope_scaling"] == {**scaling, "beta_fast": 24.0, "beta_slow": 1.2, "attention_factor": 0.9}
+    parse_config(hf)
+
+
+def longrope(count: int = 6, **keys):
+    tables = {f"rope_factors_{reach}.weight": np.linspace(1, end, count, dtype=np.float32)
+              for reach, end in (("short", 1.5), ("long", 9.0))}
+    given = {"rope__scaling__type": "longrope", "rope__scaling__original_context_length": 32,
+             "rope__scaling__attn_factor": float(np.float32(np.sqrt(1.4))), "rope__dimension_count": 12,
+             "tables": tables, **keys}
+    return config("phi3", **given)
+
+
+def test_longrope():
+    hf = longrope()
+    assert (hf["partial_rotary_factor"], hf["original_max_position_embeddings"]) == (0.75, 32)
+    assert set(hf["rope_scaling"]) == {"rope_type", "short_factor", "long_factor"}  # the usual magnitude
+    rope = parse_config(hf).rope
+    assert (rope.kind, rope.long_factors[-1], rope.short_factors[-1]) == ("longrope", 9.0, 1.5)
+    assert rope.attention_factor == pytest.approx(np.sqrt(1.4))
+    assert parse_config(longrope(rope__scaling__attn_factor=2.0)).rope.attention_factor == 2.0
+    assert parse_config(longrope(rope__scaling__attn_factor=None)).rope.attention_factor == 1.0
+    # older files have the tables alone, and llama.cpp goes by these
+    assert longrope(rope__scaling__type=None) == hf
+
+
+@pytest.mark.parametrize(("keys", "what"), [
+    ({"tables": None}, "no rope_factors_short"), ({"count": 5}, "a useless rope_factors_short"),
+    ({"tables": {"rope_factors_short.weight": np.ones(6, np.float32)}}, "no rope_factors_long"),
+    ({"tables": {"rope_factors_short.weight": np.ones(6, np.float32),
+                 "rope_factors_long.weight": np.full(6, np.nan, np.float32)}}, "a useless rope_factors_long"),
+    ({"rope__scaling__attn_factor": -1.0}, "attn_factor"), ({"rope__scaling__type": "none"}, None)])
+def test_longrope_that_is_none(keys, what):
+    if what is None:
+        assert longrope(**keys) == longrope()
+        return
+    with pytest.raises(SourceError, match=what):
+        longrope(**keys)
+
+
+@pytest.mark.parametrize(("dim", "rotated"), [(16, 16), (128, 96), (96, 2), (80, 32), (98, 58), (200, 74)])
+def test_the_share_of_a_head_gives_the_same_dimensions_again(dim, rotated):
+    hf = config("phi3", attention__key_length=dim, attention__value_length=dim,
+                   rope__dimension_count=rotated)
+    assert parse_config(hf).rope.rotated(dim) == rotated
+    assert ("partial_rotary_factor" in hf) is (rotated != dim)
+
+
+def test_phi_3():
+    hf = config("phi3", attention__sliding_window=64)
+    assert hf["architectures"] == ["Phi3ForCausalLM"] and "rope_scaling" not in hf
+    assert parse_config(hf).sliding_windows == (64, 64)
+    assert parse_config(config("phi3", attention__sliding_window=0)).sliding_windows == (None, None)
+
+
+def test_mixtures_of_experts():
+    mixtral = parse_config(config(expert_count=8, expert_used_count=2))
+    assert (mixtral.model_type, mixtral.experts.count, mixtral.experts.chosen) == ("mixtral", 8, 2)
+    assert mixtral.experts.intermediate_size == 96 and mixtral.rope.theta == 10000.0
+    keys = {"expert_count": 8, "expert_used_count": 2}
+    qwen = parse_config(config("qwen3moe", **keys, expert_feed_forward_length=24))
+    assert (qwen.experts.intermediate_size, qwen.experts.normalized) == (24, True)
+    assert config("qwen3moe", **keys)["moe_intermediate_size"] == 48
 
 
 def llama3_table(theta: float, dim: int, factor: float, low: float = 1.0, high: float = 4.0) -> np.ndarray:

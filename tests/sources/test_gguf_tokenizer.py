@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, pre_tokenizers
 
 from quantkit.errors import SourceError
-from quantkit.sources.gguf_tokenizer import PRE_TOKENIZERS, tokenizer_files
+from quantkit.sources.gguf_pretokenizers import PRE_TOKENIZERS
+from quantkit.sources.gguf_tokenizer import tokenizer_files
 from quantkit.sources.open import open_source
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*how its model cuts text")
@@ -88,7 +89,7 @@ def test_unicode_forms_are_composed_for_qwen_only():
         assert (tokenizer.encode(decomposed).ids == tokenizer.encode("é").ids) is same
 
 
-@pytest.mark.parametrize("pre", ["tekken", "", "GPT-2", 3])
+@pytest.mark.parametrize("pre", ["kimi-k2", "", "GPT-2", 3])
 def test_an_unknown_rule_is_named(pre):
     with pytest.raises(SourceError, match="splits text by the rule") as caught:
         load(byte_level(pre))
@@ -134,6 +135,42 @@ def test_no_special_token_is_merged_from_text():
     assert all("".join(pair) != "</s>" for pair in merges)  # though "</" and "s>" are tokens
 
 
+GEMMA = [*PIECES, "  ", "   ", "    ", "\n\n"]
+
+
+def gemma(**keys):
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)),
+              *(piece for piece in GEMMA if piece != "▁▁")]
+    ordinary = len(tokens) - 259 - 4
+    return sentencepiece(tokens=tokens, scores=[0.0] * 259 + [-float(i) for i in range(len(tokens) - 259)],
+                         token_type=[2, 3, 3] + [6] * 256 + [1] * ordinary + [4] * 4, add_space_prefix=False,
+                         **keys)
+
+
+@pytest.mark.parametrize(("text", "wanted"), [
+    ("e  e", ["e", "▁▁", "e"]), ("e ▁ e", ["e", "▁▁▁", "e"]), ("▁▁", ["▁▁"]), ("▁e", ["▁", "e"]),
+    ("e ▁▁▁ e", ["e", "▁▁▁▁", "▁", "e"]), ("\n\n ▁\n\n", ["\n\n", "▁▁", "\n\n"]), (" e", ["▁", "e"])])
+def test_a_token_of_spaces_is_one_of_the_signs_for_spaces_too(text, wanted):
+    """As SentencePiece has it: spaces and ``▁`` are the same once a text is normalized."""
+    tokenizer = load(gemma())
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    assert [tokenizer.id_to_token(token) for token in ids] == wanted
+    assert max(ids) < len(gemma()["tokenizer.ggml.tokens"])
+    assert tokenizer.decode(ids) == text.replace("▁", " ")
+
+
+@pytest.mark.parametrize(("name", "strips"), [("Phi 3 Mini", False), ("Phi-3-mini-4k-instruct", True),
+                                              ("phi3", True), (None, False), (3, False)])
+def test_phi_3_s_tokens_take_the_white_space_behind_them(name, strips):
+    """Its template puts a line break there, which the model never saw."""
+    tokenizer = load({**sentencepiece(token_type=[2, 3, 3] + [6] * 256 + [1] * (len(PIECES) - 1) + [3]),
+                      "general.name": name})
+    ids = tokenizer.encode(">\n is", add_special_tokens=False).ids
+    tokens = [tokenizer.id_to_token(token) for token in ids]
+    assert tokens == [">", "▁is"] if strips else [">", "▁", "<0x0A>", "▁is"]
+    assert "<0x0A>" in tokenizer.encode("<s>\n", add_special_tokens=False).tokens
+
+
 def test_no_space_in_front_when_the_file_says_so():
     tokenizer = load(sentencepiece(add_space_prefix=False))
     assert tokenizer.encode("the").tokens == ["<s>", "th", "e"]
@@ -165,7 +202,7 @@ def test_settings():
 
 
 @pytest.mark.parametrize("metadata,what", [
-    ({}, "no tokenizer"), (byte_level(tokens=[]), "no tokenizer"), (byte_level(model="bert"), "'bert'"),
+    ({}, "no tokenizer"), (byte_level(tokens=[]), "no tokenizer"), (byte_level(model="t5"), "'t5'"),
     (byte_level(model=None), "kind 'None'"), (byte_level(tokens=[1, 2]), "tokens that is no list of strings"),
     (byte_level(tokens="abc"), "no list of strings"), (byte_level(merges=[3]), "merges that is no list"),
     (byte_level(tokens=["a", "b", "a"]), "token twice"), (byte_level(tokens=["a" * 513]), "longer than"),

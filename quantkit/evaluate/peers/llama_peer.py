@@ -13,7 +13,7 @@ from pydantic import Field
 from quantkit.errors import UsageError
 from quantkit.evaluate.peers.base import Peer
 from quantkit.evaluate.peers.worker_session import WorkerSession
-from quantkit.sources.gguf_header import open_gguf
+from quantkit.sources.gguf_shards import open_shards
 from quantkit.text.tokenizer import Tokenizer
 
 PROGRAMS = ("llama-server", "llama-bench", "llama-cli")
@@ -66,11 +66,10 @@ def gguf_bits(file: Path) -> float | None:
     """Stored bits of all Linears of a GGUF over their parameters; the embedding isn't counted.
 
     Raises:
-        SourceError: the file can't be read, or is no GGUF.
+        SourceError: the file, or one beside it that belongs to it, can't be read or is no GGUF.
     """
-    header, data = open_gguf(file)
-    data.close()
-    linears = [tensor for name, tensor in header.tensors.items() if name.endswith(".weight")
-               and len(tensor.shape) > 1 and (name.startswith("blk.") or name == "output.weight")]
+    linears = [tensor for shard in open_shards(file)[1] for name, tensor in shard.tensors.items()
+               if name.endswith(".weight") and len(tensor.shape) > 1
+               and (name.startswith("blk.") or name == "output.weight")]
     weights = sum(math.prod(tensor.shape) for tensor in linears)
     return 8 * sum(tensor.nbytes for tensor in linears) / weights if weights else None
