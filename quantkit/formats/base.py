@@ -119,12 +119,13 @@ class Format(Protocol):
         quant_method: the Hugging Face ``quant_method`` that can say it (``compressed-tensors``,
             ``bitsandbytes``), or ``quantkit`` when none can.
 
-    A format may have three attributes more:
+    A format may have four attributes more:
 
     - ``rows(packed, ids)``: int64 ``[n]`` → float32 ``[n, in]``, what :meth:`dequantize` gives for these
       rows, decoding no others; without it an embedding can't have this format.
     - ``scales``: the dtype that it keeps scales in, ``"float16"``, whatever the model's is; methods then
       round to it, unless a recipe says ``scale_dtype``.
+    - ``spec``: the only :class:`~quantkit.spec.QuantSpec` that it can hold: a recipe's rule needs none then.
     - ``alone``: true if the standard that says it has place for one spec only: all quantized layers of a
       checkpoint are then of this format and of one spec.
     """
