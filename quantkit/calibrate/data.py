@@ -16,7 +16,7 @@ from quantkit.calibrate.files import DataFile, local_files, read_files, some_of
 from quantkit.calibrate.overlap import Passages, repeated
 from quantkit.calibrate.passages import builtin_documents
 from quantkit.calibrate.rows import Document
-from quantkit.calibrate.windows import SEPARATOR, Encoded, Ids, cut_windows
+from quantkit.calibrate.windows import SEPARATOR, Encoded, Ids, begun, cut_windows
 from quantkit.errors import CalibrationError, SourceError
 from quantkit.progress import Listener, silent
 from quantkit.spec import CalibrationSpec
@@ -83,17 +83,18 @@ def load_calibration(spec: CalibrationSpec, tokenizer: Tokenizer, vocabulary: in
     encoded = _encode(documents, tokenizer, packing)
     exams = _Exams(spec, tokenizer)
     windows = cut_windows(spec, encoded, packing, exams.hit)
-    if (largest := int(windows.tokens.max())) >= vocabulary:
+    tokens = begun(windows.tokens, tokenizer.first_id)
+    if (largest := int(tokens.max())) >= vocabulary:
         raise CalibrationError(f"the tokenizer yields token {largest}, the model knows {vocabulary}",
                                why="tokenizer.json and config.json are of different models",
                                next="replace tokenizer.json by the model's own")
     left_out = len(documents) - len(encoded)
-    coverage = exams.look(windows.tokens, Coverage(
+    coverage = exams.look(tokens, Coverage(
         documents=len(encoded), chats=sum(document.is_chat for document in documents) - left_out,
         left_out=left_out, available=windows.available, vocabulary=vocabulary, widest=widest,
         avoided=windows.avoided, short=sum(len(text.ids) < spec.length for text in encoded), cut=windows.cut,
         lost=windows.lost))
-    return CalibrationData(windows.tokens, windows.origins, packing, read, coverage)
+    return CalibrationData(tokens, windows.origins, packing, read, coverage)
 
 
 def own_calibration(spec: CalibrationSpec, tokenizer: Tokenizer, tokens: torch.Tensor, vocabulary: int,

@@ -59,6 +59,16 @@ class TooFewWindowsError(CalibrationError):
         self.windows = windows
 
 
+def begun(windows: torch.Tensor, first_id: int | None) -> torch.Tensor:
+    """Windows cut from a text, int64 ``[n, tokens]``, each as a text of its own: its first token gives its
+    place to the BOS that the tokenizer puts in front of texts, if there is one."""
+    if first_id is None:
+        return windows
+    windows = windows.clone()
+    windows[:, 0] = first_id
+    return windows
+
+
 def cut_windows(spec: CalibrationSpec, documents: Sequence[Encoded], packing: str,
                 avoid: Callable[[Ids], bool] = lambda ids: False) -> Windows:
     """Windows that don't overlap; ``spec.seed`` chooses which.

@@ -26,7 +26,8 @@ class Protocol:
         scored: predictions a model: ``windows * (window - 1 - prompt)``; a window's first token is not one.
         words: whitespace-separated words in the windows, for the perplexity a word.
         tasks: which were run, with their numbers of items.
-        bos: no BOS is put before a window.
+        bos: ``first``: a window's first token gave its place to the BOS that the tokenizer puts in front of
+            texts; ``none``: it puts none.
         dtype: of activations; several names if models differ, the reference's first.
         batch: windows that go through a model at once, and prompts in the speed test.
         seed: of the bootstrap.
@@ -94,11 +95,12 @@ class Protocol:
         cached = f" after a prompt of {self.prompt} tokens in the KV cache" if self.prompt else ""
         tasks = [f"tasks {self.tasks}"] if self.tasks else []
         gpu = f"{self.gpu}; " if self.gpu else ""
+        bos = "no BOS" if self.bos == "none" else "a BOS each"
         several = [f"text {name}: {text} (sha256 {digest[:12]}), {windows} windows"
                    for name, text, digest, windows in self.texts]
         return [*several, f"{f'{len(self.texts)} texts' if self.texts else f'text {self.text}'} "
                 f"(sha256 {self.text_sha256[:12]}), {self.windows} windows of {self.window} "
-                f"tokens, no overlap, no BOS, {self.scored} predictions{cached}", *tasks,
+                f"tokens, no overlap, {bos}, {self.scored} predictions{cached}", *tasks,
                 f"activations {self.dtype}; {speed}",
                 f"{gpu}{self.cpu}, {self.cores} cores, {self.threads} threads, torch {self.torch}, "
                 f"quantkit {self.quantkit}; fingerprint {self.fingerprint}"]

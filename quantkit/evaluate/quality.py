@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 
+from quantkit.calibrate.windows import begun
 from quantkit.errors import QuantkitError, UsageError
 from quantkit.evaluate.forced import TeacherForcedModel
 from quantkit.evaluate.keys import EXACT
@@ -34,7 +35,8 @@ class TokenizedModel(Protocol):
 
 def windows_of(loaded: TokenizedModel, text: str, window: int, windows: int,
                options: tuple[str, str] = ("--window", "--windows")) -> torch.Tensor:
-    """The first windows of a text as token ids, int64 ``[windows, window]``.
+    """The first windows of a text as token ids, int64 ``[windows, window]``, each with its BOS if the
+    tokenizer puts one in front of texts.
 
     Args:
         loaded: its tokenizer and context.
@@ -60,7 +62,7 @@ def windows_of(loaded: TokenizedModel, text: str, window: int, windows: int,
                          why=f"{windows} windows of {window} tokens",
                          next=f"{options[1]} {len(ids) // window}" if len(ids) >= window
                          else f"give a longer text, or a smaller {options[0]}")
-    return torch.tensor(ids[:need]).reshape(windows, window)
+    return begun(torch.tensor(ids[:need]).reshape(windows, window), loaded.tokenizer.first_id)
 
 
 def compare(models: Sequence[LoadedModel | TeacherForcedModel], tokens: torch.Tensor,

@@ -57,6 +57,12 @@ class Tokenizer:
         """Ids that mean something; a model may have more rows than that."""
         return int(self._inner.get_vocab_size(with_added_tokens=True))
 
+    @functools.cached_property
+    def first_id(self) -> int | None:
+        """The BOS that the tokenizer puts in front of every text; ``None`` if it puts none."""
+        ids = self.encode("a")
+        return self.bos_id if self.bos_id is not None and ids[:1] == [self.bos_id] else None
+
     def encode(self, text: str, special: bool = True, *, parse_special: bool = True) -> list[int]:
         """Ids of ``text``.
 

@@ -20,17 +20,26 @@ TEXT = "the cat and the other one sat on the mat, in the heat of the sun. " * 40
 
 def test_windows_follow_one_another(loaded):
     ids = loaded.tokenizer.encode(TEXT, special=False)
-    found = windows_of(loaded, TEXT, 32, 5)
-    assert found.shape == (5, 32) and found.dtype == torch.int64
-    assert found.flatten().tolist() == ids[:160], "no BOS, no gap, no overlap"
+    windows = windows_of(loaded, TEXT, 32, 5)
+    assert windows.shape == (5, 32) and windows.dtype == torch.int64
+    assert windows[:, 1:].tolist() == torch.tensor(ids[:160]).view(5, 32)[:, 1:].tolist(), "no gap, no overlap"
+
+
+def test_a_window_begins_as_a_text_does(loaded, monkeypatch):
+    first = loaded.tokenizer.encode("any")[0]
+    begun = windows_of(loaded, TEXT, 32, 5)
+    assert first == loaded.tokenizer.bos_id and begun[:, 0].tolist() == [first] * 5
+    monkeypatch.setitem(loaded.tokenizer.__dict__, "first_id", None)
+    plain = windows_of(loaded, TEXT, 32, 5)
+    assert plain[0, 0] != first and torch.equal(begun[:, 1:], plain[:, 1:])
 
 
 @pytest.mark.parametrize(("window", "windows"), [(2, 1), (16, 3), (128, 20)])
 def test_leaving_out_the_end_of_a_long_text_changes_nothing(loaded, window, windows):
     text = load_text().content
     need = window * windows
-    assert windows_of(loaded, text, window, windows).flatten().tolist() == (
-        loaded.tokenizer.encode(text, special=False)[:need])
+    ids = torch.tensor(loaded.tokenizer.encode(text, special=False)[:need]).view(windows, window)
+    assert torch.equal(windows_of(loaded, text, window, windows)[:, 1:], ids[:, 1:])
 
 
 def test_a_text_of_few_tokens_for_its_length(loaded, monkeypatch):

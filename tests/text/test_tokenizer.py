@@ -30,6 +30,11 @@ def test_bos_is_there_once_or_never(adds, text, starts):
     assert tokenizer.encode(text) == [BOS] * starts + plain
 
 
+def test_the_first_token_of_every_text():
+    assert make(adds_bos=True).first_id == BOS
+    assert make(adds_bos=False).first_id is None
+
+
 def test_a_bos_that_the_text_repeats_is_the_texts_own_affair():
     tokenizer = make()
     assert tokenizer.encode("<s><s>a")[:3] == [BOS, BOS, tokenizer.encode("a", special=False)[0]]

@@ -166,7 +166,8 @@ def _protocol(plan: SweepPlan, settings: EvalSettings, quality: Sequence[Sequenc
         ", ".join(dtypes), *timed, __version__, torch.__version__, cpu_name(), cpu_cores(),
         torch.get_num_threads(), plan.prompt,
         ", ".join(f"{name} ({count} items)" for name, count in tasks.items()),
-        gpu=gpu_name(find_device(settings.device)), texts=parts if len(parts) > 1 else ())
+        bos="first" if first[0].data["bos"] else "none", gpu=gpu_name(find_device(settings.device)),
+        texts=parts if len(parts) > 1 else ())
 
 
 def _combined_hash(hashes: Sequence[str]) -> str:

@@ -104,6 +104,7 @@ def score_text(job: QualityJob, progress: Listener, loading: Listener) -> Measur
     scores, distances = score(runners, ids, progress, job.prompt or 0, truth)
     first = 0 if job.of_reference else 1
     data: dict[str, Any] = {"tokens": hashlib.sha256(ids.numpy().astype("<i8").tobytes()).hexdigest(),
+                            "bos": reference.tokenizer.first_id is not None,
                             "words": sum(len(reference.tokenizer.decode(window, skip_special=False).split())
                                          for window in ids.tolist()), "rows": []}
     arrays: dict[str, np.ndarray] = {"ids": ids.numpy().astype(np.int32)}

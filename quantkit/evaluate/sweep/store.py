@@ -21,7 +21,7 @@ from quantkit.checkpoint.durable import sync_folder, write_file
 from quantkit.errors import QuantkitError
 from quantkit_kernels.kept import cache_folder
 
-VERSION = 1
+VERSION = 2
 """Of what is kept: another one finds nothing of it."""
 NEW = ".new-"
 """Beginning of the name of a folder that is being made."""
