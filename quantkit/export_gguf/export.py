@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import re
 import shlex
 import shutil
 import time
@@ -40,6 +41,7 @@ GGUF = "gguf"
 """What ``--to`` calls it."""
 QUANTIZATION_VERSION = 2
 """Of the layouts of llama.cpp's blocks."""
+_PHI3 = re.compile(r"(phi)-?3", re.IGNORECASE)
 _FILE_TYPES = {"F32": "ALL_F32", "Q4_K": "MOSTLY_Q4_K_M", "Q5_K": "MOSTLY_Q5_K_M", "Q3_K": "MOSTLY_Q3_K_M"}
 """``general.file_type``, where it isn't ``MOSTLY_`` and the type."""
 
@@ -107,7 +109,8 @@ def export_gguf(uri: str, out: str | Path, *, revision: str | None = None,
         planned = with_types(planned, opened, phases("checking tensors"))
         tables = [FileTensor(name, "F32", tuple(table.shape)) for name, table in model.tables.items()]
         tensors = (*tables, *(tensor.file for tensor in planned))
-        metadata = _general(opened, uri, planned) | model.values | tokenizer.values
+        name = _model_name(checkpoint_name(uri), tokenizer.strips_space)
+        metadata = _general(opened, name, planned) | model.values | tokenizer.values
         header = header_bytes(metadata, tensors)
         total = len(header) + sum(tensor.nbytes + tensor.padding for tensor in tensors)
         digest = _write(path, total, _chunks(header, model, planned, opened, phases("writing tensors")))
@@ -141,7 +144,14 @@ def _require_types(checkpoint: AnyCheckpoint) -> None:
         raise UsageError(f"no layer of {checkpoint.path} is quantized", next="quantkit inspect DIR")
 
 
-def _general(checkpoint: AnyCheckpoint, uri: str, tensors: Sequence[PlannedTensor]) -> dict[str, Value]:
+def _model_name(name: str, strips_space: bool) -> str:
+    """A name from which llama.cpp tells what it otherwise can't: whether control tokens are Phi-3's."""
+    if strips_space:
+        return name if _PHI3.search(name) else f"{name} (Phi-3)"
+    return _PHI3.sub(r"\1 3", name)
+
+
+def _general(checkpoint: AnyCheckpoint, name: str, tensors: Sequence[PlannedTensor]) -> dict[str, Value]:
     """What the file is, and where it comes from."""
     from gguf.constants import LlamaFileType
 
@@ -153,7 +163,7 @@ def _general(checkpoint: AnyCheckpoint, uri: str, tensors: Sequence[PlannedTenso
     names = LlamaFileType.__members__
     file_type = names.get(_FILE_TYPES.get(kind, f"MOSTLY_{kind}"), LlamaFileType.GUESSED)
     general: dict[str, Value] = {
-        "general.type": "model", "general.name": checkpoint_name(uri),
+        "general.type": "model", "general.name": name,
         "general.quantized_by": f"quantkit {__version__}", "general.file_type": int(file_type),
         "general.quantization_version": QUANTIZATION_VERSION, "quantkit.version": __version__}
     if not isinstance(checkpoint, Checkpoint):

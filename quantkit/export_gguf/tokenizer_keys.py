@@ -20,6 +20,8 @@ from quantkit.text.tokenizer import Tokenizer
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 _SPACE = "▁"
 _BYTES = tuple(f"<0x{value:02X}>" for value in range(256))
+_PHI3_PLAIN = ("<unk>", "<s>", "<|endoftext|>")
+"""Phi-3's control tokens that leave the space behind them; all others take it away."""
 _ENDS = ("eos", "eot", "eom")
 """Keys for tokens that end an answer, all three of which llama.cpp obeys."""
 _NEXT = "run the model with quantkit, or export it to another layout for vLLM"
@@ -31,10 +33,13 @@ class TokenizerKeys:
 
     Attributes:
         values: by key.
+        strips_space: whether control tokens take away the space behind them as Phi-3's do, which llama.cpp
+            tells by the model's name.
         notes: what llama.cpp will do otherwise, a sentence each.
     """
 
     values: dict[str, Value]
+    strips_space: bool = False
     notes: tuple[str, ...] = ()
 
 
@@ -71,19 +76,26 @@ def tokenizer_keys(tokenizer: Tokenizer, vocab_size: int) -> TokenizerKeys:
         values = _sentencepiece(model, tokens, types, prefix, set(added))
     else:
         raise _refused("it has neither byte-level BPE nor BPE with byte fallback")
+    strips_space = _strips_space(data["added_tokens"])
     stripped = [token["content"] for token in data["added_tokens"] if token["lstrip"] or token["rstrip"]]
-    if stripped:
+    if stripped and not strips_space:
         more = " and others" if stripped[4:] else ""
         notes.append(f"space beside {', '.join(stripped[:4])}{more} is kept: GGUF has no key for tokens that "
                      "take it away")
     values |= _roles(tokenizer, notes)
     if tokenizer.has_chat:
         values["tokenizer.chat_template"] = tokenizer.template_text
-    return TokenizerKeys(values, tuple(notes))
+    return TokenizerKeys(values, strips_space, tuple(notes))
 
 
 def _refused(why: str) -> UnsupportedModelError:
     return UnsupportedModelError("llama.cpp has no tokenizer that is this model's", why=why, next=_NEXT)
+
+
+def _strips_space(added: Sequence[Mapping[str, Any]]) -> bool:
+    special = {token["content"]: token for token in added if token["special"]}
+    return set(_PHI3_PLAIN) <= set(special) and not any(token["lstrip"] for token in added) and all(
+        token["rstrip"] == (text not in _PHI3_PLAIN) for text, token in special.items())
 
 
 def _tokens(vocabulary: Mapping[str, int], added: Mapping[int, Mapping[str, Any]],
