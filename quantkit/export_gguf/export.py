@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import re
 import shlex
 import shutil
 import time
@@ -35,13 +34,13 @@ from quantkit.export_gguf.tokenizer_keys import tokenizer_keys
 from quantkit.models.loadable import check_loadable
 from quantkit.paths import typed_path
 from quantkit.progress import Listener, Phases, ProgressEvent, silent
+from quantkit.sources.gguf_tokenizer import PHI3
 from quantkit.units import human_bytes
 
 GGUF = "gguf"
 """What ``--to`` calls it."""
 QUANTIZATION_VERSION = 2
 """Of the layouts of llama.cpp's blocks."""
-_PHI3 = re.compile(r"(phi)-?3", re.IGNORECASE)
 _FILE_TYPES = {"F32": "ALL_F32", "Q4_K": "MOSTLY_Q4_K_M", "Q5_K": "MOSTLY_Q5_K_M", "Q3_K": "MOSTLY_Q3_K_M"}
 """``general.file_type``, where it isn't ``MOSTLY_`` and the type."""
 
@@ -147,8 +146,8 @@ def _require_types(checkpoint: AnyCheckpoint) -> None:
 def _model_name(name: str, strips_space: bool) -> str:
     """A name from which llama.cpp tells what it otherwise can't: whether control tokens are Phi-3's."""
     if strips_space:
-        return name if _PHI3.search(name) else f"{name} (Phi-3)"
-    return _PHI3.sub(r"\1 3", name)
+        return name if PHI3.search(name) else f"{name} (Phi-3)"
+    return PHI3.sub("Phi 3", name)
 
 
 def _general(checkpoint: AnyCheckpoint, name: str, tensors: Sequence[PlannedTensor]) -> dict[str, Value]:

@@ -15,13 +15,12 @@ from typing import Any
 from quantkit.errors import UnsupportedModelError
 from quantkit.export_gguf.file import Value
 from quantkit.sources.gguf_pretokenizers import DIGIT, GPT2, PRE_TOKENIZERS
+from quantkit.sources.gguf_tokenizer import UNSTRIPPED
 from quantkit.text.tokenizer import Tokenizer
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 _SPACE = "▁"
 _BYTES = tuple(f"<0x{value:02X}>" for value in range(256))
-_PHI3_PLAIN = ("<unk>", "<s>", "<|endoftext|>")
-"""Phi-3's control tokens that leave the space behind them; all others take it away."""
 _ENDS = ("eos", "eot", "eom")
 """Keys for tokens that end an answer, all three of which llama.cpp obeys."""
 _NEXT = "run the model with quantkit, or export it to another layout for vLLM"
@@ -33,7 +32,7 @@ class TokenizerKeys:
 
     Attributes:
         values: by key.
-        strips_space: whether control tokens take away the space behind them as Phi-3's do, which llama.cpp
+        strips_space: whether added tokens take away the space behind them as Phi-3's do, which llama.cpp
             tells by the model's name.
         notes: what llama.cpp will do otherwise, a sentence each.
     """
@@ -73,7 +72,7 @@ def tokenizer_keys(tokenizer: Tokenizer, vocab_size: int) -> TokenizerKeys:
         if only_first:
             notes.append("llama.cpp puts a space in front of text that follows a control token too, not only "
                          "in front of the first one")
-        values = _sentencepiece(model, tokens, types, prefix, set(added))
+        values = _sentencepiece(model, tokens, types, prefix, added)
     else:
         raise _refused("it has neither byte-level BPE nor BPE with byte fallback")
     strips_space = _strips_space(data["added_tokens"])
@@ -93,9 +92,8 @@ def _refused(why: str) -> UnsupportedModelError:
 
 
 def _strips_space(added: Sequence[Mapping[str, Any]]) -> bool:
-    special = {token["content"]: token for token in added if token["special"]}
-    return set(_PHI3_PLAIN) <= set(special) and not any(token["lstrip"] for token in added) and all(
-        token["rstrip"] == (text not in _PHI3_PLAIN) for text, token in special.items())
+    return set(UNSTRIPPED) <= {token["content"] for token in added} and all(
+        not token["lstrip"] and token["rstrip"] == (token["content"] not in UNSTRIPPED) for token in added)
 
 
 def _tokens(vocabulary: Mapping[str, int], added: Mapping[int, Mapping[str, Any]],
@@ -190,23 +188,23 @@ def _space_prefix(data: Mapping[str, Any]) -> tuple[bool, bool]:
 
 
 def _sentencepiece(model: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int], prefix: bool,
-                   added: set[int]) -> dict[str, Value]:
+                   added: Mapping[int, Mapping[str, Any]]) -> dict[str, Value]:
     if missing := sorted(set(_BYTES) - set(tokens)):
         raise _refused(f"it has no token {missing[0]}, which a byte needs that no other token has")
     kinds = [BYTE if text in _BYTES else UNKNOWN if text == model.get("unk_token") else kind
              for text, kind in zip(tokens, types)]
-    scores = _scores(_pairs(model), tokens, kinds, added)
-    # the file's texts are compared with raw text where users define them
-    texts = [text.replace(_SPACE, " ") if kind == USER_DEFINED else text for text, kind in zip(tokens, kinds)]
+    scores = _scores(_pairs(model), tokens, kinds)
+    # llama.cpp looks for users' tokens while a text's spaces are still spaces
+    texts = [text.replace(_SPACE, " ") if kind == USER_DEFINED and added[number]["normalized"] else text
+             for number, (text, kind) in enumerate(zip(tokens, kinds))]
     if len(set(texts)) != len(texts):
-        texts = list(tokens)
+        raise _refused("it has two tokens that differ in a space alone")
     return {"tokenizer.ggml.model": "llama", "tokenizer.ggml.pre": "default",
             "tokenizer.ggml.tokens": texts, "tokenizer.ggml.scores": scores,
             "tokenizer.ggml.token_type": kinds, "tokenizer.ggml.add_space_prefix": prefix}
 
 
-def _scores(pairs: Sequence[tuple[str, str]], tokens: Sequence[str], kinds: Sequence[int],
-            added: set[int]) -> list[float]:
+def _scores(pairs: Sequence[tuple[str, str]], tokens: Sequence[str], kinds: Sequence[int]) -> list[float]:
     """A score for each token: the earlier a merge makes it, the higher.
 
     SentencePiece merges whichever neighbors make the token of the best score, whatever the two are. So merges
@@ -221,8 +219,8 @@ def _scores(pairs: Sequence[tuple[str, str]], tokens: Sequence[str], kinds: Sequ
         ranks.setdefault(token, len(ranks))
         previous = token
     known, made = set(tokens), set(pairs)
-    for number, token in enumerate(tokens):
-        if number in added or kinds[number] != NORMAL:
+    for token, kind in zip(tokens, kinds):
+        if kind != NORMAL:
             continue
         for cut in range(1, len(token)):
             pair = (token[:cut], token[cut:])
