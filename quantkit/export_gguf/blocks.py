@@ -64,7 +64,7 @@ def refuses(format_name: str, spec: QuantSpec, shape: tuple[int, int]) -> str | 
         return "its inputs are rotated, which llama.cpp has no place for; use no rotation:"
     if spec.activations:
         return f"its inputs are rounded too; {_remedy(spec)}"
-    if spec.kind != "int" or spec.minimum or spec.superblock:
+    if spec.kind != "int" or spec.superblock or (spec.minimum and spec.bits > 5):
         return f"llama.cpp has no type for {spec.label()}; {_remedy(spec)}"
     if shape[1] % BLOCK:
         return f"llama.cpp has blocks of {BLOCK}, which don't divide in_features {shape[1]}; keep that layer"
@@ -94,25 +94,28 @@ def exact_types(name: str, packed: QuantizedTensor) -> tuple[str, ...]:
                                "scales in float16",
                            next=f"quantize the original by a recipe with format: {_format(codes.spec)}, or "
                                 "scale_dtype: float16")
-    signed = signed_levels(codes)
-    least, largest = int(signed.min()), int(signed.max())
-    minimum = _minimum(codes)
-    exact = minimum.to(torch.float16).float() == minimum
-    kinds = []
-    for block_type in _TYPES:
-        if block_type.minimum:
-            fits = (codes.zero is not None and int(codes.codes.max()) < 2 ** block_type.bits
-                    and bool(exact.all()))
-        else:
-            fits = -block_type.middle <= least and largest < block_type.middle
-        if fits:
-            kinds.append(block_type.name)
+    kinds = [block_type.name for block_type in _TYPES if _fits(block_type, codes)]
+    if not kinds and codes.minimum is not None:
+        raise InexactError(f"layer {name} has minima that float16 doesn't hold exactly",
+                           why="llama.cpp's types keep them in float16", next=_remedy(codes.spec))
     if not kinds:
+        signed = signed_levels(codes)
         raise InexactError(
-            f"layer {name} has levels from {least} to {largest} around its zero points",
+            f"layer {name} has levels from {int(signed.min())} to {int(signed.max())} around its zero points",
             why="no type of llama.cpp's holds them: Q8_0 has levels from -128 to 127",
             next="quantize the original with symmetric: true")
     return tuple(kinds)
+
+
+def _fits(block_type: _BlockType, codes: Codes) -> bool:
+    """Whether a type has a place for all levels, and for the minima if it has them."""
+    if not block_type.minimum:
+        signed = signed_levels(codes)
+        return (codes.minimum is None and -block_type.middle <= int(signed.min())
+                and int(signed.max()) < block_type.middle)
+    minimum = _minimum(codes)
+    return (not codes.spec.symmetric and int(codes.codes.max()) < 2 ** block_type.bits
+            and torch.equal(minimum.to(torch.float16).float(), minimum))
 
 
 def blocks_of(packed: QuantizedTensor, kind: str) -> torch.Tensor:
@@ -150,6 +153,8 @@ def blocks_of(packed: QuantizedTensor, kind: str) -> torch.Tensor:
 
 def _minimum(codes: Codes) -> torch.Tensor:
     """The value of level 0 of each group, float32, shape of the scales."""
+    if codes.minimum is not None:
+        return codes.minimum
     zero = torch.full(codes.scale.shape, middle(codes.spec)) if codes.zero is None else codes.zero
     return -zero.to(torch.float32) * codes.scale
 

@@ -68,6 +68,9 @@ def model_keys(config: ModelConfig) -> ModelKeys:
         context = min(windows)
         notes.append(f"context_length is {context:,}: beyond its sliding window, llama.cpp would let a "
                      f"{family.architecture} model see all tokens")
+    if config.rope.kind == "llama3" and not family.freqs_table:
+        raise UnsupportedModelError(f"GGUF can't describe this {config.model_type} model", next=_NEXT,
+                                    why="llama.cpp scales the RoPE as Llama 3 does in llama models only")
     rope, tables = _rope(config)
     values: dict[str, Value] = {
         "block_count": config.num_layers, "context_length": context, "embedding_length": config.hidden_size,
@@ -142,7 +145,8 @@ def _check(config: ModelConfig, keys: ModelKeys) -> None:
         back = parse_config(hf_config(_as_stored(keys.values), shapes, arrays, "the GGUF file"))
     except QuantkitError as error:
         raise UnsupportedModelError(f"GGUF can't describe this {config.model_type} model",
-                                    why=error.why or error.what, next=_NEXT) from error
+                                    why=f"its keys, read back: {error.what}: {error.why}",
+                                    next=_NEXT) from error
     for field in dataclasses.fields(ModelConfig):
         wanted, given = getattr(config, field.name), getattr(back, field.name)
         if field.name == "sliding_windows" and keys.family.architecture not in _WINDOWED:
