@@ -86,7 +86,7 @@ def exact_types(name: str, packed: QuantizedTensor) -> tuple[str, ...]:
     if (kind := ggml_type(packed.format)) is not None:
         return (kind,)
     codes: Codes = registry("formats").get(packed.format).unpack(packed)
-    lost = codes.scale.to(torch.float16).float() != codes.scale
+    lost = ~_in_float16(codes.scale)
     if bool(lost.any()):
         example = codes.scale[lost][0].item()
         raise InexactError(f"layer {name} has scales that float16 doesn't hold exactly",
@@ -113,9 +113,13 @@ def _fits(block_type: _BlockType, codes: Codes) -> bool:
         signed = signed_levels(codes)
         return (codes.minimum is None and -block_type.middle <= int(signed.min())
                 and int(signed.max()) < block_type.middle)
-    minimum = _minimum(codes)
     return (not codes.spec.symmetric and int(codes.codes.max()) < 2 ** block_type.bits
-            and torch.equal(minimum.to(torch.float16).float(), minimum))
+            and bool(_in_float16(_minimum(codes)).all()))
+
+
+def _in_float16(values: torch.Tensor) -> torch.Tensor:
+    """Which of these float32 numbers float16 holds exactly; of infinities and NaN none."""
+    return (values.to(torch.float16).float() == values) & values.isfinite()
 
 
 def blocks_of(packed: QuantizedTensor, kind: str) -> torch.Tensor:

@@ -113,8 +113,8 @@ def export_gguf(uri: str, out: str | Path, *, revision: str | None = None,
         header = header_bytes(metadata, tensors)
         total = len(header) + sum(tensor.nbytes + tensor.padding for tensor in tensors)
         digest = _write(path, total, _chunks(header, model, planned, opened, phases("writing tensors")))
-        return GGUFResult(path, tensors, total, digest, (*model.notes, *tokenizer.notes),
-                          time.monotonic() - start)
+        return GGUFResult(path, tensors, total, digest,
+                          (*model.notes, *tokenizer.notes, *_kv_notes(opened)), time.monotonic() - start)
     finally:
         opened.close()
 
@@ -141,6 +141,11 @@ def _require_types(checkpoint: AnyCheckpoint) -> None:
                         next="quantize the original by a recipe with format: gguf-q4_k, or gguf-q8_0")
     if not any(row.spec for row in checkpoint.layers):
         raise UsageError(f"no layer of {checkpoint.path} is quantized", next="quantkit inspect DIR")
+
+
+def _kv_notes(checkpoint: AnyCheckpoint) -> list[str]:
+    setting = checkpoint.manifest.recipe.get("kv") if checkpoint.manifest else None
+    return [f"the KV setting {setting} isn't in the file: llama.cpp has its own options"] if setting else []
 
 
 def _model_name(name: str, strips_space: bool) -> str:

@@ -87,5 +87,5 @@ def _packed(value: Value) -> tuple[int, bytes]:
 
 
 def _text(value: str) -> bytes:
-    raw = value.encode()
+    raw = value.encode(errors="replace")  # a folder's name may be no text
     return struct.pack("<Q", len(raw)) + raw

@@ -81,7 +81,7 @@ def tokenizer_keys(tokenizer: Tokenizer, vocab_size: int) -> TokenizerKeys:
         more = " and others" if stripped[4:] else ""
         notes.append(f"space beside {', '.join(stripped[:4])}{more} is kept: GGUF has no key for tokens that "
                      "take it away")
-    values |= _roles(tokenizer, notes)
+    values |= _roles(tokenizer, vocab_size, notes)
     if tokenizer.has_chat:
         values["tokenizer.chat_template"] = tokenizer.template_text
     return TokenizerKeys(values, strips_space, tuple(notes))
@@ -230,7 +230,7 @@ def _scores(pairs: Sequence[tuple[str, str]], tokens: Sequence[str], kinds: Sequ
     return [-float(ranks.get(token, len(ranks))) for token in tokens]
 
 
-def _roles(tokenizer: Tokenizer, notes: list[str]) -> dict[str, Value]:
+def _roles(tokenizer: Tokenizer, vocab_size: int, notes: list[str]) -> dict[str, Value]:
     """Ids of tokens with a role, and which of them are put around every text."""
     begin, end = _around(tokenizer)
     roles = tokenizer.role_ids
@@ -238,13 +238,14 @@ def _roles(tokenizer: Tokenizer, notes: list[str]) -> dict[str, Value]:
     if (bos := begin if begin is not None else tokenizer.bos_id) is not None:
         values["tokenizer.ggml.bos_token_id"] = bos
     first = [tokenizer.eos_id] if tokenizer.eos_id is not None else []
-    ends = list(dict.fromkeys([*first, *sorted(tokenizer.eos_ids)]))
+    ends = [number for number in dict.fromkeys([*first, *sorted(tokenizer.eos_ids)])
+            if 0 <= number < vocab_size]
     values |= {f"tokenizer.ggml.{name}_token_id": number for name, number in zip(_ENDS, ends)}
     if ends[len(_ENDS):]:
         texts = {number: text for text, number in tokenizer.vocabulary.items()}
         notes.append("GGUF has keys for three tokens that end an answer, so these don't: "
                      + ", ".join(texts.get(number, str(number)) for number in ends[len(_ENDS):]))
-    if end is not None and end != ends[0]:
+    if end is not None and end not in ends[:1]:
         raise _refused(f"it puts token {end} behind every text, which isn't the one that ends it")
     for name, role in (("unknown", "unk_token"), ("padding", "pad_token")):
         if role in roles:

@@ -84,7 +84,7 @@ def test_central_zero_points_are_none():
     assert exact_types("q", packed(4, symmetric=False, zero=central))[0] == "Q4_0"
 
 
-@pytest.mark.parametrize("scale", [1e-8, 2e5, 1 + 2**-12])
+@pytest.mark.parametrize("scale", [1e-8, 2e5, 1 + 2**-12, float("inf"), float("nan")])
 def test_scales_that_float16_does_not_hold(scale):
     scales = torch.ones(6, 4)
     scales[2, 1] = scale

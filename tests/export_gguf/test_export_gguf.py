@@ -231,6 +231,12 @@ def test_scales_that_are_no_numbers(llama, tmp_path):
     assert not (tmp_path / "m.gguf").exists()
 
 
+def test_what_programs_will_do_otherwise(tmp_path):
+    checkpoint = made(tmp_path, "mistral", f"kv: int8\n{ALL_INT8}", sliding_window=48)
+    notes = export_gguf(str(checkpoint), tmp_path / "m.gguf").notes
+    assert len(notes) == 2 and "48" in notes[0] and "KV setting int8" in notes[1]
+
+
 @pytest.mark.parametrize("when", [2, "blk.1.attn_q.weight"])
 def test_ctrl_c_leaves_nothing(llama, tmp_path, stop_at, when):
     with pytest.raises(KeyboardInterrupt):

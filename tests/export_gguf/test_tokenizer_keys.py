@@ -196,6 +196,12 @@ def test_more_ends_than_keys():
     assert len(keys.notes) == 1
 
 
+def test_ends_that_are_no_tokens_are_left_out():
+    keys = tokenizer_keys(wrapped(tiny_tokenizer(), {}, eos_token_id=[-1, 2**40, 7]), 300)
+    assert keys.values["tokenizer.ggml.eos_token_id"] == 7
+    assert "tokenizer.ggml.eot_token_id" not in keys.values
+
+
 def same_as_the_file(uri: str, path: Path) -> None:
     source = open_source(uri)
     keys = tokenizer_keys(Tokenizer(source.side_files(), source.config()), source.config()["vocab_size"])
