@@ -80,9 +80,9 @@ def _packed(value: Value) -> tuple[int, bytes]:
         return _FLOAT32, struct.pack("<f", value)
     if isinstance(value, str):
         return _STRING, _text(value)
-    if value and isinstance(value[0], str):
+    if not value or isinstance(value[0], str):  # the only list that may be empty is that of merges
         return _ARRAY, struct.pack("<IQ", _STRING, len(value)) + b"".join(_text(str(item)) for item in value)
-    inner, form = (_FLOAT32, "<f4") if value and isinstance(value[0], float) else (_INT32, "<i4")
+    inner, form = (_FLOAT32, "<f4") if isinstance(value[0], float) else (_INT32, "<i4")
     return _ARRAY, struct.pack("<IQ", inner, len(value)) + np.asarray(value, form).tobytes()
 
 

@@ -11,6 +11,7 @@ from quantkit.runtime.generate import generate
 from quantkit.runtime.loader import load
 from quantkit.runtime.sampler import Sampling
 from quantkit.testing import tiny_model
+from tests.support.small_tokenizers import phi3_like, sentencepiece
 
 INT8 = "{bits: 8, granularity: {strategy: group, size: 32}}"
 RECIPE = f"rules:\n  - {{match: '*', method: rtn, spec: {INT8}}}\n"
@@ -69,6 +70,25 @@ def test_nearly_the_same_logits_and_the_same_tokens(tmp_path, llama_cpp, family,
     best = ours.topk(2, dim=-1)
     sure = (best.values[:, 0] - best.values[:, 1] > 0.2) & (gaps < 0.05)
     assert sure.float().mean() > 0.6 and torch.equal(best.indices[sure, 0], theirs.argmax(-1)[sure])
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("kind", ["sentencepiece", "sentencepiece without a space in front", "phi3"])
+def test_tokens_of_hard_texts(tmp_path, llama_cpp, kind):
+    family = "phi3" if kind == "phi3" else "llama"
+    library = phi3_like() if kind == "phi3" else sentencepiece(prefix=kind == "sentencepiece")
+    source = tiny_model(tmp_path / "model", family, vocab_size=library.get_vocab_size() + 5)
+    library.save(str(source / "tokenizer.json"))
+    (source / "tokenizer_config.json").write_text(
+        '{"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}')
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    checkpoint = quantize(str(source), str(tmp_path / "recipe.yaml"), tmp_path / "checkpoint").out
+    result = export_gguf(str(checkpoint), tmp_path / "m.gguf")
+    tokenizer, back = load(str(checkpoint)).tokenizer, load(str(result.out)).tokenizer
+    with llama_cpp(result.out) as session:
+        for text in (*TEXTS, "hello the in", "<s> hello</s>  the", "<|user|>\n hi <|end|>  <s> x"):
+            ids = tokenizer.encode(text, special=False)
+            assert session.encode(text) == ids and back.encode(text, special=False) == ids, text
 
 
 @pytest.mark.oracle

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Library
 
 from quantkit.errors import UnsupportedModelError
@@ -17,11 +17,11 @@ from quantkit.sources.gguf_tokenizer import tokenizer_files
 from quantkit.sources.open import open_source
 from quantkit.testing import tiny_tokenizer
 from quantkit.text.tokenizer import Tokenizer
+from tests.support.small_tokenizers import phi3_like, sentencepiece
 
 TEXTS = ("Hello, world", "  two  spaces\tand\ttabs\n\n\nlines\r\n", "naïve Äpfel 日本語 🚀 ½ नमस्ते",
          "1234567 it's I'LL", "def f(x):\n    return x**2  # 你好\n", "<s>a</s> b<unk>",
          "\u200b\ufeff \u3000|")
-WORDS = ("▁t", "he", "▁the", "▁a", "in", "▁in", "er", "▁th", "hel", "▁hel", "lo", "▁hello")
 
 
 def wrapped(library: Library, settings: dict | None = None, **generation) -> Tokenizer:
@@ -30,28 +30,6 @@ def wrapped(library: Library, settings: dict | None = None, **generation) -> Tok
     return Tokenizer({"tokenizer.json": library.to_str().encode(),
                       "tokenizer_config.json": json.dumps(settings).encode(),
                       "generation_config.json": json.dumps(generation).encode()}, {})
-
-
-def sentencepiece(prefix: bool = True, merges=None, bos: bool = True, drop: str = "") -> Library:
-    """BPE with byte fallback as transformers makes it of a SentencePiece model."""
-    letters = sorted(set("".join(WORDS)) | set("abcdefghijklmnopqrstuvwxyz▁"))
-    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{value:02X}>" for value in range(256)), *letters, *WORDS]
-    vocab = {piece: number for number, piece in enumerate(piece for piece in pieces if piece != drop)}
-    if merges is None:
-        merges = [(word[:cut], word[cut:]) for word in WORDS for cut in range(1, len(word))
-                  if word[:cut] in vocab and word[cut:] in vocab]
-    library = Library(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", byte_fallback=True,
-                                 fuse_unk=True))
-    library.add_special_tokens([AddedToken(token, special=True, normalized=False)
-                                for token in ("<unk>", "<s>", "</s>")])
-    library.normalizer = normalizers.Sequence([
-        *([normalizers.Prepend("▁")] if prefix else []), normalizers.Replace(" ", "▁")])
-    library.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(),
-                                         decoders.Fuse()])
-    if bos:
-        library.post_processor = processors.TemplateProcessing(single="<s> $A", pair="<s> $A <s> $B",
-                                                               special_tokens=[("<s>", 1)])
-    return library
 
 
 def again(keys, size: int) -> Tokenizer:
@@ -181,12 +159,8 @@ def stripping(*texts: str) -> Library:
 def test_tokens_that_take_space_away():
     keys = tokenizer_keys(wrapped(stripping("<|user|>"), {}), 400)
     assert not keys.strips_space and "<|user|> is kept" in keys.notes[0]
-    library = Library(models.BPE({"a": 0}, []))
-    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    library.add_special_tokens([
-        AddedToken(text, special=True, rstrip=text.startswith("<|user") or text == "</s>")
-        for text in ("<unk>", "<s>", "</s>", "<|endoftext|>", "<|user|>")])
-    keys = tokenizer_keys(wrapped(library, {}), 6)
+    library = phi3_like()
+    keys = tokenizer_keys(wrapped(library, {}), library.get_vocab_size())
     assert keys.strips_space and keys.notes == ()
 
 
