@@ -23,12 +23,15 @@ from quantkit.models.rope_config import RopeConfig
 from quantkit.models.rope_frequencies import inverse_frequencies
 from quantkit.sources.gguf_config import hf_config
 from quantkit.sources.gguf_families import FAMILIES, LONG_FACTORS, ROPE_FREQS, SHORT_FACTORS, GGUFFamily
+from quantkit.sources.gguf_rope import yarn_magnitude
 
 _SAME = {"mistral": "llama"}
 """Families that GGUF has no name of their own for: whose model they are there."""
 _WINDOWED = ("gemma2", "gemma3")
 """Architectures whose windows llama.cpp obeys."""
 _NEXT = "run it with quantkit, or export it to another layout for vLLM"
+_YARN_RAMP = (32.0, 1.0)
+"""``beta_fast`` and ``beta_slow``, for which llama.cpp reads no keys in these families."""
 _TOLERANCE = 1e-6
 """Relative: keys are float32."""
 
@@ -68,9 +71,7 @@ def model_keys(config: ModelConfig) -> ModelKeys:
         context = min(windows)
         notes.append(f"context_length is {context:,}: beyond its sliding window, llama.cpp would let a "
                      f"{family.architecture} model see all tokens")
-    if config.rope.kind == "llama3" and not family.freqs_table:
-        raise UnsupportedModelError(f"GGUF can't describe this {config.model_type} model", next=_NEXT,
-                                    why="llama.cpp scales the RoPE as Llama 3 does in llama models only")
+    _require_known_rope(config, family)
     rope, tables = _rope(config)
     values: dict[str, Value] = {
         "block_count": config.num_layers, "context_length": context, "embedding_length": config.hidden_size,
@@ -123,9 +124,9 @@ def _rope(config: ModelConfig) -> tuple[dict[str, Value], dict[str, torch.Tensor
         values["rope.scaling.factor"] = float(rope.factor)
     if rope.original_max_positions:
         values["rope.scaling.original_context_length"] = rope.original_max_positions
-    if rope.kind == "yarn":
-        values |= {"rope.scaling.yarn_beta_fast": float(rope.beta_fast),
-                   "rope.scaling.yarn_beta_slow": float(rope.beta_slow)}
+    share = rope.attention_factor / yarn_magnitude(rope.factor)
+    if rope.kind == "yarn" and not math.isclose(share, 1.0, rel_tol=_TOLERANCE):
+        values["rope.scaling.attn_factor"] = share
     if rope.kind == "longrope":
         values["rope.scaling.attn_factor"] = float(rope.attention_factor)
         tables = {SHORT_FACTORS: torch.tensor(rope.short_factors),
@@ -135,6 +136,18 @@ def _rope(config: ModelConfig) -> tuple[dict[str, Value], dict[str, torch.Tensor
         plain = inverse_frequencies(RopeConfig(rope.theta), dim, cpu)
         tables = {ROPE_FREQS: plain / inverse_frequencies(rope, dim, cpu)}
     return values, tables
+
+
+def _require_known_rope(config: ModelConfig, family: GGUFFamily) -> None:
+    """Raise UnsupportedModelError for what GGUF has keys for and llama.cpp doesn't do in this family."""
+    rope, why = config.rope, ""
+    if rope.kind == "llama3" and not family.freqs_table:
+        why = "llama.cpp scales the RoPE as Llama 3 does in llama models only"
+    if rope.kind == "yarn" and (rope.beta_fast, rope.beta_slow) != _YARN_RAMP:
+        why = f"llama.cpp's yarn has a ramp from {_YARN_RAMP[0]:g} to {_YARN_RAMP[1]:g} rotations only"
+    if why:
+        raise UnsupportedModelError(f"llama.cpp can't run this {config.model_type} model", why=why,
+                                    next=_NEXT)
 
 
 def _check(config: ModelConfig, keys: ModelKeys) -> None:

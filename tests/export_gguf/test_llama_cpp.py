@@ -17,7 +17,7 @@ INT8 = "{bits: 8, granularity: {strategy: group, size: 32}}"
 RECIPE = f"rules:\n  - {{match: '*', method: rtn, spec: {INT8}}}\n"
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 64}
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "beta_fast": 16.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
 LONG = {"partial_rotary_factor": 0.75, "max_position_embeddings": 4096, "rope_scaling": {
     "rope_type": "longrope", "short_factor": [1.0, 1.25, 1.5, 2.0, 2.0, 3.0],
     "long_factor": [1.0, 1.5, 2.5, 4.0, 7.0, 12.0]}}
@@ -25,6 +25,11 @@ FAMILIES = ("gemma2", "gemma3_text", "llama", "mistral", "mixtral", "phi3", "qwe
 CASES = [*((family, {}) for family in FAMILIES),
          ("llama", {"tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True}),
          ("llama", {"rope_scaling": LLAMA3}), ("qwen2", {"rope_scaling": YARN}),
+         ("llama", {"rope_scaling": {**YARN, "attention_factor": 1.0}}), ("mixtral", {"rope_scaling": YARN}),
+         ("qwen3", {"rope_scaling": YARN}),
+         ("gemma2", {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}),
+         ("gemma3_text", {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}),
+         ("gemma2", {"rope_scaling": YARN}), ("gemma3_text", {"rope_scaling": YARN}),
          ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 2.5}}),
          ("phi3", {**LONG, "original_max_position_embeddings": 1024}),  # the short factors
          ("phi3", {**LONG, "original_max_position_embeddings": 32}),  # the long ones

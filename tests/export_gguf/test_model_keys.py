@@ -27,7 +27,8 @@ PARTIAL = {"partial_rotary_factor": 0.75, "rope_scaling": LONG, "original_max_po
 SIX = ["sliding_attention"] * 5 + ["full_attention"]
 SAYABLE = [*((family, {}) for family in (*FAMILIES, "mistral")),
            ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False}),
-           ("llama", {"rope_scaling": LLAMA3}), ("llama", {"rope_scaling": {**YARN, "beta_fast": 16.0}}),
+           ("llama", {"rope_scaling": LLAMA3}),
+           ("llama", {"rope_scaling": {**YARN, "attention_factor": 1.25}}),
            ("qwen2", {"rope_scaling": YARN}), ("qwen3", {"rope_scaling": {"type": "linear", "factor": 2.5}}),
            ("phi3", PARTIAL), ("phi3", {**PARTIAL, "rope_scaling": {**LONG, "attention_factor": 1.25}}),
            ("gemma2", {"num_hidden_layers": 3, "query_pre_attn_scalar": 16}),
@@ -41,7 +42,8 @@ UNSAYABLE = [("mimo", {}, "mimo"), ("qwen3", {"attention_bias": True}, "qkv_bias
              ("qwen2", {"rope_scaling": LLAMA3}, "in llama models only"),
              ("llama", {"rope_scaling": {**LLAMA3, "high_freq_factor": 8.0}}, "rope_freqs"),
              ("llama", {"rope_scaling": {**YARN, "truncate": False}}, "rope"),
-             ("llama", {"rope_scaling": {**YARN, "attention_factor": 1.0}}, "rope"),
+             ("llama", {"rope_scaling": {**YARN, "beta_fast": 16.0}}, "ramp from 32 to 1"),
+             ("qwen2", {"rope_scaling": {**YARN, "beta_slow": 2.0}}, "ramp from 32 to 1"),
              ("gemma2", {"query_pre_attn_scalar": 20}, "attention_scale"),
              ("gemma2", {"attn_logit_softcapping": None}, "attention_softcap"),
              ("gemma3_text", {"num_hidden_layers": 3, "layer_types": [
