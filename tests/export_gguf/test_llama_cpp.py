@@ -117,6 +117,21 @@ def test_all_layers_quantized(tmp_path, llama_cpp, spec):
 
 
 @pytest.mark.oracle
+@pytest.mark.parametrize("form", ["q4_0", "q4_1", "q5_1", "q8_0", "iq4_nl", "q4_k", "q5_k", "q6_k"])
+def test_layers_in_blocks_of_llama_cpp(tmp_path, llama_cpp, form):
+    source = tiny_model(tmp_path / "model", hidden_size=256, intermediate_size=256, dtype="float32")
+    (tmp_path / "recipe.yaml").write_text(f"rules:\n  - {{match: '*', method: rtn, format: gguf-{form}}}\n")
+    checkpoint = quantize(str(source), str(tmp_path / "recipe.yaml"), tmp_path / "checkpoint").out
+    result = export_gguf(str(checkpoint), tmp_path / "m.gguf")
+    assert {tensor.kind for tensor in result.tensors} == {form.upper(), "F32"}
+    ids = torch.randint(4, 300, (72,), generator=torch.Generator().manual_seed(0)).tolist()
+    with llama_cpp(result.out) as session, torch.no_grad():
+        theirs = session.predict(ids, 0).logits
+        ours = load(str(checkpoint), dtype="float32").model(torch.tensor([ids[:-1]]))[0].float()
+    assert divergence(ours, theirs).mean() < 0.01
+
+
+@pytest.mark.oracle
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["", ", format: gguf-q8_0"])
 def test_smollm2(tmp_path, llama_cpp, smollm2, form):
