@@ -27,7 +27,7 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import CheckpointError, SpecError, UsageError
 from quantkit.export import SHOWN, checkpoint_name, require_intact
 from quantkit.export_gguf.blocks import refuses
-from quantkit.export_gguf.file import FileTensor, Value, header_bytes
+from quantkit.export_gguf.file import ALIGNMENT, FileTensor, Value, header_bytes
 from quantkit.export_gguf.model_keys import ModelKeys, model_keys
 from quantkit.export_gguf.tensors import PlannedTensor, planned_tensors, tensor_bytes, with_types
 from quantkit.export_gguf.tokenizer_keys import tokenizer_keys
@@ -187,7 +187,7 @@ def _chunks(header: bytes, model: ModelKeys, tensors: Sequence[PlannedTensor], c
     yield header
     for table in model.tables.values():
         raw = table.numpy().tobytes()
-        yield raw + bytes(-len(raw) % 32)
+        yield raw + bytes(-len(raw) % ALIGNMENT)
     last = None
     for number, tensor in enumerate(tensors):
         if tensor.index != last:
