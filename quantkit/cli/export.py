@@ -2,42 +2,79 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from shlex import quote
+from typing import TYPE_CHECKING
 
 import rich_click as click
 
-from quantkit.cli.present import print_json, wrapped
+from quantkit.cli.present import print_json, show_warning, wrapped
 from quantkit.cli.progress import ProgressLine
+from quantkit.errors import UsageError
 from quantkit.units import human_bytes
+
+if TYPE_CHECKING:
+    from quantkit.export import ExportResult
+    from quantkit.export_gguf.export import GGUFResult
+
+GGUF = "gguf"
 
 
 @click.command("export")
 @click.argument("checkpoint", metavar="DIR")
-@click.argument("out", type=click.Path(path_type=Path), metavar="OUT")
+@click.argument("place", type=click.Path(path_type=Path), metavar="[OUT]", required=False)
 @click.option("--to", "form", required=True, metavar="FORMAT",
               help="pack-quantized, int-quantized, float-quantized, bnb-nf4, bnb-int8, gptq, gptq-v2, awq or "
-                   "trellis; plugins add others.")
+                   "trellis; plugins add others. Or gguf: one file for llama.cpp, Ollama and LM Studio.")
+@click.option("--out", type=click.Path(path_type=Path), metavar="OUT", help="The same as OUT.")
 @click.option("--revision", metavar="REV", help="Branch, tag or commit of a checkpoint on the hub.")
 @click.option("--quiet", "-q", is_flag=True, help="No progress on stderr.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
-def command(checkpoint: str, out: Path, form: str, revision: str | None, quiet: bool, as_json: bool) -> None:
+def command(checkpoint: str, place: Path | None, out: Path | None, form: str, revision: str | None,
+            quiet: bool, as_json: bool) -> None:
     """Convert a checkpoint to another layout without rounding anything.
 
     DIR is a checkpoint of quantkit or another tool, on this machine or on the hub. OUT is the folder to
-    create. If the layout can't hold the same codes and scales, the export is refused with the reason.
+    create, or with --to gguf the file. If the layout can't hold the same codes and scales, the export is
+    refused with the reason.
     """
     from quantkit.export import export
+    from quantkit.export_gguf.export import export_gguf
 
+    target = place or out
+    if target is None or (place and out):
+        raise UsageError("two places are given for the export" if target else "no place is given for it",
+                         next=f"quantkit export {quote(checkpoint)} --to {quote(form)} OUT")
     with ProgressLine(f"{checkpoint} to {form}", quiet=quiet) as progress:
-        result = export(checkpoint, form, out, revision=revision, progress=progress)
+        result: ExportResult | GGUFResult = (
+            export_gguf(checkpoint, target, revision=revision, progress=progress) if form == GGUF
+            else export(checkpoint, form, target, revision=revision, progress=progress))
     if as_json:
         print_json(result.to_dict())
         return
+    from quantkit.export import ExportResult
+
+    if isinstance(result, ExportResult):
+        _show_checkpoint(result)
+    else:
+        _show_file(result)
+
+
+def _show_checkpoint(result: ExportResult) -> None:
     packed = [row for row in result.rows if row.spec]
     size = sum(row.bytes for row in result.rows)
     click.echo(wrapped("checkpoint", f"{result.out} ({result.seconds:.0f} s)"))
-    click.echo(wrapped("layers",
-                       f"{len(packed)} of {len(result.rows)} in format {form}, {human_bytes(size)}"))
-    engine = "transformers" if form.startswith("bnb-") else "vllm"
+    click.echo(wrapped("layers", f"{len(packed)} of {len(result.rows)} in format {result.format}, "
+                                 f"{human_bytes(size)}"))
+    engine = "transformers" if result.format.startswith("bnb-") else "vllm"
     click.echo(f"{'next':<14}quantkit verify {quote(str(result.out))} --for {engine}")
+
+
+def _show_file(result: GGUFResult) -> None:
+    kinds = Counter(tensor.kind for tensor in result.tensors)
+    click.echo(wrapped("file", f"{result.out}, {human_bytes(result.bytes)} ({result.seconds:.0f} s)"))
+    click.echo(wrapped("tensors", ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())))
+    click.echo(f"{'next':<14}llama-server -m {quote(str(result.out))}")
+    for note in result.notes:
+        show_warning(note)

@@ -75,8 +75,8 @@ def _scaling(meta: GGUFMetadata, family: GGUFFamily, tables: Mapping[str, np.nda
     if long and not family.longrope:
         raise SourceError(f"{meta.where} scales its RoPE by LongRoPE (rope_factors_long)", next=HF_FOLDER,
                           why=f"a {family.model_type} model's config.json can't say it")
-    if not long and meta.real(_MAGNITUDE, 1.0) != 1.0:
-        raise meta.bad(_MAGNITUDE, meta.raw(_MAGNITUDE), "only LongRoPE is known to have it")
+    if not long and kind != "yarn" and meta.real(_MAGNITUDE, 1.0) != 1.0:
+        raise meta.bad(_MAGNITUDE, meta.raw(_MAGNITUDE), "only yarn and LongRoPE are known to have it")
     key = _FACTOR if meta.raw(_FACTOR) is not None else "rope.scale_linear"
     factor = decimal(meta.real(key, 1.0)) if kind in ("linear", "yarn") else 1.0
     if family.longrope:
@@ -98,8 +98,15 @@ def _yarn(meta: GGUFMetadata, factor: float) -> dict[str, Any]:
     if meta.real(_EXTRAPOLATION, 1.0) != 1.0:
         raise meta.bad(_EXTRAPOLATION, meta.raw(_EXTRAPOLATION), "only 1 can be said in config.json")
     scaling = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": _original(meta)}
+    if (share := meta.real(_MAGNITUDE, 1.0)) != 1.0:  # of yarn's own, which llama.cpp multiplies by it
+        scaling["attention_factor"] = decimal(share * yarn_magnitude(factor))
     return scaling | {name: decimal(meta.real(key)) for key, name in _YARN.items()
                       if meta.raw(key) is not None}
+
+
+def yarn_magnitude(factor: float) -> float:
+    """What yarn multiplies cos and sin by where nothing else is said."""
+    return 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def _longrope(meta: GGUFMetadata, tables: Mapping[str, np.ndarray], rotated: int) -> dict[str, Any]:

@@ -19,10 +19,10 @@ from quantkit.sources.gguf_pretokenizers import PRE_TOKENIZERS, PreTokenizer
 MAX_TOKENS, MAX_TOKEN, MAX_TEXT = 1_000_000, 512, 2**24
 """Tokens, characters of one and of all: they bound the time that finding SentencePiece's merges takes."""
 _SPACE = "▁"
-_PHI3 = re.compile("phi-?3")
+PHI3 = re.compile("phi-?3", re.IGNORECASE)
 """Name of a model whose special tokens take the white space behind them, as in its ``tokenizer.json``: GGUF
 doesn't say so, and llama.cpp goes by the name too."""
-_UNSTRIPPED = ("<unk>", "<s>", "<|endoftext|>")
+UNSTRIPPED = ("<unk>", "<s>", "<|endoftext|>")
 _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
 
 
@@ -161,13 +161,13 @@ def _add_special(tokenizer: Any, metadata: Mapping[str, Any], tokens: list[str],
     from tokenizers import AddedToken
 
     kinds = list(zip(tokens, metadata.get("tokenizer.ggml.token_type") or []))
-    strips = _PHI3.search(str(metadata.get("general.name")).lower()) is not None
+    strips = PHI3.search(str(metadata.get("general.name"))) is not None
     tokenizer.add_special_tokens([
-        AddedToken(token, special=True, normalized=False, rstrip=strips and token not in _UNSTRIPPED)
+        AddedToken(token, special=True, normalized=False, rstrip=strips and token not in UNSTRIPPED)
         for token, kind in kinds if kind in (_CONTROL, _UNKNOWN)])
     tokenizer.add_tokens([
         AddedToken(token, special=False, normalized=signs and _SPACE in token,
-                   rstrip=strips and token not in _UNSTRIPPED)
+                   rstrip=strips and token not in UNSTRIPPED)
         for token, kind in kinds if kind == _USER_DEFINED])
 
 

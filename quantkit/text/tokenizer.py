@@ -197,6 +197,11 @@ class Tokenizer:
                 if token.special}
 
     @property
+    def role_ids(self) -> dict[str, int]:
+        """Ids of the tokens that ``tokenizer_config.json`` gives a role, by that: ``pad_token``."""
+        return {role: number for role in self._special if (number := self._id(role)) is not None}
+
+    @property
     def added_tokens(self) -> dict[str, int]:
         """Ids of all tokens that were added to the vocabulary, special or not, by their texts."""
         return {token.content: number for number, token in self._inner.get_added_tokens_decoder().items()}

@@ -16,6 +16,24 @@ def test_export(cli, cli_json, checkpoint, tmp_path):
     assert text.exit_code == 0 and text.stdout == cli("generate", checkpoint, "Once", "-n", "4").stdout
 
 
+def test_a_gguf_file(cli, cli_json, checkpoint, tmp_path):
+    done = cli("export", checkpoint, "--to", "gguf", "--out", tmp_path / "m.gguf")
+    assert done.exit_code == 0, done.stderr
+    assert "14 Q8_0" in done.stdout and "llama-server -m" in done.stdout
+    facts = cli_json("inspect", tmp_path / "m.gguf")
+    assert facts["path_kind"] == "gguf" and len(facts["layers"]) == 14
+    result = cli_json("export", checkpoint, "--to", "gguf", tmp_path / "again.gguf")
+    kinds = {row["type"] for row in result["tensors"]}
+    assert result["format"] == "gguf" and kinds == {"Q8_0", "F32", "BF16"}
+    assert (tmp_path / "again.gguf").read_bytes() == (tmp_path / "m.gguf").read_bytes()
+
+
+def test_one_place(cli, checkpoint, tmp_path):
+    for arguments, words in ((("--out", tmp_path / "a", tmp_path / "b"), "two places"), ((), "no place")):
+        result = cli("export", checkpoint, "--to", "gguf", *arguments)
+        assert result.exit_code == 2 and words in result.stderr and "next: quantkit export" in result.stderr
+
+
 def test_refusals(cli, checkpoint, tiny, tmp_path):
     for arguments, words in (((checkpoint, "--to", "awq"), "holds 4 bits"),
                              ((checkpoint, "--to", "gptqq"), "gptq"),

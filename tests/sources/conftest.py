@@ -1,15 +1,10 @@
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import struct
-import sys
 from pathlib import Path
 
 import pytest
-
-from quantkit.evaluate.peers.worker_session import WorkerSession
 
 TINY = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 8, "vocab_size": 4,
         "num_hidden_layers": 0}
@@ -137,25 +132,6 @@ def byte_tokenizer(writer, pre: str | None = "smollm", *, tokens=None, merges=No
     writer.add_token_types([3, 4, *[1] * (len(names) - 2)] if kinds is None else kinds)
     writer.add_token_merges(merges)
     writer.add_eos_token_id(0)
-
-
-@pytest.fixture
-def llama_cpp():
-    """``with llama_cpp(path) as session``: a file that llama.cpp opened in a process."""
-    library = os.environ.get("QUANTKIT_TEST_LLAMA", "")
-    if not library:
-        pytest.skip("QUANTKIT_TEST_LLAMA names no folder with libllama")
-
-    @contextlib.contextmanager
-    def opened(path: Path):
-        options = {"file": str(path), "bin": library, "context": 512, "threads": 1}
-        session = WorkerSession("llama.cpp", sys.executable, "llama_worker.py", options, "see what it says")
-        try:
-            yield session
-        finally:
-            session.close()
-
-    return opened
 
 
 @pytest.fixture(scope="session")
