@@ -10,6 +10,7 @@ from typing import Any
 from quantkit.checkpoint.engine_rules import DEQUANTIZED
 from quantkit.checkpoint.engines import check_layers
 from quantkit.checkpoint.manifest import Manifest, reached_experts
+from quantkit.checkpoint.quantization_config import stored_quantization
 from quantkit.models.architecture import EMBEDDING
 
 _TRANSFORMERS = """### transformers
@@ -114,7 +115,7 @@ def _table(manifest: Manifest) -> list[str]:
 
 
 def _loading(manifest: Manifest, config: Mapping[str, Any]) -> str:
-    method = (config.get("quantization_config") or {}).get("quant_method")
+    method = (stored_quantization(config) or {}).get("quant_method")
     extras = {"compressed-tensors": "compressed-tensors accelerate",
               "bitsandbytes": "bitsandbytes accelerate", "gptq": "optimum gptqmodel",
               "awq": "gptqmodel accelerate", None: "accelerate"}

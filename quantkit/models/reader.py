@@ -11,6 +11,7 @@ from quantkit.models.unknown_keys import says_nothing
 HARMLESS = frozenset({
     # identity and bookkeeping
     "model_type", "architectures", "auto_map", "torch_dtype", "dtype", "quantization_config",
+    "quantization",
     "transformers.js_config", "is_llama_config", "unsloth_fixed", "tokenizer_class", "processor_class",
     "finetuning_task", "task_specific_params", "id2label", "label2id", "problem_type", "torchscript",
     "use_bfloat16",
@@ -91,6 +92,14 @@ class ConfigReader:
         if not isinstance(value, bool):
             raise self.wrong(key, value, "it must be true or false")
         return value
+
+    def tables(self) -> dict[str, Mapping[str, Any] | bool]:
+        """What nobody asked for yet and is a table or a boolean, where layers are named among the keys."""
+        values: dict[str, Mapping[str, Any] | bool] = {
+            key: value for key, value in self._config.items()
+            if key not in self._asked and isinstance(value, dict | bool)}
+        self._asked |= values.keys()
+        return values
 
     def only(self, key: str, allowed: Collection[Any]) -> None:
         """Accept ``key`` when it is absent or one of ``allowed``. UnsupportedModelError otherwise."""

@@ -1,0 +1,59 @@
+"""What mlx and mlx-lm say, in an environment of their own: ``python mlx_script.py JOB OUT``.
+
+JOB is an ``.npz`` file that :mod:`tests.support.mlx_peer` wrote, OUT the one that it reads. Nothing of quantkit
+is imported here.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import mlx.core as mx
+import mlx_lm
+import numpy as np
+from mlx_lm.utils import load_model
+
+
+def as_numpy(array):
+    return np.array(array.astype(mx.float32) if mx.issubdtype(array.dtype, mx.floating) else array)
+
+
+def quantize(job):
+    """A weight → MLX's words, scales and biases."""
+    names = ("weight", "scales", "biases")
+    parts = mx.quantize(mx.array(job["weight"]).astype(getattr(mx, str(job["dtype"]))), int(job["size"]),
+                        int(job["bits"]))
+    return {name: as_numpy(part) for name, part in zip(names, parts, strict=True)}
+
+
+def dequantize(job):
+    """Words, scales and biases → the weight in float32."""
+    return {"weight": as_numpy(mx.dequantize(*(mx.array(job[name]) for name in ("weight", "scales", "biases")),
+                                             int(job["size"]), int(job["bits"])))}
+
+
+def loaded(job):
+    model, _ = load_model(Path(str(job["folder"])))
+    if job["float32"]:
+        model.set_dtype(mx.float32)
+    return model
+
+
+def logits(job):
+    """Token ids ``[n, length]`` → logits ``[n, length, vocabulary]``."""
+    return {"logits": as_numpy(loaded(job)(mx.array(job["ids"])))}
+
+
+def greedy(job):
+    """Prompts → the likeliest tokens after each, by mlx-lm's own generation."""
+    model, answers = loaded(job), []
+    for prompt in json.loads(str(job["prompts"])):
+        steps = mlx_lm.generate.generate_step(mx.array(prompt), model, max_tokens=int(job["tokens"]))
+        answers.append([int(token) for token, _ in steps])
+    return {"tokens": np.array(answers)}
+
+
+if __name__ == "__main__":
+    mx.set_default_device(mx.cpu)
+    with np.load(sys.argv[1]) as job:
+        np.savez(sys.argv[2], **globals()[str(job["what"])](job))
