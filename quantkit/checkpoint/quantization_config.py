@@ -95,11 +95,14 @@ def config_words(rows: Sequence[LayerScheme], version: str = __version__) -> dic
 
 
 def stored_quantization(config: Mapping[str, Any]) -> Any:
-    """What a ``config.json`` says of quantization, whatever key it has for that: mlx-lm's table with a
-    ``quant_method``, any other one as it is. ``None`` if there is nothing."""
+    """What a ``config.json`` says of quantization, whatever key it has for that. mlx-lm's table gets a
+    ``quant_method``, and ``layers`` for what stands there beside names; any other one is as it is. ``None`` if
+    there is nothing."""
     for value in map(config.get, KEYS):
         if isinstance(value, dict) and "bits" in value and "quant_method" not in value:
-            return {"quant_method": MLX, **value}
+            named = {key: entry for key, entry in value.items() if isinstance(entry, dict | bool)}
+            rest = {key: entry for key, entry in value.items() if key not in named}
+            return {"quant_method": MLX, **rest, "layers": named}
     return config.get("quantization_config")
 
 

@@ -220,7 +220,9 @@ def _sample(form: str | None, spec: QuantSpec | None, columns: int, dtype: str,
         return None
     shape = (rows, columns)
     scales = spec.scale_shape(shape)
-    zero = torch.zeros(scales, dtype=torch.uint8) if spec.kind == "int" and not spec.symmetric else None
-    codes = Codes(spec, torch.zeros(shape, dtype=torch.uint8), torch.ones(scales), zero)
+    zeros = torch.zeros(scales) if spec.kind == "int" and not spec.symmetric else None
+    codes = Codes(spec, torch.zeros(shape, dtype=torch.uint8), torch.ones(scales),
+                  zeros.to(torch.uint8) if zeros is not None and not spec.minimum else None,
+                  minimum=zeros if spec.minimum else None)
     quantized: QuantizedTensor = registry("formats").get(form).pack(codes, FLOATS[dtype])
     return quantized

@@ -93,14 +93,6 @@ class ConfigReader:
             raise self.wrong(key, value, "it must be true or false")
         return value
 
-    def tables(self) -> dict[str, Mapping[str, Any] | bool]:
-        """What nobody asked for yet and is a table or a boolean, where layers are named among the keys."""
-        values: dict[str, Mapping[str, Any] | bool] = {
-            key: value for key, value in self._config.items()
-            if key not in self._asked and isinstance(value, dict | bool)}
-        self._asked |= values.keys()
-        return values
-
     def only(self, key: str, allowed: Collection[Any]) -> None:
         """Accept ``key`` when it is absent or one of ``allowed``. UnsupportedModelError otherwise."""
         value = self.raw(key)

@@ -32,7 +32,8 @@ def mlx_codes(bits: int, size: int, rows: int, cols: int, minimum: bool, seed: i
     random = torch.Generator().manual_seed(seed + 1)
     sign = torch.randint(0, 2, codes.scale.shape, generator=random) * 2 - 1
     values = torch.randn(codes.scale.shape, generator=random).to(getattr(torch, scale_dtype)).float()
-    return replace(codes, spec=minimum_spec(bits, size, scale_dtype), scale=codes.scale * sign, minimum=values)
+    return replace(codes, spec=minimum_spec(bits, size, scale_dtype), scale=codes.scale * sign,
+                   minimum=values)
 
 
 def biases(codes: Codes) -> np.ndarray:

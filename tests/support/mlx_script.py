@@ -1,7 +1,7 @@
 """What mlx and mlx-lm say, in an environment of their own: ``python mlx_script.py JOB OUT``.
 
-JOB is an ``.npz`` file that :mod:`tests.support.mlx_peer` wrote, OUT the one that it reads. Nothing of quantkit
-is imported here.
+JOB is an ``.npz`` file that :mod:`tests.support.mlx_peer` wrote, OUT the one that it reads. Nothing of
+quantkit is imported here.
 """
 
 import json
@@ -28,8 +28,8 @@ def quantize(job):
 
 def dequantize(job):
     """Words, scales and biases → the weight in float32."""
-    return {"weight": as_numpy(mx.dequantize(*(mx.array(job[name]) for name in ("weight", "scales", "biases")),
-                                             int(job["size"]), int(job["bits"])))}
+    parts = [mx.array(job[name]) for name in ("weight", "scales", "biases")]
+    return {"weight": as_numpy(mx.dequantize(*parts, int(job["size"]), int(job["bits"])))}
 
 
 def loaded(job):

@@ -34,7 +34,7 @@ def layers(config: ConfigReader, infos: Infos, dtype: str) -> Layers:
     """See the module's docstring."""
     default = _scheme(config)
     named = {name: _entry(value, default, f"{config.where}: {name}")
-             for name, value in config.tables().items()}
+             for name, value in config.raw("layers").items()}
     config.finish(HARMLESS, {})
 
     def layer(slot: LinearSlot) -> ForeignLayer | None:
