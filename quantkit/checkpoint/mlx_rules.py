@@ -117,8 +117,6 @@ def windows(subject: CheckpointFacts) -> Iterator[VerifyCheck]:
     """Gemma 3 has them by a period; all other classes have none here."""
     model = subject.model
     sizes = {size for size in model.sliding_windows if size is not None}
-    if not sizes:
-        return
     if model.model_type == "gemma3_text":
         period = subject.config.get("sliding_window_pattern") or 6
         wanted = [index % period != period - 1 for index in range(model.num_layers)]
@@ -126,7 +124,7 @@ def windows(subject: CheckpointFacts) -> Iterator[VerifyCheck]:
             f"it gives each layer a window but every {period}th; write the model's sliding_window_pattern "
             "into config.json"]
         yield from _checked("windows", faults, f"each layer but every {period}th")
-    elif model.model_type in FAMILIES:
+    elif sizes and model.model_type in FAMILIES:
         yield VerifyCheck("windows", "note", "it ignores sliding_window: texts of more than "
                                              f"{min(sizes)} tokens give other tokens there")
 

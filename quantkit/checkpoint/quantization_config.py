@@ -96,8 +96,8 @@ def config_words(rows: Sequence[LayerScheme], version: str = __version__) -> dic
 
 def stored_quantization(config: Mapping[str, Any]) -> Any:
     """What a ``config.json`` says of quantization, whatever key it has for that. mlx-lm's table gets a
-    ``quant_method``, and ``layers`` for what stands there beside names; any other one is as it is. ``None`` if
-    there is nothing."""
+    ``quant_method``, and ``layers`` for what stands there beside names; any other one is as it is. ``None``
+    if there is nothing."""
     for value in map(config.get, KEYS):
         if isinstance(value, dict) and "bits" in value and "quant_method" not in value:
             named = {key: entry for key, entry in value.items() if isinstance(entry, dict | bool)}

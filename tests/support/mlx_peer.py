@@ -23,7 +23,7 @@ def ask_mlx(scratch: Path, what: str, **job: Any) -> Mapping[str, np.ndarray]:
     np.savez(question, what=what, **job)
     done = subprocess.run([PYTHON, str(SCRIPT), str(question), str(answer)], capture_output=True, text=True,
                           timeout=600, env={**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": ""})
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.returncode == 0, done.stderr[-20_000:]
     with np.load(answer) as arrays:
         return dict(arrays)
 

@@ -32,6 +32,13 @@ def dequantize(job):
     return {"weight": as_numpy(mx.dequantize(*parts, int(job["size"]), int(job["bits"])))}
 
 
+def convert(job):
+    """A model's folder → a quantized one, by ``mlx_lm.convert``."""
+    mlx_lm.convert(str(job["plain"]), str(job["folder"]), quantize=True, q_bits=int(job["bits"]),
+                   q_group_size=int(job["size"]), quant_predicate=str(job["mix"]) or None)
+    return {}
+
+
 def loaded(job):
     model, _ = load_model(Path(str(job["folder"])))
     if job["float32"]:
