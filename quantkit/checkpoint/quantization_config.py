@@ -99,7 +99,7 @@ def stored_quantization(config: Mapping[str, Any]) -> Any:
     ``quant_method``, and ``layers`` for what stands there beside names; any other one is as it is. ``None``
     if there is nothing."""
     for value in map(config.get, KEYS):
-        if isinstance(value, dict) and "bits" in value and "quant_method" not in value:
+        if isinstance(value, dict) and {"bits", "group_size"} <= value.keys() and "quant_method" not in value:
             named = {key: entry for key, entry in value.items() if isinstance(entry, dict | bool)}
             rest = {key: entry for key, entry in value.items() if key not in named}
             return {"quant_method": MLX, **rest, "layers": named}

@@ -11,6 +11,7 @@ from pathlib import Path
 import mlx.core as mx
 import mlx_lm
 import numpy as np
+from mlx_lm.generate import generate_step
 from mlx_lm.utils import load_model
 
 
@@ -55,7 +56,7 @@ def greedy(job):
     """Prompts → the likeliest tokens after each, by mlx-lm's own generation."""
     model, answers = loaded(job), []
     for prompt in json.loads(str(job["prompts"])):
-        steps = mlx_lm.generate.generate_step(mx.array(prompt), model, max_tokens=int(job["tokens"]))
+        steps = generate_step(mx.array(prompt), model, max_tokens=int(job["tokens"]))
         answers.append([int(token) for token, _ in steps])
     return {"tokens": np.array(answers)}
 
