@@ -36,6 +36,15 @@ vllm serve FOLDER{option}
 
 `quantkit verify FOLDER --for vllm` says whether its kernels take every layer.
 """
+_MLX = """### mlx-lm
+
+```sh
+pip install mlx-lm
+mlx_lm.generate --model FOLDER --prompt "Once upon a time"
+```
+
+`quantkit verify FOLDER --for mlx` says whether its class of model is the same as here.
+"""
 _QUANTKIT = """### quantkit
 
 ```sh
@@ -126,6 +135,8 @@ def _loading(manifest: Manifest, config: Mapping[str, Any]) -> str:
         parts.append(_TRANSFORMERS.format(extra=extras[method]) + (_DEQUANTIZED if failed else ""))
     if method in ("compressed-tensors", "gptq", "awq", None):
         parts.append(_VLLM.format(option=" --dtype float16" if method in ("gptq", "awq") else ""))
+    if method == "mlx":
+        parts.append(_MLX)
     if method == "quantkit":
         parts.append("No standard layout says this mix of layers: only quantkit reads it.\n")
     return "\n".join(parts)

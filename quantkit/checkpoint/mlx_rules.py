@@ -134,7 +134,7 @@ def experts(subject: CheckpointFacts) -> Iterator[VerifyCheck]:
     groups: dict[str, list[LayerRow]] = defaultdict(list)
     for place, rows in subject.experts().items():
         for row in rows:
-            groups[f"{place}.{row.name.rpartition('.')[2]}"].append(row)
+            groups[f"{place}.experts.*.{row.name.rpartition('.')[2]}"].append(row)
     if not groups:
         return
     faults = [f"{name}: its class of qwen3_moe puts only plain experts together, without scales"
