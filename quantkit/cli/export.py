@@ -16,8 +16,8 @@ from quantkit.units import human_bytes
 @click.argument("checkpoint", metavar="DIR")
 @click.argument("out", type=click.Path(path_type=Path), metavar="OUT")
 @click.option("--to", "form", required=True, metavar="FORMAT",
-              help="pack-quantized, int-quantized, float-quantized, bnb-nf4, bnb-int8, gptq, gptq-v2, awq or "
-                   "trellis; plugins add others.")
+              help="pack-quantized, int-quantized, float-quantized, bnb-nf4, bnb-int8, gptq, gptq-v2, awq, "
+                   "mlx or trellis; plugins add others.")
 @click.option("--revision", metavar="REV", help="Branch, tag or commit of a checkpoint on the hub.")
 @click.option("--quiet", "-q", is_flag=True, help="No progress on stderr.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
