@@ -29,7 +29,8 @@ FAMILIES: dict[str, frozenset[str]] = {
                              "moe_intermediate_size", "norm_topk_prob"}}
 """Families that it has in common with us, and the keys that it needs or has other defaults for."""
 TIED = {"llama": True, "mistral": True, "qwen2": True, "mimo": False, "phi3": False, "mixtral": False}
-"""Whether the head is the embedding where ``tie_word_embeddings`` is missing. Gemma's classes don't ask."""
+"""Whether the head is the embedding where ``tie_word_embeddings`` is missing. Gemma's classes don't ask: that
+of ``gemma3_text`` looks for a head in the file, that of ``gemma2`` has none."""
 THETAS = {"qwen2": 1e6, "mixtral": 1e6, "gemma3_text": 1e6}
 """Bases of the rotation where ``rope_theta`` is missing, other than 10,000."""
 UNSCALED = ("mixtral", "gemma2")
@@ -59,6 +60,8 @@ def tied_head(subject: CheckpointFacts) -> Iterator[VerifyCheck]:
     """A key that is missing means another head than transformers' in some families: the file's would be
     dropped, or one expected that isn't there."""
     default = TIED.get(subject.model.model_type)
+    if subject.model.model_type == "gemma2" and not subject.tied:
+        yield VerifyCheck("head", "failed", "its class of gemma2 has no head beside the embedding")
     if default is None:
         return
     read = subject.config.get("tie_word_embeddings")

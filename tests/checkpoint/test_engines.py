@@ -141,6 +141,7 @@ def test_mlx_lm_reads_its_own_layout_and_awq(said):
         "rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}}, "rope",
      "needs 'type'"),
     ("llama", {"tie_word_embeddings": ...}, "head", "takes true for it"),
+    ("gemma2", {"tie_word_embeddings": False}, "head", "no head beside the embedding"),
     ("qwen3", {"attention_bias": True}, "attention", "no biases"),
     ("qwen2", {"head_dim": 32}, "attention", "heads are 32 wide"),
     ("gemma2", {"final_logit_softcapping": None}, "attention", "always caps"),
