@@ -128,16 +128,20 @@ def test_awq_is_read_there(tmp_path) -> None:
     assert gap.max() < 0.2 * ours.std()  # zero points times scales are rounded to float16 there
 
 
-def test_an_exported_smollm2_gives_the_same_tokens(tmp_path, smollm2) -> None:
-    text = """rules:
-  - {match: lm_head, optional: true}
-  - {match: "*", method: rtn, spec: {bits: 4, granularity: {strategy: group, size: 64}}}
+@pytest.mark.parametrize("minimum", [False, True])
+def test_smollm2_gives_the_same_tokens(tmp_path, smollm2, minimum: bool) -> None:
+    """Symmetric weights, exported; and minima, made for MLX."""
+    form = "format: mlx, spec: {symmetric: false, minimum: true," if minimum else "spec: {"
+    text = f"""rules:
+  - {{match: lm_head, optional: true}}
+  - {{match: "*", method: rtn, {form} bits: 4, granularity: {{strategy: group, size: 64}}}}}}
 """
-    first = quantize(smollm2, written(tmp_path, text), tmp_path / "ours").out
-    out = export(str(first), "mlx", tmp_path / "mlx").out
+    out = first = quantize(smollm2, written(tmp_path, text), tmp_path / "ours").out
+    if not minimum:
+        out = export(str(first), "mlx", tmp_path / "mlx").out
     assert failed(out) == {}
     loaded = load(str(first), dtype="float32")
     prompts = [loaded.tokenizer.encode(prompt) for prompt in PROMPTS]
     sampling = Sampling(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
     ours = [result.token_ids for result in generate(loaded, prompts, sampling)]
-    assert mlx_greedy(tmp_path, out, prompts, TOKENS) == ours
+    assert mlx_greedy(tmp_path, out, PROMPTS, TOKENS) == (prompts, ours)

@@ -28,13 +28,13 @@ def ask_mlx(scratch: Path, what: str, **job: Any) -> Mapping[str, np.ndarray]:
         return dict(arrays)
 
 
-def mlx_logits(scratch: Path, model: Path, ids: np.ndarray, *, float32: bool = True) -> np.ndarray:
-    """mlx-lm's logits ``[n, length, vocabulary]`` for token ids ``[n, length]``."""
-    return ask_mlx(scratch, "logits", folder=str(model), ids=ids, float32=float32)["logits"]
+def mlx_logits(scratch: Path, model: Path, ids: np.ndarray) -> np.ndarray:
+    """mlx-lm's logits ``[n, length, vocabulary]`` for token ids ``[n, length]``, in float32."""
+    return ask_mlx(scratch, "logits", folder=str(model), ids=ids)["logits"]
 
 
-def mlx_greedy(scratch: Path, model: Path, prompts: Sequence[Sequence[int]], tokens: int, *,
-               float32: bool = True) -> list[list[int]]:
-    """The likeliest tokens after each prompt."""
-    return ask_mlx(scratch, "greedy", folder=str(model), prompts=json.dumps(prompts), tokens=tokens,
-                   float32=float32)["tokens"].tolist()
+def mlx_greedy(scratch: Path, model: Path, texts: Sequence[str],
+               count: int) -> tuple[list[list[int]], list[list[int]]]:
+    """mlx-lm's tokens of each text, and the ``count`` likeliest ones after it, in float32."""
+    answer = ask_mlx(scratch, "greedy", folder=str(model), texts=json.dumps(texts), tokens=count)
+    return json.loads(str(answer["prompts"])), answer["tokens"].tolist()

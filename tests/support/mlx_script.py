@@ -40,25 +40,22 @@ def convert(job):
     return {}
 
 
-def loaded(job):
-    model, _ = load_model(Path(str(job["folder"])))
-    if job["float32"]:
-        model.set_dtype(mx.float32)
-    return model
-
-
 def logits(job):
-    """Token ids ``[n, length]`` → logits ``[n, length, vocabulary]``."""
-    return {"logits": as_numpy(loaded(job)(mx.array(job["ids"])))}
+    """Token ids ``[n, length]`` → logits ``[n, length, vocabulary]``, in float32."""
+    model, _ = load_model(Path(str(job["folder"])))
+    model.set_dtype(mx.float32)
+    return {"logits": as_numpy(model(mx.array(job["ids"])))}
 
 
 def greedy(job):
-    """Prompts → the likeliest tokens after each, by mlx-lm's own generation."""
-    model, answers = loaded(job), []
-    for prompt in json.loads(str(job["prompts"])):
-        steps = generate_step(mx.array(prompt), model, max_tokens=int(job["tokens"]))
-        answers.append([int(token) for token, _ in steps])
-    return {"tokens": np.array(answers)}
+    """Texts → their tokens and the likeliest ones after each, all by mlx-lm, in float32."""
+    model, tokenizer = mlx_lm.load(str(job["folder"]))
+    model.set_dtype(mx.float32)
+    prompts = [tokenizer.encode(text) for text in json.loads(str(job["texts"]))]
+    count = int(job["tokens"])
+    tokens = [[int(token) for token, _ in generate_step(mx.array(prompt), model, max_tokens=count)]
+              for prompt in prompts]
+    return {"prompts": json.dumps(prompts), "tokens": np.array(tokens)}
 
 
 if __name__ == "__main__":
