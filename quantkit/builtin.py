@@ -53,6 +53,7 @@ def register_formats(register: Register) -> None:
     register("gptq", "quantkit.formats.gptq:FORMAT")
     register("gptq-v2", "quantkit.formats.gptq:V2")
     register("awq", "quantkit.formats.awq:FORMAT")
+    register("mlx", "quantkit.formats.mlx:FORMAT")
     register("int-quantized", "quantkit.formats.int_quantized:FORMAT")
     register("float-quantized", "quantkit.formats.float_quantized:FORMAT")
     for name in ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL"):

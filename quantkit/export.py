@@ -20,7 +20,7 @@ from quantkit.checkpoint.durable import hash_file
 from quantkit.checkpoint.foreign.checkpoint import ForeignCheckpoint
 from quantkit.checkpoint.manifest import ExportRecord, LayerRow, Manifest, SourceRecord
 from quantkit.checkpoint.open import AnyCheckpoint, open_model
-from quantkit.checkpoint.quantization_config import OWN, quantization_config
+from quantkit.checkpoint.quantization_config import OWN, quantization_config, stored_quantization
 from quantkit.checkpoint.reader import CARD, Checkpoint, read_manifest
 from quantkit.checkpoint.writer import CheckpointWriter, refuse_existing
 from quantkit.errors import CheckpointError, QuantkitError, SpecError, Stopped, UsageError
@@ -146,15 +146,16 @@ def _bytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
 
 
 def _spec(spec: QuantSpec, form: Format, row: LayerRow) -> QuantSpec:
-    """The same weight as ``form`` describes it: its scales' dtype, with or without zero points."""
+    """The same weight as ``form`` describes it: its scales' dtype, and what its levels are counted from."""
     dtype = getattr(form, "scales", None) or (row.dtype if spec.kind == "int" else spec.scale_dtype)
     moved = spec.model_copy(update={"scale_dtype": dtype})
-    wide = moved.model_copy(update={"symmetric": False})
-    if spec.kind == "int" and form.refuses(moved, row.shape) and not form.refuses(wide, row.shape):
-        return wide
-    narrow = moved.model_copy(update={"symmetric": True})
-    if spec.kind == "int" and form.refuses(moved, row.shape) and not form.refuses(narrow, row.shape):
-        return narrow
+    if spec.kind != "int":
+        return moved
+    changes = [{"symmetric": False, "minimum": False}, {"symmetric": False, "minimum": True},
+               {"symmetric": True, "minimum": False}]
+    for candidate in (moved, *(moved.model_copy(update=change) for change in changes)):
+        if form.refuses(candidate, row.shape) is None:
+            return candidate
     return moved
 
 
@@ -166,8 +167,7 @@ def checkpoint_name(uri: str) -> str:
 
 def _manifest(checkpoint: AnyCheckpoint, to: str, name: str) -> Manifest:
     """Who made the levels stays; where they lay is added."""
-    quantization = checkpoint.config().get("quantization_config") or {}
-    method = str(quantization.get("quant_method"))
+    method = str((stored_quantization(checkpoint.config()) or {}).get("quant_method"))
     formats = tuple(dict.fromkeys(row.format for row in checkpoint.layers if row.format))
     owner = registry("formats").entry(to).owner
     plugins = {p.distribution: p.version for p in current().plugins if p.distribution == owner}
@@ -263,31 +263,34 @@ def repack(name: str, packed: QuantizedTensor, form: Format, spec: QuantSpec) ->
         InexactError: the format can't hold a scale or a zero point as it is.
     """
     codes: Codes = registry("formats").get(packed.format).unpack(packed)
-    zero = codes.zero
-    if codes.spec.kind == "int" and not spec.symmetric and zero is None:
-        zero = torch.full(codes.scale.shape, middle(spec), dtype=torch.uint8)
+    zero, minimum = _offsets(codes, spec)
+    if spec.minimum and minimum is None:
+        raise InexactError(f"layer {name} has zero points, for which format {form.name} has no place",
+                           why=f"it stores minima, and {spec.scale_dtype} doesn't hold each zero point times "
+                               "its scale exactly", next="quantize the original with symmetric: false, "
+                                                         f"minimum: true and format: {form.name}")
+    if codes.minimum is not None and minimum is None and zero is None:
+        raise InexactError(f"layer {name} has minima, for which format {form.name} has no place",
+                           why="they aren't whole numbers of steps below zero",
+                           next=f"quantize the original with minimum: false and format: {form.name}")
     if spec.symmetric and zero is not None:
         if bool((zero != middle(spec)).any()):
             raise InexactError(f"layer {name} has zero points, for which format {form.name} has no place",
                                why=f"{int((zero != middle(spec)).sum())} of {zero.numel()} are not central",
                                next=f"quantize the original with symmetric: true and format: {form.name}")
         zero = None
-    if spec.scale_dtype != "model":
-        stored_scale = codes.scale.to(FLOATS[spec.scale_dtype]).float()
-        if (lost := int((stored_scale != codes.scale).sum())):
-            worst = codes.scale[stored_scale != codes.scale]
-            raise InexactError(f"layer {name} has scales that {spec.scale_dtype} doesn't hold exactly",
-                               why=f"{lost} of {stored_scale.numel()}, such as {worst[0].item():.9g}; format "
-                                   f"{form.name} keeps scales in {spec.scale_dtype}",
-                               next=f"quantize the original by a recipe with format: {form.name}: scales are "
-                                    "then rounded before the levels are chosen")
-    wanted = replace(codes, spec=spec, zero=zero)
+    if spec.scale_dtype in FLOATS:
+        for kind, values in (("scales", codes.scale), ("minima", minimum)):
+            if values is not None:
+                _require_exact(name, values, kind, form, spec.scale_dtype)
+    wanted = replace(codes, spec=spec, zero=zero, minimum=minimum)
     try:
         again = contract.pack(form, wanted, packed.dtype)
     except SpecError as error:
         raise InexactError(f"layer {name}: {error.what}", why=error.why, next=error.next) from error
     back = form.unpack(again)
-    if not (torch.equal(back.scale, codes.scale)
+    kept = minimum is None or (back.minimum is not None and torch.equal(back.minimum, minimum))
+    if not (kept and torch.equal(back.scale, codes.scale)
             and torch.equal(signed_levels(back), signed_levels(wanted))):
         raise InexactError(f"layer {name} doesn't come back from format {form.name} as it was",
                             why="a scale has no exact place there",
@@ -295,10 +298,42 @@ def repack(name: str, packed: QuantizedTensor, form: Format, spec: QuantSpec) ->
     return again
 
 
+def _offsets(codes: Codes, spec: QuantSpec) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Zero points and minima of the same integers as ``spec`` has them; ``None`` for what it hasn't, and for
+    both where these weren't the same weights to the bit. Zero points that had to be found are there of
+    symmetric weights too."""
+    if codes.spec.kind != "int" or codes.spec.minimum == spec.minimum:
+        zero = codes.zero
+        if codes.spec.kind == "int" and not spec.symmetric and not spec.minimum and zero is None:
+            zero = torch.full(codes.scale.shape, middle(spec), dtype=torch.uint8)
+        return zero, codes.minimum
+    scale = codes.scale.double()  # products with a level are exact
+    if codes.minimum is None:
+        levels = float(middle(spec)) if codes.zero is None else codes.zero.double()
+        minimum = levels * -scale
+        rounded = minimum.to(FLOATS[spec.scale_dtype])
+        return None, rounded.float() if torch.equal(rounded.double(), minimum) else None
+    steps = torch.where(scale == 0, middle(spec), -codes.minimum.double() / scale).round()
+    exact = torch.equal(steps * scale, -codes.minimum.double()) and bool(
+        ((steps >= 0) & (steps < 2**spec.bits)).all())
+    return steps.to(torch.uint8) if exact else None, None
+
+
+def _require_exact(name: str, values: torch.Tensor, kind: str, form: Format, dtype: str) -> None:
+    """Raises InexactError if a dtype, in which a format keeps some values of a layer, lacks one of them."""
+    lost = values[values.to(FLOATS[dtype]).float() != values]
+    if lost.numel():
+        raise InexactError(f"layer {name} has {kind} that {dtype} doesn't hold exactly",
+                           why=f"{lost.numel()} of {values.numel()}, such as {lost[0].item():.9g}; format "
+                               f"{form.name} keeps {kind} in {dtype}",
+                           next=f"quantize the original by a recipe with format: {form.name}: {kind} are "
+                                "then rounded before the levels are chosen")
+
+
 def signed_levels(codes: Codes) -> torch.Tensor:
-    """Levels less their zero points, int16; of a codebook, the levels."""
+    """Levels less their zero points, int16; of a codebook or above minima, the levels."""
     level = codes.codes.to(torch.int16)
-    if codes.spec.kind != "int":
+    if codes.spec.kind != "int" or codes.minimum is not None:
         return level
     zero = torch.full(codes.scale.shape, middle(codes.spec)) if codes.zero is None else codes.zero
     grouped = level.reshape(codes.codes.shape[0], codes.scale.shape[1], -1)

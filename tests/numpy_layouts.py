@@ -40,3 +40,10 @@ def dequantized(levels: np.ndarray, scale: np.ndarray, zero: np.ndarray) -> np.n
     size = levels.shape[1] // scale.shape[1]
     repeated = np.repeat(scale.astype(np.float32), size, axis=1)
     return (levels.astype(np.float32) - np.repeat(zero.astype(np.float32), size, axis=1)) * repeated
+
+
+def mlx(levels: np.ndarray, scale: np.ndarray, minimum: np.ndarray, bits: int,
+        dtype: type = np.float16) -> dict[str, np.ndarray]:
+    """``scale`` and ``minimum`` are ``[out, groups]``."""
+    return {"weight": words(levels, bits).view("<u4"), "scales": scale.astype(dtype),
+            "biases": minimum.astype(dtype)}

@@ -31,7 +31,7 @@ SPECS = {
 }
 PAIRS = [("int8", "gptq"), ("int8", "gptq-v2"), ("int8", "bnb-int8"), ("int4", "gptq"), ("int4", "gptq-v2"),
          ("int4", "awq"), ("int4-asym", "gptq"), ("int4-asym", "gptq-v2"), ("int4-asym", "awq"),
-         ("int3", "gptq"), ("int2-asym", "gptq-v2")]
+         ("int3", "gptq"), ("int2-asym", "gptq-v2"), ("int4", "mlx"), ("int3", "mlx")]
 
 
 @pytest.fixture(scope="module")
@@ -219,6 +219,47 @@ def test_a_recipe_names_the_layout(made):
         assert load(str(out)).fallback_reason is None
 
 
+def test_zero_points_whose_products_have_no_place_do_not_become_minima(made, tmp_path):
+    """A bfloat16 scale times 7 needs more digits than bfloat16 has."""
+    with pytest.raises(InexactError, match="has zero points, for which format mlx has no place") as caught:
+        export(str(made("int4-asym")), "mlx", tmp_path / "out")
+    assert "minimum: true" in caught.value.next and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("zero", [0, 2, 8])
+def test_zero_points_become_minima_and_come_back_where_that_is_exact(zero):
+    group = Granularity(strategy="group", size=32)
+    spec = QuantSpec(bits=4, symmetric=False, granularity=group, scale_dtype="bfloat16")
+    levels = torch.arange(128, dtype=torch.uint8).view(2, 64) % 16
+    scale = torch.tensor([[0.5, 0.0078125], [1.9921875, 3.0]])
+    codes = Codes(spec, levels, scale, torch.full((2, 2), zero, dtype=torch.uint8))
+    plain, mlx = registry("formats").get("pack-quantized"), registry("formats").get("mlx")
+    packed = plain.pack(codes, torch.bfloat16)
+    moved = repack("q", packed, mlx, spec.model_copy(update={"minimum": True}))
+    assert torch.equal(moved.tensors["biases"].float(), -zero * scale)
+    assert torch.equal(mlx.dequantize(moved), plain.dequantize(packed))
+    back = repack("q", moved, plain, spec)
+    assert all(torch.equal(back.tensors[name], tensor) for name, tensor in packed.tensors.items())
+    narrow = spec.model_copy(update={"symmetric": True})
+    if zero == 8:
+        assert torch.equal(plain.dequantize(repack("q", moved, plain, narrow)), plain.dequantize(packed))
+    else:
+        with pytest.raises(InexactError, match="has zero points"):
+            repack("q", moved, plain, narrow)
+
+
+def test_minima_that_are_no_whole_steps_go_nowhere():
+    group = Granularity(strategy="group", size=32)
+    spec = QuantSpec(bits=4, symmetric=False, minimum=True, granularity=group, scale_dtype="bfloat16")
+    mlx, plain = registry("formats").get("mlx"), registry("formats").get("pack-quantized")
+    wide = spec.model_copy(update={"minimum": False})
+    for minimum in (-0.75, 0.5, -8.0):  # half a step, above zero, more than 15 steps below
+        codes = Codes(spec, torch.zeros(1, 32, dtype=torch.uint8), torch.full((1, 1), 0.5),
+                      minimum=torch.full((1, 1), minimum))
+        with pytest.raises(InexactError, match="has minima"):
+            repack("q", mlx.pack(codes, torch.bfloat16), plain, wide)
+
+
 # -- heads and embeddings
 
 
@@ -259,6 +300,21 @@ def test_an_embedding_has_no_place_in_layouts_of_linears(tmp_path, to, name):
     assert "model.embed_tokens: " in caught.value.why and "single rows" in caught.value.why
     assert "quantize the original" in caught.value.next
     assert [path.name for path in tmp_path.iterdir()] == ["first"]
+
+
+def test_mlx_has_a_place_for_a_mix_with_a_tied_embedding(tmp_path):
+    tied, group = tiny_model(tmp_path / "tied"), "{bits: 8, granularity: {strategy: group, size: 64}}"
+    (tmp_path / "recipe.yaml").write_text(
+        f"rules:\n  - {{match: model.embed_tokens, method: rtn, spec: {group}}}\n"
+        f"  - {{match: '*', method: rtn, spec: {SPECS['int4']}}}\n")
+    first = quantize(str(tied), str(tmp_path / "recipe.yaml"), tmp_path / "first").out
+    out = export(str(first), "mlx", tmp_path / "out").out
+    assert verify(out).ok
+    config = json.loads((out / "config.json").read_text())
+    assert config["quantization"] == {
+        "group_size": 32, "bits": 4, "mode": "affine",
+        "model.embed_tokens": {"group_size": 64, "bits": 8, "mode": "affine"}}
+    assert torch.equal(load(str(out)).model(IDS), load(str(first)).model(IDS))
 
 
 def test_an_embedding_among_pack_quantized_layers_is_packed_again(tmp_path):

@@ -64,6 +64,10 @@ def refusal(text: str | bytes) -> str:
 # -- the shipped ones
 
 
+MLX = {"mlx-4bit": "rtn", "mlx-4bit-tied": "gptq"}
+"""What they do with the embedding."""
+
+
 @pytest.mark.parametrize("name", SHIPPED)
 def test_shipped_recipes_load_and_leave_the_head_alone_unless_their_name_says_so(name):
     recipe = load_recipe(name)
@@ -83,9 +87,20 @@ def test_shipped_recipes_load_and_leave_the_head_alone_unless_their_name_says_so
 
 def test_the_list_is_what_is_shipped_and_none_is_broken():
     listed = list_recipes()
-    assert [info.name for info in listed] == sorted([*SHIPPED, "mixed"])
+    assert [info.name for info in listed] == sorted([*SHIPPED, "mixed", *MLX])
     assert {info.owner for info in listed} == {"quantkit"} and not any(info.error for info in listed)
-    assert {p.stem for p in data_dir("recipes").iterdir()} == {*SHIPPED, "mixed"}
+    assert {p.stem for p in data_dir("recipes").iterdir()} == {*SHIPPED, "mixed", *MLX}
+
+
+@pytest.mark.parametrize("name", MLX)
+def test_those_of_mlx_quantize_what_mlx_lm_quantizes(name):
+    """An embedding is rounded unless it is the head too: else nothing that could be measured is multiplied
+    with it."""
+    embedding, rest = load_recipe(name).rules
+    assert embedding.matches("model.embed_tokens") and embedding.method == MLX[name]
+    assert rest.matches("lm_head") and rest.matches("model.layers.3.mlp.up_proj") and rest.method == "gptq"
+    assert rest.spec == embedding.spec and rest.spec.label() == "int4 g64 min"
+    assert rest.format_name == embedding.format_name == "mlx"
 
 
 def test_a_snapshot_is_json_and_loads_again():

@@ -14,7 +14,7 @@ from quantkit.checkpoint.checks import value_faults
 from quantkit.checkpoint.durable import hash_file, write_file
 from quantkit.checkpoint.integrity import BlockHashes
 from quantkit.checkpoint.manifest import MANIFEST, FileRecord, LayerRow, Manifest, is_plain_name
-from quantkit.checkpoint.quantization_config import quantization_config
+from quantkit.checkpoint.quantization_config import KEYS, config_words
 from quantkit.checkpoint.reader import CARD, CONFIG, GPTQ_CONFIG, INDEX, Checkpoint
 from quantkit.checkpoint.shards import StoredTensor, index_json, shard_chunks, shard_names, split
 from quantkit.errors import CheckpointError
@@ -31,7 +31,7 @@ def assemble(folder: Path, tensors: Sequence[StoredTensor], rows: Sequence[Layer
         folder: empty. Its ``config.json`` is written last: without one, no engine reads a folder.
         tensors: every tensor, where it lies now, in the order wanted.
         rows: every Linear, in the model's order.
-        config: the model's ``config.json``; its ``quantization_config`` is replaced.
+        config: the model's ``config.json``; what it says of quantization is replaced.
         side_files: by plain name.
         manifest: completed here with ``rows`` and the hashes of all files.
         shard_bytes: largest size of a weight file.
@@ -44,10 +44,8 @@ def assemble(folder: Path, tensors: Sequence[StoredTensor], rows: Sequence[Layer
         OSError: the disk is full or fails.
     """
     _check_names(tensors, rows, side_files)
-    quantization = quantization_config(rows, manifest.quantkit_version)
-    plain = {key: value for key, value in config.items() if key != "quantization_config"}
-    if quantization is not None:
-        plain["quantization_config"] = quantization
+    words = config_words(rows, manifest.quantkit_version)
+    plain = {key: value for key, value in config.items() if key not in KEYS} | words
     manifest = manifest.model_copy(update={"layers": tuple(rows)})
     written: dict[str, tuple[str, int]] = {}
     blocks: dict[str, str] = {}
@@ -60,7 +58,8 @@ def assemble(folder: Path, tensors: Sequence[StoredTensor], rows: Sequence[Layer
         written[INDEX] = write_file(folder / INDEX, [index_json(shards)])
     text = _text(plain)
     written[CONFIG] = (hashlib.sha256(text).hexdigest(), len(text))
-    if quantization is not None and quantization["quant_method"] == "gptq":
+    quantization = words.get("quantization_config", {})
+    if quantization.get("quant_method") == "gptq":
         written[GPTQ_CONFIG] = write_file(folder / GPTQ_CONFIG, [_text(quantization)])
     for name, content in sorted(side_files.items()):
         written[name] = write_file(folder / name, [content])

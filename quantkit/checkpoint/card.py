@@ -10,6 +10,7 @@ from typing import Any
 from quantkit.checkpoint.engine_rules import DEQUANTIZED
 from quantkit.checkpoint.engines import check_layers
 from quantkit.checkpoint.manifest import Manifest, reached_experts
+from quantkit.checkpoint.quantization_config import stored_quantization
 from quantkit.models.architecture import EMBEDDING
 
 _TRANSFORMERS = """### transformers
@@ -34,6 +35,15 @@ vllm serve FOLDER{option}
 ```
 
 `quantkit verify FOLDER --for vllm` says whether its kernels take every layer.
+"""
+_MLX = """### mlx-lm
+
+```sh
+pip install mlx-lm
+mlx_lm.generate --model FOLDER --prompt "Once upon a time"
+```
+
+`quantkit verify FOLDER --for mlx` says whether its class of model is the same as here.
 """
 _QUANTKIT = """### quantkit
 
@@ -114,7 +124,7 @@ def _table(manifest: Manifest) -> list[str]:
 
 
 def _loading(manifest: Manifest, config: Mapping[str, Any]) -> str:
-    method = (config.get("quantization_config") or {}).get("quant_method")
+    method = (stored_quantization(config) or {}).get("quant_method")
     extras = {"compressed-tensors": "compressed-tensors accelerate",
               "bitsandbytes": "bitsandbytes accelerate", "gptq": "optimum gptqmodel",
               "awq": "gptqmodel accelerate", None: "accelerate"}
@@ -125,6 +135,8 @@ def _loading(manifest: Manifest, config: Mapping[str, Any]) -> str:
         parts.append(_TRANSFORMERS.format(extra=extras[method]) + (_DEQUANTIZED if failed else ""))
     if method in ("compressed-tensors", "gptq", "awq", None):
         parts.append(_VLLM.format(option=" --dtype float16" if method in ("gptq", "awq") else ""))
+    if method == "mlx":
+        parts.append(_MLX)
     if method == "quantkit":
         parts.append("No standard layout says this mix of layers: only quantkit reads it.\n")
     return "\n".join(parts)

@@ -10,6 +10,7 @@ from typing import Any
 from quantkit.checkpoint.manifest import LayerRow
 from quantkit.checkpoint.verify import VerifyCheck
 from quantkit.models.architecture import HEAD
+from quantkit.models.config import ModelConfig
 
 MARLIN_GROUPS = (-1, 32, 64, 128)
 TRITON_GROUPS = (*MARLIN_GROUPS, 256)
@@ -33,6 +34,8 @@ class CheckpointFacts:
         shares: name → layers of equal value see the same input.
         device: ``cuda`` or ``cpu``.
         dtype: of the model.
+        config: ``config.json``.
+        model: what it says of the model.
     """
 
     method: str | None
@@ -44,6 +47,8 @@ class CheckpointFacts:
     shares: Mapping[str, str]
     device: str
     dtype: str
+    config: Mapping[str, Any]
+    model: ModelConfig
 
     def fused(self) -> dict[str, list[LayerRow]]:
         """q, k and v, and gate and up, as engines fuse them: into one weight."""

@@ -1,7 +1,7 @@
 """Tells from config and layers whether another engine loads a checkpoint, without starting that engine.
 
-The rules are those of vLLM 0.33 (0.32 on CPUs), SGLang 0.5.23 and transformers 5.23, read from their sources
-and tried where a CPU could.
+The rules are those of vLLM 0.33 (0.32 on CPUs), SGLang 0.5.23, transformers 5.23 and mlx-lm 0.32, read from
+their sources and tried where a CPU could.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from quantkit.checkpoint import engine_rules as rules
+from quantkit.checkpoint import mlx_rules
 from quantkit.checkpoint.manifest import LayerRow
+from quantkit.checkpoint.quantization_config import stored_quantization
 from quantkit.checkpoint.verify import VerifyCheck
 from quantkit.errors import UsageError, did_you_mean
 from quantkit.models.architecture import EMBEDDING, linear_slots, parse_config
@@ -34,12 +36,18 @@ ENGINES: dict[str, dict[str, tuple[rules.Rule, ...]]] = {
                                rules.dequantized_embedding, rules.needs("compressed-tensors accelerate")),
         "gptq": (rules.gptq_kept, rules.plain_head, rules.no_experts, rules.needs("optimum gptqmodel")),
         "awq": (rules.plain_head, rules.no_experts, rules.needs("gptqmodel accelerate")),
-        "bitsandbytes": (rules.no_experts, rules.needs("bitsandbytes accelerate"))}}
+        "bitsandbytes": (rules.no_experts, rules.needs("bitsandbytes accelerate"))},
+    "mlx": {
+        "mlx": (*mlx_rules.MODEL, rules.needs("mlx-lm")),
+        "awq": (*mlx_rules.MODEL, mlx_rules.awq_groups, rules.plain_embedding, rules.needs("mlx-lm"))}}
 """By engine and ``quant_method``, the rules that are asked, in order."""
 EXTRA = {("vllm", "bitsandbytes"): ": vLLM 0.33 left it to a plugin; export it, or quantize to int4",
          ("vllm", "quantkit"): ": no standard says this mix",
          ("sglang", "quantkit"): ": no standard says this mix",
-         ("transformers", "quantkit"): ": no standard says this mix"}
+         ("transformers", "quantkit"): ": no standard says this mix",
+         ("mlx", "quantkit"): ": no standard says this mix",
+         ("mlx", "compressed-tensors"): "; quantkit export DIR --to mlx OUT",
+         ("mlx", "gptq"): "; quantkit export DIR --to mlx OUT"}
 
 
 class DescribedCheckpoint(Protocol):
@@ -56,7 +64,7 @@ def check_engine(engine: str, checkpoint: DescribedCheckpoint,
     """What an engine would say of a checkpoint: ``failed`` means that it refuses to load it.
 
     Args:
-        engine: ``vllm``, ``sglang`` or ``transformers``.
+        engine: ``vllm``, ``sglang``, ``transformers`` or ``mlx``.
         checkpoint: opened.
         device: ``cuda`` or ``cpu``, where the engine would run.
 
@@ -72,14 +80,14 @@ def check_engine(engine: str, checkpoint: DescribedCheckpoint,
 def check_layers(engine: str, config: Mapping[str, Any], layers: Sequence[LayerRow],
                  device: str = "cuda") -> tuple[VerifyCheck, ...]:
     """The same, told from ``config.json`` and the rows of a manifest."""
-    quantization = config.get("quantization_config") or {}
+    quantization = stored_quantization(config) or {}
     shape = parse_config(config)
     rows = tuple(row for row in layers if row.name != EMBEDDING)
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
     subject = rules.CheckpointFacts(
         quantization.get("quant_method"), quantization, rows, tuple(row for row in rows if row.spec),
         next((row for row in layers if row.name == EMBEDDING and row.spec), None), shape.tie_word_embeddings,
-        {slot.name: slot.shares for slot in linear_slots(shape)}, device, dtype)
+        {slot.name: slot.shares for slot in linear_slots(shape)}, device, dtype, config, shape)
     if subject.method is None:
         return (VerifyCheck("quant_method", "ok", "nothing is quantized"),)
     readers = ENGINES[engine]

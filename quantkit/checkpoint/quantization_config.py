@@ -4,12 +4,15 @@ Read by transformers and vLLM; the keys are exactly those that compressed-tensor
 (https://github.com/vllm-project/compressed-tensors) and bitsandbytes
 (https://github.com/bitsandbytes-foundation/bitsandbytes) know, since unknown ones are errors there, and those
 of GPTQModel (https://github.com/ModelCloud/GPTQModel) and AutoAWQ (https://github.com/casper-hansen/AutoAWQ).
+mlx-lm (https://github.com/ml-explore/mlx-lm) reads a key of its own, ``quantization``, writes the same table
+as ``quantization_config``, and has no ``quant_method`` in it.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from quantkit import __version__
@@ -26,6 +29,10 @@ _MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 """Its names for an expert's layers, and those by which engines ask for the scheme of any."""
 COMPRESSED = {"pack-quantized", "int-quantized", "float-quantized"}
 """Layouts of compressed-tensors."""
+MLX = "mlx"
+"""The ``quant_method`` by which we call what has none in the file."""
+KEYS = ("quantization", "quantization_config")
+"""Of ``config.json``: mlx-lm's, and everybody's."""
 
 
 class LayerScheme(Protocol):
@@ -61,6 +68,8 @@ def quantization_config(rows: Sequence[LayerScheme], version: str = __version__)
         kept.append(HEAD)  # with tied embeddings other engines still have a Linear of that name
     if any(row.spec.rotation for row in packed if row.spec):
         return dict(OWN)  # another engine would not rotate the inputs
+    if formats == {MLX} and all(_model_scales(row) for row in packed):
+        return _mlx(packed)
     if any(row.name == EMBEDDING for row in packed) and not _says_embeddings(packed, tied):
         return dict(OWN)
     if formats <= COMPRESSED and all(_model_scales(row) for row in packed):
@@ -75,6 +84,26 @@ def quantization_config(rows: Sequence[LayerScheme], version: str = __version__)
         if formats == {"awq"}:
             return _awq(packed, kept)
     return dict(OWN)
+
+
+def config_words(rows: Sequence[LayerScheme], version: str = __version__) -> dict[str, Any]:
+    """What ``config.json`` says of quantization, by key; the arguments are :func:`quantization_config`'s."""
+    quantization = quantization_config(rows, version)
+    if quantization is None:
+        return {}
+    return dict.fromkeys(KEYS[0 if "quant_method" not in quantization else 1:], quantization)
+
+
+def stored_quantization(config: Mapping[str, Any]) -> Any:
+    """What a ``config.json`` says of quantization, whatever key it has for that. mlx-lm's table gets a
+    ``quant_method``, and ``layers`` for what stands there beside names; any other one is as it is. ``None``
+    if there is nothing."""
+    for value in map(config.get, KEYS):
+        if isinstance(value, dict) and {"bits", "group_size"} <= value.keys() and "quant_method" not in value:
+            named = {key: entry for key, entry in value.items() if isinstance(entry, dict | bool)}
+            rest = {key: entry for key, entry in value.items() if key not in named}
+            return {"quant_method": MLX, **rest, "layers": named}
+    return config.get("quantization_config")
 
 
 def _says_embeddings(packed: Sequence[LayerScheme], tied: bool) -> bool:
@@ -189,6 +218,16 @@ def _awq(packed: Sequence[LayerScheme], kept: list[str]) -> dict[str, Any]:
     head = {"lm_head": True} if _has_head(packed) else {}  # AutoAWQ knows no such key
     return {"quant_method": "awq", "bits": 4, "group_size": spec.granularity.size or -1,
             "zero_point": True, "version": "gemm", "modules_to_not_convert": _with_fused(kept), **head}
+
+
+def _mlx(packed: Sequence[LayerScheme]) -> dict[str, Any]:
+    """The commonest scheme for all, and entries by name for those of others. What is kept isn't named: a
+    layer without ``scales`` in the file is plain."""
+    schemes = {row.name: {"group_size": row.spec.granularity.size, "bits": row.spec.bits, "mode": "affine"}
+               for row in packed if row.spec}
+    common = Counter(str(scheme) for scheme in schemes.values()).most_common(1)[0][0]
+    default = next(scheme for scheme in schemes.values() if str(scheme) == common)
+    return default | {name: scheme for name, scheme in schemes.items() if scheme != default}
 
 
 def _has_head(packed: Sequence[LayerScheme]) -> bool:

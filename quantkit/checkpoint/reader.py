@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from quantkit.checkpoint.manifest import MANIFEST, MAX_BYTES, LayerRow, Manifest
+from quantkit.checkpoint.quantization_config import stored_quantization
 from quantkit.checkpoint.unfinished import is_unfinished, refuse_unfinished, unfinished
 from quantkit.errors import CheckpointError, QuantkitError, SpecError
 from quantkit.formats import contract
@@ -31,7 +32,7 @@ AGAIN = "copy the checkpoint again from where it came, or quantize again"
 
 def is_checkpoint(path: str | Path) -> bool:
     """Whether ``path`` is a folder that :meth:`Checkpoint.open` should be asked about: one with
-    ``quantkit.json``, an unfinished one, or one whose ``config.json`` has a ``quantization_config``."""
+    ``quantkit.json``, an unfinished one, or one whose ``config.json`` says how it is quantized."""
     folder = Path(path)
     if not folder.is_dir():
         return False
@@ -110,7 +111,7 @@ class Checkpoint:
     def config(self) -> dict[str, Any]:
         """``config.json``, ``quantization_config`` included. Raises CheckpointError if that is malformed."""
         config = read_config(self.path) if self._config is None else dict(self._config)
-        stored = config.get("quantization_config")
+        stored = stored_quantization(config)
         if stored and not (isinstance(stored, dict) and isinstance(stored.get("quant_method"), str)):
             raise CheckpointError(f"{self.path / CONFIG} is damaged", next=AGAIN,
                                   why="its quantization_config is no table with a quant_method")
@@ -226,12 +227,12 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def foreign_method(folder: Path) -> str | None:
-    """The ``quant_method`` of a folder whose ``config.json`` has a ``quantization_config``, else ``None``."""
+    """The ``quant_method`` of a folder whose ``config.json`` says how it is quantized, else ``None``."""
     try:
-        method = read_config(folder).get("quantization_config")
+        stored = stored_quantization(read_config(folder))
     except QuantkitError:
         return None
-    return str(method.get("quant_method")) if isinstance(method, dict) else None
+    return str(stored.get("quant_method")) if isinstance(stored, dict) else None
 
 
 def _require_formats(folder: Path, manifest: Manifest) -> None:

@@ -12,7 +12,7 @@ from quantkit.checkpoint.card_block import MAX_BLOCK, without_block
 from quantkit.checkpoint.checks import value_faults
 from quantkit.checkpoint.durable import hash_file
 from quantkit.checkpoint.manifest import MANIFEST, FileRecord, Manifest
-from quantkit.checkpoint.quantization_config import quantization_config
+from quantkit.checkpoint.quantization_config import KEYS, config_words
 from quantkit.checkpoint.reader import CARD, CONFIG, Checkpoint, read_config, read_manifest
 from quantkit.errors import CheckpointError, QuantkitError
 from quantkit.kv.build import build_kv_codecs, build_policy
@@ -124,12 +124,12 @@ def _content(folder: Path, manifest: Manifest) -> Iterator[VerifyCheck]:
     except QuantkitError as error:
         yield VerifyCheck("structure", "failed", _said(error))
         return
-    stored = read_config(folder).get("quantization_config")
-    if stored == quantization_config(manifest.layers, manifest.quantkit_version):
+    stored = {key: value for key, value in read_config(folder).items() if key in KEYS}
+    if stored == config_words(manifest.layers, manifest.quantkit_version):
         yield VerifyCheck(f"{CONFIG} and {MANIFEST}", "ok", "they agree")
     else:
         yield VerifyCheck(f"{CONFIG} and {MANIFEST}", "failed",
-                          "quantization_config doesn't say what the layers of the manifest are")
+                          "its words on quantization don't say what the layers of the manifest are")
 
 
 def _loads(checkpoint: Checkpoint) -> VerifyCheck:

@@ -112,12 +112,13 @@ def _kind_of(uri: str) -> str:
 
 
 def _checkpoint_facts(checkpoint: AnyCheckpoint, uri: str) -> dict[str, Any]:
+    from quantkit.checkpoint.quantization_config import KEYS
     from quantkit.models.architecture import parse_config
     from quantkit.runtime.kernels import unread
     from quantkit.spec import KVSpec
 
     manifest, infos, rows = checkpoint.manifest, checkpoint.infos, checkpoint.layers
-    plain = {k: v for k, v in checkpoint.config().items() if k != "quantization_config"}
+    plain = {k: v for k, v in checkpoint.config().items() if k not in KEYS}
     config, kv = parse_config(plain), manifest.kv if manifest else KVSpec()
     kernels = _kernels(plain, config, kv, {
         row.name: row.shape if row.spec is None or row.format is None

@@ -20,7 +20,7 @@ DIGEST = re.compile(r"\b([0-9a-f]{12})[0-9a-f]{52}\b")
 
 @click.command("verify")
 @click.argument("checkpoint", type=click.Path(path_type=Path), metavar="DIR")
-@click.option("--for", "engine", type=click.Choice(["vllm", "sglang", "transformers"]),
+@click.option("--for", "engine", type=click.Choice(["vllm", "sglang", "transformers", "mlx"]),
               help="Report instead whether this engine loads the checkpoint, and why not. Works for any "
                    "tool's checkpoint.")
 @click.option("--device", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True,

@@ -16,6 +16,7 @@ import torch
 
 from quantkit.checkpoint.manifest import LayerRow
 from quantkit.checkpoint.open import AnyCheckpoint
+from quantkit.checkpoint.quantization_config import KEYS
 from quantkit.formats.base import Codes, QuantizedTensor
 from quantkit.formats.dtypes import FLOATS, dtype_name
 from quantkit.models.architecture import EMBEDDING, linear_slots, parse_config, tensor_shapes
@@ -169,7 +170,7 @@ def of_checkpoint(checkpoint: AnyCheckpoint, dtype: str = "auto") -> WeightOptio
     """
     manifest = checkpoint.manifest
     label = str(manifest.recipe["name"]) if manifest else label_of(checkpoint.layers)
-    config = {k: v for k, v in checkpoint.config().items() if k != "quantization_config"}
+    config = {k: v for k, v in checkpoint.config().items() if k not in KEYS}
     rows, total = checkpoint.layers, sum(info.nbytes for info in checkpoint.infos.values())
     return _weights(label, "as the checkpoint has them", parse_config(config), dtype_of(config, dtype), rows,
                     total - sum(row.bytes for row in rows), checkpoint.file_bytes)
@@ -220,7 +221,9 @@ def _sample(form: str | None, spec: QuantSpec | None, columns: int, dtype: str,
         return None
     shape = (rows, columns)
     scales = spec.scale_shape(shape)
-    zero = torch.zeros(scales, dtype=torch.uint8) if spec.kind == "int" and not spec.symmetric else None
-    codes = Codes(spec, torch.zeros(shape, dtype=torch.uint8), torch.ones(scales), zero)
+    zeros = torch.zeros(scales) if spec.kind == "int" and not spec.symmetric else None
+    codes = Codes(spec, torch.zeros(shape, dtype=torch.uint8), torch.ones(scales),
+                  zeros.to(torch.uint8) if zeros is not None and not spec.minimum else None,
+                  minimum=zeros if spec.minimum else None)
     quantized: QuantizedTensor = registry("formats").get(form).pack(codes, FLOATS[dtype])
     return quantized

@@ -11,6 +11,7 @@ from quantkit.models.unknown_keys import says_nothing
 HARMLESS = frozenset({
     # identity and bookkeeping
     "model_type", "architectures", "auto_map", "torch_dtype", "dtype", "quantization_config",
+    "quantization",
     "transformers.js_config", "is_llama_config", "unsloth_fixed", "tokenizer_class", "processor_class",
     "finetuning_task", "task_specific_params", "id2label", "label2id", "problem_type", "torchscript",
     "use_bfloat16",

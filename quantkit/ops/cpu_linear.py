@@ -161,6 +161,8 @@ def _group_declines(query: KernelQuery) -> str | None:
     from quantkit_kernels.cpu.matmul import SUB
 
     granularity = query.spec.granularity
+    if query.spec.minimum:
+        return "has whole zero points, not minima"
     if granularity.size is not None and granularity.size % SUB:
         return f"takes groups of a multiple of {SUB}, not {granularity}"
     return None

@@ -45,7 +45,8 @@ class LocalSource:
         self._identity = identity or SourceIdentity("local", uri)
         _model_folder(folder)
         self._config = read_object(plain_file(folder, CONFIG), MAX_CONFIG)
-        if not quantized and self._config.get("quantization_config") is not None:
+        if not quantized and any(self._config.get(key) is not None
+                                 for key in ("quantization_config", "quantization")):
             raise QuantizedError(folder, self._identity)
         self._tensors = ShardedTensors(folder)
 

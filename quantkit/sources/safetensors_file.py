@@ -20,7 +20,7 @@ from quantkit.sources.base import TensorInfo
 from quantkit.strict_json import parse_object, read_object
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-          "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+          "I64": torch.int64, "I32": torch.int32, "U32": torch.uint32, "I16": torch.int16, "I8": torch.int8,
           "U8": torch.uint8, "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn,
           "F8_E5M2": torch.float8_e5m2}
 MAX_HEADER = 64 * 2**20

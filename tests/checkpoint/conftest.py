@@ -129,6 +129,10 @@ RULES = {
     "gptq": [{"match": "lm_head"}, {"match": "*", "method": "rtn", "spec": group(4), "format": "gptq"}],
     "awq": [{"match": "lm_head"},
             {"match": "*", "method": "rtn", "spec": group(4, symmetric=False), "format": "awq"}],
+    "mlx": [{"match": "lm_head", "method": "rtn", "format": "mlx", "spec": group(6)},
+            {"match": "*.k_proj"},
+            {"match": "*", "method": "rtn", "format": "mlx",
+             "spec": group(4, symmetric=False, minimum=True)}],
     "bnb-int8": [{"match": "lm_head"}, {"match": "*", "method": "rtn", "format": "bnb-int8",
                                         "spec": {"bits": 8, "granularity": {"strategy": "channel"}}}],
     "w8a8": [{"match": "lm_head"}, {"match": "*", "method": "rtn", "spec": {

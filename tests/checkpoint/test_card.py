@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from quantkit.checkpoint.card import model_card
 from quantkit.checkpoint.manifest import CalibrationFacts, ExportRecord, SourceRecord
+from quantkit.checkpoint.quantization_config import stored_quantization
 from quantkit.checkpoint.reader import Checkpoint
 
 
@@ -15,9 +16,10 @@ def test_it_says_what_from_what_and_how_to_load(written):
     with Checkpoint.open(folder) as checkpoint:
         text = (folder / "README.md").read_text()
         assert f"{checkpoint.manifest.bits_per_weight:.3f}" in text
-        method = checkpoint.config()["quantization_config"]["quant_method"]
+        method = stored_quantization(checkpoint.config())["quant_method"]
     assert "# tiny, quantized by recipe `tiny`" in text and "quantkit generate" in text
-    assert ("from transformers" in text) == (method != "quantkit")
+    assert ("from transformers" in text) == (method not in ("quantkit", "mlx"))
+    assert ("mlx_lm.generate" in text) == (method == "mlx")
     assert ("vllm serve" in text) == (method in ("compressed-tensors", "gptq", "awq"))
     assert ("--dtype float16" in text) == (method in ("gptq", "awq"))
     asymmetric = method == "compressed-tensors" and any(

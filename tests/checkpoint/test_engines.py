@@ -116,6 +116,76 @@ def test_checkpoints_that_an_engine_refuses(said, engine, device, what, form, na
         assert "layers" in found[name] or "kernels" in found[name]
 
 
+MLX = spec(4, symmetric=False, minimum=True)
+
+
+def test_mlx_lm_reads_its_own_layout_and_awq(said):
+    assert said("mlx", "cpu", MLX, "mlx") == {} == said("mlx", "cuda", spec(4), "mlx")
+    assert said("mlx", "cpu", spec(4, symmetric=False), "awq") == {}
+    assert "groups are 32, 64, 128" in said("mlx", "cpu", spec(4, None, symmetric=False), "awq")["groups"]
+    assert said("mlx", "cpu", spec(4))["quant_method"].endswith("quantkit export DIR --to mlx OUT")
+    for engine in ("vllm", "sglang", "transformers"):
+        assert "not mlx" in said(engine, "cuda", MLX, "mlx")["quant_method"]
+
+
+@pytest.mark.parametrize(("family", "change", "name", "words"), [
+    ("llama", {"rope_theta": None, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, "rope",
+     "the base 10000, not 500000"),
+    ("llama", {"rope_scaling": None, "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4,
+                                                         "factor": 2.0}}, "rope", "not be scaled"),
+    ("mixtral", {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}, "rope", "ignores rope_scaling"),
+    ("gemma3_text", {"rope_local_base_freq": None, "rope_theta": 1e5, "rope_parameters": {
+        "sliding_attention": {"rope_theta": 5e3}, "full_attention": {"rope_theta": 1e5}}}, "rope",
+     "the base 10000, not 5000"),
+    ("phi3", {"original_max_position_embeddings": 256, "rope_scaling": {
+        "rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}}, "rope",
+     "needs 'type'"),
+    ("llama", {"tie_word_embeddings": ...}, "head", "takes true for it"),
+    ("gemma2", {"tie_word_embeddings": False}, "head", "no head beside the embedding"),
+    ("qwen3", {"attention_bias": True}, "attention", "no biases"),
+    ("qwen2", {"head_dim": 32}, "attention", "heads are 32 wide"),
+    ("gemma2", {"final_logit_softcapping": None}, "attention", "always caps"),
+    ("gemma3_text", {"final_logit_softcapping": 1.0}, "attention", "ignores final_logit_softcapping"),
+    ("qwen3", {"head_dim": None}, "family", "lacks head_dim"),
+    ("gemma3_text", {"sliding_window_pattern": None, "layer_types": ["full_attention"] * 2}, "windows",
+     "but every 6th")], ids=str)
+def test_what_mlx_lm_reads_otherwise(tmp_path, family, change, name, words):
+    given = {key: False if value is ... and key.startswith("tie") else value for key, value in change.items()
+             if value is not ... or key.startswith("tie")}
+    source = tiny_model(tmp_path / "model", family, **given)
+    config = json.loads((source / "config.json").read_text())
+    for key in (key for key, value in change.items() if value is ...):
+        del config[key]
+    (source / "config.json").write_text(json.dumps(config))
+    rule = {"match": "*", "method": "rtn", "format": "mlx", "spec": MLX}
+    (tmp_path / "r.yaml").write_text("rules: " + json.dumps([{"match": "lm_head", "optional": True}, rule]))
+    with open_checkpoint(quantize(str(source), str(tmp_path / "r.yaml"), tmp_path / "out").out) as opened:
+        failed = {check.name: check.detail for check in check_engine("mlx", opened)
+                  if check.status == "failed"}
+    assert words in failed[name]
+
+
+def test_mlx_lm_puts_experts_of_mixtral_together_where_they_share_a_scheme(tmp_path):
+    source = tiny_model(tmp_path / "model", "mixtral")
+    rule = {"match": "*", "method": "rtn", "format": "mlx", "spec": MLX}
+    for number, before in enumerate(([], [{"match": "*.1.*.experts.2.w2"}])):
+        (tmp_path / "r.yaml").write_text("rules: " + json.dumps([*before, rule]))
+        out = quantize(str(source), str(tmp_path / "r.yaml"), tmp_path / f"out{number}").out
+        with open_checkpoint(out) as opened:
+            (check,) = [check for check in check_engine("mlx", opened) if check.name == "experts"]
+        assert check.status == ("failed" if before else "ok")
+    assert "layers.1.block_sparse_moe.experts.*.w2: experts of a projection share a scheme" in check.detail
+
+
+def test_mlx_lm_notes_windows_that_it_ignores(tmp_path):
+    source = tiny_model(tmp_path / "model", "mistral", sliding_window=100)
+    rule = {"match": "*", "method": "rtn", "format": "mlx", "spec": MLX}
+    (tmp_path / "r.yaml").write_text("rules: " + json.dumps([rule]))
+    with open_checkpoint(quantize(str(source), str(tmp_path / "r.yaml"), tmp_path / "out").out) as opened:
+        (check,) = [check for check in check_engine("mlx", opened) if check.name == "windows"]
+    assert check.status == "note" and "more than 100 tokens" in check.detail
+
+
 def test_fused_layers_share_a_scheme(said):
     other = {"match": "*.1.self_attn.k_proj", "method": "rtn", "spec": spec(8, None)}
     found = said("vllm", "cuda", spec(4), None, other)
@@ -152,6 +222,9 @@ def test_experts_of_a_layer_share_a_scheme(mixture, tmp_path):
     assert "experts.1." in found and "is int4" in found and "experts.0." in found
     assert "fused layers" in failed("sglang", {"match": "*.experts.*.down_proj"}, rest)
     assert "fused layers" not in failed("vllm", {"match": "*.1.mlp.experts.*"}, rest)
+    mlx = {"match": "*", "method": "rtn", "format": "mlx", "spec": MLX}
+    assert "only plain experts" in failed("mlx", mlx)["experts"]
+    assert failed("mlx", {"match": "*.experts.*"}, mlx) == {}
     nf4 = {"match": "*", "method": "nf4", "spec": NF4}
     assert "is an expert by bnb-nf4" in failed("transformers", nf4)["experts"]
     assert failed("transformers", {"match": "*.experts.*"}, nf4) == {}

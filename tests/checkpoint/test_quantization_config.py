@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from quantkit.checkpoint.quantization_config import quantization_config
+from quantkit.checkpoint.quantization_config import config_words, quantization_config, stored_quantization
 from quantkit.planning.plan import make_plan
 from quantkit.recipe import Recipe, Rule
 from quantkit.sources.open import open_source
@@ -57,6 +57,25 @@ def test_nf4_is_word_for_word_what_transformers_reads(tiny, rules):
         "bnb_4bit_compute_dtype": "bfloat16", "bnb_4bit_quant_storage": "uint8", "llm_int8_threshold": 6.0,
         "llm_int8_skip_modules": ["lm_head"], "llm_int8_enable_fp32_cpu_offload": False,
         "llm_int8_has_fp16_weight": False}
+
+
+def test_mlx_is_word_for_word_what_mlx_lm_reads(tiny, rules):
+    """Without a ``quant_method``; a layer that is kept isn't named."""
+    words = config_words(tiny.plan(*rules["mlx"]).rows)
+    six = {"group_size": 32, "bits": 6, "mode": "affine"}
+    assert words["quantization"] == words["quantization_config"] == {
+        "group_size": 32, "bits": 4, "mode": "affine", "lm_head": six}
+    assert stored_quantization(words) == {
+        "quant_method": "mlx", "group_size": 32, "bits": 4, "mode": "affine",
+        "layers": {"lm_head": six}}
+    assert set(config_words(tiny.plan(*rules["int4"]).rows)) == {"quantization_config"}
+    assert config_words(tiny.plan({"match": "*"}).rows) == {}
+
+
+def test_mlx_beside_another_layout_is_ours(tiny, rules):
+    rows = tiny.plan({"match": "*.down_proj", **rules["int8"][1]} | {"match": "*.down_proj"},
+                     *rules["mlx"]).rows
+    assert quantization_config(rows) == {"quant_method": "quantkit"}
 
 
 def test_several_specs_are_several_groups_that_name_each_layer_once(tiny, rules):

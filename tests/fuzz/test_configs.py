@@ -28,6 +28,7 @@ FORMATS = {
     "w8a8": f"rtn, format: int-quantized, spec: {{bits: 8, {CHANNEL}, activations: token}}",
     "fp8": f"rtn, format: float-quantized, spec: {{kind: fp, bits: 8, {CHANNEL}}}",
     "bnb-int8": f"rtn, format: bnb-int8, spec: {{bits: 8, {CHANNEL}}}",
+    "mlx": f"rtn, format: mlx, spec: {{bits: 4, symmetric: false, minimum: true, {GROUP}}}",
     "nf4": "nf4, spec: {kind: nf, bits: 4, granularity: {strategy: block, size: 64}, scale_dtype: float32, "
            "nested: true}"}
 ALONE = {

@@ -1,1 +1,1 @@
-"""Checkpoints that other tools made, read strictly: GPTQ, AWQ, compressed-tensors, bitsandbytes."""
+"""Checkpoints that other tools made, read strictly: GPTQ, AWQ, compressed-tensors, bitsandbytes, MLX."""

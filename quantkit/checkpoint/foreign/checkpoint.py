@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from quantkit.checkpoint.checks import packed_fault
-from quantkit.checkpoint.foreign import awq, bitsandbytes, compressed_tensors, gptq
+from quantkit.checkpoint.foreign import awq, bitsandbytes, compressed_tensors, gptq, mlx
 from quantkit.checkpoint.foreign.base import ORIGINAL, Dialect, ForeignLayer, Layers
 from quantkit.checkpoint.manifest import LayerRow, bits_per_weight
+from quantkit.checkpoint.quantization_config import stored_quantization
 from quantkit.errors import CheckpointError, QuantkitError, UnsupportedModelError, did_you_mean
 from quantkit.formats.base import Format, QuantizedTensor
 from quantkit.formats.dtypes import FLOATS
@@ -24,7 +25,7 @@ from quantkit.sources.local import LocalSource
 from quantkit.sources.text_part import CLASSES
 
 DIALECTS: dict[str, Dialect] = {"gptq": gptq.layers, "awq": awq.layers, "bitsandbytes": bitsandbytes.layers,
-                                "compressed-tensors": compressed_tensors.layers}
+                                "compressed-tensors": compressed_tensors.layers, "mlx": mlx.layers}
 """By ``quant_method``."""
 
 
@@ -75,7 +76,7 @@ class ForeignCheckpoint:
         return [self._row(slot, method, layer) for slot, layer in pairs if layer or slot.name != EMBEDDING]
 
     def _layers(self, raw: dict[str, Any]) -> tuple[str, Layers]:
-        quantization = raw["quantization_config"]
+        quantization = stored_quantization(raw)
         method = quantization.get("quant_method") if isinstance(quantization, dict) else None
         if not isinstance(method, str) or method not in DIALECTS:
             lost = method == "quantkit"

@@ -30,6 +30,7 @@ def folders(tiny, tmp_path_factory):
                        ("pack-quantized", "bits: 8, granularity: {strategy: channel}"),
                        ("int-quantized", "bits: 8, granularity: {strategy: channel}, activations: token"),
                        ("float-quantized", "kind: fp, bits: 8, granularity: {strategy: tensor}"),
+                       ("mlx", "bits: 4, granularity: {strategy: group, size: 32}"),
                        ("bnb-int8", "bits: 8, granularity: {strategy: channel}")):
         recipe = place / f"{form}.yaml"
         recipe.write_text("rules:\n  - {match: lm_head}\n"
@@ -48,7 +49,7 @@ def paths(value: Any, at: tuple = ()) -> list[tuple]:
 @settings(max_examples=250, deadline=None, derandomize=True,
           suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(data=st.data(), form=st.sampled_from(
-    ["gptq", "awq", "pack-quantized", "int-quantized", "float-quantized", "bnb-int8"]))
+    ["gptq", "awq", "pack-quantized", "int-quantized", "float-quantized", "mlx", "bnb-int8"]))
 def test_it_opens_or_says_why_not(folders, data, form):
     folder, text = folders[form]
     config = json.loads(text)
@@ -58,7 +59,8 @@ def test_it_opens_or_says_why_not(folders, data, form):
     for key in where[:-1]:
         inside = inside[key]
     inside[where[-1]] = data.draw(VALUES)
-    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": changed}))
+    words = {key: changed for key in ("quantization", "quantization_config") if key in config}
+    (folder / "config.json").write_text(json.dumps(config | words))
     try:
         with open_checkpoint(folder) as opened:
             for row in opened.layers[:2]:
