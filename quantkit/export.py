@@ -272,7 +272,7 @@ def repack(name: str, packed: QuantizedTensor, form: Format, spec: QuantSpec) ->
                                why=f"{int((zero != middle(spec)).sum())} of {zero.numel()} are not central",
                                next=f"quantize the original with symmetric: true and format: {form.name}")
         zero = None
-    if spec.scale_dtype != "model":
+    if spec.scale_dtype in FLOATS:
         stored_scale = codes.scale.to(FLOATS[spec.scale_dtype]).float()
         if (lost := int((stored_scale != codes.scale).sum())):
             worst = codes.scale[stored_scale != codes.scale]

@@ -221,6 +221,9 @@ def _sample(form: str | None, spec: QuantSpec | None, columns: int, dtype: str,
     shape = (rows, columns)
     scales = spec.scale_shape(shape)
     zero = torch.zeros(scales, dtype=torch.uint8) if spec.kind == "int" and not spec.symmetric else None
-    codes = Codes(spec, torch.zeros(shape, dtype=torch.uint8), torch.ones(scales), zero)
+    outer = spec.outer_shape(shape)
+    codes = Codes(spec, torch.zeros(shape, dtype=torch.uint8), torch.ones(scales), zero,
+                  outer=None if outer is None else torch.ones(outer),
+                  input_factor=torch.ones(1, 1) if spec.static_inputs else None)
     quantized: QuantizedTensor = registry("formats").get(form).pack(codes, FLOATS[dtype])
     return quantized

@@ -17,7 +17,7 @@ class FloatQuantizedFormat(EightBitFormat):
     """See the module's docstring."""
 
     name, kind, stored = "float-quantized", "fp", e4m3.DTYPE
-    strategies = ("channel", "tensor", "tile")
+    strategies: tuple[str, ...] = ("channel", "tensor", "tile")
 
     def _swapped(self, codes: torch.Tensor) -> torch.Tensor:
         return codes

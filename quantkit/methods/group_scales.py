@@ -20,8 +20,8 @@ from quantkit.methods.grid import (
     search_factors,
     settle_,
 )
-from quantkit.methods.tiles import tile_grid
 from quantkit.methods.scale_rounding import multiples, rounded_minimum, rounded_multiple, rounded_scale
+from quantkit.methods.tiles import tile_grid
 from quantkit.spec import QuantSpec
 
 GRIDS = frozenset({"int", "int minima", "int superblocks", "iq", "fp", "fp tiles", "fp4", "trellis"})
@@ -48,11 +48,11 @@ def choose_grid(weight: torch.Tensor, spec: QuantSpec, *, importance: torch.Tens
     Raises:
         SpecError: a weight is beyond the range of the scales' dtype.
     """
+    factors = search_factors(spec) if search else (1.0,)
     if spec.grid == "fp tiles":
-        return tile_grid(weight, spec, importance=importance, shrinks=search_factors(spec) if search else (1.0,))
+        return tile_grid(weight, spec, importance=importance, shrinks=factors)
     if spec.grid == "fp" or (spec.grid == "int" and not spec.signed):
-        return find_grid(weight, spec, importance=importance,
-                         shrinks=search_factors(spec) if search else (1.0,))
+        return find_grid(weight, spec, importance=importance, shrinks=factors)
     shape = spec.scale_shape((weight.shape[0], weight.shape[1]))
     require_in_range(weight, spec)
     groups = weight.reshape(shape[0] * shape[1], -1)
