@@ -53,7 +53,7 @@ class EightBitFormat(ABC):
         if not spec.symmetric:
             return f"{self.name} has no zero points; use symmetric: true"
         if spec.granularity.strategy not in self.strategies:
-            return (f"{self.name} has no scales of strategy {spec.granularity.strategy}; use strategy "
+            return (f"{self.name} has no place for scales of {spec.granularity.strategy}s; use strategy "
                     f"{self.strategies[0]}")
         if rows < 1 or cols < 1:
             return f"a weight of shape [{rows}, {cols}] is empty; keep it out with method: null"
