@@ -15,6 +15,8 @@ MARLIN_GROUPS = (-1, 32, 64, 128)
 TRITON_GROUPS = (*MARLIN_GROUPS, 256)
 BYTES = ("int-quantized", "float-quantized")
 """Layouts of a byte a weight, which have kernels of their own."""
+EIGHT_BIT = (*BYTES, "fine-grained-fp8")
+"""Those, and DeepSeek's."""
 FP4 = ("nvfp4-pack-quantized", "mxfp4-pack-quantized")
 """Layouts of 4-bit floats, which have theirs too."""
 DEQUANTIZED = "only with quantization_config=CompressedTensorsConfig(dequantize=True)"
@@ -147,14 +149,14 @@ def vllm_kernel(subject: CheckpointFacts) -> Iterator[VerifyCheck]:
     faults = [(name, reason) for name, (row, out) in subject.weights().items()
               if (reason := refuses(row, out)) is not None]
     yield from told(f"kernel on {subject.device}", faults, "every weight has one")
-    if subject.device == "cpu" and not faults and any(row.format not in BYTES for row in subject.packed):
+    if subject.device == "cpu" and not faults and any(row.format not in EIGHT_BIT for row in subject.packed):
         yield VerifyCheck("instruction set", "note",
                           "on x86 its kernel needs AVX-512: the AVX2 build has none")
 
 
 def _vllm_cuda(row: LayerRow, out: int) -> str | None:
     assert row.spec is not None
-    if row.format in (*BYTES, *FP4):
+    if row.format in (*EIGHT_BIT, *FP4):
         return None
     bits, symmetric, size = row.spec.bits, row.spec.symmetric, _size(row)
     if (bits, symmetric) not in ((4, True), (4, False), (8, True)):
@@ -168,7 +170,7 @@ def _vllm_cuda(row: LayerRow, out: int) -> str | None:
 
 def _vllm_cpu(row: LayerRow, out: int) -> str | None:
     assert row.spec is not None
-    if row.format in BYTES:
+    if row.format in EIGHT_BIT:
         return None if row.spec.activations else "fp8 weights without fp8 activations have no kernel on CPUs"
     if row.format in FP4:
         return "its kernels for 4-bit floats are for GPUs"

@@ -212,7 +212,8 @@ def to_codes(levels: torch.Tensor, grid: Grid, spec: QuantSpec, notes: tuple[str
     zero = None if spec.symmetric or spec.minimum else grid.zero.to(torch.uint8)
     scale = grid.scale.contiguous()
     if spec.granularity.strategy == "tile":
-        scale = scale[::spec.granularity.size, ::spec.granularity.size].contiguous()
+        places = scale[::spec.granularity.size, ::spec.granularity.size]
+        scale = places.clone(memory_format=torch.contiguous_format)  # one number would keep its strides
     return Codes(resolve(spec), encode(levels, spec), scale, zero, notes, grid.minimum, grid.outer,
                  grid.outer_minimum)
 

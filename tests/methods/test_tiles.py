@@ -40,6 +40,7 @@ def loss(codes, weight: torch.Tensor, stats: LayerStats) -> float:
 def test_rounding_against_numpy(rows: int, cols: int) -> None:
     weight, _ = problem(rows, cols, 0)
     codes = RTN.run(weight, None, spec_of(16), RtnOptions())
+    assert codes.scale.view(torch.uint8).numel() == 4 * codes.scale.numel()  # it can be saved
     for down in range(-(-rows // 16)):
         for across in range(-(-cols // 16)):
             part = (slice(down * 16, down * 16 + 16), slice(across * 16, across * 16 + 16))
