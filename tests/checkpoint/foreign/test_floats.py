@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from quantkit.checkpoint.open import open_checkpoint
 from quantkit.errors import QuantkitError
+from quantkit.export import export
 from quantkit.plugins import registry
 from quantkit.quantize import quantize
 from quantkit.runtime.loader import load
@@ -76,10 +77,11 @@ def test_ours_without_a_manifest_reads_all_the_same(written, theirs, name):
     assert torch.equal(load(str(folder), dtype="float32").model(IDS), expected)
 
 
-def test_fused_layers_share_their_global_scale(written):
-    stored = load_file(written("nvfp4-a4") / "model.safetensors")
+@pytest.mark.parametrize("name", ["nvfp4", "nvfp4-a4"])
+def test_fused_layers_share_their_global_scale(written, name):
+    stored = load_file(written(name) / "model.safetensors")
     for place, names in (("self_attn", ("q_proj", "k_proj", "v_proj")), ("mlp", ("gate_proj", "up_proj"))):
-        for suffix in ("weight_global_scale", "input_global_scale"):
+        for suffix in ("weight_global_scale", "input_global_scale")[:1 + (name == "nvfp4-a4")]:
             scales = {float(stored[f"model.layers.1.{place}.{name}.{suffix}"]) for name in names}
             assert len(scales) == 1 and float(torch.frexp(torch.tensor(scales.pop())).mantissa) == 0.5
 
@@ -97,6 +99,17 @@ def test_any_global_scale_and_what_observers_leave(theirs):
     again = form.pack(form.unpack(packed), torch.float32)
     assert torch.equal(form.dequantize(again), form.dequantize(packed))
     assert torch.equal(again.tensors["weight_global_scale"], packed.tensors["weight_global_scale"])
+
+
+def test_another_tools_checkpoint_is_packed_again(theirs, tmp_path):
+    def change(tensors):
+        for name in [name for name in tensors if name.endswith("weight_global_scale")]:
+            tensors[name] *= 1.7
+
+    folder = theirs("nvfp4-a4", tensors=change)
+    out = export(str(folder), "nvfp4-pack-quantized", tmp_path / "out").out
+    expected = load(str(folder), dtype="float32").model(IDS)
+    assert torch.equal(load(str(out), dtype="float32").model(IDS), expected)
 
 
 def test_scales_in_bfloat16_as_qwen_stores_them(written, theirs):
