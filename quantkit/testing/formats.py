@@ -158,7 +158,7 @@ def _check_inverse(case: Contract, codes: Codes, back: object) -> None:
         "unpack returned other zero points than those that were packed")
     case.must(back.scale.dtype == torch.float32 and back.scale.shape == codes.scale.shape,
               f"unpack returned scales {back.scale.dtype} {list(back.scale.shape)}")
-    limit = NESTED * codes.scale.max() if codes.spec.nested else LAST_BITS * codes.scale
+    limit = NESTED * codes.scale.max() if codes.spec.nested else LAST_BITS * codes.scale.abs()
     case.must(bool(((back.scale - codes.scale).abs() <= limit).all()),
               "unpack returned other scales than those that were packed")
 
