@@ -56,6 +56,9 @@ def register_formats(register: Register) -> None:
     register("mlx", "quantkit.formats.mlx:FORMAT")
     register("int-quantized", "quantkit.formats.int_quantized:FORMAT")
     register("float-quantized", "quantkit.formats.float_quantized:FORMAT")
+    register("fine-grained-fp8", "quantkit.formats.fine_grained_fp8:FORMAT")
+    register("nvfp4-pack-quantized", "quantkit.formats.fp4:NVFP4")
+    register("mxfp4-pack-quantized", "quantkit.formats.fp4:MXFP4")
     for name in ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL"):
         register(f"gguf-{name.lower()}", f"quantkit.formats.gguf_blocks:{name}")
 

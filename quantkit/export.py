@@ -147,7 +147,8 @@ def _bytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
 
 def _spec(spec: QuantSpec, form: Format, row: LayerRow) -> QuantSpec:
     """The same weight as ``form`` describes it: its scales' dtype, and what its levels are counted from."""
-    dtype = getattr(form, "scales", None) or (row.dtype if spec.kind == "int" else spec.scale_dtype)
+    follows = spec.scale_dtype in FLOATS and spec.kind in ("int", "fp")
+    dtype = getattr(form, "scales", None) or (row.dtype if follows else spec.scale_dtype)
     moved = spec.model_copy(update={"scale_dtype": dtype})
     if spec.kind != "int":
         return moved

@@ -15,9 +15,11 @@ from quantkit.errors import QuantkitError, SourceError
 from quantkit.executor.base import Executor, Item
 from quantkit.formats import contract
 from quantkit.formats.base import Format, QuantizedTensor
+from quantkit.formats.one_outer import with_one_outer
 from quantkit.methods import parts
 from quantkit.methods.base import LayerStats, Method
 from quantkit.methods.grid import require_finite
+from quantkit.methods.static_inputs import with_input_factor
 from quantkit.ops.finite import squares
 from quantkit.ops.hadamard import apply_hadamard, rotate_hessian
 from quantkit.planning.layers import BATCH, PlanRow, together
@@ -104,7 +106,7 @@ def solve(plans: Sequence[PlanRow], dtype: torch.dtype,
                 exacts = [apply_hadamard(exact) for exact in exacts]
             codes_together = method.run_together(exacts, stats, spec, options)
             for exact in exacts:
-                codes = codes_together.pop(0)
+                codes = with_input_factor(codes_together.pop(0), stats[len(results)])
                 result, notes = contract.pack(form, codes, dtype), codes.notes
                 del codes
                 off = squares(contract.dequantize(form, result).sub_(exact)) / max(squares(exact), 1e-60)
@@ -134,11 +136,32 @@ def solve_rows(rows: Sequence[PlanRow], layer: LayerTensors, needs: Container[st
     groups = together(rows, needs, BATCH)
     waiting: dict[str, Solved] = {}
     solved = itertools.chain.from_iterable(executor.map(solve, _unsolved(groups, layer, executor)))
-    for name in (row.name for row in rows if row.method):
-        while name not in waiting:
+    for names in fused([row for row in rows if row.method]):
+        while not waiting.keys() >= set(names):
             solution = next(solved)
             waiting[solution[1].name] = solution
-        yield waiting.pop(name)
+        yield from _with_one_outer([waiting.pop(name) for name in names])
+
+
+def fused(rows: Sequence[PlanRow]) -> list[list[str]]:
+    """Names of Linears in order, those together that see the same input and whose scales are multiples of a
+    number of the tensor's, which engines want to be one for all of them."""
+    groups: list[list[str]] = []
+    last = None
+    for row in rows:
+        assert row.spec is not None
+        key = (row.shares, row.format) if row.spec.scale_dtype == "e4m3" else None
+        if key is not None and key == last:
+            groups[-1].append(row.name)
+        else:
+            groups.append([row.name])
+        last = key
+    return groups
+
+
+def _with_one_outer(solved: Sequence[Solved]) -> list[Solved]:
+    packed = with_one_outer([result for result, _ in solved])
+    return [(result, row) for result, (_, row) in zip(packed, solved, strict=True)]
 
 
 def solve_stages(rows: Sequence[PlanRow], layer: LayerTensors, needs: Mapping[str, Collection[str]],
@@ -213,6 +236,10 @@ def solve_data_free(origin: ModelOrigin, plans: tuple[PlanRow, ...]) -> list[Sol
         results += solve([plan], weight.dtype, weight, None)
         del weight
         release(source)
+    groups = fused(plans)
+    for names in groups:
+        results += _with_one_outer(results[:len(names)])
+        del results[:len(names)]
     return results
 
 

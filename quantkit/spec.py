@@ -180,6 +180,8 @@ class QuantSpec(Frozen):
         if self.activations == "group" and not (self.kind == "fp" and strategy in ("group", "tile")):
             raise ValueError("activations with a scale a group go with weights of kind 'fp' in groups "
                              "or tiles")
+        if self.static_inputs and self.rotation:
+            raise ValueError("activations with e4m3 scales are measured as they come, not rotated")
 
     @model_serializer(mode="wrap")
     def _brief(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -204,6 +206,12 @@ class QuantSpec(Frozen):
         if self.kind == "fp" and self.bits == 4:
             return "fp4"
         return "fp tiles" if self.granularity.strategy == "tile" else self.kind
+
+    @property
+    def static_inputs(self) -> bool:
+        """Whether a number of the layer's inputs is measured and stored: what the e4m3 scales of their groups
+        are multiples of."""
+        return self.activations == "group" and self.scale_dtype == "e4m3"
 
     def outer_shape(self, shape: tuple[int, int]) -> tuple[int, int] | None:
         """Shape of what scales are multiples of, for a weight ``[out, in]``; ``None``: of nothing."""

@@ -356,3 +356,18 @@ def test_layouts_of_weights_alone_refuse_rounded_inputs(tmp_path, to):
     with pytest.raises(SpecError) as caught:
         export(str(first), to, tmp_path / "out")
     assert "is for weights alone" in caught.value.why and not (tmp_path / "out").exists()
+
+
+def test_squares_go_to_deepseeks_layout_and_back(tiny, tmp_path):
+    """From bfloat16 scales to float32 ones, which are rounded back without loss."""
+    recipe = tmp_path / "squares.yaml"
+    recipe.write_text("rules: [{match: lm_head}, {match: '*', method: rtn, spec: {kind: fp, bits: 8, "
+                      "granularity: {strategy: tile, size: 48}, activations: group}}]")
+    made = quantize(str(tiny), str(recipe), tmp_path / "made").out
+    there = export(str(made), "fine-grained-fp8", tmp_path / "there").out
+    back = export(str(there), "float-quantized", tmp_path / "back").out
+    expected = load(str(made)).model(IDS)
+    assert torch.equal(load(str(there)).model(IDS), expected)
+    assert torch.equal(load(str(back)).model(IDS), expected)
+    with open_checkpoint(there) as opened:
+        assert opened.config()["quantization_config"]["quant_method"] == "fp8"

@@ -36,6 +36,9 @@ SHIPPED = {"int8": "int8 channel sym", "int8-gptq": "int8 channel sym", "int5-as
            **{f"trellis{bits}": f"trellis{bits} channel w12 rot" for bits in (2, 3, 4)},
            **{f"int{bits}-datafree": f"int{bits} g64 asym" for bits in (2, 3, 4)},
            "int8-datafree": "int8 g64 sym",
+           **{f"nvfp4{end}": "fp4 g16 e4m3" for end in ("", "-datafree")}, "nvfp4-a4": "fp4 g16 e4m3 a4",
+           **{f"mxfp4{end}": "fp4 g32 e8m0" for end in ("", "-datafree")}, "mxfp4-a4": "fp4 g32 e8m0 a4",
+           "fp8-block": "fp8 t128 a8",
            "nf4": "nf4 b64", "nf4-nested": "nf4 b64 nested", "int8-kv8": "int8 channel sym"}
 
 
@@ -80,7 +83,8 @@ def test_shipped_recipes_load_and_leave_the_head_alone_unless_their_name_says_so
     assert not rest.matches("model.embed_tokens")
     assert rest.matches("model.layers.3.mlp.up_proj") and rest.spec.label() == SHIPPED[name]
     assert rest.format_name == {"nf4": "bnb-nf4", "w8a": "int-quantized", "fp8": "float-quantized",
-                                "tre": "trellis"}.get(name[:3], "pack-quantized")
+                                "tre": "trellis", "nvf": "nvfp4-pack-quantized",
+                                "mxf": "mxfp4-pack-quantized"}.get(name[:3], "pack-quantized")
     calibrated = rest.method in ("gptq", "autoround") or bool(recipe.transforms)
     assert (recipe.calibration is not None) == calibrated
 

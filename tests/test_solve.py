@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from quantkit.errors import SpecError
 from quantkit.formats.pack_quantized import FORMAT
@@ -12,8 +15,10 @@ from quantkit.methods.base import LayerStats
 from quantkit.methods.rtn import METHOD
 from quantkit.ops.finite import squares
 from quantkit.planning.layers import PlanRow
-from quantkit.solve import solve
+from quantkit.recipe import Recipe
+from quantkit.solve import ModelOrigin, fused, solve, solve_data_free
 from quantkit.spec import Granularity, QuantSpec
+from quantkit.testing import tiny_model
 
 SPEC = QuantSpec(bits=8, granularity=Granularity(strategy="channel"), scale_dtype="float32")
 
@@ -54,3 +59,24 @@ def test_of_linears_solved_together_the_one_that_is_not_finite_is_named(method):
     with pytest.raises(SpecError) as caught:
         solve([row(name, method) for name in names], torch.float32, *weights, *stats)
     assert caught.value.what == f"{names[1]}: the weight holds 2 values that are NaN or infinite"
+
+
+def test_linears_of_one_input_and_one_number_of_the_tensor_go_together(tmp_path):
+    """Where layers are solved by processes that open the model themselves, too."""
+    groups = Granularity(strategy="group", size=16)
+    spec = QuantSpec(kind="fp", bits=4, granularity=groups, scale_dtype="e4m3")
+    model = tiny_model(tmp_path / "tiny", dtype="float32")
+    parts_of_layer = {"self_attn.q_proj": (64, "qkv"), "self_attn.k_proj": (32, "qkv"),
+                      "self_attn.v_proj": (32, "qkv"), "self_attn.o_proj": (64, "o")}
+    plans = [replace(row(f"model.layers.0.{name}"), shape=(rows, 64), shares=shares, spec=spec,
+                     format="nvfp4-pack-quantized") for name, (rows, shares) in parts_of_layer.items()]
+    q, k, v, o = (plan.name for plan in plans)
+    assert fused(plans) == [[q, k, v], [o]]
+    assert fused([plans[0], replace(plans[1], spec=SPEC), plans[2]]) == [[q], [k], [v]]
+    recipe = Recipe.model_validate({"name": "x"})
+    solved = solve_data_free(ModelOrigin(str(model), None, recipe), tuple(plans))
+    assert [made.name for _, made in solved] == [q, k, v, o]
+    scales = [float(packed.tensors["weight_global_scale"]) for packed, _ in solved]
+    alone = [float(solve([plan], torch.float32, load_file(model / "model.safetensors")[f"{plan.name}.weight"],
+                         None)[0][0].tensors["weight_global_scale"]) for plan in plans]
+    assert scales == [min(alone[:3])] * 3 + alone[3:]

@@ -45,3 +45,16 @@ def test_names_and_layouts(keys, label, layout):
 def test_what_makes_no_sense_is_refused(keys):
     with pytest.raises(ValidationError):
         QuantSpec(**{"granularity": CHANNEL} | keys)
+
+
+GROUP16 = {"kind": "fp", "bits": 4, "scale_dtype": "e4m3",
+           "granularity": Granularity(strategy="group", size=16)}
+
+
+def test_what_is_measured_of_inputs_before_a_model_runs():
+    assert QuantSpec(**GROUP16, activations="group").static_inputs
+    assert not QuantSpec(**GROUP16).static_inputs
+    power = GROUP16 | {"scale_dtype": "e8m0", "granularity": Granularity(strategy="group", size=32)}
+    assert not QuantSpec(**power, activations="group").static_inputs
+    with pytest.raises(ValidationError, match="measured as they come, not rotated"):
+        QuantSpec(**GROUP16, activations="group", rotation="hadamard")

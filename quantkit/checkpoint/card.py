@@ -127,13 +127,13 @@ def _loading(manifest: Manifest, config: Mapping[str, Any]) -> str:
     method = (stored_quantization(config) or {}).get("quant_method")
     extras = {"compressed-tensors": "compressed-tensors accelerate",
               "bitsandbytes": "bitsandbytes accelerate", "gptq": "optimum gptqmodel",
-              "awq": "gptqmodel accelerate", None: "accelerate"}
+              "awq": "gptqmodel accelerate", "fp8": "accelerate", None: "accelerate"}
     parts = [_QUANTKIT]
     failed = [check.detail for check in check_layers("transformers", config, manifest.layers)
               if check.status == "failed"]
     if method in extras and all(DEQUANTIZED in detail for detail in failed):
         parts.append(_TRANSFORMERS.format(extra=extras[method]) + (_DEQUANTIZED if failed else ""))
-    if method in ("compressed-tensors", "gptq", "awq", None):
+    if method in ("compressed-tensors", "gptq", "awq", "fp8", None):
         parts.append(_VLLM.format(option=" --dtype float16" if method in ("gptq", "awq") else ""))
     if method == "mlx":
         parts.append(_MLX)

@@ -41,10 +41,15 @@ def packed_fault(packed: QuantizedTensor) -> str | None:
 
 
 def _codes_fault(codes: Codes) -> str | None:
-    for name in ("scale", "minimum"):
+    for name in ("scale", "minimum", "outer"):
         values = getattr(codes, name)
         if values is not None and not bool(torch.isfinite(values).all()):
             return f"a {name} is not finite"
+    if codes.spec.grid == "fp4":
+        for name in ("scale", "outer", "input_factor"):
+            values = getattr(codes, name)
+            if values is not None and bool((values < 0).any() if name == "scale" else (values <= 0).any()):
+                return f"a value of {name} is not positive"
     for kind, levels in (("code", codes.codes), ("zero point", codes.zero)):
         if levels is not None and levels.numel() and int(levels.max()) >= 2 ** codes.spec.bits:
             return f"a {kind} is above {2 ** codes.spec.bits - 1}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from quantkit.checkpoint.manifest import LayerRow
@@ -16,6 +16,10 @@ MARLIN_GROUPS = (-1, 32, 64, 128)
 TRITON_GROUPS = (*MARLIN_GROUPS, 256)
 BYTES = ("int-quantized", "float-quantized")
 """Layouts of a byte a weight, which have kernels of their own."""
+EIGHT_BIT = (*BYTES, "fine-grained-fp8")
+"""Those, and DeepSeek's."""
+FP4 = ("nvfp4-pack-quantized", "mxfp4-pack-quantized")
+"""Layouts of 4-bit floats, which have theirs too."""
 DEQUANTIZED = "only with quantization_config=CompressedTensorsConfig(dequantize=True)"
 """How transformers loads what it can't keep quantized."""
 
@@ -36,6 +40,7 @@ class CheckpointFacts:
         dtype: of the model.
         config: ``config.json``.
         model: what it says of the model.
+        global_scales: name → the numbers beside a layer's e4m3 scales, where tensors could be read.
     """
 
     method: str | None
@@ -49,6 +54,7 @@ class CheckpointFacts:
     dtype: str
     config: Mapping[str, Any]
     model: ModelConfig
+    global_scales: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
     def fused(self) -> dict[str, list[LayerRow]]:
         """q, k and v, and gate and up, as engines fuse them: into one weight."""
@@ -91,7 +97,7 @@ def _label(row: LayerRow) -> str:
     return f"{row.spec.label()} by {row.format}" if row.spec else "kept"
 
 
-def _told(name: str, faults: Sequence[tuple[str, str]], fine: str) -> Iterator[VerifyCheck]:
+def told(name: str, faults: Sequence[tuple[str, str]], fine: str) -> Iterator[VerifyCheck]:
     """One line a rule: the first layer that breaks it, and how many do."""
     if not faults:
         yield VerifyCheck(name, "ok", fine)
@@ -104,7 +110,7 @@ def _told(name: str, faults: Sequence[tuple[str, str]], fine: str) -> Iterator[V
 def layouts(*known: str) -> Rule:
     """Only these formats are understood."""
     def rule(subject: CheckpointFacts) -> Iterator[VerifyCheck]:
-        yield from _told("layout", [(row.name, f"format {row.format} is not among {', '.join(known)}")
+        yield from told("layout", [(row.name, f"format {row.format} is not among {', '.join(known)}")
                                     for row in subject.packed if row.format not in known], ", ".join(known))
     return rule
 
@@ -120,7 +126,7 @@ def same_scheme(subject: CheckpointFacts) -> Iterator[VerifyCheck]:
             name = f"experts.{expert}" if first else group[0].name.rpartition(".")[2]
             faults.append((other.name, f"is {_label(other)}, {name} is {_label(group[0])}: fused layers must "
                                        "share a scheme"))
-    yield from _told("fused layers", faults, "q/k/v and gate/up share a scheme")
+    yield from told("fused layers", faults, "q/k/v and gate/up share a scheme")
 
 
 def rounded_inputs(subject: CheckpointFacts) -> Iterator[VerifyCheck]:
@@ -136,7 +142,7 @@ def rounded_inputs(subject: CheckpointFacts) -> Iterator[VerifyCheck]:
 
 def grouped_or_channel(subject: CheckpointFacts) -> Iterator[VerifyCheck]:
     """One scale a tensor has no kernel."""
-    yield from _told("strategy", [(row.name, "one scale a tensor; strategy channel or group is wanted")
+    yield from told("strategy", [(row.name, "one scale a tensor; strategy channel or group is wanted")
                                   for row in subject.packed if row.format not in BYTES
                                   and row.spec and row.spec.granularity.strategy == "tensor"],
                      "channel or group")
@@ -147,15 +153,15 @@ def vllm_kernel(subject: CheckpointFacts) -> Iterator[VerifyCheck]:
     refuses = _vllm_cpu if subject.device == "cpu" else _vllm_cuda
     faults = [(name, reason) for name, (row, out) in subject.weights().items()
               if (reason := refuses(row, out)) is not None]
-    yield from _told(f"kernel on {subject.device}", faults, "every weight has one")
-    if subject.device == "cpu" and not faults and any(row.format not in BYTES for row in subject.packed):
+    yield from told(f"kernel on {subject.device}", faults, "every weight has one")
+    if subject.device == "cpu" and not faults and any(row.format not in EIGHT_BIT for row in subject.packed):
         yield VerifyCheck("instruction set", "note",
                           "on x86 its kernel needs AVX-512: the AVX2 build has none")
 
 
 def _vllm_cuda(row: LayerRow, out: int) -> str | None:
     assert row.spec is not None
-    if row.format in BYTES:
+    if row.format in (*EIGHT_BIT, *FP4):
         return None
     bits, symmetric, size = row.spec.bits, row.spec.symmetric, _size(row)
     if (bits, symmetric) not in ((4, True), (4, False), (8, True)):
@@ -169,8 +175,10 @@ def _vllm_cuda(row: LayerRow, out: int) -> str | None:
 
 def _vllm_cpu(row: LayerRow, out: int) -> str | None:
     assert row.spec is not None
-    if row.format in BYTES:
+    if row.format in EIGHT_BIT:
         return None if row.spec.activations else "fp8 weights without fp8 activations have no kernel on CPUs"
+    if row.format in FP4:
+        return "its kernels for 4-bit floats are for GPUs"
     if row.spec.bits != 4:
         return f"{row.spec.bits} bits: its CPU kernel multiplies 4-bit weights only"
     if (size := _size(row)) != -1 and size % 2:
@@ -191,7 +199,7 @@ def gptq_types(subject: CheckpointFacts) -> Iterator[VerifyCheck]:
         elif _size(row) not in MARLIN_GROUPS:
             faults.append((row.name,
                            f"group size {_size(row)} is not among {', '.join(map(str, MARLIN_GROUPS))}"))
-    yield from _told("GPTQ's bits", faults, "4 or 8, symmetric")
+    yield from told("GPTQ's bits", faults, "4 or 8, symmetric")
 
 
 def no_order(subject: CheckpointFacts) -> Iterator[VerifyCheck]:
@@ -211,7 +219,7 @@ def half_scales(subject: CheckpointFacts) -> Iterator[VerifyCheck]:
 
 def gptq_kept(subject: CheckpointFacts) -> Iterator[VerifyCheck]:
     """optimum makes every Linear of a block a quantized one."""
-    yield from _told("kept layers", [
+    yield from told("kept layers", [
         (row.name,
          "is kept, and optimum expects every Linear of a block quantized: it would get random weights")
         for row in subject.rows if row.spec is None and row.name != "lm_head"],
@@ -220,7 +228,7 @@ def gptq_kept(subject: CheckpointFacts) -> Iterator[VerifyCheck]:
 
 def plain_head(subject: CheckpointFacts) -> Iterator[VerifyCheck]:
     """transformers leaves the output layer a plain one in these layouts, whatever the file holds."""
-    yield from _told("head", [
+    yield from told("head", [
         (row.name, "is quantized, and a plain one is expected there: it would get random weights; keep it")
         for row in subject.packed if row.name == HEAD], "plain")
 
@@ -229,7 +237,7 @@ def no_experts(subject: CheckpointFacts) -> Iterator[VerifyCheck]:
     """transformers 5 has one tensor for all experts of a layer, and makes it from plain and pack-quantized
     ones."""
     if experts := subject.experts():
-        yield from _told("experts", [(row.name, f"is an expert by {row.format}; pack-quantized ones are read")
+        yield from told("experts", [(row.name, f"is an expert by {row.format}; pack-quantized ones are read")
                                      for rows in experts.values() for row in rows if row.spec],
                          "none is quantized")
 
@@ -244,7 +252,7 @@ def zero_points(subject: CheckpointFacts) -> Iterator[VerifyCheck]:
         "true")
     faults = [(row.name, f"has zero points, {remedy}")
               for row in subject.packed if row.spec and not row.spec.symmetric]
-    yield from _told("zero points", faults, "none")
+    yield from told("zero points", faults, "none")
 
 
 def vllm_rounded_inputs(subject: CheckpointFacts) -> Iterator[VerifyCheck]:
@@ -281,7 +289,7 @@ def vllm_embedding(subject: CheckpointFacts) -> Iterator[VerifyCheck]:
                  "scale a row")
     elif subject.device == "cpu":
         fault = "is quantized: the kernel that looks its rows up is for GPUs"
-    yield from _told("embedding", [] if fault is None else [(row.name, fault)], "rows are decoded as needed")
+    yield from told("embedding", [] if fault is None else [(row.name, fault)], "rows are decoded as needed")
 
 
 def plain_embedding(subject: CheckpointFacts) -> Iterator[VerifyCheck]:
@@ -309,7 +317,7 @@ def sglang_wna16(subject: CheckpointFacts) -> Iterator[VerifyCheck]:
     faults = []
     for name, (row, out) in subject.weights().items():
         assert row.spec is not None
-        if row.format in BYTES:
+        if row.format in (*BYTES, *FP4):
             continue
         if (row.spec.bits, row.spec.symmetric) not in ((4, True), (4, False), (8, True)):
             faults.append((name, f"{row.spec.label()}: 4 bits, or 8 bits symmetric, are taken"))
@@ -319,7 +327,7 @@ def sglang_wna16(subject: CheckpointFacts) -> Iterator[VerifyCheck]:
         elif not _marlin_shape(subject, out, row.shape[1]):
             faults.append((name, f"[{out}, {row.shape[1]}]: Marlin wants multiples of [64, 128]"
                            + ("" if subject.method == "awq" else " or [128, 64]")))
-    yield from _told("kernel on cuda", faults, "Marlin takes every weight")
+    yield from told("kernel on cuda", faults, "Marlin takes every weight")
 
 
 def sglang_awq(subject: CheckpointFacts) -> Iterator[VerifyCheck]:

@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+import torch
+
 from quantkit.checkpoint import engine_rules as rules
-from quantkit.checkpoint import mlx_rules
+from quantkit.checkpoint import float_rules, mlx_rules
 from quantkit.checkpoint.manifest import LayerRow
 from quantkit.checkpoint.quantization_config import stored_quantization
 from quantkit.checkpoint.verify import VerifyCheck
@@ -18,22 +20,26 @@ from quantkit.errors import UsageError, did_you_mean
 from quantkit.models.architecture import EMBEDDING, linear_slots, parse_config
 
 DEVICES = ("cuda", "cpu")
-COMPRESSED = (rules.layouts("pack-quantized", *rules.BYTES), rules.rounded_inputs)
+FLOATS = (float_rules.one_global_scale, float_rules.whole_inputs, float_rules.whole_rows)
+COMPRESSED = (rules.layouts("pack-quantized", *rules.BYTES, *rules.FP4), rules.rounded_inputs)
 ENGINES: dict[str, dict[str, tuple[rules.Rule, ...]]] = {
     "vllm": {
         "compressed-tensors": (*COMPRESSED, rules.grouped_or_channel, rules.same_scheme, rules.vllm_kernel,
-                               rules.vllm_rounded_inputs, rules.vllm_embedding),
+                               rules.vllm_rounded_inputs, rules.vllm_embedding, *FLOATS),
+        "fp8": (rules.same_scheme, rules.vllm_kernel, float_rules.whole_inputs),
         "gptq": (rules.no_order, rules.gptq_types, rules.same_scheme, rules.vllm_kernel, rules.half_scales),
         "awq": (rules.same_scheme, rules.vllm_kernel, rules.half_scales)},
     "sglang": {
         "compressed-tensors": (*COMPRESSED, rules.sglang_gpu, rules.grouped_or_channel, rules.same_scheme,
-                               rules.sglang_wna16, rules.plain_embedding),
+                               rules.sglang_wna16, rules.plain_embedding, float_rules.sglang_floats, *FLOATS),
+        "fp8": (float_rules.sglang_amx, rules.same_scheme, float_rules.sglang_floats, *FLOATS),
         "gptq": (rules.sglang_gpu, rules.sglang_gptq, rules.same_scheme, rules.half_scales),
         "awq": (rules.same_scheme, rules.sglang_awq, rules.half_scales),
         "bitsandbytes": (rules.sglang_gpu, rules.same_scheme, rules.needs("bitsandbytes"))},
     "transformers": {
-        "compressed-tensors": (rules.layouts("pack-quantized", *rules.BYTES), rules.zero_points,
+        "compressed-tensors": (COMPRESSED[0], rules.zero_points, float_rules.whole_inputs,
                                rules.dequantized_embedding, rules.needs("compressed-tensors accelerate")),
+        "fp8": (float_rules.whole_squares, rules.needs("accelerate")),
         "gptq": (rules.gptq_kept, rules.plain_head, rules.no_experts, rules.needs("optimum gptqmodel")),
         "awq": (rules.plain_head, rules.no_experts, rules.needs("gptqmodel accelerate")),
         "bitsandbytes": (rules.no_experts, rules.needs("bitsandbytes accelerate"))},
@@ -58,6 +64,8 @@ class DescribedCheckpoint(Protocol):
 
     def config(self) -> dict[str, Any]: ...
 
+    def tensor(self, name: str) -> torch.Tensor: ...
+
 
 def check_engine(engine: str, checkpoint: DescribedCheckpoint,
                  device: str = "cuda") -> tuple[VerifyCheck, ...]:
@@ -74,12 +82,17 @@ def check_engine(engine: str, checkpoint: DescribedCheckpoint,
     for kind, name, known in (("engine", engine, ENGINES), ("device", device, DEVICES)):
         if name not in known:
             raise UsageError(f"no {kind} is called {name!r}", why=did_you_mean(name, known))
-    return check_layers(engine, checkpoint.config(), checkpoint.layers, device)
+    scales = {row.name: tuple(float(checkpoint.tensor(f"{row.name}.{suffix}"))
+                              for suffix in ("weight_global_scale", "input_global_scale")
+                              [:1 + row.spec.static_inputs])
+              for row in checkpoint.layers if row.spec and row.format == "nvfp4-pack-quantized"}
+    return check_layers(engine, checkpoint.config(), checkpoint.layers, device, scales)
 
 
-def check_layers(engine: str, config: Mapping[str, Any], layers: Sequence[LayerRow],
-                 device: str = "cuda") -> tuple[VerifyCheck, ...]:
-    """The same, told from ``config.json`` and the rows of a manifest."""
+def check_layers(engine: str, config: Mapping[str, Any], layers: Sequence[LayerRow], device: str = "cuda",
+                 global_scales: Mapping[str, tuple[float, ...]] | None = None) -> tuple[VerifyCheck, ...]:
+    """The same, told from ``config.json`` and the rows of a manifest, and from layers' global scales if they
+    are known."""
     quantization = stored_quantization(config) or {}
     shape = parse_config(config)
     rows = tuple(row for row in layers if row.name != EMBEDDING)
@@ -87,7 +100,8 @@ def check_layers(engine: str, config: Mapping[str, Any], layers: Sequence[LayerR
     subject = rules.CheckpointFacts(
         quantization.get("quant_method"), quantization, rows, tuple(row for row in rows if row.spec),
         next((row for row in layers if row.name == EMBEDDING and row.spec), None), shape.tie_word_embeddings,
-        {slot.name: slot.shares for slot in linear_slots(shape)}, device, dtype, config, shape)
+        {slot.name: slot.shares for slot in linear_slots(shape)}, device, dtype, config, shape,
+        global_scales or {})
     if subject.method is None:
         return (VerifyCheck("quant_method", "ok", "nothing is quantized"),)
     readers = ENGINES[engine]

@@ -3,7 +3,8 @@
 Read by transformers and vLLM; the keys are exactly those that compressed-tensors
 (https://github.com/vllm-project/compressed-tensors) and bitsandbytes
 (https://github.com/bitsandbytes-foundation/bitsandbytes) know, since unknown ones are errors there, and those
-of GPTQModel (https://github.com/ModelCloud/GPTQModel) and AutoAWQ (https://github.com/casper-hansen/AutoAWQ).
+of GPTQModel (https://github.com/ModelCloud/GPTQModel), AutoAWQ (https://github.com/casper-hansen/AutoAWQ) and
+DeepSeek (https://huggingface.co/docs/transformers/quantization/finegrained_fp8).
 mlx-lm (https://github.com/ml-explore/mlx-lm) reads a key of its own, ``quantization``, writes the same table
 as ``quantization_config``, and has no ``quant_method`` in it.
 """
@@ -27,12 +28,15 @@ _FUSED = {("q_proj", "k_proj", "v_proj"): "qkv_proj", ("gate_proj", "up_proj"): 
 """What engines make one weight of, and their name for it."""
 _MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 """Its names for an expert's layers, and those by which engines ask for the scheme of any."""
-COMPRESSED = {"pack-quantized", "int-quantized", "float-quantized"}
+COMPRESSED = {"pack-quantized", "int-quantized", "float-quantized", "nvfp4-pack-quantized",
+              "mxfp4-pack-quantized"}
 """Layouts of compressed-tensors."""
 MLX = "mlx"
 """The ``quant_method`` by which we call what has none in the file."""
 KEYS = ("quantization", "quantization_config")
 """Of ``config.json``: mlx-lm's, and everybody's."""
+SCALE_DTYPES = {"e4m3": "torch.float8_e4m3fn", "e8m0": "torch.uint8"}
+"""Its names for the dtypes of groups' scales."""
 
 
 class LayerScheme(Protocol):
@@ -83,6 +87,8 @@ def quantization_config(rows: Sequence[LayerScheme], version: str = __version__)
             return _gptq(packed, kept, version)
         if formats == {"awq"}:
             return _awq(packed, kept)
+        if formats == {"fine-grained-fp8"}:
+            return _fine_grained(packed[0], kept)
     return dict(OWN)
 
 
@@ -114,26 +120,41 @@ def _says_embeddings(packed: Sequence[LayerScheme], tied: bool) -> bool:
 
 
 def _model_scales(row: LayerScheme) -> bool:
-    return row.spec is not None and row.spec.scale_dtype in ("model", row.dtype)
+    return row.spec is not None and row.spec.scale_dtype in ("model", row.dtype, *SCALE_DTYPES)
 
 
 def _weights(spec: QuantSpec) -> dict[str, Any]:
-    size = {"group_size": spec.granularity.size} if spec.granularity.strategy == "group" else {}
     return {"num_bits": spec.bits, "type": _TYPES[spec.kind], "symmetric": spec.symmetric,
-            "strategy": spec.granularity.strategy, **size, "dynamic": False}
+            **(_groups(spec) if spec.granularity.strategy == "group" else _strategy(spec)), "dynamic": False}
+
+
+def _strategy(spec: QuantSpec) -> dict[str, Any]:
+    if spec.granularity.strategy == "tile":
+        return {"strategy": "block", "block_structure": [spec.granularity.size] * 2}
+    return {"strategy": spec.granularity.strategy}
+
+
+def _groups(spec: QuantSpec) -> dict[str, Any]:
+    """Of weights, and of activations that are rounded in the same groups."""
+    strategy = "tensor_group" if spec.scale_dtype == "e4m3" else "group"
+    stored = SCALE_DTYPES.get(spec.scale_dtype)
+    return {"strategy": strategy, "group_size": spec.granularity.size,
+            **({} if stored is None else {"scale_dtype": stored})}
 
 
 def _inputs(spec: QuantSpec) -> dict[str, Any] | None:
     if spec.activations is None:
         return None
-    return {"num_bits": spec.bits, "type": _TYPES[spec.kind], "symmetric": True,
-            "strategy": spec.activations, "dynamic": True}
+    scales = _groups(spec) if spec.activations == "group" else {"strategy": spec.activations}
+    return {"num_bits": spec.bits, "type": _TYPES[spec.kind], "symmetric": True, **scales,
+            "dynamic": "local" if spec.static_inputs else True}
 
 
 def _format(row: LayerScheme) -> str:
     """The layout's name in compressed-tensors, where float weights alone are called something else."""
     assert row.spec is not None and row.format is not None
-    return "naive-quantized" if row.spec.kind == "fp" and not row.spec.activations else row.format
+    plain = row.format == "float-quantized" and not row.spec.activations
+    return "naive-quantized" if plain else row.format
 
 
 def _compressed_tensors(packed: Sequence[LayerScheme], kept: list[str]) -> dict[str, Any]:
@@ -228,6 +249,10 @@ def _mlx(packed: Sequence[LayerScheme]) -> dict[str, Any]:
     common = Counter(str(scheme) for scheme in schemes.values()).most_common(1)[0][0]
     default = next(scheme for scheme in schemes.values() if str(scheme) == common)
     return default | {name: scheme for name, scheme in schemes.items() if scheme != default}
+def _fine_grained(row: LayerScheme, kept: list[str]) -> dict[str, Any]:
+    assert row.spec is not None
+    return {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
+            "weight_block_size": [row.spec.granularity.size] * 2, "modules_to_not_convert": _with_fused(kept)}
 
 
 def _has_head(packed: Sequence[LayerScheme]) -> bool:

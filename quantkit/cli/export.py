@@ -26,7 +26,8 @@ GGUF = "gguf"
 @click.argument("place", type=click.Path(path_type=Path), metavar="[OUT]", required=False)
 @click.option("--to", "form", required=True, metavar="FORMAT",
               help="pack-quantized, int-quantized, float-quantized, bnb-nf4, bnb-int8, gptq, gptq-v2, awq, "
-                   "mlx or trellis; plugins add others. Or gguf: one file for llama.cpp, Ollama and LM Studio.")
+                   "mlx or trellis; plugins add others. Or gguf: one file for llama.cpp, Ollama and LM "
+                   "Studio.")
 @click.option("--out", type=click.Path(path_type=Path), metavar="OUT", help="The same as OUT.")
 @click.option("--revision", metavar="REV", help="Branch, tag or commit of a checkpoint on the hub.")
 @click.option("--quiet", "-q", is_flag=True, help="No progress on stderr.")

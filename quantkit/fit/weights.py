@@ -222,8 +222,12 @@ def _sample(form: str | None, spec: QuantSpec | None, columns: int, dtype: str,
     shape = (rows, columns)
     scales = spec.scale_shape(shape)
     zeros = torch.zeros(scales) if spec.kind == "int" and not spec.symmetric else None
+    outer = spec.outer_shape(shape)
+    numbers = None if outer is None else torch.ones(outer)
     codes = Codes(spec, torch.zeros(shape, dtype=torch.uint8), torch.ones(scales),
                   zeros.to(torch.uint8) if zeros is not None and not spec.minimum else None,
-                  minimum=zeros if spec.minimum else None)
+                  minimum=zeros if spec.minimum else None, outer=numbers,
+                  outer_minimum=numbers if spec.minimum else None,
+                  input_factor=torch.ones(1, 1) if spec.static_inputs else None)
     quantized: QuantizedTensor = registry("formats").get(form).pack(codes, FLOATS[dtype])
     return quantized

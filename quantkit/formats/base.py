@@ -15,7 +15,7 @@ import torch
 
 from quantkit.spec import QuantSpec
 
-TENSORS = ("codes", "scale", "zero", "minimum", "outer", "outer_minimum")
+TENSORS = ("codes", "scale", "zero", "minimum", "outer", "outer_minimum", "input_factor")
 """Of :class:`Codes`."""
 
 
@@ -35,6 +35,8 @@ class Codes:
         outer: float32 ``spec.outer_shape([out, in])``: what scales are multiples of, if there is such a
             thing: a superblock's number, or the tensor's beside ``e4m3`` scales.
         outer_minimum: float32, shape of ``outer``: the same of minima, which are its negative multiples.
+        input_factor: float32 ``[1, 1]``: what the scales of groups of a token are multiplied by before they
+            are rounded to e4m3, if the spec has ``static_inputs``. It isn't the method's to choose.
 
     ``int``: ``w = (codes - zero) * scale``, or ``codes * scale + minimum``. ``nf``: ``w = codebook[codes] *
     scale``, ``iq`` likewise. ``fp``: ``w = float(codes) * scale``.
@@ -48,6 +50,7 @@ class Codes:
     minimum: torch.Tensor | None = None
     outer: torch.Tensor | None = None
     outer_minimum: torch.Tensor | None = None
+    input_factor: torch.Tensor | None = None
 
     def mapped(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Codes:
         """The same with every tensor changed, such as moved to another device."""
@@ -57,7 +60,7 @@ class Codes:
 
         return replace(self, codes=change(self.codes), scale=change(self.scale), zero=changed("zero"),
                        minimum=changed("minimum"), outer=changed("outer"),
-                       outer_minimum=changed("outer_minimum"))
+                       outer_minimum=changed("outer_minimum"), input_factor=changed("input_factor"))
 
     def to(self, device: torch.device) -> Codes:
         """The same on another device."""
@@ -70,7 +73,7 @@ class Codes:
 
         def below(name: str) -> torch.Tensor | None:
             tensors = [tensor for part in parts if (tensor := getattr(part, name)) is not None]
-            shared = not tensors or len(parts) == 1 or (
+            shared = not tensors or len(parts) == 1 or name == "input_factor" or (
                 name != "codes" and first.spec.granularity.strategy == "tensor") or (
                 name.startswith("outer") and first.spec.outer_shape((shape[0], shape[1])) == (1, 1))
             return (tensors[0] if tensors else None) if shared else torch.cat(tensors)

@@ -2,6 +2,7 @@
 
 ``weight`` holds :mod:`~quantkit.formats.e4m3`, the rest is in :mod:`~quantkit.formats.eight_bit`. Without
 quantized activations the standard calls the same tensors ``naive-quantized``, and so does ``config.json``.
+A scale a tile is the standard's strategy ``block``.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ class FloatQuantizedFormat(EightBitFormat):
     """See the module's docstring."""
 
     name, kind, stored = "float-quantized", "fp", e4m3.DTYPE
+    strategies: tuple[str, ...] = ("channel", "tensor", "tile")
 
     def _swapped(self, codes: torch.Tensor) -> torch.Tensor:
         return codes

@@ -57,6 +57,7 @@ from quantkit.methods.hessian import (
 )
 from quantkit.methods.learning import learn_levels
 from quantkit.methods.refit import refit_scales
+from quantkit.methods.tiles import sums_of_tiles
 from quantkit.ops import columns, gpu
 from quantkit.spec import QuantSpec
 
@@ -223,6 +224,8 @@ def _settled(begun: Sequence[_Begun], levels: Sequence[torch.Tensor], part: slic
         return [refit(task.weight[part], mine[part], grid, hessian, spec, options.refit)
                 for task, mine, grid, hessian in zip(begun, levels, grids, form, strict=True)]
 
+    if spec.grid == "fp tiles":  # their scales stay as the search has found them
+        options = options.model_copy(update={"refit": 0})
     refit = descend_scales if gptq_tiles.plain(spec) or spec.grid == "fp" else refit_scales
     grids = [task.grid.rows(part) for task in begun]
     grids = refitted()
@@ -253,6 +256,8 @@ def _unless_rounded(task: _Begun, levels: torch.Tensor, grid: Grid, part: slice,
     baseline = losses(weight - from_grid(rounded, plain), hessian)
     if spec.granularity.strategy == "tensor":  # one scale for all rows: all or none
         solved, baseline = solved.sum().expand_as(solved), baseline.sum().expand_as(baseline)
+    elif spec.granularity.strategy == "tile":  # the same for the rows of a square
+        solved, baseline = (sums_of_tiles(each, spec.granularity.size or 1) for each in (solved, baseline))
     worse = ~(solved <= baseline)  # also where a loss is NaN
     best = plain.where(worse, grid)
     return to_codes(torch.where(worse.unsqueeze(1), rounded, levels), best, spec), worse

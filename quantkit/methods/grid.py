@@ -49,7 +49,8 @@ class Grid:
     """The grids of a weight's groups, float32; see :class:`~quantkit.formats.base.Codes`.
 
     Attributes:
-        scale: ``spec.scale_shape``, finite and rounded; positive unless the spec's scales have a sign.
+        scale: ``spec.scale_shape``, finite and rounded; positive unless the spec's scales have a sign. Of
+            squares of weights: ``[out, in]``, that of every weight (:mod:`quantkit.methods.tiles`).
         zero: of the same shape: the level, or where levels come from a table the value, that means 0.
         minimum: of the same shape, if the spec has minima.
         outer, outer_minimum: ``spec.outer_shape``, if scales are multiples of something.
@@ -131,7 +132,7 @@ def find_grid(weight: torch.Tensor, spec: QuantSpec, *, importance: torch.Tensor
         if costs is not None:
             first = start % shape[1]
             cost = costs[first:first + chunk.shape[0]]
-        parts.append(_search(chunk, spec, cost, shrinks))
+        parts.append(search_groups(chunk, spec, cost, shrinks))
     return Grid(torch.cat([p.scale for p in parts]).reshape(shape),
                 torch.cat([p.zero for p in parts]).reshape(shape))
 
@@ -153,7 +154,9 @@ def above_minima(weight: torch.Tensor, grid: Grid) -> torch.Tensor:
 
 def row_parts(weight: torch.Tensor, spec: QuantSpec, values: int, multiple: int = 1) -> list[slice]:
     """Rows that are worked on together, a multiple of some number and about ``values`` weights, so that there
-    are copies of few at a time; all of them where they share a scale."""
+    are copies of few at a time; all of them where they share a scale, and squares whole."""
+    if spec.granularity.strategy == "tile":
+        multiple = spec.granularity.size or 1
     rows, step = weight.shape[0], max(1, values // (weight.shape[1] * multiple)) * multiple
     if spec.granularity.strategy == "tensor" or step >= rows:
         return [slice(None)]
@@ -207,8 +210,12 @@ def whole_(values: torch.Tensor) -> torch.Tensor:
 def to_codes(levels: torch.Tensor, grid: Grid, spec: QuantSpec, notes: tuple[str, ...] = ()) -> Codes:
     """Levels and their grid as :class:`Codes`."""
     zero = None if spec.symmetric or spec.minimum else grid.zero.to(torch.uint8)
-    return Codes(resolve(spec), encode(levels, spec), grid.scale.contiguous(), zero, notes, grid.minimum,
-                 grid.outer, grid.outer_minimum)
+    scale = grid.scale.contiguous()
+    if spec.granularity.strategy == "tile":
+        places = scale[::spec.granularity.size, ::spec.granularity.size]
+        scale = places.clone(memory_format=torch.contiguous_format)  # one number would keep its strides
+    return Codes(resolve(spec), encode(levels, spec), scale, zero, notes, grid.minimum, grid.outer,
+                 grid.outer_minimum)
 
 
 def smallest(dtype: torch.dtype) -> float:
@@ -232,7 +239,7 @@ def round_scale(scale: torch.Tensor, zero: torch.Tensor, spec: QuantSpec) -> tor
     return rounded
 
 
-def _search(groups: torch.Tensor, spec: QuantSpec, cost: torch.Tensor | None,
+def search_groups(groups: torch.Tensor, spec: QuantSpec, cost: torch.Tensor | None,
             shrinks: tuple[float, ...]) -> Grid:
     """``groups [n, g]`` → grids ``[n, 1]``; ties go to the earlier, wider factor."""
     low = groups.amin(dim=1, keepdim=True).clamp(max=0)

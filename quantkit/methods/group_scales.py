@@ -21,9 +21,10 @@ from quantkit.methods.grid import (
     settle_,
 )
 from quantkit.methods.scale_rounding import multiples, rounded_minimum, rounded_multiple, rounded_scale
+from quantkit.methods.tiles import tile_grid
 from quantkit.spec import QuantSpec
 
-GRIDS = frozenset({"int", "int minima", "int superblocks", "iq", "fp", "fp4", "trellis"})
+GRIDS = frozenset({"int", "int minima", "int superblocks", "iq", "fp", "fp tiles", "fp4", "trellis"})
 """The grids that rounding and GPTQ know."""
 STEPS = tuple(1.12 - 0.03 * step for step in range(19))
 """Factors on the step between levels that a search tries: from a range that is wider than the weights' on."""
@@ -47,15 +48,16 @@ def choose_grid(weight: torch.Tensor, spec: QuantSpec, *, importance: torch.Tens
     Raises:
         SpecError: a weight is beyond the range of the scales' dtype.
     """
+    factors = search_factors(spec) if search else (1.0,)
+    if spec.grid == "fp tiles":
+        return tile_grid(weight, spec, importance=importance, shrinks=factors)
     if spec.grid == "fp" or (spec.grid == "int" and not spec.signed):
-        return find_grid(weight, spec, importance=importance,
-                         shrinks=search_factors(spec) if search else (1.0,))
+        return find_grid(weight, spec, importance=importance, shrinks=factors)
     shape = spec.scale_shape((weight.shape[0], weight.shape[1]))
     require_in_range(weight, spec)
     groups = weight.reshape(shape[0] * shape[1], -1)
     if spec.scale_dtype == "e4m3" and outer is None:
-        largest = weight.abs().max().clamp(min=_LEAST).reshape(1, 1)
-        outer = largest / (E2M1_LARGEST * E4M3_LARGEST)
+        outer = _power(weight.abs().max().reshape(1, 1) / (E2M1_LARGEST * E4M3_LARGEST))
     step = max(1, at_once(weight.device) // groups.shape[1])
     costs = None if importance is None else costs_of_groups(importance, shape, groups.shape[1], step)
     scales, minima, bends = [], [], []
@@ -74,6 +76,13 @@ def choose_grid(weight: torch.Tensor, spec: QuantSpec, *, importance: torch.Tens
         return _superblocks(scale, bottom, bend, spec, search)
     return _finished(rounded_scale(scale, spec, outer),
                      None if bottom is None else rounded_minimum(bottom, spec), spec, outer)
+
+
+def _power(value: torch.Tensor) -> torch.Tensor:
+    """The least power of 2 that isn't below a positive number. It is divided and multiplied by without
+    rounding, so that layouts may store its reciprocal, and a sum of exponents beside it."""
+    fraction, exponent = torch.frexp(value.clamp(min=_LEAST))
+    return torch.ldexp(torch.ones_like(value), exponent - (fraction == 0.5).int())
 
 
 def _finished(scale: torch.Tensor, minimum: torch.Tensor | None, spec: QuantSpec,

@@ -13,6 +13,7 @@ import torch
 from quantkit.formats import contract
 from quantkit.formats.base import Codes, Format, QuantizedTensor
 from quantkit.methods.base import LayerStats, Method, MethodOptions
+from quantkit.methods.static_inputs import with_input_factor
 from quantkit.ops.finite import squares
 from quantkit.ops.hadamard import apply_hadamard
 from quantkit.spec import QuantSpec
@@ -56,6 +57,7 @@ def solve(weight: torch.Tensor, method: Method, form: Format, stats: LayerStats 
                for part in weight.split(step)]
     codes = Codes.joined(results, tuple(dict.fromkeys(note for result in results for note in result.notes)))
     del results
+    codes = with_input_factor(codes, stats)
     packed = contract.pack(form, codes, weight.dtype)
     off = of = 0.0
     rows: Any = getattr(form, "rows", None)

@@ -42,7 +42,9 @@ class CpuFP8(CpuKernel):
     name = "cpu-fp8"
 
     def _declines(self, query: KernelQuery) -> str | None:
-        return None if query.spec.kind == "fp" else f"multiplies fp8, not {query.spec.kind}{query.spec.bits}"
+        if query.spec.grid != "fp":
+            return f"multiplies fp8 with a scale a row or a tensor, not {query.spec.label()}"
+        return None
 
     def _pack(self, codes: Codes, weight: QuantizedTensor) -> CpuWeight:
         from quantkit_kernels.cpu import decoders, pack

@@ -6,12 +6,12 @@ from __future__ import annotations
 import torch
 
 from quantkit.formats.base import Codes, Format, QuantizedTensor
-from quantkit.formats.level_values import level_values
+from quantkit.formats.level_values import dequantize, level_values
 from quantkit.ops.cpu_machine import unavailable
 from quantkit.ops.cpu_weight import multiply, pack_plain
 from quantkit.ops.dispatch import DECODE_ROWS, KernelQuery
 from quantkit.ops.linear import dense
-from quantkit.ops.tokens import quantize_tokens
+from quantkit.ops.tokens import quantize_tokens, round_groups
 
 
 class ReferenceKernel:
@@ -40,8 +40,11 @@ class ReferenceKernel:
 
 
 def _rounded(x: torch.Tensor, codes: Codes) -> torch.Tensor:
-    """``x [m, k]``, quantized a token at a time, by codes with a scale a row or a tensor. Levels go into the
-    product and scales come after it: levels of both kinds are exact in bfloat16 too."""
+    """``x [m, k]``, quantized a token or a group of a token at a time. With a scale a token and a row or a
+    tensor, levels go into the product and scales come after it: levels of both kinds are exact in bfloat16
+    too."""
+    if codes.spec.activations == "group":
+        return _product(round_groups(x, codes.spec, codes.input_factor), dequantize(codes)).to(x.dtype)
     rows, scale = quantize_tokens(x, codes.spec)
     gpu = x.device.type != "cpu"
     product = _product(rows.to(x.dtype) if gpu and x.dtype == torch.bfloat16 else rows, level_values(codes))

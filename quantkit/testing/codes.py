@@ -38,7 +38,7 @@ def random_codes(spec: QuantSpec, shape: tuple[int, int], seed: int = 0) -> Code
             return Codes(spec, codes, multiples_of(outer, 1), minimum=-multiples_of(depth, 0), outer=outer,
                          outer_minimum=depth)
         return Codes(spec, codes, multiples_of(outer, multiples(spec)[0]), outer=outer)
-    tensor_scale = torch.full(outer_shape, 1e-4) if outer_shape else None
+    tensor_scale = torch.full(outer_shape, 2.0**-13) if outer_shape else None
     scale = rounded_scale(numbers(scales), stored, tensor_scale)
     if spec.signed or spec.kind == "iq":
         scale = scale * (1 - 2.0 * torch.randint(0, 2, scales, generator=random))
@@ -47,7 +47,8 @@ def random_codes(spec: QuantSpec, shape: tuple[int, int], seed: int = 0) -> Code
         minimum = rounded_scale(-8 * numbers(scales), stored)
     elif spec.kind == "int" and not spec.symmetric:
         zero = torch.randint(1, 2**spec.bits, scales, generator=random, dtype=torch.uint8)
-    return Codes(spec, codes, scale, zero, minimum=minimum, outer=tensor_scale)
+    return Codes(spec, codes, scale, zero, minimum=minimum, outer=tensor_scale,
+                 input_factor=torch.full((1, 1), 48.0) if spec.static_inputs else None)
 
 
 def formula(codes: Codes) -> torch.Tensor:

@@ -44,7 +44,10 @@ FORMAT_SPECS = (
     QuantSpec(kind="iq", bits=4, granularity=Granularity(strategy="group", size=32), scale_dtype="float16"),
     QuantSpec(kind="fp", bits=4, granularity=Granularity(strategy="group", size=16), scale_dtype="e4m3"),
     QuantSpec(kind="fp", bits=4, granularity=Granularity(strategy="group", size=32), scale_dtype="e8m0"),
+    QuantSpec(kind="fp", bits=4, granularity=Granularity(strategy="group", size=16), scale_dtype="e4m3",
+              activations="group"),
     QuantSpec(kind="fp", bits=8, granularity=Granularity(strategy="tile", size=128)),
+    QuantSpec(kind="fp", bits=8, granularity=Granularity(strategy="tile", size=32), activations="group"),
     *(QuantSpec(kind="trellis", bits=bits, window=12, granularity=_CHANNEL) for bits in (2, 3, 4)))
 """What :func:`check_format` asks a format for."""
 SHAPES = ((1, 64), (7, 37), (33, 96), (64, 64), (128, 48), (16, 1), (5, 512))
@@ -75,7 +78,8 @@ def check_format(form: Format, specs: Iterable[QuantSpec] = FORMAT_SPECS) -> Non
         wanted = resolve(spec, dtype, form)
         case = contract.at(f"{wanted.label()} of {list(shape)} in {plain_name(dtype)}")
         reason = check_reason(case, "refuses", case.call("refuses", form.refuses, wanted, shape))
-        if (size := spec.granularity.size) and spec.kind == "int" and shape[1] % size:
+        size = spec.superblock or spec.granularity.size
+        if size and spec.granularity.strategy == "group" and shape[1] % size:
             case.must(reason is not None, f"it takes {shape[1]} columns in groups of {size}, which don't fit",
                       "refuse it with the sizes that do")
         elif reason is None:
@@ -154,7 +158,7 @@ def _check_inverse(case: Contract, codes: Codes, back: object) -> None:
         "unpack returned other zero points than those that were packed")
     case.must(back.scale.dtype == torch.float32 and back.scale.shape == codes.scale.shape,
               f"unpack returned scales {back.scale.dtype} {list(back.scale.shape)}")
-    limit = NESTED * codes.scale.max() if codes.spec.nested else LAST_BITS * codes.scale
+    limit = NESTED * codes.scale.max() if codes.spec.nested else LAST_BITS * codes.scale.abs()
     case.must(bool(((back.scale - codes.scale).abs() <= limit).all()),
               "unpack returned other scales than those that were packed")
 

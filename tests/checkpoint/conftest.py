@@ -9,6 +9,8 @@ import torch
 
 from quantkit.checkpoint.manifest import LayerRow, Manifest, SourceRecord
 from quantkit.checkpoint.writer import CheckpointWriter
+from quantkit.methods.base import LayerStats
+from quantkit.methods.static_inputs import with_input_factor
 from quantkit.planning.plan import make_plan
 from quantkit.plugins import registry
 from quantkit.recipe import Recipe
@@ -89,6 +91,7 @@ class Tiny:
                 continue
             method, form = methods.get(row.method), formats.get(row.format)
             codes = method.run(weight.float(), None, row.spec, method.options(**row.options))
+            codes = with_input_factor(codes, LayerStats(1, None, torch.full((row.shape[1],), 3.0)))
             packed = form.pack(codes, weight.dtype)
             tensors |= {f"{row.name}.{suffix}": t for suffix, t in packed.tensors.items()}
             error = (weight.float() - form.dequantize(packed)).norm() / weight.float().norm()
@@ -114,6 +117,9 @@ def group(bits: int, size: int = 32, **more) -> dict:
     return {"bits": bits, "granularity": {"strategy": "group", "size": size}, **more}
 
 
+NVFP4 = {"kind": "fp", "scale_dtype": "e4m3"} | group(4, 16)
+MXFP4 = {"kind": "fp", "scale_dtype": "e8m0"} | group(4)
+SQUARES = {"kind": "fp", "bits": 8, "granularity": {"strategy": "tile", "size": 32}, "activations": "group"}
 RULES = {
     "int8": [{"match": "lm_head"},
              {"match": "*", "method": "rtn", "spec": {"bits": 8, "granularity": {"strategy": "channel"}}}],
@@ -141,6 +147,15 @@ RULES = {
         "kind": "fp", "bits": 8, "granularity": {"strategy": "channel"}, "activations": "token"}}],
     "fp8-weights": [{"match": "lm_head"}, {"match": "*", "method": "rtn", "spec": {
         "kind": "fp", "bits": 8, "granularity": {"strategy": "tensor"}}}],
+    "nvfp4": [{"match": "lm_head"}, {"match": "*", "method": "rtn", "spec": NVFP4}],
+    "nvfp4-a4": [{"match": "lm_head"},
+                 {"match": "*", "method": "rtn", "spec": NVFP4 | {"activations": "group"}}],
+    "mxfp4": [{"match": "lm_head"}, {"match": "*", "method": "rtn", "spec": MXFP4}],
+    "mxfp4-a4": [{"match": "lm_head"},
+                 {"match": "*", "method": "rtn", "spec": MXFP4 | {"activations": "group"}}],
+    "fp8-squares": [{"match": "lm_head"}, {"match": "*", "method": "rtn", "spec": SQUARES}],
+    "fine-grained-fp8": [{"match": "lm_head"}, {"match": "*", "method": "rtn", "spec": SQUARES,
+                                                "format": "fine-grained-fp8"}],
     "mixed-layouts": [{"match": "lm_head", "method": "rtn", "spec": group(8)},
                       {"match": "*.down_proj", "method": "rtn", "spec": {
                           "kind": "fp", "bits": 8, "granularity": {"strategy": "channel"}}},

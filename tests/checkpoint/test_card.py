@@ -20,7 +20,7 @@ def test_it_says_what_from_what_and_how_to_load(written):
     assert "# tiny, quantized by recipe `tiny`" in text and "quantkit generate" in text
     assert ("from transformers" in text) == (method not in ("quantkit", "mlx"))
     assert ("mlx_lm.generate" in text) == (method == "mlx")
-    assert ("vllm serve" in text) == (method in ("compressed-tensors", "gptq", "awq"))
+    assert ("vllm serve" in text) == (method in ("compressed-tensors", "gptq", "awq", "fp8"))
     assert ("--dtype float16" in text) == (method in ("gptq", "awq"))
     asymmetric = method == "compressed-tensors" and any(
         not rule.get("spec", {}).get("symmetric", True) for rule in rules)

@@ -50,6 +50,32 @@ def test_float_weights_alone_go_by_their_other_name(tiny, rules):
     assert config["config_groups"]["group_0"]["input_activations"] is None
 
 
+def test_4_bit_floats_are_word_for_word_what_compressed_tensors_reads(tiny, rules):
+    weights = {"num_bits": 4, "type": "float", "symmetric": True, "dynamic": False}
+    nvfp4 = {"strategy": "tensor_group", "group_size": 16, "scale_dtype": "torch.float8_e4m3fn"}
+    mxfp4 = {"strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
+    for name, scales, dynamic in (("nvfp4", nvfp4, None), ("nvfp4-a4", nvfp4, "local"),
+                                  ("mxfp4", mxfp4, None), ("mxfp4-a4", mxfp4, True)):
+        config = quantization_config(tiny.plan(*rules[name]).rows)
+        assert config["format"] == f"{name[:5]}-pack-quantized"
+        assert config["config_groups"] == {"group_0": {
+            "targets": ["Linear"], "format": config["format"], "weights": weights | scales,
+            "input_activations": None if dynamic is None else weights | scales | {"dynamic": dynamic},
+            "output_activations": None}}
+
+
+def test_squares_are_word_for_word_what_compressed_tensors_and_transformers_read(tiny, rules):
+    eight = {"num_bits": 8, "type": "float", "symmetric": True}
+    assert quantization_config(tiny.plan(*rules["fp8-squares"]).rows)["config_groups"] == {"group_0": {
+        "targets": ["Linear"], "format": "float-quantized",
+        "weights": eight | {"strategy": "block", "block_structure": [32, 32], "dynamic": False},
+        "input_activations": eight | {"strategy": "group", "group_size": 32, "dynamic": True},
+        "output_activations": None}}
+    assert quantization_config(tiny.plan(*rules["fine-grained-fp8"]).rows) == {
+        "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [32, 32],
+        "modules_to_not_convert": ["lm_head"]}
+
+
 def test_nf4_is_word_for_word_what_transformers_reads(tiny, rules):
     assert quantization_config(tiny.plan(*rules["nf4-nested"]).rows) == {
         "quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False, "_load_in_4bit": True,

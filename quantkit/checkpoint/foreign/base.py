@@ -9,7 +9,7 @@ import torch
 
 from quantkit.errors import CheckpointError
 from quantkit.models.architecture import LinearSlot
-from quantkit.models.reader import ConfigReader
+from quantkit.models.reader import LIMIT, ConfigReader
 from quantkit.sources.base import TensorInfo
 from quantkit.spec import Granularity, QuantSpec
 
@@ -60,6 +60,15 @@ def group_size(config: ConfigReader, key: str = "group_size") -> int:
     """A group size, or -1 for a scale a row."""
     value = config.raw(key)
     return -1 if value == -1 else config.integer(key, minimum=2)
+
+
+def square(config: ConfigReader, key: str) -> int:
+    """The size of blocks that are squares. UnsupportedModelError if they are no squares."""
+    block = config.raw(key)
+    if not isinstance(block, list) or len(block) != 2 or block[0] != block[1] or (
+            type(block[0]) is not int or not 2 <= block[0] <= LIMIT):
+        raise config.wrong(key, block, "only squares, such as [128, 128], can be read")
+    return int(block[0])
 
 
 def missing(slot: LinearSlot, tensor: str) -> CheckpointError:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from quantkit.checkpoint.checks import packed_fault
-from quantkit.checkpoint.foreign import awq, bitsandbytes, compressed_tensors, gptq, mlx
+from quantkit.checkpoint.foreign import awq, bitsandbytes, compressed_tensors, fine_grained_fp8, gptq, mlx
 from quantkit.checkpoint.foreign.base import ORIGINAL, Dialect, ForeignLayer, Layers
 from quantkit.checkpoint.manifest import LayerRow, bits_per_weight
 from quantkit.checkpoint.quantization_config import stored_quantization
@@ -25,7 +25,8 @@ from quantkit.sources.local import LocalSource
 from quantkit.sources.text_part import CLASSES
 
 DIALECTS: dict[str, Dialect] = {"gptq": gptq.layers, "awq": awq.layers, "bitsandbytes": bitsandbytes.layers,
-                                "compressed-tensors": compressed_tensors.layers, "mlx": mlx.layers}
+                                "compressed-tensors": compressed_tensors.layers,
+                                "fp8": fine_grained_fp8.layers, "mlx": mlx.layers}
 """By ``quant_method``."""
 
 

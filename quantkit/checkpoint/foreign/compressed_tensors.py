@@ -20,9 +20,11 @@ from quantkit.checkpoint.foreign.base import (
     Layers,
     Tensors,
     missing,
+    square,
     unchanged,
 )
 from quantkit.checkpoint.foreign.patterns import compiled
+from quantkit.checkpoint.quantization_config import SCALE_DTYPES
 from quantkit.errors import CheckpointError
 from quantkit.formats import bits as stream
 from quantkit.formats import e4m3
@@ -37,12 +39,14 @@ HARMLESS = frozenset({"quant_method", "version", "global_compression_ratio"})
 INERT: Mapping[str, tuple[Any, ...]] = {
     "quantization_status": ("compressed", "frozen"), "kv_cache_scheme": (), "transform_config": ({},),
     "moe_sparsity_config": (), "format": ()}
-WEIGHTS_HARMLESS = frozenset({"observer", "observer_kwargs", "scale_dtype", "zp_dtype"})
+WEIGHTS_HARMLESS = frozenset({"observer", "observer_kwargs", "zp_dtype"})
 WEIGHTS_INERT: Mapping[str, tuple[Any, ...]] = {
     "dynamic": (False,), "actorder": (False, "static", "weight"), "block_structure": ()}
 INPUTS_INERT: Mapping[str, tuple[Any, ...]] = {
     "symmetric": (True,), "group_size": (), "block_structure": (), "actorder": (False,)}
 KINDS = {"int": "int", "float": "fp"}
+FP4 = {("nvfp4-pack-quantized", "tensor_group"): "e4m3", ("mxfp4-pack-quantized", "group"): "e8m0"}
+"""The dtype of 4-bit floats' scales, by layout and strategy."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +92,7 @@ def layers(config: ConfigReader, infos: Infos, dtype: str) -> Layers:
         if slot.name == EMBEDDING and f"{slot.name}.weight" in infos:
             return None  # a pattern that means Linears may match it too
         group = None if ignored.best(slot.name) else _chosen(slot.name, groups)
-        return None if group is None else READERS[group.format](slot, group.spec, infos)
+        return None if group is None else READERS[group.format](slot, group.spec, infos, dtype)
 
     return layer
 
@@ -106,27 +110,52 @@ def _group(where: str, group: Any, default_format: str) -> ConfigGroup:
     weights = config.raw("weights")
     if not isinstance(weights, dict):
         raise config.wrong("weights", weights, "it must be a table")
-    spec = _spec(ConfigReader(weights, f"{where}: weights"), _activations(config))
+    spec = _spec(ConfigReader(weights, f"{where}: weights"), _activations(config), form)
     config.finish(frozenset(), {})
     return ConfigGroup(form, targets, spec)
 
 
-def _activations(group: ConfigReader) -> tuple[str, int] | None:
-    """Kind and bits of what inputs are rounded to, each token as it comes; ``None`` if they aren't."""
+@dataclass(frozen=True)
+class Inputs:
+    """What inputs are rounded to as they come.
+
+    Attributes:
+        kind, bits: of the levels.
+        strategy: ``token``, ``group`` or ``tensor_group``.
+        size: of a group.
+        scale_dtype: of groups' scales; ``None``: they aren't rounded.
+    """
+
+    kind: str
+    bits: int
+    strategy: str = "token"
+    size: int | None = None
+    scale_dtype: str | None = None
+
+
+def _activations(group: ConfigReader) -> Inputs | None:
+    """What inputs are rounded to; ``None`` if they aren't."""
     inputs = group.raw("input_activations")
     if inputs is None:
         return None
     if not isinstance(inputs, dict):
         raise group.wrong("input_activations", inputs, "it must be a table")
     config = ConfigReader(inputs, f"{group.where}: input_activations")
-    if config.raw("dynamic", False) is not True:
+    strategy, dynamic = config.raw("strategy"), config.raw("dynamic", False)
+    if dynamic is not True and (dynamic, strategy) != ("local", "tensor_group"):
         raise config.wrong("dynamic", inputs.get("dynamic"), "only activations whose scale is found when the "
                            "model runs are implemented, not such whose scale is in the file")
-    if config.raw("strategy") != "token":
-        raise config.wrong("strategy", inputs.get("strategy"), "only a scale a token is implemented")
+    if strategy not in ("token", "group", "tensor_group") or (strategy == "tensor_group") != (
+            dynamic == "local"):
+        raise config.wrong("strategy", strategy, "only a scale a token and a scale a group of a token are "
+                                                 "implemented")
     kind, bits = _kind(config), config.integer("num_bits", 8, minimum=2, maximum=8)
+    size = None if strategy == "token" else config.integer("group_size", minimum=2)
+    stored = config.raw("scale_dtype")
+    if stored is not None and stored not in SCALE_DTYPES.values():
+        raise config.wrong("scale_dtype", stored, f"known: {', '.join(SCALE_DTYPES.values())}")
     config.finish(WEIGHTS_HARMLESS, INPUTS_INERT)
-    return kind, bits
+    return Inputs(kind, bits, strategy, size, stored)
 
 
 def _kind(config: ConfigReader) -> Any:
@@ -136,22 +165,32 @@ def _kind(config: ConfigReader) -> Any:
     return KINDS[kind]
 
 
-def _spec(config: ConfigReader, activations: tuple[str, int] | None) -> QuantSpec:
+def _spec(config: ConfigReader, inputs: Inputs | None, form: str) -> QuantSpec:
     strategy: Any = config.raw("strategy") or ("group" if config.raw("group_size") else "tensor")
-    if strategy not in ("tensor", "channel", "group"):
-        raise config.wrong("strategy", strategy, "only tensor, channel and group are implemented")
-    size = config.integer("group_size", minimum=2) if strategy == "group" else None
+    scales: Any = FP4.get((form, strategy), "model") if isinstance(strategy, str) else "model"
+    if strategy not in ("tensor", "channel", "group", "block") and scales == "model":
+        raise config.wrong("strategy", strategy, "only tensor, channel, group, block and, in NVFP4, "
+                                                 "tensor_group are implemented")
+    size = config.integer("group_size", minimum=2) if strategy in ("group", "tensor_group") else None
+    if strategy == "block":
+        size = square(config, "block_structure")
     config.only("actorder", WEIGHTS_INERT["actorder"])
     bits, symmetric = config.integer("num_bits", 8, minimum=2, maximum=8), config.flag("symmetric", True)
     kind = _kind(config)
-    config.finish(WEIGHTS_HARMLESS | {"group_size"}, WEIGHTS_INERT)
-    if activations is not None and activations != (kind, bits):
-        raise config.wrong("num_bits", bits, f"inputs are rounded to {activations[0]}{activations[1]}; only "
+    config.finish(WEIGHTS_HARMLESS | {"group_size", "scale_dtype"}, WEIGHTS_INERT)
+    if inputs is not None and (inputs.kind, inputs.bits) != (kind, bits):
+        raise config.wrong("num_bits", bits, f"inputs are rounded to {inputs.kind}{inputs.bits}; only "
                                              "weights and inputs of the same kind and bits are implemented")
+    in_groups = strategy in ("block", "tensor_group") or scales != "model"
+    wanted = Inputs(kind, bits, "tensor_group" if strategy == "tensor_group" else "group", size,
+                    SCALE_DTYPES.get(scales)) if in_groups else Inputs(kind, bits)
+    if inputs is not None and inputs != wanted:
+        raise config.wrong("strategy", strategy, f"with such weights {wanted} is implemented, not {inputs}")
+    granularity: Any = {"block": "tile", "tensor_group": "group"}.get(strategy, strategy)
     try:
-        return QuantSpec(kind=kind, bits=bits, symmetric=symmetric,
-                         activations="token" if activations else None,
-                         granularity=Granularity(strategy=strategy, size=size))
+        return QuantSpec(kind=kind, bits=bits, symmetric=symmetric, scale_dtype=scales,
+                         activations=None if inputs is None else "group" if in_groups else "token",
+                         granularity=Granularity(strategy=granularity, size=size))
     except ValidationError as error:
         raise config.wrong("strategy", strategy, error.errors()[0]["msg"]) from None
 
@@ -184,7 +223,19 @@ def _chosen(name: str, groups: Sequence[ConfigGroup]) -> ConfigGroup | None:
     return next(iter(schemes.values()))
 
 
-def _pack_quantized(slot: LinearSlot, spec: QuantSpec, infos: Infos) -> ForeignLayer:
+def _fp4(slot: LinearSlot, spec: QuantSpec, infos: Infos, model_dtype: str) -> ForeignLayer:
+    """4-bit floats; nothing but the model's own dtype says which the weights had."""
+    form, names = "mxfp4-pack-quantized", ["weight_packed", "weight_scale"]
+    if spec.scale_dtype == "e4m3":
+        form = "nvfp4-pack-quantized"
+        names += ["weight_global_scale"] + ["input_global_scale"] * spec.static_inputs
+    for suffix in names:
+        if f"{slot.name}.{suffix}" not in infos:
+            raise missing(slot, suffix)
+    return ForeignLayer(form, spec, model_dtype, tuple(names))
+
+
+def _pack_quantized(slot: LinearSlot, spec: QuantSpec, infos: Infos, model_dtype: str) -> ForeignLayer:
     """Scales are stored in the weight's dtype. Zero points lie packed; older versions left them int8."""
     names = ["weight_packed", "weight_scale", "weight_shape"]
     names += [] if spec.symmetric else ["weight_zero_point"]
@@ -205,7 +256,7 @@ def _pack_quantized(slot: LinearSlot, spec: QuantSpec, infos: Infos) -> ForeignL
                         unchanged if spec.symmetric else packed_zeros, ("weight_zero_point",))
 
 
-def _plain(slot: LinearSlot, spec: QuantSpec, infos: Infos) -> ForeignLayer:
+def _plain(slot: LinearSlot, spec: QuantSpec, infos: Infos, model_dtype: str) -> ForeignLayer:
     """A byte a weight. Integers of fewer bits, with groups or zero points, and all those that are multiplied
     with inputs as they are, lie in our ``pack-quantized``."""
     names = ["weight", "weight_scale"]
@@ -261,7 +312,9 @@ def _packed_zeros(signed: torch.Tensor, bits: int) -> torch.Tensor:
     return stream.pack(level.T.contiguous(), bits).T.contiguous()
 
 
-Reader = Callable[[LinearSlot, QuantSpec, Infos], ForeignLayer]
+Reader = Callable[[LinearSlot, QuantSpec, Infos, str], ForeignLayer]
 READERS: dict[str, Reader] = {"pack-quantized": _pack_quantized, "int-quantized": _plain,
-                              "float-quantized": _plain, "naive-quantized": _plain}
-"""By the layout's name in compressed-tensors: ``(layer, spec, the file's tensors) → ForeignLayer``."""
+                              "float-quantized": _plain, "naive-quantized": _plain,
+                              "nvfp4-pack-quantized": _fp4, "mxfp4-pack-quantized": _fp4}
+"""By the layout's name in compressed-tensors: ``(layer, spec, the file's tensors, dtype of the model) →
+ForeignLayer``."""
