@@ -67,6 +67,8 @@ def register_kernels(register: Register) -> None:
         register(f"cpu-{name}", f"quantkit.ops.cpu_linear:{target}")
     for name, target in (("w8a8", "INT"), ("fp8", "FP")):
         register(f"cpu-{name}", f"quantkit.ops.cpu_eight_bit:{target}")
+    for name, target in (("fp4", "FP4"), ("iq4", "IQ4")):
+        register(f"cpu-{name}", f"quantkit.ops.cpu_table:{target}")
     register("reference", "quantkit.ops.reference:REFERENCE")
 
 

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 
 from quantkit_kernels.cpu.emit import Emitter
 from quantkit_kernels.cpu.isa import Isa
-from quantkit_kernels.cpu.matmul import SUB, WeightDecoder
 from quantkit_kernels.cpu.values import F32, I8, I16, I32, Value, vec
+from quantkit_kernels.cpu.weight_decoder import SUB, WeightDecoder
 
 NF4_LEVELS = 8191
 """NF4's table is rounded to whole multiples of 1/8191: nearer than bfloat16 would be."""
@@ -107,8 +107,30 @@ def nf4(table: tuple[float, ...]) -> WeightDecoder:
                     order = [place for at in half for place in (at, at + count)]
                     yield (least.shuffle(order, high_bytes).bits(vec(I16, 2 * isa.lanes)),)
 
-    digest = hashlib.sha256(repr(words).encode()).hexdigest()[:8]  # a name says all that the code depends on
-    return WeightDecoder(f"nf4_{digest}", "words", SUB // 2, unpack)
+    return WeightDecoder(f"nf4_{_digest(words)}", "words", SUB // 2, unpack)
+
+
+def int_table(levels: tuple[int, ...]) -> WeightDecoder:
+    """4-bit codes, as :func:`_int4` has them, into a table of 16 integers from −127 to 127.
+
+    Where they span at most 24 they are looked up as unsigned numbers above the least.
+    """
+    low = min(levels)
+    narrow = max(levels) - low <= 24
+
+    def unpack(e: Emitter, isa: Isa, source: Value) -> Iterator[Sequence[Value]]:
+        shift = -low if narrow else isa.offset
+        table = tuple(level + shift & 255 for level in levels)
+        for (codes,) in _int4(e, isa, source):
+            yield (isa.lookup(e, table, codes),)
+
+    return WeightDecoder(f"table4_{_digest(levels)}", "bytes", SUB // 2, unpack, middle=-low if narrow else 0,
+                         narrow=narrow, signed=not narrow)
+
+
+def _digest(table: Sequence[int]) -> str:
+    """A part of a decoder's name, which says all that the code depends on."""
+    return hashlib.sha256(repr(list(table)).encode()).hexdigest()[:8]
 
 
 def trellis(bits: int, window: int, code: tuple[int, int, int]) -> WeightDecoder:
@@ -162,8 +184,11 @@ def _turned(words: Value, places: int) -> Value:
     return words.shuffle([(i - 2 * places) % 32 for i in range(32)])
 
 
-INT4 = WeightDecoder("int4", "bytes", SUB // 2, _int4)
+INT4 = WeightDecoder("int4", "bytes", SUB // 2, _int4, middle=8)
+UINT4 = WeightDecoder("uint4", "bytes", SUB // 2, _int4)
 INT8 = WeightDecoder("int8", "words", SUB, _int8)
+UINT8 = WeightDecoder("uint8", "words", SUB, _int8, middle=-128)
+"""Unsigned codes, which lie as int8 of which −128 means 0."""
 INT8_PLANES = WeightDecoder("int8_planes", "words", SUB // 2, _int8_planes, planes=2)
 W8A8 = WeightDecoder("w8a8", "int8", SUB, _w8a8)
 E4M3 = WeightDecoder("e4m3", "floats", SUB, _e4m3)
