@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quantkit.formats.base import Codes, QuantizedTensor
-from quantkit.ops.cpu_linear import CpuKernel, group_declines, grouped
+from quantkit.ops.cpu_linear import CpuKernel, grouped
 from quantkit.ops.cpu_machine import isa
 from quantkit.ops.cpu_scales import tile_scales
 from quantkit.ops.cpu_weight import CpuWeight, padded
@@ -38,12 +38,16 @@ class CpuFP8(CpuKernel):
     name = "cpu-fp8"
 
     def _declines(self, query: KernelQuery) -> str | None:
+        from quantkit_kernels.cpu.weight_decoder import SUB
+
         spec = query.spec
         if spec.kind != "fp" or spec.bits != 8:
             return f"multiplies fp8, not {spec.kind}{spec.bits}"
         if spec.activations == "group":
             return "rounds activations with one scale a token, or not at all"
-        return group_declines(query)
+        if (spec.granularity.size or 0) % SUB:
+            return f"takes tiles of a multiple of {SUB}, not {spec.granularity}"
+        return None
 
     def _pack(self, codes: Codes, weight: QuantizedTensor) -> CpuWeight:
         from quantkit_kernels.cpu import decoders, matmul, pack

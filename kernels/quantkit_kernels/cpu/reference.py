@@ -190,6 +190,15 @@ def float_matmul(x: Floats, weight: Floats, parts: bool = False) -> Floats:
     return total
 
 
+def tile_matmul(x: Floats, levels: Floats, scale: Floats, group: int) -> Floats:
+    """Rows ``[m, k]`` by ``[n, k]`` with scales ``[n, k / group]``: a chain for each group."""
+    total = np.zeros((len(x), len(levels)), F)
+    for at in range(0, x.shape[1], group):
+        part = slice(at, at + group)
+        total = fma(float_matmul(x[:, part], levels[:, part]), scale[None, :, at // group], total)
+    return total
+
+
 def rotate(x: Floats, cos: Floats, sin: Floats, scale: float | None = None) -> Floats:
     """``[..., D]`` by angles ``[..., D / 2]``."""
     half = x.shape[-1] // 2

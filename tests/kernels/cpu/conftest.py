@@ -105,8 +105,8 @@ def leave(pools, room):
 @pytest.fixture
 def multiply(pools, room):
     """``multiply(isa, matmul, x, weights, scales, zeros, n)`` → float32 ``[m, n]``."""
-    def run(isa, matmul: Matmul, x, weights, scales=None, zeros=None, n=1, *, threads=1, stripes_a_unit=1,
-            rows_a_unit=None, bias=None, add=None):
+    def run(isa, matmul: Matmul, x, weights, scales=None, zeros=None, n=1, *, outer=None, threads=1,
+            stripes_a_unit=1, rows_a_unit=None, bias=None, add=None):
         m, k = x.shape
         family, together = matmul.decoder.family, max(1, matmul.decoder.rows // STRIPE)
         subgroups, stripes = k // SUB, -(-n // (STRIPE * together)) * together
@@ -123,7 +123,8 @@ def multiply(pools, room):
         program.add(RowKernel("plain", family), m, x=x, x_stride=k * 4, size=k, subgroups=subgroups,
                     out_stride=stride, **dict(zip(("out", "scales", "sums"), places)))
         program.add(matmul, -(-stripes // stripes_a_unit) * -(-m // each), weights=weights, scales=scales,
-                    zeros=zeros, **dict(zip(("x", "x_scales", "x_sums"), places)), out=out, scratch=scratch,
+                    outer=outer, zeros=zeros, **dict(zip(("x", "x_scales", "x_sums"), places)), out=out,
+                    scratch=scratch,
                     x_stride=stride, out_stride=stripes * STRIPE * 4, stripes=stripes, subgroups=subgroups,
                     stripes_a_unit=stripes_a_unit, rows=m, rows_a_unit=each, bias=bias,
                     add=int(add is not None), scratch_private=scratch.shape[1])
