@@ -67,12 +67,12 @@ def int8_groups(n, k, group, how, dtype=torch.float16):
 
 
 def int4_fine(n, k, group, how):
-    codes, scale = drawn(16, n, k), numbers(n, k // 16).half()
+    codes, scale = drawn(16, n, k), numbers(n, k // 16)
     return lambda to: w4a16.pack_fine(to(codes), to(scale), **how), (codes.double() - 8) * wide(scale, k)
 
 
 def int8_fine(n, k, group, how):
-    codes, scale = drawn(256, n, k).view(torch.int8), numbers(n, k // 16).half()
+    codes, scale = drawn(256, n, k).view(torch.int8), numbers(n, k // 16)
     return lambda to: w8a16.pack_fine(to(codes), to(scale), **how), codes.double() * wide(scale, k)
 
 

@@ -54,9 +54,9 @@ def fine_at(s_ptr: tl.tensor, tile: tl.tensor, word: tl.tensor, NPAD: tl.constex
 
 
 @triton.jit
-def fine_half(s: tl.tensor, D: tl.constexpr, MODE: tl.constexpr) -> tl.tensor:
-    """The two scales of words, ``bfloat16`` or ``float16`` as MODE says → D ``[words, 1, 1, 2]``."""
-    low, high = _half(s, MODE == "float16"), _half(s >> 16, MODE == "float16")
+def fine_half(s: tl.tensor, D: tl.constexpr) -> tl.tensor:
+    """The two scales of words, float16 → D ``[words, 1, 1, 2]``."""
+    low, high = _half(s, True), _half(s >> 16, True)
     return tl.join(low, high).to(D).reshape(s.shape[0], 1, 1, 2)
 
 
@@ -122,12 +122,13 @@ def pack_scales(scale: torch.Tensor, minimum: torch.Tensor | None = None, *, gat
         if torch.equal((exponent << 23).clamp(min=1 << 22), bits):
             return _words(exponent, 8, gated), "e8m0"
     for name, dtype in HALVES.items():
-        halves = [part.to(dtype) for part in (scale, minimum) if part is not None]
-        if all(torch.equal(half.float(), part) for half, part in zip(halves, (scale, minimum))):
-            bits = [half.contiguous().view(torch.int16).to(torch.int32) & 0xFFFF for half in halves]
+        parts = [scale] if minimum is None else [scale, minimum]
+        halves = [part.to(dtype) for part in parts]
+        if all(torch.equal(half.float(), part) for half, part in zip(halves, parts)):
+            words = [half.contiguous().view(torch.int16).to(torch.int32) & 0xFFFF for half in halves]
             if minimum is None:
-                return _words(bits[0], 16, gated), name
-            return _laid(bits[0] | bits[1] << 16, gated), f"{name} low"
+                return _words(words[0], 16, gated), name
+            return _laid(words[0] | words[1] << 16, gated), f"{name} low"
     if minimum is None:
         return _laid(scale, gated), "float32"
     return _laid(torch.stack((scale, minimum), dim=2).flatten(1), gated), "float32 low"
@@ -174,6 +175,14 @@ def fine_scales(fine: torch.Tensor, row_scale: torch.Tensor, bk: int, bits: int,
     ordered = parts.permute(0, 5, 6, 1, 2, 4, 7, 3).contiguous()
     return torch.cat((padded_rows(row_scale.float(), gated), ordered.view(torch.uint8).flatten().view(
         torch.float32)))
+
+
+def relative_halves(scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """float32 ``[n, k / 16]`` → the same as float16, over a power of 2 of each row, and these ``[n]``: so
+    that neither scales nor weights leave float16's range."""
+    largest = scale.abs().amax(1).clamp(min=2.0**-120)
+    power = torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent)
+    return (scale / power[:, None]).to(torch.float16), power
 
 
 def _words(fields: torch.Tensor, bits: int, gated: bool) -> torch.Tensor:

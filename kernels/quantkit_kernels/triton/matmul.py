@@ -76,24 +76,29 @@ def matmul_kernel(x_ptr: tl.tensor, t_ptr: tl.tensor, w_ptr: tl.tensor, s_ptr: t
         k = i * BK + rk[:, None]
         seen = (rm < m)[None, :] if K % BK == 0 else (rm < m)[None, :] & (k < K)
         x = tl.load(x_here + k, mask=seen, other=0.0)
-        if GROUP:
+        if GROUP and not LOWS:
             if LAYOUT == "word":
                 s = tl.load(s_ptr + (i * BK // GROUP) * NPAD + rn)
                 scale, a = DECODE(w, s, magic, x.dtype, BK, MODE, WIDE)
             else:
-                scale, low = scales_at(s_ptr, i * BK // GROUP, rn, NPAD, LAYOUT)
+                scale, _ = scales_at(s_ptr, i * BK // GROUP, rn, NPAD, LAYOUT)
                 _, a = DECODE(w, w, magic, x.dtype, BK, MODE, WIDE)
             acc += tl.dot(a, x, input_precision="ieee") * scale[:, None]
-            if LOWS:
-                # the sum of x's columns in every row: as exact as a product, and as independent of others
-                ones = tl.full([128, BK], 1.0, x.dtype)
-                acc += tl.dot(ones, x, input_precision="ieee") * (low + MIDDLE * scale)[:, None]
         else:
             s = w
             if LAYOUT == "fine":
                 tile = tl.program_id(0).to(tl.int64) * TILES + i
                 s = fine_at(s_ptr, tile, tl.arange(0, WORDS), NPAD, WORDS, BITS, MODE)
             _, a = DECODE(w, s, magic, x.dtype, BK, MODE, WIDE)
+            if LOWS:  # each weight is rounded once; a sum of x for each group would cost as much as a product
+                scale, low = scales_at(s_ptr, i * BK // GROUP, rn, NPAD, LAYOUT)
+                NATIVE: tl.constexpr = (LAYOUT == "bfloat16 low" and x.dtype.is_bf16()) or (
+                    LAYOUT == "float16 low" and x.dtype.is_fp16())
+                if NATIVE:  # compilers fuse this in pairs, tl.fma one by one
+                    a = a if MIDDLE == 0 else a + MIDDLE
+                    a = a * scale.to(x.dtype)[:, None] + low.to(x.dtype)[:, None]
+                else:
+                    a = tl.fma(a.to(tl.float32), scale[:, None], (low + MIDDLE * scale)[:, None]).to(x.dtype)
             if FRESH:
                 # not +=, which Triton turns into a product that goes on with acc
                 acc = tl.fma(tl.dot(a, x, input_precision="ieee"), 1.0, acc)

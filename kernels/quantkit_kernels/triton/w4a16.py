@@ -27,7 +27,7 @@ from quantkit_kernels.triton.fragment import (
     tile,
     whole_tiles,
 )
-from quantkit_kernels.triton.group_scales import fine_half, fine_scales
+from quantkit_kernels.triton.group_scales import fine_half, fine_scales, relative_halves
 from quantkit_kernels.triton.packed import TritonDecoder, TritonWeight
 
 GROUPS = (32, 64, 128)
@@ -104,7 +104,7 @@ def decode_uint4(w: tl.tensor, s: tl.tensor, magic: tl.tensor, D: tl.constexpr, 
 def decode_int4_fine(w: tl.tensor, s: tl.tensor, magic: tl.tensor, D: tl.constexpr, K: tl.constexpr,
                      MODE: tl.constexpr, WIDE: tl.constexpr) -> tl.tensor:
     """Words of a tile and their scales → nothing, and weights, D ``[128, K]``, each rounded once."""
-    return s, tile(_codes(w, magic, D, 8.0) * fine_half(s, D, MODE), K, 64, 1, WIDE)
+    return s, tile(_codes(w, magic, D, 8.0) * fine_half(s, D), K, 64, 1, WIDE)
 
 
 @triton.jit
@@ -121,7 +121,7 @@ def fine_number(tile_ptr: tl.tensor, s: tl.tensor, row: tl.tensor, col: tl.tenso
                 MODE: tl.constexpr, WIDE: tl.constexpr) -> tl.tensor:
     """Single weights of tiles, float32."""
     _, _, _, h = place(row, col, 64, 1, WIDE)
-    scale = scale_of(s >> (16 * h), MODE)
+    scale = scale_of(s >> (16 * h), "float16")
     return (code(tile_ptr, s, row, col, K, MODE, WIDE) - 8.0) * scale
 
 
@@ -181,15 +181,14 @@ def pack_fine(codes: torch.Tensor, scale: torch.Tensor, family: str | None = Non
 
     Args:
         codes: uint8 ``[n, k]``, 0 to 15.
-        scale: bfloat16 or float16 ``[n, k / 16]``.
+        scale: float32 ``[n, k / 16]``, of which float16 holds as much as it does.
         family: of GPUs; by default that of the tensors' device.
         gated: rows are a gate's, then as many of what it opens.
     """
     (n, k), family = codes.shape, family or family_of(codes.device)
     words = shuffle(whole_tiles(codes, 64, gated), 4, 64, lane_columns(family))
-    scales = fine_scales(scale, scale.new_ones(n, dtype=torch.float32), 64, 4, gated)
-    mode = str(scale.dtype).removeprefix("torch.")
-    return TritonWeight(words, scales, n, k, 64, 0, mode, family, INT4_FINE, gated, "fine")
+    scales = fine_scales(*relative_halves(scale), 64, 4, gated)
+    return TritonWeight(words, scales, n, k, 64, 0, "float16", family, INT4_FINE, gated, "fine")
 
 
 def _with_zeros(scale: torch.Tensor, zero: torch.Tensor) -> tuple[torch.Tensor, str]:

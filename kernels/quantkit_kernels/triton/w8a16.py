@@ -20,7 +20,7 @@ from quantkit_kernels.triton.fragment import (
     tile,
     whole_tiles,
 )
-from quantkit_kernels.triton.group_scales import fine_half, fine_scales
+from quantkit_kernels.triton.group_scales import fine_half, fine_scales, relative_halves
 from quantkit_kernels.triton.packed import TritonDecoder, TritonWeight
 from quantkit_kernels.triton.w4a16 import scale_of
 
@@ -61,7 +61,7 @@ def decode_int8_fine(w: tl.tensor, s: tl.tensor, magic: tl.tensor, D: tl.constex
     a0, a1 = int8_pair(w, magic, D)
     b0, b1 = int8_pair(w >> 8, magic, D)
     v = tl.join(tl.join(a0, a1), tl.join(b0, b1))
-    return s, tile(v * fine_half(s, D, MODE).reshape(w.shape[0], 1, 2), K, 32, 1, WIDE)
+    return s, tile(v * fine_half(s, D).reshape(w.shape[0], 1, 2), K, 32, 1, WIDE)
 
 
 @triton.jit
@@ -69,7 +69,7 @@ def fine_number(tile_ptr: tl.tensor, s: tl.tensor, row: tl.tensor, col: tl.tenso
                 MODE: tl.constexpr, WIDE: tl.constexpr) -> tl.tensor:
     """Single weights of tiles, float32."""
     _, _, _, h = place(row, col, 32, 1, WIDE)
-    return number(tile_ptr, scale_of(s >> (16 * h), MODE), row, col, K, MODE, WIDE)
+    return number(tile_ptr, scale_of(s >> (16 * h), "float16"), row, col, K, MODE, WIDE)
 
 
 INT8 = TritonDecoder(decode_int8, number)
@@ -119,12 +119,11 @@ def pack_fine(codes: torch.Tensor, scale: torch.Tensor, family: str | None = Non
 
     Args:
         codes: int8 ``[n, k]``.
-        scale: bfloat16 or float16 ``[n, k / 16]``.
+        scale: float32 ``[n, k / 16]``, of which float16 holds as much as it does.
         family: of GPUs; by default that of the tensors' device.
         gated: rows are a gate's, then as many of what it opens.
     """
     (n, k), family = codes.shape, family or family_of(codes.device)
     words = shuffle(whole_tiles(codes.view(torch.uint8), BK, gated), 8, BK, lane_columns(family))
-    scales = fine_scales(scale, scale.new_ones(n, dtype=torch.float32), BK, 8, gated)
-    mode = str(scale.dtype).removeprefix("torch.")
-    return TritonWeight(words, scales, n, k, BK, 0, mode, family, INT8_FINE, gated, "fine")
+    scales = fine_scales(*relative_halves(scale), BK, 8, gated)
+    return TritonWeight(words, scales, n, k, BK, 0, "float16", family, INT8_FINE, gated, "fine")
