@@ -78,6 +78,8 @@ class CpuInt8(CpuKernel):
     def _pack(self, codes: Codes, weight: QuantizedTensor) -> CpuWeight:
         from quantkit_kernels.cpu import decoders, pack
 
+        if codes.spec.bits in (5, 6):
+            return self._narrow(codes, weight)
         middle, zero, decoder = 2 ** (codes.spec.bits - 1), None, decoders.INT8
         if codes.zero is not None:
             zero = (codes.zero.to(torch.int16) - middle).to(torch.int8).view(torch.uint8)
@@ -87,6 +89,17 @@ class CpuInt8(CpuKernel):
             middle = 0  # these codes are int8 as they are
         return grouped(self.name, codes, weight, decoder,
                        lambda lanes, multiple: pack.int8(codes.codes, lanes, multiple, middle), zero=zero)
+
+
+    def _narrow(self, codes: Codes, weight: QuantizedTensor) -> CpuWeight:
+        """5 and 6 bits, which take no more than that."""
+        from quantkit_kernels.cpu import decoders, pack
+
+        bits = codes.spec.bits
+        pair = (decoders.INT5, decoders.UINT5) if bits == 5 else (decoders.INT6, decoders.UINT6)
+        return grouped(self.name, codes, weight, pair[codes.spec.minimum],
+                       lambda lanes, multiple: pack.wide_integers(codes.codes, lanes, bits, multiple),
+                       zero=codes.zero)
 
 
 class CpuInt4(CpuKernel):

@@ -57,6 +57,21 @@ def int4(codes: torch.Tensor, lanes: int, group: int = SUB) -> torch.Tensor:
     return _packed(codes, lanes, group, 0, runs)
 
 
+def wide_integers(codes: torch.Tensor, lanes: int, bits: int, group: int = SUB) -> torch.Tensor:
+    """Codes uint8 ``[n, k]`` of 5 or 6 bits → uint8."""
+    shared = 8 // (bits - 4)
+
+    def runs(rows: torch.Tensor) -> torch.Tensor:
+        # dimensions: block, lane, subgroup, vector, value of four
+        parts = rows.unflatten(-1, (-1, SUB // 4, 4))[..., (0, 2, 1, 3)].permute(0, 2, 3, 1, 4)
+        low = parts[:, :, ::2] & 15 | (parts[:, :, 1::2] & 15) << 4
+        shifts = (torch.arange(shared, dtype=torch.uint8) * (bits - 4))[:, None, None]
+        high = (parts >> 4).unflatten(2, (-1, shared)) << shifts
+        return torch.cat((low, high.sum(3, dtype=torch.uint8)), 2)
+
+    return _packed(codes, lanes, group, 0, runs)
+
+
 def w8a8(codes: torch.Tensor, lanes: int) -> torch.Tensor:
     """Codes uint8 ``[n, k]``, of which 128 means 0 → uint8: signed."""
     return _packed(codes, lanes, SUB, 128, lambda rows: _by_lane(rows ^ 128, torch.int32))

@@ -27,6 +27,10 @@ KINDS = {
     "int8 in 16 with zero points": ("int8", 16, ScaleLayout("bf16"), True),
     "int8 with minima": ("uint8", 64, ScaleLayout("bf16", minima=True), False),
     "int8 in superblocks": ("int8", 16, ScaleLayout("i8", outer=64, outer_stored="f16"), False),
+    "int5 in 32": ("int5", 32, ScaleLayout("f16"), False),
+    "int5 with minima": ("uint5", 64, ScaleLayout("f16", minima=True), False),
+    "int6 in superblocks": ("int6", 16, ScaleLayout("i8", outer=64, outer_stored="f16"), False),
+    "int6 with zero points": ("int6", 32, ScaleLayout("bf16"), True),
     "int8 in superblocks with minima": ("int8", 32, ScaleLayout("u8", minima=True, outer=64), False),
     "e2m1 in 16": (E2M1, 16, ScaleLayout("e4m3", outer=0), False),
     "e2m1 in 32": (E2M1, 32, ScaleLayout("e8m0"), False),
@@ -46,12 +50,12 @@ class Weight:
         self.n, make = n, torch.Generator().manual_seed(seed)
         groups = COLUMNS // self.group
         self.zeros = self.outer = self.minimum = None
-        self.family = "words" if codes in ("int8", "uint8") else "bytes"
+        self.family = "words" if codes[-1] in ("5", "6", "8") else "bytes"
         self.packed(codes, make)
         if zeros:
-            middle = 128 if codes == "int8" else 0
-            zero = torch.randint(0, 256 if middle else 16, (n, groups), generator=make)
-            shift = zero - (128 if middle else 8)  # from what means 0 without
+            middle, top = (128 if codes == "int8" else 0), 2 ** int(codes[-1])
+            zero = torch.randint(0, top, (n, groups), generator=make)
+            shift = zero - top // 2  # from what means 0 without
             self.levels = self.levels - shift.repeat_interleave(self.group, 1)
             self.zeros = (zero - middle).to(torch.int8).view(torch.uint8)
         self.stored = [self.numbers(groups, make) for _ in range(1 + self.layout.minima)]
@@ -67,7 +71,8 @@ class Weight:
 
     def packed(self, codes, make):
         """Draws codes; sets ``pack``, ``decoder`` and ``levels``."""
-        top = 16 if codes in ("int4", "uint4") or not isinstance(codes, str) else 256
+        bits = 4 if isinstance(codes, tuple) else 8 if codes == "e4m3" else int(codes[-1])
+        top = 2**bits
         drawn = torch.randint(0, top, (self.n, COLUMNS), generator=make, dtype=torch.uint8)
         if codes == "e4m3":
             drawn[drawn & 0x7F == 0x7F] = 1
@@ -77,6 +82,10 @@ class Weight:
             self.pack = lambda lanes: pack.int8(drawn, lanes, self.group, 128)
             self.decoder = {"int8": decoders.INT8, "uint8": decoders.UINT8}[codes]
             self.levels = drawn.int() - (128 if codes == "int8" else 0)
+        elif bits in (5, 6):
+            self.pack = lambda lanes: pack.wide_integers(drawn, lanes, bits, self.group)
+            self.decoder = getattr(decoders, codes.upper())
+            self.levels = drawn.int() - (0 if codes[0] == "u" else top // 2)
         else:
             self.pack = lambda lanes: pack.int4(drawn, lanes, self.group)
             self.decoder = {"int4": decoders.INT4, "uint4": decoders.UINT4}.get(codes) or (
