@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-import torch
-
 from quantkit.formats.base import Codes, QuantizedTensor
-from quantkit.ops.cpu_linear import CpuKernel, stored_scale
+from quantkit.ops.cpu_linear import CpuKernel, grouped
 from quantkit.ops.cpu_machine import isa
+from quantkit.ops.cpu_scales import tile_scales
 from quantkit.ops.cpu_weight import CpuWeight, padded
 from quantkit.ops.dispatch import KernelQuery
-
-if TYPE_CHECKING:
-    from quantkit_kernels.cpu.matmul import WeightDecoder
 
 
 class CpuW8A8(CpuKernel):
@@ -33,34 +27,40 @@ class CpuW8A8(CpuKernel):
     def _pack(self, codes: Codes, weight: QuantizedTensor) -> CpuWeight:
         from quantkit_kernels.cpu import decoders, pack
 
-        return _packed(self.name, codes, weight, decoders.W8A8, pack.w8a8(codes.codes, isa().lanes))
+        return grouped(self.name, codes, weight, decoders.W8A8,
+                       lambda lanes, _: pack.w8a8(codes.codes, lanes))
 
 
 class CpuFP8(CpuKernel):
-    """e4m3 weights with a scale a row, by float32 activations or by e4m3 ones with a scale a token."""
+    """e4m3 weights with a scale a row, or for each tile without rounding activations, by float32 activations
+    or by e4m3 ones with a scale a token."""
 
     name = "cpu-fp8"
 
     def _declines(self, query: KernelQuery) -> str | None:
-        if query.spec.grid != "fp":
-            return f"multiplies fp8 with a scale a row or a tensor, not {query.spec.label()}"
+        from quantkit_kernels.cpu.weight_decoder import SUB
+
+        spec = query.spec
+        if spec.kind != "fp" or spec.bits != 8:
+            return f"multiplies fp8, not {spec.kind}{spec.bits}"
+        if spec.activations == "group":
+            return "rounds activations with one scale a token, or not at all"
+        if (spec.granularity.size or 0) % SUB:
+            return f"takes tiles of a multiple of {SUB}, not {spec.granularity}"
         return None
 
     def _pack(self, codes: Codes, weight: QuantizedTensor) -> CpuWeight:
-        from quantkit_kernels.cpu import decoders, pack
+        from quantkit_kernels.cpu import decoders, matmul, pack
 
-        decoder = decoders.E4M3_TOKENS if codes.spec.activations else decoders.E4M3
-        return _packed(self.name, codes, weight, decoder, pack.e4m3(codes.codes, isa().lanes))
-
-
-def _packed(name: str, codes: Codes, weight: QuantizedTensor, decoder: WeightDecoder,
-            data: torch.Tensor) -> CpuWeight:
-    from quantkit_kernels.cpu import matmul, pack
-
-    kind, scale = stored_scale(codes, weight)
-    columns = padded(weight.shape[1], matmul.SUB)
-    return CpuWeight(name, matmul.Matmul(decoder, 0, kind), weight.shape, columns, data,
-                     pack.scales(scale, isa().lanes))
+        size = codes.spec.granularity.size
+        if size is None:
+            decoder = decoders.E4M3_TOKENS if codes.spec.activations else decoders.E4M3
+            return grouped(self.name, codes, weight, decoder,
+                           lambda lanes, _: pack.e4m3(codes.codes, lanes))
+        columns = padded(weight.shape[1], size)
+        scales = tile_scales(codes.scale, weight.shape[0], columns, size)
+        return CpuWeight(self.name, matmul.Matmul(decoders.E4M3, size, scales.layout), weight.shape, columns,
+                         pack.e4m3(codes.codes, isa().lanes, size), scales.scales)
 
 
 INT, FP = CpuW8A8(), CpuFP8()

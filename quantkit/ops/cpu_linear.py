@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from typing import Literal
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,8 +14,12 @@ from quantkit.formats.nf4_table import codebook
 from quantkit.formats.trellis_code import HIGH, LOW, MIDDLE
 from quantkit.ops import gpu
 from quantkit.ops.cpu_machine import isa, unavailable
+from quantkit.ops.cpu_scales import packed_scales
 from quantkit.ops.cpu_weight import CpuWeight, multiply, padded
 from quantkit.ops.dispatch import KernelQuery, codes_of
+
+if TYPE_CHECKING:
+    from quantkit_kernels.cpu.weight_decoder import WeightDecoder
 
 HALF = (torch.bfloat16, torch.float16)
 """Activations whose own rounding is about as coarse as that to the integers of a group of 32."""
@@ -57,8 +62,8 @@ class CpuKernel(ABC):
 
 
 class CpuInt8(CpuKernel):
-    """Integers of 5 to 8 bits, with or without zero points, activations as 14-bit integers with a scale for
-    each 32."""
+    """Integers of 5 to 8 bits, with or without zero points or minima, activations as 14-bit integers with a
+    scale for each 32."""
 
     name = "cpu-int8"
 
@@ -68,25 +73,38 @@ class CpuInt8(CpuKernel):
             return f"multiplies integers of 5 to 8 bits, not {spec.kind}{spec.bits}"
         if spec.activations:
             return "leaves activations as they are"
-        return _group_declines(query)
+        return group_declines(query)
 
     def _pack(self, codes: Codes, weight: QuantizedTensor) -> CpuWeight:
-        from quantkit_kernels.cpu import decoders, matmul, pack
+        from quantkit_kernels.cpu import decoders, pack
 
-        group = codes.spec.granularity.size or 0
-        kind, scale = stored_scale(codes, weight)
-        middle, zeros = 2 ** (codes.spec.bits - 1), None
+        if codes.spec.bits in (5, 6):
+            return self._narrow(codes, weight)
+        middle, zero, decoder = 2 ** (codes.spec.bits - 1), None, decoders.INT8
         if codes.zero is not None:
             zero = (codes.zero.to(torch.int16) - middle).to(torch.int8).view(torch.uint8)
-            zeros = pack.scales(zero.expand(scale.shape[0], -1), isa().lanes)
-        return CpuWeight(self.name, matmul.Matmul(decoders.INT8, group, kind, zeros is not None),
-                         weight.shape, padded(weight.shape[1], max(group, matmul.SUB)),
-                         pack.int8(codes.codes, isa().lanes, max(group, matmul.SUB), middle),
-                         pack.scales(scale, isa().lanes), zeros)
+        elif codes.spec.minimum and codes.spec.bits == 8:
+            decoder = decoders.UINT8
+        elif codes.spec.minimum:
+            middle = 0  # these codes are int8 as they are
+        return grouped(self.name, codes, weight, decoder,
+                       lambda lanes, multiple: pack.int8(codes.codes, lanes, multiple, middle), zero=zero)
+
+
+    def _narrow(self, codes: Codes, weight: QuantizedTensor) -> CpuWeight:
+        """5 and 6 bits, which take no more than that."""
+        from quantkit_kernels.cpu import decoders, pack
+
+        bits = codes.spec.bits
+        pair = (decoders.INT5, decoders.UINT5) if bits == 5 else (decoders.INT6, decoders.UINT6)
+        return grouped(self.name, codes, weight, pair[codes.spec.minimum],
+                       lambda lanes, multiple: pack.wide_integers(codes.codes, lanes, bits, multiple),
+                       zero=codes.zero)
 
 
 class CpuInt4(CpuKernel):
-    """Integers of up to 4 bits, with or without zero points, activations as int8 with a scale for each 32."""
+    """Integers of up to 4 bits, with or without zero points or minima, activations as int8 with a scale for
+    each 32."""
 
     name = "cpu-int4"
 
@@ -94,23 +112,17 @@ class CpuInt4(CpuKernel):
         spec = query.spec
         if spec.kind != "int" or spec.bits > 4:
             return f"multiplies integers of at most 4 bits, not {spec.kind}{spec.bits}"
-        return _group_declines(query)
+        return group_declines(query)
 
     def _pack(self, codes: Codes, weight: QuantizedTensor) -> CpuWeight:
-        from quantkit_kernels.cpu import decoders, matmul, pack
+        from quantkit_kernels.cpu import decoders, pack
 
-        group = codes.spec.granularity.size or 0
-        kind, scale = stored_scale(codes, weight)
-        level, zeros = codes.codes, None
-        if codes.zero is None:
-            if codes.spec.bits < 4:
-                level = level + (8 - 2 ** (codes.spec.bits - 1))  # the kernel's middle is 8
-        else:
-            zeros = pack.scales(codes.zero.expand(scale.shape[0], -1), isa().lanes)
-        return CpuWeight(self.name, matmul.Matmul(decoders.INT4, group, kind, zeros is not None),
-                         weight.shape, padded(weight.shape[1], max(group, matmul.SUB)),
-                         pack.int4(level, isa().lanes, max(group, matmul.SUB)),
-                         pack.scales(scale, isa().lanes), zeros)
+        level = codes.codes
+        if codes.spec.symmetric and codes.spec.bits < 4:
+            level = level + (8 - 2 ** (codes.spec.bits - 1))  # the kernel's middle is 8
+        decoder = decoders.UINT4 if codes.spec.minimum else decoders.INT4
+        return grouped(self.name, codes, weight, decoder,
+                       lambda lanes, multiple: pack.int4(level, lanes, multiple), zero=codes.zero)
 
 
 class CpuNF4(CpuKernel):
@@ -124,17 +136,19 @@ class CpuNF4(CpuKernel):
         size = query.spec.granularity.size or 0
         if query.k % size:
             return f"needs in_features divisible by the block of {size}, not {query.k}"
-        return _group_declines(query)
+        return group_declines(query)
 
     def _pack(self, codes: Codes, weight: QuantizedTensor) -> CpuWeight:
         from quantkit_kernels.cpu import decoders, matmul, pack
+        from quantkit_kernels.cpu.weight_decoder import SUB
 
         group = codes.spec.granularity.size or 0
         table = tuple(codebook().tolist())
+        columns = padded(weight.shape[1], max(group, SUB))
         scale = codes.scale.reshape(weight.shape[0], -1) / decoders.NF4_LEVELS
-        return CpuWeight(self.name, matmul.Matmul(decoders.nf4(table), group), weight.shape,
-                         padded(weight.shape[1], group), pack.nf4(codes.codes, isa().lanes, group),
-                         pack.scales(scale, isa().lanes))
+        scale = torch.nn.functional.pad(scale, (0, columns // group - scale.shape[1]))
+        return CpuWeight(self.name, matmul.Matmul(decoders.nf4(table), group), weight.shape, columns,
+                         pack.nf4(codes.codes, isa().lanes, group), pack.scales(scale, isa().lanes))
 
 
 class CpuTrellis(CpuKernel):
@@ -146,35 +160,54 @@ class CpuTrellis(CpuKernel):
         return None if query.spec.kind == "trellis" else f"multiplies a trellis, not {query.spec.kind}"
 
     def _pack(self, codes: Codes, weight: QuantizedTensor) -> CpuWeight:
-        from quantkit_kernels.cpu import decoders, matmul, pack
+        from quantkit_kernels.cpu import decoders, pack
 
         spec = codes.spec
         assert spec.window is not None
-        kind, scale = stored_scale(codes, weight)
         decoder = decoders.trellis(spec.bits, spec.window, (LOW, HIGH, MIDDLE))
-        return CpuWeight(self.name, matmul.Matmul(decoder, 0, kind), weight.shape,
-                         padded(weight.shape[1], matmul.SUB), pack.trellis(codes.codes, spec.bits),
-                         pack.scales(scale, isa().lanes))
+        return grouped(self.name, codes, weight, decoder, lambda *_: pack.trellis(codes.codes, spec.bits))
 
 
-def _group_declines(query: KernelQuery) -> str | None:
-    from quantkit_kernels.cpu.matmul import SUB
+def group_declines(query: KernelQuery) -> str | None:
+    """Groups that no kernel here takes."""
+    from quantkit_kernels.cpu.weight_decoder import SUB
 
     granularity = query.spec.granularity
-    if query.spec.minimum:
-        return "has whole zero points, not minima"
-    if granularity.size is not None and granularity.size % SUB:
-        return f"takes groups of a multiple of {SUB}, not {granularity}"
+    size = granularity.size
+    if size is not None and size % SUB and size != SUB // 2:
+        return f"takes groups of {SUB // 2} or a multiple of {SUB}, not {granularity}"
+    if granularity.strategy == "group" and query.k % (query.spec.superblock or size or 1):
+        return f"needs in_features divisible by {query.spec.superblock or size}, not {query.k}"
     return None
 
 
-def stored_scale(codes: Codes, weight: QuantizedTensor) -> tuple[Literal['bf16', 'f32'], torch.Tensor]:
-    """Scales ``[n, groups]`` as they are stored: 16 bits if nothing is lost by it."""
-    scale = codes.scale.expand(weight.shape[0], -1) if codes.scale.dim() == 2 else codes.scale.expand(
-        weight.shape[0]).unsqueeze(1)
-    if codes.spec.scale_dtype == "bfloat16":
-        return "bf16", scale.to(torch.bfloat16)
-    return "f32", scale.float()
+def grouped(name: str, codes: Codes, weight: QuantizedTensor, decoder: WeightDecoder,
+            packed: Callable[[int, int], torch.Tensor], *, zero: torch.Tensor | None = None,
+            factor: float = 1.0) -> CpuWeight:
+    """A weight with a scale a tensor, a row or a group.
+
+    Args:
+        name: of the kernel.
+        codes: the weight.
+        weight: the same as it is stored.
+        decoder: its kernel's.
+        packed: lanes and the multiple to which columns are padded → codes in the decoder's order.
+        zero: zero points as the kernel wants them, shape of the scales.
+        factor: of scales.
+    """
+    from quantkit_kernels.cpu import matmul, pack
+    from quantkit_kernels.cpu.weight_decoder import SUB
+
+    group, lanes = codes.spec.granularity.size or 0, isa().lanes
+    columns = padded(weight.shape[1], max(group, SUB))
+    scales = packed_scales(codes, columns, factor)
+    zeros = None
+    if zero is not None:
+        wide = zero.expand(weight.shape[0], -1)
+        missing = columns // group - wide.shape[1] if group else 0
+        zeros = pack.scales(torch.nn.functional.pad(wide, (0, missing)), lanes)
+    return CpuWeight(name, matmul.Matmul(decoder, group, scales.layout, zeros is not None), weight.shape,
+                     columns, packed(lanes, max(group, SUB)), scales.scales, zeros, outer=scales.outer)
 
 
 INT8, INT4, NF, TRELLIS = CpuInt8(), CpuInt4(), CpuNF4(), CpuTrellis()

@@ -44,7 +44,7 @@ _kept = _Kept()
 
 def _run(source: Source, x: torch.Tensor, second: torch.Tensor | None = None,
          weight: torch.Tensor | None = None, eps: float = 0.0) -> torch.Tensor:
-    from quantkit_kernels.cpu.matmul import SUB
+    from quantkit_kernels.cpu.weight_decoder import SUB
 
     size = x.shape[-1]
     parts = {name: _padded(tensor.reshape(-1, size)) for name, tensor in (
@@ -61,7 +61,7 @@ def _run(source: Source, x: torch.Tensor, second: torch.Tensor | None = None,
 
 def _padded(rows: torch.Tensor) -> torch.Tensor:
     """float32 ``[m, n]`` with 0 up to whole subgroups."""
-    from quantkit_kernels.cpu.matmul import SUB
+    from quantkit_kernels.cpu.weight_decoder import SUB
 
     rows = rows.float()
     if missing := -rows.shape[1] % SUB:  # pad would copy even if nothing is

@@ -40,6 +40,7 @@ class CpuWeight:
         shape: logical ``(out, in)``.
         columns: padded to whole groups; activations must have as many.
         weights, scales, zeros: as ``quantkit_kernels.cpu.matmul`` wants them.
+        outer: numbers that scales are multiples of, likewise.
         rotated: whether it wants its inputs rotated.
     """
 
@@ -51,11 +52,12 @@ class CpuWeight:
     scales: torch.Tensor | None = None
     zeros: torch.Tensor | None = None
     rotated: bool = False
+    outer: torch.Tensor | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes in memory, all of which a product reads."""
-        return sum(t.numel() * t.element_size() for t in (self.weights, self.scales, self.zeros)
+        return sum(t.numel() * t.element_size() for t in (self.weights, self.scales, self.outer, self.zeros)
                    if t is not None)
 
     @property
@@ -67,22 +69,23 @@ class CpuWeight:
     @property
     def stripes(self) -> int:
         """Padded rows, in units of the kernel's stripe."""
-        from quantkit_kernels.cpu.matmul import STRIPE
+        from quantkit_kernels.cpu.weight_decoder import STRIPE
 
         return -(-self.shape[0] // STRIPE)
 
     @property
     def arguments(self) -> dict[str, Any]:
         """What a program's operation needs to know of it."""
-        from quantkit_kernels.cpu.matmul import SUB
+        from quantkit_kernels.cpu.weight_decoder import SUB
 
-        return {"weights": self.weights, "scales": self.scales, "zeros": self.zeros, "stripes": self.stripes,
-                "subgroups": self.columns // SUB}
+        return {"weights": self.weights, "scales": self.scales, "outer": self.outer, "zeros": self.zeros,
+                "stripes": self.stripes, "subgroups": self.columns // SUB}
 
     @property
     def table(self) -> dict[str, Any]:
         """What an embedding's operation needs to know of it."""
-        return {"table": self.weights, "scales": self.scales, "zeros": self.zeros, "columns": self.columns}
+        return {"table": self.weights, "scales": self.scales, "outer": self.outer, "zeros": self.zeros,
+                "columns": self.columns}
 
     @property
     def has_planes(self) -> bool:
@@ -91,10 +94,10 @@ class CpuWeight:
 
     def in_planes(self) -> CpuWeight:
         """The same weight, its high halves apart from its low ones, in as much memory; itself if it isn't
-        int8 or has zero points."""
+        int8 or has zero points or minima."""
         from quantkit_kernels.cpu import decoders, pack
 
-        if self.kernel.decoder != decoders.INT8 or self.kernel.zeros:
+        if self.kernel.decoder != decoders.INT8 or self.kernel.zeros or self.kernel.scales.minima:
             return self
         kernel = dataclasses.replace(self.kernel, decoder=decoders.INT8_PLANES)
         return dataclasses.replace(self, kernel=kernel, weights=pack.int8_planes(self.weights, isa().lanes))
@@ -137,7 +140,7 @@ class CpuWeight:
 
     def units(self, rows: int, threads: int) -> tuple[int, int, int]:
         """How a product is cut: units, stripes in each, rows in each."""
-        from quantkit_kernels.cpu.matmul import STRIPE
+        from quantkit_kernels.cpu.weight_decoder import STRIPE
 
         wide = rows if rows <= 16 else ROWS
         wanted = UNITS * threads if rows <= 16 else 4 * threads
@@ -147,7 +150,8 @@ class CpuWeight:
 
 
 class Activations:
-    """Room for rows of activations as a product reads them: codes, scales and sums, row after row.
+    """Room for rows of activations as a product reads them: codes, scales, sums and sums of halves, row
+    after row.
 
     Args:
         packed: a weight; all of its family and width take the same.
@@ -158,10 +162,10 @@ class Activations:
     """
 
     def __init__(self, packed: CpuWeight, rows: int) -> None:
-        from quantkit_kernels.cpu.matmul import SUB, WIDTH
+        from quantkit_kernels.cpu.weight_decoder import SUB, WIDTH
 
         width, subgroups = packed.columns * WIDTH[packed.kernel.decoder.family], packed.columns // SUB
-        self.stride = -(-(width + 8 * subgroups) // 64) * 64
+        self.stride = -(-(width + 16 * subgroups) // 64) * 64
         self._room = lazy_zeros(rows * self.stride // 4 + 16).view(torch.uint8)
         base = -self._room.data_ptr() % 64
         self._parts = [self._room[base + offset:] for offset in (0, width, width + 4 * subgroups)]
@@ -186,11 +190,12 @@ def pack_plain(weight: torch.Tensor, read: Callable[[], None] = lambda: None) ->
     """A plain weight ``[out, in]`` of a dtype in :data:`PLAIN`; ``read`` is called now and then, when some of
     it was read."""
     from quantkit_kernels.cpu import decoders, matmul, pack
+    from quantkit_kernels.cpu.weight_decoder import SUB
 
     shape, kind = (weight.shape[0], weight.shape[1]), PLAIN[weight.dtype]
     decoder = {"bf16": decoders.BF16, "f16": decoders.FP16, "f32": decoders.FP32}[kind]
     reorder = pack.bf16 if kind == "bf16" else pack.floats
-    return CpuWeight(f"cpu-{kind}", matmul.Matmul(decoder, None), shape, padded(shape[1], matmul.SUB),
+    return CpuWeight(f"cpu-{kind}", matmul.Matmul(decoder, None), shape, padded(shape[1], SUB),
                      reorder(weight, isa().lanes, read))
 
 
@@ -209,13 +214,14 @@ class CpuProduct:
 
     @torch.inference_mode(False)  # else its memory couldn't be written to outside of that mode
     def __init__(self, packed: CpuWeight, rows: int) -> None:
-        from quantkit_kernels.cpu.matmul import STRIPE, SUB, scratch_bytes
+        from quantkit_kernels.cpu.matmul import scratch_bytes
         from quantkit_kernels.cpu.program import Program
         from quantkit_kernels.cpu.rows import RowKernel
+        from quantkit_kernels.cpu.weight_decoder import STRIPE, SUB
 
         machine, threads = isa(), pool().threads
         subgroups, padded = packed.columns // SUB, packed.stripes * STRIPE
-        self._like = dataclasses.replace(packed, weights=torch.empty(0), scales=None, zeros=None)
+        self._like = dataclasses.replace(packed, weights=torch.empty(0), scales=None, zeros=None, outer=None)
         self._rows, self._threads = 0, threads
         with torch.inference_mode(False):  # a product made in that mode is used outside of it too
             self._x = torch.zeros(rows, packed.columns)
@@ -236,7 +242,8 @@ class CpuProduct:
     def replace(self, packed: CpuWeight) -> None:
         """Multiply by another weight of the same kernel and shape."""
         self._program.set(1, **{name: None if part is None else part.data_ptr() for name, part in (
-            ("weights", packed.weights), ("scales", packed.scales), ("zeros", packed.zeros))})
+            ("weights", packed.weights), ("scales", packed.scales), ("outer", packed.outer),
+            ("zeros", packed.zeros))})
 
     def _take(self, rows: int) -> None:
         """Set the number of rows. A single row is quantized by every thread for itself."""

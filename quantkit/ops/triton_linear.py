@@ -14,12 +14,18 @@ import torch
 from quantkit.formats.base import Codes, QuantizedTensor
 from quantkit.ops import gpu
 from quantkit.ops.dispatch import KernelQuery, codes_of
+from quantkit.ops.triton_groups import (
+    FINE,
+    group_declines,
+    pack_int4,
+    pack_int8,
+    scales_of,
+    tile_rows,
+)
 
 if TYPE_CHECKING:
     from quantkit_kernels.triton.packed import TritonWeight
 
-GROUPS = (32, 64)
-"""Group sizes besides the multiples of 128."""
 NF4_BLOCK = 64
 
 
@@ -77,34 +83,47 @@ class TritonKernel(ABC):
 
 
 class TritonW8A16(TritonKernel):
-    """int8 weights with one scale a row."""
+    """Integers of 8 bits with one scale a row, or of 5 to 8 in groups, with or without minima or zero
+    points."""
 
     name = "triton-w8a16"
 
     def declines(self, query: KernelQuery) -> str | None:
-        """Anything but 8-bit symmetric weights with one scale a row (or a tensor)."""
+        """Anything but 8-bit symmetric weights with one scale a row (or a tensor), or 5 to 8 bits in groups
+        of 16, 32, 64 or a multiple of 128."""
+        if query.spec.granularity.strategy == "group":
+            return _common(query, "int", (5, 6, 7, 8)) or group_declines(query)
         return _common(query, "int", (8,)) or _scale_a_row(query)
 
     def pack(self, codes: Codes, gated: bool = False) -> TritonWeight:
         """See there."""
         from quantkit_kernels.triton.w8a16 import pack
 
+        if codes.spec.granularity.strategy == "group":
+            return pack_int8(codes, gated)
         return pack(_signed(codes), _by_row(codes), gated=gated)
 
 
 class TritonFP8(TritonKernel):
-    """e4m3 weights with one scale a row."""
+    """e4m3 weights with one scale a row, or for each tile."""
 
     name = "triton-fp8"
 
     def declines(self, query: KernelQuery) -> str | None:
-        """Anything but fp8 weights with one scale a row (or a tensor)."""
-        return _common(query, "fp", (8,)) or _scale_a_row(query)
+        """Anything but fp8 weights with one scale a row (or a tensor), or a tile of a multiple of 64."""
+        granularity = query.spec.granularity
+        if granularity.strategy != "tile":
+            return _common(query, "fp", (8,)) or _scale_a_row(query)
+        if (granularity.size or 0) % 64:
+            return f"takes tiles of a multiple of 64, not {granularity}"
+        return _common(query, "fp", (8,))
 
     def pack(self, codes: Codes, gated: bool = False) -> TritonWeight:
         """Their bits are where the decoder wants them."""
         from quantkit_kernels.triton.fp8 import pack
 
+        if (size := codes.spec.granularity.size) is not None:
+            return pack(codes.codes, tile_rows(codes), gated=gated, group=size)
         return pack(codes.codes, _by_row(codes), gated=gated)
 
 
@@ -137,20 +156,17 @@ class TritonW8A8(TritonKernel):
 
 
 class TritonW4A16(TritonKernel):
-    """Integers of up to 4 bits in groups, with or without zero points."""
+    """Integers of up to 4 bits in groups, with or without zero points or minima."""
 
     name = "triton-w4a16"
 
     def declines(self, query: KernelQuery) -> str | None:
-        """Anything but 2 to 4 bits in groups of 32, 64 or a multiple of 128, or with a scale a row."""
-        if (reason := _common(query, "int", (2, 3, 4))) is not None:
+        """Anything but 2 to 4 bits in groups of 16, 32, 64 or a multiple of 128, or with a scale a row."""
+        if (reason := _common(query, "int", (2, 3, 4)) or group_declines(query)) is not None:
             return reason
         spec = query.spec
-        strategy, size = spec.granularity.strategy, spec.granularity.size or 0
-        if strategy == "group" and size not in GROUPS and size % 128:
-            return f"takes groups of 32, 64 or a multiple of 128, not {spec.granularity}"
-        if strategy == "group" and query.k % size:
-            return f"needs in_features divisible by {size}, not {query.k}"
+        if spec.minimum:
+            return None
         wide = spec.scale_dtype == "float32" or (spec.scale_dtype == "model" and query.dtype == torch.float32)
         if not spec.symmetric and wide:
             return "keeps scales beside zero points in 16 bits, which would round float32 ones"
@@ -161,6 +177,8 @@ class TritonW4A16(TritonKernel):
         from quantkit_kernels.triton.w4a16 import pack
 
         scale, levels = codes.scale, codes.codes
+        if codes.minimum is not None or codes.spec.granularity.size == FINE:
+            return pack_int4(codes, gated)
         if scale.shape[0] == 1:
             scale = scale.expand(levels.shape[0], -1)
         if codes.zero is None:
@@ -190,6 +208,48 @@ class TritonNF4(TritonKernel):
         return pack(codes.codes, codes.scale, gated=gated)
 
 
+class TritonFP4(TritonKernel):
+    """4-bit floats in groups: of 16 with e4m3 scales (NVFP4), of more with powers of 2 (MXFP4)."""
+
+    name = "triton-fp4"
+
+    def declines(self, query: KernelQuery) -> str | None:
+        """Anything but e2m1 weights, and groups of 16 whose scales aren't e4m3, or e4m3 scales of others."""
+        if (reason := _common(query, "fp", (4,)) or group_declines(query)) is not None:
+            return reason
+        spec = query.spec
+        if (spec.scale_dtype == "e4m3") != (spec.granularity.size == FINE):
+            return f"takes e4m3 scales of groups of 16, and powers of 2 of larger ones, not {spec.label()}"
+        return None
+
+    def pack(self, codes: Codes, gated: bool = False) -> TritonWeight:
+        """See there."""
+        from quantkit_kernels.triton import fp4
+
+        if codes.outer is None:
+            return fp4.pack(codes.codes, codes.scale, gated=gated)
+        scale = (codes.scale / codes.outer).to(torch.float8_e4m3fn)
+        return fp4.pack_fine(codes.codes, scale, codes.outer, gated=gated)
+
+
+class TritonIQ4(TritonKernel):
+    """IQ4_NL's levels, in groups."""
+
+    name = "triton-iq4"
+
+    def declines(self, query: KernelQuery) -> str | None:
+        """Anything but such weights in groups of 32, 64 or a multiple of 128."""
+        if (reason := _common(query, "iq", (4,)) or group_declines(query)) is not None:
+            return reason
+        return "takes groups of 32 or more" if query.spec.granularity.size == FINE else None
+
+    def pack(self, codes: Codes, gated: bool = False) -> TritonWeight:
+        """See there."""
+        from quantkit_kernels.triton import iq4
+
+        return iq4.pack(codes.codes, scales_of(codes, gated), codes.spec.granularity.size or 0, gated=gated)
+
+
 def _signed(codes: Codes) -> torch.Tensor:
     """int8 of 8-bit codes, whose middle is 128."""
     return (codes.codes ^ 128).view(torch.int8)
@@ -201,3 +261,4 @@ def _by_row(codes: Codes) -> torch.Tensor:
 
 
 W8, W4, NF, FP, INT = TritonW8A16(), TritonW4A16(), TritonNF4(), TritonFP8(), TritonW8A8()
+FP4, IQ4 = TritonFP4(), TritonIQ4()

@@ -11,7 +11,19 @@ import torch
 
 from quantkit_kernels import tuned
 from quantkit_kernels.aot_cases.case import POINTERS, AotCase, made, threads
-from quantkit_kernels.triton import dependent, embedding, fp8, matmul, nf4, w4a16, w8a8, w8a16, w16a16
+from quantkit_kernels.triton import (
+    dependent,
+    embedding,
+    fp4,
+    fp8,
+    iq4,
+    matmul,
+    nf4,
+    w4a16,
+    w8a8,
+    w8a16,
+    w16a16,
+)
 from quantkit_kernels.triton.fragment import MAGIC, ROWS
 from quantkit_kernels.triton.packed import TritonDecoder, TritonWeight
 
@@ -24,7 +36,7 @@ class ProductFormat:
     """A format: what its ``pack`` makes, for a weight of any shape.
 
     ``bits``: of a number; ``words``: dtype that they are loaded as; ``scale``: dtype of scales; ``x``: of
-    activations; ``most``: instructions a weight with 16 rows of activations.
+    activations; ``most``: instructions a weight with 16 rows of activations; ``layout``: of scales.
     """
 
     name: str
@@ -37,13 +49,15 @@ class ProductFormat:
     scale: torch.dtype | None = FLOAT32
     x: torch.dtype = BF16
     most: float | None = None
+    layout: str = "word"
 
     def packed(self, n: int, k: int, family: str, gated: bool = False) -> TritonWeight:
         """A packed weight on the meta device, without memory."""
         each = ROWS * self.bk * self.bits // 8 // self.words.itemsize
         words = torch.empty(-(-n // ROWS), -(-k // self.bk), each, dtype=self.words, device="meta")
         scale = None if self.scale is None else torch.empty(0, dtype=self.scale, device="meta")
-        return TritonWeight(words, scale, n, k, self.bk, self.group, self.mode, family, self.decoder, gated)
+        return TritonWeight(words, scale, n, k, self.bk, self.group, self.mode, family, self.decoder, gated,
+                            self.layout)
 
 
 def kinds(family: str) -> dict[str, ProductFormat]:
@@ -63,7 +77,30 @@ def kinds(family: str) -> dict[str, ProductFormat]:
         every += [ProductFormat(f"w4a16 g{group}", w4a16.INT4, 4, group, group, "symmetric", most=limits[0]),
                   ProductFormat(f"w4a16 g{group} zp", w4a16.INT4, 4, group, group, "bfloat16", scale=WORD,
                                 most=limits[1])]
+    every += _in_groups(select)
     return {kind.name: kind for kind in every}
+
+
+def _in_groups(select: str) -> Iterator[ProductFormat]:
+    """Minima, scales of few bits, groups of 16, tables and tiles."""
+    def four(name: str, decoder: TritonDecoder, group: int, layout: str, mode: str = "") -> ProductFormat:
+        words = FLOAT32 if layout in ("fine", "float32") else WORD
+        return ProductFormat(name, decoder, 4, min(group, 128) or 64, group, mode or layout, scale=words,
+                             layout=layout)
+
+    for group in w4a16.GROUPS:
+        yield four(f"w4a16 g{group} min", w4a16.UINT4, group, "bfloat16 low")
+    yield four("w4a16 superblocks", w4a16.UINT4, 32, "superblock")
+    yield four("w4a16 g16", w4a16.INT4_FINE, 0, "fine", "float16")
+    yield four("mxfp4", fp4.E2M1, 32, "e8m0")
+    yield four("nvfp4", fp4.E2M1_FINE, 0, "fine", "e4m3")
+    yield four("iq4", iq4.IQ4, 32, "float16", select)
+    for group, decoder, layout in ((32, w8a16.INT8_GROUPS, "float16"), (64, w8a16.INT8_GROUPS, "bfloat16"),
+                                   (64, w8a16.UINT8_GROUPS, "bfloat16 low")):
+        yield ProductFormat(f"w8a16 g{group}{' min' if 'low' in layout else ''}", decoder, 8, group, group,
+                            layout, scale=WORD, layout=layout)
+    yield ProductFormat("w8a16 g16", w8a16.INT8_FINE, 8, w8a16.BK, mode="float16", layout="fine")
+    yield ProductFormat("fp8 tiles", fp8.E4M3, 8, fp8.BK, 128, "row")
 
 
 def cases(family: str) -> Iterator[AotCase]:

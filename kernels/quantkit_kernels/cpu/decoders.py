@@ -6,12 +6,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from quantkit_kernels.cpu.emit import Emitter
 from quantkit_kernels.cpu.isa import Isa
-from quantkit_kernels.cpu.matmul import SUB, WeightDecoder
 from quantkit_kernels.cpu.values import F32, I8, I16, I32, Value, vec
+from quantkit_kernels.cpu.weight_decoder import SUB, WeightDecoder
 
 NF4_LEVELS = 8191
 """NF4's table is rounded to whole multiples of 1/8191: nearer than bfloat16 would be."""
@@ -45,6 +45,31 @@ def _int8_planes(e: Emitter, isa: Isa, high: Value, low: Value) -> Iterator[Sequ
                                             for at in (0, 2, 1, 3)]).bits(words)
             yield (pairs << 8 >> 8,)
             yield (pairs >> 8,)
+
+
+def _wide_integers(bits: int) -> Callable[..., Iterator[Sequence[Value]]]:
+    """5 or 6 bits: low halves as :func:`_int4` has them, but of each four values the second and third lie the
+    other way round, so that bytes of a 16-bit word are two apart; behind them the high bits, those of 8 or 4
+    such vectors in a byte, the first lowest."""
+    each = bits - 4
+
+    def unpack(e: Emitter, isa: Isa, source: Value) -> Iterator[Sequence[Value]]:
+        words, size = vec(I16, 2 * isa.lanes), 4 * isa.lanes
+        shared = 8 // each  # vectors that share bytes of high bits
+        for i in range(SUB // 4):
+            place = i % shared
+            if place == 0:
+                above = e.load(source, words, SUB // 2 * isa.lanes + i // shared * size)
+            if i % 2 == 0:
+                pair = e.load(source, words, i // 2 * size)
+            low = (pair if i % 2 == 0 else pair.shr(4)) & 0x0F0F
+            shift = 4 - place * each
+            high = above << shift if shift > 0 else above.shr(-shift) if shift < 0 else above
+            codes = low | high & (0x1010 if bits == 5 else 0x3030)
+            yield (codes & 255,)
+            yield (codes.shr(8),)
+
+    return unpack
 
 
 def _bf16(e: Emitter, isa: Isa, source: Value) -> Iterator[Sequence[Value]]:
@@ -107,8 +132,30 @@ def nf4(table: tuple[float, ...]) -> WeightDecoder:
                     order = [place for at in half for place in (at, at + count)]
                     yield (least.shuffle(order, high_bytes).bits(vec(I16, 2 * isa.lanes)),)
 
-    digest = hashlib.sha256(repr(words).encode()).hexdigest()[:8]  # a name says all that the code depends on
-    return WeightDecoder(f"nf4_{digest}", "words", SUB // 2, unpack)
+    return WeightDecoder(f"nf4_{_digest(words)}", "words", SUB // 2, unpack)
+
+
+def int_table(levels: tuple[int, ...]) -> WeightDecoder:
+    """4-bit codes, as :func:`_int4` has them, into a table of 16 integers from −127 to 127.
+
+    Where they span at most 24 they are looked up as unsigned numbers above the least.
+    """
+    low = min(levels)
+    narrow = max(levels) - low <= 24
+
+    def unpack(e: Emitter, isa: Isa, source: Value) -> Iterator[Sequence[Value]]:
+        shift = -low if narrow else isa.offset
+        table = tuple(level + shift & 255 for level in levels)
+        for (codes,) in _int4(e, isa, source):
+            yield (isa.lookup(e, table, codes),)
+
+    return WeightDecoder(f"table4_{_digest(levels)}", "bytes", SUB // 2, unpack, middle=-low if narrow else 0,
+                         narrow=narrow, signed=not narrow)
+
+
+def _digest(table: Sequence[int]) -> str:
+    """A part of a decoder's name, which says all that the code depends on."""
+    return hashlib.sha256(repr(list(table)).encode()).hexdigest()[:8]
 
 
 def trellis(bits: int, window: int, code: tuple[int, int, int]) -> WeightDecoder:
@@ -162,8 +209,15 @@ def _turned(words: Value, places: int) -> Value:
     return words.shuffle([(i - 2 * places) % 32 for i in range(32)])
 
 
-INT4 = WeightDecoder("int4", "bytes", SUB // 2, _int4)
+INT4 = WeightDecoder("int4", "bytes", SUB // 2, _int4, middle=8)
+UINT4 = WeightDecoder("uint4", "bytes", SUB // 2, _int4)
 INT8 = WeightDecoder("int8", "words", SUB, _int8)
+UINT8 = WeightDecoder("uint8", "words", SUB, _int8, middle=-128)
+"""Unsigned codes, which lie as int8 of which −128 means 0."""
+INT5, UINT5, INT6, UINT6 = (
+    WeightDecoder(f"{'u' * (not signed)}int{bits}", "words", SUB * bits // 8, _wide_integers(bits),
+                  middle=signed << (bits - 1))
+    for bits in (5, 6) for signed in (1, 0))
 INT8_PLANES = WeightDecoder("int8_planes", "words", SUB // 2, _int8_planes, planes=2)
 W8A8 = WeightDecoder("w8a8", "int8", SUB, _w8a8)
 E4M3 = WeightDecoder("e4m3", "floats", SUB, _e4m3)

@@ -12,10 +12,13 @@ from llvmlite import ir
 from quantkit_kernels.cpu.driver import begin
 from quantkit_kernels.cpu.emit import Emitter
 from quantkit_kernels.cpu.isa import Isa
-from quantkit_kernels.cpu.matmul import FLOATS, STEP, SUB, WIDTH, Matmul
+from quantkit_kernels.cpu.matmul import Matmul
+from quantkit_kernels.cpu.scales import ScaleReader
 from quantkit_kernels.cpu.values import F32, I8, I16, I32, I64, Value, vec
+from quantkit_kernels.cpu.weight_decoder import FLOATS, STEP, SUB, WIDTH, WeightDecoder
 
-ARGUMENTS = ("*ids", "*table", "*scales", "*zeros", "*out", "columns", "size", "padded", "out_stride")
+ARGUMENTS = ("*ids", "*table", "*scales", "*outer", "*zeros", "*out", "columns", "size", "padded",
+             "out_stride")
 """``ids`` int64 ``[M]``; ``table`` bfloat16, float16 or float32, or blocks with their scales and zero points;
 ``columns``: of a row of blocks, padded to whole groups; ``size``: of a row; ``padded``: of a row of out, at
 least ``columns`` and 0 from ``size`` on."""
@@ -70,38 +73,49 @@ class Embed:
         assert decoder.together(isa) == 1, "rows of several blocks lie side by side"
         step, width = STEP[decoder.family], WIDTH[decoder.family]
         block, lane = token // lanes, token % lanes
-        group = packed.group or 0
-        groups = a.columns // group if group else e.const(I64, 1)
+        group, outer, single = packed.group or 0, packed.scales.outer, e.const(I64, 1)
+        groups = a.columns // group if group else single
+        scales = ScaleReader(e, packed.scales, lanes, a.scales, a.outer, groups,
+                             a.columns // outer if outer else single)
         kind = {1: vec(I8, step), 2: vec(I16, step), 4: F32}[width]
         room, each = e.room(SUB * lanes * width), lanes * step * width
+        lane_room = e.room(2 * lanes * 4)
+        span = min(group or SUB, SUB)
         with e.loop(0, a.columns, SUB) as k:
             source = a.table + (block * a.columns * lanes + k * lanes) // SUB * decoder.bytes
             for i, (values,) in enumerate(decoder.unpack(e, isa, source)):
                 e.store(room, values, i * each)
-            at = (block * groups + (k // group if group else 0)) * lanes + lane
-            scale = None if packed.group is None else self._scale(e, packed, a.scales, at)
-            for i in range(SUB // step):
-                levels = e.load(room + lane * (step * width), kind, i * each)
-                if decoder.family not in FLOATS:
-                    wide = vec(I32, step)
-                    # codes of the family ``bytes`` and their zero points are unsigned; without, theirs is 8
-                    unsigned = decoder.family == "bytes"
-                    integers = levels.zext(wide) if unsigned else levels.sext(wide)
-                    if packed.zeros:
-                        zero = e.load(a.zeros, I8, at)
-                        integers = integers - (zero.zext(I32) if unsigned else zero.sext(I32)).spread(step)
-                    elif unsigned:
-                        integers = integers - 8
-                    levels = integers.real()
-                if scale is not None:
-                    levels = levels * (scale.spread(step) if levels.lanes > 1 else scale)
-                e.store(out + k * 4, self._times(levels), i * step * 4)
+            for first in range(0, SUB, span):
+                place = (k + first) // group if group else e.const(I64, 0)
+                numbers: list[Value] = []
+                if packed.group is not None:
+                    above = scales.multiplied(block, (k + first) // outer if outer else e.const(I64, 0))
+                    for n, number in enumerate(scales.read(block, place, above)):
+                        e.store(lane_room, number, n * lanes * 4)
+                        numbers.append(e.load(lane_room + lane * 4, F32, n * lanes * 4))
+                zero = e.load(a.zeros, I8, (block * groups + place) * lanes + lane) if packed.zeros else None
+                for i in range(first // step, (first + span) // step):
+                    values = e.load(room + lane * (step * width), kind, i * each)
+                    if decoder.family not in FLOATS:
+                        values = self._level(values, decoder, isa, zero)
+                    for n, number in enumerate(numbers):
+                        other = number.spread(step) if values.lanes > 1 else number
+                        values = values * other if n == 0 else values + other
+                    e.store(out + k * 4, self._times(values), i * step * 4)
 
     @staticmethod
-    def _scale(e: Emitter, packed: Matmul, scales: Value, index: Value) -> Value:
-        if packed.scale == "f32":
-            return e.load(scales, F32, index * 4)
-        return (e.load(scales, I16, index * 2).zext(I32) << 16).bits(F32)
+    def _level(values: Value, decoder: WeightDecoder, isa: Isa, zero: Value | None) -> Value:
+        """Unpacked integers → levels, float32. Those of the family ``bytes`` and their zero points are
+        unsigned."""
+        step = values.lanes
+        unsigned = decoder.family == "bytes" and (not decoder.signed or isa.offset > 0)
+        wide = vec(I32, step)
+        integers = values.zext(wide) if unsigned else values.sext(wide)
+        if zero is not None:
+            integers = integers - (zero.zext(I32) if unsigned else zero.sext(I32)).spread(step)
+        elif decoder.zero(isa):
+            integers = integers - decoder.zero(isa)
+        return integers.real()
 
     def _plain(self, e: Emitter, where: Value) -> Value:
         if self.plain == "f32":

@@ -27,9 +27,14 @@ class Isa:
     lanes: int
     needs: tuple[str, ...] = ()
 
+    @property
+    def narrow(self) -> bool:
+        """Whether sums of :meth:`bytes_dot` have 16 bits."""
+        return self.name == "avx2"
+
     def nothing(self, e: Emitter) -> Value:
         """A sum of :meth:`bytes_dot` that holds nothing yet."""
-        return e.const(vec(I16, 2 * self.lanes) if self.name == "avx2" else vec(I32, self.lanes), 0)
+        return e.const(vec(I16, 2 * self.lanes) if self.narrow else vec(I32, self.lanes), 0)
 
     def bytes_dot(self, e: Emitter, total: Value, unsigned: Value, signed: Value) -> Value:
         """``total + Σ unsigned · signed`` over each lane's four bytes.
@@ -37,8 +42,8 @@ class Isa:
         Args:
             e: the kernel.
             total: from :meth:`nothing` or this; at most eight additions before :meth:`finished`, which is as
-                many as 16 bits hold of 15 · 127.
-            unsigned: uint8 ``[4 · lanes]``, at most 15.
+                many as 16 bits hold of 15 · 127, or four of at most 24 · 127.
+            unsigned: uint8 ``[4 · lanes]``, at most 24.
             signed: int8 ``[4 · lanes]``, at least −127.
         """
         if self.name == "avx512-vnni":
@@ -52,27 +57,32 @@ class Isa:
 
     def finished(self, e: Emitter, total: Value) -> Value:
         """A sum of :meth:`bytes_dot` as int32 ``[lanes]``."""
-        if self.name == "avx2":
+        if self.narrow:
             return self._pairs(e, total, e.const(total.type, 1))
         return total
 
     @property
     def offset(self) -> int:
-        """What :meth:`int8_dot` adds to each weight: VNNI multiplies unsigned bytes by signed ones."""
+        """What :meth:`offset_dot` takes weights with: VNNI multiplies unsigned bytes by signed ones."""
         return 0 if self.name == "avx2" else 128
 
     def int8_dot(self, e: Emitter, total: Value, weight: Value, x: Value) -> Value:
-        """``total + Σ (weight + offset) · x`` over each lane's four bytes; total is int32 ``[lanes]``.
+        """``total + Σ (weight + offset) · x`` over each lane's four bytes, for int8 weights; the rest as for
+        :meth:`offset_dot`."""
+        return self.offset_dot(e, total, weight ^ -128 if self.offset else weight, x)
+
+    def offset_dot(self, e: Emitter, total: Value, weight: Value, x: Value) -> Value:
+        """``total + Σ weight · x`` over each lane's four bytes; total is int32 ``[lanes]``.
 
         Args:
             e: the kernel.
             total: modulo 2³².
-            weight: int8 ``[4 · lanes]``.
+            weight: int8 plus :attr:`offset`, ``[4 · lanes]``.
             x: int8 ``[4 · lanes]``, at least −127: two products then just fit the 16 bits in which AVX2 adds
                 them.
         """
-        if self.name != "avx2":
-            return self.bytes_dot(e, total, weight ^ -128, x)
+        if self.offset:
+            return self.bytes_dot(e, total, weight, x)
         size, signed = (e.intrinsic("llvm.x86.avx2.psign.b", weight.type, operand, weight)
                         for operand in (weight, x))
         pairs = e.intrinsic("llvm.x86.avx2.pmadd.ub.sw", vec(I16, 2 * self.lanes), size, signed)

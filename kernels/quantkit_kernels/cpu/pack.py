@@ -6,11 +6,11 @@ a multiple of 32 and columns to whole subgroups (or groups, if there are any), w
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
-from quantkit_kernels.cpu.matmul import STRIPE, SUB
+from quantkit_kernels.cpu.weight_decoder import STRIPE, SUB
 
 AT_ONCE = 1 << 19
 """Weights that are reordered at a time: more would be in memory twice."""
@@ -57,14 +57,29 @@ def int4(codes: torch.Tensor, lanes: int, group: int = SUB) -> torch.Tensor:
     return _packed(codes, lanes, group, 0, runs)
 
 
+def wide_integers(codes: torch.Tensor, lanes: int, bits: int, group: int = SUB) -> torch.Tensor:
+    """Codes uint8 ``[n, k]`` of 5 or 6 bits → uint8."""
+    shared = 8 // (bits - 4)
+
+    def runs(rows: torch.Tensor) -> torch.Tensor:
+        # dimensions: block, lane, subgroup, vector, value of four
+        parts = rows.unflatten(-1, (-1, SUB // 4, 4))[..., (0, 2, 1, 3)].permute(0, 2, 3, 1, 4)
+        low = parts[:, :, ::2] & 15 | (parts[:, :, 1::2] & 15) << 4
+        shifts = (torch.arange(shared, dtype=torch.uint8) * (bits - 4))[:, None, None]
+        high = (parts >> 4).unflatten(2, (-1, shared)) << shifts
+        return torch.cat((low, high.sum(3, dtype=torch.uint8)), 2)
+
+    return _packed(codes, lanes, group, 0, runs)
+
+
 def w8a8(codes: torch.Tensor, lanes: int) -> torch.Tensor:
     """Codes uint8 ``[n, k]``, of which 128 means 0 → uint8: signed."""
     return _packed(codes, lanes, SUB, 128, lambda rows: _by_lane(rows ^ 128, torch.int32))
 
 
-def e4m3(codes: torch.Tensor, lanes: int) -> torch.Tensor:
+def e4m3(codes: torch.Tensor, lanes: int, group: int = SUB) -> torch.Tensor:
     """Bit patterns uint8 ``[n, k]`` → uint8."""
-    return _packed(codes, lanes, SUB, 0, lambda rows: _by_lane(rows, torch.int32))
+    return _packed(codes, lanes, group, 0, lambda rows: _by_lane(rows, torch.int32))
 
 
 def nf4(codes: torch.Tensor, lanes: int, group: int = SUB) -> torch.Tensor:
@@ -100,9 +115,12 @@ def trellis(codes: torch.Tensor, bits: int) -> torch.Tensor:
     return out
 
 
-def scales(scale: torch.Tensor, lanes: int) -> torch.Tensor:
-    """``[n, groups]``, bfloat16, float32 or uint8 → the same dtype ``[blocks, groups, lanes]``; 0 pads."""
-    return _rows(scale, lanes).transpose(1, 2).contiguous()
+def scales(parts: torch.Tensor | Sequence[torch.Tensor], lanes: int) -> torch.Tensor:
+    """``[n, groups]`` of any dtype → the same dtype ``[blocks, groups, lanes]``; several, such as scales and
+    minima, → ``[blocks, groups, parts, lanes]``. 0 pads."""
+    several = [parts] if isinstance(parts, torch.Tensor) else parts
+    laid = torch.stack([_rows(part, lanes).transpose(1, 2) for part in several], dim=2)
+    return laid.squeeze(2) if len(several) == 1 else laid
 
 
 def _packed(x: torch.Tensor, lanes: int, multiple: int, value: int,

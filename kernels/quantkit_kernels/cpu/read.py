@@ -5,7 +5,7 @@ from __future__ import annotations
 from llvmlite import ir
 
 from quantkit_kernels.cpu.driver import begin
-from quantkit_kernels.cpu.matmul import AHEAD
+from quantkit_kernels.cpu.product_tile import AHEAD
 from quantkit_kernels.cpu.values import I32, vec
 
 ARGUMENTS = ("*data", "*sums", "size")

@@ -13,8 +13,8 @@ import numpy.typing as npt
 from quantkit_kernels.cpu.attention import NOTHING, SPLIT, WIDE
 from quantkit_kernels.cpu.exp import HIGHEST, LN2_HIGH, LN2_LOW, LOG2E, LOWEST, POLYNOMIAL
 from quantkit_kernels.cpu.kv_codecs import lanes
-from quantkit_kernels.cpu.matmul import CHAIN, SUB
 from quantkit_kernels.cpu.rows import GELU, GELU_CUBE, LANES, LEVELS, SMALLEST
+from quantkit_kernels.cpu.weight_decoder import CHAIN, SUB
 
 Floats = npt.NDArray[np.float32]
 Whole = npt.NDArray[np.int32]
@@ -113,12 +113,14 @@ def gelu_mul(gate: Floats, up: Floats) -> Floats:
 
 
 def quantize(x: Floats, family: str) -> tuple[Whole, Floats, Whole]:
-    """Rows ``[m, k]``, k a multiple of 32 → codes ``[m, k]``, scales and sums of codes ``[m, k / 32]``."""
+    """Rows ``[m, k]``, k a multiple of 32 → codes ``[m, k]``, scales ``[m, k / 32]`` and sums of codes, of
+    each 32, then of each 16: ``[m, 3 k / 32]``."""
     parts = x.reshape(len(x), -1, SUB)
     top = np.maximum(np.abs(parts).max(-1), F(SMALLEST))
     inverse = F(LEVELS[family]) / top
     codes = np.rint(parts * inverse[..., None]).astype(np.int32)
-    return codes.reshape(x.shape), top / F(LEVELS[family]), codes.sum(-1, dtype=np.int32)
+    sums = [codes.reshape(len(x), -1, size).sum(-1, dtype=np.int32) for size in (SUB, SUB // 2)]
+    return codes.reshape(x.shape), top / F(LEVELS[family]), np.concatenate(sums, axis=1)
 
 
 def quantize_row(x: Floats, family: str) -> tuple[Floats, Floats]:
@@ -142,7 +144,8 @@ def token_matmul(x: Floats, levels: Floats, scale: Floats, family: str) -> Float
     return total * steps * scale[:, 0]
 
 
-def integer_matmul(x: Floats, levels: Whole, scale: Floats, family: str, group: int) -> Floats:
+def integer_matmul(x: Floats, levels: Whole, scale: Floats, family: str, group: int,
+                   minimum: Floats | None = None) -> Floats:
     """Rows by integer weights.
 
     Args:
@@ -151,18 +154,23 @@ def integer_matmul(x: Floats, levels: Whole, scale: Floats, family: str, group: 
         scale: ``[n, k / group]``; ``[n, 1]`` with group 0.
         family: of the activations.
         group: weights that share a scale; 0: a row.
+        minimum: like scale: what is added to every weight of a group.
 
     Returns:
         ``[m, n]``.
     """
     codes, steps, _ = quantize(x, family)
     total = np.zeros((len(x), len(levels)), F)
-    for s in range(x.shape[1] // SUB):
-        part = slice(s * SUB, (s + 1) * SUB)
+    span = min(group or SUB, SUB)
+    for at in range(0, x.shape[1], span):
+        part = slice(at, at + span)
         products = (codes[:, part].astype(np.int64) @ levels[:, part].T.astype(np.int64)).astype(np.int32)
-        step = steps[:, s, None]
+        step = steps[:, at // SUB, None]
         if group:
-            total = fma(products.astype(F) * step, scale[None, :, s * SUB // group], total)
+            total = fma(products.astype(F) * step, scale[None, :, at // group], total)
+            if minimum is not None:
+                sums = codes[:, part].sum(1, dtype=np.int32).astype(F)
+                total = fma(sums[:, None] * step, minimum[None, :, at // group], total)
         else:
             total = fma(products.astype(F), step, total)
     return total if group else total * scale[:, 0]
@@ -179,6 +187,15 @@ def float_matmul(x: Floats, weight: Floats, parts: bool = False) -> Floats:
         return total
     for k in range(x.shape[1]):
         total = fma(weight[None, :, k], x[:, k, None], total)
+    return total
+
+
+def tile_matmul(x: Floats, levels: Floats, scale: Floats, group: int) -> Floats:
+    """Rows ``[m, k]`` by ``[n, k]`` with scales ``[n, k / group]``: a chain for each group."""
+    total = np.zeros((len(x), len(levels)), F)
+    for at in range(0, x.shape[1], group):
+        part = slice(at, at + group)
+        total = fma(float_matmul(x[:, part], levels[:, part]), scale[None, :, at // group], total)
     return total
 
 

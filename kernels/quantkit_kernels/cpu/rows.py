@@ -17,8 +17,8 @@ from quantkit_kernels.cpu import hadamard
 from quantkit_kernels.cpu.driver import begin
 from quantkit_kernels.cpu.emit import Emitter
 from quantkit_kernels.cpu.exp import exp
-from quantkit_kernels.cpu.matmul import SUB, TOKENS, Family
 from quantkit_kernels.cpu.values import F32, I8, I16, I32, I64, Value, vec
+from quantkit_kernels.cpu.weight_decoder import SUB, TOKENS, Family
 
 LANES = 16
 """Of this module's vectors, whatever the instruction set's are: sums then have one order everywhere."""
@@ -29,8 +29,9 @@ SMALLEST = 2.0**-100
 ARGUMENTS = ("*x", "*second", "*weight", "*picked", "*out", "*scales", "*sums", "x_stride", "size",
              "subgroups", "out_stride", "out_private", "eps", "*signs", "*mix", "*room", "room_private")
 """Of a record. ``picked``: int64, which rows of x; null: all. ``out_stride``: bytes between rows of codes, of
-scales and of sums; ``out_private``: between threads. ``eps``: the bits of a float32. ``signs``, ``mix`` and
-``room`` are those of the rotation; ``room_private``: between threads."""
+scales and of sums; behind a row's sums are those of the halves of its subgroups; ``out_private``: between
+threads. ``eps``: the bits of a float32. ``signs``, ``mix`` and ``room`` are those of the rotation;
+``room_private``: between threads."""
 ADD_ARGUMENTS = ("*x", "*weight", "*out", "x_stride", "out_stride", "size", "eps")
 """Of a record of :class:`NormAdd`; what pads x and weight is 0."""
 GELU, GELU_CUBE = 1.5957691216057308, 0.044715
@@ -100,7 +101,7 @@ class RowKernel:
             _leave_row(e, self.family, values, a.subgroups, out, scales, sums)
         else:
             with e.loop(0, a.subgroups) as s:
-                _leave(e, self.family, values(s), out, scales, sums, s)
+                _leave(e, self.family, values(s), a.subgroups, out, scales, sums, s)
         e.ret()
 
 
@@ -164,8 +165,8 @@ def _e4m3(e: Emitter, value: Value) -> Value:
     return value + large - large
 
 
-def _leave(e: Emitter, family: Family, values: list[Value], out: Value, scales: Value, sums: Value,
-           index: Value) -> None:
+def _leave(e: Emitter, family: Family, values: list[Value], subgroups: Value, out: Value, scales: Value,
+           sums: Value, index: Value) -> None:
     """Store the subgroup ``index`` of a row."""
     if family == "floats":
         for half, value in enumerate(values):
@@ -175,13 +176,15 @@ def _leave(e: Emitter, family: Family, values: list[Value], out: Value, scales: 
     largest = e.max(e.abs(values[0]), e.abs(values[1]))
     top = e.max(e.highest(largest), e.const(F32, SMALLEST))
     inverse = (e.const(F32, float(levels)) / top).spread(LANES)
-    total = e.const(vec(I32, LANES), 0)
+    halves, total = sums + subgroups * 4, e.const(I32, 0)
     for half, value in enumerate(values):
         code = e.whole(e.round(value * inverse))
-        total = total + code
         e.store(out + index * (SUB * width), code.trunc(vec(I8 if width == 1 else I16, LANES)),
                 half * LANES * width)
+        part = e.sum(code)
+        e.store(halves, part, index * 8 + half * 4)
+        total = total + part
     # NaN and infinity become 0 as a code, and so must be in the scale: a broken model says so
     wrong = e.sum(values[0] * 0.0 + values[1] * 0.0)
     e.store(scales, top / float(levels) + wrong, index * 4)
-    e.store(sums, e.sum(total), index * 4)
+    e.store(sums, total, index * 4)

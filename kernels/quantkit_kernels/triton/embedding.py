@@ -9,8 +9,9 @@ import torch
 import triton
 import triton.language as tl
 
-from quantkit_kernels.triton.fragment import ROWS, lane_columns
-from quantkit_kernels.triton.packed import TritonWeight
+from quantkit_kernels.triton.fragment import ROWS, lane_columns, place
+from quantkit_kernels.triton.group_scales import fine_at, scales_at
+from quantkit_kernels.triton.packed import TritonWeight, bits
 
 BLOCK = 512
 """Numbers of a row that one program decodes."""
@@ -20,7 +21,8 @@ BLOCK = 512
 def embed_kernel(ids_ptr: tl.tensor, w_ptr: tl.tensor, s_ptr: tl.tensor, y_ptr: tl.tensor, y_row: tl.tensor,
                  K: tl.constexpr, BK: tl.constexpr, WORDS: tl.constexpr, TILES: tl.constexpr,
                  GROUP: tl.constexpr, NPAD: tl.constexpr, NUMBER: tl.constexpr, MODE: tl.constexpr,
-                 WIDE: tl.constexpr, BLOCK: tl.constexpr) -> None:
+                 WIDE: tl.constexpr, BLOCK: tl.constexpr, LAYOUT: tl.constexpr, MIDDLE: tl.constexpr,
+                 BITS: tl.constexpr) -> None:
     """Decode BLOCK numbers of one row.
 
     ids is ``[m]``, y is ``[m, K]`` with rows y_row apart; the weight is packed as for a matrix product.
@@ -30,11 +32,21 @@ def embed_kernel(ids_ptr: tl.tensor, w_ptr: tl.tensor, s_ptr: tl.tensor, y_ptr: 
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     seen = col < K
     col = tl.where(seen, col, 0)
-    s = s_ptr
-    if s_ptr is not None:
-        s = tl.load(s_ptr + ((col // GROUP).to(tl.int64) * NPAD if GROUP else 0) + row)
-    tile = w_ptr + (row // 128 * TILES + col // BK) * WORDS
-    v = NUMBER(tile, s, (row % 128).to(tl.int32), col % BK, BK, MODE, WIDE)
+    tile = row // 128 * TILES + col // BK
+    lane = (row % 128).to(tl.int32)
+    if LAYOUT == "fine":
+        SPAN: tl.constexpr = 64 if BITS == 4 else 32
+        word, c, _, _ = place(lane, col % BK, SPAN, 1, WIDE)
+        s = fine_at(s_ptr, tile, word if BITS == 4 else word * 2 + c, NPAD, WORDS, BITS, MODE)
+        v = NUMBER(w_ptr + tile * WORDS, s, lane, col % BK, BK, MODE, WIDE) * tl.load(s_ptr + row)
+    elif LAYOUT == "word":
+        s = s_ptr
+        if s_ptr is not None:
+            s = tl.load(s_ptr + ((col // GROUP).to(tl.int64) * NPAD if GROUP else 0) + row)
+        v = NUMBER(w_ptr + tile * WORDS, s, lane, col % BK, BK, MODE, WIDE)
+    else:
+        scale, low = scales_at(s_ptr, col // GROUP, row, NPAD, LAYOUT)
+        v = (NUMBER(w_ptr + tile * WORDS, scale, lane, col % BK, BK, MODE, WIDE) + MIDDLE) * scale + low
     tl.store(y_ptr + index * y_row + col, v.to(y_ptr.dtype.element_ty), mask=seen)
 
 
@@ -72,4 +84,5 @@ def constants(w: TritonWeight) -> dict[str, object]:
     """Return the kernel's compile-time arguments."""
     return {"K": w.k, "BK": w.bk, "WORDS": w.words.shape[2], "TILES": w.words.shape[1], "GROUP": w.group,
             "NPAD": w.words.shape[0] * ROWS, "NUMBER": w.decoder.number, "MODE": w.mode,
-            "WIDE": lane_columns(w.family), "BLOCK": BLOCK}
+            "WIDE": lane_columns(w.family), "BLOCK": BLOCK, "LAYOUT": w.layout, "MIDDLE": w.decoder.middle,
+            "BITS": bits(w)}

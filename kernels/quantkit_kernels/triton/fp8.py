@@ -92,15 +92,16 @@ E4M3 = TritonDecoder(decode_e4m3, number)
 
 
 def pack(codes: torch.Tensor, scale: torch.Tensor, family: str | None = None, gated: bool = False,
-         decoder: TritonDecoder = E4M3) -> TritonWeight:
+         decoder: TritonDecoder = E4M3, group: int = 0) -> TritonWeight:
     """Pack a weight for the kernels. This is done once, when a model is loaded.
 
     Args:
         codes: uint8 or float8_e4m3fn ``[n, k]``, none of them NaN.
-        scale: float ``[n]``.
+        scale: float ``[n]``, or ``[n, k / group]`` (the last group may be shorter), group a multiple of 64.
         family: family of GPUs; by default that of the tensors' device.
         gated: the first half of the rows are a gate projection's, the second half an up projection's.
         decoder: determines which activations the weight takes.
+        group: columns that share a scale; 0: a row.
     """
     n, k = codes.shape
     family = family or family_of(codes.device)
@@ -108,7 +109,9 @@ def pack(codes: torch.Tensor, scale: torch.Tensor, family: str | None = None, ga
     words = shuffle(padded, 8, BK, lane_columns(family))
     for tiles in words:  # a few at a time: intermediate results take four times their memory
         tiles.copy_(spread(tiles))
-    return TritonWeight(words, rows(scale.float(), gated), n, k, BK, 0, "row", family, decoder, gated)
+    scales = rows(scale.float(), gated)
+    return TritonWeight(words, scales.T.contiguous() if group else scales, n, k, BK, group, "row", family,
+                        decoder, gated)
 
 
 def spread(words: torch.Tensor) -> torch.Tensor:

@@ -24,8 +24,9 @@ from quantkit_kernels.triton import dependent
 from quantkit_kernels.triton.dependent import fetch, let_next_begin, wait
 from quantkit_kernels.triton.epilogue import finish
 from quantkit_kernels.triton.fragment import MAGIC, ROWS, lane_columns
+from quantkit_kernels.triton.group_scales import MINIMA, fine_at, scales_at
 from quantkit_kernels.triton.levels import QuantizedActivations
-from quantkit_kernels.triton.packed import TritonWeight
+from quantkit_kernels.triton.packed import TritonWeight, bits
 
 PROGRAMS = 256
 """Programs that a small multiply is cut into: two for each multiprocessor of a large GPU."""
@@ -44,13 +45,14 @@ def matmul_kernel(x_ptr: tl.tensor, t_ptr: tl.tensor, w_ptr: tl.tensor, s_ptr: t
                   BK: tl.constexpr, WORDS: tl.constexpr, TILES: tl.constexpr, PER: tl.constexpr,
                   SPLIT: tl.constexpr, GROUP: tl.constexpr, NPAD: tl.constexpr, DECODE: tl.constexpr,
                   MODE: tl.constexpr, WIDE: tl.constexpr, GATED: tl.constexpr, STAGES: tl.constexpr,
-                  UNROLL: tl.constexpr, FRESH: tl.constexpr, PDL: tl.constexpr) -> None:
+                  UNROLL: tl.constexpr, FRESH: tl.constexpr, PDL: tl.constexpr, LAYOUT: tl.constexpr,
+                  LOWS: tl.constexpr, MIDDLE: tl.constexpr, BITS: tl.constexpr) -> None:
     """128 rows of the weight by BM rows of x.
 
     x ``[m, K]``, rows x_row apart; w ``[NPAD / 128, TILES, WORDS]``; s ``[K / GROUP, NPAD]``, or float32
     ``[NPAD]`` with GROUP 0; the rest: see :func:`~quantkit_kernels.triton.epilogue.finish`. A segment is PER
     tiles. With SPLIT y is ``[segments, m, NPAD]``, float32 or int32, and nothing follows the sum. FRESH: see
-    :func:`sums_tiles_apart`.
+    :func:`sums_tiles_apart`. LAYOUT: of s, with LOWS if it has minima, of what is MIDDLE more than numbers.
     """
     rn = tl.program_id(0) * 128 + tl.arange(0, 128)
     rm = tl.program_id(1) * BM + tl.arange(0, BM)
@@ -74,12 +76,29 @@ def matmul_kernel(x_ptr: tl.tensor, t_ptr: tl.tensor, w_ptr: tl.tensor, s_ptr: t
         k = i * BK + rk[:, None]
         seen = (rm < m)[None, :] if K % BK == 0 else (rm < m)[None, :] & (k < K)
         x = tl.load(x_here + k, mask=seen, other=0.0)
-        if GROUP:
-            s = tl.load(s_ptr + (i * BK // GROUP) * NPAD + rn)
-            scale, a = DECODE(w, s, magic, x.dtype, BK, MODE, WIDE)
+        if GROUP and not LOWS:
+            if LAYOUT == "word":
+                s = tl.load(s_ptr + (i * BK // GROUP) * NPAD + rn)
+                scale, a = DECODE(w, s, magic, x.dtype, BK, MODE, WIDE)
+            else:
+                scale, _ = scales_at(s_ptr, i * BK // GROUP, rn, NPAD, LAYOUT)
+                _, a = DECODE(w, w, magic, x.dtype, BK, MODE, WIDE)
             acc += tl.dot(a, x, input_precision="ieee") * scale[:, None]
         else:
-            _, a = DECODE(w, w, magic, x.dtype, BK, MODE, WIDE)
+            s = w
+            if LAYOUT == "fine":
+                tile = tl.program_id(0).to(tl.int64) * TILES + i
+                s = fine_at(s_ptr, tile, tl.arange(0, WORDS), NPAD, WORDS, BITS, MODE)
+            _, a = DECODE(w, s, magic, x.dtype, BK, MODE, WIDE)
+            if LOWS:  # each weight is rounded once; a sum of x for each group would cost as much as a product
+                scale, low = scales_at(s_ptr, i * BK // GROUP, rn, NPAD, LAYOUT)
+                NATIVE: tl.constexpr = (LAYOUT == "bfloat16 low" and x.dtype.is_bf16()) or (
+                    LAYOUT == "float16 low" and x.dtype.is_fp16())
+                if NATIVE:  # compilers fuse this in pairs, tl.fma one by one
+                    a = a if MIDDLE == 0 else a + MIDDLE
+                    a = a * scale.to(x.dtype)[:, None] + low.to(x.dtype)[:, None]
+                else:
+                    a = tl.fma(a.to(tl.float32), scale[:, None], (low + MIDDLE * scale)[:, None]).to(x.dtype)
             if FRESH:
                 # not +=, which Triton turns into a product that goes on with acc
                 acc = tl.fma(tl.dot(a, x, input_precision="ieee"), 1.0, acc)
@@ -191,7 +210,8 @@ def arguments(w: TritonWeight, m: int) -> tuple[LaunchPlan, dict[str, Any]]:
     return p, {"K": w.k, "BM": p.bm, "BK": w.bk, "WORDS": w.words.shape[2], "TILES": tiles, "PER": p.per,
                "SPLIT": p.split, "GROUP": w.group, "NPAD": w.words.shape[0] * ROWS, "DECODE": w.decoder.tile,
                "MODE": w.mode, "WIDE": lane_columns(w.family), "STAGES": p.stages,
-               "UNROLL": p.unroll, "FRESH": sums_tiles_apart(w), "PDL": p.early}
+               "UNROLL": p.unroll, "FRESH": sums_tiles_apart(w), "PDL": p.early, "LAYOUT": w.layout,
+               "LOWS": w.layout in MINIMA, "MIDDLE": w.decoder.middle, "BITS": bits(w)}
 
 
 def multiply(x: torch.Tensor | QuantizedActivations, w: TritonWeight, *, out: torch.Tensor | None = None,

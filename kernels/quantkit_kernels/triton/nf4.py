@@ -43,15 +43,17 @@ have the same highest bit in bfloat16 (and in float16, but for one pair)."""
 IN_ORDER = tl.constexpr(tuple(LEVELS[at] for at in ORDER))
 
 
-def tables(dtype: torch.dtype) -> tuple[int, ...]:
+def tables(dtype: torch.dtype, levels: tuple[float, ...] = IN_ORDER.value) -> tuple[int, ...]:
     """What ``prmt`` picks from: a pair of words for each of low and high bytes, and codes below and above 8.
+
+    ``levels`` are those of stored codes.
 
     A selector with bit 3 set gives the sign of the byte eight times over, instead of the byte. So one pick
     with the codes and one with bit 3 flipped, xor-ed, give what is wanted if each table allows for the
     other's signs. That works where the wanted bytes of both codes have the same sign; bits that don't are a
     third pair of words, one place too low.
     """
-    value = torch.tensor(IN_ORDER.value).to(dtype)
+    value = torch.tensor(levels).to(dtype)
     value = torch.where(value == 0, -value, value)  # its partner is negative
     bits = [code & 0xFFFF for code in value.view(torch.int16).tolist()]
     words = []
@@ -66,12 +68,12 @@ def tables(dtype: torch.dtype) -> tuple[int, ...]:
     return tuple(word - (word >> 31 << 32) for word in words)
 
 
-def lookup_asm(dtype: torch.dtype) -> str:
+def lookup_asm(dtype: torch.dtype, levels: tuple[float, ...] = IN_ORDER.value) -> str:
     """PTX that turns the eight codes of a word, ``$4``, into four pairs of ``dtype``, ``$0`` to ``$3``.
 
     ``$5`` to ``$16`` are :func:`tables`: in registers, because ``prmt`` takes one constant only.
     """
-    known = tables(dtype)
+    known = tables(dtype, levels)
 
     def plane(to: str, at: int, codes: str, flipped: str) -> str:
         lines = f"""
@@ -104,13 +106,13 @@ TABLES_FP16 = tl.constexpr(tables(torch.float16))
 MAGIC_BF16, MAGIC_FP16 = tl.constexpr(MAGIC[torch.bfloat16]), tl.constexpr(MAGIC[torch.float16])
 
 
-def _twice(dtype: torch.dtype) -> tl.constexpr:
+def twice(dtype: torch.dtype, levels: tuple[float, ...] = IN_ORDER.value) -> tl.constexpr:
     """The levels' bits in both halves of an int32."""
-    halves = torch.tensor(IN_ORDER.value).to(dtype).view(torch.int16).to(torch.int32) & 0xFFFF
+    halves = torch.tensor(levels).to(dtype).view(torch.int16).to(torch.int32) & 0xFFFF
     return tl.constexpr(tuple((halves | halves << 16).tolist()))
 
 
-TWICE_BF16, TWICE_FP16 = _twice(torch.bfloat16), _twice(torch.float16)
+TWICE_BF16, TWICE_FP16 = twice(torch.bfloat16), twice(torch.float16)
 
 
 @triton.jit

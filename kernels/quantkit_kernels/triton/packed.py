@@ -17,16 +17,19 @@ class TritonDecoder:
     Attributes:
         tile: jitted ``(w, s, magic, D, K, MODE, WIDE)``: words and scales of a tile → float32 scales
             ``[128]`` and numbers ``[128, K]`` of dtype D. Weights without groups are given anything for
-            scales, and nobody looks at those that they return.
-        number: jitted ``(tile, s, row, col, K, MODE, WIDE)``: pointers to tiles → float32 numbers, scaled.
+            scales, and nobody looks at those that they return; nor where scales aren't its own affair.
+        number: jitted ``(tile, s, row, col, K, MODE, WIDE)``: pointers to tiles → float32 numbers, scaled if
+            scales are its own affair.
         takes: dtypes of the activations.
         levels: activations are :class:`~quantkit_kernels.triton.levels.QuantizedActivations` of these dtypes.
+        middle: what numbers are less than levels, of weights with minima.
     """
 
     tile: Any
     number: Any
     takes: tuple[torch.dtype, ...] = FLOATS
     levels: bool = False
+    middle: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,8 @@ class TritonWeight:
         family: of GPUs it was packed for, see :func:`~quantkit_kernels.triton.fragment.family_of`.
         decoder: see there.
         gated: rows of a gate and of what it opens lie in turn: y has half as many columns.
+        layout: of scales. ``word``: the decoder's own. ``fine``: float32 ``[rows]``, then those of 16 columns
+            each. Others: see :mod:`~quantkit_kernels.triton.group_scales`.
     """
 
     words: torch.Tensor
@@ -56,6 +61,7 @@ class TritonWeight:
     family: str
     decoder: TritonDecoder
     gated: bool = False
+    layout: str = "word"
 
     @property
     def nbytes(self) -> int:
@@ -66,3 +72,8 @@ class TritonWeight:
     def outputs(self) -> int:
         """Columns of y."""
         return self.n // 2 if self.gated else self.n
+
+
+def bits(w: TritonWeight) -> int:
+    """Of a code."""
+    return w.words.shape[2] * w.words.element_size() * 8 // (128 * w.bk)

@@ -27,6 +27,7 @@ from quantkit_kernels.triton.fragment import (
     tile,
     whole_tiles,
 )
+from quantkit_kernels.triton.group_scales import fine_half, fine_scales, relative_halves
 from quantkit_kernels.triton.packed import TritonDecoder, TritonWeight
 
 GROUPS = (32, 64, 128)
@@ -79,7 +80,54 @@ def number(tile_ptr: tl.tensor, s: tl.tensor, row: tl.tensor, col: tl.tensor, K:
     return (q - zero) * scale_of(s, MODE)
 
 
+@triton.jit
+def _codes(w: tl.tensor, magic: tl.tensor, D: tl.constexpr, MIDDLE: tl.constexpr) -> tl.tensor:
+    """Words → codes less MIDDLE, D ``[words, c, e, h]``."""
+    BIAS: tl.constexpr = 1024 if D.is_fp16() else 128
+    if D.is_fp32():
+        v = nibbles(w, False).to(tl.float32) - MIDDLE
+    else:
+        v = pairs((w & 0x000F000F) | magic, ((w >> 4) & 0x000F000F) | magic,
+                  ((w >> 8) & 0x000F000F) | magic, ((w >> 12) & 0x000F000F) | magic, D) - (BIAS + MIDDLE)
+    return v
+
+
+@triton.jit
+def decode_uint4(w: tl.tensor, s: tl.tensor, magic: tl.tensor, D: tl.constexpr, K: tl.constexpr,
+                 MODE: tl.constexpr, WIDE: tl.constexpr) -> tl.tensor:
+    """Words of a tile → nothing, and codes, D ``[128, K]``."""
+    SPAN: tl.constexpr = 64 if K >= 64 else 32
+    return s, tile(_codes(w, magic, D, 0.0), K, SPAN, 64 // SPAN, WIDE)
+
+
+@triton.jit
+def decode_int4_fine(w: tl.tensor, s: tl.tensor, magic: tl.tensor, D: tl.constexpr, K: tl.constexpr,
+                     MODE: tl.constexpr, WIDE: tl.constexpr) -> tl.tensor:
+    """Words of a tile and their scales → nothing, and weights, D ``[128, K]``, each rounded once."""
+    return s, tile(_codes(w, magic, D, 8.0) * fine_half(s, D), K, 64, 1, WIDE)
+
+
+@triton.jit
+def code(tile_ptr: tl.tensor, s: tl.tensor, row: tl.tensor, col: tl.tensor, K: tl.constexpr,
+         MODE: tl.constexpr, WIDE: tl.constexpr) -> tl.tensor:
+    """Single codes of tiles, float32."""
+    SPAN: tl.constexpr = 64 if K >= 64 else 32
+    word, c, e, h = place(row, col, SPAN, 64 // SPAN, WIDE)
+    return ((tl.load(tile_ptr + word) >> (16 * e + 4 * c + 8 * h)) & 15).to(tl.float32)
+
+
+@triton.jit
+def fine_number(tile_ptr: tl.tensor, s: tl.tensor, row: tl.tensor, col: tl.tensor, K: tl.constexpr,
+                MODE: tl.constexpr, WIDE: tl.constexpr) -> tl.tensor:
+    """Single weights of tiles, float32."""
+    _, _, _, h = place(row, col, 64, 1, WIDE)
+    scale = scale_of(s >> (16 * h), "float16")
+    return (code(tile_ptr, s, row, col, K, MODE, WIDE) - 8.0) * scale
+
+
 INT4 = TritonDecoder(decode_int4, number)
+UINT4 = TritonDecoder(decode_uint4, code)
+INT4_FINE = TritonDecoder(decode_int4_fine, fine_number)
 
 
 def pack(codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None = None,
@@ -109,6 +157,38 @@ def pack(codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None = N
     family = family or family_of(codes.device)
     words = shuffle(whole_tiles(codes, bk, gated), 4, bk, lane_columns(family))
     return TritonWeight(words, scales, n, k, bk, group, mode, family, INT4, gated)
+
+
+def pack_minima(codes: torch.Tensor, scales: tuple[torch.Tensor, str], group: int,
+                family: str | None = None, gated: bool = False) -> TritonWeight:
+    """Repack weights with minima, ``w = q · scale + minimum``, once.
+
+    Args:
+        codes: uint8 ``[n, k]``, 0 to 15.
+        scales: what :mod:`~quantkit_kernels.triton.group_scales` made of scales and minima.
+        group: columns that share them: 32, 64 or a multiple of 128.
+        family: of GPUs; by default that of the tensors' device.
+        gated: rows are a gate's, then as many of what it opens.
+    """
+    (n, k), bk, family = codes.shape, min(group, 128), family or family_of(codes.device)
+    words = shuffle(whole_tiles(codes, bk, gated), 4, bk, lane_columns(family))
+    return TritonWeight(words, scales[0], n, k, bk, group, scales[1], family, UINT4, gated, scales[1])
+
+
+def pack_fine(codes: torch.Tensor, scale: torch.Tensor, family: str | None = None,
+              gated: bool = False) -> TritonWeight:
+    """Repack weights in groups of 16, without zero points, once.
+
+    Args:
+        codes: uint8 ``[n, k]``, 0 to 15.
+        scale: float32 ``[n, k / 16]``, of which float16 holds as much as it does.
+        family: of GPUs; by default that of the tensors' device.
+        gated: rows are a gate's, then as many of what it opens.
+    """
+    (n, k), family = codes.shape, family or family_of(codes.device)
+    words = shuffle(whole_tiles(codes, 64, gated), 4, 64, lane_columns(family))
+    scales = fine_scales(*relative_halves(scale), 64, 4, gated)
+    return TritonWeight(words, scales, n, k, 64, 0, "float16", family, INT4_FINE, gated, "fine")
 
 
 def _with_zeros(scale: torch.Tensor, zero: torch.Tensor) -> tuple[torch.Tensor, str]:

@@ -69,7 +69,7 @@ def buffers(writers: Sequence[Sequence[Linear]], readers: Sequence[Linear],
 
 def buffer(writers: Sequence[Linear], readers: Sequence[Linear], size: int = 0) -> torch.Tensor:
     """float32 ``[MAX_ROWS, …]``, wide enough for these Linears; the padding of a row stays 0."""
-    from quantkit_kernels.cpu.matmul import STRIPE
+    from quantkit_kernels.cpu.weight_decoder import STRIPE
 
     width = max([size, *(packed_of(linear).stripes * STRIPE for linear in writers),
                  *(packed_of(linear).columns for linear in readers)])

@@ -55,9 +55,9 @@ class CpuProgram:
         from quantkit_kernels.cpu.hadamard import room_bytes as hadamard_bytes
         from quantkit_kernels.cpu.kv_pages import SEQUENCE
         from quantkit_kernels.cpu.kv_write import close_bytes
-        from quantkit_kernels.cpu.matmul import STRIPE, SUB
         from quantkit_kernels.cpu.matmul import scratch_bytes as product_bytes
         from quantkit_kernels.cpu.program import Program
+        from quantkit_kernels.cpu.weight_decoder import STRIPE, SUB
 
         self._model, self._codecs, self._high = model, codecs, high
         config = self._config = model.config
@@ -173,8 +173,8 @@ class CpuProgram:
     def _prepare(self, source: Any, role: str, x: torch.Tensor, linears: Sequence[Linear],
                  **values: Any) -> None:
         """Prepare rows of activations for these Linears, once for each kind of kernel and width."""
-        from quantkit_kernels.cpu.matmul import SUB
         from quantkit_kernels.cpu.rows import RowKernel
+        from quantkit_kernels.cpu.weight_decoder import SUB
 
         weights = (packed_of(linear, self._high) for linear in linears)
         for weight in {weight.input_key: weight for weight in weights}.values():
@@ -209,7 +209,7 @@ class CpuProgram:
 
     def _multiply(self, linear: Linear, role: str, out: torch.Tensor | None, stride: int = 0, *, add: int = 0,
                   barrier: bool = True) -> None:
-        from quantkit_kernels.cpu.matmul import STRIPE
+        from quantkit_kernels.cpu.weight_decoder import STRIPE
 
         weight = packed_of(linear, self._high)
         activations = self._activations[role, *weight.input_key]

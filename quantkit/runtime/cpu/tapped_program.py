@@ -31,8 +31,8 @@ class TappedCpuProgram(CpuProgram):
         super().__init__(model, codecs, high)
 
     def _layer(self, index: int, layer: DecoderLayer) -> None:
-        from quantkit_kernels.cpu.matmul import SUB
         from quantkit_kernels.cpu.rows import RowKernel
+        from quantkit_kernels.cpu.weight_decoder import SUB
 
         if index in self._taps:
             hidden = self._hidden

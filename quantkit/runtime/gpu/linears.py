@@ -195,15 +195,23 @@ def _product(linears: Sequence[Linear], dtype: torch.dtype, device: torch.device
 
 
 def _side_by_side(parts: Sequence[Codes]) -> Codes:
-    """Rows one after another; what all rows of one share is given to each."""
+    """Rows one after another; what several rows of one share is given to each."""
     if len(parts) == 1:
         return parts[0]
+    granularity = parts[0].spec.granularity
 
     def rows(codes: Codes, part: torch.Tensor) -> torch.Tensor:
-        return part.expand(codes.codes.shape[0], -1) if part.shape == (1, 1) else part
+        count = codes.codes.shape[0]
+        if granularity.strategy == "tile":
+            return part.repeat_interleave(granularity.size or 1, dim=0)[:count]
+        return part.expand(count, -1) if part.shape == (1, 1) else part
 
-    zero = None if parts[0].zero is None else torch.cat(
-        [rows(codes, codes.zero) for codes in parts if codes.zero is not None])
-    return Codes(parts[0].spec, torch.cat([codes.codes for codes in parts]),
-                 torch.cat([rows(codes, codes.scale) for codes in parts]), zero)
+    def below(name: str) -> torch.Tensor | None:
+        tensors = [rows(codes, part) for codes in parts if (part := getattr(codes, name)) is not None]
+        return torch.cat(tensors) if tensors else None
+
+    scale = below("scale")
+    assert scale is not None
+    return Codes(parts[0].spec, torch.cat([codes.codes for codes in parts]), scale, below("zero"),
+                 minimum=below("minimum"), outer=below("outer"), outer_minimum=below("outer_minimum"))
 

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from quantkit_kernels.cpu import isa as isas
-from quantkit_kernels.cpu.matmul import STRIPE, SUB, WIDTH, Matmul, scratch_bytes
+from quantkit_kernels.cpu.matmul import Matmul, scratch_bytes
 from quantkit_kernels.cpu.pool import Pool
 from quantkit_kernels.cpu.program import Program
 from quantkit_kernels.cpu.rows import RowKernel
+from quantkit_kernels.cpu.weight_decoder import STRIPE, SUB, WIDTH
 
 GUARD, BYTE = 256, 0xA5
 WIDE = isas.Isa("plain", 16)
@@ -78,13 +79,14 @@ def bits(x):
 
 @pytest.fixture
 def leave(pools, room):
-    """``leave(isa, rows, x, …)`` → codes int ``[m, k]`` (or float32), scales, sums."""
+    """``leave(isa, rows, x, …)`` → codes int ``[m, k]`` (or float32), scales, sums of subgroups, then of
+    their halves."""
     def run(isa, rows: RowKernel, x, threads=1, **values):
         m, k = x.shape
         subgroups, width = k // SUB, WIDTH[rows.family]
         kind = {1: torch.int8, 2: torch.int16, 4: torch.float32}[width]
         codes = room(m, k, dtype=kind)
-        scales, sums = room(m, subgroups), room(m, subgroups, dtype=torch.int32)
+        scales, sums = room(m, subgroups), room(m, 3 * subgroups, dtype=torch.int32)
         # one stride serves all three, so rows are run one by one
         for row in range(m):
             program = Program(isa)
@@ -103,13 +105,13 @@ def leave(pools, room):
 @pytest.fixture
 def multiply(pools, room):
     """``multiply(isa, matmul, x, weights, scales, zeros, n)`` → float32 ``[m, n]``."""
-    def run(isa, matmul: Matmul, x, weights, scales=None, zeros=None, n=1, *, threads=1, stripes_a_unit=1,
-            rows_a_unit=None, bias=None, add=None):
+    def run(isa, matmul: Matmul, x, weights, scales=None, zeros=None, n=1, *, outer=None, threads=1,
+            stripes_a_unit=1, rows_a_unit=None, bias=None, add=None):
         m, k = x.shape
         family, together = matmul.decoder.family, max(1, matmul.decoder.rows // STRIPE)
         subgroups, stripes = k // SUB, -(-n // (STRIPE * together)) * together
         stripes_a_unit *= together
-        stride = -(-(k * WIDTH[family] + 8 * subgroups) // 64) * 64
+        stride = -(-(k * WIDTH[family] + 16 * subgroups) // 64) * 64
         codes = room(m * stride, dtype=torch.uint8)
         places = [codes[at:] for at in (0, k * WIDTH[family], k * WIDTH[family] + 4 * subgroups)]
         out = room(m, stripes * STRIPE)
@@ -121,7 +123,8 @@ def multiply(pools, room):
         program.add(RowKernel("plain", family), m, x=x, x_stride=k * 4, size=k, subgroups=subgroups,
                     out_stride=stride, **dict(zip(("out", "scales", "sums"), places)))
         program.add(matmul, -(-stripes // stripes_a_unit) * -(-m // each), weights=weights, scales=scales,
-                    zeros=zeros, **dict(zip(("x", "x_scales", "x_sums"), places)), out=out, scratch=scratch,
+                    outer=outer, zeros=zeros, **dict(zip(("x", "x_scales", "x_sums"), places)), out=out,
+                    scratch=scratch,
                     x_stride=stride, out_stride=stripes * STRIPE * 4, stripes=stripes, subgroups=subgroups,
                     stripes_a_unit=stripes_a_unit, rows=m, rows_a_unit=each, bias=bias,
                     add=int(add is not None), scratch_private=scratch.shape[1])

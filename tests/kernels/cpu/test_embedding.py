@@ -10,6 +10,7 @@ from quantkit_kernels.cpu import decoders, pack, reference
 from quantkit_kernels.cpu.embedding import Embed
 from quantkit_kernels.cpu.matmul import Matmul
 from quantkit_kernels.cpu.program import Program
+from quantkit_kernels.cpu.scales import ScaleLayout
 
 VOCABULARY = 70
 TOKENS = [0, VOCABULARY - 1, 31, 32, 33, 5, 5, 7]
@@ -104,7 +105,7 @@ def test_levels_times_scales(isa, look_up, kind, group, scales):
     else:
         laid, decoder = pack.e4m3(given, isa.lanes), decoders.E4M3
         level = given.view(torch.float8_e4m3fn).float().numpy()
-    kernel = Matmul(decoder, group, scales, "zeros" in kind)
+    kernel = Matmul(decoder, group, ScaleLayout(scales), "zeros" in kind)
     ids = torch.tensor(TOKENS)
     found = look_up(isa, ids, kernel, size, columns + 16, laid, columns=columns, scale=0.5,
                     scales=pack.scales(scale, isa.lanes),

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 from quantkit_kernels.cpu import decoders, pack, reference
 from quantkit_kernels.cpu.isa import PLAIN
-from quantkit_kernels.cpu.matmul import MOST_COLUMNS, SUB, Matmul
+from quantkit_kernels.cpu.matmul import MOST_COLUMNS, Matmul
+from quantkit_kernels.cpu.scales import ScaleLayout
+from quantkit_kernels.cpu.weight_decoder import SUB
 
 TABLE = (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
          -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
@@ -101,7 +103,7 @@ class Case:
                 else:
                     levels = codes.int() - 8
         scale = scale.to(dtype)
-        self.matmul = Matmul(decoder, group, "bf16" if dtype == torch.bfloat16 else "f32", zp)
+        self.matmul = Matmul(decoder, group, ScaleLayout("bf16" if dtype == torch.bfloat16 else "f32"), zp)
         wide = scale.double().repeat_interleave(group or self.k, 1)[:, :k]
         if name == "nf4":
             self.weight = torch.tensor(TABLE, dtype=torch.float64)[codes.long()] * decoders.NF4_LEVELS * wide
