@@ -41,8 +41,6 @@ def _common(query: KernelQuery, kind: str, bits: tuple[int, ...], rounded: bool 
         return f"multiplies {kind}, not {query.spec.kind}"
     if query.spec.bits not in bits:
         return f"multiplies {'- and '.join(map(str, bits))}-bit weights, not {query.spec.bits}-bit"
-    if query.spec.minimum:
-        return "has whole zero points, not minima"
     if bool(query.spec.activations) != rounded:
         return "rounds activations to 8 bits" if rounded else "leaves activations as they are"
     return None
