@@ -67,6 +67,11 @@ def refusal(text: str | bytes) -> str:
 # -- the shipped ones
 
 
+GGUF = {"gguf-q8_0": [("int8 g32 sym", None)], "gguf-q4_0": [("int4 g32 sym", None)],
+        "gguf-iq4_nl": [("iq4 g32", None)], "gguf-q6_k": [("int6 g16 sym s8", "gguf-q8_0")],
+        "gguf-q4_k_m": [("int6 g16 sym s8", "gguf-q8_0"), ("int4 g32 min s6", "gguf-q5_0")],
+        "gguf-q5_k_m": [("int6 g16 sym s8", "gguf-q8_0"), ("int5 g32 min s6", "gguf-q5_1")]}
+"""Specs and fallbacks of the rules behind that of the head."""
 MLX = {"mlx-4bit": "rtn", "mlx-4bit-tied": "gptq"}
 """What they do with the embedding."""
 
@@ -91,9 +96,35 @@ def test_shipped_recipes_load_and_leave_the_head_alone_unless_their_name_says_so
 
 def test_the_list_is_what_is_shipped_and_none_is_broken():
     listed = list_recipes()
-    assert [info.name for info in listed] == sorted([*SHIPPED, "mixed", *MLX])
+    assert [info.name for info in listed] == sorted([*SHIPPED, "mixed", *MLX, *GGUF])
     assert {info.owner for info in listed} == {"quantkit"} and not any(info.error for info in listed)
-    assert {p.stem for p in data_dir("recipes").iterdir()} == {*SHIPPED, "mixed", *MLX}
+    assert {p.stem for p in data_dir("recipes").iterdir()} == {*SHIPPED, "mixed", *MLX, *GGUF}
+
+
+@pytest.mark.parametrize("name", GGUF)
+def test_those_of_gguf_are_of_llama_cpps_types(name):
+    recipe = load_recipe(name)
+    head, *rest = recipe.rules
+    assert head.matches("lm_head") and head.matches("model.embed_tokens")
+    assert not any(rule.matches("model.embed_tokens") for rule in rest)
+    assert [(rule.spec.label(), rule.fallback) for rule in rest] == GGUF[name]
+    assert all(rule.format_name.startswith("gguf-") for rule in recipe.rules)
+    more = [f"model.layers.{i}.mlp.down_proj" for i in (0, 2, 14, 30)]
+    less = ["model.layers.1.mlp.down_proj", "model.layers.13.self_attn.v_proj", "model.layers.2.mlp.up_proj"]
+    if len(rest) == 2:
+        assert all(map(rest[0].matches, more)) and not any(map(rest[0].matches, less))
+
+
+def test_a_format_brings_its_spec_and_a_fallback_must_have_one():
+    rule = {"match": "*", "method": "rtn", "format": "gguf-q4_k", "fallback": "gguf-q5_0"}
+    assert Rule(**rule).spec.label() == "int4 g32 min s6"
+    with pytest.raises(ValueError, match="needs a spec"):
+        Rule(match="*", method="rtn", format="gptq")
+    with pytest.raises(ValueError, match="'gptq' is no format that can hold one spec only"):
+        Rule(**rule | {"fallback": "gptq"})
+    with pytest.raises(ValueError, match="keeps the layer as it is"):
+        Rule(match="*", fallback="gguf-q5_0")
+    assert "fallback" not in Recipe(name="x", rules=(Rule(match="*"),)).snapshot()["rules"][0]
 
 
 @pytest.mark.parametrize("name", MLX)

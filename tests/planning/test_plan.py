@@ -50,6 +50,16 @@ def test_bytes_by_hand():
     assert len(plan.rows) == 7 * LAYERS + 1 and "model.norm.weight" in plan.other
 
 
+def test_a_width_that_a_format_refuses_takes_the_fallback():
+    rule = {"match": "*", "method": "rtn", "format": "gguf-q4_k"}
+    message = str(refused(recipe({"match": "lm_head"}, rule)))
+    assert "blocks of 256, which don't divide in_features 64" in message
+    plan = make_plan(recipe({"match": "lm_head"}, rule | {"fallback": "gguf-q5_0"}), Source())
+    assert {row.format for row in plan.rows if row.method} == {"gguf-q5_0"}
+    assert plan.rows[0].spec == registry("formats").get("gguf-q5_0").spec
+    assert plan.rows[0].bytes_after == 64 * 2 * 22
+
+
 def test_kept_layers_count_with_their_own_bits():
     assert make_plan(recipe(every(None, {}) | {"spec": None}), Source()).bits_per_weight == 16
     half = make_plan(recipe({"match": "*.down_proj"}, {"match": "lm_head"}, every()), Source())
@@ -127,7 +137,7 @@ def test_a_rule_that_is_never_reached():
 @pytest.mark.parametrize("rule, said", [
     (every("gtpq"), "no method is called 'gtpq'; did you mean 'gptq'?"),
     (every("nf4"), "nf4 produces nf, not int"),
-    (every("rtn", NF4), "rtn produces fp or int or trellis, not nf"),
+    (every("rtn", NF4), "or iq or trellis, not nf"),
     (every(format="pack-quantised"), "no format is called 'pack-quantised'; did you mean 'pack-quantized'?"),
     (every(format="bnb-nf4"), "bnb-nf4 holds NF4"),
     (every(options={"dampening": 1}), "method rtn has no option 'dampening'"),
