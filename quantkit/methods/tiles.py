@@ -31,19 +31,19 @@ def tile_grid(weight: torch.Tensor, spec: QuantSpec, *, importance: torch.Tensor
     size = spec.granularity.size or 1
     require_in_range(weight, spec)
     down, across = spec.scale_shape((rows, cols))
-    padded = F.pad(weight, (0, across * size - cols, 0, down * size - rows))  # zeros have no error
-    squares = padded.view(down, size, across, size).transpose(1, 2).reshape(down * across, -1)
     costs = None
     if importance is not None:
         each = F.pad(importance, (0, across * size - cols)).view(across, 1, size)
         costs = each.expand(across, size, size).reshape(across, -1)
-    step, parts = max(1, at_once(weight.device) // squares.shape[1]), []
-    for start in range(0, len(squares), step):
-        part = squares[start:start + step]
-        places = torch.arange(start, start + len(part), device=weight.device) % across
-        parts.append(search_groups(part, spec, None if costs is None else costs[places], shrinks).scale)
+    step, parts = max(1, at_once(weight.device) // size**2), []
+    for strip in weight.split(size):
+        padded = F.pad(strip, (0, across * size - cols, 0, size - len(strip)))  # zeros have no error
+        squares = padded.view(size, across, size).transpose(0, 1).reshape(across, -1)
+        for start in range(0, across, step):
+            cost = None if costs is None else costs[start:start + step]
+            parts.append(search_groups(squares[start:start + step], spec, cost, shrinks).scale)
     scale = spread_tiles(torch.cat(parts).view(down, across), size, (rows, cols)).contiguous()
-    return Grid(scale, torch.zeros_like(scale))
+    return Grid(scale, scale.new_zeros(()).expand_as(scale))  # a zero for all takes no memory
 
 
 def sums_of_tiles(values: torch.Tensor, size: int) -> torch.Tensor:

@@ -42,7 +42,8 @@ def peak_bytes(rows: list[PlanRow], needs: set[str], calibration: CalibrationSpe
     - a *Linear is solved*: 11 for each weight (itself and its result in float32, and codes) or,
       where its method needs a Hessian, if that is more, ``4 · in²`` for a copy of it, 9 for each
       weight (itself, its levels, codes) and 32 for each of ``TOGETHER``. Small ones that are alike
-      (``BATCH``) are one, with a second copy of the Hessians. Beside that are its unit's
+      (``BATCH``) are one, with a second copy of the Hessians. Squares take 4 more for each weight, or
+      8 and 8 for each of ``TOGETHER``: every weight's scale. Beside that are its unit's
       stored results, ``4 · in²`` for each input that Linears of its stage share and that this or a later one
       needs, twice that with drift, which also takes 20 for each weight, and 4 for every weight of the layer's
       later stages;
@@ -152,6 +153,8 @@ def _solving(unit: list[PlanRow], needs: set[str], drift: Collection[str]) -> in
             working = max(working, copies + exact + 9 * weights + 32 * min(weights, TOGETHER))
             if exact:
                 working = max(working, 4 * row.shape[1] ** 2 + 20 * weights)
+        if row.spec and row.spec.granularity.strategy == "tile":
+            working += 8 * (weights + min(weights, TOGETHER)) if row.name in needs else 4 * weights
         if row.spec and row.spec.rotation:
             working += 4 * weights + (8 * form if row.name in needs else 0)
         peak = max(peak, packed + working + _hessians(remaining, needs, drift))
