@@ -18,6 +18,10 @@ def refuses(spec: QuantSpec, shape: tuple[int, int]) -> str | None:
     """Why the scales of such a weight can't be trained, with the remedy; ``None`` if they can."""
     if spec.nested:
         return "its scales are quantized themselves; use a spec without 'nested'"
+    if spec.scale_dtype == "e8m0":
+        return "its scales are powers of 2, which training can't move little by little; use scale_dtype: e4m3"
+    if spec.granularity.strategy == "tile":
+        return "its scales are of squares of weights; use another strategy"
     if spec.activations:
         return "its inputs are rounded too, which training doesn't simulate; use a spec without 'activations'"
     if spec.granularity.strategy == "block" and shape[0] * shape[1] % (spec.granularity.size or 1):

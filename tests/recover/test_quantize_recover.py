@@ -233,6 +233,10 @@ def test_stopped_in_training_it_goes_on_from_there(tmp_path):
     ("llama", "{name: distill, options: {lr: 0}}", INT2, RecipeError, "greater than"),
     ("llama", "{name: distill, windows: 1}", INT2, RecipeError, "windows"),
     ("mixtral", "distill", INT2, RecipeError, "experts"),
+    ("llama", "distill", "kind: fp, bits: 4, granularity: {strategy: group, size: 32}, scale_dtype: e8m0",
+     RecipeError, "powers of 2"),
+    ("llama", "distill", "kind: fp, bits: 8, granularity: {strategy: tile, size: 32}", RecipeError,
+     "squares"),
     ("llama", "distill", "bits: 8, granularity: {strategy: channel}, activations: token", RecipeError,
      "activations")])
 def test_what_is_refused(tmp_path, family, recover, spec, error, words):
