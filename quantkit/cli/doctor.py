@@ -173,15 +173,12 @@ def _specs() -> Iterator[Any]:
     sixteen, small = (Granularity(strategy="group", size=size) for size in (16, 32))
     yield QuantSpec(kind="fp", bits=4, granularity=sixteen, scale_dtype="e4m3")
     yield QuantSpec(kind="fp", bits=4, granularity=small, scale_dtype="e8m0")
-    for bits in (4, 8):
-        yield QuantSpec(bits=bits, symmetric=False, minimum=True, granularity=group, scale_dtype="bfloat16")
+    yield QuantSpec(bits=4, symmetric=False, minimum=True, granularity=group, scale_dtype="bfloat16")
     for bits in (4, 5, 8):
         yield QuantSpec(bits=bits, signed=True, granularity=small, scale_dtype="float16")
     for bits in (4, 5):
-        for superblock in (None, 256):
-            yield QuantSpec(bits=bits, symmetric=False, minimum=True, granularity=small,
-                            scale_dtype="float16", superblock=superblock,
-                            scale_bits=None if superblock is None else 6)
+        yield QuantSpec(bits=bits, symmetric=False, minimum=True, granularity=small, scale_dtype="float16",
+                        superblock=256, scale_bits=6)
     yield QuantSpec(bits=6, granularity=sixteen, scale_dtype="float16", superblock=256, scale_bits=8)
     yield QuantSpec(kind="iq", bits=4, granularity=small, scale_dtype="float16")
 

@@ -25,7 +25,7 @@ QUICK = ("--prompt", 40, "--tokens", 4, "--repeats", 2, "-q")
 
 @pytest.fixture(scope="module")
 def odd(tiny, tmp_path_factory):
-    """In a format that the program of a step doesn't know: groups of 16."""
+    """In a format that the program of a step doesn't know: groups of 8."""
     out = tmp_path_factory.mktemp("odd") / "narrow"
     recipe = out.parent / "recipe.yaml"
     recipe.write_text("""\
@@ -35,7 +35,7 @@ rules:
     optional: true
   - match: "*"
     method: rtn
-    spec: {bits: 8, granularity: {strategy: group, size: 16}}
+    spec: {bits: 8, granularity: {strategy: group, size: 8}}
 """, encoding="utf-8")
     quantize(str(tiny), str(recipe), out)
     return out

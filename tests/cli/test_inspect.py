@@ -13,7 +13,7 @@ NARROW = """rules:
   - match: "*.down_proj"
   - match: "*"
     method: rtn
-    spec: {bits: 8, granularity: {strategy: group, size: 16}}
+    spec: {bits: 8, granularity: {strategy: group, size: 8}}
 """
 
 

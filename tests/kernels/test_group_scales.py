@@ -77,7 +77,7 @@ def int8_fine(n, k, group, how):
 
 
 def mxfp4(n, k, group, how):
-    codes, powers = drawn(16, n, k), torch.randint(-9, -3, (n, k // group)).float().exp2()
+    codes, powers = drawn(16, n, k), (drawn(6, n, k // group, 8).float() - 9).exp2()
     return lambda to: fp4.pack(to(codes), to(powers), **how), E2M1.double()[codes.long()] * wide(powers, k)
 
 

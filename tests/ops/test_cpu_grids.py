@@ -43,7 +43,7 @@ CASES = {
     "minima in float32": (minima(4, 128, "float32"), "cpu-int4", 4, 64 / 128),
     "int4 in 16": (quant_spec("int", 4, "group", 16), "cpu-int4", 4, 16 / 16),
     "int3 in 16 asymmetric": (quant_spec("int", 3, "group", 16, symmetric=False), "cpu-int4", 4, 24 / 16),
-    "nvfp4": (quant_spec("fp", 4, "group", 16, scale_dtype="e4m3"), "cpu-fp4", 4, 8 / 16 + 32 / 512),
+    "nvfp4": (quant_spec("fp", 4, "group", 16, scale_dtype="e4m3"), "cpu-fp4", 4, 8 / 16 + 16 / 512),
     "mxfp4": (quant_spec("fp", 4, "group", 32, scale_dtype="e8m0"), "cpu-fp4", 4, 8 / 32),
     "fp8 tiles": (quant_spec("fp", 8, "tile", 128, scale_dtype="float32"), "cpu-fp8", 8, None),
 }

@@ -107,7 +107,7 @@ def test_packed_weights_are_multiplied_by_turns(monkeypatch):
                                   {"bits": 4, "group": 32, "symmetric": False}, {"bits": 3, "group": 32},
                                   {"bits": 8, "symmetric": False},
                                   {"bits": 5, "group": 32, "symmetric": False},
-                                  {"bits": 2, "group": 16},
+                                  {"bits": 2, "group": 16}, {"bits": 2, "group": 8},
                                   {"bits": 8, "form": "int-quantized", "activations": "token"},
                                   {"bits": 8, "form": "float-quantized", "kind": "fp",
                                    "activations": "token"},

@@ -11,7 +11,7 @@ from quantkit.ops.stored_weight import QuantizedWeight
 from quantkit.plugins import registry
 
 WEIGHTS = [{"bits": 8}, {"bits": 4, "group": 32}, {"bits": 4, "group": 32, "symmetric": False},
-           {"bits": 3, "group": 32}, {"bits": 2, "group": 16}, {"bits": 8, "symmetric": False},
+           {"bits": 3, "group": 32}, {"bits": 2, "group": 8}, {"bits": 8, "symmetric": False},
            {"bits": 4, "form": "bnb-nf4", "kind": "nf"}, {"bits": 8, "form": "float-quantized", "kind": "fp"}]
 TOKENS = [{"bits": 8, "form": "int-quantized", "activations": "token"},
           {"bits": 8, "form": "float-quantized", "kind": "fp", "activations": "token"}]

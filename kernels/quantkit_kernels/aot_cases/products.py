@@ -90,7 +90,7 @@ def _in_groups(select: str) -> Iterator[ProductFormat]:
 
     for group in w4a16.GROUPS:
         yield four(f"w4a16 g{group} min", w4a16.UINT4, group, "bfloat16 low")
-    yield four("w4a16 superblocks", w4a16.UINT4, 32, "superblock")
+    yield four("w4a16 super", w4a16.UINT4, 32, "superblock")
     yield four("w4a16 g16", w4a16.INT4_FINE, 0, "fine", "float16")
     yield four("mxfp4", fp4.E2M1, 32, "e8m0")
     yield four("nvfp4", fp4.E2M1_FINE, 0, "fine", "e4m3")

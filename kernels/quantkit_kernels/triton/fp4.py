@@ -31,15 +31,14 @@ from quantkit_kernels.triton.packed import TritonDecoder, TritonWeight
 
 GROUPS = (32, 64, 128)
 """Group sizes whose scale multiplies a sum; multiples of 128 work too."""
-ROW_FACTOR = 256.0
-"""What products of levels and e4m3 scales are divided by, so that float16 holds them."""
 # signed, or Triton would compute in 64 bits
 SIGN = tl.constexpr(0x80008000 - 2**32)
 
 
 @triton.jit
-def _raw(w: tl.tensor, D: tl.constexpr) -> tl.tensor:
-    """Words → levels ``[words, c, e, h]``, divided by 2¹²⁶ in bfloat16 and by 2¹⁴ in float16."""
+def _levels(w: tl.tensor, D: tl.constexpr) -> tl.tensor:
+    """Words → levels, D ``[words, c, e, h]``."""
+    FACTOR: tl.constexpr = 2.0**14 if D.is_fp16() else 2.0**126
     if D.is_fp32():
         q = nibbles(w, False)
         v = (((q & 8) << 28) | ((q & 7) << 22)).to(tl.float32, bitcast=True)
@@ -49,7 +48,7 @@ def _raw(w: tl.tensor, D: tl.constexpr) -> tl.tensor:
     else:
         v = pairs(((w << 12) & SIGN) | ((w << 6) & 0x01C001C0), ((w << 8) & SIGN) | ((w << 2) & 0x01C001C0),
                   ((w << 4) & SIGN) | ((w >> 2) & 0x01C001C0), (w & SIGN) | ((w >> 6) & 0x01C001C0), D)
-    return v
+    return v * FACTOR
 
 
 @triton.jit
@@ -57,29 +56,22 @@ def decode_e2m1(w: tl.tensor, s: tl.tensor, magic: tl.tensor, D: tl.constexpr, K
                 MODE: tl.constexpr, WIDE: tl.constexpr) -> tl.tensor:
     """Words of a tile → nothing, and levels, D ``[128, K]``."""
     SPAN: tl.constexpr = 64 if K >= 64 else 32
-    FACTOR: tl.constexpr = 2.0**14 if D.is_fp16() else 2.0**126
-    return s, tile(_raw(w, D) * FACTOR, K, SPAN, 64 // SPAN, WIDE)
+    return s, tile(_levels(w, D), K, SPAN, 64 // SPAN, WIDE)
 
 
 @triton.jit
 def _scale(b: tl.tensor, D: tl.constexpr) -> tl.tensor:
-    """e4m3, never negative → D, times what :func:`_raw` divides by, less :data:`ROW_FACTOR`."""
-    if D.is_fp32():
-        v = (b << 20).to(tl.float32, bitcast=True) * 2.0**120 * 2.0**118
-    elif D.is_fp16():
-        v = (b << 7).to(tl.int16).to(D, bitcast=True) * 2.0**14
-    else:
-        v = (b << 4).to(tl.int16).to(D, bitcast=True) * 2.0**120 * 2.0**118
-    return v
+    """e4m3, never negative → D."""
+    return ((b << 20).to(tl.float32, bitcast=True) * 2.0**120).to(D)
 
 
 @triton.jit
 def decode_e2m1_fine(w: tl.tensor, s: tl.tensor, magic: tl.tensor, D: tl.constexpr, K: tl.constexpr,
                      MODE: tl.constexpr, WIDE: tl.constexpr) -> tl.tensor:
-    """Words of a tile and their scales, int16 ``[words]`` → nothing, and D ``[128, K]``, over 256."""
+    """Words of a tile and their scales, int16 ``[words]`` → nothing, and D ``[128, K]``."""
     b = s.to(tl.int32)
     scale = tl.join(_scale(b & 0xFF, D), _scale((b >> 8) & 0xFF, D))
-    v = _raw(w, D) * scale.reshape(w.shape[0], 1, 1, 2)
+    v = _levels(w, D) * scale.reshape(w.shape[0], 1, 1, 2)
     return s, tile(v, K, 64, 1, WIDE)
 
 
@@ -101,9 +93,9 @@ def number(tile_ptr: tl.tensor, s: tl.tensor, row: tl.tensor, col: tl.tensor, K:
 @triton.jit
 def fine_number(tile_ptr: tl.tensor, s: tl.tensor, row: tl.tensor, col: tl.tensor, K: tl.constexpr,
                 MODE: tl.constexpr, WIDE: tl.constexpr) -> tl.tensor:
-    """Single numbers of tiles, float32, over 256."""
+    """Single numbers of tiles, float32."""
     word, c, e, h = place(row, col, 64, 1, WIDE)
-    scale = (((s.to(tl.int32) >> (8 * h)) & 0xFF) << 20).to(tl.float32, bitcast=True) * 2.0**112
+    scale = (((s.to(tl.int32) >> (8 * h)) & 0xFF) << 20).to(tl.float32, bitcast=True) * 2.0**120
     return _level(tile_ptr, word, 16 * e + 4 * c + 8 * h) * scale
 
 
@@ -150,8 +142,7 @@ def pack_fine(codes: torch.Tensor, scale: torch.Tensor, outer: torch.Tensor, fam
     n, k = codes.shape
     bk, family = 64, family or family_of(codes.device)
     words = shuffle(whole_tiles(codes, bk, gated), 4, bk, lane_columns(family))
-    scales = fine_scales(scale.view(torch.uint8), outer.float().reshape(-1).expand(n) * ROW_FACTOR, bk, 4,
-                         gated)
+    scales = fine_scales(scale.view(torch.uint8), outer.float().reshape(-1).expand(n), bk, 4, gated)
     return TritonWeight(words, scales, n, k, bk, 0, "e4m3", family, E2M1_FINE, gated, "fine")
 
 

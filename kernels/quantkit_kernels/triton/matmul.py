@@ -154,18 +154,19 @@ class LaunchPlan:
 
 
 def plan(n: int, tiles: int, m: int, bk: int, family: str, grouped: bool = False,
-         measured: dict[str, int] | None = None) -> LaunchPlan:
+         measured: dict[str, int] | None = None, wide: bool = False, bound: bool = False) -> LaunchPlan:
     """Segments of K by ``n`` and ``tiles`` (along K); the shape of a program by ``m``. What was ``measured``
     comes first: see :func:`quantkit_kernels.tuned.lookup`.
 
     A program's registers hold float32 sums: of a segment, of all segments before it, and ``grouped`` those of
-    a tile. That is what bounds ``bm``.
+    a tile. That is what bounds ``bm``. ``wide``: weights have 8 bits, and scales that aren't of rows alone.
+    ``bound``: ptxas is told on Ampere too how many registers there are.
     """
     measured = measured or {}
     blocks = -(-n // ROWS)
     wanted = measured.get("segments", max(1, min(PROGRAMS // blocks, tiles // 4)))
     # with few rows the loop itself costs much beside what is done to a narrow tile
-    unroll = 1 if bk == 128 or family == "cdna" else 4 if grouped else 2
+    unroll = 1 if bk == 128 or family == "cdna" else 4 if grouped and not (wide and bk > 32) else 2
     per = -(-tiles // (wanted * unroll)) * unroll
     segments = -(-tiles // per)
     limit = 32 if family == "ampere" else 64 if bk == 32 or (grouped and segments > 1) else 128
@@ -177,7 +178,8 @@ def plan(n: int, tiles: int, m: int, bk: int, family: str, grouped: bool = False
         return LaunchPlan(bm, split, per, segments, unroll, measured.get("stages", 2), False,
                           {"num_warps": warps, "matrix_instr_nonkdim": 16})
     options = {"num_warps": warps}
-    if family == "blackwell":  # without a bound ptxas gives up registers for occupancy, and spills
+    # without a bound ptxas gives up registers for occupancy, and spills
+    if family == "blackwell" or (bound and family == "ampere"):
         options["maxnreg"] = 255
     # Ampere has no room in registers for two tiles of 8-bit weights and this number of rows
     unroll = unroll if bm <= (16 if family == "ampere" and not grouped else 32) else 1
@@ -205,8 +207,9 @@ def arguments(w: TritonWeight, m: int) -> tuple[LaunchPlan, dict[str, Any]]:
     tiles = w.words.shape[1]
     grouped = w.group > 0 or torch.float8_e4m3fn in w.decoder.takes
     name = tuned.kernel_name(w.decoder.tile, w.mode)
+    wide = bits(w) == 8 and (w.group > 0 or w.layout == "fine")
     p = plan(w.n, tiles, m, w.bk, w.family, grouped,
-             tuned.lookup(w.words.device, name, w.n, w.k, w.group, m))
+             tuned.lookup(w.words.device, name, w.n, w.k, w.group, m), wide, wide or w.layout != "word")
     return p, {"K": w.k, "BM": p.bm, "BK": w.bk, "WORDS": w.words.shape[2], "TILES": tiles, "PER": p.per,
                "SPLIT": p.split, "GROUP": w.group, "NPAD": w.words.shape[0] * ROWS, "DECODE": w.decoder.tile,
                "MODE": w.mode, "WIDE": lane_columns(w.family), "STAGES": p.stages,

@@ -118,7 +118,7 @@ def test_layers_of_different_formats_are_different_operators(tiny, tmp_path):
 
 def test_a_model_that_runs_operation_by_operation_is_refused(tiny, tmp_path):
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(RECIPE.format(match='"*o_proj"', strategy="group, size: 16"), encoding="utf-8")
+    recipe.write_text(RECIPE.format(match='"*o_proj"', strategy="group, size: 8"), encoding="utf-8")
     quantize(str(tiny), str(recipe), tmp_path / "out")
     model = load(str(tmp_path / "out"))
     with pytest.raises(UsageError, match="can't be measured one by one") as caught:
