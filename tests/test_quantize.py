@@ -299,7 +299,7 @@ def test_a_window_whose_activations_overflow_is_named_with_its_line(llama, tmp_p
         wide[f"model__layers__0__mlp__{part}__weight"] = weight
     model = changed(llama, tmp_path / "model", model__embed_tokens__weight=table,
                     model__layers__0__self_attn__o_proj__weight=out, **wide)
-    lines = [f"{'Z' if i == 2 else 'a'}bc def ghi jkl mno pqr stu vwx yz. " * 3 for i in range(8)]
+    lines = [f"a{'Z' if i == 2 else 'b'}c def ghi jkl mno pqr stu vwx yz. " * 3 for i in range(8)]
     data = tmp_path / "lines.jsonl"
     data.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
     spec = SMALL.model_copy(update={"text": str(data), "samples": 8, "packing": "documents"})

@@ -12,6 +12,8 @@ def fault(name: str, spec: QuantSpec, shape: tuple[int, int],
     if spec.kind != "int":
         other = {"nf": "bnb-nf4", "fp": "float-quantized"}.get(spec.kind, spec.kind)
         return f"{name} holds integers, not {spec.kind}; use format {other}"
+    if spec.signed:
+        return f"{name} keeps scales without a sign; leave out signed: true"
     if spec.minimum or spec.superblock:
         return f"{name} has whole zero points and plain scales, not {spec.label()}; use symmetric: true"
     if spec.activations:

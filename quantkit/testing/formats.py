@@ -32,16 +32,13 @@ FORMAT_SPECS = (
                 scale_dtype="float32") for size, nested in itertools.product((32, 64), (False, True))),
     *(QuantSpec(bits=bits, symmetric=False, minimum=True, granularity=Granularity(strategy="group", size=32))
       for bits in (2, 4, 8)),
-    *(QuantSpec(bits=bits, signed=True, granularity=Granularity(strategy="group", size=32),
-                scale_dtype="float16") for bits in (4, 5, 8)),
-    *(QuantSpec(bits=bits, symmetric=False, minimum=True, granularity=Granularity(strategy="group", size=32),
-                scale_dtype="float16") for bits in (4, 5)),
+    *(QuantSpec(bits=bits, signed=True, granularity=Granularity(strategy="group", size=32))
+      for bits in (4, 5, 8)),
+    QuantSpec(bits=5, symmetric=False, minimum=True, granularity=Granularity(strategy="group", size=32)),
     *(QuantSpec(bits=bits, symmetric=False, minimum=True, superblock=256, scale_bits=6,
-                granularity=Granularity(strategy="group", size=32), scale_dtype="float16")
-      for bits in (4, 5)),
-    QuantSpec(bits=6, superblock=256, scale_bits=8, granularity=Granularity(strategy="group", size=16),
-              scale_dtype="float16"),
-    QuantSpec(kind="iq", bits=4, granularity=Granularity(strategy="group", size=32), scale_dtype="float16"),
+                granularity=Granularity(strategy="group", size=32)) for bits in (4, 5)),
+    QuantSpec(bits=6, superblock=256, scale_bits=8, granularity=Granularity(strategy="group", size=16)),
+    QuantSpec(kind="iq", bits=4, granularity=Granularity(strategy="group", size=32)),
     QuantSpec(kind="fp", bits=4, granularity=Granularity(strategy="group", size=16), scale_dtype="e4m3"),
     QuantSpec(kind="fp", bits=4, granularity=Granularity(strategy="group", size=32), scale_dtype="e8m0"),
     QuantSpec(kind="fp", bits=4, granularity=Granularity(strategy="group", size=16), scale_dtype="e4m3",

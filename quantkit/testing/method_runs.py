@@ -22,6 +22,8 @@ from quantkit.testing.watched import STATISTICS, WatchedStats
 MARGIN = 1.05
 """Times the loss that ``together`` may have: sums in another order decide some levels otherwise."""
 
+SMALLEST_SCALE = 2.0**-23
+"""Of float16, with some room: a table of levels may have no zero, so that zeros become one of its levels."""
 NOTHING = 1e-30
 """A squared error that no float32 weight notices: a trellis has no zero, but a tiny scale."""
 
@@ -183,7 +185,9 @@ def _same_stats(first: LayerStats | None, second: LayerStats | None) -> bool:
 
 
 def _must_be_closer_than_zeros(contract: Contract, values: torch.Tensor, weight: torch.Tensor) -> None:
-    contract.must(_squares(values - weight) <= _squares(weight) + NOTHING,
+    tiny = float(weight.abs().max()) < SMALLEST_SCALE
+    nothing = weight.numel() * SMALLEST_SCALE**2 if tiny else NOTHING
+    contract.must(_squares(values - weight) <= _squares(weight) + nothing,
                   "zeros would be closer to the weight")
 
 

@@ -21,7 +21,8 @@ def big():
 
 def test_every_recipe_and_every_measured_codec_is_there(big):
     names = {one.name for one, _ in big}
-    assert names == {info.name for info in list_recipes() if info.name != "mixed"} | {"none"}
+    unfit = {"mixed", "mlx-4bit-tied"}  # one needs a budget, the other an embedding that is the head
+    assert names == {info.name for info in list_recipes()} - unfit | {"none"}
     settings = {str(kv) for one, kv in big if one.name == "int4"}
     assert settings == {"none", "int8", "fp8", "int4", "int3", "int2", "rotation(4)", "rotation(3.5)",
                         "rotation(3)", "rotation(2.5)", "rotation(2)"}

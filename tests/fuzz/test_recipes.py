@@ -44,14 +44,19 @@ def parse_recipe(source, tmp_path):
     return parse
 
 
+def recipes():
+    """Those that fit the model: its embedding isn't its head."""
+    return [info for info in list_recipes() if info.name != "mlx-4bit-tied"]
+
+
 def test_the_text_of_a_recipe(parse_recipe, fuzz, mutations):
-    fuzz(parse_recipe, [info.path.read_bytes() for info in list_recipes()], mutations["bytes"])
+    fuzz(parse_recipe, [info.path.read_bytes() for info in recipes()], mutations["bytes"])
 
 
 def test_the_values_of_a_recipe(parse_recipe, fuzz, mutations):
     """JSON is YAML too."""
-    seeds = [copy.deepcopy(read_yaml(info.path).data) for info in list_recipes()]
-    for seed, info in zip(seeds, list_recipes(), strict=True):
+    seeds = [copy.deepcopy(read_yaml(info.path).data) for info in recipes()]
+    for seed, info in zip(seeds, recipes(), strict=True):
         seed.setdefault("name", info.name)
     fuzz(lambda value: parse_recipe(mutations["encode"](value)), seeds, mutations["json"])
 

@@ -58,7 +58,7 @@ def test_the_loss_falls_and_codes_stay(tmp_path, family, method, spec):
     overrides = {"num_key_value_heads": 4} if family == "mha" else {}
     tiny = str(tiny_model(tmp_path / "tiny", family.replace("mha", "llama"), **overrides))
     result = quantize(tiny, recipe(tmp_path, method=method, spec=spec), tmp_path / "out")
-    assert result.recovery.kept and result.recovery.after < 0.99 * result.recovery.before
+    assert result.recovery.kept and result.recovery.after < 0.998 * result.recovery.before
     assert result.recovery.windows == 16 and result.recovery.held_out == 2 and not result.fallbacks
     assert verify(result.out).ok
     plain = quantize(tiny, recipe(tmp_path, recover="null", method=method, spec=spec), tmp_path / "plain")

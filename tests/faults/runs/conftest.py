@@ -20,7 +20,7 @@ from quantkit.errors import CheckpointError
 from quantkit.plugins import PluginManager, current
 from quantkit.quantize import quantize
 from quantkit.recipe import list_recipes
-from quantkit.spec import CalibrationSpec, QuantSpec
+from quantkit.spec import GROUP_SCALES, CalibrationSpec, Granularity, QuantSpec
 from quantkit.testing import METHOD_SPECS, tiny_model
 
 TEXT = "The cat sat on the mat, and the other one in the house is out of the rain. " * 40
@@ -62,12 +62,23 @@ def one_thread() -> Iterator[None]:
 
 def _specs() -> list[QuantSpec]:
     """What methods are asked for in their contract, and each with quantized activations where that exists."""
-    found = [spec.model_copy(update={"scale_dtype": "float32" if spec.kind == "nf" else "model"})
+    found = [spec if spec.scale_dtype in GROUP_SCALES else
+             spec.model_copy(update={"scale_dtype": "float32" if spec.kind == "nf" else "model"})
              for spec in METHOD_SPECS]
     for spec in tuple(found):
         if spec.kind in ("int", "fp") and spec.bits == 8 and spec.symmetric and not spec.granularity.size:
             found.append(spec.model_copy(update={"activations": "token"}))
+    group, square = Granularity(strategy="group", size=32), Granularity(strategy="tile", size=128)
+    found += [QuantSpec(bits=4, symmetric=False, minimum=True, granularity=group),
+              QuantSpec(kind="fp", bits=4, granularity=group, scale_dtype="e8m0"),
+              QuantSpec(kind="fp", bits=8, granularity=square, activations="group")]
     return found
+
+
+def own_spec(form: object) -> list[QuantSpec]:
+    """The spec of a format that can hold no other."""
+    spec = getattr(form, "spec", None)
+    return [] if spec is None else [spec]
 
 
 def cases() -> list[Case]:
@@ -77,7 +88,7 @@ def cases() -> list[Case]:
     methods, formats = manager.registries["methods"], manager.registries["formats"]
     found = []
     for method, form in ((m, f) for m in sorted(methods) for f in sorted(formats)):
-        for spec in _specs():
+        for spec in (*_specs(), *own_spec(formats.get(form))):
             if methods.get(method).refuses(spec) or formats.get(form).refuses(spec, SHAPE):
                 continue
             recipe = {"rules": [{"match": "lm_head", "optional": True},
