@@ -29,7 +29,7 @@ from quantkit.export import SHOWN, checkpoint_name, require_intact
 from quantkit.export_gguf.blocks import refuses
 from quantkit.export_gguf.file import ALIGNMENT, FileTensor, Value, header_bytes
 from quantkit.export_gguf.model_keys import ModelKeys, model_keys
-from quantkit.export_gguf.tensors import PlannedTensor, planned_tensors, tensor_bytes, with_types
+from quantkit.export_gguf.tensors import PlannedTensor, planned_tensors, tensor_bytes, visited, with_types
 from quantkit.export_gguf.tokenizer_keys import tokenizer_keys
 from quantkit.models.loadable import check_loadable
 from quantkit.paths import typed_path
@@ -188,12 +188,7 @@ def _chunks(header: bytes, model: ModelKeys, tensors: Sequence[PlannedTensor], c
     for table in model.tables.values():
         raw = table.numpy().tobytes()
         yield raw + bytes(-len(raw) % ALIGNMENT)
-    last = None
-    for number, tensor in enumerate(tensors):
-        if tensor.index != last:
-            checkpoint.release()
-            last = tensor.index
-        progress(ProgressEvent(number, len(tensors), tensor.file.name))
+    for tensor in visited(tensors, checkpoint, progress):
         yield from tensor_bytes(tensor, checkpoint)
     progress(ProgressEvent(len(tensors), len(tensors), "the file is complete"))
 

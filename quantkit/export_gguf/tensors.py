@@ -8,7 +8,7 @@ blocks, so they stay what they are.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -93,6 +93,18 @@ def _stacked(tensor: PlannedTensor) -> PlannedTensor:
     return replace(tensor, file=replace(tensor.file, shape=(len(tensor.layers), *tensor.file.shape)))
 
 
+def visited(tensors: Sequence[PlannedTensor], checkpoint: AnyCheckpoint,
+            progress: Listener) -> Iterator[PlannedTensor]:
+    """Each tensor in its order; the memory of a layer that was read is given back before the next one."""
+    last = None
+    for number, tensor in enumerate(tensors):
+        if tensor.index != last:
+            checkpoint.release()
+            last = tensor.index
+        progress(ProgressEvent(number, len(tensors), tensor.file.name))
+        yield tensor
+
+
 def with_types(tensors: list[PlannedTensor], checkpoint: AnyCheckpoint,
                progress: Listener) -> list[PlannedTensor]:
     """The same with the type of each: of quantized layers the smallest one that holds them exactly.
@@ -102,12 +114,7 @@ def with_types(tensors: list[PlannedTensor], checkpoint: AnyCheckpoint,
         SpecError: experts of a layer have no type in common.
     """
     typed, quantized = [], {row.name for row in checkpoint.layers if row.spec is not None}
-    last = None
-    for number, tensor in enumerate(tensors):
-        if tensor.index != last:
-            checkpoint.release()
-            last = tensor.index
-        progress(ProgressEvent(number, len(tensors), tensor.file.name))
+    for tensor in visited(tensors, checkpoint, progress):
         common: dict[str, None] | None = None
         for layer in tensor.layers:
             kinds = _types(tensor, layer, checkpoint, layer in quantized)

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import torch
 
 HALF = 16
-"""Weights of which one is in the low half of a byte, and that so many further on in its high half."""
+"""A byte's low half is the level of one weight, its high half that of the weight 16 places further on."""
 
 
 @dataclass(frozen=True)

@@ -96,6 +96,15 @@ def test_tokens_of_hard_texts(tmp_path, llama_cpp, kind):
             assert session.encode(text) == ids and back.encode(text, special=False) == ids, text
 
 
+def predicts_alike(llama_cpp, file, checkpoint) -> None:
+    """llama.cpp's predictions of random tokens are nearly the checkpoint's."""
+    ids = torch.randint(4, 300, (72,), generator=torch.Generator().manual_seed(0)).tolist()
+    with llama_cpp(file) as session, torch.no_grad():
+        theirs = session.predict(ids, 0).logits
+        ours = load(str(checkpoint), dtype="float32").model(torch.tensor([ids[:-1]]))[0].float()
+    assert divergence(ours, theirs).mean() < 0.01
+
+
 @pytest.mark.oracle
 @pytest.mark.parametrize("spec", [
     INT8, "{bits: 4, granularity: {strategy: group, size: 64}}",
@@ -109,11 +118,7 @@ def test_all_layers_quantized(tmp_path, llama_cpp, spec):
         f"  - {{match: '*', method: rtn, spec: {spec}}}\n")
     checkpoint = quantize(str(source), str(tmp_path / "recipe.yaml"), tmp_path / "checkpoint").out
     result = export_gguf(str(checkpoint), tmp_path / "m.gguf")
-    ids = torch.randint(4, 300, (72,), generator=torch.Generator().manual_seed(0)).tolist()
-    with llama_cpp(result.out) as session, torch.no_grad():
-        theirs = session.predict(ids, 0).logits
-        ours = load(str(checkpoint), dtype="float32").model(torch.tensor([ids[:-1]]))[0].float()
-    assert divergence(ours, theirs).mean() < 0.01
+    predicts_alike(llama_cpp, result.out, checkpoint)
 
 
 @pytest.mark.oracle
@@ -124,11 +129,7 @@ def test_layers_in_blocks_of_llama_cpp(tmp_path, llama_cpp, form):
     checkpoint = quantize(str(source), str(tmp_path / "recipe.yaml"), tmp_path / "checkpoint").out
     result = export_gguf(str(checkpoint), tmp_path / "m.gguf")
     assert {tensor.kind for tensor in result.tensors} == {form.upper(), "F32"}
-    ids = torch.randint(4, 300, (72,), generator=torch.Generator().manual_seed(0)).tolist()
-    with llama_cpp(result.out) as session, torch.no_grad():
-        theirs = session.predict(ids, 0).logits
-        ours = load(str(checkpoint), dtype="float32").model(torch.tensor([ids[:-1]]))[0].float()
-    assert divergence(ours, theirs).mean() < 0.01
+    predicts_alike(llama_cpp, result.out, checkpoint)
 
 
 @pytest.mark.oracle
