@@ -1,7 +1,7 @@
 """Measure every kernel on this machine's GPU, beside torch, other libraries and the GPU's own copy bandwidth.
 
 ``python -m quantkit_kernels.bench [--json FILE] [--markdown FILE] [--minutes N] [--quick] [--pdl]
-[--only TEXT]``.
+[--only TEXT,…]``.
 Needs torch and triton only; the libraries of :mod:`~quantkit_kernels.bench_peers` are measured where they are
 installed.
 
@@ -279,7 +279,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="few shapes")
     parser.add_argument("--pdl", action="store_true",
                         help="products begin before the kernel before them has ended (Hopper and newer)")
-    parser.add_argument("--only", default="", metavar="TEXT", help="rows whose name or shape contains TEXT")
+    parser.add_argument("--only", default="", metavar="TEXT,…",
+                        help="rows whose name and shape contain one of these")
     parser.add_argument("--rehearse", action="store_true", help="tiny shapes, interpreted, without a GPU")
     chosen = parser.parse_args(arguments)
     begun = time.monotonic()
@@ -303,7 +304,9 @@ def main(arguments: list[str] | None = None) -> int:
                           "pdl": chosen.pdl},
                          chosen.json, markdown, None if chosen.rehearse else Peers(shapes, device, dtype))
     print(report.title(), end="\n\n")
-    every = (case for case in cases(shapes, device, dtype) if chosen.only in f"{case.kernel} {case.shape}")
+    only = chosen.only.split(",")
+    every = (case for case in cases(shapes, device, dtype)
+             if any(text in f"{case.kernel} {case.shape}" for text in only))
     try:
         with tuned.trial({"pdl": 1}) if chosen.pdl and not chosen.rehearse else nullcontext():
             bench(every, timer, copy, rounds, report,

@@ -8,7 +8,8 @@ from quantkit.checkpoint.foreign.checkpoint import ForeignCheckpoint
 from quantkit.checkpoint.open import open_model
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import UsageError
-from quantkit.formats.base import Codes, QuantizedTensor
+from quantkit.formats.base import QuantizedTensor
+from quantkit.methods.random_codes import random_codes, scale_for
 from quantkit.models.architecture import parse_config, tensor_shapes
 from quantkit.models.config import ModelConfig
 from quantkit.models.loadable import dtype_of
@@ -84,20 +85,8 @@ class _Weights:
 
     def quantized(self, spec: QuantSpec, format: str, shape: tuple[int, int]) -> QuantizedTensor:
         """Random codes, and scales with which their weights are about as large as plain ones."""
-        highest = 2**spec.bits - 1
-        codes = torch.randint(0, highest + 1, shape, dtype=torch.uint8, device=self._device,
-                              generator=self._generator)
-        size = {"int": 2.0**spec.bits / 3.5, "nf": 0.5, "fp": 100.0}[spec.kind]
-        if spec.kind == "fp":
-            codes = codes & 0xF7  # no NaN among them
-        dtypes = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-        scale_dtype = dtypes.get(spec.scale_dtype, self._dtype)
-        name = next(name for name, dtype in dtypes.items() if dtype == scale_dtype)
-        scale = torch.full(spec.scale_shape(shape), STD / size, device=self._device).to(scale_dtype).float()
-        zero = None
-        if spec.kind == "int" and not spec.symmetric:
-            zero = torch.full_like(scale, 2**(spec.bits - 1)).to(torch.uint8)
-        packed: QuantizedTensor = registry("formats").get(format).pack(
-            Codes(spec.model_copy(update={"scale_dtype": name}), codes, scale, zero), self._dtype)
+        if spec.scale_dtype == "model":
+            spec = spec.model_copy(update={"scale_dtype": str(self._dtype).removeprefix("torch.")})
+        codes = random_codes(spec, shape, self._generator, scale_for(spec, STD))
+        packed: QuantizedTensor = registry("formats").get(format).pack(codes, self._dtype)
         return packed
-

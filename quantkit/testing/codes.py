@@ -8,47 +8,13 @@ from quantkit.formats import e4m3, trellis_code
 from quantkit.formats.base import Codes
 from quantkit.formats.level_values import level_table
 from quantkit.formats.nf4_table import codebook
-from quantkit.methods.scale_rounding import multiples, rounded_scale
+from quantkit.methods.random_codes import random_codes as random_codes_from
 from quantkit.spec import QuantSpec
 
 
 def random_codes(spec: QuantSpec, shape: tuple[int, int], seed: int = 0) -> Codes:
-    """Every level, scales of a model's size rounded as the spec says, zero points from 1 on.
-
-    GPTQ's first layout has no place for a zero point of 0.
-    """
-    random = torch.Generator().manual_seed(seed)
-    scales = spec.scale_shape(shape)
-    codes = torch.randint(0, 2**spec.bits, shape, generator=random, dtype=torch.uint8)
-    if spec.kind == "fp" and spec.bits == 8:
-        codes[codes & 0x7F == 0x7F] = 0
-    stored = spec if spec.scale_dtype != "model" else spec.model_copy(update={"scale_dtype": "float32"})
-
-    def numbers(size: tuple[int, ...]) -> torch.Tensor:
-        return 0.01 * (0.5 + torch.rand(size, generator=random))
-
-    def multiples_of(outer: torch.Tensor, lowest: float) -> torch.Tensor:
-        counts = torch.randint(int(lowest), int(multiples(spec)[1]) + 1, scales, generator=random)
-        return outer.repeat_interleave(scales[1] // outer.shape[1], dim=1) * counts
-
-    outer_shape = spec.outer_shape(shape)
-    if spec.superblock is not None and outer_shape is not None:
-        outer, depth = (rounded_scale(numbers(outer_shape), stored) for _ in range(2))
-        if spec.minimum:
-            return Codes(spec, codes, multiples_of(outer, 1), minimum=-multiples_of(depth, 0), outer=outer,
-                         outer_minimum=depth)
-        return Codes(spec, codes, multiples_of(outer, multiples(spec)[0]), outer=outer)
-    tensor_scale = torch.full(outer_shape, 2.0**-13) if outer_shape else None
-    scale = rounded_scale(numbers(scales), stored, tensor_scale)
-    if spec.signed or spec.kind == "iq":
-        scale = scale * (1 - 2.0 * torch.randint(0, 2, scales, generator=random))
-    zero = minimum = None
-    if spec.minimum:
-        minimum = rounded_scale(-8 * numbers(scales), stored)
-    elif spec.kind == "int" and not spec.symmetric:
-        zero = torch.randint(1, 2**spec.bits, scales, generator=random, dtype=torch.uint8)
-    return Codes(spec, codes, scale, zero, minimum=minimum, outer=tensor_scale,
-                 input_factor=torch.full((1, 1), 48.0) if spec.static_inputs else None)
+    """:func:`quantkit.methods.random_codes.random_codes` on a CPU."""
+    return random_codes_from(spec, shape, torch.Generator().manual_seed(seed))
 
 
 def formula(codes: Codes) -> torch.Tensor:

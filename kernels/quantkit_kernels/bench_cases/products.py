@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from quantkit_kernels.bench_cases.case import HEAD_ROWS, BenchCase, ModelShapes, copies, size
-from quantkit_kernels.triton import fp8, nf4, w4a16, w8a8, w8a16, w16a16
+from quantkit_kernels.triton import fp4, fp8, iq4, nf4, w4a16, w8a8, w8a16, w16a16
+from quantkit_kernels.triton.group_scales import pack_scales, pack_superblocks
 from quantkit_kernels.triton.levels import QuantizedActivations, quantize
 from quantkit_kernels.triton.matmul import multiply
 from quantkit_kernels.triton.packed import TritonWeight
@@ -20,7 +21,10 @@ Weight = tuple[str, TritonWeight, torch.Tensor]
 def cases(shapes: ModelShapes, device: torch.device, dtype: torch.dtype) -> Iterator[BenchCase]:
     """Every Linear of a layer, and the head."""
     for linear in shapes.linears:
-        for make in (_plain, _int4, _int4_zeros, _int8, _fp8, _nf4, _w8a8, _fp8a8):
+        for make in (_plain, _int4, _int4_zeros, _int8, _fp8, _nf4, _nvfp4, _mxfp4, _iq4, _q4_k, _w8a8,
+                     _fp8a8):
+            if make is _q4_k and k % 256:
+                continue  # no superblocks
             yield from _products(shapes, linear, make, device, dtype)
 
 
@@ -78,6 +82,51 @@ def _nf4(n: int, k: int, device: torch.device, dtype: torch.dtype) -> Weight:
     levels = torch.tensor(nf4.LEVELS, device=device).to(dtype)[codes.int()]
     dense = (levels.view(n, -1, nf4.BLOCK) * absmax[..., None].to(dtype)).view(n, k)
     return "nf4 b64", nf4.pack(codes, absmax.view(-1)), dense
+
+
+def _nibbles(n: int, k: int, device: torch.device) -> torch.Tensor:
+    return torch.randint(0, 16, (n, k), dtype=torch.uint8, device=device)
+
+
+def _dense(levels: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Levels ``[n, k]`` times scales ``[n, k / group]``."""
+    return (levels.unflatten(1, (scale.shape[1], -1)) * scale.to(levels.dtype)[..., None]).flatten(1)
+
+
+def _e2m1(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    levels = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=dtype, device=codes.device)
+    return torch.cat((levels, -levels))[codes.int()]
+
+
+def _nvfp4(n: int, k: int, device: torch.device, dtype: torch.dtype) -> Weight:
+    codes = _nibbles(n, k, device)
+    scale = (torch.rand(n, k // 16, device=device) * 50 + 50).to(torch.float8_e4m3fn)
+    outer = torch.tensor(1e-4, device=device)
+    return "nvfp4 g16", fp4.pack_fine(codes, scale, outer), _dense(_e2m1(codes, dtype), scale.float() * outer)
+
+
+def _mxfp4(n: int, k: int, device: torch.device, dtype: torch.dtype) -> Weight:
+    codes = _nibbles(n, k, device)
+    scale = torch.exp2(torch.randint(-8, -5, (n, k // 32), device=device).float())
+    return "mxfp4 g32", fp4.pack(codes, scale), _dense(_e2m1(codes, dtype), scale)
+
+
+def _iq4(n: int, k: int, device: torch.device, dtype: torch.dtype) -> Weight:
+    codes = _nibbles(n, k, device)
+    scale = (torch.rand(n, k // 32, device=device) * 1e-4 + 1e-4).half().float()
+    levels = torch.tensor(iq4.LEVELS, dtype=dtype, device=device)[codes.int()]
+    return "iq4 g32", iq4.pack(codes, pack_scales(scale), 32), _dense(levels, scale)
+
+
+def _q4_k(n: int, k: int, device: torch.device, dtype: torch.dtype) -> Weight:
+    codes = _nibbles(n, k, device)
+    numbers = [(torch.rand(n, k // 256, device=device) * 1e-4 + 1e-4).half() * sign for sign in (1, -7.5)]
+    multiples = [torch.randint(20, 64, (n, k // 32), device=device) for _ in numbers]
+    scale, minimum = (whole * number.float().repeat_interleave(8, 1)
+                      for whole, number in zip(multiples, numbers))
+    dense = codes.unflatten(1, (k // 32, 32)) * scale[..., None] + minimum[..., None]
+    packed = w4a16.pack_minima(codes, pack_superblocks(multiples, numbers), 32)
+    return "q4_k g32", packed, dense.flatten(1).to(dtype)
 
 
 def _products(shapes: ModelShapes, linear: tuple[str, int, int], make: Callable[..., Weight],

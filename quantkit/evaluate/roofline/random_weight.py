@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from quantkit.formats.base import Codes
+from quantkit.methods.random_codes import random_codes
 from quantkit.ops import cpu_weight
 from quantkit.ops.cpu_weight import CpuWeight
 from quantkit.ops.dispatch import choose
@@ -18,11 +18,7 @@ def packed_weight(shape: tuple[int, int], spec: QuantSpec | None) -> CpuWeight:
     """A weight ``(out, in)`` of random codes as a CPU kernel reads it; ``None``: of plain bf16 numbers."""
     if spec is None:
         return cpu_weight.pack_plain(torch.randn(shape).to(torch.bfloat16))
-    scales = spec.scale_shape(shape)
-    zero = None if spec.symmetric or spec.kind == "nf" else torch.randint(0, 16, scales, dtype=torch.uint8)
-    levels = 0x7F if spec.kind == "fp" else 2**spec.bits  # 0x7f and 0xff are no numbers
-    codes = Codes(spec, torch.randint(0, levels, shape, dtype=torch.uint8),
-                  torch.rand(scales).to(torch.bfloat16).float() + 0.5, zero)
+    codes = random_codes(spec, shape, torch.Generator())
     weight = registry("formats").get(default_format(spec)).pack(codes, torch.bfloat16)
     kernel = choose(query_for(weight, torch.bfloat16, torch.device("cpu"), "decode")).kernel
     packed: CpuWeight = kernel.prepare(weight)
