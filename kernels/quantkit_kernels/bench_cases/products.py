@@ -23,7 +23,7 @@ def cases(shapes: ModelShapes, device: torch.device, dtype: torch.dtype) -> Iter
     for linear in shapes.linears:
         for make in (_plain, _int4, _int4_zeros, _int8, _fp8, _nf4, _nvfp4, _mxfp4, _iq4, _q4_k, _w8a8,
                      _fp8a8):
-            if make is _q4_k and k % 256:
+            if make is _q4_k and linear[2] % 256:
                 continue  # no superblocks
             yield from _products(shapes, linear, make, device, dtype)
 

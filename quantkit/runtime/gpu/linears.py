@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from quantkit.formats.base import Codes, QuantizedTensor
+from quantkit.formats.dtypes import FLOATS
 from quantkit.models.linear import Linear
 from quantkit.ops.activation import gelu_tanh_mul, silu_mul
 from quantkit.ops.device_weight import DeviceWeight
@@ -45,9 +46,19 @@ def packed_bytes(weight: QuantizedTensor, dtype: torch.dtype, device: torch.devi
 
 @functools.lru_cache(maxsize=256)
 def _tile_bytes(kernel: TritonKernel, spec: QuantSpec, k: int) -> int:
-    scale = torch.ones(spec.scale_shape((ROWS, k)))
-    zero = torch.zeros(scale.shape, dtype=torch.uint8) if spec.kind == "int" and not spec.symmetric else None
-    return kernel.pack(Codes(spec, torch.zeros(ROWS, k, dtype=torch.uint8), scale, zero)).nbytes
+    shape = ROWS, k
+    # a third has as many digits as the dtype: kernels keep scales in as few bytes as hold them exactly
+    outer_shape = spec.outer_shape(shape)
+    number = 1 / 3 if spec.scale_dtype in FLOATS and outer_shape is None else 1.0
+    scale = torch.full(spec.scale_shape(shape), number).to(FLOATS.get(spec.scale_dtype, torch.float32)).float()
+    zero = minimum = None
+    if spec.minimum:
+        minimum = -scale
+    elif spec.kind == "int" and not spec.symmetric:
+        zero = torch.full(scale.shape, 2**spec.bits - 1, dtype=torch.uint8)
+    outer = torch.ones(outer_shape) if outer_shape else None
+    return kernel.pack(Codes(spec, torch.zeros(shape, dtype=torch.uint8), scale, zero, minimum=minimum,
+                             outer=outer, outer_minimum=outer if spec.minimum else None)).nbytes
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 
 from quantkit.ops import gpu, triton_linear
 from quantkit.ops.dispatch import KernelQuery
-from quantkit.runtime.gpu.linears import _side_by_side
+from quantkit.runtime.gpu.linears import _side_by_side, _tile_bytes
 from quantkit.testing.codes import formula, random_codes
 from tests.support.quantized import quant_spec
 
@@ -75,6 +75,12 @@ def test_each_has_a_kernel_and_obeys_the_rule(case, monkeypatch):
     assert near(multiply(x, packed), x, formula(codes))
     rows = embed(torch.tensor([0, 127, 9]), packed, torch.float32)
     torch.testing.assert_close(rows, formula(codes)[[0, 127, 9]], rtol=1e-3, atol=1e-6)
+
+
+def test_bytes_are_known_before_it_is_packed(case, monkeypatch):
+    kernel = kernel_of(case[0], 256, 512, monkeypatch)
+    packed = kernel.pack(random_codes(case[0], (256, 512)))
+    assert 2 * _tile_bytes(kernel, case[0], 512) == packed.nbytes
 
 
 def test_weights_one_below_the_other(case, monkeypatch):
