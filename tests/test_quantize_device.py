@@ -16,6 +16,7 @@ from quantkit.testing import tiny_model
 
 RECIPE = """transforms: {transforms}
 rules:
+  - {{match: lm_head, method: null}}
   - {{match: "*", method: {method}, options: {options}, spec: {spec}}}
 """
 GROUPS = "{bits: 4, granularity: {strategy: group, size: 32}}"
@@ -24,7 +25,8 @@ TRELLIS = "{kind: trellis, bits: 4, window: 12, rotation: hadamard, granularity:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return str(tiny_model(tmp_path_factory.mktemp("models") / "tiny", tie_word_embeddings=False))
+    return str(tiny_model(tmp_path_factory.mktemp("models") / "tiny", tie_word_embeddings=False,
+                          num_key_value_heads=4))
 
 
 def test_a_device_that_is_not_there(model, tmp_path):
@@ -68,7 +70,8 @@ def test_a_gpu_comes_to_the_same(model, tmp_path, importance, method, options, s
     # a level that is nearly halfway may tip, and what is solved after it with it: small layers differ more
     assert math.isclose(*map(sum, zip(*errors, strict=True)), rel_tol=0.04), errors
     assert all(math.isclose(*pair, rel_tol=0.15) for pair in errors), errors
-    theirs = weights(there.out)
-    same = torch.cat([((weight - theirs[name]).abs() <= 1e-6 * weight.abs().max()).float().flatten()
-                      for name, weight in weights(here.out).items()])
-    assert same.mean() > 0.3, same.mean()
+    # inputs of later layers are rounded to bfloat16 behind sums in another order
+    ours, theirs = weights(here.out), weights(there.out)
+    same = {name: ((ours[name] - theirs[name]).abs() <= 1e-6 * ours[name].abs().max()).float().mean().item()
+            for name in (f"model.layers.0.self_attn.{part}_proj" for part in "qkv")}
+    assert min(same.values()) > 0.5, same

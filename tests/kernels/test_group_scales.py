@@ -195,7 +195,7 @@ def test_every_product_of_level_and_e4m3_scale_is_exact(on, family):
         family = None
     codes = torch.arange(16, dtype=torch.uint8).repeat(127, 4)
     scale = torch.arange(127, dtype=torch.uint8)[:, None].repeat(1, 4).view(torch.float8_e4m3fn)
-    packed = fp4.pack_fine(codes.to(on[0]), scale.to(on[0]), torch.ones(()), family)
+    packed = fp4.pack_fine(codes.to(on[0]), scale.to(on[0]), torch.ones((), device=on[0]), family)
     got = multiply(torch.eye(64, dtype=on[1], device=on[0]), packed).cpu().float()
     exact = (E2M1[codes.long()] * scale.float().repeat_interleave(16, 1)).T
     assert torch.equal(got, exact.to(on[1]).float())
