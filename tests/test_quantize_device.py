@@ -66,7 +66,8 @@ def test_a_gpu_comes_to_the_same(model, tmp_path, importance, method, options, s
     here, there = (quantize(model, str(path), tmp_path / name, calibration=text, device=name)
                    for name in ("cpu", "cuda"))
     assert [row.notes for row in here.rows] == [row.notes for row in there.rows]
-    errors = [(row.error, other.error) for row, other in zip(here.rows, there.rows, strict=True)]
+    errors = [(row.error, other.error) for row, other in zip(here.rows, there.rows, strict=True)
+              if row.spec is not None]
     # a level that is nearly halfway may tip, and what is solved after it with it: small layers differ more
     assert math.isclose(*map(sum, zip(*errors, strict=True)), rel_tol=0.04), errors
     assert all(math.isclose(*pair, rel_tol=0.15) for pair in errors), errors

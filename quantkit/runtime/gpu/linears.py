@@ -50,7 +50,8 @@ def _tile_bytes(kernel: TritonKernel, spec: QuantSpec, k: int) -> int:
     # a third has as many digits as the dtype: kernels keep scales in as few bytes as hold them exactly
     outer_shape = spec.outer_shape(shape)
     number = 1 / 3 if spec.scale_dtype in FLOATS and outer_shape is None else 1.0
-    scale = torch.full(spec.scale_shape(shape), number).to(FLOATS.get(spec.scale_dtype, torch.float32)).float()
+    dtype = FLOATS.get(spec.scale_dtype, torch.float32)
+    scale = torch.full(spec.scale_shape(shape), number).to(dtype).float()
     zero = minimum = None
     if spec.minimum:
         minimum = -scale
