@@ -34,7 +34,8 @@ def random_codes(spec: QuantSpec, shape: tuple[int, int], random: torch.Generato
         return scale * (0.5 + torch.rand(size, generator=random, device=device))
 
     def counts(lowest: float) -> torch.Tensor:
-        return torch.randint(int(lowest), int(multiples(spec)[1]) + 1, scales, generator=random, device=device)
+        end = int(multiples(spec)[1]) + 1
+        return torch.randint(int(lowest), end, scales, generator=random, device=device)
 
     outer_shape = spec.outer_shape(shape)
     if spec.superblock is not None and outer_shape is not None:
