@@ -20,12 +20,17 @@ from quantkit.ops.dispatch import KernelQuery, choose
 from quantkit.plugins import registry
 from quantkit.progress import Listener, ProgressEvent, silent
 from quantkit.recipe import default_format
-from quantkit.spec import Granularity, QuantSpec
+from quantkit.spec import Granularity, QuantSpec, ScaleDtype
 
 
 def _int4(group: int, symmetric: bool = True) -> QuantSpec:
     return QuantSpec(bits=4, symmetric=symmetric, granularity=Granularity(strategy="group", size=group),
                      scale_dtype="bfloat16")
+
+
+def _four_bits(kind: Literal["int", "fp", "iq"], group: int, scale: ScaleDtype, **more: Any) -> QuantSpec:
+    return QuantSpec(kind=kind, bits=4, granularity=Granularity(strategy="group", size=group),
+                     scale_dtype=scale, **more)
 
 
 def _eight(kind: Literal["int", "fp"], activations: Literal["token"] | None = None) -> QuantSpec:
@@ -39,6 +44,14 @@ SPECS = {
     "int4 g32": _int4(32), "int4 g64": _int4(64), "int4 g64 asym": _int4(64, False), "int4 g128": _int4(128),
     "nf4 b64": QuantSpec(kind="nf", bits=4, granularity=Granularity(strategy="block", size=64),
                          scale_dtype="float32"),
+    "nvfp4": _four_bits("fp", 16, "e4m3"), "mxfp4": _four_bits("fp", 32, "e8m0"),
+    "iq4_nl": _four_bits("iq", 32, "float16"),
+    "q4_k": _four_bits("int", 32, "float16", symmetric=False, minimum=True, superblock=256, scale_bits=6),
+    "q6_k": QuantSpec(bits=6, granularity=Granularity(strategy="group", size=16), scale_dtype="float16",
+                      superblock=256, scale_bits=8),
+    "mlx g64": _four_bits("int", 64, "bfloat16", symmetric=False, minimum=True),
+    "fp8 tiles": QuantSpec(kind="fp", bits=8, granularity=Granularity(strategy="tile", size=128),
+                           scale_dtype="float32"),
 }
 BUDGET = 1 << 28
 """Bytes of weights that a run reads, so that they come from memory and not from a cache."""
