@@ -76,6 +76,9 @@ MAX_NAME = 200
 @click.option("--parse-special-tokens", "parse_special", is_flag=True,
               help="Control tokens written out in chat messages (<|im_end|>) become control tokens: "
                    "whoever writes a message can then open a role. By default they are plain text.")
+@click.option("--chat-template", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
+              help="Jinja template that chats are written by, in place of the model's own: for base models "
+                   "and files that have lost theirs.")
 @trace_option
 @click.option("--revision", help="Branch, tag or commit of a model on the hub.")
 @click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto",
@@ -89,7 +92,7 @@ def command(models: tuple[str, ...], host: str, port: int, hosts: tuple[str, ...
             names: tuple[str, ...], kvs: tuple[str, ...], kv_memory: str | None, prefix_cache: str | None,
             draft: str, replicas: int | None, overcommit: bool, max_batch: int, max_queue: int,
             scheduling_policy: SchedulingPolicy, max_itl: float, drain_timeout: float, parse_special: bool,
-            trace: Path | None,
+            chat_template: Path | None, trace: Path | None,
             revision: str | None, dtype: str, device: str, verify: bool, as_json: bool) -> None:
     """Serve models on this machine with the APIs of OpenAI and Anthropic and a chat page.
 
@@ -115,7 +118,8 @@ def command(models: tuple[str, ...], host: str, port: int, hosts: tuple[str, ...
     parse_drafter(draft)
     options = ServingOptions(models, tuple(called), kvs, _bytes("--kv-memory", kv_memory),
                              _bytes("--prefix-cache", prefix_cache), draft, overcommit, max_batch, max_queue,
-                             scheduling_policy, max_itl, parse_special, revision, dtype, device, verify)
+                             scheduling_policy, max_itl, parse_special, revision, dtype, device, verify,
+                             None if chat_template is None else _template(chat_template))
     with bind(host, port, has_key=key is not None) as bound, open_trace(trace) as trace_file:
         note(f"loading {', '.join(models)}")
         loopback = is_loopback(bound)
@@ -163,6 +167,19 @@ def _key(file: Path | None) -> str | None:
                          why="it is empty" if not key else "only letters, digits and signs can be sent",
                          next='python -c "import secrets; print(secrets.token_urlsafe())" makes one')
     return key
+
+
+def _template(file: Path) -> str:
+    """The text of a chat template. Raises UsageError: it is none."""
+    from quantkit.text.chat import MAX_TEMPLATE, ChatTemplate, TemplateError
+
+    with file.open("rb") as stream:
+        text = stream.read(4 * MAX_TEMPLATE + 1).decode("utf-8", "replace")
+    try:
+        return ChatTemplate(text).source
+    except TemplateError as error:
+        raise UsageError(f"{file} can't be a chat template", why=error.why or str(error),
+                         next="give a file such as a model's chat_template.jinja") from None
 
 
 def _bytes(option: str, size: str | None) -> int | None:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from quantkit.runtime.trace_file import TraceFile
     from quantkit.serve.app import Application
     from quantkit.serve.models import SchedulingPolicy, ServedEngine
+    from quantkit.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class ServingOptions:
         kvs: KV settings as they are written; the first is the default.
         kv_memory, prefix_cache: bytes; ``None``: the default.
         max_itl: milliseconds.
+        chat_template: Jinja text that replaces the models' own.
         sharing: replicas that share the memory of this machine's CPU.
     """
 
@@ -49,6 +51,7 @@ class ServingOptions:
     dtype: str
     device: str
     verify: bool
+    chat_template: str | None = None
     sharing: int = 1
 
 
@@ -68,6 +71,11 @@ def load_served(options: ServingOptions) -> list[ServedEngine]:
     from quantkit.runtime.engine import Engine
     from quantkit.runtime.fair_lock import FairLock
 
+    def take_tokenizer(start: ServingStart, tokenizer: Tokenizer) -> None:
+        if options.chat_template is not None:
+            tokenizer.use_template(options.chat_template)
+        start.take_tokenizer(tokenizer)
+
     settings, drafter = [parse_kv(kv) for kv in options.kvs], parse_drafter(options.draft)
     spec = settings[0] if settings else None
     made = []
@@ -81,7 +89,7 @@ def load_served(options: ServingOptions) -> list[ServedEngine]:
                 loaded = load_model(model, revision=options.revision, dtype=options.dtype,
                                     device=options.device, verify=options.verify,
                                     on_open=functools.partial(plan.add, model),
-                                    on_tokenizer=start.take_tokenizer)
+                                    on_tokenizer=functools.partial(take_tokenizer, start))
                 engine = Engine(loaded, kv=spec, more_kv=settings[1:], max_batch=options.max_batch,
                                 max_queue=options.max_queue, memory=options.kv_memory,
                                 max_itl=options.max_itl / 1000, prefix_cache=options.prefix_cache,

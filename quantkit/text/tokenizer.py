@@ -143,8 +143,9 @@ class Tokenizer:
         """What :meth:`chat` encodes: the conversation as the chat template writes it, with or without
         the beginning of an ``answer``."""
         if self._template is None:
-            raise SourceError("the model has no chat template", next="leave out --chat",
-                              why="it is a base model, or its template was lost")
+            raise SourceError("the model has no chat template",
+                              why="it is a base model, or its template was lost",
+                              next="leave out --chat, or start a server with --chat-template FILE")
         return self._template.render(messages, answer, tools, options, **self._special)
 
     @functools.cached_property
@@ -174,6 +175,14 @@ class Tokenizer:
             except SourceError:
                 continue
         return ""
+
+    def use_template(self, source: str) -> None:
+        """Write chats by this Jinja template, whatever the model's files have. Before the first chat.
+
+        Raises:
+            TemplateError: too large, or not a template.
+        """
+        self._template = ChatTemplate(source)
 
     @property
     def has_chat(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import signal
 import socket
@@ -17,7 +18,7 @@ import openai
 import pytest
 
 from quantkit.cli.main import main
-from quantkit.cli.serve_local import _called, _key, _names
+from quantkit.cli.serve_local import _called, _key, _names, _template
 from quantkit.errors import UsageError
 from quantkit.runtime.generate import generate
 from quantkit.runtime.loader import load
@@ -122,11 +123,33 @@ def test_with_a_key_others_may_reach_it(serving, tiny):
     assert "for other machines" in said
 
 
+def test_chats_by_a_template_of_its_own(serving, long, tmp_path):
+    template = tmp_path / "turns.jinja"
+    template.write_text("{{ bos_token }}{% for message in messages %}[{{ message.content }}]{% endfor %}")
+    with serving(long, "--chat-template", template) as process:
+        answer = process.client.chat.completions.create(
+            model=process.where["model"], messages=[{"role": "user", "content": "the cat"}], max_tokens=6,
+            temperature=0)
+        wanted = process.ask(prompt="[the cat]", max_tokens=6, temperature=0).choices[0].text
+    assert answer.choices[0].message.content == wanted
+
+
+@pytest.mark.parametrize(("text", "why"), [("{% for", "Unexpected|unexpected|expected"),
+                                           ("a" * (128 * 2**10 + 1), "131072 are allowed")])
+def test_a_chat_template_that_is_none(tmp_path, text, why):
+    file = tmp_path / "turns.jinja"
+    file.write_text(text)
+    with pytest.raises(UsageError, match="can't be a chat template") as caught:
+        _template(file)
+    assert re.search(why, caught.value.why) and caught.value.next
+
+
 @pytest.mark.parametrize(("arguments", "code", "said"), [
     (["--host", "0.0.0.0"], 2, "there is no API key"), (["--host", "no.such.invalid"], 2, "can't be bound"),
     (["--port", "99999"], 2, "--port"), (["--kv", "int9"], 2, "int9"),
     (["--max-batch", "0"], 2, "--max-batch"),
     (["--name", ""], 2, "can't be called"), (["--api-key-file", "nowhere"], 1, "nowhere"),
+    (["--chat-template", "nowhere"], 1, "nowhere"),
     (["--dtype", "int8"], 2, "--dtype"), (["--max-queue", "0"], 2, "--max-queue"),
     (["--kv-memory", "8"], 2, "8GB"), (["--trace", "no/folder/trace.json"], 2, "the trace can't be written"),
     (["--trace", "trace.json", "--replicas", "2"], 2, "--trace doesn't go with --replicas"),
