@@ -122,8 +122,8 @@ def _q4_k(n: int, k: int, device: torch.device, dtype: torch.dtype) -> Weight:
     codes = _nibbles(n, k, device)
     numbers = [(torch.rand(n, k // 256, device=device) * 1e-4 + 1e-4).half() * sign for sign in (1, -7.5)]
     multiples = [torch.randint(20, 64, (n, k // 32), device=device) for _ in numbers]
-    scale, minimum = (whole * number.float().repeat_interleave(8, 1)
-                      for whole, number in zip(multiples, numbers))
+    scale, minimum = (count * number.float().repeat_interleave(8, 1)
+                      for count, number in zip(multiples, numbers))
     dense = codes.unflatten(1, (k // 32, 32)) * scale[..., None] + minimum[..., None]
     packed = w4a16.pack_minima(codes, pack_superblocks(multiples, numbers), 32)
     return "q4_k g32", packed, dense.flatten(1).to(dtype)
