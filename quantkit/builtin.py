@@ -19,7 +19,7 @@ def register_sources(register: Register) -> None:
 
 @hookimpl
 def register_architectures(register: Register) -> None:
-    for name in ("gemma2", "gemma3_text", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen3",
+    for name in ("gemma2", "gemma3_text", "gpt_oss", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen3",
                  "qwen3_moe"):
         register(name, f"quantkit.models.{name}:ARCHITECTURE")
     register("mimo", "quantkit.models.qwen2:MIMO")

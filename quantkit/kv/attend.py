@@ -31,7 +31,7 @@ class PagedAttention:
 
     def __call__(self, states: Sequence[LayerState], counts: Sequence[int], q: torch.Tensor,
                  positions: torch.Tensor, window: int | None,
-                 step_cache: dict[object, object]) -> torch.Tensor:
+                 step_cache: dict[object, object], sinks: torch.Tensor | None = None) -> torch.Tensor:
         """Attend with each row's queries over what its sequence holds.
 
         Args:
@@ -41,6 +41,7 @@ class PagedAttention:
             positions: int64 ``[B, T]``, −1: padding.
             window: the model's own sliding window.
             step_cache: kept for the step, so that layers can share results.
+            sinks: of the model, float32 ``[H]``.
 
         Returns:
             ``[B, H, T, D]`` in q's dtype; zeros at padding.
@@ -59,13 +60,14 @@ class PagedAttention:
                 if (self._same_positions or window is None) and min(lengths) == max(lengths):
                     visible = self._shared_visibility(row, at, later, state, window, step_cache)
                     result = attention(query[None].to(keys.dtype), keys[None], values[None], visible,
-                                       config.attention_scale, config.attention_softcap)
+                                       config.attention_scale, config.attention_softcap, sinks)
                     out[row, :, begin:end] = result[0].to(q.dtype)
                 else:  # heads that hold different positions are the rows of a batch
                     grouped = query.unflatten(0, (len(lengths), -1)).to(keys.dtype)
                     visible = self._visibility(at.expand(len(lengths), -1), store.positions(state), window)
                     result = attention(grouped, keys[:, None], values[:, None], visible,
-                                       config.attention_scale, config.attention_softcap)
+                                       config.attention_scale, config.attention_softcap,
+                                       None if sinks is None else sinks.view(len(lengths), -1))
                     out[row, :, begin:end] = result.flatten(0, 1).to(q.dtype)
         return out
 

@@ -87,7 +87,7 @@ class Batch:
         return torch.tensor([sequence.max_length for sequence in self.sequences], dtype=torch.int64)
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: ForwardContext,
-               window: int | None) -> torch.Tensor:
+               window: int | None, sinks: torch.Tensor | None = None) -> torch.Tensor:
         """Rotate, store and attend; then policies may act.
 
         Raises:
@@ -107,7 +107,7 @@ class Batch:
         # a sequence at a time: codecs sum up, and torch's sums may depend on what else is in a tensor
         for row, (state, count) in enumerate(zip(states, counts)):
             layer_cache.write(state, k[row, :, :count], v[row, :, :count], positions[row, :count])
-        out = layer_cache.attend(states, counts, q, positions, window, self._step_cache)
+        out = layer_cache.attend(states, counts, q, positions, window, self._step_cache, sinks)
         if codecs.values.hadamard:
             out = undo_hadamard(out)
         for row, (state, count, phase) in enumerate(zip(states, counts, self.phases)):

@@ -67,9 +67,10 @@ class LayerCache:
         self.store.close(state)
 
     def attend(self, states: Sequence[LayerState], counts: Sequence[int], q: torch.Tensor,
-               positions: torch.Tensor, window: int | None, step_cache: dict[object, object]) -> torch.Tensor:
+               positions: torch.Tensor, window: int | None, step_cache: dict[object, object],
+               sinks: torch.Tensor | None = None) -> torch.Tensor:
         """See :class:`~quantkit.kv.attend.PagedAttention`."""
-        return self._attention(states, counts, q, positions, window, step_cache)
+        return self._attention(states, counts, q, positions, window, step_cache, sinks)
 
     def end_step(self, state: LayerState, queries: torch.Tensor | None, count: int, phase: Phase) -> bool:
         """Note that a step of ``count`` tokens is done.

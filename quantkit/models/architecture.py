@@ -113,7 +113,11 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         for slot in (*_attention_slots(config, i), *_mlp_slots(config, i)):
             shapes |= _slot_shapes(slot, _has_bias(config, slot))
         if experts is not None and experts.layers[i]:
-            shapes[f"{prefix}.{experts.module}.gate.weight"] = (experts.count, hidden)
+            shapes[f"{prefix}.{experts.module}.{experts.router}.weight"] = (experts.count, hidden)
+            if experts.router_bias:
+                shapes[f"{prefix}.{experts.module}.{experts.router}.bias"] = (experts.count,)
+        if config.attention_sinks:
+            shapes[f"{prefix}.self_attn.sinks"] = (config.num_heads,)
         if config.qk_norm:
             shapes[f"{prefix}.self_attn.q_norm.weight"] = (config.head_dim,)
             shapes[f"{prefix}.self_attn.k_norm.weight"] = (config.head_dim,)

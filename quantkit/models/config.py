@@ -11,7 +11,7 @@ from quantkit.models.rope_config import RopeConfig, parse_rope
 
 __all__ = ["Experts", "ModelConfig", "RopeConfig", "parse_dense"]
 
-Activation = Literal["silu", "gelu_tanh"]
+Activation = Literal["silu", "gelu_tanh", "clamped_silu"]
 
 ROUTER_TRAINING = ("output_router_logits", "router_aux_loss_coef", "router_jitter_noise")
 """Keys that matter only while experts are trained."""
@@ -33,6 +33,7 @@ class Experts:
         layers: one a layer, whether it has experts or an MLP.
         module: what they are called in the file, beside ``self_attn``.
         projections: gate, up and down of an expert, as they are called there.
+        router, router_bias: what the router is called there, and whether it has a bias.
     """
 
     count: int
@@ -42,6 +43,8 @@ class Experts:
     layers: tuple[bool, ...]
     module: str = "mlp"
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    router: str = "gate"
+    router_bias: bool = False
 
 
 @dataclass(frozen=True)
@@ -53,16 +56,20 @@ class ModelConfig:
     Attributes:
         sliding_windows: one a layer; with ``w`` a query at position p sees keys at ``(p - w, p]``,
             with ``None`` all keys up to p.
-        qkv_bias, o_bias, mlp_bias: whether those linear layers have a bias.
+        qkv_bias, o_bias, mlp_bias: whether those linear layers have a bias; experts count as an MLP.
         qk_norm: queries and keys are normalized a head before they are rotated.
         fused_projections: q, k and v are one Linear, gate and up another.
         experts: in place of some or all layers' MLP.
-        activation: of the MLP's gate; ``gelu_tanh`` is GELU's approximation by tanh.
+        activation: of the MLP's gate; ``gelu_tanh`` is GELU's approximation by tanh, ``clamped_silu``
+            :func:`~quantkit.ops.activation.clamped_silu_mul`, which changes the other factor too.
+        activation_limit: of ``clamped_silu``.
         local_rope: of layers with a window; ``None``: the same as of all others.
         sandwich_norms: what attention and MLP give is normalized too before it is added.
         offset_norms: the norms' weights are stored less 1.
         embedding_scale: embeddings are multiplied by it.
         attention_scale: of the scores, in place of ``head_dim ** -0.5``.
+        attention_sinks: each query head has a learned number that joins its softmax as a score would, and
+            weighs no value.
         attention_softcap, logit_softcap: ``c``, where scores or logits ``x`` become ``c · tanh(x / c)``.
     """
 
@@ -86,11 +93,13 @@ class ModelConfig:
     fused_projections: bool = False
     experts: Experts | None = None
     activation: Activation = "silu"
+    activation_limit: float = 0.0
     local_rope: RopeConfig | None = None
     sandwich_norms: bool = False
     offset_norms: bool = False
     embedding_scale: float = 1.0
     attention_scale: float | None = None
+    attention_sinks: bool = False
     attention_softcap: float | None = None
     logit_softcap: float | None = None
 

@@ -19,7 +19,7 @@ class MixtureOfExperts:
     results are added in the experts' order.
 
     Attributes:
-        router: ``[experts, hidden]``, never quantized.
+        router: ``[experts, hidden]``, perhaps with a bias, never quantized.
         experts: one by one.
     """
 
@@ -28,11 +28,13 @@ class MixtureOfExperts:
         assert experts is not None and experts.layers[index]
         name = f"model.layers.{index}.{experts.module}"
         self._chosen, self._normalized = experts.chosen, experts.normalized
-        self.router = linear(weights, f"{name}.gate", (experts.count, config.hidden_size), False)
+        self.router = linear(weights, f"{name}.{experts.router}", (experts.count, config.hidden_size),
+                             experts.router_bias)
         self.experts = []
         for number in range(experts.count):
             gate, up, down = (f"{name}.experts.{number}.{part}" for part in experts.projections)
-            self.experts.append(MLP(config, weights, (gate, up), down, experts.intermediate_size))
+            self.experts.append(MLP(config, weights, (gate, up), down, experts.intermediate_size,
+                                    config.mlp_bias))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """``[B, T, hidden]`` → ``[B, T, hidden]``."""

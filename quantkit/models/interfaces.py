@@ -86,7 +86,7 @@ class KVCacheProtocol(Protocol):
         """How many tokens each sequence is announced to have in the end, int64 ``[B]``; 0: unknown."""
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: ForwardContext,
-               window: int | None) -> torch.Tensor:
+               window: int | None, sinks: torch.Tensor | None = None) -> torch.Tensor:
         """Store a step's keys and values of one layer, and attend over all that its queries may see.
 
         Rotation is left to the cache, so that one kernel can rotate, compress and store.
@@ -97,6 +97,7 @@ class KVCacheProtocol(Protocol):
             k, v: ``[B, Hkv, T, D]``, not yet rotated.
             context: rotation tables and positions; padding is not kept.
             window: the layer's own sliding window.
+            sinks: as for :func:`~quantkit.ops.attention.attention`.
 
         Returns:
             ``[B, H, T, D]`` in q's dtype; finite at padding.

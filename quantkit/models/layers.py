@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -11,7 +12,7 @@ from quantkit.models.config import ModelConfig
 from quantkit.models.forward_context import ForwardContext
 from quantkit.models.interfaces import KVCacheProtocol
 from quantkit.models.linear import Linear, Weights
-from quantkit.ops.activation import gelu_tanh_mul, silu_mul
+from quantkit.ops.activation import clamped_silu_mul, gelu_tanh_mul, silu_mul
 from quantkit.ops.attention import attention
 from quantkit.ops.embedding import embed
 from quantkit.ops.linear_weight import LinearWeight
@@ -48,6 +49,7 @@ class Attention:
     Attributes:
         inputs: the Linears that see the layer's input: q, k and v, or all three as one.
         sizes: of q, k and v.
+        sinks: float32 ``[heads]``, of a model with attention sinks.
     """
 
     def __init__(self, config: ModelConfig, index: int, weights: Weights, size: int = 0) -> None:
@@ -63,6 +65,10 @@ class Attention:
                        for part, rows in parts.items()]
         self.o_proj = linear(weights, f"{name}.o_proj", (hidden, q), config.o_bias)
         self.q_norm = self.k_norm = None
+        self.sinks: torch.Tensor | None = None
+        if config.attention_sinks:
+            self.sinks = weights.tensor(f"{name}.sinks").float()
+            check_shape(f"{name}.sinks", self.sinks, (config.num_heads,))
         if config.qk_norm:
             self.q_norm = RMSNorm(f"{name}.q_norm", dim, config, weights)
             self.k_norm = RMSNorm(f"{name}.k_norm", dim, config, weights)
@@ -81,12 +87,12 @@ class Attention:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if cache is not None:
-            out = cache.attend(self._index, q, k, v, context, self._window)
+            out = cache.attend(self._index, q, k, v, context, self._window, self.sinks)
         else:
             cos, sin = context.rope_tables(self._window)
             q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
             out = attention(q, k, v, context.seen(self._window), self._config.attention_scale,
-                            self._config.attention_softcap)
+                            self._config.attention_softcap, self.sinks)
         return out.transpose(1, 2).reshape(batch, length, -1)
 
     def linears(self) -> list[Linear]:
@@ -112,7 +118,8 @@ class MLP:
 
     def __init__(self, config: ModelConfig, weights: Weights, inputs: Sequence[str], down: str, size: int,
                  bias: bool = False) -> None:
-        self._activation = ACTIVATIONS[config.activation]
+        self._activation = (partial(clamped_silu_mul, limit=config.activation_limit)
+                            if config.activation == "clamped_silu" else ACTIVATIONS[config.activation])
         self.sizes = (size, size)
         self.inputs = [linear(weights, name, (2 * size // len(inputs), config.hidden_size), bias)
                        for name in inputs]

@@ -2,7 +2,8 @@
 what reads them is multiplied.
 
 A norm's weight writes what q, k and v read, or gate and up; v writes what o reads, since attention only
-averages it; up writes what down reads, since the activation is on the other factor.
+averages it; up writes what down reads, since the activation is on the other factor (where it isn't, as with
+``clamped_silu``, there is no such group).
 """
 
 from __future__ import annotations
@@ -65,12 +66,15 @@ def scale_groups(config: ModelConfig, index: int) -> Iterator[ScaleGroup]:
         module, (gate, up, down) = f"{layer}.{experts.module}", experts.projections
         names = [f"{module}.experts.{number}" for number in range(experts.count)]
         yield ScaleGroup(norm, None, tuple(f"{name}.{part}" for name in names for part in (gate, up)),
-                         router=f"{module}.gate")
-        yield from (ScaleGroup(f"{name}.{up}", (0, experts.intermediate_size), (f"{name}.{down}",))
-                    for name in names)
+                         router=f"{module}.{experts.router}")
+        if config.activation != "clamped_silu":
+            yield from (ScaleGroup(f"{name}.{up}", (0, experts.intermediate_size), (f"{name}.{down}",))
+                        for name in names)
         return
     size, mlp = config.intermediate_size, f"{layer}.mlp"
     inputs = ("gate_up_proj",) if fused else ("gate_proj", "up_proj")
     yield ScaleGroup(norm, None, tuple(f"{mlp}.{name}" for name in inputs))
+    if config.activation == "clamped_silu":
+        return
     first = size if fused else 0
     yield ScaleGroup(f"{mlp}.{inputs[-1]}", (first, first + size), (f"{mlp}.down_proj",))

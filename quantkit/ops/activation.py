@@ -34,6 +34,21 @@ def gelu_tanh_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return F.gelu(gate, approximate="tanh").mul_(up)
 
 
+CLAMPED_GAIN = 1.702
+"""Of the sigmoid in :func:`clamped_silu_mul`: with it a gate's activation is close to GELU."""
+
+
+def clamped_silu_mul(gate: torch.Tensor, up: torch.Tensor, limit: float) -> torch.Tensor:
+    """``g · sigmoid(1.702 g) · (u + 1)``, elementwise, with ``g = min(gate, limit)`` and ``u`` as ``up``, but
+    within ``[-limit, limit]``: gpt-oss, https://arxiv.org/abs/2508.10925.
+
+    Arguments and result are otherwise as for :func:`silu_mul`, by which it is computed, in float32.
+    """
+    gain = gate.float().clamp(max=limit) * CLAMPED_GAIN
+    other = (up.float().clamp(-limit, limit) + 1) / CLAMPED_GAIN
+    return silu_mul(gain, other).to(gate.dtype)
+
+
 def softcapped(x: torch.Tensor, cap: float | None) -> torch.Tensor:
     """``cap · tanh(x / cap)``, in x's dtype, https://arxiv.org/abs/2408.00118; x itself without a cap."""
     return x if cap is None else (x / cap).tanh() * cap

@@ -76,7 +76,8 @@ class Visibility:
 
 
 def attention(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: Visibility,
-              scale: float | None = None, softcap: float | None = None) -> torch.Tensor:
+              scale: float | None = None, softcap: float | None = None,
+              sinks: torch.Tensor | None = None) -> torch.Tensor:
     """``softmax(q kᵀ · scale) v``, each query over the keys that it sees.
 
     Softmax and sums are float32 inside. Memory beyond the result is bounded: queries go in chunks.
@@ -88,11 +89,14 @@ def attention(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: V
         seen: made from the positions of these queries and keys.
         scale: ``D ** -0.5`` by default.
         softcap: ``c``, where scores ``x`` become ``c · tanh(x / c)``.
+        sinks: float32 ``[H]`` or ``[B, H]``: a further score of each head, uncapped and of no key, that is in
+            the softmax's denominator alone, https://arxiv.org/abs/2508.10925.
 
     Returns:
         ``[B, H, T, D]`` in q's dtype; finite for padded queries too.
     """
-    if softcap is None and q.shape[2] == 1:
+    by_hand = softcap is not None or sinks is not None
+    if not by_hand and q.shape[2] == 1:
         return _decode(q, keys, values, seen, scale)
     dtype = q.dtype
     if q.device.type == "cpu" and dtype != torch.float64:
@@ -104,17 +108,22 @@ def attention(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: V
         block = q[:, :, start:stop], keys[:, :, low:high], values[:, :, low:high]
         out[:, :, start:stop] = F.scaled_dot_product_attention(
             *block, attn_mask=bias, scale=scale, enable_gqa=q.shape[1] != keys.shape[1]
-        ) if softcap is None else _softcapped(*block, bias, scale, softcap)
+        ) if not by_hand else _by_hand(*block, bias, scale, softcap, sinks)
     return out
 
 
-def _softcapped(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor | None,
-                scale: float | None, softcap: float) -> torch.Tensor:
-    """A key head at a time: that bounds the scores in memory."""
-    scale, results = q.shape[-1] ** -0.5 if scale is None else scale, []
-    for mine, key, value in zip(q.chunk(keys.shape[1], 1), keys.split(1, 1), values.split(1, 1)):
-        scores = softcapped(mine.float() @ key.float().mT * scale, softcap)
-        weights = (scores if bias is None else scores + bias).softmax(-1)
+def _by_hand(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor | None,
+             scale: float | None, softcap: float | None, sinks: torch.Tensor | None) -> torch.Tensor:
+    """What torch's attention can't do, a key head at a time: that bounds the scores in memory."""
+    scale, results, group = q.shape[-1] ** -0.5 if scale is None else scale, [], q.shape[1] // keys.shape[1]
+    for head, (key, value) in enumerate(zip(keys.split(1, 1), values.split(1, 1))):
+        mine = slice(head * group, (head + 1) * group)
+        scores = softcapped(q[:, mine].float() @ key.float().mT * scale, softcap)
+        scores = scores if bias is None else scores + bias
+        if sinks is not None:
+            sink = sinks[..., mine, None, None].expand(*scores.shape[:-1], 1)
+            scores = torch.cat((scores, sink), -1)
+        weights = scores.softmax(-1)[..., :keys.shape[2]]
         results.append(weights.to(value.dtype) @ value)
     return torch.cat(results, 1)
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from quantkit.errors import SourceError
 from quantkit.sources.base import ModelSource, SourceKind
 from quantkit.sources.checked import CheckedSource
+from quantkit.sources.split_experts import split_experts
 from quantkit.sources.text_part import text_part
 
 
 def open_source(uri: str, revision: str | None = None) -> ModelSource:
-    """Find the kind of source that ``uri`` names and open it. Of a multimodal model, open the text part.
+    """Find the kind of source that ``uri`` names and open it. Of a multimodal model, open the text part;
+    experts that a file keeps in one tensor become a tensor each.
 
     Raises:
         SourceError: no kind of source takes the name, or its kind can't open it.
@@ -24,7 +26,7 @@ def open_source(uri: str, revision: str | None = None) -> ModelSource:
         if (entry := registry("sources").entry(name)).owner != BUILTIN:
             source = CheckedSource(source, f"source {name!r} of {entry.by}")
         try:
-            return text_part(source)
+            return split_experts(text_part(source))
         except SourceError:
             source.close()
             raise

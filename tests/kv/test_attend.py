@@ -44,7 +44,7 @@ class Masked:
     def done(self, model, ids, positions):
         pass
 
-    def attend(self, layer, q, k, v, context, window):
+    def attend(self, layer, q, k, v, context, window, sinks=None):
         q, k = (apply_rope(x, *context.rope_tables(None)) for x in (q, k))
         at = context.positions[0]
         key, query = at[None], at[:, None]

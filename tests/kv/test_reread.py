@@ -41,7 +41,7 @@ class Watcher:
     def __init__(self, config):
         self.config, self.weights, self.seen, self.keys, self.values = config, {}, 0, {}, {}
 
-    def attend(self, layer, q, k, v, context: ForwardContext, window):
+    def attend(self, layer, q, k, v, context: ForwardContext, window, sinks=None):
         cos, sin = context.rope_tables(window)
         q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
         scores = q[0].double() @ k[0].double().repeat_interleave(q.shape[1] // k.shape[1], 0).mT

@@ -6,7 +6,8 @@ import warnings
 
 import pytest
 import torch
-from safetensors.torch import load_file
+
+from quantkit.sources.open import open_source
 
 pytestmark = pytest.mark.oracle
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (extra: oracle)")
@@ -40,6 +41,14 @@ CASES = {
                                   "rope_parameters": {
         "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 50000.0},
         "sliding_attention": {"rope_type": "default", "rope_theta": 700.0}}}),
+    "gpt-oss": ("gpt_oss", {"sliding_window": 5}),
+    "gpt-oss-defaults": ("gpt_oss", {"sliding_window": 6, "rope_scaling": None, "swiglu_limit": 0.6,
+                                     "num_local_experts": 5, "num_experts_per_tok": 3,
+                                     "tie_word_embeddings": False, "num_key_value_heads": 1}),
+    "gpt-oss-layer-types": ("gpt_oss", {"sliding_window": 7, "num_hidden_layers": 3, "layer_types": [
+        "full_attention", "sliding_attention", "sliding_attention"], "attention_bias": False,
+        "num_experts_per_tok": 1, "rope_scaling": None, "rope_theta": None, "rope_parameters": {
+        "rope_type": "default", "rope_theta": 700.0}}),
     "llama": ("llama", {}),
     "llama-mha": ("llama", {"num_key_value_heads": 4}),
     "llama-mqa-untied": ("llama", {"num_key_value_heads": 1, "tie_word_embeddings": False}),
@@ -99,9 +108,10 @@ def pair(request, make_config, make_model, tmp_path):
     for name, value in hf.named_parameters():
         noise = torch.randn(value.shape, generator=random)
         value.data = 1 + 0.2 * noise if "norm" in name else noise * (
-            0.2 if value.dim() == 1 else 1.3 * value.shape[-1] ** -0.5)
+            1.0 if "sinks" in name else 0.2 if value.dim() == 1 else 1.3 * value.shape[-1] ** -0.5)
     hf.save_pretrained(tmp_path)  # in memory experts are one tensor
-    return hf, make_model(config, load_file(tmp_path / "model.safetensors"))
+    source = open_source(str(tmp_path))
+    return hf, make_model(config, {name: source.tensor(name).clone() for name in source.tensors()})
 
 
 def ids_of(batch, length, seed=2):

@@ -73,6 +73,8 @@ def declines(config: ModelConfig, dtype: torch.dtype, device: torch.device,
 def _other_maths(config: ModelConfig) -> str | None:
     """What no kernel computes."""
     has = {"mixtures of experts": config.experts is not None,
+           "attention sinks": config.attention_sinks,
+           "clamped activations": config.activation == "clamped_silu",
            "scaled scores": config.attention_scale is not None,
            "capped scores": config.attention_softcap is not None,
            "a rotation that depends on the sequence's length": config.rope.kind == "longrope",

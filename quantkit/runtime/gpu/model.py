@@ -60,6 +60,8 @@ def declines(config: ModelConfig, dtype: torch.dtype, device: torch.device,
 def other_maths(config: ModelConfig) -> str | None:
     """What a model does that no kernel computes; ``None`` if there is nothing."""
     has = {"mixtures of experts": config.experts is not None,
+           "attention sinks": config.attention_sinks,
+           "clamped activations": config.activation == "clamped_silu",
            "a rotation that depends on the sequence's length": config.rope.kind == "longrope",
            "a rotation of parts of a head": config.rope.partial != 1.0}
     feature = next((name for name, used in has.items() if used), None)
