@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,8 @@ def tiny_model(folder: Path | str, family: str = "llama", seed: int = 0, *, dtyp
     weights = tiny_weights(config, seed)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(joined_experts(weights) if family == "gpt_oss" else weights, folder / "model.safetensors",
+              metadata={"format": "pt"})
     tiny_tokenizer(adds_bos=_adds_bos(family)).save(str(folder / "tokenizer.json"))
     _write(folder / "config.json", config)
     _write(folder / "tokenizer_config.json", _tokenizer_config(family))
@@ -122,6 +124,26 @@ def random_weights(parsed: ModelConfig, dtype: torch.dtype, seed: int = 0) -> di
             value = value * (2.0 if "embed" in name or "lm_head" in name else 1.0) * shape[-1] ** -0.5
         weights[name] = value.to(dtype)
     return weights
+
+
+def joined_experts(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A gpt_oss model's tensors as its files have them: those of a layer's experts as one
+    (:mod:`quantkit.sources.split_experts`)."""
+    joined: dict[str, torch.Tensor] = {}
+    experts: dict[str, dict[str, list[torch.Tensor]]] = {}
+    for name, tensor in weights.items():
+        place, inside, expert = name.partition(".experts.")
+        if inside:
+            experts.setdefault(f"{place}.experts", {}).setdefault(expert.partition(".")[2], []).append(tensor)
+        else:
+            joined[name] = tensor
+    for place, parts in experts.items():
+        for part, suffix in (("weight", ""), ("bias", "_bias")):
+            gate, up, down = (torch.stack(parts[f"{name}_proj.{part}"]) for name in ("gate", "up", "down"))
+            rows = torch.stack((gate, up), 2).flatten(1, 2)
+            for projection, fused in (("gate_up_proj", rows), ("down_proj", down)):
+                joined[f"{place}.{projection}{suffix}"] = (fused if part == "bias" else fused.mT).contiguous()
+    return joined
 
 
 def tiny_tokenizer(adds_bos: bool = True) -> Tokenizer:

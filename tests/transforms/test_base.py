@@ -47,7 +47,10 @@ def test_every_seam_of_every_family_keeps_the_function(tmp_path, family, extra):
         for seam in found:
             layer.scale(seam, torch.rand(channels(config, seam), generator=random) * 4 + 0.25)
         read = {name for seam in found for name in seam.readers}
-        assert read == {slot.name for slot in linear_slots(config) if slot.layer == index}
+        linears = {slot.name for slot in linear_slots(config) if slot.layer == index}
+        if family == "gpt_oss":  # its activation adds 1 to what up writes
+            linears = {name for name in linears if not name.endswith("down_proj")}
+        assert read == linears
         changed |= layer.changed
     assert float((logits(source, changed) - before).abs().max()) < 3e-5
     moved = [name for name, now in changed.items() if not torch.equal(now, source.tensor(name))]
