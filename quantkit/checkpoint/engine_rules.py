@@ -11,6 +11,7 @@ from quantkit.checkpoint.manifest import LayerRow
 from quantkit.checkpoint.verify import VerifyCheck
 from quantkit.models.architecture import HEAD
 from quantkit.models.config import ModelConfig
+from quantkit.sources import split_experts
 
 MARLIN_GROUPS = (-1, 32, 64, 128)
 TRITON_GROUPS = (*MARLIN_GROUPS, 256)
@@ -20,6 +21,8 @@ EIGHT_BIT = (*BYTES, "fine-grained-fp8")
 """Those, and DeepSeek's."""
 FP4 = ("nvfp4-pack-quantized", "mxfp4-pack-quantized")
 """Layouts of 4-bit floats, which have theirs too."""
+SPLIT_FAMILIES = split_experts.FAMILIES
+"""Whose experts are one tensor a layer in everybody's files but ours."""
 DEQUANTIZED = "only with quantization_config=CompressedTensorsConfig(dequantize=True)"
 """How transformers loads what it can't keep quantized."""
 
@@ -240,6 +243,31 @@ def no_experts(subject: CheckpointFacts) -> Iterator[VerifyCheck]:
         yield from told("experts", [(row.name, f"is an expert by {row.format}; pack-quantized ones are read")
                                      for rows in experts.values() for row in rows if row.spec],
                          "none is quantized")
+
+
+def joined_experts(subject: CheckpointFacts) -> Iterator[VerifyCheck]:
+    """Of gpt-oss all engines read the experts of a layer as one tensor, plain or in MXFP4, as the original
+    has them."""
+    if subject.model.model_type in SPLIT_FAMILIES and subject.method != "mxfp4":
+        layer = next((row for row in subject.rows if ".experts." in row.name), None)
+        if layer is not None:
+            yield VerifyCheck("experts", "failed", f"{layer.name} is a tensor of its own; of this family only "
+                                                   "quantkit reads experts one by one")
+
+
+def bfloat16_experts(subject: CheckpointFacts) -> Iterator[VerifyCheck]:
+    """These engines take every layer's experts to be MXFP4, whatever ``modules_to_not_convert`` says, and
+    multiply them with bfloat16."""
+    yield from told("experts", [(row.name, "isn't quantized, and MXFP4 is expected") for row in subject.rows
+                                if ".experts." in row.name and row.spec is None], "all in MXFP4")
+    if subject.dtype != "bfloat16":
+        yield VerifyCheck("dtype", "note", f"run it with --dtype bfloat16, not {subject.dtype}")
+
+
+def dequantized_experts(subject: CheckpointFacts) -> Iterator[VerifyCheck]:
+    """transformers multiplies MXFP4 by kernels from the hub."""
+    yield VerifyCheck("experts", "note", "without the package kernels, or without a GPU, transformers loads "
+                                         "them dequantized to bfloat16")
 
 
 def zero_points(subject: CheckpointFacts) -> Iterator[VerifyCheck]:

@@ -28,23 +28,27 @@ ENGINES: dict[str, dict[str, tuple[rules.Rule, ...]]] = {
                                rules.vllm_rounded_inputs, rules.vllm_embedding, *FLOATS),
         "fp8": (rules.same_scheme, rules.vllm_kernel, float_rules.whole_inputs),
         "gptq": (rules.no_order, rules.gptq_types, rules.same_scheme, rules.vllm_kernel, rules.half_scales),
-        "awq": (rules.same_scheme, rules.vllm_kernel, rules.half_scales)},
+        "awq": (rules.same_scheme, rules.vllm_kernel, rules.half_scales),
+        "mxfp4": (rules.bfloat16_experts,)},
     "sglang": {
         "compressed-tensors": (*COMPRESSED, rules.sglang_gpu, rules.grouped_or_channel, rules.same_scheme,
                                rules.sglang_wna16, rules.plain_embedding, float_rules.sglang_floats, *FLOATS),
         "fp8": (float_rules.sglang_amx, rules.same_scheme, float_rules.sglang_floats, *FLOATS),
         "gptq": (rules.sglang_gpu, rules.sglang_gptq, rules.same_scheme, rules.half_scales),
         "awq": (rules.same_scheme, rules.sglang_awq, rules.half_scales),
-        "bitsandbytes": (rules.sglang_gpu, rules.same_scheme, rules.needs("bitsandbytes"))},
+        "bitsandbytes": (rules.sglang_gpu, rules.same_scheme, rules.needs("bitsandbytes")),
+        "mxfp4": (rules.sglang_gpu, rules.bfloat16_experts)},
     "transformers": {
         "compressed-tensors": (COMPRESSED[0], rules.zero_points, float_rules.whole_inputs,
                                rules.dequantized_embedding, rules.needs("compressed-tensors accelerate")),
         "fp8": (float_rules.whole_squares, rules.needs("accelerate")),
         "gptq": (rules.gptq_kept, rules.plain_head, rules.no_experts, rules.needs("optimum gptqmodel")),
         "awq": (rules.plain_head, rules.no_experts, rules.needs("gptqmodel accelerate")),
-        "bitsandbytes": (rules.no_experts, rules.needs("bitsandbytes accelerate"))},
+        "bitsandbytes": (rules.no_experts, rules.needs("bitsandbytes accelerate")),
+        "mxfp4": (rules.dequantized_experts, rules.needs("accelerate"))},
     "mlx": {
         "mlx": (*mlx_rules.MODEL, rules.needs("mlx-lm")),
+        "mxfp4": (mlx_rules.family, rules.needs("mlx-lm")),
         "awq": (*mlx_rules.MODEL, mlx_rules.awq_groups, rules.plain_embedding, rules.needs("mlx-lm"))}}
 """By engine and ``quant_method``, the rules that are asked, in order."""
 EXTRA = {("vllm", "bitsandbytes"): ": vLLM 0.33 left it to a plugin; export it, or quantize to int4",
@@ -110,6 +114,6 @@ def check_layers(engine: str, config: Mapping[str, Any], layers: Sequence[LayerR
                             f"{engine} reads {', '.join(readers)}, not {subject.method}"
                             + (EXTRA.get((engine, subject.method)) or "")),)
     checks = [VerifyCheck("quant_method", "ok", subject.method)]
-    for rule in readers[subject.method]:
+    for rule in (rules.joined_experts, *readers[subject.method]):
         checks += rule(subject)
     return tuple(checks)

@@ -10,7 +10,15 @@ from typing import Any
 import torch
 
 from quantkit.checkpoint.checks import packed_fault
-from quantkit.checkpoint.foreign import awq, bitsandbytes, compressed_tensors, fine_grained_fp8, gptq, mlx
+from quantkit.checkpoint.foreign import (
+    awq,
+    bitsandbytes,
+    compressed_tensors,
+    fine_grained_fp8,
+    gptq,
+    mlx,
+    mxfp4,
+)
 from quantkit.checkpoint.foreign.base import ORIGINAL, Dialect, ForeignLayer, Layers
 from quantkit.checkpoint.manifest import LayerRow, bits_per_weight
 from quantkit.checkpoint.quantization_config import stored_quantization
@@ -20,13 +28,14 @@ from quantkit.formats.dtypes import FLOATS
 from quantkit.models.architecture import EMBEDDING, LinearSlot, all_slots, parse_config, tensor_shapes
 from quantkit.models.reader import ConfigReader
 from quantkit.plugins import registry
-from quantkit.sources.base import SourceIdentity, TensorInfo
+from quantkit.sources.base import ModelSource, SourceIdentity, TensorInfo
 from quantkit.sources.local import LocalSource
+from quantkit.sources.split_experts import split_experts
 from quantkit.sources.text_part import CLASSES
 
 DIALECTS: dict[str, Dialect] = {"gptq": gptq.layers, "awq": awq.layers, "bitsandbytes": bitsandbytes.layers,
                                 "compressed-tensors": compressed_tensors.layers,
-                                "fp8": fine_grained_fp8.layers, "mlx": mlx.layers}
+                                "fp8": fine_grained_fp8.layers, "mlx": mlx.layers, "mxfp4": mxfp4.layers}
 """By ``quant_method``."""
 
 
@@ -57,7 +66,8 @@ class ForeignCheckpoint:
         self.source = LocalSource(folder, identity.uri if identity else str(folder), identity, quantized=True)
         try:
             self._found: dict[str, ForeignLayer] = {}
-            self._infos = dict(self.source.tensors())
+            self._model: ModelSource = split_experts(self.source)
+            self._infos = dict(self._model.tensors())
             self.layers = tuple(self._rows())
             self._shapes = {row.name: row.shape for row in self.layers}
             self._drop_empty_biases()
@@ -140,7 +150,7 @@ class ForeignCheckpoint:
         known = tensor_shapes(parse_config(self.source.config()))
         for name in self._found:
             bias = f"{name}.bias"
-            if bias in self._infos and bias not in known and not self.source.tensor(bias).any():
+            if bias in self._infos and bias not in known and not self._model.tensor(bias).any():
                 del self._infos[bias]
 
     @property
@@ -168,7 +178,7 @@ class ForeignCheckpoint:
 
     def tensor(self, name: str) -> torch.Tensor:
         """Read one tensor of the file. Raises QuantkitError for an unknown name."""
-        return self.source.tensor(name)
+        return self._model.tensor(name)
 
     def quantized(self, layer: str) -> QuantizedTensor | None:
         """The packed weight of a layer in a layout of ours; ``None`` if it isn't quantized.
@@ -180,7 +190,7 @@ class ForeignCheckpoint:
         if foreign is None:
             return None
         shape = self._shapes[layer]
-        stored = {suffix: self.source.tensor(f"{layer}.{suffix}") for suffix in foreign.stored}
+        stored = {suffix: self._model.tensor(f"{layer}.{suffix}") for suffix in foreign.stored}
         packed = QuantizedTensor(foreign.format, foreign.spec, shape, FLOATS[foreign.dtype],
                                  foreign.convert(stored))
         layout = registry("formats").get(foreign.format).layout(foreign.spec, shape, packed.dtype)
