@@ -251,8 +251,8 @@ def joined_experts(subject: CheckpointFacts) -> Iterator[VerifyCheck]:
     if subject.model.model_type in SPLIT_FAMILIES and subject.method != "mxfp4":
         layer = next((row for row in subject.rows if ".experts." in row.name), None)
         if layer is not None:
-            yield VerifyCheck("experts", "failed", f"{layer.name} is a tensor of its own; of this family only "
-                                                   "quantkit reads experts one by one")
+            yield VerifyCheck("experts", "failed", f"{layer.name} is a tensor of its own, and only "
+                                                   "quantkit reads this family's experts so")
 
 
 def bfloat16_experts(subject: CheckpointFacts) -> Iterator[VerifyCheck]:
