@@ -17,6 +17,7 @@ from quantkit.units import human_bytes
 if TYPE_CHECKING:
     from quantkit.export import ExportResult
     from quantkit.export_gguf.export import GGUFResult
+    from quantkit.export_gpt_oss import FolderResult
 
 GGUF = "gguf"
 
@@ -27,7 +28,7 @@ GGUF = "gguf"
 @click.option("--to", "form", required=True, metavar="FORMAT",
               help="pack-quantized, int-quantized, float-quantized, bnb-nf4, bnb-int8, gptq, gptq-v2, awq, "
                    "mlx or trellis; plugins add others. Or gguf: one file for llama.cpp, Ollama and LM "
-                   "Studio.")
+                   "Studio. Or gpt-oss: such a model as OpenAI publishes it.")
 @click.option("--out", type=click.Path(path_type=Path), metavar="OUT", help="The same as OUT.")
 @click.option("--revision", metavar="REV", help="Branch, tag or commit of a checkpoint on the hub.")
 @click.option("--quiet", "-q", is_flag=True, help="No progress on stderr.")
@@ -42,22 +43,27 @@ def command(checkpoint: str, place: Path | None, out: Path | None, form: str, re
     """
     from quantkit.export import export
     from quantkit.export_gguf.export import export_gguf
+    from quantkit.export_gpt_oss import GPT_OSS, export_gpt_oss
 
     target = place or out
     if target is None or (place and out):
         raise UsageError("two places are given for the export" if target else "no place is given for it",
                          next=f"quantkit export {quote(checkpoint)} --to {quote(form)} OUT")
     with ProgressLine(f"{checkpoint} to {form}", quiet=quiet) as progress:
-        result: ExportResult | GGUFResult = (
+        result: ExportResult | GGUFResult | FolderResult = (
             export_gguf(checkpoint, target, revision=revision, progress=progress) if form == GGUF
+            else export_gpt_oss(checkpoint, target, revision=revision, progress=progress) if form == GPT_OSS
             else export(checkpoint, form, target, revision=revision, progress=progress))
     if as_json:
         print_json(result.to_dict())
         return
     from quantkit.export import ExportResult
+    from quantkit.export_gpt_oss import FolderResult
 
     if isinstance(result, ExportResult):
         _show_checkpoint(result)
+    elif isinstance(result, FolderResult):
+        _show_folder(result)
     else:
         _show_file(result)
 
@@ -70,6 +76,12 @@ def _show_checkpoint(result: ExportResult) -> None:
                                  f"{human_bytes(size)}"))
     engine = "transformers" if result.format.startswith("bnb-") else "vllm"
     click.echo(f"{'next':<14}quantkit verify {quote(str(result.out))} --for {engine}")
+
+
+def _show_folder(result: FolderResult) -> None:
+    click.echo(wrapped("checkpoint", f"{result.out} ({result.seconds:.0f} s)"))
+    click.echo(wrapped("experts", f"{result.experts} Linears in MXFP4; {human_bytes(result.bytes)} in all"))
+    click.echo(f"{'next':<14}quantkit verify {quote(str(result.out))} --for vllm")
 
 
 def _show_file(result: GGUFResult) -> None:

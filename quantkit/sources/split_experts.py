@@ -59,6 +59,11 @@ def split_experts(source: ModelSource) -> ModelSource:
     return SplitExpertsSource(source) if any(map(_FUSED.fullmatch, source.tensors())) else source
 
 
+def interleaved(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """Gate's and up's rows ``[experts, size, …]`` as they lie in a file, ``[experts, 2 · size, …]``."""
+    return torch.stack((gate, up), 2).flatten(1, 2)
+
+
 class SplitExpertsSource(SourceWrapper):
     """What isn't named here is the source's. An expert is read when it is asked for, and no other.
 

@@ -14,6 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from quantkit.errors import UsageError, did_you_mean
 from quantkit.models.architecture import parse_config, tensor_shapes
 from quantkit.models.config import ModelConfig
+from quantkit.sources.split_experts import interleaved
 
 _GEMMA: dict[str, Any] = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh",
                           "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 24}
@@ -140,8 +141,7 @@ def joined_experts(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tenso
     for place, parts in experts.items():
         for part, suffix in (("weight", ""), ("bias", "_bias")):
             gate, up, down = (torch.stack(parts[f"{name}_proj.{part}"]) for name in ("gate", "up", "down"))
-            rows = torch.stack((gate, up), 2).flatten(1, 2)
-            for projection, fused in (("gate_up_proj", rows), ("down_proj", down)):
+            for projection, fused in (("gate_up_proj", interleaved(gate, up)), ("down_proj", down)):
                 joined[f"{place}.{projection}{suffix}"] = (fused if part == "bias" else fused.mT).contiguous()
     return joined
 

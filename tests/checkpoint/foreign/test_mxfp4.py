@@ -17,6 +17,7 @@ from quantkit.checkpoint.open import open_checkpoint
 from quantkit.checkpoint.verify import verify
 from quantkit.errors import CheckpointError, QuantkitError
 from quantkit.export import export
+from quantkit.export_gpt_oss import export_gpt_oss
 from quantkit.formats.fp4 import MXFP4
 from quantkit.quantize import quantize
 from quantkit.runtime.loader import load
@@ -154,6 +155,18 @@ def test_it_is_verified_exported_and_not_quantized_again(write, tmp_path) -> Non
             assert any(check.status == "failed" for check in check_engine(engine, opened))
     with pytest.raises(QuantkitError, match="already quantized"):
         quantize(str(theirs), "int8", tmp_path / "again")
+
+
+def test_it_comes_back_from_our_layout_bit_for_bit(write, tmp_path) -> None:
+    theirs, _ = write(kept=[*KEPT, "model.layers.1.mlp.experts"], plain_layers=(1,))
+    ours = export(str(theirs), "mxfp4-pack-quantized", tmp_path / "ours").out
+    again = export_gpt_oss(str(ours), tmp_path / "again").out
+    stored = load_file(theirs / "model.safetensors")
+    tensors = dict(item for file in again.glob("*.safetensors") for item in load_file(file).items())
+    assert tensors.keys() == stored.keys()
+    assert all(torch.equal(tensor, stored[name]) for name, tensor in tensors.items())
+    words = [json.loads((folder / "config.json").read_text()) for folder in (theirs, again)]
+    assert words[0] == words[1]
 
 
 def moved(name, change):
