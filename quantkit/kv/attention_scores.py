@@ -29,10 +29,14 @@ class AttentionScores:
         codecs: of keys and values.
         geometry: of the layer.
         policy: says what is tracked.
+
+    Attributes:
+        sinks: of the model, float32 ``[H]``, as attention in this layer had them last.
     """
 
     def __init__(self, store: PageStore, codecs: KVCodecs, geometry: LayerGeometry, policy: KVPolicy) -> None:
         self._store, self._codecs, self._geometry, self._policy = store, codecs, geometry, policy
+        self.sinks: torch.Tensor | None = None
 
     def record_queries(self, state: LayerState, queries: torch.Tensor) -> None:
         """Keep a step's queries ``[H, n, D]``, rotated; the step's tokens are in the pages."""
@@ -121,13 +125,15 @@ class AttentionScores:
         One KV head at a time, which bounds the memory of the weights.
         """
         store, geometry = self._store, self._geometry
-        if gpu.reads(self._codecs, geometry):
+        if self.sinks is None and gpu.reads(self._codecs, geometry):
             return gpu.attention_received(store, self._codecs, geometry, state, queries, end, reduction)
         keys, positions = store.read(state, "k"), store.positions(state)
-        heads = zip(queries.chunk(len(keys)), keys.split(1), positions.split(1))
+        sinks = [None] * len(keys) if self.sinks is None else self.sinks.chunk(len(keys))
+        heads = zip(queries.chunk(len(keys)), keys.split(1), positions.split(1), sinks)
+        cap = geometry.config.attention_softcap
         return torch.stack([REDUCTIONS[reduction](attention_weights(
-            head_queries, head_keys, head_positions, end, 1.0, geometry.config.attention_softcap,
-            geometry.window)[0]) for head_queries, head_keys, head_positions in heads])
+            head_queries, head_keys, head_positions, end, 1.0, cap, geometry.window, head_sinks)[0])
+            for head_queries, head_keys, head_positions, head_sinks in heads])
 
     def _before_rope(self, state: LayerState, queries: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Queries ``[H, n, D]`` of ``positions`` as they were before they were rotated."""

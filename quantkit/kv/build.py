@@ -63,16 +63,7 @@ def by_layer(policy: KVPolicy, config: ModelConfig, first: int = 0) -> list[KVPo
         policy: that was asked for.
         config: of the model.
         first: slots that its codecs leave where they are (:attr:`quantkit.kv.base.KVCodecs.first`).
-
-    Raises:
-        UsageError: the policy ranks positions by attention, and the model has attention sinks, which take a
-            share of it that isn't tracked.
     """
-    if config.attention_sinks and (policy.query_window or policy.tracks):
-        raise UsageError(f"the KV policy {policy.name!r} doesn't work with {config.model_type}",
-                         why="it ranks positions by attention, and this model's attention sinks take a share "
-                             "of it that isn't tracked",
-                         next='use --kv none, a codec alone such as --kv int8, or "window(1024, sinks=4)"')
     windows = [None if window is None or window >= config.max_position_embeddings else window
                for window in config.sliding_windows]
     if None not in windows and not policy.keeps_all and policy.visible is None:

@@ -70,6 +70,7 @@ class LayerCache:
                positions: torch.Tensor, window: int | None, step_cache: dict[object, object],
                sinks: torch.Tensor | None = None) -> torch.Tensor:
         """See :class:`~quantkit.kv.attend.PagedAttention`."""
+        self._scores.sinks = sinks
         return self._attention(states, counts, q, positions, window, step_cache, sinks)
 
     def end_step(self, state: LayerState, queries: torch.Tensor | None, count: int, phase: Phase) -> bool:

@@ -42,11 +42,12 @@ def clamped_silu_mul(gate: torch.Tensor, up: torch.Tensor, limit: float) -> torc
     """``g · sigmoid(1.702 g) · (u + 1)``, elementwise, with ``g = min(gate, limit)`` and ``u`` as ``up``, but
     within ``[-limit, limit]``: gpt-oss, https://arxiv.org/abs/2508.10925.
 
-    Arguments and result are otherwise as for :func:`silu_mul`, by which it is computed, in float32.
+    Arguments and result are otherwise as for :func:`silu_mul`, by which it is computed, in float32. Its
+    arguments are rounded once.
     """
-    gain = gate.float().clamp(max=limit) * CLAMPED_GAIN
-    other = (up.float().clamp(-limit, limit) + 1) / CLAMPED_GAIN
-    return silu_mul(gain, other).to(gate.dtype)
+    gain = gate.double().clamp(max=limit) * CLAMPED_GAIN
+    other = (up.double().clamp(-limit, limit) + 1) / CLAMPED_GAIN
+    return silu_mul(gain.float(), other.float()).to(gate.dtype)
 
 
 def softcapped(x: torch.Tensor, cap: float | None) -> torch.Tensor:

@@ -143,7 +143,7 @@ def _decode(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: Vis
 
 def attention_weights(q: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor, seen: int,
                       scale: float | None = None, softcap: float | None = None,
-                      window: int | None = None) -> torch.Tensor:
+                      window: int | None = None, sinks: torch.Tensor | None = None) -> torch.Tensor:
     """Softmax weights of a sequence's last queries, for policies that ask where they look.
 
     Args:
@@ -153,6 +153,7 @@ def attention_weights(q: torch.Tensor, keys: torch.Tensor, positions: torch.Tens
         seen: tokens of the sequence so far.
         scale, softcap: as for :func:`attention`.
         window: as for :class:`Visibility`.
+        sinks: as for :func:`attention`, ``[H]``.
 
     Returns:
         float32 ``[Hkv, H / Hkv, w, S]``.
@@ -170,4 +171,7 @@ def attention_weights(q: torch.Tensor, keys: torch.Tensor, positions: torch.Tens
     if window is not None:
         visible &= positions > at[None, :, None] - window
     scores[..., free:].masked_fill_(~visible[:, None], float("-inf"))
-    return scores.softmax(-1)
+    if sinks is None:
+        return scores.softmax(-1)
+    sink = sinks.view(heads, -1, 1, 1).expand(*scores.shape[:-1], 1)
+    return torch.cat((scores, sink), -1).softmax(-1)[..., :-1]

@@ -21,7 +21,7 @@ class Feeder:
 
     def __init__(self, kv: str = "none", *, dim: int = DIM, dtype: torch.dtype = torch.float32,
                  seed: int = 0, **keys: object) -> None:
-        self.dtype, self.dim = dtype, dim
+        self.dtype, self.dim, self.sinks = dtype, dim, None
         self.config = parse_config({
             "model_type": "llama", "vocab_size": 10, "hidden_size": 32, "intermediate_size": 8,
             "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "head_dim": dim,
@@ -44,7 +44,7 @@ class Feeder:
         done = []
         for layer in range(LAYERS):
             q, k, v = drawn[layer] if drawn else self.draw(len(ids), max(counts))
-            done.append((q, k, v, positions, batch.attend(layer, q, k, v, context, window)))
+            done.append((q, k, v, positions, batch.attend(layer, q, k, v, context, window, self.sinks)))
         return done
 
 

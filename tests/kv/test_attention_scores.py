@@ -45,11 +45,15 @@ def views(one, number):
     return [one.cache.layers[layer].view(held[layer]) for layer in range(one.layers)]
 
 
-def attention(q, k):
+def attention(q, k, sinks=None):
     """float64 ``[H, T, T]``."""
     scores = q.double() @ k.double().repeat_interleave(2, 0).mT / q.shape[-1]**0.5
     later = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)
-    return scores.masked_fill(later, -torch.inf).softmax(-1)
+    scores = scores.masked_fill(later, -torch.inf)
+    if sinks is None:
+        return scores.softmax(-1)
+    share = sinks.double()[:, None, None].expand(*scores.shape[:-1], 1)
+    return torch.cat((scores, share), -1).softmax(-1)[..., :-1]
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -84,6 +88,19 @@ def test_weights_are_of_the_last_queries(feeder, cuts, size):
     for (q, k, _), held in zip(fed(one, number, cuts), views(one, number)):
         wanted = attention(q, k)[:, -size:].mean(1).unflatten(0, (2, 2)).mean(1)
         assert torch.allclose(held.window_attention().double(), wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("kv", ["h2o(100000, interval=7)", "snapkv(100000, window=9)"])
+def test_a_models_sinks_take_their_share_of_the_attention(feeder, kv):
+    one = feeder(kv)
+    one.sinks, number = torch.tensor([2.0, -1.0, 4.0, 0.5]), one.cache.add()
+    for (q, k, _), state in zip(fed(one, number, [70, 30]), views(one, number)):
+        weights = attention(q, k, one.sinks)
+        if "h2o" in kv:
+            wanted, received = weights.sum(1), state.attention_received()
+        else:
+            wanted, received = weights[:, -9:].mean(1), state.window_attention()
+        assert torch.allclose(received.double(), wanted.unflatten(0, (2, 2)).mean(1), atol=1e-4)
 
 
 @pytest.mark.parametrize("codec", ["none", "rotation(4)"])

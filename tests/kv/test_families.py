@@ -18,6 +18,7 @@ BASE = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 128, "num_h
         "max_position_embeddings": 512, "rope_theta": 10000.0, "tie_word_embeddings": True}
 CASES = {"gemma2": {"sliding_window": 9, "head_dim": 32, "query_pre_attn_scalar": 20},
          "gemma3_text": {"sliding_window": 9, "head_dim": 32},
+         "gpt_oss": {"sliding_window": 9, "head_dim": 32},
          "phi3": {"partial_rotary_factor": 0.5, "sliding_window": 9, "head_dim": 32},
          "mixtral": {"sliding_window": 9, "head_dim": 32}, "qwen3_moe": {}}
 IDS = torch.randint(0, VOCAB, (1, 80), generator=torch.Generator().manual_seed(0))

@@ -9,7 +9,7 @@ from quantkit.ops import attention as module
 from quantkit.ops.attention import Visibility, attention, attention_weights
 
 
-def slow(q, keys, values, positions, key_positions, window, scale=None, cap=None):
+def slow(q, keys, values, positions, key_positions, window, scale=None, cap=None, sinks=None):
     """One query and head at a time, float64; NaN where nothing is seen."""
     out = torch.full(q.shape, float("nan"), dtype=torch.float64)
     group = q.shape[1] // keys.shape[1]
@@ -23,8 +23,9 @@ def slow(q, keys, values, positions, key_positions, window, scale=None, cap=None
             for h in range(q.shape[1]):
                 k, v = (x[b, h // group, seen].double() for x in (keys, values))
                 scores = k @ q[b, h, t].double() * (scale or q.shape[3] ** -0.5)
-                weights = torch.softmax(cap * torch.tanh(scores / cap) if cap else scores, 0)
-                out[b, h, t] = weights @ v
+                scores = cap * torch.tanh(scores / cap) if cap else scores
+                extra = torch.empty(0) if sinks is None else sinks[h:h + 1]
+                out[b, h, t] = torch.softmax(torch.cat((scores, extra.double())), 0)[:len(seen)] @ v
     return out
 
 
@@ -93,6 +94,30 @@ def test_scores_are_scaled_and_capped(monkeypatch, dtype, scale, cap, heads, kv,
     if window is None:
         mixed = (weights.double() @ v[0, :, None].double()).flatten(0, 1)
         assert (mixed - exact[0]).norm() <= 1e-5 * exact[0].norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("cap", [None, 0.7])
+@pytest.mark.parametrize(("heads", "kv", "queries", "window"), [
+    (4, 4, 1, None), (6, 2, 9, None), (6, 2, 9, 4), (2, 1, 1, 5)])
+def test_sinks_take_their_share(monkeypatch, dtype, cap, heads, kv, queries, window):
+    monkeypatch.setattr(module, "CHUNK", 5)
+    q, k, v = make(2, heads, kv, queries, 19, 16, dtype)
+    sinks = torch.randn(heads, generator=torch.Generator().manual_seed(1)) * 3 + 1
+    key_positions = torch.arange(19).expand(2, 19)
+    positions = key_positions[:, 19 - queries:]
+    exact = slow(q, k, v, positions, key_positions, window, None, cap, sinks)
+    seen = Visibility(positions, key_positions, window)
+    got = attention(q, k, v, seen, None, cap, sinks)
+    bound = (2e-6 if dtype == torch.float32 else 8e-3) * exact.norm()
+    assert (got.double() - exact).norm() <= bound
+    assert torch.equal(got, attention(q, k, v, seen, None, cap, sinks.expand(2, -1)))
+    weights = attention_weights(q[0], k[0], key_positions[:1].expand(kv, 19), 19, None, cap, window, sinks)
+    mixed = (weights.double() @ v[0, :, None].double()).flatten(0, 1)
+    assert (mixed - exact[0]).norm() <= 1e-5 * exact[0].norm()
+    assert (weights.sum(-1) < 1).all()
+    apart = slow(q, k, v, positions, key_positions, window, None, cap)
+    assert (apart - exact).norm() > 20 * bound
 
 
 @pytest.mark.parametrize("queries", [1, 4])
