@@ -262,6 +262,8 @@ def bfloat16_experts(subject: CheckpointFacts) -> Iterator[VerifyCheck]:
                                 if ".experts." in row.name and row.spec is None], "all in MXFP4")
     if subject.dtype != "bfloat16":
         yield VerifyCheck("dtype", "note", f"run it with --dtype bfloat16, not {subject.dtype}")
+    if subject.device == "cpu":
+        yield VerifyCheck("kernel on cpu", "note", "its kernel for these experts needs a CPU with AMX")
 
 
 def dequantized_experts(subject: CheckpointFacts) -> Iterator[VerifyCheck]:

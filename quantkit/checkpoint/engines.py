@@ -48,7 +48,7 @@ ENGINES: dict[str, dict[str, tuple[rules.Rule, ...]]] = {
         "mxfp4": (rules.dequantized_experts, rules.needs("accelerate"))},
     "mlx": {
         "mlx": (*mlx_rules.MODEL, rules.needs("mlx-lm")),
-        "mxfp4": (mlx_rules.family, rules.needs("mlx-lm")),
+        "mxfp4": (*mlx_rules.MODEL, rules.needs("mlx-lm")),
         "awq": (*mlx_rules.MODEL, mlx_rules.awq_groups, rules.plain_embedding, rules.needs("mlx-lm"))}}
 """By engine and ``quant_method``, the rules that are asked, in order."""
 EXTRA = {("vllm", "bitsandbytes"): ": vLLM 0.33 left it to a plugin; export it, or quantize to int4",

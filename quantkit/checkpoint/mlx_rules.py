@@ -23,6 +23,7 @@ FAMILIES: dict[str, frozenset[str]] = {
     "llama": _COMMON, "mistral": _GROUPED, "phi3": _COMMON, "qwen2": _GROUPED, "mimo": _GROUPED,
     "mixtral": _GROUPED, "gemma2": _GROUPED | {"head_dim"},
     "gemma3_text": _GROUPED | {"head_dim", "sliding_window"},
+    "gpt_oss": _GROUPED | {"head_dim", "sliding_window", "num_local_experts", "num_experts_per_tok"},
     "qwen3": _GROUPED | {"head_dim", "max_position_embeddings", "tie_word_embeddings"},
     "qwen3_moe": _GROUPED | {"head_dim", "max_position_embeddings", "tie_word_embeddings", "rope_theta",
                              "num_experts", "num_experts_per_tok", "decoder_sparse_step", "mlp_only_layers",
@@ -31,12 +32,14 @@ FAMILIES: dict[str, frozenset[str]] = {
 TIED = {"llama": True, "mistral": True, "qwen2": True, "mimo": False, "phi3": False, "mixtral": False}
 """Whether the head is the embedding where ``tie_word_embeddings`` is missing. Gemma's classes don't ask: that
 of ``gemma3_text`` looks for a head in the file, that of ``gemma2`` has none."""
-THETAS = {"qwen2": 1e6, "mixtral": 1e6, "gemma3_text": 1e6}
+THETAS = {"qwen2": 1e6, "mixtral": 1e6, "gemma3_text": 1e6, "gpt_oss": 150_000.0}
 """Bases of the rotation where ``rope_theta`` is missing, other than 10,000."""
 UNSCALED = ("mixtral", "gemma2")
 """Families whose classes know no ``rope_scaling``."""
 DIVIDED = ("mixtral", "phi3", "qwen2", "mimo")
 """Families whose heads are ``hidden_size / num_attention_heads`` wide, whatever ``head_dim`` says."""
+OSS_LIMIT = 7.0
+"""Of gpt-oss's activation."""
 UNBIASED = ("qwen3", "qwen3_moe", "gemma2", "gemma3_text")
 """Families whose attention may have biases here and never has any there."""
 
@@ -60,6 +63,8 @@ def tied_head(subject: CheckpointFacts) -> Iterator[VerifyCheck]:
     """A key that is missing means another head than transformers' in some families: the file's would be
     dropped, or one expected that isn't there."""
     default = TIED.get(subject.model.model_type)
+    if subject.model.model_type == "gpt_oss" and subject.tied:
+        yield VerifyCheck("head", "failed", "its class of gpt_oss has a head beside the embedding")
     if subject.model.model_type == "gemma2" and not subject.tied:
         yield VerifyCheck("head", "failed", "its class of gemma2 has no head beside the embedding")
     if default is None:
@@ -88,6 +93,9 @@ def rope(subject: CheckpointFacts) -> Iterator[VerifyCheck]:
                       f"{model.local_rope.theta:g}: write rope_local_base_freq into config.json itself")
     if model.rope.kind != "default":
         faults += _scaling_faults(kind, model.rope.kind, table)
+    if model.rope.kind == "yarn" and not model.rope.truncate:
+        faults.append("its yarn ramp begins and ends at whole dimensions, and this model's (truncate: false) "
+                      "doesn't: logits are others")
     yield from _checked("rope", faults, f"base {model.rope.theta:g}, {model.rope.kind}")
 
 
@@ -113,13 +121,22 @@ def attention(subject: CheckpointFacts) -> Iterator[VerifyCheck]:
         faults.append("it ignores final_logit_softcapping")
     if model.model_type == "gemma2" and None in (model.logit_softcap, model.attention_softcap):
         faults.append("its class of gemma2 always caps scores and logits")
+    if model.model_type == "gpt_oss" and not model.qkv_bias:
+        faults.append("its class of gpt_oss has biases in attention")
+    if model.model_type == "gpt_oss" and model.activation_limit != OSS_LIMIT:
+        faults.append(f"it clamps activations at {OSS_LIMIT:g}, and this model at {model.activation_limit:g}")
     yield from _checked("attention", faults, "as its class has it")
 
 
 def windows(subject: CheckpointFacts) -> Iterator[VerifyCheck]:
-    """Gemma 3 has them by a period; all other classes have none here."""
+    """Gemma 3 has them by a period, gpt-oss where the model does; all other classes have none here."""
     model = subject.model
     sizes = {size for size in model.sliding_windows if size is not None}
+    if model.model_type == "gpt_oss":
+        kinds = {size is None for size in model.sliding_windows}
+        faults = [] if len(kinds) == 2 else ["it needs a layer with a window and one without"]
+        yield from _checked("windows", faults, "the model's")
+        return
     if model.model_type == "gemma3_text":
         period = subject.config.get("sliding_window_pattern") or 6
         wanted = [index % period != period - 1 for index in range(model.num_layers)]

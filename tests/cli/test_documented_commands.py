@@ -20,6 +20,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from quantkit.export_gpt_oss import export_gpt_oss
 from quantkit.quantize import quantize
 from quantkit.testing import tiny_model
 
@@ -79,6 +80,11 @@ def named(tmp_path_factory) -> Path:
     for name, recipe in {"smollm2-int8": "int8", "smollm2-int4": "int4-rtn", "OUT_INT8": "int8",
                          "OUT_INT4": "int4-rtn", "OUT_NF4": "nf4"}.items():
         quantize(str(folder / "MODEL"), recipe, folder / name)
+    tiny_model(folder / "GPT_OSS", "gpt_oss", tie_word_embeddings=False)
+    page = (ROOT / "docs/models.md").read_text(encoding="utf-8")
+    (folder / "EXPERTS.yaml").write_text(re.search(r"^```yaml\n(.*?)^```", page, re.M | re.S)[1])
+    quantize(str(folder / "GPT_OSS"), str(folder / "EXPERTS.yaml"), folder / "OSS_EXPERTS")
+    export_gpt_oss(str(folder / "OSS_EXPERTS"), folder / "OSS_OUT")
     words = ["the", "cat", "sat", "on", "a", "mat", "and", "said", "that", "it", "would", "rain", "again"]
     text = " ".join(words[(i * i + i // 7) % len(words)] for i in range(40_000))
     for name in ("wiki.test.raw", "wiki.valid.raw", "BOOK.txt", "pride_and_prejudice.txt"):

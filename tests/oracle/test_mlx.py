@@ -15,6 +15,7 @@ import torch
 from quantkit.checkpoint.engines import check_engine
 from quantkit.checkpoint.open import open_checkpoint
 from quantkit.export import export
+from quantkit.export_gpt_oss import export_gpt_oss
 from quantkit.quantize import quantize
 from quantkit.runtime.generate import generate
 from quantkit.runtime.loader import load
@@ -35,6 +36,13 @@ RECIPE = """rules:
      spec: {bits: 3, symmetric: false, minimum: true, granularity: {strategy: group, size: 32}}}
   - {match: "*", method: rtn, format: mlx, spec: {bits: 4, granularity: {strategy: group, size: 32}}}
 """
+EXPERTS = """rules:
+  - {match: "*.experts.*", method: rtn,
+     spec: {kind: fp, bits: 4, granularity: {strategy: group, size: 32}, scale_dtype: e8m0}}
+  - {match: "*"}
+"""
+YARN = {"rope_type": "yarn", "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0,
+        "original_max_position_embeddings": 64}
 PROMPTS = ("The capital of France is", "def fibonacci(n):", "Once upon a time, in a small village,",
            "To make bread you need")
 TOKENS = 64
@@ -64,10 +72,23 @@ def test_a_mix_of_every_family(tmp_path, family: str) -> None:
     if reasons := failed(out):
         with pytest.raises(AssertionError, match="not in model"):
             mlx_logits(tmp_path, out, IDS.numpy())
-        assert family == "qwen3_moe" and "experts" in reasons
+        assert family in ("qwen3_moe", "gpt_oss") and "experts" in reasons
         return
     theirs, ours = mlx_logits(tmp_path, out, IDS.numpy()), our_logits(out)
     assert ours.std() > 0.5 and np.abs(theirs - ours).max() < EMBEDDING_SCALES.get(family, BOUND)
+
+
+@pytest.mark.parametrize("truncate", [True, False])
+def test_gpt_oss_in_openais_layout(tmp_path, truncate: bool) -> None:
+    """Experts in MXFP4; its yarn has no ramp that begins between two dimensions."""
+    plain = tiny_model(tmp_path / "plain", "gpt_oss", dtype="float32", tie_word_embeddings=False,
+                       rope_scaling={**YARN, "truncate": truncate})
+    made = quantize(str(plain), written(tmp_path, EXPERTS), tmp_path / "made").out
+    out = export_gpt_oss(str(made), tmp_path / "out").out
+    assert list(failed(out)) == ([] if truncate else ["rope"])
+    ours = our_logits(out)
+    gap = np.abs(mlx_logits(tmp_path, out, IDS.numpy()) - ours).max()
+    assert ours.std() > 0.5 and (gap < BOUND) == truncate
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3_text"])
