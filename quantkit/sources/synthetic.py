@@ -45,7 +45,8 @@ class SyntheticSource:
             raise SourceError(f"{self.uri} has no tensor {name!r}")
         shape = self._infos[name].shape
         if len(shape) == 1:
-            identity = 0.0 if "gemma" in self._config["model_type"] else 1.0  # Gemma's are stored less 1
+            less_one = "gemma" in self._config["model_type"]  # Gemma's norms are stored so
+            identity = 1.0 if name.endswith("norm.weight") and not less_one else 0.0
             return torch.full(shape, identity, dtype=torch.bfloat16)
         digest = hashlib.sha256(f"{self._seed}/{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))

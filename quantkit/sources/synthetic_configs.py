@@ -22,6 +22,14 @@ _GEMMA2 = {**_GEMMA, "architectures": ["Gemma2ForCausalLM"], "model_type": "gemm
            "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "query_pre_attn_scalar": 256}
 _GEMMA3 = {**_GEMMA, "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "rope_theta": 1e6,
            "rope_local_base_freq": 10000.0, "query_pre_attn_scalar": 256}
+_GPT_OSS = {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "hidden_act": "silu",
+            "torch_dtype": "bfloat16", "attention_bias": True, "num_experts_per_tok": 4, "swiglu_limit": 7.0,
+            "rms_norm_eps": 1e-5, "rope_theta": 150000, "tie_word_embeddings": False,
+            "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
+                             "truncate": False, "original_max_position_embeddings": 4096}}
+_GPT_OSS_20B = {**_GPT_OSS, "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 24,
+                "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 201088,
+                "num_local_experts": 32, "max_position_embeddings": 131072, "sliding_window": 128}
 _TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
          "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 512, "max_position_embeddings": 512,
          "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": False}
@@ -57,6 +65,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
                       "moe_intermediate_size": 768, "num_hidden_layers": 48, "num_attention_heads": 32,
                       "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936, "num_experts": 128,
                       "num_experts_per_tok": 8, "max_position_embeddings": 40960, "max_window_layers": 48},
+    "gpt-oss-20b": _GPT_OSS_20B,
+    "gpt-oss-120b": {**_GPT_OSS_20B, "num_hidden_layers": 36, "num_local_experts": 128},
     "gemma2-2b": {**_GEMMA2, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
                   "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 256000,
                   "max_position_embeddings": 8192, "sliding_window": 4096},
@@ -68,6 +78,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "tiny-mixtral": {**_MIXTRAL, **_TINY, "num_local_experts": 4},
     "tiny-qwen3-moe": {**_QWEN3_MOE, **_TINY, "moe_intermediate_size": 64, "num_experts": 8,
                        "num_experts_per_tok": 2},
+    "tiny-gpt-oss": {**_GPT_OSS, **_TINY, "num_local_experts": 8, "sliding_window": 32},
     "tiny-gemma2": {**_GEMMA2, **_TINY, "sliding_window": 32, "tie_word_embeddings": True},
     "tiny-gemma3": {**_GEMMA3, **_TINY, "sliding_window": 32, "sliding_window_pattern": 2,
                     "tie_word_embeddings": True},
@@ -81,6 +92,9 @@ def shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     for i in range(config["num_hidden_layers"]):
         parts = (*_attention(config), *_mlp(config), *_norms(config))
         shapes |= {f"model.layers.{i}.{name}.weight": shape for name, shape in parts}
+        if config["model_type"] == "gpt_oss":
+            shapes |= {f"model.layers.{i}.{name}.bias": shape[:1] for name, shape in parts if len(shape) == 2}
+            shapes[f"model.layers.{i}.self_attn.sinks"] = (config["num_attention_heads"],)
     shapes["model.norm.weight"] = (hidden,)
     if not config["tie_word_embeddings"]:
         shapes["lm_head.weight"] = (vocab, hidden)
@@ -109,6 +123,9 @@ def _mlp(config: Mapping[str, Any]) -> _Parts:
     if config["model_type"] == "mixtral":
         yield from _experts("block_sparse_moe", ("w1", "w3", "w2"), config["num_local_experts"], inter,
                             hidden)
+    elif config["model_type"] == "gpt_oss":
+        yield from _experts("mlp", ("gate_proj", "up_proj", "down_proj"), config["num_local_experts"], inter,
+                            hidden, "router")
     elif config["model_type"] == "qwen3_moe":
         yield from _experts("mlp", ("gate_proj", "up_proj", "down_proj"), config["num_experts"],
                             config["moe_intermediate_size"], hidden)
@@ -119,8 +136,9 @@ def _mlp(config: Mapping[str, Any]) -> _Parts:
                     ("mlp.down_proj", (hidden, inter)))
 
 
-def _experts(module: str, projections: tuple[str, str, str], count: int, inter: int, hidden: int) -> _Parts:
-    yield f"{module}.gate", (count, hidden)
+def _experts(module: str, projections: tuple[str, str, str], count: int, inter: int, hidden: int,
+             router: str = "gate") -> _Parts:
+    yield f"{module}.{router}", (count, hidden)
     for number in range(count):
         for name, shape in zip(projections, ((inter, hidden), (inter, hidden), (hidden, inter))):
             yield f"{module}.experts.{number}.{name}", shape

@@ -14,7 +14,8 @@ from quantkit.sources.synthetic import CONFIGS
 
 PUBLISHED = {"llama-8b": 8_030_261_248, "llama-3.1-8b": 8_030_261_248, "llama-1b": 1_235_814_400,
              "phi3-mini": 3_821_079_552, "phi4-mini": 3_836_021_760, "mixtral-8x7b": 46_702_792_704,
-             "qwen3-30b-a3b": 30_532_122_624, "gemma2-2b": 2_614_341_888, "gemma3-1b": 999_885_952}
+             "qwen3-30b-a3b": 30_532_122_624, "gpt-oss-20b": 20_914_757_184,
+             "gpt-oss-120b": 116_829_156_672, "gemma2-2b": 2_614_341_888, "gemma3-1b": 999_885_952}
 
 
 @pytest.mark.parametrize("name,parameters", [(name, PUBLISHED.get(name)) for name in CONFIGS])
