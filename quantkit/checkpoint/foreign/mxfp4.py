@@ -46,6 +46,9 @@ def layers(config: ConfigReader, infos: Infos, dtype: str) -> Layers:
     """See the module's docstring."""
     kept = _kept(config)
     config.finish(HARMLESS, {})
+    if not any(EXPERT in name and name.endswith(f".{STORED[0]}") for name in infos):
+        raise config.wrong("quant_method", "mxfp4", "the experts of gpt_oss models are read, and there "
+                                                    "are none in MXFP4")
     spec = QuantSpec(kind="fp", bits=4, granularity=Granularity(strategy="group", size=SIZE),
                      scale_dtype="e8m0")
 
