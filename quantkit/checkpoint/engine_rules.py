@@ -157,9 +157,14 @@ def vllm_kernel(subject: CheckpointFacts) -> Iterator[VerifyCheck]:
     faults = [(name, reason) for name, (row, out) in subject.weights().items()
               if (reason := refuses(row, out)) is not None]
     yield from told(f"kernel on {subject.device}", faults, "every weight has one")
-    if subject.device == "cpu" and not faults and any(row.format not in EIGHT_BIT for row in subject.packed):
+    if subject.device != "cpu" or faults:
+        return
+    if any(row.format not in EIGHT_BIT for row in subject.packed):
         yield VerifyCheck("instruction set", "note",
                           "on x86 its kernel needs AVX-512: the AVX2 build has none")
+    if any(row.spec and row.spec.granularity.strategy == "tile" for row in subject.packed):
+        yield VerifyCheck("instruction set", "note",
+                          "its kernel for fp8 in squares needs a CPU with AMX, and --dtype bfloat16")
 
 
 def _vllm_cuda(row: LayerRow, out: int) -> str | None:
@@ -179,7 +184,11 @@ def _vllm_cuda(row: LayerRow, out: int) -> str | None:
 def _vllm_cpu(row: LayerRow, out: int) -> str | None:
     assert row.spec is not None
     if row.format in EIGHT_BIT:
-        return None if row.spec.activations else "fp8 weights without fp8 activations have no kernel on CPUs"
+        if not row.spec.activations:
+            return "fp8 weights without fp8 activations have no kernel on CPUs"
+        if row.spec.granularity.strategy == "tile" and row.spec.granularity.size != 128:
+            return f"squares of {row.spec.granularity.size}: its CPU kernel takes those of 128"
+        return None
     if row.format in FP4:
         return "its kernels for 4-bit floats are for GPUs"
     if row.spec.bits != 4:

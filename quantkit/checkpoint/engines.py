@@ -18,6 +18,7 @@ from quantkit.checkpoint.quantization_config import stored_quantization
 from quantkit.checkpoint.verify import VerifyCheck
 from quantkit.errors import UsageError, did_you_mean
 from quantkit.models.architecture import EMBEDDING, linear_slots, parse_config
+from quantkit.plugins import registry
 
 DEVICES = ("cuda", "cpu")
 FLOATS = (float_rules.one_global_scale, float_rules.whole_inputs, float_rules.whole_rows)
@@ -55,9 +56,7 @@ EXTRA = {("vllm", "bitsandbytes"): ": vLLM 0.33 left it to a plugin; export it, 
          ("vllm", "quantkit"): ": no standard says this mix",
          ("sglang", "quantkit"): ": no standard says this mix",
          ("transformers", "quantkit"): ": no standard says this mix",
-         ("mlx", "quantkit"): ": no standard says this mix",
-         ("mlx", "compressed-tensors"): "; quantkit export DIR --to mlx OUT",
-         ("mlx", "gptq"): "; quantkit export DIR --to mlx OUT"}
+         ("mlx", "quantkit"): ": no standard says this mix"}
 
 
 class DescribedCheckpoint(Protocol):
@@ -112,8 +111,17 @@ def check_layers(engine: str, config: Mapping[str, Any], layers: Sequence[LayerR
     if subject.method not in readers:
         return (VerifyCheck("quant_method", "failed",
                             f"{engine} reads {', '.join(readers)}, not {subject.method}"
-                            + (EXTRA.get((engine, subject.method)) or "")),)
+                            + (EXTRA.get((engine, subject.method)) or _remedy(engine, subject))),)
     checks = [VerifyCheck("quant_method", "ok", subject.method)]
     for rule in (rules.joined_experts, *readers[subject.method]):
         checks += rule(subject)
     return tuple(checks)
+
+
+def _remedy(engine: str, subject: rules.CheckpointFacts) -> str:
+    """The export that makes an engine's own layout of these layers without rounding, if there is one."""
+    form = registry("formats").get("mlx")
+    exact = engine == "mlx" and all(
+        row.spec and row.spec.scale_dtype in ("model", row.dtype) and form.refuses(row.spec, row.shape) is None
+        for row in subject.packed)
+    return "; quantkit export DIR --to mlx OUT" if exact else ""

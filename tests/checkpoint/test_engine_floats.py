@@ -58,8 +58,9 @@ def failed(folder, engine, device) -> dict[str, str]:
     *((engine, "cuda", spec | more, None) for engine in ("vllm", "transformers") for spec in (NVFP4, MXFP4)
       for more in ({}, A)),
     ("sglang", "cuda", NVFP4, None), ("sglang", "cuda", NVFP4 | A, None),
-    *((engine, device, squares(32) | A, form) for engine in ("vllm", "transformers")
-      for device in ("cuda", "cpu") for form in (None, "fine-grained-fp8")),
+    *((engine, device, squares(32) | A, form) for engine, device in (
+        ("vllm", "cuda"), ("transformers", "cuda"), ("transformers", "cpu"))
+      for form in (None, "fine-grained-fp8")),
     ("sglang", "cuda", squares(32) | A, None), ("sglang", "cuda", squares(32) | A, "fine-grained-fp8"),
     ("sglang", "cpu", squares(32) | A, "fine-grained-fp8"),
     ("vllm", "cuda", squares(32), None), ("transformers", "cpu", NVFP4, None),
@@ -72,6 +73,7 @@ def test_what_loads(make, engine, device, spec, form):
     ("vllm", "cpu", NVFP4, None, "kernel on cpu", "for GPUs"),
     ("vllm", "cpu", MXFP4 | A, None, "kernel on cpu", "for GPUs"),
     ("vllm", "cpu", squares(32), None, "kernel on cpu", "fp8 weights without fp8 activations"),
+    ("vllm", "cpu", squares(32) | A, "fine-grained-fp8", "kernel on cpu", "takes those of 128"),
     ("sglang", "cpu", NVFP4, None, "kernel on cpu", "for GPUs"),
     ("sglang", "cuda", MXFP4, None, "kernel for floats", "quantize to nvfp4"),
     ("sglang", "cuda", squares(32), None, "kernel for floats", "activations: group"),
