@@ -122,6 +122,6 @@ def _remedy(engine: str, subject: rules.CheckpointFacts) -> str:
     """The export that makes an engine's own layout of these layers without rounding, if there is one."""
     form = registry("formats").get("mlx")
     exact = engine == "mlx" and all(
-        row.spec and row.spec.scale_dtype in ("model", row.dtype) and form.refuses(row.spec, row.shape) is None
-        for row in subject.packed)
+        row.spec and row.spec.scale_dtype in ("model", row.dtype)
+        and form.refuses(row.spec, row.shape) is None for row in subject.packed)
     return "; quantkit export DIR --to mlx OUT" if exact else ""

@@ -1,8 +1,8 @@
 """Every layout in every engine that runs on a CPU: each does what its cell of docs/layouts.yaml says.
 
 A tiny Llama is quantized to each layout. Each engine is asked which token is likeliest at every place of
-quantkit's own greedy answer: the same one, nearly always the same one where it computes otherwise, or nothing,
-where it refuses the files. Engines other than transformers live in environments of their own.
+quantkit's own greedy answer: the same one everywhere, the same one mostly where it computes otherwise, or
+nothing where it refuses the files. Engines other than transformers live in environments of their own.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ model = transformers.AutoModelForCausalLM.from_pretrained(
     sys.argv[1], dtype=torch.float32, local_files_only=True,
     quantization_config=kind(bits=config["bits"], backend=backend))
 with torch.no_grad():
-    print("likeliest", json.dumps(model(torch.tensor([json.loads(sys.argv[2])])).logits[0].argmax(-1).tolist()))
+    logits = model(torch.tensor([json.loads(sys.argv[2])])).logits[0]
+print("likeliest", json.dumps(logits.argmax(-1).tolist()))
 """
 VLLM_SCRIPT = """
 import json, sys
@@ -85,7 +86,8 @@ def our_answer(folder: Path) -> tuple[list[int], torch.Tensor]:
         return ids, loaded.model(torch.tensor([ids]))[0].float()
 
 
-def agrees(case: LayoutCase, engine: str, folder: Path, likeliest: torch.Tensor | None, margin: float) -> None:
+def agrees(case: LayoutCase, engine: str, folder: Path, likeliest: torch.Tensor | None,
+           margin: float) -> None:
     """Checks an engine's likeliest tokens at the answer's places, ``None`` if it refuses, with its cell."""
     kind = KIND_OF(case.row[engine])
     assert (likeliest is None) == (kind == "refused")
@@ -102,7 +104,8 @@ def agrees(case: LayoutCase, engine: str, folder: Path, likeliest: torch.Tensor 
 
 
 def cells(engine: str, *kinds: str, formats: tuple[str, ...] = ()) -> pytest.MarkDecorator:
-    """A case for each layout whose cell is of one of these kinds, and of one of these formats if given."""
+    """Cases whose cell is of one of these kinds, which by default are all that can be run, and of one of
+    these formats if given."""
     chosen = [case for case in CASES if KIND_OF(case.row[engine]) in (kinds or ("same", "loads", "refused"))
               and (not formats or case.rule["format"] in formats)]
     return pytest.mark.parametrize("case", chosen, ids=str)
@@ -136,7 +139,7 @@ def by_transformers(folder: Path, ids: list[int], **options) -> torch.Tensor | N
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
             model, info = transformers.AutoModelForCausalLM.from_pretrained(
-                folder, local_files_only=True, attn_implementation="eager", output_loading_info=True, **options)
+                folder, local_files_only=True, output_loading_info=True, **options)
             model.eval()(torch.tensor([ids]))  # decompresses
             likeliest = torch.nn.Module.float(model)(torch.tensor([ids])).logits[0].argmax(-1)
     except (ValueError, RuntimeError, KeyError, AttributeError):
@@ -166,7 +169,8 @@ def asked(python: str | Path, script: Path, *arguments: object, **environment: s
                           text=True, timeout=300)
     lines = [line for line in done.stdout.splitlines() if line.startswith("likeliest ")]
     if done.returncode:
-        assert "Error: " in done.stderr + done.stdout and "ModuleNotFoundError" not in done.stderr, done.stderr
+        output = done.stdout + done.stderr
+        assert "ValueError: " in output or "ValidationError: " in output, output[-2000:]
         return None
     return torch.tensor(json.loads(lines[0].removeprefix("likeliest ")))
 
@@ -208,11 +212,15 @@ def test_llama_cpp(make, case, tmp_path, llama_cpp):
 @pytest.mark.skipif(not VLLM, reason="QUANTKIT_TEST_VLLM doesn't name vLLM's executable")
 @cells("vllm")
 def test_vllm(make, case, tmp_path):
-    """In float16, which has no kernels for rounded inputs."""
+    """In float16, which its kernels for rounded inputs don't have. It takes half a minute to start: of the
+    cases of a row that it refuses, the first is tried."""
+    if KIND_OF(case.row["vllm"]) == "refused" and case.rule is not case.row["cases"][0]:
+        pytest.skip("vLLM refuses it for the reason of the row's first case")
     (tmp_path / "ask.py").write_text(VLLM_SCRIPT, encoding="utf-8")
     folder = make["bfloat16"](case)
     ids, _ = our_answer(folder)
     dtype = "bfloat16" if case.rounds_inputs else "float16"
     likeliest = asked(Path(VLLM).with_name("python"), tmp_path / "ask.py", folder, ids, dtype,
-                      VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="0", VLLM_NO_USAGE_STATS="1")
+                      VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="0", VLLM_NO_USAGE_STATS="1",
+                      VLLM_ENABLE_V1_MULTIPROCESSING="0")
     agrees(case, "vllm", folder, likeliest, HALF)
