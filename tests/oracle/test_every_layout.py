@@ -90,7 +90,7 @@ def agrees(case: LayoutCase, engine: str, folder: Path, likeliest: torch.Tensor 
            margin: float) -> None:
     """Checks an engine's likeliest tokens at the answer's places, ``None`` if it refuses, with its cell."""
     kind = KIND_OF(case.row[engine])
-    assert (likeliest is None) == (kind == "refused")
+    assert (likeliest is None) == (kind in ("refused", "unrun"))
     if likeliest is None:
         return
     _, logits = our_answer(folder)
@@ -104,8 +104,8 @@ def agrees(case: LayoutCase, engine: str, folder: Path, likeliest: torch.Tensor 
 
 
 def cells(engine: str, *kinds: str, formats: tuple[str, ...] = ()) -> pytest.MarkDecorator:
-    """Cases whose cell is of one of these kinds, which by default are all that can be run, and of one of
-    these formats if given."""
+    """Cases whose cell is of one of these kinds, by default of all that run or are refused anywhere, and of
+    one of these formats if given."""
     chosen = [case for case in CASES if KIND_OF(case.row[engine]) in (kinds or ("same", "loads", "refused"))
               and (not formats or case.rule["format"] in formats)]
     return pytest.mark.parametrize("case", chosen, ids=str)
@@ -210,12 +210,15 @@ def test_llama_cpp(make, case, tmp_path, llama_cpp):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not VLLM, reason="QUANTKIT_TEST_VLLM doesn't name vLLM's executable")
-@cells("vllm")
+@cells("vllm", "same", "loads", "refused", "unrun")
 def test_vllm(make, case, tmp_path):
-    """In float16, which its kernels for rounded inputs don't have. It takes half a minute to start: of the
-    cases of a row that it refuses, the first is tried."""
-    if KIND_OF(case.row["vllm"]) == "refused" and case.rule is not case.row["cases"][0]:
+    """In float16, which its kernels for rounded inputs don't have; what is for GPUs, a CPU refuses. It takes
+    half a minute to start: of the cases of a row that it refuses, the first is tried."""
+    cell = case.row["vllm"]
+    if KIND_OF(cell) in ("refused", "unrun") and case.rule is not case.row["cases"][0]:
         pytest.skip("vLLM refuses it for the reason of the row's first case")
+    if "AMX" in cell.get("unrun", "") and "amx_tile" in Path("/proc/cpuinfo").read_text(encoding="utf-8"):
+        pytest.skip("this CPU has AMX, where vLLM may have a kernel for it")
     (tmp_path / "ask.py").write_text(VLLM_SCRIPT, encoding="utf-8")
     folder = make["bfloat16"](case)
     ids, _ = our_answer(folder)
