@@ -124,6 +124,8 @@ def test_mlx_lm_reads_its_own_layout_and_awq(said):
     assert said("mlx", "cpu", spec(4, symmetric=False), "awq") == {}
     assert "groups are 32, 64, 128" in said("mlx", "cpu", spec(4, None, symmetric=False), "awq")["groups"]
     assert said("mlx", "cpu", spec(4))["quant_method"].endswith("quantkit export DIR --to mlx OUT")
+    for inexact in (spec(4, symmetric=False), spec(7), spec(8, None), W8A8, FP8):
+        assert said("mlx", "cpu", inexact)["quant_method"].endswith("not compressed-tensors")
     for engine in ("vllm", "sglang", "transformers"):
         assert "not mlx" in said(engine, "cuda", MLX, "mlx")["quant_method"]
 

@@ -36,8 +36,9 @@ PROMPT = torch.randint(4, 300, (8,), generator=torch.Generator().manual_seed(5))
 TOKENS = 24
 REORDERED, HALF = 1e-3, 0.05
 """Logits as close as this may change places: in float32 by the order of sums, in float16 by rounding."""
-NEARLY = 1 / 3
-"""The share of equal tokens where inputs are rounded, to 4 bits too. By chance it would be one in 300."""
+MOSTLY, ROUNDED = 3 / 4, 1 / 3
+"""Shares of equal tokens where an engine computes otherwise, and where a layout rounds inputs, some of them
+to 4 bits. By chance it would be one in 300."""
 GPTQ = os.environ.get("QUANTKIT_TEST_GPTQ", "")
 VLLM = os.environ.get("QUANTKIT_TEST_VLLM", "")
 GPTQ_SCRIPT = """
@@ -97,7 +98,7 @@ def agrees(case: LayoutCase, engine: str, folder: Path, likeliest: torch.Tensor 
     best = logits[len(PROMPT):].topk(2)
     equal = likeliest[len(PROMPT):] == best.indices[:, 0]
     if kind == "loads" or case.rounds_inputs:
-        assert equal.float().mean() >= NEARLY
+        assert equal.float().mean() >= (ROUNDED if case.rounds_inputs else MOSTLY)
     else:
         sure = best.values[:, 0] - best.values[:, 1] > margin
         assert equal[sure].all() and sure.float().mean() > 0.8
@@ -111,6 +112,7 @@ def cells(engine: str, *kinds: str, formats: tuple[str, ...] = ()) -> pytest.Mar
     return pytest.mark.parametrize("case", chosen, ids=str)
 
 
+@pytest.mark.sampled(3)
 @cells("quantkit")
 def test_quantkit(make, case):
     """Beside an ordinary float32 model of the weights that the format dequantizes."""
@@ -129,7 +131,7 @@ def test_quantkit(make, case):
 
 
 GPTQ_FORMATS = ("gptq", "gptq-v2", "awq")
-OTHERS = tuple({case.rule["format"] for case in CASES} - set(GPTQ_FORMATS))
+OTHERS = tuple(sorted({case.rule["format"] for case in CASES} - set(GPTQ_FORMATS)))
 
 
 def by_transformers(folder: Path, ids: list[int], **options) -> torch.Tensor | None:
@@ -147,6 +149,7 @@ def by_transformers(folder: Path, ids: list[int], **options) -> torch.Tensor | N
     return None if info["missing_keys"] or info["unexpected_keys"] or info["mismatched_keys"] else likeliest
 
 
+@pytest.mark.sampled(3)
 @cells("transformers", formats=OTHERS)
 def test_transformers(make, case):
     for package in ("compressed_tensors", "bitsandbytes", "accelerate"):
