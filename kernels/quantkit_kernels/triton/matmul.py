@@ -166,7 +166,7 @@ def plan(n: int, tiles: int, m: int, bk: int, family: str, grouped: bool = False
     blocks = -(-n // ROWS)
     wanted = measured.get("segments", max(1, min(PROGRAMS // blocks, tiles // 4)))
     # with few rows the loop itself costs much beside what is done to a narrow tile
-    unroll = 1 if bk == 128 or family == "cdna" else 4 if grouped and not (wide and bk > 32) else 2
+    unroll = 1 if bk >= 128 or family == "cdna" else 4 if grouped and not (wide and bk > 32) else 2
     per = -(-tiles // (wanted * unroll)) * unroll
     segments = -(-tiles // per)
     limit = 32 if family == "ampere" else 64 if bk == 32 or (grouped and segments > 1) else 128
@@ -210,11 +210,18 @@ def arguments(w: TritonWeight, m: int) -> tuple[LaunchPlan, dict[str, Any]]:
     wide = bits(w) == 8 and (w.group > 0 or w.layout == "fine")
     p = plan(w.n, tiles, m, w.bk, w.family, grouped,
              tuned.lookup(w.words.device, name, w.n, w.k, w.group, m), wide, wide or w.layout != "word")
-    return p, {"K": w.k, "BM": p.bm, "BK": w.bk, "WORDS": w.words.shape[2], "TILES": tiles, "PER": p.per,
+    every = {"K": w.k, "BM": p.bm, "BK": w.bk, "WORDS": w.words.shape[2], "TILES": tiles, "PER": p.per,
                "SPLIT": p.split, "GROUP": w.group, "NPAD": w.words.shape[0] * ROWS, "DECODE": w.decoder.tile,
                "MODE": w.mode, "WIDE": lane_columns(w.family), "STAGES": p.stages,
                "UNROLL": p.unroll, "FRESH": sums_tiles_apart(w), "PDL": p.early, "LAYOUT": w.layout,
-               "LOWS": w.layout in MINIMA, "MIDDLE": w.decoder.middle, "BITS": bits(w)}
+               "LOWS": w.layout in MINIMA, "MIDDLE": w.decoder.middle, "BITS": bits(w),
+               "INSTRUCTION": w.words.device.type != "cpu"}
+    return p, {name: value for name, value in every.items() if name in kernel_of(w).arg_names}
+
+
+def kernel_of(w: TritonWeight) -> Any:
+    """The kernel that multiplies it."""
+    return w.decoder.product or matmul_kernel
 
 
 def multiply(x: torch.Tensor | QuantizedActivations, w: TritonWeight, *, out: torch.Tensor | None = None,
@@ -255,16 +262,16 @@ def multiply(x: torch.Tensor | QuantizedActivations, w: TritonWeight, *, out: to
     t = x.scale if isinstance(x, QuantizedActivations) else None
     r_row = 0 if residual is None else residual.stride(0)
     grid = (w.words.shape[0], -(-m // p.bm), p.segments if p.split else 1)
-    magic = MAGIC.get(values.dtype, 0)
+    magic, kernel = MAGIC.get(values.dtype, 0), kernel_of(w)
     if not p.split:
-        matmul_kernel[grid](values, t, w.words, w.scale, bias, residual, y, m, n, values.stride(0), r_row,
-                            y.stride(0), magic, GATED=gated, **constants, **p.options)
+        kernel[grid](values, t, w.words, w.scale, bias, residual, y, m, n, values.stride(0), r_row,
+                     y.stride(0), magic, GATED=gated, **constants, **p.options)
         return y
     padded = constants["NPAD"]
     part = torch.empty(p.segments, m, padded, device=values.device,
                        dtype=torch.int32 if values.dtype == torch.int8 else torch.float32)
-    matmul_kernel[grid](values, None, w.words, w.scale, None, None, part, m, n, values.stride(0), 0, 0, magic,
-                        GATED=None, **constants, **p.options)
+    kernel[grid](values, None, w.words, w.scale, None, None, part, m, n, values.stride(0), 0, 0, magic,
+                 GATED=None, **constants, **p.options)
     add_segments_kernel[(-(-padded // BLOCK), m)](
         part, t, None if w.group else w.scale, bias, residual, y, m, n, r_row, y.stride(0), NPAD=padded,
         SEGMENTS=p.segments, GATED=gated, BLOCK=BLOCK, PDL=p.early,
@@ -279,8 +286,8 @@ def _check(x: torch.Tensor | QuantizedActivations, values: torch.Tensor, w: Trit
     if w.decoder.levels != isinstance(x, QuantizedActivations):
         raise ValueError("this weight takes Levels" if w.decoder.levels else "this weight takes no Levels")
     takes = (w.words.dtype,) if w.words.dtype in w.decoder.takes else w.decoder.takes
-    if values.ndim != 2 or values.shape[1] != w.k or values.dtype not in takes:
-        raise ValueError(f"x must be [m, {w.k}] in {names}, not {list(values.shape)} {values.dtype}")
+    if values.ndim != 2 or values.shape[1] != w.columns or values.dtype not in takes:
+        raise ValueError(f"x must be [m, {w.columns}] in {names}, not {list(values.shape)} {values.dtype}")
     if (gated in GATES) != w.gated or (gated is not None and gated not in GATES):
         raise ValueError(f"gated must be {' or '.join(GATES)} for weights that were packed so, and nothing "
                          f"for others, not {gated}")

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from quantkit_kernels.triton.token_groups import GroupRounding
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -23,6 +26,8 @@ class TritonDecoder:
         takes: dtypes of the activations.
         levels: activations are :class:`~quantkit_kernels.triton.levels.QuantizedActivations` of these dtypes.
         middle: what numbers are less than levels, of weights with minima.
+        product: a kernel of its own instead of :func:`~quantkit_kernels.triton.matmul.matmul_kernel`, with
+            the same runtime arguments.
     """
 
     tile: Any
@@ -30,6 +35,7 @@ class TritonDecoder:
     takes: tuple[torch.dtype, ...] = FLOATS
     levels: bool = False
     middle: float = 0.0
+    product: Any = None
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,7 @@ class TritonWeight:
         gated: rows of a gate and of what it opens lie in turn: y has half as many columns.
         layout: of scales. ``word``: the decoder's own. ``fine``: float32 ``[rows]``, then those of 16 columns
             each. Others: see :mod:`~quantkit_kernels.triton.group_scales`.
+        inputs: how rows of x are rounded in groups before they are multiplied; ``None``: they aren't.
     """
 
     words: torch.Tensor
@@ -62,6 +69,12 @@ class TritonWeight:
     decoder: TritonDecoder
     gated: bool = False
     layout: str = "word"
+    inputs: GroupRounding | None = None
+
+    @property
+    def columns(self) -> int:
+        """Numbers in a row of what it is multiplied with: k, or bytes of codes and scales."""
+        return self.k if self.inputs is None else self.inputs.width(self.k)
 
     @property
     def nbytes(self) -> int:

@@ -1,0 +1,160 @@
+"""Activations rounded to 4-bit floating point as they come: a scale for each group of a row.
+
+In groups of 16 (NVFP4, https://arxiv.org/abs/2509.25149) a scale is ``max|x| / 6`` times a number of the
+layer's, rounded to e4m3; one that is rounded to 0 is 0.125 instead, beside which all levels are 0. In larger
+groups (MXFP4, https://arxiv.org/abs/2310.10537) it is the power of 2 of ``max|x|``, which is rounded up from
+1.75 of it on, over 4. Levels are those of e2m1, the nearest, ties to even. A group that isn't finite has the
+scale NaN.
+
+Rows come out in one of two ways. *Values*: level times scale, without the layer's number, in the dtype of the
+activations; six significant bits at most, so that this is exact. float16 gets half of what groups of 32 or
+more say, because the largest level may be above its range; there an odd multiple of 2⁻²⁴ is rounded again.
+*Packed*: for tensor cores that multiply such groups. Either way a float32 number for each row multiplies the
+sum.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from quantkit_kernels.triton.dependent import let_next_begin, starts
+from quantkit_kernels.triton.levels import QuantizedActivations
+
+FINE = 16
+"""Numbers of a group whose scale is e4m3."""
+BLOCK = 1024
+"""Numbers of a row that one program rounds, at most."""
+LARGEST = tl.constexpr(3.4028234663852886e38)
+
+
+@dataclass(frozen=True)
+class GroupRounding:
+    """How rows of activations are rounded.
+
+    Attributes:
+        group: numbers that share a scale: 16, 32, 64 or 128.
+        factor: float32 ``[1]``, on the device: what scales of groups of 16 are multiplied by before they are
+            rounded; ``None`` for other groups.
+        packed: 0: values. Else rows are uint8: two codes a byte, the earlier one in the low half, then the
+            scales' bytes (e4m3 or e8m0), of columns filled up to a multiple of so many. Rows begin at
+            multiples of 16 bytes.
+    """
+
+    group: int
+    factor: torch.Tensor | None = None
+    packed: int = 0
+
+    def columns(self, k: int) -> int:
+        """Numbers that a row of ``k`` has when it is filled up."""
+        return -(-k // self.packed) * self.packed if self.packed else k
+
+    def width(self, k: int) -> int:
+        """Numbers, or bytes, of a row of ``k`` that was rounded."""
+        columns = self.columns(k)
+        return -(-(columns // 2 + columns // self.group) // 16) * 16 if self.packed else k
+
+
+@triton.jit
+def _nearest(v: tl.tensor, TOP: tl.constexpr, NORMAL: tl.constexpr, MIDDLE: tl.constexpr) -> tl.tensor:
+    """Numbers within ±TOP, rounded: 1.5 · 2^(e + MIDDLE) leaves few bits of a number with exponent e; below
+    the smallest NORMAL number steps don't shrink."""
+    v = tl.minimum(tl.maximum(v, -TOP), TOP)
+    e = tl.maximum(v.to(tl.int32, bitcast=True) & 0x7F800000, NORMAL << 23) + (MIDDLE << 23)
+    large = e.to(tl.float32, bitcast=True) * 1.5
+    return (v + large) - large
+
+
+@triton.jit
+def to_group_levels(x: tl.tensor, factor: tl.tensor, FINE: tl.constexpr) -> tl.tensor:
+    """Groups, float32 ``[groups, size]`` → levels likewise, and scales ``[groups]`` twice: float32, NaN for a
+    group that isn't finite, and the byte that stores them, int32. ``FINE``: they are e4m3."""
+    size = tl.abs(x)
+    # a comparison that NaN and infinity fail; a maximum may leave NaN out
+    finite = size <= LARGEST
+    broken = tl.sum(finite.to(tl.int32) ^ 1, 1) > 0
+    top = tl.max(tl.where(finite, size, 0.0), 1)
+    if FINE:
+        stored = _nearest(tl.div_rn(top, tl.full(top.shape, 6.0, tl.float32)) * factor, 448.0, 121, 20)
+        stored = tl.where(stored == 0, 0.125, stored)
+        scale = tl.div_rn(stored, tl.zeros(top.shape, tl.float32) + factor)
+        # e4m3's bits are those of a float32 whose exponent is smaller by 120
+        byte = tl.where(broken, 0x7F, (stored * 2.0**-120).to(tl.int32, bitcast=True) >> 20)
+    else:
+        exponent = ((top.to(tl.int32, bitcast=True) + (1 << 21)) >> 23) - 2
+        exponent = tl.minimum(tl.maximum(exponent, 0), 254)
+        # float32 has the same exponents, but for its smallest, which is a subnormal number
+        stored = tl.maximum(exponent << 23, 1 << 22).to(tl.float32, bitcast=True)
+        scale = stored
+        byte = tl.where(broken, 0xFF, exponent)
+    each = tl.zeros(x.shape, tl.float32) + scale[:, None]
+    level = _nearest(tl.div_rn(tl.where(finite, x, 0.0), each), 6.0, 127, 22)
+    return level, tl.where(broken, float("nan"), stored), byte
+
+
+@triton.jit
+def round_groups_kernel(x_ptr: tl.tensor, f_ptr: tl.tensor, l_ptr: tl.tensor, t_ptr: tl.tensor,
+                        x_row: tl.tensor, K: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
+                        GROUP: tl.constexpr, BLOCK: tl.constexpr, PACKED: tl.constexpr,
+                        EARLY: tl.constexpr) -> None:
+    """BLOCK numbers of a row: x ``[m, K]``, rows x_row apart; f one number, or ``None``; rounded rows
+    ``[m, WIDTH]``, see :class:`GroupRounding`; t float32 ``[m]``. Rows are filled up to COLUMNS."""
+    if EARLY:
+        let_next_begin()
+    FINE: tl.constexpr = f_ptr is not None
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1) * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
+    col = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    x = tl.load(x_ptr + row * x_row + col, mask=col < K, other=0.0).to(tl.float32)
+    number = 1.0
+    if FINE:
+        number = tl.load(f_ptr)
+    level, stored, byte = to_group_levels(x, number, FINE)
+    HALF: tl.constexpr = not FINE and not PACKED and l_ptr.dtype.element_ty.is_fp16()
+    if PACKED:
+        # a level's upper bits count from 0.5, which has no neighbor with a mantissa of 1
+        upper = (tl.abs(level).to(tl.int32, bitcast=True) >> 22) - 252
+        code = tl.maximum(upper, 0) + (upper == 0).to(tl.int32) + ((level < 0).to(tl.int32) << 3)
+        low, high = tl.split(code.reshape(BLOCK // GROUP, GROUP // 2, 2))
+        here = l_ptr + row * WIDTH
+        pair = group[:, None] * (GROUP // 2) + tl.arange(0, GROUP // 2)[None, :]
+        tl.store(here + pair, (low | (high << 4)).to(tl.uint8), mask=pair < COLUMNS // 2)
+        tl.store(here + COLUMNS // 2 + group, byte.to(tl.uint8), mask=group < COLUMNS // GROUP)
+    else:
+        value = level * (stored * 0.5 if HALF else stored)[:, None]
+        tl.store(l_ptr + row * WIDTH + col, value.to(l_ptr.dtype.element_ty), mask=col < K)
+    if tl.program_id(1) == 0:
+        tl.store(t_ptr + row, tl.div_rn(1.0, number) if FINE else 2.0 if HALF else 1.0)
+
+
+def constants(k: int, how: GroupRounding, early: bool) -> dict[str, int | bool]:
+    """Compile-time arguments and options for rows of k numbers; ``early``: see
+    :func:`~quantkit_kernels.triton.dependent.starts`."""
+    columns = how.columns(k)
+    block = min(BLOCK, max(how.group, triton.next_power_of_2(columns)))
+    return {"K": k, "COLUMNS": columns, "WIDTH": how.width(k), "GROUP": how.group, "BLOCK": block, "PACKED": how.packed > 0,
+            "EARLY": early, "num_warps": max(1, block // 256)}
+
+
+def round_groups(x: torch.Tensor, how: GroupRounding) -> QuantizedActivations:
+    """Rows ``[m, k]``, bfloat16, float16 or float32, rounded.
+
+    Raises:
+        ValueError: another shape than ``[m, k]``, or groups of 16 without a number, or others with one.
+    """
+    if x.ndim != 2 or (how.factor is not None) != (how.group == FINE):
+        raise ValueError(f"rows must be [m, k], and groups of {FINE} have a factor, others none, not "
+                         f"{list(x.shape)} in groups of {how.group}")
+    m, k = x.shape
+    dtype = torch.uint8 if how.packed else x.dtype
+    values = torch.empty(m, how.width(k), dtype=dtype, device=x.device)
+    numbers = torch.empty(m, dtype=torch.float32, device=x.device)
+    if m:
+        x = x if x.stride(1) == 1 else x.contiguous()
+        options = constants(k, how, starts(x.device))
+        round_groups_kernel[(m, -(-how.columns(k) // options["BLOCK"]))](
+            x, how.factor, values, numbers, x.stride(0), **options)
+    return QuantizedActivations(values, numbers, x.dtype)
