@@ -86,6 +86,7 @@ def judge(case: AotCase, target: str) -> AotRow:
         faults.append(f"{facts.wide_loads} loads of 128 bits, {case.wide_loads} are meant")
     if case.matrix and not facts.matrix:
         faults.append("no tensor-core instructions")
+    faults += [f"no {word} in the PTX" for word in case.ptx if word not in compiled.asm["ptx"]]
     if case.most is not None and per_weight is not None and target == "sm_90" and per_weight > case.most:
         faults.append(f"{per_weight:.2f} instructions a weight, the limit is {case.most}")
     return AotRow(case.name, target, facts.registers, facts.spills, facts.shared, facts.widest, facts.matrix,

@@ -15,7 +15,8 @@ from typing import Any
 
 from quantkit_kernels import wgmma
 
-MATRIX = {"cuda": ("HMMA", "HGMMA", "IMMA", "IGMMA", "QMMA", "QGMMA", "UTCHMMA", "UTCIMMA", "UTCQMMA"),
+MATRIX = {"cuda": ("HMMA", "HGMMA", "IMMA", "IGMMA", "QMMA", "QGMMA", "UTCHMMA", "UTCIMMA", "UTCQMMA",
+                   "UTCOMMA"),
           "hip": ("v_mfma",)}
 """Tensor-core instructions."""
 _WIDTHS = {"dword": 32, "dwordx2": 64, "dwordx3": 96, "dwordx4": 128}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from quantkit_kernels.aot_cases import attention, gptq, hadamard, kv_write, products, rows, sampling
+from quantkit_kernels.aot_cases import attention, gptq, hadamard, kv_write, products, rows, sampling, w4a4
 from quantkit_kernels.aot_cases.case import FAMILIES, SHARED, AotCase
 
 __all__ = ["FAMILIES", "SHARED", "AotCase", "cases"]
@@ -15,5 +15,5 @@ __all__ = ["FAMILIES", "SHARED", "AotCase", "cases"]
 
 def cases(target: str) -> Iterator[AotCase]:
     """Everything that ships for ``sm_80``, ``sm_90``, ``sm_100`` or ``gfx942``."""
-    for part in (products, rows, hadamard, kv_write, attention, sampling, gptq):
+    for part in (products, rows, hadamard, kv_write, attention, sampling, gptq, w4a4):
         yield from part.cases(FAMILIES[target])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from quantkit_kernels.triton import (
     iq4,
     matmul,
     nf4,
+    w4a4,
     w4a16,
     w8a8,
     w8a16,
@@ -78,6 +79,9 @@ def kinds(family: str) -> dict[str, ProductFormat]:
                   ProductFormat(f"w4a16 g{group} zp", w4a16.INT4, 4, group, group, "bfloat16", scale=WORD,
                                 most=limits[1])]
     every += _in_groups(select)
+    if family not in w4a4.NATIVE:  # there codes of both are multiplied
+        every += [replace(kind, name=f"{kind.name} a4", decoder=decoder) for kind in every
+                  for name, decoder in (("mxfp4", w4a4.COARSE), ("nvfp4", w4a4.FINE)) if kind.name == name]
     return {kind.name: kind for kind in every}
 
 
