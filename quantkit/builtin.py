@@ -66,7 +66,7 @@ def register_formats(register: Register) -> None:
 @hookimpl
 def register_kernels(register: Register) -> None:
     for name, target in (("w8a16", "W8"), ("w4a16", "W4"), ("nf4", "NF"), ("fp8", "FP"), ("w8a8", "INT"),
-                         ("fp4", "FP4"), ("iq4", "IQ4")):
+                         ("fp4", "FP4"), ("w4a4", "FP4A4"), ("iq4", "IQ4")):
         register(f"triton-{name}", f"quantkit.ops.triton_linear:{target}")
     for name, target in (("int8", "INT8"), ("int4", "INT4"), ("nf4", "NF"), ("trellis", "TRELLIS")):
         register(f"cpu-{name}", f"quantkit.ops.cpu_linear:{target}")

@@ -171,8 +171,10 @@ def _specs() -> Iterator[Any]:
     yield QuantSpec(kind="fp", bits=8, granularity=Granularity(strategy="tile", size=128),
                     scale_dtype="float32")
     sixteen, small = (Granularity(strategy="group", size=size) for size in (16, 32))
-    yield QuantSpec(kind="fp", bits=4, granularity=sixteen, scale_dtype="e4m3")
-    yield QuantSpec(kind="fp", bits=4, granularity=small, scale_dtype="e8m0")
+    for spec in (QuantSpec(kind="fp", bits=4, granularity=sixteen, scale_dtype="e4m3"),
+                 QuantSpec(kind="fp", bits=4, granularity=small, scale_dtype="e8m0")):
+        yield spec
+        yield spec.model_copy(update={"activations": "group"})
     yield QuantSpec(bits=4, symmetric=False, minimum=True, granularity=group, scale_dtype="bfloat16")
     for bits in (4, 5, 8):
         yield QuantSpec(bits=bits, signed=True, granularity=small, scale_dtype="float16")

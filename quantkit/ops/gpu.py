@@ -12,6 +12,8 @@ SIMULATE = False
 triton was imported. For tests: it is slow, and wrong in bfloat16."""
 MAX_ROW = 32768
 """Numbers of a row that is normalized."""
+MAX_GROUP = 128
+"""Numbers of a group of activations that is rounded to 4 bits."""
 
 
 def unavailable(device: str, dtype: torch.dtype) -> str | None:

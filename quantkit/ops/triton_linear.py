@@ -42,7 +42,7 @@ def _common(query: KernelQuery, kind: str, bits: tuple[int, ...], rounded: bool 
     if query.spec.bits not in bits:
         return f"multiplies {'- and '.join(map(str, bits))}-bit weights, not {query.spec.bits}-bit"
     if bool(query.spec.activations) != rounded:
-        return "rounds activations to 8 bits" if rounded else "leaves activations as they are"
+        return f"rounds activations to {bits[-1]} bits" if rounded else "leaves activations as they are"
     return None
 
 
@@ -68,6 +68,11 @@ class TritonKernel(ABC):
     def pack(self, codes: Codes, gated: bool = False) -> TritonWeight:
         """Codes in the tensor core's order; ``gated``: see
         :class:`quantkit_kernels.triton.packed.TritonWeight`."""
+
+    def filled(self, k: int, device: torch.device) -> int:
+        """Columns that a weight has on a device beside its own, where rows are filled up to whole tiles that
+        are wider there."""
+        return k
 
     def prepare(self, weight: QuantizedTensor) -> TritonWeight:
         """Codes in the tensor core's order."""
@@ -215,10 +220,7 @@ class TritonFP4(TritonKernel):
         """Anything but e2m1 weights, and groups of 16 whose scales aren't e4m3, or e4m3 scales of others."""
         if (reason := _common(query, "fp", (4,)) or group_declines(query)) is not None:
             return reason
-        spec = query.spec
-        if (spec.scale_dtype == "e4m3") != (spec.granularity.size == FINE):
-            return f"takes e4m3 scales of groups of 16, and powers of 2 of larger ones, not {spec.label()}"
-        return None
+        return _group_scales_decline(query)
 
     def pack(self, codes: Codes, gated: bool = False) -> TritonWeight:
         """See there."""
@@ -226,8 +228,48 @@ class TritonFP4(TritonKernel):
 
         if codes.outer is None:
             return fp4.pack(codes.codes, codes.scale, gated=gated)
-        scale = (codes.scale / codes.outer).to(torch.float8_e4m3fn)
-        return fp4.pack_fine(codes.codes, scale, codes.outer, gated=gated)
+        return fp4.pack_fine(codes.codes, _e4m3_scales(codes, codes.outer), codes.outer, gated=gated)
+
+
+class TritonW4A4(TritonKernel):
+    """The same weights by activations that are rounded in groups of as many; as such where the GPU has an
+    instruction for it, elsewhere decoded."""
+
+    name = "triton-w4a4"
+
+    def declines(self, query: KernelQuery) -> str | None:
+        """Anything but e2m1 weights in groups of 16 (e4m3 scales), 32, 64 or 128 (powers of 2), with rounded
+        activations."""
+        if (reason := _common(query, "fp", (4,), rounded=True) or group_declines(query)) is not None:
+            return reason
+        size = query.spec.granularity.size or 0
+        if size > gpu.MAX_GROUP:
+            return f"rounds activations in groups of up to {gpu.MAX_GROUP}, not {size}"
+        return _group_scales_decline(query)
+
+    def pack(self, codes: Codes, gated: bool = False) -> TritonWeight:
+        """See there."""
+        from quantkit_kernels.triton.w4a4 import pack
+
+        if codes.outer is None:
+            return pack(codes.codes, codes.scale, gated=gated)
+        return pack(codes.codes, _e4m3_scales(codes, codes.outer), codes.outer, codes.input_factor,
+                    gated=gated)
+
+    def filled(self, k: int, device: torch.device) -> int:
+        """Of whole tiles of the instruction's."""
+        from quantkit_kernels.triton import block_scaled, w4a4
+        from quantkit_kernels.triton.fragment import family_of
+
+        return -(-k // block_scaled.BK) * block_scaled.BK if family_of(device) in w4a4.NATIVE else k
+
+    def run(self, x: torch.Tensor, prepared: TritonWeight) -> torch.Tensor:
+        """``x [m, k]`` → ``[m, n]`` in x's dtype."""
+        from quantkit_kernels.triton.matmul import multiply
+        from quantkit_kernels.triton.token_groups import round_groups
+
+        assert prepared.inputs is not None
+        return multiply(round_groups(x, prepared.inputs), prepared)
 
 
 class TritonIQ4(TritonKernel):
@@ -248,6 +290,19 @@ class TritonIQ4(TritonKernel):
         return iq4.pack(codes.codes, scales_of(codes, gated), codes.spec.granularity.size or 0, gated=gated)
 
 
+def _group_scales_decline(query: KernelQuery) -> str | None:
+    """4-bit floats' groups with other scales than their size has."""
+    spec = query.spec
+    if (spec.scale_dtype == "e4m3") == (spec.granularity.size == FINE):
+        return None
+    return f"takes e4m3 scales of groups of 16, and powers of 2 of larger ones, not {spec.label()}"
+
+
+def _e4m3_scales(codes: Codes, outer: torch.Tensor) -> torch.Tensor:
+    """Scales without what they are multiples of."""
+    return (codes.scale / outer).to(torch.float8_e4m3fn)
+
+
 def _signed(codes: Codes) -> torch.Tensor:
     """int8 of 8-bit codes, whose middle is 128."""
     return (codes.codes ^ 128).view(torch.int8)
@@ -259,4 +314,4 @@ def _by_row(codes: Codes) -> torch.Tensor:
 
 
 W8, W4, NF, FP, INT = TritonW8A16(), TritonW4A16(), TritonNF4(), TritonFP8(), TritonW8A8()
-FP4, IQ4 = TritonFP4(), TritonIQ4()
+FP4, FP4A4, IQ4 = TritonFP4(), TritonW4A4(), TritonIQ4()

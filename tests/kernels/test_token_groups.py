@@ -12,8 +12,8 @@ from quantkit_kernels.triton.token_groups import GroupRounding, round_groups
 
 LEVELS = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 LEVELS = torch.cat((LEVELS, -LEVELS))
-KINDS = {"nvfp4": (16, 64.0), "nvfp4, another's number": (16, 77.3), "mxfp4": (32, None), "e2m1 in 64": (64, None),
-         "e2m1 in 128": (128, None)}
+KINDS = {"nvfp4": (16, 64.0), "nvfp4, another's number": (16, 77.3), "mxfp4": (32, None),
+         "e2m1 in 64": (64, None), "e2m1 in 128": (128, None)}
 
 
 def spec_of(group):

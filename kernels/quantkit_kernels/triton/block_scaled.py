@@ -119,10 +119,11 @@ def block_scaled_kernel(x_ptr: tl.tensor, t_ptr: tl.tensor, w_ptr: tl.tensor, s_
                              input_precision="ieee")
         total += acc
     if SPLIT:
-        offsets = (tl.program_id(2).to(tl.int64) * m + rm[None, :]) * NPAD + tl.program_id(0) * 128 + rn[:, None]
-        tl.store(y_ptr + offsets, total, mask=seen[None, :])
+        part = (tl.program_id(2).to(tl.int64) * m + rm[None, :]) * NPAD
+        tl.store(y_ptr + part + tl.program_id(0) * 128 + rn[:, None], total, mask=seen[None, :])
     else:
-        finish(total, tl.program_id(0) * 128, rm, t_ptr, s_ptr, b_ptr, r_ptr, y_ptr, m, n, r_row, y_row, GATED)
+        finish(total, tl.program_id(0) * 128, rm, t_ptr, s_ptr, b_ptr, r_ptr, y_ptr, m, n, r_row, y_row,
+               GATED)
 
 
 BLOCKS = TritonDecoder(decode_block, block_number, (torch.uint8,), levels=True, product=block_scaled_kernel)

@@ -42,8 +42,8 @@ def pack(codes: torch.Tensor, scale: torch.Tensor, outer: torch.Tensor | None = 
     family, group = family or family_of(codes.device), codes.shape[1] // scale.shape[1]
     if group not in SIZES or codes.shape[1] % group or (group == SIZES[0]) != (outer is not None) or (
             (outer is None) != (factor is None)):
-        raise ValueError(f"groups must be of 16 with an outer scale and a factor, or of 32, 64 or 128 without, "
-                         f"not of {codes.shape[1]} / {scale.shape[1]}")
+        raise ValueError("groups must be of 16 with an outer scale and a factor, or of 32, 64 or 128 "
+                         f"without, not of {codes.shape[1]} / {scale.shape[1]}")
     number = None if factor is None else factor.float().reshape(1)
     if family in NATIVE and group in block_scaled.GROUPS:
         stored = scale.view(torch.uint8) if outer is not None else _exponents(codes, scale)

@@ -41,7 +41,7 @@ def packed_bytes(weight: QuantizedTensor, dtype: torch.dtype, device: torch.devi
     kernel = choose(query_for(weight, dtype, device, "decode")).kernel
     assert isinstance(kernel, TritonKernel)
     rows, k = weight.shape
-    return -(-rows // ROWS) * _tile_bytes(kernel, weight.spec, k)
+    return -(-rows // ROWS) * _tile_bytes(kernel, weight.spec, kernel.filled(k, device))
 
 
 @functools.lru_cache(maxsize=256)
@@ -58,8 +58,10 @@ def _tile_bytes(kernel: TritonKernel, spec: QuantSpec, k: int) -> int:
     elif spec.kind == "int" and not spec.symmetric:
         zero = torch.full(scale.shape, 2**spec.bits - 1, dtype=torch.uint8)
     outer = torch.ones(outer_shape) if outer_shape else None
+    factor = torch.ones(1, 1) if spec.static_inputs else None
     return kernel.pack(Codes(spec, torch.zeros(shape, dtype=torch.uint8), scale, zero, minimum=minimum,
-                             outer=outer, outer_minimum=outer if spec.minimum else None)).nbytes
+                             outer=outer, outer_minimum=outer if spec.minimum else None,
+                             input_factor=factor)).nbytes
 
 
 @dataclass(frozen=True)
@@ -86,14 +88,18 @@ class DeviceLinear:
     @property
     def takes(self) -> torch.dtype | None:
         """Levels that whoever makes x may round it to; ``None``: x as it is."""
-        decoder = self.weight.decoder
-        return decoder.takes[0] if decoder.levels and self.rotation is None else None
+        decoder, kept = self.weight.decoder, self.rotation is None and self.weight.inputs is None
+        return decoder.takes[0] if decoder.levels and kept else None
 
     def _prepared(self, x: torch.Tensor) -> torch.Tensor | QuantizedActivations:
         if self.rotation is not None:
             from quantkit_kernels.triton.hadamard import apply_hadamard
 
             x = apply_hadamard(x, *self.rotation)
+        if self.weight.inputs is not None:
+            from quantkit_kernels.triton.token_groups import round_groups
+
+            return round_groups(x, self.weight.inputs)
         if not self.weight.decoder.levels:
             return x
         from quantkit_kernels.triton.levels import quantize
@@ -104,7 +110,8 @@ class DeviceLinear:
 class FusedLinear:
     """Linears that see one input, side by side in one result.
 
-    Weights that are quantized alike become one; each is moved to the device when its turn comes.
+    Weights that are quantized alike, and round what they see alike, become one; each is moved to the device
+    when its turn comes.
 
     Args:
         linears: in the order of their results.
@@ -122,8 +129,7 @@ class FusedLinear:
     def __init__(self, linears: Sequence[Linear], dtype: torch.dtype, device: torch.device,
                  activation: str | None = None) -> None:
         self._activation = activation
-        specs = {stored_of(linear).spec for linear in linears}
-        groups = [list(linears)] if len(specs) == 1 else [[linear] for linear in linears]
+        groups = [list(linears)] if _alike(linears, device) else [[linear] for linear in linears]
         self._gated = activation is not None and len(groups) == 1
         self._parts: list[tuple[DeviceLinear, int, int]] = []
         start = 0
@@ -179,6 +185,20 @@ def stored_of(linear: Linear) -> StoredWeight:
     return linear.weight
 
 
+def _alike(linears: Sequence[Linear], device: torch.device) -> bool:
+    """Whether they are one product: weights have a spec, and what they see one number, if it is rounded with
+    one."""
+    weights = [stored_of(linear) for linear in linears]
+    spec = weights[0].spec
+    if any(weight.spec != spec for weight in weights[1:]):
+        return False
+    if spec is None or not spec.static_inputs:
+        return True
+    factors = [codes_of(weight.quantized.to(device)).input_factor for weight in weights
+               if isinstance(weight, QuantizedWeight)]
+    return len({float(factor) for factor in factors if factor is not None}) == 1
+
+
 def _product(linears: Sequence[Linear], dtype: torch.dtype, device: torch.device,
              gated: bool) -> DeviceLinear:
     biases = [linear.bias for linear in linears]
@@ -207,7 +227,8 @@ def _product(linears: Sequence[Linear], dtype: torch.dtype, device: torch.device
 
 
 def _side_by_side(parts: Sequence[Codes]) -> Codes:
-    """Rows one after another; what several rows of one share is given to each."""
+    """Rows one after another; what several rows of one share is given to each. All see the same number of
+    their input."""
     if len(parts) == 1:
         return parts[0]
     granularity = parts[0].spec.granularity
@@ -225,5 +246,6 @@ def _side_by_side(parts: Sequence[Codes]) -> Codes:
     scale = below("scale")
     assert scale is not None
     return Codes(parts[0].spec, torch.cat([codes.codes for codes in parts]), scale, below("zero"),
-                 minimum=below("minimum"), outer=below("outer"), outer_minimum=below("outer_minimum"))
+                 minimum=below("minimum"), outer=below("outer"), outer_minimum=below("outer_minimum"),
+                 input_factor=parts[0].input_factor)
 
