@@ -215,7 +215,7 @@ def arguments(w: TritonWeight, m: int) -> tuple[LaunchPlan, dict[str, Any]]:
                "MODE": w.mode, "WIDE": lane_columns(w.family), "STAGES": p.stages,
                "UNROLL": p.unroll, "FRESH": sums_tiles_apart(w), "PDL": p.early, "LAYOUT": w.layout,
                "LOWS": w.layout in MINIMA, "MIDDLE": w.decoder.middle, "BITS": bits(w),
-               "INSTRUCTION": w.words.device.type != "cpu"}
+               "INSTRUCTION": w.words.is_cuda or w.words.is_meta}
     return p, {name: value for name, value in every.items() if name in kernel_of(w).arg_names}
 
 

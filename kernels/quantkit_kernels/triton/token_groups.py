@@ -136,7 +136,7 @@ def constants(k: int, how: GroupRounding, early: bool) -> dict[str, int | bool]:
     columns = how.columns(k)
     block = min(BLOCK, max(how.group, triton.next_power_of_2(columns)))
     return {"K": k, "COLUMNS": columns, "WIDTH": how.width(k), "GROUP": how.group, "BLOCK": block,
-            "PACKED": how.packed > 0, "EARLY": early, "num_warps": max(1, block // 256)}
+            "PACKED": how.packed > 0, "EARLY": early, "num_warps": max(1, block // 512)}
 
 
 def round_groups(x: torch.Tensor, how: GroupRounding) -> QuantizedActivations:

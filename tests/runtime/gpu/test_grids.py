@@ -14,7 +14,7 @@ from quantkit.testing.codes import formula, random_codes
 from tests.support.quantized import quant_spec
 
 KERNELS = (triton_linear.W8, triton_linear.W4, triton_linear.NF, triton_linear.FP, triton_linear.INT,
-           triton_linear.FP4, triton_linear.IQ4)
+           triton_linear.FP4, triton_linear.FP4A4, triton_linear.IQ4)
 
 
 def minima(bits, size, dtype="bfloat16", **more):
@@ -102,11 +102,12 @@ def test_weights_one_below_the_other(case, monkeypatch):
     (quant_spec("fp", 8, "tile", 96, scale_dtype="float32"), "tiles of a multiple of 64"),
     (quant_spec("fp", 4, "group", 16, scale_dtype="e8m0"), "e4m3 scales of groups of 16"),
     (quant_spec("iq", 4, "group", 16, scale_dtype="float16"), "groups of 32 or more"),
-    (quant_spec("fp", 4, "group", 16, scale_dtype="e4m3", activations="group"), "leaves activations"),
+    (quant_spec("fp", 4, "group", 256, scale_dtype="e8m0", activations="group"), "groups of up to 128"),
+    (quant_spec("fp", 4, "group", 16, scale_dtype="e8m0", activations="group"), "powers of 2 of larger"),
     (quant_spec("fp", 8, "tile", 128, scale_dtype="float32", activations="group"), "leaves activations")],
     ids=lambda value: value.label().replace(" ", "-") if hasattr(value, "label") else "")
 def test_what_none_of_them_multiplies(spec, reason, monkeypatch):
     monkeypatch.setattr(gpu, "unavailable", lambda device, dtype: None)
-    query = KernelQuery("linear", "cuda", (9, 0), torch.float16, 96, 192, "none", spec, "decode")
+    query = KernelQuery("linear", "cuda", (9, 0), torch.float16, 96, 768, "none", spec, "decode")
     reasons = [kernel.declines(query) for kernel in KERNELS]
     assert None not in reasons and any(reason in text for text in reasons), reasons

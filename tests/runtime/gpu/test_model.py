@@ -105,7 +105,8 @@ def test_every_family(tmp_path, simulated, family):
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(("recipe", "kernel"), [("int8", "triton-w8a16"), ("int4-rtn", "triton-w4a16"),
                                                 ("nf4", "triton-nf4"), ("w8a8", "triton-w8a8"),
-                                                ("fp8", "triton-w8a8")])
+                                                ("fp8", "triton-w8a8"), ("nvfp4-a4", "triton-w4a4"),
+                                                ("mxfp4-a4", "triton-w4a4")])
 @torch.inference_mode()
 def test_every_kind_of_weight(folder, simulated, tmp_path, recipe, kernel):
     quantize(str(folder), recipe, tmp_path / "out")
@@ -130,7 +131,8 @@ rules:
 """
 
 
-@pytest.mark.parametrize("recipe", ["none", "int8", THREE, "int4-rtn", "nf4", "nf4-nested", "w8a8"],
+@pytest.mark.parametrize("recipe", ["none", "int8", THREE, "int4-rtn", "nf4", "nf4-nested", "w8a8",
+                                    "nvfp4-a4", "mxfp4-a4"],
                          ids=lambda recipe: recipe.split("\n")[0] or "three")
 def test_what_weights_will_take_is_known_before(tmp_path, simulated, recipe):
     folder = tiny_model(tmp_path / "m", **SMALL | {
