@@ -24,7 +24,7 @@ def run(*arguments):
 @pytest.mark.parametrize("only", [  # `make aot` compiles all
     "rope int8 d128 n1", "argmax peak fp16",
     *(pytest.param(only, marks=pytest.mark.slow)
-      for only in ("w4a16 g128 m16", "nf4 m64", "decode d64 int4"))])
+      for only in ("w4a16 g128 m16", "nf4 m64", "decode d64 int4", "fp4 a4 m16"))])
 def test_some_kernels_on_all_targets(only):
     done = run("--json", "--only", only)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

@@ -9,11 +9,12 @@ import torch
 import torch.nn.functional as F
 
 from quantkit_kernels.bench_cases.case import HEAD_ROWS, BenchCase, ModelShapes, copies, size
-from quantkit_kernels.triton import fp4, fp8, iq4, nf4, w4a16, w8a8, w8a16, w16a16
+from quantkit_kernels.triton import fp4, fp8, iq4, nf4, w4a4, w4a16, w8a8, w8a16, w16a16
 from quantkit_kernels.triton.group_scales import pack_scales, pack_superblocks
 from quantkit_kernels.triton.levels import QuantizedActivations, quantize
 from quantkit_kernels.triton.matmul import multiply
 from quantkit_kernels.triton.packed import TritonWeight
+from quantkit_kernels.triton.token_groups import round_groups
 
 Weight = tuple[str, TritonWeight, torch.Tensor]
 
@@ -22,7 +23,7 @@ def cases(shapes: ModelShapes, device: torch.device, dtype: torch.dtype) -> Iter
     """Every Linear of a layer, and the head."""
     for linear in shapes.linears:
         for make in (_plain, _int4, _int4_zeros, _int8, _fp8, _nf4, _nvfp4, _mxfp4, _iq4, _q4_k, _w8a8,
-                     _fp8a8):
+                     _fp8a8, _nvfp4_a4, _mxfp4_a4):
             if make is _q4_k and linear[2] % 256:
                 continue  # no superblocks
             yield from _products(shapes, linear, make, device, dtype)
@@ -98,17 +99,31 @@ def _e2m1(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.cat((levels, -levels))[codes.int()]
 
 
-def _nvfp4(n: int, k: int, device: torch.device, dtype: torch.dtype) -> Weight:
+def _nvfp4(n: int, k: int, device: torch.device, dtype: torch.dtype, rounded: bool = False) -> Weight:
     codes = _nibbles(n, k, device)
     scale = (torch.rand(n, k // 16, device=device) * 50 + 50).to(torch.float8_e4m3fn)
-    outer = torch.tensor(1e-4, device=device)
-    return "nvfp4 g16", fp4.pack_fine(codes, scale, outer), _dense(_e2m1(codes, dtype), scale.float() * outer)
+    outer, factor = torch.tensor(1e-4, device=device), torch.tensor(64.0, device=device)
+    dense = _dense(_e2m1(codes, dtype), scale.float() * outer)
+    if rounded:
+        return "nvfp4 by nvfp4", w4a4.pack(codes, scale, outer, factor), dense
+    return "nvfp4 g16", fp4.pack_fine(codes, scale, outer), dense
 
 
-def _mxfp4(n: int, k: int, device: torch.device, dtype: torch.dtype) -> Weight:
+def _mxfp4(n: int, k: int, device: torch.device, dtype: torch.dtype, rounded: bool = False) -> Weight:
     codes = _nibbles(n, k, device)
     scale = torch.exp2(torch.randint(-8, -5, (n, k // 32), device=device).float())
-    return "mxfp4 g32", fp4.pack(codes, scale), _dense(_e2m1(codes, dtype), scale)
+    dense = _dense(_e2m1(codes, dtype), scale)
+    if rounded:
+        return "mxfp4 by mxfp4", w4a4.pack(codes, scale), dense
+    return "mxfp4 g32", fp4.pack(codes, scale), dense
+
+
+def _nvfp4_a4(n: int, k: int, device: torch.device, dtype: torch.dtype) -> Weight:
+    return _nvfp4(n, k, device, dtype, True)
+
+
+def _mxfp4_a4(n: int, k: int, device: torch.device, dtype: torch.dtype) -> Weight:
+    return _mxfp4(n, k, device, dtype, True)
 
 
 def _iq4(n: int, k: int, device: torch.device, dtype: torch.dtype) -> Weight:
@@ -143,8 +158,12 @@ def _products(shapes: ModelShapes, linear: tuple[str, int, int], make: Callable[
         x = torch.randn(m, k, dtype=dtype, device=device)
         operand: torch.Tensor | QuantizedActivations = x
         if packed.decoder.levels:  # torch is given what the levels say
-            operand = quantize(x, packed.decoder.takes[0])
-            x = (operand.values.float() * operand.scale[:, None]).to(dtype)
+            if packed.inputs is None:
+                operand = values = quantize(x, packed.decoder.takes[0])
+            else:
+                operand = round_groups(x, packed.inputs)
+                values = round_groups(x, replace(packed.inputs, packed=0))
+            x = (values.values.float() * values.scale[:, None]).to(dtype)
         moved = size(operand.values if isinstance(operand,
                                                   QuantizedActivations) else x) + m * n * x.element_size()
 
