@@ -8,6 +8,7 @@ import torch
 from quantkit.formats import e2m1
 from quantkit.ops import tokens
 from quantkit.spec import Granularity, QuantSpec
+from quantkit_kernels.triton.rms_norm import rms_norm, rms_norm_groups
 from quantkit_kernels.triton.token_groups import GroupRounding, round_groups
 
 LEVELS = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
@@ -107,13 +108,29 @@ def test_a_group_that_is_not_finite_is_nan_and_no_other(on, kind, ruin):
     assert torch.isfinite(level).all()
 
 
+@pytest.mark.parametrize("kind", ["nvfp4", "mxfp4"])
+@pytest.mark.parametrize("packed", [0, 256])
+@pytest.mark.parametrize("n", [32, 512, 576])
+def test_behind_a_norm(on, randn, kind, packed, n):
+    group, number = KINDS[kind]
+    x, weight = randn(3, n, on=on), randn(n, seed=1, on=on)
+    how = rounding(x, group, number, packed)
+    rows, apart = rms_norm_groups(x, weight, 1e-5, how), round_groups(rms_norm(x, weight, 1e-5)[0], how)
+    used = how.columns(n) // 2 + how.columns(n) // group if packed else n
+    assert torch.equal(rows.values[:, :used], apart.values[:, :used])
+    assert torch.equal(rows.scale, apart.scale) and rows.dtype == x.dtype
+    with pytest.raises(ValueError, match="don't fit"):
+        rms_norm_groups(x, weight[1:], 1e-5, how)
+
+
 @pytest.mark.parametrize("packed", [0, 256])
 def test_rows_that_lie_apart_and_none_at_all(on, randn, packed):
     x = randn(3, 128, on=on)
     how = rounding(x, 32, None, packed)
+    used = how.columns(128) // 2 + how.columns(128) // 32 if packed else 128
     whole = round_groups(x, how).values
-    assert torch.equal(round_groups(x.T.contiguous().T, how).values, whole)
-    assert torch.equal(round_groups(torch.cat((x, x), 1)[:, :128], how).values, whole)
+    for apart in (x.T.contiguous().T, torch.cat((x, x), 1)[:, :128]):
+        assert torch.equal(round_groups(apart, how).values[:, :used], whole[:, :used])
     assert round_groups(x[:0], how).values.shape == (0, whole.shape[1])
 
 

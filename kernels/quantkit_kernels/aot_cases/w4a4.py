@@ -8,7 +8,16 @@ import torch
 
 from quantkit_kernels import tuned
 from quantkit_kernels.aot_cases.case import POINTERS, AotCase, made, threads
-from quantkit_kernels.triton import block_scaled, dependent, embedding, matmul, token_groups, w4a4
+from quantkit_kernels.triton import (
+    block_scaled,
+    dependent,
+    embedding,
+    matmul,
+    rms_norm,
+    token_groups,
+    w4a4,
+)
+from quantkit_kernels.triton.levels import LONGEST
 from quantkit_kernels.triton.packed import TritonWeight
 from quantkit_kernels.triton.token_groups import GroupRounding
 
@@ -23,9 +32,11 @@ def cases(family: str) -> Iterator[AotCase]:
     native = family in w4a4.NATIVE
     for group, name in NAMES.items():
         for packed in (0, block_scaled.BK) if native else (0,):
+            how = GroupRounding(group, torch.empty(1) if group == token_groups.FINE else None, packed)
             for n in (4096, 14336):
-                how = GroupRounding(group, torch.empty(1) if group == token_groups.FINE else None, packed)
                 yield _rounding(f"round {name}{' packed' * bool(packed)} {n}", n, how, early)
+            for n in (4096, LONGEST):
+                yield _norm(f"norm {name}{' packed' * bool(packed)} {n}", n, how, early)
         if not native:
             continue
         for m in (16, 32, 64, 2048):
@@ -42,6 +53,15 @@ def _rounding(name: str, n: int, how: GroupRounding, early: bool) -> AotCase:
     return made(name, token_groups.round_groups_kernel, {"x_ptr": "*bf16", **pointers, "x_row": "i32"},
                 {**({"f_ptr": None} if how.factor is None else {}), **token_groups.constants(n, how, early)},
                 multiples=("x_row",), wide_loads=1)
+
+
+def _norm(name: str, n: int, how: GroupRounding, early: bool) -> AotCase:
+    pointers = {"l_ptr": "*u8" if how.packed else "*bf16", "t_ptr": "*fp32",
+                **({} if how.factor is None else {"f_ptr": "*fp32"})}
+    absent = {"f_ptr": None} if how.factor is None else {}
+    return made(name, rms_norm.rms_norm_groups_kernel,
+                {"x_ptr": "*bf16", "w_ptr": "*bf16", **pointers, "eps": "fp32"},
+                {**absent, **rms_norm.group_constants(n, how, early)}, wide_loads=1)
 
 
 def _weight(group: int, n: int, k: int, gated: bool) -> TritonWeight:

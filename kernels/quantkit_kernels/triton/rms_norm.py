@@ -1,5 +1,5 @@
 """Root-mean-square normalization, https://arxiv.org/abs/1910.07467: with the residual added on the way, and
-the result rounded to 8 bits."""
+the result rounded to 8 bits, or to 4-bit floats in groups."""
 
 from __future__ import annotations
 
@@ -9,6 +9,26 @@ import triton.language as tl
 
 from quantkit_kernels.triton.dependent import let_next_begin, starts
 from quantkit_kernels.triton.levels import LONGEST, QuantizedActivations, constants, empty, to_levels
+from quantkit_kernels.triton.token_groups import GroupRounding, empty_groups, round_and_store
+
+
+@triton.jit
+def _normal(x_ptr: tl.tensor, r_ptr: tl.tensor, w_ptr: tl.tensor, h_ptr: tl.tensor, eps: tl.tensor,
+            row: tl.tensor, N: tl.constexpr, BLOCK: tl.constexpr) -> tl.tensor:
+    """A row of y, in x's dtype, which is 0 beyond its end; h is stored."""
+    rn = tl.arange(0, BLOCK)
+    seen = rn < N
+    x = tl.load(x_ptr + row + rn, mask=seen, other=0.0).to(tl.float32)
+    if r_ptr is not None:
+        x += tl.load(r_ptr + row + rn, mask=seen, other=0.0).to(tl.float32)
+        h = x.to(h_ptr.dtype.element_ty)
+        tl.store(h_ptr + row + rn, h, mask=seen)
+        x = h.to(tl.float32)
+    normal = x * tl.rsqrt(tl.sum(x * x) / N + eps)
+    w = tl.load(w_ptr + rn, mask=seen, other=0.0).to(tl.float32)
+    if w_ptr.dtype.element_ty == x_ptr.dtype.element_ty:
+        normal = normal.to(x_ptr.dtype.element_ty).to(tl.float32)
+    return (normal * w).to(x_ptr.dtype.element_ty)
 
 
 @triton.jit
@@ -22,24 +42,26 @@ def rms_norm_kernel(x_ptr: tl.tensor, r_ptr: tl.tensor, w_ptr: tl.tensor, y_ptr:
     if EARLY:
         let_next_begin()
     at = tl.program_id(0).to(tl.int64)
-    row = at * N
-    rn = tl.arange(0, BLOCK)
-    seen = rn < N
-    x = tl.load(x_ptr + row + rn, mask=seen, other=0.0).to(tl.float32)
-    if r_ptr is not None:
-        x += tl.load(r_ptr + row + rn, mask=seen, other=0.0).to(tl.float32)
-        h = x.to(h_ptr.dtype.element_ty)
-        tl.store(h_ptr + row + rn, h, mask=seen)
-        x = h.to(tl.float32)
-    normal = x * tl.rsqrt(tl.sum(x * x) / N + eps)
-    w = tl.load(w_ptr + rn, mask=seen, other=0.0).to(tl.float32)
-    if w_ptr.dtype.element_ty == x_ptr.dtype.element_ty:
-        normal = normal.to(x_ptr.dtype.element_ty).to(tl.float32)
-    y = (normal * w).to(x_ptr.dtype.element_ty)
+    y = _normal(x_ptr, r_ptr, w_ptr, h_ptr, eps, at * N, N, BLOCK)
     if t_ptr is not None:
         y, scale = to_levels(y.to(tl.float32), y_ptr.dtype.element_ty)
         tl.store(t_ptr + at, scale)
-    tl.store(y_ptr + row + rn, y.to(y_ptr.dtype.element_ty), mask=seen)
+    rn = tl.arange(0, BLOCK)
+    tl.store(y_ptr + at * N + rn, y.to(y_ptr.dtype.element_ty), mask=rn < N)
+
+
+@triton.jit
+def rms_norm_groups_kernel(x_ptr: tl.tensor, w_ptr: tl.tensor, f_ptr: tl.tensor, l_ptr: tl.tensor,
+                           t_ptr: tl.tensor, eps: tl.tensor, N: tl.constexpr, COLUMNS: tl.constexpr,
+                           WIDTH: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+                           PACKED: tl.constexpr, EARLY: tl.constexpr) -> None:
+    """One row, rounded in groups: see :func:`~quantkit_kernels.triton.token_groups.round_groups_kernel`."""
+    if EARLY:
+        let_next_begin()
+    at = tl.program_id(0).to(tl.int64)
+    y = _normal(x_ptr, None, w_ptr, None, eps, at * N, N, BLOCK).to(tl.float32)
+    round_and_store(y.reshape(BLOCK // GROUP, GROUP), tl.arange(0, BLOCK // GROUP), at, f_ptr, l_ptr, t_ptr,
+                    True, N, COLUMNS, WIDTH, PACKED)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float,
@@ -78,6 +100,31 @@ def rms_norm_levels(x: torch.Tensor, weight: torch.Tensor, eps: float, kind: tor
     _check(x, weight, residual)
     result = empty(x, kind)
     return result, _launch(x, weight, eps, residual, result.values, result.scale)
+
+
+def rms_norm_groups(x: torch.Tensor, weight: torch.Tensor, eps: float,
+                    how: GroupRounding) -> QuantizedActivations:
+    """:func:`rms_norm` of ``[m, n]`` without a residual, and y rounded by
+    :func:`~quantkit_kernels.triton.token_groups.round_groups`.
+
+    Raises:
+        ValueError: shapes don't fit, or there are no such groups.
+    """
+    _check(x, weight, None)
+    result = empty_groups(x, how)
+    if x.shape[0]:
+        rms_norm_groups_kernel[(x.shape[0],)](
+            x.contiguous(), weight.contiguous(), how.factor, result.values, result.scale, eps,
+            **group_constants(x.shape[1], how, starts(x.device)))
+    return result
+
+
+def group_constants(n: int, how: GroupRounding, early: bool) -> dict[str, int | bool]:
+    """Compile-time arguments and options for rows of n numbers; ``early``: see
+    :func:`~quantkit_kernels.triton.dependent.starts`."""
+    columns = how.columns(n)
+    return {**constants(max(columns, how.group), early), "N": n, "COLUMNS": columns,
+            "WIDTH": how.width(n), "GROUP": how.group, "PACKED": how.packed > 0}
 
 
 def _check(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None) -> None:

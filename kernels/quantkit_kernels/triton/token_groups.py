@@ -96,38 +96,51 @@ def to_group_levels(x: tl.tensor, factor: tl.tensor, FINE: tl.constexpr) -> tl.t
 
 
 @triton.jit
-def round_groups_kernel(x_ptr: tl.tensor, f_ptr: tl.tensor, l_ptr: tl.tensor, t_ptr: tl.tensor,
-                        x_row: tl.tensor, K: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
-                        GROUP: tl.constexpr, BLOCK: tl.constexpr, PACKED: tl.constexpr,
-                        EARLY: tl.constexpr) -> None:
-    """BLOCK numbers of a row: x ``[m, K]``, rows x_row apart; f one number, or ``None``; rounded rows
-    ``[m, WIDTH]``, see :class:`GroupRounding`; t float32 ``[m]``. Rows are filled up to COLUMNS."""
-    if EARLY:
-        let_next_begin()
+def round_and_store(x: tl.tensor, group: tl.tensor, row: tl.tensor, f_ptr: tl.tensor, l_ptr: tl.tensor,
+                    t_ptr: tl.tensor, first: tl.tensor, K: tl.constexpr, COLUMNS: tl.constexpr,
+                    WIDTH: tl.constexpr, PACKED: tl.constexpr) -> None:
+    """Round groups of a row, float32 ``[groups, size]``, 0 beyond its K numbers; ``group [groups]`` says
+    which they are. With the ``first`` ones the row's number is stored. The rest: see
+    :func:`round_groups_kernel`."""
     FINE: tl.constexpr = f_ptr is not None
-    row = tl.program_id(0).to(tl.int64)
-    group = tl.program_id(1) * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
-    col = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    x = tl.load(x_ptr + row * x_row + col, mask=col < K, other=0.0).to(tl.float32)
+    HALF: tl.constexpr = not FINE and not PACKED and l_ptr.dtype.element_ty.is_fp16()
+    GROUPS: tl.constexpr = x.shape[0]
+    SIZE: tl.constexpr = x.shape[1]
     number = 1.0
     if FINE:
         number = tl.load(f_ptr)
     level, stored, byte = to_group_levels(x, number, FINE)
-    HALF: tl.constexpr = not FINE and not PACKED and l_ptr.dtype.element_ty.is_fp16()
+    here = l_ptr + row * WIDTH
     if PACKED:
         # a level's upper bits count from 0.5, which has no neighbor with a mantissa of 1
         upper = (tl.abs(level).to(tl.int32, bitcast=True) >> 22) - 252
         code = tl.maximum(upper, 0) + (upper == 0).to(tl.int32) + ((level < 0).to(tl.int32) << 3)
-        low, high = tl.split(code.reshape(BLOCK // GROUP, GROUP // 2, 2))
-        here = l_ptr + row * WIDTH
-        pair = group[:, None] * (GROUP // 2) + tl.arange(0, GROUP // 2)[None, :]
+        low, high = tl.split(code.reshape(GROUPS, SIZE // 2, 2))
+        pair = group[:, None] * (SIZE // 2) + tl.arange(0, SIZE // 2)[None, :]
         tl.store(here + pair, (low | (high << 4)).to(tl.uint8), mask=pair < COLUMNS // 2)
-        tl.store(here + COLUMNS // 2 + group, byte.to(tl.uint8), mask=group < COLUMNS // GROUP)
+        tl.store(here + COLUMNS // 2 + group, byte.to(tl.uint8), mask=group < COLUMNS // SIZE)
     else:
         value = level * (stored * 0.5 if HALF else stored)[:, None]
-        tl.store(l_ptr + row * WIDTH + col, value.to(l_ptr.dtype.element_ty), mask=col < K)
-    if tl.program_id(1) == 0:
+        col = group[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+        tl.store(here + col, value.to(l_ptr.dtype.element_ty), mask=col < K)
+    if first:
         tl.store(t_ptr + row, tl.div_rn(1.0, number) if FINE else 2.0 if HALF else 1.0)
+
+
+@triton.jit
+def round_groups_kernel(x_ptr: tl.tensor, f_ptr: tl.tensor, l_ptr: tl.tensor, t_ptr: tl.tensor,
+                        x_row: tl.tensor, K: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
+                        GROUP: tl.constexpr, BLOCK: tl.constexpr, PACKED: tl.constexpr,
+                        EARLY: tl.constexpr) -> None:
+    """BLOCK numbers of a row: x ``[m, K]``, rows x_row apart; f one number, or ``None``; rounded rows l
+    ``[m, WIDTH]``, see :class:`GroupRounding`; t float32 ``[m]``. Rows are filled up to COLUMNS."""
+    if EARLY:
+        let_next_begin()
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1) * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
+    col = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    x = tl.load(x_ptr + row * x_row + col, mask=col < K, other=0.0).to(tl.float32)
+    round_and_store(x, group, row, f_ptr, l_ptr, t_ptr, tl.program_id(1) == 0, K, COLUMNS, WIDTH, PACKED)
 
 
 def constants(k: int, how: GroupRounding, early: bool) -> dict[str, int | bool]:
@@ -139,22 +152,30 @@ def constants(k: int, how: GroupRounding, early: bool) -> dict[str, int | bool]:
             "PACKED": how.packed > 0, "EARLY": early, "num_warps": max(1, block // 512)}
 
 
+def empty_groups(x: torch.Tensor, how: GroupRounding) -> QuantizedActivations:
+    """Unwritten rows for activations ``[m, k]``.
+
+    Raises:
+        ValueError: another shape, or groups of 16 without a number, or others with one.
+    """
+    if x.ndim != 2 or (how.factor is not None) != (how.group == FINE):
+        raise ValueError(f"rows must be [m, k], and groups of {FINE} have a factor, others none, not "
+                         f"{list(x.shape)} in groups of {how.group}")
+    m, k = x.shape
+    values = torch.empty(m, how.width(k), dtype=torch.uint8 if how.packed else x.dtype, device=x.device)
+    return QuantizedActivations(values, torch.empty(m, dtype=torch.float32, device=x.device), x.dtype)
+
+
 def round_groups(x: torch.Tensor, how: GroupRounding) -> QuantizedActivations:
     """Rows ``[m, k]``, bfloat16, float16 or float32, rounded.
 
     Raises:
         ValueError: another shape than ``[m, k]``, or groups of 16 without a number, or others with one.
     """
-    if x.ndim != 2 or (how.factor is not None) != (how.group == FINE):
-        raise ValueError(f"rows must be [m, k], and groups of {FINE} have a factor, others none, not "
-                         f"{list(x.shape)} in groups of {how.group}")
-    m, k = x.shape
-    dtype = torch.uint8 if how.packed else x.dtype
-    values = torch.empty(m, how.width(k), dtype=dtype, device=x.device)
-    numbers = torch.empty(m, dtype=torch.float32, device=x.device)
-    if m:
+    result = empty_groups(x, how)
+    if x.shape[0]:
         x = x if x.stride(1) == 1 else x.contiguous()
-        options = constants(k, how, starts(x.device))
-        round_groups_kernel[(m, -(-how.columns(k) // options["BLOCK"]))](
-            x, how.factor, values, numbers, x.stride(0), **options)
-    return QuantizedActivations(values, numbers, x.dtype)
+        options = constants(x.shape[1], how, starts(x.device))
+        round_groups_kernel[(x.shape[0], -(-options["COLUMNS"] // options["BLOCK"]))](
+            x, how.factor, result.values, result.scale, x.stride(0), **options)
+    return result

@@ -24,6 +24,7 @@ from quantkit.spec import QuantSpec
 if TYPE_CHECKING:
     from quantkit_kernels.triton.levels import QuantizedActivations
     from quantkit_kernels.triton.packed import TritonWeight
+    from quantkit_kernels.triton.token_groups import GroupRounding
 
 ROWS = 128
 """Rows of a tile: a weight's are filled up to whole ones."""
@@ -91,6 +92,11 @@ class DeviceLinear:
         decoder, kept = self.weight.decoder, self.rotation is None and self.weight.inputs is None
         return decoder.takes[0] if decoder.levels and kept else None
 
+    @property
+    def inputs(self) -> GroupRounding | None:
+        """Groups that whoever makes x may round it in; ``None``: in none."""
+        return self.weight.inputs if self.rotation is None else None
+
     def _prepared(self, x: torch.Tensor) -> torch.Tensor | QuantizedActivations:
         if self.rotation is not None:
             from quantkit_kernels.triton.hadamard import apply_hadamard
@@ -122,6 +128,7 @@ class FusedLinear:
 
     Attributes:
         takes: levels that x may be rounded to before; ``None``: x as it is.
+        inputs: groups that x may be rounded in before; ``None``: in none.
         width: numbers in a row of the result.
         nbytes: read by one call.
     """
@@ -138,6 +145,7 @@ class FusedLinear:
             self._parts.append((_product(group, dtype, device, self._gated), start, start + size))
             start += size
         self.takes = self._parts[0][0].takes if len(groups) == 1 else None
+        self.inputs = self._parts[0][0].inputs if len(groups) == 1 else None
         self.width = start if activation is None else start // 2
         self._whole, self._dtype = start, dtype
 

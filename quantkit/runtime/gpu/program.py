@@ -148,9 +148,11 @@ class GpuProgram:
 
     def _normed_for(self, joint: FusedLinear, x: torch.Tensor,
                     weight: torch.Tensor) -> torch.Tensor | QuantizedActivations:
-        """Rounded to 8 bits on the way, if that is what they multiply."""
-        from quantkit_kernels.triton.rms_norm import rms_norm_levels
+        """Rounded on the way, to 8 bits or in groups, if that is what they multiply."""
+        from quantkit_kernels.triton.rms_norm import rms_norm_groups, rms_norm_levels
 
+        if joint.inputs is not None:
+            return rms_norm_groups(x, weight, self._eps, joint.inputs)
         if joint.takes is None:
             return self._normed(x, weight)
         return rms_norm_levels(x, weight, self._eps, joint.takes)[0]

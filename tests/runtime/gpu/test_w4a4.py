@@ -82,6 +82,7 @@ def test_linears_that_round_their_input_alike_are_one_product(family, stored):
                             CPU)
         apart = chosen[0].spec == NVFP4_SPEC and len(chosen) == 3
         assert len(fused._parts) == (3 if apart else 1) and fused.takes is None
+        assert (fused.inputs is None) == apart
         expected = torch.cat([REFERENCE.run(x, REFERENCE.prepare(weight)) for weight in chosen], 1)
         torch.testing.assert_close(fused(x), expected, rtol=1e-5, atol=1e-5 * expected.abs().max())
 
