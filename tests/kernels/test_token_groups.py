@@ -110,7 +110,7 @@ def test_a_group_that_is_not_finite_is_nan_and_no_other(on, kind, ruin):
 
 @pytest.mark.parametrize("kind", ["nvfp4", "mxfp4"])
 @pytest.mark.parametrize("packed", [0, 256])
-@pytest.mark.parametrize("n", [32, 512, 576])
+@pytest.mark.parametrize("n", [32, 512, 576, 16416])
 def test_behind_a_norm(on, randn, kind, packed, n):
     group, number = KINDS[kind]
     x, weight = randn(3, n, on=on), randn(n, seed=1, on=on)

@@ -17,7 +17,6 @@ from quantkit_kernels.triton import (
     token_groups,
     w4a4,
 )
-from quantkit_kernels.triton.levels import LONGEST
 from quantkit_kernels.triton.packed import TritonWeight
 from quantkit_kernels.triton.token_groups import GroupRounding
 
@@ -35,7 +34,7 @@ def cases(family: str) -> Iterator[AotCase]:
             how = GroupRounding(group, torch.empty(1) if group == token_groups.FINE else None, packed)
             for n in (4096, 14336):
                 yield _rounding(f"round {name}{' packed' * bool(packed)} {n}", n, how, early)
-            for n in (4096, LONGEST):
+            for n in (4096, rms_norm.LONGEST_GROUPED):
                 yield _norm(f"norm {name}{' packed' * bool(packed)} {n}", n, how, early)
         if not native:
             continue

@@ -9,7 +9,16 @@ import triton.language as tl
 
 from quantkit_kernels.triton.dependent import let_next_begin, starts
 from quantkit_kernels.triton.levels import LONGEST, QuantizedActivations, constants, empty, to_levels
-from quantkit_kernels.triton.token_groups import GroupRounding, empty_groups, round_and_store
+from quantkit_kernels.triton.token_groups import (
+    GroupRounding,
+    empty_groups,
+    round_and_store,
+    round_groups,
+)
+
+LONGEST_GROUPED = 16384
+"""Numbers in a row that is rounded in groups on the way; longer ones are, after they were stored: registers
+wouldn't hold them."""
 
 
 @triton.jit
@@ -110,6 +119,8 @@ def rms_norm_groups(x: torch.Tensor, weight: torch.Tensor, eps: float,
     Raises:
         ValueError: shapes don't fit, or there are no such groups.
     """
+    if x.shape[-1] > LONGEST_GROUPED:
+        return round_groups(rms_norm(x, weight, eps)[0], how)
     _check(x, weight, None)
     result = empty_groups(x, how)
     if x.shape[0]:
