@@ -128,10 +128,10 @@ def test_rows_that_lie_apart_and_none_at_all(on, randn, packed):
     x = randn(3, 128, on=on)
     how = rounding(x, 32, None, packed)
     used = how.columns(128) // 2 + how.columns(128) // 32 if packed else 128
-    whole = round_groups(x, how).values
+    straight = round_groups(x, how).values
     for apart in (x.T.contiguous().T, torch.cat((x, x), 1)[:, :128]):
-        assert torch.equal(round_groups(apart, how).values[:, :used], whole[:, :used])
-    assert round_groups(x[:0], how).values.shape == (0, whole.shape[1])
+        assert torch.equal(round_groups(apart, how).values[:, :used], straight[:, :used])
+    assert round_groups(x[:0], how).values.shape == (0, straight.shape[1])
 
 
 def test_groups_and_numbers_go_together(on, randn):
