@@ -51,7 +51,7 @@ SPECS = {
                       superblock=256, scale_bits=8),
     "mlx g64": _four_bits("int", 64, "bfloat16", symmetric=False, minimum=True),
     "fp8 tiles": QuantSpec(kind="fp", bits=8, granularity=Granularity(strategy="tile", size=128),
-                           scale_dtype="float32"),
+                           scale_dtype="bfloat16"),
 }
 BUDGET = 1 << 28
 """Bytes of weights that a run reads, so that they come from memory and not from a cache."""

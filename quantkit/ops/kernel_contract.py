@@ -17,7 +17,7 @@ from quantkit.errors import PluginError, QuantkitError
 from quantkit.formats.base import QuantizedTensor
 from quantkit.formats.dtypes import plain_name
 from quantkit.ops.dispatch import DECODE_ROWS, LinearKernel, Phase
-from quantkit.ops.tokens import quantize_tokens
+from quantkit.ops.tokens import quantize_tokens, round_groups
 from quantkit.plugins import is_builtin, registry, whose
 from quantkit.registry import described
 
@@ -84,9 +84,12 @@ def product_fault(x: torch.Tensor, y: object, weight: QuantizedTensor) -> str | 
 
 def errors(x: torch.Tensor, y: torch.Tensor, weight: QuantizedTensor) -> tuple[float, float]:
     """The error of a product ``y`` of ``x [m, k]`` against float64, and the largest that is right."""
-    plain: torch.Tensor = registry("formats").get(weight.format).dequantize(weight)
+    form = registry("formats").get(weight.format)
+    plain: torch.Tensor = form.dequantize(weight)
     wide = x.double()
-    if weight.spec.activations:
+    if weight.spec.activations == "group":
+        wide = round_groups(x, weight.spec, form.unpack(weight).input_factor).double()
+    elif weight.spec.activations:
         rows, scale = quantize_tokens(x, weight.spec)
         wide = rows.double() * scale.double()
     sums = torch.zeros(6, dtype=torch.float64)
