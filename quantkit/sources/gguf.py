@@ -23,7 +23,7 @@ from quantkit.errors import SourceError
 from quantkit.paths import local_path
 from quantkit.sources.base import ModelSource, SourceIdentity, SourceKind, TensorInfo
 from quantkit.sources.gguf_config import hf_config
-from quantkit.sources.gguf_families import EXPERT, ROPE_TABLES, TOP, family_of
+from quantkit.sources.gguf_families import BARE, EXPERT, ROPE_TABLES, TOP, family_of
 from quantkit.sources.gguf_header import GGUFTensor
 from quantkit.sources.gguf_metadata import HF_FOLDER
 from quantkit.sources.gguf_shards import GGUFShard, open_shards
@@ -153,15 +153,19 @@ class GGUFSource:
             return f"{TOP[match[1]]}.{match[2]}", ""
         match = _BLOCK.fullmatch(name)
         if match and (place := self._family.tensors.get(match[2])):
-            return f"model.layers.{match[1]}.{place}.{match[3]}", match[2]
+            if place not in BARE:
+                return f"model.layers.{match[1]}.{place}.{match[3]}", match[2]
+            if match[3] == "weight":
+                return f"model.layers.{match[1]}.{place}", match[2]
         raise SourceError(f"{self.path} has a tensor {name[:80]!r}", next=HF_FOLDER,
                           why=f"no place for it is known in a {self._family.model_type} model")
 
     def _check_experts(self, tensor: GGUFTensor, total: int) -> None:
         count = self._metadata.get(f"{self._family.architecture}.expert_count")
-        if len(tensor.shape) != 3 or tensor.shape[0] != count or total > _MAX_EXPERTS:
+        bias = tensor.name.endswith(".bias")
+        if len(tensor.shape) != (2 if bias else 3) or tensor.shape[0] != count or total > _MAX_EXPERTS:
             raise SourceError(f"{self.path}: {tensor.name[:80]!r} has shape {list(tensor.shape)}",
-                              why=f"a matrix for each of {str(count)[:40]} experts is needed, and "
+                              why=f"a {'row' if bias else 'matrix'} for each of {str(count)[:40]} experts is needed, and "
                                   f"{_MAX_EXPERTS:,} are allowed in all", next="use another conversion")
 
     def _rope_tables(self) -> dict[str, np.ndarray]:

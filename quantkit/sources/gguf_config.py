@@ -46,15 +46,17 @@ def hf_config(metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
     if embedding is None or len(embedding) != 2:
         raise SourceError(f"{where} has no token_embd.weight of two dimensions",
                           why="the model can't be built without it", next="use another conversion")
+    settings = family.settings(meta, dim)
+    if "intermediate_size" not in settings:
+        settings["intermediate_size"] = meta.integer("feed_forward_length")
     config: dict[str, Any] = {
         "architectures": [family.model_class], "model_type": family.model_type,
-        **family.settings(meta, dim), "hidden_size": hidden,
-        "intermediate_size": meta.integer("feed_forward_length"),
+        "hidden_size": hidden,
         "num_hidden_layers": meta.integer("block_count"), "num_attention_heads": heads,
         "num_key_value_heads": meta.integer("attention.head_count_kv", heads), "head_dim": dim,
         "max_position_embeddings": meta.integer("context_length"),
         "rms_norm_eps": decimal(meta.real("attention.layer_norm_rms_epsilon")),
-        **rope_settings(meta, family, tables, dim),
+        **settings, **rope_settings(meta, family, tables, dim),
         "vocab_size": embedding[0], "tie_word_embeddings": "lm_head.weight" not in shapes,
         "torch_dtype": "bfloat16"}
     if family.model_type == "llama":

@@ -30,10 +30,15 @@ _MIXTRAL_EXPERTS = {"ffn_gate_inp": "block_sparse_moe.gate",
 _QWEN_EXPERTS = {"ffn_gate_inp": "mlp.gate", "ffn_gate_exps": f"mlp.experts.{EXPERT}.gate_proj",
                  "ffn_up_exps": f"mlp.experts.{EXPERT}.up_proj",
                  "ffn_down_exps": f"mlp.experts.{EXPERT}.down_proj"}
+_OSS_EXPERTS = {**_QWEN_EXPERTS, "ffn_gate_inp": "mlp.router"}
 _TWO_NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+_OSS_NORMS = {"attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm"}
 _HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 _FOUR_NORMS = {"attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm",
                "ffn_norm": "pre_feedforward_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
+_SINKS = {"attn_sinks": "self_attn.sinks"}
+BARE = frozenset(_SINKS.values())
+"""Hugging Face's names that are a tensor's whole; GGUF writes ``.weight`` behind its own."""
 _LINEARS = _SPLIT_ATTENTION | _SPLIT_MLP
 _WINDOW, _PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
 _LLAMA_PERMUTED = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}
@@ -61,6 +66,7 @@ class GGUFFamily:
         freqs_table: whether Llama 3.1's scaling of the RoPE may be there, as ``rope_freqs``.
         longrope: whether the RoPE may be LongRoPE, with tables of its factors, and may turn a share of each
             head; other scalings aren't in this family then.
+        truncate: whether yarn's ramp starts and ends at whole dimensions, which no key says.
     """
 
     architecture: str
@@ -74,6 +80,7 @@ class GGUFFamily:
     windowed: bool = False
     freqs_table: bool = False
     longrope: bool = False
+    truncate: bool = True
 
     @property
     def experts(self) -> bool:
@@ -94,6 +101,16 @@ def _qwen3_moe(meta: GGUFMetadata, dim: int) -> dict[str, Any]:
     return _silu(meta, dim) | {"num_experts": meta.integer("expert_count"), "num_experts_per_tok": chosen,
                                "moe_intermediate_size": size, "norm_topk_prob": True,
                                "decoder_sparse_step": 1, "mlp_only_layers": []}
+
+
+def _gpt_oss(meta: GGUFMetadata, dim: int) -> dict[str, Any]:
+    """Sizes of experts have a key of their own, which alone counts for llama.cpp. Its clamp is at 7 always."""
+    return _silu(meta, dim) | {
+        "intermediate_size": meta.integer("expert_feed_forward_length"),
+        "num_local_experts": meta.integer("expert_count"),
+        "num_experts_per_tok": meta.integer("expert_used_count"), "swiglu_limit": 7.0,
+        "sliding_window": meta.integer(_WINDOW), "layer_types": _layer_types(meta, 2),
+        "rope_scaling": {"rope_type": "default"}}
 
 
 def _phi3(meta: GGUFMetadata, dim: int) -> dict[str, Any]:
@@ -124,17 +141,22 @@ def _gemma3(meta: GGUFMetadata, dim: int) -> dict[str, Any]:
 
 
 def _gemma(meta: GGUFMetadata, dim: int, period: int, layers_of_27b: int) -> dict[str, Any]:
-    layers = meta.integer("block_count")
-    scalar = dim if layers != layers_of_27b else (
+    scalar = dim if meta.integer("block_count") != layers_of_27b else (
         meta.integer("embedding_length") // meta.integer("attention.head_count"))
-    pattern = meta.layers(_PATTERN)
+    return {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": scalar,
+            "layer_types": _layer_types(meta, period)}
+
+
+def _layer_types(meta: GGUFMetadata, period: int) -> list[str]:
+    """Which layers have a window: where the file doesn't list them, all but every ``period``-th, or another
+    period that it names."""
+    layers, pattern = meta.integer("block_count"), meta.layers(_PATTERN)
     if not isinstance(pattern, list):
         period, pattern = meta.integer(_PATTERN, period), None
     elif len(pattern) != layers or not all(type(windowed) is bool for windowed in pattern):
         raise meta.bad(_PATTERN, pattern, f"a number, or yes or no for each of {layers} layers, is needed")
     windows = pattern or [(index + 1) % period != 0 for index in range(layers)]
-    return {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": scalar,
-            "layer_types": ["sliding_attention" if windowed else "full_attention" for windowed in windows]}
+    return ["sliding_attention" if windowed else "full_attention" for windowed in windows]
 
 
 FAMILIES = {family.model_type: family for family in (
@@ -147,6 +169,9 @@ FAMILIES = {family.model_type: family for family in (
     GGUFFamily("qwen3moe", "Qwen3MoeForCausalLM", "qwen3_moe",
                _SPLIT_ATTENTION | _QWEN_EXPERTS | _TWO_NORMS | _HEAD_NORMS, {}, settings=_qwen3_moe,
                keys=frozenset({"expert_feed_forward_length"})),
+    GGUFFamily("gpt-oss", "GptOssForCausalLM", "gpt_oss",
+               _SPLIT_ATTENTION | _SINKS | _OSS_EXPERTS | _OSS_NORMS, {}, settings=_gpt_oss, windowed=True,
+               truncate=False, keys=frozenset({"expert_feed_forward_length", _PATTERN})),
     GGUFFamily("phi3", "Phi3ForCausalLM", "phi3", _FUSED | _TWO_NORMS, {}, settings=_phi3, windowed=True,
                longrope=True),
     GGUFFamily("gemma2", "Gemma2ForCausalLM", "gemma2", _LINEARS | _FOUR_NORMS, {}, norm_offset=1.0,

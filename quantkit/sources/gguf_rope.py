@@ -86,18 +86,20 @@ def _scaling(meta: GGUFMetadata, family: GGUFFamily, tables: Mapping[str, np.nda
     if kind == "yarn":
         if ROPE_FREQS in tables:
             raise meta.bad(_TYPE, kind, "a table (rope_freqs) scales the RoPE too")
-        return _yarn(meta, factor)
+        return _yarn(meta, family, factor)
     if (table := tables.get(ROPE_FREQS)) is not None:
         return _llama3(meta, family, table, theta, rotated, factor)
     return {"rope_type": "linear", "factor": factor} if factor != 1.0 else None
 
 
-def _yarn(meta: GGUFMetadata, factor: float) -> dict[str, Any]:
+def _yarn(meta: GGUFMetadata, family: GGUFFamily, factor: float) -> dict[str, Any]:
     """https://arxiv.org/abs/2309.00071; with other extrapolation than its own, llama.cpp mixes it with linear
-    interpolation."""
+    interpolation. The ends of the ramp, which it rounds always, are as the family was trained."""
     if meta.real(_EXTRAPOLATION, 1.0) != 1.0:
         raise meta.bad(_EXTRAPOLATION, meta.raw(_EXTRAPOLATION), "only 1 can be said in config.json")
     scaling = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": _original(meta)}
+    if not family.truncate:
+        scaling["truncate"] = False
     if (share := meta.real(_MAGNITUDE, 1.0)) != 1.0:  # of yarn's own, which llama.cpp multiplies by it
         scaling["attention_factor"] = decimal(share * yarn_magnitude(factor))
     return scaling | {name: decimal(meta.real(key)) for key, name in _YARN.items()

@@ -21,7 +21,14 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 LONG = {"rope_type": "longrope", "short_factor": [1.0, 1.25, 1.5, 2.0, 2.0, 3.0],
         "long_factor": [1.0, 1.5, 2.5, 4.0, 7.0, 12.0]}
 PARTIAL = {"partial_rotary_factor": 0.75, "rope_scaling": LONG}
-CASES = [*((family, {}) for family in ARCHITECTURES),
+OSS = {"tie_word_embeddings": False}
+WHOLE = {**OSS, "rope_theta": 10387.0, "rope_scaling": {
+    "rope_type": "yarn", "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    "original_max_position_embeddings": 640}}
+"""Yarn whose ramp goes from 1.002 to 3.9995: rounded to whole dimensions, as llama.cpp does it, or not."""
+CASES = [*((family, {}) for family in ARCHITECTURES if family != "gpt_oss"),
+         ("gpt_oss", WHOLE), ("gpt_oss", {**WHOLE, "intermediate_size": 96, "num_hidden_layers": 3,
+                                          "num_local_experts": 5, "rope_scaling": {"rope_type": "default"}}),
          ("llama", {"tie_word_embeddings": False, "attention_bias": True}),
          ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 2.5}}),
          ("llama", {"rope_scaling": YARN}), ("qwen2", {"rope_scaling": YARN}),

@@ -17,10 +17,10 @@ from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, GGUFWriter, RopeScalingType, get_
 from quantkit.testing import tiny_tokenizer
 from quantkit.testing.tiny import SPECIAL, tiny_config, tiny_weights
 
-ARCHITECTURES = {"llama": MODEL_ARCH.LLAMA, "mistral": MODEL_ARCH.LLAMA, "mixtral": MODEL_ARCH.LLAMA,
+ARCHITECTURES = {"llama": MODEL_ARCH.LLAMA, "mistral": MODEL_ARCH.LLAMA, "mixtral": MODEL_ARCH.LLAMA, "gpt_oss": MODEL_ARCH.GPT_OSS,
                  "qwen2": MODEL_ARCH.QWEN2, "qwen3": MODEL_ARCH.QWEN3, "qwen3_moe": MODEL_ARCH.QWEN3MOE,
                  "phi3": MODEL_ARCH.PHI3, "gemma2": MODEL_ARCH.GEMMA2, "gemma3_text": MODEL_ARCH.GEMMA3}
-EXPERT = re.compile(r"(model\.layers\.\d+\.\w+)\.experts\.(\d+)\.(\w+\.weight)")
+EXPERT = re.compile(r"(model\.layers\.\d+\.\w+)\.experts\.(\d+)\.(\w+\.(?:weight|bias))")
 
 
 def write_model(path: Path, family: str, *, shards: int = 1,
@@ -106,12 +106,14 @@ def write_settings(writer: GGUFWriter, config: dict[str, Any]) -> None:
         writer.add_value_length(dim)
     if family in ("llama", "mistral", "mixtral", "phi3"):
         writer.add_rope_dimension_count(int(dim * config.get("partial_rotary_factor", 1)))
-    if family in ("mixtral", "qwen3_moe"):
+    if family in ("mixtral", "qwen3_moe", "gpt_oss"):
         writer.add_expert_count(config.get("num_local_experts") or config["num_experts"])
         writer.add_expert_used_count(config["num_experts_per_tok"])
     if family == "qwen3_moe":
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
-    if family.startswith("gemma") or family == "phi3":
+    if family == "gpt_oss":
+        writer.add_expert_feed_forward_length(config["intermediate_size"])
+    if family.startswith("gemma") or family in ("phi3", "gpt_oss"):
         writer.add_sliding_window(config["sliding_window"] or 0)
     if family == "gemma2":
         writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
@@ -129,6 +131,9 @@ def _write_scaling(writer: GGUFWriter, config: dict[str, Any], scaling: dict[str
         writer.add_rope_scaling_factor(scaling["factor"])
     if kind == "yarn":
         writer.add_rope_scaling_orig_ctx_len(scaling["original_max_position_embeddings"])
+        if "beta_fast" in scaling:
+            writer.add_rope_scaling_yarn_beta_fast(scaling["beta_fast"])
+            writer.add_rope_scaling_yarn_beta_slow(scaling["beta_slow"])
     if kind == "longrope":
         original = config["original_max_position_embeddings"]
         stretch = config["max_position_embeddings"] / original
@@ -161,6 +166,8 @@ def _gguf_name(names: Any, name: str) -> str:
     # the converter gives Mixtral's experts the names of Meta's own release
     known = re.sub(r"model\.(layers\.\d+)\.block_sparse_moe\.experts\.(w\d)",
                    r"\1.feed_forward.experts.\2", name)
+    if known.endswith(".sinks"):
+        known += ".weight"
     stored = names.get_name(known, try_suffixes=(".weight", ".bias"))
     assert stored is not None, name
     return str(stored)
