@@ -1,7 +1,8 @@
 """Which of llama.cpp's types hold a quantized weight exactly, and its blocks in one of them.
 
-Nothing is rounded: a type holds a weight if all of its scales, and minima if it has them, are float16 numbers
-and all levels have a place. Scales of larger groups are repeated.
+Nothing is rounded. MXFP4's levels and scales are llama.cpp's too. Of integers a type holds a weight if all of
+its scales, and minima if it has them, are float16 numbers and all levels have a place; scales of larger groups
+are repeated.
 """
 
 from __future__ import annotations
@@ -11,14 +12,16 @@ from dataclasses import dataclass
 import torch
 
 from quantkit.export import InexactError, signed_levels
+from quantkit.formats import e2m1
 from quantkit.formats.base import Codes, QuantizedTensor
 from quantkit.formats.ggml_layout import BlockParts, packed_blocks
 from quantkit.formats.level_values import middle
 from quantkit.plugins import registry
-from quantkit.spec import QuantSpec
+from quantkit.spec import Granularity, QuantSpec
 
 BLOCK = 32
 """Weights that share a scale in the types below."""
+_MXFP4 = "MXFP4"
 _AT_ONCE = 2**22
 """Weights whose blocks are made at once."""
 _BETTER = {2: "gguf-q4_k", 3: "gguf-q4_k", 4: "gguf-q4_k", 5: "gguf-q5_k", 6: "gguf-q6_k"}
@@ -64,7 +67,9 @@ def refuses(format_name: str, spec: QuantSpec, shape: tuple[int, int]) -> str | 
         return "its inputs are rotated, which llama.cpp has no place for; use no rotation:"
     if spec.activations:
         return f"its inputs are rounded too; {_remedy(spec)}"
-    if spec.kind != "int" or spec.superblock or (spec.minimum and spec.bits > 5):
+    mxfp4 = (spec.grid == "fp4" and spec.scale_dtype == "e8m0"
+             and spec.granularity == Granularity(strategy="group", size=BLOCK))
+    if (spec.kind != "int" and not mxfp4) or spec.superblock or (spec.minimum and spec.bits > 5):
         return f"llama.cpp has no type for {spec.label()}; {_remedy(spec)}"
     if shape[1] % BLOCK:
         return f"llama.cpp has blocks of {BLOCK}, which don't divide in_features {shape[1]}; keep that layer"
@@ -86,6 +91,8 @@ def exact_types(name: str, packed: QuantizedTensor) -> tuple[str, ...]:
     if (kind := ggml_type(packed.format)) is not None:
         return (kind,)
     codes: Codes = registry("formats").get(packed.format).unpack(packed)
+    if codes.spec.kind == "fp":
+        return _mxfp4_types(name, codes)
     lost = ~_in_float16(codes.scale)
     if bool(lost.any()):
         example = codes.scale[lost][0].item()
@@ -105,6 +112,13 @@ def exact_types(name: str, packed: QuantizedTensor) -> tuple[str, ...]:
             why="no type of llama.cpp's holds them: Q8_0 has levels from -128 to 127",
             next="quantize the original with symmetric: true")
     return tuple(kinds)
+
+
+def _mxfp4_types(name: str, codes: Codes) -> tuple[str, ...]:
+    if not bool(codes.scale.isfinite().all()):
+        raise InexactError(f"layer {name} has scales that are no numbers",
+                           why="llama.cpp would take them for powers of 2", next="make the checkpoint again")
+    return (_MXFP4,)
 
 
 def _fits(block_type: _BlockType, codes: Codes) -> bool:
@@ -136,6 +150,8 @@ def blocks_of(packed: QuantizedTensor, kind: str) -> torch.Tensor:
         (blocks,) = packed.tensors.values()
         return blocks
     codes: Codes = registry("formats").get(packed.format).unpack(packed)
+    if kind == _MXFP4:
+        return _mxfp4_blocks(codes)
     block_type = next(block_type for block_type in _TYPES if block_type.name == kind)
     rows, cols = codes.codes.shape
     shape = (rows, codes.scale.shape[1])
@@ -153,6 +169,15 @@ def blocks_of(packed: QuantizedTensor, kind: str) -> torch.Tensor:
         blocks = packed_blocks(kind, BlockParts(levels[part].reshape(-1, BLOCK), repeated, low))
         made.append(blocks.reshape(len(scale[part]), -1))
     return torch.cat(made)
+
+
+def _mxfp4_blocks(codes: Codes) -> torch.Tensor:
+    """uint8 ``[out, in / 32 · 17]``: of each block the scale's exponent, then 16 bytes, each with a level of
+    the first half in its lower bits and one of the second above."""
+    rows, cols = codes.codes.shape
+    first, second = codes.codes.view(rows, cols // BLOCK, 2, BLOCK // 2).unbind(2)
+    exponents = e2m1.encode_e8m0(codes.scale).unsqueeze(2)
+    return torch.cat((exponents, first | second << 4), 2).flatten(1)
 
 
 def _minimum(codes: Codes) -> torch.Tensor:

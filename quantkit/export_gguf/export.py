@@ -41,7 +41,8 @@ GGUF = "gguf"
 """What ``--to`` calls it."""
 QUANTIZATION_VERSION = 2
 """Of the layouts of llama.cpp's blocks."""
-_FILE_TYPES = {"F32": "ALL_F32", "Q4_K": "MOSTLY_Q4_K_M", "Q5_K": "MOSTLY_Q5_K_M", "Q3_K": "MOSTLY_Q3_K_M"}
+_FILE_TYPES = {"F32": "ALL_F32", "Q4_K": "MOSTLY_Q4_K_M", "Q5_K": "MOSTLY_Q5_K_M", "Q3_K": "MOSTLY_Q3_K_M",
+               "MXFP4": "MOSTLY_MXFP4_MOE"}
 """``general.file_type``, where it isn't ``MOSTLY_`` and the type."""
 
 

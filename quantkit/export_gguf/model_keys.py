@@ -27,7 +27,9 @@ from quantkit.sources.gguf_rope import yarn_magnitude
 
 _SAME = {"mistral": "llama"}
 """Families that GGUF has no name of their own for: whose model they are there."""
-_WINDOWED = ("gemma2", "gemma3")
+_UNTIED = ("gpt-oss",)
+"""Architectures for which llama.cpp wants a head beside the embedding."""
+_WINDOWED = ("gemma2", "gemma3", "gpt-oss")
 """Architectures whose windows llama.cpp obeys."""
 _NEXT = "run it with quantkit, or export it to another layout for vLLM"
 _YARN_RAMP = (32.0, 1.0)
@@ -71,7 +73,10 @@ def model_keys(config: ModelConfig) -> ModelKeys:
         context = min(windows)
         notes.append(f"context_length is {context:,}: beyond its sliding window, llama.cpp would let a "
                      f"{family.architecture} model see all tokens")
-    _require_known_rope(config, family)
+    _require_runnable(config, family)
+    if config.rope.kind == "yarn" and not config.rope.truncate:
+        notes.append("llama.cpp rounds the ends of yarn's ramp to whole dimensions, which this model's aren't: "
+                     "its logits are others")
     rope, tables = _rope(config)
     values: dict[str, Value] = {
         "block_count": config.num_layers, "context_length": context, "embedding_length": config.hidden_size,
@@ -138,13 +143,15 @@ def _rope(config: ModelConfig) -> tuple[dict[str, Value], dict[str, torch.Tensor
     return values, tables
 
 
-def _require_known_rope(config: ModelConfig, family: GGUFFamily) -> None:
+def _require_runnable(config: ModelConfig, family: GGUFFamily) -> None:
     """Raise UnsupportedModelError for what GGUF has keys for and llama.cpp doesn't do in this family."""
     rope, why = config.rope, ""
     if rope.kind == "llama3" and not family.freqs_table:
         why = "llama.cpp scales the RoPE as Llama 3 does in llama models only"
     if rope.kind == "yarn" and (rope.beta_fast, rope.beta_slow) != _YARN_RAMP:
         why = f"llama.cpp's yarn has a ramp from {_YARN_RAMP[0]:g} to {_YARN_RAMP[1]:g} rotations only"
+    if config.tie_word_embeddings and family.architecture in _UNTIED:
+        why = f"its {family.architecture} models have a head of their own, not the embedding"
     if why:
         raise UnsupportedModelError(f"llama.cpp can't run this {config.model_type} model", why=why,
                                     next=_NEXT)
@@ -164,7 +171,8 @@ def _check(config: ModelConfig, keys: ModelKeys) -> None:
         wanted, given = getattr(config, field.name), getattr(back, field.name)
         if field.name == "sliding_windows" and keys.family.architecture not in _WINDOWED:
             continue
-        if field.name == "max_position_embeddings" and keys.notes:
+        if (field.name == "max_position_embeddings" and keys.notes
+                and keys.family.architecture not in _WINDOWED):
             continue
         if field.name == "model_type":
             given = config.model_type

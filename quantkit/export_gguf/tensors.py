@@ -21,7 +21,7 @@ from quantkit.formats.dtypes import FLOATS
 from quantkit.models.architecture import layer_of, tensor_shapes
 from quantkit.models.config import ModelConfig
 from quantkit.progress import Listener, ProgressEvent
-from quantkit.sources.gguf_families import EXPERT, TOP, GGUFFamily
+from quantkit.sources.gguf_families import BARE, EXPERT, TOP, GGUFFamily
 
 _PLAIN = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 _ROUTER = "ffn_gate_inp"
@@ -37,7 +37,7 @@ class PlannedTensor:
         file: how the file lists it.
         layers: names of Linears in the checkpoint, without ``.weight``, one below the other; of the experts'
             tensors all experts'.
-        suffix: ``weight`` or ``bias``.
+        suffix: ``weight`` or ``bias``; nothing of tensors that are called like a layer (``…sinks``).
         heads: by which its rows are put into the order of GGUF's RoPE; ``None``: they stay.
         offset: what is added to each value.
         index: of the model's layer.
@@ -50,6 +50,10 @@ class PlannedTensor:
     offset: float
     index: int | None
 
+    def stored(self, layer: str) -> str:
+        """What the checkpoint calls the tensor of one of its layers."""
+        return f"{layer}.{self.suffix}" if self.suffix else layer
+
 
 def planned_tensors(config: ModelConfig, family: GGUFFamily) -> list[PlannedTensor]:
     """All tensors of a model, as float32; :func:`with_types` gives them their types.
@@ -61,7 +65,7 @@ def planned_tensors(config: ModelConfig, family: GGUFFamily) -> list[PlannedTens
     heads = {"num_attention_heads": config.num_heads, "num_key_value_heads": config.num_kv_heads}
     tensors: dict[str, PlannedTensor] = {}
     for full, shape in tensor_shapes(config).items():
-        layer, _, suffix = full.rpartition(".")
+        layer, _, suffix = full.rpartition(".") if not full.endswith(tuple(BARE)) else (full, "", "")
         index = layer_of(full, config.num_layers)
         name, part = _ggml_name(layer, index, places)
         if part is None and index is not None:
@@ -70,7 +74,7 @@ def planned_tensors(config: ModelConfig, family: GGUFFamily) -> list[PlannedTens
                             next="run it with quantkit, or export it to another layout for vLLM")
         offset = family.norm_offset if layer.endswith("norm") else 0.0
         permuted = family.permuted.get(part or "")
-        file = FileTensor(f"{name}.{suffix}", "F32", shape)
+        file = FileTensor(f"{name}.{suffix or 'weight'}", "F32", shape)
         tensor = PlannedTensor(file, (layer,), suffix, heads[permuted] if permuted else None, offset, index)
         if (known := tensors.get(tensor.file.name)) is not None:
             tensor = replace(known, layers=(*known.layers, layer))
@@ -136,8 +140,9 @@ def _types(tensor: PlannedTensor, layer: str, checkpoint: AnyCheckpoint,
         packed = checkpoint.quantized(layer)
         assert packed is not None
         return exact_types(layer, packed)
-    stored = checkpoint.infos[f"{layer}.{tensor.suffix}"].dtype
-    if len(tensor.file.shape) == 1 or _ROUTER in tensor.file.name or stored not in FLOATS.values():
+    stored = checkpoint.infos[tensor.stored(layer)].dtype
+    if (len(tensor.file.shape) == 1 or tensor.suffix != "weight" or _ROUTER in tensor.file.name
+            or stored not in FLOATS.values()):
         return ("F32",)
     return (_PLAIN[stored],)
 
@@ -149,7 +154,7 @@ def tensor_bytes(tensor: PlannedTensor, checkpoint: AnyCheckpoint) -> Iterator[m
         if packed is not None:
             values = blocks_of(packed, tensor.file.kind)
         else:
-            values = checkpoint.tensor(f"{layer}.{tensor.suffix}")
+            values = checkpoint.tensor(tensor.stored(layer))
             if tensor.file.kind == "F32":
                 values = values.to(torch.float32) + tensor.offset
         if tensor.heads is not None:

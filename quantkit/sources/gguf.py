@@ -165,8 +165,9 @@ class GGUFSource:
         bias = tensor.name.endswith(".bias")
         if len(tensor.shape) != (2 if bias else 3) or tensor.shape[0] != count or total > _MAX_EXPERTS:
             raise SourceError(f"{self.path}: {tensor.name[:80]!r} has shape {list(tensor.shape)}",
-                              why=f"a {'row' if bias else 'matrix'} for each of {str(count)[:40]} experts is needed, and "
-                                  f"{_MAX_EXPERTS:,} are allowed in all", next="use another conversion")
+                              why=f"a {'row' if bias else 'matrix'} for each of {str(count)[:40]} experts is "
+                                  f"needed, and {_MAX_EXPERTS:,} are allowed in all",
+                              next="use another conversion")
 
     def _rope_tables(self) -> dict[str, np.ndarray]:
         tables = {}

@@ -104,7 +104,7 @@ def _qwen3_moe(meta: GGUFMetadata, dim: int) -> dict[str, Any]:
 
 
 def _gpt_oss(meta: GGUFMetadata, dim: int) -> dict[str, Any]:
-    """Sizes of experts have a key of their own, which alone counts for llama.cpp. Its clamp is at 7 always."""
+    """The key of experts' size alone counts for llama.cpp, whose clamp is always at 7."""
     return _silu(meta, dim) | {
         "intermediate_size": meta.integer("expert_feed_forward_length"),
         "num_local_experts": meta.integer("expert_count"),

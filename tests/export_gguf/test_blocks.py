@@ -57,6 +57,34 @@ def test_every_type_that_is_named_holds_the_weight(bits, symmetric, seed, place)
         assert torch.equal(values(blocks_of(weight, kind), kind), dequantized(weight)), kind
 
 
+MXFP4 = QuantSpec(kind="fp", bits=4, granularity=Granularity(strategy="group", size=32), scale_dtype="e8m0")
+
+
+@settings(max_examples=30)
+@given(rows=st.integers(1, 5), blocks=st.integers(1, 4), seed=st.integers(0, 1000))
+def test_mxfp4_is_llama_cpp_s(rows, blocks, seed):
+    random = torch.Generator().manual_seed(seed)
+    bytes_ = {"weight_packed": torch.randint(0, 256, (rows, 16 * blocks), generator=random).to(torch.uint8),
+              "weight_scale": torch.randint(0, 253, (rows, blocks), generator=random).to(torch.uint8)}
+    weight = QuantizedTensor("mxfp4-pack-quantized", MXFP4, (rows, 32 * blocks), torch.bfloat16, bytes_)
+    assert refuses(weight.format, MXFP4, weight.shape) is None and exact_types("q", weight) == ("MXFP4",)
+    made = blocks_of(weight, "MXFP4")
+    assert made.dtype == torch.uint8 and made.shape == (rows, 17 * blocks)
+    assert torch.equal(values(made, "MXFP4"), dequantized(weight))
+    assert torch.equal(made.view(rows, blocks, 17)[..., 0], bytes_["weight_scale"])
+
+
+def test_mxfp4_that_llama_cpp_does_not_have():
+    bytes_ = {"weight_packed": torch.zeros(2, 16, dtype=torch.uint8),
+              "weight_scale": torch.tensor([[127], [255]], dtype=torch.uint8)}
+    weight = QuantizedTensor("mxfp4-pack-quantized", MXFP4, (2, 32), torch.bfloat16, bytes_)
+    with pytest.raises(InexactError, match="no numbers"):
+        exact_types("q", weight)
+    inputs = MXFP4.model_copy(update={"activations": "group"})
+    assert "inputs are rounded too" in (refuses(weight.format, inputs, (2, 32)) or "")
+    assert "blocks of 32" in (refuses(weight.format, MXFP4, (2, 48)) or "")
+
+
 @pytest.mark.parametrize(("bits", "kind"), [(2, "Q4_0"), (3, "Q4_0"), (4, "Q4_0"), (5, "Q5_0"), (6, "Q8_0"),
                                             (7, "Q8_0"), (8, "Q8_0")])
 def test_the_smallest_type_comes_first(bits, kind):

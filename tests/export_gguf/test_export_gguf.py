@@ -19,6 +19,7 @@ from quantkit.errors import CheckpointError, QuantkitError, SpecError, Unsupport
 from quantkit.export import InexactError
 from quantkit.export_gguf import export as module
 from quantkit.export_gguf.export import export_gguf
+from quantkit.export_gpt_oss import export_gpt_oss
 from quantkit.plugins import registry
 from quantkit.quantize import quantize
 from quantkit.runtime.loader import load
@@ -36,7 +37,8 @@ rules:
   - {{match: 'model.embed_tokens', method: rtn, spec: {int8}}}
   - {{match: '*', method: rtn, spec: {int8}}}
 """
-GGUF_FAMILIES = sorted(set(FAMILIES) - {"mimo", "gpt_oss"})
+GGUF_FAMILIES = sorted(set(FAMILIES) - {"mimo"})
+UNTIED = {"tie_word_embeddings": False}
 ALL_INT8 = f"rules:\n  - {{match: '*', method: rtn, spec: {INT8}}}\n"
 
 
@@ -57,7 +59,7 @@ def weights(folder) -> dict[str, torch.Tensor]:
     values = {}
     with open_checkpoint(folder) as opened:
         for name in opened.infos:
-            if name.endswith((".weight", ".bias")):
+            if name.endswith((".weight", ".bias", ".sinks")):
                 values[name] = opened.tensor(name).float()
         for row in opened.layers:
             if (packed := opened.quantized(row.name)) is not None:
@@ -68,7 +70,7 @@ def weights(folder) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("family", GGUF_FAMILIES)
 def test_every_tensor_comes_back(tmp_path, family):
     recipe = MIXED.format(int8=INT8) if family != "phi3" else ALL_INT8
-    checkpoint = made(tmp_path, family, recipe)
+    checkpoint = made(tmp_path, family, recipe, **(UNTIED if family == "gpt_oss" else {}))
     events = []
     result = export_gguf(str(checkpoint), tmp_path / "m.gguf", progress=events.append)
     source = GGUFSource(result.out, str(result.out))
@@ -77,7 +79,8 @@ def test_every_tensor_comes_back(tmp_path, family):
     for name, values in wanted.items():
         assert torch.equal(source.tensor(name), values.to(torch.bfloat16)), name
     assert hashlib.sha256(result.out.read_bytes()).hexdigest() == result.sha256
-    assert result.out.stat().st_size == result.bytes and result.notes == ()
+    assert result.out.stat().st_size == result.bytes
+    assert len(result.notes) == (family == "gpt_oss"), result.notes
     assert [path.name for path in tmp_path.iterdir() if "gguf" in path.name] == ["m.gguf"]
     assert {event.phase.name for event in events} == {"checking tensors", "writing tensors"}
     assert events[-1].done == events[-1].total
@@ -109,6 +112,38 @@ def test_types_and_the_exact_values_of_blocks(tmp_path):
         blocks = opened.quantized("model.layers.0.self_attn.k_proj").tensors["blocks"]
     order = [head * 16 + side * 8 + i for head in range(2) for i in range(8) for side in range(2)]
     assert torch.equal(torch.from_numpy(stored["blk.0.attn_k.weight"].data.copy()), blocks[order])
+
+
+FP4 = "{kind: fp, bits: 4, granularity: {strategy: group, size: 32}, scale_dtype: e8m0}"
+
+
+def test_gpt_oss_in_openai_s_layout_byte_for_byte(tmp_path):
+    recipe = f"rules:\n  - {{match: '*.experts.*', method: rtn, spec: {FP4}}}\n  - {{match: '*'}}\n"
+    published = export_gpt_oss(str(made(tmp_path, "gpt_oss", recipe, **UNTIED)), tmp_path / "published").out
+    result = export_gguf(str(published), tmp_path / "m.gguf")
+    stored = {tensor.name: tensor for tensor in GGUFReader(result.out).tensors}
+    kinds = {name: tensor.tensor_type.name for name, tensor in stored.items()}
+    assert kinds["blk.1.ffn_down_exps.weight"] == "MXFP4" and kinds["blk.1.ffn_down_exps.bias"] == "F32"
+    assert kinds["blk.1.attn_sinks.weight"] == kinds["blk.1.ffn_gate_inp.weight"] == "F32"
+    assert kinds["blk.1.attn_q.weight"] == "BF16"
+    theirs = {}
+    for file in published.glob("model*.safetensors"):
+        theirs |= load_file(file)
+    place = "model.layers.1.mlp.experts"
+    for part, blocks, scales in (
+            ("down", theirs[f"{place}.down_proj_blocks"], theirs[f"{place}.down_proj_scales"]),
+            ("gate", theirs[f"{place}.gate_up_proj_blocks"][:, ::2],
+             theirs[f"{place}.gate_up_proj_scales"][:, ::2]),
+            ("up", theirs[f"{place}.gate_up_proj_blocks"][:, 1::2],
+             theirs[f"{place}.gate_up_proj_scales"][:, 1::2])):
+        levels = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2)
+        expected = torch.cat((scales[..., None], levels[..., :16] | levels[..., 16:] << 4), -1).flatten(2)
+        assert torch.equal(torch.from_numpy(stored[f"blk.1.ffn_{part}_exps.weight"].data.copy()), expected)
+    ids = torch.randint(4, 300, (1, 40), generator=torch.Generator().manual_seed(5))
+    with torch.no_grad():
+        logits = [load(str(path), dtype="float32").model(ids) for path in (published, result.out)]
+    assert torch.allclose(*logits, atol=1e-5)
+    assert GGUFReader(result.out).fields["general.file_type"].contents() == 38
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])

@@ -22,7 +22,11 @@ LONG = {"partial_rotary_factor": 0.75, "max_position_embeddings": 4096, "rope_sc
     "rope_type": "longrope", "short_factor": [1.0, 1.25, 1.5, 2.0, 2.0, 3.0],
     "long_factor": [1.0, 1.5, 2.5, 4.0, 7.0, 12.0]}}
 FAMILIES = ("gemma2", "gemma3_text", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen3", "qwen3_moe")
-CASES = [*((family, {}) for family in FAMILIES),
+OSS = {"tie_word_embeddings": False, "rope_theta": 10387.0}
+OSS_YARN = {"rope_type": "yarn", "factor": 8.0, "truncate": False, "original_max_position_embeddings": 640}
+"""Whose ramp, from 1.002 to 3.9995, is nearly the same when it is rounded to whole dimensions."""
+CASES = [*((family, {}) for family in FAMILIES), ("gpt_oss", {**OSS, "rope_scaling": OSS_YARN}),
+         ("gpt_oss", {**OSS, "rope_scaling": {"rope_type": "default"}}),
          ("llama", {"tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True}),
          ("llama", {"rope_scaling": LLAMA3}), ("qwen2", {"rope_scaling": YARN}),
          ("llama", {"rope_scaling": {**YARN, "attention_factor": 1.0}}), ("mixtral", {"rope_scaling": YARN}),

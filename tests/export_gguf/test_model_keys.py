@@ -25,7 +25,10 @@ LONG = {"rope_type": "longrope", "short_factor": [1.0, 1.25, 1.5, 2.0, 2.0, 3.0]
 PARTIAL = {"partial_rotary_factor": 0.75, "rope_scaling": LONG, "original_max_position_embeddings": 512,
            "max_position_embeddings": 2048}
 SIX = ["sliding_attention"] * 5 + ["full_attention"]
-SAYABLE = [*((family, {}) for family in (*FAMILIES, "mistral")),
+UNTIED = {"tie_word_embeddings": False}
+PLAIN = {**UNTIED, "rope_scaling": {"rope_type": "default"}}
+OSS_YARN = {**YARN, "truncate": False}
+SAYABLE = [*((family, PLAIN if family == "gpt_oss" else {}) for family in (*FAMILIES, "mistral")),
            ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False}),
            ("llama", {"rope_scaling": LLAMA3}),
            ("llama", {"rope_scaling": {**YARN, "attention_factor": 1.25}}),
@@ -44,6 +47,9 @@ UNSAYABLE = [("mimo", {}, "mimo"), ("qwen3", {"attention_bias": True}, "qkv_bias
              ("llama", {"rope_scaling": {**YARN, "truncate": False}}, "rope"),
              ("llama", {"rope_scaling": {**YARN, "beta_fast": 16.0}}, "ramp from 32 to 1"),
              ("qwen2", {"rope_scaling": {**YARN, "beta_slow": 2.0}}, "ramp from 32 to 1"),
+             ("gpt_oss", {}, "a head of their own"), ("gpt_oss", {**PLAIN, "swiglu_limit": 5.0}, "limit"),
+             ("gpt_oss", {**UNTIED, "attention_bias": False}, "qkv_bias"),
+             ("gpt_oss", {**UNTIED, "rope_scaling": YARN}, "rope"),
              ("gemma2", {"query_pre_attn_scalar": 20}, "attention_scale"),
              ("gemma2", {"attn_logit_softcapping": None}, "attention_softcap"),
              ("gemma3_text", {"num_hidden_layers": 3, "layer_types": [
@@ -93,6 +99,15 @@ def test_windows_that_llama_cpp_does_not_have_bound_the_context(family, override
     keys = model_keys(parse_config(tiny_config(family, **overrides)))
     (note,) = keys.notes
     assert keys.values[f"{keys.family.architecture}.context_length"] == 48 and "48" in note
+
+
+def test_yarn_whose_ramp_llama_cpp_rounds():
+    config = parse_config(tiny_config("gpt_oss", **UNTIED, rope_scaling=OSS_YARN))
+    keys = model_keys(config)
+    (note,) = keys.notes
+    assert "ends of yarn's ramp" in note and read(config, keys).rope == config.rope
+    assert keys.values["gpt-oss.context_length"] == 512
+    assert keys.values["gpt-oss.attention.sliding_window_pattern"] == 2
 
 
 def test_a_window_as_long_as_the_context_is_none():

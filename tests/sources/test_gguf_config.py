@@ -60,6 +60,37 @@ def test_gemma_3():
     assert parse_config(config("gemma3")).sliding_windows == (None,) * 2
 
 
+def gpt_oss(**keys):
+    return config("gpt-oss", shapes={**SHAPES, "lm_head.weight": (100, 64)}, **{
+        "block_count": 5, "attention__sliding_window": 32, "expert_count": 8, "expert_used_count": 3,
+        "expert_feed_forward_length": 40, **keys})
+
+
+def test_gpt_oss():
+    model = parse_config(gpt_oss(drop=("feed_forward_length",)))
+    assert model.sliding_windows == (32, None, 32, None, 32)
+    assert (model.experts.count, model.experts.chosen, model.experts.intermediate_size) == (8, 3, 40)
+    assert model.attention_sinks and model.qkv_bias and model.o_bias and model.activation_limit == 7.0
+    assert model.rope.kind == "default" and not model.tie_word_embeddings
+    assert parse_config(gpt_oss(attention__sliding_window_pattern=3)).sliding_windows[1:3] == (32, None)
+    listed = gpt_oss(attention__sliding_window_pattern=[False, True, True, False, False])
+    assert parse_config(listed).sliding_windows == (None, 32, 32, None, None)
+    yarn = parse_config(gpt_oss(context_length=1024, rope__scaling__type="yarn", rope__scaling__factor=32.0,
+                                rope__scaling__original_context_length=32)).rope
+    assert (yarn.kind, yarn.factor, yarn.original_max_positions, yarn.truncate) == ("yarn", 32.0, 32, False)
+
+
+@pytest.mark.parametrize("keys", [
+    {"drop": ("expert_feed_forward_length",)}, {"expert_feed_forward_length": 0},
+    {"attention__sliding_window": 0}, {"drop": ("attention__sliding_window",)}, {"expert_used_count": 0},
+    {"attention__sliding_window_pattern": [True] * 4}, {"rope__freq_base_swa": 5e4}])
+def test_gpt_oss_without_what_it_needs(keys):
+    if "drop" in keys:
+        keys = {"drop": tuple(key.replace("__", ".") for key in keys["drop"])}
+    with pytest.raises(SourceError):
+        gpt_oss(**keys)
+
+
 @pytest.mark.parametrize(("pattern", "full"), [(3, (2, 5)), ([True] * 4 + [False] * 3, (4, 5, 6)),
                                                ([False] * 7, range(7))])
 def test_layers_with_a_window(pattern, full):

@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from gguf import GGUFReader
 
 from quantkit.errors import SourceError
 from quantkit.models.architecture import parse_config, tensor_shapes
@@ -21,8 +22,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 LONG = {"rope_type": "longrope", "short_factor": [1.0, 1.25, 1.5, 2.0, 2.0, 3.0],
         "long_factor": [1.0, 1.5, 2.5, 4.0, 7.0, 12.0]}
 PARTIAL = {"partial_rotary_factor": 0.75, "rope_scaling": LONG}
-OSS = {"tie_word_embeddings": False}
-WHOLE = {**OSS, "rope_theta": 10387.0, "rope_scaling": {
+WHOLE = {"tie_word_embeddings": False, "rope_theta": 10387.0, "rope_scaling": {
     "rope_type": "yarn", "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
     "original_max_position_embeddings": 640}}
 """Yarn whose ramp goes from 1.002 to 3.9995: rounded to whole dimensions, as llama.cpp does it, or not."""
@@ -73,6 +73,58 @@ def test_llama_cpp_computes_nearly_the_same_logits(model, llama_cpp):
         logits = ours.model(torch.tensor([ids[:-1]]))[0].float()
     assert (logits - theirs).abs().max() < 0.01 * theirs.std(), float((logits - theirs).abs().max())
     assert (logits.argmax(-1) == theirs.argmax(-1)).float().mean() > 0.95  # random models have near ties
+
+
+@pytest.fixture
+def mxfp4_file(tmp_path):
+    """gpt-oss with experts in MXFP4, and the weights of which it was made."""
+    path = tmp_path / "m.gguf"
+    return path, write_model(path, "gpt_oss", mxfp4=True, **WHOLE)[1]
+
+
+def test_experts_in_mxfp4(mxfp4_file):
+    path, weights = mxfp4_file
+    kinds = {tensor.name: tensor.tensor_type.name for tensor in GGUFReader(path).tensors}
+    assert {name for name, kind in kinds.items() if kind == "MXFP4"} == {
+        f"blk.{layer}.ffn_{part}_exps.weight" for layer in range(2) for part in ("gate", "up", "down")}
+    source = GGUFSource(path, "m.gguf")
+    for name, weight in weights.items():
+        assert torch.equal(source.tensor(name), weight), name
+
+
+@pytest.mark.oracle
+def test_llama_cpp_rounds_the_inputs_of_mxfp4(mxfp4_file, llama_cpp):
+    path, _ = mxfp4_file
+    ids = torch.randint(4, 300, (72,), generator=torch.Generator().manual_seed(0)).tolist()
+    with llama_cpp(path) as session:
+        theirs = session.predict(ids, 0).logits.double().log_softmax(-1)
+    with torch.no_grad():
+        model = load(str(path), dtype="float32").model
+        ours = model(torch.tensor([ids[:-1]]))[0].double().log_softmax(-1)
+    gaps = (ours.exp() * (ours - theirs)).sum(-1)
+    assert gaps.median() < 1e-3, (gaps.median(), gaps.max())  # a token may be sent to another expert
+
+
+def test_what_gpt_oss_has_no_place_for(tmp_path):
+    path = tmp_path / "m.gguf"
+    write_model(path, "gpt_oss", **WHOLE)
+    content = path.read_bytes()
+    for name, other, words in (
+            ("blk.1.attn_sinks.weight", "blk.1.attn_sink2.weight", "attn_sink2"),
+            ("blk.1.attn_sinks.weight", "blk.1.attn_sinks_a.bias", "attn_sinks_a"),
+            ("blk.1.attn_k.bias", "blk.1.ffn_q.bias\0", "ffn_q"),
+            ("blk.0.ffn_up_exps.weight", "blk.0.ffn_up_exps.biases", "ffn_up_exps.biases")):
+        assert len(name) == len(other) and content.count(name.encode()) == 1
+        path.write_bytes(content.replace(name.encode(), other.encode()))
+        with pytest.raises(SourceError, match=words):
+            GGUFSource(path, "m.gguf")
+    shape = struct.pack("<IQQ", 2, 64, 4)  # of the biases of gates and ups
+    place = b"blk.0.ffn_up_exps.bias"
+    assert content.count(place + shape) == 1
+    path.write_bytes(content.replace(place + shape, place + struct.pack("<IQQ", 2, 128, 2)))
+    with pytest.raises(SourceError, match=r"ffn_up_exps\.bias' has shape \[2, 128\]") as caught:
+        GGUFSource(path, "m.gguf")
+    assert "a row for each of 4 experts" in caught.value.why
 
 
 @pytest.mark.parametrize("count", [0, 3, 5, 2**31])

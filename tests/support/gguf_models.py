@@ -12,29 +12,43 @@ from typing import Any
 
 import numpy as np
 import torch
-from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, GGUFWriter, RopeScalingType, get_tensor_name_map
+from gguf import (
+    MODEL_ARCH,
+    MODEL_ARCH_NAMES,
+    GGMLQuantizationType,
+    GGUFWriter,
+    RopeScalingType,
+    get_tensor_name_map,
+)
+from gguf.quants import quantize
 
 from quantkit.testing import tiny_tokenizer
 from quantkit.testing.tiny import SPECIAL, tiny_config, tiny_weights
 
-ARCHITECTURES = {"llama": MODEL_ARCH.LLAMA, "mistral": MODEL_ARCH.LLAMA, "mixtral": MODEL_ARCH.LLAMA, "gpt_oss": MODEL_ARCH.GPT_OSS,
+ARCHITECTURES = {"llama": MODEL_ARCH.LLAMA, "mistral": MODEL_ARCH.LLAMA, "mixtral": MODEL_ARCH.LLAMA,
+                 "gpt_oss": MODEL_ARCH.GPT_OSS,
                  "qwen2": MODEL_ARCH.QWEN2, "qwen3": MODEL_ARCH.QWEN3, "qwen3_moe": MODEL_ARCH.QWEN3MOE,
                  "phi3": MODEL_ARCH.PHI3, "gemma2": MODEL_ARCH.GEMMA2, "gemma3_text": MODEL_ARCH.GEMMA3}
 EXPERT = re.compile(r"(model\.layers\.\d+\.\w+)\.experts\.(\d+)\.(\w+\.(?:weight|bias))")
 
 
 def write_model(path: Path, family: str, *, shards: int = 1,
-                tokenizer: Callable[[GGUFWriter], None] | None = None, **overrides: Any) -> tuple[dict, dict]:
+                tokenizer: Callable[[GGUFWriter], None] | None = None, mxfp4: bool = False,
+                **overrides: Any) -> tuple[dict, dict]:
     """Write a tiny random model; with several ``shards`` beside each other, as the library names them.
 
     Args:
         tokenizer: writes another than that of ``quantkit.testing``.
+        mxfp4: whether experts' weights are numbers that MXFP4 has, and are stored as such.
 
     Returns:
         Its ``config.json``, and its tensors by Hugging Face names, bfloat16.
     """
     config = tiny_config(family, **overrides)
     weights = tiny_weights(config)
+    if mxfp4:
+        weights |= {name: on_mxfp4_grid(weight) for name, weight in weights.items()
+                    if (match := EXPERT.fullmatch(name)) and match[3].endswith(".weight")}
     stored = dict(gguf_tensors(config, weights))
     largest = -(-len(stored) // shards) if shards > 1 else 0
     writer = GGUFWriter(path, MODEL_ARCH_NAMES[ARCHITECTURES[family]], split_max_tensors=largest)
@@ -44,12 +58,23 @@ def write_model(path: Path, family: str, *, shards: int = 1,
     else:
         tokenizer(writer)
     for name, values in stored.items():
-        writer.add_tensor(name, values)
+        kind = GGMLQuantizationType.MXFP4 if mxfp4 and name.endswith("_exps.weight") else None
+        writer.add_tensor(name, values if kind is None else quantize(values, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return config, weights
+
+
+def on_mxfp4_grid(weight: torch.Tensor) -> torch.Tensor:
+    """Nearby numbers: each 32 of them are a power of 2 times 4-bit floats, the first of which is 6."""
+    rows = weight.float().reshape(-1, 32)
+    scale = 2.0 ** (rows.abs().amax(1, keepdim=True) / 6).log2().ceil()
+    grid = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    levels = grid[(rows.abs() / scale).unsqueeze(2).sub(grid).abs().argmin(2)]
+    levels[:, 0] = 6
+    return (levels * scale * rows.sign()).reshape(weight.shape).to(weight.dtype)
 
 
 def gguf_tensors(config: dict[str, Any],
