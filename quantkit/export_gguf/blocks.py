@@ -1,8 +1,8 @@
 """Which of llama.cpp's types hold a quantized weight exactly, and its blocks in one of them.
 
-Nothing is rounded. MXFP4's levels and scales are llama.cpp's too. Of integers a type holds a weight if all of
-its scales, and minima if it has them, are float16 numbers and all levels have a place; scales of larger groups
-are repeated.
+Nothing is rounded. MXFP4's levels and scales are llama.cpp's too. A type of integers holds a weight if all of
+its scales, and minima if it has them, are float16 numbers and all levels have a place; scales of larger
+groups are repeated.
 """
 
 from __future__ import annotations

@@ -75,8 +75,8 @@ def model_keys(config: ModelConfig) -> ModelKeys:
                      f"{family.architecture} model see all tokens")
     _require_runnable(config, family)
     if config.rope.kind == "yarn" and not config.rope.truncate:
-        notes.append("llama.cpp rounds the ends of yarn's ramp to whole dimensions, which this model's aren't: "
-                     "its logits are others")
+        notes.append("llama.cpp rounds the ends of yarn's ramp to whole dimensions, and has other logits "
+                     "where they aren't")
     rope, tables = _rope(config)
     values: dict[str, Value] = {
         "block_count": config.num_layers, "context_length": context, "embedding_length": config.hidden_size,
