@@ -5,6 +5,7 @@ import pytest
 
 from quantkit.errors import SourceError
 from quantkit.models.architecture import parse_config
+from quantkit.sources import synthetic_configs
 from quantkit.sources.gguf_config import hf_config
 
 LLAMA = {"block_count": 2, "context_length": 128, "embedding_length": 64, "feed_forward_length": 96,
@@ -78,6 +79,21 @@ def test_gpt_oss():
     yarn = parse_config(gpt_oss(context_length=1024, rope__scaling__type="yarn", rope__scaling__factor=32.0,
                                 rope__scaling__original_context_length=32)).rope
     assert (yarn.kind, yarn.factor, yarn.original_max_positions, yarn.truncate) == ("yarn", 32.0, 32, False)
+
+
+def test_gpt_oss_20b():
+    """As llama.cpp's converter writes it."""
+    keys = {"block_count": 24, "context_length": 131072, "embedding_length": 2880,
+            "feed_forward_length": 2880, "attention.head_count": 64, "attention.head_count_kv": 8, "rope.freq_base": 150000.0,
+            "attention.layer_norm_rms_epsilon": 9.999999747378752e-06, "attention.key_length": 64,
+            "attention.value_length": 64, "expert_count": 32, "expert_used_count": 4,
+            "attention.sliding_window": 128, "expert_feed_forward_length": 2880, "rope.scaling.type": "yarn",
+            "rope.scaling.factor": 32.0, "rope.scaling.original_context_length": 4096,
+            "rope.scaling.yarn_beta_fast": 32.0, "rope.scaling.yarn_beta_slow": 1.0}
+    metadata = {"general.architecture": "gpt-oss", **{f"gpt-oss.{key}": value for key, value in keys.items()}}
+    published = synthetic_configs.CONFIGS["gpt-oss-20b"]
+    model = parse_config(hf_config(metadata, synthetic_configs.shapes(published), {}, "x.gguf"))
+    assert model == parse_config(published)
 
 
 @pytest.mark.parametrize("keys", [

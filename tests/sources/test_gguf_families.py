@@ -16,6 +16,7 @@ from quantkit.models.architecture import parse_config, tensor_shapes
 from quantkit.runtime.loader import load
 from quantkit.sources import gguf as module
 from quantkit.sources.gguf import GGUFSource
+from quantkit.sources.gguf_families import FAMILIES
 from tests.support.gguf_models import ARCHITECTURES, write_model
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
@@ -103,6 +104,23 @@ def test_llama_cpp_rounds_the_inputs_of_mxfp4(mxfp4_file, llama_cpp):
         ours = model(torch.tensor([ids[:-1]]))[0].double().log_softmax(-1)
     gaps = (ours.exp() * (ours - theirs)).sum(-1)
     assert gaps.median() < 1e-3, (gaps.median(), gaps.max())  # a token may be sent to another expert
+
+
+@pytest.mark.oracle
+def test_llama_cpp_rounds_the_ends_of_yarn_s_ramp(tmp_path, llama_cpp, monkeypatch):
+    """What docs/models.md says of gpt-oss: with the same rounding it would be llama.cpp's model."""
+    path = tmp_path / "m.gguf"
+    write_model(path, "gpt_oss", tie_word_embeddings=False)  # its ramp ends at 1.56
+    ids = torch.randint(4, 300, (72,), generator=torch.Generator().manual_seed(0)).tolist()
+    with llama_cpp(path) as session:
+        theirs = session.predict(ids, 0).logits
+    gaps = {}
+    for truncate in (False, True):
+        monkeypatch.setitem(FAMILIES, "gpt_oss", replace(FAMILIES["gpt_oss"], truncate=truncate))
+        with torch.no_grad():
+            ours = load(str(path), dtype="float32").model(torch.tensor([ids[:-1]]))[0].float()
+        gaps[truncate] = float((ours - theirs).abs().max() / theirs.std())
+    assert gaps[True] < 0.01 and gaps[False] > 0.1, gaps
 
 
 def test_what_gpt_oss_has_no_place_for(tmp_path):
