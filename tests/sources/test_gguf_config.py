@@ -84,7 +84,8 @@ def test_gpt_oss():
 def test_gpt_oss_20b():
     """As llama.cpp's converter writes it."""
     keys = {"block_count": 24, "context_length": 131072, "embedding_length": 2880,
-            "feed_forward_length": 2880, "attention.head_count": 64, "attention.head_count_kv": 8, "rope.freq_base": 150000.0,
+            "feed_forward_length": 2880, "attention.head_count": 64, "attention.head_count_kv": 8,
+            "rope.freq_base": 150000.0,
             "attention.layer_norm_rms_epsilon": 9.999999747378752e-06, "attention.key_length": 64,
             "attention.value_length": 64, "expert_count": 32, "expert_used_count": 4,
             "attention.sliding_window": 128, "expert_feed_forward_length": 2880, "rope.scaling.type": "yarn",
