@@ -41,6 +41,8 @@ BARE = frozenset(_SINKS.values())
 """Hugging Face's names that are a tensor's whole; GGUF writes ``.weight`` behind its own."""
 _LINEARS = _SPLIT_ATTENTION | _SPLIT_MLP
 _WINDOW, _PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
+_MAX_LAYERS = 4096
+"""More is a malformed file, not a model."""
 _LLAMA_PERMUTED = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}
 
 
@@ -151,6 +153,8 @@ def _layer_types(meta: GGUFMetadata, period: int) -> list[str]:
     """Which layers have a window: where the file doesn't list them, all but every ``period``-th, or another
     period that it names."""
     layers, pattern = meta.integer("block_count"), meta.layers(_PATTERN)
+    if layers > _MAX_LAYERS:
+        raise meta.bad("block_count", layers, f"no model has more than {_MAX_LAYERS:,} layers")
     if not isinstance(pattern, list):
         period, pattern = meta.integer(_PATTERN, period), None
     elif len(pattern) != layers or not all(type(windowed) is bool for windowed in pattern):

@@ -81,6 +81,12 @@ def test_gpt_oss():
     assert (yarn.kind, yarn.factor, yarn.original_max_positions, yarn.truncate) == ("yarn", 32.0, 32, False)
 
 
+@pytest.mark.parametrize("make", [gpt_oss, gemma3])
+def test_layers_are_bounded_before_any_is_listed(make):
+    with pytest.raises(SourceError, match=r"block_count is '2147483647'"):
+        make(block_count=2**31 - 1)
+
+
 def test_gpt_oss_20b():
     """As llama.cpp's converter writes it."""
     keys = {"block_count": 24, "context_length": 131072, "embedding_length": 2880,
