@@ -17,9 +17,8 @@ import torch
 
 from quantkit import __version__
 from quantkit.checkpoint.durable import hash_file
-from quantkit.checkpoint.foreign.checkpoint import ForeignCheckpoint
 from quantkit.checkpoint.manifest import ExportRecord, LayerRow, Manifest, SourceRecord
-from quantkit.checkpoint.open import AnyCheckpoint, open_model
+from quantkit.checkpoint.open import AnyCheckpoint, open_quantized
 from quantkit.checkpoint.quantization_config import OWN, quantization_config, stored_quantization
 from quantkit.checkpoint.reader import CARD, Checkpoint, read_manifest
 from quantkit.checkpoint.writer import CheckpointWriter, refuse_existing
@@ -83,11 +82,8 @@ def export(uri: str, to: str, out: str | Path, *, revision: str | None = None,
     start = time.monotonic()
     refuse_existing(out, uri)
     form: Format = registry("formats").get(to)
-    opened = open_model(uri, revision)
+    opened = open_quantized(uri, revision)
     try:
-        if not isinstance(opened, Checkpoint | ForeignCheckpoint):
-            raise UsageError(f"{uri} is not quantized", why="only a checkpoint can be exported",
-                             next=f"quantkit quantize {uri} --recipe int4 --out OUT")
         check_loadable(uri, opened.config(), opened.infos, opened.side_files(), opened.layers,
                        error=CheckpointError)
         rows = _rows(opened, form, to)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,9 +20,8 @@ from typing import Any
 import torch
 
 from quantkit.checkpoint.durable import TEMPORARY, rename, write_file
-from quantkit.checkpoint.foreign.checkpoint import ForeignCheckpoint
 from quantkit.checkpoint.manifest import LayerRow
-from quantkit.checkpoint.open import AnyCheckpoint, open_checkpoint, open_model
+from quantkit.checkpoint.open import AnyCheckpoint, open_checkpoint, open_quantized
 from quantkit.checkpoint.quantization_config import KEYS
 from quantkit.checkpoint.reader import CONFIG, INDEX, Checkpoint
 from quantkit.checkpoint.shards import LazyTensor, index_json, shard_names, stored_tensors, tensor_chunks
@@ -90,11 +88,8 @@ def export_gpt_oss(uri: str, out: str | Path, *, revision: str | None = None,
     if os.path.lexists(path):
         raise CheckpointError(f"{path} already exists", why="nothing is ever written over",
                               next="choose another --out")
-    opened = open_model(uri, revision)
+    opened = open_quantized(uri, revision, "RECIPE")
     try:
-        if not isinstance(opened, Checkpoint | ForeignCheckpoint):
-            raise UsageError(f"{uri} is not quantized", why="only a checkpoint can be exported",
-                             next=f"quantkit quantize {shlex.quote(uri)} --recipe RECIPE --out OUT")
         config = check_loadable(uri, opened.config(), opened.infos, opened.side_files(), opened.layers,
                                 error=CheckpointError).config
         if config.model_type not in FAMILIES:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 from quantkit.checkpoint.foreign.checkpoint import ForeignCheckpoint
@@ -28,6 +29,26 @@ def open_checkpoint(folder: str | Path, identity: SourceIdentity | None = None) 
     if (path / MANIFEST).is_file() or is_unfinished(path) or foreign_method(path) is None:
         return Checkpoint.open(path)
     return ForeignCheckpoint(path, identity)
+
+
+def open_quantized(uri: str, revision: str | None = None, recipe: str = "int4") -> AnyCheckpoint:
+    """A checkpoint to export.
+
+    Args:
+        uri: its folder or name.
+        revision: of a name on the hub.
+        recipe: that is advised for a model that isn't quantized.
+
+    Raises:
+        UsageError: it isn't quantized.
+        QuantkitError: it isn't there or can't be read.
+    """
+    opened = open_model(uri, revision)
+    if isinstance(opened, Checkpoint | ForeignCheckpoint):
+        return opened
+    opened.close()
+    raise UsageError(f"{uri} is not quantized", why="only a checkpoint can be exported",
+                     next=f"quantkit quantize {shlex.quote(uri)} --recipe {recipe} --out OUT")
 
 
 def open_model(uri: str, revision: str | None = None) -> ModelSource | AnyCheckpoint:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import shlex
 import shutil
 import time
 from collections import Counter
@@ -21,8 +20,7 @@ from typing import Any
 
 from quantkit import __version__
 from quantkit.checkpoint.durable import TEMPORARY, write_file
-from quantkit.checkpoint.foreign.checkpoint import ForeignCheckpoint
-from quantkit.checkpoint.open import AnyCheckpoint, open_model
+from quantkit.checkpoint.open import AnyCheckpoint, open_quantized
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import CheckpointError, SpecError, UsageError
 from quantkit.export import SHOWN, checkpoint_name, require_intact
@@ -93,11 +91,8 @@ def export_gguf(uri: str, out: str | Path, *, revision: str | None = None,
     """
     start, path = time.monotonic(), _target(out)
     phases = Phases(progress, ("checking tensors", "writing tensors"))
-    opened = open_model(uri, revision)
+    opened = open_quantized(uri, revision, "int8")
     try:
-        if not isinstance(opened, Checkpoint | ForeignCheckpoint):
-            raise UsageError(f"{uri} is not quantized", why="only a checkpoint can be exported",
-                             next=f"quantkit quantize {shlex.quote(uri)} --recipe int8 --out OUT")
         loadable = check_loadable(uri, opened.config(), opened.infos, opened.side_files(), opened.layers,
                                   error=CheckpointError)
         _require_types(opened)

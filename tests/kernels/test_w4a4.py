@@ -36,7 +36,7 @@ def made(request, on):
     """``made(n, k)``: the packed weight, and its numbers."""
     kind, family = request.param
     if on[0].type == "cuda" and family != "hopper":
-        pytest.skip("the other order is an interpreter's or another GPU's")
+        pytest.skip("on a GPU weights are packed in that GPU's order, which the other case tries")
 
     def make(n, k, **how):
         parts, exact = weight(kind, n, k)

@@ -219,9 +219,9 @@ def test_vllm(make, case, tmp_path):
     half a minute to start: of the cases of a row that it refuses, the first is tried."""
     cell = case.row["vllm"]
     if KIND_OF(cell) in ("refused", "unrun") and case.rule is not case.row["cases"][0]:
-        pytest.skip("vLLM refuses it for the reason of the row's first case")
+        pytest.skip("the row's first case is refused for the same reason, and vLLM takes half a minute")
     if "AMX" in cell.get("unrun", "") and "amx_tile" in Path("/proc/cpuinfo").read_text(encoding="utf-8"):
-        pytest.skip("this CPU has AMX, where vLLM may have a kernel for it")
+        pytest.skip("this CPU has AMX: the case is that vLLM refuses it on CPUs without")
     (tmp_path / "ask.py").write_text(VLLM_SCRIPT, encoding="utf-8")
     folder = make["bfloat16"](case)
     ids, _ = our_answer(folder)

@@ -40,7 +40,7 @@ class GroupRounding:
         factor: float32 ``[1]``, on the device: what scales of groups of 16 are multiplied by before they are
             rounded; ``None`` for other groups.
         packed: 0: values. Else rows are uint8: two codes a byte, the earlier one in the low half, then the
-            scales' bytes (e4m3 or e8m0), of columns filled up to a multiple of so many. Rows begin at
+            scales' bytes (e4m3 or e8m0); columns are filled up to a multiple of this number. Rows begin at
             multiples of 16 bytes.
     """
 

@@ -308,7 +308,8 @@ def test_what_no_kernel_computes(tmp_path):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("recipe", ["none", "int8", "int4-rtn", "nf4", "w8a8", "fp8"])
+@pytest.mark.parametrize("recipe", ["none", "int8", "int4-rtn", "nf4", "w8a8", "fp8", "nvfp4-datafree",
+                                    "mxfp4-datafree", "nvfp4-a4", "mxfp4-a4"])
 @pytest.mark.parametrize("kv", KV)
 @torch.inference_mode()
 def test_on_a_gpu(folder, tmp_path, recipe, kv):
@@ -320,7 +321,9 @@ def test_on_a_gpu(folder, tmp_path, recipe, kv):
     ours, model = logits(folder, kv, "cuda", "bfloat16")
     assert isinstance(model.model, GpuModel)
     plain, _ = logits(folder, kv, "cpu", "float32")
-    assert (ours.cpu().float() - plain).abs().max() < 0.1 * plain.abs().max()
+    # of 16 levels another one is the nearest to many bfloat16 inputs: on a CPU 0.31 at most, others 0.03
+    bound = 0.6 if recipe.endswith("a4") else 0.1
+    assert (ours.cpu().float() - plain).abs().max() < bound * plain.abs().max()
 
 
 @pytest.mark.gpu

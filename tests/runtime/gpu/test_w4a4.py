@@ -30,7 +30,7 @@ def family(request, monkeypatch):
     from quantkit_kernels.triton import fragment, w4a4
 
     if torch.cuda.is_available():
-        pytest.skip("there is a GPU: weights are packed for it")
+        pytest.skip("imitates GPUs on a CPU; where there is one, test_model.py runs whole models on it")
     monkeypatch.setattr(gpu, "SIMULATE", True)
     for module in (fragment, w4a4):
         monkeypatch.setattr(module, "family_of", lambda device: request.param)
