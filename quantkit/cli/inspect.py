@@ -84,7 +84,7 @@ def _source_facts(source: ModelSource, uri: str) -> dict[str, Any]:
     from quantkit.models.architecture import linear_slots, parse_config
     from quantkit.spec import KVSpec
 
-    config, infos = parse_config(source.config()), source.tensors()
+    config, infos = parse_config(source.config(), source.tensors()), source.tensors()
     layers = []
     for slot in linear_slots(config):
         info = infos.get(f"{slot.name}.weight")

@@ -261,3 +261,19 @@ def q4_1(raw: bytes) -> np.ndarray:
     blocks = np.frombuffer(raw, np.dtype([("d", "<f2"), ("m", "<f2"), ("q", "u1", 16)]))
     codes = np.concatenate([blocks["q"] & 15, blocks["q"] >> 4], 1).astype(np.float32)
     return codes * blocks["d"].astype(np.float32)[:, None] + blocks["m"].astype(np.float32)[:, None]
+
+
+@pytest.mark.parametrize(("kind", "what"), [
+    ("imatrix", "is an importance matrix, not a model"), ("adapter", "is an adapter, not a model"),
+    ("mmproj", "reads images with, not a model")])
+def test_other_files_are_called_what_they_are(tmp_path, kind, what):
+    from gguf import GGUFWriter
+
+    writer = GGUFWriter(tmp_path / "x.gguf", "llama")
+    writer.add_type(kind)
+    writer.add_tensor("blk.0.attn_q.weight.lora_a", np.zeros((2, 32), np.float32))
+    for step in ("write_header_to_file", "write_kv_data_to_file", "write_tensors_to_file", "close"):
+        getattr(writer, step)()
+    with pytest.raises(SourceError, match=what) as caught:
+        open_source(str(tmp_path / "x.gguf"))
+    assert caught.value.next
