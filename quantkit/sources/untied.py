@@ -31,19 +31,21 @@ def resolve_head(source: ModelSource) -> ModelSource:
     infos, tied = source.tensors(), source.config().get("tie_word_embeddings")
     if tied is False or not {EMBEDDING, HEAD} <= infos.keys():
         return source
-    same = infos[EMBEDDING].shape == infos[HEAD].shape and _equal(source.tensor(EMBEDDING),
-                                                                  source.tensor(HEAD))
-    release(source)
-    return StoredHeadSource(source, same)
+    return StoredHeadSource(source, infos[EMBEDDING].shape == infos[HEAD].shape and _equal(source))
 
 
-def _equal(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Whether two tensors of one shape have the same values; of one dtype: the same bytes."""
+def _equal(source: ModelSource) -> bool:
+    """Whether embedding and head, of one shape, have the same values; of one dtype: the same bytes. Little of
+    what is read of their file is in memory at any time."""
+    first, second = source.tensor(EMBEDDING), source.tensor(HEAD)
     if first.dtype == second.dtype:
         first, second = first.contiguous().view(torch.uint8), second.contiguous().view(torch.uint8)
-    pairs = zip(first.flatten().split(_CHUNK), second.flatten().split(_CHUNK))
-    return all(torch.equal(a, b) if a.dtype == b.dtype else torch.equal(a.double(), b.double())
-               for a, b in pairs)
+    for a, b in zip(first.flatten().split(_CHUNK), second.flatten().split(_CHUNK)):
+        same = torch.equal(a, b) if a.dtype == b.dtype else torch.equal(a.double(), b.double())
+        release(source)
+        if not same:
+            return False
+    return True
 
 
 class StoredHeadSource(SourceWrapper):

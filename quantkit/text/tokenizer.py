@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from quantkit.errors import SourceError, UsageError
+from quantkit.errors import QuantkitError, SourceError, UsageError
 from quantkit.strict_json import parse_object
 from quantkit.text import library
 from quantkit.text.chat import ChatTemplate
@@ -87,7 +87,7 @@ class Tokenizer:
                 try:
                     turns = [*before, {"role": "assistant", "content": _ANSWER}, *behind]
                     text = self.chat_text(turns, answer=False)
-                except SourceError:
+                except QuantkitError:  # whoever chats is told
                     break
                 rest = text.rpartition(_ANSWER)[2].lstrip() if _ANSWER in text else ""
                 ends = [token for token in known if rest.startswith(token)]
