@@ -1,13 +1,13 @@
 """Records what a client sends, reduced to keys, types and sizes: a proxy between a client and a server.
 
     quantkit serve-local MODEL --port 8000
-    python evals/serving/record_requests.py --upstream http://127.0.0.1:8000 --port 8100 --out claude_code.json
+    python evals/serving/record_requests.py --upstream http://127.0.0.1:8000 --port 8100 --out client.json
 
 Point the client at port 8100 and use it; Ctrl-C ends the recording. ``tests/serve/clients/`` has such
 recordings, and ``tests/serve/test_clients.py`` posts them to a server.
 
-No text of a client is kept: a string that isn't a short identifier becomes ``~LENGTH``, and :func:`expand` makes
-a filler of the same length of it.
+No text of a client is kept: a string that isn't a short identifier becomes ``~LENGTH``, and :func:`expand`
+makes a filler of the same length of it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from urllib.parse import urlsplit
 
 _IDENTIFIER = re.compile(r"[\w.:/$#@*+-]{0,80}")
 _KEPT_KEYS = {"type", "role", "model", "name", "namespace", "tool_choice", "effort", "verbosity", "summary",
-              "keep", "ttl", "scope", "syntax", "execution", "status", "phase", "include", "required", "enum", "const", "format", "$schema",
-              "$ref", "default", "search_context_size", "id", "call_id", "tool_use_id", "tool_call_id", "mode"}
+              "keep", "ttl", "scope", "syntax", "execution", "status", "phase", "include", "required", "enum",
+              "const", "format", "$schema", "$ref", "default", "search_context_size", "id", "call_id",
+              "tool_use_id", "tool_call_id", "mode"}
 _KEPT_TEXTS = {"pattern", "arguments", "input"}
 """Regular expressions, and calls that the client repeats from an earlier answer."""
 _KEPT_HEADERS = {"anthropic-version", "anthropic-beta", "user-agent", "content-type", "openai-beta"}
@@ -68,7 +69,7 @@ def _handler(upstream: str, out: Path, recorded: list[dict[str, Any]]) -> type[B
             body = self.rfile.read(int(self.headers.get("content-length") or 0))
             headers = {name: value for name, value in self.headers.items()
                        if name.lower() not in ("host", "connection", "accept-encoding")}
-            connection = http.client.HTTPConnection(address.hostname or "127.0.0.1", address.port, timeout=3600)
+            connection = http.client.HTTPConnection(address.hostname or "127.0.0.1", address.port)
             connection.request(self.command, self.path, body or None, headers)
             answer = connection.getresponse()
             recorded.append({"method": self.command, "path": self.path,
@@ -97,9 +98,9 @@ def _handler(upstream: str, out: Path, recorded: list[dict[str, Any]]) -> type[B
 
 def main() -> None:
     """Record until Ctrl-C."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description="Record what a client sends, without its texts.")
     parser.add_argument("--upstream", default="http://127.0.0.1:8000", help="the server's address")
-    parser.add_argument("--port", type=int, default=8100, help="where the client connects, on the loopback address")
+    parser.add_argument("--port", type=int, default=8100, help="the loopback port where the client connects")
     parser.add_argument("--out", type=Path, required=True, help="the JSON file that is written")
     arguments = parser.parse_args()
     server = ThreadingHTTPServer(("127.0.0.1", arguments.port),
