@@ -265,7 +265,7 @@ class _Run:
                 tell_weighing(self.phases, next(count), self.config.num_layers, backward)
 
             step()
-            windows = weighed_windows(len(tokens), spec.importance_samples)
+            windows = weighed_windows(len(tokens), spec.importance_windows)
             some = tokens[windows]
             with self._tracing(windows):
                 squares = gradients(

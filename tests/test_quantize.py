@@ -30,10 +30,10 @@ from tests.support.folders import contents
 
 RECIPES = ["int8", "int8-gptq", "int5-asym", "int4", "int4-asym", "int4-rtn", "int3", "int2", "nf4",
            "nf4-nested", "w8a8", "fp8"]
-SMALL = CalibrationSpec(samples=4, length=32)
-FEW = CalibrationSpec(samples=16, length=64)
+SMALL = CalibrationSpec(windows=4, window=32)
+FEW = CalibrationSpec(windows=16, window=64)
 GPTQ = """
-calibration: {samples: 4, length: 32}
+calibration: {windows: 4, window: 32}
 rules:
   - {match: lm_head, optional: true}
   - match: "*"
@@ -302,7 +302,7 @@ def test_a_window_whose_activations_overflow_is_named_with_its_line(llama, tmp_p
     lines = [f"a{'Z' if i == 2 else 'b'}c def ghi jkl mno pqr stu vwx yz. " * 3 for i in range(8)]
     data = tmp_path / "lines.jsonl"
     data.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
-    spec = SMALL.model_copy(update={"text": str(data), "samples": 8, "packing": "documents"})
+    spec = SMALL.model_copy(update={"text": str(data), "windows": 8, "packing": "documents"})
 
     def refused(**changes) -> str:
         out = tmp_path / str(len(list(tmp_path.iterdir())))
@@ -315,7 +315,7 @@ def test_a_window_whose_activations_overflow_is_named_with_its_line(llama, tmp_p
     number = int(re.search(r"calibration window (\d)", refused(importance="equal"))[1])
     some = next(count for count in range(2, 8) if number in weighed_windows(8, count)[1:])
     for count in (8, some):  # its place among the windows that are weighed isn't its number
-        assert f"calibration window {number} (" in refused(importance_samples=count)
+        assert f"calibration window {number} (" in refused(importance_windows=count)
 
 
 def test_gptq_serves_its_inputs_better_than_rounding(llama, tmp_path):
@@ -346,4 +346,4 @@ def test_gptq_serves_its_inputs_better_than_rounding(llama, tmp_path):
 def test_the_predicted_peak_is_at_least_what_a_layer_takes(llama):
     plan = make_plan(load_recipe("int4"), open_source(str(llama)))
     layer = sum(4 * r.shape[0] * r.shape[1] + r.bytes_after for r in plan.rows if r.layer == 0)
-    assert plan.peak_bytes > layer + plan.recipe.calibration.samples * plan.recipe.calibration.length * 64 * 4
+    assert plan.peak_bytes > layer + plan.recipe.calibration.windows * plan.recipe.calibration.window * 64 * 4

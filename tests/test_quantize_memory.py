@@ -29,7 +29,7 @@ from quantkit.spec import CalibrationSpec
 from quantkit.testing import tiny_model
 from tests.support.folders import contents
 
-SMALL = CalibrationSpec(samples=4, length=32)
+SMALL = CalibrationSpec(windows=4, window=32)
 
 
 @pytest.fixture(scope="module")
@@ -275,7 +275,7 @@ def test_a_data_free_run_takes_little_more_than_the_largest_tensor(sharded, tmp_
 def test_the_peak_of_a_calibrated_run_is_as_predicted(sharded, tmp_path, importance):
     path = tmp_path / "wide.yaml"
     path.write_text(WIDE)
-    spec = CalibrationSpec(samples=4, length=256, importance=importance)
+    spec = CalibrationSpec(windows=4, window=256, importance=importance)
     found = measured(str(sharded), str(path), tmp_path / "out", spec)
     assert 0.7 * found["predicted"] < found["peak"] < 1.1 * found["predicted"], found
 

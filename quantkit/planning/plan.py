@@ -187,15 +187,15 @@ def make_plan(recipe: Recipe, source: ModelSource) -> Plan:
     drift = _drift(recipe, needs, changed)
     forms = {name for name, wanted in needs.items() if "hessian" in wanted}
     if calibration is not None:
-        between = states_bytes(config, calibration.samples * calibration.length,
+        between = states_bytes(config, calibration.windows * calibration.window,
                                changed or needs.keys() <= {EMBEDDING, HEAD}, bool(drift))
         if calibration.importance == "gradient" and forms:
-            weighed = min(calibration.samples, calibration.importance_samples)
-            walks = walks_bytes(config, weighed * calibration.length, len(forms))
+            weighed = min(calibration.windows, calibration.importance_windows)
+            walks = walks_bytes(config, weighed * calibration.window, len(forms))
     peak = peak_bytes(rows, forms, calibration, walks > 0, config, other, infos, changed, drift)
     recovery = 0
     if recipe.recover is not None and recipe.calibration is not None:
-        size = recipe.recover.windows, recipe.calibration.length
+        size = recipe.recover.windows, recipe.calibration.window
         peak = max(peak, recovery_memory_bytes(rows, config, infos, *size))
         recovery = recovery_disk_bytes(rows, config, *size)
     return Plan(recipe, tuple(rows), other_bytes, peak, disk, walks, between, other, recovery)

@@ -25,7 +25,7 @@ from tests.support.processes import LOOPBACK, listening, marked
 
 MARK = "QUANTKIT_TEST_CLUSTER"
 """What the processes of this test's cluster have in their environment."""
-SMALL = CalibrationSpec(samples=4, length=32)
+SMALL = CalibrationSpec(windows=4, window=32)
 MIXED = """
 rules:
   - {match: "*.v_proj"}

@@ -30,7 +30,7 @@ def bf16(tmp_path_factory):
 @pytest.fixture(scope="module", params=["int8", "int4", "nf4"])
 def checkpoint(request, bf16, tmp_path_factory):
     out = tmp_path_factory.mktemp("loader") / request.param
-    quantize(str(bf16), request.param, out, calibration=CalibrationSpec(samples=4, length=64))
+    quantize(str(bf16), request.param, out, calibration=CalibrationSpec(windows=4, window=64))
     return out
 
 
