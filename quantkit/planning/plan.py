@@ -172,8 +172,6 @@ def make_plan(recipe: Recipe, source: ModelSource) -> Plan:
     _check_alone(recipe, rows, resolver)
     _check_transforms(recipe, rows)
     linear = {f"{slot.name}.weight" for slot in slots}
-    if config.tie_word_embeddings:
-        linear.add(f"{HEAD}.weight")  # the embedding matrix itself; some files repeat it
     other = tuple(name for name in infos if name not in linear)
     other_bytes = sum(infos[name].nbytes for name in other)
     needs = _measured(recipe, rows)

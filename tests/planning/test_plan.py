@@ -87,7 +87,7 @@ def test_scales_follow_the_models_dtype(dtype):
 
 
 def test_tied_embeddings_have_no_head_and_are_counted_once():
-    plan = make_plan(load_recipe("int8"), Source(tied=True))  # its files repeat lm_head
+    plan = make_plan(load_recipe("int8"), Source(tied=True))
     assert all(row.name != "lm_head" for row in plan.rows)
     assert "lm_head.weight" not in plan.other
     assert plan.other_bytes == 2 * (VOCAB * HIDDEN + HIDDEN + LAYERS * 2 * HIDDEN)
