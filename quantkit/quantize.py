@@ -48,7 +48,7 @@ from quantkit.recover.run import RecoveryRun, Units
 from quantkit.recover.windows import recipe_text
 from quantkit.runtime.loader import load_source
 from quantkit.solve import ModelOrigin, Solved, solve_data_free, solve_rows, solve_stages, stored_weight
-from quantkit.sources.base import ModelSource, prefetch, release, tensor_alone
+from quantkit.sources.base import ModelSource, prefetch, release, tensor_alone, warn_if_quantized
 from quantkit.spec import CalibrationSpec
 from quantkit.transforms.apply import apply_to_layer, resolve
 from quantkit.transforms.base import LayerTensors
@@ -77,7 +77,8 @@ def quantize(uri: str, recipe: str | Recipe, out: str | Path, *, revision: str |
         device: what calibrated recipes compute on: ``cpu``, ``cuda``, or ``auto``.
 
     Warns:
-        UserWarning: of what is bad about the calibration data, and of sources that aren't pinned.
+        UserWarning: of what is bad about the calibration data, of sources that aren't pinned, and of a model
+            that is quantized already.
 
     Raises:
         QuantkitError: whatever is wrong with model, recipe, options, disk or values; everything
@@ -94,6 +95,7 @@ def quantize(uri: str, recipe: str | Recipe, out: str | Path, *, revision: str |
     with ExitStack() as ends:
         source = ends.enter_context(closing(origin.open()))
         plan = make_plan(loaded, source)
+        warn_if_quantized(source)
         if isinstance(executor, str):
             executor = ends.enter_context(closing(make_executor(executor, place)))
         result = _Run(source, plan, Path(out), strict, progress, origin, executor, place)(start)

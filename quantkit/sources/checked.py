@@ -9,7 +9,7 @@ import torch
 
 from quantkit.errors import PluginError
 from quantkit.registry import a_type
-from quantkit.sources.base import ModelSource, SourceIdentity, TensorInfo
+from quantkit.sources.base import ModelSource, SourceIdentity, StoredTensor, TensorInfo
 from quantkit.sources.wrapper import SourceWrapper
 
 METHODS = ("config", "tensors", "tensor", "side_files", "identity", "close")
@@ -66,6 +66,13 @@ class CheckedSource(SourceWrapper):
             isinstance(name, str) and isinstance(content, bytes) for name, content in files.items()),
             "side_files()", files, "a mapping of file names to bytes")
         return files
+
+    def stored(self) -> Mapping[str, StoredTensor] | None:
+        """The source's."""
+        stored = super().stored()
+        self._must(stored is None or all(isinstance(tensor, StoredTensor) for tensor in stored.values()),
+                   "stored()", stored, "a mapping of names to StoredTensor")
+        return stored
 
     def identity(self) -> SourceIdentity:
         """The source's."""

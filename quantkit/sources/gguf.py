@@ -21,7 +21,7 @@ import torch
 
 from quantkit.errors import SourceError
 from quantkit.paths import local_path
-from quantkit.sources.base import ModelSource, SourceIdentity, SourceKind, TensorInfo
+from quantkit.sources.base import ModelSource, SourceIdentity, SourceKind, StoredTensor, TensorInfo
 from quantkit.sources.gguf_config import hf_config
 from quantkit.sources.gguf_families import BARE, EXPERT, ROPE_TABLES, TOP, family_of
 from quantkit.sources.gguf_header import GGUFTensor
@@ -55,12 +55,17 @@ class GGUFSource:
     """One GGUF file, or one of a model's and those beside it; tensors are dequantized one at a time, straight
     from a memory map.
 
+    Attributes:
+        file_bytes: of all its files, as they are.
+
     Raises:
         SourceError: malformed, of an unknown architecture, not all files of a split model, or with a
             tensor that has no place in it or no known dequantization.
     """
 
     def __init__(self, path: Path, uri: str, identity: SourceIdentity | None = None) -> None:
+        from gguf.constants import GGMLQuantizationType
+
         self.path, self.uri = path, uri
         self._identity = identity or SourceIdentity("gguf", uri)
         self._metadata, self._shards = open_shards(path)
@@ -71,6 +76,9 @@ class GGUFSource:
         self._check_types()
         self._infos = {name: TensorInfo(name, place.tensor.shape, torch.bfloat16)
                        for name, place in self._places.items()}
+        self._stored = {name: StoredTensor(GGMLQuantizationType(place.tensor.type).name, place.tensor.nbytes)
+                        for name, place in self._places.items()}
+        self.file_bytes = sum(len(shard.data) for shard in self._shards)
         shapes = {name: info.shape for name, info in self._infos.items()}
         self._config = hf_config(self._metadata, shapes, self._rope_tables(), str(path))
         self._heads = {name: heads for name, place in self._places.items()
@@ -83,6 +91,10 @@ class GGUFSource:
     def tensors(self) -> Mapping[str, TensorInfo]:
         """Every tensor by its Hugging Face name, as bfloat16."""
         return self._infos
+
+    def stored(self) -> Mapping[str, StoredTensor]:
+        """GGUF's type of every tensor and its bytes in the file, by its Hugging Face name."""
+        return self._stored
 
     def tensor(self, name: str) -> torch.Tensor:
         """One tensor, dequantized and rounded to bfloat16, in memory of its own.

@@ -12,6 +12,7 @@ import pytest
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.verify import verify
+from quantkit.testing import tiny_model
 
 
 def test_dry_run_prints_a_row_a_kind_of_layer_and_makes_nothing(cli, tiny, tmp_path, monkeypatch):
@@ -276,10 +277,34 @@ def test_dry_run_tells_of_a_recovery_and_reads_its_text(cli, cli_json, tiny, tmp
     result = cli("quantize", tiny, "-r", path, "--dry-run")
     line = "recovery      distill, steps 2: 14 training and 2 held-out windows of 32 tokens"
     assert line in " ".join(re.split(r"\n {14}", result.stdout))
-    assert "\ncalibration" not in result.stdout and "aren't quantized (embeddings" in result.stdout
+    assert "\ncalibration" not in result.stdout and "aren't quantized" in result.stdout
     facts = cli_json("quantize", tiny, "-r", path, "--dry-run")
     assert facts["recovery"]["windows"] == 16 and facts["calibration"] is None
     short.write_text("word " * 100)
     for options in (("--dry-run",), ("-o", tmp_path / "OUT")):
         refused(cli("quantize", tiny, "-r", path, "--calibration", short, *options), 1,
                 "too short for 16 windows of recovery")
+
+
+def test_a_quantized_gguf_file_is_warned_of_and_never_called_smaller(cli, cli_json, gguf, tmp_path):
+    plan = cli("quantize", gguf, "--recipe", "int8", "--dry-run")
+    assert plan.exit_code == 0, plan.stderr
+    assert plan.stderr.count("is quantized already (Q4_0") == 1
+    assert "times larger as a file; in memory" in " ".join(plan.stdout.split())
+    done = cli("quantize", gguf, "--recipe", "int8", "--out", tmp_path / "int8")
+    assert done.exit_code == 0 and done.stderr.count("is quantized already") == 1
+    assert "times larger" in done.stdout
+    found = cli_json("quantize", gguf, "--recipe", "int8", "--dry-run")
+    assert found["source_bytes"] == gguf.stat().st_size < found["disk_bytes"]
+
+
+def test_a_model_in_16_bits_is_not_warned_of(cli, tiny):
+    plan = cli("quantize", tiny, "--recipe", "int8", "--dry-run")
+    assert "quantized already" not in plan.stderr and "times smaller" in plan.stdout
+
+
+def test_a_kept_head_counts_among_what_stays(cli_json, tmp_path):
+    source = tiny_model(tmp_path / "own-head", tie_word_embeddings=False)
+    found = cli_json("quantize", source, "--recipe", "int8", "--dry-run")
+    head = next(row for row in found["rows"] if row["name"] == "lm_head")
+    assert head["method"] is None and found["kept_bytes"] == found["other_bytes"] + head["bytes_after"]

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import math
+from contextlib import closing
+
 import numpy as np
 import pytest
 import torch
@@ -12,9 +15,11 @@ from hypothesis import strategies as st
 from quantkit.errors import SourceError
 from quantkit.models.architecture import parse_config, tensor_shapes
 from quantkit.sources import gguf as module
+from quantkit.sources.base import file_bytes, quantized_types, stored_tensors
 from quantkit.sources.gguf import KIND, GGUFSource
 from quantkit.sources.gguf_header import open_gguf
 from quantkit.sources.open import open_source
+from quantkit.sources.untied import UntiedSource
 
 
 def rotate_half_order(rows: np.ndarray, heads: int) -> np.ndarray:
@@ -261,3 +266,19 @@ def q4_1(raw: bytes) -> np.ndarray:
     blocks = np.frombuffer(raw, np.dtype([("d", "<f2"), ("m", "<f2"), ("q", "u1", 16)]))
     codes = np.concatenate([blocks["q"] & 15, blocks["q"] >> 4], 1).astype(np.float32)
     return codes * blocks["d"].astype(np.float32)[:, None] + blocks["m"].astype(np.float32)[:, None]
+
+
+def test_how_the_file_keeps_its_tensors_and_how_many_bytes_it_has(tmp_path, gguf_file):
+    gguf_file(tmp_path / "m.gguf", types={"blk.0.ffn_up.weight": Q.Q8_0, "blk.0.attn_q.weight": Q.Q4_1})
+    with closing(open_source(str(tmp_path / "m.gguf"))) as source:
+        stored = stored_tensors(source)
+        assert stored.keys() == source.tensors().keys()
+        assert stored["model.layers.0.mlp.up_proj.weight"].type == "Q8_0"
+        assert 8 * stored["model.layers.0.self_attn.q_proj.weight"].nbytes == 5 * math.prod(
+            source.tensors()["model.layers.0.self_attn.q_proj.weight"].shape)
+        assert stored["model.norm.weight"].type == "F32"
+        assert set(quantized_types(source)) == {"Q8_0", "Q4_1"}
+        assert file_bytes(source) == (tmp_path / "m.gguf").stat().st_size
+        # its head by itself is the embedding's bytes, and adds none to the file
+        assert file_bytes(UntiedSource(source)) == file_bytes(source)
+        assert stored_tensors(UntiedSource(source))["lm_head.weight"] == stored["model.embed_tokens.weight"]
