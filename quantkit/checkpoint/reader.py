@@ -19,6 +19,7 @@ from quantkit.formats.base import Format, QuantizedTensor
 from quantkit.formats.dtypes import FLOATS
 from quantkit.plugins import BUILTIN, registry
 from quantkit.sources.base import TensorInfo
+from quantkit.sources.local import has_leftover_words
 from quantkit.sources.safetensors_file import ShardedTensors
 from quantkit.strict_json import MAX_CONFIG, read_object
 
@@ -227,12 +228,16 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def foreign_method(folder: Path) -> str | None:
-    """The ``quant_method`` of a folder whose ``config.json`` says how it is quantized, else ``None``."""
+    """The ``quant_method`` of a folder whose ``config.json`` says how it is quantized, else ``None``; also if
+    all of its weights are plain, whatever that says."""
     try:
-        stored = stored_quantization(read_config(folder))
+        config = read_config(folder)
+        stored = stored_quantization(config)
     except QuantkitError:
         return None
-    return str(stored.get("quant_method")) if isinstance(stored, dict) else None
+    if not isinstance(stored, dict) or has_leftover_words(folder, config):
+        return None
+    return str(stored.get("quant_method"))
 
 
 def _require_formats(folder: Path, manifest: Manifest) -> None:

@@ -85,7 +85,8 @@ def _source_facts(source: ModelSource, uri: str) -> dict[str, Any]:
     from quantkit.sources.base import file_bytes, quantized_types, stored_tensors
     from quantkit.spec import KVSpec
 
-    config, infos, stored = parse_config(source.config()), source.tensors(), stored_tensors(source)
+    infos, stored = source.tensors(), stored_tensors(source)
+    config = parse_config(source.config(), infos)
     layers = []
     for slot in linear_slots(config):
         tensor = stored.get(f"{slot.name}.weight")

@@ -74,7 +74,7 @@ def check_loadable(uri: str, hf: Mapping[str, Any], infos: Mapping[str, TensorIn
         SourceError: the dtype isn't known, or the tokenizer is missing or malformed.
         QuantkitError: of the class ``error``, with the first faults.
     """
-    config, kind = parse_config(hf), dtype_of(hf, dtype)
+    config, kind = parse_config(hf, infos), dtype_of(hf, dtype)
     faults = list(_faults(config, infos, rows))
     if faults:
         more = [f"and {len(faults) - SHOWN} more"] if len(faults) > SHOWN else []

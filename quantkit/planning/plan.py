@@ -143,7 +143,7 @@ class Plan:
 def with_own_head(recipe: Recipe, source: ModelSource) -> ModelSource:
     """The source; if a rule with ``match: lm_head`` quantizes the head of a model that has it tied to its
     embedding, the model with a head of its own, whatever becomes of the embedding."""
-    tied = parse_config(source.config()).tie_word_embeddings
+    tied = parse_config(source.config(), source.tensors()).tie_word_embeddings
     return UntiedSource(source) if tied and any(r.match == HEAD and r.method
                                                 for r in recipe.rules) else source
 

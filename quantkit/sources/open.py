@@ -12,8 +12,8 @@ from quantkit.sources.untied import resolve_head
 
 def open_source(uri: str, revision: str | None = None) -> ModelSource:
     """Find the kind of source that ``uri`` names and open it. Of a multimodal model, open the text part;
-    experts that a file keeps in one tensor become a tensor each, and a head is the embedding only if its values
-    are.
+    experts that a file keeps in one tensor become a tensor each, and a head is the embedding only if its
+    values are.
 
     Raises:
         SourceError: no kind of source takes the name, or its kind can't open it.

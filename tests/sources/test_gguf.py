@@ -282,3 +282,19 @@ def test_how_the_file_keeps_its_tensors_and_how_many_bytes_it_has(tmp_path, gguf
         # its head by itself is the embedding's bytes, and adds none to the file
         assert file_bytes(UntiedSource(source)) == file_bytes(source)
         assert stored_tensors(UntiedSource(source))["lm_head.weight"] == stored["model.embed_tokens.weight"]
+
+
+@pytest.mark.parametrize(("kind", "what"), [
+    ("imatrix", "is an importance matrix, not a model"), ("adapter", "is an adapter, not a model"),
+    ("mmproj", "reads images with, not a model")])
+def test_other_files_are_called_what_they_are(tmp_path, kind, what):
+    from gguf import GGUFWriter
+
+    writer = GGUFWriter(tmp_path / "x.gguf", "llama")
+    writer.add_type(kind)
+    writer.add_tensor("blk.0.attn_q.weight.lora_a", np.zeros((2, 32), np.float32))
+    for step in ("write_header_to_file", "write_kv_data_to_file", "write_tensors_to_file", "close"):
+        getattr(writer, step)()
+    with pytest.raises(SourceError, match=what) as caught:
+        open_source(str(tmp_path / "x.gguf"))
+    assert caught.value.next

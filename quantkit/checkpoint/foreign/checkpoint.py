@@ -90,6 +90,9 @@ class ForeignCheckpoint:
     def _layers(self, raw: dict[str, Any]) -> tuple[str, Layers]:
         quantization = stored_quantization(raw)
         method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+        if method is None:
+            raise CheckpointError(f"{self.path}: config.json doesn't say how the model is quantized",
+                                  why="its quantization_config has no quant_method", next=ORIGINAL)
         if not isinstance(method, str) or method not in DIALECTS:
             lost = method == "quantkit"
             raise CheckpointError(

@@ -115,7 +115,8 @@ def refused(folder) -> QuantkitError:
     ({"dynamic": {"+:.*": {"adapter": 1}}}, "'dynamic'"), ({"dynamic": {"-:(": {}}}, "regular expression"),
     ({"dynamic": {"-:.*q_proj": {}}}, "'dynamic' says that it isn't"), ({"sym": 1}, "'sym'"),
     ({"quant_method": "hqq"}, "'hqq'"), ({"quant_method": "gptqq"}, "did you mean 'gptq'"),
-    ({"quant_method": None}, "None"), ({"quant_method": "quantkit"}, "quantkit.json is missing")], ids=str)
+    ({"quant_method": None}, "doesn't say how"),
+    ({"quant_method": "quantkit"}, "quantkit.json is missing")], ids=str)
 def test_what_gptq_configs_are_refused(write, gptq, change, said) -> None:
     import json
 
