@@ -85,7 +85,7 @@ def sensitivities(source: ModelSource, plan: Plan, candidates: Sequence[Candidat
         with CheckpointWriter(_folder(run.identity), run.identity, needed_bytes=needed) as writer:
             return run(writer)
     except NonFiniteError as error:
-        raise blame(error, source, run.data.origins if run.data else ()) from error
+        raise blame(error, run.data.origins if run.data else ()) from error
     except CheckpointError as error:
         raise CheckpointError(error.what, why=error.why, next=ELSEWHERE) from error
     except KeyboardInterrupt:

@@ -6,9 +6,9 @@ import torch
 
 from quantkit.calibrate.finite import NEXT, require_finite_input
 from quantkit.errors import CalibrationError
+from quantkit.formats.finite import all_finite
 from quantkit.methods.base import LayerStats
 from quantkit.methods.hessian import symmetric_
-from quantkit.ops.finite import all_finite
 
 _BLOCK = 384  # columns a multiply: the sum is symmetric, so only blocks on and below the diagonal are made
 

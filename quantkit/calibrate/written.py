@@ -18,12 +18,12 @@ from quantkit.calibrate.finite import NonFiniteError, first_nonfinite, require_f
 from quantkit.calibrate.openings import BEGINNINGS, QUESTIONS
 from quantkit.calibrate.sizes import WRITTEN
 from quantkit.errors import CalibrationError, SourceError
+from quantkit.formats.finite import all_finite
 from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
 from quantkit.models.decoder import CausalLM, DecoderLayer
 from quantkit.models.interfaces import LanguageModel
 from quantkit.models.linear import Weights
-from quantkit.ops.finite import all_finite
 from quantkit.spec import CalibrationSpec
 from quantkit.text.tokenizer import Tokenizer
 

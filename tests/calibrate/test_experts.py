@@ -15,7 +15,7 @@ from quantkit.checkpoint.reader import read_manifest
 from quantkit.checkpoint.work import WorkStore
 from quantkit.checkpoint.writer import CheckpointWriter
 from quantkit.cli.main import main
-from quantkit.errors import CalibrationError
+from quantkit.errors import SourceError
 from quantkit.methods.gptq import METHOD
 from quantkit.models.architecture import parse_config
 from quantkit.models.decoder import CausalLM
@@ -149,10 +149,8 @@ def test_an_experts_weight_that_is_not_finite_is_named(tmp_path, importance, par
         f"calibration: {{windows: 4, window: 32, importance: {importance}}}\n"
         "rules: [{match: '*', method: gptq, "
         "spec: {bits: 4, granularity: {strategy: group, size: 32}}}]\n")
-    with pytest.raises(CalibrationError) as caught:
+    with pytest.raises(SourceError, match=rf"'{name}\.weight' of .* not finite"):
         quantize(str(folder), str(tmp_path / "r.yaml"), tmp_path / "out")
-    assert caught.value.what.startswith(f"{name}.weight holds NaN")
-    assert caught.value.why.startswith(f"the output of {name} is NaN or infinite in calibration window 0 (")
 
 
 def test_a_run_says_how_many_tokens_each_expert_got(tmp_path):
