@@ -33,6 +33,7 @@ class ServingOptions:
         kv_memory, prefix_cache: bytes; ``None``: the default.
         max_itl: milliseconds.
         chat_template: Jinja text that replaces the models' own.
+        strict_requests: whether requests that ask for what the server doesn't do are refused.
         sharing: replicas that share the memory of this machine's CPU.
     """
 
@@ -53,6 +54,7 @@ class ServingOptions:
     device: str
     verify: bool
     chat_template: str | None = None
+    strict_requests: bool = False
     sharing: int = 1
 
 
@@ -98,7 +100,8 @@ def load_served(options: ServingOptions) -> list[ServedEngine]:
             made.append((engine, loaded))
         from quantkit.serve.models import ServedEngine
 
-        return [ServedEngine(engine, loaded, name, options.parse_special, options.scheduling_policy)
+        return [ServedEngine(engine, loaded, name, options.parse_special, options.scheduling_policy,
+                             options.strict_requests)
                 for (engine, loaded), name in zip(made, options.names, strict=True)]
 
 
@@ -123,7 +126,7 @@ def serve_here(options: ServingOptions, trace_file: TraceFile | None, **access: 
     with collector_paused():
         models = load_served(options)
         from quantkit.serve.app import create_app
-    application = create_app(models, **access)
+    application = create_app(models, on_ignored=note, **access)
     for model in models:
         if trace_file is not None:
             trace_file.add(model.name, model.engine)

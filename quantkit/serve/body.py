@@ -12,6 +12,7 @@ from fastapi.routing import APIRoute
 from starlette.requests import ClientDisconnect
 
 from quantkit.serve.errors import ApiError
+from quantkit.serve.ignored import HEADER, IGNORED, Ignored, header
 
 MAX_CONTAINERS = 2**14
 """Lists and objects in a body. A million of them, which 4 MiB can hold, take seconds to read."""
@@ -20,7 +21,11 @@ EMBEDDED = frozenset({"arguments", "guided_json", "json"})
 
 
 class BodyRoute(APIRoute):
-    """A route whose body is checked first."""
+    """A route whose body is checked first, and whose answer names what of the body was ignored.
+
+    The application's state says whether it is strict (``strict_requests``), and where the log is
+    (``ignored_log``).
+    """
 
     def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # type: ignore[override]
         """What FastAPI makes, behind the check."""
@@ -35,7 +40,19 @@ class BodyRoute(APIRoute):
             if _brackets(body) + body.count(b"\\u00") > MAX_CONTAINERS:
                 with contextlib.suppress(ValueError, RecursionError):  # the framework says what is wrong
                     check_embedded(await request.json())  # it parses no second time
-            answer: Response = await handle(request)
+            if not body or request.app.state.strict_requests:
+                answer: Response = await handle(request)
+                return answer
+            ignored = Ignored()
+            token = IGNORED.set(ignored)
+            try:
+                answer = await handle(request)
+            finally:
+                IGNORED.reset(token)
+            if ignored and (names := ignored.names(await request.json())):
+                answer.headers[HEADER] = header(names)
+                if (log := request.app.state.ignored_log) is not None:
+                    log.add(request.headers.get("user-agent", ""), names)
             return answer
 
         return checked

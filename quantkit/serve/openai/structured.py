@@ -59,6 +59,7 @@ class StructuredOutputs(RequestPart):
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
         "structural_tag": (), "whitespace_pattern": (), "disable_any_whitespace": (False,),
         "disable_additional_properties": (False,)}
+    refused = frozenset(neutral)
 
     json_: Schema | None = Field(default=None, alias="json")
     json_object: bool = False
