@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 from quantkit.errors import SourceError, UsageError
@@ -14,8 +14,7 @@ from quantkit.runtime.kv_manager import KVCacheManager
 from quantkit.runtime.loader import LoadedModel
 from quantkit.serve.errors import ApiError
 from quantkit.serve.token_texts import TokenTexts
-from quantkit.structure.base import TokenConstraint
-from quantkit.structure.grammar import Compiler, Structure
+from quantkit.structure.grammar import CompiledStructure, Compiler, Structure
 from quantkit.structure.turns import TurnFormat, turn_format
 
 SchedulingPolicy = Literal["fcfs", "priority"]
@@ -71,7 +70,7 @@ class ServedEngine:
         """Work out now what the first conversation would otherwise wait for."""
         self.loaded.tokenizer.prepare()
 
-    def compile(self, structure: Structure) -> Callable[[], TokenConstraint]:
+    def compile(self, structure: Structure) -> CompiledStructure:
         """What makes a constraint for each choice.
 
         Raises:

@@ -17,6 +17,8 @@ from quantkit.serve.sse import ClientDisconnected, EventStream, while_there
 from quantkit.serve.threads import BoundedThreads
 from quantkit.serve.work import RequestWork, labels
 
+HEADER, MAX_HEADER = "quantkit-ignored", 1024
+"""Names what of a request was left out, in so many characters."""
 PREPARING = COMPILING = WRITING = 2
 """Requests whose prompts are made into tokens, whose structures are compiled, and whose vectors are written,
 at once. Each kind has threads of its own, so that a slow one holds up none of the others."""
@@ -64,10 +66,11 @@ class Responder:
         self._check_open()
         work = RequestWork(model.engine, reply.jobs, self._metrics.of(model.name),
                            labels(reply.id, len(reply.jobs)))
+        headers = {HEADER: ", ".join(reply.widened)[:MAX_HEADER]} if reply.widened else {}
         if reply.stream:
-            return EventStream(reply, work, self._on_error)
+            return EventStream(reply, work, self._on_error, headers)
         try:
-            return JSONResponse(await while_there(request.receive, reply.body(work)))
+            return JSONResponse(await while_there(request.receive, reply.body(work)), headers=headers)
         except ClientDisconnected:
             return Response(status_code=499)
         finally:

@@ -180,7 +180,7 @@ UNREADABLE = {"elsewhere", "a wrong expression", "a wrong type", "an older requi
 """Schemas that jsonschema refuses too."""
 
 
-@pytest.mark.parametrize("name", WIDENED.keys() - UNREADABLE)
+@pytest.mark.parametrize("name", sorted(WIDENED.keys() - UNREADABLE))
 def test_widening_excludes_nothing(name):
     schema = WIDENED[name][0]
     before = json.dumps(schema)

@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 from quantkit.runtime.sampler import MAX_TOKENS
 from quantkit.serve.conversation import MAX_MESSAGES, MAX_TOOLS, Conversation
 from quantkit.serve.openai.response_items import InputItem, messages_of
-from quantkit.serve.openai.structured import JsonObjectFormat, TextFormat
+from quantkit.serve.openai.structured import STRICT, JsonObjectFormat, TextFormat
 from quantkit.serve.openai.tools import FunctionName
 from quantkit.serve.schema import INT64, JsonObject, RequestPart, String, Unicode
 from quantkit.serve.settings import KV, Priority, sampling
@@ -48,12 +48,11 @@ class ResponseFunctionChoice(FunctionName):
 class ResponseSchemaFormat(RequestPart):
     """JSON that a schema describes."""
 
-    ignored = frozenset({"strict"})
-
     type: Literal["json_schema"]
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
     description: Description | None = None
     schema_: JsonObject = Field(alias="schema")
+    strict: bool = STRICT
 
 
 class TextOptions(RequestPart):
@@ -149,7 +148,7 @@ class ResponsesRequest(RequestPart):
         if isinstance(wanted, JsonObjectFormat):
             structure = Structure(json_object=True)
         elif isinstance(wanted, ResponseSchemaFormat):
-            structure = Structure(json_schema=wanted.schema_)
+            structure = Structure(json_schema=wanted.schema_, strict=wanted.strict)
         named = choice.name if isinstance(choice, ResponseFunctionChoice) else None
         required = named is not None or choice == "required"
         return choose_tools([tool.tool() for tool in self.tools],
