@@ -31,6 +31,7 @@ class ServingOptions:
         kvs: KV settings as they are written; the first is the default.
         kv_memory, prefix_cache: bytes; ``None``: the default.
         max_itl: milliseconds.
+        bare_json_calls: whether a message that is a call as plain JSON is one.
         chat_template: Jinja text that replaces the models' own.
         sharing: replicas that share the memory of this machine's CPU.
     """
@@ -51,6 +52,7 @@ class ServingOptions:
     dtype: str
     device: str
     verify: bool
+    bare_json_calls: bool = True
     chat_template: str | None = None
     sharing: int = 1
 
@@ -99,7 +101,8 @@ def load_served(options: ServingOptions) -> list[ServedEngine]:
             made.append((engine, loaded))
         from quantkit.serve.models import ServedEngine
 
-        return [ServedEngine(engine, loaded, name, options.parse_special, options.scheduling_policy)
+        return [ServedEngine(engine, loaded, name, options.parse_special, options.scheduling_policy,
+                             options.bare_json_calls)
                 for (engine, loaded), name in zip(made, options.names, strict=True)]
 
 

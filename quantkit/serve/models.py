@@ -32,6 +32,8 @@ class ServedEngine:
         parse_special: whether control tokens written out in messages are control tokens.
         scheduling_policy: ``fcfs``: requests run in their order of arrival; ``priority``: those with a lower
             ``priority`` go first.
+        bare_json_calls: whether a whole message that is a call as plain JSON is one, although the model's
+            template writes calls otherwise.
 
     Attributes:
         texts: of its tokens.
@@ -39,8 +41,9 @@ class ServedEngine:
     """
 
     def __init__(self, engine: Engine, loaded: LoadedModel, name: str, parse_special: bool = False,
-                 scheduling_policy: SchedulingPolicy = "fcfs") -> None:
+                 scheduling_policy: SchedulingPolicy = "fcfs", bare_json_calls: bool = True) -> None:
         self.engine, self.loaded, self.name, self.parse_special = engine, loaded, name, parse_special
+        self.bare_json_calls = bare_json_calls
         self.scheduling_policy: SchedulingPolicy = scheduling_policy
         self.texts, self.created = TokenTexts(loaded.tokenizer), int(time.time())
 

@@ -78,13 +78,22 @@ class Structure:
 
     def __post_init__(self) -> None:
         """Raises UsageError: not exactly one kind of structure."""
-        kinds = sum([self.json_schema is not None, self.json_object, self.regex is not None,
-                     self.choice is not None, self.grammar is not None])
+        kinds = self._kinds
         structures = kinds + (self.tool_choice is not None)
         if kinds > 1 or not structures or (kinds and self.tool_choice not in (None, "auto")):
             raise UsageError(f"an answer has {structures} structures",
                              why="it must have exactly one, or tools that may be called instead",
                              next="give a JSON schema, json_object, a regex, a choice, a grammar, or tools")
+
+    @property
+    def _kinds(self) -> int:
+        return sum([self.json_schema is not None, self.json_object, self.regex is not None,
+                    self.choice is not None, self.grammar is not None])
+
+    @property
+    def describes_text(self) -> bool:
+        """Whether it says what an answer that isn't a call must look like."""
+        return self._kinds > 0
 
 
 @dataclass(frozen=True)
