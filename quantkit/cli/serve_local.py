@@ -86,6 +86,9 @@ MAX_NAME = 200
 @click.option("--strict-requests", is_flag=True,
               help="Refuse requests that ask for what the server doesn't do. By default such keys, tools and "
                    "hints are ignored, and the header quantkit-ignored names them.")
+@click.option("--bare-json-calls/--no-bare-json-calls", default=True, show_default=True,
+              help="A whole message that is JSON, names one of the request's tools and fits its schema is a "
+                   "tool call, even if the model's template writes calls in another way.")
 @click.option("--chat-template", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
               help="Jinja template that chats are written by, in place of the model's own: for base models "
                    "and files that have lost theirs.")
@@ -100,7 +103,7 @@ def command(models: tuple[str, ...], host: str, port: int, hosts: tuple[str, ...
             names: tuple[str, ...], kv: tuple[str, ...], kv_memory: str | None, prefix_cache: str | None,
             draft: str, replicas: int | None, overcommit: bool, max_batch: int, max_queue: int,
             scheduling_policy: SchedulingPolicy, max_itl: float, drain_timeout: float, parse_special: bool,
-            strict_requests: bool, chat_template: Path | None, trace: Path | None,
+            strict_requests: bool, bare_json_calls: bool, chat_template: Path | None, trace: Path | None,
             revision: str | None, dtype: str, device: str, verify: bool, as_json: bool) -> None:
     """Serve models on this machine with the APIs of OpenAI and Anthropic and a chat page.
 
@@ -125,7 +128,8 @@ def command(models: tuple[str, ...], host: str, port: int, hosts: tuple[str, ...
     options = ServingOptions(models, tuple(called), kvs, _bytes("--kv-memory", kv_memory),
                              _bytes("--prefix-cache", prefix_cache), draft, overcommit, max_batch, max_queue,
                              scheduling_policy, max_itl, parse_special, revision, dtype, device, verify,
-                             None if chat_template is None else _template(chat_template), strict_requests)
+                             None if chat_template is None else _template(chat_template), strict_requests,
+                             bare_json_calls)
     with bind(host, port, has_key=key is not None) as bound, open_trace(trace) as trace_file:
         note(f"loading {', '.join(models)}")
         loopback = is_loopback(bound)

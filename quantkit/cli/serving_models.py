@@ -34,6 +34,7 @@ class ServingOptions:
         max_itl: milliseconds.
         chat_template: Jinja text that replaces the models' own.
         strict_requests: whether requests that ask for what the server doesn't do are refused.
+        bare_json_calls: whether a message that is a call as plain JSON is one.
         sharing: replicas that share the memory of this machine's CPU.
     """
 
@@ -55,6 +56,7 @@ class ServingOptions:
     verify: bool
     chat_template: str | None = None
     strict_requests: bool = False
+    bare_json_calls: bool = True
     sharing: int = 1
 
 
@@ -101,7 +103,7 @@ def load_served(options: ServingOptions) -> list[ServedEngine]:
         from quantkit.serve.models import ServedEngine
 
         return [ServedEngine(engine, loaded, name, options.parse_special, options.scheduling_policy,
-                             options.strict_requests)
+                             options.strict_requests, options.bare_json_calls)
                 for (engine, loaded), name in zip(made, options.names, strict=True)]
 
 

@@ -8,7 +8,7 @@ refuses them.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -19,7 +19,7 @@ MAX_NOTED, MAX_NAME, MAX_HEADER = 256, 64, 1024
 """Of one request: keys that are noted, characters of one of them, and characters of the header."""
 MAX_TOLD = 1024
 """Kinds of ignored keys, by client, that the log remembers."""
-_UNSAFE, _INDEX = re.compile(r"[^A-Za-z0-9_.$/-]"), re.compile(r"\[\d+\]")
+_UNSAFE, _UNPRINTABLE, _INDEX = re.compile(r"[^A-Za-z0-9_.$/-]"), re.compile(r"[^ -~]"), re.compile(r"\[\d+\]")
 
 
 class Ignored:
@@ -97,10 +97,10 @@ def leave_out(param: str, reason: str) -> None:
     ignored.other(f"{param} ({reason})")
 
 
-def header(names: list[str]) -> str:
+def header(names: Sequence[str]) -> str:
     """The header's value: printable ASCII of a bounded length."""
     value = ""
-    for number, name in enumerate(names):
+    for number, name in enumerate(_UNPRINTABLE.sub("?", name) for name in names):
         more = f" and {len(names) - number} more"
         if len(value) + len(name) + len(more) + 2 > MAX_HEADER:
             return value + more

@@ -200,7 +200,10 @@ class _Choice:
 
     def __init__(self, turns: NextTurn, number: int, work: RequestWork) -> None:
         self._number, self._work, self._asked = number, work, turns._asked
-        self._parser = parser(turns._model.format, turns._asked.tools, turns._in_reasoning)
+        structure = turns._asked.structure
+        # JSON that was asked for is an answer
+        bare = turns._model.bare_json_calls and not (structure is not None and structure.describes_text)
+        self._parser = parser(turns._model.format, turns._asked.tools, turns._in_reasoning, bare)
         self._characters = self._tokens = self._reasoning = 0
         self._called = self._closed = False
 

@@ -14,7 +14,7 @@ from quantkit.serve.conversation import MAX_MESSAGES, Conversation
 from quantkit.serve.ignored import IGNORED, safe
 from quantkit.serve.openai.response_items import AdditionalToolsItem, InputItem, messages_of
 from quantkit.serve.openai.response_tools import ClientTool, ResponseTools, client_tools
-from quantkit.serve.openai.structured import JsonObjectFormat, TextFormat
+from quantkit.serve.openai.structured import STRICT, JsonObjectFormat, TextFormat
 from quantkit.serve.openai.tools import FunctionName
 from quantkit.serve.schema import INT64, JsonObject, RequestPart, String, Unicode
 from quantkit.serve.settings import FITS, KV, Priority, TokenLimit, TopK, sampling, token_limit
@@ -33,12 +33,11 @@ class ResponseToolChoice(FunctionName):
 class ResponseSchemaFormat(RequestPart):
     """JSON that a schema describes."""
 
-    ignored = frozenset({"strict"})
-
     type: Literal["json_schema"]
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
     description: Description | None = None
     schema_: JsonObject = Field(alias="schema")
+    strict: bool = STRICT
 
 
 class TextOptions(RequestPart):
@@ -161,7 +160,7 @@ class ResponsesRequest(RequestPart):
         if isinstance(wanted, JsonObjectFormat):
             structure = Structure(json_object=True)
         elif isinstance(wanted, ResponseSchemaFormat):
-            structure = Structure(json_schema=wanted.schema_)
+            structure = Structure(json_schema=wanted.schema_, strict=wanted.strict)
         named = choice.name if isinstance(choice, ResponseToolChoice) else None
         required = named is not None or choice == "required"
         return choose_tools([tool.tool for tool in self.client_tools()],
