@@ -56,7 +56,7 @@ def test_a_load_above_the_processors_is_said_before_anything_begins(monkeypatch,
     monkeypatch.setattr(machine_load, "LOADAVG", tmp_path / "loadavg")
     monkeypatch.setattr(machine_load.os, "cpu_count", lambda: 8)
     assert busy_now().startswith("this machine is busy (load 9.5 on 8 processors)")
-    8") (tmp_path / "loadavg").write_text("0.50 4.25 2.69 9/256 25305\n")
+    (tmp_path / "loadavg").write_text("0.50 4.25 2.69 9/256 25305\n")
     assert busy_now() is None
 
 
