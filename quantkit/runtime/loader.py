@@ -65,7 +65,7 @@ class LoadedModel:
         config: its shape.
         tokenizer: text ⇄ ids.
         uri: what was loaded.
-        label: ``bf16``, of a GGUF file ``Q4_K, Q6_K as bf16``, or how it was quantized: ``gptq int4 g64 sym``.
+        label: ``bf16``, of a GGUF file ``Q4_K, Q6_K as bf16``; or how it was quantized: ``gptq int4 g64``.
         manifest: of a checkpoint made by quantkit, else ``None``.
         file_bytes: bytes of the weight files; of a source without files, of its tensors.
         bits_per_weight: stored bits of the Linears over their parameters. The embedding, tied or not, and

@@ -184,6 +184,6 @@ def warn_if_quantized(source: ModelSource) -> None:
     """Warn that a model's file is quantized, before it is quantized once more."""
     if types := quantized_types(source):
         size = human_bytes(file_bytes(source))
-        warnings.warn(f"{source.uri} is quantized already ({', '.join(types)}, {size}): quantizing it again adds "
-                      "error to what that cost, and may make it larger; the unquantized model gives a better "
-                      "result", stacklevel=3)
+        warnings.warn(f"{source.uri} is quantized already ({', '.join(types)}, {size}): quantizing it again "
+                      "adds error to what that cost, and may make it larger; the unquantized model gives a "
+                      "better result", stacklevel=3)

@@ -116,13 +116,27 @@ def test_the_headline_and_the_command_come_first(cli, tiny, checkpoint, tmp_path
     result = cli("eval", tiny, checkpoint, *SMALL, "-q", "--dtype", "auto",
                  "--text", tmp_path / "my text.txt", "--out", tmp_path / "report")
     assert result.exit_code == 0, result.stderr
-    assert result.stdout.startswith("tiny-int8: ") and "times smaller" in result.stdout.splitlines()[0]
+    assert result.stdout.startswith("Take tiny-int8: ") and "times smaller" in result.stdout.splitlines()[0]
     command = json.loads((tmp_path / "report" / "results.json").read_text())["command"]
     assert shlex.split(command) == ["quantkit", "eval", str(tiny), str(checkpoint), "--text",
                                     str(tmp_path / "my text.txt"), "--window", "32", "--windows", "3",
-                                    "--no-speed"], "no defaults, nothing about where results go"
+                                    "--no-speed", "--out", str(tmp_path / "report")], "all but defaults"
     assert command in (tmp_path / "report" / "report.md").read_text()
     assert "Reproduce: quantkit eval " in result.stdout
+
+
+def test_the_command_that_is_printed_runs_and_gives_the_same_numbers(cli, tiny, tmp_path):
+    out = tmp_path / "a report"
+    first = cli("eval", tiny, "--recipes", "int8,int4-rtn", *SMALL, "-q", "--kv", "none,window(16, sinks=2)",
+                "--out", out)
+    assert first.exit_code == 0, first.stderr
+    results = json.loads((out / "results.json").read_text())["results"]
+    printed = first.stdout.partition("Reproduce: ")[2].partition("\n\n")[0]
+    (out / "results.json").unlink()
+    again = cli(*shlex.split(printed.replace("\\\n", " "))[1:])
+    assert again.exit_code == 0, again.stderr
+    numbers = json.loads((out / "results.json").read_text())["results"]
+    assert [row["kl_mean"] for row in numbers] == [row["kl_mean"] for row in results] and len(numbers) == 6
 
 
 def test_reporters_by_name(cli, tiny, tmp_path):
