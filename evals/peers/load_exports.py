@@ -167,7 +167,7 @@ def compare(folder: Path, engine: str, python: Path, prompts: list[list[int]],
             ours: dict[str, list[list[int]]],
             models: dict[str, Any], count: int) -> dict[str, Any]:
     """What was predicted, whether it loads, and how near its answers are."""
-    report = json.loads(_quantkit("verify", str(folder), "--for", engine, "--device", "cpu", "--json",
+    report = json.loads(_quantkit("verify", str(folder), "--for", engine, "--for-device", "cpu", "--json",
                                   fails=True))
     row: dict[str, Any] = {"predicted": report["loads"],
                            "why": [f"{c['name']}: {c['detail']}" for c in report["checks"]

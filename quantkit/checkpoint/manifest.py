@@ -325,7 +325,7 @@ class Manifest(Frozen):
         if version != SCHEMA_VERSION:
             raise CheckpointError(f"{label} has schema version {version!r}",
                                   why=f"this quantkit reads {SCHEMA_VERSION}; another version wrote it",
-                                  next="pip install --upgrade quantkit")
+                                  next="run pip install . in a newer checkout of quantkit")
         try:
             manifest = cls.model_validate_json(raw)
         except ValidationError as error:

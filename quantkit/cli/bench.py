@@ -99,19 +99,19 @@ def decode(model: str, batch: str, context: tuple[int, ...], kv: tuple[str, ...]
     a CPU, by a copy on a GPU.
     """
     from quantkit.bench.decode import DecodeSettings, bench_decode
+    from quantkit.device import find_device
     from quantkit.recipe import load_recipe
 
     # what can be refused is refused before a model is loaded
     settings_of_kv, batches = read_kv(kv), _numbers("--batch", batch, 1)
     if random not in (None, "none"):
         load_recipe(random)
+    place = find_device(device)
     if random is None:
         loaded = load_model(model, device=device, quiet=quiet)
     else:
         from quantkit.bench.random_model import random_model
-        from quantkit.device import find_device
-
-        loaded = random_model(model, random, find_device(device))
+        loaded = random_model(model, random, place)
     settings = DecodeSettings(batches, list(context), settings_of_kv or [loaded.kv], prefill, max_tokens,
                               repeats, not no_fallback, pdl)
     with ProgressLine("measuring", quiet) as progress:

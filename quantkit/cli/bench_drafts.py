@@ -38,9 +38,11 @@ def drafts(model: str, drafters: tuple[str, ...], kv: tuple[str, ...], max_token
     """
     from quantkit.bench.drafts import DraftSettings, bench_drafts, lines
     from quantkit.runtime.drafting.parse import parse_drafter
+    from quantkit.runtime.sampler import Sampling
 
     for drafter in drafters:  # refused before anything is loaded
         parse_drafter(drafter)
+    Sampling(temperature=temperature)
     (setting,) = read_kv(kv, most=1) or (None,)
     settings = DraftSettings(drafters, max_tokens, repeats, temperature, setting)
     loaded = load_model(model, device=device, quiet=quiet)

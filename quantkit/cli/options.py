@@ -47,6 +47,8 @@ def read_kv(given: Sequence[str], most: int | None = None) -> tuple[KVSpec, ...]
     from quantkit.kvspec import parse_kv, split_settings
 
     settings = tuple(parse_kv(setting) for text in given for setting in split_settings(text))
+    if len({str(setting) for setting in settings}) < len(settings):
+        raise UsageError("a KV setting is given twice", next="name each setting once")
     for setting in settings:
         build_policy(setting)
         build_kv_codecs(setting)

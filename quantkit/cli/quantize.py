@@ -81,6 +81,7 @@ def command(source: str, recipe_name: str | None, budget: str | None, out: Path 
     layers are kept, so the same command resumes a run that was stopped.
     """
     from quantkit.checkpoint.writer import refuse_existing
+    from quantkit.device import find_device
     from quantkit.recipe import load_recipe
 
     if recipe_name is None and budget is None:
@@ -89,6 +90,7 @@ def command(source: str, recipe_name: str | None, budget: str | None, out: Path 
                               "`quantkit recipes list`")
     if executor == "ray" and device == "auto":
         device = "cpu"  # where workers of a cluster compute
+    find_device(device)
     again = typed("out", "dry_run", "layers", "as_json")
     if out is None and not dry_run:
         raise UsageError("--out is missing", why="the checkpoint needs a folder",

@@ -116,6 +116,7 @@ def command(models: tuple[str, ...], host: str, port: int, hosts: tuple[str, ...
     if revision is not None and len(models) > 1:
         raise UsageError("--revision with several models", why="it is a revision of one of them",
                          next="write it behind each model: NAME@REVISION")
+    from quantkit.device import find_device
     from quantkit.runtime.drafting.parse import parse_drafter
     from quantkit.serve.address import bind, is_loopback, url
 
@@ -125,6 +126,8 @@ def command(models: tuple[str, ...], host: str, port: int, hosts: tuple[str, ...
                          next="leave out one of them")
     kvs = read_kv(kv)
     parse_drafter(draft)
+    if replicas is None:
+        find_device(device)
     options = ServingOptions(models, tuple(called), kvs, _bytes("--kv-memory", kv_memory),
                              _bytes("--prefix-cache", prefix_cache), draft, overcommit, max_batch, max_queue,
                              scheduling_policy, max_itl, parse_special, revision, dtype, device, verify,

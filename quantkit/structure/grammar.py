@@ -153,7 +153,7 @@ class Compiler:
             import llguidance
         except ImportError:
             raise UsageError("structured output needs llguidance", why="it is not installed",
-                             next="pip install 'quantkit[structure]'") from None
+                             next="pip install llguidance") from None
         self._library, self._tokenizer, self._format = llguidance, tokenizer, format
         self._vocab_size = max(vocab_size, tokenizer.vocab_size)
         special = tokenizer.special_tokens

@@ -105,7 +105,7 @@ def test_without_ray_the_remedy_is_named(model, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(QuantkitError, match="needs Ray") as caught:
         quantize(model, "int8", tmp_path / "out", executor="ray")
-    assert caught.value.next == 'pip install "quantkit[ray]"' and not (tmp_path / "out.partial").exists()
+    assert caught.value.next == 'pip install "ray[serve]"' and not (tmp_path / "out.partial").exists()
 
 
 @pytest.mark.skipif(not Path("/proc/net/tcp6").exists(), reason="sockets are read from Linux's /proc")
