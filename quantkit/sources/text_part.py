@@ -109,9 +109,5 @@ class RenamedSource(SourceWrapper):
         return self._names[name]
 
 
-def _inner(self, name: str) -> str:
-        return self._names[name]
-
-
 def _inner(name: str) -> str | None:
     return next((new + name.removeprefix(old) for old, new in PREFIXES if name.startswith(old)), None)
