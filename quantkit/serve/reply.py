@@ -60,6 +60,10 @@ class Reply(ABC):
     def events(self, work: RequestWork) -> AsyncIterator[dict[str, Any]]:
         """The answer as it comes: events."""
 
+    def keep_alive(self) -> dict[str, Any] | None:
+        """An event that says nothing, for clients that count events; ``None``: a comment will do."""
+        return None
+
     def error(self, error: ApiError) -> dict[str, Any]:
         """The event that tells of an error in a stream."""
         return error.body()
