@@ -13,7 +13,7 @@ import torch
 from quantkit.checkpoint.manifest import MANIFEST, MAX_BYTES, LayerRow, Manifest
 from quantkit.checkpoint.quantization_config import stored_quantization
 from quantkit.checkpoint.unfinished import is_unfinished, refuse_unfinished, unfinished
-from quantkit.errors import CheckpointError, QuantkitError, SpecError
+from quantkit.errors import CheckpointError, QuantkitError, SourceError, SpecError
 from quantkit.formats import contract
 from quantkit.formats.base import Format, QuantizedTensor
 from quantkit.formats.dtypes import FLOATS
@@ -123,8 +123,13 @@ class Checkpoint:
         return name in self._tensors.infos
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Read one stored tensor. Raises QuantkitError for an unknown name."""
-        return self._tensors.tensor(name)
+        """Read one stored tensor. Raises CheckpointError: it is unknown, or not finite."""
+        try:
+            return self._tensors.tensor(name)
+        except SourceError as error:
+            folder = shlex.quote(str(self.path))
+            raise CheckpointError(error.what, why=error.why,
+                                  next=f"quantkit verify {folder} finds all damage; then {AGAIN}") from error
 
     def quantized(self, layer: str) -> QuantizedTensor | None:
         """The packed weight of a layer (its name without ``.weight``); ``None`` if it isn't quantized.

@@ -53,6 +53,7 @@ class ModelResult:
         method: ``bf16``, ``gptq int4 g64 sym``, …
         bits_per_weight: stored bits of all Linears over their parameters; ``None``: a tool that doesn't tell.
         file_bytes: of all weights on disk; ``None``: there is no file, or a tool that doesn't tell.
+        weight_bytes: of all weights in memory when it runs; ``None``: not known.
         peak_bytes: largest resident set of the speed test's process.
         load_s: seconds that it took to open the model there.
         metrics: by key, with intervals.
@@ -93,6 +94,13 @@ class ModelResult:
     differences: list[PairedDifference] = field(default_factory=list)
     speed: SpeedSweep | None = None
     measured: dict[str, str] = field(default_factory=dict)
+    weight_bytes: int | None = None
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """Bytes of weights and KV cache in memory; where a tool doesn't say, its file's for the weights."""
+        weights = self.weight_bytes or self.file_bytes
+        return None if weights is None else weights + (self.kv_bytes or 0)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data: every metric as a number, and ``intervals`` beside them. A number that is not
@@ -106,7 +114,7 @@ class ModelResult:
         return data | {"kv": self.kv, "kv_bytes_per_token": self.kv_bytes_per_token,
                        "kv_bytes": self.kv_bytes, "load_s": self.load_s, "kernels": self.kernels,
                        "manifest_sha256": self.manifest_sha256, "answer": self.answer,
-                       "recipe": self.recipe, "tool": self.tool,
+                       "recipe": self.recipe, "tool": self.tool, "weight_bytes": self.weight_bytes,
                        "texts": {name: {key: _ends(value) for key, value in metrics.items()}
                                  for name, metrics in self.texts.items()},
                        "window_means": {text: {key: [_finite(value) for value in values]

@@ -70,9 +70,9 @@ def metric_panel(axes: Axes, result: EvalResult, key: str, info: MetricInfo,
     xs, ys, names = [], [], []
     for row, look in zip(result.rows, looks):
         interval = row.metrics.get(key)
-        if interval is None or row.file_bytes is None or not finite(interval):
+        if interval is None or row.memory_bytes is None or not finite(interval):
             continue
-        x, y = (row.file_bytes + (row.kv_bytes or 0)) / 1e9, factor * interval.value
+        x, y = row.memory_bytes / 1e9, factor * interval.value
         _mark(axes, x, y, look, False, {"yerr": _error(y, factor * interval.low, factor * interval.high)})
         xs.append(x)
         ys.append(y)

@@ -269,8 +269,8 @@ def test_calibration_is_filled_in_only_when_needed():
     assert make_plan(recipe(every()), Source()).recipe.calibration is None
     plan = make_plan(recipe(HEAD, every("gptq", GROUP4)), Source())
     assert plan.recipe.calibration == CalibrationSpec() and plan.calibrated
-    own = make_plan(recipe(HEAD, every("gptq", GROUP4), calibration={"samples": 2}), Source())
-    assert own.recipe.calibration.samples == 2
+    own = make_plan(recipe(HEAD, every("gptq", GROUP4), calibration={"windows": 2}), Source())
+    assert own.recipe.calibration.windows == 2
 
 
 def test_a_strangers_method_plans_like_our_own(monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -49,6 +50,7 @@ def assemble(plan: SweepPlan, settings: EvalSettings, done: Done) -> EvalResult:
             _add_speed(row, done.get(("speed", number, setting)))
             rows.append(row)
     rows += [_peer(done["peer", number, 0], protocol) for number in range(len(settings.peers))]
+    protocol = replace(protocol, runs=_runs(rows))
     result = EvalResult(protocol, rows, suite=settings.suite)
     result.floors = _floors(quality[0]) | _task_floors(done)
     infos = {name: registered.info() for name, registered in metrics.items()}
@@ -65,6 +67,12 @@ def assemble(plan: SweepPlan, settings: EvalSettings, done: Done) -> EvalResult:
     return result
 
 
+def _runs(rows: Sequence[ModelResult]) -> tuple[int, int] | None:
+    """The fewest and the most timed runs of a request."""
+    counts = [case.runs for row in rows if row.speed for case in row.speed.prefill[:1] if case.runs]
+    return (min(counts), max(counts)) if counts else None
+
+
 def by_place(results: Mapping[int, MeasurementResult], measurements: Sequence[Measurement]) -> Done:
     """Results by kind, model and text or setting."""
     return {(measurement.kind, *measurement.variant): results[number]
@@ -78,7 +86,7 @@ def _row(plan: SweepPlan, model: ModelFacts, measurements: Sequence[MeasurementR
     row = ModelResult(model.uri, first["label"], first["bits_per_weight"], first["file_bytes"],
                       manifest_sha256=first["manifest_sha256"], kv=first["kv"], recipe=model.recipe,
                       kv_bytes=max(part["kv_bytes"] or 0 for part in parts) or None,
-                      kv_bytes_per_token=first["kv_bytes_per_token"])
+                      kv_bytes_per_token=first["kv_bytes_per_token"], weight_bytes=first["weight_bytes"])
     names = [name for name in first["means"] if all(name in part["means"] for part in parts)]
     if EXACT in names:
         names.remove(EXACT)

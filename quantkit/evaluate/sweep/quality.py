@@ -11,6 +11,7 @@ import numpy as np
 
 from quantkit.evaluate.forced import TeacherForcedModel
 from quantkit.evaluate.keys import EXACT
+from quantkit.evaluate.memory_use import weights_in_memory
 from quantkit.evaluate.metric_table import registered_metrics
 from quantkit.evaluate.quality import score, windows_of
 from quantkit.evaluate.sweep.store import MeasurementResult
@@ -130,8 +131,9 @@ def _row(runner: LoadedModel | TeacherForcedModel, model: LoadedModel, scores: W
         means[EXACT] = np.stack(distances.means[place][EXACT]).tolist()
     digest = None if model.manifest is None else hashlib.sha256(model.manifest.to_bytes()).hexdigest()
     row = {"label": model.label, "bits_per_weight": model.bits_per_weight, "file_bytes": model.file_bytes,
-           "manifest_sha256": digest, "dtype": str(model.dtype).removeprefix("torch."), "means": means,
-           "kv": None, "kv_bytes": None, "kv_bytes_per_token": None}
+           "weight_bytes": weights_in_memory(model), "manifest_sha256": digest,
+           "dtype": str(model.dtype).removeprefix("torch."), "means": means, "kv": None,
+           "kv_bytes": None, "kv_bytes_per_token": None}
     if isinstance(runner, TeacherForcedModel):
         row |= {"kv": str(runner.kv), "kv_bytes": runner.kv_bytes,
                 "kv_bytes_per_token": runner.kv_bytes_per_token}

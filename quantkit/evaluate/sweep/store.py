@@ -21,7 +21,7 @@ from quantkit.checkpoint.durable import sync_folder, write_file
 from quantkit.errors import QuantkitError
 from quantkit_kernels.kept import cache_folder
 
-VERSION = 2
+VERSION = 3
 """Of what is kept: another one finds nothing of it."""
 NEW = ".new-"
 """Beginning of the name of a folder that is being made."""
@@ -37,12 +37,14 @@ class MeasurementResult:
         arrays: numpy arrays by name.
         measured: when, as ISO 8601 in UTC.
         seconds: that it took.
+        lasting: whether it is kept; what was spoiled by other work on the machine is made again.
     """
 
     data: dict[str, Any]
     arrays: dict[str, np.ndarray] = field(default_factory=dict)
     measured: str = ""
     seconds: float = 0.0
+    lasting: bool = True
 
 
 class MeasurementStore:
@@ -77,7 +79,7 @@ class MeasurementStore:
 
     def put(self, key: Mapping[str, Any] | None, result: MeasurementResult) -> None:
         """Keep what a measurement gave. Raises QuantkitError if that can't be written."""
-        if self._folder is None or key is None:
+        if self._folder is None or key is None or not result.lasting:
             return
         place = self._place(key)
         fresh: Path | None = None
