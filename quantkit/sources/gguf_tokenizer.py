@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from quantkit.errors import SourceError, did_you_mean
+from quantkit.errors import SourceError
 from quantkit.sources.gguf_metadata import HF_FOLDER
 from quantkit.sources.gguf_pretokenizers import PRE_TOKENIZERS, PreTokenizer
 
@@ -89,7 +89,7 @@ def _rule(metadata: Mapping[str, Any], where: str) -> PreTokenizer:
                       "contractions may be cut otherwise than in training", stacklevel=2)
     if not isinstance(pre, str) or pre not in PRE_TOKENIZERS:
         raise SourceError(f"{where} splits text by the rule {str(pre)[:80]!r}",
-                          why=did_you_mean(str(pre)[:80], PRE_TOKENIZERS), next=HF_FOLDER)
+                          why=f"known: {', '.join(sorted(PRE_TOKENIZERS))}", next=HF_FOLDER)
     return PRE_TOKENIZERS[pre]
 
 
