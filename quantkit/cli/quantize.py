@@ -46,7 +46,7 @@ MIXED = "mixed"
 @click.option("--out", "-o", type=click.Path(path_type=Path), metavar="DIR",
               help="The folder to create; it must not exist yet.")
 @click.option("--dry-run", is_flag=True,
-              help="Check every layer and print what would be done, with memory and disk; write nothing.")
+              help="Check every layer and print what would be done, with memory, disk and time; write nothing.")
 @layers_option("With --dry-run: show one row per layer instead of one per kind of layer.")
 @revision_option
 @click.option("--calibration", multiple=True, metavar="TEXT",
@@ -129,6 +129,7 @@ def command(source: str, recipe_name: str | None, budget: str | None, out: Path 
             if text is not None:
                 _print_recovery(plan, text)
             _print_sums(plan)
+            _print_time(plan, device)
             click.echo(f"{'next':<14}{again} --out OUT")
         return
     assert out is not None
@@ -255,6 +256,18 @@ def _print_sums(plan: Plan) -> None:
     click.echo(wrapped("peak memory", f"about {human_bytes(plan.peak_bytes)}"))
     click.echo(wrapped("disk needed", f"{human_bytes(plan.needed_disk_bytes)} while it runs, "
                                       f"{human_bytes(plan.disk_bytes)} when done"))
+
+
+def _print_time(plan: Plan, device: str) -> None:
+    from quantkit.cli.eta import human_seconds
+    from quantkit.device import find_device
+    from quantkit.planning.duration import expected_seconds, operations
+
+    if find_device(device).type != "cpu" or (seconds := expected_seconds(plan, operations())) is None:
+        return
+    low, high = map(human_seconds, seconds)
+    click.echo(wrapped("time", f"{low if low == high else f'{low} to {high}'} on this CPU, by the speed of its "
+                               "arithmetic now"))
 
 
 def _print_choice(choice: BudgetChoice) -> None:
