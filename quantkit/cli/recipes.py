@@ -45,9 +45,11 @@ def list_(as_json: bool) -> None:
         click.echo(f"  {name:<13}{purpose}")
     click.echo()
     known = sorted(facts.items(), key=lambda item: (-(item[1].bits or 0), item[1].kl or 0, item[0]))
-    rows = [[name, f"{fact.bits:.2f}" if fact.bits else "chosen", "" if fact.kl is None else f"{fact.kl:.2g}",
-             fact.calibration, " ".join(fact.engines)] for name, fact in known]
-    click.echo(table(["recipe", "bits", "KL", "text", "engines beside quantkit"], rows, right=(1, 2), shrink=4))
+    rows = [[name, f"{fact.bits:.2f}" if fact.bits else "chosen",
+             "" if fact.kl is None else f"{fact.kl:.2g}", fact.calibration, " ".join(fact.engines)]
+            for name, fact in known]
+    click.echo(table(["recipe", "bits", "KL", "text", "engines beside quantkit"], rows, right=(1, 2),
+                     shrink=4))
     for info in recipes:
         if info.name not in facts:
             click.echo(wrapped(info.name, " ".join(f"unusable: {info.error}".split()) if info.error

@@ -92,7 +92,7 @@ def fault(words: list[str]) -> str | None:
         if not equals and not rest:  # the option itself is spoken of
             return None
         value = value if equals else rest.pop(0)
-        if HOLE in value or "$" in value or not re.search(r"[a-z0-9]", value):  # known later, or a placeholder such as OUT
+        if HOLE in value or "$" in value or not re.search(r"[a-z0-9]", value):  # known later, or OUT
             continue
         try:
             option.type.convert(value, option, None)
