@@ -46,7 +46,8 @@ MIXED = "mixed"
 @click.option("--out", "-o", type=click.Path(path_type=Path), metavar="DIR",
               help="The folder to create; it must not exist yet.")
 @click.option("--dry-run", is_flag=True,
-              help="Check every layer and print what would be done, with memory and disk; write nothing.")
+              help="Check every layer and print what would be done, with memory, disk and time; write "
+                   "nothing.")
 @layers_option("With --dry-run: show one row per layer instead of one per kind of layer.")
 @revision_option
 @click.option("--calibration", multiple=True, metavar="TEXT",
@@ -129,6 +130,7 @@ def command(source: str, recipe_name: str | None, budget: str | None, out: Path 
             if text is not None:
                 _print_recovery(plan, text)
             _print_sums(plan)
+            _print_time(plan, device)
             click.echo(f"{'next':<14}{again} --out OUT")
         return
     assert out is not None
@@ -272,6 +274,18 @@ def _size(plan: Plan) -> str:
     return text
 
 
+def _print_time(plan: Plan, device: str) -> None:
+    from quantkit.cli.eta import human_seconds
+    from quantkit.device import find_device
+    from quantkit.planning.duration import expected_seconds, operations
+
+    if find_device(device).type != "cpu" or (seconds := expected_seconds(plan, operations())) is None:
+        return
+    low, high = map(human_seconds, seconds)
+    span = low if low == high else f"{low} to {high}"
+    click.echo(wrapped("time", f"{span} on this CPU, by the speed of its arithmetic now"))
+
+
 def _print_choice(choice: BudgetChoice) -> None:
     """What each kind of layer got, what that should cost, and what one width for all would."""
     click.echo(wrapped("budget", f"{choice.budget.text}: {choice.plan.bits_per_weight:.2f} bits/weight, "
@@ -346,10 +360,24 @@ def _run(source: str, recipe: Recipe, out: Path, revision: str | None, calibrati
         click.echo(wrapped("recovery", f"KL on held-out text {recovery.before:.3g} → {after} nats a token"
                                        f"{'' if recovery.kept else ', not kept'}"))
     click.echo(wrapped("fallbacks", f"{len(result.fallbacks)}, named above" if result.fallbacks else "none"))
+    click.echo(wrapped("engines", _engines(result.out)))
     # commands aren't folded: they are there to be copied
     at = f" --revision {quote(revision)}" if revision else ""
     click.echo(f"{'next':<14}quantkit eval {quote(source)} {quote(str(result.out))}{at}")
     click.echo(f"{'':<14}quantkit generate {quote(str(result.out))} \"The capital of France is\"")
+
+
+def _engines(out: Path) -> str:
+    """Which engines load the checkpoint on a GPU, and which refuse it."""
+    from quantkit.checkpoint.engines import ENGINES, check_engine
+    from quantkit.checkpoint.reader import Checkpoint
+
+    with Checkpoint.open(out) as checkpoint:
+        refuse = [engine for engine in ENGINES
+                  if any(check.status == "failed" for check in check_engine(engine, checkpoint))]
+    loads = ", ".join(["quantkit", *(engine for engine in ENGINES if engine not in refuse)])
+    why = f"`quantkit verify {quote(str(out))} --for {refuse[0]}` says why" if refuse else ""
+    return f"{loads}; not {', '.join(refuse)} ({why})" if refuse else loads
 
 
 @contextmanager
