@@ -10,6 +10,7 @@ import rich_click as click
 
 from quantkit.cli.again import typed
 from quantkit.cli.present import print_json
+from quantkit.cli.progress import ProgressLine
 from quantkit.cli.tokens import TokenCount
 from quantkit.errors import UsageError
 from quantkit.units import human_bytes
@@ -63,7 +64,8 @@ def command(model: str, context: int, concurrency: int, memory: str, recipes: tu
     from quantkit.fit.candidates import candidates
     from quantkit.fit.combinations import Requirements, combine
 
-    possible = candidates(model, revision, recipes, settings)
+    with ProgressLine(f"planning for {model}") as progress:
+        possible = candidates(model, revision, recipes, settings, progress)
     combinations = combine(possible.pairs, Requirements(context, concurrency, size, prompt))
     chosen = next((combination for combination in combinations if combination.left >= 0), None)
     if chosen is None:

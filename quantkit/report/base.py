@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ from quantkit.evaluate.result import EvalResult
 from quantkit.evaluate.variants import short_names
 
 __all__ = ["Reporter", "columns_of", "head", "kilobytes", "megabytes", "number", "short_names", "shown",
-           "spread", "tasks_of"]
+           "spread", "tasks_of", "text_name", "withheld"]
 
 
 @dataclass(frozen=True)
@@ -94,3 +95,19 @@ def columns_of(result: EvalResult) -> dict[str, MetricInfo]:
 def tasks_of(result: EvalResult) -> dict[str, MetricInfo]:
     """Scores of tasks, in the order in which they came."""
     return {key: info for key, info in result.measured.items() if info.per == PER_ITEM and key not in TAILS}
+
+
+def text_name(name: str) -> str:
+    """A text as reports call it: that of CPython's documentation by what it is, not by its module."""
+    match = re.fullmatch(r"pydoc-(topics|reference|code)?-?([\d.]+)", name)
+    return f"Python docs {match[2]}" if match else name
+
+
+def withheld(result: EvalResult) -> list[str]:
+    """A sentence for each reason why speeds of variants aren't shown."""
+    reasons: dict[str, list[str]] = {}
+    for name, row in zip(short_names(result.rows), result.rows):
+        if row.speed is not None and row.speed.withheld is not None:
+            reasons.setdefault(row.speed.withheld, []).append(name)
+    return [f"No speed of {', '.join(names)}: {reason}. Run it again when the machine is idle."
+            for reason, names in reasons.items()]

@@ -66,6 +66,9 @@ def _lines(looks: Sequence[VariantLook], cells: Sequence[tuple[VariantLook, int,
     places = sorted({place for _, place, spread in cells if spread is not None})
     if len(places) < least:
         return None
+    if len(places) == 1:
+        return _bars(looks, [(look, spread) for look, _, spread in cells if spread is not None],
+                     f"{y}, {places[0]:,} {x}")
     scale = alt.Scale(type="log", base=2, nice=False, padding=14) if places[0] else alt.Scale(
         type="symlog", constant=places[1] / 2 if len(places) > 1 else 1, nice=False, padding=14)
     base = alt.Chart(inline(rows)).encode(
@@ -77,6 +80,22 @@ def _lines(looks: Sequence[VariantLook], cells: Sequence[tuple[VariantLook, int,
         base.mark_point(filled=True, size=60, opacity=1).encode(
             shape=by_setting(looks), tooltip=["variant:N", f"{x}:N", f"{y}:N"]))
     return finished(chart, f"{y} by {x}.")
+
+
+def _bars(looks: Sequence[VariantLook], cells: Sequence[tuple[VariantLook, Spread]], title: str) -> Spec:
+    """A bar a variant, with the range of its runs."""
+    rows = [{**identity(look), "value": spread.median, "low": spread.low, "high": spread.high,
+             "measured": f"{number(spread.median)} ({number(spread.low)}–{number(spread.high)})"}
+            for look, spread in cells]
+    base = alt.Chart(inline(rows)).encode(y=alt.Y(
+        "variant:N", sort=[look.name for look in looks], axis=names_axis()))
+    highest = max(spread.high for _, spread in cells)
+    x = alt.X("value:Q", title=title, scale=alt.Scale(domain=[0, highest * 1.15], nice=False))
+    chart = alt.layer(
+        base.mark_bar(opacity=0.85, size=16).encode(x=x, color=by_model(looks),
+                                                    tooltip=["variant:N", "measured:N"]),
+        base.mark_rule(strokeWidth=1.5).encode(x="low:Q", x2="high:Q"))
+    return finished(chart, f"{title}.", 28 * len(rows))
 
 
 def gaps(result: EvalResult, looks: Sequence[VariantLook]) -> Spec | None:
