@@ -96,6 +96,7 @@ def differences(result: EvalResult, tasks: bool = True) -> TextGrid | None:
                             if tasks or test.metric not in tasks_of(result))
     if not columns:
         return None
+    columns = dict.fromkeys(sorted(columns, key=lambda column: bool(column[1])))  # all texts together first
     heads: dict[tuple[str, str], str] = {}
     for row in result.rows:
         for test in row.differences:

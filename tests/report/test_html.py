@@ -131,7 +131,8 @@ def test_only_what_was_measured_has_a_section(make_result, make_row):
 
 def test_the_headline_and_the_command_come_first(make_result):
     text = "".join(Page(render(make_result(command="quantkit eval a 'b c'"))).shown)
-    places = [text.index(words) for words in ("Take int8", "1.65 times", "quantkit eval a 'b c'", "The frontier")]
+    places = [text.index(words) for words in ("Take int8", "1.65 times", "quantkit eval a 'b c'",
+                                              "The frontier")]
     assert places == sorted(places)
 
 

@@ -117,8 +117,8 @@ def test_a_token_tells_what_was_expected(files, visit):
 
 def test_a_variant_is_chosen_for_the_text_by_token(files, visit):
     result = rich_result()
-    other = result.diff.model_copy(update={"candidate": "nf4 kv none", "tokens": ("else",) + result.diff.tokens[1:]})
-    result.other_diffs = [other]
+    result.other_diffs = [result.diff.model_copy(update={
+        "candidate": "nf4 kv none", "tokens": ("else", *result.diff.tokens[1:])})]
     page = visit(files("variants", result))
     shown = page.locator(".passage:visible")
     assert shown.count() == 1 and "else" not in shown.inner_text()
