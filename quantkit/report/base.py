@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from quantkit.evaluate.keys import PER_ITEM, TAILS
+from quantkit.evaluate.machine_load import MachineLoad, busy_reason
 from quantkit.evaluate.metric_table import MetricInfo
 from quantkit.evaluate.metrics import Interval
 from quantkit.evaluate.result import EvalResult
@@ -15,6 +16,9 @@ from quantkit.evaluate.variants import short_names
 
 __all__ = ["Reporter", "columns_of", "head", "kilobytes", "megabytes", "number", "short_names", "shown",
            "spread", "tasks_of", "text_name", "withheld"]
+
+_NAMED = 4
+"""Variants that are named in a sentence; of more their number."""
 
 
 @dataclass(frozen=True)
@@ -104,10 +108,15 @@ def text_name(name: str) -> str:
 
 
 def withheld(result: EvalResult) -> list[str]:
-    """A sentence for each reason why speeds of variants aren't shown."""
-    reasons: dict[str, list[str]] = {}
-    for name, row in zip(short_names(result.rows), result.rows):
-        if row.speed is not None and row.speed.withheld is not None:
-            reasons.setdefault(row.speed.withheld, []).append(name)
-    return [f"No speed of {', '.join(names)}: {reason}. Run it again when the machine is idle."
-            for reason, names in reasons.items()]
+    """A sentence that says which variants' speeds aren't shown, and why; none if all are."""
+    busy = {name: row.speed for name, row in zip(short_names(result.rows), result.rows)
+            if row.speed is not None and row.speed.withheld is not None}
+    if not busy:
+        return []
+    loads = [sweep.load for sweep in busy.values() if sweep.load is not None]
+    reason = next(str(sweep.withheld) for sweep in busy.values())
+    if loads:
+        reason = busy_reason(MachineLoad(stolen=max(load.stolen for load in loads),
+                                         others=max(load.others for load in loads))) or reason
+    names = ", ".join(busy) if len(busy) <= _NAMED else f"{len(busy)} of {len(result.rows)} variants"
+    return [f"No speed of {names}: {reason}. Run it again when the machine is idle."]

@@ -65,9 +65,8 @@ def render(result: EvalResult) -> str:
     total += gap * (len(beside) - 1)
     out += _lines([column.head for column in beside], beside, gap)
     for index, (name, row) in enumerate(zip(short_names(result.rows), result.rows)):
-        method = ", ".join(filter(None, (row.method, index and effect_of_row(row) and
-                                         f"cost {effect_of_row(row)}")))
-        out += [_rule(name, method, total),
+        effect = effect_of_row(row) if index else None
+        out += [_rule(name, f"cost {effect}, {row.method}" if effect else row.method, total),
                 *_lines([column.cells[index] for column in beside], beside, gap)]
     out.append("")
     out += _grids(result)

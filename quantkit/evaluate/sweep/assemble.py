@@ -68,9 +68,11 @@ def assemble(plan: SweepPlan, settings: EvalSettings, done: Done) -> EvalResult:
 
 
 def _runs(rows: Sequence[ModelResult]) -> tuple[int, int] | None:
-    """The fewest and the most timed runs of a request."""
+    """The fewest and the most timed runs of a request whose speed is shown; 0 if no speed is."""
+    if not any(row.speed for row in rows):
+        return None
     counts = [case.runs for row in rows if row.speed for case in row.speed.prefill[:1] if case.runs]
-    return (min(counts), max(counts)) if counts else None
+    return (min(counts), max(counts)) if counts else (0, 0)
 
 
 def by_place(results: Mapping[int, MeasurementResult], measurements: Sequence[Measurement]) -> Done:

@@ -21,6 +21,8 @@ from quantkit.report.charts.base import (
 )
 from quantkit.report.looks import VariantLook
 
+_TWO_LINES = 32
+"""Pixels of a name with its KV setting below, on a narrow page."""
 _PARTS = {"weights": "#0072B2", "workspace": "#E69F00", "KV cache": "#009E73"}
 
 
@@ -95,7 +97,7 @@ def _bars(looks: Sequence[VariantLook], cells: Sequence[tuple[VariantLook, Sprea
         base.mark_bar(opacity=0.85, size=16).encode(x=x, color=by_model(looks),
                                                     tooltip=["variant:N", "measured:N"]),
         base.mark_rule(strokeWidth=1.5).encode(x="low:Q", x2="high:Q"))
-    return finished(chart, f"{title}.", 28 * len(rows))
+    return finished(chart, f"{title}.", _TWO_LINES * len(rows))
 
 
 def gaps(result: EvalResult, looks: Sequence[VariantLook]) -> Spec | None:
@@ -112,7 +114,7 @@ def gaps(result: EvalResult, looks: Sequence[VariantLook]) -> Spec | None:
         x=alt.X("median:Q", title="ms", scale=alt.Scale(zero=True)), x2="p99:Q"),
         base.mark_point(filled=True, size=70, opacity=1).encode(
             x="median:Q", shape=by_setting(looks), tooltip=["variant:N", "gap:N"]))
-    return finished(chart, "Milliseconds between two tokens of an answer.", 28 * len(rows))
+    return finished(chart, "Milliseconds between two tokens of an answer.", _TWO_LINES * len(rows))
 
 
 def memory(result: EvalResult, looks: Sequence[VariantLook]) -> Spec | None:
@@ -144,4 +146,4 @@ def memory(result: EvalResult, looks: Sequence[VariantLook]) -> Spec | None:
     texts = alt.Chart(inline(totals)).mark_text(align="left", dx=4, fontSize=9.5).encode(
         x="GB:Q", y=y, yOffset=offset, text="text:N")
     return finished(alt.layer(bars, texts), "Bytes of weights, workspace and KV cache by context.",
-                    len({row["variant"] for row in rows}) * (12 * len(contexts) + 10))
+                    len({row["variant"] for row in rows}) * max(_TWO_LINES, 12 * len(contexts) + 10))

@@ -14,6 +14,7 @@ from quantkit.report.charts import frontier, quality, roofline, speed
 from quantkit.report.charts.base import Spec
 from quantkit.report.frontier import frontiers
 from quantkit.report.grid import TextGrid, pair
+from quantkit.report.headline import recommended
 from quantkit.report.looks import VariantLook, variant_looks
 from quantkit.report.page.passage import ShadedText, largest, shaded, summary
 
@@ -103,7 +104,10 @@ def _all(result: EvalResult, looks: Sequence[VariantLook]) -> Iterator[PageSecti
     yield PageSection("sensitivity", "Layer sensitivity", [
         "What 4 bits cost in each Linear alone, in nats of KL. The brighter, the more."],
         charts=_charts(("sensitivity", quality.sensitivity_spec(result), "Layers and kinds of Linears")))
-    diffs = [diff for diff in (result.diff, *result.other_diffs) if diff is not None]
+    advice = recommended(result)
+    taken = short_names(result.rows)[advice.index] if advice else ""
+    diffs = sorted((diff for diff in (result.diff, *result.other_diffs) if diff is not None),
+                   key=lambda diff: diff.candidate != taken)
     yield PageSection("diff", "Token by token", passages=[
         PagePassage(diff.candidate, summary(diff), shaded(diff), _grids(largest(diff))) for diff in diffs])
     folded = len(result.rows) > _UNFOLDED
