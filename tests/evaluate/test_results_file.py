@@ -54,7 +54,6 @@ def as_json(result: EvalResult) -> dict:
     return json.loads(json.dumps(result.to_dict(), allow_nan=False))
 
 
-@pytest.mark.parametrize("name", [name for name in sample_results() if name != "infinite values"])
 @pytest.mark.parametrize("file", [file for file in sorted(KEPT.glob("*.json"))
                                   if b'"version": 1,' in file.read_bytes()[:40]], ids=lambda file: file.stem)
 def test_what_was_kept_is_still_read(file):
@@ -62,6 +61,7 @@ def test_what_was_kept_is_still_read(file):
     assert len(result.rows) > 3 and result.other_diffs == []
 
 
+@pytest.mark.parametrize("name", [name for name in sample_results() if name != "infinite values"])
 def test_what_is_written_is_read_again(name):
     result = sample_results()[name]
     assert result_from_dict(as_json(result)) == result

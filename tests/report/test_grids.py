@@ -61,8 +61,8 @@ def test_differences_on_a_text_name_it(rich):
     rich.rows[1].differences = [PairedDifference(metric="flips", text="code", difference=0.1, low=0.05,
                                                  high=0.15, verdict="worse")]
     grid = quality_grids.differences(rich)
-    assert grid.heads[1] == "flips on code" and grid.rows[0][1] == "small\n+10.0 (+5.00 to +15.0)"
-    assert grid.rows[1][1] == "–"
+    assert grid.heads[-1] == "flips on code", "what is of all texts stands before"
+    assert grid.rows[0][-1] == "small\n+10.0 (+5.00 to +15.0)" and grid.rows[1][-1] == "–"
 
 
 def test_tasks_show_what_the_pairs_say(rich):
