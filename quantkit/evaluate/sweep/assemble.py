@@ -63,7 +63,8 @@ def assemble(plan: SweepPlan, settings: EvalSettings, done: Done) -> EvalResult:
             result.roofline.append(roofline.model_copy(update={"model": model.uri}))
     if (measurement := done.get(("sensitivity", 0, 0))) is not None:
         result.sensitivity = [(name, loss) for name, loss in measurement.data["losses"]]
-    result.diff, *result.other_diffs = _diffs(plan, result, quality) or [None]
+    if diffs := _diffs(plan, result, quality):
+        result.diff, *result.other_diffs = diffs
     return result
 
 
