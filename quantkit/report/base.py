@@ -119,4 +119,5 @@ def withheld(result: EvalResult) -> list[str]:
         reason = busy_reason(MachineLoad(stolen=max(load.stolen for load in loads),
                                          others=max(load.others for load in loads))) or reason
     names = ", ".join(busy) if len(busy) <= _NAMED else f"{len(busy)} of {len(result.rows)} variants"
-    return [f"No speed of {names}: {reason}. Run it again when the machine is idle."]
+    whose = "No speed is shown" if len(busy) == len(result.rows) else f"No speed of {names}"
+    return [f"{whose}: {reason}. Run it again when the machine is idle."]
