@@ -41,8 +41,9 @@ def api_of(plugin: object, module: str = "") -> int:
                           next=f"write QUANTKIT_API = {API_VERSION}")
     if not OLDEST_API_VERSION <= version <= API_VERSION:
         older = "" if API_VERSION == OLDEST_API_VERSION else f"{OLDEST_API_VERSION} to "
-        late = "quantkit" if version > API_VERSION else "{distribution}"
-        raise PluginError(f"is for version {version} of the plugin API", next=f"pip install --upgrade {late}",
+        update = ("pip install --upgrade {distribution}" if version < OLDEST_API_VERSION
+                  else "run pip install . in a newer checkout of quantkit")
+        raise PluginError(f"is for version {version} of the plugin API", next=update,
                           why=f"this quantkit offers {older}{API_VERSION}")
     return version
 

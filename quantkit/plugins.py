@@ -315,7 +315,7 @@ def _reason(error: BaseException, distribution: str) -> str:
     """Why a plugin was left out, in one line."""
     module = error.name if isinstance(error, ImportError) else None
     missing = isinstance(module, str) and module.split(".")[0] == BUILTIN
-    hint = f"; it may be for another quantkit: pip install --upgrade {distribution} quantkit"
+    hint = f"; it may be for another quantkit: pip install --upgrade {distribution}"
     return described(error).replace("{distribution}", distribution) + (hint if missing else "")
 
 

@@ -113,6 +113,10 @@ class _Run:
         self.raw_config, self._tensor = source.config(), partial(tensor_alone, source)
         self.config = parse_config(self.raw_config)
         self.formats, self.methods = registry("formats"), registry("methods")
+        # what stays as it is would else be read, and found to hold NaN, when the work is done
+        for name in (*plan.other, *(f"{row.name}.weight" for row in plan.rows if row.method is None)):
+            self._tensor(name)
+        release(source)
         self.transforms, self.measured = resolve(plan.recipe.transforms), plan.measured
         self.data = prepare(plan.calibration, source, plan.widest_hessian, progress, strict)
         text = recipe_text(plan.recipe.recover, plan.recipe.calibration, source, self.data, progress)
@@ -267,7 +271,7 @@ class _Run:
                 tell_weighing(self.phases, next(count), self.config.num_layers, backward)
 
             step()
-            windows = weighed_windows(len(tokens), spec.importance_samples)
+            windows = weighed_windows(len(tokens), spec.importance_windows)
             some = tokens[windows]
             with self._tracing(windows):
                 squares = gradients(
@@ -343,7 +347,7 @@ class _Run:
         except NonFiniteError as error:
             if windows is not None and error.sample is not None:
                 error = error.in_window(windows[error.sample])
-            raise blame(error, self.source, self.data.origins if self.data else ()) from error
+            raise blame(error, self.data.origins if self.data else ()) from error
 
     def _store(self, writer: CheckpointWriter, unit: str, planned: list[PlanRow], other: list[str],
                layer: LayerTensors, solved: Iterator[Solved]) -> dict[str, QuantizedTensor]:

@@ -233,7 +233,8 @@ def test_a_module_under_two_names_is_loaded_once(installed):
 
 
 @pytest.mark.parametrize(("version", "oldest", "says"), [
-    (3, 2, "pip install --upgrade quantkit"), (1, 2, "pip install --upgrade dist-mine"), (2, 2, ""),
+    (3, 2, "run pip install . in a newer checkout of quantkit"),
+    (1, 2, "pip install --upgrade dist-mine"), (2, 2, ""),
     (2.0, 1, "whole number"), (True, 1, "whole number"), (0, 1, "whole number"), (None, 1, "whole number")])
 def test_a_plugin_for_another_api_says_what_to_upgrade(manager, monkeypatch, version, oldest, says):
     monkeypatch.setattr("quantkit.plugin_hooks.API_VERSION", 2)

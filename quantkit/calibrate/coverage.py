@@ -100,7 +100,7 @@ class Coverage(Frozen):
         if self.used < self.widest:
             warnings.append(f"{self.used:,} calibration tokens are fewer than the {self.widest:,} inputs of "
                             "the widest layer: its Hessian has no full rank, and damping decides the rest; "
-                            f"--samples {-(-self.widest // length)} would do")
+                            f"--windows {-(-self.widest // length)} would do")
         if self.distinct < FEWEST_DISTINCT * self.vocabulary:
             warnings.append(f"the calibration text has {self.distinct:,} different tokens, "
                             f"{self.distinct / self.vocabulary:.2%} of the vocabulary: more text covers more")
@@ -109,7 +109,7 @@ class Coverage(Frozen):
                             f"{self.similar} repeat earlier ones by half: such text counts twice")
         if self.lost > self.used:
             warnings.append(f"{self.lost:,} tokens were cut off at windows' ends, more than the "
-                            f"{self.used:,} that are used: a larger --length keeps more of each document")
+                            f"{self.used:,} that are used: a larger --window keeps more of each document")
         return warnings + self.overlap_warnings("calibration")
 
     def overlap_warnings(self, kind: str) -> list[str]:

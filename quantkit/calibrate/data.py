@@ -35,7 +35,7 @@ class CalibrationData:
     """What calibrated methods see, and what is known of it.
 
     Attributes:
-        tokens: int64 ``[samples, length]``.
+        tokens: int64 ``[windows, tokens]``.
         origins: of each window, where it begins.
         packing: ``stream`` or ``documents``.
         files: what was read; none for the built-in text.
@@ -56,9 +56,9 @@ class CalibrationData:
 
 def check_length(spec: CalibrationSpec, context: int) -> None:
     """Raise CalibrationError for windows that are longer than the model's context."""
-    if spec.length > context:
-        raise CalibrationError(f"windows of {spec.length} tokens are longer than the model's context",
-                               why=f"it was made for {context} tokens", next=f"--length {context}, or less")
+    if spec.window > context:
+        raise CalibrationError(f"windows of {spec.window} tokens are longer than the model's context",
+                               why=f"it was made for {context} tokens", next=f"--window {context}, or less")
 
 
 def load_calibration(spec: CalibrationSpec, tokenizer: Tokenizer, vocabulary: int, widest: int,
@@ -92,14 +92,14 @@ def load_calibration(spec: CalibrationSpec, tokenizer: Tokenizer, vocabulary: in
     coverage = exams.look(tokens, Coverage(
         documents=len(encoded), chats=sum(document.is_chat for document in documents) - left_out,
         left_out=left_out, available=windows.available, vocabulary=vocabulary, widest=widest,
-        avoided=windows.avoided, short=sum(len(text.ids) < spec.length for text in encoded), cut=windows.cut,
+        avoided=windows.avoided, short=sum(len(text.ids) < spec.window for text in encoded), cut=windows.cut,
         lost=windows.lost))
     return CalibrationData(tokens, windows.origins, packing, read, coverage)
 
 
 def own_calibration(spec: CalibrationSpec, tokenizer: Tokenizer, tokens: torch.Tensor, vocabulary: int,
                     widest: int, fallback: str | None = None) -> CalibrationData:
-    """The same of windows (int64 ``[samples, length]``) that the model has written itself, or that were drawn
+    """The same of windows (int64 ``[windows, tokens]``) that the model has written itself, or that were drawn
     from its vocabulary."""
     coverage = Coverage(documents=len(tokens), available=tokens.numel(), vocabulary=vocabulary, widest=widest,
                         fallback=fallback)
@@ -137,7 +137,7 @@ class _Exams:
 
 def _documents(spec: CalibrationSpec, tokenizer: Tokenizer,
                listen: Listener) -> tuple[list[Document], tuple[SourceFile, ...]]:
-    need = spec.samples * spec.length
+    need = spec.windows * spec.window
     parts: list[DataFile | Document] = []
     for name in spec.texts:
         if name == BUILTIN:

@@ -163,7 +163,7 @@ def _lines(file: DataFile, limit: int) -> Iterator[Document]:
     if not all_of_it and len(lines) == 1:
         raise CalibrationError(f"the first line of {file.name} is longer than {limit:,} bytes",
                                why="of a file only so much is read as the windows need",
-                               next="give more --samples or fewer files, or, if it is not one object a line: "
+                               next="give more --windows or fewer files, or, if it is not one object a line: "
                                     "jq -c '.[]' FILE > FILE.jsonl")
     for number, line in enumerate(lines if all_of_it else lines[:-1], 1):
         if line.strip() and (parsed := parse_row(line, f"{file.name} line {number}")) is not None:

@@ -45,7 +45,7 @@ def gradients(source: ModelSource, transforms: Sequence[TransformSpec], tokens: 
     Args:
         source: of the model, in its changed form.
         transforms: that changed it.
-        tokens: int64 ``[samples, length]``.
+        tokens: int64 ``[windows, tokens]``.
         seed: of the answers that are drawn.
         wanted: full names of Linears.
         device: where ``find`` computes: sums are made in another order on another.

@@ -57,7 +57,7 @@ def prepare(spec: CalibrationSpec | None, source: ModelSource, widest: int, prog
     vocabulary = parse_config(config).vocab_size
     if spec.text == RANDOM:
         left_out = tokenizer.added_tokens.values()
-        tokens = random_windows(spec.samples, spec.length, min(tokenizer.vocab_size, vocabulary), left_out,
+        tokens = random_windows(spec.windows, spec.window, min(tokenizer.vocab_size, vocabulary), left_out,
                                 spec.seed)
         # few tokens are enough: with the factor below, a Hessian has full rank whatever their number
         return _warned(own_calibration(spec, tokenizer, tokens, vocabulary, widest=0))
@@ -76,8 +76,8 @@ def correlation(spec: CalibrationSpec | None) -> float:
 
 def write(spec: CalibrationSpec, source: ModelSource, model: LanguageModel, weights: Weights,
           progress: Listener) -> torch.Tensor:
-    """Let the model write the windows, int64 ``[samples, length]``. Raises CalibrationError."""
-    tokenizer, total = Tokenizer(source.side_files(), source.config()), spec.samples * spec.length
+    """Let the model write the windows, int64 ``[windows, tokens]``. Raises CalibrationError."""
+    tokenizer, total = Tokenizer(source.side_files(), source.config()), spec.windows * spec.window
     return write_windows(model, weights, tokenizer, spec,
                          lambda done: progress(ProgressEvent(done, total, "writing its calibration text")))
 

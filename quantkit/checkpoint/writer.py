@@ -322,7 +322,7 @@ class CheckpointWriter:
         raise CheckpointError(
             f"{self.partial} belongs to another run",
             why="it was begun with (then → now):\n" + "\n".join(f"  {line}" for line in told(old, new)),
-            next=f"to end it, pip install {' '.join(versions)}; or {drop}" if versions else drop)
+            next=f"to end it, install {' and '.join(versions)} again; or {drop}" if versions else drop)
 
 
 def refuse_existing(out: str | Path, source: str | None = None) -> None:

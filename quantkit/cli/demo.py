@@ -97,7 +97,7 @@ def _quantize(model: str, recipe: str, folder: Path, stages: Stages, quiet: bool
 
     calibration = None
     if load_recipe(recipe).calibration is not None:
-        calibration = CalibrationSpec(samples=CALIBRATION_WINDOWS, length=WINDOW)
+        calibration = CalibrationSpec(windows=CALIBRATION_WINDOWS, window=WINDOW)
     calibrated = f", calibrated on {CALIBRATION_WINDOWS} windows" if calibration else ""
     begin = time.monotonic()
     with ProgressLine(f"quantizing to {recipe}", quiet) as progress:

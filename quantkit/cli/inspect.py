@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import rich_click as click
 
 from quantkit.cli.layers import group_layers, layers_option
+from quantkit.cli.options import revision_option
 from quantkit.cli.present import print_json, table, wrapped
 from quantkit.cli.probe import DECLINED_HINT, PHASES, best_device, declined_option, other_lines
 from quantkit.units import human_bytes
@@ -26,7 +27,7 @@ OPERATIONS = "other operations"
 
 @click.command("inspect")
 @click.argument("model")
-@click.option("--revision", metavar="REV", help="Branch, tag or commit of a model on the hub.")
+@revision_option
 @layers_option()
 @declined_option
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON, one row per layer.")
@@ -85,7 +86,8 @@ def _source_facts(source: ModelSource, uri: str) -> dict[str, Any]:
     from quantkit.sources.base import file_bytes, quantized_types, stored_tensors
     from quantkit.spec import KVSpec
 
-    config, infos, stored = parse_config(source.config()), source.tensors(), stored_tensors(source)
+    infos, stored = source.tensors(), stored_tensors(source)
+    config = parse_config(source.config(), infos)
     layers = []
     for slot in linear_slots(config):
         tensor = stored.get(f"{slot.name}.weight")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 from quantkit.cli.eta import TimeLeft, human_seconds
 from quantkit.cli.present import note
 from quantkit.progress import ProgressEvent, WorkPhase
+from quantkit_kernels.kept import cache_folder, is_writable
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
@@ -28,7 +29,11 @@ class CompileNotice:
         now = time.monotonic()
         if step.done == 0:
             self._begun = self._said = now
-            note(f"compiling {step.total} kernels for this CPU; the next time they are there")
+            folder = cache_folder()
+            again = "the next time they are there" if is_writable(folder) else (
+                f"this time only, as {folder or 'a cache folder'} can't be written: QUANTKIT_CACHE=DIR names "
+                "another")
+            note(f"compiling {step.total} kernels for this CPU; {again}")
         elif step.done < step.total and now - self._said > 1:
             self._said = now
             seconds_left = (now - self._begun) * (step.total - step.done) / step.done

@@ -14,6 +14,7 @@ import rich_click as click
 
 from quantkit.cli.again import typed
 from quantkit.cli.layers import group_layers, layers_option
+from quantkit.cli.options import device_option, revision_option
 from quantkit.cli.present import print_json, show_warning, table, wrapped
 from quantkit.cli.progress import ProgressLine
 from quantkit.cli.tokens import TokenCount
@@ -47,13 +48,15 @@ MIXED = "mixed"
 @click.option("--dry-run", is_flag=True,
               help="Check every layer and print what would be done, with memory and disk; write nothing.")
 @layers_option("With --dry-run: show one row per layer instead of one per kind of layer.")
-@click.option("--revision", metavar="REV", help="Branch, tag or commit of a model on the hub.")
+@revision_option
 @click.option("--calibration", multiple=True, metavar="TEXT",
               help="Calibration text: a text file, a folder of them, a .jsonl or .parquet file of texts or"
                    " chats, hub:OWNER/NAME[:SPLIT][:FILE], `builtin`, `self` (the model writes it), or"
                    " `random` (tokens drawn from the vocabulary, no text). May be repeated.")
-@click.option("--samples", type=click.IntRange(min=1), metavar="N", help="Number of calibration windows.")
-@click.option("--length", type=TokenCount(8), metavar="N", help="Tokens in a window: 512, 2k, 2K.")
+@click.option("--window", type=TokenCount(8), help="Tokens in a calibration window: 2048, 2k (2,000), 2K "
+                                                    "(2,048). (The recipe's, mostly 512.)")
+@click.option("--windows", type=click.IntRange(min=1), help="Number of calibration windows. (The recipe's, "
+                                                            "mostly 24.)")
 @click.option("--packing", type=click.Choice(["auto", "stream", "documents"]),
               help="Cut windows anywhere (stream), or begin each with a document; auto does the latter for"
                    " chats only.")
@@ -64,14 +67,13 @@ MIXED = "mixed"
 @click.option("--executor", type=click.Choice(["local", "ray"]), default="local", show_default=True,
               help="Where layers are quantized: in this process, or on a Ray cluster (the one that "
                    "RAY_ADDRESS names, else this machine's cores).")
-@click.option("--device", type=click.Choice(["cpu", "cuda", "auto"]), default="cpu", show_default=True,
-              help="Device on which calibrated recipes compute.")
+@device_option
 @click.option("--strict", is_flag=True, help="Stop instead of falling back to another method or damping.")
 @click.option("--quiet", "-q", is_flag=True, help="No progress on stderr.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan or the result as JSON.")
 def command(source: str, recipe_name: str | None, budget: str | None, out: Path | None, dry_run: bool,
-            layers: bool, revision: str | None, calibration: tuple[str, ...], samples: int | None,
-            length: int | None, packing: str | None, avoid: tuple[str, ...], seed: int | None, executor: str,
+            layers: bool, revision: str | None, calibration: tuple[str, ...], window: int | None,
+            windows: int | None, packing: str | None, avoid: tuple[str, ...], seed: int | None, executor: str,
             device: str, strict: bool, quiet: bool, as_json: bool) -> None:
     """Quantize a model by a recipe, or to a size, and write a checkpoint.
 
@@ -79,12 +81,16 @@ def command(source: str, recipe_name: str | None, budget: str | None, out: Path 
     layers are kept, so the same command resumes a run that was stopped.
     """
     from quantkit.checkpoint.writer import refuse_existing
+    from quantkit.device import find_device
     from quantkit.recipe import load_recipe
 
     if recipe_name is None and budget is None:
         raise UsageError("neither --recipe nor --budget is given", why="one of them says how to quantize",
                          next=f"quantkit quantize {quote(source)} --budget 4.25bpw --out OUT, or a recipe of "
                               "`quantkit recipes list`")
+    if executor == "ray" and device == "auto":
+        device = "cpu"  # where workers of a cluster compute
+    find_device(device)
     again = typed("out", "dry_run", "layers", "as_json")
     if out is None and not dry_run:
         raise UsageError("--out is missing", why="the checkpoint needs a folder",
@@ -93,8 +99,8 @@ def command(source: str, recipe_name: str | None, budget: str | None, out: Path 
         raise UsageError("--layers is given without --dry-run", why="only a dry run shows a table of layers",
                          next=f"leave it out, or {again} --dry-run --layers")
     recipe = load_recipe(recipe_name or MIXED)
-    changes = {"text": calibration[0] if len(calibration) == 1 else calibration or None, "samples": samples,
-               "length": length, "packing": packing, "avoid": avoid or None, "seed": seed}
+    changes = {"text": calibration[0] if len(calibration) == 1 else calibration or None, "windows": windows,
+               "window": window, "packing": packing, "avoid": avoid or None, "seed": seed}
     spec = _calibration(recipe, {key: value for key, value in changes.items() if value is not None})
     if spec is not None:
         recipe = recipe.model_copy(update={"calibration": spec})
@@ -225,7 +231,7 @@ def _layer_table(plan: Plan, each: bool) -> str:
 def _print_calibration(plan: Plan, facts: CalibrationFacts | None) -> None:
     spec = plan.calibration
     if facts is None and spec is not None:
-        windows = f"{spec.samples} windows of {spec.length} tokens, which the model writes first"
+        windows = f"{spec.windows} windows of {spec.window} tokens, which the model writes first"
         click.echo(wrapped("calibration", windows))
     if facts is not None:
         click.echo(wrapped("calibration", _windows(facts)))
@@ -290,7 +296,7 @@ def _print_choice(choice: BudgetChoice) -> None:
 def _windows(facts: CalibrationFacts) -> str:
     from quantkit.spec import tokens_of
 
-    return f"{facts.samples} windows of {facts.length} {tokens_of(facts.text)}"
+    return f"{facts.windows} windows of {facts.window} {tokens_of(facts.text)}"
 
 
 def _warn_of_no_effect(plan: Plan, calibration: CalibrationSpec | None) -> None:

@@ -52,7 +52,7 @@ def show(recipe: str, as_json: bool) -> None:
     if loaded.description:
         click.echo(wrapped("description", loaded.description))
     if (spec := loaded.calibration) is not None:
-        click.echo(wrapped("calibration", f"{spec.samples} windows of {spec.length} "
+        click.echo(wrapped("calibration", f"{spec.windows} windows of {spec.window} "
                                           f"{tokens_of(', '.join(spec.texts))}, seed {spec.seed}"))
     for number, rule in enumerate(loaded.rules, 1):
         optional = " (need not match)" if rule.optional else ""

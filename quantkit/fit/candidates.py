@@ -33,14 +33,14 @@ class Candidates:
 
 
 def candidates(uri: str, revision: str | None = None, recipes: Sequence[str] = (),
-               settings: Sequence[str] = (), progress: Listener = silent) -> Candidates:
+               settings: Sequence[KVSpec] = (), progress: Listener = silent) -> Candidates:
     """Everything that can be named and was measured, or what is given.
 
     Args:
         uri: a checkpoint, whose weights are what they are, or anything that a source takes.
         revision: of a model on the hub.
         recipes: names or files; ``none`` leaves the weights as they are. Without any: all that can be named.
-        settings: as for ``--kv``. Without any: those whose loss was measured, none of which drops anything;
+        settings: of the KV cache. Without any: those whose loss was measured, none of which drops anything;
             for a recipe that has a setting of its own, that one.
         progress: told of each recipe before it is counted.
 
@@ -48,7 +48,10 @@ def candidates(uri: str, revision: str | None = None, recipes: Sequence[str] = (
         UsageError: recipes for a checkpoint, or one that leaves a choice to a budget.
         QuantkitError: the model isn't there or isn't known; what is given doesn't exist or doesn't fit.
     """
-    specs = [parse_kv(text) for text in settings]
+    for name in recipes:  # before a model is opened
+        if name != KEPT:
+            load_recipe(name)
+    specs = list(settings)
     source, left_out = open_model(uri, revision), dict[str, str]()
     try:
         if isinstance(source, Checkpoint | ForeignCheckpoint):

@@ -143,7 +143,7 @@ class Plan:
 def with_own_head(recipe: Recipe, source: ModelSource) -> ModelSource:
     """The source; if a rule with ``match: lm_head`` quantizes the head of a model that has it tied to its
     embedding, the model with a head of its own, whatever becomes of the embedding."""
-    tied = parse_config(source.config()).tie_word_embeddings
+    tied = parse_config(source.config(), source.tensors()).tie_word_embeddings
     return UntiedSource(source) if tied and any(r.match == HEAD and r.method
                                                 for r in recipe.rules) else source
 
@@ -181,8 +181,6 @@ def make_plan(recipe: Recipe, source: ModelSource) -> Plan:
     _check_alone(recipe, rows, resolver)
     _check_transforms(recipe, rows)
     linear = {f"{slot.name}.weight" for slot in slots}
-    if config.tie_word_embeddings:
-        linear.add(f"{HEAD}.weight")  # the embedding matrix itself; some files repeat it
     other = tuple(name for name in infos if name not in linear)
     other_bytes = sum(infos[name].nbytes for name in other)
     needs = _measured(recipe, rows)
@@ -196,15 +194,15 @@ def make_plan(recipe: Recipe, source: ModelSource) -> Plan:
     drift = _drift(recipe, needs, changed)
     forms = {name for name, wanted in needs.items() if "hessian" in wanted}
     if calibration is not None:
-        between = states_bytes(config, calibration.samples * calibration.length,
+        between = states_bytes(config, calibration.windows * calibration.window,
                                changed or needs.keys() <= {EMBEDDING, HEAD}, bool(drift))
         if calibration.importance == "gradient" and forms:
-            weighed = min(calibration.samples, calibration.importance_samples)
-            walks = walks_bytes(config, weighed * calibration.length, len(forms))
+            weighed = min(calibration.windows, calibration.importance_windows)
+            walks = walks_bytes(config, weighed * calibration.window, len(forms))
     peak = peak_bytes(rows, forms, calibration, walks > 0, config, other, infos, changed, drift)
     recovery = 0
     if recipe.recover is not None and recipe.calibration is not None:
-        size = recipe.recover.windows, recipe.calibration.length
+        size = recipe.recover.windows, recipe.calibration.window
         peak = max(peak, recovery_memory_bytes(rows, config, infos, *size))
         recovery = recovery_disk_bytes(rows, config, *size)
     return Plan(recipe, tuple(rows), other_bytes, peak, disk, walks, between, other, recovery,

@@ -72,7 +72,7 @@ def recovery_text(spec: CalibrationSpec, windows: int, seen: torch.Tensor, sourc
     Args:
         spec: the calibration.
         windows: how many are wanted.
-        seen: what layers are calibrated on, int64 ``[samples, length]``; none if they aren't.
+        seen: what layers are calibrated on, int64 ``[windows, tokens]``; none if they aren't.
         source: the model: its tokenizer and chat template.
         listen: told of downloads.
 
@@ -85,7 +85,7 @@ def recovery_text(spec: CalibrationSpec, windows: int, seen: torch.Tensor, sourc
     hf = source.config()
     tokenizer, config = Tokenizer(source.side_files(), hf), parse_config(hf)
     check_length(spec, config.max_position_embeddings)
-    more = spec.model_copy(update={"samples": len(seen) + windows})
+    more = spec.model_copy(update={"windows": len(seen) + windows})
     try:
         data = load_calibration(more, tokenizer, config.vocab_size, 0, listen)
     except TooFewWindowsError as error:
@@ -121,7 +121,7 @@ def recipe_text(recover: RecoverySpec | None, spec: CalibrationSpec | None, sour
     """
     if recover is None or spec is None:
         return None
-    seen = torch.zeros(0, spec.length, dtype=torch.int64) if data is None else data.tokens
+    seen = torch.zeros(0, spec.window, dtype=torch.int64) if data is None else data.tokens
     return recovery_text(spec, recover.windows, seen, source, listen)
 
 

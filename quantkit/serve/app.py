@@ -14,6 +14,7 @@ from quantkit import __version__
 from quantkit.serve.body import BodyRoute
 from quantkit.serve.errors import install
 from quantkit.serve.guard import GuardMiddleware
+from quantkit.serve.ignored import IgnoredLog
 from quantkit.serve.metrics import Metrics
 from quantkit.serve.models import ServedEngine, ServedModels
 from quantkit.serve.openapi import describe
@@ -67,13 +68,15 @@ class Application:
 
 
 def create_app(models: Sequence[ServedEngine], *, loopback: bool = True, hosts: Collection[str] = (),
-               key: str | None = None, on_error: OnError | None = None) -> Application:
+               key: str | None = None, on_error: OnError | None = None,
+               on_ignored: Callable[[str], None] | None = None) -> Application:
     """The application over started engines.
 
     Args:
         models: what is served, each with an engine of its own and another name.
         loopback, hosts, key: who may come in; see :class:`quantkit.serve.guard.GuardMiddleware`.
         on_error: told about errors that are nobody's request's fault.
+        on_ignored: told what is ignored in requests: a line for each kind of it and each client.
 
     Raises:
         UsageError: there is no model, or two have the same name.
@@ -82,6 +85,8 @@ def create_app(models: Sequence[ServedEngine], *, loopback: bool = True, hosts: 
     api = FastAPI(title="quantkit", version=__version__, docs_url=None, redoc_url=None,
                   redirect_slashes=False)
     api.router.route_class = BodyRoute
+    api.state.strict_requests = served.strict_requests
+    api.state.ignored_log = None if on_ignored is None else IgnoredLog(on_ignored)
     on_error = None if on_error is None else told_once(on_error)
     install(api, on_error)
     for model in served:
@@ -97,7 +102,7 @@ def create_app(models: Sequence[ServedEngine], *, loopback: bool = True, hosts: 
     describe(api, served, key=key is not None)
     html, policy = page()
 
-    @api.get("/", include_in_schema=False)
+    @api.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)  # agents ask whether it is there
     async def chat_page() -> HTMLResponse:
         return HTMLResponse(html, headers={"Content-Security-Policy": policy, "X-Frame-Options": "DENY"})
 

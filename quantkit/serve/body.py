@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from fastapi.routing import APIRoute
 from starlette.requests import ClientDisconnect
 
 from quantkit.serve.errors import ApiError
+from quantkit.serve.ignored import HEADER, IGNORED, Ignored, header
 
 MAX_CONTAINERS = 2**14
 """Lists and objects in a body. A million of them, which 4 MiB can hold, take seconds to read."""
@@ -19,7 +21,11 @@ EMBEDDED = frozenset({"arguments", "guided_json", "json"})
 
 
 class BodyRoute(APIRoute):
-    """A route whose body is checked first."""
+    """A route whose body is checked first, and whose answer names what of the body was ignored.
+
+    The application's state says whether it is strict (``strict_requests``), and where the log is
+    (``ignored_log``).
+    """
 
     def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # type: ignore[override]
         """What FastAPI makes, behind the check."""
@@ -34,14 +40,35 @@ class BodyRoute(APIRoute):
             if _brackets(body) + body.count(b"\\u00") > MAX_CONTAINERS:
                 with contextlib.suppress(ValueError, RecursionError):  # the framework says what is wrong
                     check_embedded(await request.json())  # it parses no second time
-            answer: Response = await handle(request)
+            if not body or request.app.state.strict_requests:
+                answer: Response = await handle(request)
+                return answer
+            ignored = Ignored()
+            token = IGNORED.set(ignored)
+            try:
+                answer = await handle(request)
+            finally:
+                IGNORED.reset(token)
+            if ignored and (names := ignored.names(await request.json())):
+                answer.headers[HEADER] = header(names)
+                if (log := request.app.state.ignored_log) is not None:
+                    log.add(request.headers.get("user-agent", ""), names)
             return answer
 
         return checked
 
 
 def check_structure(body: bytes) -> None:
-    """Raises ApiError: the body has more lists and objects than anybody needs."""
+    """Raises ApiError: the body isn't UTF-8, or has more lists and objects than anybody needs."""
+    # a JSON parser would recognize UTF-16 and UTF-32 by itself, in which no bracket is counted here
+    if (encoding := json.detect_encoding(body)) != "utf-8":
+        mark = encoding == "utf-8-sig"
+        raise ApiError(400, "the body begins with a byte order mark; leave it out" if mark else
+                       f"the body is {encoding.upper()[:6]}; send it as UTF-8", code="invalid_json")
+    try:
+        body.decode()
+    except UnicodeDecodeError:
+        raise ApiError(400, "the body is not UTF-8", code="invalid_json") from None
     if _brackets(body) > MAX_CONTAINERS and (count := _brackets(_without_texts(body))) > MAX_CONTAINERS:
         raise ApiError(400, f"the body has {count} lists and objects; at most {MAX_CONTAINERS} are read",
                        code="invalid_json")

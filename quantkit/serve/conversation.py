@@ -12,13 +12,14 @@ from typing import Any
 
 from quantkit.runtime.sampler import Sampling
 from quantkit.serve.schema import INT64
+from quantkit.serve.template_options import ThinkingHint
 from quantkit.structure.grammar import Structure
 from quantkit.structure.turns import Tool
 
 MAX_MESSAGES, MAX_TOOLS = 4096, 128
-MAX_DESCRIPTION, MAX_ARGUMENTS = 2**14, 2**16
-"""Characters of a tool's description, and of the arguments of one call in an earlier turn."""
-TOOL_NAME = r"^[a-zA-Z0-9_-]{1,64}$"
+MAX_ARGUMENTS = 2**16
+"""Characters of the arguments of one call in an earlier turn."""
+TOOL_NAME = r"^[a-zA-Z0-9_-]{1,128}$"
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,9 @@ class Conversation:
         structure: what the answer must look like.
         logprobs: alternatives whose log-probabilities come with each token; ``None``: not even its own.
         template_options: further values for the chat template.
+        thinking: what is said of the model's reasoning.
         kv, priority: how the KV cache is kept, and whose turn it is first; see ``Engine.submit``.
-        param: the parameter that the messages come from.
+        param, limit_param: the parameters that the messages and ``max_tokens`` come from.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -52,6 +54,8 @@ class Conversation:
     kv: str | None = None
     priority: int = 0
     param: str = "messages"
+    limit_param: str = "max_tokens"
+    thinking: tuple[ThinkingHint, ...] = ()
 
 
 def choice_sampling(sampling: Sampling, max_tokens: int, choice: int) -> Sampling:

@@ -70,11 +70,13 @@ class RefusedValue(ValueError):
         param: its name.
         reason: why.
         code: for programs.
+        placed: whether the message is to begin with the place.
     """
 
-    def __init__(self, param: str, reason: str, code: str = "unsupported_parameter") -> None:
+    def __init__(self, param: str, reason: str, code: str = "unsupported_parameter",
+                 placed: bool = False) -> None:
         super().__init__(reason)
-        self.param, self.code = param, code
+        self.param, self.code, self.placed = param, code, placed
 
 
 def api_error(error: BaseException) -> ApiError:
@@ -162,7 +164,9 @@ def _invalid(request: Request, error: RequestValidationError) -> ApiError:
     if kind == "json_invalid":
         return ApiError(400, "the body is not JSON", code="invalid_json")
     if isinstance(cause, RefusedValue):
-        return ApiError(400, str(cause), param=_dotted([*place, cause.param]), code=cause.code)
+        param = _dotted([*place, cause.param])
+        return ApiError(400, f"{param}: {cause}" if cause.placed else str(cause), param=param,
+                        code=cause.code)
     param = _dotted(place)
     if kind in _TYPES:
         types = [_TYPES[problem["type"]] for at, problem in problems if at == place

@@ -127,6 +127,8 @@ class GuardMiddleware:
             scheme = "Basic" if scope["path"] == "/" else "Bearer"
             raise ApiError(401, "the API key is missing or wrong: send Authorization: Bearer KEY",
                            code="invalid_api_key", headers={"WWW-Authenticate": f'{scheme} realm="quantkit"'})
+        if sum(name == b"content-type" for name, _ in scope["headers"]) > 1:
+            raise ApiError(400, "the header Content-Type comes twice", code="invalid_http")
 
     def _ours(self, host: Authority | None) -> bool:
         if host is None:
@@ -196,10 +198,10 @@ def _too_large() -> ApiError:
 
 def _headers(scope: Scope) -> dict[bytes, bytes]:
     """Headers by name. The values of a header that comes twice are joined, so that neither is trusted."""
-    headers: dict[bytes, bytes] = {}
+    values: dict[bytes, list[bytes]] = {}
     for name, value in scope["headers"]:
-        headers[name] = f"{headers[name]!r},{value!r}".encode() if name in headers else value
-    return headers
+        values.setdefault(name, []).append(value)
+    return {name: b", ".join(parts) for name, parts in values.items()}
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 from quantkit.errors import SourceError, UsageError
@@ -14,8 +14,7 @@ from quantkit.runtime.kv_manager import KVCacheManager
 from quantkit.runtime.loader import LoadedModel
 from quantkit.serve.errors import ApiError
 from quantkit.serve.token_texts import TokenTexts
-from quantkit.structure.base import TokenConstraint
-from quantkit.structure.grammar import Compiler, Structure
+from quantkit.structure.grammar import CompiledStructure, Compiler, Structure
 from quantkit.structure.turns import TurnFormat, turn_format
 
 SchedulingPolicy = Literal["fcfs", "priority"]
@@ -33,6 +32,10 @@ class ServedEngine:
         parse_special: whether control tokens written out in messages are control tokens.
         scheduling_policy: ``fcfs``: requests run in their order of arrival; ``priority``: those with a lower
             ``priority`` go first.
+        strict_requests: whether what a request asks for and the server doesn't do is refused; by default it
+            is ignored and named.
+        bare_json_calls: whether a whole message that is a call as plain JSON is one, although the model's
+            template writes calls otherwise.
 
     Attributes:
         texts: of its tokens.
@@ -40,8 +43,10 @@ class ServedEngine:
     """
 
     def __init__(self, engine: Engine, loaded: LoadedModel, name: str, parse_special: bool = False,
-                 scheduling_policy: SchedulingPolicy = "fcfs") -> None:
+                 scheduling_policy: SchedulingPolicy = "fcfs", strict_requests: bool = False,
+                 bare_json_calls: bool = True) -> None:
         self.engine, self.loaded, self.name, self.parse_special = engine, loaded, name, parse_special
+        self.strict_requests, self.bare_json_calls = strict_requests, bare_json_calls
         self.scheduling_policy: SchedulingPolicy = scheduling_policy
         self.texts, self.created = TokenTexts(loaded.tokenizer), int(time.time())
 
@@ -71,7 +76,7 @@ class ServedEngine:
         """Work out now what the first conversation would otherwise wait for."""
         self.loaded.tokenizer.prepare()
 
-    def compile(self, structure: Structure) -> Callable[[], TokenConstraint]:
+    def compile(self, structure: Structure) -> CompiledStructure:
         """What makes a constraint for each choice.
 
         Raises:
@@ -144,6 +149,11 @@ class ServedModels:
     def __len__(self) -> int:
         return len(self._by_name)
 
+    @property
+    def strict_requests(self) -> bool:
+        """Whether what isn't done is refused: by all of them if by one."""
+        return any(model.strict_requests for model in self)
+
     def close(self) -> None:
         """Close the engines; answers that aren't complete are cut.
 
@@ -165,7 +175,8 @@ class ServedModels:
         return list(self._by_name)
 
     def find(self, name: str | None) -> ServedEngine:
-        """The model of that name; without a name the only one.
+        """The model of that name; without a name the only one, and if it isn't strict, with any name: agents
+        ask for the models of the server that they were written for.
 
         Raises:
             ApiError: there is none, or several and no name.
@@ -175,6 +186,12 @@ class ServedModels:
                 return next(iter(self._by_name.values()))
             raise ApiError(400, f"model is missing; this server has {self._listed()}", param="model",
                            code="missing_parameter")
+        if len(self) == 1 and not self.strict_requests:
+            return next(iter(self))
+        return self.named(name)
+
+    def named(self, name: str) -> ServedEngine:
+        """The model of just that name. Raises ApiError: there is none."""
         if name not in self._by_name:
             raise ApiError(404, f"no model is called {name[:200]!r}; this server has {self._listed()}",
                            param="model", code="model_not_found")

@@ -12,6 +12,7 @@ from pydantic.json_schema import models_json_schema
 
 from quantkit.serve.answers import ErrorResponse
 from quantkit.serve.anthropic.answers import AnthropicErrorResponse, AnthropicEvent
+from quantkit.serve.ignored import IGNORED, Ignored
 from quantkit.serve.models import ServedModels
 from quantkit.serve.openai.answers import ChatChunk, TextChunk
 from quantkit.serve.openai.embeddings import MAX_INPUTS
@@ -21,6 +22,8 @@ from quantkit.serve.schema import INT64
 Responses = dict[int | str, dict[str, Any]]
 ANY = (400, 403, 405, 408, 500)
 """Errors that any route may answer with: 400 what isn't HTTP, 408 headers that don't come."""
+LIMITS = {"max_tokens", "max_completion_tokens", "max_output_tokens", "n_predict"}
+"""Fields that say how long an answer may be. Unless the server is strict, what doesn't fit is cut."""
 _USER = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 16}
 EXAMPLES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": _USER, "/v1/messages": _USER,
@@ -85,7 +88,11 @@ def describe(api: FastAPI, models: ServedModels, *, key: bool) -> None:
 
     def openapi() -> dict[str, Any]:
         if api.openapi_schema is None:
-            _refine(make(), models, key)
+            token = IGNORED.set(None if models.strict_requests else Ignored())
+            try:
+                _refine(make(), models, key)
+            finally:
+                IGNORED.reset(token)
         assert api.openapi_schema is not None
         return api.openapi_schema
 
@@ -129,10 +136,13 @@ def _limit(parts: dict[str, Any], models: ServedModels) -> None:
     for part in parts.values():
         properties = part.get("properties", {})
         if "model" in properties and not {"object", "role"} & properties.keys():
-            _texts(properties["model"])["enum"] = models.names
-            for field in {"max_tokens", "max_completion_tokens", "max_output_tokens"} & properties.keys():
-                _integers(properties[field])["maximum"] = limit
-            if "priority" in properties and all(model.scheduling_policy == "fcfs" for model in models):
+            one = len(models) == 1 and not models.strict_requests  # which answers to any name
+            _texts(properties["model"]).update({"examples": models.names} if one else {"enum": models.names})
+            for field in LIMITS & properties.keys() if models.strict_requests else ():
+                for option in properties[field].get("anyOf", [properties[field]]):
+                    if option.get("type") == "integer":
+                        option["maximum"] = limit
+            if "anyOf" in properties.get("priority", ()) and all(model.scheduling_policy == "fcfs" for model in models):
                 _integers(properties["priority"]).update(minimum=0, maximum=0)
             if "seed" in properties:  # the framework makes numbers of 53 bits of them
                 _integers(properties["seed"]).update(minimum=-INT64, maximum=INT64 - 1)

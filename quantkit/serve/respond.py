@@ -9,6 +9,7 @@ from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
 from quantkit.runtime.engine import EngineClosed, EngineFull
+from quantkit.serve.ignored import HEADER, IGNORED, header
 from quantkit.serve.metrics import Metrics
 from quantkit.serve.models import ServedEngine, ServedModels
 from quantkit.serve.openai.embeddings import EmbeddingReply
@@ -64,10 +65,16 @@ class Responder:
         self._check_open()
         work = RequestWork(model.engine, reply.jobs, self._metrics.of(model.name),
                            labels(reply.id, len(reply.jobs)))
+        headers = {}
+        if (ignored := IGNORED.get()) is not None:
+            for part in reply.widened:
+                ignored.other(part)
+        elif reply.widened:  # a schema that isn't strict allows it on a strict server too
+            headers[HEADER] = header(reply.widened)
         if reply.stream:
-            return EventStream(reply, work, self._on_error)
+            return EventStream(reply, work, self._on_error, headers)
         try:
-            return JSONResponse(await while_there(request.receive, reply.body(work)))
+            return JSONResponse(await while_there(request.receive, reply.body(work)), headers=headers)
         except ClientDisconnected:
             return Response(status_code=499)
         finally:

@@ -98,7 +98,7 @@ def add_state(api: FastAPI, models: ServedModels, metrics: Metrics, timeline: Ti
     @api.get("/v1/models/{name:path}", summary="One model by its name",
              responses=responses(ServedModel, 404, *locked))
     async def model_info(name: str) -> dict[str, Any]:
-        return models.find(name).about()
+        return models.named(name).about()
 
     @api.get("/health", summary="Whether the process lives", responses=responses(HealthResponse))
     async def health() -> dict[str, str]:

@@ -1,4 +1,5 @@
-"""The base of all request bodies. Unknown keys, and known ones that aren't supported, are refused by name.
+"""The base of all request bodies. Keys that nobody knows or that aren't supported are ignored and named, or
+refused by name where the server is strict (:mod:`quantkit.serve.ignored`).
 
 ``null`` means the default everywhere.
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Collection
 from typing import Annotated, Any, ClassVar
 
 from pydantic import (
@@ -22,6 +24,7 @@ from pydantic.fields import FieldInfo
 
 from quantkit.errors import did_you_mean
 from quantkit.serve.errors import RefusedValue
+from quantkit.serve.ignored import IGNORED
 
 MAX_KEYS = 64
 MAX_JSON_BYTES, MAX_JSON_DEPTH = 2**17, 32
@@ -72,6 +75,9 @@ def check_json(value: dict[str, Any]) -> dict[str, Any]:
     return value
 
 
+ATTACHMENTS = frozenset({"image_url", "image", "input_audio", "audio_url", "audio", "video_url", "file", "file_id",
+                         "file_data", "file_url", "source"})
+"""Keys of a message's pieces that hold something else than text."""
 Unicode = AfterValidator(_unicode)
 String = Annotated[str, Unicode]
 Ids = Annotated[list[int], Field(min_length=1, fail_fast=True), BeforeValidator(_integers)]
@@ -94,14 +100,17 @@ class RequestPart(BaseModel):
     A key whose value is null is as good as absent.
 
     Attributes:
-        ignored: keys of OpenAI's that change nothing in the answer's text.
-        neutral: keys of OpenAI's that would change the answer and aren't implemented, with the values that
-            ask for nothing.
+        ignored: known keys that change nothing in the answer's text.
+        neutral: known keys that would change the answer and aren't implemented, with the values that ask for
+            nothing. Other values are ignored and named, or refused by a strict server.
+        refused: keys that are refused by any server, because an answer without them would be to something
+            else.
     """
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
     ignored: ClassVar[frozenset[str]] = frozenset()
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {}
+    refused: ClassVar[frozenset[str]] = frozenset()
 
     @model_validator(mode="before")
     @classmethod
@@ -111,7 +120,7 @@ class RequestPart(BaseModel):
         if len(data) > MAX_KEYS:
             raise ValueError(f"{len(data)} keys; at most {MAX_KEYS} are read")
         cls._first(data)
-        kept, fields = {}, cls._fields()
+        kept, fields, ignored = {}, cls._fields(), IGNORED.get()
         for name, value in data.items():
             field = fields.get(name)
             if value is None:
@@ -121,7 +130,9 @@ class RequestPart(BaseModel):
                 cls._check_length(name, field, value)
                 kept[name] = _integer(value) if field.annotation in (int, int | None) else value
             elif name not in cls.ignored and not _asks_nothing(value, cls.neutral.get(name, ())):
-                raise RefusedValue(printable(name), cls._refusal(name))
+                if ignored is None or name in cls.refused:
+                    raise RefusedValue(printable(name), cls._refusal(name))
+                ignored.key(data, name)
         return kept
 
     @classmethod
@@ -163,12 +174,61 @@ class RequestPart(BaseModel):
                 schema["properties"][name] = _nullable(schema["properties"][name])
         for name in sorted(cls.ignored):
             schema["properties"][name] = {"title": name, "description": "Accepted, and changes nothing."}
+        lenient = IGNORED.get() is not None
         for name, values in cls.neutral.items():
-            schema["properties"][name] = {"title": name, "enum": [*values, None],
-                                          "description": "Not supported beyond these values."}
-        # a key that nobody knows is taken if it asks for nothing
-        schema["additionalProperties"] = {"type": "null"}
+            known = {"title": name, "enum": [*values, None],
+                     "description": "Not supported beyond these values."}
+            schema["properties"][name] = known if name in cls.refused or not lenient else {
+                "title": name, "description": "Ignored, and named in the header quantkit-ignored."}
+        # a strict server takes a key that nobody knows if it asks for nothing
+        schema["additionalProperties"] = True if lenient else {"type": "null"}
         return schema
+
+
+class LeftOutPart(RequestPart):
+    """Base of parts that the server has no use for, whatever they have: they are left out and named, or
+    refused by a strict server.
+
+    Attributes:
+        supported: types of the parts that may stand in their place.
+        never: types that aren't left out either, because an answer without them would be to something else.
+    """
+
+    supported: ClassVar[tuple[str, ...]] = ()
+    never: ClassVar[tuple[str, ...]] = ()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _keys(cls, data: Any) -> Any:
+        if isinstance(data, dict):
+            kind, ignored = data.get("type"), IGNORED.get()
+            if ignored is None or not isinstance(kind, str) or kind in cls.never:
+                problem = "it is missing" if kind is None else f"it is {printable(str(kind))!r}"
+                raise RefusedValue("type", f"{problem}; it must be one of {', '.join(cls.supported)}",
+                                   "missing_parameter" if kind is None else "invalid_value", placed=True)
+            ignored.part(data, kind)
+        return {} if isinstance(data, dict) else data
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """Any type but those that are supported or never left out."""
+        schema = handler.resolve_ref_schema(handler(core))
+        schema.clear()
+        if IGNORED.get() is None:
+            schema["not"] = {}
+        else:
+            other = {"type": "string", "not": {"enum": [*cls.supported, *cls.never]}}
+            schema |= {"type": "object", "properties": {"type": other}, "required": ["type"],
+                       "description": "Left out, and named in the header quantkit-ignored."}
+        schema["title"] = cls.__name__
+        return schema
+
+
+def kind_tag(part: Any, supported: Collection[str], default: str | None = None) -> str:
+    """Which of a union's classes reads a part, by its ``type``: the tag is that type, or ``other``. Tags have
+    brackets, so that errors leave them out where they name a place."""
+    kind = part.get("type", default) if isinstance(part, dict) else getattr(part, "type", None)
+    return f"{kind}[]" if isinstance(kind, str) and kind in supported else "other[]"
 
 
 def _asks_nothing(value: Any, values: tuple[Any, ...]) -> bool:

@@ -5,11 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from quantkit.kvspec import MAX_LENGTH as MAX_KV
-from quantkit.runtime.sampler import MAX_STOP_LENGTH, MIN_TEMPERATURE, Sampling
+from quantkit.runtime.sampler import MAX_STOP_LENGTH, MAX_TOKENS, MIN_TEMPERATURE, Sampling
 from quantkit.serve.schema import INT64, Unicode
+
+
+def _limit(tokens: int) -> int:
+    if tokens == 0:
+        raise ValueError("input should be greater than 0, or -1: as many as fit")
+    return tokens
+
 
 MAX_STOPS = 16
 MIN_TOP_P = 1e-9
@@ -17,6 +24,11 @@ Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH), Unicode]
 Stops = Annotated[list[Stop], Field(max_length=MAX_STOPS, fail_fast=True)]
 KV = Annotated[str, Field(min_length=1, max_length=MAX_KV, description=(
     'How the KV cache is kept: "int8", "window(1024, sinks=4)+int8".')), Unicode]
+TokenLimit = Annotated[int, Field(ge=-1, le=MAX_TOKENS, json_schema_extra={"not": {"const": 0}}),
+                       AfterValidator(_limit)]
+"""Tokens of an answer; −1, as in llama.cpp and Ollama: as many as fit."""
+FITS = "-1: as many as fit. What the context has no room for is cut, and the header quantkit-ignored says so."
+TopK = Annotated[int, Field(ge=-1, lt=2**31, description="-1 and 0: all tokens.")]
 Priority = Annotated[int, Field(ge=-2**31, lt=2**31, description=(
     "Lower ones come first. Only 0 without --scheduling-policy priority."))]
 
@@ -33,8 +45,14 @@ def sampling(*, temperature: float, top_p: float, top_k: int = 0, min_p: float =
     return Sampling(
         # what is greedy in all but name is asked for in both of these ways
         temperature=float(temperature) if temperature >= MIN_TEMPERATURE else 0.0,
-        top_p=max(float(top_p), MIN_TOP_P), top_k=top_k, min_p=float(min_p), ignore_eos=ignore_eos,
+        top_p=max(float(top_p), MIN_TOP_P), top_k=max(top_k, 0), min_p=float(min_p), ignore_eos=ignore_eos,
         repetition_penalty=float(repetition_penalty), seed=None if seed is None else seed % INT64,
         stop=tuple(stop), presence_penalty=float(presence_penalty),
         frequency_penalty=float(frequency_penalty),
         logit_bias=tuple((int(token), float(bias)) for token, bias in (logit_bias or {}).items()))
+
+
+def token_limit(*asked: int | None) -> int | None:
+    """The first :data:`TokenLimit` that is given; ``None``: as many as fit."""
+    limit = next((tokens for tokens in asked if tokens is not None), None)
+    return None if limit == -1 else limit

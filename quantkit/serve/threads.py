@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import threading
 from collections.abc import Callable
 from typing import TypeVar
@@ -25,7 +26,7 @@ class BoundedThreads:
         self._free, self._max_waiting, self._waiting = asyncio.Semaphore(running), waiting, 0
 
     async def run(self, function: Callable[[], T]) -> T:
-        """What ``function`` returns or raises. Who is cancelled while it waits is dropped; what has begun
+        """What ``function`` returns or raises; it sees the caller's context variables. Who is cancelled while it waits is dropped; what has begun
         goes on to its end and counts until then.
 
         Raises:
@@ -62,7 +63,8 @@ class BoundedThreads:
 
         # a thread each rather than a pool, whose threads would keep the process from ending
         try:
-            threading.Thread(target=work, name="quantkit-prepare", daemon=True).start()
+            threading.Thread(target=contextvars.copy_context().run, args=[work], name="quantkit-prepare",
+                             daemon=True).start()
         except BaseException:  # the system has no thread left: the next request may find one
             self._free.release()
             raise

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field
 
 from quantkit.errors import SourceError
-from quantkit.serve.conversation import MAX_ARGUMENTS, MAX_DESCRIPTION, TOOL_NAME
+from quantkit.serve.conversation import MAX_ARGUMENTS, TOOL_NAME
 from quantkit.serve.errors import RefusedValue
 from quantkit.serve.schema import Unicode, check_json
 from quantkit.strict_json import parse_object
@@ -34,7 +34,8 @@ def _arguments(arguments: str) -> str:
 
 
 ToolName = Annotated[str, Field(pattern=TOOL_NAME)]
-Description = Annotated[str, Field(max_length=MAX_DESCRIPTION), Unicode]
+Description = Annotated[str, Unicode]
+"""Of a tool: as long as a body may be. The prompt that it becomes part of must fit the context."""
 Arguments = Annotated[str, Field(max_length=MAX_ARGUMENTS), Unicode, AfterValidator(_arguments)]
 CallId = Annotated[str, Field(min_length=1, max_length=256), Unicode]
 

@@ -13,8 +13,10 @@ from typing import Literal
 from quantkit.runtime.request import Completion, TokenInfo
 from quantkit.serve.conversation import Conversation, choice_sampling
 from quantkit.serve.errors import ApiError
+from quantkit.serve.ignored import IGNORED
 from quantkit.serve.models import ServedEngine
 from quantkit.serve.prompt import PromptReader
+from quantkit.serve.template_options import thinking_options
 from quantkit.serve.work import ChoiceJob, RequestWork, check_fits, check_size
 from quantkit.structure.base import ReasoningDelta, TextDelta, ToolCallDelta, TurnDelta
 from quantkit.structure.conversation import conversation as prepare
@@ -154,8 +156,8 @@ class NextTurn:
         self.structure = None if conversation.structure is None else replace(
             conversation.structure, parallel_tool_calls=conversation.parallel_calls, reasoning=True,
             prompt_opens_reasoning=self._in_reasoning)
-        # a prompt that leaves no room asks for one token, and is refused with the numbers
-        limit = conversation.max_tokens or max(model.context - len(self.prompt), 1)
+        limit = output_limit(conversation.max_tokens, model.context - len(self.prompt),
+                             conversation.limit_param)
         kv, special = model.kv(conversation.kv), model.format.special
         self.jobs = [ChoiceJob(self.prompt, choice_sampling(conversation.sampling, limit, i),
                                conversation.logprobs, keep_special=special, kv=kv, priority=priority)
@@ -198,7 +200,10 @@ class _Choice:
 
     def __init__(self, turns: NextTurn, number: int, work: RequestWork) -> None:
         self._number, self._work, self._asked = number, work, turns._asked
-        self._parser = parser(turns._model.format, turns._asked.tools, turns._in_reasoning)
+        structure = turns._asked.structure
+        # JSON that was asked for is an answer
+        bare = turns._model.bare_json_calls and not (structure is not None and structure.describes_text)
+        self._parser = parser(turns._model.format, turns._asked.tools, turns._in_reasoning, bare)
         self._characters = self._tokens = self._reasoning = 0
         self._called = self._closed = False
 
@@ -237,6 +242,25 @@ class _Choice:
         return kept
 
 
+def output_limit(asked: int | None, room: int, param: str) -> int:
+    """How many tokens an answer may have.
+
+    Args:
+        asked: by the request; ``None``: as many as fit.
+        room: tokens of the context behind the prompt. A prompt that leaves none asks for one token, and is
+            refused with the numbers.
+        param: the parameter that asks. If it asks for more than there is room for, it is cut and named; a
+            strict server refuses the request later, with the numbers.
+    """
+    room = max(room, 1)
+    if asked is None:
+        return room
+    if asked > room and (ignored := IGNORED.get()) is not None:
+        ignored.other(f"{param} (cut to {room})")
+        return room
+    return asked
+
+
 def render(model: ServedEngine, asked: Conversation) -> list[int]:
     """Token ids of a conversation, ready for its next turn.
 
@@ -250,5 +274,7 @@ def render(model: ServedEngine, asked: Conversation) -> list[int]:
                        param=asked.param, code="no_chat_template")
     reader = PromptReader(tokenizer, model.context, asked.max_tokens or 1, asked.param)
     messages, tools = prepare(model.format, asked.messages, asked.tools)
+    thinking = thinking_options(tokenizer.template_text, model.format.reasoning is not None, asked.thinking) \
+        if asked.thinking else {}
     return tokenizer.chat(messages, reader.check, parse_special=model.parse_special, tools=tools,
-                          options=asked.template_options)
+                          options={**thinking, **asked.template_options})

@@ -12,6 +12,7 @@ from typing import Any, Protocol, cast
 import torch
 
 from quantkit.errors import SourceError
+from quantkit.formats.finite import all_finite
 from quantkit.units import human_bytes
 
 PLAIN = frozenset({"F64", "F32", "F16", "BF16", "float64", "float32", "float16", "bfloat16"})
@@ -122,6 +123,17 @@ class SourceKind:
     open: Callable[[str, str | None], ModelSource]
     example: str
     order: int = 50
+
+
+def require_finite(tensor: torch.Tensor, name: str, path: str | Path) -> None:
+    """Raise SourceError if a floating tensor, read of ``path``, holds a value that is NaN or infinite."""
+    if not tensor.dtype.is_floating_point or tensor.dtype == torch.float8_e5m2 or all_finite(tensor):
+        return
+    values = tensor.float() if tensor.dtype.itemsize == 1 else tensor
+    bad = int((~values.isfinite()).sum())
+    raise SourceError(f"tensor {name!r} of {path} has values that are not finite",
+                      why=f"{bad} of {tensor.numel()} are NaN or infinite: the model can't answer anything",
+                      next="get the file again; if it is the same there, the model itself is broken")
 
 
 def prefetch(source: ModelSource, names: Iterable[str]) -> None:

@@ -21,7 +21,14 @@ import torch
 
 from quantkit.errors import SourceError
 from quantkit.paths import local_path
-from quantkit.sources.base import ModelSource, SourceIdentity, SourceKind, StoredTensor, TensorInfo
+from quantkit.sources.base import (
+    ModelSource,
+    SourceIdentity,
+    SourceKind,
+    StoredTensor,
+    TensorInfo,
+    require_finite,
+)
 from quantkit.sources.gguf_config import hf_config
 from quantkit.sources.gguf_families import BARE, EXPERT, ROPE_TABLES, TOP, family_of
 from quantkit.sources.gguf_header import GGUFTensor
@@ -100,7 +107,7 @@ class GGUFSource:
         """One tensor, dequantized and rounded to bfloat16, in memory of its own.
 
         Raises:
-            SourceError: the name is unknown, or the source is closed.
+            SourceError: the name is unknown, the source is closed, or a value is NaN or infinite.
         """
         if name not in self._infos:
             raise SourceError(f"{self.path} has no tensor for {name[:120]!r}")
@@ -110,6 +117,8 @@ class GGUFSource:
         if self._family.norm_offset and name.endswith("norm.weight"):
             values = values.float() - self._family.norm_offset
         values = values.to(torch.bfloat16)
+        place = self._places[name]
+        require_finite(values, place.tensor.name, place.shard.path)
         if heads := self._heads.get(name):
             half = values.shape[0] // heads // 2
             values = values.reshape(heads, half, 2, -1).transpose(1, 2).reshape(values.shape)

@@ -35,7 +35,7 @@ def files(folder) -> dict[str, bytes]:
 
 def load(files, texts, widest=64, **fields):
     texts = str(texts) if isinstance(texts, str | Path) else tuple(map(str, texts))
-    spec = CalibrationSpec(**{"text": texts, "samples": 4, "length": 32} | fields)
+    spec = CalibrationSpec(**{"text": texts, "windows": 4, "window": 32} | fields)
     return load_calibration(spec, Tokenizer(files, {}), VOCAB, widest)
 
 
@@ -70,7 +70,7 @@ def test_several_texts_are_one_stream(files, tmp_path):
     for name in ("part/a.txt", "part/b.md", "c.txt"):
         (tmp_path / name).write_text("".join(map(PROSE.format, range(9))), encoding="utf-8")
     jsonl(tmp_path / "rows.jsonl", {"text": "A row."}, {"text": ""}, {"text": "Another."})
-    found = load(files, [tmp_path / "part", tmp_path / "c.txt", tmp_path / "rows.jsonl"], samples=3)
+    found = load(files, [tmp_path / "part", tmp_path / "c.txt", tmp_path / "rows.jsonl"], windows=3)
     assert [file.name for file in found.files] == ["part/a.txt", "part/b.md", "c.txt", "rows.jsonl"]
     assert found.packing == "stream" and found.coverage.documents == 5 and found.coverage.short == 2
     tokenizer = Tokenizer(files, {})
@@ -79,7 +79,7 @@ def test_several_texts_are_one_stream(files, tmp_path):
 
 
 def test_builtin_is_long_enough_for_the_default_and_shares_nothing_with_evaluation(files):
-    found = load(files, "builtin", samples=32, length=512)
+    found = load(files, "builtin", windows=32, window=512)
     assert found.tokens.shape == (32, 512) and found.files == ()
     (overlap,) = found.coverage.overlaps
     assert overlap.largest < 0.2 and overlap.windows == 0
@@ -87,7 +87,7 @@ def test_builtin_is_long_enough_for_the_default_and_shares_nothing_with_evaluati
 
 def test_the_evaluation_text_itself_would_be_seen(files, tmp_path):
     (tmp_path / "exam.txt").write_text(load_text().content, encoding="utf-8")
-    overlap = load(files, tmp_path / "exam.txt", samples=16, length=256).coverage.overlaps[0]
+    overlap = load(files, tmp_path / "exam.txt", windows=16, window=256).coverage.overlaps[0]
     assert overlap.windows >= 14 and overlap.largest > 0.9
 
 
@@ -95,7 +95,7 @@ def test_the_evaluation_text_itself_would_be_seen(files, tmp_path):
 def test_chats_are_rendered_and_encoded_as_transformers_does(files, folder, tmp_path):
     auto = pytest.importorskip("transformers").AutoTokenizer
     path = jsonl(tmp_path / "chats.jsonl", *map(chat, range(40)))
-    found = load(files, path, samples=8, length=64)
+    found = load(files, path, windows=8, window=64)
     theirs = auto.from_pretrained(folder)
     expected = {}
     for i in range(40):
@@ -144,12 +144,12 @@ def test_a_text_to_avoid_is_left_out_and_reported(files, tmp_path):
     passages = [" ".join(random.choices(words, k=60)) for _ in range(12)]
     rows = jsonl(tmp_path / "rows.jsonl", *[{"text": passage} for passage in passages])
     (tmp_path / "exam.txt").write_text("\n".join(passages[:4]), encoding="utf-8")
-    found = load(files, rows, packing="documents", samples=8, avoid=(str(tmp_path / "exam.txt"),))
+    found = load(files, rows, packing="documents", windows=8, avoid=(str(tmp_path / "exam.txt"),))
     assert {int(origin.rpartition(" ")[2]) for origin in found.origins} == set(range(5, 13))
     assert [one.text for one in found.coverage.overlaps] == ["eval's built-in text", "exam.txt"]
     assert found.coverage.overlaps[1].windows == 0
     with pytest.raises(CalibrationError, match="are needed") as caught:
-        load(files, rows, packing="documents", samples=9, avoid=(str(tmp_path / "exam.txt"),))
+        load(files, rows, packing="documents", windows=9, avoid=(str(tmp_path / "exam.txt"),))
     assert "4 were left out" in caught.value.why
 
 
@@ -182,7 +182,7 @@ def test_hub_files_are_recorded_with_commit_and_hash(files, tmp_path, monkeypatc
 
 def test_real_chats(files, shared_data):
     path = shared_data / "calibration" / "dolly_hhrlhf_train_small.jsonl"
-    found = load(files, path, samples=16, length=512)
+    found = load(files, path, windows=16, window=512)
     assert found.packing == "documents" and found.coverage.chats > 100 and found.coverage.left_out == 0
     assert (found.tokens[:, 0] == 2).all(), "each window begins with a turn"
 

@@ -95,10 +95,10 @@ def test_nothing_is_dropped_unless_it_is_asked_for(cli_json):
 
 
 def test_a_policy_says_for_which_prompt(cli):
-    result = cli(*BIG, "--memory", "16GB", "--recipe", "int4", "--kv", "snapkv(0.5)", "--prompt", 6000,
+    result = cli(*BIG, "--memory", "16GB", "--recipe", "int4", "--kv", "snapkv(0.5)", "--prompt-tokens", 6000,
                  *RATES)
     text = " ".join(result.stdout.split())
-    assert "what snapkv drops is counted for a prompt of 6,000 of the 8,192 tokens (--prompt)" in text
+    assert "what snapkv drops is counted for a prompt of 6,000 of the 8,192 tokens (--prompt-tokens)" in text
     assert max(map(len, result.stdout.splitlines()[:-2])) <= 80
     # half of the prompt and what comes behind it
     assert f"{3000 + 2192:,} tokens at most" in text
@@ -170,7 +170,7 @@ def test_when_nothing_fits_the_closest_is_named_and_every_way_out_works(cli):
     (("--bandwidth", "fast"), "--bandwidth 'fast' is no size"),
     (("--flops", "0T"), "--flops '0T' is no rate"),
     (("--flops", "12"), "--flops '12' is no rate"),
-    (("--prompt", 8193), "--prompt is 8,193"),
+    (("--prompt-tokens", 8193), "--prompt-tokens is 8,193"),
     (("--kv", "int9"), "no KV policy or codec is called 'int9'"),
     (("--recipe", "int5"), "no recipe is called 'int5'"),
     (("--recipe", "mixed"), "recipe 'mixed' leaves a choice"),
@@ -226,7 +226,7 @@ def test_what_a_family_does_otherwise_is_said(cli, uri, words):
 
 def test_a_long_setting_leaves_names_readable(cli, checkpoint):
     result = cli("plan", checkpoint, "--context", 500, "--memory", "600MB", *RATES,
-                 "--kv", "snapkv(0.25, kernel=7, window=64)+int8(recent=128, sinks=64)")
+                 "--kv", "snapkv(0.25, kernel=7, window=64)+int8(residual_length=128, sinks=64)")
     (row,) = [line for line in result.stdout.splitlines() if line.startswith("→")]
     assert len(row) <= 80 and row.split()[1] == "int8" and "sinks=64)" in row
 

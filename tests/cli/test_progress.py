@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from quantkit.cli.eta import MAX_GROWTH, MIN_SECONDS, TimeLeft, human_seconds
-from quantkit.cli.progress import ProgressLine
+from quantkit.cli.progress import CompileNotice, ProgressLine
 from quantkit.progress import Phases, ProgressEvent, between
 
 
@@ -241,3 +241,14 @@ def test_a_terminal_has_one_bar_at_a_time(monkeypatch):
         second(ProgressEvent(1, 2, "b", unit="MiB"))
         assert second._bar.live.is_started and not first._bar.live.is_started
     assert not second._bar.live.is_started and ProgressLine._drawn is None
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_compiled_kernels_are_said_to_stay_only_where_they_can(tmp_path, monkeypatch, capsys, kept):
+    file = tmp_path / "file"
+    file.touch()
+    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache" if kept else file))
+    CompileNotice()(ProgressEvent(0, 9, "kernels"))
+    said = " ".join(capsys.readouterr().err.split())
+    assert ("the next time they are there" in said) == kept
+    assert ("can't be written: QUANTKIT_CACHE=DIR names another" in said) != kept

@@ -93,11 +93,11 @@ def test_calibration_options_reach_the_manifest(cli, tiny, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("It was the best of times, it was the worst of times. " * 200, encoding="utf-8")
     result = cli("quantize", tiny, "-r", "int4", "-o", tmp_path / "OUT", "--calibration", text,
-                 "--samples", 3, "--length", 40, "--seed", 5, "--packing", "stream", "-q")
+                 "--windows", 3, "--window", 40, "--seed", 5, "--packing", "stream", "-q")
     assert result.exit_code == 0, result.stderr
     with Checkpoint.open(tmp_path / "OUT") as made:
         facts = made.manifest.calibration
-    assert (facts.text, facts.samples, facts.length, facts.seed) == ("text.txt", 3, 40, 5)
+    assert (facts.text, facts.windows, facts.window, facts.seed) == ("text.txt", 3, 40, 5)
     assert facts.packing == "stream" and facts.coverage.documents == 1
     assert "calibration   3 windows of 40 tokens of text.txt" in result.stdout
     assert "warning: 120 calibration tokens are fewer than the 128 inputs" in result.stderr
@@ -114,8 +114,8 @@ def test_dry_run_reports_on_the_calibration_data(cli, cli_json, tiny, tmp_path):
     data = chats(tmp_path / "chats.jsonl", *["What is the time, and where is it?"] * 30)
     exam = tmp_path / "exam.txt"
     exam.write_text("Whatever will be asked.", encoding="utf-8")
-    options = ("-r", "int4", "--dry-run", "--calibration", data, "--avoid", exam, "--samples", 4,
-               "--length", 64)
+    options = ("-r", "int4", "--dry-run", "--calibration", data, "--avoid", exam, "--windows", 4,
+               "--window", 64)
     result = cli("quantize", tiny, *options)
     assert result.exit_code == 0, result.stderr
     assert "calibration   4 windows of 64 tokens of chats.jsonl" in result.stdout
@@ -129,7 +129,7 @@ def test_dry_run_reports_on_the_calibration_data(cli, cli_json, tiny, tmp_path):
 
 def test_calibration_without_a_method_that_calibrates(cli, tiny, tmp_path):
     for more in (("--dry-run",), ("-o", tmp_path / "OUT", "-q")):
-        result = cli("quantize", tiny, "-r", "int8", "--samples", 3, *more)
+        result = cli("quantize", tiny, "-r", "int8", "--windows", 3, *more)
         assert result.exit_code == 0
         assert "warning: options of calibration have no effect: recipe 'int8'" in result.stderr
 
@@ -137,7 +137,7 @@ def test_calibration_without_a_method_that_calibrates(cli, tiny, tmp_path):
 def test_several_sources_of_calibration_text(cli_json, tiny, tmp_path):
     (tmp_path / "a.txt").write_text("Once upon a time. " * 50, encoding="utf-8")
     facts = cli_json("quantize", tiny, "-r", "int4", "--dry-run", "--calibration", tmp_path / "a.txt",
-                     "--calibration", "builtin", "--samples", 2, "--length", 32)["calibration"]
+                     "--calibration", "builtin", "--windows", 2, "--window", 32)["calibration"]
     assert facts["text"] == "a.txt, builtin" and facts["coverage"]["documents"] > 20
 
 
@@ -263,7 +263,7 @@ def test_a_stop_is_resumable_and_the_same_command_finishes(cli, tiny, tmp_path, 
 
 
 RECOVERED = """name: recovered
-calibration: {samples: 4, length: 32}
+calibration: {windows: 4, window: 32}
 recover: {name: distill, windows: 16, options: {steps: 2}}
 rules:
   - {match: lm_head, optional: true}

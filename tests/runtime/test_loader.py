@@ -30,7 +30,7 @@ def bf16(tmp_path_factory):
 @pytest.fixture(scope="module", params=["int8", "int4", "nf4"])
 def checkpoint(request, bf16, tmp_path_factory):
     out = tmp_path_factory.mktemp("loader") / request.param
-    quantize(str(bf16), request.param, out, calibration=CalibrationSpec(samples=4, length=64))
+    quantize(str(bf16), request.param, out, calibration=CalibrationSpec(windows=4, window=64))
     return out
 
 
@@ -43,6 +43,20 @@ def edited(folder, to, change):
     change(weights)
     save_file(weights, to / "model.safetensors")
     return to
+
+
+@pytest.mark.parametrize(("family", "name"), [
+    ("llama", "model.embed_tokens.weight"), ("llama", "lm_head.weight"), ("llama", "model.norm.weight"),
+    ("qwen2", "model.layers.1.self_attn.k_proj.bias"),
+    ("mixtral", "model.layers.0.block_sparse_moe.gate.weight"),
+    ("gpt_oss", "model.layers.1.self_attn.sinks"), ("gpt_oss", "model.layers.0.mlp.experts.down_proj_bias")])
+def test_a_tensor_with_nan_is_named(family, name, tmp_path):
+    folder = tiny_model(tmp_path / "tiny", family, tie_word_embeddings=False)
+    bad = edited(folder, tmp_path / "bad", lambda weights: weights[name].view(-1)[1:2].fill_(float("nan")))
+    with pytest.raises(SourceError) as caught:
+        load(str(bad))
+    where = f"{name!r} of {bad / 'model.safetensors'}"
+    assert caught.value.what == f"tensor {where} has values that are not finite"
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])

@@ -80,12 +80,12 @@ def loaded(folder) -> LoadedModel:
 @contextmanager
 def running(loaded: LoadedModel, *, models: dict[str, LoadedModel] | None = None, name: str = "tiny",
             host: str = "127.0.0.1", max_batch: int = 8, max_queue: int = 64, parse_special: bool = False,
-            scheduling_policy: SchedulingPolicy = "fcfs", drafter: Drafter | None = None,
-            **options: Any) -> Iterator[Live]:
+            scheduling_policy: SchedulingPolicy = "fcfs", strict_requests: bool = False,
+            bare_json_calls: bool = True, drafter: Drafter | None = None, **options: Any) -> Iterator[Live]:
     """A server; of several ``models`` the first is the one that :class:`Live` shows."""
     errors: list[BaseException] = []
     served = [ServedEngine(Engine(model, max_batch=max_batch, max_queue=max_queue, drafter=drafter), model,
-                           called, parse_special, scheduling_policy)
+                           called, parse_special, scheduling_policy, strict_requests, bare_json_calls)
               for called, model in (models or {name: loaded}).items()]
     application = create_app(served, on_error=errors.append, **options)
     loops: queue.Queue[asyncio.AbstractEventLoop] = queue.Queue()

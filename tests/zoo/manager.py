@@ -161,8 +161,8 @@ ZOO: tuple[BrokenPlugin, ...] = (
                  "it may be for another quantkit: pip install --upgrade zoo-oldimport"),
     BrokenPlugin("newer", "written for a later API", LOADER,
                  f"QUANTKIT_API = 99\n{registering('methods', 'm', '1')}",
-                 "is for version 99 of the plugin API; this quantkit offers 1; pip install --upgrade "
-                 "quantkit"),
+                 "is for version 99 of the plugin API; this quantkit offers 1; run pip install . in a newer "
+                 "checkout of quantkit"),
     BrokenPlugin("junkapi", "an API version that is no number", LOADER,
                  f"QUANTKIT_API = '1.0'\n{registering('methods', 'm', '1')}", "says QUANTKIT_API = '1.0'"),
     BrokenPlugin("classplugin", "an entry point that names a class", LOADER,

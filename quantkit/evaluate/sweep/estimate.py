@@ -42,7 +42,7 @@ def quantize_seconds(model: ModelFacts, recipe: Recipe) -> float:
     if (text := recipe.calibration) is None:
         return STEP_S + model.parameters / ROUNDED_S
     tok_s = SHARE * _operations() / (2 * model.parameters)
-    return STEP_S + WALKS * text.samples * text.length / tok_s + model.parameters / SOLVED_S
+    return STEP_S + WALKS * text.windows * text.window / tok_s + model.parameters / SOLVED_S
 
 
 def _seconds(measurement: Measurement, model: ModelFacts, rate: float) -> float:

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from quantkit.serve.conversation import called
 from quantkit.serve.errors import RefusedValue
-from quantkit.serve.schema import JsonObject, RequestPart, String, printable
+from quantkit.serve.schema import (
+    ATTACHMENTS,
+    JsonObject,
+    LeftOutPart,
+    RequestPart,
+    String,
+    kind_tag,
+    printable,
+)
 from quantkit.serve.tools import CallId, ToolName
 
 MAX_BLOCKS = 1024
@@ -18,6 +27,7 @@ class Block(RequestPart):
     """Base of all blocks. Where a prompt may be cached is no request's affair here: all of it may."""
 
     ignored = frozenset({"cache_control"})
+    refused = ATTACHMENTS
 
     @classmethod
     def _refusal(cls, name: str) -> str:
@@ -44,12 +54,26 @@ class ToolUseBlock(Block):
     input: JsonObject
 
 
+class ReferenceBlock(Block):
+    """The name of a tool that the client has found for the model, which knows it already."""
+
+    type: Literal["tool_reference"]
+    tool_name: ToolName
+
+    @property
+    def text(self) -> str:
+        """For the model."""
+        return f"The tool {self.tool_name} can be called.\n"
+
+
 class ToolResultBlock(Block):
     """The result of a call. A result that is an error is told to the model as such."""
 
     type: Literal["tool_result"]
     tool_use_id: CallId
-    content: String | Annotated[list[TextBlock], Field(max_length=MAX_BLOCKS, fail_fast=True)] = ""
+    content: String | Annotated[
+        list[Annotated[TextBlock | ReferenceBlock, Field(discriminator="type")]],
+        Field(max_length=MAX_BLOCKS, fail_fast=True)] = ""
     is_error: bool = False
 
 
@@ -70,8 +94,23 @@ class RedactedThinkingBlock(Block):
     type: Literal["redacted_thinking"]
 
 
-ContentBlock = Annotated[TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedThinkingBlock,
-                         Field(discriminator="type")]
+class OtherBlock(LeftOutPart):
+    """What another server's tools did, or what only that server can read. Pictures and documents are refused:
+    no address is ever fetched."""
+
+    supported = ("text", "tool_use", "tool_result", "thinking", "redacted_thinking")
+    never = ("image", "document", "search_result", "container_upload")
+
+
+def _kind(block: Any) -> str:
+    return kind_tag(block, OtherBlock.supported)
+
+
+ContentBlock = Annotated[
+    Annotated[TextBlock, Tag("text[]")] | Annotated[ToolUseBlock, Tag("tool_use[]")]
+    | Annotated[ToolResultBlock, Tag("tool_result[]")] | Annotated[ThinkingBlock, Tag("thinking[]")]
+    | Annotated[RedactedThinkingBlock, Tag("redacted_thinking[]")] | Annotated[OtherBlock, Tag("other[]")],
+    Discriminator(_kind)]
 Text = String | Annotated[list[TextBlock], Field(max_length=MAX_BLOCKS, fail_fast=True)]
 
 
@@ -90,6 +129,8 @@ class MessageParam(RequestPart):
     @model_validator(mode="after")
     def _blocks_of_role(self) -> MessageParam:
         for number, block in enumerate(self.content if isinstance(self.content, list) else ()):
+            if isinstance(block, OtherBlock):
+                continue
             role = BLOCK_ROLES.get(block.type, self.role)
             if role != self.role:
                 raise RefusedValue(
@@ -120,6 +161,6 @@ class MessageParam(RequestPart):
         return messages
 
 
-def plain_text(content: str | list[TextBlock]) -> str:
+def plain_text(content: str | Sequence[TextBlock | ReferenceBlock]) -> str:
     """A text, or the texts of blocks."""
     return content if isinstance(content, str) else "".join(block.text for block in content)

@@ -5,24 +5,26 @@ See https://docs.anthropic.com/en/api/messages.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
-from quantkit.runtime.sampler import MAX_TOKENS
-from quantkit.serve.anthropic.blocks import MessageParam, Text, plain_text
+from quantkit.serve.anthropic.blocks import MessageParam, Text, TextBlock, plain_text
 from quantkit.serve.conversation import MAX_MESSAGES, MAX_TOOLS, Conversation
 from quantkit.serve.errors import RefusedValue
-from quantkit.serve.schema import JsonObject, RequestPart, String
-from quantkit.serve.settings import KV, Priority, Stops, sampling
-from quantkit.serve.template_options import TemplateOptions, check_options
+from quantkit.serve.ignored import IGNORED
+from quantkit.serve.schema import JsonObject, LeftOutPart, RequestPart, String, kind_tag
+from quantkit.serve.settings import FITS, KV, Priority, Stops, TokenLimit, TopK, sampling, token_limit
+from quantkit.serve.template_options import Effort, TemplateOptions, ThinkingHint, check_options
 from quantkit.serve.tools import Description, ToolName, choose_tools
 from quantkit.structure.grammar import Structure
 from quantkit.structure.turns import Tool
 
 
 class ToolParam(RequestPart):
-    """A function that the model may call. Tools that a server runs itself are refused: nothing is fetched."""
+    """A function that the model may call. When it is loaded changes nothing: all are."""
 
     ignored = frozenset({"cache_control", "eager_input_streaming", "input_examples"})
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
@@ -37,6 +39,16 @@ class ToolParam(RequestPart):
     def tool(self) -> Tool:
         """In no API's words."""
         return Tool(self.name, self.description or "", self.input_schema, self.strict)
+
+
+class OtherTool(LeftOutPart):
+    """A tool whose schema only Anthropic's models know, or that another server runs itself."""
+
+    supported = ("custom",)
+
+
+def _kind(tool: Any) -> str:
+    return kind_tag(tool, OtherTool.supported, "custom")
 
 
 class AutoChoice(RequestPart):
@@ -84,23 +96,32 @@ class JsonOutput(RequestPart):
 class OutputConfig(RequestPart):
     """What the answer must look like."""
 
-    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {"effort": (), "task_budget": ()}
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {"task_budget": ()}
 
+    effort: Effort | None = Field(
+        default=None, description="Given to the chat template, if it has such a setting.")
     format: JsonOutput | None = None
 
 
-class CountRequest(RequestPart):
-    """Body of ``/v1/messages/count_tokens``: what of a request is part of the prompt."""
+BILLING = "x-anthropic-billing-header:"
+COMMON = frozenset({"cache_control", "diagnostics", "inference_geo", "speed", "metadata", "service_tier"})
 
-    ignored = frozenset({"cache_control", "diagnostics", "inference_geo", "speed"})
+
+class CountRequest(RequestPart):
+    """Body of ``/v1/messages/count_tokens``: what of a request is part of the prompt. All that a request for
+    an answer may have beside it is accepted."""
+
+    ignored = COMMON | {"max_tokens", "temperature", "top_p", "top_k", "stop_sequences", "stream", "priority",
+                        "kv"}
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
         "container": (), "mcp_servers": ([],), "context_management": ()}
 
     model: String
     messages: Annotated[list[MessageParam], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     system: Text | None = None
-    tools: Annotated[list[ToolParam], Field(max_length=MAX_TOOLS, fail_fast=True)] = Field(
-        default_factory=list)
+    tools: Annotated[list[Annotated[
+        Annotated[ToolParam, Tag("custom[]")] | Annotated[OtherTool, Tag("other[]")], Discriminator(_kind)]],
+        Field(max_length=MAX_TOOLS, fail_fast=True)] = Field(default_factory=list)
     tool_choice: Annotated[AutoChoice | NamedChoice | NoChoice, Field(discriminator="type")] | None = None
     thinking: Annotated[ThinkingOn | ThinkingOff, Field(discriminator="type")] | None = Field(
         default=None, description="Given to the chat template as enable_thinking.")
@@ -121,47 +142,55 @@ class CountRequest(RequestPart):
         """In no API's words. Raises UsageError: a value that only the sampler refuses."""
         tools, structure = self._choose()
         messages = [plain for message in self.messages for plain in message.plain()]
-        if self.system:
-            messages.insert(0, {"role": "system", "content": plain_text(self.system)})
-        options = dict(self.chat_template_kwargs)
-        if self.thinking is not None:
-            options.setdefault("enable_thinking", isinstance(self.thinking, ThinkingOn))
+        if self.system and (text := self._system(self.system)):
+            messages.insert(0, {"role": "system", "content": text})
         parallel = isinstance(self.tool_choice, NoChoice | None) or \
             not self.tool_choice.disable_parallel_tool_use
-        return self._asked(messages, tools, structure, options, parallel)
+        return Conversation(messages, sampling(temperature=1.0, top_p=1.0), None, 1, tools, parallel, structure,
+                            None, self.chat_template_kwargs, thinking=tuple(self._hints()))
 
-    def _asked(self, messages: list[dict[str, Any]], tools: tuple[Tool, ...], structure: Structure | None,
-               options: dict[str, Any], parallel: bool) -> Conversation:
-        return Conversation(messages, sampling(temperature=1.0, top_p=1.0), None, 1, tools, parallel,
-                            structure, None, options)
+    def _system(self, system: str | list[TextBlock]) -> str:
+        if isinstance(system, str) or not system[0].text.startswith(BILLING):
+            return plain_text(system)
+        if (ignored := IGNORED.get()) is None:
+            return plain_text(system)
+        # Claude Code's accounting, which differs in each request: no prompt would begin like an earlier one
+        ignored.other("system[0] (x-anthropic-billing-header)")
+        return plain_text(system[1:])
+
+    def _hints(self) -> Iterator[ThinkingHint]:
+        if self.thinking is not None:
+            kind = self.thinking.type
+            yield ThinkingHint("thinking", kind != "disabled", wish=kind == "adaptive")
+        if (effort := self.output_config.effort) is not None:
+            yield ThinkingHint("output_config.effort", effort)
 
     def _choose(self) -> tuple[tuple[Tool, ...], Structure | None]:
         choice, wanted = self.tool_choice, self.output_config.format
         structure = None if wanted is None else Structure(json_schema=wanted.schema_)
         name = choice.name if isinstance(choice, NamedChoice) else None
         required = name is not None or (choice is not None and choice.type == "any")
-        return choose_tools([tool.tool() for tool in self.tools],
+        return choose_tools([tool.tool() for tool in self.tools if isinstance(tool, ToolParam)],
                             "none" if isinstance(choice, NoChoice) else name, required, structure)
 
 
 class MessagesRequest(CountRequest):
     """Body of ``/v1/messages``."""
 
-    ignored = CountRequest.ignored | {"metadata", "service_tier"}
+    ignored = COMMON
 
-    max_tokens: int = Field(
-        ge=1, le=MAX_TOKENS, description="Prompt and answer must fit the model's context.")
+    max_tokens: TokenLimit = Field(description=FITS)
     temperature: float = Field(default=1.0, ge=0, le=1)
     top_p: float = Field(default=1.0, ge=0, le=1)
-    top_k: int = Field(default=0, ge=0, lt=2**31)
+    top_k: TopK = 0
     stop_sequences: Stops = Field(default_factory=list)
     stream: bool = False
     priority: Priority = 0
     kv: KV | None = None
 
-    def _asked(self, messages: list[dict[str, Any]], tools: tuple[Tool, ...], structure: Structure | None,
-               options: dict[str, Any], parallel: bool) -> Conversation:
+    def conversation(self) -> Conversation:
+        """The same, with the settings of its answer."""
         settings = sampling(temperature=self.temperature, top_p=self.top_p, top_k=self.top_k,
                             stop=self.stop_sequences)
-        return Conversation(messages, settings, self.max_tokens, 1, tools, parallel, structure, None, options,
-                            self.kv, self.priority)
+        return replace(super().conversation(), sampling=settings, max_tokens=token_limit(self.max_tokens),
+                       kv=self.kv, priority=self.priority)

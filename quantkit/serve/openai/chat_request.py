@@ -7,13 +7,13 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from quantkit.runtime.sampler import MAX_TOKENS
 from quantkit.serve.conversation import MAX_MESSAGES, Conversation, called
 from quantkit.serve.errors import RefusedValue
 from quantkit.serve.openai.generation import MAX_LOGPROBS, GenerationRequest
-from quantkit.serve.openai.tools import FunctionChoice, ToolCall, ToolChoice, Tools
-from quantkit.serve.schema import RequestPart, String, Unicode, printable
-from quantkit.serve.template_options import TemplateOptions, check_options
+from quantkit.serve.openai.tools import FunctionChoice, ToolCall, ToolChoice, Tools, plain_tools
+from quantkit.serve.schema import ATTACHMENTS, RequestPart, String, Unicode, printable
+from quantkit.serve.settings import TokenLimit, token_limit
+from quantkit.serve.template_options import Effort, TemplateOptions, ThinkingHint, check_options
 from quantkit.serve.tools import CallId, choose_tools, read_arguments
 from quantkit.structure.grammar import Structure
 from quantkit.structure.turns import Tool
@@ -23,6 +23,9 @@ MAX_CALLS = 128
 
 class ContentText(RequestPart):
     """A piece of a message. Pictures, sound and files are refused: no address is ever fetched."""
+
+    ignored = frozenset({"cache_control", "prompt_cache_breakpoint"})
+    refused = ATTACHMENTS
 
     type: Literal["text"]
     text: String
@@ -35,8 +38,10 @@ class ContentText(RequestPart):
 class Message(RequestPart):
     """One turn: a text, an assistant's tool calls, or the result of one."""
 
+    ignored = frozenset({"cache_control"})
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
         "annotations": ([],), "refusal": (), "audio": (), "function_call": ()}
+    refused = frozenset({"audio", "function_call"})
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: String | Annotated[list[ContentText], Field(min_length=1, fail_fast=True)] | None = Field(
@@ -44,6 +49,7 @@ class Message(RequestPart):
     name: Annotated[str, Field(max_length=64), Unicode] | None = None
     reasoning_content: String | None = Field(
         default=None, description="What an assistant thought before it answered.")
+    reasoning: String | None = Field(default=None, description="Another name of reasoning_content.")
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_CALLS, fail_fast=True)] = Field(
         default_factory=list, description="Of an assistant.")
     tool_call_id: CallId | None = Field(default=None, description="Which call a tool's result answers.")
@@ -55,7 +61,7 @@ class Message(RequestPart):
             raise RefusedValue("role", "messages of the role 'function' are not supported; use tools and the "
                                "role 'tool'")
         for name, owner in (("tool_calls", "assistant"), ("reasoning_content", "assistant"),
-                            ("tool_call_id", "tool")):
+                            ("reasoning", "assistant"), ("tool_call_id", "tool")):
             if isinstance(role, str) and role != owner and data.get(name) not in (None, [], ""):
                 raise RefusedValue(name, f"{name} is not supported in a message of the role "
                                    f"{printable(role)!r}; only {owner} has it")
@@ -79,8 +85,9 @@ class Message(RequestPart):
         text = content if isinstance(content, str) else "".join(part.text for part in content)
         message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role,
                                    "content": text}
-        for name in ("name", "reasoning_content", "tool_call_id"):
-            if (value := getattr(self, name)) is not None:
+        for name, value in (("name", self.name), ("tool_call_id", self.tool_call_id),
+                            ("reasoning_content", self.reasoning_content or self.reasoning)):
+            if value is not None:
                 message[name] = value
         if self.tool_calls:
             message["tool_calls"] = [
@@ -93,9 +100,8 @@ class ChatRequest(GenerationRequest):
     """Body of ``/v1/chat/completions``."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
-    max_completion_tokens: int | None = Field(
-        default=None, ge=1, le=MAX_TOKENS, description="OpenAI's newer name of max_tokens; if both are given "
-                                                       "they must be equal.")
+    max_completion_tokens: TokenLimit | None = Field(
+        default=None, description="OpenAI's newer name of max_tokens; if both are given they must be equal.")
     logprobs: bool = False
     top_logprobs: int | None = Field(
         default=None, ge=0, le=MAX_LOGPROBS, description="Needs logprobs: true.")
@@ -103,6 +109,11 @@ class ChatRequest(GenerationRequest):
     tool_choice: ToolChoice | None = Field(
         default=None, description="auto if there are tools; a function must be one of them.")
     parallel_tool_calls: bool = True
+    reasoning_effort: Effort | None = Field(
+        default=None, description="Given to the chat template, if it has such a setting; none and minimal "
+                                  "turn reasoning off where it has a switch.")
+    enable_thinking: bool | None = Field(default=None, description="Whether the model is to reason first.")
+    think: bool | Effort | None = Field(default=None, description="Ollama's name of both of these.")
     chat_template_kwargs: TemplateOptions = Field(
         default_factory=dict, description="Further values for the model's chat template.")
 
@@ -125,17 +136,21 @@ class ChatRequest(GenerationRequest):
         """
         tools, structure = self._choose()
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        newer = self.max_completion_tokens is not None
+        hints = tuple(ThinkingHint(name, value) for name in ("enable_thinking", "think", "reasoning_effort")
+                      if (value := getattr(self, name)) is not None)
         return Conversation(
-            plain_messages(self.messages), self.sampling(), self.max_completion_tokens or self.max_tokens,
+            plain_messages(self.messages), self.sampling(),
+            token_limit(self.max_completion_tokens, self.max_tokens, self.n_predict),
             self.n, tools, self.parallel_tool_calls, structure, logprobs, self.chat_template_kwargs, self.kv,
-            self.priority)
+            self.priority, limit_param="max_completion_tokens" if newer else "max_tokens", thinking=hints)
 
     def _choose(self) -> tuple[tuple[Tool, ...], Structure | None]:
         choice = self.tool_choice
         name = choice.function.name if isinstance(choice, FunctionChoice) else (
             None if choice == "required" else choice)
         required = choice == "required" or isinstance(choice, FunctionChoice)
-        return choose_tools([tool.tool() for tool in self.tools], name, required, self.structure)
+        return choose_tools(plain_tools(self.tools), name, required, self.structure)
 
 
 def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:

@@ -10,6 +10,10 @@ from quantkit.runtime.sampler import MAX_TOKENS
 from quantkit.serve.errors import RefusedValue
 from quantkit.serve.openai.generation import MAX_LOGPROBS, MAX_N, GenerationRequest
 from quantkit.serve.schema import Inputs, split_inputs
+from quantkit.serve.settings import FITS, token_limit
+
+DEFAULT_TOKENS = 16
+"""Of an answer, as in OpenAI's API."""
 
 
 class CompletionRequest(GenerationRequest):
@@ -17,11 +21,12 @@ class CompletionRequest(GenerationRequest):
 
     ignored = GenerationRequest.ignored | {"parallel_tool_calls"}
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
-        **GenerationRequest.neutral, "tools": ([],), "tool_choice": ("none", "auto")}
+        **GenerationRequest.neutral, "tools": ([],), "tool_choice": ("none", "auto"),
+        "reasoning_effort": ("none",)}
+    refused = GenerationRequest.refused | {"tools"}
 
     prompt: Inputs
-    max_tokens: int = Field(
-        default=16, ge=0, le=MAX_TOKENS, description="Prompt and answer must fit the model's context.")
+    max_tokens: int | None = Field(default=None, ge=-1, le=MAX_TOKENS, description=f"16 by default. {FITS}")
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     echo: bool = False
     best_of: int | None = Field(default=None, ge=1, le=MAX_N, description="Must be equal to n.")
@@ -31,6 +36,11 @@ class CompletionRequest(GenerationRequest):
         if self.best_of not in (None, self.n):
             raise RefusedValue("best_of", "best_of other than n is not supported")
         return self
+
+    @property
+    def limit(self) -> int | None:
+        """Tokens of an answer; ``None``: as many as fit."""
+        return token_limit(self.max_tokens, self.n_predict, DEFAULT_TOKENS)
 
     @property
     def prompts(self) -> list[str | list[int]]:

@@ -16,7 +16,7 @@ from quantkit.serve.openai.logprobs import TextOffsets, text_logprobs
 from quantkit.serve.openai.usage import completion_usage
 from quantkit.serve.prompt import PromptReader
 from quantkit.serve.reply import FINISH, Reply
-from quantkit.serve.turns import TurnUsage
+from quantkit.serve.turns import TurnUsage, output_limit
 from quantkit.serve.work import ChoiceJob, RequestWork, check_fits, check_size
 
 
@@ -33,22 +33,24 @@ class CompletionReply(Reply):
         self.model, self.stream, self._body = model, body.stream, body
         priority = model.priority(body.priority)
         check_size(len(body.prompts) * body.n, model.max_queue)
-        reader = PromptReader(tokenizer, model.context, body.max_tokens or 1, "prompt")
+        reader = PromptReader(tokenizer, model.context, 1, "prompt")
         prompts = [reader.encode(p) if isinstance(p, str) else p for p in body.prompts]
         for prompt in prompts:  # before an unknown id is turned into text
             check_ids(model.loaded, prompt)
         self._texts = [p if isinstance(p, str) else tokenizer.decode(p, skip_special=False)
                        for p in body.prompts] if body.echo else [""] * len(prompts)
         # the engine always makes a token; where none is wanted it is dropped again
-        self._silent = body.max_tokens == 0
+        self._silent = body.limit == 0
         shown = prompts if body.echo else [[]] * len(prompts)
         self._offsets = [TextOffsets(tokenizer, ids, text) for ids, text in zip(shown, self._texts)
                          for _ in range(body.n if body.logprobs is not None else 0)]
         sampling, kv = body.sampling(), model.kv(body.kv)
         self.structure = body.structure
-        self.jobs = [ChoiceJob(prompt, choice_sampling(sampling, body.max_tokens or 1, i), body.logprobs,
+        limits = [output_limit(1 if self._silent else body.limit, model.context - len(prompt), "max_tokens")
+                  for prompt in prompts]
+        self.jobs = [ChoiceJob(prompt, choice_sampling(sampling, limit, i), body.logprobs,
                                body.echo and body.logprobs is not None, kv=kv, priority=priority)
-                     for prompt in prompts for i in range(body.n)]
+                     for prompt, limit in zip(prompts, limits, strict=True) for i in range(body.n)]
         check_fits(model.loaded, self.jobs)
         self._prompt_tokens = sum(map(len, prompts))
         self.id = f"cmpl-{uuid.uuid4().hex}"

@@ -1,7 +1,7 @@
 """What bodies of ``/v1/chat/completions`` and ``/v1/completions`` share.
 
-The fields are OpenAI's, vLLM's (``top_k``, ``min_p``, ``repetition_penalty``, ``ignore_eos``, ``priority``)
-and one of ours (``kv``). See https://platform.openai.com/docs/api-reference/chat/create.
+The fields are OpenAI's, vLLM's (``top_k``, ``min_p``, ``repetition_penalty``, ``ignore_eos``, ``priority``),
+llama.cpp's (``n_predict``, ``repeat_penalty``, ``cache_prompt``) and one of ours (``kv``). See https://platform.openai.com/docs/api-reference/chat/create.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from quantkit.runtime.sampler import MAX_BIASES, MAX_TOKENS, Sampling
+from quantkit.runtime.sampler import MAX_BIASES, Sampling
 from quantkit.serve.openai.structured import StructuredFields
 from quantkit.serve.schema import INT64, RequestPart, String
-from quantkit.serve.settings import KV, Priority, Stop, Stops, sampling
+from quantkit.serve.settings import FITS, KV, Priority, Stop, Stops, TokenLimit, TopK, sampling
 
 MAX_N, MAX_LOGPROBS = 16, 20
 TokenId = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,8})$")]
@@ -33,13 +33,14 @@ class GenerationRequest(StructuredFields):
                          "prompt_cache_retention"})
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
         "functions": ([],), "function_call": ("none", "auto"), "suffix": ("",), "modalities": (["text"],),
-        "audio": (), "prediction": (), "reasoning_effort": ("none",), "verbosity": ("medium",),
-        "web_search_options": (), "moderation": (),
+        "audio": (), "prediction": (), "verbosity": ("medium",), "web_search_options": (), "moderation": (),
+        "cache_prompt": (True,),
     }
+    refused = frozenset({"functions", "function_call", "suffix", "modalities", "audio"})
 
     model: String
-    max_tokens: int | None = Field(
-        default=None, ge=1, le=MAX_TOKENS, description="Prompt and answer must fit the model's context.")
+    max_tokens: TokenLimit | None = Field(default=None, description=FITS)
+    n_predict: TokenLimit | None = Field(default=None, description="llama.cpp's name of max_tokens.")
     temperature: float = Field(default=1.0, ge=0, le=2)
     top_p: float = Field(default=1.0, ge=0, le=1)
     n: int = Field(default=1, ge=1, le=MAX_N, description="Prompts by n must fit the server's queue.")
@@ -51,9 +52,11 @@ class GenerationRequest(StructuredFields):
     frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
     logit_bias: dict[TokenId, Annotated[float, Field(ge=-100, le=100)]] = Field(
         default_factory=dict, max_length=MAX_BIASES, description="By token id, written as text.")
-    top_k: int = Field(default=0, ge=0, lt=2**31)
+    top_k: TopK = 0
     min_p: float = Field(default=0.0, ge=0, le=1)
     repetition_penalty: float = Field(default=1.0, ge=0.01, le=100)
+    repeat_penalty: float | None = Field(
+        default=None, ge=0.01, le=100, description="llama.cpp's name of repetition_penalty.")
     ignore_eos: bool = False
     priority: Priority = 0
     kv: KV | None = None
@@ -66,7 +69,8 @@ class GenerationRequest(StructuredFields):
         """
         return sampling(
             temperature=self.temperature, top_p=self.top_p, top_k=self.top_k, min_p=self.min_p,
-            ignore_eos=self.ignore_eos, repetition_penalty=self.repetition_penalty, seed=self.seed,
+            ignore_eos=self.ignore_eos, seed=self.seed,
+            repetition_penalty=self.repeat_penalty or self.repetition_penalty,
             stop=[self.stop] if isinstance(self.stop, str) else self.stop,
             presence_penalty=self.presence_penalty, frequency_penalty=self.frequency_penalty,
             logit_bias=self.logit_bias)

@@ -54,7 +54,20 @@ class FunctionCallOutput(ResponsePart):
     id: str
     call_id: str
     name: str
+    namespace: str | None = None
     arguments: str
+    status: Status
+
+
+class CustomCallOutput(ResponsePart):
+    """A call of a custom tool that the client is to make."""
+
+    type: Literal["custom_tool_call"]
+    id: str
+    call_id: str
+    name: str
+    namespace: str | None = None
+    input: str
     status: Status
 
 
@@ -95,7 +108,7 @@ class ResponseAnswer(ResponsePart):
     created_at: int
     status: Status
     model: str
-    output: list[MessageOutput | ReasoningOutput | FunctionCallOutput]
+    output: list[MessageOutput | ReasoningOutput | FunctionCallOutput | CustomCallOutput]
     error: None
     incomplete_details: IncompleteDetails | None
     instructions: str | None
@@ -111,7 +124,7 @@ class ResponseAnswer(ResponsePart):
     tool_choice: str | dict[str, Any]
     tools: list[dict[str, Any]]
     text: dict[str, Any]
-    reasoning: dict[str, None]
+    reasoning: dict[str, str | None]
     usage: ResponseUsage | None
 
 

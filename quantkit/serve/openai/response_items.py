@@ -7,7 +7,16 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Discriminator, Field, Tag
 
 from quantkit.serve.conversation import called
-from quantkit.serve.schema import RequestPart, String, printable
+from quantkit.serve.openai.response_tools import INPUT, ResponseTools, seen_name
+from quantkit.serve.schema import (
+    ATTACHMENTS,
+    JsonObject,
+    LeftOutPart,
+    RequestPart,
+    String,
+    kind_tag,
+    printable,
+)
 from quantkit.serve.tools import Arguments, CallId, ToolName, read_arguments
 
 Status = Literal["in_progress", "completed", "incomplete"]
@@ -16,7 +25,8 @@ Status = Literal["in_progress", "completed", "incomplete"]
 class ItemText(RequestPart):
     """A piece of a text. Pictures, sound and files are refused: no address is ever fetched."""
 
-    ignored = frozenset({"annotations", "logprobs"})
+    ignored = frozenset({"annotations", "logprobs", "cache_control", "prompt_cache_breakpoint"})
+    refused = ATTACHMENTS
 
     type: Literal["input_text", "output_text", "text"]
     text: String
@@ -29,68 +39,123 @@ class ItemText(RequestPart):
 Content = String | Annotated[list[ItemText], Field(min_length=1, fail_fast=True)]
 
 
-class MessageItem(RequestPart):
+class Item(RequestPart):
+    """Base of all items."""
+
+    ignored = frozenset({"id", "status", "internal_chat_message_metadata_passthrough"})
+
+
+class MessageItem(Item):
     """A message, also one that an earlier response had as output."""
 
-    ignored = frozenset({"id", "status", "phase"})
+    ignored = Item.ignored | {"phase"}
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: Content
 
 
-class FunctionCallItem(RequestPart):
+class FunctionCallItem(Item):
     """A call that an earlier response had as output."""
 
-    ignored = frozenset({"id", "status"})
-    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {"namespace": (), "caller": (), "async": (False,)}
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {"caller": (), "async": (False,)}
 
     type: Literal["function_call"]
     call_id: CallId
     name: ToolName
+    namespace: ToolName | None = None
     arguments: Arguments
 
+    def called(self) -> dict[str, Any]:
+        """As chat templates read it."""
+        return called(seen_name(self.name, self.namespace), read_arguments(self.arguments), self.call_id)
 
-class FunctionOutputItem(RequestPart):
+
+class CustomCallItem(Item):
+    """A call of a custom tool that an earlier response had as output."""
+
+    type: Literal["custom_tool_call"]
+    call_id: CallId
+    name: ToolName
+    namespace: ToolName | None = None
+    input: String
+
+    def called(self) -> dict[str, Any]:
+        """The same."""
+        return called(seen_name(self.name, self.namespace), {INPUT: self.input}, self.call_id)
+
+
+class ShellCallItem(Item):
+    """A command that another server's model had the client run."""
+
+    type: Literal["local_shell_call"]
+    call_id: CallId
+    action: JsonObject
+
+    def called(self) -> dict[str, Any]:
+        """The same."""
+        return called("local_shell", self.action, self.call_id)
+
+
+class OutputItem(Item):
     """The result of a call."""
 
-    ignored = frozenset({"id", "status"})
-    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {"caller": ()}
+    ignored = Item.ignored | {"name", "caller"}
 
-    type: Literal["function_call_output"]
+    type: Literal["function_call_output", "custom_tool_call_output", "local_shell_call_output"]
     call_id: CallId
     output: Content
+
+
+class AdditionalToolsItem(Item):
+    """Further tools; where they stand in the input changes nothing."""
+
+    ignored = Item.ignored | {"role"}
+
+    type: Literal["additional_tools"]
+    tools: ResponseTools
 
 
 class ReasoningText(RequestPart):
     """A piece of reasoning."""
 
-    type: Literal["reasoning_text", "summary_text"]
+    type: Literal["reasoning_text", "summary_text", "text"]
     text: String
 
 
-class ReasoningItem(RequestPart):
+class ReasoningItem(Item):
     """What an earlier response thought."""
 
-    ignored = frozenset({"id", "status", "encrypted_content", "summary"})
+    ignored = Item.ignored | {"encrypted_content", "summary"}
 
     type: Literal["reasoning"]
     content: Annotated[list[ReasoningText], Field(max_length=64)] = Field(default_factory=list)
 
 
-def _kind(item: Any) -> str | None:
-    kind = item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
-    return f"{kind or 'message'}[]" if isinstance(kind, str | None) else None
+OUTPUTS = ("function_call_output", "custom_tool_call_output", "local_shell_call_output")
+
+
+class OtherItem(LeftOutPart):
+    """What other servers' tools did (``web_search_call``, …) and items that only they can read. A reference
+    is refused, because nothing is kept here that it could mean."""
+
+    supported = ("message", "function_call", "custom_tool_call", "local_shell_call", *OUTPUTS, "reasoning",
+                 "additional_tools")
+    never = ("item_reference",)
+
+
+def _kind(item: Any) -> str:
+    tag = kind_tag(item, OtherItem.supported, "message")
+    return "output[]" if tag.removesuffix("[]") in OUTPUTS else tag
 
 
 # brackets, so that errors leave out the tag where they name a place
 InputItem = Annotated[
     Annotated[MessageItem, Tag("message[]")] | Annotated[FunctionCallItem, Tag("function_call[]")]
-    | Annotated[FunctionOutputItem, Tag("function_call_output[]")]
-    | Annotated[ReasoningItem, Tag("reasoning[]")],
-    Discriminator(_kind, custom_error_type="item_type", custom_error_message=(
-        "its type is none of those that are supported: message, function_call, function_call_output, "
-        "reasoning"))]
+    | Annotated[CustomCallItem, Tag("custom_tool_call[]")] | Annotated[ShellCallItem, Tag("local_shell_call[]")]
+    | Annotated[OutputItem, Tag("output[]")] | Annotated[ReasoningItem, Tag("reasoning[]")]
+    | Annotated[AdditionalToolsItem, Tag("additional_tools[]")] | Annotated[OtherItem, Tag("other[]")],
+    Discriminator(_kind)]
 
 
 def messages_of(items: str | list[Any], instructions: str | None) -> list[dict[str, Any]]:
@@ -105,7 +170,9 @@ def messages_of(items: str | list[Any], instructions: str | None) -> list[dict[s
         return [*messages, {"role": "user", "content": items}]
     turn: dict[str, Any] | None = None  # the assistant's, still open
     for item in items:
-        if isinstance(item, FunctionOutputItem):
+        if isinstance(item, OtherItem | AdditionalToolsItem):
+            continue
+        if isinstance(item, OutputItem):
             turn = None
             messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
             continue
@@ -122,9 +189,8 @@ def messages_of(items: str | list[Any], instructions: str | None) -> list[dict[s
         if isinstance(item, ReasoningItem) and item.content:
             turn["reasoning_content"] = turn.get("reasoning_content", "") + "".join(
                 part.text for part in item.content)
-        if isinstance(item, FunctionCallItem):
-            turn.setdefault("tool_calls", []).append(
-                called(item.name, read_arguments(item.arguments), item.call_id))
+        if isinstance(item, FunctionCallItem | CustomCallItem | ShellCallItem):
+            turn.setdefault("tool_calls", []).append(item.called())
     return messages
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from quantkit.serve.errors import ApiError
 from quantkit.serve.models import ServedEngine
 from quantkit.serve.openai.response_events import ResponseEvents, new_id, output_item
+from quantkit.serve.openai.response_tools import OtherTool
 from quantkit.serve.openai.responses_request import ResponsesRequest
 from quantkit.serve.openai.usage import response_usage
 from quantkit.serve.reply import Reply
@@ -28,7 +29,8 @@ class ResponsesReply(Reply):
         self._turns = NextTurn(model, body.conversation())
         self.jobs, self.structure = self._turns.jobs, self._turns.structure
         self.id, self._created = f"resp_{uuid.uuid4().hex}", int(time.time())
-        self._events = ResponseEvents()
+        self._tools = {tool.tool.name: tool for tool in body.client_tools()}
+        self._events = ResponseEvents(self._tools)
 
     async def body(self, work: RequestWork) -> dict[str, Any]:
         """The complete response."""
@@ -37,7 +39,8 @@ class ResponsesReply(Reply):
         status = _status(turn.end)
         # all but the last item are complete, however the turn ended
         states = ["completed"] * (len(turn.parts) - 1) + [status]
-        items = [output_item(part, new_id(part), state) for part, state in zip(turn.parts, states)]
+        items = [output_item(part, new_id(part), state, self._tools)
+                 for part, state in zip(turn.parts, states)]
         return self._response(status, items, turn.end)
 
     async def events(self, work: RequestWork) -> AsyncIterator[dict[str, Any]]:
@@ -56,6 +59,10 @@ class ResponsesReply(Reply):
                 yield events.event(f"response.{status}",
                                    response=self._response(status, events.items, event.end))
 
+    def keep_alive(self) -> dict[str, Any]:
+        """``response.in_progress`` once more."""
+        return self._events.event("response.in_progress", response=self._response("in_progress", []))
+
     def error(self, error: ApiError) -> dict[str, Any]:
         """``error``."""
         return self._events.event("error", code=error.code, message=error.detail, param=error.param)
@@ -72,11 +79,10 @@ class ResponsesReply(Reply):
             "top_p": body.top_p, "max_output_tokens": body.max_output_tokens, "background": False,
             "previous_response_id": None, "store": False, "truncation": "disabled",
             "parallel_tool_calls": body.parallel_tool_calls,
-            "tool_choice": choice if isinstance(choice, str) else {"type": "function", "name": choice.name},
-            "tools": [{"type": "function", "name": tool.name, "description": tool.description,
-                       "parameters": tool.parameters, "strict": tool.strict} for tool in body.tools],
+            "tool_choice": choice if isinstance(choice, str) else {"type": choice.type, "name": choice.name},
+            "tools": [tool.model_dump() for tool in body.tools if not isinstance(tool, OtherTool)],
             "text": {"format": body.text.format.model_dump(by_alias=True)},
-            "reasoning": {"effort": None, "summary": None},
+            "reasoning": {"effort": body.reasoning.effort, "summary": None},
             "usage": None if end is None else response_usage(self._turns.usage([end])),
         }
 

@@ -8,52 +8,36 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-from quantkit.runtime.sampler import MAX_TOKENS
-from quantkit.serve.conversation import MAX_MESSAGES, MAX_TOOLS, Conversation
-from quantkit.serve.openai.response_items import InputItem, messages_of
-from quantkit.serve.openai.structured import JsonObjectFormat, TextFormat
+from quantkit.serve.conversation import MAX_MESSAGES, Conversation
+from quantkit.serve.ignored import IGNORED, safe
+from quantkit.serve.openai.response_items import AdditionalToolsItem, InputItem, messages_of
+from quantkit.serve.openai.response_tools import ClientTool, ResponseTools, client_tools
+from quantkit.serve.openai.structured import STRICT, JsonObjectFormat, TextFormat
 from quantkit.serve.openai.tools import FunctionName
 from quantkit.serve.schema import INT64, JsonObject, RequestPart, String, Unicode
-from quantkit.serve.settings import KV, Priority, sampling
-from quantkit.serve.template_options import TemplateOptions, check_options
-from quantkit.serve.tools import Description, ToolName, choose_tools
+from quantkit.serve.settings import FITS, KV, Priority, TokenLimit, TopK, sampling, token_limit
+from quantkit.serve.template_options import Effort, TemplateOptions, ThinkingHint, check_options
+from quantkit.serve.tools import Description, choose_tools
 from quantkit.structure.grammar import Structure
 from quantkit.structure.turns import Tool
 
 
-class ResponseTool(RequestPart):
-    """A function that the model may call. Tools that a server runs itself are refused: nothing is fetched."""
+class ResponseToolChoice(FunctionName):
+    """This tool and no other."""
 
-    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {"defer_loading": (False,)}
-
-    type: Literal["function"]
-    name: ToolName
-    description: Description | None = None
-    parameters: JsonObject = Field(default_factory=dict, description="JSON schema of its arguments.")
-    strict: bool = False
-
-    def tool(self) -> Tool:
-        """In no API's words."""
-        return Tool(self.name, self.description or "", self.parameters, self.strict)
-
-
-class ResponseFunctionChoice(FunctionName):
-    """This function and no other."""
-
-    type: Literal["function"]
+    type: Literal["function", "custom"]
 
 
 class ResponseSchemaFormat(RequestPart):
     """JSON that a schema describes."""
 
-    ignored = frozenset({"strict"})
-
     type: Literal["json_schema"]
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
     description: Description | None = None
     schema_: JsonObject = Field(alias="schema")
+    strict: bool = STRICT
 
 
 class TextOptions(RequestPart):
@@ -66,16 +50,36 @@ class TextOptions(RequestPart):
 
 
 class ReasoningOptions(RequestPart):
-    """How a model thinks, which is its own affair; a summary is never made."""
+    """How a model thinks. A summary is never made, and all of its reasoning is sent."""
 
-    ignored = frozenset({"summary", "generate_summary"})
-    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {"effort": ("none",)}
+    ignored = frozenset({"summary", "generate_summary", "context"})
+
+    effort: Effort | None = Field(
+        default=None, description="Given to the chat template, if it has such a setting; none and minimal "
+                                  "turn reasoning off where it has a switch.")
 
 
 class ResponseStreamOptions(RequestPart):
     """Obfuscation is taken and not done."""
 
     include_obfuscation: bool = False
+
+
+def _include(wanted: Any) -> Any:
+    # what only another server's tools could add to the answer
+    others = [name for name in wanted if isinstance(name, str) and name != ENCRYPTED] \
+        if isinstance(wanted, list) and len(wanted) <= MAX_INCLUDE else []
+    if (ignored := IGNORED.get()) is None or not others:
+        return wanted
+    for name in others:
+        ignored.other(f"include ({safe(name)})")
+    return [name for name in wanted if name not in others]
+
+
+ENCRYPTED = "reasoning.encrypted_content"
+MAX_INCLUDE = 16
+Include = Annotated[list[Literal["reasoning.encrypted_content"]], Field(max_length=MAX_INCLUDE),
+                    BeforeValidator(_include)]
 
 
 class ResponsesRequest(RequestPart):
@@ -87,30 +91,29 @@ class ResponsesRequest(RequestPart):
         "background": (False,), "conversation": (), "context_management": ([],), "moderation": (),
         "previous_response_id": (), "prompt": (), "top_logprobs": (0,), "truncation": ("disabled",),
     }
+    refused = frozenset({"background", "conversation", "previous_response_id", "prompt", "top_logprobs"})
 
     model: String
     input: String | Annotated[list[InputItem], Field(
         min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     instructions: String | None = Field(default=None, description="A system message before all others.")
-    max_output_tokens: int | None = Field(
-        default=None, ge=1, le=MAX_TOKENS, description="Prompt and answer must fit the model's context.")
+    max_output_tokens: TokenLimit | None = Field(default=None, description=FITS)
     temperature: float = Field(default=1.0, ge=0, le=2)
     top_p: float = Field(default=1.0, ge=0, le=1)
     stream: bool = False
     stream_options: ResponseStreamOptions = ResponseStreamOptions()
-    tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS, fail_fast=True)] = Field(
-        default_factory=list)
-    tool_choice: Literal["none", "auto", "required"] | ResponseFunctionChoice = "auto"
+    tools: ResponseTools = Field(default_factory=list)
+    tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice = "auto"
     parallel_tool_calls: bool = True
     text: TextOptions = TextOptions()
     reasoning: ReasoningOptions = ReasoningOptions()
-    include: Annotated[list[Literal["reasoning.encrypted_content"]], Field(max_length=8)] = Field(
+    include: Include = Field(
         default_factory=list, description="Accepted, and changes nothing: reasoning isn't encrypted.")
     metadata: Annotated[dict[
         Annotated[str, Field(max_length=64), Unicode], Annotated[str, Field(max_length=512), Unicode]],
         Field(max_length=16)] = Field(default_factory=dict, description="Comes back with the answer.")
     seed: int | None = Field(default=None, ge=-INT64, le=INT64 - 1)
-    top_k: int = Field(default=0, ge=0, lt=2**31)
+    top_k: TopK = 0
     min_p: float = Field(default=0.0, ge=0, le=1)
     repetition_penalty: float = Field(default=1.0, ge=0.01, le=100)
     chat_template_kwargs: TemplateOptions = Field(
@@ -138,19 +141,27 @@ class ResponsesRequest(RequestPart):
         """
         tools, structure = self._choose()
         messages = messages_of(self.input, self.instructions)
+        effort = self.reasoning.effort
         return Conversation(
             messages, sampling(temperature=self.temperature, top_p=self.top_p, top_k=self.top_k,
                                min_p=self.min_p, repetition_penalty=self.repetition_penalty, seed=self.seed),
-            self.max_output_tokens, 1, tools, self.parallel_tool_calls, structure, None,
-            self.chat_template_kwargs, self.kv, self.priority, "input")
+            token_limit(self.max_output_tokens), 1, tools, self.parallel_tool_calls, structure, None,
+            self.chat_template_kwargs, self.kv, self.priority, "input", "max_output_tokens",
+            () if effort is None else (ThinkingHint("reasoning.effort", effort),))
+
+    def client_tools(self) -> list[ClientTool]:
+        """All tools that the model may be given."""
+        more = [item for item in self.input if isinstance(item, AdditionalToolsItem)] \
+            if isinstance(self.input, list) else []
+        return [*client_tools(self.tools), *(tool for item in more for tool in client_tools(item.tools))]
 
     def _choose(self) -> tuple[tuple[Tool, ...], Structure | None]:
         choice, wanted, structure = self.tool_choice, self.text.format, None
         if isinstance(wanted, JsonObjectFormat):
             structure = Structure(json_object=True)
         elif isinstance(wanted, ResponseSchemaFormat):
-            structure = Structure(json_schema=wanted.schema_)
-        named = choice.name if isinstance(choice, ResponseFunctionChoice) else None
+            structure = Structure(json_schema=wanted.schema_, strict=wanted.strict)
+        named = choice.name if isinstance(choice, ResponseToolChoice) else None
         required = named is not None or choice == "required"
-        return choose_tools([tool.tool() for tool in self.tools],
+        return choose_tools([tool.tool for tool in self.client_tools()],
                             named if required else str(choice), required, structure)

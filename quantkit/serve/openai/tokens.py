@@ -12,7 +12,7 @@ from quantkit.serve.conversation import MAX_MESSAGES, Conversation
 from quantkit.serve.errors import RefusedValue
 from quantkit.serve.models import ServedEngine
 from quantkit.serve.openai.chat_request import Message, TemplateOptions, check_options
-from quantkit.serve.openai.tools import Tools
+from quantkit.serve.openai.tools import Tools, plain_tools
 from quantkit.serve.prompt import PromptReader
 from quantkit.serve.schema import Ids, RequestPart, String
 from quantkit.serve.tools import choose_tools
@@ -49,7 +49,7 @@ class TokenizeRequest(RequestPart):
         if self.messages is not None and self.add_special_tokens:
             raise RefusedValue("add_special_tokens", "the special tokens of a conversation are "
                                "those that its template writes")
-        choose_tools([tool.tool() for tool in self.tools], None, False, None)
+        choose_tools(plain_tools(self.tools), None, False, None)
         check_options(self.chat_template_kwargs)
         return self
 
@@ -70,7 +70,7 @@ def tokenize(model: ServedEngine, body: TokenizeRequest) -> dict[str, Any]:
     """
     tokenizer = model.loaded.tokenizer
     if body.messages is not None:
-        tools, _ = choose_tools([tool.tool() for tool in body.tools], None, False, None)
+        tools, _ = choose_tools(plain_tools(body.tools), None, False, None)
         ids = render(model, Conversation([message.plain() for message in body.messages], Sampling(), None,
                                          tools=tools, template_options=body.chat_template_kwargs))
     else:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
 from quantkit.serve.conversation import MAX_TOOLS
-from quantkit.serve.schema import JsonObject, RequestPart
+from quantkit.serve.schema import JsonObject, LeftOutPart, RequestPart, kind_tag
 from quantkit.serve.tools import Arguments, CallId, Description, ToolName
 from quantkit.structure.turns import Tool
 
@@ -23,6 +24,8 @@ class FunctionDefinition(RequestPart):
 
 class FunctionTool(RequestPart):
     """A tool; functions are the only kind."""
+
+    ignored: ClassVar[frozenset[str]] = frozenset({"cache_control"})
 
     type: Literal["function"]
     function: FunctionDefinition
@@ -63,5 +66,20 @@ class ToolCall(RequestPart):
     function: CalledFunction
 
 
-Tools = Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)]
+class OtherTool(LeftOutPart):
+    """A tool that another server runs itself."""
+
+    supported = ("function",)
+
+
+AnyTool = Annotated[Annotated[FunctionTool, Tag("function[]")] | Annotated[OtherTool, Tag("other[]")],
+                    Discriminator(lambda tool: kind_tag(tool, ("function",)))]
+Tools = Annotated[list[AnyTool], Field(max_length=MAX_TOOLS, fail_fast=True)]
+
+
+def plain_tools(tools: Sequence[FunctionTool | OtherTool]) -> list[Tool]:
+    """Those that the model may call, in no API's words."""
+    return [tool.tool() for tool in tools if isinstance(tool, FunctionTool)]
+
+
 ToolChoice = Literal["none", "auto", "required"] | FunctionChoice

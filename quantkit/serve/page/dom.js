@@ -6,11 +6,12 @@ const base = location.origin + location.pathname.replace(/[^/]*$/, "");
 
 const at = (id) => document.getElementById(id);
 
-// An element whose text is text: nothing on this page is ever made of a string of markup.
+// An element whose text is text: nothing on this page is ever made of a string of markup. Lists of parts stay
+// lists, as a call takes only so many arguments.
 function element(tag, kind, ...content) {
   const node = document.createElement(tag);
   if (kind) node.className = kind;
-  node.append(...content.filter((part) => part !== undefined && part !== null));
+  for (const part of content.flat()) if (part !== undefined && part !== null) node.append(part);
   return node;
 }
 

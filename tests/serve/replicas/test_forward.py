@@ -227,9 +227,10 @@ def test_the_key_is_checked_before_a_replica_is_asked():
     assert good.status_code == 200 and len(replicas.requests) == 1
 
 
-def test_a_body_of_too_many_lists_is_refused_here():
+@pytest.mark.parametrize("content", [b"[" * 100_000, ("[" * 100_000).encode("utf-16")])
+def test_a_body_of_too_many_lists_is_refused_here(content):
     replicas = Scripted()
-    answer = ask(replicas, content=b"[" * 100_000, headers={"Content-Type": "application/json"})
+    answer = ask(replicas, content=content, headers={"Content-Type": "application/json"})
     assert answer.status_code == 400 and answer.json()["error"]["code"] == "invalid_json"
     assert not replicas.requests
 
