@@ -169,9 +169,16 @@ def _close_pipe() -> None:
 
 @contextmanager
 def one_line_warnings() -> Iterator[None]:
-    """Warnings (a broken plugin, say) become one line on stderr, without file and source line."""
+    """Warnings (a broken plugin, say) become one line on stderr, without file and source line, each once."""
+    seen = set[str]()
+
+    def show(message: Warning | str, *_: object, **__: object) -> None:
+        if str(message) not in seen:
+            seen.add(str(message))
+            show_warning(str(message))
+
     with warnings.catch_warnings():
-        warnings.showwarning = lambda message, *_, **__: show_warning(str(message))
+        warnings.showwarning = show
         yield
 
 
