@@ -250,6 +250,27 @@ def test_the_work_for_one_more_line_does_not_grow_with_the_text(page, name):
     assert all(0 < count < (1000 if name == "paragraph" else 10) for count in made)
 
 
+def test_after_a_slow_frame_the_text_waits(page):
+    """Of the time, a quarter at most goes into showing text; the clock and the frames are the test's."""
+    shown = page.evaluate("""() => {
+      const real = [window.requestAnimationFrame, performance.now], frames = [];
+      let clock = 0;
+      window.requestAnimationFrame = (draw) => frames.push(draw);
+      performance.now = () => clock;
+      try {
+        const root = element("div"), view = new MarkdownView(root), shown = [];
+        for (const time of [0, 150, 299, 399, 400]) {
+          clock = time;
+          view.push("a", () => { clock += 100; });
+          frames.splice(0).forEach((draw) => draw());
+          shown.push(root.textContent);
+        }
+        return shown;
+      } finally { [window.requestAnimationFrame, performance.now] = real; }
+    }""")
+    assert shown == ["a", "a", "a", "a", "aaaaa"]
+
+
 def test_what_is_finished_is_made_once(page):
     kept = page.evaluate("""() => {
       const root = element("div"), view = new MarkdownView(root), seen = [];
