@@ -38,6 +38,7 @@ class Conversation:
         template_options: further values for the chat template.
         kv, priority: how the KV cache is kept, and whose turn it is first; see ``Engine.submit``.
         param: the parameter that the messages come from.
+        cache_salt: keeps its prefixes apart; see :func:`~quantkit.serve.work.prefix_salt`.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -52,6 +53,7 @@ class Conversation:
     kv: str | None = None
     priority: int = 0
     param: str = "messages"
+    cache_salt: str | None = None
 
 
 def choice_sampling(sampling: Sampling, max_tokens: int, choice: int) -> Sampling:

@@ -14,7 +14,7 @@ from quantkit.serve.anthropic.blocks import MessageParam, Text, plain_text
 from quantkit.serve.conversation import MAX_MESSAGES, MAX_TOOLS, Conversation
 from quantkit.serve.errors import RefusedValue
 from quantkit.serve.schema import JsonObject, RequestPart, String
-from quantkit.serve.settings import KV, Priority, Stops, sampling
+from quantkit.serve.settings import KV, CacheSalt, Priority, Stops, sampling
 from quantkit.serve.template_options import TemplateOptions, check_options
 from quantkit.serve.tools import Description, ToolName, choose_tools
 from quantkit.structure.grammar import Structure
@@ -158,10 +158,11 @@ class MessagesRequest(CountRequest):
     stream: bool = False
     priority: Priority = 0
     kv: KV | None = None
+    cache_salt: CacheSalt | None = None
 
     def _asked(self, messages: list[dict[str, Any]], tools: tuple[Tool, ...], structure: Structure | None,
                options: dict[str, Any], parallel: bool) -> Conversation:
         settings = sampling(temperature=self.temperature, top_p=self.top_p, top_k=self.top_k,
                             stop=self.stop_sequences)
         return Conversation(messages, settings, self.max_tokens, 1, tools, parallel, structure, None, options,
-                            self.kv, self.priority)
+                            self.kv, self.priority, cache_salt=self.cache_salt)

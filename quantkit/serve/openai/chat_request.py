@@ -128,7 +128,7 @@ class ChatRequest(GenerationRequest):
         return Conversation(
             plain_messages(self.messages), self.sampling(), self.max_completion_tokens or self.max_tokens,
             self.n, tools, self.parallel_tool_calls, structure, logprobs, self.chat_template_kwargs, self.kv,
-            self.priority)
+            self.priority, cache_salt=self.cache_salt)
 
     def _choose(self) -> tuple[tuple[Tool, ...], Structure | None]:
         choice = self.tool_choice

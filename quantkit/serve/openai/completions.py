@@ -47,7 +47,8 @@ class CompletionReply(Reply):
         sampling, kv = body.sampling(), model.kv(body.kv)
         self.structure = body.structure
         self.jobs = [ChoiceJob(prompt, choice_sampling(sampling, body.max_tokens or 1, i), body.logprobs,
-                               body.echo and body.logprobs is not None, kv=kv, priority=priority)
+                               body.echo and body.logprobs is not None, kv=kv, priority=priority,
+                               cache_salt=body.cache_salt)
                      for prompt in prompts for i in range(body.n)]
         check_fits(model.loaded, self.jobs)
         self._prompt_tokens = sum(map(len, prompts))

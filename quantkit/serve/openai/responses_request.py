@@ -16,7 +16,7 @@ from quantkit.serve.openai.response_items import InputItem, messages_of
 from quantkit.serve.openai.structured import JsonObjectFormat, TextFormat
 from quantkit.serve.openai.tools import FunctionName
 from quantkit.serve.schema import INT64, JsonObject, RequestPart, String, Unicode
-from quantkit.serve.settings import KV, Priority, sampling
+from quantkit.serve.settings import KV, CacheSalt, Priority, sampling
 from quantkit.serve.template_options import TemplateOptions, check_options
 from quantkit.serve.tools import Description, ToolName, choose_tools
 from quantkit.structure.grammar import Structure
@@ -117,6 +117,7 @@ class ResponsesRequest(RequestPart):
         default_factory=dict, description="Further values for the model's chat template.")
     priority: Priority = 0
     kv: KV | None = None
+    cache_salt: CacheSalt | None = None
 
     @classmethod
     def _refusal(cls, name: str) -> str:
@@ -142,7 +143,7 @@ class ResponsesRequest(RequestPart):
             messages, sampling(temperature=self.temperature, top_p=self.top_p, top_k=self.top_k,
                                min_p=self.min_p, repetition_penalty=self.repetition_penalty, seed=self.seed),
             self.max_output_tokens, 1, tools, self.parallel_tool_calls, structure, None,
-            self.chat_template_kwargs, self.kv, self.priority, "input")
+            self.chat_template_kwargs, self.kv, self.priority, "input", self.cache_salt)
 
     def _choose(self) -> tuple[tuple[Tool, ...], Structure | None]:
         choice, wanted, structure = self.tool_choice, self.text.format, None
