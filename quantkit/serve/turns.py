@@ -160,7 +160,8 @@ class NextTurn:
                              conversation.limit_param)
         kv, special = model.kv(conversation.kv), model.format.special
         self.jobs = [ChoiceJob(self.prompt, choice_sampling(conversation.sampling, limit, i),
-                               conversation.logprobs, keep_special=special, kv=kv, priority=priority)
+                               conversation.logprobs, keep_special=special, kv=kv, priority=priority,
+                               cache_salt=conversation.cache_salt)
                      for i in range(conversation.n)]
         check_fits(model.loaded, self.jobs)
 

@@ -17,7 +17,7 @@ from quantkit.serve.openai.response_tools import ClientTool, ResponseTools, clie
 from quantkit.serve.openai.structured import STRICT, JsonObjectFormat, TextFormat
 from quantkit.serve.openai.tools import FunctionName
 from quantkit.serve.schema import INT64, JsonObject, RequestPart, String, Unicode
-from quantkit.serve.settings import FITS, KV, Priority, TokenLimit, TopK, sampling, token_limit
+from quantkit.serve.settings import FITS, KV, CacheSalt, Priority, TokenLimit, TopK, sampling, token_limit
 from quantkit.serve.template_options import Effort, TemplateOptions, ThinkingHint, check_options
 from quantkit.serve.tools import Description, choose_tools
 from quantkit.structure.grammar import Structure
@@ -120,6 +120,7 @@ class ResponsesRequest(RequestPart):
         default_factory=dict, description="Further values for the model's chat template.")
     priority: Priority = 0
     kv: KV | None = None
+    cache_salt: CacheSalt | None = None
 
     @classmethod
     def _refusal(cls, name: str) -> str:
@@ -147,7 +148,7 @@ class ResponsesRequest(RequestPart):
                                min_p=self.min_p, repetition_penalty=self.repetition_penalty, seed=self.seed),
             token_limit(self.max_output_tokens), 1, tools, self.parallel_tool_calls, structure, None,
             self.chat_template_kwargs, self.kv, self.priority, "input", "max_output_tokens",
-            () if effort is None else (ThinkingHint("reasoning.effort", effort),))
+            () if effort is None else (ThinkingHint("reasoning.effort", effort),), self.cache_salt)
 
     def client_tools(self) -> list[ClientTool]:
         """All tools that the model may be given."""
