@@ -75,8 +75,8 @@ def check_json(value: dict[str, Any]) -> dict[str, Any]:
     return value
 
 
-ATTACHMENTS = frozenset({"image_url", "image", "input_audio", "audio_url", "audio", "video_url", "file", "file_id",
-                         "file_data", "file_url", "source"})
+ATTACHMENTS = frozenset({"image_url", "image", "input_audio", "audio_url", "audio", "video_url", "file",
+                         "file_id", "file_data", "file_url", "source"})
 """Keys of a message's pieces that hold something else than text."""
 Unicode = AfterValidator(_unicode)
 String = Annotated[str, Unicode]

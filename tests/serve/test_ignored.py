@@ -1,10 +1,7 @@
 """Keys, tools and hints that the server doesn't do are ignored and named, or refused where it is strict."""
 
-import json
 
 import pytest
-
-from quantkit.serve.ignored import MAX_HEADER, MAX_TOLD, Ignored, IgnoredLog, header
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 USER = [{"role": "user", "content": "hi"}]
