@@ -19,6 +19,7 @@ MAX_NOTED, MAX_NAME, MAX_HEADER = 256, 64, 1024
 """Of one request: keys that are noted, characters of one of them, and characters of the header."""
 MAX_TOLD = 1024
 """Kinds of ignored keys, by client, that the log remembers."""
+_UNPRINTABLE = re.compile(r"[^ -+.-~-]")
 _UNSAFE, _INDEX = re.compile(r"[^A-Za-z0-9_.$/-]"), re.compile(r"\[\d+\]")
 
 
@@ -51,7 +52,7 @@ class Ignored:
         """Something else, as the header should name it: a path, perhaps with a reason in parentheses."""
         self._noted += 1
         if self._noted <= MAX_NOTED:
-            self._others.append(what)
+            self._others.append(_UNPRINTABLE.sub("?", what)[:2 * MAX_NAME])
 
     def names(self, body: Any) -> list[str]:
         """What is ignored, by JSON path. What stands at several indices is one name with ``[*]``.

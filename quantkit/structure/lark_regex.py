@@ -1,7 +1,7 @@
 """A grammar in Lark's notation as one regular expression, where it doesn't refer to itself.
 
-A tool's input of such a grammar comes as a JSON string, whose characters are escaped. A regular expression can
-be applied to what the string means (``pattern`` of its schema); a grammar only to what stands there.
+A tool's input of such a grammar comes as a JSON string, whose characters are escaped. A regular expression
+can be applied to what the string means (``pattern`` of its schema); a grammar only to what stands there.
 """
 
 from __future__ import annotations
@@ -73,8 +73,10 @@ class _Writer:
         if name not in self._known:
             if name in within:
                 raise NotRegularError(f"the rule {name} refers to itself")
-            if name not in self._rules or len(within) > MAX_DEPTH:
-                raise NotRegularError(f"there is no rule {name}" if name not in self._rules else "it is too deep")
+            if name not in self._rules:
+                raise NotRegularError(f"there is no rule {name}")
+            if len(within) > MAX_DEPTH:
+                raise NotRegularError("it is too deep")
             tokens = _Tokens(_tokens(self._rules[name]))
             self._known[name] = self._alternatives(tokens, (*within, name), 0)
             if tokens.kind:

@@ -62,8 +62,9 @@ class ClientTool:
             regex = regular_expression(regex, MAX_REGEX)
         elif len(regex) > MAX_REGEX:
             raise NotRegularError(f"it has more than {MAX_REGEX} characters")
-        schema = {**self.tool.parameters, "properties": {INPUT: {"type": "string", "pattern": f"^(?:{regex})$"}}}
-        return replace(self.tool, parameters=schema, strict=True)
+        text = {"type": "string", "pattern": f"^(?:{regex})$"}
+        return replace(self.tool, parameters={**self.tool.parameters, "properties": {INPUT: text}},
+                       strict=True)
 
 
 class ResponseTool(RequestPart):

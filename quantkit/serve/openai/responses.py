@@ -33,7 +33,8 @@ class ResponsesReply(Reply):
         self.id, self._created = f"resp_{uuid.uuid4().hex}", int(time.time())
         self._tools = {tool.tool.name: tool for tool in body.client_tools()}
         self._grammars: list[ClientTool] = []  # tools whose grammars are part of the structure
-        self.structure = self._turns.structure_of_turn(body.structure([*map(self._tool, self._tools.values())]))
+        tools = [self._tool(tool) for tool in self._tools.values()]
+        self.structure = self._turns.structure_of_turn(body.structure(tools))
         self._events = ResponseEvents(self._tools)
 
     def compile(self) -> None:
