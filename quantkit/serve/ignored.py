@@ -111,7 +111,7 @@ def header(names: list[str]) -> str:
 
 def safe(text: str) -> str:
     """A client's word as it may stand in a header or in the log."""
-    return _UNSAFE.sub("?", text[:MAX_NAME])
+    return _UNSAFE.sub("?", text[:MAX_NAME]) or "?"
 
 
 class IgnoredLog:
@@ -126,7 +126,7 @@ class IgnoredLog:
 
     def add(self, client: str, names: list[str]) -> None:
         """Note what a request of a client had. ``client``: its ``User-Agent``."""
-        client = safe(client.partition(" ")[0]) or "an unnamed client"
+        client = safe(client.partition(" ")[0]) if client else "an unnamed client"
         kinds = {_INDEX.sub("[*]", name): name for name in names}
         new = [name for kind, name in kinds.items() if (client, kind) not in self._told]
         if new and len(self._told) < MAX_TOLD:

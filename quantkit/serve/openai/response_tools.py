@@ -173,6 +173,20 @@ def client_tools(tools: Sequence[ResponseTool | CustomTool | NamespaceTool | Oth
             yield tool.client_tool(f"{place}[{number}]")
 
 
+def given_tools(tools: Sequence[ResponseTool | CustomTool | NamespaceTool | OtherTool]) \
+        -> list[dict[str, Any]]:
+    """Tools as the answer repeats them: without those that are left out."""
+    given = []
+    for tool in tools:
+        if isinstance(tool, OtherTool):
+            continue
+        given.append(tool.model_dump())
+        if isinstance(tool, NamespaceTool):
+            given[-1]["tools"] = [inner.model_dump() for inner in tool.tools
+                                  if not isinstance(inner, OtherNamespaceTool)]
+    return given
+
+
 class InputText:
     """The plain text of a custom tool's call, as its arguments come: ``{"input": "…"}``."""
 
@@ -231,5 +245,6 @@ def _unicode(text: str) -> str:
 
 _BEGIN = re.compile(rf'\s*\{{\s*"{INPUT}"\s*:\s*"')
 _PIECE = re.compile(r'[^"\\]+|\\["\\/bfnrt]|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}'
-                    r'|\\u(?![dD][89abAB])[0-9a-fA-F]{4}|\\u[0-9a-fA-F]{4}(?!\\|$)')
+                    r'|\\u(?![dD][89abAB])[0-9a-fA-F]{4}'
+                    r'|\\u[0-9a-fA-F]{4}(?!$|\\$|\\u[0-9a-fA-F]{0,3}$|\\u[dD][c-fC-F])')
 """What can be read by itself: half of a surrogate pair waits for what follows."""

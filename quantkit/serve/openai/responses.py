@@ -11,7 +11,7 @@ from quantkit.serve.errors import ApiError
 from quantkit.serve.ignored import leave_out
 from quantkit.serve.models import ServedEngine
 from quantkit.serve.openai.response_events import ResponseEvents, new_id, output_item
-from quantkit.serve.openai.response_tools import ClientTool, NotRegularError, OtherTool
+from quantkit.serve.openai.response_tools import ClientTool, NotRegularError, given_tools
 from quantkit.serve.openai.responses_request import ResponsesRequest
 from quantkit.serve.openai.usage import response_usage
 from quantkit.serve.reply import Reply
@@ -104,7 +104,7 @@ class ResponsesReply(Reply):
             "previous_response_id": None, "store": False, "truncation": "disabled",
             "parallel_tool_calls": body.parallel_tool_calls,
             "tool_choice": choice if isinstance(choice, str) else {"type": choice.type, "name": choice.name},
-            "tools": [tool.model_dump() for tool in body.tools if not isinstance(tool, OtherTool)],
+            "tools": given_tools(body.tools),
             "text": {"format": body.text.format.model_dump(by_alias=True)},
             "reasoning": {"effort": body.reasoning.effort, "summary": None},
             "usage": None if end is None else response_usage(self._turns.usage([end])),
