@@ -5,7 +5,7 @@ import json
 import pytest
 from openai.types.responses import Response
 
-from quantkit.errors import UsageError
+from quantkit.serve.errors import ApiError
 from quantkit.serve.models import ServedEngine
 from quantkit.serve.openai.response_tools import InputText, input_text
 from quantkit.structure.base import ToolCallDelta
@@ -29,7 +29,8 @@ ASKED = {"input": "the cat", "max_output_tokens": 100, "ignore": 1}
 def compiled(monkeypatch):
     """Structures that were to be compiled; none is."""
     seen = []
-    monkeypatch.setattr(ServedEngine, "compile", lambda self, structure: seen.append(structure) or (lambda: None))
+    monkeypatch.setattr(ServedEngine, "compile",
+                        lambda self, structure: seen.append(structure) or (lambda: None))
     return seen
 
 
@@ -65,7 +66,8 @@ def test_what_was_called_can_be_sent_back(shared, prepared):
         {"role": "user", "content": "go"},
         {"type": "additional_tools", "role": "developer", "tools": [PATCH, MCP]},
         {"type": "reasoning", "summary": [], "encrypted_content": "x", "content": None},
-        {"type": "custom_tool_call", "call_id": "a", "name": "apply_patch", "input": TEXT, "status": "completed"},
+        {"type": "custom_tool_call", "call_id": "a", "name": "apply_patch", "input": TEXT,
+         "status": "completed"},
         {"type": "function_call", "call_id": "b", "name": "log", "namespace": "mcp__git", "arguments": "{}"},
         {"type": "local_shell_call", "call_id": "c", "status": "completed",
          "action": {"type": "exec", "command": ["ls"]}},
@@ -98,8 +100,6 @@ def test_a_grammar_that_cant_be_kept_is_named(shared, strict, monkeypatch, defin
     def refuse(self, structure):
         raise ApiError(400, "it takes too much work")
 
-    from quantkit.serve.errors import ApiError
-
     monkeypatch.setattr(ServedEngine, "compile", refuse)
     tool = {**PATCH, "format": {**PATCH["format"], "definition": definition}}
     asked = {"input": "a", "max_output_tokens": 1, "tools": [tool]}
@@ -114,7 +114,8 @@ def test_a_grammar_that_cant_be_kept_is_named(shared, strict, monkeypatch, defin
     ('{"input": "a\\nb"}', "a\nb"), ('{ "input" : "" }', ""), ('{"patch": "x"}', "x"), ("{}", "{}"),
     ('{"other": 1, "input": "x"}', "x"), ('{"input": "a\\n', "a\n"), ('{"input": "a\\u00', "a"),
     ('{"input": "\\ud83d\\ude00"}', "\U0001f600"), ('{"input": "\\ud83dx"}', "\ufffdx"),
-    ('{"input": "\\ud83d\\n"}', "\ufffd\n"), ('{"input": "\\ude00"}', "\ufffd"), ('{"input": 5}', '{"input": 5}'),
+    ('{"input": "\\ud83d\\n"}', "\ufffd\n"), ('{"input": "\\ude00"}', "\ufffd"),
+    ('{"input": 5}', '{"input": 5}'),
     ('{"inp', '{"inp'), ("", ""),
 ])
 def test_the_text_of_arguments(arguments, text):
