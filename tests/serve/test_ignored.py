@@ -5,6 +5,8 @@ import json
 
 import pytest
 
+from quantkit.runtime.generate import generate
+from quantkit.runtime.sampler import Sampling
 from quantkit.serve.ignored import MAX_HEADER, MAX_TOLD, Ignored, IgnoredLog, header
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
@@ -203,3 +205,16 @@ def test_a_server_logs_what_it_ignores(live):
     for _ in range(2):
         made.post(CHAT, {"messages": USER, "max_tokens": 1, "seeed": 1}, headers={"user-agent": "me/1"})
     assert lines == ["ignored in requests of me/1: seeed"]
+
+
+def test_token_ids_end_an_answer(shared):
+    asked = {"prompt": "the cat", "max_tokens": 9, "temperature": 0, "ignore_eos": True}
+    tokenizer = shared.loaded.tokenizer
+    sampling = Sampling(max_tokens=9, ignore_eos=True)
+    ids = generate(shared.loaded, [tokenizer.encode("the cat")], sampling)[0].token_ids
+    answer = shared.post("/v1/completions", {**asked, "stop_token_ids": [299, ids[4]]}).json()
+    (choice,) = answer["choices"]
+    end = ids.index(ids[4])
+    assert choice["finish_reason"] == "stop" and answer["usage"]["completion_tokens"] == end + 1
+    assert choice["text"] == tokenizer.decode(ids[:end])
+    assert shared.post("/v1/completions", {**asked, "stop_token_ids": [-1]}).status_code == 400

@@ -21,12 +21,13 @@ def described(shared):
         return client.get("/openapi.json").json()
 
 
-@pytest.fixture(scope="module")
-def url(tmp_path_factory):
+@pytest.fixture(scope="module", params=[[], ["--strict-requests"]], ids=["lenient", "strict"])
+def url(tmp_path_factory, request):
     """A server in a process of its own."""
     folder = tiny_model(tmp_path_factory.mktemp("models") / "tiny", dtype="float32",
                         max_position_embeddings=CONTEXT)
-    command = [sys.executable, "-m", "quantkit.cli.main", "serve-local", str(folder), "--port", "0", "--json"]
+    command = [sys.executable, "-m", "quantkit.cli.main", "serve-local", str(folder), "--port", "0", "--json",
+               *request.param]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
         yield json.loads(child.stdout.readline())["url"]
         child.terminate()
