@@ -287,7 +287,8 @@ class Request:
             self._constraint.accept(token)
         ids.append(token)
         ended, shown = False, True
-        if token in self._eos and not self.sampling.ignore_eos:
+        sampling = self.sampling
+        if token in sampling.stop_token_ids or (token in self._eos and not sampling.ignore_eos):
             ended, shown, result.finish_reason = True, False, "stop"
         elif self._constraint is not None and self._constraint.ended:
             ended, result.finish_reason = True, "stop"

@@ -123,6 +123,13 @@ def shared(loaded) -> Iterator[Live]:
         yield made
 
 
+@pytest.fixture(scope="session")
+def strict(loaded) -> Iterator[Live]:
+    """The same, started with ``--strict-requests``."""
+    with running(loaded, strict_requests=True) as made:
+        yield made
+
+
 @pytest.fixture
 def eventually() -> Callable[[Callable[[], Any]], None]:
     """Wait until something holds."""

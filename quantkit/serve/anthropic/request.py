@@ -146,8 +146,8 @@ class CountRequest(RequestPart):
             messages.insert(0, {"role": "system", "content": text})
         parallel = isinstance(self.tool_choice, NoChoice | None) or \
             not self.tool_choice.disable_parallel_tool_use
-        return Conversation(messages, sampling(temperature=1.0, top_p=1.0), None, 1, tools, parallel, structure,
-                            None, self.chat_template_kwargs, thinking=tuple(self._hints()))
+        return Conversation(messages, sampling(temperature=1.0, top_p=1.0), None, 1, tools, parallel,
+                            structure, None, self.chat_template_kwargs, thinking=tuple(self._hints()))
 
     def _system(self, system: str | list[TextBlock]) -> str:
         if isinstance(system, str) or not system[0].text.startswith(BILLING):
