@@ -16,6 +16,7 @@ from typing import Any
 from quantkit.calibrate.parquet import read_rows
 from quantkit.calibrate.rows import KEYS, Document, document, parse_row, parse_value
 from quantkit.errors import CalibrationError
+from quantkit.paths import open_regular
 
 ROWS = (".jsonl", ".ndjson", ".json")
 PARQUET = ".parquet"
@@ -45,7 +46,8 @@ class DataFile:
     def size(self) -> int:
         """Bytes. Raises CalibrationError if it isn't there."""
         try:
-            return self.path.stat().st_size
+            with open_regular(self.path) as file:
+                return file.seek(0, 2)
         except (OSError, ValueError) as error:  # ValueError: a NUL in the path
             raise unreadable(self.name, error) from None
 

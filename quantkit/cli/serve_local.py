@@ -155,7 +155,8 @@ def command(models: tuple[str, ...], host: str, port: int, hosts: tuple[str, ...
 def _key(file: Path | None) -> str | None:
     """The key that clients need, if any. Raises UsageError: it can't be sent in a header."""
     if file is not None:
-        where, raw = str(file), file.read_bytes()[:4096]
+        with file.open("rb") as stream:  # a device may never end
+            where, raw = str(file), stream.read(4096)
     elif KEY_VARIABLE in os.environ:
         where, raw = KEY_VARIABLE, os.environb[KEY_VARIABLE.encode()] if os.supports_bytes_environ else \
             os.environ[KEY_VARIABLE].encode()
