@@ -17,6 +17,7 @@ from quantkit.errors import CheckpointError, QuantkitError, SourceError, SpecErr
 from quantkit.formats import contract
 from quantkit.formats.base import Format, QuantizedTensor
 from quantkit.formats.dtypes import FLOATS
+from quantkit.paths import open_regular
 from quantkit.plugins import BUILTIN, registry
 from quantkit.sources.base import TensorInfo
 from quantkit.sources.local import has_leftover_words
@@ -220,7 +221,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(f"{folder} is no quantkit checkpoint", why=f"it has no {MANIFEST}",
                               next=f"quantkit quantize {shlex.quote(str(folder))} --recipe int8 --out OUT")
     try:
-        with file.open("rb") as handle:
+        with open_regular(file) as handle:
             raw = handle.read(MAX_BYTES + 1)
     except OSError as error:
         raise CheckpointError(f"{file} can't be read", why=error.strerror) from error

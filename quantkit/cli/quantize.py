@@ -69,7 +69,8 @@ MIXED = "mixed"
               help="Where layers are quantized: in this process, or on a Ray cluster (the one that "
                    "RAY_ADDRESS names, else this machine's cores).")
 @device_option
-@click.option("--strict", is_flag=True, help="Stop instead of falling back to another method or damping.")
+@click.option("--strict", is_flag=True, help="Stop instead of falling back to another method or damping, and "
+              "instead of leaving out rows of the calibration data.")
 @click.option("--quiet", "-q", is_flag=True, help="No progress on stderr.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan or the result as JSON.")
 def command(source: str, recipe_name: str | None, budget: str | None, out: Path | None, dry_run: bool,
@@ -113,7 +114,7 @@ def command(source: str, recipe_name: str | None, budget: str | None, out: Path 
         choice = _choose(source, recipe, budget, revision, quiet, alone=dry_run)
         recipe = choice.recipe
     if dry_run:
-        plan, facts, text = _plan(source, recipe, revision, quiet)
+        plan, facts, text = _plan(source, recipe, revision, strict, quiet)
         _warn_of_no_effect(plan, spec)
         if as_json:
             known = facts.model_dump(mode="json") if facts else None
@@ -192,7 +193,7 @@ def _choose(source: str, recipe: Recipe, text: str, revision: str | None, quiet:
 
 
 def _plan(source: str, recipe: Recipe, revision: str | None,
-          quiet: bool) -> tuple[Plan, CalibrationFacts | None, RecoveryText | None]:
+          strict: bool, quiet: bool) -> tuple[Plan, CalibrationFacts | None, RecoveryText | None]:
     from quantkit.calibrate.prepare import prepare
     from quantkit.checkpoint.manifest import CalibrationFacts
     from quantkit.planning.plan import make_plan
@@ -205,8 +206,9 @@ def _plan(source: str, recipe: Recipe, revision: str | None,
         plan = make_plan(recipe, opened)
         warn_if_quantized(opened)
         with ProgressLine("calibration data", quiet=quiet) as progress:
-            data = prepare(plan.calibration, opened, plan.widest_hessian, progress)
-            text = recipe_text(plan.recipe.recover, plan.recipe.calibration, opened, data, progress)
+            data = prepare(plan.calibration, opened, plan.widest_hessian, progress, strict)
+            text = recipe_text(plan.recipe.recover, plan.recipe.calibration, opened, data, progress,
+                               strict)
             return plan, CalibrationFacts.of(plan.recipe.calibration, data), text
     finally:
         opened.close()

@@ -224,6 +224,8 @@ def test_calibration_data_that_is_broken(cli, tiny, tmp_path):
     data = chats(tmp_path / "chats.jsonl", "Hi?")
     data.write_text(data.read_text() + '{"messages": [{"role": "assistant", "content": "Ho."}]}\n')
     refused(cli("quantize", tiny, "-r", "int4", "--dry-run", "--calibration", data), 1,
+            "rows that can't be used: 1, the first: chats.jsonl line 2", "next: ")
+    refused(cli("quantize", tiny, "-r", "int4", "--dry-run", "--calibration", data, "--strict"), 1,
             "chats.jsonl line 2", "without a user's turn", "next: ")
     data.write_text("Once upon a time.")
     refused(cli("quantize", tiny, "-r", "int4", "-o", tmp_path / "OUT", "--calibration", data), 1,
