@@ -15,7 +15,7 @@ import pluggy
 from quantkit import hookspecs
 from quantkit.errors import PluginError, did_you_mean
 from quantkit.hookspecs import API_VERSION, OLDEST_API_VERSION
-from quantkit.registry import Registry, RegistryEntry, a_type, described
+from quantkit.registry import Registry, RegistryEntry, a_type, described, is_ctrl_c
 
 HOOKS = tuple(name for name, function in inspect.getmembers(hookspecs, inspect.isfunction)
               if hasattr(function, "quantkit_spec"))
@@ -119,11 +119,11 @@ def collect(impls: Callable[[str], Iterable[pluggy.HookImpl]], tables: dict[str,
         for impl in impls(hook):
             try:
                 impl.function(*[functools.partial(register, kind) for _ in impl.argnames])
-            except KeyboardInterrupt:
-                raise
             except PluginError:
                 raise
             except BaseException as error:  # also SystemExit: it costs only itself
+                if is_ctrl_c(error):
+                    raise
                 raise PluginError(f"fails in its hook {hook}", why=described(error)) from error
     done = True
     return entries

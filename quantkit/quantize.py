@@ -119,7 +119,8 @@ class _Run:
         release(source)
         self.transforms, self.measured = resolve(plan.recipe.transforms), plan.measured
         self.data = prepare(plan.calibration, source, plan.widest_hessian, progress, strict)
-        text = recipe_text(plan.recipe.recover, plan.recipe.calibration, source, self.data, progress)
+        text = recipe_text(plan.recipe.recover, plan.recipe.calibration, source, self.data, progress,
+                           strict)
         self.recovery = None if text is None else RecoveryRun(
             plan, source, text, self.phases, Units(UNIT, TABLE, REST), strict)
 

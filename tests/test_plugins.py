@@ -1,5 +1,6 @@
 """The rules that plugins live by, each with a plugin that breaks it."""
 
+import signal
 import subprocess
 import sys
 import warnings
@@ -269,7 +270,7 @@ class Unprintable(Exception):
         raise RuntimeError("no text")
 
 
-@pytest.mark.parametrize("error", [Unprintable(), SystemExit(3), GeneratorExit()])
+@pytest.mark.parametrize("error", [Unprintable(), SystemExit(3), GeneratorExit(), KeyboardInterrupt()])
 def test_an_observer_may_raise_anything(manager, error):
     def on_run_finished(kind):
         raise error
@@ -281,10 +282,13 @@ def test_an_observer_may_raise_anything(manager, error):
 
 def test_an_interrupt_in_an_observer_is_the_users(manager):
     def on_run_finished(kind):
-        raise KeyboardInterrupt
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt as error:
+            raise KeyboardInterrupt("cleaned up") from error
 
     manager.add(plugin(on_run_finished=on_run_finished), "dist-mine")
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt, match="cleaned up"):
         manager.notify("on_run_finished", kind="quantize", summary={})
 
 

@@ -124,8 +124,7 @@ def test_a_weight_of_nan_is_named_where_the_model_writes(tmp_path, name):
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(QuantkitError) as caught:
         quantize(str(folder), "int4", tmp_path / "out", calibration=OWN)
-    assert caught.value.what.startswith(f"{name} holds NaN")
-    assert "in calibration window 0" in caught.value.why
+    assert caught.value.what.startswith(f"tensor {name!r} of ") and "not finite" in caught.value.what
 
 
 @pytest.mark.parametrize("label", ["layer 0", "layer 1", "embeddings and head", "assembling and rereading"])

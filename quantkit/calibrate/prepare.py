@@ -35,7 +35,7 @@ def prepare(spec: CalibrationSpec | None, source: ModelSource, widest: int, prog
         source: the model: its tokenizer and chat template.
         widest: inputs of the widest Linear that is solved by its Hessian; 0 if there is none.
         progress: told of downloads.
-        strict: a fallback is an error.
+        strict: a fallback, or a row that can't be used, is an error.
 
     Returns:
         ``None`` if ``spec`` is, or if the model has yet to write its text.
@@ -61,7 +61,7 @@ def prepare(spec: CalibrationSpec | None, source: ModelSource, widest: int, prog
                                 spec.seed)
         # few tokens are enough: with the factor below, a Hessian has full rank whatever their number
         return _warned(own_calibration(spec, tokenizer, tokens, vocabulary, widest=0))
-    return _warned(load_calibration(spec, tokenizer, vocabulary, widest, progress))
+    return _warned(load_calibration(spec, tokenizer, vocabulary, widest, progress, strict))
 
 
 def writes_itself(spec: CalibrationSpec | None) -> bool:

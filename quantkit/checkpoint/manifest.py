@@ -303,6 +303,9 @@ class Manifest(Frozen):
             del plain["exported"]  # manifests from before there was such a key stay what they are
         if self.recovery is None:
             del plain["recovery"]  # the same
+        coverage = (plain["calibration"] or {}).get("coverage")
+        if coverage and not coverage["unusable"]:
+            del coverage["unusable"], coverage["unusable_first"]
         for record in plain["files"].values():
             if not record["blocks"]:
                 del record["blocks"]

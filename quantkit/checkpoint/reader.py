@@ -17,6 +17,7 @@ from quantkit.errors import CheckpointError, QuantkitError, SourceError, SpecErr
 from quantkit.formats import contract
 from quantkit.formats.base import Format, QuantizedTensor
 from quantkit.formats.dtypes import FLOATS
+from quantkit.paths import open_regular
 from quantkit.plugins import BUILTIN, registry
 from quantkit.sources.base import TensorInfo
 from quantkit.sources.local import has_leftover_words
@@ -208,7 +209,7 @@ def read_manifest(folder: Path) -> Manifest:
     """The manifest of a finished checkpoint. Raises CheckpointError, saying what the folder is instead."""
     refuse_unfinished(folder)
     if not folder.is_dir():
-        raise CheckpointError(f"{folder} is no folder", next="quantkit inspect DIR")
+        raise CheckpointError(f"{folder} is no folder", next="give the folder of a checkpoint")
     if is_unfinished(folder):
         raise unfinished(folder, f"{folder} is an unfinished checkpoint")
     file = folder / MANIFEST
@@ -218,9 +219,9 @@ def read_manifest(folder: Path) -> Manifest:
                                   why="another tool made it, or that file was lost",
                                   next=f"quantkit inspect {shlex.quote(str(folder))}")
         raise CheckpointError(f"{folder} is no quantkit checkpoint", why=f"it has no {MANIFEST}",
-                              next="quantkit quantize SOURCE --recipe int8 --out OUT")
+                              next=f"quantkit quantize {shlex.quote(str(folder))} --recipe int8 --out OUT")
     try:
-        with file.open("rb") as handle:
+        with open_regular(file) as handle:
             raw = handle.read(MAX_BYTES + 1)
     except OSError as error:
         raise CheckpointError(f"{file} can't be read", why=error.strerror) from error

@@ -50,7 +50,8 @@ def command(model: str, out: Path, windows: int, quiet: bool, as_json: bool) -> 
     stages.begin(f"measuring quality on {windows} windows of {WINDOW} tokens, then speed and memory")
     with ProgressLine("evaluating", quiet) as progress:
         result = evaluate([model, *results], EvalSettings(window=WINDOW, windows=windows, decode=DECODE),
-                          progress, typed("quiet", "as_json"))
+                          progress, typed("quiet", "as_json"),
+                          announce=(lambda text: None) if quiet else note)
     stages.begin("asking each variant the same question")
     result.question = QUESTION
     with ProgressLine("answering", quiet) as progress:

@@ -144,7 +144,8 @@ def command(ctx: click.Context, models: tuple[str, ...], text: str | None, suite
     with loading_line("models", quiet) as loading, ProgressLine("evaluating", quiet) as progress:
         result = evaluate([*models, *variants], settings, progress,
                           typed("quiet", "as_json", "fresh"), loading,
-                          executor=executor, recipes=variants)
+                          executor=executor, recipes=variants,
+                          announce=(lambda text: None) if quiet else note)
     if conditions:
         result.gate = check_gate(result, gate or "", strict=gate_strict)
     try:

@@ -11,6 +11,7 @@ import rich_click as click
 from quantkit.cli.again import typed
 from quantkit.cli.options import kv_option, prompt_tokens_option, read_kv, revision_option
 from quantkit.cli.present import print_json
+from quantkit.cli.progress import ProgressLine
 from quantkit.cli.tokens import TokenCount
 from quantkit.errors import UsageError
 from quantkit.units import human_bytes
@@ -63,7 +64,8 @@ def command(model: str, context: int, concurrency: int, memory: str, recipes: tu
     from quantkit.fit.combinations import Requirements, combine
 
     settings, named = read_kv(kv), [name.strip() for text in recipes for name in text.split(",")]
-    possible = candidates(model, revision, named, settings)
+    with ProgressLine(f"planning for {model}") as progress:
+        possible = candidates(model, revision, named, settings, progress)
     combinations = combine(possible.pairs, Requirements(context, concurrency, size, prompt_tokens))
     chosen = next((combination for combination in combinations if combination.left >= 0), None)
     if chosen is None:

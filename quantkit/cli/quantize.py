@@ -46,7 +46,8 @@ MIXED = "mixed"
 @click.option("--out", "-o", type=click.Path(path_type=Path), metavar="DIR",
               help="The folder to create; it must not exist yet.")
 @click.option("--dry-run", is_flag=True,
-              help="Check every layer and print what would be done, with memory and disk; write nothing.")
+              help="Check every layer and print what would be done, with memory, disk and time; write "
+                   "nothing.")
 @layers_option("With --dry-run: show one row per layer instead of one per kind of layer.")
 @revision_option
 @click.option("--calibration", multiple=True, metavar="TEXT",
@@ -68,7 +69,8 @@ MIXED = "mixed"
               help="Where layers are quantized: in this process, or on a Ray cluster (the one that "
                    "RAY_ADDRESS names, else this machine's cores).")
 @device_option
-@click.option("--strict", is_flag=True, help="Stop instead of falling back to another method or damping.")
+@click.option("--strict", is_flag=True, help="Stop instead of falling back to another method or damping, and "
+              "instead of leaving out rows of the calibration data.")
 @click.option("--quiet", "-q", is_flag=True, help="No progress on stderr.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan or the result as JSON.")
 def command(source: str, recipe_name: str | None, budget: str | None, out: Path | None, dry_run: bool,
@@ -112,7 +114,7 @@ def command(source: str, recipe_name: str | None, budget: str | None, out: Path 
         choice = _choose(source, recipe, budget, revision, quiet, alone=dry_run)
         recipe = choice.recipe
     if dry_run:
-        plan, facts, text = _plan(source, recipe, revision, quiet)
+        plan, facts, text = _plan(source, recipe, revision, strict, quiet)
         _warn_of_no_effect(plan, spec)
         if as_json:
             known = facts.model_dump(mode="json") if facts else None
@@ -129,6 +131,7 @@ def command(source: str, recipe_name: str | None, budget: str | None, out: Path 
             if text is not None:
                 _print_recovery(plan, text)
             _print_sums(plan)
+            _print_time(plan, device)
             click.echo(f"{'next':<14}{again} --out OUT")
         return
     assert out is not None
@@ -190,7 +193,7 @@ def _choose(source: str, recipe: Recipe, text: str, revision: str | None, quiet:
 
 
 def _plan(source: str, recipe: Recipe, revision: str | None,
-          quiet: bool) -> tuple[Plan, CalibrationFacts | None, RecoveryText | None]:
+          strict: bool, quiet: bool) -> tuple[Plan, CalibrationFacts | None, RecoveryText | None]:
     from quantkit.calibrate.prepare import prepare
     from quantkit.checkpoint.manifest import CalibrationFacts
     from quantkit.planning.plan import make_plan
@@ -203,8 +206,9 @@ def _plan(source: str, recipe: Recipe, revision: str | None,
         plan = make_plan(recipe, opened)
         warn_if_quantized(opened)
         with ProgressLine("calibration data", quiet=quiet) as progress:
-            data = prepare(plan.calibration, opened, plan.widest_hessian, progress)
-            text = recipe_text(plan.recipe.recover, plan.recipe.calibration, opened, data, progress)
+            data = prepare(plan.calibration, opened, plan.widest_hessian, progress, strict)
+            text = recipe_text(plan.recipe.recover, plan.recipe.calibration, opened, data, progress,
+                               strict)
             return plan, CalibrationFacts.of(plan.recipe.calibration, data), text
     finally:
         opened.close()
@@ -270,6 +274,18 @@ def _size(plan: Plan) -> str:
         text += (f" as a file; in memory {human_bytes(memory)} → {human_bytes(after)}, "
                  f"{times_smaller(memory, after)}")
     return text
+
+
+def _print_time(plan: Plan, device: str) -> None:
+    from quantkit.cli.eta import human_seconds
+    from quantkit.device import find_device
+    from quantkit.planning.duration import expected_seconds, operations
+
+    if find_device(device).type != "cpu" or (seconds := expected_seconds(plan, operations())) is None:
+        return
+    low, high = map(human_seconds, seconds)
+    span = low if low == high else f"{low} to {high}"
+    click.echo(wrapped("time", f"{span} on this CPU, by the speed of its arithmetic now"))
 
 
 def _print_choice(choice: BudgetChoice) -> None:
@@ -346,10 +362,24 @@ def _run(source: str, recipe: Recipe, out: Path, revision: str | None, calibrati
         click.echo(wrapped("recovery", f"KL on held-out text {recovery.before:.3g} → {after} nats a token"
                                        f"{'' if recovery.kept else ', not kept'}"))
     click.echo(wrapped("fallbacks", f"{len(result.fallbacks)}, named above" if result.fallbacks else "none"))
+    click.echo(wrapped("engines", _engines(result.out)))
     # commands aren't folded: they are there to be copied
     at = f" --revision {quote(revision)}" if revision else ""
     click.echo(f"{'next':<14}quantkit eval {quote(source)} {quote(str(result.out))}{at}")
     click.echo(f"{'':<14}quantkit generate {quote(str(result.out))} \"The capital of France is\"")
+
+
+def _engines(out: Path) -> str:
+    """Which engines load the checkpoint on a GPU, and which refuse it."""
+    from quantkit.checkpoint.engines import ENGINES, check_engine
+    from quantkit.checkpoint.reader import Checkpoint
+
+    with Checkpoint.open(out) as checkpoint:
+        refuse = [engine for engine in ENGINES
+                  if any(check.status == "failed" for check in check_engine(engine, checkpoint))]
+    loads = ", ".join(["quantkit", *(engine for engine in ENGINES if engine not in refuse)])
+    why = f"`quantkit verify {quote(str(out))} --for {refuse[0]}` says why" if refuse else ""
+    return f"{loads}; not {', '.join(refuse)} ({why})" if refuse else loads
 
 
 @contextmanager

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from quantkit.serve.models import SchedulingPolicy
 
 KEY_VARIABLE = "QUANTKIT_API_KEY"
+MAX_KEYS = 2**16
+"""Bytes of all keys."""
 MAX_NAME = 200
 
 
@@ -44,7 +46,8 @@ MAX_NAME = 200
 @click.option("--allow-host", "hosts", multiple=True, metavar="NAME",
               help="Another host name that clients may use for this server; may be repeated.")
 @click.option("--api-key-file", type=click.Path(dir_okay=False, path_type=Path),
-              help=f"File with the key that clients must send; or set {KEY_VARIABLE}.")
+              help="File with the keys that clients may send, one a line; or set "
+                   f"{KEY_VARIABLE}. Clients with different keys share no cached prefixes.")
 @click.option("--name", "names", multiple=True,
               help="Name of the model in requests; by default the last part of MODEL. For several models "
                    "it is given for each, in their order.")
@@ -111,7 +114,7 @@ def command(models: tuple[str, ...], host: str, port: int, hosts: tuple[str, ...
     batched. Of several models, requests choose one by its name. SIGTERM or Ctrl-C lets running answers
     finish; a second one stops at once.
     """
-    key = _key(api_key_file)
+    keys = _keys(api_key_file)
     called = _names(models, names)
     if revision is not None and len(models) > 1:
         raise UsageError("--revision with several models", why="it is a revision of one of them",
@@ -133,10 +136,10 @@ def command(models: tuple[str, ...], host: str, port: int, hosts: tuple[str, ...
                              scheduling_policy, max_itl, parse_special, revision, dtype, device, verify,
                              None if chat_template is None else _template(chat_template), strict_requests,
                              bare_json_calls)
-    with bind(host, port, has_key=key is not None) as bound, open_trace(trace) as trace_file:
+    with bind(host, port, has_key=bool(keys)) as bound, open_trace(trace) as trace_file:
         note(f"loading {', '.join(models)}")
         loopback = is_loopback(bound)
-        access = {"loopback": loopback, "hosts": (*hosts, host), "key": key, "on_error": _failed}
+        access = {"loopback": loopback, "hosts": (*hosts, host), "keys": keys, "on_error": _failed}
         served = serve_here(options, trace_file, **access) if replicas is None else serve_replicas(
             options, replicas, **access)
         try:
@@ -150,7 +153,7 @@ def command(models: tuple[str, ...], host: str, port: int, hosts: tuple[str, ...
                                **served.announced})
                 where = "" if loopback else f", and on {host} for other machines"
                 note(f"listening on {address}{where}; open it to chat, Ctrl-C to end")
-                note(f"next: {_curl(address, called[0], served.chat, key is not None)}")
+                note(f"next: {_curl(address, called[0], served.chat, bool(keys))}")
 
             server = Server(served.application, drain_timeout=drain_timeout, on_ready=ready, on_drain=_drain)
             gc.freeze()  # what is there stays: collections needn't look through it while answers wait
@@ -165,21 +168,25 @@ def command(models: tuple[str, ...], host: str, port: int, hosts: tuple[str, ...
     note("all answers are complete")
 
 
-def _key(file: Path | None) -> str | None:
-    """The key that clients need, if any. Raises UsageError: it can't be sent in a header."""
+def _keys(file: Path | None) -> list[str]:
+    """The keys of which clients need one, if any. Raises UsageError: one can't be sent in a header."""
     if file is not None:
-        where, raw = str(file), file.read_bytes()[:4096]
+        where = str(file)
+        with file.open("rb") as stream:
+            raw = stream.read(MAX_KEYS + 1)
     elif KEY_VARIABLE in os.environ:
         where, raw = KEY_VARIABLE, os.environb[KEY_VARIABLE.encode()] if os.supports_bytes_environ else \
             os.environ[KEY_VARIABLE].encode()
     else:
-        return None
-    key = raw.strip().decode("latin-1")
-    if not key or not key.isascii() or not key.isprintable() or " " in key:
-        raise UsageError(f"the API key in {where} can't be used",
-                         why="it is empty" if not key else "only letters, digits and signs can be sent",
+        return []
+    keys = [key for line in raw.decode("latin-1").split("\n") if (key := line.strip())]
+    why = ("it is empty" if not keys else f"they are more than {MAX_KEYS} bytes" if len(raw) > MAX_KEYS else
+           "only letters, digits and signs can be sent" if not all(
+               key.isascii() and key.isprintable() and " " not in key for key in keys) else None)
+    if why is not None:
+        raise UsageError(f"the API key in {where} can't be used", why=why,
                          next='python -c "import secrets; print(secrets.token_urlsafe())" makes one')
-    return key
+    return keys
 
 
 def _template(file: Path) -> str:

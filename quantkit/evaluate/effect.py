@@ -1,10 +1,9 @@
-"""How much a difference from the reference means to a reader, in four words. docs/evaluation.md explains
-them.
+"""How much a difference from the reference means to a reader, in four words (docs/evaluation.md).
 
 The limits are of KL, in nats a token. A KL of d raises perplexity about exp(d) times on text that the
-reference predicts well: 0.01 is 1%, less than the bootstrap's interval of a usual run; 0.1 is 10%; 0.5 is
-65%, what is between a model and one of half its size. The limits of shares are the tokens whose likeliest one
-changes at these KLs, as measured with SmolLM2-135M (evals/results): one in 20, one in 6, two in 5.
+reference predicts well: 0.01 is 1%, less than the interval of a usual run; 0.1 is 10%; 0.5 is 65%. The limits
+of shares are the tokens whose likeliest one is another at these KLs, as measured with SmolLM2-135M
+(evals/results): one in 20, one in 6, two in 5.
 """
 
 from __future__ import annotations

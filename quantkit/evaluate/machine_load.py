@@ -113,7 +113,7 @@ def busy_reason(load: MachineLoad | None) -> str | None:
     """Why speeds that were timed under this load aren't shown; ``None``: they are."""
     if load is None or load.worst <= 1:
         return None
-    parts = [f"{100 * share:.0f}% of the processors' time went to {whom}" for share, whom, limit in (
+    parts = [f"up to {100 * share:.0f}% of the processors' time went to {whom}" for share, whom, limit in (
         (load.others, "other programs", MAX_OTHERS), (load.stolen, "other machines of the host", MAX_STOLEN))
              if share > limit]
     return f"the machine was busy: {' and '.join(parts)}"

@@ -33,7 +33,8 @@ class Protocol:
         seed: of the bootstrap.
         prefill, decode, repeats: prompt tokens, new tokens and timed runs of the speed test, as asked for; 0
             if speed was not measured.
-        runs: the fewest and the most timed runs that a model really had; ``None``: not known.
+        runs: the fewest and the most timed runs that a model really had; 0: no speed is shown, because the
+            machine was busy; ``None``: not known.
         quantkit, torch: versions.
         cpu, cores, threads: the machine, and how many threads torch was given.
         gpu: that the models ran on; ``None``: on none.
@@ -95,7 +96,8 @@ class Protocol:
         least, most = self.runs or (self.repeats, self.repeats)
         runs = f"{least} to {most} runs" if least < most else f"{most} run{'s' * (most > 1)}"
         speed = (f"speed: {self.prefill} tokens in, {self.decode} out, median of {runs}, "
-                 f"batch {self.batch}, a process a model" if self.repeats else "speed was not measured")
+                 f"batch {self.batch}, a process a model" if self.repeats and most else
+                 "speed was not measured" if not self.repeats else "no speed is shown")
         cached = f" after a prompt of {self.prompt} tokens in the KV cache" if self.prompt else ""
         tasks = [f"tasks {self.tasks}"] if self.tasks else []
         gpu = f"{self.gpu}; " if self.gpu else ""

@@ -142,7 +142,8 @@ class EvalResult:
         floors: key of a metric → its noise floor: what arithmetic alone makes of it.
         roofline: of models, each without KV settings.
         sensitivity: what 4 bits cost in each Linear, in nats: ``("model.layers.0.mlp.up_proj", 0.0012)``.
-        diff: tokens of a text with what two variants make of each.
+        diff: tokens of a text with what the reference and another variant make of each.
+        other_diffs: the same with further variants.
         gate: what was demanded and what came of it; ``None``: nothing was.
     """
 
@@ -157,6 +158,7 @@ class EvalResult:
     roofline: list[Roofline] = field(default_factory=list)
     sensitivity: list[tuple[str, float]] = field(default_factory=list)
     diff: TokenDiff | None = None
+    other_diffs: list[TokenDiff] = field(default_factory=list)
     gate: GateResult | None = None
 
     @property
@@ -185,6 +187,7 @@ class EvalResult:
                 "floors": {key: _ends(value) for key, value in self.floors.items()},
                 "roofline": [roofline.model_dump(mode="json") for roofline in self.roofline],
                 "sensitivity": self.sensitivity, "diff": self.diff and self.diff.model_dump(mode="json"),
+                "other_diffs": [diff.model_dump(mode="json") for diff in self.other_diffs],
                 "plotted": list(self.plotted), "gate": self.gate and self.gate.model_dump(mode="json")}
 
 

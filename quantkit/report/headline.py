@@ -35,6 +35,7 @@ class Recommendation:
         title: ``Take int8``.
         facts: what it gains and costs, a value and what it is: ``("1.65 times", "smaller")``.
         sentence: all of this as text.
+        cost: what it costs, as a sentence; ``""`` if nothing is taken.
         effect: how much it costs.
     """
 
@@ -43,6 +44,7 @@ class Recommendation:
     facts: tuple[tuple[str, str], ...]
     sentence: str
     effect: Effect
+    cost: str = ""
 
 
 def headline(result: EvalResult) -> list[str]:
@@ -86,13 +88,14 @@ def recommended(result: EvalResult) -> Recommendation | None:
     row, effect = result.rows[index], effects[index]
     facts = _facts(row, first)
     cost = f"what it costs is {effect}{_kl(row, ' (', ')')}"
-    gains = ", ".join(" ".join(fact) for fact in facts)
+    gains = ", ".join(map(_said, facts))
     if effect == "broken":
         sentence = (f"Keep {names[0]}: every variant that gains something answers differently; the closest "
                     f"is {names[index]}{_kl(row, ' (', ')')}.")
         return Recommendation(0, f"Keep {names[0]}", (), sentence, effect)
     title = f"Take {names[index]}" + " if a visible cost is fine" * (effect == "visible")
-    return Recommendation(index, title, facts, f"{title}: {gains}; {cost}.", effect)
+    return Recommendation(index, title, facts, f"{title}: {gains}; {cost}.", effect,
+                          f"{cost[0].upper()}{cost[1:]}.")
 
 
 def size_facts(row: ModelResult, first: ModelResult) -> list[tuple[str, str]]:
@@ -184,7 +187,7 @@ def _alone(result: EvalResult) -> str:
 
 
 def _against(row: ModelResult, first: ModelResult, result: EvalResult) -> str:
-    parts = [" ".join(fact) for fact in _facts(row, first)]
+    parts = [_said(fact) for fact in _facts(row, first)]
     effect, kl = effect_of_row(row), _kl(row)
     if not kl:  # a plugin's or another metric stands for quality then
         for key, info in result.measured.items():
@@ -196,7 +199,11 @@ def _against(row: ModelResult, first: ModelResult, result: EvalResult) -> str:
         parts.append(f"cost {effect}" + (f" ({kl})" if kl else ""))
     elif kl:
         parts.append(kl)
-    return ", ".join(part for part in parts if part.strip()) or "nothing to compare"
+    return ", ".join(parts) or "nothing to compare"
+
+
+def _said(fact: tuple[str, str]) -> str:
+    return " ".join(filter(None, fact))
 
 
 def _best(rows: Sequence[ModelResult]) -> list[ModelResult]:

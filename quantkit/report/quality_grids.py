@@ -8,7 +8,7 @@ from quantkit.evaluate.metric_table import MetricInfo
 from quantkit.evaluate.metrics import KL, PERPLEXITY, TOP1
 from quantkit.evaluate.paired import PairedDifference
 from quantkit.evaluate.result import EvalResult, ModelResult
-from quantkit.report.base import head, kilobytes, megabytes, number, short_names, shown, tasks_of
+from quantkit.report.base import head, kilobytes, megabytes, number, short_names, shown, tasks_of, text_name
 from quantkit.report.frontier import dominated_rows
 from quantkit.report.grid import TextGrid, pair
 
@@ -73,8 +73,8 @@ def texts(result: EvalResult) -> list[TextGrid]:
         info = info_of(result, key)
         rows = tuple((name, *(pair(*shown(row.texts.get(text, {}).get(key), info)) for text in names))
                      for name, row in zip(short_names(result.rows), result.rows))
-        grids.append(TextGrid(", ".join(filter(None, head(info))), ("variant", *names), rows, (),
-                              dominated_rows(result)))
+        grids.append(TextGrid(", ".join(filter(None, head(info))), ("variant", *map(text_name, names)), rows,
+                              (), dominated_rows(result)))
     return grids
 
 
@@ -96,18 +96,26 @@ def differences(result: EvalResult, tasks: bool = True) -> TextGrid | None:
                             if tasks or test.metric not in tasks_of(result))
     if not columns:
         return None
+    columns = dict.fromkeys(sorted(columns, key=lambda column: bool(column[1])))  # all texts together first
     heads: dict[tuple[str, str], str] = {}
     for row in result.rows:
         for test in row.differences:
-            heads[test.metric, test.text] = pair(metric_name(result, test), f"{test.test}, {test.items} pairs"
-                                                 if test.test and test.items else test.test)
+            heads[test.metric, test.text] = pair(metric_name(result, test),
+                                                 f"{test.items} pairs" if test.items else "")
     rows = []
     for name, row in zip(short_names(result.rows), result.rows):
         tests = {(test.metric, test.text): test for test in row.differences}
         if tests:
             rows.append((name, *(_tested(result, tests.get(column)) for column in columns)))
+    kinds: dict[str, list[str]] = {}
+    for row in result.rows:
+        for test in row.differences:
+            named = kinds.setdefault(test.test, [])
+            if test.test and (name := info_of(result, test.metric).title) not in named:
+                named.append(name)
+    notes = tuple(f"p of {', '.join(names)}: {test}" for test, names in kinds.items() if names)
     return TextGrid("Against the reference, in pairs", ("variant", *(heads[column] for column in columns)),
-                    tuple(rows))
+                    tuple(rows), notes)
 
 
 def _tested(result: EvalResult, test: PairedDifference | None) -> str:
@@ -122,7 +130,7 @@ def _tested(result: EvalResult, test: PairedDifference | None) -> str:
 def metric_name(result: EvalResult, test: PairedDifference) -> str:
     """The metric's title, and the text that it is of."""
     title = info_of(result, test.metric).title
-    return f"{title} on {test.text}" if test.text else title
+    return f"{title} on {text_name(test.text)}" if test.text else title
 
 
 def worse(test: PairedDifference) -> str | None:

@@ -39,6 +39,7 @@ class Sampling:
         frequency_penalty: the same, times how often the answer has it (0: none; OpenAI's).
         seed: of this sequence's own generator; ``None`` draws one.
         stop: texts that end it; they are not part of the output.
+        stop_token_ids: tokens that end it as an end-of-sequence token does, also with ``ignore_eos``.
         ignore_eos: go on after an end-of-sequence token.
 
     Raises:
@@ -56,6 +57,7 @@ class Sampling:
     frequency_penalty: float = 0.0
     seed: int | None = None
     stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
@@ -84,6 +86,10 @@ class Sampling:
             ("stop", isinstance(self.stop, tuple) and len(self.stop) <= MAX_STOPS and all(
                 isinstance(s, str) and 0 < len(s) <= MAX_STOP_LENGTH for s in self.stop),
              f"at most {MAX_STOPS} texts of 1 to {MAX_STOP_LENGTH} characters"),
+            ("stop_token_ids", isinstance(self.stop_token_ids, tuple)
+             and len(self.stop_token_ids) <= MAX_STOPS
+             and all(_whole(token, 0, 2**31 - 1) for token in self.stop_token_ids),
+             f"at most {MAX_STOPS} token ids"),
             ("ignore_eos", isinstance(self.ignore_eos, bool), "true or false"),
         ):
             if not good:

@@ -21,7 +21,7 @@ _ABSOLUTE = re.compile(rb"(?i:https?)://([^/?#]*)(.*)", re.DOTALL)
 
 
 class FramingError(h11.RemoteProtocolError):
-    """A request that isn't read. Its text is for the client, its ``error_status_hint`` the answer's status."""
+    """A request that isn't read. Its text is for the client; ``error_status_hint`` is the answer's status."""
 
 
 class RequestReader(h11.Connection):
@@ -53,8 +53,8 @@ class RequestReader(h11.Connection):
                 self._bytes += len(event.data)
                 self._chunks += event.chunk_start
                 if self._chunks > SMALL_CHUNKS + self._bytes // CHUNK_BYTES:
-                    raise FramingError("the body comes in chunks that are too small: on average they must have "
-                                       f"{CHUNK_BYTES} bytes")
+                    raise FramingError("the body comes in chunks that are too small: on average they must "
+                                       f"have {CHUNK_BYTES} bytes")
             return event
         except h11.RemoteProtocolError as error:
             self.error = error
@@ -80,7 +80,8 @@ class _StrictLines(ReceiveBuffer):
         if lines is None:
             return None
         if len(self._extracted) > MAX_HEAD or len(lines) > MAX_HEADERS:
-            raise FramingError(f"the headers are more than {MAX_HEADERS} or larger than {MAX_HEAD} bytes", 431)
+            raise FramingError(f"the headers are more than {MAX_HEADERS} or larger than {MAX_HEAD} bytes",
+                               431)
         if _AMBIGUOUS.search(self._extracted):
             raise FramingError("a header ends without CRLF or is folded")
         return lines

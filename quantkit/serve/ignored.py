@@ -19,7 +19,8 @@ MAX_NOTED, MAX_NAME, MAX_HEADER = 256, 64, 1024
 """Of one request: keys that are noted, characters of one of them, and characters of the header."""
 MAX_TOLD = 1024
 """Kinds of ignored keys, by client, that the log remembers."""
-_UNSAFE, _UNPRINTABLE, _INDEX = re.compile(r"[^A-Za-z0-9_.$/-]"), re.compile(r"[^ -~]"), re.compile(r"\[\d+\]")
+_UNPRINTABLE = re.compile(r"[^ -+.-~-]")
+_UNSAFE, _INDEX = re.compile(r"[^A-Za-z0-9_.$/-]"), re.compile(r"\[\d+\]")
 
 
 class Ignored:
@@ -51,7 +52,7 @@ class Ignored:
         """Something else, as the header should name it: a path, perhaps with a reason in parentheses."""
         self._noted += 1
         if self._noted <= MAX_NOTED:
-            self._others.append(what)
+            self._others.append(_UNPRINTABLE.sub("?", what)[:2 * MAX_NAME])
 
     def names(self, body: Any) -> list[str]:
         """What is ignored, by JSON path. What stands at several indices is one name with ``[*]``.
@@ -110,7 +111,7 @@ def header(names: Sequence[str]) -> str:
 
 def safe(text: str) -> str:
     """A client's word as it may stand in a header or in the log."""
-    return _UNSAFE.sub("?", text[:MAX_NAME])
+    return _UNSAFE.sub("?", text[:MAX_NAME]) or "?"
 
 
 class IgnoredLog:
@@ -125,7 +126,7 @@ class IgnoredLog:
 
     def add(self, client: str, names: list[str]) -> None:
         """Note what a request of a client had. ``client``: its ``User-Agent``."""
-        client = safe(client.partition(" ")[0]) or "an unnamed client"
+        client = safe(client.partition(" ")[0]) if client else "an unnamed client"
         kinds = {_INDEX.sub("[*]", name): name for name in names}
         new = [name for kind, name in kinds.items() if (client, kind) not in self._told]
         if new and len(self._told) < MAX_TOLD:

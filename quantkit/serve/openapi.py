@@ -142,7 +142,8 @@ def _limit(parts: dict[str, Any], models: ServedModels) -> None:
                 for option in properties[field].get("anyOf", [properties[field]]):
                     if option.get("type") == "integer":
                         option["maximum"] = limit
-            if "anyOf" in properties.get("priority", ()) and all(model.scheduling_policy == "fcfs" for model in models):
+            if "anyOf" in properties.get("priority", ()) and all(
+                    model.scheduling_policy == "fcfs" for model in models):
                 _integers(properties["priority"]).update(minimum=0, maximum=0)
             if "seed" in properties:  # the framework makes numbers of 53 bits of them
                 _integers(properties["seed"]).update(minimum=-INT64, maximum=INT64 - 1)

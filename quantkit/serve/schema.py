@@ -48,7 +48,8 @@ def _integer(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _integers(value: Any) -> Any:
+def whole_numbers(value: Any) -> Any:
+    """A list in which integers may be written with a point."""
     return [*map(_integer, value)] if isinstance(value, list) and float in {*map(type, value)} else value
 
 
@@ -75,12 +76,12 @@ def check_json(value: dict[str, Any]) -> dict[str, Any]:
     return value
 
 
-ATTACHMENTS = frozenset({"image_url", "image", "input_audio", "audio_url", "audio", "video_url", "file", "file_id",
-                         "file_data", "file_url", "source"})
+ATTACHMENTS = frozenset({"image_url", "image", "input_audio", "audio_url", "audio", "video_url", "file",
+                         "file_id", "file_data", "file_url", "source"})
 """Keys of a message's pieces that hold something else than text."""
 Unicode = AfterValidator(_unicode)
 String = Annotated[str, Unicode]
-Ids = Annotated[list[int], Field(min_length=1, fail_fast=True), BeforeValidator(_integers)]
+Ids = Annotated[list[int], Field(min_length=1, fail_fast=True), BeforeValidator(whole_numbers)]
 JsonObject = Annotated[dict[str, Any], AfterValidator(check_json)]
 Inputs = (String | Annotated[list[String], Field(min_length=1, fail_fast=True)] | Ids
           | Annotated[list[Ids], Field(min_length=1, fail_fast=True)])

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from quantkit.kvspec import MAX_LENGTH as MAX_KV
 from quantkit.runtime.sampler import MAX_STOP_LENGTH, MAX_TOKENS, MIN_TEMPERATURE, Sampling
-from quantkit.serve.schema import INT64, Unicode
+from quantkit.serve.schema import INT64, Unicode, whole_numbers
 
 
 def _limit(tokens: int) -> int:
@@ -22,6 +22,8 @@ MAX_STOPS = 16
 MIN_TOP_P = 1e-9
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH), Unicode]
 Stops = Annotated[list[Stop], Field(max_length=MAX_STOPS, fail_fast=True)]
+StopIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(max_length=MAX_STOPS, fail_fast=True),
+                    BeforeValidator(whole_numbers)]
 KV = Annotated[str, Field(min_length=1, max_length=MAX_KV, description=(
     'How the KV cache is kept: "int8", "window(1024, sinks=4)+int8".')), Unicode]
 TokenLimit = Annotated[int, Field(ge=-1, le=MAX_TOKENS, json_schema_extra={"not": {"const": 0}}),
@@ -32,11 +34,15 @@ TopK = Annotated[int, Field(ge=-1, lt=2**31, description="-1 and 0: all tokens."
 Priority = Annotated[int, Field(ge=-2**31, lt=2**31, description=(
     "Lower ones come first. Only 0 without --scheduling-policy priority."))]
 
+MAX_SALT = 256
+CacheSalt = Annotated[str, Field(min_length=1, max_length=MAX_SALT, description=(
+    "Only prompts with the same salt share cached prefixes. Take a long random text.")), Unicode]
+
 
 def sampling(*, temperature: float, top_p: float, top_k: int = 0, min_p: float = 0.0,
              ignore_eos: bool = False, repetition_penalty: float = 1.0, seed: int | None = None,
-             stop: Sequence[str] = (), presence_penalty: float = 0.0, frequency_penalty: float = 0.0,
-             logit_bias: Mapping[str, float] | None = None) -> Sampling:
+             stop: Sequence[str] = (), stop_token_ids: Sequence[int] = (), presence_penalty: float = 0.0,
+             frequency_penalty: float = 0.0, logit_bias: Mapping[str, float] | None = None) -> Sampling:
     """Settings as the sampler takes them, from values as JSON has them.
 
     Raises:
@@ -47,7 +53,7 @@ def sampling(*, temperature: float, top_p: float, top_k: int = 0, min_p: float =
         temperature=float(temperature) if temperature >= MIN_TEMPERATURE else 0.0,
         top_p=max(float(top_p), MIN_TOP_P), top_k=max(top_k, 0), min_p=float(min_p), ignore_eos=ignore_eos,
         repetition_penalty=float(repetition_penalty), seed=None if seed is None else seed % INT64,
-        stop=tuple(stop), presence_penalty=float(presence_penalty),
+        stop=tuple(stop), stop_token_ids=tuple(stop_token_ids), presence_penalty=float(presence_penalty),
         frequency_penalty=float(frequency_penalty),
         logit_bias=tuple((int(token), float(bias)) for token, bias in (logit_bias or {}).items()))
 

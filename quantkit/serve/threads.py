@@ -26,8 +26,8 @@ class BoundedThreads:
         self._free, self._max_waiting, self._waiting = asyncio.Semaphore(running), waiting, 0
 
     async def run(self, function: Callable[[], T]) -> T:
-        """What ``function`` returns or raises; it sees the caller's context variables. Who is cancelled while it waits is dropped; what has begun
-        goes on to its end and counts until then.
+        """What ``function`` returns or raises; it sees the caller's context variables. Who is cancelled while
+        it waits is dropped; what has begun goes on to its end and counts until then.
 
         Raises:
             EngineFull: too many wait.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -40,7 +41,7 @@ Arguments = Annotated[str, Field(max_length=MAX_ARGUMENTS), Unicode, AfterValida
 CallId = Annotated[str, Field(min_length=1, max_length=256), Unicode]
 
 
-def choose_tools(tools: list[Tool], choice: str | None, required: bool, structure: Structure | None,
+def choose_tools(tools: Sequence[Tool], choice: str | None, required: bool, structure: Structure | None,
                  param: str = "tool_choice") -> tuple[tuple[Tool, ...], Structure | None]:
     """Tools that the model is given, and what its turn must look like.
 

@@ -20,6 +20,7 @@ from quantkit.serve.template_options import thinking_options
 from quantkit.serve.work import ChoiceJob, RequestWork, check_fits, check_size
 from quantkit.structure.base import ReasoningDelta, TextDelta, ToolCallDelta, TurnDelta
 from quantkit.structure.conversation import conversation as prepare
+from quantkit.structure.grammar import Structure
 from quantkit.structure.turns import opens_reasoning, parser
 
 TurnReason = Literal["stop", "stop_string", "length", "tool_calls"]
@@ -153,16 +154,21 @@ class NextTurn:
         self.prompt = render(model, conversation)
         tail = model.loaded.tokenizer.decode(self.prompt[-_TAIL:], skip_special=False)
         self._in_reasoning = opens_reasoning(model.format, tail)
-        self.structure = None if conversation.structure is None else replace(
-            conversation.structure, parallel_tool_calls=conversation.parallel_calls, reasoning=True,
-            prompt_opens_reasoning=self._in_reasoning)
+        self.structure = self.structure_of_turn(conversation.structure)
         limit = output_limit(conversation.max_tokens, model.context - len(self.prompt),
                              conversation.limit_param)
         kv, special = model.kv(conversation.kv), model.format.special
         self.jobs = [ChoiceJob(self.prompt, choice_sampling(conversation.sampling, limit, i),
-                               conversation.logprobs, keep_special=special, kv=kv, priority=priority)
+                               conversation.logprobs, keep_special=special, kv=kv, priority=priority,
+                               cache_salt=conversation.cache_salt)
                      for i in range(conversation.n)]
         check_fits(model.loaded, self.jobs)
+
+    def structure_of_turn(self, structure: Structure | None) -> Structure | None:
+        """What a whole turn must look like, if this is what is asked of its answer."""
+        return None if structure is None else replace(
+            structure, parallel_tool_calls=self._asked.parallel_calls, reasoning=True,
+            prompt_opens_reasoning=self._in_reasoning)
 
     async def events(self, work: RequestWork) -> AsyncIterator[TurnEvent]:
         """What becomes known of all choices, as it does; each choice's end is its last event.

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from quantkit.errors import SourceError
-from quantkit.paths import local_path
+from quantkit.paths import local_path, open_regular
 from quantkit.sources.base import ModelSource, QuantizedError, SourceIdentity, SourceKind, TensorInfo
 from quantkit.sources.safetensors_file import (
     CONVERT,
@@ -168,7 +168,7 @@ def refuse_adapter(folder: Path) -> None:
 def sha256_file(path: Path) -> str:
     """Hex digest of a file, read in pieces. Raises SourceError if it can't be read."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise SourceError(f"{path} can't be read", why=error.strerror or str(error)) from error

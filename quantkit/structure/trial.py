@@ -94,9 +94,12 @@ def _on_small_stack(work: Callable[[], None]) -> None:
 def _fault(root: Any) -> tuple[Path, str] | None:
     """Where in a schema stands what llguidance refuses, and what it says."""
     tokenizer, _ = _tokenizer(256, (), 256)
+    moved = rebased(root, "#/root")
 
-    def refusal(path: Path, whole: Any = root) -> str:
-        schema = whole if not path else {"root": rebased(whole, "#/root"), "$ref": f"#/root{pointer(path)}"}
+    def refusal(path: Path, left_out: Path | None = None) -> str:
+        whole = moved if path else root
+        whole = whole if left_out is None else without(whole, left_out)
+        schema = {"root": whole, "$ref": f"#/root{pointer(path)}"} if path else whole
         try:
             matcher = llguidance.LLMatcher(tokenizer, f"start: %json {json.dumps(schema)}", log_level=0,
                                            limits=limits())
@@ -121,7 +124,7 @@ def _fault(root: Any) -> tuple[Path, str] | None:
     for key in at(root, path):
         place = (*path, key)
         alone = key == "patternProperties" or not isinstance(at(root, place), dict)
-        if alone and not refusal(path, without(root, place)):
+        if alone and not refusal(path, place):
             return place, reason
     return path, reason
 

@@ -36,6 +36,12 @@ def test_a_line_every_tenth(capsys):
     assert lines[-1] == "work: 100 of 100"
 
 
+def test_shares_are_percent(capsys):
+    with ProgressLine("work") as progress:
+        progress(ProgressEvent(335, 1000, "x", unit="%"))
+    assert capsys.readouterr().err == "work: 33%\n"
+
+
 def test_quiet_is_quiet(capsys):
     with ProgressLine("work", quiet=True) as progress:
         progress(ProgressEvent(1, 1, "x"))

@@ -32,7 +32,7 @@ def test_dry_run_prints_a_row_a_kind_of_layer_and_makes_nothing(cli, tiny, tmp_p
 def test_dry_run_ends_with_the_sums_and_the_next_command(cli, tiny):
     lines = cli("quantize", tiny, "--recipe", "int4-asym", "--dry-run").stdout.splitlines()
     heads = [line[:14].strip() for line in lines if line[:1].strip()]
-    assert heads[-6:] == ["calibration", "bits/weight", "size", "peak memory", "disk needed", "next"]
+    assert heads[-7:] == ["calibration", "bits/weight", "size", "peak memory", "disk needed", "time", "next"]
     assert lines[-1] == f"next          quantkit quantize {tiny} --recipe int4-asym --out OUT"
 
 
@@ -70,6 +70,7 @@ def test_a_run_makes_what_the_plan_said(cli, cli_json, tiny, tmp_path):
     assert result.exit_code == 0, result.stderr
     assert f"quantkit eval {tiny} {out}" in result.stdout
     assert "fallbacks     none" in result.stdout
+    assert "engines       quantkit, transformers; not vllm, sglang, mlx (`quantkit verify" in result.stdout
     told = [line.partition(": ")[2] for line in result.stderr.splitlines()]
     assert told[0] == "phase 1 of 2, quantizing layers", "progress belongs on stderr"
     assert told[-1] == "phase 2 of 2, assembling and rereading"
@@ -223,6 +224,8 @@ def test_calibration_data_that_is_broken(cli, tiny, tmp_path):
     data = chats(tmp_path / "chats.jsonl", "Hi?")
     data.write_text(data.read_text() + '{"messages": [{"role": "assistant", "content": "Ho."}]}\n')
     refused(cli("quantize", tiny, "-r", "int4", "--dry-run", "--calibration", data), 1,
+            "rows that can't be used: 1, the first: chats.jsonl line 2", "next: ")
+    refused(cli("quantize", tiny, "-r", "int4", "--dry-run", "--calibration", data, "--strict"), 1,
             "chats.jsonl line 2", "without a user's turn", "next: ")
     data.write_text("Once upon a time.")
     refused(cli("quantize", tiny, "-r", "int4", "-o", tmp_path / "OUT", "--calibration", data), 1,

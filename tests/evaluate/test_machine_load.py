@@ -34,7 +34,8 @@ def test_what_others_worked_on_processors_that_the_timed_threads_want(processors
 
 def test_a_busy_machine_is_named_and_a_quiet_one_is_not():
     assert busy_reason(None) is None and busy_reason(QUIET) is None
-    assert busy_reason(BUSY) == "the machine was busy: 60% of the processors' time went to other programs"
+    assert busy_reason(BUSY) == ("the machine was busy: up to 60% of the processors' time went to other "
+                                 "programs")
     assert "other machines of the host" in busy_reason(MachineLoad(stolen=0.3, others=0.0))
 
 

@@ -48,8 +48,8 @@ def test_verdicts(rich, metric, verdict, epsilon, words):
 
 def test_differences_are_in_pairs_and_say_how_they_were_tested(rich):
     grid = quality_grids.differences(rich)
-    assert grid.heads[:3] == ("variant", "KL\nsign flips over windows, 160 pairs",
-                              "arc_easy · acc\nMcNemar, exact, 400 pairs")
+    assert grid.heads[:3] == ("variant", "KL\n160 pairs", "arc_easy · acc\n400 pairs")
+    assert grid.notes[0] == "p of KL: sign flips over windows" and grid.notes[1].endswith("McNemar, exact")
     assert len(grid.rows) == 14, "not the reference"
     value, within, change, p = grid.rows[2][1].split("\n")
     assert (value, within, p) == ("indistinguishable", "within ±0.0050 nats", "p 0.00010")
@@ -61,8 +61,8 @@ def test_differences_on_a_text_name_it(rich):
     rich.rows[1].differences = [PairedDifference(metric="flips", text="code", difference=0.1, low=0.05,
                                                  high=0.15, verdict="worse")]
     grid = quality_grids.differences(rich)
-    assert grid.heads[1] == "flips on code" and grid.rows[0][1] == "small\n+10.0 (+5.00 to +15.0)"
-    assert grid.rows[1][1] == "–"
+    assert grid.heads[-1] == "flips on code", "what is of all texts stands before"
+    assert grid.rows[0][-1] == "small\n+10.0 (+5.00 to +15.0)" and grid.rows[1][-1] == "–"
 
 
 def test_tasks_show_what_the_pairs_say(rich):

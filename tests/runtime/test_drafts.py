@@ -198,14 +198,15 @@ def test_a_request_that_cancels_itself_gets_no_token_after_that(small, prompt_of
     plain, _ = run(small, prompts, [GREEDY] * 2, "none")
     for count in range(1, 9):
         engine = Engine(small, drafter=scripted(prompts, plain, wrong=0.0) if drafted else None)
-        seen = []
+        seen, submitted = [], []
 
-        def stop(token, seen=seen, count=count):
+        def stop(token, seen=seen, submitted=submitted, count=count):
             seen.append(token)
             if len(seen) == count:
-                request.cancel()
+                submitted[0].cancel()
 
-        request, other = engine.submit(prompts[0], GREEDY, on_token=stop), engine.submit(prompts[1], GREEDY)
+        submitted += [request := engine.submit(prompts[0], GREEDY, on_token=stop),
+                      other := engine.submit(prompts[1], GREEDY)]
         while engine.step():
             pass
         result = request.result

@@ -30,7 +30,7 @@ def _whole(value: Any, low: int, high: int) -> bool:
 
 
 def _named(value: Any) -> bool:
-    return isinstance(value, str) and 0 < len(value) <= 64
+    return isinstance(value, str) and 0 < len(value) <= 128
 
 
 def _asks(value: Any) -> bool:
@@ -91,9 +91,9 @@ def _lengths(body: dict[str, Any], path: str) -> None:
     prompt = body.get("prompt")
     lists = [prompt, *prompt] if isinstance(prompt, list) else []
     most = max(min([MOST, *(CONTEXT - len(one) for one in lists if isinstance(one, list))]), 1)
-    names = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+    names = ("max_tokens", "max_completion_tokens", "max_output_tokens", "n_predict")
     for name in names:  # of which the first two must be equal
-        if _whole(body.get(name), 1, CONTEXT - 1):
+        if body.get(name) != 0 and _whole(body.get(name), -1, 2**31):
             body[name] = most
     if all(body.get(name) is None for name in names):
         field = {"/v1/responses": "max_output_tokens", "/v1/messages": "max_tokens",
@@ -112,7 +112,8 @@ def _message(message: dict[str, Any]) -> None:
     """What only one role's messages may have."""
     if message.get("role") not in ("system", "developer", "user", "assistant", "tool"):
         return
-    if any(message.get(name) not in (None, [], "") for name in ("tool_calls", "reasoning_content")):
+    if any(message.get(name) not in (None, [], "") for name in (
+            "tool_calls", "reasoning_content", "reasoning")):
         message["role"] = "assistant"
         if isinstance(message.get("tool_call_id"), str):
             del message["tool_call_id"]

@@ -35,7 +35,8 @@ def test_only_utf_8_is_parsed(shared, monkeypatch, path, encoding, named):
 
     monkeypatch.setattr(json, "loads", parse)
     with shared.http as client:
-        answer = client.post(path, content='{"model": "tiny", "prompt": "\xe9"}'.encode(encoding), headers=KIND)
+        body = '{"model": "tiny", "prompt": "\xe9"}'.encode(encoding)
+        answer = client.post(path, content=body, headers=KIND)
     monkeypatch.undo()
     assert answer.status_code == 400 and named in answer.json()["error"]["message"]
 

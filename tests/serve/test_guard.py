@@ -153,7 +153,7 @@ def test_a_body_has_one_content_type(shared):
     kinds = [("content-type", "application/json"), ("content-type", "text/plain")]
     with shared.http as client:
         for headers in (kinds, kinds[::-1], kinds[:1] * 2):
-            answer = client.post("/v1/completions", content=b'{"prompt": "a", "max_tokens": 1}', headers=headers)
+            answer = client.post("/v1/completions", content=b"{}", headers=headers)
             assert answer.status_code == 400 and answer.json()["error"]["code"] == "invalid_http"
 
 

@@ -64,8 +64,8 @@ def test_a_value_that_cant_be_is_explained(shared, path, change, param, said):
      "null"),
     (5, "", "invalid_value", "must be an object"), (None, "", "invalid_value", "must be an object"),
 ])
-def test_a_message_that_cant_be_is_explained(shared, message, param, code, said):
-    answer = shared.post(CHAT, {"messages": [USER, message]})
+def test_a_message_that_cant_be_is_explained(strict, message, param, code, said):
+    answer = strict.post(CHAT, {"messages": [USER, message]})
     refused(answer, f"messages[1].{param}".rstrip("."), code, said)
 
 
@@ -81,8 +81,8 @@ def test_a_message_that_cant_be_is_explained(shared, message, param, code, said)
     ({"messages": [USER], "reasoning_effort": "low"}, "reasoning_effort", "unsupported_parameter",
      "not supp"),
 ])
-def test_a_chat_that_cant_be_is_explained(shared, body, param, code, said):
-    refused(shared.post(CHAT, body), param, code, said)
+def test_a_chat_that_cant_be_is_explained(strict, body, param, code, said):
+    refused(strict.post(CHAT, body), param, code, said)
 
 
 def test_what_asks_for_nothing_is_taken(shared):

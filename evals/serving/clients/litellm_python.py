@@ -54,13 +54,12 @@ def chats(suite: Suite, provider: str, base: str, model: str) -> None:
         done = litellm.completion(**ask | {"messages": turn}, tools=TOOLS)
         assert done.choices[0].message.content or done.choices[0].message.tool_calls
     with suite.check(f"{provider}: errors are LiteLLM's own kinds"):
-        for body, kind in (({"model": f"{provider}/no-such-model"}, litellm.NotFoundError),
-                           ({"temperature": 9}, litellm.BadRequestError)):
-            try:
-                litellm.completion(**ask | body)
-            except kind:
-                continue
-            raise AssertionError(f"no {kind.__name__}")
+        try:
+            litellm.completion(**ask | {"temperature": 9})
+        except litellm.BadRequestError:
+            pass
+        else:
+            raise AssertionError("no BadRequestError")
 
 
 def main() -> int:

@@ -150,7 +150,7 @@ await check("responses, the client's stream helper", async () => {
   assert.ok(final.output.length > 0);
 });
 await check("errors: 404 and 400 by the client's classes, with code and param", async () => {
-  await assert.rejects(client.chat.completions.create({ ...ask, model: "no-such-model" }),
+  await assert.rejects(client.models.retrieve("no-such-model"),
     (error) => error instanceof OpenAI.NotFoundError && error.code === "model_not_found");
   await assert.rejects(client.chat.completions.create({ ...ask, temperature: 9 }),
     (error) => error instanceof OpenAI.BadRequestError && error.param === "temperature");

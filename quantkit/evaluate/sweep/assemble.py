@@ -63,14 +63,17 @@ def assemble(plan: SweepPlan, settings: EvalSettings, done: Done) -> EvalResult:
             result.roofline.append(roofline.model_copy(update={"model": model.uri}))
     if (measurement := done.get(("sensitivity", 0, 0))) is not None:
         result.sensitivity = [(name, loss) for name, loss in measurement.data["losses"]]
-    result.diff = _diff(plan, result, quality)
+    if diffs := _diffs(plan, result, quality):
+        result.diff, *result.other_diffs = diffs
     return result
 
 
 def _runs(rows: Sequence[ModelResult]) -> tuple[int, int] | None:
-    """The fewest and the most timed runs of a request."""
+    """The fewest and the most timed runs of a request whose speed is shown; 0 if no speed is."""
+    if not any(row.speed for row in rows):
+        return None
     counts = [case.runs for row in rows if row.speed for case in row.speed.prefill[:1] if case.runs]
-    return (min(counts), max(counts)) if counts else None
+    return (min(counts), max(counts)) if counts else (0, 0)
 
 
 def by_place(results: Mapping[int, MeasurementResult], measurements: Sequence[Measurement]) -> Done:
@@ -207,17 +210,19 @@ def _task_floors(done: Done) -> dict[str, Interval]:
     return floors
 
 
-def _diff(plan: SweepPlan, result: EvalResult,
-          quality: Sequence[Sequence[MeasurementResult]]) -> TokenDiff | None:
-    """The first text's beginning as the reference and the variant that is farthest from it see it."""
+def _diffs(plan: SweepPlan, result: EvalResult,
+           quality: Sequence[Sequence[MeasurementResult]]) -> list[TokenDiff]:
+    """The first text's beginning as the reference and each variant with a finite KL see it, the closest
+    variant first."""
     variants = len(plan.models) * len(plan.kv)
     distances = [(value.value, number) for number, row in enumerate(result.rows[:variants])
                  if number and (value := row.metrics.get(KL.name)) is not None and math.isfinite(value.value)]
+    return [_diff(plan, quality, number) for _, number in sorted(distances)]
+
+
+def _diff(plan: SweepPlan, quality: Sequence[Sequence[MeasurementResult]], variant: int) -> TokenDiff:
     tokenizer = plan.models[0].tokenizer
-    if not distances:
-        return None
-    worst = max(distances)[1]
-    number, setting = divmod(worst, len(plan.kv))
+    number, setting = divmod(variant, len(plan.kv))
     ours, theirs = _tokens(quality[0][0], 0), _tokens(quality[number][0], setting)
     count = min(DIFF_TOKENS, ours.kl.shape[1])
     ids = quality[0][0].arrays["ids"][0][-ours.kl.shape[1]:][:count]
@@ -231,7 +236,7 @@ def _diff(plan: SweepPlan, result: EvalResult,
     expected = tuple(None if agrees else (text(before), text(after))
                      for agrees, before, after in list(pairs)[:count])
     return TokenDiff(text=plan.texts[0].name or plan.texts[0].text.name, reference=names[0],
-                     candidate=names[worst], tokens=tuple(map(text, ids)),
+                     candidate=names[variant], tokens=tuple(map(text, ids)),
                      kl=tuple(float(value) for value in theirs.kl[0, :count]),
                      loss=tuple(float(value) for value in (theirs.loss - ours.loss)[0, :count]),
                      expected=expected)

@@ -21,8 +21,9 @@ from quantkit.progress import Listener
 from quantkit.runtime.loader import LoadedModel, load
 
 Floor = Literal["none", "reference", "all"]
-MODELS = 3
-"""Models that stay in memory: a model is scored on every text before the next one comes."""
+MODELS = 2
+"""Models that stay in memory, the reference among them: a model is scored on every text before the next one
+comes. With a noise floor there is one more, the reference in float32."""
 
 
 @dataclass(frozen=True)
@@ -68,11 +69,12 @@ def forget_models() -> None:
     _loaded.clear()
 
 
-def kept_model(uri: str, revision: str | None, dtype: str, device: str, loading: Listener) -> LoadedModel:
-    """A model, from memory if it was among the last ones."""
+def kept_model(uri: str, revision: str | None, dtype: str, device: str, loading: Listener,
+               models: int = MODELS) -> LoadedModel:
+    """A model, from memory if it was among the last ones; so many stay there."""
     key = (uri, revision, dtype, device)
     if key not in _loaded:
-        while len(_loaded) >= MODELS:
+        while len(_loaded) >= models:
             _loaded.popitem(last=False)
         _loaded[key] = load(uri, revision=revision, dtype=dtype, device=device, loading=loading)
     _loaded.move_to_end(key)
@@ -91,13 +93,15 @@ def score_text(job: QualityJob, progress: Listener, loading: Listener) -> Measur
         UsageError: the text is too short.
         QuantkitError: a model can't be loaded, or its logits aren't finite.
     """
-    reference = kept_model(job.reference, job.reference_revision, job.dtype, job.device, loading)
+    floor = job.floor == "all" or (job.floor == "reference" and job.of_reference)
+    models = MODELS + floor
+    reference = kept_model(job.reference, job.reference_revision, job.dtype, job.device, loading, models)
     model = reference if job.of_reference else kept_model(job.model, job.revision, job.dtype, job.device,
-                                                          loading)
+                                                          loading, models)
     ids = windows_of(reference, job.text, job.window, job.windows)
     exact = None
-    if job.floor == "all" or (job.floor == "reference" and job.of_reference):
-        exact = kept_model(job.reference, job.reference_revision, "float32", job.device, loading)
+    if floor:
+        exact = kept_model(job.reference, job.reference_revision, "float32", job.device, loading, models)
     runners = [runner_of(model, kv, job.prompt) for kv in job.kv]
     if not job.of_reference:
         runners.insert(0, runner_of(reference, job.reference_kv, job.prompt))

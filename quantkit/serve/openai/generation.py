@@ -13,7 +13,18 @@ from pydantic import Field
 from quantkit.runtime.sampler import MAX_BIASES, Sampling
 from quantkit.serve.openai.structured import StructuredFields
 from quantkit.serve.schema import INT64, RequestPart, String
-from quantkit.serve.settings import FITS, KV, Priority, Stop, Stops, TokenLimit, TopK, sampling
+from quantkit.serve.settings import (
+    FITS,
+    KV,
+    CacheSalt,
+    Priority,
+    Stop,
+    StopIds,
+    Stops,
+    TokenLimit,
+    TopK,
+    sampling,
+)
 
 MAX_N, MAX_LOGPROBS = 16, 20
 TokenId = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,8})$")]
@@ -45,6 +56,7 @@ class GenerationRequest(StructuredFields):
     top_p: float = Field(default=1.0, ge=0, le=1)
     n: int = Field(default=1, ge=1, le=MAX_N, description="Prompts by n must fit the server's queue.")
     stop: Stop | Stops = Field(default_factory=list)
+    stop_token_ids: StopIds = Field(default_factory=list, description="Tokens that end an answer.")
     seed: int | None = Field(default=None, ge=-INT64, le=INT64 - 1)
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
@@ -60,6 +72,7 @@ class GenerationRequest(StructuredFields):
     ignore_eos: bool = False
     priority: Priority = 0
     kv: KV | None = None
+    cache_salt: CacheSalt | None = None
 
     def sampling(self) -> Sampling:
         """Settings of the first choice, without its number of tokens.
@@ -71,6 +84,6 @@ class GenerationRequest(StructuredFields):
             temperature=self.temperature, top_p=self.top_p, top_k=self.top_k, min_p=self.min_p,
             ignore_eos=self.ignore_eos, seed=self.seed,
             repetition_penalty=self.repeat_penalty or self.repetition_penalty,
-            stop=[self.stop] if isinstance(self.stop, str) else self.stop,
+            stop=[self.stop] if isinstance(self.stop, str) else self.stop, stop_token_ids=self.stop_token_ids,
             presence_penalty=self.presence_penalty, frequency_penalty=self.frequency_penalty,
             logit_bias=self.logit_bias)

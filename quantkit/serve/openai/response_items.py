@@ -152,8 +152,9 @@ def _kind(item: Any) -> str:
 # brackets, so that errors leave out the tag where they name a place
 InputItem = Annotated[
     Annotated[MessageItem, Tag("message[]")] | Annotated[FunctionCallItem, Tag("function_call[]")]
-    | Annotated[CustomCallItem, Tag("custom_tool_call[]")] | Annotated[ShellCallItem, Tag("local_shell_call[]")]
-    | Annotated[OutputItem, Tag("output[]")] | Annotated[ReasoningItem, Tag("reasoning[]")]
+    | Annotated[CustomCallItem, Tag("custom_tool_call[]")]
+    | Annotated[ShellCallItem, Tag("local_shell_call[]")] | Annotated[OutputItem, Tag("output[]")]
+    | Annotated[ReasoningItem, Tag("reasoning[]")]
     | Annotated[AdditionalToolsItem, Tag("additional_tools[]")] | Annotated[OtherItem, Tag("other[]")],
     Discriminator(_kind)]
 

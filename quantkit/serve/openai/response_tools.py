@@ -1,4 +1,4 @@
-"""Tools of ``/v1/responses``: as a client gives them, as the model sees them, and what a call is to the client.
+"""Tools of ``/v1/responses``: as a client gives them, as the model sees them, and what its calls are then.
 
 A model calls functions with JSON. A custom tool takes plain text instead: the model sees a function of one
 text. The tools of a namespace are the client's own too: the model sees them under both names.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag
@@ -20,7 +20,8 @@ from quantkit.serve.openai.structured import TextFormat
 from quantkit.serve.schema import JsonObject, LeftOutPart, RequestPart, Unicode, kind_tag
 from quantkit.serve.tools import Description, ToolName
 from quantkit.strict_json import parse_object
-from quantkit.structure.grammar import MAX_GRAMMAR
+from quantkit.structure.grammar import MAX_GRAMMAR, MAX_REGEX
+from quantkit.structure.lark_regex import NotRegularError, regular_expression
 from quantkit.structure.turns import Tool
 
 INPUT = "input"
@@ -37,12 +38,33 @@ class ClientTool:
         tool: as the model sees it; its name is no other one's.
         name, namespace: as the client calls it.
         custom: whether it takes plain text.
+        grammar: what that text must be, if the request says so; ``tool`` doesn't.
+        place: where the request has it.
     """
 
     tool: Tool
     name: str
     namespace: str | None = None
     custom: bool = False
+    grammar: GrammarFormat | None = None
+    place: str = "tools"
+
+    def constrained(self) -> Tool:
+        """The tool with its grammar as part of its schema.
+
+        Raises:
+            NotRegularError: the grammar can't be.
+        """
+        if self.grammar is None:
+            return self.tool
+        regex = self.grammar.definition
+        if self.grammar.syntax == "lark":
+            regex = regular_expression(regex, MAX_REGEX)
+        elif len(regex) > MAX_REGEX:
+            raise NotRegularError(f"it has more than {MAX_REGEX} characters")
+        text = {"type": "string", "pattern": f"^(?:{regex})$"}
+        return replace(self.tool, parameters={**self.tool.parameters, "properties": {INPUT: text}},
+                       strict=True)
 
 
 class ResponseTool(RequestPart):
@@ -57,10 +79,10 @@ class ResponseTool(RequestPart):
     parameters: JsonObject = Field(default_factory=dict, description="JSON schema of its arguments.")
     strict: bool = False
 
-    def client_tool(self, namespace: str | None = None) -> ClientTool:
-        """What it is to the model, and to the client."""
+    def client_tool(self, place: str, namespace: str | None = None) -> ClientTool:
+        """What it is to the model, and to the client; ``place``: where the request has it."""
         seen = Tool(seen_name(self.name, namespace), self.description or "", self.parameters, self.strict)
-        return ClientTool(seen, self.name, namespace)
+        return ClientTool(seen, self.name, namespace, place=place)
 
 
 class GrammarFormat(RequestPart):
@@ -81,15 +103,16 @@ class CustomTool(RequestPart):
     description: Description | None = None
     format: Annotated[TextFormat | GrammarFormat, Field(discriminator="type")] | None = None
 
-    def client_tool(self, namespace: str | None = None) -> ClientTool:
+    def client_tool(self, place: str, namespace: str | None = None) -> ClientTool:
         """The same."""
-        about = [self.description or ""]
+        about, grammar = [self.description or ""], None
         if isinstance(self.format, GrammarFormat):
-            kind = "Lark grammar" if self.format.syntax == "lark" else "regular expression"
-            about.append(f"The input is a text of this {kind}:\n{self.format.definition}")
+            grammar = self.format
+            kind = "Lark grammar" if grammar.syntax == "lark" else "regular expression"
+            about.append(f"The input is a text of this {kind}:\n{grammar.definition}")
         schema = {"type": "object", "properties": {INPUT: {"type": "string"}}, "required": [INPUT]}
         seen = Tool(seen_name(self.name, namespace), "\n\n".join(filter(None, about)), schema)
-        return ClientTool(seen, self.name, namespace, custom=True)
+        return ClientTool(seen, self.name, namespace, True, grammar, place)
 
 
 class OtherNamespaceTool(LeftOutPart):
@@ -138,16 +161,30 @@ def seen_name(name: str, namespace: str | None) -> str:
     return f"{namespace}{'' if namespace.endswith('_') else '__'}{name}"
 
 
-def client_tools(tools: Sequence[ResponseTool | CustomTool | NamespaceTool | OtherTool]) \
-        -> Iterator[ClientTool]:
-    """All that the model may call, those of namespaces among them."""
-    for tool in tools:
+def client_tools(tools: Sequence[ResponseTool | CustomTool | NamespaceTool | OtherTool],
+                 place: str) -> Iterator[ClientTool]:
+    """All that the model may call, those of namespaces among them. ``place``: where the request has them."""
+    for number, tool in enumerate(tools):
         if isinstance(tool, NamespaceTool):
-            for inner in tool.tools:
+            for index, inner in enumerate(tool.tools):
                 if not isinstance(inner, OtherNamespaceTool):
-                    yield inner.client_tool(tool.name)
+                    yield inner.client_tool(f"{place}[{number}].tools[{index}]", tool.name)
         elif not isinstance(tool, OtherTool):
-            yield tool.client_tool()
+            yield tool.client_tool(f"{place}[{number}]")
+
+
+def given_tools(tools: Sequence[ResponseTool | CustomTool | NamespaceTool | OtherTool]) \
+        -> list[dict[str, Any]]:
+    """Tools as the answer repeats them: without those that are left out."""
+    given = []
+    for tool in tools:
+        if isinstance(tool, OtherTool):
+            continue
+        given.append(tool.model_dump())
+        if isinstance(tool, NamespaceTool):
+            given[-1]["tools"] = [inner.model_dump() for inner in tool.tools
+                                  if not isinstance(inner, OtherNamespaceTool)]
+    return given
 
 
 class InputText:
@@ -208,5 +245,6 @@ def _unicode(text: str) -> str:
 
 _BEGIN = re.compile(rf'\s*\{{\s*"{INPUT}"\s*:\s*"')
 _PIECE = re.compile(r'[^"\\]+|\\["\\/bfnrt]|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}'
-                    r'|\\u(?![dD][89abAB])[0-9a-fA-F]{4}|\\u[0-9a-fA-F]{4}(?!\\|$)')
+                    r'|\\u(?![dD][89abAB])[0-9a-fA-F]{4}'
+                    r'|\\u[0-9a-fA-F]{4}(?!$|\\$|\\u[0-9a-fA-F]{0,3}$|\\u[dD][c-fC-F])')
 """What can be read by itself: half of a surrogate pair waits for what follows."""

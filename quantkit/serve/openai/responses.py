@@ -8,14 +8,16 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from quantkit.serve.errors import ApiError
+from quantkit.serve.ignored import leave_out
 from quantkit.serve.models import ServedEngine
 from quantkit.serve.openai.response_events import ResponseEvents, new_id, output_item
-from quantkit.serve.openai.response_tools import OtherTool
+from quantkit.serve.openai.response_tools import ClientTool, NotRegularError, given_tools
 from quantkit.serve.openai.responses_request import ResponsesRequest
 from quantkit.serve.openai.usage import response_usage
 from quantkit.serve.reply import Reply
 from quantkit.serve.turns import NextTurn, TurnEnd
 from quantkit.serve.work import RequestWork
+from quantkit.structure.turns import Tool
 
 
 class ResponsesReply(Reply):
@@ -27,10 +29,36 @@ class ResponsesReply(Reply):
     def __init__(self, model: ServedEngine, body: ResponsesRequest) -> None:
         self.model, self.stream, self._body = model, body.stream, body
         self._turns = NextTurn(model, body.conversation())
-        self.jobs, self.structure = self._turns.jobs, self._turns.structure
+        self.jobs = self._turns.jobs
         self.id, self._created = f"resp_{uuid.uuid4().hex}", int(time.time())
         self._tools = {tool.tool.name: tool for tool in body.client_tools()}
+        self._grammars: list[ClientTool] = []  # tools whose grammars are part of the structure
+        tools = [self._tool(tool) for tool in self._tools.values()]
+        self.structure = self._turns.structure_of_turn(body.structure(tools))
         self._events = ResponseEvents(self._tools)
+
+    def compile(self) -> None:
+        """A grammar of a tool that can't be kept is left out."""
+        try:
+            super().compile()
+        except ApiError as error:
+            if not self._grammars:
+                raise
+            for tool in self._grammars:
+                leave_out(f"{tool.place}.format", error.detail)
+            self._grammars = []
+            self.structure = self._turns.structure
+            super().compile()
+
+    def _tool(self, tool: ClientTool) -> Tool:
+        try:
+            constrained = tool.constrained()
+        except NotRegularError as error:
+            leave_out(f"{tool.place}.format", f"the grammar can't be kept: {error}")
+            return tool.tool
+        if constrained is not tool.tool:
+            self._grammars.append(tool)
+        return constrained
 
     async def body(self, work: RequestWork) -> dict[str, Any]:
         """The complete response."""
@@ -80,7 +108,7 @@ class ResponsesReply(Reply):
             "previous_response_id": None, "store": False, "truncation": "disabled",
             "parallel_tool_calls": body.parallel_tool_calls,
             "tool_choice": choice if isinstance(choice, str) else {"type": choice.type, "name": choice.name},
-            "tools": [tool.model_dump() for tool in body.tools if not isinstance(tool, OtherTool)],
+            "tools": given_tools(body.tools),
             "text": {"format": body.text.format.model_dump(by_alias=True)},
             "reasoning": {"effort": body.reasoning.effort, "summary": None},
             "usage": None if end is None else response_usage(self._turns.usage([end])),

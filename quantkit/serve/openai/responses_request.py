@@ -6,6 +6,7 @@ https://platform.openai.com/docs/api-reference/responses/create.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -17,7 +18,7 @@ from quantkit.serve.openai.response_tools import ClientTool, ResponseTools, clie
 from quantkit.serve.openai.structured import STRICT, JsonObjectFormat, TextFormat
 from quantkit.serve.openai.tools import FunctionName
 from quantkit.serve.schema import INT64, JsonObject, RequestPart, String, Unicode
-from quantkit.serve.settings import FITS, KV, Priority, TokenLimit, TopK, sampling, token_limit
+from quantkit.serve.settings import FITS, KV, CacheSalt, Priority, TokenLimit, TopK, sampling, token_limit
 from quantkit.serve.template_options import Effort, TemplateOptions, ThinkingHint, check_options
 from quantkit.serve.tools import Description, choose_tools
 from quantkit.structure.grammar import Structure
@@ -120,6 +121,7 @@ class ResponsesRequest(RequestPart):
         default_factory=dict, description="Further values for the model's chat template.")
     priority: Priority = 0
     kv: KV | None = None
+    cache_salt: CacheSalt | None = None
 
     @classmethod
     def _refusal(cls, name: str) -> str:
@@ -147,15 +149,22 @@ class ResponsesRequest(RequestPart):
                                min_p=self.min_p, repetition_penalty=self.repetition_penalty, seed=self.seed),
             token_limit(self.max_output_tokens), 1, tools, self.parallel_tool_calls, structure, None,
             self.chat_template_kwargs, self.kv, self.priority, "input", "max_output_tokens",
-            () if effort is None else (ThinkingHint("reasoning.effort", effort),))
+            () if effort is None else (ThinkingHint("reasoning.effort", effort),), self.cache_salt)
 
     def client_tools(self) -> list[ClientTool]:
         """All tools that the model may be given."""
-        more = [item for item in self.input if isinstance(item, AdditionalToolsItem)] \
-            if isinstance(self.input, list) else []
-        return [*client_tools(self.tools), *(tool for item in more for tool in client_tools(item.tools))]
+        items = enumerate(self.input if isinstance(self.input, list) else ())
+        return [*client_tools(self.tools, "tools"),
+                *(tool for number, item in items if isinstance(item, AdditionalToolsItem)
+                  for tool in client_tools(item.tools, f"input[{number}].tools"))]
 
-    def _choose(self) -> tuple[tuple[Tool, ...], Structure | None]:
+    def structure(self, tools: Sequence[Tool]) -> Structure | None:
+        """What the answer must look like, if these are the tools."""
+        return self._choose(tools)[1]
+
+    def _choose(self, tools: Sequence[Tool] | None = None) -> tuple[tuple[Tool, ...], Structure | None]:
+        if tools is None:
+            tools = [tool.tool for tool in self.client_tools()]
         choice, wanted, structure = self.tool_choice, self.text.format, None
         if isinstance(wanted, JsonObjectFormat):
             structure = Structure(json_object=True)
@@ -163,5 +172,4 @@ class ResponsesRequest(RequestPart):
             structure = Structure(json_schema=wanted.schema_, strict=wanted.strict)
         named = choice.name if isinstance(choice, ResponseToolChoice) else None
         required = named is not None or choice == "required"
-        return choose_tools([tool.tool for tool in self.client_tools()],
-                            named if required else str(choice), required, structure)
+        return choose_tools(tools, named if required else str(choice), required, structure)

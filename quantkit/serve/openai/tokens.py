@@ -27,6 +27,7 @@ class TokenizeRequest(RequestPart):
 
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
         "add_generation_prompt": (True,), "continue_final_message": (False,), "chat_template": ()}
+    refused = frozenset(neutral)
 
     model: String | None = Field(default=None, description="May be left out where one model is served.")
     prompt: String | None = Field(default=None, description="Either this or messages.")

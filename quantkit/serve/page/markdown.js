@@ -1,6 +1,6 @@
 "use strict";
-// Blocks → elements. While a text grows, its blocks are compared with those that are shown: only what is new is
-// made, such as the last row of a table, and what is shown is the same however the text came.
+// Blocks → elements. While a text grows, its blocks are compared with those that are shown: only what is new
+// is made, such as the last row of a table, and what is shown is the same however the text came.
 
 const PAUSE = 3;  // times as long as it took to show a text, until more of it is shown
 
@@ -48,7 +48,7 @@ function makeTable({ head }) {
 class BlockView {
   constructor(block) {
     this.node = MAKERS[block.type](block);
-    this.inside = block.type === "table" ? this.node.querySelector("tbody") : this.node;  // where its parts are
+    this.inside = this.node.querySelector("tbody") ?? this.node;  // where its parts are
     this.parts = [];
     this.show(block);
   }

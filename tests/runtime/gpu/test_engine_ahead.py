@@ -136,11 +136,11 @@ def test_a_request_that_cancels_itself_gets_no_token_after_that(loaded, count):
     for steps in range(count + 2):
         engine, sampling = Engine(loaded), Sampling(max_tokens=9, ignore_eos=True)
 
-        def stop(token):
-            if len(request.result.token_ids) == count:
-                request.cancel()
+        def stop(token, submitted=(submitted := [])):
+            if len(submitted[0].result.token_ids) == count:
+                submitted[0].cancel()
 
-        request = engine.submit([5, 6, 7], sampling, on_token=stop)
+        submitted.append(request := engine.submit([5, 6, 7], sampling, on_token=stop))
         for _ in range(steps):
             engine.step()
         engine.submit([5, 6, 8], sampling, logprobs=1)  # its tokens are waited for

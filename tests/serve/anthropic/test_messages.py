@@ -124,7 +124,7 @@ def test_content_can_be_sent_back_with_a_result(client, scripted, prepared):
     assert messages[2]["tool_calls"][0]["function"] == {"name": "look", "arguments": {"place": "here"}}
     assert messages[3] == {"role": "tool", "tool_call_id": "call_a", "content": "a hat"}
     assert messages[4]["content"] == "Error: no"
-    assert options == {"enable_thinking": False} and [tool.name for tool in given] == ["look"]
+    assert options == {} and [tool.name for tool in given] == ["look"]
 
 
 def test_tokens_are_counted(client, shared):
@@ -132,7 +132,8 @@ def test_tokens_are_counted(client, shared):
     assert count == len(shared.loaded.tokenizer.chat([{"role": "system", "content": "Be brief."}, *USER]))
 
 
-def test_errors_have_its_shape(client, shared, live):
+def test_errors_have_its_shape(shared, strict, live):
+    client = anthropic.Anthropic(base_url=strict.url, api_key="none", max_retries=0, timeout=60)
     with pytest.raises(anthropic.NotFoundError) as caught:
         client.messages.create(model="other", messages=USER, max_tokens=1)
     assert caught.value.body["type"] == "error" and caught.value.body["error"]["type"] == "not_found_error"
@@ -176,8 +177,8 @@ def test_errors_have_its_shape(client, shared, live):
                    *USER]}, "only user"),
     ({"stop_sequences": ["a"] * 17}, "at most 16"), ({"unheard_of": 1}, "unheard_of"),
 ])
-def test_what_cant_be_is_refused_by_name(shared, change, said):
-    answer = post(shared, **change)
+def test_what_cant_be_is_refused_by_name(strict, change, said):
+    answer = post(strict, **change)
     assert answer.status_code == 400 and said in answer.json()["error"]["message"], answer.text
 
 

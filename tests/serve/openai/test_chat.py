@@ -99,8 +99,6 @@ def refused(answer, param, said):
     ({"tools": [{"type": "web_search"}]}, "tools[0].type", "function"),
     ({"tools": [{"type": "function", "function": {"name": "a"}}] * 129}, "tools", "at most 128"),
     ({"tools": [{"type": "function", "function": {"name": "a"}}] * 2}, "tools", "same name"),
-    ({"tools": [{"type": "function", "function": {"name": "a", "description": "x" * 20_000}}]},
-     "tools[0].function.description", "at most 16384"),
     ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"x": "y" * 200_000}}}]},
      "tools[0].function.parameters", "at most 131072"),
     ({"tools": [{"type": "function", "function": {"name": "a"}}],
@@ -131,8 +129,8 @@ def refused(answer, param, said):
     ({"presence_penalty": 3}, "presence_penalty", "2"), ({"kv": "nothing-like-it"}, "kv", "nothing-like-it"),
     ({"priority": 2**40}, "priority", "less"),
 ])
-def test_what_cant_be_is_refused_by_name(shared, change, param, said):
-    refused(shared.post(PATH, {"messages": [USER], "max_tokens": 1, **change}), param, said)
+def test_what_cant_be_is_refused_by_name(strict, change, param, said):
+    refused(strict.post(PATH, {"messages": [USER], "max_tokens": 1, **change}), param, said)
 
 
 def deep(levels):

@@ -23,8 +23,8 @@ def test_a_conversation_has_the_tokens_that_its_answer_has(shared, loaded):
     assert answer["count"] == chat["usage"]["prompt_tokens"]
 
 
-def test_the_model_may_be_left_out(shared):
-    with shared.http as client:
+def test_the_model_may_be_left_out(strict):
+    with strict.http as client:
         assert client.post("/tokenize", json={"prompt": "a"}).status_code == 200
         assert client.post("/tokenize", json={"prompt": "a", "model": "other"}).status_code == 404
 
@@ -40,6 +40,6 @@ def test_the_model_may_be_left_out(shared):
     ("/detokenize", {"tokens": [-1]}, None), ("/detokenize", {"tokens": ["a"]}, "tokens[0]"),
     ("/detokenize", {"tokens": [5] * 300_000}, "tokens"),
 ])
-def test_what_cant_be_is_refused(shared, path, body, param):
-    answer = shared.post(path, body)
+def test_what_cant_be_is_refused(strict, path, body, param):
+    answer = strict.post(path, body)
     assert answer.status_code == 400 and answer.json()["error"]["param"] == param, answer.text
