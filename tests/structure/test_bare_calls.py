@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from quantkit.structure import arguments as checked
 from quantkit.structure.arguments import fit
 from quantkit.structure.formats.scanner import MAX_HEAD
-from quantkit.structure.turns import THINK, TurnFormat, parser
+from quantkit.structure.turns import THINK, Tool, TurnFormat, parser
 
 NAMES = ("hermes", "mistral", "gemma")
 PARIS, TIME = ("get_weather", {"city": "Paris"}), ("time", {})
@@ -140,17 +141,32 @@ SLOW = {"pattern": "(a+)+$"}
     ({"$ref": "#"}, [], [{}]),
     ({"$ref": "#/$defs/d0", "$defs": {f"d{n}": {"allOf": [{"$ref": f"#/$defs/d{n + 1}"}] * 2}
                                       for n in range(40)} | {"d40": {}}}, [], [{}]),
-    ({"properties": {"l": {"items": {"enum": list(range(1000))}}}}, [{"l": [1] * 5}], [{"l": [1] * 1000}]),
     ({"properties": {"l": {"uniqueItems": True}}}, [{"l": [[n] for n in range(9000)]}], [])])
 def test_arguments_that_fit_a_schema(schema, good, bad):
-    assert all(fit(value, schema) for value in good) and not any(fit(value, schema) for value in bad)
+    assert all(fit([(value, schema)]) for value in good) and not any(fit([(value, schema)]) for value in bad)
 
 
 def test_checking_has_a_bound(monkeypatch):
-    schema = {"properties": {"a": {"type": "integer"}}}
-    assert fit({"a": 1}, schema)
-    monkeypatch.setattr(checked, "MAX_CHECKS", 2)
-    assert not fit({"a": 1}, schema)
+    calls = [({"a": 1}, {"properties": {"a": {"type": "integer"}}})] * 3
+    assert fit(calls)
+    clock = itertools.count(0, checked.MAX_SECONDS / 4)  # each look at the clock takes a quarter of the time
+    monkeypatch.setattr(checked.time, "thread_time", lambda: next(clock))
+    assert fit(calls[:1]) and not fit(calls), "it is the time of all calls together"
+
+
+def test_a_rule_that_compares_large_values_again_and_again_is_given_up():
+    numbers = list(range(4000))
+    schema = {"$defs": {"other": {"enum": [{"b": [*numbers, 1]}]}},
+              "properties": {"a": {"anyOf": [{"$ref": "#/$defs/other"}] * 3000 + [{}]}}}
+    assert not fit([({"a": {"b": [*numbers, 2]}}, schema)])  # all of it would take seconds
+
+
+def test_a_message_of_many_calls_is_text_if_checking_them_takes_too_long():
+    tool = Tool("time", "", {"type": "object", "allOf": [{"type": "object"}] * 400})
+    turn = parser(TurnFormat("hermes"), [tool], False, True)
+    text = f"[{','.join([TWO] * 1000)}]"
+    deltas = [*turn.push(text), *turn.finish()]
+    assert [delta.text for delta in deltas] == [text]
 
 
 def test_arguments_are_json_whatever_is_in_them(read):

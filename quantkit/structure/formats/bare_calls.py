@@ -88,10 +88,18 @@ class BareCalls:
         """Names and arguments of the calls that a message consists of; none if it is anything else."""
         message = _MESSAGE.fullmatch(text)
         value = None if message is None else read_json(message[1])
-        calls = [self._call(item) for item in (value if isinstance(value, list) else [value])]
-        return [call for call in calls if call is not None] if None not in calls else []
+        calls: list[tuple[_Tool, dict[str, Any]]] = []
+        for item in value if isinstance(value, list) else [value]:
+            if (call := self._call(item)) is None:
+                return []
+            calls.append(call)
+        if not fit([(arguments, arguments_schema(tool.parameters)) for tool, arguments in calls]):
+            return []
+        # all ASCII: there may be halves of surrogate pairs in it
+        return [(tool.name, json.dumps(arguments)) for tool, arguments in calls]
 
-    def _call(self, value: Any) -> tuple[str, str] | None:
+    def _call(self, value: Any) -> tuple[_Tool, dict[str, Any]] | None:
+        """The tool and the arguments of what may be a call."""
         if not isinstance(value, dict) or value.get("type", _TYPES[0]) not in _TYPES:
             return None
         call = value.get("function", value)
@@ -103,10 +111,7 @@ class BareCalls:
         if isinstance(arguments, str):
             arguments = read_json(arguments)
         tool = self._tools.get(name) if isinstance(name, str) else None
-        if tool is None or not isinstance(arguments, dict) or not fit(
-                arguments, arguments_schema(tool.parameters)):
-            return None
-        return tool.name, json.dumps(arguments)  # all ASCII: there may be halves of surrogate pairs in it
+        return None if tool is None or not isinstance(arguments, dict) else (tool, arguments)
 
 
 class _Message:
