@@ -40,13 +40,10 @@ class BodyRoute(APIRoute):
             if _brackets(body) + body.count(b"\\u00") > MAX_CONTAINERS:
                 with contextlib.suppress(ValueError, RecursionError):  # the framework says what is wrong
                     check_embedded(await request.json())  # it parses no second time
-            if not body or request.app.state.strict_requests:
-                answer: Response = await handle(request)
-                return answer
-            ignored = Ignored()
+            ignored = Ignored(request.app.state.strict_requests)
             token = IGNORED.set(ignored)
             try:
-                answer = await handle(request)
+                answer: Response = await handle(request)
             finally:
                 IGNORED.reset(token)
             if ignored and (names := ignored.names(await request.json())):

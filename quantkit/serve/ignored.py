@@ -1,8 +1,7 @@
 """What a request asks for and the server doesn't do: it is left out and named, or the request is refused.
 
 Agents send keys for the one server that they were written for. By default such keys are ignored, and the
-answer's header :data:`HEADER` names them. A strict server has no :class:`Ignored` in :data:`IGNORED`, and
-refuses them.
+answer's header :data:`HEADER` names them. A strict server refuses them.
 """
 
 from __future__ import annotations
@@ -24,9 +23,15 @@ _UNSAFE, _INDEX = re.compile(r"[^A-Za-z0-9_.$/-]"), re.compile(r"\[\d+\]")
 
 
 class Ignored:
-    """What one request's reader and its answer leave out. Only one of them is at work at any time."""
+    """What one request's reader and its answer leave out. Only one of them is at work at any time.
 
-    def __init__(self) -> None:
+    Args:
+        strict: whether the server refuses what it would otherwise leave out. Parts of a schema are noted all
+            the same, because its own ``strict`` decides about them.
+    """
+
+    def __init__(self, strict: bool = False) -> None:
+        self.strict = strict
         self._keys: dict[int, list[str]] = {}
         self._parts: dict[int, str] = {}
         self._others: list[str] = []
@@ -83,8 +88,9 @@ class Ignored:
         return found
 
 
-IGNORED: ContextVar[Ignored | None] = ContextVar("ignored", default=None)
-"""Of the request that is read or answered; ``None`` where the server is strict."""
+_OUTSIDE = Ignored(strict=True)
+IGNORED: ContextVar[Ignored] = ContextVar("ignored", default=_OUTSIDE)
+"""Of the request that is read or answered; outside of requests nothing is left out."""
 
 
 def leave_out(param: str, reason: str) -> None:
@@ -93,7 +99,7 @@ def leave_out(param: str, reason: str) -> None:
     Raises:
         ApiError: the server is strict.
     """
-    if (ignored := IGNORED.get()) is None:
+    if (ignored := IGNORED.get()).strict:
         raise ApiError(400, f"{param} is not supported: {reason}", param=param, code="unsupported_parameter")
     ignored.other(f"{param} ({reason})")
 

@@ -88,7 +88,7 @@ def describe(api: FastAPI, models: ServedModels, *, key: bool) -> None:
 
     def openapi() -> dict[str, Any]:
         if api.openapi_schema is None:
-            token = IGNORED.set(None if models.strict_requests else Ignored())
+            token = IGNORED.set(Ignored(models.strict_requests))
             try:
                 _refine(make(), models, key)
             finally:
@@ -145,6 +145,9 @@ def _limit(parts: dict[str, Any], models: ServedModels) -> None:
             if "anyOf" in properties.get("priority", ()) and all(
                     model.scheduling_policy == "fcfs" for model in models):
                 _integers(properties["priority"]).update(minimum=0, maximum=0)
+            if "include" in properties and not models.strict_requests:
+                array = next(part for part in properties["include"]["anyOf"] if part.get("type") == "array")
+                array["items"] = {"type": "string"}
             if "seed" in properties:  # the framework makes numbers of 53 bits of them
                 _integers(properties["seed"]).update(minimum=-INT64, maximum=INT64 - 1)
     for name, field, inputs in (("CompletionRequest", "prompt", queue),

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from quantkit.serve.errors import ApiError
+from quantkit.serve.ignored import IGNORED
 from quantkit.serve.models import ServedEngine
 from quantkit.serve.work import ChoiceJob, RequestWork
 from quantkit.structure.grammar import Structure
@@ -25,8 +26,6 @@ class Reply(ABC):
         jobs: one for each choice, in the order of their indices; they have a constraint once :meth:`compile`
             was called.
         structure: what each choice must look like.
-        widened: parts of schemas that were left out, once :meth:`compile` was called: ``tools.mail:
-            $.properties.to.pattern``.
         stream: whether it is sent as it comes.
         event_names: whether each event of a stream has its ``type`` as name.
         ends_with_done: whether ``[DONE]`` ends a stream.
@@ -36,20 +35,21 @@ class Reply(ABC):
     id: str
     jobs: Sequence[ChoiceJob]
     structure: Structure | None
-    widened: Sequence[str] = ()
     stream: bool
     event_names = False
     ends_with_done = True
 
     def compile(self) -> None:
-        """Give the jobs their constraints. It may take seconds.
+        """Give the jobs their constraints. It may take seconds. Parts of schemas that are left out count as
+        ignored.
 
         Raises:
             ApiError: the structure can't be compiled.
         """
         if self.structure is not None:
             compiled = self.model.compile(self.structure)
-            self.widened = compiled.widened
+            for part in compiled.widened:
+                IGNORED.get().other(part)
             self.jobs = [replace(job, constraint=compiled()) for job in self.jobs]
 
     @abstractmethod

@@ -10,7 +10,6 @@ from fastapi.responses import JSONResponse
 
 from quantkit.runtime.engine import EngineClosed, EngineFull
 from quantkit.serve.guard import tenant
-from quantkit.serve.ignored import HEADER, IGNORED, header
 from quantkit.serve.metrics import Metrics
 from quantkit.serve.models import ServedEngine, ServedModels
 from quantkit.serve.openai.embeddings import EmbeddingReply
@@ -66,16 +65,10 @@ class Responder:
         self._check_open()
         work = RequestWork(model.engine, reply.jobs, self._metrics.of(model.name),
                            labels(reply.id, len(reply.jobs), tenant(request)))
-        headers = {}
-        if (ignored := IGNORED.get()) is not None:
-            for part in reply.widened:
-                ignored.other(part)
-        elif reply.widened:  # a schema that isn't strict allows it on a strict server too
-            headers[HEADER] = header(reply.widened)
         if reply.stream:
-            return EventStream(reply, work, self._on_error, headers)
+            return EventStream(reply, work, self._on_error)
         try:
-            return JSONResponse(await while_there(request.receive, reply.body(work)), headers=headers)
+            return JSONResponse(await while_there(request.receive, reply.body(work)))
         except ClientDisconnected:
             return Response(status_code=499)
         finally:

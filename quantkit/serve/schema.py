@@ -131,7 +131,7 @@ class RequestPart(BaseModel):
                 cls._check_length(name, field, value)
                 kept[name] = _integer(value) if field.annotation in (int, int | None) else value
             elif name not in cls.ignored and not _asks_nothing(value, cls.neutral.get(name, ())):
-                if ignored is None or name in cls.refused:
+                if ignored.strict or name in cls.refused:
                     raise RefusedValue(printable(name), cls._refusal(name))
                 ignored.key(data, name)
         return kept
@@ -175,7 +175,7 @@ class RequestPart(BaseModel):
                 schema["properties"][name] = _nullable(schema["properties"][name])
         for name in sorted(cls.ignored):
             schema["properties"][name] = {"title": name, "description": "Accepted, and changes nothing."}
-        lenient = IGNORED.get() is not None
+        lenient = not IGNORED.get().strict
         for name, values in cls.neutral.items():
             known = {"title": name, "enum": [*values, None],
                      "description": "Not supported beyond these values."}
@@ -203,7 +203,7 @@ class LeftOutPart(RequestPart):
     def _keys(cls, data: Any) -> Any:
         if isinstance(data, dict):
             kind, ignored = data.get("type"), IGNORED.get()
-            if ignored is None or not isinstance(kind, str) or kind in cls.never:
+            if ignored.strict or not isinstance(kind, str) or kind in cls.never:
                 problem = "it is missing" if kind is None else f"it is {printable(str(kind))!r}"
                 raise RefusedValue("type", f"{problem}; it must be one of {', '.join(cls.supported)}",
                                    "missing_parameter" if kind is None else "invalid_value", placed=True)
@@ -215,7 +215,7 @@ class LeftOutPart(RequestPart):
         """Any type but those that are supported or never left out."""
         schema = handler.resolve_ref_schema(handler(core))
         schema.clear()
-        if IGNORED.get() is None:
+        if IGNORED.get().strict:
             schema["not"] = {}
         else:
             other = {"type": "string", "not": {"enum": [*cls.supported, *cls.never]}}
@@ -228,7 +228,8 @@ class LeftOutPart(RequestPart):
 def kind_tag(part: Any, supported: Collection[str], default: str | None = None) -> str:
     """Which of a union's classes reads a part, by its ``type``: the tag is that type, or ``other``. Tags have
     brackets, so that errors leave them out where they name a place."""
-    kind = part.get("type", default) if isinstance(part, dict) else getattr(part, "type", None)
+    kind = part.get("type") if isinstance(part, dict) else getattr(part, "type", None)
+    kind = default if kind is None else kind
     return f"{kind}[]" if isinstance(kind, str) and kind in supported else "other[]"
 
 

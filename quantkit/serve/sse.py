@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from types import MappingProxyType
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 from fastapi import Response
@@ -55,19 +54,16 @@ class EventStream(Response):
         reply: what is sent.
         work: where it comes from; cancelled when it is over, however it ended.
         on_error: told about an exception that isn't the client's doing.
-        headers: more of them.
     """
 
     media_type = "text/event-stream"
 
     def __init__(self, reply: Reply, work: RequestWork,
-                 on_error: Callable[[BaseException], None] | None = None,
-                 headers: Mapping[str, str] = MappingProxyType({})) -> None:
+                 on_error: Callable[[BaseException], None] | None = None) -> None:
         self.status_code, self.background = 200, None
         self._reply, self._work, self._on_error = reply, work, on_error
         self._quiet = True
-        # a proxy that collects events defeats their purpose
-        self.init_headers({"x-accel-buffering": "no", **headers})
+        self.init_headers({"x-accel-buffering": "no"})  # a proxy that collects events defeats their purpose
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send it all."""

@@ -261,7 +261,7 @@ def output_limit(asked: int | None, room: int, param: str) -> int:
     room = max(room, 1)
     if asked is None:
         return room
-    if asked > room and (ignored := IGNORED.get()) is not None:
+    if asked > room and not (ignored := IGNORED.get()).strict:
         ignored.other(f"{param} (cut to {room})")
         return room
     return asked

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 MAX_SECONDS = 0.1
-"""Of processor time for all calls of a message; usual ones take a hundredth of it. To count the rules that are
-applied would not do: a single one may compare a large value with many others."""
+"""Of processor time for all calls of a message; usual ones take a hundredth of it. The number of rules that
+are applied says too little: a single one may compare a large value with many others."""
 _Check = Callable[[Any, Any, Any, Any], Any]
 
 

@@ -98,6 +98,14 @@ def test_a_prompt_is_never_cut(shared, loaded):
     assert answer.status_code == 400 and answer.json()["error"]["code"] == "context_length_exceeded"
 
 
+def test_a_type_of_null_is_the_default_one(shared, prepared):
+    tool = {"type": None, "name": "Bash", "input_schema": {"type": "object"}}
+    assert ignored(shared.post(MESSAGES, {"max_tokens": 1, "messages": USER, "tools": [tool]})) == set()
+    assert [tool.name for tool in prepared[-1][1]] == ["Bash"]
+    body = {"max_output_tokens": 1, "input": [{"type": None, **USER[0]}]}
+    assert ignored(shared.post(RESPONSES, body)) == set()
+
+
 def test_keys_of_other_servers(shared):
     answer = shared.post(CHAT, {
         "messages": [{"role": "user", "content": "hi", "reasoning_details": []},

@@ -69,6 +69,9 @@ def test_the_models_limits_are_in_it(server, request):
         assert chat["model"]["enum"] == text["model"]["enum"] == ["tiny"]
     else:  # which answers to any name
         assert "enum" not in chat["model"]
+    include = described["components"]["schemas"]["ResponsesRequest"]["properties"]["include"]["anyOf"]
+    items = next(option["items"] for option in include if "items" in option)
+    assert (items == {"type": "string"}) == (server == "shared"), "others are left out"
     ids = next(option for option in text["prompt"]["anyOf"] if option.get("items",
                                                                           {}).get("type") == "integer")
     assert ids["items"]["maximum"] == config.vocab_size - 1 and ids["items"]["minimum"] == 0

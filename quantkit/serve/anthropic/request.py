@@ -152,7 +152,7 @@ class CountRequest(RequestPart):
     def _system(self, system: str | list[TextBlock]) -> str:
         if isinstance(system, str) or not system[0].text.startswith(BILLING):
             return plain_text(system)
-        if (ignored := IGNORED.get()) is None:
+        if (ignored := IGNORED.get()).strict:
             return plain_text(system)
         # Claude Code's accounting, which differs in each request: no prompt would begin like an earlier one
         ignored.other("system[0] (x-anthropic-billing-header)")

@@ -70,7 +70,7 @@ def _include(wanted: Any) -> Any:
     # what only another server's tools could add to the answer
     others = [name for name in wanted if isinstance(name, str) and name != ENCRYPTED] \
         if isinstance(wanted, list) and len(wanted) <= MAX_INCLUDE else []
-    if (ignored := IGNORED.get()) is None or not others:
+    if (ignored := IGNORED.get()).strict or not others:
         return wanted
     for name in others:
         ignored.other(f"include ({safe(name)})")
