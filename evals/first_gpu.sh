@@ -121,7 +121,7 @@ decode() {  # decode SECONDS NAME RECIPE CONTEXTS [OPTION…]
   local most=$1 name=$2 recipe=$3 contexts=$4
   shift 4
   step "$most" "$name" "$PYTHON" -m quantkit.cli.main bench decode "$shape" --random "$recipe" \
-    --device "$device" --batch 1 --context "$contexts" --kv none --prompt "$prompt" --tokens "$tokens" \
+    --device "$device" --batch 1 --context "$contexts" --kv none --prefill "$prompt" --max-tokens "$tokens" \
     --repeats 2 --quiet --out "$WORK/results/$name.json" "$@"
 }
 
@@ -137,7 +137,7 @@ bench() {
 }
 
 same() {
-  step 260 same "$PYTHON" evals/on_gpu.py "$model" --device "$device" --recipes "$recipes" --kv "$kv" \
+  step 260 same "$PYTHON" evals/on_gpu.py "$model" --device "$device" --recipe "$recipes" --kv "$kv" \
     --window "$window" --windows 2 --out "$WORK/results/same.json"
 }
 

@@ -21,12 +21,12 @@ import torch
 from quantkit.bench.machine import machine
 from quantkit.errors import QuantkitError
 from quantkit.evaluate.feed import force, prefill
-from quantkit.evaluate.forced import TeacherForcedModel, split_settings
+from quantkit.evaluate.forced import TeacherForcedModel
 from quantkit.evaluate.quality import compare, windows_of
 from quantkit.evaluate.text import load_text
 from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
-from quantkit.kvspec import parse_kv
+from quantkit.kvspec import parse_kv, split_settings
 from quantkit.quantize import quantize
 from quantkit.runtime.loader import LoadedModel, load
 from quantkit.spec import KVSpec
@@ -101,7 +101,7 @@ def main() -> int:
 def _run() -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n", maxsplit=1)[0])
     parser.add_argument("model")
-    parser.add_argument("--recipes", default=f"{PLAIN},int8,int4-rtn,nf4", help="of weights, by commas")
+    parser.add_argument("--recipe", default=f"{PLAIN},int8,int4-rtn,nf4", help="of weights, by commas")
     parser.add_argument("--kv", default="none,int8,fp8,int4,rotation(4)", help="KV settings, by commas")
     parser.add_argument("--text", help="a file, or what `quantkit eval --text` takes")
     parser.add_argument("--window", type=int, default=256)
@@ -114,7 +114,7 @@ def _run() -> int:
     rows: list[dict[str, Any]] = []
     print(f"KL from exact, nats\n{'weights':<24} {'kv':<12} {'portions':>9} {'one by one':>10} {'cpu':>9}")
     with tempfile.TemporaryDirectory() as folder:
-        for recipe in args.recipes.split(","):
+        for recipe in args.recipe.split(","):
             uri = args.model
             if recipe != PLAIN:
                 uri = str(Path(folder) / recipe)

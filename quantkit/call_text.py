@@ -61,7 +61,7 @@ def made_with(kind: type[Made], options: Mapping[str, object], what: str, see: s
     """A ``kind`` with these options.
 
     Args:
-        kind: a model whose fields are the options; ``renamed`` may have old names of some.
+        kind: a model whose fields are the options.
         options: by name.
         what: it is, for messages: ``drafter 'ngram'``.
         see: the page that describes the options.
@@ -71,7 +71,7 @@ def made_with(kind: type[Made], options: Mapping[str, object], what: str, see: s
         UsageError: an option is unknown, missing or out of range.
     """
     for option in options:
-        if option not in kind.model_fields and option not in getattr(kind, "renamed", {}):
+        if option not in kind.model_fields:
             raise UsageError(f"the {what} has no option {option!r}", next=f"leave it out, or see {see}",
                              why=did_you_mean(option, kind.model_fields))
     try:

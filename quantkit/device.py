@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import torch
 
 from quantkit.errors import UsageError
+
+_NAMES = re.compile(r"cpu|cuda(:\d{1,3})?", re.ASCII)
 
 
 def gpu_name(device: torch.device) -> str | None:
@@ -13,10 +17,16 @@ def gpu_name(device: torch.device) -> str | None:
 
 
 def find_device(name: str) -> torch.device:
-    """``cpu``, ``cuda``, ``cuda:1``, or ``auto``: a GPU if torch has one. Raises UsageError for one that
-    can't be used."""
+    """``cpu``, ``cuda``, ``cuda:1``, or ``auto``: a GPU if torch has one.
+
+    Raises:
+        UsageError: it has another name, or can't be used.
+    """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
+    if not _NAMES.fullmatch(name):
+        raise UsageError(f"the device {name!r} can't be used", next="--device auto",
+                         why="a device is cpu, cuda, cuda:1 (the second GPU) or auto: a GPU if there is one")
     try:
         device = torch.device(name)
         torch.empty(0, device=device)

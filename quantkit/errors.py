@@ -9,6 +9,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+LISTED = 12
+"""Names that a message lists at most."""
 DONE, FAILED, USAGE, RESUMABLE, INTERRUPTED = 0, 1, 2, 75, 130
 
 
@@ -79,7 +81,10 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """A sentence that lists the known names, the nearest first if there is one."""
+    """A sentence that lists the known names, of many the :data:`LISTED` that resemble ``word`` most."""
     known = sorted(known)
     close = nearest(word, known)
-    return (f"did you mean {close!r}? " if close else "") + f"known: {', '.join(known) or 'none'}"
+    listed = known if len(known) <= LISTED else sorted(sorted(
+        known, key=lambda name: -difflib.SequenceMatcher(None, word.lower(), name.lower()).ratio())[:LISTED])
+    more = f" and {len(known) - len(listed)} more" if len(known) > len(listed) else ""
+    return (f"did you mean {close!r}? " if close else "") + f"known: {', '.join(listed) or 'none'}{more}"

@@ -46,6 +46,18 @@ def parse_kv(text: str) -> KVSpec:
     return KVSpec.model_validate(fields)
 
 
+def split_settings(text: str) -> list[str]:
+    """``none,int8,window(512, sinks=4)`` → its parts; commas in parentheses separate nothing."""
+    parts, depth = [""], 0
+    for letter in text:
+        depth += (letter == "(") - (letter == ")")
+        if letter == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return [part.strip() for part in parts]
+
+
 def _read(part: str) -> tuple[str, str, Options]:
     """``policy`` or ``codec``, its name, its options."""
     name, options = read_call(part, _NEXT)

@@ -1,8 +1,12 @@
-"""Checks paths that a user typed."""
+"""Checks paths that a user typed, and opens files that may be anything."""
 
 from __future__ import annotations
 
+import errno
+import os
+import stat
 from pathlib import Path
+from typing import BinaryIO
 
 from quantkit.errors import UsageError
 
@@ -33,3 +37,25 @@ def local_path(text: str) -> Path | None:
         return typed_path(text)
     except UsageError:
         return None
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file to read it. Raises OSError too if it is no regular file, or a link to none: a device may
+    never end, and whoever opens a pipe may wait for ever."""
+    handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    mode = os.fstat(handle).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(handle)
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return os.fdopen(handle, "rb")
+
+
+def read_regular(path: Path, limit: int) -> bytes:
+    """All of a regular file of at most ``limit`` bytes. Raises OSError."""
+    with open_regular(path) as file:
+        data = file.read(limit + 1)
+    if len(data) > limit:
+        raise OSError(errno.EFBIG, f"it is larger than {limit:,} bytes", str(path))
+    return data

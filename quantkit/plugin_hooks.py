@@ -15,7 +15,7 @@ import pluggy
 from quantkit import hookspecs
 from quantkit.errors import PluginError, did_you_mean
 from quantkit.hookspecs import API_VERSION, OLDEST_API_VERSION
-from quantkit.registry import Registry, RegistryEntry, a_type, described
+from quantkit.registry import Registry, RegistryEntry, a_type, described, is_ctrl_c
 
 HOOKS = tuple(name for name, function in inspect.getmembers(hookspecs, inspect.isfunction)
               if hasattr(function, "quantkit_spec"))
@@ -41,8 +41,9 @@ def api_of(plugin: object, module: str = "") -> int:
                           next=f"write QUANTKIT_API = {API_VERSION}")
     if not OLDEST_API_VERSION <= version <= API_VERSION:
         older = "" if API_VERSION == OLDEST_API_VERSION else f"{OLDEST_API_VERSION} to "
-        late = "quantkit" if version > API_VERSION else "{distribution}"
-        raise PluginError(f"is for version {version} of the plugin API", next=f"pip install --upgrade {late}",
+        update = ("pip install --upgrade {distribution}" if version < OLDEST_API_VERSION
+                  else "run pip install . in a newer checkout of quantkit")
+        raise PluginError(f"is for version {version} of the plugin API", next=update,
                           why=f"this quantkit offers {older}{API_VERSION}")
     return version
 
@@ -118,11 +119,11 @@ def collect(impls: Callable[[str], Iterable[pluggy.HookImpl]], tables: dict[str,
         for impl in impls(hook):
             try:
                 impl.function(*[functools.partial(register, kind) for _ in impl.argnames])
-            except KeyboardInterrupt:
-                raise
             except PluginError:
                 raise
             except BaseException as error:  # also SystemExit: it costs only itself
+                if is_ctrl_c(error):
+                    raise
                 raise PluginError(f"fails in its hook {hook}", why=described(error)) from error
     done = True
     return entries

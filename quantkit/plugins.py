@@ -24,7 +24,7 @@ from quantkit.entry_points import distribution_of, entry_points
 from quantkit.errors import PluginError, QuantkitError, did_you_mean
 from quantkit.plugin_files import anothers, belongs, frames, module_file, package_of
 from quantkit.plugin_hooks import HOOKS, Registrations, api_of, check_marks, collect
-from quantkit.registry import BUILTIN, Registry, RegistryEntry, a_type, described
+from quantkit.registry import BUILTIN, Registry, RegistryEntry, a_type, described, is_ctrl_c
 
 OBSERVERS = tuple(name for name in HOOKS if name.startswith("on_"))
 
@@ -147,9 +147,9 @@ class PluginManager:
                                       why='an entry point is written "module" or "module:attr"')
                 plugin = point.load()
                 info, entries = self._examine(plugin, info)
-        except KeyboardInterrupt:
-            raise
         except BaseException as error:  # a stranger's module may raise anything, SystemExit too
+            if is_ctrl_c(error):
+                raise
             reason = _reason(error, info.distribution)
             self._warn(f"plugin {info.name!r} of {info.distribution} {info.version} was left out: {reason}")
             self.plugins.append(replace(info, error=reason, file=module_file(module)))
@@ -236,9 +236,9 @@ class PluginManager:
                 if not isinstance(answer, list | tuple):
                     raise PluginError(f"it returned {a_type(answer)}, not a list of folders")
                 given = list(answer)
-            except KeyboardInterrupt:
-                raise
             except BaseException as error:
+                if is_ctrl_c(error):
+                    raise
                 self._warn(f"{hook} of plugin {info.name!r} of {info.distribution} {info.version} failed: "
                            f"{described(error)}")
                 continue
@@ -263,9 +263,9 @@ class PluginManager:
         for info, impl in self._all_impls(hook):
             try:
                 impl.function(*[facts[n] for n in impl.argnames])
-            except KeyboardInterrupt:
-                raise
             except BaseException as error:  # SystemExit too: what an observer does never ends the run
+                if is_ctrl_c(error):
+                    raise
                 if (key := f"{impl.plugin_name} {hook}") not in self._told:
                     self._told.add(key)
                     warnings.warn(f"{info.distribution}:{info.name} failed in {hook}: {described(error)}",
@@ -315,7 +315,7 @@ def _reason(error: BaseException, distribution: str) -> str:
     """Why a plugin was left out, in one line."""
     module = error.name if isinstance(error, ImportError) else None
     missing = isinstance(module, str) and module.split(".")[0] == BUILTIN
-    hint = f"; it may be for another quantkit: pip install --upgrade {distribution} quantkit"
+    hint = f"; it may be for another quantkit: pip install --upgrade {distribution}"
     return described(error).replace("{distribution}", distribution) + (hint if missing else "")
 
 

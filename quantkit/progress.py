@@ -29,7 +29,7 @@ class ProgressEvent:
         phase: the phase whose units these are; ``None`` if the work isn't divided into phases.
         kept: an earlier attempt finished the unit ``label``: the time that it takes now says nothing about
             the others.
-        unit: what is counted, where that isn't plain: ``MiB``.
+        unit: what is counted, where that isn't plain: ``MiB``; ``%`` if only the share means something.
     """
 
     done: int

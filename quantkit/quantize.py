@@ -48,7 +48,7 @@ from quantkit.recover.run import RecoveryRun, Units
 from quantkit.recover.windows import recipe_text
 from quantkit.runtime.loader import load_source
 from quantkit.solve import ModelOrigin, Solved, solve_data_free, solve_rows, solve_stages, stored_weight
-from quantkit.sources.base import ModelSource, prefetch, release, tensor_alone
+from quantkit.sources.base import ModelSource, prefetch, release, tensor_alone, warn_if_quantized
 from quantkit.spec import CalibrationSpec
 from quantkit.transforms.apply import apply_to_layer, resolve
 from quantkit.transforms.base import LayerTensors
@@ -77,7 +77,8 @@ def quantize(uri: str, recipe: str | Recipe, out: str | Path, *, revision: str |
         device: what calibrated recipes compute on: ``cpu``, ``cuda``, or ``auto``.
 
     Warns:
-        UserWarning: of what is bad about the calibration data, and of sources that aren't pinned.
+        UserWarning: of what is bad about the calibration data, of sources that aren't pinned, and of a model
+            that is quantized already.
 
     Raises:
         QuantkitError: whatever is wrong with model, recipe, options, disk or values; everything
@@ -94,6 +95,7 @@ def quantize(uri: str, recipe: str | Recipe, out: str | Path, *, revision: str |
     with ExitStack() as ends:
         source = ends.enter_context(closing(origin.open()))
         plan = make_plan(loaded, source)
+        warn_if_quantized(source)
         if isinstance(executor, str):
             executor = ends.enter_context(closing(make_executor(executor, place)))
         result = _Run(source, plan, Path(out), strict, progress, origin, executor, place)(start)
@@ -111,9 +113,14 @@ class _Run:
         self.raw_config, self._tensor = source.config(), partial(tensor_alone, source)
         self.config = parse_config(self.raw_config)
         self.formats, self.methods = registry("formats"), registry("methods")
+        # what stays as it is would else be read, and found to hold NaN, when the work is done
+        for name in (*plan.other, *(f"{row.name}.weight" for row in plan.rows if row.method is None)):
+            self._tensor(name)
+        release(source)
         self.transforms, self.measured = resolve(plan.recipe.transforms), plan.measured
         self.data = prepare(plan.calibration, source, plan.widest_hessian, progress, strict)
-        text = recipe_text(plan.recipe.recover, plan.recipe.calibration, source, self.data, progress)
+        text = recipe_text(plan.recipe.recover, plan.recipe.calibration, source, self.data, progress,
+                           strict)
         self.recovery = None if text is None else RecoveryRun(
             plan, source, text, self.phases, Units(UNIT, TABLE, REST), strict)
 
@@ -265,7 +272,7 @@ class _Run:
                 tell_weighing(self.phases, next(count), self.config.num_layers, backward)
 
             step()
-            windows = weighed_windows(len(tokens), spec.importance_samples)
+            windows = weighed_windows(len(tokens), spec.importance_windows)
             some = tokens[windows]
             with self._tracing(windows):
                 squares = gradients(
@@ -341,7 +348,7 @@ class _Run:
         except NonFiniteError as error:
             if windows is not None and error.sample is not None:
                 error = error.in_window(windows[error.sample])
-            raise blame(error, self.source, self.data.origins if self.data else ()) from error
+            raise blame(error, self.data.origins if self.data else ()) from error
 
     def _store(self, writer: CheckpointWriter, unit: str, planned: list[PlanRow], other: list[str],
                layer: LayerTensors, solved: Iterator[Solved]) -> dict[str, QuantizedTensor]:

@@ -6,6 +6,7 @@ somebody asks for it. Listing names imports nothing.
 
 from __future__ import annotations
 
+import dis
 import importlib
 import inspect
 import re
@@ -19,6 +20,7 @@ from quantkit.errors import PluginError, QuantkitError, UsageError, did_you_mean
 from quantkit.first_party import explain_absent
 
 T = TypeVar("T")
+_RAISE = dis.opmap["RAISE_VARARGS"]
 BUILTIN = "quantkit"
 """The distribution whose names stay its own."""
 SPELLING = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -299,11 +301,26 @@ def load_target(target: object, whose: str, plugin: str = "") -> Any:
     module, attr = target.split(":")
     try:
         return getattr(importlib.import_module(module), attr)
-    except KeyboardInterrupt:
-        raise
     except BaseException as error:  # a stranger's module may raise what it likes, SystemExit too
+        if is_ctrl_c(error):
+            raise
         raise PluginError(f"{whose} can't be loaded from {target!r}", why=described(error),
                           next=_check(plugin)) from error
+
+
+def is_ctrl_c(error: BaseException) -> bool:
+    """Whether somebody pressed Ctrl-C. A stranger's code may raise KeyboardInterrupt itself; the innermost
+    frame has then stopped at a ``raise``, where no signal is ever handled."""
+    following: BaseException | None = error
+    while following is not None:
+        if isinstance(following, KeyboardInterrupt):
+            place = following.__traceback__
+            while place is not None and place.tb_next is not None:
+                place = place.tb_next
+            if place is None or place.tb_frame.f_code.co_code[place.tb_lasti] != _RAISE:
+                return True
+        following = following.__cause__ or following.__context__
+    return False
 
 
 def a_type(thing: object) -> str:
@@ -319,9 +336,9 @@ def described(error: BaseException) -> str:
         if isinstance(error, QuantkitError):
             return " ".join("; ".join(filter(None, (error.what, error.why, error.next))).split())
         text = " ".join(str(error).split())
-    except KeyboardInterrupt:
-        raise
     except BaseException as other:  # its __str__ is a stranger's code, too
+        if is_ctrl_c(other):
+            raise
         text = f"its text can't be had, which raises {type(other).__name__}"
     return ": ".join(filter(None, (type(error).__name__, text)))[:1000]
 

@@ -15,12 +15,12 @@ from quantkit.errors import QuantkitError, SourceError
 from quantkit.executor.base import Executor, Item
 from quantkit.formats import contract
 from quantkit.formats.base import Format, QuantizedTensor
+from quantkit.formats.finite import squares
 from quantkit.formats.one_outer import with_one_outer
 from quantkit.methods import parts
 from quantkit.methods.base import LayerStats, Method
 from quantkit.methods.grid import require_finite
 from quantkit.methods.static_inputs import with_input_factor
-from quantkit.ops.finite import squares
 from quantkit.ops.hadamard import apply_hadamard, rotate_hessian
 from quantkit.planning.layers import BATCH, PlanRow, together
 from quantkit.planning.plan import with_own_head

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -34,29 +32,6 @@ class Frozen(BaseModel):
     """Base of every spec: immutable, no coercion, unknown keys are errors."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
-
-
-def accept_old_names(values: Any, renamed: Mapping[str, str]) -> Any:
-    """Options as they were written, under the names that they have now.
-
-    Args:
-        values: options by name; anything else passes as it is.
-        renamed: old name → new name. A :class:`FutureWarning` names every old one that was used.
-
-    Raises:
-        ValueError: an option is given under both names.
-    """
-    if not isinstance(values, Mapping) or not renamed.keys() & values.keys():
-        return values
-    current = dict(values)
-    for old, new in renamed.items():
-        if old in current:
-            if new in current:
-                raise ValueError(f"{old} is the old name of {new}: give one of them")
-            warnings.warn(f"the option {old!r} is now called {new!r}; the old name still works",
-                          FutureWarning, stacklevel=2)
-            current[new] = current.pop(old)
-    return current
 
 
 class Granularity(Frozen):
@@ -267,12 +242,12 @@ class CalibrationSpec(Frozen):
             folder of them, a ``.jsonl`` or ``.parquet`` file of texts or conversations,
             ``hub:OWNER/NAME[:SPLIT][:FILE]``; or several of these. Or ``self``: the model writes it. Or
             ``random``: no text at all, but tokens drawn from the vocabulary.
-        samples: number of windows.
-        length: tokens a window.
+        windows: how many there are.
+        window: tokens in each.
         seed: chooses the windows.
         importance: what a token's error counts for in a layer: ``gradient`` (how much the model's
             answer depends on that layer there) or ``equal``.
-        importance_samples: windows of which gradients are found, evenly spread; any other token counts for
+        importance_windows: windows of which gradients are found, evenly spread; any other token counts for
             what theirs do on average at its place in a window.
         packing: how documents become windows: ``stream`` (one after another, cut anywhere),
             ``documents`` (each window begins where a document does and is filled with the next ones);
@@ -281,11 +256,11 @@ class CalibrationSpec(Frozen):
     """
 
     text: str | Annotated[tuple[str, ...], Field(strict=False)] = "builtin"
-    samples: int = Field(default=24, ge=1)
-    length: int = Field(default=512, ge=8)
+    windows: int = Field(default=24, ge=1)
+    window: int = Field(default=512, ge=8)
     seed: int = 0
     importance: Literal["gradient", "equal"] = "gradient"
-    importance_samples: int = Field(default=4, ge=1)
+    importance_windows: int = Field(default=4, ge=1)
     packing: Literal["auto", "stream", "documents"] = "auto"
     avoid: tuple[str, ...] = Field(default=(), strict=False)
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from quantkit.errors import QuantkitError, SourceError
+from quantkit.paths import open_regular
 
 MAX_NODES = 4_000_000
 """Values in one document. A header of 200,000 tensors has half of that."""
@@ -77,7 +78,7 @@ def read_object(path: Path, limit: int, *, error: type[QuantkitError] = SourceEr
                 next: str = AGAIN) -> dict[str, Any]:
     """Read and parse a JSON file of at most ``limit`` bytes. Raises ``error``, as :func:`parse_object`."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             raw = file.read(limit + 1)
     except (OSError, ValueError) as cause:
         raise error(f"{path} can't be read", why=getattr(cause, "strerror", None) or str(cause),

@@ -34,6 +34,16 @@ def human_bytes(count: float) -> str:
     return f"{count:.1f} TB"
 
 
+def times_smaller(before: float, after: float) -> str:
+    """``1.7 times smaller``, ``1.8 times larger``; within 5% ``as large``."""
+    ratio = max(before, 1) / max(after, 1)
+    if abs(ratio - 1) < 0.05:
+        return "as large"
+    factor = max(ratio, 1 / ratio)
+    digits = 0 if factor >= 9.95 else 1 if factor >= 1.95 else 2
+    return f"{factor:.{digits}f} times {'smaller' if ratio > 1 else 'larger'}"
+
+
 def tokens_of(text: str) -> int | None:
     """``8k`` (8,000), ``8K`` (8,192), ``1.5m`` or ``8192`` → a number of tokens; ``None`` if it is none.
 

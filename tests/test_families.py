@@ -18,8 +18,8 @@ RECIPE = """
     spec: {{bits: 4, granularity: {{strategy: group, size: 32}}}}
 """
 WAYS = {"rtn": ("rtn", ""),
-        "gptq": ("gptq", "calibration: {samples: 4, length: 64, importance: equal}\n"),
-        "gptq weighed": ("gptq", "calibration: {samples: 4, length: 64}\n")}
+        "gptq": ("gptq", "calibration: {windows: 4, window: 64, importance: equal}\n"),
+        "gptq weighed": ("gptq", "calibration: {windows: 4, window: 64}\n")}
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12, 13, 14], [20], [40, 41, 42, 43]]
 
 

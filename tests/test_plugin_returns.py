@@ -126,7 +126,7 @@ NORM = "model.layers.0.input_layernorm.weight"
     ({"layer": changed(NORM, None)}, "became a NoneType")])
 def test_a_transform(stranger, tiny, tmp_path, fields, words):
     stranger("transforms", Transform("odd", "https://example.org", needs=frozenset({"largest"}), **fields))
-    text = ("calibration: {samples: 2, length: 16}\ntransforms: [{name: odd}]\n"
+    text = ("calibration: {windows: 2, window: 16}\ntransforms: [{name: odd}]\n"
             "rules: [{match: '*', method: gptq, spec: {bits: 4, granularity: {strategy: channel}}}]")
     with pytest.raises(PluginError, match=words) as caught:
         quantize(str(tiny), recipe(tmp_path, text), tmp_path / "OUT")

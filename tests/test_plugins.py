@@ -1,5 +1,6 @@
 """The rules that plugins live by, each with a plugin that breaks it."""
 
+import signal
 import subprocess
 import sys
 import warnings
@@ -233,7 +234,8 @@ def test_a_module_under_two_names_is_loaded_once(installed):
 
 
 @pytest.mark.parametrize(("version", "oldest", "says"), [
-    (3, 2, "pip install --upgrade quantkit"), (1, 2, "pip install --upgrade dist-mine"), (2, 2, ""),
+    (3, 2, "run pip install . in a newer checkout of quantkit"),
+    (1, 2, "pip install --upgrade dist-mine"), (2, 2, ""),
     (2.0, 1, "whole number"), (True, 1, "whole number"), (0, 1, "whole number"), (None, 1, "whole number")])
 def test_a_plugin_for_another_api_says_what_to_upgrade(manager, monkeypatch, version, oldest, says):
     monkeypatch.setattr("quantkit.plugin_hooks.API_VERSION", 2)
@@ -268,7 +270,7 @@ class Unprintable(Exception):
         raise RuntimeError("no text")
 
 
-@pytest.mark.parametrize("error", [Unprintable(), SystemExit(3), GeneratorExit()])
+@pytest.mark.parametrize("error", [Unprintable(), SystemExit(3), GeneratorExit(), KeyboardInterrupt()])
 def test_an_observer_may_raise_anything(manager, error):
     def on_run_finished(kind):
         raise error
@@ -280,10 +282,13 @@ def test_an_observer_may_raise_anything(manager, error):
 
 def test_an_interrupt_in_an_observer_is_the_users(manager):
     def on_run_finished(kind):
-        raise KeyboardInterrupt
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt as error:
+            raise KeyboardInterrupt("cleaned up") from error
 
     manager.add(plugin(on_run_finished=on_run_finished), "dist-mine")
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt, match="cleaned up"):
         manager.notify("on_run_finished", kind="quantize", summary={})
 
 

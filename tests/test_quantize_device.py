@@ -62,7 +62,7 @@ def weights(folder):
 def test_a_gpu_comes_to_the_same(model, tmp_path, importance, method, options, spec, transforms):
     path = tmp_path / "recipe.yaml"
     path.write_text(RECIPE.format(method=method, options=options, spec=spec, transforms=transforms))
-    text = CalibrationSpec(samples=8, length=64, importance=importance)
+    text = CalibrationSpec(windows=8, window=64, importance=importance)
     here, there = (quantize(model, str(path), tmp_path / name, calibration=text, device=name)
                    for name in ("cpu", "cuda"))
     assert [row.notes for row in here.rows] == [row.notes for row in there.rows]

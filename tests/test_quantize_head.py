@@ -32,7 +32,7 @@ from tests.support.folders import contents
 G32 = "spec: {bits: 4, granularity: {strategy: group, size: 32}}"
 INT8 = "method: rtn, spec: {bits: 8, granularity: {strategy: channel}}"
 HEAD = f"""
-calibration: {{samples: 8, length: 32}}
+calibration: {{windows: 8, window: 32}}
 rules:
   - {{match: lm_head, method: gptq, {G32}}}
   - {{match: "*", method: gptq, {G32}}}
@@ -53,7 +53,7 @@ def recipe(tmp_path):
     def write(*rules: str, layers: str = f'{{match: "*", method: gptq, {G32}}}',
               importance: str = "gradient") -> str:
         path = tmp_path / "recipe.yaml"
-        path.write_text(f"calibration: {{samples: 8, length: 32, importance: {importance}}}\nrules:\n"
+        path.write_text(f"calibration: {{windows: 8, window: 32, importance: {importance}}}\nrules:\n"
                         + "".join(f"  - {rule}\n" for rule in (*rules, layers)))
         return str(path)
 
@@ -182,7 +182,7 @@ def test_a_rule_for_both_is_one_matrix_where_they_are_one(models, recipe, tmp_pa
 
 
 def test_the_shipped_recipe(models, tmp_path):
-    small = module.CalibrationSpec(samples=4, length=32)
+    small = module.CalibrationSpec(windows=4, window=32)
     for tied in (True, False):
         result = quantize(str(models[tied]), "int4-embed8", tmp_path / str(tied), calibration=small)
         assert result.rows[0].name == "model.embed_tokens" and result.rows[0].spec.bits == 8

@@ -21,7 +21,7 @@ from quantkit.testing import tiny_model
 from tests.support.folders import contents
 
 RECIPE = """
-calibration: {{samples: 4, length: 32, importance: {importance}}}
+calibration: {{windows: 4, window: 32, importance: {importance}}}
 rules:
   - {{match: lm_head, optional: true}}
   - match: "*"

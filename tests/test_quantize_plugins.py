@@ -50,7 +50,7 @@ class Odd:
 
 
 ODD = """
-calibration: {samples: 2, length: 16}
+calibration: {windows: 2, window: 16}
 rules:
   - {match: "*.k_proj", method: odd, spec: {bits: 4, granularity: {strategy: channel}}}
   - {match: "*", method: gptq, spec: {bits: 4, granularity: {strategy: channel}}}

@@ -19,7 +19,7 @@ from quantkit.testing import tiny_model
 RECIPE = """
 name: changed
 transforms: [TRANSFORMS]
-calibration: {samples: 8, length: 64}
+calibration: {windows: 8, window: 64}
 rules:
   - {match: lm_head, optional: true}
   - {match: "*.up_proj", optional: true}

@@ -22,7 +22,7 @@ from quantkit.sources.open import open_source
 from quantkit.spec import CalibrationSpec
 from quantkit.testing import tiny_model
 
-FEW = CalibrationSpec(samples=16, length=64)
+FEW = CalibrationSpec(windows=16, window=64)
 ROTATED = """
 name: rotated
 description: int8 on rotated inputs.

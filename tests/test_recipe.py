@@ -192,12 +192,12 @@ def test_a_named_recipe_is_called_as_its_file(folders):
 
 
 def test_a_child_asks_its_rules_first_and_replaces_scalars(folders):
-    (folders / "a" / "base.yaml").write_text("calibration: {samples: 3}\n" + GOOD)
+    (folders / "a" / "base.yaml").write_text("calibration: {windows: 3}\n" + GOOD)
     child = folders / "child.yaml"
     child.write_text("extends: base\nrules:\n  - match: '*.down_proj'\n")
     recipe = load_recipe(str(child))
     assert [r.match for r in recipe.rules] == ["*.down_proj", "lm_head", "*"]
-    assert (recipe.name, recipe.description, recipe.calibration.samples) == ("child", "good", 3)
+    assert (recipe.name, recipe.description, recipe.calibration.windows) == ("child", "good", 3)
     child.write_text("extends: base\ndescription: mine\ncalibration: null\n")
     recipe = load_recipe(str(child))
     assert (recipe.description, recipe.calibration, len(recipe.rules)) == ("mine", None, 2)

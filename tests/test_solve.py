@@ -9,11 +9,11 @@ import torch
 from safetensors.torch import load_file
 
 from quantkit.errors import SpecError
+from quantkit.formats.finite import squares
 from quantkit.formats.pack_quantized import FORMAT
 from quantkit.methods import parts
 from quantkit.methods.base import LayerStats
 from quantkit.methods.rtn import METHOD
-from quantkit.ops.finite import squares
 from quantkit.planning.layers import PlanRow
 from quantkit.recipe import Recipe
 from quantkit.solve import ModelOrigin, fused, solve, solve_data_free
@@ -46,7 +46,7 @@ def test_the_error_of_a_weight_of_any_size(size, monkeypatch):
 def test_squares_are_summed_in_pieces(monkeypatch):
     whole = squares(weight())
     assert whole == pytest.approx(float(weight().double().square().sum()), rel=1e-12)
-    monkeypatch.setattr("quantkit.ops.finite._VALUES", 1)
+    monkeypatch.setattr("quantkit.formats.finite._VALUES", 1)
     assert squares(weight()) == pytest.approx(whole, rel=1e-12) and squares(torch.zeros(0, 0)) == 0
 
 

@@ -45,11 +45,11 @@ def main() -> None:
     parser.add_argument("--draft", action="append", required=True, help="our drafters")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--tokens", type=int, default=200)
+    parser.add_argument("--max-tokens", type=int, default=200)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
-    programs = LlamaCpp(args.bin, args.work, args.threads, args.tokens)
+    programs = LlamaCpp(args.bin, args.work, args.threads, args.max_tokens)
     target, draft = (str(programs.quantize(args.gguf, kind)) for kind in ("Q8_0", "Q4_0"))
     simple = ["--spec-type", "ngram-simple"]
     options = {NONE: [], "ngram-simple": simple,
@@ -60,7 +60,7 @@ def main() -> None:
     for turn in range(args.repeats):
         for side in ("ours", "llama.cpp")[::1 if turn % 2 else -1]:
             if side == "ours":
-                answers = _ours(args.model, args.draft, args.tokens, args.threads)
+                answers = _ours(args.model, args.draft, args.max_tokens, args.threads)
             else:
                 answers = {(task, name): answer for name, more in options.items()
                            for task, answer in _theirs(programs, target, more, args).items()}
@@ -88,7 +88,7 @@ def _row(key: tuple[str, str, str], runs: Sequence[Mapping[str, float]],
 def _ours(model: str, drafters: Sequence[str], tokens: int, threads: int
           ) -> dict[tuple[str, str], dict[str, float]]:
     """One timed run of each task and drafter."""
-    arguments = ["bench", "drafts", model, "--repeats", "1", "--tokens", str(tokens), "--json", "--quiet"]
+    arguments = ["bench", "drafts", model, "--repeats", "1", "--max-tokens", str(tokens), "--json", "--quiet"]
     for drafter in drafters:
         arguments += ["--draft", drafter]
     done = subprocess.run([sys.executable, "-m", "quantkit.cli.main", *arguments], capture_output=True,
@@ -110,7 +110,7 @@ def _theirs(programs: LlamaCpp, model: str, options: Sequence[str], args: argpar
                             "-t", str(args.threads), "-c", "4096", "--temp", "0")
     try:
         _until_ready(port, server)
-        return {task: [_ask(port, text, args.tokens) for _ in range(2)][-1]
+        return {task: [_ask(port, text, args.max_tokens) for _ in range(2)][-1]
                 for task, text in tasks().items()}
     finally:
         server.terminate()

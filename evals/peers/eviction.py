@@ -1,7 +1,7 @@
 """Eviction beside kvpress: the same policies on the same model and text; which positions stay, bytes, speed.
 
     pip install kvpress==0.5.5 "transformers<5.3" torch==2.13.0        (in an environment of its own)
-    python evals/peers/eviction.py --model DIR --text FILE --kvpress PYTHON --work DIR [--length 2048]
+    python evals/peers/eviction.py --model DIR --text FILE --kvpress PYTHON --work DIR [--window 2048]
         [--only NAME …] [--out FILE]
 
 Both sides keep half of a prompt in float32. Kept positions are compared by layer and head: the share that
@@ -91,8 +91,8 @@ def main() -> None:
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--kvpress", required=True, help="python of its environment")
     parser.add_argument("--work", type=Path, required=True)
-    parser.add_argument("--length", type=int, default=2048)
-    parser.add_argument("--new-tokens", type=int, default=32)
+    parser.add_argument("--window", type=int, default=2048)
+    parser.add_argument("--max-tokens", type=int, default=32)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--only", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
     parser.add_argument("--out", type=Path)
@@ -100,15 +100,15 @@ def main() -> None:
     args.work.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(args.threads)
     exact, served = load(str(args.model), dtype="float32"), load(str(args.model), dtype="bfloat16")
-    ids = exact.tokenizer.encode(args.text.read_text(encoding="utf-8")[:20 * args.length])
+    ids = exact.tokenizer.encode(args.text.read_text(encoding="utf-8")[:20 * args.window])
     prompt, answer = (torch.tensor(tokens) for tokens in (
-        ids[:args.length], ids[args.length:args.length + args.new_tokens]))
+        ids[:args.window], ids[args.window:args.window + args.max_tokens]))
     tokens = args.work / "tokens.safetensors"
     save_file({"prompt": prompt, "answer": answer}, tokens)
     rows = []
     for name in args.only:
         kv, options = VARIANTS[name]
-        kv = kv.format(most=args.length // 2 - 4 + 1)  # of which the next query is one
+        kv = kv.format(most=args.window // 2 - 4 + 1)  # of which the next query is one
         mine, its = ours(exact, kv, prompt, answer), theirs(args, name, options, tokens)
         fast = ours(served, kv, prompt, answer)
         same, least = agreement(mine["kept"], its["kept"])
@@ -128,7 +128,7 @@ def main() -> None:
         right=tuple(range(1, 11)), limit=120))
     if args.out is not None:
         report = {"machine": machine() | {"threads": args.threads}, "model": args.model.name,
-                  "text": args.text.name, "length": args.length, "rows": rows}
+                  "text": args.text.name, "length": args.window, "rows": rows}
         args.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 

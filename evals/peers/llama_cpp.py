@@ -64,12 +64,12 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="where models are made; they are kept")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--long", action="store_true", help="contexts of 8,000 tokens instead")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
-    theirs = LlamaCpp(args.bin, args.work, args.threads, args.tokens)
+    theirs = LlamaCpp(args.bin, args.work, args.threads, args.max_tokens)
     rows = LONG if args.long else ROWS
     files = {row.theirs: theirs.quantize(args.gguf, row.theirs) for row in rows}
     base = theirs.quantize(args.gguf, "BF16")
@@ -79,7 +79,7 @@ def main() -> None:
         pairs = []
         for turn in range(args.repeats):
             both = {"theirs": lambda row=row: theirs.bench(files[row.theirs], row),
-                    "ours": lambda row=row: _bench(models[row.ours], row, args.threads, args.tokens)}
+                    "ours": lambda row=row: _bench(models[row.ours], row, args.threads, args.max_tokens)}
             order = ("theirs", "ours") if turn % 2 else ("ours", "theirs")
             pairs.append({name: both[name]() for name in order})
         cases.append({"ours": row.ours, "theirs": row.theirs, "depth": row.depth, "kv": row.kv,
@@ -151,8 +151,9 @@ def _make(name: str, gguf: Path, work: Path) -> Path:
 def _bench(model: Path, row: SpeedRow, threads: int, tokens: int) -> dict[str, Any]:
     prompt = "0" if row.depth else "512"
     report = json.loads(_quantkit(
-        "bench", "decode", str(model), "--context", str(row.depth), "--kv", row.kv, "--tokens", str(tokens),
-        "--prompt", prompt, "--repeats", "1", "--no-fallback", "--json", "--quiet", threads=threads))
+        "bench", "decode", str(model), "--context", str(row.depth), "--kv", row.kv, "--max-tokens",
+        str(tokens), "--prefill", prompt, "--repeats", "1", "--no-fallback", "--json", "--quiet",
+        threads=threads))
     case = report["cases"][0]
     return {"prefill": report["prefill"][0]["tok_s"]["median"] if report["prefill"] else 0.0,
             "decode": case["tok_s"]["median"], "of_read": case["of_read"], "bytes": report["bytes"],

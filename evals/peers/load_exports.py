@@ -98,7 +98,7 @@ def main() -> None:
     parser.add_argument("--vllm", type=Path, help="Python with vLLM for CPUs")
     parser.add_argument("--only", nargs="*", default=list(MADE), choices=list(MADE),
                         help="of the two checkpoints")
-    parser.add_argument("--tokens", type=int, default=16)
+    parser.add_argument("--max-tokens", type=int, default=16)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
@@ -107,20 +107,20 @@ def main() -> None:
         base = make(args, name)
         folders = {"int-quantized" if name == "w8a8" else "pack-quantized": base}
         folders |= {form: export(args, base, form) for form in EXPORTS[name]}
-        prompts, ours, scorers = mine(base, args.tokens)
+        prompts, ours, scorers = mine(base, args.max_tokens)
         for form, folder in folders.items():
             # the reference computes from the same weights by construction; the kernels repack another layout
-            equal = greedy(load(str(folder), dtype="bfloat16"), prompts, args.tokens) == ours["kernels"]
+            equal = greedy(load(str(folder), dtype="bfloat16"), prompts, args.max_tokens) == ours["kernels"]
             print(f"{name} {form}: quantkit's own tokens are {'the same' if equal else 'OTHERS'}", flush=True)
             for engine, python in engines(args, form):
                 row = {"checkpoint": name, "format": form, "engine": engine, "quantkit_same": equal}
-                row |= compare(folder, engine, python, prompts, ours, scorers, args.tokens)
+                row |= compare(folder, engine, python, prompts, ours, scorers, args.max_tokens)
                 results.append(row)
                 print(f"  {line(row)}", flush=True)
                 if row["predicted"] != row["loads"] and "lacking" not in row:
                     wrong.append(f"{name} {form} in {engine}")
                 if args.out:
-                    report = {"model": args.model, "tokens": args.tokens, "prompts": len(PROMPTS),
+                    report = {"model": args.model, "tokens": args.max_tokens, "prompts": len(PROMPTS),
                               "rows": results}
                     args.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     if wrong:
@@ -167,7 +167,7 @@ def compare(folder: Path, engine: str, python: Path, prompts: list[list[int]],
             ours: dict[str, list[list[int]]],
             models: dict[str, Any], count: int) -> dict[str, Any]:
     """What was predicted, whether it loads, and how near its answers are."""
-    report = json.loads(_quantkit("verify", str(folder), "--for", engine, "--device", "cpu", "--json",
+    report = json.loads(_quantkit("verify", str(folder), "--for", engine, "--for-device", "cpu", "--json",
                                   fails=True))
     row: dict[str, Any] = {"predicted": report["loads"],
                            "why": [f"{c['name']}: {c['detail']}" for c in report["checks"]

@@ -95,7 +95,8 @@ def main() -> None:
                         help=f"of {', '.join(SCRIPTS)}")
     parser.add_argument("--only", nargs="*", default=["*"], metavar="PATTERN", help="of 'peer-name'")
     parser.add_argument("--group", type=int, default=64, help="weights a scale; -1: a row")
-    parser.add_argument("--samples", type=int, default=64, help="windows of calibration")
+    parser.add_argument("--calibration-windows", type=int, default=64, metavar="N",
+                        help="of the text that calibration sees")
     parser.add_argument("--windows", type=int, default=40, help="windows of the text")
     parser.add_argument("--window", type=int, default=512, help="tokens of both")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
@@ -126,7 +127,8 @@ class QualityRun:
         if not self._tokens.exists():
             for read in args.text if self._theirs else []:
                 check_tokens(self._base, self._gguf, read, self._theirs)
-            tokens, label = calibration_tokens(self._base, args.calibration, args.samples, args.window)
+            tokens, label = calibration_tokens(self._base, args.calibration, args.calibration_windows,
+                                               args.window)
             text.write_text(label, encoding="utf-8")
             save_file({"tokens": tokens}, self._tokens)
         self._scorers = {path.name: PeerScorer(self._base, path, args.windows, args.window, self._work)
@@ -229,7 +231,7 @@ class QualityRun:
         """What all rows of a table have in common."""
         args = self._given
         return {"model": args.gguf.name, "dtype": args.dtype, "calibration": args.calibration.name,
-                "samples": args.samples, "texts": list(self._scorers), "windows": args.windows,
+                "samples": args.calibration_windows, "texts": list(self._scorers), "windows": args.windows,
                 "window": args.window, "group": args.group}
 
     def _take_up(self, before: dict[str, Any]) -> None:
@@ -250,7 +252,7 @@ class QualityRun:
         grain = f"{{strategy: group, size: {group}}}" if group > 0 else "{strategy: channel}"
         texts = {CalibrationKind.NEAR: str(args.calibration), CalibrationKind.SELF: "self"}
         text = texts.get(variant.calibration)
-        extra = ["--calibration", text, "--samples", str(args.samples), "--length",
+        extra = ["--calibration", text, "--windows", str(args.calibration_windows), "--window",
                  str(args.window)] if text else []
         command = [*_QUANTKIT, "quantize", str(self._base), "--out", str(folder), "--strict", "--quiet"]
         recipe = self._work / f"{variant.key}.yaml"

@@ -99,8 +99,8 @@ class LlamaQuality:
         if not file.exists():
             part, before = file.with_name("imatrix.part.gguf"), os.times()
             self._theirs.run("llama-imatrix", "-m", str(self._base), "-f", str(self._calibration),
-                             "-o", str(part), "-c", str(args.window), "--chunks", str(args.samples),
-                             "-t", str(args.threads))
+                             "-o", str(part), "-c", str(args.window), "--chunks",
+                             str(args.calibration_windows), "-t", str(args.threads))
             file.with_suffix(".cpu_s").write_text(str(cpu_seconds(before)), encoding="utf-8")
             part.rename(file)
         return file

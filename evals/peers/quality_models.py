@@ -69,12 +69,12 @@ def write_folder(file: Path, folder: Path, dtype: torch.dtype, context: int) -> 
 
 
 def calibration_tokens(folder: Path, text: Path, samples: int, length: int) -> tuple[torch.Tensor, str]:
-    """The windows that ``quantkit quantize --calibration`` takes of a text, int64 ``[samples, length]``, and
+    """The windows that ``quantkit quantize --calibration`` takes of a text, int64 ``[windows, tokens]``, and
     the same as text again."""
     source = LocalSource(folder, str(folder))
     config = source.config()
     tokenizer = Tokenizer(source.side_files(), config)
-    spec = CalibrationSpec(text=str(text), samples=samples, length=length)
+    spec = CalibrationSpec(text=str(text), windows=samples, window=length)
     tokens = load_calibration(spec, tokenizer, parse_config(config).vocab_size, 1).tokens
     return tokens, tokenizer.decode(tokens.flatten().tolist())
 

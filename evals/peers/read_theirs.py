@@ -115,7 +115,7 @@ def main() -> None:
     parser.add_argument("--gptq", type=Path, required=True,
                         help="Python with transformers, optimum and gptqmodel")
     parser.add_argument("--only", nargs="*", default=list(MADE), choices=list(MADE))
-    parser.add_argument("--tokens", type=int, default=16)
+    parser.add_argument("--max-tokens", type=int, default=16)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
@@ -125,7 +125,7 @@ def main() -> None:
         rows.append(row)
         print(line(row), flush=True)
         if args.out:
-            report = {"model": args.model, "tokens": args.tokens, "prompts": len(PROMPTS), "rows": rows}
+            report = {"model": args.model, "tokens": args.max_tokens, "prompts": len(PROMPTS), "rows": rows}
             args.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     if wrong := [row["checkpoint"] for row in rows if row["read"] == (row["checkpoint"] in REFUSED)]:
         sys.exit(f"not as expected: {', '.join(wrong)}")
@@ -158,14 +158,14 @@ def one(args: argparse.Namespace, plain: Path, name: str) -> dict[str, Any]:
     except QuantkitError as error:
         return {"made": True, "read": False, "why": " ".join(str(error).split())}
     prompts = [model.tokenizer.encode(text) for text in PROMPTS]
-    answers, error = theirs("transformers", python, out, prompts, args.tokens)
+    answers, error = theirs("transformers", python, out, prompts, args.max_tokens)
     row: dict[str, Any] = {"made": True, "read": True, "label": model.label}
     if answers is None:
         return row | {"error": error}
-    ours, gaps = greedy(model, prompts, args.tokens), []
+    ours, gaps = greedy(model, prompts, args.max_tokens), []
     for ids, answer in zip(prompts, answers, strict=True):
         logits = model.model(torch.tensor([ids + answer["tokens"]]))[0, len(ids) - 1:-1].float()
-        scored = logits.log_softmax(-1)[torch.arange(args.tokens), torch.tensor(answer["tokens"])]
+        scored = logits.log_softmax(-1)[torch.arange(args.max_tokens), torch.tensor(answer["tokens"])]
         gaps.append((scored - torch.tensor(answer["logprobs"])).abs())
     gap = torch.cat(gaps)
     equal = sum(mine == answer["tokens"] for mine, answer in zip(ours, answers, strict=True))

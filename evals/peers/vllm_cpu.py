@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True, help="bfloat16 checkpoint that both run")
     parser.add_argument("--ours", nargs="*", default=[], help="further models that quantkit runs")
     parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--out", type=Path)
@@ -74,8 +74,8 @@ def main() -> None:
         print(f"quantkit {Path(model).name:21} batch {args.batch}  {_range(ours[model])} "
               f"= {ratio:.1f} x {best}")
     if args.out:
-        result = {"machine": report["machine"], "batch": args.batch, "tokens": args.tokens, "vllm": theirs,
-                  "ours": {Path(model).name: speeds for model, speeds in ours.items()}}
+        result = {"machine": report["machine"], "batch": args.batch, "tokens": args.max_tokens,
+                  "vllm": theirs, "ours": {Path(model).name: speeds for model, speeds in ours.items()}}
         args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
@@ -87,7 +87,7 @@ def _theirs(args: argparse.Namespace, dtype: str) -> float:
         script = Path(folder) / "theirs.py"  # its workers import it, so it must be a file
         script.write_text(THEIRS, encoding="utf-8")
         text = _run([str(args.python), str(script), str(args.model), dtype, str(args.batch),
-                     str(args.tokens)], env)
+                     str(args.max_tokens)], env)
     line = next(line for line in text.splitlines() if line.startswith("speeds "))
     speeds: list[float] = json.loads(line.removeprefix("speeds "))
     return median(speeds)
@@ -97,7 +97,7 @@ def _ours(args: argparse.Namespace, model: str) -> dict[str, Any]:
     env = {**os.environ, "OMP_NUM_THREADS": str(args.threads)}
     report: dict[str, Any] = json.loads(_run(
         [sys.executable, "-m", "quantkit.cli.main", "bench", "decode", model, "--batch", str(args.batch),
-         "--context", "16", "--prompt", "0", "--tokens", str(args.tokens), "--no-fallback", "--json",
+         "--context", "16", "--prefill", "0", "--max-tokens", str(args.max_tokens), "--no-fallback", "--json",
          "--quiet"], env))
     return report
 

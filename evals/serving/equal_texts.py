@@ -1,7 +1,7 @@
 """Streaming clients of a running server, one at a time and all at once: are texts the same, and how fast.
 
-``quantkit serve-local MODEL``, then ``python evals/serving/equal_texts.py [URL] [--clients N] [--tokens N]``.
-Needs the ``openai`` package. Exit code 1 if a greedy text depends on who else is served.
+``quantkit serve-local MODEL``, then ``python evals/serving/equal_texts.py [URL] [--clients N]
+[--max-tokens N]``. Needs the ``openai`` package. Exit code 1 if a greedy text depends on who else is served.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n", maxsplit=1)[0])
     parser.add_argument("url", nargs="?", default="http://127.0.0.1:8000")
     parser.add_argument("--clients", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--max-tokens", type=int, default=64)
     chosen = parser.parse_args()
     client = openai.OpenAI(base_url=chosen.url.rstrip("/") + "/v1", api_key="none", max_retries=0)
     model = client.models.list().data[0].id

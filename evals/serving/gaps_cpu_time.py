@@ -53,7 +53,7 @@ def main() -> int:
     parser.add_argument("model")
     parser.add_argument("--kv", nargs="+", default=["none"])
     parser.add_argument("--max-itl", nargs="+", type=float, default=[math.inf, 100.0], metavar="MS")
-    parser.add_argument("--tokens", type=int, default=3000, help="of the prompt")
+    parser.add_argument("--prompt-tokens", type=int, default=3000, help="how long the prompt is")
     parser.add_argument("--streams", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3)
     chosen = parser.parse_args()

@@ -52,7 +52,7 @@ def main() -> int:
     parser.add_argument("urls", nargs="+", metavar="[NAME=]URL")
     parser.add_argument("--characters", type=int, default=10800, help="of the prefix; about 3.9 are a token")
     parser.add_argument("--again", type=int, default=3, help="times that the prefix is sent again in a round")
-    parser.add_argument("--tokens", type=int, default=16, help="of each answer")
+    parser.add_argument("--max-tokens", type=int, default=16, help="of each answer")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--fresh", metavar="URL", help="the first server's model without a prefix cache")
     parser.add_argument("--seed", default="1", help="the texts depend on it")
@@ -68,10 +68,10 @@ def main() -> int:
         random_ = random.Random(f"prefix {args.seed} {turn}")
         prefix = f"Text {random_.randrange(10**6)}. {text(random_, args.characters)}"
         for name in list(servers)[::-1 if turn % 2 else 1]:
-            rounds[name].append(round_of(servers[name], models[name], prefix, args.again, args.tokens))
+            rounds[name].append(round_of(servers[name], models[name], prefix, args.again, args.max_tokens))
         if args.fresh:
             fresh = round_of(args.fresh.rstrip("/"), model_of(args.fresh.rstrip("/")), prefix, args.again,
-                             args.tokens)
+                             args.max_tokens)
             cached_texts = rounds[next(iter(servers))][-1]["text"]
             differ += sum(a != b for a, b in zip(fresh["text"], cached_texts, strict=True))
     best = next(iter(servers))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 
@@ -19,3 +20,15 @@ def cache_folder() -> Path | None:
     except RuntimeError:  # a user without a home
         return None
     return base / "quantkit" / "cpu"
+
+
+def is_writable(folder: Path | None) -> bool:
+    """Whether something can be kept there; the folder is made if it isn't there."""
+    if folder is None:
+        return False
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False

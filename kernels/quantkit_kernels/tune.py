@@ -1,6 +1,6 @@
 """Measure launch parameters of the matrix products on this machine's GPU, and keep the fastest.
 
-``python -m quantkit_kernels.tune [--folder DIR] [--only TEXT] [--minutes N] [--again]``. Writes what
+``python -m quantkit_kernels.tune [--folder DIR] [--only TEXT] [--minutes N] [--fresh]``. Writes what
 :mod:`quantkit_kernels.tuned` reads, at the shapes of an 8B Llama, after each measurement: that is kept when
 it is stopped, and the next run continues there. One row of every product comes first, then more rows.
 ``--rehearse`` goes through it without a GPU, as :mod:`~quantkit_kernels.bench` does.
@@ -174,7 +174,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--only", default="", metavar="TEXT",
                         help="products whose name or shape contains TEXT")
     parser.add_argument("--minutes", type=float, default=60, metavar="N", help="stop after N minutes (60)")
-    parser.add_argument("--again", action="store_true", help="also what is there already")
+    parser.add_argument("--fresh", action="store_true", help="measure anew what was measured before")
     parser.add_argument("--rehearse", action="store_true", help="tiny shapes, interpreted, without a GPU")
     chosen = parser.parse_args(arguments)
     if not torch.cuda.is_available() and not chosen.rehearse:
@@ -192,7 +192,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"{chosen.folder} can't be written: give --folder another, and name it in {tuned.VARIABLE} "
               "from then on.", file=sys.stderr)
         return 2
-    table = tuned.read(file, name) if file.is_file() and not chosen.again else {}
+    table = tuned.read(file, name) if file.is_file() and not chosen.fresh else {}
     facts = {key: about[key] for key in ("date", "torch", "triton")}
     every = (case for case in by_rows(shapes, device, dtype) if chosen.only in f"{case.kernel} {case.shape}")
     spills = spills_of(kernel for kernel in vars(matmul).values() if hasattr(kernel, "device_caches"))

@@ -72,7 +72,7 @@ def bench_decode(loaded: LoadedModel, settings: DecodeSettings, progress: Listen
     limit = loaded.config.max_position_embeddings
     if (longest := max([*settings.contexts, settings.prompt]) + settings.tokens) > limit:
         raise UsageError(f"a context of {longest} tokens is asked for", why=f"the model was made for {limit}",
-                         next="give a smaller --context, or fewer --tokens")
+                         next="give a smaller --context, or fewer --max-tokens")
     if not settings.fallback:
         for kv in settings.kv:
             if (reason := _falls_back(loaded, kv)) is not None:

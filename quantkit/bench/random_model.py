@@ -43,7 +43,7 @@ def random_model(uri: str, recipe: str, device: torch.device, dtype: str = "auto
     try:
         if isinstance(source, Checkpoint | ForeignCheckpoint):
             raise UsageError(f"{uri} is quantized already", why="a recipe begins with plain weights",
-                             next="synthetic:llama-8b")
+                             next=f"quantkit bench decode synthetic:llama-8b --random {recipe}")
         plan = None if recipe == PLAIN else make_plan(load_recipe(recipe), source)
         return _made(source, uri, recipe, plan, device, dtype)
     finally:

@@ -85,7 +85,7 @@ def sensitivities(source: ModelSource, plan: Plan, candidates: Sequence[Candidat
         with CheckpointWriter(_folder(run.identity), run.identity, needed_bytes=needed) as writer:
             return run(writer)
     except NonFiniteError as error:
-        raise blame(error, source, run.data.origins if run.data else ()) from error
+        raise blame(error, run.data.origins if run.data else ()) from error
     except CheckpointError as error:
         raise CheckpointError(error.what, why=error.why, next=ELSEWHERE) from error
     except KeyboardInterrupt:
@@ -100,7 +100,7 @@ class _Run:
         assert spec is not None
         self.source, self.plan, self.spec, self.rows = source, plan, spec, rows
         self.phases, self.done = Phases(progress, budget_phases(spec)), 0
-        self.seed, self.tokens = spec.seed, spec.samples * spec.length
+        self.seed, self.tokens = spec.seed, spec.windows * spec.window
         widest = max(row.shape[1] for choices in rows.values() for row in choices.values())
         self.data = prepare(spec, source, widest, progress)
         self.config = parse_config(source.config())
@@ -126,7 +126,7 @@ class _Run:
             writer.put(TEXT, {"tokens": written}, [])
         tokens = self.data.tokens if self.data else writer.get(TEXT)[0]["tokens"]
         walks = WorkStore(writer, WALKS)
-        windows = weighed_windows(len(tokens), self.spec.importance_samples)
+        windows = weighed_windows(len(tokens), self.spec.importance_windows)
         some = tokens[windows]
         if not writer.has(GRADIENTS):
             self._weighed()

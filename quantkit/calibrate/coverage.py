@@ -50,6 +50,8 @@ class Coverage(Frozen):
         cut: documents whose end had no room in their window.
         lost: tokens of those ends.
         left_out: conversations in which someone writes a special token of the model.
+        unusable: rows that are broken, of no known form, or refused by the chat template.
+        unusable_first: what is wrong with the first of them.
         avoided: windows or documents left out for what they share with texts to avoid.
         same: windows equal to an earlier one.
         similar: other windows that repeat earlier ones by half.
@@ -68,6 +70,8 @@ class Coverage(Frozen):
     cut: int = 0
     lost: int = 0
     left_out: int = 0
+    unusable: int = 0
+    unusable_first: str | None = None
     avoided: int = 0
     same: int = 0
     similar: int = 0
@@ -88,6 +92,8 @@ class Coverage(Frozen):
             facts.append(f"{self.short:,} documents shorter than a window")
         if self.left_out:
             facts.append(f"{self.left_out:,} conversations left out: a special token is written in them")
+        if self.unusable:
+            facts.append(f"{self.unusable:,} rows left out: they can't be used")
         if self.avoided:
             facts.append(f"{self.avoided:,} left out for what they share with texts to avoid")
         facts += [f"up to {overlap.largest:.1%} of a window's 13-grams are in {overlap.text}"
@@ -96,11 +102,11 @@ class Coverage(Frozen):
 
     def warnings(self, length: int) -> list[str]:
         """What is bad about it, a sentence each; ``length`` is that of a window."""
-        warnings = []
+        warnings = self.row_warnings()
         if self.used < self.widest:
             warnings.append(f"{self.used:,} calibration tokens are fewer than the {self.widest:,} inputs of "
                             "the widest layer: its Hessian has no full rank, and damping decides the rest; "
-                            f"--samples {-(-self.widest // length)} would do")
+                            f"--windows {-(-self.widest // length)} would do")
         if self.distinct < FEWEST_DISTINCT * self.vocabulary:
             warnings.append(f"the calibration text has {self.distinct:,} different tokens, "
                             f"{self.distinct / self.vocabulary:.2%} of the vocabulary: more text covers more")
@@ -109,8 +115,14 @@ class Coverage(Frozen):
                             f"{self.similar} repeat earlier ones by half: such text counts twice")
         if self.lost > self.used:
             warnings.append(f"{self.lost:,} tokens were cut off at windows' ends, more than the "
-                            f"{self.used:,} that are used: a larger --length keeps more of each document")
+                            f"{self.used:,} that are used: a larger --window keeps more of each document")
         return warnings + self.overlap_warnings("calibration")
+
+    def row_warnings(self) -> list[str]:
+        """That rows can't be used, a sentence."""
+        rows = "1 row" if self.unusable == 1 else f"{self.unusable:,} rows"
+        return [f"{rows} of the calibration data can't be used and left out (--strict makes that an error); "
+                f"the first: {self.unusable_first}"] if self.unusable else []
 
     def overlap_warnings(self, kind: str) -> list[str]:
         """What windows of this kind share with texts that models are evaluated on, a sentence each."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,10 +17,20 @@ from quantkit.calibrate.files import DataFile, local_files, read_files, some_of
 from quantkit.calibrate.overlap import Passages, repeated
 from quantkit.calibrate.passages import builtin_documents
 from quantkit.calibrate.rows import Document
-from quantkit.calibrate.windows import SEPARATOR, Encoded, Ids, begun, cut_windows
+from quantkit.calibrate.windows import (
+    SEPARATOR,
+    Encoded,
+    Ids,
+    TooFewWindowsError,
+    Windows,
+    begun,
+    cut_windows,
+)
 from quantkit.errors import CalibrationError, SourceError
 from quantkit.progress import Listener, silent
 from quantkit.spec import CalibrationSpec
+from quantkit.structure.conversation import Message, conversation
+from quantkit.structure.turns import Tool, turn_format
 from quantkit.text.tokenizer import Tokenizer
 
 BUILTIN, SELF, RANDOM = "builtin", "self", "random"
@@ -35,7 +46,7 @@ class CalibrationData:
     """What calibrated methods see, and what is known of it.
 
     Attributes:
-        tokens: int64 ``[samples, length]``.
+        tokens: int64 ``[windows, tokens]``.
         origins: of each window, where it begins.
         packing: ``stream`` or ``documents``.
         files: what was read; none for the built-in text.
@@ -56,13 +67,13 @@ class CalibrationData:
 
 def check_length(spec: CalibrationSpec, context: int) -> None:
     """Raise CalibrationError for windows that are longer than the model's context."""
-    if spec.length > context:
-        raise CalibrationError(f"windows of {spec.length} tokens are longer than the model's context",
-                               why=f"it was made for {context} tokens", next=f"--length {context}, or less")
+    if spec.window > context:
+        raise CalibrationError(f"windows of {spec.window} tokens are longer than the model's context",
+                               why=f"it was made for {context} tokens", next=f"--window {context}, or less")
 
 
 def load_calibration(spec: CalibrationSpec, tokenizer: Tokenizer, vocabulary: int, widest: int,
-                     listen: Listener = silent) -> CalibrationData:
+                     listen: Listener = silent, strict: bool = False) -> CalibrationData:
     """Find, encode and cut the text that ``spec`` names.
 
     Args:
@@ -71,35 +82,37 @@ def load_calibration(spec: CalibrationSpec, tokenizer: Tokenizer, vocabulary: in
         vocabulary: tokens that the model knows.
         widest: inputs of the widest Linear that is calibrated, for the report.
         listen: told of downloads.
+        strict: a row that can't be used is an error; else it is left out and counted.
 
     Raises:
         CalibrationError: the data can't be had, is malformed, can't be rendered, or too little, or the
             tokenizer doesn't fit the model.
     """
-    documents, read = _documents(spec, tokenizer, listen)
+    unusable: list[CalibrationError] | None = None if strict else []
+    documents, read = _documents(spec, tokenizer, listen, unusable)
     packing = spec.packing
     if packing == "auto":
         packing = "documents" if any(document.is_chat for document in documents) else "stream"
-    encoded = _encode(documents, tokenizer, packing)
+    encoded, left_out = _encode(documents, tokenizer, packing, unusable)
     exams = _Exams(spec, tokenizer)
-    windows = cut_windows(spec, encoded, packing, exams.hit)
+    windows = _windows(spec, encoded, packing, exams, unusable or [])
     tokens = begun(windows.tokens, tokenizer.first_id)
     if (largest := int(tokens.max())) >= vocabulary:
         raise CalibrationError(f"the tokenizer yields token {largest}, the model knows {vocabulary}",
                                why="tokenizer.json and config.json are of different models",
                                next="replace tokenizer.json by the model's own")
-    left_out = len(documents) - len(encoded)
+    no_chats = sum(not document.is_chat for document in documents)
     coverage = exams.look(tokens, Coverage(
-        documents=len(encoded), chats=sum(document.is_chat for document in documents) - left_out,
-        left_out=left_out, available=windows.available, vocabulary=vocabulary, widest=widest,
-        avoided=windows.avoided, short=sum(len(text.ids) < spec.length for text in encoded), cut=windows.cut,
-        lost=windows.lost))
+        documents=len(encoded), chats=len(encoded) - no_chats, left_out=left_out,
+        unusable=len(unusable or ()), unusable_first=_said(unusable[0]) if unusable else None,
+        available=windows.available, vocabulary=vocabulary, widest=widest, avoided=windows.avoided,
+        short=sum(len(text.ids) < spec.window for text in encoded), cut=windows.cut, lost=windows.lost))
     return CalibrationData(tokens, windows.origins, packing, read, coverage)
 
 
 def own_calibration(spec: CalibrationSpec, tokenizer: Tokenizer, tokens: torch.Tensor, vocabulary: int,
                     widest: int, fallback: str | None = None) -> CalibrationData:
-    """The same of windows (int64 ``[samples, length]``) that the model has written itself, or that were drawn
+    """The same of windows (int64 ``[windows, tokens]``) that the model has written itself, or that were drawn
     from its vocabulary."""
     coverage = Coverage(documents=len(tokens), available=tokens.numel(), vocabulary=vocabulary, widest=widest,
                         fallback=fallback)
@@ -135,9 +148,25 @@ class _Exams:
             "overlaps": tuple(overlaps)})
 
 
-def _documents(spec: CalibrationSpec, tokenizer: Tokenizer,
-               listen: Listener) -> tuple[list[Document], tuple[SourceFile, ...]]:
-    need = spec.samples * spec.length
+def _windows(spec: CalibrationSpec, encoded: Sequence[Encoded], packing: str, exams: _Exams,
+             unusable: Sequence[CalibrationError]) -> Windows:
+    try:
+        return cut_windows(spec, encoded, packing, exams.hit)
+    except TooFewWindowsError as error:
+        if not unusable:
+            raise
+        why = f"{error.why}; rows that can't be used: {len(unusable)}, the first: {_said(unusable[0])}"
+        assert error.next
+        raise TooFewWindowsError(error.what, why=why, next=error.next, windows=error.windows) from None
+
+
+def _said(error: CalibrationError) -> str:
+    return ": ".join(filter(None, (error.what, error.why)))
+
+
+def _documents(spec: CalibrationSpec, tokenizer: Tokenizer, listen: Listener,
+               unusable: list[CalibrationError] | None) -> tuple[list[Document], tuple[SourceFile, ...]]:
+    need = spec.windows * spec.window
     parts: list[DataFile | Document] = []
     for name in spec.texts:
         if name == BUILTIN:
@@ -147,7 +176,8 @@ def _documents(spec: CalibrationSpec, tokenizer: Tokenizer,
             parts += hub.dataset_files(name, need * BYTES_PER_TOKEN, listen)
         else:
             parts += some_of(local_files(name), need * BYTES_PER_TOKEN, spec.seed)
-    read = read_files([part for part in parts if isinstance(part, DataFile)], need * BYTES_PER_TOKEN)
+    read = read_files([part for part in parts if isinstance(part, DataFile)], need * BYTES_PER_TOKEN,
+                      unusable)
     by_file = dict(read)
     documents = [document for part in parts
                  for document in (by_file[part] if isinstance(part, DataFile) else [part])]
@@ -155,35 +185,74 @@ def _documents(spec: CalibrationSpec, tokenizer: Tokenizer,
                             for file, _ in read)
 
 
-def _encode(documents: Sequence[Document], tokenizer: Tokenizer, packing: str) -> list[Encoded]:
-    """Tokens of each document; a conversation in which someone writes a special token is left out."""
-    encoded = []
+def _encode(documents: Sequence[Document], tokenizer: Tokenizer, packing: str,
+            unusable: list[CalibrationError] | None) -> tuple[list[Encoded], int]:
+    """Tokens of each document, and how many conversations are left out as someone writes a special token in
+    them. One that can't be rendered is left out too, and the reason goes to ``unusable``."""
+    encoded: list[Encoded] = []
+    broken: list[CalibrationError] = []
+    left_out = 0
     for number, document in enumerate(documents, 1):
-        if isinstance(document.content, str):
-            text = document.content
-        elif any(tokenizer.controls.typed_in(text) for turn in document.content for text in turn.values()):
+        try:
+            text = document.content if isinstance(document.content, str) else _rendered(document, tokenizer)
+        except CalibrationError as error:
+            if unusable is None or not tokenizer.has_chat:
+                raise
+            broken.append(error)
             continue
-        else:
-            text = _rendered(document, tokenizer)
+        if text is None:
+            left_out += 1
+            continue
         if packing == "stream" and number < len(documents):
             text += SEPARATOR
         encoded.append(Encoded(document.where, tokenizer.encode(text, special=False)))
+    if not encoded and broken:
+        raise broken[0]
     if not encoded:
         raise CalibrationError("every conversation is left out: a special token is written in it",
                                why=f"the model's: {', '.join(sorted(tokenizer.controls.ids)[:8])}",
                                next="give text as it is before a chat template, or under the key 'text'")
-    return encoded
+    if unusable is not None:
+        unusable += broken
+    return encoded, left_out
 
 
-def _rendered(chat: Document, tokenizer: Tokenizer) -> str:
+def _rendered(chat: Document, tokenizer: Tokenizer) -> str | None:
+    """The conversation as the chat template writes it; ``None`` if someone writes a special token in it.
+    With tools it is prepared as a server prepares it."""
     assert not isinstance(chat.content, str)
+    messages: Sequence[Mapping[str, Any]] = chat.content
+    tools: list[Message] | None = None
     try:
-        return tokenizer.chat_text(chat.content, answer=False)
+        if chat.tools or any("tool_calls" in turn or turn["role"] == "tool" for turn in messages):
+            messages, tools = conversation(turn_format(tokenizer), messages, [
+                Tool(tool["name"], tool.get("description") or "", dict(tool.get("parameters") or {}))
+                for tool in chat.tools])
+        if any(tokenizer.controls.typed_in(text) for text in _texts([messages, tools])):
+            return None
+        return tokenizer.chat_text(messages, answer=False, tools=tools)
     except SourceError as error:
         problem = error.what if tokenizer.has_chat else "the model has no chat template"
         raise CalibrationError(f"{chat.where} can't be rendered: {problem}", why=error.why,
                                next="remove that line, or correct its roles" if tokenizer.has_chat else
                                     "give plain text (key 'text'), or calibrate with 'builtin'") from None
+    except UnicodeEncodeError as error:
+        raise CalibrationError(f"{chat.where} holds half a character in its tools or calls",
+                               why=str(error)[:200], next="correct or remove that line") from None
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Every text in lists and mappings, however deep. Raises UnicodeEncodeError for half a character."""
+    waiting = [value]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, str):
+            value.encode()
+            yield value
+        elif isinstance(value, Mapping):
+            waiting += [*value, *value.values()]
+        elif isinstance(value, list | tuple):
+            waiting += value
 
 
 def _text_to_avoid(name: str) -> str:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import codecs
 import hashlib
+import json
 import random
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from quantkit.calibrate.parquet import read_rows
-from quantkit.calibrate.rows import KEYS, Document, document, parse_row
+from quantkit.calibrate.rows import KEYS, Document, document, parse_row, parse_value
 from quantkit.errors import CalibrationError
+from quantkit.paths import open_regular
 
 ROWS = (".jsonl", ".ndjson", ".json")
 PARQUET = ".parquet"
@@ -19,6 +24,8 @@ PROSE = (".txt", ".md")
 """What is taken of a folder."""
 SHARE = 1 << 18
 """Bytes of a file that are worth opening it for: more than titles and headers."""
+_BETWEEN = re.compile(r"\s*(?:,\s*)?")
+_Row = Callable[[], Document | None]
 
 
 @dataclass(frozen=True)
@@ -39,7 +46,8 @@ class DataFile:
     def size(self) -> int:
         """Bytes. Raises CalibrationError if it isn't there."""
         try:
-            return self.path.stat().st_size
+            with open_regular(self.path) as file:
+                return file.seek(0, 2)
         except (OSError, ValueError) as error:  # ValueError: a NUL in the path
             raise unreadable(self.name, error) from None
 
@@ -77,14 +85,21 @@ def local_files(name: str) -> list[DataFile]:
     return files
 
 
-def read_files(files: Sequence[DataFile], limit: int) -> list[tuple[DataFile, list[Document]]]:
-    """Every file and the documents at its beginning, ``limit`` bytes in all.
+def read_files(files: Sequence[DataFile], limit: int,
+               unusable: list[CalibrationError] | None = None) -> list[tuple[DataFile, list[Document]]]:
+    """Every file and the documents at its beginning.
+
+    Args:
+        files: in order.
+        limit: bytes in all.
+        unusable: takes an error for each row that can't be used, which is left out. Without it, the first
+            one is raised.
 
     Raises:
-        CalibrationError: a file is unreadable, empty, not UTF-8, or a row of it is broken.
+        CalibrationError: a file is unreadable, empty, not UTF-8, or has no row that can be used.
     """
-    sizes = [file.size for file in files]
-    return [(file, read_file(file, room)) for file, room in zip(files, shares(sizes, limit), strict=True)]
+    rooms = shares([file.size for file in files], limit)
+    return [(file, read_file(file, room, unusable)) for file, room in zip(files, rooms, strict=True)]
 
 
 def some_of(files: Sequence[DataFile], limit: int, seed: int) -> list[DataFile]:
@@ -109,19 +124,32 @@ def shares(sizes: Sequence[int], limit: int) -> list[int]:
     return shares
 
 
-def read_file(file: DataFile, limit: int) -> list[Document]:
+def read_file(file: DataFile, limit: int, unusable: list[CalibrationError] | None = None) -> list[Document]:
     """The documents in the first ``limit`` bytes of a file; its suffix says what it is.
+
+    Args:
+        file, limit, unusable: as for :func:`read_files`.
 
     Raises:
         CalibrationError: as :func:`read_files`.
     """
     suffix = file.path.suffix.lower()
-    if suffix == PARQUET:
-        documents = list(_parquet(file, limit))
-    elif suffix in ROWS:
-        documents = list(_lines(file, limit))
+    if suffix not in (*ROWS, PARQUET):
+        documents, broken = _whole(file, limit), []
     else:
-        documents = _whole(file, limit)
+        documents, broken = [], []
+        for row in _parquet(file, limit) if suffix == PARQUET else _rows(file, limit):
+            try:
+                if (parsed := row()) is not None:
+                    documents.append(parsed)
+            except CalibrationError as error:
+                if unusable is None:
+                    raise
+                broken.append(error)
+    if not documents and broken:
+        raise broken[0]
+    if unusable is not None:
+        unusable += broken
     if not documents:
         raise CalibrationError(f"the calibration data {file.name} is empty",
                                next="give a file with text in it, or 'builtin'")
@@ -157,20 +185,52 @@ def _whole(file: DataFile, limit: int) -> list[Document]:
     return [Document(file.name, text)] if text.strip() else []
 
 
-def _lines(file: DataFile, limit: int) -> Iterator[Document]:
+def _rows(file: DataFile, limit: int) -> Iterator[_Row]:
+    """What parses each row of a file of JSON."""
     data, all_of_it = _bytes(file, limit)
-    lines = data.removeprefix(codecs.BOM_UTF8).split(b"\n")
+    data = data.removeprefix(codecs.BOM_UTF8)
+    if (values := _values(data, all_of_it)) is not None:
+        for number, value in enumerate(values, 1):
+            yield partial(parse_value, value, f"{file.name} item {number}")
+        return
+    lines = data.split(b"\n")
     if not all_of_it and len(lines) == 1:
         raise CalibrationError(f"the first line of {file.name} is longer than {limit:,} bytes",
                                why="of a file only so much is read as the windows need",
-                               next="give more --samples or fewer files, or, if it is not one object a line: "
+                               next="give more --windows or fewer files, or, if it is not one object a line: "
                                     "jq -c '.[]' FILE > FILE.jsonl")
     for number, line in enumerate(lines if all_of_it else lines[:-1], 1):
-        if line.strip() and (parsed := parse_row(line, f"{file.name} line {number}")) is not None:
-            yield parsed
+        if line.strip():
+            yield partial(parse_row, line, f"{file.name} line {number}")
 
 
-def _parquet(file: DataFile, limit: int) -> Iterator[Document]:
+def _values(data: bytes, all_of_it: bool) -> list[Any] | None:
+    """The items of a file that is one JSON array, or its objects where these stand on several lines each;
+    ``None`` if it isn't wholly so, or has a row a line."""
+    try:
+        text = codecs.getincrementaldecoder("utf-8")().decode(data, all_of_it).strip()
+        if not text.startswith("["):
+            json.loads(text.partition("\n")[0])
+            return None  # a row a line
+    except UnicodeDecodeError:
+        return None
+    except (ValueError, RecursionError):
+        pass
+    values, decoder, array = [], json.JSONDecoder(), text.startswith("[")
+    position = 1 if array else 0
+    while True:
+        position = _BETWEEN.match(text, position).end()  # type: ignore[union-attr]
+        if array and text[position:] == "]":
+            return values
+        if position == len(text):
+            return None if array and all_of_it else values
+        try:
+            value, position = decoder.raw_decode(text, position)
+        except (ValueError, RecursionError):  # it isn't JSON, or this is where reading ended
+            return values if values and not all_of_it else None
+        values.append(value)
+
+
+def _parquet(file: DataFile, limit: int) -> Iterator[_Row]:
     for number, row in enumerate(read_rows(file.path, file.name, sorted(KEYS), limit), 1):
-        if (parsed := document(row, f"{file.name} row {number}")) is not None:
-            yield parsed
+        yield partial(document, row, f"{file.name} row {number}")

@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from quantkit.errors import CalibrationError
+from quantkit.formats.finite import all_finite
 from quantkit.models.linear import Linear, Watcher
-from quantkit.ops.finite import all_finite
-from quantkit.sources.base import ModelSource
 
 LAYERS = "model.layers."
 LARGEST = 1e18
@@ -117,13 +116,13 @@ def _output_watch(name: str) -> Watcher:
     return watch
 
 
-def blame(error: NonFiniteError, source: ModelSource, origins: Sequence[str],
+def blame(error: NonFiniteError, origins: Sequence[str],
           kind: str = "calibration window") -> CalibrationError:
-    """The error in full: where the window came from, and the weight to blame if one isn't finite itself.
+    """The error in full: where the window came from. No weight is to blame: what isn't finite is refused
+    when it is read.
 
     Args:
         error: what was met.
-        source: of the model.
         origins: of each window, if they are known.
         kind: what the windows are called.
     """
@@ -132,14 +131,6 @@ def blame(error: NonFiniteError, source: ModelSource, origins: Sequence[str],
         window = f" in {kind} {error.sample}"
         if error.sample < len(origins):
             window += f" ({origins[error.sample]})"
-    for name in source.tensors():
-        inside = name.startswith(LAYERS)
-        if inside if error.layer is None else not name.startswith(f"{LAYERS}{error.layer}."):
-            continue
-        tensor = source.tensor(name)
-        if bad := int((~tensor.isfinite()).sum()):
-            return CalibrationError(f"{name} holds NaN or infinite values ({bad} of {tensor.numel()})",
-                                    why=f"{error.tensor}{window}", next="get the model's files again")
     finite = "every weight there is finite: the values overflow"
     return CalibrationError(f"{error.tensor}{window}", why=f"{error.why}; {finite}" if error.why else finite,
                             next=error.next)

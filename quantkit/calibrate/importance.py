@@ -78,7 +78,7 @@ def token_gradients(config: ModelConfig, weights: Weights, tokens: torch.Tensor,
     Args:
         config: the model's.
         weights: the original model's; computing happens in its dtype and on its device.
-        tokens: int64 ``[samples, length]``.
+        tokens: int64 ``[windows, tokens]``.
         wanted: full names of Linears of the decoder layers, and of the head (that of the embedding, where the
             embedding is the head).
         seed: of the answers that are drawn.
@@ -87,7 +87,7 @@ def token_gradients(config: ModelConfig, weights: Weights, tokens: torch.Tensor,
         step: called after each layer, twice: forward and backward.
 
     Returns:
-        By full name, float32 ``[samples · length]`` on the CPU: the squared gradient of the log-likelihood
+        By full name, float32 ``[windows · tokens]`` on the CPU: the squared gradient of the log-likelihood
         of all answers in the token's window, a mean over the Linear's outputs; :data:`NEVER` for tokens
         that didn't reach it (an expert is reached by some).
 
@@ -292,7 +292,7 @@ def spread(squares: torch.Tensor, windows: Sequence[int], samples: int) -> torch
         samples: of all windows.
 
     Returns:
-        float32 ``[samples · length]``, 1 on average.
+        float32 ``[windows · tokens]``, 1 on average.
     """
     if len(windows) == samples:
         return balanced(squares)

@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 
 from quantkit import __version__
 from quantkit.errors import SourceError
+from quantkit.paths import read_regular
 from quantkit.sources.base import ModelSource
 from quantkit.sources.local import sha256_file
 from quantkit.spec import TransformSpec
@@ -45,7 +46,7 @@ def gradients(source: ModelSource, transforms: Sequence[TransformSpec], tokens: 
     Args:
         source: of the model, in its changed form.
         transforms: that changed it.
-        tokens: int64 ``[samples, length]``.
+        tokens: int64 ``[windows, tokens]``.
         seed: of the answers that are drawn.
         wanted: full names of Linears.
         device: where ``find`` computes: sums are made in another order on another.
@@ -80,7 +81,7 @@ def _digest(key: Mapping[str, Any]) -> str:
 def _read(file: Path, wanted: Sequence[str]) -> Gradients | None:
     """``None`` unless the file is as it was written, by its own hash: a damaged one would change results."""
     try:
-        if sha256_file(file) != file.with_suffix(HASH).read_text(encoding="ascii"):
+        if sha256_file(file) != read_regular(file.with_suffix(HASH), 64).decode():
             return None
         tensors = load_file(file)
         return {name: tensors[name] for name in wanted}

@@ -64,7 +64,7 @@ class Passages:
 
 
 def repeated(windows: NDArray[np.int64]) -> tuple[int, int]:
-    """How many windows (``[samples, length]``) an earlier one is equal to, and how many others share half
+    """How many windows (``[windows, tokens]``) an earlier one is equal to, and how many others share half
     of their 32-token shingles with earlier ones."""
     first = np.unique(windows, axis=0, return_index=True)[1]
     hashes = ngrams(windows, min(SHINGLE, windows.shape[1]))

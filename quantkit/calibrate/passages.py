@@ -49,7 +49,7 @@ def _docstrings(tokens: int, tokenizer: Tokenizer) -> str:
     if not text.strip():
         raise CalibrationError("the built-in calibration text is too short",
                                why="this Python was installed without its standard library's sources",
-                               next="name a text: --calibration FILE, or ask for fewer --samples")
+                               next="name a text: --calibration FILE, or ask for fewer --windows")
     share = tokens / max(tokens, len(tokenizer.encode(text, special=False)))
     size = round(len(text) * share)
     while size < len(text) and len(tokenizer.encode(text[:size], special=False)) < tokens:

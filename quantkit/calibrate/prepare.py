@@ -35,7 +35,7 @@ def prepare(spec: CalibrationSpec | None, source: ModelSource, widest: int, prog
         source: the model: its tokenizer and chat template.
         widest: inputs of the widest Linear that is solved by its Hessian; 0 if there is none.
         progress: told of downloads.
-        strict: a fallback is an error.
+        strict: a fallback, or a row that can't be used, is an error.
 
     Returns:
         ``None`` if ``spec`` is, or if the model has yet to write its text.
@@ -57,11 +57,11 @@ def prepare(spec: CalibrationSpec | None, source: ModelSource, widest: int, prog
     vocabulary = parse_config(config).vocab_size
     if spec.text == RANDOM:
         left_out = tokenizer.added_tokens.values()
-        tokens = random_windows(spec.samples, spec.length, min(tokenizer.vocab_size, vocabulary), left_out,
+        tokens = random_windows(spec.windows, spec.window, min(tokenizer.vocab_size, vocabulary), left_out,
                                 spec.seed)
         # few tokens are enough: with the factor below, a Hessian has full rank whatever their number
         return _warned(own_calibration(spec, tokenizer, tokens, vocabulary, widest=0))
-    return _warned(load_calibration(spec, tokenizer, vocabulary, widest, progress))
+    return _warned(load_calibration(spec, tokenizer, vocabulary, widest, progress, strict))
 
 
 def writes_itself(spec: CalibrationSpec | None) -> bool:
@@ -76,8 +76,8 @@ def correlation(spec: CalibrationSpec | None) -> float:
 
 def write(spec: CalibrationSpec, source: ModelSource, model: LanguageModel, weights: Weights,
           progress: Listener) -> torch.Tensor:
-    """Let the model write the windows, int64 ``[samples, length]``. Raises CalibrationError."""
-    tokenizer, total = Tokenizer(source.side_files(), source.config()), spec.samples * spec.length
+    """Let the model write the windows, int64 ``[windows, tokens]``. Raises CalibrationError."""
+    tokenizer, total = Tokenizer(source.side_files(), source.config()), spec.windows * spec.window
     return write_windows(model, weights, tokenizer, spec,
                          lambda done: progress(ProgressEvent(done, total, "writing its calibration text")))
 

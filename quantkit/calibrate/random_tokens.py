@@ -26,7 +26,7 @@ and that is much the same on text. How inputs go together is only partly so."""
 
 def random_windows(samples: int, length: int, vocabulary: int, left_out: Iterable[int],
                    seed: int) -> torch.Tensor:
-    """Draw windows, int64 ``[samples, length]``.
+    """Draw windows, int64 ``[windows, tokens]``.
 
     Args:
         samples, length: number of windows, and tokens in each.

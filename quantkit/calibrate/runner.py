@@ -39,8 +39,8 @@ class LayerRunner:
     Args:
         config: the model's.
         weights: the *original* model's; computing happens in its dtype and on its device.
-        tokens: int64 ``[samples, length]``.
-        importance: of each token for each Linear, float32 ``[samples · length]`` by full name;
+        tokens: int64 ``[windows, tokens]``.
+        importance: of each token for each Linear, float32 ``[windows · tokens]`` by full name;
             ``None``: all tokens count the same.
         states: where hidden states are kept; in memory by default.
         table: the embedding, if it is quantized already.

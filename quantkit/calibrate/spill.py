@@ -85,7 +85,7 @@ class Spill:
         return QuantkitError(f"hidden states can't be {done} {self._folder}",
                              why=f"{error.strerror or error}; finished layers are kept",
                              next="free some space and run the same command again, or calibrate with fewer "
-                                  "samples or with importance: equal")
+                                  "windows or with importance: equal")
 
     def __enter__(self) -> Spill:
         return self

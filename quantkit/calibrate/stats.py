@@ -6,9 +6,9 @@ import torch
 
 from quantkit.calibrate.finite import NEXT, require_finite_input
 from quantkit.errors import CalibrationError
+from quantkit.formats.finite import all_finite
 from quantkit.methods.base import LayerStats
 from quantkit.methods.hessian import symmetric_
-from quantkit.ops.finite import all_finite
 
 _BLOCK = 384  # columns a multiply: the sum is symmetric, so only blocks on and below the diagonal are made
 
@@ -88,7 +88,7 @@ class HessianObserver:
             return LayerStats(0, form, torch.zeros(self._size))
         if self._largest is None:
             raise CalibrationError(f"no calibration token reached {self.name}",
-                                   next="give more or longer calibration samples")
+                                   next="give more or longer calibration windows: --windows, --window")
         if self._sum is None:
             return LayerStats(self.tokens, None, self._largest)
         hessian, self._sum = symmetric_(self._sum), None  # in place: a copy may be as large as all the rest

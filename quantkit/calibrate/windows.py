@@ -30,7 +30,7 @@ class Windows:
     """What calibrated methods see.
 
     Attributes:
-        tokens: int64 ``[samples, length]``.
+        tokens: int64 ``[windows, tokens]``.
         origins: of each window the document that it begins in, and the token there.
         available: tokens that there were to choose from.
         cut: documents whose end had no room in their window.
@@ -93,13 +93,13 @@ def cut_windows(spec: CalibrationSpec, documents: Sequence[Encoded], packing: st
 def _stream(spec: CalibrationSpec, documents: Sequence[Encoded], available: int,
             avoid: Callable[[Ids], bool]) -> Windows:
     ids = [token for document in documents for token in document.ids]
-    pieces = [ids[i:i + spec.length] for i in range(0, len(ids) - spec.length + 1, spec.length)]
+    pieces = [ids[i:i + spec.window] for i in range(0, len(ids) - spec.window + 1, spec.window)]
     clean = [i for i, piece in enumerate(pieces) if not avoid(piece)]
-    if len(clean) < spec.samples:
+    if len(clean) < spec.windows:
         raise too_short(spec, available, len(clean), len(pieces) - len(clean))
-    chosen = random.Random(spec.seed).sample(clean, spec.samples)
+    chosen = random.Random(spec.seed).sample(clean, spec.windows)
     return Windows(torch.tensor([pieces[i] for i in chosen], dtype=torch.int64),
-                   tuple(_place(documents, i * spec.length) for i in chosen), available,
+                   tuple(_place(documents, i * spec.window) for i in chosen), available,
                    avoided=len(pieces) - len(clean))
 
 
@@ -120,32 +120,32 @@ def _documents(spec: CalibrationSpec, documents: Sequence[Encoded], available: i
     row: Ids = []
     cut = lost = avoided = 0
     for document in waiting:
-        if len(rows) == spec.samples:
+        if len(rows) == spec.windows:
             break
         if avoid(document.ids):
             avoided += 1
             continue
         if not row:
             origins.append(document.where)
-        room = spec.length - len(row)
+        room = spec.window - len(row)
         row = row + document.ids[:room]
         if (surplus := len(document.ids) - room) > 0:
             cut, lost = cut + 1, lost + surplus
-        if len(row) == spec.length:
+        if len(row) == spec.window:
             rows.append(row)
             row = []
-    if len(rows) < spec.samples:
+    if len(rows) < spec.windows:
         raise too_short(spec, available, len(rows), avoided)
     return Windows(torch.tensor(rows, dtype=torch.int64), tuple(origins), available, cut, lost, avoided)
 
 
 def too_short(spec: CalibrationSpec, available: int, windows: int, avoided: int) -> TooFewWindowsError:
     """There are ``windows`` only."""
-    name, need = ", ".join(spec.texts), spec.samples * spec.length
-    why = f"{windows} of {spec.samples} windows of {spec.length} tokens are filled"
+    name, need = ", ".join(spec.texts), spec.windows * spec.window
+    why = f"{windows} of {spec.windows} windows of {spec.window} tokens are filled"
     if avoided:
         why += f"; {avoided} were left out for what they share with {', '.join(spec.avoid)}"
     return TooFewWindowsError(
         f"the calibration text {name} has {available} tokens, {need} are needed", why=why,
-        next=(f"--samples {windows}" if windows else f"--samples 1 --length {max(8, available)}")
+        next=(f"--windows {windows}" if windows else f"--windows 1 --window {max(8, available)}")
         + ", or give more text", windows=windows)

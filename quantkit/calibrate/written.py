@@ -18,12 +18,12 @@ from quantkit.calibrate.finite import NonFiniteError, first_nonfinite, require_f
 from quantkit.calibrate.openings import BEGINNINGS, QUESTIONS
 from quantkit.calibrate.sizes import WRITTEN
 from quantkit.errors import CalibrationError, SourceError
+from quantkit.formats.finite import all_finite
 from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
 from quantkit.models.decoder import CausalLM, DecoderLayer
 from quantkit.models.interfaces import LanguageModel
 from quantkit.models.linear import Weights
-from quantkit.ops.finite import all_finite
 from quantkit.spec import CalibrationSpec
 from quantkit.text.tokenizer import Tokenizer
 
@@ -128,7 +128,7 @@ class _Writer:
 @torch.inference_mode()
 def write_windows(model: LanguageModel, weights: Weights, tokenizer: Tokenizer, spec: CalibrationSpec,
                   step: Callable[[int], None] = lambda tokens: None) -> torch.Tensor:
-    """Sample ``spec.samples`` windows at temperature 1.
+    """Sample ``spec.windows`` windows at temperature 1.
 
     On a CPU whose kernels run the model, the text doesn't depend on the instruction set.
 
@@ -140,7 +140,7 @@ def write_windows(model: LanguageModel, weights: Weights, tokenizer: Tokenizer, 
         step: called after every token of a batch of windows, with the tokens written so far.
 
     Returns:
-        int64 ``[samples, length]``.
+        int64 ``[windows, tokens]``.
 
     Raises:
         CalibrationError: nothing says how a text begins.
@@ -148,25 +148,25 @@ def write_windows(model: LanguageModel, weights: Weights, tokenizer: Tokenizer, 
     """
     form, known = WritingPrompt.of(tokenizer), min(tokenizer.vocab_size, model.config.vocab_size)
     random = torch.Generator().manual_seed(spec.seed % 2**63)
-    tokens = torch.zeros(spec.samples, spec.length, dtype=torch.int64)
-    openings = form.openings(tokenizer, spec.samples)
-    for first in range(0, spec.samples, WRITTEN):
+    tokens = torch.zeros(spec.windows, spec.window, dtype=torch.int64)
+    openings = form.openings(tokenizer, spec.windows)
+    for first in range(0, spec.windows, WRITTEN):
         part = tokens[first:first + WRITTEN]
         writers = [_Writer(form, opening) for opening in openings[first:first + WRITTEN]]
         cache = KVCache(model.config, dtype=model.dtype, device=model.device)
-        numbers = [cache.add(spec.length) for _ in part]
+        numbers = [cache.add(spec.window) for _ in part]
         drawn = [0] * len(part)  # nobody begins with it: something is always put there first
-        for at in range(spec.length):
+        for at in range(spec.window):
             part[:, at] = torch.tensor([writer.next(token)
                                         for writer, token in zip(writers, drawn, strict=True)])
-            if at + 1 < spec.length:
+            if at + 1 < spec.window:
                 batch = Batch(cache, numbers, "decode" if at else "prefill")
                 logits = model.forward(part[:, at:at + 1].tolist(), batch, [True] * len(part))[:, :known]
                 if not bool(torch.isfinite(logits).all()):
                     raise _traced(CausalLM(model.config, weights), part[:, :at + 1], first)
                 uniform = torch.rand(len(part), dtype=torch.float64, generator=random)
                 drawn = [_draw(row, chance) for row, chance in zip(logits.cpu().numpy(), uniform.tolist())]
-            step(first * spec.length + (at + 1) * len(part))
+            step(first * spec.window + (at + 1) * len(part))
     return tokens
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.checkpoint.card import model_card
-from quantkit.checkpoint.checks import value_faults
+from quantkit.checkpoint.checks import plain_faults, value_faults
 from quantkit.checkpoint.durable import hash_file, write_file
 from quantkit.checkpoint.integrity import BlockHashes
 from quantkit.checkpoint.manifest import MANIFEST, FileRecord, LayerRow, Manifest, is_plain_name
@@ -111,3 +111,6 @@ def _reread(folder: Path, manifest: Manifest, config: Mapping[str, Any], names: 
             raise CheckpointError(f"layer {fault}",
                                   why="the checkpoint would give wrong results, so it was not written",
                                   next="quantize this layer by another method, or keep it with method: null")
+        for fault in plain_faults(checkpoint):
+            raise CheckpointError(fault, next="get the model again, then quantize it to another --out",
+                                  why="the checkpoint would give wrong results, so it was not written")

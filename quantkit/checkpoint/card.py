@@ -84,11 +84,11 @@ def model_card(manifest: Manifest, config: Mapping[str, Any]) -> bytes:
                                             version in sorted(manifest.plugins.items())))
     if (facts := manifest.calibration) is not None:
         lines.append(f"- calibrated on: {facts.tokens:,} tokens of `{facts.text}` "
-                     f"({facts.samples} windows of {facts.length}, seed {facts.seed}), "
+                     f"({facts.windows} windows of {facts.window}, seed {facts.seed}), "
                      f"sha256 of the token ids `{facts.sha256}`")
         if facts.coverage is not None:
             lines += [f"  - {line}" for line in facts.coverage.lines()]
-            lines += [f"  - **{line}**" for line in facts.coverage.warnings(facts.length)]
+            lines += [f"  - **{line}**" for line in facts.coverage.warnings(facts.window)]
         if (experts := reached_experts(manifest.layers)) is not None:
             lines.append(f"  - experts: {experts}")
     if (recovery := manifest.recovery) is not None and recovery.kept:

@@ -1,7 +1,9 @@
-"""Checks the values of packed weights of any format, through the format's own unpacking."""
+"""Checks the values that a checkpoint stores: of packed weights of any format, through the format's own
+unpacking, and of the tensors that aren't quantized."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import torch
@@ -26,6 +28,21 @@ def value_faults(checkpoint: Checkpoint) -> Iterator[str]:
         checkpoint.release()
         if fault is not None:
             yield f"{row.name}: {fault}"
+
+
+def plain_faults(checkpoint: Checkpoint) -> Iterator[str]:
+    """A sentence for every tensor outside of the quantized weights (norms, embeddings, biases, routers,
+    Linears that stay as they are) that holds NaN or infinite values, one tensor in memory at a time."""
+    quantized = {row.name for row in checkpoint.manifest.layers if row.spec is not None}
+    for name in checkpoint.infos:
+        parents = itertools.accumulate(name.split("."), "{}.{}".format)
+        if not name.endswith(".bias") and not quantized.isdisjoint(parents):
+            continue
+        try:
+            checkpoint.tensor(name)
+        except QuantkitError as error:
+            yield error.what
+        checkpoint.release()
 
 
 def packed_fault(packed: QuantizedTensor) -> str | None:

@@ -73,10 +73,10 @@ def told(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def pinned(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What ``pip`` would have to install so that the run that was begun can be ended."""
+    """Which versions must be installed again so that the run that was begun can be ended."""
     versions, present = ({**(record.get("plugins") or {}), "quantkit": record.get("quantkit_version")}
                          for record in (then, now))
-    return [f"{name}=={version}" for name, version in versions.items()
+    return [f"{name} {version}" for name, version in versions.items()
             if version and name in present and present[name] != version]
 
 

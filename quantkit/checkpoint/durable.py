@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO
 
 from quantkit.errors import CheckpointError
+from quantkit.paths import open_regular
 
 TEMPORARY = ".tmp"
 _MOMENT = 0.05
@@ -75,7 +76,7 @@ def rename(old: Path, new: Path) -> None:
 def hash_file(path: Path, chunk: int = 2**22) -> tuple[str, int]:
     """sha256 hex digest and size of a file, read in pieces."""
     digest, size = hashlib.sha256(), 0
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         while piece := file.read(chunk):
             digest.update(piece)
             size += len(piece)
@@ -100,6 +101,17 @@ def disk_errors(what: str, kept: str) -> Iterator[None]:
         raise CheckpointError(what, why=f"{reason}; {kept}", next=remedy) from error
 
 
+def make_folder(folder: Path) -> None:
+    """Make a folder unless it is there, durably. One that is removed meanwhile stays away. Raises OSError."""
+    step("create the folder")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        if os.path.lexists(folder):
+            raise
+    sync_folder(folder.parent)
+
+
 def names_in(folder: Path) -> set[str]:
     """What is in a folder; nothing if it isn't there, or is being removed."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
@@ -108,11 +120,12 @@ def names_in(folder: Path) -> set[str]:
 
 
 def bytes_in(folder: Path) -> int:
-    """Bytes of all files in a folder, without those that are being removed."""
+    """Bytes of all files in a folder, without what is removed or renamed away meanwhile."""
     size = 0
-    for file in folder.rglob("*"):
-        with contextlib.suppress(FileNotFoundError):
-            size += file.lstat().st_size if file.is_file() else 0
+    for parent, _, files in os.walk(folder):  # passes over a folder that has gone, which rglob doesn't
+        for name in files:
+            with contextlib.suppress(FileNotFoundError):
+                size += (Path(parent) / name).lstat().st_size
     return size
 
 
@@ -128,7 +141,7 @@ class FolderLock:
     def __init__(self, path: Path) -> None:
         self._file: IO[str] | None = None
         with contextlib.suppress(FileNotFoundError):  # the holder has just removed the folder
-            self._file = path.open("a")
+            self._file = os.fdopen(_without_waiting(path), "a")
         if self._file is None or not self._locked(self._file, path):
             self.release()
             raise CheckpointError(f"another quantkit is writing {path.parent}",
@@ -152,6 +165,11 @@ class FolderLock:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+def _without_waiting(path: Path) -> int:
+    """Opens a file to append to it; if it is a pipe, it doesn't wait for the other end."""
+    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_NONBLOCK", 0), 0o666)
 
 
 def is_locked(path: Path) -> bool:

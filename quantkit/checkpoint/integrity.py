@@ -16,6 +16,7 @@ from quantkit.checkpoint.manifest import BLOCK, BLOCK_DIGITS, FileRecord, Manife
 from quantkit.checkpoint.reader import CARD, Checkpoint
 from quantkit.checkpoint.shards import stored_tensors
 from quantkit.errors import CheckpointError, QuantkitError
+from quantkit.paths import open_regular
 from quantkit.progress import Listener, ProgressEvent, silent
 
 SAMPLE = 64 * 2**20
@@ -114,7 +115,7 @@ def check_files(checkpoint: Checkpoint, progress: Listener = silent) -> None:
 def _is_intact(path: Path, record: FileRecord, index: int) -> bool:
     """Whether a block's bytes are those that were written."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             file.seek(index * BLOCK)
             block = file.read(BLOCK)
     except OSError as error:
@@ -132,7 +133,7 @@ def _sha256(path: Path) -> str:
 
 def _pieces(path: Path) -> Iterator[bytes]:
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             while piece := file.read(_PIECE):
                 yield piece
     except OSError as error:

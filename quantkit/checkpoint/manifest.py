@@ -84,17 +84,17 @@ class CalibrationFacts(Frozen):
 
     Attributes:
         text: ``builtin``, base names of files, names of data sets; with commas, if there are several.
-        samples, length, seed, importance: as in the recipe.
+        windows, window, seed, importance: as in the recipe.
         packing: how documents became windows: ``stream`` or ``documents``.
         tokens: how many tokens went through the model.
-        sha256: of the token ids as little-endian int64 ``[samples, length]``.
+        sha256: of the token ids as little-endian int64 ``[windows, tokens]``.
         files: which files were read, as they were.
         coverage: the report on the text.
     """
 
     text: str
-    samples: int
-    length: int
+    windows: int
+    window: int
     seed: int
     tokens: int
     sha256: str = Field(pattern=_SHA256)
@@ -108,7 +108,7 @@ class CalibrationFacts(Frozen):
         """What a run calibrates on; ``None`` if it doesn't, or has yet to write it."""
         if data is None or spec is None:
             return None
-        return cls(text=", ".join(spec.without_folders().texts), samples=spec.samples, length=spec.length,
+        return cls(text=", ".join(spec.without_folders().texts), windows=spec.windows, window=spec.window,
                    seed=spec.seed, importance=spec.importance, tokens=data.tokens.numel(), sha256=data.sha256,
                    packing=data.packing, files=data.files, coverage=data.coverage)
 
@@ -303,6 +303,9 @@ class Manifest(Frozen):
             del plain["exported"]  # manifests from before there was such a key stay what they are
         if self.recovery is None:
             del plain["recovery"]  # the same
+        coverage = (plain["calibration"] or {}).get("coverage")
+        if coverage and not coverage["unusable"]:
+            del coverage["unusable"], coverage["unusable_first"]
         for record in plain["files"].values():
             if not record["blocks"]:
                 del record["blocks"]
@@ -325,7 +328,7 @@ class Manifest(Frozen):
         if version != SCHEMA_VERSION:
             raise CheckpointError(f"{label} has schema version {version!r}",
                                   why=f"this quantkit reads {SCHEMA_VERSION}; another version wrote it",
-                                  next="pip install --upgrade quantkit")
+                                  next="run pip install . in a newer checkout of quantkit")
         try:
             manifest = cls.model_validate_json(raw)
         except ValidationError as error:

@@ -11,7 +11,7 @@ from quantkit.checkpoint.reader import Checkpoint, foreign_method, is_checkpoint
 from quantkit.checkpoint.unfinished import is_unfinished, refuse_unfinished
 from quantkit.errors import SourceError, UsageError
 from quantkit.paths import local_path, typed_path
-from quantkit.sources.base import ModelSource, QuantizedError, SourceIdentity
+from quantkit.sources.base import ModelSource, QuantizedError, SourceIdentity, quantized_types
 from quantkit.sources.open import open_source
 
 AnyCheckpoint = Checkpoint | ForeignCheckpoint
@@ -46,7 +46,14 @@ def open_quantized(uri: str, revision: str | None = None, recipe: str = "int4") 
     opened = open_model(uri, revision)
     if isinstance(opened, Checkpoint | ForeignCheckpoint):
         return opened
+    types = quantized_types(opened)
     opened.close()
+    if types:
+        raise UsageError(f"{uri} is a GGUF file with {', '.join(types)}, which can't be exported",
+                         why="only a checkpoint of integers and scales has another layout; what is in a GGUF "
+                             "file is read as 16-bit numbers",
+                         next=f"llama-server -m FILE.gguf takes it as it is; quantkit quantize "
+                              f"{shlex.quote(uri)} --recipe {recipe} --out OUT makes a checkpoint of it")
     raise UsageError(f"{uri} is not quantized", why="only a checkpoint can be exported",
                      next=f"quantkit quantize {shlex.quote(uri)} --recipe {recipe} --out OUT")
 

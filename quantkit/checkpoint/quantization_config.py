@@ -109,7 +109,7 @@ def stored_quantization(config: Mapping[str, Any]) -> Any:
             named = {key: entry for key, entry in value.items() if isinstance(entry, dict | bool)}
             rest = {key: entry for key, entry in value.items() if key not in named}
             return {"quant_method": MLX, **rest, "layers": named}
-    return config.get("quantization_config")
+    return next((config[key] for key in reversed(KEYS) if config.get(key) is not None), None)
 
 
 def _says_embeddings(packed: Sequence[LayerScheme], tied: bool) -> bool:

@@ -13,12 +13,14 @@ import torch
 from quantkit.checkpoint.manifest import MANIFEST, MAX_BYTES, LayerRow, Manifest
 from quantkit.checkpoint.quantization_config import stored_quantization
 from quantkit.checkpoint.unfinished import is_unfinished, refuse_unfinished, unfinished
-from quantkit.errors import CheckpointError, QuantkitError, SpecError
+from quantkit.errors import CheckpointError, QuantkitError, SourceError, SpecError
 from quantkit.formats import contract
 from quantkit.formats.base import Format, QuantizedTensor
 from quantkit.formats.dtypes import FLOATS
+from quantkit.paths import open_regular
 from quantkit.plugins import BUILTIN, registry
 from quantkit.sources.base import TensorInfo
+from quantkit.sources.local import has_leftover_words
 from quantkit.sources.safetensors_file import ShardedTensors
 from quantkit.strict_json import MAX_CONFIG, read_object
 
@@ -122,8 +124,13 @@ class Checkpoint:
         return name in self._tensors.infos
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Read one stored tensor. Raises QuantkitError for an unknown name."""
-        return self._tensors.tensor(name)
+        """Read one stored tensor. Raises CheckpointError: it is unknown, or not finite."""
+        try:
+            return self._tensors.tensor(name)
+        except SourceError as error:
+            folder = shlex.quote(str(self.path))
+            raise CheckpointError(error.what, why=error.why,
+                                  next=f"quantkit verify {folder} finds all damage; then {AGAIN}") from error
 
     def quantized(self, layer: str) -> QuantizedTensor | None:
         """The packed weight of a layer (its name without ``.weight``); ``None`` if it isn't quantized.
@@ -202,7 +209,7 @@ def read_manifest(folder: Path) -> Manifest:
     """The manifest of a finished checkpoint. Raises CheckpointError, saying what the folder is instead."""
     refuse_unfinished(folder)
     if not folder.is_dir():
-        raise CheckpointError(f"{folder} is no folder", next="quantkit inspect DIR")
+        raise CheckpointError(f"{folder} is no folder", next="give the folder of a checkpoint")
     if is_unfinished(folder):
         raise unfinished(folder, f"{folder} is an unfinished checkpoint")
     file = folder / MANIFEST
@@ -212,9 +219,9 @@ def read_manifest(folder: Path) -> Manifest:
                                   why="another tool made it, or that file was lost",
                                   next=f"quantkit inspect {shlex.quote(str(folder))}")
         raise CheckpointError(f"{folder} is no quantkit checkpoint", why=f"it has no {MANIFEST}",
-                              next="quantkit quantize SOURCE --recipe int8 --out OUT")
+                              next=f"quantkit quantize {shlex.quote(str(folder))} --recipe int8 --out OUT")
     try:
-        with file.open("rb") as handle:
+        with open_regular(file) as handle:
             raw = handle.read(MAX_BYTES + 1)
     except OSError as error:
         raise CheckpointError(f"{file} can't be read", why=error.strerror) from error
@@ -227,12 +234,16 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def foreign_method(folder: Path) -> str | None:
-    """The ``quant_method`` of a folder whose ``config.json`` says how it is quantized, else ``None``."""
+    """The ``quant_method`` of a folder whose ``config.json`` says how it is quantized, else ``None``; also if
+    all of its weights are plain, whatever that says."""
     try:
-        stored = stored_quantization(read_config(folder))
+        config = read_config(folder)
+        stored = stored_quantization(config)
     except QuantkitError:
         return None
-    return str(stored.get("quant_method")) if isinstance(stored, dict) else None
+    if not isinstance(stored, dict) or has_leftover_words(folder, config):
+        return None
+    return str(stored.get("quant_method"))
 
 
 def _require_formats(folder: Path, manifest: Manifest) -> None:

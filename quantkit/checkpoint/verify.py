@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from quantkit.checkpoint.card_block import MAX_BLOCK, without_block
-from quantkit.checkpoint.checks import value_faults
+from quantkit.checkpoint.checks import plain_faults, value_faults
 from quantkit.checkpoint.durable import hash_file
 from quantkit.checkpoint.manifest import MANIFEST, FileRecord, Manifest
 from quantkit.checkpoint.quantization_config import KEYS, config_words
@@ -54,7 +54,7 @@ class VerifyReport:
 
 def verify(path: str | Path) -> VerifyReport:
     """Check every byte and value: file hashes, the manifest's own digest, the structure of every
-    layer, all that loading asks for, scales finite, codes and zero points in range, ``config.json`` in
+    layer, all that loading asks for, all numbers finite, codes and zero points in range, ``config.json`` in
     agreement with the manifest, and files that nobody listed. One layer is in memory at a time.
 
     Raises:
@@ -117,10 +117,10 @@ def _content(folder: Path, manifest: Manifest) -> Iterator[VerifyCheck]:
         with Checkpoint.open(folder) as checkpoint:
             yield VerifyCheck("structure", "ok", "every layer has the tensors of its format")
             yield _loads(checkpoint)
-            faults = list(value_faults(checkpoint))
+            faults = [*value_faults(checkpoint), *plain_faults(checkpoint)]
             yield from (VerifyCheck("values", "failed", fault) for fault in faults)
             if not faults:
-                yield VerifyCheck("values", "ok", "scales finite, codes and zero points in range")
+                yield VerifyCheck("values", "ok", "all numbers finite, codes and zero points in range")
     except QuantkitError as error:
         yield VerifyCheck("structure", "failed", _said(error))
         return

@@ -40,7 +40,7 @@ from quantkit.checkpoint.shards import SHARD_BYTES, LazyTensor, stored_tensors, 
 from quantkit.checkpoint.unfinished import LOCK as _LOCK
 from quantkit.checkpoint.unfinished import PARTIAL, STATE
 from quantkit.errors import CheckpointError, QuantkitError, UsageError
-from quantkit.paths import local_path, typed_path
+from quantkit.paths import local_path, open_regular, typed_path
 from quantkit.strict_json import parse_object, read_object
 from quantkit.units import human_bytes
 
@@ -85,13 +85,14 @@ class CheckpointWriter:
         refuse_existing(self.out)
         with disk_errors(f"{self.partial} can't be made", "nothing was written"):
             self._refuse_strangers()
-            self._check_space(needed_bytes)
-            durable.step("create the folder")
-            self.partial.mkdir(parents=True, exist_ok=True)
-            durable.sync_folder(self.partial.parent)
+            if new := not os.path.lexists(self.partial):
+                self._check_space(needed_bytes)
+            durable.make_folder(self.partial)
             self._lock = FolderLock(self.partial / _LOCK)
         try:
             with disk_errors(f"{self.partial} can't be used", "nothing was lost"):
+                if not new:  # under the lock, since another run would rename what is measured
+                    self._check_space(needed_bytes)
                 self._resume()
         except BaseException:
             self.close()
@@ -256,8 +257,7 @@ class CheckpointWriter:
     def _check_space(self, needed: int) -> None:
         if os.path.lexists(self.out):
             return  # all that is left to do is to tidy up
-        folder = self.partial
-        have = durable.bytes_in(folder)
+        folder, have = self.partial, durable.bytes_in(self.partial)
         while not folder.is_dir() and folder != folder.parent:
             folder = folder.parent
         free, missing = shutil.disk_usage(folder).free, needed - have
@@ -322,7 +322,7 @@ class CheckpointWriter:
         raise CheckpointError(
             f"{self.partial} belongs to another run",
             why="it was begun with (then → now):\n" + "\n".join(f"  {line}" for line in told(old, new)),
-            next=f"to end it, pip install {' '.join(versions)}; or {drop}" if versions else drop)
+            next=f"to end it, install {' and '.join(versions)} again; or {drop}" if versions else drop)
 
 
 def refuse_existing(out: str | Path, source: str | None = None) -> None:
@@ -362,7 +362,7 @@ def _is_ours(name: str) -> bool:
 def _read_state(partial: Path) -> dict[str, Any] | None:
     """Which run a folder is of; ``None`` if nobody can read that there."""
     try:
-        with (partial / STATE).open("rb") as file:
+        with open_regular(partial / STATE) as file:
             state = parse_object(file.read(MAX_BYTES), STATE, error=CheckpointError)
     except (FileNotFoundError, QuantkitError):  # another OSError is the disk's, not another run's
         return None

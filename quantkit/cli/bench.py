@@ -11,6 +11,7 @@ from quantkit.cli.bench_drafts import drafts
 from quantkit.cli.bench_gpu import compile_kernels, tune
 from quantkit.cli.bench_output import print_report, show, write
 from quantkit.cli.loading import load_model
+from quantkit.cli.options import device_option, kv_option, prefill_option, read_kv
 from quantkit.cli.present import table
 from quantkit.cli.progress import ProgressLine
 from quantkit.cli.tokens import TokenCount, TokenCounts
@@ -73,15 +74,14 @@ def kernels(ctx: click.Context, shapes: tuple[str, ...], rows: str, repeats: int
                                                                               "together: 1,8.")
 @click.option("--context", type=TokenCounts(0), default="0", show_default=True, metavar="LIST",
               help="Tokens in the cache before decoding: 0,2048,8k,32K.")
-@click.option("--kv", metavar="LIST", help="KV settings: none,int8,int4. (The model's own.)")
-@click.option("--prompt", type=TokenCount(0), default=512, show_default=True,
-              help="Tokens of the timed prefill; 0: none.")
-@click.option("--tokens", type=TokenCount(), default=64, show_default=True, help="Decoded tokens "
-                                                                                          "in a run.")
+@kv_option("KV settings: none,int8,int4. (The model's own.)")
+@prefill_option("Prompt tokens of the timed prefill; 0: none.", least=0, default=512)
+@click.option("--max-tokens", "-n", type=TokenCount(), default=64, show_default=True,
+              help="New tokens of a timed run.")
 @click.option("--repeats", type=click.IntRange(min=1), default=3, show_default=True, help="Timed runs.")
 @click.option("--random", metavar="RECIPE",
               help="Use random weights in the formats of this recipe; `none`: unquantized ones.")
-@click.option("--device", default="cpu", show_default=True, help="Device: cpu, cuda, cuda:1, auto.")
+@device_option
 @click.option("--no-fallback", is_flag=True, help="Fail if any operation would run in torch instead of our"
                                                   " kernels.")
 @click.option("--pdl", is_flag=True, help="On a GPU: use programmatic dependent launch for all products.")
@@ -89,8 +89,8 @@ def kernels(ctx: click.Context, shapes: tuple[str, ...], rows: str, repeats: int
               help="Also write the JSON there, after every case.")
 @click.option("--quiet", "-q", is_flag=True, help="No progress on stderr.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
-def decode(model: str, batch: str, context: tuple[int, ...], kv: str | None, prompt: int,
-           tokens: int, repeats: int, random: str | None, device: str, no_fallback: bool, pdl: bool,
+def decode(model: str, batch: str, context: tuple[int, ...], kv: tuple[str, ...], prefill: int,
+           max_tokens: int, repeats: int, random: str | None, device: str, no_fallback: bool, pdl: bool,
            out: Path | None, quiet: bool, as_json: bool) -> None:
     """Measure how fast MODEL reads a prompt and decodes.
 
@@ -99,19 +99,21 @@ def decode(model: str, batch: str, context: tuple[int, ...], kv: str | None, pro
     a CPU, by a copy on a GPU.
     """
     from quantkit.bench.decode import DecodeSettings, bench_decode
-    from quantkit.evaluate.forced import split_settings
-    from quantkit.kvspec import parse_kv
+    from quantkit.device import find_device
+    from quantkit.recipe import load_recipe
 
+    # what can be refused is refused before a model is loaded
+    settings_of_kv, batches = read_kv(kv), _numbers("--batch", batch, 1)
+    if random not in (None, "none"):
+        load_recipe(random)
+    place = find_device(device)
     if random is None:
         loaded = load_model(model, device=device, quiet=quiet)
     else:
         from quantkit.bench.random_model import random_model
-        from quantkit.device import find_device
-
-        loaded = random_model(model, random, find_device(device))
-    settings = DecodeSettings(_numbers("--batch", batch, 1), list(context),
-                              [parse_kv(setting) for setting in split_settings(kv)] if kv else [loaded.kv],
-                              prompt, tokens, repeats, not no_fallback, pdl)
+        loaded = random_model(model, random, place)
+    settings = DecodeSettings(batches, list(context), settings_of_kv or [loaded.kv], prefill, max_tokens,
+                              repeats, not no_fallback, pdl)
     with ProgressLine("measuring", quiet) as progress:
         report = bench_decode(loaded, settings, progress, lambda report: write(report, out))
     rows = [(case["kv"], f"{case['tokens']}", "", f"{case['tok_s']['median']:.0f}", "", "")

@@ -8,7 +8,8 @@ import rich_click as click
 
 from quantkit.cli.bench_output import show, write
 from quantkit.cli.loading import load_model
-from quantkit.cli.present import device_option, table
+from quantkit.cli.options import device_option, kv_option, read_kv, temperature_option
+from quantkit.cli.present import table
 from quantkit.cli.progress import ProgressLine
 from quantkit.cli.tokens import TokenCount
 
@@ -17,16 +18,17 @@ from quantkit.cli.tokens import TokenCount
 @click.argument("model")
 @click.option("--draft", "drafters", multiple=True, default=("ngram",), show_default=True, metavar="DRAFTER",
               help="What drafts: ngram, \"self(CHECKPOINT)\"; may be repeated.")
-@click.option("--kv", metavar="SETTING", help="KV setting. (The model's own.)")
-@click.option("--tokens", type=TokenCount(2), default=200, show_default=True, help="Tokens of an answer.")
-@click.option("--temperature", "-t", type=float, default=0.0, show_default=True, help="0 is greedy.")
+@kv_option("KV setting, one only. (The model's own.)")
+@click.option("--max-tokens", "-n", type=TokenCount(2), default=200, show_default=True,
+              help="New tokens of an answer.")
+@temperature_option
 @click.option("--repeats", type=click.IntRange(min=1), default=5, show_default=True, help="Timed runs.")
 @device_option
 @click.option("--out", "-o", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
               help="Also write the JSON there, after every task.")
 @click.option("--quiet", "-q", is_flag=True, help="No progress on stderr.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
-def drafts(model: str, drafters: tuple[str, ...], kv: str | None, tokens: int, temperature: float,
+def drafts(model: str, drafters: tuple[str, ...], kv: tuple[str, ...], max_tokens: int, temperature: float,
            repeats: int, device: str, out: Path | None, quiet: bool, as_json: bool) -> None:
     """Measure what drafts gain on a chat, an edit of code and a summary.
 
@@ -35,12 +37,14 @@ def drafts(model: str, drafters: tuple[str, ...], kv: str | None, tokens: int, t
     that were right, of all.
     """
     from quantkit.bench.drafts import DraftSettings, bench_drafts, lines
-    from quantkit.kvspec import parse_kv
     from quantkit.runtime.drafting.parse import parse_drafter
+    from quantkit.runtime.sampler import Sampling
 
     for drafter in drafters:  # refused before anything is loaded
         parse_drafter(drafter)
-    settings = DraftSettings(drafters, tokens, repeats, temperature, None if kv is None else parse_kv(kv))
+    Sampling(temperature=temperature)
+    (setting,) = read_kv(kv, most=1) or (None,)
+    settings = DraftSettings(drafters, max_tokens, repeats, temperature, setting)
     loaded = load_model(model, device=device, quiet=quiet)
     with ProgressLine("measuring", quiet) as progress:
         report = bench_drafts(loaded, settings, progress, lambda report: write(report, out))

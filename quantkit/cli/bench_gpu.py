@@ -21,9 +21,9 @@ from quantkit.progress import ProgressEvent
 @click.option("--only", default="", metavar="TEXT", help="Only products whose name or shape contains TEXT.")
 @click.option("--minutes", type=click.FloatRange(min=0, min_open=True), default=60, show_default=True,
               help="Stop after this number of minutes.")
-@click.option("--again", is_flag=True, help="Also measure again what has been measured.")
+@click.option("--fresh", is_flag=True, help="Measure anew what was measured before.")
 @click.pass_context
-def tune(ctx: click.Context, folder: Path | None, only: str, minutes: float, again: bool) -> None:
+def tune(ctx: click.Context, folder: Path | None, only: str, minutes: float, fresh: bool) -> None:
     """Measure launch parameters of the GPU's matrix products, and keep the fastest.
 
     The result is one JSON file for this kind of GPU, which all commands that run models then use. When you
@@ -38,7 +38,7 @@ def tune(ctx: click.Context, folder: Path | None, only: str, minutes: float, aga
     from quantkit_kernels.tune import main
 
     code = main([*(["--folder", str(folder)] if folder else []), "--only", only, "--minutes", str(minutes),
-                 *(["--again"] if again else [])])
+                 *(["--fresh"] if fresh else [])])
     ctx.exit(code)
 
 

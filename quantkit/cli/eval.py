@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Any
 import rich_click as click
 
 from quantkit.cli.loading import loading_line
-from quantkit.cli.present import device_option, note, verify_option
+from quantkit.cli.options import (
+    device_option,
+    dtype_option,
+    kv_option,
+    prefill_option,
+    prompt_tokens_option,
+    read_kv,
+    verify_option,
+)
+from quantkit.cli.present import note
 from quantkit.cli.progress import ProgressLine
 from quantkit.cli.tokens import TokenCount
 from quantkit.errors import FAILED, PluginError, UsageError
@@ -23,33 +32,29 @@ if TYPE_CHECKING:
 @click.argument("models", nargs=-1, required=True, metavar="MODEL...")
 @click.option("--text", metavar="FILE", help="UTF-8 text, `builtin` (CPython's language reference), or "
                                              "hf://datasets/OWNER/NAME/FILE@REVISION.")
-@click.option("--recipes", metavar="LIST",
-              help="Quantize MODEL by these recipes first, into DIR/checkpoints, and compare what comes of "
-                   "it with MODEL: int8,int4.")
+@click.option("--recipe", "-r", "recipes", multiple=True, metavar="LIST",
+              help="Quantize MODEL by these recipes first, into DIR/checkpoints, and compare the results "
+                   "with MODEL: int8,int4.")
 @click.option("--suite", metavar="NAME", help="What is measured: quick, standard, long, or a YAML file. "
                                               "Options given here override it.")
 @click.option("--window", type=TokenCount(2), help="Tokens in a window: 2048, 2k (2,000), 2K (2,048). (512.)")
 @click.option("--windows", type=click.IntRange(min=1), help="Number of windows (40).")
-@click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto",
-              help="Dtype of activations; auto is each model's own.")
+@dtype_option
 @device_option
 @verify_option
 @click.option("--noise-floor", is_flag=True, help="Also compare with the first model in float32 arithmetic.")
 @click.option("--no-speed", is_flag=True, help="Quality only.")
-@click.option("--kv", multiple=True, metavar="LIST", help="KV settings; every model runs with each of "
-                                                          "them: none,int8,\"window(512, sinks=4)\". (Each "
-                                                          "model's own.)")
-@click.option("--prompt", type=TokenCount(), help="With KV settings: prompt tokens at the "
-                                                           "beginning of a window; the rest is scored "
-                                                           "(half).")
+@kv_option("KV settings; every model runs with each of them: none,int8,\"window(512, sinks=4)\". (Each "
+           "model's own.)")
+@prompt_tokens_option("With KV settings: tokens at the beginning of a window that go through the cache as a "
+                      "prompt; the rest is scored. (Half.)")
 @click.option("--tasks", metavar="LIST", help="Also run these lm-eval tasks: arc_easy,piqa, or YAML files.")
 @click.option("--task-data", type=click.Path(path_type=Path, file_okay=False), metavar="DIR",
               help="The folder with the tasks' JSONL files. [env: QUANTKIT_TASK_DATA]",
               envvar="QUANTKIT_TASK_DATA")
 @click.option("--limit", type=click.IntRange(min=1), help="Largest number of items of each task.")
-@click.option("--prefill", type=TokenCount(),
-              help="Prompt tokens of the speed test (256; with KV settings, enough to fill the window).")
-@click.option("--decode", type=TokenCount(), help="New tokens of the speed test (32).")
+@prefill_option("Prompt tokens of the speed test. (256; with KV settings, enough to fill the window.)")
+@click.option("--max-tokens", "-n", type=TokenCount(), help="New tokens of the speed test. (32.)")
 @click.option("--repeats", type=click.IntRange(min=1), help="Timed runs (3).")
 @click.option("--peer", multiple=True, metavar="TOOL",
               help="Another tool's row, may be repeated: \"llama.cpp(FILE.gguf)\", \"transformers(FOLDER)\", "
@@ -60,7 +65,8 @@ if TYPE_CHECKING:
 @click.option("--executor", type=click.Choice(["local", "ray"]), default="local", show_default=True,
               help="Where measurements are made; ray: on the cluster of RAY_ADDRESS, or on this machine.")
 @click.option("--fresh", is_flag=True, help="With --out, measure anew what was measured before.")
-@click.option("--revision", help="Branch, tag or commit of the first model, if it is on the hub.")
+@click.option("--revision", metavar="REV",
+              help="Branch, tag or commit of the first model, if it is on the hub.")
 @click.option("--out", "-o", type=click.Path(path_type=Path, file_okay=False), metavar="DIR",
               help="Also write report.html, report.md, frontier.svg and .png, results.json and what plugins "
                    "report there; what is measured is kept, and after a stop the same command goes on.")
@@ -72,10 +78,10 @@ if TYPE_CHECKING:
 @click.pass_context
 def command(ctx: click.Context, models: tuple[str, ...], text: str | None, suite: str | None,
             window: int | None, windows: int | None, dtype: str, device: str, verify: bool,
-            noise_floor: bool, no_speed: bool, kv: tuple[str, ...], prompt: int | None,
-            tasks: str | None, task_data: Path | None,
-            limit: int | None, prefill: int | None, decode: int | None, repeats: int | None, executor: str,
-            peer: tuple[str, ...], gate: str | None, gate_strict: bool, fresh: bool, recipes: str | None,
+            noise_floor: bool, no_speed: bool, kv: tuple[str, ...], prompt_tokens: int | None,
+            tasks: str | None, task_data: Path | None, limit: int | None, prefill: int | None,
+            max_tokens: int | None, repeats: int | None, executor: str, peer: tuple[str, ...],
+            gate: str | None, gate_strict: bool, fresh: bool, recipes: tuple[str, ...],
             revision: str | None, out: Path | None, report: tuple[str, ...], plot: str | None, quiet: bool,
             as_json: bool) -> None:
     """Compare models and KV cache settings by quality, speed and memory.
@@ -86,18 +92,18 @@ def command(ctx: click.Context, models: tuple[str, ...], text: str | None, suite
     from quantkit.cli.again import typed
     from quantkit.cli.gate_output import gate_text
     from quantkit.device import find_device
-    from quantkit.evaluate.forced import split_settings
     from quantkit.evaluate.gate import check_gate, require_planned
     from quantkit.evaluate.gate_syntax import parse_gate
+    from quantkit.evaluate.machine_load import busy_now
     from quantkit.evaluate.peers.parse import parse_peer
     from quantkit.evaluate.run import check_plot, evaluate
     from quantkit.evaluate.settings import EvalSettings, of_suite
     from quantkit.evaluate.suite import load_suite
     from quantkit.evaluate.task_file import find_task
     from quantkit.executor.choose import check_executor
-    from quantkit.kvspec import parse_kv
     from quantkit.report.folder import reporters, require_writable, write_report
 
+    settings_of_kv = read_kv(kv)
     conditions = parse_gate(gate) if gate is not None else ()
     for tool in peer:
         parse_peer(tool)
@@ -115,27 +121,31 @@ def command(ctx: click.Context, models: tuple[str, ...], text: str | None, suite
             note(f"suite {base.suite}: its tasks are left out; --task-data DIR says where their data is")
         base = dataclasses.replace(base, tasks=())
     given: dict[str, Any] = {"text": text, "window": window, "windows": windows, "prefill": prefill,
-                             "decode": decode, "repeats": repeats, "prompt": prompt, "limit": limit}
+                             "decode": max_tokens, "repeats": repeats, "prompt": prompt_tokens,
+                             "limit": limit}
     settings = dataclasses.replace(
         base, **{name: value for name, value in given.items() if value is not None},
         texts=() if text is not None else tuple(
             part if windows is None else part.model_copy(update={"windows": None}) for part in base.texts),
         dtype=dtype, device=device, speed=not no_speed,
         noise_floor=noise_floor, revision=revision, task_data=task_data, keep=out is not None, fresh=fresh,
-        kv=tuple(parse_kv(setting) for text in kv for setting in split_settings(text)),
+        kv=settings_of_kv,
         tasks=tuple(name.strip() for name in tasks.split(",")) if tasks else base.tasks,
         roofline=base.roofline and not no_speed, peers=peer,
         plot=_listed(plot, "--plot", "kl_mean") if plot is not None else ())
     require_planned(conditions, speed=settings.speed, texts=[text.name for text in settings.texts],
                     tasks=[find_task(name)[0].task for name in settings.tasks],
-                    candidates=len(models) * max(1, len(settings.kv)) - 1 + len(peer) + (recipes is not None))
+                    candidates=len(models) * max(1, len(settings.kv)) - 1 + len(peer) + bool(recipes))
     check_plot(settings)
     check_executor(executor, find_device(device), gpus=True)
+    if settings.speed and not quiet and (busy := busy_now()):
+        note(busy)
     variants = _made(models, recipes, settings, out, quiet)
     with loading_line("models", quiet) as loading, ProgressLine("evaluating", quiet) as progress:
         result = evaluate([*models, *variants], settings, progress,
-                          typed("out", "report", "quiet", "as_json", "fresh", "executor"), loading,
-                          executor=executor, recipes=variants)
+                          typed("quiet", "as_json", "fresh"), loading,
+                          executor=executor, recipes=variants,
+                          announce=(lambda text: None) if quiet else note)
     if conditions:
         result.gate = check_gate(result, gate or "", strict=gate_strict)
     try:
@@ -153,19 +163,20 @@ def command(ctx: click.Context, models: tuple[str, ...], text: str | None, suite
             ctx.exit(FAILED)
 
 
-def _made(models: Sequence[str], recipes: str | None, settings: EvalSettings, out: Path | None,
+def _made(models: Sequence[str], recipes: Sequence[str], settings: EvalSettings, out: Path | None,
           quiet: bool) -> dict[str, str]:
     """Say what lies ahead, and quantize what is missing; checkpoint → the recipe that made it."""
     from quantkit.cli.eta import human_seconds
     from quantkit.evaluate.sweep.ahead import look_ahead
     from quantkit.evaluate.sweep.checkpoints import folders_of, made
 
-    if recipes is not None and (out is None or len(models) > 1):
-        raise UsageError("--recipes takes one MODEL and --out DIR", next="quantkit eval MODEL --recipes "
-                         f"{recipes} --out DIR", why="its checkpoints are made in DIR/checkpoints")
+    names = ",".join(recipes)
+    if recipes and (out is None or len(models) > 1):
+        raise UsageError("--recipe takes one MODEL and --out DIR", next="quantkit eval MODEL --recipe "
+                         f"{names} --out DIR", why="its checkpoints are made in DIR/checkpoints")
     folders = {}
-    if recipes is not None and out is not None:
-        folders = folders_of(_listed(recipes, "--recipes", "int8,int4"), out / "checkpoints")
+    if recipes and out is not None:
+        folders = folders_of(_listed(names, "--recipe", "int8,int4"), out / "checkpoints")
     if out is not None:  # also with --quiet: what can't be done shows before anything is
         ahead = look_ahead(models, settings, folders)
     if out is not None and not quiet:

@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING
 
 import rich_click as click
 
-from quantkit.cli.present import device_option, note
+from quantkit.cli.options import (
+    device_option,
+    dtype_option,
+    kv_option,
+    prompt_tokens_option,
+    read_kv,
+    revision_option,
+)
+from quantkit.cli.present import note
 from quantkit.cli.progress import ProgressLine
 from quantkit.cli.tokens import TokenCount, TokenCounts
 
@@ -19,16 +27,15 @@ _DEFAULT = "passkey,needle,multikey,variables,positions,generated"
 
 @click.command("eval-long")
 @click.argument("model")
-@click.option("--kv", multiple=True, metavar="LIST",
-              help='KV settings to compare with the full cache: int8,"snapkv(0.5)+int4". (The model\'s own.)')
+@kv_option('KV settings to compare with the full cache: int8,"snapkv(0.5)+int4". (The model\'s own.)')
 @click.option("--tasks", metavar="LIST", default=_DEFAULT, show_default=True, help="Tasks to run.")
-@click.option("--lengths", type=TokenCounts(), metavar="LIST", default="1024,2048,4096", show_default=True,
+@click.option("--context", type=TokenCounts(), metavar="LIST", default="1024,2048,4096", show_default=True,
               help="Tokens of a context with its question and answer: 4096,8k,32K; also the "
                    "borders of positions.")
 @click.option("--depths", type=click.IntRange(min=1), default=5, show_default=True,
               help="Number of places from the beginning to the end where an answer is hidden.")
 @click.option("--samples", type=click.IntRange(min=1), default=2, show_default=True,
-              help="Contexts for each length (and depth), and texts that are read and generated.")
+              help="Contexts of each size (and depth), and texts that are read and generated.")
 @click.option("--question", type=click.Choice(["both", "known", "later"]), default="both", show_default=True,
               help="known: policies run at the end of a prompt that contains the question; later: before "
                    "the question comes.")
@@ -37,22 +44,21 @@ _DEFAULT = "passkey,needle,multikey,variables,positions,generated"
 @click.option("--filler", is_flag=True, help="Hide facts in generated sentences instead of the text.")
 @click.option("--chat", is_flag=True, help="Ask with the chat template; without it the user's text is "
                                            "continued.")
-@click.option("--prompt", type=TokenCount(), default=512, show_default=True,
-              help="For positions and generated: prompt tokens of a text.")
-@click.option("--new-tokens", "-n", type=TokenCount(), default=128, show_default=True,
-              help="Tokens that are generated.")
+@prompt_tokens_option("For positions and generated: prompt tokens of a text.", default=512)
+@click.option("--max-tokens", "-n", type=TokenCount(), default=128, show_default=True,
+              help="For generated: new tokens of a text.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True,
               help="Seed for names, numbers, places and text.")
-@click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto",
-              help="Dtype of activations; auto is the model's own.")
+@dtype_option
 @device_option
-@click.option("--revision", help="Branch, tag or commit of a model on the hub.")
+@revision_option
 @click.option("--out", "-o", type=click.Path(path_type=Path, file_okay=False), metavar="DIR",
               help="Also write report.md and results.json there; after a stop the same command goes on.")
 @click.option("--quiet", "-q", is_flag=True, help="No progress on stderr.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
-def command(model: str, kv: tuple[str, ...], tasks: str, lengths: tuple[int, ...], depths: int, samples: int,
-            question: str, text: str, filler: bool, chat: bool, prompt: int, new_tokens: int, seed: int,
+def command(model: str, kv: tuple[str, ...], tasks: str, context: tuple[int, ...], depths: int, samples: int,
+            question: str, text: str, filler: bool, chat: bool, prompt_tokens: int, max_tokens: int,
+            seed: int,
             dtype: str, device: str, revision: str | None, out: Path | None, quiet: bool,
             as_json: bool) -> None:
     """Compare KV cache settings on long contexts.
@@ -60,10 +66,8 @@ def command(model: str, kv: tuple[str, ...], tasks: str, lengths: tuple[int, ...
     MODEL is a checkpoint or anything that `quantkit quantize` takes. The full cache always runs first,
     because a question that it can't answer says nothing about the other settings.
     """
-    from quantkit.evaluate.forced import split_settings
     from quantkit.evaluate.long.journal import forget
     from quantkit.evaluate.long.run import LongSettings, evaluate_long
-    from quantkit.kvspec import parse_kv
     from quantkit.report import long
     from quantkit.report.folder import require_writable
 
@@ -72,10 +76,10 @@ def command(model: str, kv: tuple[str, ...], tasks: str, lengths: tuple[int, ...
     whens: dict[str, tuple[When, ...]] = {"both": ("known", "later"), "known": ("known",),
                                           "later": ("later",)}
     settings = LongSettings(
-        kv=tuple(parse_kv(setting) for text in kv for setting in split_settings(text)),
-        tasks=tuple(name.strip() for name in tasks.split(",")), lengths=lengths, depths=depths,
-        samples=samples, text=text, filler=filler, chat=chat, questions=whens[question], prompt=prompt,
-        new_tokens=new_tokens, seed=seed, dtype=dtype, device=device, revision=revision)
+        kv=read_kv(kv),
+        tasks=tuple(name.strip() for name in tasks.split(",")), lengths=context, depths=depths,
+        samples=samples, text=text, filler=filler, chat=chat, questions=whens[question], prompt=prompt_tokens,
+        new_tokens=max_tokens, seed=seed, dtype=dtype, device=device, revision=revision)
     with ProgressLine("evaluating", quiet) as progress:
         result = evaluate_long(model, settings, progress, out)
     click.echo(long.as_json(result) if as_json else long.table(result), nl=False)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import rich_click as click
 
+from quantkit.cli.options import revision_option
 from quantkit.cli.present import print_json, show_warning, wrapped
 from quantkit.cli.progress import ProgressLine
 from quantkit.errors import UsageError
@@ -29,8 +30,8 @@ GGUF = "gguf"
               help="pack-quantized, int-quantized, float-quantized, bnb-nf4, bnb-int8, gptq, gptq-v2, awq, "
                    "mlx or trellis; plugins add others. Or gguf: one file for llama.cpp, Ollama and LM "
                    "Studio. Or gpt-oss: such a model as OpenAI publishes it.")
-@click.option("--out", type=click.Path(path_type=Path), metavar="OUT", help="The same as OUT.")
-@click.option("--revision", metavar="REV", help="Branch, tag or commit of a checkpoint on the hub.")
+@click.option("--out", "-o", type=click.Path(path_type=Path), metavar="OUT", help="The same as OUT.")
+@revision_option
 @click.option("--quiet", "-q", is_flag=True, help="No progress on stderr.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def command(checkpoint: str, place: Path | None, out: Path | None, form: str, revision: str | None,

@@ -10,7 +10,16 @@ import rich_click as click
 
 from quantkit.cli.imports import import_large
 from quantkit.cli.loading import load_model
-from quantkit.cli.present import device_option, note, print_json, show_warning, verify_option
+from quantkit.cli.options import (
+    device_option,
+    dtype_option,
+    kv_option,
+    read_kv,
+    revision_option,
+    temperature_option,
+    verify_option,
+)
+from quantkit.cli.present import note, print_json, show_warning
 from quantkit.cli.tokens import TokenCount
 from quantkit.cli.tracing import open_trace, trace_option
 from quantkit.errors import UsageError
@@ -38,7 +47,7 @@ _CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) 
                    "tokens. By default they are plain text.")
 @click.option("--max-tokens", "-n", type=TokenCount(), default=128, show_default=True,
               help="Largest number of new tokens.")
-@click.option("--temperature", "-t", type=float, default=0.0, show_default=True, help="0 is greedy.")
+@temperature_option
 @click.option("--top-k", type=click.IntRange(min=0), default=0, help="Sample among the k most likely "
                                                                      "tokens (0: all).")
 @click.option("--top-p", type=float, default=1.0, help="Sample among the most likely tokens that together "
@@ -51,23 +60,21 @@ _CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) 
                                                          "not given.")
 @click.option("--stop", multiple=True, metavar="TEXT", help="Stop before this text; may be repeated.")
 @click.option("--ignore-eos", is_flag=True, help="Continue when the model ends its answer.")
-@click.option("--kv", metavar="SETTING", help="KV setting: none, int8, int4, snapkv(0.5), window(1024, "
-                                              "sinks=4)+int8, … (the checkpoint's own).")
+@kv_option("KV setting, one only: none, int8, int4, snapkv(0.5), \"window(1024, sinks=4)+int8\", …. (The "
+           "checkpoint's own.)")
 @click.option("--draft", metavar="DRAFTER", default="none", show_default=True,
               help="Guess tokens that a step confirms: ngram, \"self(CHECKPOINT)\"; the text stays the same.")
 @trace_option
-@click.option("--revision", help="Branch, tag or commit of a model on the hub.")
-@click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto",
-              show_default=True, help="Dtype of activations and unquantized weights; auto is the model's "
-                                      "own.")
+@revision_option
+@dtype_option
 @device_option
 @verify_option
 @click.option("--quiet", "-q", is_flag=True, help="No figures on stderr.")
 @click.option("--json", "as_json", is_flag=True, help="Print text, token counts and speed as JSON.")
 @click.pass_context
 def command(ctx: click.Context, model: str, prompt: str, chat: bool, system: str | None, parse_special: bool,
-            kv: str | None, draft: str, trace: Path | None, revision: str | None, dtype: str, device: str,
-            verify: bool, quiet: bool, as_json: bool, **options: Any) -> None:
+            kv: tuple[str, ...], draft: str, trace: Path | None, revision: str | None, dtype: str,
+            device: str, verify: bool, quiet: bool, as_json: bool, **options: Any) -> None:
     """Generate text from a model or a checkpoint.
 
     MODEL is a checkpoint's folder or anything that `quantkit quantize` takes. The model continues PROMPT, or
@@ -87,11 +94,10 @@ def command(ctx: click.Context, model: str, prompt: str, chat: bool, system: str
     import_large("quantkit.runtime.generate")
     sampling = _sampling(ctx, options)
     text = _prompt(prompt)
-    from quantkit.kvspec import parse_kv
     from quantkit.runtime.drafting.parse import parse_drafter
     from quantkit.runtime.generate import generate
 
-    setting, drafter = None if kv is None else parse_kv(kv), parse_drafter(draft)
+    (setting,), drafter = read_kv(kv, most=1) or (None,), parse_drafter(draft)
     timings: list[Timing] = []
     show = None if as_json else _Output()
     with open_trace(trace) as trace_file:  # what can't be written is refused before a model is loaded

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import rich_click as click
 
 from quantkit.cli.layers import group_layers, layers_option
+from quantkit.cli.options import revision_option
 from quantkit.cli.present import print_json, table, wrapped
 from quantkit.cli.probe import DECLINED_HINT, PHASES, best_device, declined_option, other_lines
 from quantkit.units import human_bytes
@@ -26,7 +27,7 @@ OPERATIONS = "other operations"
 
 @click.command("inspect")
 @click.argument("model")
-@click.option("--revision", metavar="REV", help="Branch, tag or commit of a model on the hub.")
+@revision_option
 @layers_option()
 @declined_option
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON, one row per layer.")
@@ -82,25 +83,29 @@ def inspect_facts(uri: str, revision: str | None = None) -> dict[str, Any]:
 
 def _source_facts(source: ModelSource, uri: str) -> dict[str, Any]:
     from quantkit.models.architecture import linear_slots, parse_config
+    from quantkit.sources.base import file_bytes, quantized_types, stored_tensors
     from quantkit.spec import KVSpec
 
-    config, infos = parse_config(source.config()), source.tensors()
+    infos, stored = source.tensors(), stored_tensors(source)
+    config = parse_config(source.config(), infos)
     layers = []
     for slot in linear_slots(config):
-        info = infos.get(f"{slot.name}.weight")
+        tensor = stored.get(f"{slot.name}.weight")
         layers.append({
             "name": slot.name, "shape": [slot.out_features, slot.in_features],
-            "dtype": str(info.dtype).removeprefix("torch.") if info else None,
+            "dtype": tensor.type if tensor else None,
             "method": None, "format": None, "spec": None, "label": None,
-            "bytes": info.nbytes if info else 0,
-            "bits": 8 * info.dtype.itemsize if info else None, "error": None, "notes": []})
+            "bytes": tensor.nbytes if tensor else 0,
+            "bits": 8 * tensor.nbytes / (slot.out_features * slot.in_features) if tensor else None,
+            "error": None, "notes": []})
     kernels = _kernels(source.config(), config, KVSpec(),
                        {slot.name: (slot.out_features, slot.in_features) for slot in linear_slots(config)})
     return {"uri": uri, "kind": "source", "path_kind": _kind_of(uri), **_config_facts(config),
             "operations": kernels.pop(OPERATIONS),
             "parameters": sum(math.prod(i.shape) for i in infos.values()), "tensors": len(infos),
-            "bytes": sum(i.nbytes for i in infos.values()),
-            "dtypes": dict(Counter(str(i.dtype).removeprefix("torch.") for i in infos.values())),
+            "bytes": file_bytes(source), "bytes_as_run": sum(i.nbytes for i in infos.values()),
+            "dtypes": dict(Counter(tensor.type for tensor in stored.values())),
+            "quantized_types": list(quantized_types(source)),
             "bits_per_weight": _bits(layers), "recipe": None, "kv": "none", "source": None,
             "layers": [row | {"kernels": kernels[str(row["name"])]} for row in layers]}
 
@@ -196,6 +201,9 @@ def _print_head(facts: dict[str, Any]) -> None:
     click.echo(wrapped("parameters", f"{facts['parameters']:,}"))
     click.echo(wrapped("tensors", f"{facts['tensors']} ({dtypes}), {human_bytes(facts['bytes'])}"))
     click.echo(wrapped("bits/weight", f"{facts['bits_per_weight']:.2f} over all Linear layers"))
+    if facts.get("quantized_types"):
+        click.echo(wrapped("runs as", f"16-bit numbers, {human_bytes(facts['bytes_as_run'])}: each weight is "
+                                      "dequantized when the model is loaded"))
     from quantkit.models.architecture import EMBEDDING
 
     kinds = Counter((row["name"] == EMBEDDING, row["method"], row["label"], row["format"])

@@ -18,12 +18,14 @@ from typing import Any, NoReturn
 import rich_click as click
 
 from quantkit import __version__
+from quantkit.cli.panels import option_groups
 from quantkit.cli.present import show_error, show_warning
 from quantkit.errors import FAILED, INTERRUPTED, QuantkitError, UsageError, did_you_mean
 from quantkit.plugins import BUILTIN, current, plugin_failure, registry
 from quantkit.progress import Listener, ProgressEvent, compiling
 
 DEBUG_VARIABLE = "QUANTKIT_DEBUG"
+click.rich_click.OPTION_GROUPS.update(option_groups())  # type: ignore[arg-type]
 
 
 class CommandGroup(click.RichGroup):
@@ -167,9 +169,16 @@ def _close_pipe() -> None:
 
 @contextmanager
 def one_line_warnings() -> Iterator[None]:
-    """Warnings (a broken plugin, say) become one line on stderr, without file and source line."""
+    """Warnings (a broken plugin, say) become one line on stderr, without file and source line, each once."""
+    seen = set[str]()
+
+    def show(message: Warning | str, *_: object, **__: object) -> None:
+        if str(message) not in seen:
+            seen.add(str(message))
+            show_warning(str(message))
+
     with warnings.catch_warnings():
-        warnings.showwarning = lambda message, *_, **__: show_warning(str(message))
+        warnings.showwarning = show
         yield
 
 

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 import rich_click as click
 
 from quantkit.cli.again import typed
+from quantkit.cli.options import kv_option, prompt_tokens_option, read_kv, revision_option
 from quantkit.cli.present import print_json
+from quantkit.cli.progress import ProgressLine
 from quantkit.cli.tokens import TokenCount
 from quantkit.errors import UsageError
 from quantkit.units import human_bytes
@@ -30,20 +32,18 @@ _POWERS = {"g": 1e9, "t": 1e12, "p": 1e15}
               help="Number of sequences that run at once.")
 @click.option("--memory", required=True, metavar="SIZE", help="Total memory for weights, KV cache and "
                                                               "runtime: 16GB, 24GiB.")
-@click.option("--recipe", "-r", "recipes", multiple=True, metavar="NAME|FILE",
-              help="Consider only these recipes; `none` leaves the weights as they are. May be repeated. "
-                   "(All recipes.)")
-@click.option("--kv", "settings", multiple=True, metavar="SETTING",
-              help='Choose the KV cache from these alone: int8, "window(1024, sinks=4)+int8". May be '
-                   "repeated. (All measured codecs; nothing is dropped.)")
-@click.option("--prompt", type=TokenCount(), metavar="TOKENS",
-              help="Prompt tokens within the context; policies decide at their end what they drop. (Half.)")
+@click.option("--recipe", "-r", "recipes", multiple=True, metavar="LIST",
+              help="Consider only these recipes: int8,int4; `none` leaves the weights as they are. (All "
+                   "recipes.)")
+@kv_option('Consider only these KV settings: int8,"window(1024, sinks=4)+int8". (All measured codecs; '
+           "nothing is dropped.)")
+@prompt_tokens_option("Prompt tokens within --context, at whose end policies drop what they drop. (Half.)")
 @click.option("--bandwidth", metavar="RATE", help="Memory bandwidth: 200GB/s. (Measured on this CPU.)")
 @click.option("--flops", metavar="RATE", help="Operations a second: 40T. (Measured on this CPU.)")
-@click.option("--revision", metavar="REV", help="Branch, tag or commit of a model on the hub.")
+@revision_option
 @click.option("--json", "as_json", is_flag=True, help="Print everything, every combination too, as JSON.")
 def command(model: str, context: int, concurrency: int, memory: str, recipes: tuple[str, ...],
-            settings: tuple[str, ...], prompt: int | None, bandwidth: str | None, flops: str | None,
+            kv: tuple[str, ...], prompt_tokens: int | None, bandwidth: str | None, flops: str | None,
             revision: str | None, as_json: bool) -> None:
     """Choose weights and KV cache together for an amount of memory, and show the arithmetic.
 
@@ -57,14 +57,16 @@ def command(model: str, context: int, concurrency: int, memory: str, recipes: tu
     rates = (None if bandwidth is None else
              float(parse_bytes(bandwidth.strip().removesuffix("/s"), "--bandwidth", "200GB/s")),
              None if flops is None else _flops(flops))
-    if prompt is not None and prompt > context:
-        raise UsageError(f"--prompt is {prompt:,}", why=f"a sequence has {context:,} tokens",
-                         next=f"--prompt {context}")
+    if prompt_tokens is not None and prompt_tokens > context:
+        raise UsageError(f"--prompt-tokens is {prompt_tokens:,}", why=f"a sequence has {context:,} tokens",
+                         next=f"--prompt-tokens {context}")
     from quantkit.fit.candidates import candidates
     from quantkit.fit.combinations import Requirements, combine
 
-    possible = candidates(model, revision, recipes, settings)
-    combinations = combine(possible.pairs, Requirements(context, concurrency, size, prompt))
+    settings, named = read_kv(kv), [name.strip() for text in recipes for name in text.split(",")]
+    with ProgressLine(f"planning for {model}") as progress:
+        possible = candidates(model, revision, named, settings, progress)
+    combinations = combine(possible.pairs, Requirements(context, concurrency, size, prompt_tokens))
     chosen = next((combination for combination in combinations if combination.left >= 0), None)
     if chosen is None:
         raise _nothing_fits(min(combinations, key=lambda combination: combination.total))
@@ -88,7 +90,7 @@ def _nothing_fits(closest: Combination) -> UsageError:
     context, count = closest.most_context(), closest.most_sequences()
     ways = [f"{typed('memory')} --memory {-(-closest.total // 10**6)}MB"]
     if context:
-        ways.append(f"{typed('context', 'prompt')} --context {context}")
+        ways.append(f"{typed('context', 'prompt_tokens')} --context {context}")
     if count:
         ways.append(f"{typed('concurrency')} --concurrency {count}")
     many = f"{requirements.concurrency:,} sequences" if requirements.concurrency > 1 else "a sequence"

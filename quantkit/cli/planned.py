@@ -144,7 +144,7 @@ def _remarks(chosen: Combination) -> Iterator[str]:
     if not policy.keeps_all:
         requirements = chosen.requirements
         yield (f"what {chosen.kv.policy} drops is counted for a prompt of {requirements.prompt_tokens:,} of "
-               f"the {requirements.context:,} tokens (--prompt)")
+               f"the {requirements.context:,} tokens (--prompt-tokens)")
 
 
 def _others(chosen: Combination, combinations: Sequence[Combination]) -> Iterator[str]:

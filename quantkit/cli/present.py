@@ -10,11 +10,6 @@ from typing import Any
 import click
 
 MIN_WIDTH = 80
-device_option = click.option("--device", default="auto", show_default=True, metavar="NAME",
-                             help="Device: cpu, cuda, cuda:1; auto takes a GPU if there is one.")
-verify_option = click.option("--verify", is_flag=True,
-                             help="First check every byte of a checkpoint against its hash; by default only "
-                                  "a sample is checked.")
 
 
 def show_error(what: str, why: str | None = None, next: str | None = None) -> None:

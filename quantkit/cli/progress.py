@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 from quantkit.cli.eta import TimeLeft, human_seconds
 from quantkit.cli.present import note
 from quantkit.progress import ProgressEvent, WorkPhase
+from quantkit_kernels.kept import cache_folder, is_writable
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
@@ -28,7 +29,11 @@ class CompileNotice:
         now = time.monotonic()
         if step.done == 0:
             self._begun = self._said = now
-            note(f"compiling {step.total} kernels for this CPU; the next time they are there")
+            folder = cache_folder()
+            again = "the next time they are there" if is_writable(folder) else (
+                f"this time only, as {folder or 'a cache folder'} can't be written: QUANTKIT_CACHE=DIR names "
+                "another")
+            note(f"compiling {step.total} kernels for this CPU; {again}")
         elif step.done < step.total and now - self._said > 1:
             self._said = now
             seconds_left = (now - self._begun) * (step.total - step.done) / step.done
@@ -85,14 +90,15 @@ class ProgressLine:
     def _new_bar(self) -> Bar:
         """The bar, on the terminal instead of another's."""
         from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+        from rich.progress import BarColumn, TextColumn
         from rich.progress import Progress as Bar
 
         if ProgressLine._drawn is not None:
             ProgressLine._drawn.close()
         ProgressLine._drawn = self
-        self._bar = Bar(TextColumn("{task.description}"), BarColumn(bar_width=None), MofNCompleteColumn(),
-                        TextColumn("{task.fields[left]}"), console=Console(stderr=True))
+        self._bar = Bar(TextColumn("{task.description}"), BarColumn(bar_width=None),
+                        TextColumn("{task.fields[counted]}"), TextColumn("{task.fields[left]}"),
+                        console=Console(stderr=True))
         self._bar.start()
         return self._bar
 
@@ -104,10 +110,11 @@ class ProgressLine:
 
     def _draw(self, bar: Bar, step: ProgressEvent) -> None:
         if self._task is None:
-            self._task = bar.add_task(self.title, total=step.total, completed=step.done, left="")
+            self._task = bar.add_task(self.title, total=step.total, completed=step.done, left="",
+                                      counted="")
         name = _name(step.phase).capitalize() if step.phase else f"{self.title}  {step.label}"
         bar.update(self._task, completed=step.done, total=step.total, description=name,
-                   left=", ".join(part for part in (step.unit, self._left(step)) if part))
+                   left=self._left(step), counted=_counted(step, "/"))
 
     def _line(self, step: ProgressEvent, begins: bool) -> None:
         name = f"{self.title}: {_name(step.phase)}" if step.phase else self.title
@@ -119,8 +126,7 @@ class ProgressLine:
             return
         self._tenths = tenths
         left = self._left(step)
-        counted = f"{step.done:,} of {step.total:,} {step.unit}".rstrip()
-        note(f"{name}: {counted}" + (f", {left}" if left else ""))
+        note(f"{name}: {_counted(step, ' of ')}" + (f", {left}" if left else ""))
 
     def close(self) -> None:
         """Leave the bar as it is, if there is one."""
@@ -137,3 +143,10 @@ class ProgressLine:
 def _name(phase: WorkPhase) -> str:
     """``phase 2 of 4, measuring candidates``."""
     return f"phase {phase.number} of {phase.total}, {phase.name}"
+
+
+def _counted(step: ProgressEvent, between: str) -> str:
+    """``3 of 10 layers``; of shares ``33%``."""
+    if step.unit == "%":
+        return f"{100 * step.done // max(1, step.total)}%"
+    return f"{step.done:,}{between}{step.total:,} {step.unit}".rstrip()

@@ -14,6 +14,7 @@ import rich_click as click
 
 from quantkit.cli.again import typed
 from quantkit.cli.layers import group_layers, layers_option
+from quantkit.cli.options import device_option, revision_option
 from quantkit.cli.present import print_json, show_warning, table, wrapped
 from quantkit.cli.progress import ProgressLine
 from quantkit.cli.tokens import TokenCount
@@ -45,15 +46,18 @@ MIXED = "mixed"
 @click.option("--out", "-o", type=click.Path(path_type=Path), metavar="DIR",
               help="The folder to create; it must not exist yet.")
 @click.option("--dry-run", is_flag=True,
-              help="Check every layer and print what would be done, with memory and disk; write nothing.")
+              help="Check every layer and print what would be done, with memory, disk and time; write "
+                   "nothing.")
 @layers_option("With --dry-run: show one row per layer instead of one per kind of layer.")
-@click.option("--revision", metavar="REV", help="Branch, tag or commit of a model on the hub.")
+@revision_option
 @click.option("--calibration", multiple=True, metavar="TEXT",
               help="Calibration text: a text file, a folder of them, a .jsonl or .parquet file of texts or"
                    " chats, hub:OWNER/NAME[:SPLIT][:FILE], `builtin`, `self` (the model writes it), or"
                    " `random` (tokens drawn from the vocabulary, no text). May be repeated.")
-@click.option("--samples", type=click.IntRange(min=1), metavar="N", help="Number of calibration windows.")
-@click.option("--length", type=TokenCount(8), metavar="N", help="Tokens in a window: 512, 2k, 2K.")
+@click.option("--window", type=TokenCount(8), help="Tokens in a calibration window: 2048, 2k (2,000), 2K "
+                                                    "(2,048). (The recipe's, mostly 512.)")
+@click.option("--windows", type=click.IntRange(min=1), help="Number of calibration windows. (The recipe's, "
+                                                            "mostly 24.)")
 @click.option("--packing", type=click.Choice(["auto", "stream", "documents"]),
               help="Cut windows anywhere (stream), or begin each with a document; auto does the latter for"
                    " chats only.")
@@ -64,14 +68,14 @@ MIXED = "mixed"
 @click.option("--executor", type=click.Choice(["local", "ray"]), default="local", show_default=True,
               help="Where layers are quantized: in this process, or on a Ray cluster (the one that "
                    "RAY_ADDRESS names, else this machine's cores).")
-@click.option("--device", type=click.Choice(["cpu", "cuda", "auto"]), default="cpu", show_default=True,
-              help="Device on which calibrated recipes compute.")
-@click.option("--strict", is_flag=True, help="Stop instead of falling back to another method or damping.")
+@device_option
+@click.option("--strict", is_flag=True, help="Stop instead of falling back to another method or damping, and "
+              "instead of leaving out rows of the calibration data.")
 @click.option("--quiet", "-q", is_flag=True, help="No progress on stderr.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan or the result as JSON.")
 def command(source: str, recipe_name: str | None, budget: str | None, out: Path | None, dry_run: bool,
-            layers: bool, revision: str | None, calibration: tuple[str, ...], samples: int | None,
-            length: int | None, packing: str | None, avoid: tuple[str, ...], seed: int | None, executor: str,
+            layers: bool, revision: str | None, calibration: tuple[str, ...], window: int | None,
+            windows: int | None, packing: str | None, avoid: tuple[str, ...], seed: int | None, executor: str,
             device: str, strict: bool, quiet: bool, as_json: bool) -> None:
     """Quantize a model by a recipe, or to a size, and write a checkpoint.
 
@@ -79,12 +83,16 @@ def command(source: str, recipe_name: str | None, budget: str | None, out: Path 
     layers are kept, so the same command resumes a run that was stopped.
     """
     from quantkit.checkpoint.writer import refuse_existing
+    from quantkit.device import find_device
     from quantkit.recipe import load_recipe
 
     if recipe_name is None and budget is None:
         raise UsageError("neither --recipe nor --budget is given", why="one of them says how to quantize",
                          next=f"quantkit quantize {quote(source)} --budget 4.25bpw --out OUT, or a recipe of "
                               "`quantkit recipes list`")
+    if executor == "ray" and device == "auto":
+        device = "cpu"  # where workers of a cluster compute
+    find_device(device)
     again = typed("out", "dry_run", "layers", "as_json")
     if out is None and not dry_run:
         raise UsageError("--out is missing", why="the checkpoint needs a folder",
@@ -93,8 +101,8 @@ def command(source: str, recipe_name: str | None, budget: str | None, out: Path 
         raise UsageError("--layers is given without --dry-run", why="only a dry run shows a table of layers",
                          next=f"leave it out, or {again} --dry-run --layers")
     recipe = load_recipe(recipe_name or MIXED)
-    changes = {"text": calibration[0] if len(calibration) == 1 else calibration or None, "samples": samples,
-               "length": length, "packing": packing, "avoid": avoid or None, "seed": seed}
+    changes = {"text": calibration[0] if len(calibration) == 1 else calibration or None, "windows": windows,
+               "window": window, "packing": packing, "avoid": avoid or None, "seed": seed}
     spec = _calibration(recipe, {key: value for key, value in changes.items() if value is not None})
     if spec is not None:
         recipe = recipe.model_copy(update={"calibration": spec})
@@ -106,7 +114,7 @@ def command(source: str, recipe_name: str | None, budget: str | None, out: Path 
         choice = _choose(source, recipe, budget, revision, quiet, alone=dry_run)
         recipe = choice.recipe
     if dry_run:
-        plan, facts, text = _plan(source, recipe, revision, quiet)
+        plan, facts, text = _plan(source, recipe, revision, strict, quiet)
         _warn_of_no_effect(plan, spec)
         if as_json:
             known = facts.model_dump(mode="json") if facts else None
@@ -123,6 +131,7 @@ def command(source: str, recipe_name: str | None, budget: str | None, out: Path 
             if text is not None:
                 _print_recovery(plan, text)
             _print_sums(plan)
+            _print_time(plan, device)
             click.echo(f"{'next':<14}{again} --out OUT")
         return
     assert out is not None
@@ -184,19 +193,22 @@ def _choose(source: str, recipe: Recipe, text: str, revision: str | None, quiet:
 
 
 def _plan(source: str, recipe: Recipe, revision: str | None,
-          quiet: bool) -> tuple[Plan, CalibrationFacts | None, RecoveryText | None]:
+          strict: bool, quiet: bool) -> tuple[Plan, CalibrationFacts | None, RecoveryText | None]:
     from quantkit.calibrate.prepare import prepare
     from quantkit.checkpoint.manifest import CalibrationFacts
     from quantkit.planning.plan import make_plan
     from quantkit.recover.windows import recipe_text
     from quantkit.solve import ModelOrigin
+    from quantkit.sources.base import warn_if_quantized
 
     opened = ModelOrigin(source, revision, recipe).open()
     try:
         plan = make_plan(recipe, opened)
+        warn_if_quantized(opened)
         with ProgressLine("calibration data", quiet=quiet) as progress:
-            data = prepare(plan.calibration, opened, plan.widest_hessian, progress)
-            text = recipe_text(plan.recipe.recover, plan.recipe.calibration, opened, data, progress)
+            data = prepare(plan.calibration, opened, plan.widest_hessian, progress, strict)
+            text = recipe_text(plan.recipe.recover, plan.recipe.calibration, opened, data, progress,
+                               strict)
             return plan, CalibrationFacts.of(plan.recipe.calibration, data), text
     finally:
         opened.close()
@@ -223,7 +235,7 @@ def _layer_table(plan: Plan, each: bool) -> str:
 def _print_calibration(plan: Plan, facts: CalibrationFacts | None) -> None:
     spec = plan.calibration
     if facts is None and spec is not None:
-        windows = f"{spec.samples} windows of {spec.length} tokens, which the model writes first"
+        windows = f"{spec.windows} windows of {spec.window} tokens, which the model writes first"
         click.echo(wrapped("calibration", windows))
     if facts is not None:
         click.echo(wrapped("calibration", _windows(facts)))
@@ -241,14 +253,39 @@ def _print_recovery(plan: Plan, text: RecoveryText) -> None:
 
 def _print_sums(plan: Plan) -> None:
     """What a dry run is run for, and so its end."""
-    before = plan.other_bytes + sum(row.bytes_before for row in plan.rows)
     kept = "stay as they are" if plan.recipe.recover is None else "aren't quantized"
     click.echo(wrapped("bits/weight", f"{plan.bits_per_weight:.2f} over {plan.linears} Linear layers"))
-    click.echo(wrapped("size", f"{human_bytes(before)} → {human_bytes(plan.disk_bytes)}, of which "
-                               f"{human_bytes(plan.other_bytes)} {kept} (embeddings, norms)"))
+    click.echo(wrapped("size", f"{_size(plan)}; of this {human_bytes(plan.kept_bytes)} {kept} "
+                               "(embedding, head, norms)"))
     click.echo(wrapped("peak memory", f"about {human_bytes(plan.peak_bytes)}"))
     click.echo(wrapped("disk needed", f"{human_bytes(plan.needed_disk_bytes)} while it runs, "
                                       f"{human_bytes(plan.disk_bytes)} when done"))
+
+
+def _size(plan: Plan) -> str:
+    """``269 MB → 163 MB, 1.65 times smaller``: the model's files, and the checkpoint's tensors. Of a
+    quantized file also what it is in memory, where it is dequantized."""
+    from quantkit.units import times_smaller
+
+    after, memory = plan.disk_bytes, plan.other_bytes + sum(row.bytes_before for row in plan.rows)
+    text = (f"{human_bytes(plan.source_bytes)} → {human_bytes(after)}, "
+            f"{times_smaller(plan.source_bytes, after)}")
+    if memory > 1.5 * plan.source_bytes:
+        text += (f" as a file; in memory {human_bytes(memory)} → {human_bytes(after)}, "
+                 f"{times_smaller(memory, after)}")
+    return text
+
+
+def _print_time(plan: Plan, device: str) -> None:
+    from quantkit.cli.eta import human_seconds
+    from quantkit.device import find_device
+    from quantkit.planning.duration import expected_seconds, operations
+
+    if find_device(device).type != "cpu" or (seconds := expected_seconds(plan, operations())) is None:
+        return
+    low, high = map(human_seconds, seconds)
+    span = low if low == high else f"{low} to {high}"
+    click.echo(wrapped("time", f"{span} on this CPU, by the speed of its arithmetic now"))
 
 
 def _print_choice(choice: BudgetChoice) -> None:
@@ -275,7 +312,7 @@ def _print_choice(choice: BudgetChoice) -> None:
 def _windows(facts: CalibrationFacts) -> str:
     from quantkit.spec import tokens_of
 
-    return f"{facts.samples} windows of {facts.length} {tokens_of(facts.text)}"
+    return f"{facts.windows} windows of {facts.window} {tokens_of(facts.text)}"
 
 
 def _warn_of_no_effect(plan: Plan, calibration: CalibrationSpec | None) -> None:
@@ -312,11 +349,10 @@ def _run(source: str, recipe: Recipe, out: Path, revision: str | None, calibrati
         print_json(result.to_dict() | ({"budget": choice.to_dict()} if choice else {}))
         return
     plan = result.plan
-    before = plan.other_bytes + sum(row.bytes_before for row in plan.rows)
     again = f", {result.resumed} units were there from before" if result.resumed else ""
     click.echo(wrapped("checkpoint", f"{result.out} ({result.seconds:.0f} s{again})"))
     click.echo(wrapped("bits/weight", f"{plan.bits_per_weight:.2f} over {plan.linears} Linear layers"))
-    click.echo(wrapped("size", f"{human_bytes(before)} → {human_bytes(plan.disk_bytes)}"))
+    click.echo(wrapped("size", _size(plan)))
     if result.calibration is not None:
         click.echo(wrapped("calibration", _windows(result.calibration)))
     if (experts := reached_experts(result.rows)) is not None:
@@ -326,10 +362,24 @@ def _run(source: str, recipe: Recipe, out: Path, revision: str | None, calibrati
         click.echo(wrapped("recovery", f"KL on held-out text {recovery.before:.3g} → {after} nats a token"
                                        f"{'' if recovery.kept else ', not kept'}"))
     click.echo(wrapped("fallbacks", f"{len(result.fallbacks)}, named above" if result.fallbacks else "none"))
+    click.echo(wrapped("engines", _engines(result.out)))
     # commands aren't folded: they are there to be copied
     at = f" --revision {quote(revision)}" if revision else ""
     click.echo(f"{'next':<14}quantkit eval {quote(source)} {quote(str(result.out))}{at}")
     click.echo(f"{'':<14}quantkit generate {quote(str(result.out))} \"The capital of France is\"")
+
+
+def _engines(out: Path) -> str:
+    """Which engines load the checkpoint on a GPU, and which refuse it."""
+    from quantkit.checkpoint.engines import ENGINES, check_engine
+    from quantkit.checkpoint.reader import Checkpoint
+
+    with Checkpoint.open(out) as checkpoint:
+        refuse = [engine for engine in ENGINES
+                  if any(check.status == "failed" for check in check_engine(engine, checkpoint))]
+    loads = ", ".join(["quantkit", *(engine for engine in ENGINES if engine not in refuse)])
+    why = f"`quantkit verify {quote(str(out))} --for {refuse[0]}` says why" if refuse else ""
+    return f"{loads}; not {', '.join(refuse)} ({why})" if refuse else loads
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import rich_click as click
 
-from quantkit.cli.present import print_json, wrapped
+from quantkit.cli.present import print_json, table, wrapped
 
 if TYPE_CHECKING:
     from quantkit.recipe import Candidate
@@ -21,19 +21,43 @@ def command() -> None:
 @command.command("list")
 @click.option("--json", "as_json", is_flag=True, help="Print a list of objects as JSON.")
 def list_(as_json: bool) -> None:
-    """List every recipe that can be named, with who ships it."""
+    """List every recipe that can be named: its size, what it costs, what it needs and who loads it.
+
+    Bits are stored bits a weight. KL is what the recipe cost a small model (SmolLM2-135M) in nats a token;
+    lower is better, and on another model only the order is a hint. Text is what calibration needs: `text` (a
+    passage of each kind ships with quantkit), `random` tokens, or none. All recipes run in quantkit; the
+    engines named load the checkpoint too, on a GPU, where the model's shapes allow it.
+    """
+    from dataclasses import asdict
+
+    from quantkit.cli.recipe_facts import START, facts_of_all
     from quantkit.recipe import list_recipes
 
     recipes = list_recipes()
+    facts = facts_of_all([info.name for info in recipes if not info.error])
     if as_json:
-        print_json([{"name": i.name, "description": i.description, "owner": i.owner,
-                     "path": str(i.path), "error": i.error} for i in recipes])
+        print_json([{"name": i.name, "description": i.description, "owner": i.owner, "path": str(i.path),
+                     "error": i.error, "facts": asdict(facts[i.name]) if i.name in facts else None}
+                    for i in recipes])
         return
-    room = max((len(info.name) for info in recipes), default=0) + 2
+    click.echo("start here")
+    for name, purpose in START.items():
+        click.echo(f"  {name:<13}{purpose}")
+    click.echo()
+    known = sorted(facts.items(), key=lambda item: (-(item[1].bits or 0), item[1].kl or 0, item[0]))
+    rows = [[name, f"{fact.bits:.2f}" if fact.bits else "chosen",
+             "" if fact.kl is None else f"{fact.kl:.2g}", fact.calibration, " ".join(fact.engines)]
+            for name, fact in known]
+    click.echo(table(["recipe", "bits", "KL", "text", "engines beside quantkit"], rows, right=(1, 2),
+                     shrink=4))
     for info in recipes:
-        told = f"unusable: {info.error}" if info.error else info.description
-        by = "" if info.owner == "quantkit" else f" (of {info.owner})"
-        click.echo(wrapped(info.name, " ".join(told.split()) + by, room))
+        if info.name not in facts:
+            click.echo(wrapped(info.name, " ".join(f"unusable: {info.error}".split()) if info.error
+                               else info.description, len(info.name) + 2))
+        elif info.owner != "quantkit":
+            click.echo(wrapped(info.name, f"is of {info.owner}", len(info.name) + 2))
+    click.echo(f"\n{'next':<14}quantkit recipes show NAME")
+    click.echo(f"{'':<14}quantkit quantize SOURCE --recipe NAME --dry-run")
 
 
 @command.command("show")
@@ -52,7 +76,7 @@ def show(recipe: str, as_json: bool) -> None:
     if loaded.description:
         click.echo(wrapped("description", loaded.description))
     if (spec := loaded.calibration) is not None:
-        click.echo(wrapped("calibration", f"{spec.samples} windows of {spec.length} "
+        click.echo(wrapped("calibration", f"{spec.windows} windows of {spec.window} "
                                           f"{tokens_of(', '.join(spec.texts))}, seed {spec.seed}"))
     for number, rule in enumerate(loaded.rules, 1):
         optional = " (need not match)" if rule.optional else ""

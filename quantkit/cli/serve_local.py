@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 import rich_click as click
 
-from quantkit.cli.present import device_option, note, show_error, verify_option
+from quantkit.cli.options import (
+    device_option,
+    dtype_option,
+    kv_option,
+    read_kv,
+    revision_option,
+    verify_option,
+)
+from quantkit.cli.present import note, show_error
 from quantkit.cli.serving_models import ServingOptions, serve_here
 from quantkit.cli.serving_plan import overcommit_option
 from quantkit.cli.serving_replicas import serve_replicas
@@ -24,6 +32,8 @@ if TYPE_CHECKING:
     from quantkit.serve.models import SchedulingPolicy
 
 KEY_VARIABLE = "QUANTKIT_API_KEY"
+MAX_KEYS = 2**16
+"""Bytes of all keys."""
 MAX_NAME = 200
 
 
@@ -36,14 +46,14 @@ MAX_NAME = 200
 @click.option("--allow-host", "hosts", multiple=True, metavar="NAME",
               help="Another host name that clients may use for this server; may be repeated.")
 @click.option("--api-key-file", type=click.Path(dir_okay=False, path_type=Path),
-              help=f"File with the key that clients must send; or set {KEY_VARIABLE}.")
+              help="File with the keys that clients may send, one a line; or set "
+                   f"{KEY_VARIABLE}. Clients with different keys share no cached prefixes.")
 @click.option("--name", "names", multiple=True,
               help="Name of the model in requests; by default the last part of MODEL. For several models "
                    "it is given for each, in their order.")
-@click.option("--kv", "kvs", multiple=True, metavar="TEXT",
-              help="KV setting: int8, \"window(1024, sinks=4)+int8\", \"snapkv(0.5)\"; by default the "
-                   "checkpoint's. May be repeated: the first is the default, and where the memory is fixed "
-                   "requests may choose only among these, each with an even part of it.")
+@kv_option("KV settings: int8,\"window(1024, sinks=4)+int8\"; by default the checkpoint's. The first is the "
+           "default, and where the memory is fixed requests may choose only among these, each with an even "
+           "part of it.")
 @click.option("--kv-memory", metavar="SIZE",
               help="Memory that the KV cache of each model reserves at the start, 8GB or 500MiB; requests "
                    "wait for free pages. By default it grows; on a GPU it takes what is left.")
@@ -79,23 +89,24 @@ MAX_NAME = 200
 @click.option("--strict-requests", is_flag=True,
               help="Refuse requests that ask for what the server doesn't do. By default such keys, tools and "
                    "hints are ignored, and the header quantkit-ignored names them.")
+@click.option("--bare-json-calls/--no-bare-json-calls", default=True, show_default=True,
+              help="A whole message that is JSON, names one of the request's tools and fits its schema is a "
+                   "tool call, even if the model's template writes calls in another way.")
 @click.option("--chat-template", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
               help="Jinja template that chats are written by, in place of the model's own: for base models "
                    "and files that have lost theirs.")
 @trace_option
-@click.option("--revision", help="Branch, tag or commit of a model on the hub.")
-@click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto",
-              show_default=True, help="Dtype of activations and unquantized weights; auto is the model's "
-                                      "own.")
+@revision_option
+@dtype_option
 @device_option
 @verify_option
 @click.option("--json", "as_json", is_flag=True,
               help="Print one JSON object when the server listens: url, model, models, pid.")
 def command(models: tuple[str, ...], host: str, port: int, hosts: tuple[str, ...], api_key_file: Path | None,
-            names: tuple[str, ...], kvs: tuple[str, ...], kv_memory: str | None, prefix_cache: str | None,
+            names: tuple[str, ...], kv: tuple[str, ...], kv_memory: str | None, prefix_cache: str | None,
             draft: str, replicas: int | None, overcommit: bool, max_batch: int, max_queue: int,
             scheduling_policy: SchedulingPolicy, max_itl: float, drain_timeout: float, parse_special: bool,
-            strict_requests: bool, chat_template: Path | None, trace: Path | None,
+            strict_requests: bool, bare_json_calls: bool, chat_template: Path | None, trace: Path | None,
             revision: str | None, dtype: str, device: str, verify: bool, as_json: bool) -> None:
     """Serve models on this machine with the APIs of OpenAI and Anthropic and a chat page.
 
@@ -103,12 +114,12 @@ def command(models: tuple[str, ...], host: str, port: int, hosts: tuple[str, ...
     batched. Of several models, requests choose one by its name. SIGTERM or Ctrl-C lets running answers
     finish; a second one stops at once.
     """
-    key = _key(api_key_file)
+    keys = _keys(api_key_file)
     called = _names(models, names)
     if revision is not None and len(models) > 1:
         raise UsageError("--revision with several models", why="it is a revision of one of them",
                          next="write it behind each model: NAME@REVISION")
-    from quantkit.kvspec import parse_kv
+    from quantkit.device import find_device
     from quantkit.runtime.drafting.parse import parse_drafter
     from quantkit.serve.address import bind, is_loopback, url
 
@@ -116,17 +127,19 @@ def command(models: tuple[str, ...], host: str, port: int, hosts: tuple[str, ...
     if trace is not None and replicas is not None:
         raise UsageError("--trace doesn't go with --replicas", why="each replica has a trace of its own",
                          next="leave out one of them")
-    for kv in kvs:
-        parse_kv(kv)
+    kvs = read_kv(kv)
     parse_drafter(draft)
+    if replicas is None:
+        find_device(device)
     options = ServingOptions(models, tuple(called), kvs, _bytes("--kv-memory", kv_memory),
                              _bytes("--prefix-cache", prefix_cache), draft, overcommit, max_batch, max_queue,
                              scheduling_policy, max_itl, parse_special, revision, dtype, device, verify,
-                             None if chat_template is None else _template(chat_template), strict_requests)
-    with bind(host, port, has_key=key is not None) as bound, open_trace(trace) as trace_file:
+                             None if chat_template is None else _template(chat_template), strict_requests,
+                             bare_json_calls)
+    with bind(host, port, has_key=bool(keys)) as bound, open_trace(trace) as trace_file:
         note(f"loading {', '.join(models)}")
         loopback = is_loopback(bound)
-        access = {"loopback": loopback, "hosts": (*hosts, host), "key": key, "on_error": _failed}
+        access = {"loopback": loopback, "hosts": (*hosts, host), "keys": keys, "on_error": _failed}
         served = serve_here(options, trace_file, **access) if replicas is None else serve_replicas(
             options, replicas, **access)
         try:
@@ -140,7 +153,7 @@ def command(models: tuple[str, ...], host: str, port: int, hosts: tuple[str, ...
                                **served.announced})
                 where = "" if loopback else f", and on {host} for other machines"
                 note(f"listening on {address}{where}; open it to chat, Ctrl-C to end")
-                note(f"next: {_curl(address, called[0], served.chat, key is not None)}")
+                note(f"next: {_curl(address, called[0], served.chat, bool(keys))}")
 
             server = Server(served.application, drain_timeout=drain_timeout, on_ready=ready, on_drain=_drain)
             gc.freeze()  # what is there stays: collections needn't look through it while answers wait
@@ -155,21 +168,25 @@ def command(models: tuple[str, ...], host: str, port: int, hosts: tuple[str, ...
     note("all answers are complete")
 
 
-def _key(file: Path | None) -> str | None:
-    """The key that clients need, if any. Raises UsageError: it can't be sent in a header."""
+def _keys(file: Path | None) -> list[str]:
+    """The keys of which clients need one, if any. Raises UsageError: one can't be sent in a header."""
     if file is not None:
-        where, raw = str(file), file.read_bytes()[:4096]
+        where = str(file)
+        with file.open("rb") as stream:
+            raw = stream.read(MAX_KEYS + 1)
     elif KEY_VARIABLE in os.environ:
         where, raw = KEY_VARIABLE, os.environb[KEY_VARIABLE.encode()] if os.supports_bytes_environ else \
             os.environ[KEY_VARIABLE].encode()
     else:
-        return None
-    key = raw.strip().decode("latin-1")
-    if not key or not key.isascii() or not key.isprintable() or " " in key:
-        raise UsageError(f"the API key in {where} can't be used",
-                         why="it is empty" if not key else "only letters, digits and signs can be sent",
+        return []
+    keys = [key for line in raw.decode("latin-1").split("\n") if (key := line.strip())]
+    why = ("it is empty" if not keys else f"they are more than {MAX_KEYS} bytes" if len(raw) > MAX_KEYS else
+           "only letters, digits and signs can be sent" if not all(
+               key.isascii() and key.isprintable() and " " not in key for key in keys) else None)
+    if why is not None:
+        raise UsageError(f"the API key in {where} can't be used", why=why,
                          next='python -c "import secrets; print(secrets.token_urlsafe())" makes one')
-    return key
+    return keys
 
 
 def _template(file: Path) -> str:

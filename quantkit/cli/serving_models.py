@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from quantkit.runtime.trace_file import TraceFile
     from quantkit.serve.app import Application
     from quantkit.serve.models import SchedulingPolicy, ServedEngine
+    from quantkit.spec import KVSpec
     from quantkit.text.tokenizer import Tokenizer
 
 
@@ -28,17 +29,18 @@ class ServingOptions:
 
     Attributes:
         models, names: what is loaded, and what requests call it.
-        kvs: KV settings as they are written; the first is the default.
+        kvs: KV settings; the first is the default.
         kv_memory, prefix_cache: bytes; ``None``: the default.
         max_itl: milliseconds.
         chat_template: Jinja text that replaces the models' own.
         strict_requests: whether requests that ask for what the server doesn't do are refused.
+        bare_json_calls: whether a message that is a call as plain JSON is one.
         sharing: replicas that share the memory of this machine's CPU.
     """
 
     models: tuple[str, ...]
     names: tuple[str, ...]
-    kvs: tuple[str, ...]
+    kvs: tuple[KVSpec, ...]
     kv_memory: int | None
     prefix_cache: int | None
     draft: str
@@ -54,6 +56,7 @@ class ServingOptions:
     verify: bool
     chat_template: str | None = None
     strict_requests: bool = False
+    bare_json_calls: bool = True
     sharing: int = 1
 
 
@@ -68,7 +71,6 @@ def load_served(options: ServingOptions) -> list[ServedEngine]:
     rendering.start()
     import_large("quantkit.runtime.loader")
     from quantkit.cli.serving_start import ServingStart
-    from quantkit.kvspec import parse_kv
     from quantkit.runtime.drafting.parse import parse_drafter
     from quantkit.runtime.engine import Engine
     from quantkit.runtime.fair_lock import FairLock
@@ -78,8 +80,7 @@ def load_served(options: ServingOptions) -> list[ServedEngine]:
             tokenizer.use_template(options.chat_template)
         start.take_tokenizer(tokenizer)
 
-    settings, drafter = [parse_kv(kv) for kv in options.kvs], parse_drafter(options.draft)
-    spec = settings[0] if settings else None
+    spec, drafter = options.kvs[0] if options.kvs else None, parse_drafter(options.draft)
     made = []
     with collector_paused():
         lock = FairLock()
@@ -92,7 +93,7 @@ def load_served(options: ServingOptions) -> list[ServedEngine]:
                                     device=options.device, verify=options.verify,
                                     on_open=functools.partial(plan.add, model),
                                     on_tokenizer=functools.partial(take_tokenizer, start))
-                engine = Engine(loaded, kv=spec, more_kv=settings[1:], max_batch=options.max_batch,
+                engine = Engine(loaded, kv=spec, more_kv=options.kvs[1:], max_batch=options.max_batch,
                                 max_queue=options.max_queue, memory=options.kv_memory,
                                 max_itl=options.max_itl / 1000, prefix_cache=options.prefix_cache,
                                 drafter=drafter, lock=lock)
@@ -102,7 +103,7 @@ def load_served(options: ServingOptions) -> list[ServedEngine]:
         from quantkit.serve.models import ServedEngine
 
         return [ServedEngine(engine, loaded, name, options.parse_special, options.scheduling_policy,
-                             options.strict_requests)
+                             options.strict_requests, options.bare_json_calls)
                 for (engine, loaded), name in zip(made, options.names, strict=True)]
 
 

@@ -35,7 +35,7 @@ def serve_replicas(options: ServingOptions, replicas: int, **access: Any) -> Ser
     options = replace(options, models=tuple(map(absolute_model, options.models)))
     with contextlib.ExitStack() as stack:
         started = ReplicaSet(functools.partial(load_served, options), replicas, device=options.device,
-                             slack=max(1, options.max_batch // 2), locked=access["key"] is not None,
+                             slack=max(1, options.max_batch // 2), locked=bool(access["keys"]),
                              tell=note)
         stack.callback(started.close)
         first = started.infos[0]

@@ -23,8 +23,8 @@ DIGEST = re.compile(r"\b([0-9a-f]{12})[0-9a-f]{52}\b")
 @click.option("--for", "engine", type=click.Choice(["vllm", "sglang", "transformers", "mlx"]),
               help="Report instead whether this engine loads the checkpoint, and why not. Works for any "
                    "tool's checkpoint.")
-@click.option("--device", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True,
-              help="Where that engine would run.")
+@click.option("--for-device", "device", type=click.Choice(["cuda", "cpu"]), default="cuda",
+              show_default=True, help="With --for: where that engine would run.")
 @click.option("--json", "as_json", is_flag=True, help="Print every check as JSON.")
 @click.pass_context
 def command(ctx: click.Context, checkpoint: Path, engine: str | None, device: str, as_json: bool) -> None:

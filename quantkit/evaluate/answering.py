@@ -19,6 +19,8 @@ from quantkit.runtime.sampler import Sampling
 from quantkit.runtime.timing import Timing
 from quantkit.spec import KVSpec
 
+LEAST_RUNS, SLOW = 3, 10
+"""Timed runs, at least, unless they take so many times as long as a case should: one run has no range."""
 WARM_UP_TOKENS = 2
 """Decode steps before any timing: kernels repack their weights at the first one."""
 
@@ -55,8 +57,8 @@ class EngineSpeed:
 
 def answer_speed(loaded: LoadedModel, ids: Sequence[int], settings: SweepSettings,
                  kv: KVSpec | None = None) -> EngineSpeed:
-    """Send a prompt to the engine ``settings.repeats`` times, after once that nobody times. No further run
-    begins after ``settings.case_s`` seconds.
+    """Send a prompt to the engine ``settings.repeats`` times, after once that nobody times. After
+    ``settings.case_s`` seconds no run begins beyond :data:`LEAST_RUNS`.
 
     Args:
         loaded: the model.
@@ -72,7 +74,8 @@ def answer_speed(loaded: LoadedModel, ids: Sequence[int], settings: SweepSetting
     resident: list[int | None] = []
     for _ in range(settings.repeats):
         times.append(_timed(engine, ids, answer, resident))
-        if time.perf_counter() - begin >= settings.case_s:
+        spent = time.perf_counter() - begin
+        if spent >= settings.case_s and (len(times) >= LEAST_RUNS or spent >= SLOW * settings.case_s):
             break
     engine.close()
     gaps = sorted(1000 * gap for result in times for gap in result.gaps)

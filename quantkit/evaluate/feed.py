@@ -80,5 +80,5 @@ def finite(loaded: LoadedModel, logits: torch.Tensor) -> torch.Tensor:
     """``logits`` as they are. Raises QuantkitError if one is NaN or +∞."""
     if not (logits < torch.inf).all():
         raise QuantkitError(f"{loaded.uri} gives logits that are not finite", next="--dtype float32",
-                            why="its weights are damaged, or its activations outgrow its dtype")
+                            why="its weights are finite: activations outgrow the dtype that it runs in")
     return logits

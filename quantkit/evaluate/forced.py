@@ -6,8 +6,6 @@ rest is fed as if it had been generated, and every query reads what decoding wou
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from quantkit.evaluate.feed import force, prefill
@@ -42,15 +40,3 @@ class TeacherForcedModel:
         logits = force(self.loaded, cache, row, ids[self._prompt:])
         self.kv_bytes, self.kv_bytes_per_token = cache.allocated_bytes, cache.bytes_per_token
         return logits
-
-
-def split_settings(text: str) -> Sequence[str]:
-    """``none,int8,window(512, sinks=4)`` → its parts; commas in parentheses separate nothing."""
-    parts, depth = [""], 0
-    for letter in text:
-        depth += (letter == "(") - (letter == ")")
-        if letter == "," and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += letter
-    return [part.strip() for part in parts]

@@ -17,6 +17,7 @@ RESERVED_KEYS = frozenset({
     *MEASURED, EXACT, WORD_PERPLEXITY, "model", "method", "bits_per_weight", "file_bytes", "peak_bytes",
     "load_s", "metrics", "intervals", "kernels", "manifest_sha256", "answer", "kv", "kv_bytes_per_token",
     "kv_bytes", "recipe", "tool", "texts", "window_means", "items", "differences", "speed", "measured",
+    "weight_bytes",
     *TAILS})
 """Everything that ``ModelResult`` and its JSON have as a key."""
 

@@ -19,7 +19,7 @@ from quantkit.runtime.loader import LoadedModel
 from quantkit.runtime.sampler import Sampling
 from quantkit.spec import KVSpec
 
-INSTALL = "pip install 'quantkit[lm-eval]'"
+INSTALL = "pip install lm-eval"
 MAX_NEW_TOKENS = 256
 """lm-eval's default for tasks that don't say how much is to be generated."""
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")

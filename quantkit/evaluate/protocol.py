@@ -31,8 +31,10 @@ class Protocol:
         dtype: of activations; several names if models differ, the reference's first.
         batch: windows that go through a model at once, and prompts in the speed test.
         seed: of the bootstrap.
-        prefill, decode, repeats: prompt tokens, new tokens and timed runs of the speed test; 0 if
-            speed was not measured.
+        prefill, decode, repeats: prompt tokens, new tokens and timed runs of the speed test, as asked for; 0
+            if speed was not measured.
+        runs: the fewest and the most timed runs that a model really had; 0: no speed is shown, because the
+            machine was busy; ``None``: not known.
         quantkit, torch: versions.
         cpu, cores, threads: the machine, and how many threads torch was given.
         gpu: that the models ran on; ``None``: on none.
@@ -62,6 +64,7 @@ class Protocol:
     seed: int = 0
     gpu: str | None = None
     texts: tuple[tuple[str, str, str, int], ...] = ()
+    runs: tuple[int, int] | None = None
 
     @property
     def stride(self) -> int:
@@ -90,8 +93,11 @@ class Protocol:
 
     def lines(self) -> list[str]:
         """Lines for a report: what was measured, and on which machine."""
-        speed = (f"speed: {self.prefill} tokens in, {self.decode} out, median of {self.repeats}, "
-                 f"batch {self.batch}, a process a model" if self.repeats else "speed was not measured")
+        least, most = self.runs or (self.repeats, self.repeats)
+        runs = f"{least} to {most} runs" if least < most else f"{most} run{'s' * (most > 1)}"
+        speed = (f"speed: {self.prefill} tokens in, {self.decode} out, median of {runs}, "
+                 f"batch {self.batch}, a process a model" if self.repeats and most else
+                 "speed was not measured" if not self.repeats else "no speed is shown")
         cached = f" after a prompt of {self.prompt} tokens in the KV cache" if self.prompt else ""
         tasks = [f"tasks {self.tasks}"] if self.tasks else []
         gpu = f"{self.gpu}; " if self.gpu else ""

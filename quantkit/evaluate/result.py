@@ -53,6 +53,7 @@ class ModelResult:
         method: ``bf16``, ``gptq int4 g64 sym``, …
         bits_per_weight: stored bits of all Linears over their parameters; ``None``: a tool that doesn't tell.
         file_bytes: of all weights on disk; ``None``: there is no file, or a tool that doesn't tell.
+        weight_bytes: of all weights in memory when it runs; ``None``: not known.
         peak_bytes: largest resident set of the speed test's process.
         load_s: seconds that it took to open the model there.
         metrics: by key, with intervals.
@@ -93,6 +94,13 @@ class ModelResult:
     differences: list[PairedDifference] = field(default_factory=list)
     speed: SpeedSweep | None = None
     measured: dict[str, str] = field(default_factory=dict)
+    weight_bytes: int | None = None
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """Bytes of weights and KV cache in memory; where a tool doesn't say, its file's for the weights."""
+        weights = self.weight_bytes or self.file_bytes
+        return None if weights is None else weights + (self.kv_bytes or 0)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data: every metric as a number, and ``intervals`` beside them. A number that is not
@@ -106,7 +114,7 @@ class ModelResult:
         return data | {"kv": self.kv, "kv_bytes_per_token": self.kv_bytes_per_token,
                        "kv_bytes": self.kv_bytes, "load_s": self.load_s, "kernels": self.kernels,
                        "manifest_sha256": self.manifest_sha256, "answer": self.answer,
-                       "recipe": self.recipe, "tool": self.tool,
+                       "recipe": self.recipe, "tool": self.tool, "weight_bytes": self.weight_bytes,
                        "texts": {name: {key: _ends(value) for key, value in metrics.items()}
                                  for name, metrics in self.texts.items()},
                        "window_means": {text: {key: [_finite(value) for value in values]
@@ -134,7 +142,8 @@ class EvalResult:
         floors: key of a metric → its noise floor: what arithmetic alone makes of it.
         roofline: of models, each without KV settings.
         sensitivity: what 4 bits cost in each Linear, in nats: ``("model.layers.0.mlp.up_proj", 0.0012)``.
-        diff: tokens of a text with what two variants make of each.
+        diff: tokens of a text with what the reference and another variant make of each.
+        other_diffs: the same with further variants.
         gate: what was demanded and what came of it; ``None``: nothing was.
     """
 
@@ -149,6 +158,7 @@ class EvalResult:
     roofline: list[Roofline] = field(default_factory=list)
     sensitivity: list[tuple[str, float]] = field(default_factory=list)
     diff: TokenDiff | None = None
+    other_diffs: list[TokenDiff] = field(default_factory=list)
     gate: GateResult | None = None
 
     @property
@@ -177,6 +187,7 @@ class EvalResult:
                 "floors": {key: _ends(value) for key, value in self.floors.items()},
                 "roofline": [roofline.model_dump(mode="json") for roofline in self.roofline],
                 "sensitivity": self.sensitivity, "diff": self.diff and self.diff.model_dump(mode="json"),
+                "other_diffs": [diff.model_dump(mode="json") for diff in self.other_diffs],
                 "plotted": list(self.plotted), "gate": self.gate and self.gate.model_dump(mode="json")}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 
 import torch
@@ -16,18 +16,21 @@ from quantkit.evaluate.settings import EvalSettings
 from quantkit.evaluate.sweep.assemble import assemble, by_place
 from quantkit.evaluate.sweep.estimate import estimated
 from quantkit.evaluate.sweep.facts import facts_of
-from quantkit.evaluate.sweep.plan import make_plan, planned_texts
+from quantkit.evaluate.sweep.plan import make_plan, memory_bytes, planned_texts
 from quantkit.evaluate.sweep.quality import forget_models
 from quantkit.evaluate.sweep.run import run_measurements
 from quantkit.evaluate.sweep.store import MeasurementResult, MeasurementStore, user_store
 from quantkit.executor.choose import make_executor
 from quantkit.plugins import current
 from quantkit.progress import Listener, silent
+from quantkit.runtime.cpu.system_memory import available_memory
+from quantkit.units import human_bytes
 
 
 def evaluate(uris: Sequence[str], settings: EvalSettings, progress: Listener = silent,
              command: str | None = None, loading: Listener = silent, *, executor: str = "local",
-             recipes: Mapping[str, str] | None = None) -> EvalResult:
+             recipes: Mapping[str, str] | None = None,
+             announce: Callable[[str], object] = lambda text: None) -> EvalResult:
     """Compare models, or the product of models and KV settings.
 
     Args:
@@ -38,6 +41,7 @@ def evaluate(uris: Sequence[str], settings: EvalSettings, progress: Listener = s
         loading: told of the weights of each model that is loaded, in MiB.
         executor: where measurements are done: ``local`` or ``ray``.
         recipes: checkpoint → the recipe that made it.
+        announce: told in a sentence, before a weight is read, how much memory this takes.
 
     Raises:
         UsageError: models can't be compared, or a metric to plot isn't measured.
@@ -63,6 +67,9 @@ def evaluate(uris: Sequence[str], settings: EvalSettings, progress: Listener = s
     missing = estimated(plan, [plan.measurements[number] for number in numbers])
     forget_models()  # of another comparison: a folder may hold another model since
     if missing:
+        needed, free = memory_bytes(models, settings), available_memory()
+        short = f", and {human_bytes(free)} are free" if free is not None and free < needed else ""
+        announce(f"this takes about {human_bytes(needed)} of memory{short}")
         try:
             with closing(make_executor(executor, find_device(settings.device), gpus=True)) as runs:
                 for number, measured in run_measurements(missing, store, runs, progress, loading):

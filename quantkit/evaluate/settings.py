@@ -71,7 +71,7 @@ class EvalSettings:
                 raise UsageError(f"{name} is {value}", why=f"it must be at least {least}")
         if self.prompt is not None and self.prompt > self.window - 2:
             raise UsageError(f"a prompt of {self.prompt} tokens leaves nothing to predict",
-                             why=f"a window has {self.window}", next="give a smaller --prompt")
+                             why=f"a window has {self.window}", next="give a smaller --prompt-tokens")
         if len({str(spec) for spec in self.kv}) != len(self.kv):
             raise UsageError("a KV setting is given twice", next="name each setting once")
 
@@ -91,7 +91,7 @@ def of_suite(suite: EvalSuite) -> EvalSettings:
     """What a suite says."""
     speed = suite.speed
     return EvalSettings(
-        text=suite.text, texts=suite.texts, window=suite.window, windows=suite.windows, prompt=suite.prompt,
-        floor=suite.floor, tasks=suite.tasks, limit=suite.limit, prefill=speed.prefill, decode=speed.decode,
-        repeats=speed.repeats, batches=speed.batches, contexts=speed.contexts, roofline=suite.roofline,
-        sensitivity=suite.sensitivity, suite=suite.name)
+        text=suite.text, texts=suite.texts, window=suite.window, windows=suite.windows,
+        prompt=suite.prompt_tokens, floor=suite.floor, tasks=suite.tasks, limit=suite.limit,
+        prefill=speed.prefill, decode=speed.max_tokens, repeats=speed.repeats, batches=speed.batches,
+        contexts=speed.contexts, roofline=suite.roofline, sensitivity=suite.sensitivity, suite=suite.name)

@@ -8,6 +8,7 @@ from typing import Annotated
 
 from pydantic import Field
 
+from quantkit.evaluate.machine_load import MachineLoad
 from quantkit.spec import Frozen
 
 
@@ -22,6 +23,11 @@ class Spread(Frozen):
     def of(cls, values: Sequence[float]) -> Spread:
         """Of one or more numbers."""
         return cls(median=median(values), low=min(values), high=max(values))
+
+    @property
+    def relative(self) -> float:
+        """The range over the median."""
+        return (self.high - self.low) / self.median if self.median else 0.0
 
 
 class SweepSettings(Frozen):
@@ -124,6 +130,8 @@ class SpeedSweep(Frozen):
         kernels: phase → kernel → how many Linears it runs.
         read_bytes_s: read bandwidth of the machine in the same run.
         settings: what was to be measured.
+        load: of the machine while requests were timed; ``None``: not known.
+        withheld: why no speed is shown; ``None``: they are.
     """
 
     decode: tuple[DecodeSpeed, ...] = ()
@@ -134,3 +142,9 @@ class SpeedSweep(Frozen):
     kernels: dict[str, dict[str, int]] = Field(default_factory=dict)
     read_bytes_s: float | None = None
     settings: SweepSettings | None = None
+    load: MachineLoad | None = None
+    withheld: str | None = None
+
+    def without_speed(self, reason: str) -> SpeedSweep:
+        """Memory and kernels alone, and why."""
+        return self.model_copy(update={"decode": (), "prefill": (), "gap_ms": {}, "withheld": reason})

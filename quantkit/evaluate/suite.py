@@ -35,7 +35,7 @@ class SuiteSpeed(Frozen):
 
     Attributes:
         batches, contexts: of decoding.
-        prefill, decode: tokens of a prompt, and decoded in a timed run.
+        prefill, max_tokens: tokens of a prompt, and new ones of a timed run.
         repeats: timed runs.
     """
 
@@ -43,7 +43,7 @@ class SuiteSpeed(Frozen):
                                                                       min_length=1)
     contexts: tuple[Annotated[int, Field(ge=0, le=1 << 24)], ...] = Field(default=(), strict=False)
     prefill: int | None = Field(default=None, ge=1, le=1 << 24)
-    decode: int = Field(default=32, ge=1, le=1 << 24)
+    max_tokens: int = Field(default=32, ge=1, le=1 << 24)
     repeats: int = Field(default=3, ge=1)
 
 
@@ -55,7 +55,7 @@ class EvalSuite(Frozen):
         text: the only text, if ``texts`` names none.
         texts: each is scored, and has a row in reports.
         window, windows: tokens a window, and windows of a text.
-        prompt: tokens at the beginning of a window that go through the KV cache as its prompt.
+        prompt_tokens: tokens at the beginning of a window that go through the KV cache as its prompt.
         floor: whether the reference is compared with its weights in float32 arithmetic: the noise floor.
         tasks: that are asked if there is a folder with their data.
         limit: items of a task.
@@ -70,7 +70,7 @@ class EvalSuite(Frozen):
     texts: tuple[SuiteText, ...] = Field(default=(), strict=False, max_length=32)
     window: int = Field(default=512, ge=2)
     windows: int = Field(default=40, ge=1)
-    prompt: int | None = Field(default=None, ge=1)
+    prompt_tokens: int | None = Field(default=None, ge=1)
     floor: bool = False
     tasks: tuple[str, ...] = Field(default=(), strict=False, max_length=64)
     limit: int | None = Field(default=None, ge=1)
@@ -98,8 +98,9 @@ def load_suite(name: str) -> EvalSuite:
     for owner, path in named_files(current().dirs("eval_dirs")):
         files.setdefault(path.stem, []).append((owner, path))
     if name not in files:
+        first = "quick" if "quick" in files else next(iter(sorted(files)), "FILE.yaml")
         raise UsageError(f"no evaluation suite is called {name!r}", why=did_you_mean(name, files),
-                         next=f"quantkit eval … --suite {next(iter(sorted(files)), 'quick')}")
+                         next=f"quantkit eval … --suite {first}")
     if len(files[name]) > 1:
         raise UsageError(f"two suites are called {name!r}",
                          why=" and ".join(f"{path} (of {owner})" for owner, path in files[name]),

@@ -17,14 +17,16 @@ from typing import Any
 import torch
 
 from quantkit.errors import QuantkitError
-from quantkit.evaluate.answering import answer_speed
+from quantkit.evaluate.answering import EngineSpeed, answer_speed
 from quantkit.evaluate.decoding import DecodeRunner
+from quantkit.evaluate.machine_load import timed_quietly
 from quantkit.evaluate.memory_use import peak_bytes, weights_in_memory, workspace_bytes
 from quantkit.evaluate.speed_sweep import DecodeSpeed, MemoryUse, SpeedSweep, SweepSettings
 from quantkit.kvspec import parse_kv
 from quantkit.ops.dispatch import Phase
 from quantkit.plugins import plugin_failure
-from quantkit.runtime.loader import LoadedModel, load
+from quantkit.runtime.loader import LoadedModel
+from quantkit.runtime.loader import load as load_model
 from quantkit.spec import KVSpec
 
 
@@ -40,12 +42,16 @@ def measure(request: dict[str, Any]) -> SpeedSweep:
     if request.get("threads"):
         torch.set_num_threads(request["threads"])
     start = time.perf_counter()
-    loaded = load(request["uri"], revision=request["revision"], dtype=request["dtype"],
+    loaded = load_model(request["uri"], revision=request["revision"], dtype=request["dtype"],
                   device=request["device"])
     load_s = time.perf_counter() - start
     kv = parse_kv(request["kv"]) if request.get("kv") else loaded.kv
     ids = request["ids"]
-    answers = answer_speed(loaded, (ids * -(-settings.prefill // len(ids)))[:settings.prefill], settings, kv)
+    prompt = (ids * -(-settings.prefill // len(ids)))[:settings.prefill]
+    answers, load = timed_quietly(lambda: answer_speed(loaded, prompt, settings, kv),
+                                  _spread, torch.get_num_threads())
+    if loaded.model.device.type != "cpu":
+        load = None  # a GPU's speed hardly depends on what the processors do beside it
     memory = MemoryUse(weights=weights_in_memory(loaded), workspace=workspace_bytes(loaded),
                        steady=answers.resident, peak=peak_bytes())
     runner = DecodeRunner(loaded, ids, tokens=settings.decode, repeats=settings.repeats,
@@ -57,7 +63,12 @@ def measure(request: dict[str, Any]) -> SpeedSweep:
         decode=cases, prefill=(answers.prefill,), gap_ms=answers.gap_ms, load_s=load_s,
         memory=memory.model_copy(update={"kv_by_context": tuple(sorted(sizes.items()))}),
         kernels=kernels(loaded), read_bytes_s=(median(runner.reads) or None) if runner.reads else None,
-        settings=settings)
+        settings=settings, load=load)
+
+
+def _spread(answers: EngineSpeed) -> float:
+    speed = answers.prefill.decode_tok_s
+    return 0.0 if speed is None else speed.relative
 
 
 def by_context(runner: DecodeRunner, kv: KVSpec, settings: SweepSettings, limit: int, prefill_tok_s: float

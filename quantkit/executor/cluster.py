@@ -44,7 +44,7 @@ def import_ray(address: str, option: str) -> Any:
         import ray.exceptions
     except ImportError as error:
         raise QuantkitError(f"{option} needs Ray", why=str(error),
-                            next='pip install "quantkit[ray]"') from error
+                            next='pip install "ray[serve]"') from error
     return ray
 
 

@@ -13,6 +13,7 @@ from quantkit.fit.losses import losses
 from quantkit.fit.weights import KEPT, WeightOption, by_recipe, kept, of_checkpoint
 from quantkit.kv.cache import KVCache
 from quantkit.kvspec import parse_kv
+from quantkit.progress import Listener, ProgressEvent, silent
 from quantkit.recipe import list_recipes, load_recipe
 from quantkit.sources.base import ModelSource
 from quantkit.spec import KVSpec
@@ -32,21 +33,25 @@ class Candidates:
 
 
 def candidates(uri: str, revision: str | None = None, recipes: Sequence[str] = (),
-               settings: Sequence[str] = ()) -> Candidates:
+               settings: Sequence[KVSpec] = (), progress: Listener = silent) -> Candidates:
     """Everything that can be named and was measured, or what is given.
 
     Args:
         uri: a checkpoint, whose weights are what they are, or anything that a source takes.
         revision: of a model on the hub.
         recipes: names or files; ``none`` leaves the weights as they are. Without any: all that can be named.
-        settings: as for ``--kv``. Without any: those whose loss was measured, none of which drops anything;
+        settings: of the KV cache. Without any: those whose loss was measured, none of which drops anything;
             for a recipe that has a setting of its own, that one.
+        progress: told of each recipe before it is counted.
 
     Raises:
         UsageError: recipes for a checkpoint, or one that leaves a choice to a budget.
         QuantkitError: the model isn't there or isn't known; what is given doesn't exist or doesn't fit.
     """
-    specs = [parse_kv(text) for text in settings]
+    for name in recipes:  # before a model is opened
+        if name != KEPT:
+            load_recipe(name)
+    specs = list(settings)
     source, left_out = open_model(uri, revision), dict[str, str]()
     try:
         if isinstance(source, Checkpoint | ForeignCheckpoint):
@@ -57,7 +62,7 @@ def candidates(uri: str, revision: str | None = None, recipes: Sequence[str] = (
         elif recipes:
             weights = [_named(name, source, uri) for name in dict.fromkeys(recipes)]
         else:
-            weights = _all(source, left_out)
+            weights = _all(source, left_out, progress)
     finally:
         source.close()
     if not specs:
@@ -82,12 +87,14 @@ def _named(name: str, source: ModelSource, uri: str) -> WeightOption:
     return by_recipe(name, source)
 
 
-def _all(source: ModelSource, left_out: dict[str, str]) -> list[WeightOption]:
-    options = [kept(source)]
-    for info in list_recipes():
+def _all(source: ModelSource, left_out: dict[str, str], progress: Listener) -> list[WeightOption]:
+    options, recipes = [kept(source)], list_recipes()
+    for number, info in enumerate(recipes):
+        progress(ProgressEvent(number, len(recipes), info.name, unit="recipes"))
         try:
             if not load_recipe(info.name).candidates:
                 options.append(by_recipe(info.name, source))
         except QuantkitError as error:
             left_out[info.name] = error.what
+    progress(ProgressEvent(len(recipes), len(recipes), "counted", unit="recipes"))
     return options

@@ -32,7 +32,7 @@ from quantkit.plugins import registry
 from quantkit.recipe import load_recipe
 from quantkit.runtime.cpu.model import declines
 from quantkit.runtime.loader import label_of
-from quantkit.sources.base import ModelSource
+from quantkit.sources.base import ModelSource, file_bytes, quantized_types
 from quantkit.spec import QuantSpec
 from quantkit.transforms.apply import transformed
 
@@ -76,7 +76,7 @@ class WeightOption:
         description: the recipe's.
         config: of the model, as it is then: its head may have become one of its own.
         dtype: of activations and plain weights.
-        file_bytes: of all stored tensors.
+        file_bytes: of the weight files.
         layers: the embedding, if a product reads it or it is quantized, and every Linear and head.
         other_bytes: held beside these: a looked-up embedding, norms, biases.
         fallback_reason: why the model isn't run as one program on a CPU; ``None`` if it is.
@@ -141,9 +141,10 @@ def kept(source: ModelSource, dtype: str = "auto") -> WeightOption:
                      bits=8.0 * kind.itemsize, bytes=slot.out_features * slot.in_features * kind.itemsize)
             for slot in linear_slots(config)]
     total = kind.itemsize * sum(map(math.prod, tensor_shapes(config).values()))
-    return _weights(KEPT, f"as they are, in {name}", config, kind, rows,
-                    total - sum(row.bytes for row in rows),
-                    sum(info.nbytes for info in source.tensors().values()))
+    types = quantized_types(source)
+    how = f"{', '.join(types)}, run in {name}" if types else f"in {name}"
+    return _weights(KEPT, f"as they are, {how}", config, kind, rows,
+                    total - sum(row.bytes for row in rows), file_bytes(source))
 
 
 def by_recipe(name: str, source: ModelSource) -> WeightOption:

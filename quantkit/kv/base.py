@@ -5,12 +5,12 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
+from typing import ClassVar, Literal, Protocol, runtime_checkable
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from quantkit.spec import Frozen, accept_old_names
+from quantkit.spec import Frozen
 
 Phase = Literal["prefill", "prefill_part", "prefill_end", "decode", "reread"]
 """``prefill``: a whole chunk of the prompt. ``prefill_part``: less than a chunk; no policy acts after it.
@@ -63,22 +63,7 @@ class SideCodec(Protocol):
         codec decodes as float32."""
 
 
-class KVOptions(Frozen):
-    """Base of what policies and codecs take as options.
-
-    Attributes:
-        renamed: old name → current name of an option. Settings may still use the old one.
-    """
-
-    renamed: ClassVar[Mapping[str, str]] = {}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _old_names(cls, values: Any) -> Any:
-        return accept_old_names(values, cls.renamed)
-
-
-class KVCodec(KVOptions):
+class KVCodec(Frozen):
     """How keys and values are stored. A subclass adds its options as fields; the first is called ``bits``.
 
     Attributes:
@@ -88,7 +73,6 @@ class KVCodec(KVOptions):
     """
 
     name: ClassVar[str]
-    renamed: ClassVar[Mapping[str, str]] = {"recent": "residual_length"}
     residual_length: int = Field(default=0, ge=0, le=MAX_RESIDUAL)
     sinks: int = Field(default=0, ge=0, le=MAX_RESIDUAL)
 
@@ -160,7 +144,7 @@ class PolicyView:
     future_queries: Callable[[int], tuple[torch.Tensor, torch.Tensor]]
 
 
-class KVPolicy(KVOptions):
+class KVPolicy(Frozen):
     """Which positions stay. A subclass adds its options as fields; the first is called ``budget``.
 
     Most policies rank positions: those subclass

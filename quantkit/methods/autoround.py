@@ -11,9 +11,7 @@ best step; the first one is ``rtn``. What :mod:`~quantkit.methods.descent` finds
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from pydantic import Field
@@ -54,7 +52,6 @@ class AutoRoundOptions(MethodOptions):
     steps: int = Field(default=200, ge=1, le=10000)
     rate: float | None = Field(default=None, gt=0, le=1)
     clip: bool = True
-    renamed: ClassVar[Mapping[str, str]] = {"visits": "descent_passes"}
     descent_passes: int = Field(default=1, ge=0, le=100)
     block: int = Field(default=128, ge=1)
 

@@ -5,32 +5,22 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict
 
 from quantkit.errors import PluginError
 from quantkit.formats.base import Codes
 from quantkit.methods.contract import codes_fault
 from quantkit.plugins import whose
-from quantkit.spec import QuantSpec, accept_old_names
+from quantkit.spec import QuantSpec
 
 
 class MethodOptions(BaseModel):
-    """Base of a method's own options; unknown keys are errors.
-
-    Attributes:
-        renamed: old name → the name that an option has now; recipes may still say the old one.
-    """
+    """Base of a method's own options; unknown keys are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-    renamed: ClassVar[Mapping[str, str]] = {}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _old_names(cls, values: Any) -> Any:
-        return accept_old_names(values, cls.renamed)
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,8 @@ On a CPU the loops over columns are kernels (:mod:`~quantkit.methods.gptq_tiles`
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from pydantic import Field
@@ -90,7 +89,6 @@ class GptqOptions(MethodOptions):
     block: int = Field(default=128, ge=1)
     clip_search: bool = True
     refit: int = Field(default=3, ge=0, le=20)
-    renamed: ClassVar[Mapping[str, str]] = {"visits": "descent_passes"}
     descent_passes: int = Field(default=3, ge=0, le=100)
     drift: float = Field(default=0.5, ge=0, le=1)
     first_order: float = Field(default=0, ge=0, le=1)

@@ -21,8 +21,8 @@ from quantkit.errors import SpecError
 from quantkit.formats.base import Codes
 from quantkit.formats.dtypes import resolve, scale_dtype
 from quantkit.formats.e4m3 import LARGEST, nearest_
+from quantkit.formats.finite import all_finite
 from quantkit.formats.level_values import encode, level_table
-from quantkit.ops.finite import all_finite
 from quantkit.spec import GROUP_SCALES, QuantSpec
 
 SHRINKS = tuple(1 + 0.025 * step for step in range(4, -20, -1))

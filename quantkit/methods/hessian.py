@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from quantkit.errors import CalibrationError
+from quantkit.formats.finite import all_finite
 from quantkit.methods.base import LayerStats
-from quantkit.ops.finite import all_finite
 
 MOST_DAMPING = 10.0
 """Times the Hessian's mean diagonal: beyond it the Hessian no longer decides anything."""

@@ -12,9 +12,9 @@ import torch
 
 from quantkit.formats import contract
 from quantkit.formats.base import Codes, Format, QuantizedTensor
+from quantkit.formats.finite import squares
 from quantkit.methods.base import LayerStats, Method, MethodOptions
 from quantkit.methods.static_inputs import with_input_factor
-from quantkit.ops.finite import squares
 from quantkit.ops.hadamard import apply_hadamard
 from quantkit.spec import QuantSpec
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
-from quantkit.errors import PluginError, UnsupportedModelError, did_you_mean
+from quantkit.errors import PluginError, UnsupportedModelError
 from quantkit.models.config import ModelConfig
+from quantkit.sources.base import TensorInfo
+from quantkit.sources.text_part import CLASSES
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
 """What is outside of the decoder layers; where embeddings are tied, the first is both."""
@@ -46,8 +50,14 @@ class Architecture:
     parse: Callable[[Mapping[str, Any]], ModelConfig]
 
 
-def parse_config(hf_config: Mapping[str, Any]) -> ModelConfig:
+def parse_config(hf_config: Mapping[str, Any],
+                 infos: Mapping[str, TensorInfo] = MappingProxyType({})) -> ModelConfig:
     """Find the family by ``model_type`` and let it read the config.
+
+    Args:
+        hf_config: the ``config.json``.
+        infos: every stored tensor, if they are known: of an unknown family's model another name is only
+            suggested if all of it fits.
 
     Raises:
         UnsupportedModelError: unknown family, another head than a language model's, or a key that
@@ -62,7 +72,7 @@ def parse_config(hf_config: Mapping[str, Any]) -> ModelConfig:
         missing = model_type is None
         raise UnsupportedModelError(
             "config.json has no 'model_type'" if missing else f"no architecture is called {model_type!r}",
-            why=did_you_mean("" if missing else str(model_type), table),
+            why=_suggested(hf_config, infos) + f"known: {', '.join(sorted({*table, *CLASSES}))}",
             next="use a model of one of these families, or install a plugin that adds it")
     architecture: Architecture = table.get(model_type)
     classes = hf_config.get("architectures")
@@ -77,6 +87,21 @@ def parse_config(hf_config: Mapping[str, Any]) -> ModelConfig:
                           why="it must be a quantkit.models.config.ModelConfig",
                           next="correct it: quantkit.testing.check_architecture finds such errors")
     return config
+
+
+def _suggested(hf_config: Mapping[str, Any], infos: Mapping[str, TensorInfo]) -> str:
+    """The family whose class, keys and tensors these are. Less isn't enough: a family whose rope pairs other
+    dimensions has the keys and tensors of Llama, and would run and be wrong under that name."""
+    from quantkit.plugins import registry
+
+    classes, shapes = hf_config.get("architectures"), {name: tuple(i.shape) for name, i in infos.items()}
+    for name, architecture in registry("architectures").usable():
+        if not isinstance(classes, list) or not set(map(str, classes)) & set(architecture.classes):
+            continue
+        with contextlib.suppress(UnsupportedModelError):
+            if tensor_shapes(architecture.parse({**hf_config, "model_type": name})) == shapes:
+                return f"did you mean {name!r}? "
+    return ""
 
 
 def linear_slots(config: ModelConfig) -> tuple[LinearSlot, ...]:

@@ -15,7 +15,7 @@ import torch
 from quantkit.errors import QuantkitError, SourceError
 from quantkit.formats import contract
 from quantkit.formats.dtypes import FLOATS
-from quantkit.models.architecture import HEAD, all_slots, parse_config, tensor_shapes
+from quantkit.models.architecture import all_slots, parse_config, tensor_shapes
 from quantkit.models.config import ModelConfig
 from quantkit.plugins import registry
 from quantkit.sources.base import TensorInfo
@@ -74,7 +74,7 @@ def check_loadable(uri: str, hf: Mapping[str, Any], infos: Mapping[str, TensorIn
         SourceError: the dtype isn't known, or the tokenizer is missing or malformed.
         QuantkitError: of the class ``error``, with the first faults.
     """
-    config, kind = parse_config(hf), dtype_of(hf, dtype)
+    config, kind = parse_config(hf, infos), dtype_of(hf, dtype)
     faults = list(_faults(config, infos, rows))
     if faults:
         more = [f"and {len(faults) - SHOWN} more"] if len(faults) > SHOWN else []
@@ -105,8 +105,6 @@ def _faults(config: ModelConfig, infos: Mapping[str, TensorInfo],
     for name in sorted((needed.keys() | parts) - infos.keys()):
         yield f"it lacks the tensor {name!r}"
     unused = infos.keys() - needed.keys() - parts
-    if config.tie_word_embeddings:
-        unused -= {f"{HEAD}.weight"}  # often stored beside the embedding that it equals
     beyond = f"model.layers.{config.num_layers}."
     heads = (*HEADS, beyond) if f"{beyond}eh_proj.weight" in infos else HEADS
     for name in sorted(unused):

@@ -131,6 +131,8 @@ class ConfigReader:
         value = self.raw(key, default)
         if value is None:
             near = did_you_mean(key, map(str, self._config)).split("known:")[0].strip()
+            if key in self._config:
+                near = "it is null, and has no default"
             raise UnsupportedModelError(f"{self.where}: {key!r} is missing", why=near or None,
                                         next="get the model's complete config.json")
         return value

@@ -36,7 +36,7 @@ def peak_bytes(rows: list[PlanRow], needs: set[str], calibration: CalibrationSpe
     """What :func:`~quantkit.planning.plan.make_plan` predicts.
 
     ``RUNTIME + hidden states + the most of what happens``, in bytes. Hidden states, if a method needs
-    calibration, are ``samples · length · hidden · 4``, with what the widest Linear multiplies beside them,
+    calibration, are ``windows · window · hidden · 4``, with what the widest Linear multiplies beside them,
     and twice that where drift is measured; up to ``STATES_IN_MEMORY``. What happens:
 
     - a *Linear is solved*: 11 for each weight (itself and its result in float32, and codes) or,
@@ -88,13 +88,13 @@ def peak_bytes(rows: list[PlanRow], needs: set[str], calibration: CalibrationSpe
             packed += sum(row.bytes_after for row in stage)
     if calibration is None:
         return RUNTIME_BYTES + largest
-    tokens, table = calibration.samples * calibration.length, infos[f"{EMBEDDING}.weight"].nbytes
+    tokens, table = calibration.windows * calibration.window, infos[f"{EMBEDDING}.weight"].nbytes
     inside = not needs <= {EMBEDDING, HEAD}
     between = min(states_bytes(config, tokens, changed or not inside, bool(drift)), STATES_IN_MEMORY)
     wide = config.intermediate_size
     if config.experts is not None:
         wide = max(wide, config.experts.chosen * config.experts.intermediate_size)
-    batch = 4 * min(tokens, max(BATCH_TOKENS, calibration.length)) * (6 * config.hidden_size + 4 * wide)
+    batch = 4 * min(tokens, max(BATCH_TOKENS, calibration.window)) * (6 * config.hidden_size + 4 * wide)
     largest = max(largest, table + 4 * min(tokens, config.vocab_size) * config.hidden_size)
     for unit in units.values():
         if not needs.isdisjoint(row.name for row in unit):
@@ -106,10 +106,10 @@ def peak_bytes(rows: list[PlanRow], needs: set[str], calibration: CalibrationSpe
     if not weighed:
         return RUNTIME_BYTES + solving
     weighing = 4 * tokens * len(needs)
-    tokens = min(calibration.samples, calibration.importance_samples) * calibration.length
+    tokens = min(calibration.windows, calibration.importance_windows) * calibration.window
     weights = max(4 * sum(row.shape[0] * row.shape[1] for row in unit) for unit in units.values())
-    batch = min(tokens, max(BACKWARD_TOKENS, calibration.length))
-    activations = 10 * config.hidden_size + 4 * wide + 3 * config.num_heads * calibration.length
+    batch = min(tokens, max(BACKWARD_TOKENS, calibration.window))
+    activations = 10 * config.hidden_size + 4 * wide + 3 * config.num_heads * calibration.window
     logits = config.vocab_size * min(batch, -(-BACKWARD_LOGITS // config.vocab_size))
     head = 4 * config.vocab_size * config.hidden_size
     backward = max(weights + 4 * activations * batch, table + head + 24 * logits)
@@ -184,4 +184,4 @@ def _writing(rows: list[PlanRow], calibration: CalibrationSpec, config: ModelCon
         return 0
     values = sum(row.shape[0] * row.shape[1] for row in rows) + 2 * config.vocab_size * config.hidden_size
     token = 2 * config.num_layers * config.num_kv_heads * config.head_dim
-    return 4 * (values + token * min(calibration.samples, WRITTEN) * calibration.length)
+    return 4 * (values + token * min(calibration.windows, WRITTEN) * calibration.window)

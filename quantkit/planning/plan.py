@@ -29,7 +29,7 @@ from quantkit.planning.recovery_check import check as check_recovery
 from quantkit.planning.recovery_memory import recovery_disk_bytes, recovery_memory_bytes
 from quantkit.plugins import registry
 from quantkit.recipe import Recipe, Rule
-from quantkit.sources.base import ModelSource
+from quantkit.sources.base import ModelSource, file_bytes
 from quantkit.sources.untied import UntiedSource
 from quantkit.spec import CalibrationSpec
 from quantkit.transforms.apply import resolve
@@ -52,6 +52,7 @@ class Plan:
         between_bytes: of the hidden states between two layers, if anything is calibrated.
         other: names of the other stored tensors, in order.
         recovery_disk_bytes: on disk while scales and norms are trained, if they are.
+        source_bytes: of the model's files.
     """
 
     recipe: Recipe
@@ -63,6 +64,13 @@ class Plan:
     between_bytes: int = 0
     other: tuple[str, ...] = field(default=(), repr=False)
     recovery_disk_bytes: int = 0
+    source_bytes: int = 0
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of all that stays as it is: layers that no rule quantizes, embedding and head among them,
+        norms and biases."""
+        return self.other_bytes + sum(row.bytes_after for row in self.rows if row.method is None)
 
     @property
     def bits_per_weight(self) -> float:
@@ -126,7 +134,8 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         """Plain data for ``--json``."""
         return {"recipe": self.recipe.snapshot(), "rows": [row.to_dict() for row in self.rows],
-                "other_bytes": self.other_bytes, "peak_bytes": self.peak_bytes,
+                "source_bytes": self.source_bytes, "other_bytes": self.other_bytes,
+                "kept_bytes": self.kept_bytes, "peak_bytes": self.peak_bytes,
                 "disk_bytes": self.disk_bytes, "needed_disk_bytes": self.needed_disk_bytes,
                 "bits_per_weight": self.bits_per_weight}
 
@@ -134,7 +143,7 @@ class Plan:
 def with_own_head(recipe: Recipe, source: ModelSource) -> ModelSource:
     """The source; if a rule with ``match: lm_head`` quantizes the head of a model that has it tied to its
     embedding, the model with a head of its own, whatever becomes of the embedding."""
-    tied = parse_config(source.config()).tie_word_embeddings
+    tied = parse_config(source.config(), source.tensors()).tie_word_embeddings
     return UntiedSource(source) if tied and any(r.match == HEAD and r.method
                                                 for r in recipe.rules) else source
 
@@ -172,8 +181,6 @@ def make_plan(recipe: Recipe, source: ModelSource) -> Plan:
     _check_alone(recipe, rows, resolver)
     _check_transforms(recipe, rows)
     linear = {f"{slot.name}.weight" for slot in slots}
-    if config.tie_word_embeddings:
-        linear.add(f"{HEAD}.weight")  # the embedding matrix itself; some files repeat it
     other = tuple(name for name in infos if name not in linear)
     other_bytes = sum(infos[name].nbytes for name in other)
     needs = _measured(recipe, rows)
@@ -187,18 +194,19 @@ def make_plan(recipe: Recipe, source: ModelSource) -> Plan:
     drift = _drift(recipe, needs, changed)
     forms = {name for name, wanted in needs.items() if "hessian" in wanted}
     if calibration is not None:
-        between = states_bytes(config, calibration.samples * calibration.length,
+        between = states_bytes(config, calibration.windows * calibration.window,
                                changed or needs.keys() <= {EMBEDDING, HEAD}, bool(drift))
         if calibration.importance == "gradient" and forms:
-            weighed = min(calibration.samples, calibration.importance_samples)
-            walks = walks_bytes(config, weighed * calibration.length, len(forms))
+            weighed = min(calibration.windows, calibration.importance_windows)
+            walks = walks_bytes(config, weighed * calibration.window, len(forms))
     peak = peak_bytes(rows, forms, calibration, walks > 0, config, other, infos, changed, drift)
     recovery = 0
     if recipe.recover is not None and recipe.calibration is not None:
-        size = recipe.recover.windows, recipe.calibration.length
+        size = recipe.recover.windows, recipe.calibration.window
         peak = max(peak, recovery_memory_bytes(rows, config, infos, *size))
         recovery = recovery_disk_bytes(rows, config, *size)
-    return Plan(recipe, tuple(rows), other_bytes, peak, disk, walks, between, other, recovery)
+    return Plan(recipe, tuple(rows), other_bytes, peak, disk, walks, between, other, recovery,
+                file_bytes(source))
 
 
 def _measured(recipe: Recipe, rows: Iterable[PlanRow]) -> dict[str, frozenset[str]]:

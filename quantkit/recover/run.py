@@ -22,11 +22,11 @@ from quantkit.checkpoint.writer import CheckpointWriter
 from quantkit.errors import PluginError, QuantkitError
 from quantkit.formats import contract
 from quantkit.formats.base import QuantizedTensor
+from quantkit.formats.finite import squares
 from quantkit.models.architecture import EMBEDDING, HEAD, layer_of
 from quantkit.models.config import ModelConfig
 from quantkit.models.linear import Weights
 from quantkit.models.loadable import DERIVED
-from quantkit.ops.finite import squares
 from quantkit.ops.hadamard import apply_hadamard, undo_hadamard
 from quantkit.planning.phases import READING, RECOVERING
 from quantkit.planning.plan import Plan
@@ -108,7 +108,7 @@ class RecoveryRun:
                     model = _Model(writer, self._plan, self._source, config, weights, self._units)
                     self._train(model, store, spill)
             except NonFiniteError as error:
-                raise blame(error, self._source, self.text.origins, "recovery window") from error
+                raise blame(error, self.text.origins, "recovery window") from error
         values = store.get(RESULT)
         before, after = values.pop(LOSSES).tolist()
         record = RecoveryRecord(

@@ -66,18 +66,20 @@ def refuses_text(spec: CalibrationSpec) -> str | None:
 
 
 def recovery_text(spec: CalibrationSpec, windows: int, seen: torch.Tensor, source: ModelSource,
-                  listen: Listener) -> RecoveryText:
+                  listen: Listener, strict: bool = False) -> RecoveryText:
     """Windows of the calibration's text beyond those that layers are calibrated on.
 
     Args:
         spec: the calibration.
         windows: how many are wanted.
-        seen: what layers are calibrated on, int64 ``[samples, length]``; none if they aren't.
+        seen: what layers are calibrated on, int64 ``[windows, tokens]``; none if they aren't.
         source: the model: its tokenizer and chat template.
         listen: told of downloads.
+        strict: a row that can't be used is an error.
 
     Warns:
-        UserWarning: windows share passages with a text that models are evaluated on.
+        UserWarning: windows share passages with a text that models are evaluated on; or rows can't be used,
+            where no layer is calibrated on the text.
 
     Raises:
         CalibrationError: there is too little text, or its windows don't fit the model.
@@ -85,9 +87,9 @@ def recovery_text(spec: CalibrationSpec, windows: int, seen: torch.Tensor, sourc
     hf = source.config()
     tokenizer, config = Tokenizer(source.side_files(), hf), parse_config(hf)
     check_length(spec, config.max_position_embeddings)
-    more = spec.model_copy(update={"samples": len(seen) + windows})
+    more = spec.model_copy(update={"windows": len(seen) + windows})
     try:
-        data = load_calibration(more, tokenizer, config.vocab_size, 0, listen)
+        data = load_calibration(more, tokenizer, config.vocab_size, 0, listen, strict)
     except TooFewWindowsError as error:
         raise _too_little(windows, error.why or error.what, error.windows - len(seen)) from None
     counts = Counter(gram for row in seen.tolist() for gram in _grams(row))
@@ -99,14 +101,15 @@ def recovery_text(spec: CalibrationSpec, windows: int, seen: torch.Tensor, sourc
                           len(fresh))
     tokens = data.tokens[fresh]
     coverage = own_calibration(spec, tokenizer, tokens, config.vocab_size, 0).coverage
-    for text in coverage.overlap_warnings("recovery"):
+    unusable = [] if len(seen) else data.coverage.row_warnings()
+    for text in [*unusable, *coverage.overlap_warnings("recovery")]:
         warnings.warn(text, stacklevel=2)
     return RecoveryText(tokens, max(1, windows // HELD_OUT),
                         tuple(data.origins[place] for place in fresh))
 
 
 def recipe_text(recover: RecoverySpec | None, spec: CalibrationSpec | None, source: ModelSource,
-                data: CalibrationData | None, listen: Listener) -> RecoveryText | None:
+                data: CalibrationData | None, listen: Listener, strict: bool = False) -> RecoveryText | None:
     """The text of a plan's recovery; ``None`` if it has no recovery.
 
     Args:
@@ -115,14 +118,15 @@ def recipe_text(recover: RecoverySpec | None, spec: CalibrationSpec | None, sour
         source: the model.
         data: what layers are calibrated on, if they are.
         listen: told of downloads.
+        strict: a row that can't be used is an error.
 
     Raises:
         CalibrationError: see :func:`recovery_text`.
     """
     if recover is None or spec is None:
         return None
-    seen = torch.zeros(0, spec.length, dtype=torch.int64) if data is None else data.tokens
-    return recovery_text(spec, recover.windows, seen, source, listen)
+    seen = torch.zeros(0, spec.window, dtype=torch.int64) if data is None else data.tokens
+    return recovery_text(spec, recover.windows, seen, source, listen, strict)
 
 
 def _grams(row: list[int]) -> set[tuple[int, ...]]:

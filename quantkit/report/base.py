@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from quantkit.evaluate.keys import PER_ITEM, TAILS
+from quantkit.evaluate.machine_load import MachineLoad, busy_reason
 from quantkit.evaluate.metric_table import MetricInfo
 from quantkit.evaluate.metrics import Interval
 from quantkit.evaluate.result import EvalResult
 from quantkit.evaluate.variants import short_names
 
 __all__ = ["Reporter", "columns_of", "head", "kilobytes", "megabytes", "number", "short_names", "shown",
-           "spread", "tasks_of"]
+           "spread", "tasks_of", "text_name", "withheld"]
+
+_NAMED = 4
+"""Variants that are named in a sentence; of more their number."""
 
 
 @dataclass(frozen=True)
@@ -94,3 +99,25 @@ def columns_of(result: EvalResult) -> dict[str, MetricInfo]:
 def tasks_of(result: EvalResult) -> dict[str, MetricInfo]:
     """Scores of tasks, in the order in which they came."""
     return {key: info for key, info in result.measured.items() if info.per == PER_ITEM and key not in TAILS}
+
+
+def text_name(name: str) -> str:
+    """A text as reports call it: that of CPython's documentation by what it is, not by its module."""
+    match = re.fullmatch(r"pydoc-(topics|reference|code)?-?([\d.]+)", name)
+    return f"Python docs {match[2]}" if match else name
+
+
+def withheld(result: EvalResult) -> list[str]:
+    """A sentence that says which variants' speeds aren't shown, and why; none if all are."""
+    busy = {name: row.speed for name, row in zip(short_names(result.rows), result.rows)
+            if row.speed is not None and row.speed.withheld is not None}
+    if not busy:
+        return []
+    loads = [sweep.load for sweep in busy.values() if sweep.load is not None]
+    reason = next(str(sweep.withheld) for sweep in busy.values())
+    if loads:
+        reason = busy_reason(MachineLoad(stolen=max(load.stolen for load in loads),
+                                         others=max(load.others for load in loads))) or reason
+    names = ", ".join(busy) if len(busy) <= _NAMED else f"{len(busy)} of {len(result.rows)} variants"
+    whose = "No speed is shown" if len(busy) == len(result.rows) else f"No speed of {names}"
+    return [f"{whose}: {reason}. Run it again when the machine is idle."]

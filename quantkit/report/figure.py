@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from quantkit.evaluate.metric_table import MetricInfo
 from quantkit.evaluate.result import PLOTTED, EvalResult
-from quantkit.report.base import Reporter
+from quantkit.report.base import Reporter, text_name
 from quantkit.report.frontier import finite, frontiers
 from quantkit.report.looks import shortened, variant_looks
 
@@ -126,7 +126,8 @@ def _title(result: EvalResult) -> str:
 def _small_print(result: EvalResult) -> list[str]:
     protocol = result.protocol
     machine = protocol.gpu or protocol.cpu
-    texts = (f"{protocol.text}, {protocol.scored} predictions a variant; reference: the first variant",
+    names = ", ".join(name for name, *_ in protocol.texts) or text_name(protocol.text)
+    texts = (f"{names}, {protocol.scored} predictions a variant; reference: the first variant",
              f"{machine}, {protocol.threads} threads; quantkit {protocol.quantkit}; "
              f"fingerprint {protocol.fingerprint}")
     return [shortened(drawable(text), 110) for text in texts]

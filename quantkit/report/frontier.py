@@ -144,9 +144,9 @@ def _speed(row: ModelResult) -> Interval | None:
 
 
 def _gigabytes(row: ModelResult) -> Interval | None:
-    if not row.file_bytes:
+    if not row.memory_bytes:
         return None
-    size = (row.file_bytes + (row.kv_bytes or 0)) / 1e9
+    size = row.memory_bytes / 1e9
     return Interval(size, size, size)
 
 

@@ -12,7 +12,7 @@ import jinja2
 
 from quantkit.evaluate.result import EvalResult
 from quantkit.report.base import Reporter
-from quantkit.report.headline import headline
+from quantkit.report.headline import headline, recommended
 from quantkit.report.looks import variant_looks
 
 
@@ -28,7 +28,8 @@ def render(result: EvalResult) -> str:
     if result.rows:
         title = f"{variant_looks(result.rows)[0].model}: what each variant costs and saves"
     return _template().render(
-        title=title, headline=headline(result), command=result.command, sections=shown,
+        title=title, verdict=recommended(result), headline=headline(result), command=result.command,
+        sections=shown,
         version=result.protocol.quantkit, policy=_policy(bundle, script), style=_read("style.css"),
         charts=_json(charts), bundle=bundle, script=script) + "\n"
 

@@ -13,6 +13,9 @@ from numpy.typing import NDArray
 GAP = 5.0
 """Between a mark's edge and its label."""
 _STEPS = (0, 9, 18, 30, 44, 60)
+_NEAR = 22
+"""How far from its mark a label stands that needn't stand anywhere: of one that is farther nobody sees whose
+it is."""
 _ANGLES = tuple(math.radians(degrees) for degrees in (0, 180, 90, 270, 35, 325, 145, 215, 60, 300, 120, 240))
 _LINE_COST = 6.0
 """What a point of a line that a label covers costs, beside pixels that it is away from its mark."""
@@ -70,7 +73,8 @@ def place_labels(requests: Sequence[LabelRequest], radius: float, inside: LabelB
         if not len(boxes):
             continue
         overlaps, covered = _overlaps(boxes, taken), _covered(boxes, points)
-        free = overlaps == 0 if request.required else (overlaps == 0) & (covered == 0)
+        free = overlaps == 0 if request.required else (
+            (overlaps == 0) & (covered == 0) & (away <= _NEAR))
         if free.any():
             choice = int(np.argmin(np.where(free, away + _LINE_COST * covered, np.inf)))
         elif request.required:

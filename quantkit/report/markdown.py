@@ -18,6 +18,7 @@ from quantkit.report.base import (
     short_names,
     shown,
     spread,
+    withheld,
 )
 from quantkit.report.frontier import QUALITY
 from quantkit.report.grid import TextGrid
@@ -33,7 +34,8 @@ def render(result: EvalResult) -> str:
     leading = fitting(columns)
     named = [f"{name}<br><sub>{megabytes(row.file_bytes)} · {short(row.method)}</sub>"
              for name, row in zip(names, result.rows)]
-    lines = ["# What each variant costs and saves", "", *_headline(result), *_reproduce(result),
+    lines = ["# What each variant costs and saves", "", *_headline(result),
+             *(line for text in withheld(result) for line in (plain(text), "")), *_reproduce(result),
              *table("variant", named, columns[:leading]),
              "The first variant is the reference. Below a variant's name are its file's size and its method, "
              "below a value its interval: a 95% bootstrap over windows for quality, the range of the timed "

@@ -16,6 +16,7 @@ from quantkit.evaluate.metric_table import MetricInfo
 from quantkit.evaluate.paired import DISTANCES, PairedDifference, differences
 from quantkit.evaluate.result import EvalResult, ModelResult
 from quantkit.evaluate.variants import short_names
+from quantkit.report import quality_grids
 from quantkit.report.base import Reporter, head, megabytes, number, shown
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ def _test(pair: PairedDifference, result: EvalResult) -> str:
         unit = " pp" if share else f" {info.unit}".rstrip()
     p = "" if pair.p is None else f"{number(pair.p, 2)} ({pair.test})"
     cells = (_plain(info.title), number(ends[0]) + unit, f"{number(ends[1])} to {number(ends[2])}", p,
-             _VERDICTS[pair.verdict])
+             quality_grids.worse(pair) or _VERDICTS[pair.verdict])
     return f"| {' | '.join(cells)} |"
 
 

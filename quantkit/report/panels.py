@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 RADIUS = 4.2
 """Of a mark, in points."""
 _LABEL, _LETTERS = 8.0, 30
+_BAR_POINTS = 21
+"""Of a range's bar, for labels to keep away from."""
 
 
 def frontier_panel(axes: Axes, frontier: Frontier, looks: Sequence[VariantLook]) -> None:
@@ -46,16 +48,20 @@ def frontier_panel(axes: Axes, frontier: Frontier, looks: Sequence[VariantLook])
     axes.plot([point.cost.value for point in line], [floor.at_least(point.quality.value) for point in line],
               drawstyle="steps-pre" if frontier.higher else "steps-post", color=INK, lw=1.2, alpha=0.75,
               zorder=2)
-    axes.annotate("better ↘" if frontier.higher else "↙ better", (1, 1), (0, 5), xycoords="axes fraction",
+    axes.annotate("better ↘" if frontier.higher else "↙ better", (1, 1), (-8, 5), xycoords="axes fraction",
                   textcoords="offset points", ha="right", size=8, color=SOFT)
+    bars: list[tuple[float, float]] = []
     for point, x, y in zip(points, xs, ys):
         look = looks[point.index]
         errors: dict[str, Any] = {"xerr": _error(x, point.cost.low, point.cost.high)}
+        bars += [(_between(point.cost.low, point.cost.high, step), y) for step in range(_BAR_POINTS)]
         if point.quality.value >= floor.value:
-            errors["yerr"] = _error(y, floor.at_least(point.quality.low), point.quality.high)
+            low, high = floor.at_least(point.quality.low), point.quality.high
+            errors["yerr"] = _error(y, low, high)
+            bars += [(x, _between(low, high, step)) for step in range(_BAR_POINTS)]
         _mark(axes, x, y, look, point.dominated, errors)
     _name(axes, xs, ys, [looks[point.index].name for point in points],
-          [point.dominated for point in points], _stair(frontier, axes.get_xlim()))
+          [point.dominated for point in points], [*_stair(frontier, axes.get_xlim()), *bars])
 
 
 def metric_panel(axes: Axes, result: EvalResult, key: str, info: MetricInfo,
@@ -70,9 +76,9 @@ def metric_panel(axes: Axes, result: EvalResult, key: str, info: MetricInfo,
     xs, ys, names = [], [], []
     for row, look in zip(result.rows, looks):
         interval = row.metrics.get(key)
-        if interval is None or row.file_bytes is None or not finite(interval):
+        if interval is None or row.memory_bytes is None or not finite(interval):
             continue
-        x, y = (row.file_bytes + (row.kv_bytes or 0)) / 1e9, factor * interval.value
+        x, y = row.memory_bytes / 1e9, factor * interval.value
         _mark(axes, x, y, look, False, {"yerr": _error(y, factor * interval.low, factor * interval.high)})
         xs.append(x)
         ys.append(y)
@@ -131,6 +137,10 @@ def _plain(value: float) -> str:
     if not 1e-6 <= value < 1e5:
         return f"{value:.0e}"
     return f"{value:.6f}".rstrip("0").rstrip(".")
+
+
+def _between(low: float, high: float, step: int) -> float:
+    return low + (high - low) * step / (_BAR_POINTS - 1)
 
 
 def _error(value: float, low: float, high: float) -> list[list[float]]:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from quantkit.evaluate.effect import effect_of, effect_of_row
 from quantkit.evaluate.keys import PER_ITEM, TAILS
 from quantkit.evaluate.metric_table import MetricInfo
 from quantkit.evaluate.metrics import KL, PERPLEXITY, TOP1
 from quantkit.evaluate.paired import PairedDifference
 from quantkit.evaluate.result import EvalResult, ModelResult
-from quantkit.report.base import head, kilobytes, megabytes, number, short_names, shown, tasks_of
+from quantkit.report.base import head, kilobytes, megabytes, number, short_names, shown, tasks_of, text_name
 from quantkit.report.frontier import dominated_rows
 from quantkit.report.grid import TextGrid, pair
 
 _TAIL_INFOS = {"kl_median": MetricInfo("KL median", "nats", "lower"),
                "kl_p99": MetricInfo("KL 99%", "nats", "lower"),
                "kl_p999": MetricInfo("KL 99.9%", "nats", "lower"), "flips": MetricInfo("flips", "%", "lower")}
-_VARIANT_KEYS = (KL.name, *TAILS, TOP1.name, PERPLEXITY.name, "word_perplexity", "decode_tok_s",
-                 "prefill_tok_s")
+_LEADING_KEYS = ("decode_tok_s", TOP1.name, KL.name)
+_VARIANT_KEYS = (PERPLEXITY.name, "prefill_tok_s", *TAILS, "word_perplexity")
 _TEXT_KEYS = (KL.name, "kl_p99", "flips", PERPLEXITY.name)
 
 
@@ -25,19 +26,29 @@ def info_of(result: EvalResult, key: str) -> MetricInfo:
 
 
 def variants(result: EvalResult) -> TextGrid:
-    """A row a variant with everything about quality, size and speed; plugins' metrics at the end."""
+    """A row a variant: first size, speed, the likeliest token, KL and what it means; then all else."""
     others = [key for key, info in result.measured.items()
-              if key not in _VARIANT_KEYS and info.per != PER_ITEM and info.in_tables]
+              if key not in (*_LEADING_KEYS, *_VARIANT_KEYS) and info.per != PER_ITEM and info.in_tables]
     keys = [key for key in (*_VARIANT_KEYS, *others) if any(key in row.metrics for row in result.rows)]
-    heads = ("variant", *(_head(info_of(result, key)) for key in keys), "weights\nMB or GB", "bits\na weight",
-             "KV\na token", "KV cache", "peak\nmemory", "run by")
-    rows = tuple((pair(name, row.method),
+    heads = ("variant", "size", "decode\ntok/s", "same token", "KL\nnats", "cost",
+             *(_head(info_of(result, key)) for key in keys), "bits\na weight", "KV\na token", "KV cache",
+             "peak\nmemory", "run by")
+    rows = tuple((pair(name, row.method), _size(row),
+                  *(pair(*shown(row.metrics.get(key), info_of(result, key))) for key in _LEADING_KEYS),
+                  (effect_of_row(row) or "–") if index else "reference",
                   *(pair(*shown(row.metrics.get(key), info_of(result, key))) for key in keys),
-                  megabytes(row.file_bytes) if row.file_bytes else "–", number(row.bits_per_weight),
-                  kilobytes(row.kv_bytes_per_token), megabytes(row.kv_bytes), megabytes(row.peak_bytes),
-                  row.tool or "–")
-                 for name, row in zip(short_names(result.rows), result.rows))
+                  number(row.bits_per_weight), kilobytes(row.kv_bytes_per_token), megabytes(row.kv_bytes),
+                  megabytes(row.peak_bytes), row.tool or "–")
+                 for index, (name, row) in enumerate(zip(short_names(result.rows), result.rows)))
     return TextGrid("All variants", heads, rows, (), dominated_rows(result)).filled
+
+
+def _size(row: ModelResult) -> str:
+    """The file's bytes, and below them those of the weights in memory if they are clearly another number."""
+    if not row.file_bytes:
+        return "–"
+    apart = row.weight_bytes is not None and not 0.87 < row.weight_bytes / row.file_bytes < 1.15
+    return pair(megabytes(row.file_bytes), f"{megabytes(row.weight_bytes)} in memory" if apart else "")
 
 
 def tails(result: EvalResult) -> TextGrid | None:
@@ -62,8 +73,8 @@ def texts(result: EvalResult) -> list[TextGrid]:
         info = info_of(result, key)
         rows = tuple((name, *(pair(*shown(row.texts.get(text, {}).get(key), info)) for text in names))
                      for name, row in zip(short_names(result.rows), result.rows))
-        grids.append(TextGrid(", ".join(filter(None, head(info))), ("variant", *names), rows, (),
-                              dominated_rows(result)))
+        grids.append(TextGrid(", ".join(filter(None, head(info))), ("variant", *map(text_name, names)), rows,
+                              (), dominated_rows(result)))
     return grids
 
 
@@ -85,18 +96,26 @@ def differences(result: EvalResult, tasks: bool = True) -> TextGrid | None:
                             if tasks or test.metric not in tasks_of(result))
     if not columns:
         return None
+    columns = dict.fromkeys(sorted(columns, key=lambda column: bool(column[1])))  # all texts together first
     heads: dict[tuple[str, str], str] = {}
     for row in result.rows:
         for test in row.differences:
-            heads[test.metric, test.text] = pair(metric_name(result, test), f"{test.test}, {test.items} pairs"
-                                                 if test.test and test.items else test.test)
+            heads[test.metric, test.text] = pair(metric_name(result, test),
+                                                 f"{test.items} pairs" if test.items else "")
     rows = []
     for name, row in zip(short_names(result.rows), result.rows):
         tests = {(test.metric, test.text): test for test in row.differences}
         if tests:
             rows.append((name, *(_tested(result, tests.get(column)) for column in columns)))
+    kinds: dict[str, list[str]] = {}
+    for row in result.rows:
+        for test in row.differences:
+            named = kinds.setdefault(test.test, [])
+            if test.test and (name := info_of(result, test.metric).title) not in named:
+                named.append(name)
+    notes = tuple(f"p of {', '.join(names)}: {test}" for test, names in kinds.items() if names)
     return TextGrid("Against the reference, in pairs", ("variant", *(heads[column] for column in columns)),
-                    tuple(rows))
+                    tuple(rows), notes)
 
 
 def _tested(result: EvalResult, test: PairedDifference | None) -> str:
@@ -111,13 +130,18 @@ def _tested(result: EvalResult, test: PairedDifference | None) -> str:
 def metric_name(result: EvalResult, test: PairedDifference) -> str:
     """The metric's title, and the text that it is of."""
     title = info_of(result, test.metric).title
-    return f"{title} on {test.text}" if test.text else title
+    return f"{title} on {text_name(test.text)}" if test.text else title
+
+
+def worse(test: PairedDifference) -> str | None:
+    """How much worse, in a word, if the test says worse and the metric has words: beyond doubt isn't much."""
+    return effect_of(test.metric, test.low, test.high) if test.verdict == "worse" else None
 
 
 def verdict(result: EvalResult, test: PairedDifference) -> str:
-    """What may be said: ``worse``, ``indistinguishable within 2%``."""
+    """What may be said: ``small``, ``worse``, ``indistinguishable within 2%``."""
     if test.verdict != "indistinguishable":
-        return test.verdict
+        return worse(test) or test.verdict
     info = info_of(result, test.metric)
     if test.epsilon is None:
         return "indistinguishable"

@@ -74,7 +74,7 @@ def gaps(result: EvalResult) -> TextGrid | None:
     rows = tuple((name, *(number(sweep.gap_ms.get(key)) for key in keys), number(sweep.load_s))
                  for name, sweep in sweeps(result))
     heads = ("variant", *(f"gap {key}\nms" for key in keys), "load\ns")
-    grid = TextGrid("Gaps between tokens", heads, rows).filled
+    grid = TextGrid("Gaps between tokens" if keys else "Time to load", heads, rows).filled
     return grid if len(grid.heads) > 1 else None
 
 

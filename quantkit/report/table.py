@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from quantkit.evaluate.effect import effect_of_row
 from quantkit.evaluate.keys import EXACT
 from quantkit.evaluate.metric_table import MetricInfo
 from quantkit.evaluate.result import EvalResult
@@ -21,6 +22,7 @@ from quantkit.report.base import (
     shown,
     spread,
     tasks_of,
+    withheld,
 )
 from quantkit.report.grid import TextGrid
 from quantkit.report.headline import headline
@@ -55,6 +57,7 @@ class _Column:
 def render(result: EvalResult) -> str:
     """The headline and the command, the table, and how it was made below."""
     out = [line for text in headline(result) for line in fold(safe(text))]
+    out += [line for text in withheld(result) for line in fold(safe(text))]
     out += _command(result) + ([""] if out or result.command else [])
     beside, below = _fitting(result)
     total = sum(column.width for column in beside)
@@ -62,7 +65,8 @@ def render(result: EvalResult) -> str:
     total += gap * (len(beside) - 1)
     out += _lines([column.head for column in beside], beside, gap)
     for index, (name, row) in enumerate(zip(short_names(result.rows), result.rows)):
-        out += [_rule(name, row.method, total),
+        effect = effect_of_row(row) if index else None
+        out += [_rule(name, f"cost {effect}, {row.method}" if effect else row.method, total),
                 *_lines([column.cells[index] for column in beside], beside, gap)]
     out.append("")
     out += _grids(result)

@@ -85,7 +85,7 @@ class AheadDecoder:
                 failed = error
         if pending is not None:
             self._collect(pending)
-        requests = [request for request in requests if not request.done]
+        requests = [request for request in requests if not (request.done or request.cancelled)]
         try:
             if failed is not None:
                 raise failed

@@ -126,7 +126,7 @@ class Engine:
                echo: bool = False, constraint: TokenConstraint | None = None,
                keep_special: frozenset[int] = frozenset(), kv: KVSpec | KVCacheManager | None = None,
                priority: int = 0, pooling: Pooling | None = None, label: RequestLabel | None = None,
-               on_token: Callable[[TokenInfo], None] | None = None,
+               cache_salt: bytes = b"", on_token: Callable[[TokenInfo], None] | None = None,
                on_done: Callable[[Request], None] | None = None,
                on_error: Callable[[BaseException], None] | None = None) -> Request:
         """Queue a request.
@@ -143,6 +143,7 @@ class Engine:
             priority: requests with a lower one go first, and give up their pages last.
             pooling: compute the prompt's embedding, and no token.
             label: names it in the trace; by default its number does.
+            cache_salt: only requests with the same salt share prefixes; see :func:`block_names`.
             on_token, on_done, on_error: called on the stepping thread; they must return at once. Without
                 ``on_error`` an error is raised at the end of :meth:`step`, or printed by the thread.
 
@@ -154,7 +155,7 @@ class Engine:
         """
         check_request(self.loaded, prompt, sampling)
         request = Request(next(self._numbers), self.loaded, prompt, sampling, logprobs, echo, pooling,
-                          priority, on_token, on_done, on_error, constraint, keep_special, label)
+                          priority, on_token, on_done, on_error, constraint, keep_special, label, cache_salt)
         self._settings.use(request, kv)
         try:
             request.kv.check(request.max_length)
@@ -331,12 +332,10 @@ class Engine:
             if (id(request) in prompts and request.deferred is None
                     and request.computed_tokens >= request.length):
                 prompts.discard(id(request))
+                self._scheduler.start_decoding(request)
                 if request.pool is not None:
                     request.result.embedding = request.pool.result()
-                    self._scheduler.start_decoding(request)
                     self._heard(functools.partial(request.finish, "stop"))
-                else:
-                    self._scheduler.start_decoding(request)
         for part in output.logits:
             if part.batch is None:
                 for request, token, row in zip(part.requests, next_tokens(part.requests, part.logits),

@@ -278,10 +278,11 @@ class KVCacheManager:
         return request.block_names
 
     def _salt(self, request: Request) -> bytes:
-        """Keys of a text whose rotation is for long ones differ."""
+        """What its blocks' names depend on beside its tokens. Keys of a text whose rotation is for long ones
+        differ, and who has another salt shares nothing."""
         rope = self._rope
-        return b"long" if rope.kind == "longrope" and request.max_length > (
-            rope.original_max_positions) else b""
+        long = rope.kind == "longrope" and request.max_length > rope.original_max_positions
+        return (b"long" if long else b"") + request.cache_salt
 
     def _add(self, request: Request, match: PrefixMatch | None) -> int:
         """Begin a sequence for a request, with what was found for it."""

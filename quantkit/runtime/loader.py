@@ -34,7 +34,7 @@ from quantkit.runtime.cpu.malloc import trim_heap
 from quantkit.runtime.cpu.model import CpuModel
 from quantkit.runtime.gpu import memory
 from quantkit.runtime.gpu.model import GpuModel
-from quantkit.sources.base import ModelSource
+from quantkit.sources.base import ModelSource, file_bytes, quantized_types, stored_tensors
 from quantkit.spec import KVSpec
 from quantkit.text.tokenizer import Tokenizer
 
@@ -65,9 +65,9 @@ class LoadedModel:
         config: its shape.
         tokenizer: text ⇄ ids.
         uri: what was loaded.
-        label: ``bf16``, or how it was quantized: ``gptq int4 g64 sym``.
+        label: ``bf16``, of a GGUF file ``Q4_K, Q6_K as bf16``; or how it was quantized: ``gptq int4 g64``.
         manifest: of a checkpoint made by quantkit, else ``None``.
-        file_bytes: bytes of all weights as they are stored (for a source: in the dtype that it yields).
+        file_bytes: bytes of the weight files; of a source without files, of its tensors.
         bits_per_weight: stored bits of the Linears over their parameters. The embedding, tied or not, and
             norms don't count.
         weight_bytes: bytes of all weights in memory before kernels repack them; mapped pages of a file count.
@@ -160,8 +160,9 @@ def _beside_check(checkpoint: Checkpoint, build: Callable[[], LoadedModel]) -> L
 
 
 def label_of(rows: Sequence[LayerRow]) -> str:
-    """``gptq int4 g64 sym``; several kinds are joined by commas."""
-    kinds = dict.fromkeys(f"{row.method} {row.spec.label()}" for row in rows if row.method and row.spec)
+    """``gptq int4 g64 sym``, ``nf4 b64``; several kinds are joined by commas."""
+    kinds = dict.fromkeys(f"{row.method} {row.spec.label().removeprefix(f'{row.method} ')}"
+                          for row in rows if row.method and row.spec)
     return ", ".join(kinds) or "unquantized"
 
 
@@ -183,12 +184,14 @@ def _source(source: ModelSource, uri: str, dtype: str, device: torch.device, loa
     config, kind = checked.config, checked.dtype
     on_tokenizer(checked.tokenizer)
     model, reason = build_model(config, source, infos.__contains__, kind, {}, device, uri, loading)
-    slots = [infos[f"{slot.name}.weight"] for slot in linear_slots(config)]
-    bits = 8 * sum(i.nbytes for i in slots) / sum(math.prod(i.shape) for i in slots)
-    stored = {i.dtype for i in slots}
-    label = SHORT.get(stored.pop(), "mixed") if len(stored) == 1 else "mixed"
-    return LoadedModel(model, config, checked.tokenizer, uri, label, None,
-                       sum(i.nbytes for i in infos.values()), bits,
+    names = [f"{slot.name}.weight" for slot in linear_slots(config)]
+    stored, weights = stored_tensors(source), sum(math.prod(infos[name].shape) for name in names)
+    bits = 8 * sum(stored[name].nbytes for name in names) / weights
+    dtypes = {infos[name].dtype for name in names}
+    label = SHORT.get(dtypes.pop(), "mixed") if len(dtypes) == 1 else "mixed"
+    if types := quantized_types(source):
+        label = f"{', '.join(types)} as {label}"
+    return LoadedModel(model, config, checked.tokenizer, uri, label, None, file_bytes(source), bits,
                        kind.itemsize * sum(map(math.prod, tensor_shapes(config).values())), reason)
 
 

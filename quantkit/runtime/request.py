@@ -113,6 +113,7 @@ class Request:
         constraint: which tokens the answer may have, and when it is complete; this request's own.
         keep_special: special tokens whose text belongs to the answer's, such as those that begin a tool call.
         label: names it in the engine's trace.
+        cache_salt: only requests with the same salt share prefixes.
 
     Attributes:
         id: its number within the engine.
@@ -144,7 +145,8 @@ class Request:
                  on_done: Callable[[Request], None] | None = None,
                  on_error: Callable[[BaseException], None] | None = None,
                  constraint: TokenConstraint | None = None,
-                 keep_special: frozenset[int] = frozenset(), label: RequestLabel | None = None) -> None:
+                 keep_special: frozenset[int] = frozenset(), label: RequestLabel | None = None,
+                 cache_salt: bytes = b"") -> None:
         self.id, self.prompt, self.sampling = number, list(prompt), sampling
         self.result = Completion(len(self.prompt), prompt_logprobs=[] if echo else None)
         self.status, self.cancelled = Status.WAITING, False
@@ -157,6 +159,7 @@ class Request:
         self.deferred: Generator[int, None, None] | None = None
         self.last_logits: torch.Tensor | None = None
         self.block_names: list[bytes] = []
+        self.cache_salt = cache_salt
         self.arrived_at, self.admitted_at = time.perf_counter(), 0.0
         self.label, self.traced = label or RequestLabel(f"request {number}"), TracedState(self.arrived_at)
         self._logprobs = logprobs

@@ -172,8 +172,8 @@ class Sampler:
 
 def not_finite() -> QuantkitError:
     """There is no token to choose."""
-    return QuantkitError("the model's output is not finite", next="quantkit verify DIR, or --dtype float32",
-                         why="its weights are damaged, or its activations outgrow its dtype")
+    return QuantkitError("the model's output is not finite", next="--dtype float32",
+                         why="its weights are finite: activations outgrow the dtype that it runs in")
 
 
 def sample_tokens(logits: torch.Tensor, samplers: Sequence[Sampler],

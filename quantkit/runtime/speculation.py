@@ -154,6 +154,7 @@ class Speculator:
         parts = part.logits.split([1 + len(draft) for draft in part.drafts])
         for request, draft, logits, place in zip(part.requests, part.drafts, parts, places, strict=True):
             right = judged = 0
+            ended = False
             for row, drafted in zip(logits, [*draft, None]):
                 (token,) = next_tokens([request], row[None])
                 right, judged = right + (token == drafted), judged + (drafted is not None)
@@ -161,11 +162,12 @@ class Speculator:
                 request.result.accepted_tokens += token == drafted
                 request.result.drafted_tokens += drafted is not None
                 append(request, token, row)
-                if request.done or token != drafted:
+                ended = request.done or request.cancelled  # its listener may want no more
+                if ended or token != drafted:
                     break
             if not draft:
                 continue
-            if not request.done:
+            if not ended:
                 request.result.drafted_tokens += len(draft) - judged
                 judged = len(draft)
             self._checked(request, judged, right)

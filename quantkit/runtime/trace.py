@@ -26,10 +26,12 @@ class RequestLabel(NamedTuple):
     Attributes:
         id: what a client knows it by.
         choice: which of several choices with this id; ``None``: there is one.
+        tenant: whose request it is, where a server tells its clients apart.
     """
 
     id: str
     choice: int | None = None
+    tenant: bytes = b""
 
 
 class RequestSpan(NamedTuple):

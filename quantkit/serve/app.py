@@ -68,13 +68,13 @@ class Application:
 
 
 def create_app(models: Sequence[ServedEngine], *, loopback: bool = True, hosts: Collection[str] = (),
-               key: str | None = None, on_error: OnError | None = None,
+               keys: Collection[str] = (), on_error: OnError | None = None,
                on_ignored: Callable[[str], None] | None = None) -> Application:
     """The application over started engines.
 
     Args:
         models: what is served, each with an engine of its own and another name.
-        loopback, hosts, key: who may come in; see :class:`quantkit.serve.guard.GuardMiddleware`.
+        loopback, hosts, keys: who may come in; see :class:`quantkit.serve.guard.GuardMiddleware`.
         on_error: told about errors that are nobody's request's fault.
         on_ignored: told what is ignored in requests: a line for each kind of it and each client.
 
@@ -91,15 +91,15 @@ def create_app(models: Sequence[ServedEngine], *, loopback: bool = True, hosts: 
     install(api, on_error)
     for model in served:
         model.prepare()  # the first request then waits for its own answer only
-    guard = GuardMiddleware(api, loopback=loopback, hosts=hosts, key=key, on_error=on_error)
+    guard = GuardMiddleware(api, loopback=loopback, hosts=hosts, keys=keys, on_error=on_error)
     metrics = Metrics([(model.name, model.engine) for model in served])
     responder = Responder(served, metrics, on_error)
     application = Application(api, guard, refuse_more=responder.refuse_more, close=served.close)
-    locked = () if key is None else (401,)
+    locked = (401,) if keys else ()
     add_generation(api, responder, locked)
     add_tokens(api, responder, locked)
     add_state(api, served, metrics, Timeline(served), lambda: application.draining, locked)
-    describe(api, served, key=key is not None)
+    describe(api, served, key=bool(keys))
     html, policy = page()
 
     @api.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)  # agents ask whether it is there

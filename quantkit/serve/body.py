@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -58,7 +59,16 @@ class BodyRoute(APIRoute):
 
 
 def check_structure(body: bytes) -> None:
-    """Raises ApiError: the body has more lists and objects than anybody needs."""
+    """Raises ApiError: the body isn't UTF-8, or has more lists and objects than anybody needs."""
+    # a JSON parser would recognize UTF-16 and UTF-32 by itself, in which no bracket is counted here
+    if (encoding := json.detect_encoding(body)) != "utf-8":
+        mark = encoding == "utf-8-sig"
+        raise ApiError(400, "the body begins with a byte order mark; leave it out" if mark else
+                       f"the body is {encoding.upper()[:6]}; send it as UTF-8", code="invalid_json")
+    try:
+        body.decode()
+    except UnicodeDecodeError:
+        raise ApiError(400, "the body is not UTF-8", code="invalid_json") from None
     if _brackets(body) > MAX_CONTAINERS and (count := _brackets(_without_texts(body))) > MAX_CONTAINERS:
         raise ApiError(400, f"the body has {count} lists and objects; at most {MAX_CONTAINERS} are read",
                        code="invalid_json")

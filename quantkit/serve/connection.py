@@ -9,6 +9,7 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from quantkit.serve.errors import ApiError
+from quantkit.serve.framing import MAX_HEAD, FramingError, RequestReader
 
 REQUEST_SECONDS = 20.0
 """From the connection's beginning, or the end of the last answer, until a request's headers are complete."""
@@ -29,6 +30,11 @@ class Connection(H11Protocol):
 
     _waiting: asyncio.TimerHandle | None = None
     _writing: asyncio.TimerHandle | None = None
+    _refused = False
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.conn: RequestReader = RequestReader()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Wait for a request."""
@@ -40,6 +46,11 @@ class Connection(H11Protocol):
         self._stop_waiting()
         self.resume_writing()
         super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Read what came, or drop it behind a request that was refused."""
+        if not self._refused:
+            super().data_received(data)
 
     def handle_events(self) -> None:
         """Read what came; with a request's headers the wait for it ends."""
@@ -67,8 +78,12 @@ class Connection(H11Protocol):
             self._writing = None
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what isn't HTTP."""
-        self._refuse(ApiError(400, "the request is not valid HTTP", code="invalid_http"))
+        """Refuse what isn't HTTP, or isn't read."""
+        error = self.conn.error
+        status = 400 if error is None else error.error_status_hint
+        why = str(error) if isinstance(error, FramingError) else _REASONS.get(
+            status, "the request is not valid HTTP")
+        self._refuse(ApiError(status, why, code="invalid_http"))
 
     def timeout_keep_alive_handler(self) -> None:
         """End a connection without a request."""
@@ -108,9 +123,24 @@ class Connection(H11Protocol):
                                        h11.Data(data=bytes(answer.body)), h11.EndOfMessage())
             for event in events:
                 self.transport.write(self.conn.send(event) or b"")
-        self.transport.close()
+        self._refused = True
+        self._stop_waiting()
+        if self.cycle is not None and not self.cycle.response_complete:  # nobody hears its answer
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if self.transport.can_write_eof() and not self.transport.is_closing():
+            # closing at once, while the client sends, would reset the connection before the answer is read
+            self.transport.write_eof()
+            self.flow.resume_reading()
+        else:
+            self.transport.close()
         self._linger()
 
     def _linger(self) -> None:
         # closing waits until everything is written, which a client that doesn't read can put off for ever
         self.loop.call_later(LINGER_SECONDS, self.transport.abort)
+
+
+_REASONS = {431: f"the headers are larger than {MAX_HEAD} bytes",
+            501: "a body comes as it is or in chunks; no other Transfer-Encoding is supported"}
+"""Why h11 refused a request, by the status that it suggests."""

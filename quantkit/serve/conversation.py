@@ -40,6 +40,7 @@ class Conversation:
         thinking: what is said of the model's reasoning.
         kv, priority: how the KV cache is kept, and whose turn it is first; see ``Engine.submit``.
         param, limit_param: the parameters that the messages and ``max_tokens`` come from.
+        cache_salt: keeps its prefixes apart; see :func:`~quantkit.serve.work.prefix_salt`.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -56,6 +57,7 @@ class Conversation:
     param: str = "messages"
     limit_param: str = "max_tokens"
     thinking: tuple[ThinkingHint, ...] = ()
+    cache_salt: str | None = None
 
 
 def choice_sampling(sampling: Sampling, max_tokens: int, choice: int) -> Sampling:

@@ -10,12 +10,14 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+import hashlib
 import hmac
 import ipaddress
 import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quantkit.serve.errors import RETRY_AFTER, ApiError, api_error
@@ -25,6 +27,8 @@ BODY_SECONDS = 60.0
 """Within which a body must have come."""
 LAST_BODY = 1.0
 """The same, once the server is about to end."""
+TENANT = "quantkit.tenant"
+"""Key of a scope for whose request it is: a digest of its API key, where clients need one."""
 OPEN = frozenset({"/health"})
 """Paths that need no key."""
 HEADERS = ((b"x-content-type-options", b"nosniff"), (b"referrer-policy", b"no-referrer"),
@@ -40,8 +44,9 @@ class GuardMiddleware:
             one is foreign. Otherwise addresses are fine (a rebound name is never an address), names
             must be listed.
         hosts: further names that are ours.
-        key: what every path but :data:`OPEN` needs: as bearer token, in ``x-api-key``, or as password of
-            basic authentication, which is what a browser can do.
+        keys: of which every path but :data:`OPEN` needs one: as bearer token, in ``x-api-key``, or as
+            password of basic authentication, which is what a browser can do. Clients with different keys
+            share no prefix, and none sees another's requests in the trace.
         on_error: told about an exception that nobody handled.
 
     Attributes:
@@ -49,10 +54,10 @@ class GuardMiddleware:
     """
 
     def __init__(self, app: ASGIApp, *, loopback: bool = True, hosts: Collection[str] = (),
-                 key: str | None = None, on_error: Callable[[BaseException], None] | None = None) -> None:
+                 keys: Collection[str] = (), on_error: Callable[[BaseException], None] | None = None) -> None:
         self._app, self._loopback, self._on_error = app, loopback, on_error
         self._hosts = {_listed(name) for name in hosts} | {"localhost"}
-        self._key = None if key is None else key.encode()
+        self._tenants = {key.encode(): hashlib.sha256(b"tenant:" + key.encode()).digest() for key in keys}
         self.active = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -123,10 +128,14 @@ class GuardMiddleware:
         origin = headers.get(b"origin")
         if origin is not None and not _same_origin(origin.decode("latin-1"), host):
             raise ApiError(403, "requests from other origins are refused", code="forbidden_origin")
-        if self._key is not None and scope["path"] not in OPEN and not self._knows(headers):
+        if self._tenants and scope["path"] not in OPEN:
+            scope[TENANT] = self._tenant(headers)
+        if scope.get(TENANT, b"") is None:
             scheme = "Basic" if scope["path"] == "/" else "Bearer"
             raise ApiError(401, "the API key is missing or wrong: send Authorization: Bearer KEY",
                            code="invalid_api_key", headers={"WWW-Authenticate": f'{scheme} realm="quantkit"'})
+        if sum(name == b"content-type" for name, _ in scope["headers"]) > 1:
+            raise ApiError(400, "the header Content-Type comes twice", code="invalid_http")
 
     def _ours(self, host: Authority | None) -> bool:
         if host is None:
@@ -135,8 +144,8 @@ class GuardMiddleware:
             return host.name in self._hosts
         return host.address.is_loopback or not self._loopback or host.name in self._hosts
 
-    def _knows(self, headers: dict[bytes, bytes]) -> bool:
-        assert self._key is not None
+    def _tenant(self, headers: dict[bytes, bytes]) -> bytes | None:
+        """Whose key it is; ``None``: nobody's."""
         scheme, _, credentials = headers.get(b"authorization", b"").partition(b" ")
         credentials = credentials.strip()
         if not scheme and b"x-api-key" in headers:  # as Anthropic's clients send it
@@ -145,10 +154,14 @@ class GuardMiddleware:
             try:
                 credentials = base64.b64decode(credentials, validate=True).partition(b":")[2]
             except binascii.Error:
-                return False
+                return None
         elif scheme.lower() != b"bearer":
-            return False
-        return hmac.compare_digest(credentials, self._key)
+            return None
+        found = None
+        for key, tenant in self._tenants.items():  # all of them, whichever it is
+            if hmac.compare_digest(credentials, key):
+                found = tenant
+        return found
 
 
 class _Measured:
@@ -190,16 +203,21 @@ class _Measured:
             self._waiting.reschedule(self._until)
 
 
+def tenant(request: Request) -> bytes:
+    """Whose request it is; nothing where clients need no key."""
+    return bytes(request.scope.get(TENANT, b""))
+
+
 def _too_large() -> ApiError:
     return ApiError(413, f"the body is larger than {MAX_BODY} bytes", code="body_too_large")
 
 
 def _headers(scope: Scope) -> dict[bytes, bytes]:
     """Headers by name. The values of a header that comes twice are joined, so that neither is trusted."""
-    headers: dict[bytes, bytes] = {}
+    values: dict[bytes, list[bytes]] = {}
     for name, value in scope["headers"]:
-        headers[name] = f"{headers[name]!r},{value!r}".encode() if name in headers else value
-    return headers
+        values.setdefault(name, []).append(value)
+    return {name: b", ".join(parts) for name, parts in values.items()}
 
 
 @dataclass(frozen=True)

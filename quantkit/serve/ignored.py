@@ -8,7 +8,7 @@ refuses them.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -98,10 +98,10 @@ def leave_out(param: str, reason: str) -> None:
     ignored.other(f"{param} ({reason})")
 
 
-def header(names: list[str]) -> str:
+def header(names: Sequence[str]) -> str:
     """The header's value: printable ASCII of a bounded length."""
     value = ""
-    for number, name in enumerate(names):
+    for number, name in enumerate(_UNPRINTABLE.sub("?", name) for name in names):
         more = f" and {len(names) - number} more"
         if len(value) + len(name) + len(more) + 2 > MAX_HEADER:
             return value + more

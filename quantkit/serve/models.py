@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 from quantkit.errors import SourceError, UsageError
@@ -14,8 +14,7 @@ from quantkit.runtime.kv_manager import KVCacheManager
 from quantkit.runtime.loader import LoadedModel
 from quantkit.serve.errors import ApiError
 from quantkit.serve.token_texts import TokenTexts
-from quantkit.structure.base import TokenConstraint
-from quantkit.structure.grammar import Compiler, Structure
+from quantkit.structure.grammar import CompiledStructure, Compiler, Structure
 from quantkit.structure.turns import TurnFormat, turn_format
 
 SchedulingPolicy = Literal["fcfs", "priority"]
@@ -35,6 +34,8 @@ class ServedEngine:
             ``priority`` go first.
         strict_requests: whether what a request asks for and the server doesn't do is refused; by default it
             is ignored and named.
+        bare_json_calls: whether a whole message that is a call as plain JSON is one, although the model's
+            template writes calls otherwise.
 
     Attributes:
         texts: of its tokens.
@@ -42,9 +43,10 @@ class ServedEngine:
     """
 
     def __init__(self, engine: Engine, loaded: LoadedModel, name: str, parse_special: bool = False,
-                 scheduling_policy: SchedulingPolicy = "fcfs", strict_requests: bool = False) -> None:
+                 scheduling_policy: SchedulingPolicy = "fcfs", strict_requests: bool = False,
+                 bare_json_calls: bool = True) -> None:
         self.engine, self.loaded, self.name, self.parse_special = engine, loaded, name, parse_special
-        self.strict_requests = strict_requests
+        self.strict_requests, self.bare_json_calls = strict_requests, bare_json_calls
         self.scheduling_policy: SchedulingPolicy = scheduling_policy
         self.texts, self.created = TokenTexts(loaded.tokenizer), int(time.time())
 
@@ -74,7 +76,7 @@ class ServedEngine:
         """Work out now what the first conversation would otherwise wait for."""
         self.loaded.tokenizer.prepare()
 
-    def compile(self, structure: Structure) -> Callable[[], TokenConstraint]:
+    def compile(self, structure: Structure) -> CompiledStructure:
         """What makes a constraint for each choice.
 
         Raises:

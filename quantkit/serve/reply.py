@@ -25,6 +25,8 @@ class Reply(ABC):
         jobs: one for each choice, in the order of their indices; they have a constraint once :meth:`compile`
             was called.
         structure: what each choice must look like.
+        widened: parts of schemas that were left out, once :meth:`compile` was called: ``tools.mail:
+            $.properties.to.pattern``.
         stream: whether it is sent as it comes.
         event_names: whether each event of a stream has its ``type`` as name.
         ends_with_done: whether ``[DONE]`` ends a stream.
@@ -34,6 +36,7 @@ class Reply(ABC):
     id: str
     jobs: Sequence[ChoiceJob]
     structure: Structure | None
+    widened: Sequence[str] = ()
     stream: bool
     event_names = False
     ends_with_done = True
@@ -45,8 +48,9 @@ class Reply(ABC):
             ApiError: the structure can't be compiled.
         """
         if self.structure is not None:
-            constraint = self.model.compile(self.structure)
-            self.jobs = [replace(job, constraint=constraint()) for job in self.jobs]
+            compiled = self.model.compile(self.structure)
+            self.widened = compiled.widened
+            self.jobs = [replace(job, constraint=compiled()) for job in self.jobs]
 
     @abstractmethod
     async def body(self, work: RequestWork) -> dict[str, Any]:
@@ -55,6 +59,10 @@ class Reply(ABC):
     @abstractmethod
     def events(self, work: RequestWork) -> AsyncIterator[dict[str, Any]]:
         """The answer as it comes: events."""
+
+    def keep_alive(self) -> dict[str, Any] | None:
+        """An event that says nothing, for clients that count events; ``None``: a comment will do."""
+        return None
 
     def error(self, error: ApiError) -> dict[str, Any]:
         """The event that tells of an error in a stream."""

@@ -9,6 +9,8 @@ from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
 from quantkit.runtime.engine import EngineClosed, EngineFull
+from quantkit.serve.guard import tenant
+from quantkit.serve.ignored import HEADER, IGNORED, header
 from quantkit.serve.metrics import Metrics
 from quantkit.serve.models import ServedEngine, ServedModels
 from quantkit.serve.openai.embeddings import EmbeddingReply
@@ -63,11 +65,17 @@ class Responder:
             return Response(status_code=499)  # nobody reads it
         self._check_open()
         work = RequestWork(model.engine, reply.jobs, self._metrics.of(model.name),
-                           labels(reply.id, len(reply.jobs)))
+                           labels(reply.id, len(reply.jobs), tenant(request)))
+        headers = {}
+        if (ignored := IGNORED.get()) is not None:
+            for part in reply.widened:
+                ignored.other(part)
+        elif reply.widened:  # a schema that isn't strict allows it on a strict server too
+            headers[HEADER] = header(reply.widened)
         if reply.stream:
-            return EventStream(reply, work, self._on_error)
+            return EventStream(reply, work, self._on_error, headers)
         try:
-            return JSONResponse(await while_there(request.receive, reply.body(work)))
+            return JSONResponse(await while_there(request.receive, reply.body(work)), headers=headers)
         except ClientDisconnected:
             return Response(status_code=499)
         finally:
@@ -86,7 +94,7 @@ class Responder:
                                  why="texts of each may have to wait", next="try again in a moment")
             self._embedding += 1
             try:
-                vectors, cached = await reply.collect(self._metrics.of(model.name))
+                vectors, cached = await reply.collect(self._metrics.of(model.name), tenant(request))
                 return await self._writing.run(lambda: reply.body(vectors, cached))
             finally:
                 self._embedding -= 1

@@ -13,6 +13,7 @@ from quantkit.serve.anthropic.answers import AnthropicEvent, MessageAnswer, Mess
 from quantkit.serve.anthropic.messages import MessagesReply, count_tokens
 from quantkit.serve.anthropic.request import CountRequest, MessagesRequest
 from quantkit.serve.errors import RETRY_AFTER, ApiError
+from quantkit.serve.guard import tenant
 from quantkit.serve.metrics import CONTENT_TYPE, Metrics
 from quantkit.serve.models import ServedModels
 from quantkit.serve.openai.answers import (
@@ -123,8 +124,8 @@ def add_state(api: FastAPI, models: ServedModels, metrics: Metrics, timeline: Ti
 
     @api.get("/trace", summary="When requests waited, were read and decoded, and the engines' steps",
              responses=responses(TraceResponse, *locked))
-    async def traced(since: Annotated[float, Query(ge=0, allow_inf_nan=False, description=(
+    async def traced(request: Request, since: Annotated[float, Query(ge=0, allow_inf_nan=False, description=(
             "Only what was recorded after this time: the ``now`` of an earlier answer."))] = 0) -> Response:
         async with tracing:  # one at a time: a long trace takes a core for a while
-            body = await asyncio.to_thread(timeline.body, since)
+            body = await asyncio.to_thread(timeline.body, since, tenant(request))
         return Response(body, media_type="application/json")

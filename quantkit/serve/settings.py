@@ -34,6 +34,10 @@ TopK = Annotated[int, Field(ge=-1, lt=2**31, description="-1 and 0: all tokens."
 Priority = Annotated[int, Field(ge=-2**31, lt=2**31, description=(
     "Lower ones come first. Only 0 without --scheduling-policy priority."))]
 
+MAX_SALT = 256
+CacheSalt = Annotated[str, Field(min_length=1, max_length=MAX_SALT, description=(
+    "Only prompts with the same salt share cached prefixes. Take a long random text.")), Unicode]
+
 
 def sampling(*, temperature: float, top_p: float, top_k: int = 0, min_p: float = 0.0,
              ignore_eos: bool = False, repetition_penalty: float = 1.0, seed: int | None = None,

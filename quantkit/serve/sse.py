@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from fastapi import Response
@@ -15,7 +16,9 @@ from quantkit.serve.reply import Reply
 from quantkit.serve.work import RequestWork
 
 T = TypeVar("T")
-DONE = b"data: [DONE]\n\n"
+DONE, COMMENT = b"data: [DONE]\n\n", b": the prompt is being read\n\n"
+QUIET_SECONDS = 15.0
+"""Time without an event after which clients are told that the answer is under way. Many give up after 300."""
 _CLOSE = (",", ":")
 
 
@@ -45,21 +48,26 @@ async def while_there(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 class EventStream(Response):
     """Server-sent events; https://html.spec.whatwg.org/multipage/server-sent-events.html.
 
-    An error after the first byte can't have a status of its own: it is sent as an event.
+    An error after the first byte can't have a status of its own: it is sent as an event. While nothing comes,
+    as when a long prompt is read, clients are kept from giving up (:meth:`Reply.keep_alive`).
 
     Args:
         reply: what is sent.
         work: where it comes from; cancelled when it is over, however it ended.
         on_error: told about an exception that isn't the client's doing.
+        headers: more of them.
     """
 
     media_type = "text/event-stream"
 
     def __init__(self, reply: Reply, work: RequestWork,
-                 on_error: Callable[[BaseException], None] | None = None) -> None:
+                 on_error: Callable[[BaseException], None] | None = None,
+                 headers: Mapping[str, str] = MappingProxyType({})) -> None:
         self.status_code, self.background = 200, None
         self._reply, self._work, self._on_error = reply, work, on_error
-        self.init_headers({"x-accel-buffering": "no"})  # a proxy that collects events defeats their purpose
+        self._quiet = True
+        # a proxy that collects events defeats their purpose
+        self.init_headers({"x-accel-buffering": "no", **headers})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send it all."""
@@ -67,14 +75,18 @@ class EventStream(Response):
 
         async def write() -> None:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            waiting = asyncio.ensure_future(self._keep_alive(send))
             try:
                 async for event in reply.events(self._work):
+                    self._quiet = False
                     await _chunk(send, _data(event, reply.event_names))
             except Exception as error:
                 known = api_error(error)
                 if known.status_code == 500 and self._on_error is not None:
                     self._on_error(error)
                 await _chunk(send, _data(reply.error(known), reply.event_names))
+            finally:
+                waiting.cancel()
             if reply.ends_with_done:
                 await _chunk(send, DONE)
             await send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -85,6 +97,15 @@ class EventStream(Response):
             pass
         finally:
             self._work.cancel()
+
+
+    async def _keep_alive(self, send: Send) -> None:
+        while True:
+            self._quiet = True
+            await asyncio.sleep(QUIET_SECONDS)
+            if self._quiet:
+                event = self._reply.keep_alive()
+                await _chunk(send, COMMENT if event is None else _data(event, self._reply.event_names))
 
 
 async def _left(receive: Receive) -> None:

@@ -94,21 +94,23 @@ class Timeline:
     def __init__(self, models: ServedModels) -> None:
         self._models, self._origin = models, time.perf_counter()
 
-    def body(self, since: float) -> bytes:
-        """The answer, with what was recorded after ``since``, seconds.
+    def body(self, since: float, tenant: bytes = b"") -> bytes:
+        """The answer, with what was recorded after ``since``, seconds, of the requests of a tenant.
 
         Each span is written by itself, because no other thread runs while ``json.dumps`` does.
         """
         until = time.perf_counter()
-        models = b",".join(self._written(model, since + self._origin, until) for model in self._models)
+        models = b",".join(self._written(model, since + self._origin, until, tenant)
+                           for model in self._models)
         return b'{"now":%s,"models":[%s]}' % (_json(until - self._origin), models)
 
-    def _written(self, model: ServedEngine, since: float, until: float) -> bytes:
+    def _written(self, model: ServedEngine, since: float, until: float, tenant: bytes) -> bytes:
         spans: list[bytes] = []
         steps: list[bytes] = []
         for span in model.engine.trace.read(since, until):
             if isinstance(span, RequestSpan):
-                spans.append(_json(self._span(span)))
+                if span.label.tenant == tenant:
+                    spans.append(_json(self._span(span)))
             else:
                 steps.append(_json(span._asdict() | self._times(span)))
         return b'{"model":%s,"stats":%s,"spans":[%s],"steps":[%s]}' % (

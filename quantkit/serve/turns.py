@@ -159,7 +159,8 @@ class NextTurn:
                              conversation.limit_param)
         kv, special = model.kv(conversation.kv), model.format.special
         self.jobs = [ChoiceJob(self.prompt, choice_sampling(conversation.sampling, limit, i),
-                               conversation.logprobs, keep_special=special, kv=kv, priority=priority)
+                               conversation.logprobs, keep_special=special, kv=kv, priority=priority,
+                               cache_salt=conversation.cache_salt)
                      for i in range(conversation.n)]
         check_fits(model.loaded, self.jobs)
 
@@ -205,7 +206,10 @@ class _Choice:
 
     def __init__(self, turns: NextTurn, number: int, work: RequestWork) -> None:
         self._number, self._work, self._asked = number, work, turns._asked
-        self._parser = parser(turns._model.format, turns._asked.tools, turns._in_reasoning)
+        structure = turns._asked.structure
+        # JSON that was asked for is an answer
+        bare = turns._model.bare_json_calls and not (structure is not None and structure.describes_text)
+        self._parser = parser(turns._model.format, turns._asked.tools, turns._in_reasoning, bare)
         self._characters = self._tokens = self._reasoning = 0
         self._called = self._closed = False
 

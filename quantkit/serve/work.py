@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
@@ -29,6 +30,7 @@ class ChoiceJob:
         logprobs: how many alternatives' log-probabilities are returned beside the chosen token's.
         score: whether the prompt's own tokens are scored too.
         constraint, keep_special, kv, priority, pooling: see ``Engine.submit``.
+        cache_salt: chosen by the client; see :func:`prefix_salt`.
     """
 
     prompt: Sequence[int]
@@ -40,6 +42,7 @@ class ChoiceJob:
     kv: KVCacheManager | None = None
     priority: int = 0
     pooling: Pooling | None = None
+    cache_salt: str | None = None
 
 
 @dataclass(frozen=True)
@@ -122,17 +125,25 @@ class RequestWork:
 
         return engine.submit(job.prompt, job.sampling, logprobs=job.logprobs, echo=job.score, kv=job.kv,
                              priority=job.priority, pooling=job.pooling, constraint=job.constraint,
-                             keep_special=job.keep_special, label=label, on_token=on_token, on_done=on_done,
-                             on_error=self._tell)
+                             keep_special=job.keep_special, label=label,
+                             cache_salt=prefix_salt(label.tenant, job.cache_salt), on_token=on_token,
+                             on_done=on_done, on_error=self._tell)
 
     def _tell(self, event: TokenEvent | BaseException) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: the server is gone
             self._loop.call_soon_threadsafe(self._events.put_nowait, event)
 
 
-def labels(answer: str, count: int) -> list[RequestLabel]:
-    """Names of an answer's choices in the engine's trace: its id, and which of ``count`` choices it is."""
-    return [RequestLabel(answer, choice if count > 1 else None) for choice in range(count)]
+def labels(answer: str, count: int, tenant: bytes = b"") -> list[RequestLabel]:
+    """Names of an answer's choices in the engine's trace: its id, which of ``count`` choices it is, and whose
+    request it answers."""
+    return [RequestLabel(answer, choice if count > 1 else None, tenant) for choice in range(count)]
+
+
+def prefix_salt(tenant: bytes, salt: str | None) -> bytes:
+    """The salt of a request's prefixes: of its API key (:data:`~quantkit.serve.guard.TENANT`) and of what the
+    client chose."""
+    return hashlib.sha256(b"salt:" + tenant + (salt or "").encode()).digest() if tenant or salt else b""
 
 
 def check_size(jobs: int, limit: int) -> None:

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import shlex
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 
 from quantkit.errors import SourceError
+from quantkit.formats.finite import all_finite
+from quantkit.units import human_bytes
+
+PLAIN = frozenset({"F64", "F32", "F16", "BF16", "float64", "float32", "float16", "bfloat16"})
+"""Types of tensors that aren't quantized, as GGUF and torch call them."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +33,14 @@ class TensorInfo:
         for size in self.shape:
             n *= size
         return n
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """How a file keeps a tensor: its type in the file's own words (``Q4_K``, ``bfloat16``), and its bytes."""
+
+    type: str
+    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -65,11 +79,12 @@ class QuantizedError(SourceError):
 class ModelSource(Protocol):
     """A model that can be read one tensor at a time; the whole of it is never in memory.
 
-    A source whose tensors are views of a file may have two methods more, which :func:`prefetch` and
-    :func:`release` call:
+    A source may have more, which the functions of this module ask for:
 
     - ``prefetch(names)``: have these tensors read while other work is done.
     - ``release()``: what was read needn't stay in memory; views of it that are still in use are read again.
+    - ``stored()``: how the file keeps each tensor, by its Hugging Face name, if not as :meth:`tensors` says.
+    - ``file_bytes``: an attribute, the bytes of all weight files.
     """
 
     uri: str
@@ -110,6 +125,17 @@ class SourceKind:
     order: int = 50
 
 
+def require_finite(tensor: torch.Tensor, name: str, path: str | Path) -> None:
+    """Raise SourceError if a floating tensor, read of ``path``, holds a value that is NaN or infinite."""
+    if not tensor.dtype.is_floating_point or tensor.dtype == torch.float8_e5m2 or all_finite(tensor):
+        return
+    values = tensor.float() if tensor.dtype.itemsize == 1 else tensor
+    bad = int((~values.isfinite()).sum())
+    raise SourceError(f"tensor {name!r} of {path} has values that are not finite",
+                      why=f"{bad} of {tensor.numel()} are NaN or infinite: the model can't answer anything",
+                      next="get the file again; if it is the same there, the model itself is broken")
+
+
 def prefetch(source: ModelSource, names: Iterable[str]) -> None:
     """Tell a source which tensors are read next, if it has a use for that."""
     if (method := getattr(source, "prefetch", None)) is not None:
@@ -126,3 +152,38 @@ def tensor_alone(source: ModelSource, name: str) -> torch.Tensor:
     """One tensor; the memory of what was read before is given back."""
     release(source)
     return source.tensor(name)
+
+
+def stored_tensors(source: ModelSource) -> Mapping[str, StoredTensor]:
+    """How the model's file keeps each tensor, by its Hugging Face name; where the source doesn't say, in the
+    dtype that it yields."""
+    method = getattr(source, "stored", None)
+    if method is not None and (stored := method()) is not None:
+        return cast("Mapping[str, StoredTensor]", stored)
+    return {name: StoredTensor(str(info.dtype).removeprefix("torch."), info.nbytes)
+            for name, info in source.tensors().items()}
+
+
+def quantized_types(source: ModelSource) -> tuple[str, ...]:
+    """The types of a file's quantized tensors, the one with the most bytes first; none if it has none."""
+    sizes: dict[str, int] = {}
+    for name, tensor in stored_tensors(source).items():
+        if tensor.type not in PLAIN and name in source.tensors() and len(source.tensors()[name].shape) > 1:
+            sizes[tensor.type] = sizes.get(tensor.type, 0) + tensor.nbytes
+    return tuple(sorted(sizes, key=lambda kind: -sizes[kind]))
+
+
+def file_bytes(source: ModelSource) -> int:
+    """Bytes of a model's weight files; of all tensors where the source has no files or doesn't say."""
+    size = getattr(source, "file_bytes", None)
+    return size if isinstance(size, int) else sum(
+        tensor.nbytes for tensor in stored_tensors(source).values())
+
+
+def warn_if_quantized(source: ModelSource) -> None:
+    """Warn that a model's file is quantized, before it is quantized once more."""
+    if types := quantized_types(source):
+        size = human_bytes(file_bytes(source))
+        warnings.warn(f"{source.uri} is quantized already ({', '.join(types)}, {size}): quantizing it again "
+                      "adds error to what that cost, and may make it larger; the unquantized model gives a "
+                      "better result", stacklevel=3)

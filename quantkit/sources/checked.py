@@ -9,7 +9,13 @@ import torch
 
 from quantkit.errors import PluginError
 from quantkit.registry import a_type
-from quantkit.sources.base import ModelSource, SourceIdentity, TensorInfo
+from quantkit.sources.base import (
+    ModelSource,
+    SourceIdentity,
+    StoredTensor,
+    TensorInfo,
+    require_finite,
+)
 from quantkit.sources.wrapper import SourceWrapper
 
 METHODS = ("config", "tensors", "tensor", "side_files", "identity", "close")
@@ -57,6 +63,7 @@ class CheckedSource(SourceWrapper):
         if info is not None and (tensor.dtype, tuple(tensor.shape)) != (info.dtype, tuple(info.shape)):
             raise PluginError(f"{self._maker}: tensor({name!r}) is {tensor.dtype} {list(tensor.shape)}",
                               why=f"tensors() announces {info.dtype} {list(info.shape)}")
+        require_finite(tensor, name, self._maker)
         return tensor
 
     def side_files(self) -> Mapping[str, bytes]:
@@ -66,6 +73,13 @@ class CheckedSource(SourceWrapper):
             isinstance(name, str) and isinstance(content, bytes) for name, content in files.items()),
             "side_files()", files, "a mapping of file names to bytes")
         return files
+
+    def stored(self) -> Mapping[str, StoredTensor] | None:
+        """The source's."""
+        stored = super().stored()
+        self._must(stored is None or all(isinstance(tensor, StoredTensor) for tensor in stored.values()),
+                   "stored()", stored, "a mapping of names to StoredTensor")
+        return stored
 
     def identity(self) -> SourceIdentity:
         """The source's."""

@@ -21,7 +21,14 @@ import torch
 
 from quantkit.errors import SourceError
 from quantkit.paths import local_path
-from quantkit.sources.base import ModelSource, SourceIdentity, SourceKind, TensorInfo
+from quantkit.sources.base import (
+    ModelSource,
+    SourceIdentity,
+    SourceKind,
+    StoredTensor,
+    TensorInfo,
+    require_finite,
+)
 from quantkit.sources.gguf_config import hf_config
 from quantkit.sources.gguf_families import BARE, EXPERT, ROPE_TABLES, TOP, family_of
 from quantkit.sources.gguf_header import GGUFTensor
@@ -55,12 +62,17 @@ class GGUFSource:
     """One GGUF file, or one of a model's and those beside it; tensors are dequantized one at a time, straight
     from a memory map.
 
+    Attributes:
+        file_bytes: of all its files, as they are.
+
     Raises:
         SourceError: malformed, of an unknown architecture, not all files of a split model, or with a
             tensor that has no place in it or no known dequantization.
     """
 
     def __init__(self, path: Path, uri: str, identity: SourceIdentity | None = None) -> None:
+        from gguf.constants import GGMLQuantizationType
+
         self.path, self.uri = path, uri
         self._identity = identity or SourceIdentity("gguf", uri)
         self._metadata, self._shards = open_shards(path)
@@ -71,6 +83,9 @@ class GGUFSource:
         self._check_types()
         self._infos = {name: TensorInfo(name, place.tensor.shape, torch.bfloat16)
                        for name, place in self._places.items()}
+        self._stored = {name: StoredTensor(GGMLQuantizationType(place.tensor.type).name, place.tensor.nbytes)
+                        for name, place in self._places.items()}
+        self.file_bytes = sum(len(shard.data) for shard in self._shards)
         shapes = {name: info.shape for name, info in self._infos.items()}
         self._config = hf_config(self._metadata, shapes, self._rope_tables(), str(path))
         self._heads = {name: heads for name, place in self._places.items()
@@ -84,11 +99,15 @@ class GGUFSource:
         """Every tensor by its Hugging Face name, as bfloat16."""
         return self._infos
 
+    def stored(self) -> Mapping[str, StoredTensor]:
+        """GGUF's type of every tensor and its bytes in the file, by its Hugging Face name."""
+        return self._stored
+
     def tensor(self, name: str) -> torch.Tensor:
         """One tensor, dequantized and rounded to bfloat16, in memory of its own.
 
         Raises:
-            SourceError: the name is unknown, or the source is closed.
+            SourceError: the name is unknown, the source is closed, or a value is NaN or infinite.
         """
         if name not in self._infos:
             raise SourceError(f"{self.path} has no tensor for {name[:120]!r}")
@@ -98,6 +117,8 @@ class GGUFSource:
         if self._family.norm_offset and name.endswith("norm.weight"):
             values = values.float() - self._family.norm_offset
         values = values.to(torch.bfloat16)
+        place = self._places[name]
+        require_finite(values, place.tensor.name, place.shard.path)
         if heads := self._heads.get(name):
             half = values.shape[0] // heads // 2
             values = values.reshape(heads, half, 2, -1).transpose(1, 2).reshape(values.shape)

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from quantkit.errors import SourceError, did_you_mean
-from quantkit.sources.gguf_metadata import HF_FOLDER, GGUFMetadata
+from quantkit.errors import SourceError
+from quantkit.sources.gguf_metadata import GGUFMetadata
 
 TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 """Tensors outside the layers, of all families: GGUF's name → Hugging Face's."""
@@ -187,17 +187,29 @@ FAMILIES = {family.model_type: family for family in (
 """By the ``model_type`` of ``config.json``. Mistral is written as ``llama``, from which it can't be told."""
 
 
+OTHER_FILES = {
+    "adapter": ("an adapter", "merge it into its model: "
+                              "llama-export-lora -m MODEL.gguf --lora ADAPTER.gguf -o MERGED.gguf"),
+    "imatrix": ("an importance matrix", "give the model's own file; recipes measure what they need"),
+    "mmproj": ("what a model of images and text reads images with", "give the file of the language model")}
+"""By ``general.type``: what else is in GGUF files."""
+
+
 def family_of(metadata: Mapping[str, Any], where: str) -> GGUFFamily:
     """The family of ``general.architecture``; one of several by whether there are experts.
 
     Raises:
-        SourceError: an unknown architecture.
+        SourceError: an unknown architecture, or a file that holds no model.
     """
+    if (kind := str(metadata.get("general.type"))) in OTHER_FILES:
+        what, remedy = OTHER_FILES[kind]
+        raise SourceError(f"{where} is {what}, not a model", why=f"its general.type is {kind}", next=remedy)
     architecture = metadata.get("general.architecture")
     known = [family for family in FAMILIES.values() if family.architecture == architecture]
     if not known:
         name = str(architecture)[:80]
         names = dict.fromkeys(family.architecture for family in FAMILIES.values())
-        raise SourceError(f"{where} holds a {name!r} model", why=did_you_mean(name, names), next=HF_FOLDER)
+        raise SourceError(f"{where} holds a {name!r} model", why=f"known: {', '.join(sorted(names))}",
+                          next="use a model of one of these architectures")
     experts = bool(metadata.get(f"{architecture}.expert_count"))
     return next((family for family in known if family.experts == experts), known[0])

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from quantkit.errors import SourceError, did_you_mean
+from quantkit.errors import SourceError
 from quantkit.sources.gguf_metadata import HF_FOLDER
 from quantkit.sources.gguf_pretokenizers import PRE_TOKENIZERS, PreTokenizer
 
@@ -23,7 +23,10 @@ PHI3 = re.compile("phi-?3", re.IGNORECASE)
 """Name of a model whose special tokens take the white space behind them, as in its ``tokenizer.json``: GGUF
 doesn't say so, and llama.cpp goes by the name too."""
 UNSTRIPPED = ("<unk>", "<s>", "<|endoftext|>")
-_UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
+_MARK, _BRACKETED = re.compile(r"<[|｜].+[|｜]>"), re.compile(r"<.+>|\[.+\]")
+"""How control tokens look: most of them, and all."""
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 
 
 def tokenizer_files(metadata: Mapping[str, Any], where: str, vocab_size: int) -> dict[str, bytes]:
@@ -54,13 +57,20 @@ def tokenizer_files(metadata: Mapping[str, Any], where: str, vocab_size: int) ->
         raise SourceError(f"{where} has a tokenizer of kind {str(model)[:80]!r}", why="known: gpt2, llama",
                           next=HF_FOLDER)
     rule = _rule(metadata, where) if model == "gpt2" else None
+    kinds = _kinds(metadata, tokens, where)
+    merges = _strings(metadata, "merges", where)
+    if rule is not None and not merges and any(
+            kind == _NORMAL and len(token) > 1 for token, kind in zip(tokens, kinds)):
+        raise SourceError(f"{where} has a BPE tokenizer without merges",
+                          why="every text would fall into single characters, unlike in the model's training",
+                          next="convert the model again, with llama.cpp of May 2024 or newer")
     try:
         signs = rule is None and not metadata.get("tokenizer.ggml.add_space_prefix", True)
-        tokens = _spaces_as_signs(metadata, tokens) if signs else tokens
-        tokenizer = _sentencepiece(metadata, tokens, where) if rule is None \
-            else _byte_level(tokens, _strings(metadata, "merges", where), rule)
-        _add_special(tokenizer, metadata, tokens, signs)
-        config, generation = _settings(metadata, tokens, rule is None or rule.bos)
+        tokens = _spaces_as_signs(kinds, tokens) if signs else tokens
+        tokenizer = _sentencepiece(metadata, tokens, kinds, where) if rule is None \
+            else _byte_level(tokens, merges, rule)
+        _add_special(tokenizer, metadata, tokens, kinds, signs)
+        config, generation = _settings(metadata, tokens, rule is None or rule.bos, where)
         _add_ends(tokenizer, config)
         text: str = tokenizer.to_str(pretty=True)
     except SourceError:
@@ -79,7 +89,7 @@ def _rule(metadata: Mapping[str, Any], where: str) -> PreTokenizer:
                       "contractions may be cut otherwise than in training", stacklevel=2)
     if not isinstance(pre, str) or pre not in PRE_TOKENIZERS:
         raise SourceError(f"{where} splits text by the rule {str(pre)[:80]!r}",
-                          why=did_you_mean(str(pre)[:80], PRE_TOKENIZERS), next=HF_FOLDER)
+                          why=f"known: {', '.join(sorted(PRE_TOKENIZERS))}", next=HF_FOLDER)
     return PRE_TOKENIZERS[pre]
 
 
@@ -89,6 +99,51 @@ def _strings(metadata: Mapping[str, Any], key: str, where: str) -> list[str]:
         raise SourceError(f"{where} has a tokenizer.ggml.{key} that is no list of strings",
                           next="use another conversion")
     return values
+
+
+def _kinds(metadata: Mapping[str, Any], tokens: list[str], where: str) -> list[int]:
+    """A type for each token. Where the file has none, they follow from the texts. A token that ends texts or
+    that the chat template writes can't be a normal one: llama.cpp overrides the type of such tokens too, by a
+    list of names. Both are warned of. Raises SourceError for a list that isn't one type a token."""
+    stored = metadata.get("tokenizer.ggml.token_type")
+    if stored is not None and (not isinstance(stored, list) or len(stored) != len(tokens)
+                               or not all(type(kind) is int for kind in stored)):
+        raise SourceError(f"{where} has no tokenizer.ggml.token_type with a number a token",
+                          next="use another conversion")
+    template = str(metadata.get("tokenizer.chat_template", ""))
+    named = [metadata.get("tokenizer.ggml.bos_token_id"), *_ends(metadata, where)]
+    unknown = metadata.get("tokenizer.ggml.unknown_token_id")
+
+    def guessed(number: int, token: str) -> int:
+        if _BYTE_TOKEN.fullmatch(token):
+            return _BYTE
+        if number == unknown:
+            return _UNKNOWN
+        mark = _MARK.fullmatch(token) and (stored is None or token in template)
+        written = stored is None and _BRACKETED.fullmatch(token) and token in template
+        role = number in named and _BRACKETED.fullmatch(token)
+        return _CONTROL if mark or written or role else _NORMAL
+
+    if stored is None:
+        kinds = [guessed(number, token) for number, token in enumerate(tokens)]
+        warnings.warn(f"{where} doesn't say which tokens are control tokens: those that look so are taken, "
+                      f"{kinds.count(_CONTROL)} of them", stacklevel=2)
+        return kinds
+    wrong = {number: token for number, (token, kind) in enumerate(zip(tokens, stored))
+             if kind == _NORMAL and guessed(number, token) == _CONTROL}
+    if wrong:
+        warnings.warn(f"{where} calls {', '.join(list(wrong.values())[:4])} plain text: taken as control "
+                      "tokens", stacklevel=2)
+    return [_CONTROL if number in wrong else kind for number, kind in enumerate(stored)]
+
+
+def _ends(metadata: Mapping[str, Any], where: str) -> list[Any]:
+    """What the file gives as ids of tokens that end an answer, the text's end first."""
+    ids = metadata.get("tokenizer.ggml.eos_token_ids") or []  # in files of a few converters
+    if not isinstance(ids, list) or not all(type(number) is int for number in ids):
+        raise SourceError(f"{where} has a tokenizer.ggml.eos_token_ids that is no list of numbers",
+                          next="use another conversion")
+    return [*(metadata.get(f"tokenizer.ggml.{role}_token_id") for role in ("eos", "eot", "eom")), *ids]
 
 
 def _byte_level(tokens: list[str], merges: list[str], rule: PreTokenizer) -> Any:
@@ -104,12 +159,13 @@ def _byte_level(tokens: list[str], merges: list[str], rule: PreTokenizer) -> Any
     return tokenizer
 
 
-def _sentencepiece(metadata: Mapping[str, Any], tokens: list[str], where: str) -> Any:
+def _sentencepiece(metadata: Mapping[str, Any], tokens: list[str], kinds: list[int], where: str) -> Any:
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     vocab = {token: i for i, token in enumerate(tokens)}
     unknown = _token(metadata, "unknown", tokens)
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=_merges(metadata, vocab, where), fuse_unk=True,
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=_merges(metadata, vocab, kinds, where),
+                                     fuse_unk=True,
                                      byte_fallback=True, unk_token=unknown))
     space = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
     tokenizer.normalizer = normalizers.Sequence(
@@ -120,17 +176,15 @@ def _sentencepiece(metadata: Mapping[str, Any], tokens: list[str], where: str) -
     return tokenizer
 
 
-def _merges(metadata: Mapping[str, Any], vocab: Mapping[str, int], where: str) -> list[tuple[str, str]]:
+def _merges(metadata: Mapping[str, Any], vocab: Mapping[str, int], kinds: list[int],
+            where: str) -> list[tuple[str, str]]:
     """SentencePiece has scores instead of merges: every way to put a token together of two others,
     the token of the best score first. https://github.com/google/sentencepiece"""
     scores = metadata.get("tokenizer.ggml.scores")
-    kinds = metadata.get("tokenizer.ggml.token_type") or [1] * len(vocab)
-    for name, values in (("scores", scores), ("token_type", kinds)):
-        if not isinstance(values, list) or len(values) != len(vocab) \
-                or not all(type(v) in (int, float) and v == v for v in values):
-            raise SourceError(f"{where} has no tokenizer.ggml.{name} with a number a token",
-                              next="use another conversion")
-    assert isinstance(scores, list)
+    if not isinstance(scores, list) or len(scores) != len(vocab) \
+            or not all(type(v) in (int, float) and v == v for v in scores):
+        raise SourceError(f"{where} has no tokenizer.ggml.scores with a number a token",
+                          next="use another conversion")
     pairs: list[tuple[str, str]] = []
     # sorting keeps the order of equals, as in Hugging Face's converter
     for token in sorted(vocab, key=lambda t: -scores[vocab[t]]):
@@ -142,15 +196,15 @@ def _merges(metadata: Mapping[str, Any], vocab: Mapping[str, int], where: str) -
     return pairs
 
 
-def _spaces_as_signs(metadata: Mapping[str, Any], tokens: list[str]) -> list[str]:
+def _spaces_as_signs(kinds: list[int], tokens: list[str]) -> list[str]:
     """The author's own tokens as SentencePiece has them: conversion to GGUF writes their ``▁`` as spaces."""
-    kinds = metadata.get("tokenizer.ggml.token_type") or []
     named = [token.replace(" ", _SPACE) if kind == _USER_DEFINED else token
              for token, kind in zip(tokens, kinds)]
     return named if len(set(named)) == len(tokens) else tokens
 
 
-def _add_special(tokenizer: Any, metadata: Mapping[str, Any], tokens: list[str], signs: bool) -> None:
+def _add_special(tokenizer: Any, metadata: Mapping[str, Any], tokens: list[str], kinds: list[int],
+                 signs: bool) -> None:
     """Control tokens are special and left out of decoded text, the author's own tokens are not.
 
     Args:
@@ -160,19 +214,19 @@ def _add_special(tokenizer: Any, metadata: Mapping[str, Any], tokens: list[str],
     """
     from tokenizers import AddedToken
 
-    kinds = list(zip(tokens, metadata.get("tokenizer.ggml.token_type") or []))
+    typed = list(zip(tokens, kinds))
     strips = PHI3.search(str(metadata.get("general.name"))) is not None
     tokenizer.add_special_tokens([
         AddedToken(token, special=True, normalized=False, rstrip=strips and token not in UNSTRIPPED)
-        for token, kind in kinds if kind in (_CONTROL, _UNKNOWN)])
+        for token, kind in typed if kind in (_CONTROL, _UNKNOWN)])
     tokenizer.add_tokens([
         AddedToken(token, special=False, normalized=signs and _SPACE in token,
                    rstrip=strips and token not in UNSTRIPPED)
-        for token, kind in kinds if kind == _USER_DEFINED])
+        for token, kind in typed if kind == _USER_DEFINED])
 
 
-def _settings(metadata: Mapping[str, Any], tokens: list[str],
-              bos: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+def _settings(metadata: Mapping[str, Any], tokens: list[str], bos: bool,
+              where: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """``tokenizer_config.json`` and ``generation_config.json``."""
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False,
@@ -189,9 +243,8 @@ def _settings(metadata: Mapping[str, Any], tokens: list[str],
     if "bos_token" in config:
         generation["bos_token_id"] = tokens.index(config["bos_token"])
     # the end of a turn ends an answer as the end of the text does
-    ends = [token for role in ("eos", "eot") if (token := _token(metadata, role, tokens)) is not None]
-    ids = list(dict.fromkeys(tokens.index(token) for token in ends))
-    if ids:
+    if ids := list(dict.fromkeys(number for number in _ends(metadata, where)
+                                 if type(number) is int and 0 <= number < len(tokens))):
         generation["eos_token_id"] = ids[0] if len(ids) == 1 else ids
     return config, generation
 

@@ -10,12 +10,13 @@ from pathlib import Path
 
 from quantkit.errors import SourceError
 from quantkit.sources.base import ModelSource, SourceIdentity, SourceKind
-from quantkit.sources.local import CONFIG, SIDE_FILES, LocalSource
+from quantkit.sources.local import ADAPTER, CONFIG, SIDE_FILES, LocalSource, refuse_adapter
 from quantkit.sources.safetensors_file import INDEX, NO_PICKLE
 
 PREFIX = "hf:"
-PATTERNS = [CONFIG, INDEX, "*.safetensors", *SIDE_FILES, "quantkit.json", "quantize_config.json"]
-"""What is downloaded; the last two belong to checkpoints. No pickle and no code is among it."""
+PATTERNS = [CONFIG, INDEX, "*.safetensors", *SIDE_FILES, "quantkit.json", "quantize_config.json",
+            ADAPTER]
+"""What is downloaded; the last ones belong to checkpoints and adapters. No pickle and no code is among it."""
 NOT_WANTED = ["*/*", "consolidated*"]
 """Folders hold other formats, ``consolidated`` the same weights under other names."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
@@ -25,6 +26,7 @@ _SHA = re.compile(r"[0-9a-f]{40}")
 def _open(uri: str, revision: str | None) -> ModelSource:
     name = uri.removeprefix(PREFIX)
     folder = _download(name, revision)
+    refuse_adapter(folder)
     if not (folder / CONFIG).is_file():
         raise SourceError(f"{name} has no {CONFIG}", why="it is not a model in Hugging Face's layout",
                           next=f"for a .gguf in it: hf download {name} FILE.gguf --local-dir .")

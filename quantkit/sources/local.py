@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import shlex
+import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,15 +13,25 @@ from typing import Any
 import torch
 
 from quantkit.errors import SourceError
-from quantkit.paths import local_path
+from quantkit.paths import local_path, open_regular
 from quantkit.sources.base import ModelSource, QuantizedError, SourceIdentity, SourceKind, TensorInfo
-from quantkit.sources.safetensors_file import CONVERT, INDEX, NO_PICKLE, PICKLES, ShardedTensors, plain_file
+from quantkit.sources.safetensors_file import (
+    CONVERT,
+    INDEX,
+    NO_PICKLE,
+    PICKLES,
+    SINGLE,
+    ShardedTensors,
+    plain_file,
+)
 from quantkit.strict_json import MAX_CONFIG, read_object
 
-CONFIG = "config.json"
+CONFIG, ADAPTER = "config.json", "adapter_config.json"
 SIDE_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
               "vocab.json", "merges.txt", "tokenizer.model", "generation_config.json",
               "chat_template.jinja", "chat_template.json")
+MORE_THAN_WEIGHTS = ("kv_cache_scheme", "transform_config")
+"""Of a ``quantization_config``: what counts even if no weight is quantized."""
 MAX_SIDE_FILE = 256 * 2**20
 
 
@@ -35,7 +46,7 @@ class LocalSource:
         quantized: take a checkpoint too.
 
     Raises:
-        QuantizedError: it is a checkpoint.
+        QuantizedError: it is a checkpoint: its config says so, and its tensors don't say otherwise.
         SourceError: not a model folder, or its files are malformed.
     """
 
@@ -45,9 +56,13 @@ class LocalSource:
         self._identity = identity or SourceIdentity("local", uri)
         _model_folder(folder)
         self._config = read_object(plain_file(folder, CONFIG), MAX_CONFIG)
-        if not quantized and any(self._config.get(key) is not None
-                                 for key in ("quantization_config", "quantization")):
-            raise QuantizedError(folder, self._identity)
+        if not quantized and (words := _quantization_words(self._config)):
+            if not has_leftover_words(folder, self._config):
+                raise QuantizedError(folder, self._identity)
+            for key in words:
+                del self._config[key]
+            warnings.warn(f"{folder} holds plain weights: {' and '.join(words)} of its {CONFIG}, by which "
+                          "they are quantized, isn't obeyed", stacklevel=2)
         self._tensors = ShardedTensors(folder)
 
     def config(self) -> dict[str, Any]:
@@ -116,10 +131,44 @@ class LocalSource:
         return files
 
 
+def has_leftover_words(folder: Path, config: Mapping[str, Any]) -> bool:
+    """Whether a ``config.json`` speaks of quantization and no tensor of its folder is quantized: each is of
+    plain floats, and none is a scale. Tools that dequantize or merge a model often leave these words."""
+    words = [config[key] for key in _quantization_words(config)]
+    if not words or any(isinstance(table, dict) and any(table.get(key) for key in MORE_THAN_WEIGHTS)
+                        for table in words):
+        return False
+    try:
+        tensors = ShardedTensors(folder)
+    except SourceError:  # whoever reads it is told
+        return False
+    try:
+        return all(info.dtype.is_floating_point and info.dtype.itemsize > 1
+                   and "scale" not in name.rpartition(".")[2] for name, info in tensors.infos.items())
+    finally:
+        tensors.close()
+
+
+def _quantization_words(config: Mapping[str, Any]) -> list[str]:
+    return [key for key in ("quantization_config", "quantization") if config.get(key) is not None]
+
+
+def refuse_adapter(folder: Path) -> None:
+    """Raise SourceError for a folder of PEFT's: what it adds to a model, which isn't in it."""
+    if not (folder / ADAPTER).is_file() or any((folder / name).exists() for name in (SINGLE, INDEX)):
+        return
+    base = str(read_object(plain_file(folder, ADAPTER), MAX_CONFIG).get("base_model_name_or_path"))[:200]
+    merge = (f"from peft import AutoPeftModelForCausalLM as M; M.from_pretrained({str(folder)!r})"
+             ".merge_and_unload().save_pretrained('MERGED')")
+    raise SourceError(f"{folder} is an adapter of {base}, not a model",
+                      why=f"it has {ADAPTER}, and the weights of that model aren't in it",
+                      next=f"merge it, and copy the tokenizer's files too: python -c {shlex.quote(merge)}")
+
+
 def sha256_file(path: Path) -> str:
     """Hex digest of a file, read in pieces. Raises SourceError if it can't be read."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise SourceError(f"{path} can't be read", why=error.strerror or str(error)) from error
@@ -137,6 +186,7 @@ def _model_folder(folder: Path) -> None:
         inside = sorted(path.name for path in folder.iterdir())
     except OSError as error:
         raise SourceError(f"{folder} can't be read", why=error.strerror or str(error)) from error
+    refuse_adapter(folder)
     if CONFIG in inside:
         return
     if not inside:

@@ -7,11 +7,13 @@ from quantkit.sources.base import ModelSource, SourceKind
 from quantkit.sources.checked import CheckedSource
 from quantkit.sources.split_experts import split_experts
 from quantkit.sources.text_part import text_part
+from quantkit.sources.untied import resolve_head
 
 
 def open_source(uri: str, revision: str | None = None) -> ModelSource:
     """Find the kind of source that ``uri`` names and open it. Of a multimodal model, open the text part;
-    experts that a file keeps in one tensor become a tensor each.
+    experts that a file keeps in one tensor become a tensor each, and a head is the embedding only if its
+    values are.
 
     Raises:
         SourceError: no kind of source takes the name, or its kind can't open it.
@@ -26,7 +28,7 @@ def open_source(uri: str, revision: str | None = None) -> ModelSource:
         if (entry := registry("sources").entry(name)).owner != BUILTIN:
             source = CheckedSource(source, f"source {name!r} of {entry.by}")
         try:
-            return split_experts(text_part(source))
+            return resolve_head(split_experts(text_part(source)))
         except SourceError:
             source.close()
             raise

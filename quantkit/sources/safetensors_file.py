@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from quantkit.errors import SourceError
-from quantkit.sources.base import TensorInfo
+from quantkit.sources.base import TensorInfo, require_finite
 from quantkit.strict_json import parse_object, read_object
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -55,6 +55,7 @@ class SafetensorsFile:
         self.infos: dict[str, TensorInfo] = {}
         self.metadata: dict[str, str] = {}
         self._spans: dict[str, tuple[int, int]] = {}
+        self._finite: set[str] = set()  # tensors whose values were checked
         self._map: mmap.mmap | None = None
         self._closed = False
         try:
@@ -74,10 +75,11 @@ class SafetensorsFile:
             raise SourceError(f"{self.path} can't be read", why=error.strerror or str(error)) from error
 
     def tensor(self, name: str) -> torch.Tensor:
-        """One tensor, a read-only view of the file: writing to it is a fault of the system.
+        """One tensor, a read-only view of the file: writing to it is a fault of the system. When it is read
+        for the first time, its values are checked.
 
         Raises:
-            SourceError: the name is unknown, or the file is closed.
+            SourceError: the name is unknown, the file is closed, or a value is NaN or infinite.
         """
         if name not in self.infos:
             raise SourceError(f"{self.path} has no tensor {name[:120]!r}")
@@ -94,6 +96,9 @@ class SafetensorsFile:
                                         count=(end - begin) // info.dtype.itemsize)
             else:  # legal in the format, not for a view
                 flat = torch.frombuffer(bytearray(self._map[offset:self._start + end]), dtype=info.dtype)
+        if name not in self._finite:
+            require_finite(flat, name, self.path)
+            self._finite.add(name)
         return flat.reshape(info.shape)
 
     def release(self) -> None:
@@ -217,7 +222,7 @@ class ShardedTensors:
         self.infos: Mapping[str, TensorInfo] = {n: f.infos[n] for n, f in self._where.items()}
 
     def tensor(self, name: str) -> torch.Tensor:
-        """One tensor by name, a read-only view of its file. Raises SourceError for an unknown name."""
+        """One tensor by name; as :meth:`SafetensorsFile.tensor`."""
         if name not in self._where:
             raise SourceError(f"{self.folder} has no tensor {name[:120]!r}")
         return self._where[name].tensor(name)

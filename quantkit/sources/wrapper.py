@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from quantkit.sources.base import ModelSource, SourceIdentity, prefetch, release
+from quantkit.sources.base import (
+    ModelSource,
+    SourceIdentity,
+    StoredTensor,
+    TensorInfo,
+    file_bytes,
+    prefetch,
+    release,
+)
 
 
 class SourceWrapper:
-    """What stays as it is; config and tensors are for subclasses to say.
+    """The source's model; subclasses say what is different.
 
     Args:
         source: whose model it is; closed with this.
@@ -32,6 +40,22 @@ class SourceWrapper:
     def release(self) -> None:
         """The source's."""
         release(self._source)
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of the source's weight files."""
+        return file_bytes(self._source)
+
+    def stored(self) -> Mapping[str, StoredTensor] | None:
+        """How the source's file keeps the tensors, by their names here; ``None`` if it doesn't say."""
+        method = getattr(self._source, "stored", None)
+        kept = None if method is None else method()
+        return None if kept is None else {name: kept[self._inner(name)] for name in self.tensors()
+                                          if self._inner(name) in kept}
+
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """The source's."""
+        return self._source.tensors()
 
     def _inner(self, name: str) -> str:
         """What a tensor is called in the source."""

@@ -11,6 +11,7 @@ import dataclasses
 import json
 import re
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +20,9 @@ from typing import Any
 from quantkit import isolated
 from quantkit.errors import UsageError
 from quantkit.structure.base import TokenConstraint
+from quantkit.structure.formats import gemma_grammar
 from quantkit.structure.lark import LarkWriter, regex_literal, schema_text
+from quantkit.structure.schemas import Fault, arguments_schema, closed, path_text, widened
 from quantkit.structure.turns import Tool, TurnFormat
 from quantkit.text.tokenizer import Tokenizer
 
@@ -32,6 +35,8 @@ MAX_CHOICES, MAX_CHOICE = 512, 1000
 MAX_TOOLS = 128
 SECONDS, MEMORY = 3.0, 2 * 2**30
 """Of the trial."""
+MAX_TOLD = 4
+"""Faults of a schema in one message."""
 MAX_COMPILED = 32
 """Compiled grammars that are kept."""
 _trials = threading.BoundedSemaphore(2)  # templates are rendered in processes of the same pool, and go on
@@ -55,6 +60,8 @@ class Structure:
         parallel_tool_calls: whether there may be several calls.
         reasoning: the turn may begin with reasoning, in the model's own format.
         prompt_opens_reasoning: the turn begins within it.
+        strict: whether ``json_schema`` is refused if a part of it can't be kept; otherwise such a part is
+            left out. For tools their own ``strict`` decides.
     """
 
     json_schema: dict[str, Any] | bool | None = None
@@ -67,16 +74,66 @@ class Structure:
     parallel_tool_calls: bool = True
     reasoning: bool = False
     prompt_opens_reasoning: bool = False
+    strict: bool = True
 
     def __post_init__(self) -> None:
         """Raises UsageError: not exactly one kind of structure."""
-        kinds = sum([self.json_schema is not None, self.json_object, self.regex is not None,
-                     self.choice is not None, self.grammar is not None])
+        kinds = self._kinds
         structures = kinds + (self.tool_choice is not None)
         if kinds > 1 or not structures or (kinds and self.tool_choice not in (None, "auto")):
             raise UsageError(f"an answer has {structures} structures",
                              why="it must have exactly one, or tools that may be called instead",
                              next="give a JSON schema, json_object, a regex, a choice, a grammar, or tools")
+
+    @property
+    def _kinds(self) -> int:
+        return sum([self.json_schema is not None, self.json_object, self.regex is not None,
+                    self.choice is not None, self.grammar is not None])
+
+    @property
+    def describes_text(self) -> bool:
+        """Whether it says what an answer that isn't a call must look like."""
+        return self._kinds > 0
+
+
+@dataclass(frozen=True)
+class CompiledStructure:
+    """Makes a constraint with each call; each sequence needs its own.
+
+    Attributes:
+        make: makes one.
+        widened: parts of schemas that aren't strict which were left out, as JSON paths:
+            ``tools.mail: $.properties.to.pattern``, ``schema: $.items.uniqueItems``.
+    """
+
+    make: Callable[[], TokenConstraint]
+    widened: tuple[str, ...] = ()
+
+    def __call__(self) -> TokenConstraint:
+        return self.make()
+
+
+@dataclass(frozen=True)
+class _Schema:
+    """A schema of a structure: of the answer, or of the arguments of a tool."""
+
+    schema: Any
+    strict: bool
+    tool: str | None = None
+
+    @property
+    def what(self) -> str:
+        return "the JSON schema" if self.tool is None else f"the schema of {self.tool}"
+
+    def names(self, faults: list[Fault]) -> list[str]:
+        """Faults as :class:`CompiledStructure` has them. Raises UsageError: there are some, and the schema is
+        strict."""
+        if faults and self.strict:
+            more = f" and {len(faults) - MAX_TOLD} more" if len(faults) > MAX_TOLD else ""
+            raise UsageError(f"{self.what} can't be used", why="; ".join(map(str, faults[:MAX_TOLD])) + more,
+                             next="leave it out, or set strict to false")
+        place = "schema" if self.tool is None else f"tools.{self.tool}"
+        return [f"{place}: {path_text(fault.path)}" for fault in faults]
 
 
 class Compiler:
@@ -96,7 +153,7 @@ class Compiler:
             import llguidance
         except ImportError:
             raise UsageError("structured output needs llguidance", why="it is not installed",
-                             next="pip install 'quantkit[structure]'") from None
+                             next="pip install llguidance") from None
         self._library, self._tokenizer, self._format = llguidance, tokenizer, format
         self._vocab_size = max(vocab_size, tokenizer.vocab_size)
         special = tokenizer.special_tokens
@@ -116,11 +173,8 @@ class Compiler:
         """
         self._read_vocabulary()
 
-    def compile(self, structure: Structure) -> Callable[[], TokenConstraint]:
+    def compile(self, structure: Structure) -> CompiledStructure:
         """Compile a structure, or find it among the last ones.
-
-        Returns:
-            Makes a constraint; each sequence needs its own.
 
         Raises:
             UsageError: the structure is malformed, unsupported or too large, and why.
@@ -130,47 +184,84 @@ class Compiler:
         check_structure(structure)
         key = json.dumps(dataclasses.asdict(structure))
         with self._lock:
-            matcher = self._compiled.get(key)
-            if matcher is not None:
+            compiled = self._compiled.get(key)
+            if compiled is not None:
                 self._compiled.move_to_end(key)
-        if matcher is None:
-            matcher = self._compile(structure)
+        if compiled is None:
+            compiled = self._compile(structure)
             with self._lock:
-                self._compiled[key] = matcher
+                self._compiled[key] = compiled
                 while len(self._compiled) > MAX_COMPILED:
                     self._compiled.popitem(last=False)
+        matcher, names = compiled
 
         def make() -> TokenConstraint:
             with self._lock:  # the library's object is not to be used by two threads at once
                 return GrammarConstraint(matcher.deep_copy(), self._vocab_size, self._tokenizer.eos_ids)
 
-        return make
+        return CompiledStructure(make, names)
 
-    def _compile(self, structure: Structure) -> Any:
-        what, lark = self._grammar(structure)
+    def _compile(self, structure: Structure) -> tuple[Any, tuple[str, ...]]:
+        """A matcher, and what was left out of schemas."""
+        from quantkit.structure.trial import limits
+
+        schemas, names = _schemas(structure), []
+        widen = gemma_grammar.widened if self._format.name == "gemma" else widened
+        for number, given in enumerate(schemas):
+            schema, faults = (widen if given.tool else widened)(given.schema)
+            names += given.names(faults)
+            schemas[number] = dataclasses.replace(given, schema=schema)
+        with _trials:
+            until = time.monotonic() + SECONDS
+            what, outcome = self._try(structure, schemas, until)
+            if "error" in outcome and (more := self._widen(schemas, until)):
+                names += more
+                what, outcome = self._try(structure, schemas, until)
+        if "error" in outcome:
+            place = "" if len(schemas) != 1 else "$: "  # of one that is refused as a whole
+            raise UsageError(f"{what} can't be used", why=place + _reason(what, outcome["error"]))
+        matcher = self._library.LLMatcher(self._read_vocabulary(), outcome["grammar"], log_level=0,
+                                          limits=limits())
+        if matcher.is_error():
+            raise UsageError(f"{what} can't be used", why=_reason(what, matcher.get_error()))
+        return matcher, tuple(names)
+
+    def _try(self, structure: Structure, schemas: list[_Schema], until: float) -> tuple[str, dict[str, str]]:
+        """What to call a structure with these schemas in errors, and the outcome of its trial.
+
+        Raises:
+            UsageError: the trial was stopped.
+        """
+        what, lark = self._grammar(_with_schemas(structure, schemas))
         special = {text: number for text, number in self._special.items()
                    if text in self._format.marks or structure.grammar is not None}
         eos = min(self._tokenizer.eos_ids, default=self._vocab_size)
         arguments = {"lark": lark, "given": structure.grammar, "vocab_size": self._vocab_size,
                      "special": special, "eos": eos}
         try:
-            with _trials:
-                outcome = isolated.call("quantkit.structure.trial:trial", arguments, seconds=SECONDS,
-                                        memory=MEMORY)
+            return what, isolated.call("quantkit.structure.trial:trial", arguments,
+                                       seconds=max(until - time.monotonic(), 0.1), memory=MEMORY)
         except isolated.LimitError as error:
             raise UsageError(f"{what} can't be used", why=f"compiling it {error}",
                              next="make it smaller or simpler") from None
         except isolated.RaisedError as error:
             raise UsageError(f"{what} can't be used", why=str(error)) from None
-        if "error" in outcome:
-            raise _refused(what, outcome["error"])
-        vocabulary = self._read_vocabulary()
-        from quantkit.structure.trial import limits
 
-        matcher = self._library.LLMatcher(vocabulary, outcome["grammar"], log_level=0, limits=limits())
-        if matcher.is_error():
-            raise _refused(what, matcher.get_error())
-        return matcher
+    def _widen(self, schemas: list[_Schema], until: float) -> list[str]:
+        """Take out of the schemas what llguidance refuses; returns what that was."""
+        names: list[str] = []
+        for number, given in enumerate(schemas):
+            if (self._format.name == "gemma" and given.tool) or isinstance(given.schema, bool):
+                continue
+            try:
+                outcome = isolated.call("quantkit.structure.trial:widen", {"schema": given.schema},
+                                        seconds=max(until - time.monotonic(), 0.1), memory=MEMORY)
+            except (isolated.LimitError, isolated.RaisedError):
+                continue  # what is known of the whole structure must do
+            names += given.names([Fault(tuple(path), _reason(given.what, reason))
+                                  for path, reason in outcome["faults"]])
+            schemas[number] = dataclasses.replace(given, schema=outcome["schema"])
+        return names
 
     def _read_vocabulary(self) -> Any:
         with self._lock:
@@ -269,19 +360,33 @@ def check_schema(schema: Any, what: str) -> None:
                          next="leave it out")
 
 
-def _refused(what: str, error: str) -> UsageError:
+def _schemas(structure: Structure) -> list[_Schema]:
+    """All schemas that the structure's answer may have to follow."""
+    schemas = [] if structure.json_schema is None else [_Schema(structure.json_schema, structure.strict)]
+    if (choice := structure.tool_choice) is not None:
+        schemas += [_Schema(closed(arguments_schema(tool.parameters)), tool.strict, tool.name)
+                    for tool in structure.tools if choice in ("auto", "required", tool.name)]
+    return schemas
+
+
+def _with_schemas(structure: Structure, schemas: list[_Schema]) -> Structure:
+    """A structure with others in place of :func:`_schemas`."""
+    tools = {given.tool: given.schema for given in schemas}
+    return dataclasses.replace(structure, json_schema=tools.get(None), tools=tuple(
+        dataclasses.replace(tool, parameters={"type": "object", **tools[tool.name]})
+        for tool in structure.tools if tool.name in tools))
+
+
+def _reason(what: str, error: str) -> str:
+    """llguidance's error in a few words."""
     lines = [line.strip() for line in error.strip().splitlines() if line.strip()]
     reason = next(iter(lines), "llguidance refuses it")
     if not what.startswith("the grammar"):  # places in what we wrote around it mean nothing to anybody
         reason = re.sub(r"^at \d+\(\d+\): (failed to compile JSON schema: )?", "", reason)
     if "error:" in error:  # of a regular expression, under a drawing of it
         reason = next((line for line in lines if line.startswith("error:")), reason)
-    step = None
     if "oneOf" in reason:
-        reason, step = "oneOf is supported only where no two of its schemas overlap", "use anyOf"
-    elif reason.startswith("Unimplemented keys:"):
-        reason = "these keywords are not supported: " + reason.partition(":")[2].strip(" []").replace('"', "")
-        step = "leave them out"
+        reason = "oneOf is supported only where no two of its schemas overlap; use anyOf"
     elif reason.startswith("NoExtension"):
         reason = "no text fits it"
-    return UsageError(f"{what} can't be used", why=reason[:300], next=step)
+    return reason[:300]

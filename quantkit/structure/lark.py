@@ -11,19 +11,19 @@ from quantkit.structure.formats.gemma_grammar import ArgumentsGrammar
 from quantkit.structure.formats.hermes import CLOSE, OPEN
 from quantkit.structure.formats.mistral import ARGS, CALL_ID
 from quantkit.structure.formats.mistral import OPEN as TOOL_CALLS
+from quantkit.structure.schemas import rebased
 from quantkit.structure.turns import Tool, TurnFormat, gemma_marks
 
 MAX_CALLS = 16
 """In one turn that must have calls."""
 WHITE_SPACE = r"\r?\n[ \t]{0,40}|[ \t]{1,4}"
 """Between the parts of JSON: a line break with its indentation, or a few spaces; never without end."""
-COMBINED = {"allOf", "anyOf", "oneOf", "not", "if", "$ref", "$dynamicRef", "patternProperties"}
-"""Keywords beside which a key that an object doesn't name may be meant."""
 _ANY_TEXT = r"/(.|\n)*/"
 
 
 class LarkWriter:
-    """Writes grammars for one model.
+    """Writes grammars for one model. The schemas of tools must be those of objects that llguidance, or for
+    Gemma :mod:`quantkit.structure.formats.gemma_grammar`, keeps as they are.
 
     Args:
         format: the model's.
@@ -68,20 +68,16 @@ class LarkWriter:
         key = "parameters" if self._format.name == "llama3" else "arguments"
         calls = []
         for tool in tools:
-            arguments = closed({"type": "object", **tool.parameters})
-            shared = {name: arguments.pop(name) for name in ("$defs", "definitions") if name in arguments}
             calls.append(schema_text({
-                "type": "object", "properties": {"name": {"const": tool.name}, key: arguments},
-                "required": ["name", key], "additionalProperties": False, **shared}, lenient=not tool.strict))
+                "type": "object", "required": ["name", key], "additionalProperties": False, "properties": {
+                    "name": {"const": tool.name}, key: rebased(tool.parameters, f"#/properties/{key}")}}))
         return "answer: " + "\n    | ".join(f"%json {call}" for call in calls) + "\n"
 
     def _arguments(self, tool: Tool) -> str:
         if self._format.name == "gemma":
             quote = gemma_marks(self._format).quote
-            return ArgumentsGrammar(self.literal(quote), quote in self._special).object(
-                tool.parameters, tool.strict, tool.name)
-        schema = closed({"type": "object", **tool.parameters})
-        return "%json " + schema_text(schema, lenient=not tool.strict)
+            return ArgumentsGrammar(self.literal(quote), quote in self._special).object(tool.parameters)
+        return "%json " + schema_text(tool.parameters)
 
     def _calls(self, tools: Sequence[Tool], write: Callable[[Tool, str], str]) -> str:
         return "call: " + "\n    | ".join(write(tool, f"arguments_{number}")
@@ -145,27 +141,11 @@ class LarkWriter:
         return ["answer: whole* tail", f"tail: {_ANY_TEXT}", f"whole: head {rest}", f"{named}: {head}"]
 
 
-def closed(schema: Any) -> Any:
-    """A schema whose objects have no keys but those that it names, where it doesn't say otherwise: a model
-    that may invent keys goes on inventing them. Parts that are combined with others stay as they are."""
-    if not isinstance(schema, dict):
-        return schema
-    changed = dict(schema)
-    if COMBINED & schema.keys():
-        return changed
-    if isinstance(properties := schema.get("properties"), dict):
-        changed["properties"] = {name: closed(value) for name, value in properties.items()}
-        changed.setdefault("additionalProperties", False)
-    if "items" in schema:
-        changed["items"] = closed(schema["items"])
-    return changed
-
-
-def schema_text(schema: Mapping[str, Any] | bool, lenient: bool = False) -> str:
+def schema_text(schema: Mapping[str, Any] | bool) -> str:
     """A JSON schema with llguidance's options in it, on one line."""
     if isinstance(schema, bool):
         schema = {} if schema else {"not": {}}
-    return json.dumps({"x-guidance": {"whitespace_pattern": WHITE_SPACE, "lenient": lenient}, **schema})
+    return json.dumps({"x-guidance": {"whitespace_pattern": WHITE_SPACE}, **schema})
 
 
 def regex_literal(regex: str) -> str:

@@ -14,15 +14,20 @@ import json
 import random
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import llguidance
 from llguidance.gbnf_to_lark import any_to_lark
 
+from quantkit.structure.schemas import Path, at, children, pointer, rebased, resolved, without
+
 STEPS = 48
 """Tokens of the walk."""
 MAX_STEP_SECONDS = 0.1
 """Of processor time for one token of the walk."""
+MAX_FAULTS = 32
+"""That are taken out of one schema."""
 _STACK = 2**20
 """Bytes; threads of a server have several times as much."""
 
@@ -56,12 +61,72 @@ def trial(lark: str | None, given: str | None, vocab_size: int, special: dict[st
         except BaseException as error:  # panics of the library are no Exceptions
             outcome["error"] = f"{type(error).__name__}: {error}"
 
-    # deep recursion overflows a small stack, and ends this process, long before it would a server's
+    _on_small_stack(run)
+    return outcome
+
+
+def widen(schema: dict[str, Any]) -> dict[str, Any]:
+    """Take out of a schema what llguidance refuses, until it accepts the rest.
+
+    Returns:
+        ``schema``: what it accepts, or what was left after :data:`MAX_FAULTS`; ``faults``: paths that were
+        taken out, each with llguidance's reason.
+    """
+    outcome: dict[str, Any] = {"schema": schema, "faults": []}
+
+    def run() -> None:
+        while len(outcome["faults"]) < MAX_FAULTS and (fault := _fault(outcome["schema"])) is not None:
+            outcome["schema"] = without(outcome["schema"], fault[0])
+            outcome["faults"].append(fault)
+
+    _on_small_stack(run)
+    return outcome
+
+
+def _on_small_stack(work: Callable[[], None]) -> None:
+    """Deep recursion overflows a small stack, and ends this process, long before it would a server's."""
     threading.stack_size(_STACK)
-    thread = threading.Thread(target=run)
+    thread = threading.Thread(target=work)
     thread.start()
     thread.join()
-    return outcome
+
+
+def _fault(root: Any) -> tuple[Path, str] | None:
+    """Where in a schema stands what llguidance refuses, and what it says."""
+    tokenizer, _ = _tokenizer(256, (), 256)
+    moved = rebased(root, "#/root")
+
+    def refusal(path: Path, left_out: Path | None = None) -> str:
+        whole = moved if path else root
+        whole = whole if left_out is None else without(whole, left_out)
+        schema = {"root": whole, "$ref": f"#/root{pointer(path)}"} if path else whole
+        try:
+            matcher = llguidance.LLMatcher(tokenizer, f"start: %json {json.dumps(schema)}", log_level=0,
+                                           limits=limits())
+        except BaseException as error:  # panics of the library are no Exceptions
+            return f"{type(error).__name__}: {error}"
+        return str(matcher.get_error()) if matcher.is_error() else ""
+
+    path: Path = ()
+    if not (reason := refusal(path)):
+        return None
+    seen: set[Path] = set()
+    while path not in seen:  # down to the smallest schema that is refused by itself
+        seen.add(path)
+        node = at(root, path)
+        inside = [path + place for place, part in children(node) if isinstance(part, dict)]
+        if (target := resolved(root, node.get("$ref"))) is not None:
+            inside.append(target)
+        for place in inside:
+            if place not in seen and (told := refusal(place)):
+                path, reason = place, told
+                break
+    for key in at(root, path):
+        place = (*path, key)
+        alone = key == "patternProperties" or not isinstance(at(root, place), dict)
+        if alone and not refusal(path, place):
+            return place, reason
+    return path, reason
 
 
 def _trial(lark: str | None, given: str | None, vocab_size: int, special: tuple[tuple[str, int], ...],

@@ -12,6 +12,7 @@ from typing import Any
 
 from quantkit.errors import UsageError
 from quantkit.structure.base import PlainTurn, TurnParser
+from quantkit.structure.formats.bare_calls import BareCalls
 from quantkit.structure.formats.gemma import FUNCTION_GEMMA, GEMMA4, GemmaTurn
 from quantkit.structure.formats.hermes import HermesTurn
 from quantkit.structure.formats.json_turn import PYTHON_TAG, JsonTurn
@@ -118,13 +119,16 @@ def gemma_marks(format: TurnFormat) -> Any:
     return GEMMA4 if format.variant == "4" else FUNCTION_GEMMA
 
 
-def parser(format: TurnFormat, tools: Sequence[Tool], prompt_opens_reasoning: bool = False) -> TurnParser:
+def parser(format: TurnFormat, tools: Sequence[Tool], prompt_opens_reasoning: bool = False,
+           bare_json_calls: bool = False) -> TurnParser:
     """The parser of one turn. Without tools, calls are text.
 
     Args:
         format: the model's.
         tools: those that can be called; what looks like a call of another one is text.
         prompt_opens_reasoning: whether the turn begins within reasoning (:func:`opens_reasoning`).
+        bare_json_calls: whether a whole message that is a call as plain JSON is one in the formats too that
+            write calls otherwise.
     """
     names = [tool.name for tool in tools]
     if not names and format.reasoning is None:
@@ -132,13 +136,16 @@ def parser(format: TurnFormat, tools: Sequence[Tool], prompt_opens_reasoning: bo
     rest = (format.reasoning, prompt_opens_reasoning)
     if not names:
         return TurnScanner((), (), *rest)
+    marked: TurnScanner
     if format.name == "hermes":
-        return HermesTurn(names, *rest)
-    if format.name == "mistral":
-        return MistralTurn(names, *rest)
-    if format.name == "gemma":
-        return GemmaTurn(names, gemma_marks(format), *rest)
-    return JsonTurn(names, (PYTHON_TAG,) if format.name == "llama3" else (), *rest)
+        marked = HermesTurn(names, *rest)
+    elif format.name == "mistral":
+        marked = MistralTurn(names, *rest)
+    elif format.name == "gemma":
+        marked = GemmaTurn(names, gemma_marks(format), *rest)
+    else:
+        return JsonTurn(names, (PYTHON_TAG,) if format.name == "llama3" else (), *rest)
+    return BareCalls(marked, tools) if bare_json_calls else marked
 
 
 def opens_reasoning(format: TurnFormat, prompt: str) -> bool:

@@ -6,6 +6,7 @@ A panic is no ``Exception`` and would end the thread that it happens on; here ev
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 
 import tokenizers
@@ -14,6 +15,7 @@ from quantkit.errors import SourceError, UsageError
 from quantkit.text.growth import check_growth
 
 FILE = "tokenizer.json"
+_NO_MERGES, _BYTE_TOKEN = re.compile(rb'"merges"\s*:\s*\[\s*\]'), re.compile(r"<0x[0-9A-F]{2}>")
 _OTHER_FORMS = ("tokenizer.model", "vocab.json", "merges.txt", "vocab.txt", "spiece.model")
 
 
@@ -34,7 +36,8 @@ def read_tokenizer(files: Mapping[str, bytes]) -> tokenizers.Tokenizer:
     """The tokenizer in a model's side files, which neither cuts nor pads.
 
     Raises:
-        SourceError: there is none, it can't be read, or it would make too much of a text.
+        SourceError: there is none, it can't be read, it has lost its merges, or it would make too much of a
+            text.
     """
     if FILE not in files:
         other = [name for name in _OTHER_FORMS if name in files]
@@ -50,6 +53,14 @@ def read_tokenizer(files: Mapping[str, bytes]) -> tokenizers.Tokenizer:
         inner.no_truncation()
         inner.no_padding()
         check_growth(inner, FILE)
+    if _NO_MERGES.search(files[FILE]) and isinstance(inner.model, tokenizers.models.BPE):
+        added = {token.content for token in inner.get_added_tokens_decoder().values()}
+        if not inner.model.ignore_merges and any(
+                len(text) > 1 and text not in added and text != inner.model.unk_token
+                and not _BYTE_TOKEN.fullmatch(text) for text in inner.get_vocab(with_added_tokens=False)):
+            raise SourceError(f"{FILE} has a BPE tokenizer without merges",
+                              why="every text would fall into single characters, unlike in the model's "
+                                  "training", next="get the model's tokenizer files again")
     return inner
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from quantkit.errors import SourceError, UsageError
+from quantkit.errors import QuantkitError, SourceError, UsageError
 from quantkit.strict_json import parse_object
 from quantkit.text import library
 from quantkit.text.chat import ChatTemplate
@@ -20,6 +21,9 @@ from quantkit.text.stream import StreamDecoder
 SETTINGS, GENERATION = "tokenizer_config.json", "generation_config.json"
 _USUAL = [{"role": role, "content": "a"} for role in ("system", "user", "assistant", "user")]
 """A conversation whose rendering shows a template's own tokens."""
+_ANSWER = "quantkit"
+"""What an assistant says in a conversation that shows how its turn ends."""
+_CONTROL_LIKE = re.compile(r"<[|｜][^\s<>]+[|｜]>|</?[a-z_]+>")
 _BRACKETED = re.compile(r"[^\w\s].*[^\w\s]")
 """How a token looks that is neither a word nor space."""
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "answer", "self"})
@@ -36,7 +40,6 @@ class Tokenizer:
 
     Attributes:
         bos_id: beginning-of-sequence id, or ``None`` if the model has none.
-        eos_ids: every id that ends a sequence.
         eos_id: the one that the tokenizer itself calls so, or ``None``.
 
     Raises:
@@ -50,12 +53,49 @@ class Tokenizer:
         tokens = {role: _token(self._settings, role) for role in _ROLES}
         self._special = {role: token for role, token in tokens.items() if token is not None}
         self.bos_id, self.eos_id = self._id("bos_token"), self._id("eos_token")
-        self.eos_ids = self._eos_ids(_json(files, GENERATION), config)
+        self._stored_ends = self._eos_ids(_json(files, GENERATION), config)
 
     @property
     def vocab_size(self) -> int:
         """Ids that mean something; a model may have more rows than that."""
         return int(self._inner.get_vocab_size(with_added_tokens=True))
+
+    @functools.cached_property
+    def eos_ids(self) -> frozenset[int]:
+        """Every id that ends an answer: those that the model's files name, and the control token that the
+        chat template writes behind what an assistant says. Warns where nothing ends one."""
+        end, added = self._turn_end(), self.added_tokens
+        if end in added:
+            return self._stored_ends | {added[end]}
+        if end:
+            warnings.warn(f"the chat template ends a turn with {end}, which is no control token of the "
+                          "tokenizer: answers may go on behind it, unless it is given as a stop text",
+                          stacklevel=2)
+        elif not self._stored_ends:
+            warnings.warn("no token is known to end an answer of this model, which is as long as it may be: "
+                          "give a stop text, or name the token as eos_token_id in generation_config.json",
+                          stacklevel=2)
+        return self._stored_ends
+
+    def _turn_end(self) -> str:
+        """What the chat template writes behind an assistant's message, if it is a control token or looks so;
+        empty otherwise."""
+        known = [token.content for token in self._inner.get_added_tokens_decoder().values() if token.special
+                 or token.content in self._special.values() or _BRACKETED.fullmatch(token.content)]
+        for before in (_USUAL[:2], _USUAL[1:2]):  # some templates know no system
+            for behind in ([], _USUAL[3:]):  # what ends a turn may be what begins the next one
+                try:
+                    turns = [*before, {"role": "assistant", "content": _ANSWER}, *behind]
+                    text = self.chat_text(turns, answer=False)
+                except QuantkitError:  # whoever chats is told
+                    break
+                rest = text.rpartition(_ANSWER)[2].lstrip() if _ANSWER in text else ""
+                ends = [token for token in known if rest.startswith(token)]
+                if ends:
+                    return max(ends, key=len)
+                if not behind and (match := _CONTROL_LIKE.match(rest)):
+                    return match[0]
+        return ""
 
     @functools.cached_property
     def first_id(self) -> int | None:
@@ -183,6 +223,7 @@ class Tokenizer:
             TemplateError: too large, or not a template.
         """
         self._template = ChatTemplate(source)
+        self.__dict__.pop("eos_ids", None)
 
     @property
     def has_chat(self) -> bool:

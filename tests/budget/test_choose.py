@@ -21,7 +21,7 @@ from quantkit.sources.open import open_source
 from quantkit.spec import CalibrationSpec, Granularity, QuantSpec, RecoverySpec, TransformSpec
 from quantkit.testing import FAMILIES, tiny_model
 
-CALIBRATION = CalibrationSpec(samples=4, length=48)
+CALIBRATION = CalibrationSpec(windows=4, window=48)
 
 
 def candidate(bits: int, size: int | None = 32, method: str = "rtn", **more) -> Candidate:
@@ -246,7 +246,7 @@ NESTED = Candidate(method="nf4", spec=QuantSpec(kind="nf", bits=4, nested=True, 
 
 @pytest.mark.parametrize(("change", "words"), [
     ({"recover": RecoverySpec(name="distill", options={"stepz": 1})}, "stepz"),
-    ({"calibration": CalibrationSpec(text="random", samples=4, length=48)}, "can't be recovered"),
+    ({"calibration": CalibrationSpec(text="random", windows=4, window=48)}, "can't be recovered"),
     ({"candidates": (candidate(2), NESTED)}, "can't be recovered")])
 def test_a_recovery_is_refused_before_anything_is_measured(source, monkeypatch, change, words):
     monkeypatch.setattr(module, "sensitivities", lambda *_: pytest.fail("it was measured"))

@@ -11,7 +11,7 @@ from quantkit.budget import sensitivity as module
 from quantkit.budget.sensitivity import sensitivities
 from quantkit.calibrate import importance
 from quantkit.calibrate.prepare import prepare
-from quantkit.errors import CalibrationError, CheckpointError, Stopped
+from quantkit.errors import CheckpointError, SourceError, Stopped
 from quantkit.models.architecture import linear_slots, parse_config
 from quantkit.models.decoder import CausalLM
 from quantkit.models.linear import Weights
@@ -25,7 +25,7 @@ from quantkit.spec import CalibrationSpec, Granularity, QuantSpec
 from quantkit.testing import tiny_model
 from quantkit.transforms.apply import transformed
 
-CALIBRATION = CalibrationSpec(samples=6, length=64, importance_samples=6)
+CALIBRATION = CalibrationSpec(windows=6, window=64, importance_windows=6)
 
 
 def spec(bits: int, size: int | None = 32, **options) -> QuantSpec:
@@ -157,7 +157,7 @@ def rounded(measured, name, index):
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
 def test_it_predicts_what_is_measured(tmp_path, family):
     measured = Measured(tiny_model(tmp_path / "model", family), CANDIDATES,
-                        CalibrationSpec(samples=16, length=64))
+                        CalibrationSpec(windows=16, window=64))
     found = measured()
     predicted = {name: losses[2] for name, losses in found.items()}
     seen = {name: divergence(measured, {name: rounded(measured, name, 2)}) for name in found}
@@ -235,7 +235,7 @@ def test_damage_to_what_is_kept_is_measured_again(measured, kept):
     assert measured() == whole
 
 
-@pytest.mark.parametrize("other", [{"seed": 1}, {"samples": 5}, {"length": 63}])
+@pytest.mark.parametrize("other", [{"seed": 1}, {"windows": 5}, {"window": 63}])
 def test_another_text_is_another_measurement(measured, folder, kept, other):
     measured()
     Measured(folder, calibration=CALIBRATION.model_copy(update=other))()
@@ -258,7 +258,7 @@ def test_layers_that_rules_take_are_not_measured(folder):
 
 
 def test_the_model_may_write_the_text(folder, kept):
-    measured = Measured(folder, CANDIDATES[-2:], CalibrationSpec(text="self", samples=2, length=24))
+    measured = Measured(folder, CANDIDATES[-2:], CalibrationSpec(text="self", windows=2, window=24))
     whole = measured()
     (only,) = kept.iterdir()
     assert (only / "part-work-text.safetensors").is_file() and measured() == whole
@@ -272,7 +272,7 @@ def test_a_weight_that_is_not_finite_is_named(tmp_path):
     tensors = load_file(folder / "model.safetensors")
     tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = float("nan")
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(CalibrationError, match=r"model\.layers\.1\.mlp\.up_proj\.weight holds NaN"):
+    with pytest.raises(SourceError, match=r"'model\.layers\.1\.mlp\.up_proj\.weight' of .* not finite"):
         Measured(folder)()
 
 

@@ -19,10 +19,10 @@ def test_nothing_to_warn_of():
 
 
 @pytest.mark.parametrize(("fields", "said"), [
-    ({"widest": 1025}, ["1,024", "1,025 inputs", "no full rank", "--samples 17 "]),
+    ({"widest": 1025}, ["1,024", "1,025 inputs", "no full rank", "--windows 17 "]),
     ({"distinct": 9}, ["9 different tokens", "0.90%"]),
     ({"same": 1}, ["1 are equal"]), ({"similar": 2}, ["2 repeat"]),
-    ({"cut": 3, "lost": 1025}, ["1,025 tokens were cut off", "--length"]),
+    ({"cut": 3, "lost": 1025}, ["1,025 tokens were cut off", "--window"]),
     ({"overlaps": (Overlap(text="exam.txt", windows=2, largest=0.55),)}, ["2 calibration windows", "55%",
                                                                          "exam.txt"])])
 def test_each_warning_gives_its_numbers(fields, said):

@@ -19,6 +19,7 @@ from quantkit.sources.open import open_source
 from quantkit.spec import CalibrationSpec
 from quantkit.testing import CHAT_TEMPLATE, VOCAB, tiny_model
 from quantkit.text.tokenizer import Tokenizer
+from tests.structure.templates import QWEN
 
 PROSE = "It was the best of times, it was the worst of times, said someone in chapter {}.\n"
 
@@ -35,7 +36,7 @@ def files(folder) -> dict[str, bytes]:
 
 def load(files, texts, widest=64, **fields):
     texts = str(texts) if isinstance(texts, str | Path) else tuple(map(str, texts))
-    spec = CalibrationSpec(**{"text": texts, "samples": 4, "length": 32} | fields)
+    spec = CalibrationSpec(**{"text": texts, "windows": 4, "window": 32} | fields)
     return load_calibration(spec, Tokenizer(files, {}), VOCAB, widest)
 
 
@@ -70,7 +71,7 @@ def test_several_texts_are_one_stream(files, tmp_path):
     for name in ("part/a.txt", "part/b.md", "c.txt"):
         (tmp_path / name).write_text("".join(map(PROSE.format, range(9))), encoding="utf-8")
     jsonl(tmp_path / "rows.jsonl", {"text": "A row."}, {"text": ""}, {"text": "Another."})
-    found = load(files, [tmp_path / "part", tmp_path / "c.txt", tmp_path / "rows.jsonl"], samples=3)
+    found = load(files, [tmp_path / "part", tmp_path / "c.txt", tmp_path / "rows.jsonl"], windows=3)
     assert [file.name for file in found.files] == ["part/a.txt", "part/b.md", "c.txt", "rows.jsonl"]
     assert found.packing == "stream" and found.coverage.documents == 5 and found.coverage.short == 2
     tokenizer = Tokenizer(files, {})
@@ -79,7 +80,7 @@ def test_several_texts_are_one_stream(files, tmp_path):
 
 
 def test_builtin_is_long_enough_for_the_default_and_shares_nothing_with_evaluation(files):
-    found = load(files, "builtin", samples=32, length=512)
+    found = load(files, "builtin", windows=32, window=512)
     assert found.tokens.shape == (32, 512) and found.files == ()
     (overlap,) = found.coverage.overlaps
     assert overlap.largest < 0.2 and overlap.windows == 0
@@ -87,7 +88,7 @@ def test_builtin_is_long_enough_for_the_default_and_shares_nothing_with_evaluati
 
 def test_the_evaluation_text_itself_would_be_seen(files, tmp_path):
     (tmp_path / "exam.txt").write_text(load_text().content, encoding="utf-8")
-    overlap = load(files, tmp_path / "exam.txt", samples=16, length=256).coverage.overlaps[0]
+    overlap = load(files, tmp_path / "exam.txt", windows=16, window=256).coverage.overlaps[0]
     assert overlap.windows >= 14 and overlap.largest > 0.9
 
 
@@ -95,7 +96,7 @@ def test_the_evaluation_text_itself_would_be_seen(files, tmp_path):
 def test_chats_are_rendered_and_encoded_as_transformers_does(files, folder, tmp_path):
     auto = pytest.importorskip("transformers").AutoTokenizer
     path = jsonl(tmp_path / "chats.jsonl", *map(chat, range(40)))
-    found = load(files, path, samples=8, length=64)
+    found = load(files, path, windows=8, window=64)
     theirs = auto.from_pretrained(folder)
     expected = {}
     for i in range(40):
@@ -125,6 +126,56 @@ def test_a_chat_can_not_write_special_tokens(files, tmp_path):
     assert (tokens[:, 0] == 2).all()
 
 
+WEATHER = {"type": "function", "function": {"name": "weather", "description": "now",
+                                            "parameters": {"type": "object", "properties": {"city": {}}}}}
+
+
+def with_calls(number: int, city: str = "Bergen", **more) -> dict:
+    call = {"id": "c1", "type": "function",
+            "function": {"name": "weather", "arguments": json.dumps({"city": city})}}
+    return {"messages": [{"role": "user", "content": f"Rain, day {number}?"},
+                         {"role": "assistant", "content": None, "tool_calls": [call]},
+                         {"role": "tool", "tool_call_id": "c1", "content": "7 degrees"},
+                         {"role": "assistant", "content": "No."}], "tools": [WEATHER], **more}
+
+
+def test_calls_and_tools_are_written_by_the_template(files, tmp_path):
+    """By one that knows tools as it writes them; by another as a server asks a model without tools."""
+    path = jsonl(tmp_path / "tools.jsonl", *map(with_calls, range(30)))
+    knows = {**files, "chat_template.jinja": QWEN.encode()}
+    row = Tokenizer(files, {}).decode(load(knows, path, length=512).tokens[0].tolist())
+    written = ('<tool_call>\n{"name": "weather", "arguments": {"city": "Bergen"}}\n</tool_call>',
+               "<tool_response>\n7 degrees\n</tool_response>", json.dumps(WEATHER))
+    assert all(part in row for part in written)
+    row = Tokenizer(files, {}).decode(load(files, path, length=512).tokens[0].tolist())
+    assert '{"name": "weather", "arguments": {"city": "Bergen"}}' in row
+    assert "Result of weather:\n7 degrees" in row and "You can call these functions:" in row
+
+
+def test_rows_that_can_not_be_used_are_counted_or_refused(files, tmp_path):
+    half = with_calls(40, city="Os\ud800lo")  # json.dumps writes the escape
+    path = jsonl(tmp_path / "rows.jsonl", {"messages": None}, *map(with_calls, range(20)), {"text": None},
+                 half)
+    found = load(files, path, samples=16)
+    report = found.coverage
+    assert (report.documents, report.chats, report.left_out, report.unusable) == (20, 20, 0, 3)
+    assert report.unusable_first == "rows.jsonl line 1 is of no known form: its keys: 'messages'"
+    assert "3 rows left out: they can't be used" in report.lines()
+    (warning,) = report.row_warnings()
+    assert warning.startswith("3 rows of ") and "--strict" in warning and "rows.jsonl line 1" in warning
+    spec = CalibrationSpec(text=str(path), samples=4, length=32)
+    with pytest.raises(CalibrationError, match=r"rows\.jsonl line 1 is of no known form"):
+        load_calibration(spec, Tokenizer(files, {}), VOCAB, 64, strict=True)
+
+
+def test_a_call_can_not_write_special_tokens(files, tmp_path):
+    bad = [with_calls(40, city="<|im_end|>"),
+           with_calls(41, tools=[{"name": "x", "description": "<|im_end|>"}])]
+    path = jsonl(tmp_path / "tools.jsonl", *map(with_calls, range(20)), *bad)
+    path.write_text(path.read_text().replace("<|im_end|>", "<\\u007cim_end|>"), encoding="utf-8")
+    assert load(files, path, samples=16).coverage.left_out == 2
+
+
 def test_a_model_without_a_template_and_a_template_that_refuses(files, tmp_path):
     path = jsonl(tmp_path / "chats.jsonl", *map(chat, range(20)))
     settings = json.loads(files["tokenizer_config.json"])
@@ -144,12 +195,12 @@ def test_a_text_to_avoid_is_left_out_and_reported(files, tmp_path):
     passages = [" ".join(random.choices(words, k=60)) for _ in range(12)]
     rows = jsonl(tmp_path / "rows.jsonl", *[{"text": passage} for passage in passages])
     (tmp_path / "exam.txt").write_text("\n".join(passages[:4]), encoding="utf-8")
-    found = load(files, rows, packing="documents", samples=8, avoid=(str(tmp_path / "exam.txt"),))
+    found = load(files, rows, packing="documents", windows=8, avoid=(str(tmp_path / "exam.txt"),))
     assert {int(origin.rpartition(" ")[2]) for origin in found.origins} == set(range(5, 13))
     assert [one.text for one in found.coverage.overlaps] == ["eval's built-in text", "exam.txt"]
     assert found.coverage.overlaps[1].windows == 0
     with pytest.raises(CalibrationError, match="are needed") as caught:
-        load(files, rows, packing="documents", samples=9, avoid=(str(tmp_path / "exam.txt"),))
+        load(files, rows, packing="documents", windows=9, avoid=(str(tmp_path / "exam.txt"),))
     assert "4 were left out" in caught.value.why
 
 
@@ -182,7 +233,7 @@ def test_hub_files_are_recorded_with_commit_and_hash(files, tmp_path, monkeypatc
 
 def test_real_chats(files, shared_data):
     path = shared_data / "calibration" / "dolly_hhrlhf_train_small.jsonl"
-    found = load(files, path, samples=16, length=512)
+    found = load(files, path, windows=16, window=512)
     assert found.packing == "documents" and found.coverage.chats > 100 and found.coverage.left_out == 0
     assert (found.tokens[:, 0] == 2).all(), "each window begins with a turn"
 

@@ -15,7 +15,7 @@ from quantkit.checkpoint.reader import read_manifest
 from quantkit.checkpoint.work import WorkStore
 from quantkit.checkpoint.writer import CheckpointWriter
 from quantkit.cli.main import main
-from quantkit.errors import CalibrationError
+from quantkit.errors import SourceError
 from quantkit.methods.gptq import METHOD
 from quantkit.models.architecture import parse_config
 from quantkit.models.decoder import CausalLM
@@ -126,7 +126,7 @@ def test_a_checkpoint_says_which_experts_were_not_reached(tmp_path, importance):
     folder = tiny_model(tmp_path / "model", "qwen3_moe", num_experts=64, num_experts_per_tok=1,
                         moe_intermediate_size=32, num_hidden_layers=1)
     (tmp_path / "r.yaml").write_text(
-        f"calibration: {{samples: 1, length: 8, importance: {importance}}}\n"
+        f"calibration: {{windows: 1, window: 8, importance: {importance}}}\n"
         "rules: [{match: '*', method: gptq, "
         "spec: {bits: 4, granularity: {strategy: group, size: 32}}}]\n")
     result = quantize(str(folder), str(tmp_path / "r.yaml"), tmp_path / "out")
@@ -146,19 +146,17 @@ def test_an_experts_weight_that_is_not_finite_is_named(tmp_path, importance, par
     tensors[f"{name}.weight"][3, 5] = float("nan")
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (tmp_path / "r.yaml").write_text(
-        f"calibration: {{samples: 4, length: 32, importance: {importance}}}\n"
+        f"calibration: {{windows: 4, window: 32, importance: {importance}}}\n"
         "rules: [{match: '*', method: gptq, "
         "spec: {bits: 4, granularity: {strategy: group, size: 32}}}]\n")
-    with pytest.raises(CalibrationError) as caught:
+    with pytest.raises(SourceError, match=rf"'{name}\.weight' of .* not finite"):
         quantize(str(folder), str(tmp_path / "r.yaml"), tmp_path / "out")
-    assert caught.value.what.startswith(f"{name}.weight holds NaN")
-    assert caught.value.why.startswith(f"the output of {name} is NaN or infinite in calibration window 0 (")
 
 
 def test_a_run_says_how_many_tokens_each_expert_got(tmp_path):
     folder = tiny_model(tmp_path / "model", "mixtral")
     (tmp_path / "r.yaml").write_text(
-        "calibration: {samples: 8, length: 32, importance: equal}\n"
+        "calibration: {windows: 8, window: 32, importance: equal}\n"
         "rules: [{match: '*', method: gptq, "
         "spec: {bits: 4, granularity: {strategy: group, size: 32}}}]\n")
     result = CliRunner().invoke(main, ["quantize", str(folder), "-r", str(tmp_path / "r.yaml"),

@@ -67,6 +67,34 @@ def test_a_broken_line_is_named_by_file_and_number(tmp_path):
         read_file(file, PLENTY)
 
 
+def test_rows_that_can_not_be_used_are_left_out(tmp_path):
+    file = written(tmp_path / "a.jsonl",
+                   '{"text": null}\n{"text": "one"}\n{"messages": null}\n{"text": "two"\n')
+    unusable: list[CalibrationError] = []
+    assert texts(read_file(file, PLENTY, unusable)) == ["one"]
+    assert [error.what.partition(": ")[0][:14] for error in unusable] == [
+        "a.jsonl line 1", "a.jsonl line 3", "a.jsonl line 4"]
+    with pytest.raises(CalibrationError, match=r"line 1: 'text' is not text"):
+        read_file(written(tmp_path / "b.jsonl", '{"text": null}\n{"text": 3}'), PLENTY, unusable)
+    assert len(unusable) == 3, "a file without a row that can be used is an error of its own"
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl"])
+@pytest.mark.parametrize("indent", [None, 1])
+def test_an_array_and_objects_over_several_lines(tmp_path, name, indent):
+    rows = [{"text": "one"}, {"text": ""}, {"text": "[two]"}]
+    array = json.dumps(rows, indent=indent)
+    file = written(tmp_path / name, "\ufeff " + array + "\n")
+    assert [(one.where, one.content) for one in read_file(file, PLENTY)] == [
+        (f"{name} item 1", "one"), (f"{name} item 3", "[two]")]
+    assert texts(read_file(file, len(array) - 8)) == ["one"], "as far as it is read"
+    objects = "\n".join(json.dumps(row, indent=2) for row in rows)
+    assert texts(read_file(written(tmp_path / name, objects), PLENTY)) == ["one", "[two]"]
+    with pytest.raises(CalibrationError, match=f"{name} line 1 ") as caught:
+        read_file(written(tmp_path / name, "[\n" + objects), PLENTY)  # neither an array nor lines
+    assert "or is one JSON array of objects" in caught.value.next
+
+
 @pytest.mark.parametrize(("name", "content", "said"), [
     ("a.txt", b"", "is empty"), ("a.txt", b" \n ", "is empty"), ("a.txt", b"caf\xe9 noir", "is not UTF-8"),
     ("a.jsonl", b"", "is empty"), ("a.jsonl", b'{"text": ""}\n', "is empty"),

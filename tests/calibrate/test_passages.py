@@ -78,7 +78,7 @@ def test_conversations_are_plain_text_without_a_template(files, template):
 
 def test_a_python_without_sources_has_the_passages(files, tokenizer, monkeypatch):
     monkeypatch.setattr(passages, "prose", lambda characters: "")
-    spec = CalibrationSpec(text="builtin", samples=4, length=32)
+    spec = CalibrationSpec(text="builtin", windows=4, window=32)
     assert load_calibration(spec, tokenizer, VOCAB, 64).tokens.shape == (4, 32)
     with pytest.raises(CalibrationError, match="built-in calibration text is too short") as caught:
         builtin_documents(10**6, tokenizer)
@@ -88,7 +88,7 @@ def test_a_python_without_sources_has_the_passages(files, tokenizer, monkeypatch
 def test_windows_that_are_left_out_leave_enough(tokenizer, tmp_path):
     path = tmp_path / "exam.txt"
     path.write_text((passages._FOLDER / "novel.txt").read_text(encoding="utf-8"), encoding="utf-8")
-    spec = CalibrationSpec(text="builtin", samples=64, length=512, avoid=(str(path),))
+    spec = CalibrationSpec(text="builtin", windows=64, window=512, avoid=(str(path),))
     data = load_calibration(spec, tokenizer, VOCAB, 64)
     assert data.coverage.avoided > 0 and data.tokens.shape == (64, 512)
     assert not any("novel.txt" in origin for origin in data.origins)

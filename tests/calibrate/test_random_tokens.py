@@ -26,7 +26,7 @@ from quantkit.testing import tiny_model
 from quantkit.text.tokenizer import Tokenizer
 from tests.support.folders import contents
 
-RANDOM = CalibrationSpec(text="random", samples=4, length=32, importance="equal")
+RANDOM = CalibrationSpec(text="random", windows=4, window=32, importance="equal")
 
 
 @pytest.fixture(scope="module")

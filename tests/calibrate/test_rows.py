@@ -44,6 +44,28 @@ def test_a_system_turn_stays_and_an_input_goes_below_its_instruction():
     assert list(parse({"prompt": "Hi?"}).content) == [ASKED]
 
 
+CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Bergen"}'}}
+RESULT = {"role": "tool", "tool_call_id": "c1", "name": "weather", "content": "7 degrees"}
+WEATHER = {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
+
+
+@pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}])
+def test_calls_and_their_results_stay(content):
+    called = {"role": "assistant", "tool_calls": [CALL]}
+    found = parse({"messages": [ASKED, called | content, RESULT | {"extra": 1}, ANSWERED]})
+    assert list(found.content) == [ASKED, called | {"content": ""}, RESULT, ANSWERED] and found.tools == ()
+    thought = ANSWERED | {"reasoning_content": "Hm."}
+    assert parse({"messages": [ASKED | {"name": "Ann"}, thought]}).content == (ASKED, thought)
+
+
+@pytest.mark.parametrize("tools", [[WEATHER], [{"type": "function", "function": WEATHER}],
+                                   json.dumps([WEATHER])])
+def test_tools_in_every_form(tools):
+    assert parse({"messages": CHAT, "tools": tools}).tools == (WEATHER,)
+    assert parse({"messages": CHAT, "tools": None}).tools == ()
+    assert parse({"messages": CHAT, "tools": ""}).tools == ()
+
+
 def test_plain_text():
     assert parse({"text": "Once.", "id": 1}).content == "Once." and not parse({"text": "Once."}).is_chat
     assert parse({"text": " \n"}) is None
@@ -71,6 +93,12 @@ def test_plain_text():
     ({"messages": [ASKED, {"role": [{"type": "text", "text": "user"}], "content": "b"}]}, "not the name of"),
     ({"messages": [ASKED, {"role": "x", "content": None}]}, "turn 2 of 'messages': 'content' is not text"),
     ({"prompt": "Hi?", "response": ["x"]}, "'response' is not text"),
+    ({"messages": None}, "of no known form"),
+    ({"messages": [ASKED, {"role": "assistant", "content": None}]}, "turn 2 of 'messages': 'content' is not"),
+    ({"messages": [ASKED, {"role": "assistant", "tool_calls": [{"name": "x"}]}]}, "not a list of calls"),
+    ({"messages": [ASKED, {"role": "assistant", "tool_calls": "x"}]}, "not a list of calls"),
+    ({"messages": CHAT, "tools": [{"name": 3}]}, "'tools' is not a list of functions"),
+    ({"messages": CHAT, "tools": "{"}, "'tools' is not a list of functions"),
 ])
 def test_what_is_wrong_with_a_row(row, said):
     with pytest.raises(CalibrationError, match=said) as caught:

@@ -34,7 +34,7 @@ from quantkit.text.tokenizer import Tokenizer
 source = open_source(sys.argv[1])
 model = load_source(source, torch.device("cpu"))
 assert type(model).__name__ == "CpuModel"
-spec = CalibrationSpec(text="self", samples=3, length=100)
+spec = CalibrationSpec(text="self", windows=3, window=100)
 print(json.dumps(write_windows(model, None, Tokenizer(source.side_files(), source.config()), spec).tolist()))
 """
 TEMPLATE = (b"{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -55,7 +55,7 @@ class Model:
         self.weights = Weights(source.tensor, source.tensors().__contains__, torch.float32)
 
     def write(self, **fields) -> torch.Tensor:
-        spec = CalibrationSpec(text="self", **{"samples": 5, "length": 48, **fields})
+        spec = CalibrationSpec(text="self", **{"windows": 5, "window": 48, **fields})
         return write_windows(CausalLM(self.config, self.weights), self.weights, self.tokenizer, spec)
 
 
@@ -65,7 +65,7 @@ def model(tmp_path_factory) -> Model:
 
 
 def test_a_conversation_is_written_turn_by_turn(model):
-    tokens = model.write(samples=60, length=200)
+    tokens = model.write(windows=60, window=200)
     assert tokens.dtype == torch.int64 and tokens.shape == (60, 200)
     ask = model.tokenizer.encode("<|im_start|>user\n", special=False)
     answer = model.tokenizer.encode("<|im_end|>\n<|im_start|>assistant\n", special=False)
@@ -89,7 +89,7 @@ def test_a_conversation_is_written_turn_by_turn(model):
 def test_windows_begin_in_many_ways(model):
     form, tokenizer, behind = WritingPrompt.of(model.tokenizer), model.tokenizer, 0
     again = tokenizer.encode("<|im_end|>\n<|im_start|>user\n", special=False)
-    for number, row in enumerate(model.write(samples=30, length=200).tolist()):
+    for number, row in enumerate(model.write(windows=30, window=200).tolist()):
         question = tokenizer.chat_text([{"role": "user", "content": QUESTIONS[number // 3]}], answer=True)
         opening = (form.first[0], tokenizer.encode(question, special=False),
                    tokenizer.encode(BEGINNINGS[number // 3]))[number % 3]
@@ -136,7 +136,7 @@ def test_every_token_is_drawn_from_the_models_own_distribution(tmp_path, monkeyp
         return draw(logits, uniform)
 
     monkeypatch.setattr(written, "_draw", watched)
-    tokens = model.write(samples=3, length=40)
+    tokens = model.write(windows=3, window=40)
     whole = CausalLM(model.config, model.weights)(tokens)[:, :-1, :model.tokenizer.vocab_size]
     torch.testing.assert_close(torch.stack(seen).unflatten(0, (39, 3)).transpose(0, 1).softmax(-1),
                                whole.softmax(-1), rtol=1e-4, atol=1e-6)

@@ -40,7 +40,7 @@ def test_calibration_and_fallbacks_are_told(tiny, rules, tmp_path):
     with Checkpoint.open(tiny.write(tmp_path / "out", *rules["int4"])) as checkpoint:
         manifest = checkpoint.manifest
     rows = (manifest.layers[0].model_copy(update={"notes": ("damping raised to 0.1",)}), *manifest.layers[1:])
-    facts = CalibrationFacts(text="builtin", samples=2, length=8, seed=3, tokens=16, sha256="0" * 64)
+    facts = CalibrationFacts(text="builtin", windows=2, window=8, seed=3, tokens=16, sha256="0" * 64)
     text = card(tiny, manifest.model_copy(update={"layers": rows, "calibration": facts}))
     assert "16 tokens of `builtin` (2 windows of 8, seed 3)" in text
     assert f"- `{rows[0].name}`: damping raised to 0.1" in text

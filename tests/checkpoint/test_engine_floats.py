@@ -39,7 +39,7 @@ def make(model, tmp_path_factory):
         if key not in made:
             recipe = folder / f"{len(made)}.yaml"
             rule = {"match": "*", "method": "rtn", "spec": spec, **({"format": form} if form else {})}
-            recipe.write_text(json.dumps({"calibration": {"samples": 2, "length": 32},
+            recipe.write_text(json.dumps({"calibration": {"windows": 2, "window": 32},
                                           "rules": [*([] if head else [{"match": "lm_head"}]), rule]}))
             made[key] = quantize(str(model), str(recipe), folder / f"out{len(made)}").out
         return made[key]

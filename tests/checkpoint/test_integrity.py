@@ -21,8 +21,6 @@ from quantkit.quantize import quantize
 from quantkit.runtime.loader import load
 from quantkit.testing import tiny_model
 
-OLD = Path(__file__).parents[1] / "compat" / "before_renaming" / "checkpoint"
-
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
@@ -167,11 +165,13 @@ def test_progress_counts_all_bytes(made):
     assert seen[-1].done == seen[-1].total == 3
 
 
-def test_checkpoints_from_before_blocks_were_hashed_load_and_keep_their_bytes(tmp_path):
-    raw = (OLD / "quantkit.json").read_bytes()
+def test_without_hashes_of_blocks_only_all_bytes_are_checked(made, copy):
+    manifest = Manifest.from_bytes((made / "quantkit.json").read_bytes())
+    files = {name: record.model_copy(update={"blocks": ""}) for name, record in manifest.files.items()}
+    raw = manifest.model_copy(update={"files": files}).to_bytes()
     assert b'"blocks"' not in raw and Manifest.from_bytes(raw).to_bytes() == raw
-    load(str(OLD), device="cpu", verify=True)
-    copy = Path(shutil.copytree(OLD, tmp_path / "copy"))
+    (copy / "quantkit.json").write_bytes(raw)
+    load(str(copy), device="cpu", verify=True)
     weights = copy / "model.safetensors"
     flip(weights, weights.stat().st_size - 1)
     load(str(copy), device="cpu")

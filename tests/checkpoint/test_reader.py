@@ -13,6 +13,7 @@ from quantkit.checkpoint.reader import Checkpoint, is_checkpoint
 from quantkit.checkpoint.verify import verify
 from quantkit.errors import CheckpointError
 from quantkit.plugins import registry
+from quantkit.sources.untied import resolve_head
 
 
 def test_what_was_written_is_read_back_bit_for_bit(written):
@@ -57,6 +58,7 @@ def test_unknown_layer_and_kept_layer_are_not_quantized(tiny, tmp_path, rules):
 def test_tied_embeddings_are_stored_once(make_tiny, tmp_path, rules):
     tiny = make_tiny(tied=True)
     tiny.source.weights["lm_head.weight"] = tiny.source.weights["model.embed_tokens.weight"]
+    tiny.source = resolve_head(tiny.source)
     optional = [{**rules["int4"][0], "optional": True}, rules["int4"][1]]
     with Checkpoint.open(tiny.write(tmp_path / "out", *optional)) as checkpoint:
         assert not checkpoint.has("lm_head.weight")

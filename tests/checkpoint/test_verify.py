@@ -10,6 +10,8 @@ from quantkit.checkpoint.durable import hash_file
 from quantkit.checkpoint.manifest import FileRecord, Manifest
 from quantkit.checkpoint.verify import verify
 from quantkit.errors import CheckpointError
+from quantkit.export import export
+from quantkit.runtime.loader import load
 
 
 def forge(folder, **records):
@@ -88,7 +90,33 @@ def test_a_code_of_nan_is_found(tiny, tmp_path, rules, code):
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     forge(folder)
     (fault,) = verify(folder).failed
-    assert fault.name == "values" and fault.detail == "model.layers.0.mlp.up_proj: a code is NaN"
+    assert fault.name == "values" and fault.detail.startswith("model.layers.0.mlp.up_proj: ")
+    assert "not finite" in fault.detail
+
+
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.layers.1.input_layernorm.weight",
+                                  "model.norm.weight", "lm_head.weight"])
+def test_what_is_not_quantized_is_checked_wherever_it_is_read(tiny, tmp_path, rules, name):
+    folder, bad = tiny.write(tmp_path / "out", *rules["int4"]), f"tensor {name!r} of "
+    tensors = load_file(folder / "model.safetensors")
+    tensors[name].view(-1)[-1] = float("nan")
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    forge(folder)
+    (fault,) = verify(folder).failed
+    assert fault.name == "values" and fault.detail.startswith(bad) and "not finite" in fault.detail
+    for read in (lambda: load(str(folder)), lambda: export(str(folder), "gptq", tmp_path / "gptq")):
+        with pytest.raises(CheckpointError, match="not finite") as caught:
+            read()
+        assert caught.value.what.startswith(bad)
+        assert caught.value.next.startswith(f"quantkit verify {folder} finds all damage")
+    assert not (tmp_path / "gptq").exists()
+
+
+def test_a_tensor_that_is_not_finite_is_never_published(tiny, tmp_path, rules):
+    tiny.source.weights["model.norm.weight"][3] = float("inf")
+    with pytest.raises(CheckpointError, match=r"'model\.norm\.weight' of .* not finite"):
+        tiny.write(tmp_path / "out", *rules["int4"])
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_config_that_says_otherwise_is_found(tiny, tmp_path, rules):

@@ -212,7 +212,7 @@ def test_a_scale_that_is_not_finite_is_never_published(tiny, tmp_path, rules, va
     with CheckpointWriter(tmp_path / "out", {}) as writer:
         for unit, (tensors, rows) in units.items():
             writer.put(unit, tensors, rows)
-        with pytest.raises(CheckpointError, match=r"layers.1.mlp.up_proj: weight_scale has a value"):
+        with pytest.raises(CheckpointError, match=r"layers.1.mlp.up_proj: .*weight_scale' of .* not finite"):
             writer.finish(tiny.source.config(), {}, tiny.manifest(plan))
     assert not (tmp_path / "out").exists()
 

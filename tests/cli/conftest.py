@@ -13,8 +13,16 @@ import pytest
 from click.testing import CliRunner, Result
 
 from quantkit.cli.main import main
+from quantkit.export_gguf.export import export_gguf
 from quantkit.quantize import quantize
 from quantkit.testing import tiny_model
+
+
+@pytest.fixture(autouse=True)
+def _idle_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Speeds are shown however busy the machine is that runs the tests."""
+    monkeypatch.setattr("quantkit.evaluate.sweep.jobs.busy_reason", lambda load: None)
+    monkeypatch.setattr("quantkit.evaluate.machine_load.busy_now", lambda: None)
 
 
 @pytest.fixture(scope="session")
@@ -29,6 +37,16 @@ def checkpoint(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("checkpoints") / "tiny-int8"
     quantize(str(tiny), "int8", out)
     return out
+
+
+@pytest.fixture(scope="session")
+def gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model as a GGUF file whose Linears are Q4_0, 4.5 bits a weight."""
+    folder = tmp_path_factory.mktemp("gguf")
+    source = tiny_model(folder / "plain", hidden_size=64, intermediate_size=128)
+    quantize(str(source), "gguf-q4_0", folder / "quantized")
+    export_gguf(str(folder / "quantized"), folder / "tiny.gguf")
+    return folder / "tiny.gguf"
 
 
 @pytest.fixture

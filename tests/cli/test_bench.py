@@ -20,7 +20,7 @@ from quantkit_kernels.aot import AotRow
 from quantkit_kernels.cpu.isa import ALL
 from quantkit_kernels.cpu.kv_codecs import CODECS
 
-QUICK = ("--prompt", 40, "--tokens", 4, "--repeats", 2, "-q")
+QUICK = ("--prefill", 40, "--max-tokens", 4, "--repeats", 2, "-q")
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +99,8 @@ def test_no_fallback_asks_the_kv_setting_too(cli, checkpoint, monkeypatch, kv):
 @pytest.mark.parametrize("arguments, said", [
     (("--batch", "0"), "--batch is '0'"), (("--batch", "1,,2"), "--batch is '1,,2'"),
     (("--context", "-1"), "--context -1 can't be read"), (("--kv", "banana"), "no KV policy or codec"),
-    (("--context", "600"), "was made for 512"), (("--tokens", "510", "--prompt", "8"), "was made for 512"),
+    (("--context", "600"), "was made for 512"),
+    (("--max-tokens", "510", "--prefill", "8"), "was made for 512"),
 ])
 def test_what_cannot_be_measured_is_refused_at_once(cli, tiny, monkeypatch, arguments, said):
     monkeypatch.setattr(module, "DecodeRunner", None)
@@ -117,7 +118,7 @@ def test_every_case_is_on_disk_as_soon_as_it_is_measured(cli, tiny, monkeypatch,
         yield DecodeSpeed(batch=batches[0], context=context, left_out="it is a test")
 
     monkeypatch.setattr(module.DecodeRunner, "decode", decode)
-    cli("bench", "decode", tiny, *QUICK, "--prompt", 0, "--context", "8,16,24", "--out", out)
+    cli("bench", "decode", tiny, *QUICK, "--prefill", 0, "--context", "8,16,24", "--out", out)
     assert seen[0] is None and [len(cases) for cases in seen[1:]] == [1, 2]
     assert [case["context"] for case in json.loads(out.read_text())["cases"]] == [8, 16]
     assert [file.name for file in tmp_path.iterdir()] == ["found.json"]
@@ -221,6 +222,6 @@ def test_tuning_needs_a_gpu_and_passes_everything_on(cli, monkeypatch, tmp_path)
     given = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(tune, "main", lambda arguments: given.append(arguments) or 130)
-    stopped = cli("bench", "tune", "--folder", tmp_path, "--only", "o m1", "--minutes", 2, "--again")
+    stopped = cli("bench", "tune", "--folder", tmp_path, "--only", "o m1", "--minutes", 2, "--fresh")
     assert stopped.exit_code == 130
-    assert given == [["--folder", str(tmp_path), "--only", "o m1", "--minutes", "2.0", "--again"]]
+    assert given == [["--folder", str(tmp_path), "--only", "o m1", "--minutes", "2.0", "--fresh"]]

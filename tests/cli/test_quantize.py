@@ -12,6 +12,7 @@ import pytest
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.verify import verify
+from quantkit.testing import tiny_model
 
 
 def test_dry_run_prints_a_row_a_kind_of_layer_and_makes_nothing(cli, tiny, tmp_path, monkeypatch):
@@ -31,7 +32,7 @@ def test_dry_run_prints_a_row_a_kind_of_layer_and_makes_nothing(cli, tiny, tmp_p
 def test_dry_run_ends_with_the_sums_and_the_next_command(cli, tiny):
     lines = cli("quantize", tiny, "--recipe", "int4-asym", "--dry-run").stdout.splitlines()
     heads = [line[:14].strip() for line in lines if line[:1].strip()]
-    assert heads[-6:] == ["calibration", "bits/weight", "size", "peak memory", "disk needed", "next"]
+    assert heads[-7:] == ["calibration", "bits/weight", "size", "peak memory", "disk needed", "time", "next"]
     assert lines[-1] == f"next          quantkit quantize {tiny} --recipe int4-asym --out OUT"
 
 
@@ -69,6 +70,7 @@ def test_a_run_makes_what_the_plan_said(cli, cli_json, tiny, tmp_path):
     assert result.exit_code == 0, result.stderr
     assert f"quantkit eval {tiny} {out}" in result.stdout
     assert "fallbacks     none" in result.stdout
+    assert "engines       quantkit, transformers; not vllm, sglang, mlx (`quantkit verify" in result.stdout
     told = [line.partition(": ")[2] for line in result.stderr.splitlines()]
     assert told[0] == "phase 1 of 2, quantizing layers", "progress belongs on stderr"
     assert told[-1] == "phase 2 of 2, assembling and rereading"
@@ -92,11 +94,11 @@ def test_calibration_options_reach_the_manifest(cli, tiny, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("It was the best of times, it was the worst of times. " * 200, encoding="utf-8")
     result = cli("quantize", tiny, "-r", "int4", "-o", tmp_path / "OUT", "--calibration", text,
-                 "--samples", 3, "--length", 40, "--seed", 5, "--packing", "stream", "-q")
+                 "--windows", 3, "--window", 40, "--seed", 5, "--packing", "stream", "-q")
     assert result.exit_code == 0, result.stderr
     with Checkpoint.open(tmp_path / "OUT") as made:
         facts = made.manifest.calibration
-    assert (facts.text, facts.samples, facts.length, facts.seed) == ("text.txt", 3, 40, 5)
+    assert (facts.text, facts.windows, facts.window, facts.seed) == ("text.txt", 3, 40, 5)
     assert facts.packing == "stream" and facts.coverage.documents == 1
     assert "calibration   3 windows of 40 tokens of text.txt" in result.stdout
     assert "warning: 120 calibration tokens are fewer than the 128 inputs" in result.stderr
@@ -113,8 +115,8 @@ def test_dry_run_reports_on_the_calibration_data(cli, cli_json, tiny, tmp_path):
     data = chats(tmp_path / "chats.jsonl", *["What is the time, and where is it?"] * 30)
     exam = tmp_path / "exam.txt"
     exam.write_text("Whatever will be asked.", encoding="utf-8")
-    options = ("-r", "int4", "--dry-run", "--calibration", data, "--avoid", exam, "--samples", 4,
-               "--length", 64)
+    options = ("-r", "int4", "--dry-run", "--calibration", data, "--avoid", exam, "--windows", 4,
+               "--window", 64)
     result = cli("quantize", tiny, *options)
     assert result.exit_code == 0, result.stderr
     assert "calibration   4 windows of 64 tokens of chats.jsonl" in result.stdout
@@ -128,7 +130,7 @@ def test_dry_run_reports_on_the_calibration_data(cli, cli_json, tiny, tmp_path):
 
 def test_calibration_without_a_method_that_calibrates(cli, tiny, tmp_path):
     for more in (("--dry-run",), ("-o", tmp_path / "OUT", "-q")):
-        result = cli("quantize", tiny, "-r", "int8", "--samples", 3, *more)
+        result = cli("quantize", tiny, "-r", "int8", "--windows", 3, *more)
         assert result.exit_code == 0
         assert "warning: options of calibration have no effect: recipe 'int8'" in result.stderr
 
@@ -136,7 +138,7 @@ def test_calibration_without_a_method_that_calibrates(cli, tiny, tmp_path):
 def test_several_sources_of_calibration_text(cli_json, tiny, tmp_path):
     (tmp_path / "a.txt").write_text("Once upon a time. " * 50, encoding="utf-8")
     facts = cli_json("quantize", tiny, "-r", "int4", "--dry-run", "--calibration", tmp_path / "a.txt",
-                     "--calibration", "builtin", "--samples", 2, "--length", 32)["calibration"]
+                     "--calibration", "builtin", "--windows", 2, "--window", 32)["calibration"]
     assert facts["text"] == "a.txt, builtin" and facts["coverage"]["documents"] > 20
 
 
@@ -222,6 +224,8 @@ def test_calibration_data_that_is_broken(cli, tiny, tmp_path):
     data = chats(tmp_path / "chats.jsonl", "Hi?")
     data.write_text(data.read_text() + '{"messages": [{"role": "assistant", "content": "Ho."}]}\n')
     refused(cli("quantize", tiny, "-r", "int4", "--dry-run", "--calibration", data), 1,
+            "rows that can't be used: 1, the first: chats.jsonl line 2", "next: ")
+    refused(cli("quantize", tiny, "-r", "int4", "--dry-run", "--calibration", data, "--strict"), 1,
             "chats.jsonl line 2", "without a user's turn", "next: ")
     data.write_text("Once upon a time.")
     refused(cli("quantize", tiny, "-r", "int4", "-o", tmp_path / "OUT", "--calibration", data), 1,
@@ -262,7 +266,7 @@ def test_a_stop_is_resumable_and_the_same_command_finishes(cli, tiny, tmp_path, 
 
 
 RECOVERED = """name: recovered
-calibration: {samples: 4, length: 32}
+calibration: {windows: 4, window: 32}
 recover: {name: distill, windows: 16, options: {steps: 2}}
 rules:
   - {match: lm_head, optional: true}
@@ -276,10 +280,34 @@ def test_dry_run_tells_of_a_recovery_and_reads_its_text(cli, cli_json, tiny, tmp
     result = cli("quantize", tiny, "-r", path, "--dry-run")
     line = "recovery      distill, steps 2: 14 training and 2 held-out windows of 32 tokens"
     assert line in " ".join(re.split(r"\n {14}", result.stdout))
-    assert "\ncalibration" not in result.stdout and "aren't quantized (embeddings" in result.stdout
+    assert "\ncalibration" not in result.stdout and "aren't quantized" in result.stdout
     facts = cli_json("quantize", tiny, "-r", path, "--dry-run")
     assert facts["recovery"]["windows"] == 16 and facts["calibration"] is None
     short.write_text("word " * 100)
     for options in (("--dry-run",), ("-o", tmp_path / "OUT")):
         refused(cli("quantize", tiny, "-r", path, "--calibration", short, *options), 1,
                 "too short for 16 windows of recovery")
+
+
+def test_a_quantized_gguf_file_is_warned_of_and_never_called_smaller(cli, cli_json, gguf, tmp_path):
+    plan = cli("quantize", gguf, "--recipe", "int8", "--dry-run")
+    assert plan.exit_code == 0, plan.stderr
+    assert plan.stderr.count("is quantized already (Q4_0") == 1
+    assert "times larger as a file; in memory" in " ".join(plan.stdout.split())
+    done = cli("quantize", gguf, "--recipe", "int8", "--out", tmp_path / "int8")
+    assert done.exit_code == 0 and done.stderr.count("is quantized already") == 1
+    assert "times larger" in done.stdout
+    found = cli_json("quantize", gguf, "--recipe", "int8", "--dry-run")
+    assert found["source_bytes"] == gguf.stat().st_size < found["disk_bytes"]
+
+
+def test_a_model_in_16_bits_is_not_warned_of(cli, tiny):
+    plan = cli("quantize", tiny, "--recipe", "int8", "--dry-run")
+    assert "quantized already" not in plan.stderr and "times smaller" in plan.stdout
+
+
+def test_a_kept_head_counts_among_what_stays(cli_json, tmp_path):
+    source = tiny_model(tmp_path / "own-head", tie_word_embeddings=False)
+    found = cli_json("quantize", source, "--recipe", "int8", "--dry-run")
+    head = next(row for row in found["rows"] if row["name"] == "lm_head")
+    assert head["method"] is None and found["kept_bytes"] == found["other_bytes"] + head["bytes_after"]

@@ -15,7 +15,7 @@ import pytest
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.verify import verify
 
-FEW = ("--samples", 3, "--length", 40)
+FEW = ("--windows", 3, "--window", 40)
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +41,7 @@ def test_dry_run_shows_the_choice_what_it_should_cost_and_one_width_for_all(cli,
     for words in ("predicted KL", "q/k/v", "gate/up", "down", "one for all", "int4 g64 sym",
                   "int8 channel sym", "*.mlp.down_proj", "budget        4.25bpw: 4."):
         assert words in result.stdout, words
-    again = f"quantkit quantize {tiny} --budget 4.25bpw --samples 3 --length 40 --out OUT"
+    again = f"quantkit quantize {tiny} --budget 4.25bpw --window 40 --windows 3 --out OUT"
     assert lines[-1] == f"next          {again}"
     assert max(map(len, lines[:-1])) <= 80
 
@@ -102,7 +102,7 @@ def test_recipes_show_names_the_candidates(cli):
 def test_killed_while_measuring_and_quantizing_it_ends_with_the_same_bytes(tiny, tmp_path, monkeypatch):
     monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "other"))
     command = [sys.executable, "-m", "quantkit.cli.main", "quantize", str(tiny), "--budget", "4bpw", "-q",
-               "--samples", "3", "--length", "40", "--out"]
+               "--windows", "3", "--window", "40", "--out"]
     subprocess.run([*command, str(tmp_path / "whole")], check=True, timeout=300, capture_output=True)
     monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
     for there in ("cache/sensitivity/*/part-work-layer.0.json", "out.partial/part-layer-0.json"):
@@ -125,10 +125,10 @@ def test_the_next_command_is_the_one_that_was_typed(cli, tiny, ladder, tmp_path)
     text = tmp_path / "a text.txt"
     text.write_text("Once upon a time. " * 200)
     result = cli("quantize", tiny, "-r", ladder, "--budget", "80kB", "--dry-run", "--calibration", text, *FEW,
-                 "--seed", "3", "--device", "auto", "--strict", "--quiet")
+                 "--seed", "3", "--device", "cpu", "--strict", "--quiet")
     assert result.stdout.splitlines()[-1].split(None, 1)[1] == (
         f"quantkit quantize {tiny} --recipe {ladder} --budget 80kB --calibration '{text}' "
-        "--samples 3 --length 40 --seed 3 --device auto --strict --quiet --out OUT")
+        "--window 40 --windows 3 --seed 3 --device cpu --strict --quiet --out OUT")
 
 
 def no_gpu(name: str):

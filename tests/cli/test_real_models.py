@@ -39,8 +39,8 @@ def test_it_is_verified_and_runs_as_one_program(cli_json, checkpoint):
 
 def test_it_costs_next_to_nothing_beyond_any_sliding_window(cli_json, model, checkpoint):
     """In int8, weights and KV cache: Gemma's narrower layers see 512 tokens of a window."""
-    result = cli_json("eval", model, checkpoint, "--window", 800, "--windows", 1, "--prompt", 700, "--kv",
-                      "none,int8", "--no-speed", "--quiet")
+    result = cli_json("eval", model, checkpoint, "--window", 800, "--windows", 1, "--prompt-tokens", 700,
+                      "--kv", "none,int8", "--no-speed", "--quiet")
     plain, cached, small, both = (row["kl_mean"] for row in result["results"])
     assert plain == 0 < cached < 0.01 and small < 0.02 and both < 0.02
 

@@ -2,19 +2,35 @@
 
 import pytest
 
+from quantkit.cli.recipe_facts import START
 from quantkit.recipe import list_recipes
 
 
 def test_list_names_every_recipe(cli):
     result = cli("recipes", "list")
     assert result.exit_code == 0
-    names = [line.split()[0] for line in result.stdout.splitlines() if not line.startswith(" ")]
-    assert names == [info.name for info in list_recipes()] and "int4" in names
-    assert max(map(len, result.stdout.splitlines())) <= 80
+    lines = result.stdout.splitlines()
+    assert lines[0] == "start here" and max(map(len, lines)) <= 80
+    names = [line.split()[0] for line in lines[lines.index("") + 2:] if line and not line.startswith(" ")]
+    assert sorted({*names} - {"next"}) == [info.name for info in list_recipes()] and "int4" in names
+    assert {line.split()[0] for line in lines[1:lines.index("")]} == set(START) <= set(names)
+    assert lines[-1].endswith("quantkit quantize SOURCE --recipe NAME --dry-run")
+
+
+def test_list_says_size_needs_and_engines(cli_json):
+    facts = {row["name"]: row["facts"] for row in cli_json("recipes", "list")}
+    assert facts["int4"]["bits"] == pytest.approx(4.25, abs=0.01)
+    assert [facts[name]["calibration"] for name in ("int4", "int4-datafree", "int8")] == [
+        "text", "random", "none"]
+    assert facts["int4"]["engines"] == ["vllm", "sglang", "transformers"]
+    assert facts["int4-asym"]["engines"] == ["vllm", "sglang"], "transformers has no place for zero points"
+    assert facts["mlx-4bit"]["engines"] == ["mlx"] and facts["gguf-q4_k_m"]["engines"] == ["llama.cpp"]
+    assert facts["trellis3"]["engines"] == [] and 0 < facts["int8"]["kl"] < facts["int4-rtn"]["kl"]
+    assert all(fact is not None for fact in facts.values())
 
 
 def test_list_as_json(cli_json):
-    assert {"name", "description", "owner", "path", "error"} == set(cli_json("recipes", "list")[0])
+    assert {"name", "description", "owner", "path", "error", "facts"} == set(cli_json("recipes", "list")[0])
 
 
 @pytest.mark.parametrize("name", [info.name for info in list_recipes()])

@@ -18,7 +18,7 @@ import openai
 import pytest
 
 from quantkit.cli.main import main
-from quantkit.cli.serve_local import _called, _key, _names, _template
+from quantkit.cli.serve_local import _called, _keys, _names, _template
 from quantkit.errors import UsageError
 from quantkit.runtime.generate import generate
 from quantkit.runtime.loader import load
@@ -222,21 +222,21 @@ def test_a_folder_is_called_by_its_own_name(tiny, monkeypatch):
     assert _called(".", None) == tiny.name
 
 
-@pytest.mark.parametrize("raw", [b"", b" \n", b"a b", b"\xff", b"a\x00b", b"one\ntwo"])
+@pytest.mark.parametrize("raw", [b"", b" \n", b"a b", b"\xff", b"a\x00b", b"one\ntwo three", b"a\n" * 40_000])
 def test_a_key_that_cant_be_sent(tmp_path, raw):
     file = tmp_path / "key"
     file.write_bytes(raw)
     with pytest.raises(UsageError, match="can't be used"):
-        _key(file)
+        _keys(file)
 
 
 def test_where_the_key_comes_from(monkeypatch, tmp_path):
     file = tmp_path / "key"
-    file.write_text("from-a-file\n")
+    file.write_text("from-a-file\r\n\n another-one \n")
     monkeypatch.delenv("QUANTKIT_API_KEY", raising=False)
-    assert _key(None) is None
+    assert _keys(None) == []
     monkeypatch.setenv("QUANTKIT_API_KEY", "from-outside")
-    assert (_key(None), _key(file)) == ("from-outside", "from-a-file")
+    assert (_keys(None), _keys(file)) == (["from-outside"], ["from-a-file", "another-one"])
 
 
 def test_its_help_imports_no_server():
@@ -271,4 +271,4 @@ def test_replicas_without_ray_name_the_remedy(cli, tiny, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     result = cli("serve-local", tiny, "--port", 0, "--replicas", 2)
     assert result.exit_code == 1 and "--replicas needs Ray" in result.stderr
-    assert 'pip install "quantkit[ray]"' in result.stderr and "Traceback" not in result.stderr
+    assert 'pip install "ray[serve]"' in result.stderr and "Traceback" not in result.stderr

@@ -10,10 +10,10 @@ from quantkit.cli.tokens import TokenCount, TokenCounts
 from quantkit.testing import tiny_model
 
 # every option whose help counts tokens
-OPTIONS = {"generate": ["--max-tokens"], "plan": ["--context", "--prompt"],
-           "eval": ["--window", "--prompt", "--prefill", "--decode"],
-           "eval-long": ["--lengths", "--prompt", "--new-tokens"],
-           "bench decode": ["--context", "--prompt", "--tokens"], "quantize": ["--length"]}
+OPTIONS = {"generate": ["--max-tokens"], "plan": ["--context", "--prompt-tokens"],
+           "eval": ["--window", "--prompt-tokens", "--prefill", "--max-tokens"],
+           "eval-long": ["--context", "--prompt-tokens", "--max-tokens"],
+           "bench decode": ["--context", "--prefill", "--max-tokens"], "quantize": ["--window"]}
 
 
 def command_of(path: str) -> click.Command:

@@ -43,12 +43,12 @@ def test_for_an_engine(cli, cli_json, checkpoint):
     loads = cli("verify", checkpoint, "--for", "vllm")
     assert loads.exit_code == 0 and "vllm on cuda loads" in loads.stdout
     assert "ok      kernel on cuda" in loads.stdout
-    refused = cli("verify", checkpoint, "--for", "vllm", "--device", "cpu")
+    refused = cli("verify", checkpoint, "--for", "vllm", "--for-device", "cpu")
     assert refused.exit_code == 1 and "failed  kernel on cpu" in refused.stdout
     assert "vllm on cpu refuses" in refused.stderr and "next: quantkit export" in refused.stderr
-    report = cli("verify", checkpoint, "--for", "vllm", "--device", "cpu", "--json")
+    report = cli("verify", checkpoint, "--for", "vllm", "--for-device", "cpu", "--json")
     assert report.exit_code == 1 and json.loads(report.stdout)["loads"] is False
-    assert cli_json("verify", checkpoint, "--for", "transformers", "--device", "cpu")["loads"] is True
+    assert cli_json("verify", checkpoint, "--for", "transformers", "--for-device", "cpu")["loads"] is True
     assert cli("verify", checkpoint, "--for", "ollama").exit_code == 2
 
 

@@ -20,6 +20,13 @@ rules:
 """
 
 
+@pytest.fixture(autouse=True)
+def _idle_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Speeds are shown however busy the machine is that runs the tests."""
+    monkeypatch.setattr("quantkit.evaluate.sweep.jobs.busy_reason", lambda load: None)
+    monkeypatch.setattr("quantkit.evaluate.machine_load.busy_now", lambda: None)
+
+
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A two-layer Llama folder, bf16."""

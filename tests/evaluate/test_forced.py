@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from quantkit.evaluate.forced import TeacherForcedModel, split_settings
+from quantkit.evaluate.forced import TeacherForcedModel
 from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
-from quantkit.kvspec import parse_kv
+from quantkit.kvspec import parse_kv, split_settings
 from quantkit.runtime.loader import load
 from quantkit.testing import tiny_model
 

@@ -42,7 +42,7 @@ def without_lm_eval(monkeypatch):
 def test_without_lm_eval_it_says_what_to_install(loaded, without_lm_eval):
     with pytest.raises(QuantkitError) as caught:
         lm_eval_model(loaded)
-    assert caught.value.next == "pip install 'quantkit[lm-eval]'"
+    assert caught.value.next == "pip install lm-eval"
 
 
 def test_it_is_an_lm(loaded):

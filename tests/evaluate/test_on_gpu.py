@@ -14,7 +14,7 @@ from quantkit.resources import data_dir
 from quantkit.runtime.loader import load
 from quantkit.testing import tiny_model
 
-ARGUMENTS = ("--recipes", "none,int4-rtn", "--kv", "none,int8", "--window", "96", "--windows", "1")
+ARGUMENTS = ("--recipe", "none,int4-rtn", "--kv", "none,int8", "--window", "96", "--windows", "1")
 
 
 def run(model, *arguments):

@@ -180,9 +180,9 @@ def test_a_run_goes_on_where_it_stopped(peers, story_files, tmp_path):
     command = [sys.executable, str(PEERS / "quality.py"), "--gguf", str(tmp_path / "model.gguf"),
                "--dtype", "F32", "--context", "64", "--group", "-1", "--calibration",
                str(tmp_path / "near.txt"), "--text", str(tmp_path / "near.txt"), str(tmp_path / "far.txt"),
-               "--work", str(tmp_path / "work"), "--samples", "2", "--windows", "2", "--window", "32",
-               "--threads", "1", "--python", f"hqq={python}", f"gptqmodel={python}", "--out",
-               str(tmp_path / "report.json"), "--only", "hqq-int[42]", "gptqmodel-gptq-int4*"]
+               "--work", str(tmp_path / "work"), "--calibration-windows", "2", "--windows", "2",
+               "--window", "32", "--threads", "1", "--python", f"hqq={python}", f"gptqmodel={python}",
+               "--out", str(tmp_path / "report.json"), "--only", "hqq-int[42]", "gptqmodel-gptq-int4*"]
     for turn in (1, 2):
         done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
         assert done.returncode == 0, done.stderr

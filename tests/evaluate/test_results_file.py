@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import json
 import math
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -18,6 +19,8 @@ from quantkit.evaluate.results_file import read_results, result_from_dict
 from quantkit.evaluate.roofline.result import MachineCeilings, OperatorSpeed, Roofline
 from quantkit.evaluate.speed_sweep import DecodeSpeed, MemoryUse, PrefillSpeed, SpeedSweep, Spread
 from quantkit.testing.results import sample_results
+
+KEPT = Path(__file__).resolve().parents[2] / "evals" / "results"
 
 
 def full() -> EvalResult:
@@ -40,12 +43,22 @@ def full() -> EvalResult:
     result.sensitivity, result.plotted = [("model.layers.0.mlp.up_proj", 0.1)], ("kl_mean",)
     result.diff = TokenDiff(text="t", reference="a", candidate="b", tokens=("x", "y"), kl=(0.1, 0.2),
                             loss=(0.0, -0.1), expected=(None, ("a", "b")))
+    result.other_diffs = [result.diff.model_copy(update={"candidate": "c"})]
+    result.protocol = dataclasses.replace(result.protocol, runs=(1, 3))
+    row.weight_bytes = 7
     result.gate = check_gate(result, "kl<1,arc_easy>10%")
     return result
 
 
 def as_json(result: EvalResult) -> dict:
     return json.loads(json.dumps(result.to_dict(), allow_nan=False))
+
+
+@pytest.mark.parametrize("file", [file for file in sorted(KEPT.glob("*.json"))
+                                  if b'"version": 1,' in file.read_bytes()[:40]], ids=lambda file: file.stem)
+def test_what_was_kept_is_still_read(file):
+    result = read_results(file)
+    assert len(result.rows) > 3 and result.other_diffs == []
 
 
 @pytest.mark.parametrize("name", [name for name in sample_results() if name != "infinite values"])

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import pytest
 
@@ -91,3 +92,32 @@ def test_perplexity_a_word():
     found = per_word(Interval(10.0, 9.0, 11.0), 1.5)
     assert found.value == pytest.approx(10 ** 1.5) and found.low < found.value < found.high
     assert per_word(Interval(1e300, 1.0, 1e308), 3).value == math.inf
+
+
+def test_memory_is_said_before_a_weight_is_read(tiny, int8):
+    said = []
+    with pytest.raises(KeyboardInterrupt):
+        evaluate([str(tiny), str(int8)], QUALITY, announce=lambda text: said.append(text) or _stop())
+    assert re.match(r"this takes about [\d.]+ [MG]B of memory", said[0])
+
+
+def _stop():
+    raise KeyboardInterrupt
+
+
+def test_the_runs_that_are_told_are_those_that_were_made(tiny):
+    result = evaluate([str(tiny)], EvalSettings(window=32, windows=2, prefill=16, decode=2, repeats=5))
+    runs = result.rows[0].speed.prefill[0].runs
+    assert result.protocol.runs == (runs, runs) and 3 <= runs <= 5 and result.protocol.repeats == 5
+    assert f"median of {runs} runs" in " ".join(result.protocol.lines())
+
+
+def test_a_gguf_reference_is_its_file_on_disk_and_16_bits_in_memory(tmp_path):
+    from quantkit.export_gguf.export import export_gguf
+    from quantkit.quantize import quantize
+
+    quantize(str(tiny_model(tmp_path / "plain")), "gguf-q4_0", tmp_path / "quantized")
+    export_gguf(str(tmp_path / "quantized"), tmp_path / "m.gguf")
+    row, = evaluate([str(tmp_path / "m.gguf")], QUALITY).rows
+    assert row.file_bytes == (tmp_path / "m.gguf").stat().st_size and row.method == "Q4_0 as bf16"
+    assert row.bits_per_weight == 4.5 and row.weight_bytes > 80_000

@@ -230,7 +230,7 @@ def test_without_lm_eval_it_says_what_to_install(data, monkeypatch):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(QuantkitError) as caught:
         prepare_tasks(["arc_easy"], data=data)
-    assert caught.value.next == "pip install 'quantkit[lm-eval]'"
+    assert caught.value.next == "pip install lm-eval"
 
 
 def test_no_network_and_nothing_written(data, tiny, tmp_path):

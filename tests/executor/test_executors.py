@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from quantkit.errors import CalibrationError, QuantkitError, SpecError, Stopped, UsageError
+from quantkit.errors import QuantkitError, SourceError, SpecError, Stopped, UsageError
 from quantkit.executor import ray as module
 from quantkit.executor.base import TaskNeeds
 from quantkit.executor.choose import make_executor
@@ -25,7 +25,7 @@ from tests.support.processes import LOOPBACK, listening, marked
 
 MARK = "QUANTKIT_TEST_CLUSTER"
 """What the processes of this test's cluster have in their environment."""
-SMALL = CalibrationSpec(samples=4, length=32)
+SMALL = CalibrationSpec(windows=4, window=32)
 MIXED = """
 rules:
   - {match: "*.v_proj"}
@@ -105,7 +105,7 @@ def test_without_ray_the_remedy_is_named(model, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(QuantkitError, match="needs Ray") as caught:
         quantize(model, "int8", tmp_path / "out", executor="ray")
-    assert caught.value.next == 'pip install "quantkit[ray]"' and not (tmp_path / "out.partial").exists()
+    assert caught.value.next == 'pip install "ray[serve]"' and not (tmp_path / "out.partial").exists()
 
 
 @pytest.mark.skipif(not Path("/proc/net/tcp6").exists(), reason="sockets are read from Linux's /proc")
@@ -284,7 +284,7 @@ def test_a_layer_that_cannot_be_solved_is_named(two, tmp_path):
     tensors["model.layers.2.mlp.up_proj.weight"][0, 0] = float("nan")
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     for recipe in ("int8", "int4"):
-        with pytest.raises((SpecError, CalibrationError), match=r"model\.layers\.2\.mlp\.up_proj"):
+        with pytest.raises(SourceError, match=r"model\.layers\.2\.mlp\.up_proj"):
             quantize(str(folder), recipe, tmp_path / "out", calibration=SMALL, executor=two)
         assert not (tmp_path / "out").exists()
         for path in sorted((tmp_path / "out.partial").glob("*")):

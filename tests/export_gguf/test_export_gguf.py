@@ -254,14 +254,15 @@ def test_damage_is_found(llama, tmp_path, name):
         export_gguf(str(first), tmp_path / "m.gguf")
 
 
-def test_scales_that_are_no_numbers(llama, tmp_path):
+@pytest.mark.parametrize("name", ["layers.1.mlp.up_proj.weight_scale", "norm.weight", "embed_tokens.weight"])
+def test_numbers_that_are_none(llama, tmp_path, name):
     first = tmp_path / "first"
     shutil.copytree(llama, first)
     (first / "quantkit.json").unlink()
     stored = load_file(first / "model.safetensors")
-    stored["model.layers.1.mlp.up_proj.weight_scale"][3, 1] = float("nan")
+    stored[f"model.{name}"].view(-1)[7] = float("nan")
     save_file(stored, first / "model.safetensors", {"format": "pt"})
-    with pytest.raises(QuantkitError, match=r"layers\.1\.mlp\.up_proj"):
+    with pytest.raises(QuantkitError, match=rf"'model\.{name}' of .* not finite"):
         export_gguf(str(first), tmp_path / "m.gguf")
     assert not (tmp_path / "m.gguf").exists()
 

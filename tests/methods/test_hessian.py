@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from quantkit.formats.finite import all_finite
 from quantkit.methods import gptq, hessian
 from quantkit.methods.base import LayerStats
 from quantkit.methods.hessian import damped, factorize, losses, symmetric_, undrifted
-from quantkit.ops.finite import all_finite
 from quantkit.spec import Granularity, QuantSpec
 
 

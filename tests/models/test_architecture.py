@@ -9,13 +9,29 @@ from quantkit.errors import UnsupportedModelError
 from quantkit.models.architecture import linear_slots, parse_config, tensor_shapes
 from quantkit.models.decoder import CausalLM
 from quantkit.models.linear import Weights
+from quantkit.sources.base import TensorInfo
 from quantkit.testing import FAMILIES, tiny_weights
 
 
 def test_an_unknown_family_lists_the_known_ones(make_config):
-    known = r"'qwen4'\n.*did you mean 'qwen[23]'.*llama, mimo, mistral"
+    known = r"'qwen4'\nknown: .*gemma3, .*llama, mimo, mistral"
     with pytest.raises(UnsupportedModelError, match=known):
         parse_config(make_config("qwen3", model_type="qwen4"))
+
+
+@pytest.mark.parametrize(("change", "drop", "suggested"), [
+    ({}, (), True), ({"model_type": None}, (), True),
+    # Ernie has the keys and tensors of Llama and another rope
+    ({"model_type": "ernie4_5", "architectures": ["Ernie4_5ForCausalLM"]}, (), False),
+    ({"architectures": None}, (), False), ({"partial_rotary_factor": 0.5}, (), False),
+    ({"num_hidden_layers": 3}, (), False), ({}, ("model.norm.weight",), False)])
+def test_another_family_is_suggested_if_all_of_the_model_fits_it(make_config, change, drop, suggested):
+    config = make_config("llama")
+    infos = {name: TensorInfo(name, tuple(tensor.shape), tensor.dtype)
+             for name, tensor in tiny_weights(config).items() if name not in drop}
+    with pytest.raises(UnsupportedModelError) as caught:
+        parse_config(config | {"model_type": "lama"} | change, infos)
+    assert ("did you mean 'llama'?" in caught.value.why) == suggested
 
 
 @pytest.mark.parametrize("value", [None, 3, ["llama"]])

@@ -49,7 +49,7 @@ def make(models, tmp_path):
     def call(spec, dtype, method="gptq", form=None):
         recipe = tmp_path / "recipe.yaml"
         recipe.write_text(
-            "calibration: {samples: 4, length: 32}\nrules:\n  - {match: lm_head}\n"
+            "calibration: {windows: 4, window: 32}\nrules:\n  - {match: lm_head}\n"
             f"  - {{match: '*', method: {method}, spec: {{{spec}}}"
             + (f", format: {form}" if form else "") + "}\n")
         return quantize(str(models[dtype]), str(recipe), tmp_path / "out").out

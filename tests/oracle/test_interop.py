@@ -84,7 +84,7 @@ def make(models, tmp_path_factory):
         recipe = folder / "recipe.yaml"
         method, spec = (INTS | EIGHT).get(name, ("", ""))
         written = {"mixed": MIXED, "mixed-layouts": MIXED_LAYOUTS}.get(name)
-        recipe.write_text(written or "calibration: {samples: 4, length: 32}\nrules:\n"
+        recipe.write_text(written or "calibration: {windows: 4, window: 32}\nrules:\n"
                           "  - {match: lm_head, optional: true}\n"
                           f"  - {{match: '*', {method}, spec: {spec}}}\n")
         given = str(recipe) if method or written else name
@@ -299,7 +299,7 @@ def test_bitsandbytes_makes_the_same_weights_of_a_real_model(smollm2, nested):
 
 
 OUTSIDE = """
-calibration: {{samples: 4, length: 32}}
+calibration: {{windows: 4, window: 32}}
 rules:
   - {{match: 're:model\\.embed_tokens|lm_head', method: {method}, spec: {outside}}}
   - {{match: '*', method: rtn, spec: {inside}}}
@@ -345,7 +345,7 @@ def test_transformers_refuses_a_compressed_embedding(outside):
 def test_a_quantized_head_alone_loads_as_it_is(models, tmp_path, method):
     pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed (extra: oracle)")
     path = tmp_path / "head.yaml"
-    path.write_text("calibration: {samples: 4, length: 32}\nrules:\n"
+    path.write_text("calibration: {windows: 4, window: 32}\nrules:\n"
                     f"  - {{match: lm_head, method: {method}, spec: {G32}}}\n"
                     f"  - {{match: '*', method: rtn, spec: {CHANNEL8}}}\n")
     folder = quantize(str(models["float32"]), str(path), tmp_path / "out").out

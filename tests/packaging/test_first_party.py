@@ -64,7 +64,7 @@ def test_each_passes_the_kit(run, name):
 @pytest.mark.parametrize(("recipe", "method"), [("int4-hqq", "hqq"), ("int4-imatrix", "imatrix")])
 def test_recipes_make_checkpoints(run, tiny, tmp_path, recipe, method):
     run("quantize", tiny, "--recipe", recipe, "--out", tmp_path / "OUT", "--quiet",
-        *(("--samples", 2, "--length", 64) if method == "imatrix" else ()))
+        *(("--windows", 2, "--window", 64) if method == "imatrix" else ()))
     manifest = Manifest.from_bytes((tmp_path / "OUT" / "quantkit.json").read_bytes())
     assert {row.method for row in manifest.layers} == {method}
 
@@ -72,7 +72,7 @@ def test_recipes_make_checkpoints(run, tiny, tmp_path, recipe, method):
 def test_metric_reporter_policy_and_codec_stand_in_one_comparison(run, tiny, tmp_path):
     out = tmp_path / "REPORT"
     run("eval", tiny, "--kv", "none,int6,keydiff(0.5),keydiff(0.5)+int6", "--window", 256, "--windows", 2,
-        "--prefill", 128, "--decode", 8, "--repeats", 1, "--out", out, "--quiet")
+        "--prefill", 128, "--max-tokens", 8, "--repeats", 1, "--out", out, "--quiet")
     with (out / "results.csv").open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     assert [row["kv"] for row in rows] == ["none", "int6", "keydiff(0.5)", "keydiff(0.5)+int6"]

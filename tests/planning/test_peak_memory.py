@@ -23,7 +23,7 @@ from tests.support.shapes import (
 def test_the_head_is_solved_in_parts_that_bound_the_peak(monkeypatch):
     monkeypatch.setattr(shapes, "VOCAB", 1 << 20)
     monkeypatch.setattr(shapes, "HIDDEN", 1024)
-    text = {"samples": 1, "length": 8, "importance": "equal"}
+    text = {"windows": 1, "window": 8, "importance": "equal"}
     plan = make_plan(recipe({"match": "lm_head", "method": "gptq", "spec": GROUP4}, {"match": "*"},
                             calibration=text), Source())
     table, stored = (1 << 30) * 2, plan.rows[-1].bytes_after
@@ -37,7 +37,7 @@ def test_predicted_peak_by_hand():
     free = make_plan(recipe({"match": "lm_head"}, every()), Source())
     packed = sum(r.bytes_after for r in free.rows if r.layer == 0)
     assert free.peak_bytes == RUNTIME_BYTES + max(11 * HIDDEN * INTER, 2 * VOCAB * HIDDEN) + packed
-    text = {"samples": 4, "length": 16, "importance": "equal"}
+    text = {"windows": 4, "window": 16, "importance": "equal"}
     rules = [{"match": "lm_head"}, every("gptq", GROUP4)]
     solved = make_plan(recipe(*rules, calibration=text), Source())
     packed = sum(r.bytes_after for r in solved.rows if r.layer == 0)
@@ -70,18 +70,18 @@ def test_predicted_peak_by_hand():
 ], ids=["default", "a quarter", "none", "random"])
 def test_the_original_models_states_are_kept_where_drift_is_made_up_for(options, text, drift):
     rules = [{"match": "lm_head"}, {**every("gptq", GROUP4), "options": options}]
-    calibration = {"samples": 2, "length": 16, **text}
+    calibration = {"windows": 2, "window": 16, **text}
     assert make_plan(recipe(*rules, calibration=calibration), Source()).drift == drift
 
 
 def test_nothing_drifts_that_is_rounded_or_is_the_head():
     head = {"match": "lm_head", "method": "gptq", "spec": GROUP4}
-    plan = make_plan(recipe(head, every(), calibration={"samples": 2, "length": 16}), Source())
+    plan = make_plan(recipe(head, every(), calibration={"windows": 2, "window": 16}), Source())
     assert plan.calibrated and not plan.drift
 
 
 def test_hidden_states_need_disk_where_memory_has_no_room_or_another_attempt_takes_them_up():
-    text = {"samples": 1 << 14, "length": 1 << 10, "importance_samples": 1 << 14}
+    text = {"windows": 1 << 14, "window": 1 << 10, "importance_windows": 1 << 14}
     plan = make_plan(recipe({"match": "lm_head"}, every("gptq", GROUP4), calibration=text), Source())
     assert plan.needed_disk_bytes == plan.walks_bytes > 2 * plan.disk_bytes
     plan = make_plan(recipe({"match": "lm_head"}, every("gptq", GROUP4),

@@ -87,7 +87,7 @@ def test_scales_follow_the_models_dtype(dtype):
 
 
 def test_tied_embeddings_have_no_head_and_are_counted_once():
-    plan = make_plan(load_recipe("int8"), Source(tied=True))  # its files repeat lm_head
+    plan = make_plan(load_recipe("int8"), Source(tied=True))
     assert all(row.name != "lm_head" for row in plan.rows)
     assert "lm_head.weight" not in plan.other
     assert plan.other_bytes == 2 * (VOCAB * HIDDEN + HIDDEN + LAYERS * 2 * HIDDEN)
@@ -269,8 +269,8 @@ def test_calibration_is_filled_in_only_when_needed():
     assert make_plan(recipe(every()), Source()).recipe.calibration is None
     plan = make_plan(recipe(HEAD, every("gptq", GROUP4)), Source())
     assert plan.recipe.calibration == CalibrationSpec() and plan.calibrated
-    own = make_plan(recipe(HEAD, every("gptq", GROUP4), calibration={"samples": 2}), Source())
-    assert own.recipe.calibration.samples == 2
+    own = make_plan(recipe(HEAD, every("gptq", GROUP4), calibration={"windows": 2}), Source())
+    assert own.recipe.calibration.windows == 2
 
 
 def test_a_strangers_method_plans_like_our_own(monkeypatch):

@@ -24,7 +24,7 @@ from quantkit.testing import tiny_model
 
 RECIPE = """
 name: recovered
-calibration: {samples: 4, length: 32}
+calibration: {windows: 4, window: 32}
 recover: RECOVER
 rules:
   - {match: lm_head, optional: true}
@@ -83,7 +83,7 @@ def test_text_that_calibrates_nothing_is_no_calibration(tmp_path):
         manifest = Manifest.from_bytes((result.out / "quantkit.json").read_bytes())
         assert (manifest.calibration is not None) == calibrated
     words.write_text(" ".join(f"word{i}" for i in range(300)))
-    spec = CalibrationSpec(text=str(words), samples=1000, length=32)  # of which none are needed
+    spec = CalibrationSpec(text=str(words), windows=1000, window=32)  # of which none are needed
     assert quantize(tiny, recipe(tmp_path), tmp_path / "out", calibration=spec).recovery.windows == 16
 
 
@@ -155,7 +155,7 @@ def killed(tmp_path, monkeypatch):
 AFTER_REPLACEMENT = "work-recover.unit-layer-1"
 QUANTIZED_TABLE = """
 name: recovered
-calibration: {samples: 4, length: 32}
+calibration: {windows: 4, window: 32}
 recover: RECOVER
 rules:
   - {match: model.embed_tokens, method: gptq, spec: {SPEC}}
@@ -251,7 +251,7 @@ def test_what_is_refused(tmp_path, family, recover, spec, error, words):
 def test_text_that_cannot_be_trained_on(tmp_path, text):
     with pytest.raises(RecipeError, match="recovered by distill"):
         quantize(str(tiny_model(tmp_path / "tiny")), recipe(tmp_path), tmp_path / "out",
-                 calibration=CalibrationSpec(text=text, samples=4, length=32))
+                 calibration=CalibrationSpec(text=text, windows=4, window=32))
 
 
 def test_layers_that_a_transform_changes_are_refused(tmp_path):

@@ -36,7 +36,7 @@ def text_of(tmp_path, words):
 @pytest.mark.parametrize("text", ["builtin", "file"])
 def test_no_window_is_of_the_calibration(tmp_path, source, text):
     name = "builtin" if text == "builtin" else text_of(tmp_path, 3000)
-    spec = CalibrationSpec(text=name, samples=6, length=64)
+    spec = CalibrationSpec(text=name, windows=6, window=64)
     seen = prepare(spec, source, 0).tokens
     chosen = recovery_text(spec, 16, seen, source, silent)
     assert chosen.tokens.shape == (16, 64) and chosen.held_out == 2
@@ -49,7 +49,7 @@ def test_no_window_is_of_the_calibration(tmp_path, source, text):
 
 @pytest.mark.parametrize("words", [100, 300])
 def test_too_little_text_and_how_many_windows_it_has(tmp_path, source, words):
-    spec = CalibrationSpec(text=text_of(tmp_path, words), samples=2, length=32)
+    spec = CalibrationSpec(text=text_of(tmp_path, words), windows=2, window=32)
     seen = prepare(spec, source, 0).tokens
     with pytest.raises(CalibrationError, match="too short for 4000 windows") as caught:
         recovery_text(spec, 4000, seen, source, silent)
@@ -62,7 +62,7 @@ def test_too_little_text_and_how_many_windows_it_has(tmp_path, source, words):
 def test_text_that_repeats_itself_is_no_new_text(tmp_path, source):
     path = tmp_path / "text.txt"
     path.write_text("the same again and again " * 4000)
-    spec = CalibrationSpec(text=str(path), samples=2, length=32)
+    spec = CalibrationSpec(text=str(path), windows=2, window=32)
     with pytest.raises(CalibrationError, match="too short") as caught:
         recovery_text(spec, 4, prepare(spec, source, 0).tokens, source, silent)
     assert "of 6 windows 0 are new" in caught.value.why and "the other 6 repeat them" in caught.value.why
@@ -81,7 +81,7 @@ def test_chats_that_begin_alike_are_new_text(tmp_path, source, length):
     path.write_text("".join(json.dumps({"messages": [
         system, {"role": "user", "content": words()}, {"role": "assistant", "content": words()}]}) + "\n"
         for _ in range(100)))
-    spec = CalibrationSpec(text=str(path), samples=8, length=length)
+    spec = CalibrationSpec(text=str(path), windows=8, window=length)
     seen = prepare(spec, source, 0).tokens
     chosen = recovery_text(spec, 16, seen, source, silent)
     assert len(chosen.tokens) == len(chosen.origins) == 16 and chosen.origins[0].startswith("chats.jsonl")
@@ -94,19 +94,19 @@ def test_a_text_that_models_are_evaluated_on_is_warned_of(tmp_path, source):
 
     path = tmp_path / "topics.txt"
     path.write_text("\n".join(map(str, topics.values())))
-    spec = CalibrationSpec(text=str(path), samples=2, length=64)
+    spec = CalibrationSpec(text=str(path), windows=2, window=64)
     with pytest.warns(UserWarning, match="recovery windows share up to 100%"):
         recovery_text(spec, 8, torch.zeros(0, 64, dtype=torch.int64), source, silent)
 
 
 def test_windows_fit_the_model(source):
-    spec = CalibrationSpec(samples=2, length=100_000)
+    spec = CalibrationSpec(windows=2, window=100_000)
     with pytest.raises(CalibrationError, match="longer than the model's context"):
         recovery_text(spec, 8, torch.zeros(0, 100_000, dtype=torch.int64), source, silent)
 
 
 def test_windows_that_were_seen_twice_are_not_new(source):
-    spec = CalibrationSpec(samples=2, length=32)
+    spec = CalibrationSpec(windows=2, window=32)
     chosen = recovery_text(spec, 8, torch.zeros(0, 32, dtype=torch.int64), source, silent)
     again = recovery_text(spec, 8, chosen.tokens[:2].repeat(2, 1), source, silent)
     first, second = chosen.tokens[:2].tolist()
@@ -123,7 +123,7 @@ def test_which_texts_are_refused():
 def test_a_window_that_overflows_is_named(tmp_path, monkeypatch, place):
     """A training window by the original, a held-out window by the quantized model."""
     source = open_source(str(tiny_model(tmp_path / "tiny")))
-    spec = CalibrationSpec(samples=4, length=32)
+    spec = CalibrationSpec(windows=4, window=32)
     origin = recovery_text(spec, 16, prepare(spec, source, 0).tokens, source, silent).origins[place]
     int2 = QuantSpec(bits=2, symmetric=False, granularity=Granularity(strategy="group", size=16))
     recipe = Recipe(name="r", calibration=spec, recover=RecoverySpec(name="distill", windows=16), rules=(

@@ -47,7 +47,7 @@ def rich_result() -> EvalResult:
     rows = [_row(index, model, setting) for index, model in enumerate(MODELS) for setting in SETTINGS]
     return EvalResult(
         protocol, rows, question="Why is the sky blue?", metrics=builtin_infos() | tails,
-        command="quantkit eval HuggingFaceTB/SmolLM2-360M-Instruct --recipes int8,int4-g64,nf4,budget-3.5 "
+        command="quantkit eval HuggingFaceTB/SmolLM2-360M-Instruct --recipe int8,int4-g64,nf4,budget-3.5 "
                 "--kv none,int8,int4 --suite standard --out report",
         suite="standard", floors={"kl_mean": Interval(0.0011, 0.001, 0.0013)},
         roofline=[_roofline("HuggingFaceTB/SmolLM2-360M-Instruct", "bf16", 2.0, "bf16"),

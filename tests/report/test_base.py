@@ -5,9 +5,12 @@ from dataclasses import replace
 
 import pytest
 
+from quantkit.evaluate.machine_load import MachineLoad
 from quantkit.evaluate.metrics import Interval
 from quantkit.evaluate.variants import names_of
-from quantkit.report.base import megabytes, number, short_names, spread
+from quantkit.plugins import registry
+from quantkit.report.base import megabytes, number, short_names, spread, text_name, withheld
+from quantkit.report.headline import recommended
 
 
 @pytest.mark.parametrize(("value", "text"), [
@@ -43,3 +46,21 @@ def test_names_are_as_short_as_they_can_be_told_apart(make_row):
     assert names_of(peers[0], "base") == {"base"}
     assert names_of(peers[3], "llama.cpp base") == {"llama.cpp base"}
     assert short_names([make_row("a\x1b[31m")]) == ["a?[31m"], "harmless in a terminal, and XML"
+
+
+def test_texts_are_called_by_what_they_are():
+    assert text_name("pydoc-topics-3.11") == "Python docs 3.11" and text_name("prose") == "prose"
+
+
+def test_why_a_speed_is_missing_is_said_in_every_report(rich):
+    for row in rich.rows[3:5]:
+        row.speed = row.speed.model_copy(update={"load": MachineLoad(stolen=0.0, others=0.6)})
+        row.speed = row.speed.without_speed("another reason")
+        for key in ("decode_tok_s", "prefill_tok_s"):
+            del row.metrics[key]
+    sentence, = withheld(rich)
+    assert sentence.startswith("No speed of int8 kv none, int8 kv int8: the machine was busy: up to 60%")
+    for name in ("table", "markdown", "html"):
+        text = registry("reporters").get(name).render(rich)
+        assert "No speed of int8 kv none" in " ".join(text.split())
+    assert not any("fast" in fact for _, fact in recommended(rich).facts if recommended(rich).index in (3, 4))

@@ -7,6 +7,8 @@ from quantkit.report.charts.base import log_axis
 from quantkit.report.frontier import frontiers
 from quantkit.report.looks import COLORS, SHAPES, variant_looks
 
+from .rich import rich_result
+
 
 @pytest.fixture
 def looks(rich):
@@ -113,3 +115,14 @@ def test_nothing_measured_makes_no_chart(make_result, make_row):
 def test_logarithmic_axes_have_few_numbers():
     assert log_axis(0.0005, 0.4).to_dict()["values"] == [0.001, 0.01, 0.1]
     assert log_axis(0.05, 0.9).to_dict()["values"] == [0.05, 0.1, 0.2, 0.5]
+
+
+def test_prefill_at_one_prompt_is_bars_with_their_range(rich, looks):
+    for row in rich.rows:
+        row.speed = row.speed.model_copy(update={"prefill": row.speed.prefill[:1]})
+    for spec in (speed.prefill(rich, looks), speed.first_token(rich, looks)):
+        bars, ranges = spec["layer"]
+        assert bars["mark"]["type"] == "bar" and ranges["mark"]["type"] == "rule"
+        assert len(values(spec)) == len(rich.rows) and "128 tokens of the prompt" in spec["description"]
+    many = speed.prefill(rich_result(), looks)
+    assert many["layer"][0]["mark"]["type"] == "line"

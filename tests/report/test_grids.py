@@ -11,12 +11,11 @@ from quantkit.report.grid import TextGrid
 def test_all_variants_with_tails_and_without_empty_columns(rich, make_result):
     grid = quality_grids.variants(rich)
     assert [head.partition("\n")[0] for head in grid.heads] == [
-        "variant", "KL", "KL median", "KL 99%", "KL 99.9%", "flips", "top-1", "perplexity",
-        "perplexity a word",
-        "decode", "prefill", "weights", "bits", "KV", "KV cache", "peak"]
+        "variant", "size", "decode", "same token", "KL", "cost", "perplexity", "prefill", "KL median",
+        "KL 99%", "KL 99.9%", "flips", "perplexity a word", "bits", "KV", "KV cache", "peak"]
     assert len(grid.rows) == 15 and grid.dimmed == {2, 9, 10, 11}
     assert grid.rows[3][0] == "int8 kv none\nrtn int8 channel sym"
-    assert grid.rows[3][1] == "0.00310\n0.00291–0.00329"
+    assert grid.rows[3][4:6] == ("0.00310\n0.00291–0.00329", "negligible") and grid.rows[0][5] == "reference"
     heads = quality_grids.variants(make_result()).heads
     assert not any(head.startswith(("KV", "flips", "run by")) for head in heads)
 
@@ -26,7 +25,7 @@ def test_a_peer_is_named_and_what_it_lacks_is_blank(rich):
     peer.tool, peer.metrics = "llama.cpp b9821", {"perplexity": peer.metrics["perplexity"]}
     grid = quality_grids.variants(rich)
     assert grid.heads[-1] == "run by" and grid.rows[4][-1] == "llama.cpp b9821"
-    assert grid.rows[4][1] == "–" and grid.rows[3][-1] == "–"
+    assert grid.rows[4][2:6] == ("–",) * 4 and grid.rows[3][-1] == "–"
 
 
 def test_one_row_a_text(rich):
@@ -49,8 +48,8 @@ def test_verdicts(rich, metric, verdict, epsilon, words):
 
 def test_differences_are_in_pairs_and_say_how_they_were_tested(rich):
     grid = quality_grids.differences(rich)
-    assert grid.heads[:3] == ("variant", "KL\nsign flips over windows, 160 pairs",
-                              "arc_easy · acc\nMcNemar, exact, 400 pairs")
+    assert grid.heads[:3] == ("variant", "KL\n160 pairs", "arc_easy · acc\n400 pairs")
+    assert grid.notes[0] == "p of KL: sign flips over windows" and grid.notes[1].endswith("McNemar, exact")
     assert len(grid.rows) == 14, "not the reference"
     value, within, change, p = grid.rows[2][1].split("\n")
     assert (value, within, p) == ("indistinguishable", "within ±0.0050 nats", "p 0.00010")
@@ -62,8 +61,8 @@ def test_differences_on_a_text_name_it(rich):
     rich.rows[1].differences = [PairedDifference(metric="flips", text="code", difference=0.1, low=0.05,
                                                  high=0.15, verdict="worse")]
     grid = quality_grids.differences(rich)
-    assert grid.heads[1] == "flips on code" and grid.rows[0][1] == "worse\n+10.0 (+5.00 to +15.0)"
-    assert grid.rows[1][1] == "–"
+    assert grid.heads[-1] == "flips on code", "what is of all texts stands before"
+    assert grid.rows[0][-1] == "small\n+10.0 (+5.00 to +15.0)" and grid.rows[1][-1] == "–"
 
 
 def test_tasks_show_what_the_pairs_say(rich):

@@ -13,7 +13,7 @@ from quantkit.evaluate.metrics import Interval
 from quantkit.report.html import render
 
 HOSTILE = "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>"
-SECTIONS = ["frontier", "variants", "texts", "differences", "tasks", "decode", "prefill", "memory",
+SECTIONS = ["variants", "frontier", "texts", "differences", "tasks", "decode", "prefill", "memory",
             "roofline",
             "sensitivity", "diff", "kernels", "answers", "protocol"]
 
@@ -121,7 +121,7 @@ def test_whatever_is_shown_is_text(rich):
 
 def test_only_what_was_measured_has_a_section(make_result, make_row):
     page = Page(render(make_result([make_row("one", prefill=None), make_row("two", prefill=None)])))
-    assert [section["id"] for section in page.all("section")] == ["frontier", "variants",
+    assert [section["id"] for section in page.all("section")] == ["variants", "frontier",
         "kernels", "protocol"]
     assert list(page.charts) == ["frontier-bytes"]
     empty = Page(render(make_result([])))
@@ -131,7 +131,8 @@ def test_only_what_was_measured_has_a_section(make_result, make_row):
 
 def test_the_headline_and_the_command_come_first(make_result):
     text = "".join(Page(render(make_result(command="quantkit eval a 'b c'"))).shown)
-    places = [text.index(words) for words in ("int8: 1.7 times", "quantkit eval a 'b c'", "The frontier")]
+    places = [text.index(words) for words in ("Take int8", "1.65 times", "quantkit eval a 'b c'",
+                                              "The frontier")]
     assert places == sorted(places)
 
 

@@ -13,7 +13,8 @@ KEYS = ("model", "method", "bits_per_weight", "file_bytes", "peak_bytes", "perpl
 def test_keys_and_values(make_result):
     found = json.loads(render(make_result(exact=[Interval(0.0011, 0.001, 0.0012)])))
     assert set(found) == {"results", "protocol", "noise_floor_kl", "metrics", "question", "command", "suite",
-                          "floors", "roofline", "sensitivity", "diff", "version", "plotted", "gate"}
+                          "floors", "roofline", "sensitivity", "diff", "other_diffs", "version",
+                          "plotted", "gate"}
     described = found["metrics"]
     assert list(described)[:3] == ["kl_mean", "top1", "decode_tok_s"]
     assert all(set(row["intervals"]) <= set(described) for row in found["results"])

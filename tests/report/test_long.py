@@ -27,7 +27,7 @@ def result():
     protocol = LongProtocol("book|1.txt", "ab" * 32, False, ("needle", "variables", "positions", "generated"),
                             LENGTHS, 2, 1, 0, False, ("known", "later"), 512, 64, "bfloat16", "0.1", "2.0",
                             "CPU", 1, 1)
-    policy = "snapkv(0.5, window=32, kernel=5)+int4(recent=128, sinks=64)"
+    policy = "snapkv(0.5, window=32, kernel=5)+int4(residual_length=128, sinks=64)"
     variants = [SettingVariant("none", None, 23040), SettingVariant("int8", None, 12000),
                 SettingVariant(policy, "known", 8000), SettingVariant(policy, "later", 8000)]
     replies = []
@@ -61,7 +61,7 @@ def test_the_table_fits_a_terminal_and_says_what_the_full_cache_can(result):
 def test_names_that_are_long_stay_whole(result):
     lines = table(result).split("── the KV cache")[1].split("\n──")[0].splitlines()
     for when in ("known", "later"):
-        at = lines.index(f"snapkv(0.5, window=32, kernel=5)+int4(recent=128, sinks=64), {when}")
+        at = lines.index(f"snapkv(0.5, window=32, kernel=5)+int4(residual_length=128, sinks=64), {when}")
         assert re.match(r" +8\.00 kB  ", lines[at + 1])
 
 

@@ -106,13 +106,24 @@ def test_a_mark_tells_its_numbers(files, visit):
 def test_a_token_tells_what_was_expected(files, visit):
     page = visit(files("rich", rich_result()), 390, has_touch=True)
     page.locator(".passage .differs").first.tap()
-    note = page.locator("#token-note")
+    note = page.locator(".chosen-token")
     playwright.expect(note).to_contain_text("the reference expects “ blue”, the variant “ green”")
     assert page.locator(".passage .chosen").count() == 1
     assert page.locator(".passage").inner_text().count("⏎\n") == 8
     box = page.locator(".passage").bounding_box()
     assert box["width"] <= 390
     assert page.locator(".passage").evaluate("node => node.scrollWidth - node.clientWidth") == 0
+
+
+def test_a_variant_is_chosen_for_the_text_by_token(files, visit):
+    result = rich_result()
+    result.other_diffs = [result.diff.model_copy(update={
+        "candidate": "nf4 kv none", "tokens": ("else", *result.diff.tokens[1:])})]
+    page = visit(files("variants", result))
+    shown = page.locator(".passage:visible")
+    assert shown.count() == 1 and "else" not in shown.inner_text()
+    page.locator("select.variant").select_option("nf4 kv none")
+    assert shown.count() == 1 and shown.inner_text().startswith("else")
 
 
 def test_wide_tables_scroll_in_their_box_and_keep_the_names(files, visit):

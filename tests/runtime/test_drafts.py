@@ -192,6 +192,30 @@ def test_an_answer_that_ends_inside_a_draft(small, prompt_of):
         assert counts.tokens < count  # never beyond the end
 
 
+@pytest.mark.parametrize("drafted", [False, True])
+def test_a_request_that_cancels_itself_gets_no_token_after_that(small, prompt_of, drafted):
+    prompts = [prompt_of(20), prompt_of(30, 2)]
+    plain, _ = run(small, prompts, [GREEDY] * 2, "none")
+    for count in range(1, 9):
+        engine = Engine(small, drafter=scripted(prompts, plain, wrong=0.0) if drafted else None)
+        seen, submitted = [], []
+
+        def stop(token, seen=seen, submitted=submitted, count=count):
+            seen.append(token)
+            if len(seen) == count:
+                submitted[0].cancel()
+
+        submitted += [request := engine.submit(prompts[0], GREEDY, on_token=stop),
+                      other := engine.submit(prompts[1], GREEDY)]
+        while engine.step():
+            pass
+        result = request.result
+        assert result.token_ids == [token.id for token in seen] == [token.id for token in plain[0][:count]]
+        assert result.finish_reason == "cancelled" and result.accepted_tokens == result.drafted_tokens
+        assert other.result.token_ids == [token.id for token in plain[1]]
+        assert engine.stats()["kv_used_bytes"] == 0
+
+
 def test_a_drafter_that_fails_costs_a_warning(small, prompt_of):
     class Failing(Scripted):
         def start(self, target):

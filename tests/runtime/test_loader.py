@@ -30,7 +30,7 @@ def bf16(tmp_path_factory):
 @pytest.fixture(scope="module", params=["int8", "int4", "nf4"])
 def checkpoint(request, bf16, tmp_path_factory):
     out = tmp_path_factory.mktemp("loader") / request.param
-    quantize(str(bf16), request.param, out, calibration=CalibrationSpec(samples=4, length=64))
+    quantize(str(bf16), request.param, out, calibration=CalibrationSpec(windows=4, window=64))
     return out
 
 
@@ -45,6 +45,20 @@ def edited(folder, to, change):
     return to
 
 
+@pytest.mark.parametrize(("family", "name"), [
+    ("llama", "model.embed_tokens.weight"), ("llama", "lm_head.weight"), ("llama", "model.norm.weight"),
+    ("qwen2", "model.layers.1.self_attn.k_proj.bias"),
+    ("mixtral", "model.layers.0.block_sparse_moe.gate.weight"),
+    ("gpt_oss", "model.layers.1.self_attn.sinks"), ("gpt_oss", "model.layers.0.mlp.experts.down_proj_bias")])
+def test_a_tensor_with_nan_is_named(family, name, tmp_path):
+    folder = tiny_model(tmp_path / "tiny", family, tie_word_embeddings=False)
+    bad = edited(folder, tmp_path / "bad", lambda weights: weights[name].view(-1)[1:2].fill_(float("nan")))
+    with pytest.raises(SourceError) as caught:
+        load(str(bad))
+    where = f"{name!r} of {bad / 'model.safetensors'}"
+    assert caught.value.what == f"tensor {where} has values that are not finite"
+
+
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_every_family_runs(family, tied, tmp_path):
@@ -52,8 +66,9 @@ def test_every_family_runs(family, tied, tmp_path):
     assert loaded.config.model_type == family and loaded.label == "bf16" and loaded.manifest is None
     assert loaded.model(IDS).shape == (1, 5, loaded.config.vocab_size)
     assert loaded.bits_per_weight == 16
-    size = sum(t.nbytes for t in load_file(tmp_path / "model.safetensors").values())
-    assert loaded.file_bytes == loaded.weight_bytes == size
+    file = tmp_path / "model.safetensors"
+    assert loaded.weight_bytes == sum(t.nbytes for t in load_file(file).values())
+    assert loaded.file_bytes == file.stat().st_size
 
 
 def test_the_weights_are_the_files(bf16):
@@ -67,7 +82,8 @@ def test_the_weights_are_the_files(bf16):
 def test_dtype(bf16, asked, expected, factor):
     loaded = load(str(bf16), dtype=asked)
     assert loaded.dtype == expected and loaded.model(IDS).isfinite().all()
-    assert loaded.weight_bytes == factor * loaded.file_bytes
+    stored = load_file(bf16 / "model.safetensors")
+    assert loaded.weight_bytes == factor * sum(tensor.nbytes for tensor in stored.values())
 
 
 @pytest.mark.parametrize("key", ["torch_dtype", "dtype"])
@@ -148,7 +164,7 @@ def test_a_checkpoint_knows_what_it_is(checkpoint):
     loaded = load(str(checkpoint))
     name = checkpoint.name
     assert loaded.manifest is not None and loaded.uri == str(checkpoint)
-    assert {"int8": "rtn int8", "int4": "gptq int4 g", "nf4": "nf4 nf4"}[name] in loaded.label
+    assert {"int8": "rtn int8", "int4": "gptq int4 g", "nf4": "nf4 b64"}[name] in loaded.label
     low, high = {"int8": (8, 9), "int4": (4.1, 5), "nf4": (4.1, 5)}[name]
     assert low < loaded.bits_per_weight < high
     assert loaded.file_bytes == sum(f.stat().st_size for f in checkpoint.glob("*.safetensors"))

@@ -81,16 +81,18 @@ def loaded(folder) -> LoadedModel:
 def running(loaded: LoadedModel, *, models: dict[str, LoadedModel] | None = None, name: str = "tiny",
             host: str = "127.0.0.1", max_batch: int = 8, max_queue: int = 64, parse_special: bool = False,
             scheduling_policy: SchedulingPolicy = "fcfs", strict_requests: bool = False,
-            drafter: Drafter | None = None,
-            **options: Any) -> Iterator[Live]:
+            bare_json_calls: bool = True, drafter: Drafter | None = None, prefix_cache: int = 0,
+            key: str | None = None, **options: Any) -> Iterator[Live]:
     """A server; of several ``models`` the first is the one that :class:`Live` shows."""
     errors: list[BaseException] = []
-    served = [ServedEngine(Engine(model, max_batch=max_batch, max_queue=max_queue, drafter=drafter), model,
-                           called, parse_special, scheduling_policy, strict_requests)
+    served = [ServedEngine(Engine(model, max_batch=max_batch, max_queue=max_queue, drafter=drafter,
+                                  prefix_cache=prefix_cache), model, called, parse_special, scheduling_policy,
+                           strict_requests, bare_json_calls)
               for called, model in (models or {name: loaded}).items()]
-    application = create_app(served, on_error=errors.append, **options)
+    keys = options.pop("keys", () if key is None else (key,))
+    application = create_app(served, on_error=errors.append, keys=keys, **options)
     loops: queue.Queue[asyncio.AbstractEventLoop] = queue.Queue()
-    with bind(host, 0, has_key="key" in options) as bound:
+    with bind(host, 0, has_key=bool(keys)) as bound:
         server = Server(application, drain_timeout=DEADLINE, on_drain=lambda active: None,
                         on_ready=lambda: loops.put(asyncio.get_running_loop()))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)

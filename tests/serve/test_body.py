@@ -24,6 +24,29 @@ def test_more_lists_and_objects_than_anybody_needs_are_not_parsed(shared, conten
     assert answer.status_code == 400 and answer.json()["error"]["code"] == "invalid_json"
 
 
+@pytest.mark.parametrize("path", [PATH, "/v1/messages", "/v1/embeddings"])
+@pytest.mark.parametrize(("encoding", "named"), [
+    ("utf-16-le", "UTF-16"), ("utf-16-be", "UTF-16"), ("utf-16", "UTF-16"), ("utf-32-le", "UTF-32"),
+    ("utf-32-be", "UTF-32"), ("utf-32", "UTF-32"), ("utf-8-sig", "byte order mark"), ("latin-1", "not UTF-8"),
+])
+def test_only_utf_8_is_parsed(shared, monkeypatch, path, encoding, named):
+    def parse(*args, **options):
+        raise AssertionError("it was parsed")
+
+    monkeypatch.setattr(json, "loads", parse)
+    with shared.http as client:
+        body = '{"model": "tiny", "prompt": "\xe9"}'.encode(encoding)
+        answer = client.post(path, content=body, headers=KIND)
+    monkeypatch.undo()
+    assert answer.status_code == 400 and named in answer.json()["error"]["message"]
+
+
+def test_half_of_a_surrogate_pair_is_not_utf_8(shared):
+    with shared.http as client:
+        answer = client.post(PATH, content=b'{"model": "tiny", "prompt": "\xed\xa0\x80"}', headers=KIND)
+    assert answer.status_code == 400 and answer.json()["error"]["message"] == "the body is not UTF-8"
+
+
 @pytest.mark.parametrize("text", ["[{" * 10**6, '"[' * 10**5, '\\"[' * 10**5, "\\[" * 10**5 + "\\"])
 def test_brackets_in_a_text_count_for_nothing(shared, text):
     check_structure(json.dumps({"prompt": text, "stop": ["["]}).encode())

@@ -9,7 +9,7 @@ from fastapi.routing import APIRoute
 from starlette.routing import BaseRoute, Route
 
 from quantkit.serve import guard
-from quantkit.serve.guard import GuardMiddleware
+from quantkit.serve.guard import GuardMiddleware, _headers
 
 KEY = "sesame-1234"
 
@@ -147,6 +147,19 @@ def test_a_header_that_comes_twice_is_not_believed(shared):
     with socket.create_connection((host, int(port)), timeout=30) as raw:
         raw.sendall(b"GET /v1/models HTTP/1.0\r\n\r\n")
         assert raw.makefile("rb").readline().split()[1] == b"403", "HTTP/1.0 may leave it out"
+
+
+def test_a_body_has_one_content_type(shared):
+    kinds = [("content-type", "application/json"), ("content-type", "text/plain")]
+    with shared.http as client:
+        for headers in (kinds, kinds[::-1], kinds[:1] * 2):
+            answer = client.post("/v1/completions", content=b"{}", headers=headers)
+            assert answer.status_code == 400 and answer.json()["error"]["code"] == "invalid_http"
+
+
+def test_a_header_that_comes_often_takes_no_more_memory_than_its_values():
+    headers = [(b"x", b"'\"\\")] * 40
+    assert len(_headers({"headers": headers})[b"x"]) < 500
 
 
 def test_names_that_are_ours_too(live):

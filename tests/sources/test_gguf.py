@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import math
+from contextlib import closing
+
 import numpy as np
 import pytest
 import torch
@@ -12,9 +15,11 @@ from hypothesis import strategies as st
 from quantkit.errors import SourceError
 from quantkit.models.architecture import parse_config, tensor_shapes
 from quantkit.sources import gguf as module
+from quantkit.sources.base import file_bytes, quantized_types, stored_tensors
 from quantkit.sources.gguf import KIND, GGUFSource
 from quantkit.sources.gguf_header import open_gguf
 from quantkit.sources.open import open_source
+from quantkit.sources.untied import UntiedSource
 
 
 def rotate_half_order(rows: np.ndarray, heads: int) -> np.ndarray:
@@ -126,7 +131,7 @@ def test_what_can_t_be_taken_is_refused_at_once(tmp_path, gguf_file, kwargs, wha
 
 
 def _blocks(kind: Q, values: int) -> np.ndarray:
-    """Random bytes of a row; numbers of two bytes that are no number are among them."""
+    """Random bytes of a row."""
     block, width = GGML_QUANT_SIZES[kind]
     random = np.random.default_rng(kind.value)
     return random.integers(0, 256, (32, values // block * width), np.uint8)
@@ -144,6 +149,8 @@ def _can_dequantize(kind: Q) -> bool:
 @pytest.mark.parametrize("kind", Q, ids=lambda kind: kind.name)
 def test_every_type_is_read_as_the_library_reads_it_or_refused_by_name(tmp_path, gguf_file, kind):
     blocks, path = _blocks(kind, 256), tmp_path / "m.gguf"
+    if _can_dequantize(kind):  # values that are no numbers are refused
+        blocks[~np.isfinite(dequantize(blocks, kind)).all(axis=1)] &= 0xBF  # no exponent is all ones
     gguf_file(path, ffn=256, layers=1, raw={"blk.0.ffn_down.weight": (kind, blocks)})
     if not _can_dequantize(kind):
         with pytest.raises(SourceError, match=f"'blk.0.ffn_down.weight' as {kind.name}"):
@@ -152,6 +159,17 @@ def test_every_type_is_read_as_the_library_reads_it_or_refused_by_name(tmp_path,
     tensor = opened(path).tensor("model.layers.0.mlp.down_proj.weight")
     wanted = torch.from_numpy(np.array(dequantize(blocks, kind), np.float32)).bfloat16()
     assert tensor.shape == (32, 256) and torch.equal(tensor.view(torch.int16), wanted.view(torch.int16))
+
+
+@pytest.mark.parametrize(("stored", "name"), [("output_norm", "model.norm"),
+                                              ("token_embd", "model.embed_tokens"),
+                                              ("blk.1.attn_q", "model.layers.1.self_attn.q_proj")])
+def test_values_that_are_not_finite_are_refused(tmp_path, gguf_file, stored, name):
+    values = dict(gguf_file(tmp_path / "first.gguf"))[f"{stored}.weight"].copy()
+    values.reshape(-1)[5] = np.nan
+    gguf_file(tmp_path / "m.gguf", tensors={f"{stored}.weight": values})
+    with pytest.raises(SourceError, match=rf"'{stored}\.weight' of .*m\.gguf .* not finite"):
+        opened(tmp_path / "m.gguf").tensor(f"{name}.weight")
 
 
 def test_the_library_can_dequantize_what_is_published():
@@ -261,3 +279,35 @@ def q4_1(raw: bytes) -> np.ndarray:
     blocks = np.frombuffer(raw, np.dtype([("d", "<f2"), ("m", "<f2"), ("q", "u1", 16)]))
     codes = np.concatenate([blocks["q"] & 15, blocks["q"] >> 4], 1).astype(np.float32)
     return codes * blocks["d"].astype(np.float32)[:, None] + blocks["m"].astype(np.float32)[:, None]
+
+
+def test_how_the_file_keeps_its_tensors_and_how_many_bytes_it_has(tmp_path, gguf_file):
+    gguf_file(tmp_path / "m.gguf", types={"blk.0.ffn_up.weight": Q.Q8_0, "blk.0.attn_q.weight": Q.Q4_1})
+    with closing(open_source(str(tmp_path / "m.gguf"))) as source:
+        stored = stored_tensors(source)
+        assert stored.keys() == source.tensors().keys()
+        assert stored["model.layers.0.mlp.up_proj.weight"].type == "Q8_0"
+        assert 8 * stored["model.layers.0.self_attn.q_proj.weight"].nbytes == 5 * math.prod(
+            source.tensors()["model.layers.0.self_attn.q_proj.weight"].shape)
+        assert stored["model.norm.weight"].type == "F32"
+        assert set(quantized_types(source)) == {"Q8_0", "Q4_1"}
+        assert file_bytes(source) == (tmp_path / "m.gguf").stat().st_size
+        # its head by itself is the embedding's bytes, and adds none to the file
+        assert file_bytes(UntiedSource(source)) == file_bytes(source)
+        assert stored_tensors(UntiedSource(source))["lm_head.weight"] == stored["model.embed_tokens.weight"]
+
+
+@pytest.mark.parametrize(("kind", "what"), [
+    ("imatrix", "is an importance matrix, not a model"), ("adapter", "is an adapter, not a model"),
+    ("mmproj", "reads images with, not a model")])
+def test_other_files_are_called_what_they_are(tmp_path, kind, what):
+    from gguf import GGUFWriter
+
+    writer = GGUFWriter(tmp_path / "x.gguf", "llama")
+    writer.add_type(kind)
+    writer.add_tensor("blk.0.attn_q.weight.lora_a", np.zeros((2, 32), np.float32))
+    for step in ("write_header_to_file", "write_kv_data_to_file", "write_tensors_to_file", "close"):
+        getattr(writer, step)()
+    with pytest.raises(SourceError, match=what) as caught:
+        open_source(str(tmp_path / "x.gguf"))
+    assert caught.value.next

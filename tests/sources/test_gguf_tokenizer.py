@@ -13,6 +13,7 @@ from quantkit.errors import SourceError
 from quantkit.sources.gguf_pretokenizers import PRE_TOKENIZERS
 from quantkit.sources.gguf_tokenizer import tokenizer_files
 from quantkit.sources.open import open_source
+from quantkit.text.tokenizer import Tokenizer as Text
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*how its model cuts text")
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -188,6 +189,52 @@ def test_ends():
     assert load(byte_level("gpt-2", add_bos_token=True)).encode("e").ids == [e]  # there is none to add
 
 
+CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+
+
+def chatml(template=True, **keys):
+    tokens = [*BYTE_LEVEL, "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|extra|>", "[x]"]
+    types = [3, 4] + [1] * (len(BYTE_LEVEL) - 2) + [3, 3, 3, 3, 1]
+    given = {"tokens": tokens, "token_type": types, "eos_token_id": len(BYTE_LEVEL), **keys}
+    return byte_level(**given) | ({"tokenizer.chat_template": CHATML} if template else {})
+
+
+def text_of(metadata):
+    files = tokenizer_files(metadata, "x.gguf", 1000)
+    return Text(files, {}), len(BYTE_LEVEL)
+
+
+EXTRA = len(BYTE_LEVEL) + 3
+
+
+@pytest.mark.parametrize(("keys", "more"), [
+    ({}, {2}), ({"eot_token_id": EXTRA}, {2, 3}), ({"eom_token_id": EXTRA}, {2, 3}),
+    ({"eos_token_ids": [EXTRA, 99999]}, {2, 3}), ({"template": False}, set())])
+def test_what_ends_an_answer(keys, more):
+    """The end of the text, what other keys name, and what the template writes behind an answer."""
+    made, first = text_of(chatml(**keys))
+    assert made.eos_ids == {first} | {first + number for number in more}
+
+
+def test_without_types_control_tokens_are_those_that_look_so():
+    with pytest.warns(UserWarning, match="doesn't say which tokens are control tokens.* 5 of them"):
+        made, first = text_of(chatml(token_type=None))
+    ids = made.encode("<|im_start|>he<|im_end|>[x]", special=False)
+    assert ids[0] == first + 1 and first + 2 in ids and first + 4 not in ids
+    assert made.eos_ids == {first, first + 2}
+    with pytest.warns(UserWarning, match="control tokens"):
+        plain, typed = load(sentencepiece(token_type=None)), load(sentencepiece())
+    assert plain.to_str() == typed.to_str()
+
+
+def test_control_tokens_that_a_file_calls_text():
+    types = [3, 4] + [1] * (len(BYTE_LEVEL) - 2) + [1, 1, 1, 1, 1]
+    with pytest.warns(UserWarning, match=r"calls <\|endoftext\|>, <\|im_start\|>, <\|im_end\|> plain text"):
+        made, first = text_of(chatml(token_type=types))
+    assert made.eos_ids == {first, first + 2} and made.encode("<|im_start|>") == [first + 1]
+    assert len(made.encode("<|extra|>")) > 1, "nobody writes it"
+
+
 def test_settings():
     template = {"tokenizer.chat_template": "{{ messages }}"}
     config, generation = settings_of({**byte_level("smollm", bos_token_id=5, padding_token_id=0,
@@ -207,7 +254,9 @@ def test_settings():
     (byte_level(tokens="abc"), "no list of strings"), (byte_level(merges=[3]), "merges that is no list"),
     (byte_level(tokens=["a", "b", "a"]), "token twice"), (byte_level(tokens=["a" * 513]), "longer than"),
     (byte_level(merges=["he"]), "malformed tokenizer"), (byte_level(merges=["x yz"]), "malformed tokenizer"),
-    (byte_level(token_type=3), "malformed tokenizer"),
+    (byte_level(token_type=3), "token_type"), (byte_level(token_type=[1]), "token_type"),
+    (byte_level(eos_token_ids=["x"]), "eos_token_ids"), (byte_level(merges=None), "without merges"),
+    (byte_level(merges=[]), "without merges"),
     (byte_level(tokens=["x"] + BYTE_LEVEL * 9), "an embedding of"),
     (sentencepiece(scores=None), "scores"), (sentencepiece(scores=[0.0]), "scores"),
     (sentencepiece(scores=["x"] * 277), "scores"), (sentencepiece(scores=[float("nan")] * 277), "scores"),

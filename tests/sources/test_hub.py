@@ -120,6 +120,7 @@ def test_a_repository_of_gguf_files(hub):
 
 def test_a_quantized_model_is_refused(hub):
     hub.repo["config.json"] = b'{"quantization_config": {}}'
+    hub.repo["model.safetensors"] = save({"a.qweight": torch.ones(2, dtype=torch.int32)})
     with pytest.raises(SourceError, match="already quantized"):
         open_source("owner/name", SHA)
 

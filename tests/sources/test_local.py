@@ -6,9 +6,11 @@ import os
 
 import pytest
 import torch
-from safetensors.torch import save
+from safetensors.torch import load_file, save, save_file
 
-from quantkit.errors import SourceError
+from quantkit.errors import QuantkitError, SourceError
+from quantkit.quantize import quantize
+from quantkit.runtime.loader import load
 from quantkit.sources import local
 from quantkit.sources.local import KIND, SIDE_FILES, LocalSource
 from quantkit.sources.open import open_source
@@ -101,14 +103,82 @@ def test_what_is_no_model_folder(tmp_path, folder, model_folder):
 
 @pytest.mark.parametrize("text,what", [
     ("", "not JSON"), ("[]", "list"), ('{"a": 1, "a": 1}', "'a' twice"), ('{"a": NaN}', "not JSON"),
-    ('{"quantization_config": {"bits": 4}}', "already quantized"),
     ("{" + " " * 17 * 2**20 + "}", "larger than"),
 ])
 def test_a_config_that_is_refused(folder, text, what):
     (folder / "config.json").write_text(text)
     error = refused(folder, what)
     assert str(folder) in error.what
-    assert "quantized" not in what or error.next == f"quantkit inspect {folder}"
+
+
+def test_a_checkpoint_is_no_source(folder):
+    (folder / "config.json").write_text('{"quantization_config": {"bits": 4}}')
+    (folder / "model.safetensors").write_bytes(save({"a.qweight": torch.ones(2, 2, dtype=torch.int32)}))
+    assert refused(folder, "already quantized").next == f"quantkit inspect {folder}"
+
+
+PLAIN_WORDS = [{"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128}},
+               {"quantization_config": {"quant_method": "torchao"}}, {"quantization_config": {}},
+               {"quantization": {"bits": None}}, {"quantization": {"group_size": 64, "bits": 4}}]
+
+
+@pytest.mark.filterwarnings("ignore:.*holds plain weights")
+@pytest.mark.parametrize("words", PLAIN_WORDS, ids=str)
+def test_plain_weights_are_what_they_are_whatever_the_config_says(tmp_path, words):
+    """Generating and quantizing take them as the model without these words."""
+    plain, says = tiny_model(tmp_path / "plain"), tiny_model(tmp_path / "says", **words)
+    with pytest.warns(UserWarning, match="holds plain weights: quantization"):
+        source = open_source(str(says))
+    assert source.config() == LocalSource(plain, "m").config()
+    ids = torch.arange(4, 12)[None]
+    assert torch.equal(load(str(says)).model(ids), load(str(plain)).model(ids))
+    made = quantize(str(says), "int8", tmp_path / "out").out
+    assert torch.equal(load(str(made)).model(ids),
+                       load(str(quantize(str(plain), "int8", tmp_path / "same").out)).model(ids))
+
+
+@pytest.mark.parametrize(("more", "words", "what"), [
+    ({"model.layers.0.self_attn.k_proj.k_scale": torch.ones(1)}, {}, "kv_cache_scheme"),
+    ({}, {"kv_cache_scheme": None, "transform_config": {"config_groups": {"R1": {}}}}, "transform_config"),
+    ({"model.layers.0.mlp.up_proj.weight_scale": torch.ones(1)}, {"kv_cache_scheme": None}, "nothing uses")])
+def test_words_that_say_more_than_weights_do_count(tmp_path, more, words, what):
+    group = {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", "strategy": "channel"}}
+    scheme = {"quant_method": "compressed-tensors", "format": "float-quantized",
+              "config_groups": {"g": group}, "ignore": ["re:.*"],
+              "kv_cache_scheme": {"num_bits": 8, "type": "float"}, **words}
+    folder = tiny_model(tmp_path / "m", quantization_config=scheme)
+    weights = load_file(folder / "model.safetensors")
+    save_file({**weights, **more}, folder / "model.safetensors")
+    with pytest.raises(QuantkitError, match=what):
+        load(str(folder))
+    with pytest.raises(SourceError, match="already quantized"):
+        open_source(str(folder))
+
+
+@pytest.mark.parametrize(("words", "what"), [
+    ({"quantization_config": {}}, "doesn't say how the model is quantized"),
+    ({"quantization": {"bits": None}}, "doesn't say how the model is quantized"),
+    ({"quantization": {"bits": None, "group_size": 64}}, "'bits' is missing\nit is null"),
+    *(({"quantization_config": {"quant_method": name}}, f"quantized by '{name}', which can't be read")
+      for name in ("auto-round", "modelopt", "torchao", "hqq", "exl3", "quark"))], ids=str)
+def test_how_a_quantized_model_is_said_to_be(tmp_path, words, what):
+    folder = tiny_model(tmp_path / "m", **words)
+    weights = load_file(folder / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    save_file({**weights, name: weights[name].to(torch.int8)}, folder / "model.safetensors")
+    with pytest.raises(QuantkitError, match=what) as caught:
+        load(str(folder))
+    assert caught.value.next
+
+
+def test_an_adapter_is_called_one(folder):
+    (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "meta-llama/Llama-3.2-1B"}')
+    assert open_source(str(folder)), "the model that it was merged into lies beside it"
+    (folder / "model.safetensors").rename(folder / "adapter_model.safetensors")
+    for _ in range(2):
+        error = refused(folder, "is an adapter of meta-llama/Llama-3.2-1B, not a model")
+        assert "merge_and_unload" in error.next and str(folder) in error.next
+        (folder / "config.json").unlink(missing_ok=True)
 
 
 def test_no_quantization_said_in_words(folder, model_folder):

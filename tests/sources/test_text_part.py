@@ -1,4 +1,5 @@
-"""A model of images and text as a source of its text model, in every spelling of its tensors' names."""
+"""A model of images and text as a source of its text model, in every spelling of its tensors' names; and a
+model that was saved without its head."""
 
 from __future__ import annotations
 
@@ -66,3 +67,41 @@ def test_without_a_text_model_inside(wrapped):
     (outer / "config.json").write_text(json.dumps(config))
     with pytest.raises(SourceError, match="has no text_config"):
         open_source(str(outer))
+
+
+@pytest.fixture
+def headless(tmp_path):
+    """``headless(**config)``: a model with its usual names, and as embedding models are published."""
+    def write(**config):
+        plain = tiny_model(tmp_path / "plain", "qwen3", **config)
+        bare = tiny_model(tmp_path / "bare", "qwen3", **config)
+        save_file({name.removeprefix("model."): tensor for name, tensor in
+                   load_file(plain / "model.safetensors").items()}, bare / "model.safetensors")
+        return plain, bare
+
+    return write
+
+
+@pytest.mark.parametrize("classes", [["Qwen3ForCausalLM"], ["Qwen3Model"]])
+def test_a_model_that_was_saved_without_its_head(headless, tmp_path, classes):
+    plain, bare = headless()
+    config = json.loads((bare / "config.json").read_text()) | {"architectures": classes}
+    (bare / "config.json").write_text(json.dumps(config))
+    ids = torch.arange(5, 25)[None]
+    assert torch.equal(load(str(bare)).model(ids), load(str(plain)).model(ids))
+    made = quantize(str(bare), "int8", tmp_path / "out").out
+    assert "model.norm.weight" in load_file(made / "model.safetensors")
+    assert torch.equal(load(str(made)).model(ids),
+                       load(str(quantize(str(plain), "int8", tmp_path / "same").out)).model(ids))
+
+
+def test_neither_a_head_nor_an_embedding_that_is_one(headless):
+    plain, bare = headless(tie_word_embeddings=False)
+    ids = torch.arange(5, 25)[None]
+    assert torch.equal(load(str(bare)).model(ids), load(str(plain)).model(ids))
+    tensors = load_file(bare / "model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file(tensors, bare / "model.safetensors")
+    with pytest.raises(SourceError, match="has no lm_head") as caught:
+        open_source(str(bare))
+    assert "tie_word_embeddings" in caught.value.next

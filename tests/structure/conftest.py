@@ -92,8 +92,9 @@ class Turn:
 @pytest.fixture(scope="session")
 def read(tools):
     """``read("hermes", text, cuts=[3, 7])``: what a parser makes of a text that comes in pieces."""
-    def read(name, text, cuts=(), *, reasoning=None, opened=False, variant="", given=tools):
-        turn, deltas, begin = parser(TurnFormat(name, reasoning, variant=variant), given, opened), [], 0
+    def read(name, text, cuts=(), *, reasoning=None, opened=False, variant="", given=tools, bare=False):
+        turn = parser(TurnFormat(name, reasoning, variant=variant), given, opened, bare)
+        deltas, begin = [], 0
         for end in (*sorted(cuts), len(text)):
             deltas += turn.push(text[begin:end])
             begin = max(begin, end)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
@@ -87,6 +89,12 @@ HOSTILE = {
         {"type": "object", "properties": {f"a{n}{m}": {}}, "required": [f"a{n}{m}"]} for m in range(3)]}
         for n in range(12)]}),
 }
+
+
+HOSTILE |= {f"{name}, not strict": replace(structure, strict=False) for name, structure in HOSTILE.items()
+            if structure.json_schema is not None}
+HOSTILE["faults everywhere"] = Structure(strict=False, json_schema={"properties": {
+    f"p{n}": {"items": {"type": "string", "pattern": "["}} for n in range(500)}})
 
 
 @pytest.mark.parametrize("structure", HOSTILE.values(), ids=HOSTILE)

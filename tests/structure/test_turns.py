@@ -36,6 +36,8 @@ GOOD = [
     ("llama3", f" \n{LLAMA}; {LLAMA}", [PARIS, PARIS], ""),
     ("llama3", f"Well. <|python_tag|>{LLAMA}", [PARIS], "Well."),
     ("llama3", '{"type": "function", "name": "time", "parameters": {}}', [("time", {})], ""),
+    ("json", f'{{"type": "function", "function": {ONE}}}', [PARIS], ""),
+    ("json", '{"name": "get_weather", "input": {"city": "Paris"}}', [PARIS], ""),
     ("json", ONE, [PARIS], ""), ("json", f"```json\n{ONE}\n```", [PARIS], ""),
     ("json", f"[{ONE}, {TWO}]", [PARIS, ("time", {})], ""),
     ("json", f"```\n[\n {ONE},\n {TWO}\n]\n```\nDone.", [PARIS, ("time", {})], "Done."),
@@ -155,8 +157,8 @@ def test_reasoning_that_does_not_end(read, name):
 PIECES = st.one_of(st.sampled_from([
     "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<think>", "</think>",
     "```json\n", "```", "<start_function_call>", "<end_function_call>", "<escape>", "call:time", "time",
-    "{", "}", "[", "]", ",", ";", " ", "\n", ":", '"', "\\", '"name": ', '"arguments": ', "3", "a", ONE, TWO,
-    LLAMA, GEMMA,    f"<tool_call>{ONE[:30]}"]), st.text(max_size=3))
+    "{", "}", "[", "]", ",", ";", " ", "\n", ":", '"', "\\", '"name": ', '"arguments": ', '{"function": ',
+    "3", "a", ONE, TWO, LLAMA, GEMMA, f"<tool_call>{ONE[:30]}"]), st.text(max_size=3))
 
 
 @settings(max_examples=400)
@@ -165,7 +167,8 @@ def test_how_a_text_is_cut_makes_no_difference(read, data):
     text = "".join(data.draw(st.lists(PIECES, max_size=12)))
     cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=10))
     options = {"reasoning": data.draw(st.sampled_from([None, THINK])), "opened": data.draw(st.booleans()),
-               "given": data.draw(st.sampled_from([[], [Tool("time"), Tool("get_weather")]]))}
+               "given": data.draw(st.sampled_from([[], [Tool("time"), Tool("get_weather")]])),
+               "bare": data.draw(st.booleans())}
     for name in NAMES:
         together = read(name, text, **options)
         assert together == read(name, text, cuts, **options) == read(name, text, range(len(text)), **options)
@@ -180,7 +183,7 @@ def test_nothing_is_lost(read, data):
     pieces = data.draw(st.lists(PIECES, max_size=12))
     text = "".join(f"{piece}\u2603{number}\u2603" for number, piece in enumerate(pieces))
     for name in NAMES:
-        turn = read(name, text)
+        turn = read(name, text, bare=len(pieces) % 2 == 0)
         shown = turn.text + "".join(arguments for _, arguments in turn.calls)
         shown = shown.replace("\\u2603", "\u2603")
         assert all(f"\u2603{number}\u2603" in shown for number in range(len(pieces)))

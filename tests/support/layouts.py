@@ -63,7 +63,7 @@ def maker(folder: Path, dtype: str = "bfloat16") -> Callable[[LayoutCase], Path]
         if not out.exists():
             recipe = folder / f"{case}.yaml"
             rule = {"match": "*", "method": "rtn", **case.rule}
-            recipe.write_text(json.dumps({"calibration": {"samples": 8, "length": 64},
+            recipe.write_text(json.dumps({"calibration": {"windows": 8, "window": 64},
                                           "rules": [{"match": "lm_head"}, rule]}), encoding="utf-8")
             quantize(str(model), str(recipe), out)
         return out

@@ -34,8 +34,9 @@ class Source:
                 "tie_word_embeddings": self.tied, "torch_dtype": "bfloat16"} | self.settings
 
     def tensors(self):
-        shapes = {"model.embed_tokens.weight": (VOCAB, HIDDEN), "model.norm.weight": (HIDDEN,),
-                  "lm_head.weight": (VOCAB, HIDDEN)}
+        shapes = {"model.embed_tokens.weight": (VOCAB, HIDDEN), "model.norm.weight": (HIDDEN,)}
+        if not self.tied:
+            shapes["lm_head.weight"] = (VOCAB, HIDDEN)
         for layer in range(LAYERS):
             p = f"model.layers.{layer}."
             shapes |= {f"{p}input_layernorm.weight": (HIDDEN,),

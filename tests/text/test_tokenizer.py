@@ -2,7 +2,9 @@
 
 import base64
 import json
+import re
 import threading
+import warnings
 
 import pytest
 
@@ -87,6 +89,54 @@ def test_round_trip():
 ])
 def test_every_end_of_sequence_id_counts(generation, config, expected):
     assert make(generation=generation, config=config).eos_ids == expected
+
+
+CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}END\n{% endfor %}"
+
+
+@pytest.mark.parametrize(("template", "more"), [
+    (CHATML.replace("END", "<|im_end|>"), {3}), (CHATML.replace("END", "\n\n"), {2}),
+    ("{{ messages }}", set()),
+    (CHATML.replace("END", "{{ '<|im_end|>' if loop.last else '</s>' }}"), {3}), ("{{ 1", set()),
+    ("{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}"
+     + CHATML.replace("END", "<|im_end|>"), {3})])
+def test_what_the_template_writes_behind_an_answer_ends_it(template, more):
+    """At the end of a conversation, or else where the next turn begins."""
+    made = make(settings={"eos_token": "<|endoftext|>", "chat_template": template})
+    assert made.eos_ids == {0} | more
+
+
+def test_a_template_that_is_given_ends_answers_too():
+    made = make(settings={"eos_token": "<|endoftext|>"})
+    assert made.eos_ids == {0}
+    made.use_template(CHATML.replace("END", "<|im_end|>"))
+    assert made.eos_ids == {0, 3}
+
+
+@pytest.mark.parametrize(("settings", "warned"), [
+    ({"eos_token": None}, "no token is known to end an answer"),
+    ({"chat_template": CHATML.replace("END", "<|eot_id|>")}, r"ends a turn with <\|eot_id\|>, which is no"),
+    ({"chat_template": "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"}, None),
+    ({}, None)])
+def test_an_end_that_nothing_knows_is_warned_of(settings, warned):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert make(settings=settings).eos_ids == (set() if "eos_token" in settings else {3})
+    assert len(caught) == bool(warned) and all(re.search(warned, str(one.message)) for one in caught)
+
+
+@pytest.mark.parametrize("ignore", [True, False])
+def test_bpe_that_lost_its_merges_is_refused(ignore):
+    data = json.loads(tiny_tokenizer().to_str())
+    data["model"] |= {"merges": [], "ignore_merges": ignore}
+    if ignore:
+        assert make(**{"tokenizer.json": json.dumps(data).encode()}).encode("the")
+        return
+    with pytest.raises(SourceError, match="without merges"):
+        make(**{"tokenizer.json": json.dumps(data).encode()})
+    vocab = data["model"]["vocab"]
+    data["model"]["vocab"] = {text: n for text, n in vocab.items() if len(text) == 1 or n < 4}
+    assert make(**{"tokenizer.json": json.dumps(data).encode()}).encode("the"), "a tokenizer of characters"
 
 
 def test_special_tokens_may_be_tables():

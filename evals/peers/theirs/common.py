@@ -1,7 +1,7 @@
 """What every peer's script does alike. Imported by them, in environments that have no quantkit.
 
 A script is called as ``PYTHON SCRIPT MODEL TOKENS OUT SPEC``: a plain model folder, the calibration's tokens
-(safetensors, ``tokens`` int64 ``[samples, length]``; ``-`` for whatever the tool does without any), a folder
+(safetensors, ``tokens`` int64 ``[windows, tokens]``; ``-`` for whatever the tool does without any), a folder
 to make, and ``{"bits", "group", "symmetric"}`` as JSON (``group`` -1: a row). It writes the model again with
 the weights that its codes stand for, in float32, and prints ``made {"bits_per_weight", "versions",
 "settings"}``.

@@ -101,8 +101,11 @@ def _read(key: str) -> bytes | None:
     folder = cache_folder()
     if folder is None:
         return None
+    path = folder / f"{key}.o"
+    if not path.is_file():  # whoever opens a pipe waits
+        return None
     try:
-        with (folder / f"{key}.o").open("rb") as file:
+        with path.open("rb") as file:
             about = os.fstat(file.fileno())
             if hasattr(os, "getuid") and (about.st_uid not in (os.getuid(), 0) or about.st_mode & 0o022):
                 return None

@@ -132,6 +132,8 @@ def file_name(device: str) -> str:
 def read(file: Path, device: str) -> dict[ProductKey, TunedEntry]:
     """What a file says. Raises ValueError, which names the file, if that isn't understood in full."""
     try:
+        if not file.is_file():
+            raise ValueError("it is not a regular file")
         if (size := file.stat().st_size) > LARGEST:
             raise ValueError(f"it has {size:,} bytes, {LARGEST:,} are allowed")
         content = json.loads(file.read_text(encoding="utf-8"))

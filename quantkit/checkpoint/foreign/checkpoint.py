@@ -32,6 +32,7 @@ from quantkit.sources.base import ModelSource, SourceIdentity, TensorInfo
 from quantkit.sources.local import LocalSource
 from quantkit.sources.split_experts import split_experts
 from quantkit.sources.text_part import CLASSES
+from quantkit.sources.untied import resolve_head
 
 DIALECTS: dict[str, Dialect] = {"gptq": gptq.layers, "awq": awq.layers, "bitsandbytes": bitsandbytes.layers,
                                 "compressed-tensors": compressed_tensors.layers,
@@ -66,7 +67,7 @@ class ForeignCheckpoint:
         self.source = LocalSource(folder, identity.uri if identity else str(folder), identity, quantized=True)
         try:
             self._found: dict[str, ForeignLayer] = {}
-            self._model: ModelSource = split_experts(self.source)
+            self._model: ModelSource = resolve_head(split_experts(self.source))
             self._infos = dict(self._model.tensors())
             self.layers = tuple(self._rows())
             self._shapes = {row.name: row.shape for row in self.layers}
@@ -76,7 +77,7 @@ class ForeignCheckpoint:
             raise
 
     def _rows(self) -> list[LayerRow]:
-        raw = self.source.config()
+        raw = self._model.config()
         if str(raw.get("model_type")) in CLASSES:
             raise CheckpointError(f"{self.path} is a quantized model of images and text",
                                   why="only unquantized multimodal checkpoints are read, as the text model"
@@ -89,6 +90,9 @@ class ForeignCheckpoint:
     def _layers(self, raw: dict[str, Any]) -> tuple[str, Layers]:
         quantization = stored_quantization(raw)
         method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+        if method is None:
+            raise CheckpointError(f"{self.path}: config.json doesn't say how the model is quantized",
+                                  why="its quantization_config has no quant_method", next=ORIGINAL)
         if not isinstance(method, str) or method not in DIALECTS:
             lost = method == "quantkit"
             raise CheckpointError(
@@ -147,7 +151,7 @@ class ForeignCheckpoint:
 
     def _drop_empty_biases(self) -> None:
         """Some tools store a bias of zeros beside every layer that they quantized."""
-        known = tensor_shapes(parse_config(self.source.config()))
+        known = tensor_shapes(parse_config(self._model.config()))
         for name in self._found:
             bias = f"{name}.bias"
             if bias in self._infos and bias not in known and not self._model.tensor(bias).any():
@@ -170,7 +174,7 @@ class ForeignCheckpoint:
 
     def config(self) -> dict[str, Any]:
         """``config.json``, ``quantization_config`` included."""
-        return self.source.config()
+        return self._model.config()
 
     def has(self, name: str) -> bool:
         """Whether there is a tensor of that full name."""

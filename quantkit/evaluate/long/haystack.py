@@ -121,4 +121,4 @@ def fill_haystack(hay: Haystack, tokenizer: Tokenizer, tokens: int, chance: rand
         if len(ids) >= tokens:
             return HaystackTokens(tuple(ids[:tokens]), tuple(starts))
     raise UsageError(f"the text {hay.name} has {len(ids)} tokens, {tokens} are needed",
-                     next="give a longer --text, smaller --lengths, or --filler")
+                     next="give a longer --text, smaller --context, or --filler")

@@ -127,7 +127,7 @@ def _item(tokenizer: Tokenizer, frame: PromptFrame, draft: ContextDraft, hay: Ha
     fixed = len(frame.before) + len(intro) + sum(len(ids) for _, ids in hidden)
     fixed += max(len(question.ids) + len(question.answer) for question in questions)
     if fixed >= length:
-        raise UsageError(f"{length} tokens are too few for {task}", next=f"--lengths {2 * fixed}",
+        raise UsageError(f"{length} tokens are too few for {task}", next=f"--context {2 * fixed}",
                          why=f"what is hidden and asked takes {fixed}")
     straw = fill_haystack(hay, tokenizer, length - fixed, chance)
     context = [*frame.before, *intro]

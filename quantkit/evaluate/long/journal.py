@@ -12,8 +12,10 @@ from typing import IO, Any
 
 from quantkit.checkpoint.durable import FolderLock
 from quantkit.errors import QuantkitError, UsageError
+from quantkit.paths import read_regular
 
 FILE = "unfinished.jsonl"
+MAX_BYTES = 2**30
 _FIRST = b'{"key": "'
 
 
@@ -94,7 +96,7 @@ class Journal:
     def _read(self, path: Path, digest: str) -> int:
         """Bytes of whole lines; fills what was found."""
         complete, remove = 0, f"remove {path}, or choose another --out"
-        for number, line in enumerate(path.read_bytes().splitlines(keepends=True)):
+        for number, line in enumerate(read_regular(path, MAX_BYTES).splitlines(keepends=True)):
             if not line.endswith(b"\n") and (number or _FIRST.startswith(line[:len(_FIRST)])):
                 break  # cut short
             try:

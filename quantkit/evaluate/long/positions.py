@@ -88,7 +88,7 @@ def edges_of(prompt: int, lengths: Sequence[int]) -> list[int]:
     ends = sorted(length for length in lengths if length > prompt + 1)
     if not ends:
         raise UsageError(f"a prompt of {prompt} tokens leaves nothing to score",
-                         why=f"the longest text has {max(lengths)}", next="give a smaller --prompt")
+                         why=f"the longest text has {max(lengths)}", next="give a smaller --prompt-tokens")
     return sorted({prompt, *ends[:-1], ends[-1] - 1})
 
 

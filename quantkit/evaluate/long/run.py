@@ -84,7 +84,7 @@ class LongSettings:
             raise UsageError(f"no task at length is called {unknown[0]!r}", why=did_you_mean(unknown[0], ALL))
         if not self.tasks or not self.lengths or min(self.lengths) < 1:
             raise UsageError("nothing is to be measured", why=f"tasks {self.tasks}, lengths {self.lengths}",
-                             next="--tasks passkey --lengths 1024,2048")
+                             next="--tasks passkey --context 1024,2048")
 
 
 def evaluate_long(uri: str, settings: LongSettings, progress: Listener = silent,
@@ -108,10 +108,10 @@ def evaluate_long(uri: str, settings: LongSettings, progress: Listener = silent,
     specs = [KVSpec(), *(kv for kv in settings.kv or (loaded.kv,) if kv != KVSpec())]
     items = _items(loaded, settings, text)
     windows = windows_of(loaded, text.content, max(settings.lengths), settings.samples,
-                         ("--lengths", "--samples")) \
+                         ("--context", "--samples")) \
         if POSITIONS in settings.tasks else torch.empty(0, 0)
     prompts = windows_of(loaded, text.content, settings.prompt, settings.samples,
-                         ("--prompt", "--samples")) \
+                         ("--prompt-tokens", "--samples")) \
         if GENERATED in settings.tasks else torch.empty(0, 0)
     edges = edges_of(settings.prompt, settings.lengths) if POSITIONS in settings.tasks else []
     each = sum(len(item.context) for item in items) + windows.numel() - len(windows)
@@ -145,11 +145,11 @@ def _check(loaded: LoadedModel, settings: LongSettings) -> None:
     limit = loaded.config.max_position_embeddings
     if max(settings.lengths) > limit and set(settings.tasks) != {GENERATED}:
         raise UsageError(f"a length of {max(settings.lengths)} is longer than the model's context",
-                         why=f"{loaded.uri} was made for {limit} tokens", next=f"--lengths {limit}")
+                         why=f"{loaded.uri} was made for {limit} tokens", next=f"--context {limit}")
     if GENERATED in settings.tasks and settings.prompt + settings.new_tokens > limit:
         raise UsageError(f"a prompt of {settings.prompt} and {settings.new_tokens} new tokens are too long",
                          why=f"{loaded.uri} was made for {limit} tokens",
-                         next="give a smaller --prompt or --new-tokens")
+                         next="give a smaller --prompt-tokens or --max-tokens")
 
 
 def _items(loaded: LoadedModel, settings: LongSettings, text: EvalText) -> list[LongItem]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -49,6 +50,7 @@ def assemble(plan: SweepPlan, settings: EvalSettings, done: Done) -> EvalResult:
             _add_speed(row, done.get(("speed", number, setting)))
             rows.append(row)
     rows += [_peer(done["peer", number, 0], protocol) for number in range(len(settings.peers))]
+    protocol = replace(protocol, runs=_runs(rows))
     result = EvalResult(protocol, rows, suite=settings.suite)
     result.floors = _floors(quality[0]) | _task_floors(done)
     infos = {name: registered.info() for name, registered in metrics.items()}
@@ -61,8 +63,17 @@ def assemble(plan: SweepPlan, settings: EvalSettings, done: Done) -> EvalResult:
             result.roofline.append(roofline.model_copy(update={"model": model.uri}))
     if (measurement := done.get(("sensitivity", 0, 0))) is not None:
         result.sensitivity = [(name, loss) for name, loss in measurement.data["losses"]]
-    result.diff = _diff(plan, result, quality)
+    if diffs := _diffs(plan, result, quality):
+        result.diff, *result.other_diffs = diffs
     return result
+
+
+def _runs(rows: Sequence[ModelResult]) -> tuple[int, int] | None:
+    """The fewest and the most timed runs of a request whose speed is shown; 0 if no speed is."""
+    if not any(row.speed for row in rows):
+        return None
+    counts = [case.runs for row in rows if row.speed for case in row.speed.prefill[:1] if case.runs]
+    return (min(counts), max(counts)) if counts else (0, 0)
 
 
 def by_place(results: Mapping[int, MeasurementResult], measurements: Sequence[Measurement]) -> Done:
@@ -78,7 +89,7 @@ def _row(plan: SweepPlan, model: ModelFacts, measurements: Sequence[MeasurementR
     row = ModelResult(model.uri, first["label"], first["bits_per_weight"], first["file_bytes"],
                       manifest_sha256=first["manifest_sha256"], kv=first["kv"], recipe=model.recipe,
                       kv_bytes=max(part["kv_bytes"] or 0 for part in parts) or None,
-                      kv_bytes_per_token=first["kv_bytes_per_token"])
+                      kv_bytes_per_token=first["kv_bytes_per_token"], weight_bytes=first["weight_bytes"])
     names = [name for name in first["means"] if all(name in part["means"] for part in parts)]
     if EXACT in names:
         names.remove(EXACT)
@@ -199,17 +210,19 @@ def _task_floors(done: Done) -> dict[str, Interval]:
     return floors
 
 
-def _diff(plan: SweepPlan, result: EvalResult,
-          quality: Sequence[Sequence[MeasurementResult]]) -> TokenDiff | None:
-    """The first text's beginning as the reference and the variant that is farthest from it see it."""
+def _diffs(plan: SweepPlan, result: EvalResult,
+           quality: Sequence[Sequence[MeasurementResult]]) -> list[TokenDiff]:
+    """The first text's beginning as the reference and each variant with a finite KL see it, the closest
+    variant first."""
     variants = len(plan.models) * len(plan.kv)
     distances = [(value.value, number) for number, row in enumerate(result.rows[:variants])
                  if number and (value := row.metrics.get(KL.name)) is not None and math.isfinite(value.value)]
+    return [_diff(plan, quality, number) for _, number in sorted(distances)]
+
+
+def _diff(plan: SweepPlan, quality: Sequence[Sequence[MeasurementResult]], variant: int) -> TokenDiff:
     tokenizer = plan.models[0].tokenizer
-    if not distances:
-        return None
-    worst = max(distances)[1]
-    number, setting = divmod(worst, len(plan.kv))
+    number, setting = divmod(variant, len(plan.kv))
     ours, theirs = _tokens(quality[0][0], 0), _tokens(quality[number][0], setting)
     count = min(DIFF_TOKENS, ours.kl.shape[1])
     ids = quality[0][0].arrays["ids"][0][-ours.kl.shape[1]:][:count]
@@ -223,7 +236,7 @@ def _diff(plan: SweepPlan, result: EvalResult,
     expected = tuple(None if agrees else (text(before), text(after))
                      for agrees, before, after in list(pairs)[:count])
     return TokenDiff(text=plan.texts[0].name or plan.texts[0].text.name, reference=names[0],
-                     candidate=names[worst], tokens=tuple(map(text, ids)),
+                     candidate=names[variant], tokens=tuple(map(text, ids)),
                      kl=tuple(float(value) for value in theirs.kl[0, :count]),
                      loss=tuple(float(value) for value in (theirs.loss - ours.loss)[0, :count]),
                      expected=expected)

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import replace
-
-import torch
 
 from quantkit.evaluate.sweep.facts import ModelFacts
 from quantkit.evaluate.sweep.jobs import Measurement, PeerJob, SpeedJob, TasksJob
 from quantkit.evaluate.sweep.plan import SweepPlan
 from quantkit.evaluate.sweep.quality import QualityJob
+from quantkit.planning.duration import operations
 from quantkit.recipe import Recipe
 
-PROBE = 512
-"""Rows and columns of the product that is timed, once."""
 SHARE = 1.3
 """Of that arithmetic in float32, what a model reaches with its own kernels, loading and scoring included."""
 CACHED = 1.2
@@ -32,7 +28,7 @@ def estimated(plan: SweepPlan, measurements: Sequence[Measurement]) -> list[Meas
     """Measurements with the seconds that they may take."""
     if not measurements:
         return []
-    rate = _operations()
+    rate = operations()
     return [replace(measurement, seconds=_seconds(measurement, plan.models[0], rate))
             for measurement in measurements]
 
@@ -41,8 +37,8 @@ def quantize_seconds(model: ModelFacts, recipe: Recipe) -> float:
     """What quantizing may take."""
     if (text := recipe.calibration) is None:
         return STEP_S + model.parameters / ROUNDED_S
-    tok_s = SHARE * _operations() / (2 * model.parameters)
-    return STEP_S + WALKS * text.samples * text.length / tok_s + model.parameters / SOLVED_S
+    tok_s = SHARE * operations() / (2 * model.parameters)
+    return STEP_S + WALKS * text.windows * text.window / tok_s + model.parameters / SOLVED_S
 
 
 def _seconds(measurement: Measurement, model: ModelFacts, rate: float) -> float:
@@ -66,14 +62,3 @@ def _seconds(measurement: Measurement, model: ModelFacts, rate: float) -> float:
     if measurement.kind == "roofline":
         return ROOFLINE_S
     return 12 * 8 * 512 / tok_s  # of sensitivity: two walks and each layer solved
-
-
-def _operations() -> float:
-    """Operations a second of a product in float32, in a tenth of a second."""
-    left, right = torch.randn(PROBE, PROBE), torch.randn(PROBE, PROBE)
-    runs, begin = 0, time.perf_counter()
-    left @ right
-    while (spent := time.perf_counter() - begin) < 0.1 or runs < 2:
-        left @ right
-        runs += 1
-    return 2 * PROBE ** 3 * runs / spent

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.errors import UsageError
+from quantkit.evaluate.machine_load import busy_reason
 from quantkit.evaluate.peers.run import PeerSpeedSettings, measure_peer
 from quantkit.evaluate.protocol import cpu_name
 from quantkit.evaluate.quality import windows_of
@@ -183,7 +184,9 @@ def _speed(job: SpeedJob, progress: Listener, loading: Listener) -> MeasurementR
     forget_models()  # the memory belongs to the process that is timed
     sweep = measure_sweep(job.model, job.ids, job.settings, revision=job.revision, dtype=job.dtype,
                           device=job.device, kv=job.kv, threads=job.threads)
-    return MeasurementResult({"sweep": sweep.model_dump(mode="json")})
+    if (reason := busy_reason(sweep.load)) is not None:
+        sweep = sweep.without_speed(reason)
+    return MeasurementResult({"sweep": sweep.model_dump(mode="json")}, lasting=sweep.withheld is None)
 
 
 def _roofline(job: RooflineJob, progress: Listener, loading: Listener) -> MeasurementResult:

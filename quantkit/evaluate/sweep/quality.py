@@ -11,6 +11,7 @@ import numpy as np
 
 from quantkit.evaluate.forced import TeacherForcedModel
 from quantkit.evaluate.keys import EXACT
+from quantkit.evaluate.memory_use import weights_in_memory
 from quantkit.evaluate.metric_table import registered_metrics
 from quantkit.evaluate.quality import score, windows_of
 from quantkit.evaluate.sweep.store import MeasurementResult
@@ -20,8 +21,9 @@ from quantkit.progress import Listener
 from quantkit.runtime.loader import LoadedModel, load
 
 Floor = Literal["none", "reference", "all"]
-MODELS = 3
-"""Models that stay in memory: a model is scored on every text before the next one comes."""
+MODELS = 2
+"""Models that stay in memory, the reference among them: a model is scored on every text before the next one
+comes. With a noise floor there is one more, the reference in float32."""
 
 
 @dataclass(frozen=True)
@@ -67,11 +69,12 @@ def forget_models() -> None:
     _loaded.clear()
 
 
-def kept_model(uri: str, revision: str | None, dtype: str, device: str, loading: Listener) -> LoadedModel:
-    """A model, from memory if it was among the last ones."""
+def kept_model(uri: str, revision: str | None, dtype: str, device: str, loading: Listener,
+               models: int = MODELS) -> LoadedModel:
+    """A model, from memory if it was among the last ones; so many stay there."""
     key = (uri, revision, dtype, device)
     if key not in _loaded:
-        while len(_loaded) >= MODELS:
+        while len(_loaded) >= models:
             _loaded.popitem(last=False)
         _loaded[key] = load(uri, revision=revision, dtype=dtype, device=device, loading=loading)
     _loaded.move_to_end(key)
@@ -90,13 +93,15 @@ def score_text(job: QualityJob, progress: Listener, loading: Listener) -> Measur
         UsageError: the text is too short.
         QuantkitError: a model can't be loaded, or its logits aren't finite.
     """
-    reference = kept_model(job.reference, job.reference_revision, job.dtype, job.device, loading)
+    floor = job.floor == "all" or (job.floor == "reference" and job.of_reference)
+    models = MODELS + floor
+    reference = kept_model(job.reference, job.reference_revision, job.dtype, job.device, loading, models)
     model = reference if job.of_reference else kept_model(job.model, job.revision, job.dtype, job.device,
-                                                          loading)
+                                                          loading, models)
     ids = windows_of(reference, job.text, job.window, job.windows)
     exact = None
-    if job.floor == "all" or (job.floor == "reference" and job.of_reference):
-        exact = kept_model(job.reference, job.reference_revision, "float32", job.device, loading)
+    if floor:
+        exact = kept_model(job.reference, job.reference_revision, "float32", job.device, loading, models)
     runners = [runner_of(model, kv, job.prompt) for kv in job.kv]
     if not job.of_reference:
         runners.insert(0, runner_of(reference, job.reference_kv, job.prompt))
@@ -130,8 +135,9 @@ def _row(runner: LoadedModel | TeacherForcedModel, model: LoadedModel, scores: W
         means[EXACT] = np.stack(distances.means[place][EXACT]).tolist()
     digest = None if model.manifest is None else hashlib.sha256(model.manifest.to_bytes()).hexdigest()
     row = {"label": model.label, "bits_per_weight": model.bits_per_weight, "file_bytes": model.file_bytes,
-           "manifest_sha256": digest, "dtype": str(model.dtype).removeprefix("torch."), "means": means,
-           "kv": None, "kv_bytes": None, "kv_bytes_per_token": None}
+           "weight_bytes": weights_in_memory(model), "manifest_sha256": digest,
+           "dtype": str(model.dtype).removeprefix("torch."), "means": means, "kv": None,
+           "kv_bytes": None, "kv_bytes_per_token": None}
     if isinstance(runner, TeacherForcedModel):
         row |= {"kv": str(runner.kv), "kv_bytes": runner.kv_bytes,
                 "kv_bytes_per_token": runner.kv_bytes_per_token}

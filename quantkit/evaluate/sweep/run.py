@@ -44,7 +44,7 @@ def run_measurements(measurements: Sequence[Measurement], store: MeasurementStor
             measurement = measurements[number]
             store.put(measurement.key, result)
             begun[0] += measurement.seconds
-            progress(ProgressEvent(_share(begun[0], total), TOLD, measurement.label))
+            progress(ProgressEvent(_share(begun[0], total), TOLD, measurement.label, unit="%"))
             if measurement.kind in TIMED and result.data.get("cpu", cpu_name()) != cpu_name():
                 raise QuantkitError(f"{measurement.label}: its machine has another processor",
                                     why=f"{result.data['cpu']} there, {cpu_name()} here: speeds of different "
@@ -62,7 +62,7 @@ def _part(progress: Listener, measurement: Measurement, begun: list[float], tota
     def listen(event: ProgressEvent) -> None:
         share = event.done / event.total if event.total else 0.0
         done = begun[0] + share * measurement.seconds
-        progress(ProgressEvent(_share(done, total), TOLD, measurement.label))
+        progress(ProgressEvent(_share(done, total), TOLD, measurement.label, unit="%"))
 
     return listen
 

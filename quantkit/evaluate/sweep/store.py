@@ -19,12 +19,15 @@ from safetensors.numpy import load, save
 
 from quantkit.checkpoint.durable import sync_folder, write_file
 from quantkit.errors import QuantkitError
+from quantkit.paths import read_regular
 from quantkit_kernels.kept import cache_folder
 
-VERSION = 2
+VERSION = 3
 """Of what is kept: another one finds nothing of it."""
 NEW = ".new-"
 """Beginning of the name of a folder that is being made."""
+MAX_BYTES, MAX_ARRAYS = 2**28, 2**32
+"""Bytes of what a measurement gave, and of its arrays; thousands of windows have a thousandth of that."""
 _DATA, _ARRAYS = "measurement.json", "tokens.safetensors"
 
 
@@ -37,12 +40,14 @@ class MeasurementResult:
         arrays: numpy arrays by name.
         measured: when, as ISO 8601 in UTC.
         seconds: that it took.
+        lasting: whether it is kept; what was spoiled by other work on the machine is made again.
     """
 
     data: dict[str, Any]
     arrays: dict[str, np.ndarray] = field(default_factory=dict)
     measured: str = ""
     seconds: float = 0.0
+    lasting: bool = True
 
 
 class MeasurementStore:
@@ -77,7 +82,7 @@ class MeasurementStore:
 
     def put(self, key: Mapping[str, Any] | None, result: MeasurementResult) -> None:
         """Keep what a measurement gave. Raises QuantkitError if that can't be written."""
-        if self._folder is None or key is None:
+        if self._folder is None or key is None or not result.lasting:
             return
         place = self._place(key)
         fresh: Path | None = None
@@ -122,8 +127,8 @@ def _rename(fresh: Path, place: Path) -> None:
 
 def _read(place: Path, key: Mapping[str, Any]) -> MeasurementResult:
     """Raises ValueError and others if it is damaged, or of another measurement."""
-    digest, _, text = (place / _DATA).read_text(encoding="utf-8").partition("\n")
-    arrays = (place / _ARRAYS).read_bytes()
+    digest, _, text = read_regular(place / _DATA, MAX_BYTES).decode().partition("\n")
+    arrays = read_regular(place / _ARRAYS, MAX_ARRAYS)
     if hashlib.sha256(text.encode()).hexdigest() != digest:
         raise ValueError("its hash is another")
     content = json.loads(text)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
@@ -24,7 +23,6 @@ class KVzip(SharedBudget):
     """
 
     name: ClassVar[str] = "kvzip"
-    renamed: ClassVar[Mapping[str, str]] = {"piece": "chunk"}
     tracks: ClassVar[Tracked | None] = "attention_max"
     chunk: int = Field(default=2048, ge=64, le=MAX_TOKENS)
     sinks: int = Field(default=4, ge=0, le=MAX_TOKENS)

@@ -20,7 +20,7 @@ def block_names(tokens: Sequence[int], names: Sequence[bytes] = (), salt: bytes 
     Args:
         tokens: ids of the whole text.
         names: those of its first blocks, if they are known.
-        salt: distinguishes texts whose keys differ though their tokens don't.
+        salt: texts with different salts have no names in common. What a client chose comes as a digest.
 
     Returns:
         A digest for each whole block of 64 tokens: of the block and all before it.

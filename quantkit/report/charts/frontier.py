@@ -68,7 +68,7 @@ def _row(result: EvalResult, frontier: Frontier, point: FrontierPoint,
             value, span = shown(row.metrics.get(key), info_of(result, key))
             told[info_of(result, key).title] = f"{value} ({span})" if span else value
     told["bits a weight"] = number(row.bits_per_weight)
-    told["bytes"] = megabytes(None if row.file_bytes is None else row.file_bytes + (row.kv_bytes or 0))
+    told["bytes"] = megabytes(row.memory_bytes)
     return {**identity(look), "method": row.method, **told, "cost": point.cost.value,
             "kl": floor.at_least(point.quality.value),
             "low": floor.at_least(point.quality.low) if above else floor.value,

@@ -10,7 +10,7 @@ import altair as alt
 
 from quantkit.evaluate.metrics import KL
 from quantkit.evaluate.result import EvalResult
-from quantkit.report.base import number, shown, tasks_of
+from quantkit.report.base import number, shown, tasks_of, text_name
 from quantkit.report.charts.base import (
     Spec,
     by_model,
@@ -38,13 +38,13 @@ def texts_spec(result: EvalResult, looks: Sequence[VariantLook]) -> Spec | None:
             interval = metrics.get(KL.name)
             if interval is not None and finite(interval) and interval.value > 0:
                 value, span = shown(interval, info_of(result, KL.name))
-                rows.append({**identity(look), "text": text, "kl": floor.at_least(interval.value),
+                rows.append({**identity(look), "text": text_name(text), "kl": floor.at_least(interval.value),
                              "KL": value,
                              "interval": span})
     if not rows:
         return None
     ends = [float(str(row["kl"])) for row in rows]
-    order = list(dict.fromkeys(text for row in result.rows for text in row.texts))
+    order = list(dict.fromkeys(text_name(text) for row in result.rows for text in row.texts))
     chart = alt.Chart(inline(rows)).mark_point(filled=True, size=80, opacity=0.85).encode(
         x=alt.X("kl:Q", title="KL, nats (log)", axis=log_axis(min(ends) / 1.2, max(ends) * 1.2),
                 scale=alt.Scale(

@@ -21,6 +21,8 @@ from quantkit.report.charts.base import (
 )
 from quantkit.report.looks import VariantLook
 
+_TWO_LINES = 32
+"""Pixels of a name with its KV setting below, on a narrow page."""
 _PARTS = {"weights": "#0072B2", "workspace": "#E69F00", "KV cache": "#009E73"}
 
 
@@ -66,6 +68,9 @@ def _lines(looks: Sequence[VariantLook], cells: Sequence[tuple[VariantLook, int,
     places = sorted({place for _, place, spread in cells if spread is not None})
     if len(places) < least:
         return None
+    if len(places) == 1:
+        return _bars(looks, [(look, spread) for look, _, spread in cells if spread is not None],
+                     f"{y}, {places[0]:,} {x}")
     scale = alt.Scale(type="log", base=2, nice=False, padding=14) if places[0] else alt.Scale(
         type="symlog", constant=places[1] / 2 if len(places) > 1 else 1, nice=False, padding=14)
     base = alt.Chart(inline(rows)).encode(
@@ -77,6 +82,22 @@ def _lines(looks: Sequence[VariantLook], cells: Sequence[tuple[VariantLook, int,
         base.mark_point(filled=True, size=60, opacity=1).encode(
             shape=by_setting(looks), tooltip=["variant:N", f"{x}:N", f"{y}:N"]))
     return finished(chart, f"{y} by {x}.")
+
+
+def _bars(looks: Sequence[VariantLook], cells: Sequence[tuple[VariantLook, Spread]], title: str) -> Spec:
+    """A bar a variant, with the range of its runs."""
+    rows = [{**identity(look), "value": spread.median, "low": spread.low, "high": spread.high,
+             "measured": f"{number(spread.median)} ({number(spread.low)}–{number(spread.high)})"}
+            for look, spread in cells]
+    base = alt.Chart(inline(rows)).encode(y=alt.Y(
+        "variant:N", sort=[look.name for look in looks], axis=names_axis()))
+    highest = max(spread.high for _, spread in cells)
+    x = alt.X("value:Q", title=title, scale=alt.Scale(domain=[0, highest * 1.15], nice=False))
+    chart = alt.layer(
+        base.mark_bar(opacity=0.85, size=16).encode(x=x, color=by_model(looks),
+                                                    tooltip=["variant:N", "measured:N"]),
+        base.mark_rule(strokeWidth=1.5).encode(x="low:Q", x2="high:Q"))
+    return finished(chart, f"{title}.", _TWO_LINES * len(rows))
 
 
 def gaps(result: EvalResult, looks: Sequence[VariantLook]) -> Spec | None:
@@ -93,7 +114,7 @@ def gaps(result: EvalResult, looks: Sequence[VariantLook]) -> Spec | None:
         x=alt.X("median:Q", title="ms", scale=alt.Scale(zero=True)), x2="p99:Q"),
         base.mark_point(filled=True, size=70, opacity=1).encode(
             x="median:Q", shape=by_setting(looks), tooltip=["variant:N", "gap:N"]))
-    return finished(chart, "Milliseconds between two tokens of an answer.", 28 * len(rows))
+    return finished(chart, "Milliseconds between two tokens of an answer.", _TWO_LINES * len(rows))
 
 
 def memory(result: EvalResult, looks: Sequence[VariantLook]) -> Spec | None:
@@ -125,4 +146,4 @@ def memory(result: EvalResult, looks: Sequence[VariantLook]) -> Spec | None:
     texts = alt.Chart(inline(totals)).mark_text(align="left", dx=4, fontSize=9.5).encode(
         x="GB:Q", y=y, yOffset=offset, text="text:N")
     return finished(alt.layer(bars, texts), "Bytes of weights, workspace and KV cache by context.",
-                    len({row["variant"] for row in rows}) * (12 * len(contexts) + 10))
+                    len({row["variant"] for row in rows}) * max(_TWO_LINES, 12 * len(contexts) + 10))

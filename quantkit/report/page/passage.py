@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from quantkit.evaluate.result import TokenDiff
-from quantkit.report.base import number
+from quantkit.report.base import number, text_name
 from quantkit.report.grid import TextGrid
 
 LIMITS = (0.01, 0.03, 0.1, 0.3, 1.0)
@@ -54,7 +54,8 @@ def summary(diff: TokenDiff) -> list[str]:
     """What is compared, and how much of it differs."""
     count = len(diff.tokens)
     differs = sum(expected is not None for expected in diff.expected)
-    texts = [f"The text is {diff.text}: {diff.candidate} against {diff.reference}. At {differs} of {count} "
+    texts = [f"The text is {text_name(diff.text)}: {diff.candidate} against "
+             f"{diff.reference}. At {differs} of {count} "
              "tokens another one is the likeliest; these are underlined. The stronger the shade, the larger "
              "the KL."]
     return texts + [f"The first {_TOKENS:,} tokens are shown."] * (count > _TOKENS)

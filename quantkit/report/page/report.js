@@ -77,9 +77,8 @@
     waiting = setTimeout(() => drawAll(places.filter((place) => place.drawn !== place.clientWidth)), 150);
   });
 
-  const passage = document.querySelector(".passage");
-  if (passage) {
-    const note = document.getElementById("token-note");
+  for (const passage of document.querySelectorAll(".passage")) {
+    const note = passage.parentElement.querySelector(".chosen-token");
     const choose = (event) => {
       if (!event.target.title) return;
       for (const chosen of passage.querySelectorAll(".chosen")) chosen.classList.remove("chosen");
@@ -89,4 +88,9 @@
     passage.addEventListener("click", choose);
     passage.addEventListener("focusin", choose);
   }
+
+  const variant = document.querySelector("select.variant");
+  variant?.addEventListener("change", () => {
+    document.querySelectorAll(".seen").forEach((part, index) => { part.hidden = index !== variant.selectedIndex; });
+  });
 })();

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from quantkit.evaluate.effect import NATS
 from quantkit.evaluate.keys import EXACT
 from quantkit.evaluate.result import EvalResult
 from quantkit.report import quality_grids, speed_grids
-from quantkit.report.base import short_names, spread
+from quantkit.report.base import short_names, spread, withheld
 from quantkit.report.charts import frontier, quality, roofline, speed
 from quantkit.report.charts.base import Spec
 from quantkit.report.frontier import frontiers
 from quantkit.report.grid import TextGrid, pair
+from quantkit.report.headline import recommended
 from quantkit.report.looks import VariantLook, variant_looks
 from quantkit.report.page.passage import ShadedText, largest, shaded, summary
 
@@ -30,6 +32,16 @@ class PageChart:
 
 
 @dataclass(frozen=True)
+class PagePassage:
+    """A text as a variant sees it: whose name it has, sentences about it, its tokens, and a table."""
+
+    name: str
+    texts: Sequence[str]
+    text: ShadedText
+    grids: Sequence[TextGrid]
+
+
+@dataclass(frozen=True)
 class PageSection:
     """A part of the page with a title.
 
@@ -38,7 +50,7 @@ class PageSection:
         title: of it.
         texts: sentences.
         charts, grids: below them.
-        passage: a text by token.
+        passages: a text by token, a variant each; one is shown at a time.
         answers: names and generated texts.
         items: of a list.
         folded: whether grids and answers are shown when they are asked for.
@@ -49,7 +61,7 @@ class PageSection:
     texts: Sequence[str] = ()
     charts: Sequence[PageChart] = ()
     grids: Sequence[TextGrid] = ()
-    passage: ShadedText | None = None
+    passages: Sequence[PagePassage] = ()
     answers: Sequence[tuple[str, str]] = ()
     items: Sequence[str] = ()
     folded: bool = False
@@ -57,7 +69,7 @@ class PageSection:
     @property
     def empty(self) -> bool:
         """Whether it has nothing but a title and sentences."""
-        return not (self.charts or self.grids or self.passage or self.answers or self.items)
+        return not (self.charts or self.grids or self.passages or self.answers or self.items)
 
 
 def sections(result: EvalResult) -> list[PageSection]:
@@ -67,18 +79,21 @@ def sections(result: EvalResult) -> list[PageSection]:
 
 
 def _all(result: EvalResult, looks: Sequence[VariantLook]) -> Iterator[PageSection]:
-    yield _frontier(result, looks)
     yield PageSection("variants", "All variants", [
         "The first variant is the reference. Below a value is its interval: a 95% bootstrap over windows for "
-        "quality, the range of the timed runs for speed. Grey: another variant is closer to the reference "
-        "and also faster or smaller."], grids=[quality_grids.variants(result)] if result.rows else [])
+        "quality, the range of the timed runs for speed. Cost is the KL in a word, by the upper end of its "
+        f"interval: negligible below {NATS[0]:g}, small below {NATS[1]:g}, visible below {NATS[2]:g}, else "
+        "broken. Grey: another variant is closer to the reference and also faster or smaller.",
+        *withheld(result)], grids=[quality_grids.variants(result)] if result.rows else [])
+    yield _frontier(result, looks)
     yield PageSection("texts", "Quality by text",
                       charts=_charts(("texts", quality.texts_spec(result, looks), "KL on each text")),
                       grids=_grids(quality_grids.by_text(result)))
     yield PageSection("differences", "What the differences mean", [
         "Each variant is compared with the reference item by item. Indistinguishable: the 90% interval of "
         "the difference lies within ε of zero (two one-sided tests at 5%). Better and worse: the 95% "
-        "interval excludes zero. Undecided: neither; more items could tell.",
+        "interval excludes zero; where a metric has words, they say how much worse. p says how sure a "
+        "difference is, and nothing of its size. Undecided: neither; more items could tell.",
         *(f"{text}." for text in quality_grids.floors(result))],
         grids=_grids(quality_grids.differences(result), _exact(result)))
     yield PageSection("tasks", "Tasks", charts=_charts(
@@ -89,9 +104,12 @@ def _all(result: EvalResult, looks: Sequence[VariantLook]) -> Iterator[PageSecti
     yield PageSection("sensitivity", "Layer sensitivity", [
         "What 4 bits cost in each Linear alone, in nats of KL. The brighter, the more."],
         charts=_charts(("sensitivity", quality.sensitivity_spec(result), "Layers and kinds of Linears")))
-    if result.diff is not None:
-        yield PageSection("diff", "Token by token", summary(result.diff), passage=shaded(result.diff),
-                          grids=_grids(largest(result.diff)))
+    advice = recommended(result)
+    taken = short_names(result.rows)[advice.index] if advice else ""
+    diffs = sorted((diff for diff in (result.diff, *result.other_diffs) if diff is not None),
+                   key=lambda diff: diff.candidate != taken)
+    yield PageSection("diff", "Token by token", passages=[
+        PagePassage(diff.candidate, summary(diff), shaded(diff), _grids(largest(diff))) for diff in diffs])
     folded = len(result.rows) > _UNFOLDED
     yield PageSection("kernels", "Kernels", grids=_grids(_kernels(result)), folded=folded)
     yield PageSection("answers", f"Answers to “{result.question or ''}”", folded=folded, answers=[

@@ -63,6 +63,10 @@ class MessagesReply(Reply):
                        "delta": {key: message[key] for key in ("stop_reason", "stop_sequence")}}
         yield {"type": "message_stop"}
 
+    def keep_alive(self) -> dict[str, Any]:
+        """``ping``."""
+        return {"type": "ping"}
+
     def error(self, error: ApiError) -> dict[str, Any]:
         """``error``."""
         return error.anthropic_body()

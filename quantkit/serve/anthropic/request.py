@@ -16,7 +16,7 @@ from quantkit.serve.conversation import MAX_MESSAGES, MAX_TOOLS, Conversation
 from quantkit.serve.errors import RefusedValue
 from quantkit.serve.ignored import IGNORED
 from quantkit.serve.schema import JsonObject, LeftOutPart, RequestPart, String, kind_tag
-from quantkit.serve.settings import FITS, KV, Priority, Stops, TokenLimit, TopK, sampling, token_limit
+from quantkit.serve.settings import FITS, KV, CacheSalt, Priority, Stops, TokenLimit, TopK, sampling, token_limit
 from quantkit.serve.template_options import Effort, TemplateOptions, ThinkingHint, check_options
 from quantkit.serve.tools import Description, ToolName, choose_tools
 from quantkit.structure.grammar import Structure
@@ -187,10 +187,11 @@ class MessagesRequest(CountRequest):
     stream: bool = False
     priority: Priority = 0
     kv: KV | None = None
+    cache_salt: CacheSalt | None = None
 
     def conversation(self) -> Conversation:
         """The same, with the settings of its answer."""
         settings = sampling(temperature=self.temperature, top_p=self.top_p, top_k=self.top_k,
                             stop=self.stop_sequences)
         return replace(super().conversation(), sampling=settings, max_tokens=token_limit(self.max_tokens),
-                       kv=self.kv, priority=self.priority)
+                       kv=self.kv, priority=self.priority, cache_salt=self.cache_salt)

@@ -143,7 +143,8 @@ class ChatRequest(GenerationRequest):
             plain_messages(self.messages), self.sampling(),
             token_limit(self.max_completion_tokens, self.max_tokens, self.n_predict),
             self.n, tools, self.parallel_tool_calls, structure, logprobs, self.chat_template_kwargs, self.kv,
-            self.priority, limit_param="max_completion_tokens" if newer else "max_tokens", thinking=hints)
+            self.priority, limit_param="max_completion_tokens" if newer else "max_tokens", thinking=hints,
+            cache_salt=self.cache_salt)
 
     def _choose(self) -> tuple[tuple[Tool, ...], Structure | None]:
         choice = self.tool_choice

@@ -49,7 +49,8 @@ class CompletionReply(Reply):
         limits = [output_limit(1 if self._silent else body.limit, model.context - len(prompt), "max_tokens")
                   for prompt in prompts]
         self.jobs = [ChoiceJob(prompt, choice_sampling(sampling, limit, i), body.logprobs,
-                               body.echo and body.logprobs is not None, kv=kv, priority=priority)
+                               body.echo and body.logprobs is not None, kv=kv, priority=priority,
+                               cache_salt=body.cache_salt)
                      for prompt, limit in zip(prompts, limits, strict=True) for i in range(body.n)]
         check_fits(model.loaded, self.jobs)
         self._prompt_tokens = sum(map(len, prompts))

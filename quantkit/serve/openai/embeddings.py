@@ -74,7 +74,8 @@ class EmbeddingReply:
                                pooling=body.pooling) for prompt in prompts]
         check_fits(model.loaded, self.jobs)
 
-    async def vectors(self, metrics: ModelMetrics) -> AsyncIterator[tuple[int, torch.Tensor, int]]:
+    async def vectors(self, metrics: ModelMetrics, tenant: bytes = b"") -> AsyncIterator[
+            tuple[int, torch.Tensor, int]]:
         """Each text's number, its float32 vector and how many of its tokens the prefix cache had.
 
         A part of the texts is queued at a time, so that a request may have more of them than can wait. Once
@@ -85,7 +86,7 @@ class EmbeddingReply:
             BaseException: what went wrong in the engine.
         """
         engine, start = self._model.engine, 0
-        named = labels(f"embd-{uuid.uuid4().hex}", len(self.jobs))
+        named = labels(f"embd-{uuid.uuid4().hex}", len(self.jobs), tenant)
         while start < len(self.jobs):
             stats = engine.stats()
             size = min(stats["max_batch"], stats["max_queue"] - stats["waiting"])  # what finds room now
@@ -108,10 +109,10 @@ class EmbeddingReply:
                 work.cancel()
             start += len(work.requests)
 
-    async def collect(self, metrics: ModelMetrics) -> tuple[list[torch.Tensor], int]:
+    async def collect(self, metrics: ModelMetrics, tenant: bytes = b"") -> tuple[list[torch.Tensor], int]:
         """All vectors in their order, and tokens that the prefix cache had."""
         vectors, cached = {}, 0
-        async for number, vector, hits in self.vectors(metrics):
+        async for number, vector, hits in self.vectors(metrics, tenant):
             vectors[number] = vector
             cached += hits
         return [vectors[i] for i in range(len(self.jobs))], cached

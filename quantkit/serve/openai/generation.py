@@ -13,7 +13,18 @@ from pydantic import Field
 from quantkit.runtime.sampler import MAX_BIASES, Sampling
 from quantkit.serve.openai.structured import StructuredFields
 from quantkit.serve.schema import INT64, RequestPart, String
-from quantkit.serve.settings import FITS, KV, Priority, Stop, StopIds, Stops, TokenLimit, TopK, sampling
+from quantkit.serve.settings import (
+    FITS,
+    KV,
+    CacheSalt,
+    Priority,
+    Stop,
+    StopIds,
+    Stops,
+    TokenLimit,
+    TopK,
+    sampling,
+)
 
 MAX_N, MAX_LOGPROBS = 16, 20
 TokenId = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,8})$")]
@@ -61,6 +72,7 @@ class GenerationRequest(StructuredFields):
     ignore_eos: bool = False
     priority: Priority = 0
     kv: KV | None = None
+    cache_salt: CacheSalt | None = None
 
     def sampling(self) -> Sampling:
         """Settings of the first choice, without its number of tokens.

@@ -87,6 +87,10 @@ class ResponsesReply(Reply):
                 yield events.event(f"response.{status}",
                                    response=self._response(status, events.items, event.end))
 
+    def keep_alive(self) -> dict[str, Any]:
+        """``response.in_progress`` once more."""
+        return self._events.event("response.in_progress", response=self._response("in_progress", []))
+
     def error(self, error: ApiError) -> dict[str, Any]:
         """``error``."""
         return self._events.event("error", code=error.code, message=error.detail, param=error.param)

@@ -15,10 +15,10 @@ from quantkit.serve.conversation import MAX_MESSAGES, Conversation
 from quantkit.serve.ignored import IGNORED, safe
 from quantkit.serve.openai.response_items import AdditionalToolsItem, InputItem, messages_of
 from quantkit.serve.openai.response_tools import ClientTool, ResponseTools, client_tools
-from quantkit.serve.openai.structured import JsonObjectFormat, TextFormat
+from quantkit.serve.openai.structured import STRICT, JsonObjectFormat, TextFormat
 from quantkit.serve.openai.tools import FunctionName
 from quantkit.serve.schema import INT64, JsonObject, RequestPart, String, Unicode
-from quantkit.serve.settings import FITS, KV, Priority, TokenLimit, TopK, sampling, token_limit
+from quantkit.serve.settings import FITS, KV, CacheSalt, Priority, TokenLimit, TopK, sampling, token_limit
 from quantkit.serve.template_options import Effort, TemplateOptions, ThinkingHint, check_options
 from quantkit.serve.tools import Description, choose_tools
 from quantkit.structure.grammar import Structure
@@ -34,12 +34,11 @@ class ResponseToolChoice(FunctionName):
 class ResponseSchemaFormat(RequestPart):
     """JSON that a schema describes."""
 
-    ignored = frozenset({"strict"})
-
     type: Literal["json_schema"]
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
     description: Description | None = None
     schema_: JsonObject = Field(alias="schema")
+    strict: bool = STRICT
 
 
 class TextOptions(RequestPart):
@@ -122,6 +121,7 @@ class ResponsesRequest(RequestPart):
         default_factory=dict, description="Further values for the model's chat template.")
     priority: Priority = 0
     kv: KV | None = None
+    cache_salt: CacheSalt | None = None
 
     @classmethod
     def _refusal(cls, name: str) -> str:
@@ -149,7 +149,7 @@ class ResponsesRequest(RequestPart):
                                min_p=self.min_p, repetition_penalty=self.repetition_penalty, seed=self.seed),
             token_limit(self.max_output_tokens), 1, tools, self.parallel_tool_calls, structure, None,
             self.chat_template_kwargs, self.kv, self.priority, "input", "max_output_tokens",
-            () if effort is None else (ThinkingHint("reasoning.effort", effort),))
+            () if effort is None else (ThinkingHint("reasoning.effort", effort),), self.cache_salt)
 
     def client_tools(self) -> list[ClientTool]:
         """All tools that the model may be given."""
@@ -169,7 +169,7 @@ class ResponsesRequest(RequestPart):
         if isinstance(wanted, JsonObjectFormat):
             structure = Structure(json_object=True)
         elif isinstance(wanted, ResponseSchemaFormat):
-            structure = Structure(json_schema=wanted.schema_)
+            structure = Structure(json_schema=wanted.schema_, strict=wanted.strict)
         named = choice.name if isinstance(choice, ResponseToolChoice) else None
         required = named is not None or choice == "required"
         return choose_tools(tools, named if required else str(choice), required, structure)

@@ -16,6 +16,8 @@ Regex = Annotated[str, Field(min_length=1, max_length=MAX_REGEX), Unicode]
 Grammar = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR), Unicode]
 Choice = Annotated[str, Field(min_length=1, max_length=MAX_CHOICE), Unicode]
 Choices = Annotated[list[Choice], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
+STRICT: bool = Field(default=False, description=(
+    "Whether a schema is refused if a part of it can't be kept. Otherwise the part is left out and named."))
 Schema = JsonObject | Annotated[str, Field(min_length=2, max_length=MAX_JSON_BYTES), Unicode]
 """A JSON schema, or one as text."""
 
@@ -23,11 +25,10 @@ Schema = JsonObject | Annotated[str, Field(min_length=2, max_length=MAX_JSON_BYT
 class NamedSchema(RequestPart):
     """A JSON schema with a name, which changes nothing."""
 
-    ignored = frozenset({"strict"})
-
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
     description: Annotated[str, Field(max_length=2**14), Unicode] | None = None
     schema_: JsonObject = Field(default_factory=dict, alias="schema")
+    strict: bool = STRICT
 
 
 class TextFormat(RequestPart):
@@ -101,7 +102,8 @@ class StructuredFields(RequestPart):
         if self.structured_outputs is not None:
             given += self.structured_outputs.structures()
         if isinstance(self.response_format, JsonSchemaFormat):
-            given += structures(schema=self.response_format.json_schema.schema_)
+            asked = self.response_format.json_schema
+            given.append(Structure(json_schema=asked.schema_, strict=asked.strict))
         elif isinstance(self.response_format, JsonObjectFormat):
             given += structures(json_object=True)
         return given

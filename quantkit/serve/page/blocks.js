@@ -1,7 +1,10 @@
 "use strict";
-// Markdown's blocks: lines → headings, lists, tables, … as plain objects that know their first line.
+// Markdown's blocks: lines → headings, lists, tables, … as plain objects. Each has the number of its first line,
+// its `source`, which decides what it looks like, and its `parts`, if it has any. Where `shell` is another one,
+// the element around the parts is another one, too.
 
 const MAX_DEPTH = 12;  // of lists and quotes; what is deeper is plain text
+const MAX_PROSE = 4000;  // characters of text that is parsed at once: emphasis doesn't reach further
 const FENCE = /^ {0,3}(`{3,}|~{3,})[ \t]*([^`]*)$/, RULE = /^ {0,3}([-*_])(?:[ \t]*\1){2,}[ \t]*$/;
 const HEADING = /^ {0,3}(#{1,6})(?=[ \t]|$)/, QUOTE = /^ {0,3}> ?/, ITEM = /^( *)([-*+]|\d{1,9}[.)])(?: |$)/;
 
@@ -10,14 +13,33 @@ const blank = (line) => !line.trim();
 
 function parseBlocks(lines, depth = 0) {
   const blocks = [];
-  if (depth > MAX_DEPTH) return [{ type: "text", line: 0, text: lines.join("\n") }];
+  if (depth > MAX_DEPTH) return [{ type: "text", line: 0, source: lines.join("\n") }];
   for (let at = 0; at < lines.length;) {
     if (blank(lines[at])) { at += 1; continue; }
     const [block, next] = nextBlock(lines, at, depth);
-    blocks.push({ ...block, line: at });
+    // a fence at the end of a text has nothing to show yet
+    if (!block.open || !blank(block.code)) {
+      blocks.push({ source: lines.slice(at, next).join("\n"), ...block, line: at });
+    }
     at = next;
   }
   return blocks;
+}
+
+// Text of a paragraph, heading or cell. Long text has parts, so that what comes after leaves them as they are.
+function prose(text) {
+  if (text.length <= MAX_PROSE) return { source: text };
+  const parts = [];
+  for (let at = 0; at < text.length; at += parts.at(-1).source.length) {
+    let source = text.slice(at, at + MAX_PROSE);
+    if (at + MAX_PROSE < text.length) {
+      const end = source.lastIndexOf("\n") + 1 || source.lastIndexOf(" ") + 1
+        || MAX_PROSE - /[\ud800-\udbff]$/.test(source);
+      source = source.slice(0, end);
+    }
+    parts.push({ type: "span", source });
+  }
+  return { source: text, parts };
 }
 
 function nextBlock(lines, at, depth) {
@@ -26,7 +48,7 @@ function nextBlock(lines, at, depth) {
   const heading = HEADING.exec(line);
   if (heading) {
     const text = line.slice(heading[0].length).trim().replace(/(^|[ \t])#+$/, "").trim();
-    return [{ type: "heading", level: heading[1].length, text }, at + 1];
+    return [{ type: "heading", shell: heading[1].length, ...prose(text) }, at + 1];
   }
   if (RULE.test(line)) return [{ type: "rule" }, at + 1];
   if (QUOTE.test(line)) return quoteBlock(lines, at, depth);
@@ -48,7 +70,7 @@ function codeBlock(lines, start) {
     if (text.length >= fence.mark.length && text === fence.mark[0].repeat(text.length)) open = false;
     else code.push(lines[at].slice(Math.min(fence.indent, indent(lines[at]))));
   }
-  return [{ type: "code", language: fence.info.split(/\s/)[0], code: code.join("\n"), open }, at];
+  return [{ type: "code", shell: fence.info.split(/\s/)[0], code: code.join("\n"), open }, at];
 }
 
 function quoteBlock(lines, at, depth) {
@@ -57,7 +79,7 @@ function quoteBlock(lines, at, depth) {
     if (!QUOTE.test(lines[at]) && begins(lines, at)) break;
     inside.push(lines[at].replace(QUOTE, ""));
   }
-  return [{ type: "quote", blocks: parseBlocks(inside, depth + 1) }, at];
+  return [{ type: "quote", parts: parseBlocks(inside, depth + 1) }, at];
 }
 
 function itemOf(line) {
@@ -71,12 +93,12 @@ function itemOf(line) {
 
 // Deeper lines belong to an item from two columns on: models count nested lists' columns as they like.
 function listBlock(lines, start, depth) {
-  const first = itemOf(lines[start]), items = [];
+  const first = itemOf(lines[start]), parts = [];
   let at = start, loose = false;
   while (at < lines.length) {
     const item = itemOf(lines[at]);
     if (!item || item.kind !== first.kind || item.indent >= first.indent + 2) break;
-    const inside = [item.text];
+    const inside = [item.text.replace(/^\[ \] /, "☐ ").replace(/^\[[xX]\] /, "☑ ")];
     let empty = false;
     for (at += 1; at < lines.length; at++) {
       const line = lines[at];
@@ -87,10 +109,10 @@ function listBlock(lines, start, depth) {
       empty = false;
       inside.push(inner ? line.slice(Math.min(indent(line), item.offset)) : line.trimStart());
     }
-    items.push(parseBlocks(inside, depth + 1));
+    parts.push({ type: "item", source: inside.join("\n"), parts: parseBlocks(inside, depth + 1) });
     if (at < lines.length && empty && itemOf(lines[at])?.kind === first.kind) loose = true;
   }
-  return [{ type: "list", ordered: first.ordered, number: first.number, loose, items }, at];
+  return [{ type: "list", shell: first.ordered ? first.number : null, loose, parts }, at];
 }
 
 function cells(line) {
@@ -115,12 +137,12 @@ function tableBlock(lines, start) {
     if (!cell.endsWith(":")) return "";
     return cell.startsWith(":") ? "center" : "right";
   });
-  const rows = [];
+  const row = (line, tag) => ({ type: "row", source: line, parts: cells(line).slice(0, sides.length).map(
+    (text, column) => ({ type: "cell", tag, side: sides[column], ...prose(text) })) });
+  const parts = [];
   let at = start + 2;
-  for (; at < lines.length && !blank(lines[at]) && !begins(lines, at); at++) {
-    rows.push(cells(lines[at]).slice(0, sides.length));
-  }
-  return [{ type: "table", head: cells(lines[start]), sides, rows }, at];
+  for (; at < lines.length && !blank(lines[at]) && !begins(lines, at); at++) parts.push(row(lines[at], "td"));
+  return [{ type: "table", shell: lines[start] + "\n" + sides, head: row(lines[start], "th"), parts }, at];
 }
 
 // A formula on lines of its own stays as it was written. Like a code block it may lack its end.
@@ -131,7 +153,7 @@ function mathBlock(lines, start) {
   if (!alone && !(first.length >= 4 && first.endsWith(closing))) return null;
   let at = start + 1;
   if (alone) while (at < lines.length && !lines[at++].trimEnd().endsWith(closing));
-  return [{ type: "text", text: lines.slice(start, at).join("\n") }, at];
+  return [{ type: "text" }, at];
 }
 
 function paragraph(lines, start) {
@@ -139,12 +161,12 @@ function paragraph(lines, start) {
   let at = start + 1;
   for (; at < lines.length && !blank(lines[at]); at++) {
     if (/^ {0,3}=+[ \t]*$/.test(lines[at])) {
-      return [{ type: "heading", level: 1, text: text.join("\n") }, at + 1];
+      return [{ type: "heading", shell: 1, ...prose(text.join("\n")) }, at + 1];
     }
     if (begins(lines, at)) break;
     text.push(lines[at].trim());
   }
-  return [{ type: "paragraph", text: text.join("\n") }, at];
+  return [{ type: "paragraph", ...prose(text.join("\n")) }, at];
 }
 
 // Whether a line begins another block although no blank line is before it.

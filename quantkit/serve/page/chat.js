@@ -52,7 +52,8 @@ class Chat {
     this.record = record;
     const views = record.turns.map((turn, index) => (
       turn.role === "user" ? this.userTurn(turn.content, index) : AssistantTurn.of(turn, this.actions())));
-    at("thread").replaceChildren(at("empty"), ...views.map(({ node }) => node));
+    at("thread").replaceChildren(at("empty"));
+    for (const { node } of views) at("thread").append(node);
     this.pinned = true;
     this.changed();
     requestAnimationFrame(() => this.follow());
@@ -209,8 +210,7 @@ class Chat {
     if (ended) turn.ended = ended;
     if (thought) {
       turn.reasoning += thought;
-      view.think(thought);
-      this.follow();
+      view.think(thought, () => this.follow());
     }
     if (piece) {
       turn.content += piece;

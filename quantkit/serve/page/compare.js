@@ -71,8 +71,8 @@ class Side {
     this.body = element("div", "side-text");
     this.chances = element("p", "chances");
     this.figures = element("p", "speed");
-    this.node = element("section", "side writing", element("h3", "", model.id), this.body, this.chances,
-      this.figures);
+    const head = element("div", "side-head", element("h3", "", model.id), this.figures);
+    this.node = element("section", "side writing", head, this.chances, this.body);
     this.node.setAttribute("aria-label", model.id);
   }
 
@@ -112,7 +112,7 @@ class Side {
     const piece = (delta ? (delta.reasoning_content || "") + (delta.content || "") : text) || "";
     const tokens = scored(logprobs);
     this.text += piece;
-    this.tokens.push(...tokens.map((token) => ({ ...token, text: "" })));
+    for (const token of tokens) this.tokens.push({ ...token, text: "" });
     if (this.tokens.length) this.tokens.at(-1).text += piece;
     else if (piece) this.exact = false;
   }

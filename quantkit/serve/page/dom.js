@@ -6,11 +6,12 @@ const base = location.origin + location.pathname.replace(/[^/]*$/, "");
 
 const at = (id) => document.getElementById(id);
 
-// An element whose text is text: nothing on this page is ever made of a string of markup.
+// An element whose text is text: nothing on this page is ever made of a string of markup. Lists of parts stay
+// lists, as a call takes only so many arguments.
 function element(tag, kind, ...content) {
   const node = document.createElement(tag);
   if (kind) node.className = kind;
-  node.append(...content.filter((part) => part !== undefined && part !== null));
+  for (const part of content.flat()) if (part !== undefined && part !== null) node.append(part);
   return node;
 }
 
@@ -27,14 +28,37 @@ function button(text, kind, action) {
   return node;
 }
 
-// A button that copies what `text()` gives when it is pressed.
-function copier(text) {
-  const node = button("Copy", "small", async () => {
+const ICONS = {
+  Copy: "M7.500 7.500h9v9h-9zM4 12.500H3.500v-9h9V4",
+  Edit: "M4 16l.8-3.600L13.500 3.700l2.800 2.800-8.700 8.700zM11.500 5.700l2.800 2.800",
+  Regenerate: "M15.800 8.500A6 6 0 1 0 16 11M16 4.500v4h-4",
+  Continue: "M4 5l6 5-6 5zM15 5v10",
+};
+
+// A button that shows its name as an icon: the text is for screen readers, and the tooltip for the others.
+function iconButton(name, kind, action) {
+  const node = button("", "small compact " + kind, action);
+  const icon = svg("svg", { viewBox: "0 0 20 20", "aria-hidden": "true" });
+  icon.append(svg("path", { d: ICONS[name] }));
+  node.append(icon, element("span", "", name));
+  node.title = name;
+  return node;
+}
+
+// A button that copies what `text()` gives when it is pressed, and says whether it did.
+function copier(text, node = button("Copy", "small", () => {})) {
+  const label = node.querySelector("span") ?? node;
+  label.setAttribute("aria-live", "polite");
+  node.addEventListener("click", async () => {
     try {
       await navigator.clipboard.writeText(text());
-      node.textContent = "Copied";
-    } catch { node.textContent = "Not allowed here"; }
-    setTimeout(() => { node.textContent = "Copy"; }, 1500);
+      label.textContent = "Copied";
+    } catch { label.textContent = "Not allowed here"; }
+    node.classList.add("says");
+    setTimeout(() => {
+      label.textContent = "Copy";
+      node.classList.remove("says");
+    }, 1500);
   });
   return node;
 }
@@ -72,8 +96,8 @@ function seconds(value) {
 }
 
 function bytes(value) {
-  const units = ["bytes", "KiB", "MiB", "GiB", "TiB"];
+  const units = ["B", "kB", "MB", "GB", "TB"];
   let unit = 0;
-  for (; Math.abs(value) >= 1024 && unit < units.length - 1; unit++) value /= 1024;
-  return (unit ? value.toFixed(1) : value.toFixed(0)) + " " + units[unit];
+  for (; value >= 999.5 && unit < units.length - 1; unit++) value /= 1000;
+  return value.toFixed(unit && value < 9.95 ? 1 : 0) + " " + units[unit];
 }

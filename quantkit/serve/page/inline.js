@@ -19,7 +19,7 @@ function address(text) {
 }
 
 function link(href, nodes) {
-  const node = element("a", "", ...nodes);
+  const node = element("a", "", nodes);
   for (const inner of node.querySelectorAll("a")) inner.replaceWith(inner.textContent);
   node.href = href;
   node.target = "_blank";
@@ -179,7 +179,7 @@ function emphasize(parts) {
       const size = Math.min(2, length, opener.run.length);
       const tag = part.char === "~" ? "del" : size === 2 ? "strong" : "em";
       const inside = nodes.splice(opener.at + 1).map(written);
-      nodes.push(element(tag, "", ...inside));
+      nodes.push(element(tag, "", inside));
       length -= size;
       opener.run.length -= size;
       if (opener.run.length) openers.push(opener);

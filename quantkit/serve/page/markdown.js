@@ -1,79 +1,126 @@
 "use strict";
-// Blocks → elements, while the text grows: what is finished is made once, only the last block again.
+// Blocks → elements. While a text grows, its blocks are compared with those that are shown: only what is new
+// is made, such as the last row of a table, and what is shown is the same however the text came.
+
+const PAUSE = 3;  // times as long as it took to show a text, until more of it is shown
 
 const MAKERS = {
-  heading: (block) => element("h" + Math.min(6, block.level + 2), "", ...inline(block.text)),
-  paragraph: (block) => element("p", "", ...inline(block.text)),
-  text: (block) => element("p", "math", block.text),
+  heading: (block) => element("h" + Math.min(6, block.shell + 2), "", leaf(block)),
+  paragraph: (block) => element("p", "", leaf(block)),
+  span: (block) => element("span", "", leaf(block)),
+  cell: (block) => element(block.tag, block.side, leaf(block)),
+  text: (block) => element("p", "math", block.source),
   rule: () => element("hr"),
-  quote: (block) => element("blockquote", "", ...block.blocks.map(makeBlock)),
-  code: (block) => makeCode(block).node,
+  quote: () => element("blockquote"),
+  item: () => element("li"),
+  row: () => element("tr"),
+  code: makeCode,
   list: makeList,
   table: makeTable,
 };
 
-function makeBlock(block) { return MAKERS[block.type](block); }
+// The nodes of text that isn't divided.
+function leaf(block) { return block.parts ? [] : inline(block.source); }
 
-function makeCode({ language, code, open }) {
-  const text = element("code", "", ...(open ? [code] : highlight(code, language)));
+function makeCode({ shell: language, code, open }) {
+  const text = element("code", "", open ? code : highlight(code, language));
   const copy = copier(() => text.textContent), label = element("span", "", language || "code");
   const pre = element("pre", "", text);
   pre.tabIndex = 0;
-  return { node: element("div", "code", element("div", "code-head", label, copy), pre), text };
+  return element("div", "code", element("div", "code-head", label, copy), pre);
 }
 
-function makeList(block) {
-  const list = element(block.ordered ? "ol" : "ul");
-  if (block.ordered && block.number !== 1) list.start = block.number;
-  for (const blocks of block.items) {
-    list.append(element("li", "", ...blocks.flatMap((inner) => (
-      inner.type === "paragraph" && !block.loose ? inline(ticked(inner.text)) : [makeBlock(inner)]))));
-  }
+function makeList({ shell: number }) {
+  const list = element(number === null ? "ul" : "ol");
+  if (number !== null && number !== 1) list.start = number;
   return list;
 }
 
-function ticked(text) {
-  return text.replace(/^\[ \] /, "☐ ").replace(/^\[[xX]\] /, "☑ ");
-}
-
-function makeTable(block) {
-  const row = (texts, tag) => element("tr", "", ...texts.map((text, column) => {
-    const cell = element(tag, block.sides[column], ...inline(text));
-    if (tag === "th") cell.scope = "col";
-    return cell;
-  }));
-  const table = element("table", "", element("thead", "", row(block.head, "th")),
-    element("tbody", "", ...block.rows.map((texts) => row(texts, "td"))));
-  const box = element("div", "table-box", table);
+function makeTable({ head }) {
+  const { node } = new BlockView(head);
+  for (const cell of node.children) cell.scope = "col";
+  const box = element("div", "table-box", element("table", "", element("thead", "", node), element("tbody")));
   box.tabIndex = 0;
   return box;
 }
 
-// Indents in spaces; code keeps its tabs.
-function untabbed(lines) {
-  let fence = "";
-  return lines.map((line) => {
-    const mark = fenceOf(line.trimStart())?.mark ?? "";
-    if (mark && !fence) fence = mark;
-    else if (fence && mark.startsWith(fence)) fence = "";
-    return fence ? line : line.replace(/^[ \t]+/, (space) => space.replaceAll("\t", "    "));
+// A block that is shown.
+class BlockView {
+  constructor(block) {
+    this.node = MAKERS[block.type](block);
+    this.inside = this.node.querySelector("tbody") ?? this.node;  // where its parts are
+    this.parts = [];
+    this.show(block);
+  }
+
+  show(block) {
+    this.block = block;
+    if (block.type === "list") this.node.toggleAttribute("data-loose", block.loose);
+    showBlocks(this.inside, this.parts, block.parts ?? []);
+  }
+
+  // Shows what the block has become. Returns whether it could: otherwise another element is needed.
+  update(block) {
+    const before = this.block;
+    if (block.type !== before.type || block.shell !== before.shell) return false;
+    if (block.source === before.source) return true;
+    if (block.type === "code") return this.lengthen(block);
+    if (!block.parts || !before.parts) return false;
+    this.show(block);
+    return true;
+  }
+
+  // More of an open code block, which is coloured when it ends.
+  lengthen(block) {
+    const { code, open } = this.block;
+    if (!open || !block.open || !block.code.startsWith(code)) return false;
+    this.node.querySelector("code").append(block.code.slice(code.length));
+    this.block = block;
+    return true;
+  }
+}
+
+// Makes the last elements of `root`, those of `views`, show these blocks.
+function showBlocks(root, views, blocks) {
+  blocks.forEach((block, index) => {
+    const view = views[index];
+    if (view?.update(block)) return;
+    views[index] = new BlockView(block);
+    if (view) view.node.replaceWith(views[index].node);
+    else root.append(views[index].node);
   });
+  for (const view of views.splice(blocks.length)) view.node.remove();
+}
+
+// Indents a line in spaces; code keeps its tabs. Returns it with the mark of the fence that it leaves open.
+function untabbed(line, fence) {
+  const mark = fenceOf(line.trimStart())?.mark ?? "";
+  const open = !fence ? mark : mark.startsWith(fence) ? "" : fence;
+  return [open ? line : line.replace(/^[ \t]+/, (space) => space.replaceAll("\t", "    ")), open];
 }
 
 class MarkdownView {
   constructor(root) {
     this.root = root;
-    this.text = "";
-    this.start = 0;      // of the first block that may still change
-    this.unfinished = [];
-    this.fence = null;   // an open code block, which only gets longer
-    this.frame = 0;
+    this.text = "";    // from the last line on that was incomplete
+    this.lines = [];   // complete ones, from the first block on that may still change
+    this.fence = "";   // that is open behind them
+    this.views = [];   // of blocks that may still change
+    this.frame = this.due = 0;
   }
 
-  // Shows more text with the next frame.
+  // Shows more text with the next frame, or later where the last one took long.
   push(text, shown = () => {}) {
     this.text += text;
-    this.frame ||= requestAnimationFrame(() => { this.frame = 0; this.render(false); shown(); });
+    const draw = () => {
+      const begun = performance.now();
+      this.frame = begun < this.due ? requestAnimationFrame(draw) : 0;
+      if (this.frame) return;
+      this.render(false);
+      shown();
+      this.due = performance.now() + PAUSE * (performance.now() - begun);
+    };
+    this.frame ||= requestAnimationFrame(draw);
   }
 
   end() {
@@ -83,40 +130,20 @@ class MarkdownView {
   }
 
   render(complete) {
-    const lines = untabbed(this.text.slice(this.start).split("\n"));
-    const blocks = parseBlocks(lines);
-    // the last line may become another kind of block, so that only blocks before it are known to have ended
-    let finished = complete ? blocks.length : blocks.findLastIndex((block) => block.line < lines.length - 1);
-    if (finished < 0) finished = 0;
-    if (!complete && blocks.length === 1 && this.lengthen(blocks[0])) return;
-    for (const node of this.unfinished) node.remove();
-    this.fence = null;
-    this.root.append(...blocks.slice(0, finished).map(makeBlock));
-    this.unfinished = blocks.slice(finished).map((open) => {
-      if (open.type !== "code" || !open.open) return makeBlock(open);
-      this.fence = makeCode(open);
-      return this.fence.node;
-    });
-    this.root.append(...this.unfinished);
-    if (finished) this.start = this.offset(finished < blocks.length ? blocks[finished].line : lines.length);
-  }
-
-  // Whether a block is the open code block, with more text behind what is shown already.
-  lengthen(block) {
-    const shown = this.fence?.text.textContent;
-    if (shown === undefined || !block.open || !block.code.startsWith(shown)) return false;
-    this.fence.text.append(block.code.slice(shown.length));
-    return true;
-  }
-
-  // Where a line begins, counted from the first that may still change.
-  offset(line) {
-    let at = this.start;
-    for (; line > 0; line--) {
-      const end = this.text.indexOf("\n", at);
-      if (end < 0) return this.text.length;
-      at = end + 1;
+    const fresh = this.text.split("\n");
+    this.text = fresh.pop();
+    for (const line of fresh) {
+      const [indented, fence] = untabbed(line, this.fence);
+      this.lines.push(indented);
+      this.fence = fence;
     }
-    return at;
+    const lines = [...this.lines, untabbed(this.text, this.fence)[0]], blocks = parseBlocks(lines);
+    showBlocks(this.root, this.views, blocks);
+    // the last line may become another kind of block and make the one before it the head of a table, so that
+    // only blocks before these two are known to have ended
+    const finished = complete ? blocks.length : blocks.findLastIndex((block) => block.line < lines.length - 2);
+    if (finished <= 0) return;
+    this.views.splice(0, finished);
+    this.lines.splice(0, finished < blocks.length ? blocks[finished].line : lines.length);
   }
 }

@@ -16,11 +16,10 @@ const FIGURES = [
     details: (stats) => [stats.waiting + " waiting", `at most ${stats.max_batch} run`,
       count(stats.preemptions, "preemption")] },
   { id: "kv", label: "KV cache",
-    lines: ({ samples }) => [samples.map((sample) => sample.kv_pages_used),
-      samples.map((sample) => sample.kv_pages_shared)],
-    text: (stats) => count(stats.kv_pages_used, "page"),
-    details: (stats) => [stats.kv_pages_total === null ? "" : "of " + plain(stats.kv_pages_total),
-      plain(stats.kv_pages_shared) + " shared", bytes(stats.kv_used_bytes), saving(stats)] },
+    lines: ({ samples }) => [samples.map((sample) => sample.kv_used_bytes)],
+    text: (stats) => bytes(stats.kv_used_bytes),
+    limit: (stats) => (stats.kv_pages_total === null ? "" : " of " + bytes(stats.kv_allocated_bytes)),
+    details: (stats) => [stats.kv_pages_total === null ? "grows as needed" : "", unquantized(stats)] },
   { id: "prefix", label: "Prefix cache hits",
     lines: ({ samples }) => [samples.map((sample) => sample.prefix_cache_bytes)],
     text: (stats) => percent(stats.prefix_hits, stats.prefix_queries),
@@ -38,12 +37,10 @@ const mean = (values) => (values.length ? values.reduce((sum, value) => sum + va
 const percent = (part, total) => (total ? (100 * part / total).toFixed(0) + " %" : "–");
 const plain = (number) => number.toLocaleString("en");
 
-// Bytes that the tokens in the cache would take more in 16 bits.
-function saving(stats) {
+// What the tokens in the cache would take in 16 bits, where that is something else.
+function unquantized(stats) {
   const { kv_bytes_per_token: stored, kv_bytes_per_token_bf16: half, kv_used_bytes: used } = stats;
-  if (stored === half) return "no saving over 16 bits";
-  if (stored > half) return "more than in 16 bits";
-  return `${bytes(used * (half / stored - 1))} saved against 16 bits`;
+  return stored === half || !used ? "" : `${bytes(used * half / stored)} in 16 bits`;
 }
 
 class Panel {
@@ -55,6 +52,7 @@ class Panel {
         viewBox: "0 0 120 28", preserveAspectRatio: "none", "aria-hidden": "true", class: "spark" });
       const card = element("div", "figure", element("span", "label", figure.label), value, chart, detail);
       card.id = "figure-" + figure.id;
+      if (figure.id === "drafts") card.classList.add("of-drafts");
       this.cards.set(figure, { value, detail, chart });
       at("figures").append(card);
     }
@@ -62,8 +60,10 @@ class Panel {
 
   draw(model) {
     if (!model?.stats) return;
+    at("live").classList.toggle("drafts", model.stats.drafted > 0);
     for (const [figure, { value, detail, chart }] of this.cards) {
-      value.textContent = figure.text(model.stats, model);
+      const limit = element("small", "", figure.limit?.(model.stats));
+      value.replaceChildren(figure.text(model.stats, model), limit);
       detail.textContent = figure.details(model.stats, model).filter(Boolean).join(" · ");
       chart.replaceChildren(...sparklines(figure.lines(model)));
     }

@@ -7,10 +7,13 @@ class Sidebar {
     this.history = history;
     this.chat = chat;
     this.open = open;  // shows a chat by its id
+    this.menu = new Menu(at("chat-menu"));
+    at("chat-menu").addEventListener("toggle", () => this.draw());
     this.narrow = window.matchMedia("(max-width: 60rem)");
     history.changed = () => this.draw();
     at("chats-toggle").addEventListener("click", () => this.show(at("chats").hidden));
     at("backdrop").addEventListener("click", () => this.show(false));
+    at("chats").addEventListener("scroll", () => this.menu.close());
     this.narrow.addEventListener("change", () => this.show(!this.narrow.matches && this.wanted, false));
     this.show(!this.narrow.matches && this.wanted, false);
     this.draw();
@@ -32,7 +35,7 @@ class Sidebar {
 
   draw() {
     const list = at("chat-list"), focus = this.focus(list), chats = this.history.list();
-    if (list.querySelector("input")) return;  // a title is being written; its end draws the list
+    if (list.querySelector("input") || this.menu.shown) return;  // their end draws the list
     list.replaceChildren(...chats.map((chat) => this.item(chat)));
     if (!chats.length) list.append(element("li", "note", "None yet."));
     if (focus) this.restore(list, focus);
@@ -77,22 +80,19 @@ class Sidebar {
       if (this.narrow.matches) this.show(false);
     });
     if (current) open.setAttribute("aria-current", "true");
-    const rename = button("Rename", "small", () => this.rename(chat, item, open));
-    const json = button("JSON", "small", () => (
-      this.save(chat, "chat.json", "application/json", (record) => JSON.stringify(record, null, 2))));
-    const text = button("Markdown", "small", () => this.save(chat, "chat.md", "text/markdown", chatMarkdown));
-    json.title = "Save as JSON";
-    text.title = "Save as Markdown";
-    const remove = button("Delete", "small", () => this.remove(chat));
-    for (const action of [rename, json, text, remove]) {
-      action.setAttribute("aria-label", `${action.title || action.textContent}: ${chat.title}`);
-    }
-    const item = element("li", "", open, element("div", "chat-actions", rename, text, json, remove));
+    const json = (record) => JSON.stringify(record, null, 2);
+    const more = menuButton("⋯", `Actions: ${chat.title || "Untitled"}`, () => this.menu.open(more, {
+      "Rename": () => this.rename(chat, open),
+      "Save as Markdown": () => this.save(chat, "chat.md", "text/markdown", chatMarkdown),
+      "Save as JSON": () => this.save(chat, "chat.json", "application/json", json),
+      "Delete": () => this.remove(chat),
+    }));
+    const item = element("li", "", open, more);
     item.dataset.chat = chat.id;
     return item;
   }
 
-  rename(chat, item, open) {
+  rename(chat, open) {
     const input = element("input");
     input.value = chat.title;
     input.maxLength = 200;

@@ -32,7 +32,8 @@ class Timeline {
 
   legend() {
     for (const [kind, { label }] of Object.entries(KINDS)) {
-      at("legend").append(element("li", "", element("span", "swatch swatch-" + kind), label));
+      const drafts = ["accepted", "rejected"].includes(kind) ? "of-drafts" : "";
+      at("legend").append(element("li", drafts, element("span", "swatch swatch-" + kind), label));
     }
   }
 
@@ -147,11 +148,12 @@ class Timeline {
     at("requests").tBodies[0].replaceChildren(...newest.map((request) => {
       const { totals } = request, times = [totals.queue, totals.prefill, totals.decode].map(seconds);
       const drafts = totals.drafted ? `${totals.accepted} of ${totals.drafted}` : "–";
-      const cells = [...times, totals.prompt, totals.cached, totals.tokens, drafts];
+      const cells = [...times, plain(totals.prompt), plain(totals.cached), plain(totals.tokens)];
       const head = element("th", "", shortened(this.label(request), 130));
       head.scope = "row";
       head.title = `${request.model}, ${request.id}`;
-      return element("tr", "", head, ...cells.map((cell) => element("td", "", String(cell))));
+      return element("tr", "", head, ...cells.map((cell) => element("td", "", cell)),
+        element("td", "of-drafts", drafts));
     }));
   }
 

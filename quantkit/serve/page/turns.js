@@ -8,8 +8,8 @@ class UserTurn {
   }
 
   show(text, edit) {
-    const actions = element("div", "turn-actions", copier(() => text),
-      button("Edit", "small edit", () => this.change(text, edit)));
+    const actions = element("div", "turn-actions", copier(() => text, iconButton("Copy", "", () => {})),
+      iconButton("Edit", "edit", () => this.change(text, edit)));
     this.node.replaceChildren(element("div", "text", text), actions);
   }
 
@@ -63,14 +63,15 @@ class AssistantTurn {
 
   write(text, shown) { this.markdown.push(text, shown); }
 
-  think(text) {
+  think(text, shown) {
     if (!this.thoughts) {
-      this.thoughts = element("div", "thoughts");
-      const details = element("details", "", element("summary", "", "Reasoning"), this.thoughts);
+      const root = element("div", "thoughts markdown");
+      const details = element("details", "", element("summary", "", "Reasoning"), root);
       details.open = this.node.classList.contains("writing");
+      this.thoughts = new MarkdownView(root);
       this.node.insertBefore(details, this.body);
     }
-    this.thoughts.append(text);
+    this.thoughts.push(text, shown);
   }
 
   // Calls are never made from here, and are shown as they were written.
@@ -85,6 +86,7 @@ class AssistantTurn {
 
   finish(turn) {
     this.writing = false;
+    this.thoughts?.end();
     this.markdown.end();
     const details = this.node.querySelector("details");
     if (details && turn.content) details.open = false;
@@ -94,10 +96,10 @@ class AssistantTurn {
     }
     if (turn.error) this.node.insertBefore(element("div", "error", turn.error), this.footer);
     this.speed.textContent = turn.figures;
-    if (turn.content) this.footer.append(copier(() => turn.content));
-    this.footer.append(button("Regenerate", "small last-only", this.actions.regenerate));
+    if (turn.content) this.footer.append(copier(() => turn.content, iconButton("Copy", "", () => {})));
+    this.footer.append(iconButton("Regenerate", "last-only", this.actions.regenerate));
     if (turn.content && ["length", "stopped", "error"].includes(turn.ended)) {
-      this.footer.append(button("Continue", "small last-only", this.actions.resume));
+      this.footer.append(iconButton("Continue", "last-only", this.actions.resume));
     }
   }
 }

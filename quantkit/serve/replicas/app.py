@@ -11,14 +11,14 @@ from quantkit.serve.replicas.replica_set import ReplicaSet
 
 
 def create_replicated_app(replicas: ReplicaSet, *, loopback: bool = True, hosts: Collection[str] = (),
-                          key: str | None = None, on_error: OnError | None = None) -> Application:
+                          keys: Collection[str] = (), on_error: OnError | None = None) -> Application:
     """The application over started replicas.
 
     Args:
         replicas: answer.
-        loopback, hosts, key: who may come in; see :class:`quantkit.serve.guard.GuardMiddleware`.
+        loopback, hosts, keys: who may come in; see :class:`quantkit.serve.guard.GuardMiddleware`.
         on_error: told about errors that are nobody's request's fault.
     """
     forwarder = Forwarder(replicas, on_error)
-    guard = GuardMiddleware(forwarder, loopback=loopback, hosts=hosts, key=key, on_error=on_error)
+    guard = GuardMiddleware(forwarder, loopback=loopback, hosts=hosts, keys=keys, on_error=on_error)
     return Application(forwarder, guard, refuse_more=forwarder.close, close=replicas.close)

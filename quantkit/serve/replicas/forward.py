@@ -16,6 +16,7 @@ from quantkit.errors import QuantkitError
 from quantkit.runtime.engine import EngineClosed
 from quantkit.serve.body import check_structure
 from quantkit.serve.errors import ANTHROPIC, RETRY_AFTER, ApiError, api_error
+from quantkit.serve.guard import TENANT
 from quantkit.serve.metrics import CONTENT_TYPE
 from quantkit.serve.replicas.base import (
     REPORT,
@@ -33,7 +34,7 @@ ATTEMPTS = 2
 ENGINE_PATHS = WRITING | {"/v1/embeddings"}
 """Paths of requests that are work for an engine."""
 SCOPE_KEYS = ("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string",
-              "root_path", "headers", "client", "server")
+              "root_path", "headers", "client", "server", TENANT)
 SECRET_HEADERS = {b"authorization", b"cookie", b"proxy-authorization", b"x-api-key"}
 """Headers for the server alone, which has checked them."""
 PATIENCE = 60.0
@@ -81,7 +82,8 @@ class Forwarder:
         if self.closed and scope["method"] == "POST" and path in ENGINE_PATHS:
             raise _shutting_down()
         check_structure(body)
-        request = ForwardedRequest(_forwarded_scope(scope), body, prefix_blocks(path, body))
+        blocks = prefix_blocks(path, body, scope.get(TENANT, b""))
+        request = ForwardedRequest(_forwarded_scope(scope), body, blocks)
         with contextlib.suppress(ClientDisconnected):
             await while_there(receive, self._answer(request, send))
 

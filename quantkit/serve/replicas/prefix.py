@@ -14,9 +14,9 @@ WRITING = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses",
 """Paths of requests that take up what the prefix cache has."""
 
 
-def prefix_blocks(path: str, body: bytes) -> tuple[int, ...]:
+def prefix_blocks(path: str, body: bytes, tenant: bytes = b"") -> tuple[int, ...]:
     """Names of a prompt's blocks. Two prompts have as many names in common as they have equal blocks at their
-    beginning, and models and KV settings, whose caches are apart, have none in common.
+    beginning; models, KV settings, salts and tenants, whose caches are apart, have none in common.
 
     The names are of the text as the request has it: the tokens would be more exact, but only a replica has
     the tokenizer and the chat template.
@@ -24,6 +24,7 @@ def prefix_blocks(path: str, body: bytes) -> tuple[int, ...]:
     Args:
         path: of the request.
         body: its bytes.
+        tenant: whose it is, see :data:`~quantkit.serve.guard.TENANT`.
 
     Returns:
         One name for each complete block; none for what isn't a prompt.
@@ -35,7 +36,7 @@ def prefix_blocks(path: str, body: bytes) -> tuple[int, ...]:
         text = _beginning(values) if isinstance(values, dict) else ""
     except (ValueError, RecursionError):
         return ()  # a replica says what is wrong
-    names, name = [], 0
+    names, name = [], hash(tenant)
     for start in range(0, len(text) - BLOCK + 1, BLOCK):
         name = hash((name, text[start:start + BLOCK]))
         names.append(name)
@@ -54,7 +55,7 @@ def _beginning(values: dict[str, Any]) -> str:
 
 def _parts(values: dict[str, Any]) -> Iterator[str]:
     """The text in the order in which templates write it."""
-    yield json.dumps([values.get(key) for key in ("model", "kv")])
+    yield json.dumps([values.get(key) for key in ("model", "kv", "cache_salt")])
     for key in ("tools", "system", "instructions"):
         if values.get(key):
             yield json.dumps(values[key], sort_keys=True)

@@ -81,7 +81,7 @@ class Replica:
                 raise LoadFailure.of(failure) from None
         self._notes = notes.getvalue()
         # whoever reaches this process is the server, which has checked host and key
-        self._api: Any = create_app(self._models, key="checked" if setup.locked else None,
+        self._api: Any = create_app(self._models, keys=["checked"] if setup.locked else [],
                                     on_error=self._on_error).api
         gc.freeze()  # what is there stays: collections needn't look through it while answers wait
         for model in self._models:

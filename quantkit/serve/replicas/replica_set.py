@@ -175,6 +175,6 @@ def _import_serve() -> Any:
         from ray import serve
     except ImportError as error:
         raise QuantkitError(f"{OPTION} needs Ray Serve", why=str(error),
-                            next='pip install "quantkit[ray]"') from error
+                            next='pip install "ray[serve]"') from error
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     return serve

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Mapping
 from typing import Any
 
-from quantkit.errors import UsageError
+from quantkit.structure.schemas import Fault, Path, children
 
 _KNOWN = frozenset({"type", "properties", "required", "additionalProperties", "items", "minItems",
                     "maxItems", "enum", "const",
@@ -17,6 +18,34 @@ _MAX_ITEMS = 256
 _ANY = r"/[^<{}\[\],]{1,200}/"
 _NUMBERS = {"integer": "/-?(0|[1-9][0-9]{0,18})/",
             "number": r"/-?(0|[1-9][0-9]{0,18})(\.[0-9]{1,18})?([eE][+-]?[0-9]{1,3})?/"}
+
+
+def widened(schema: Any) -> tuple[Any, list[Fault]]:
+    """A schema without what has no rule in this notation, and what that was."""
+    schema = copy.deepcopy(schema)
+    faults: list[Fault] = []
+    waiting: list[tuple[Path, Any]] = [((), schema)]
+    while waiting:
+        path, node = waiting.pop()
+        if not isinstance(node, dict):
+            continue
+        for key in [key for key in node if key not in _KNOWN]:
+            del node[key]
+            faults.append(Fault((*path, key), "the model's notation of calls has no rule for this keyword"))
+        for key in ("const", "enum"):
+            values = node.get(key) if key == "enum" else [node.get(key)]
+            if isinstance(values, list) and any(isinstance(value, dict | list) for value in values):
+                del node[key]
+                faults.append(Fault((*path, key), "the model's notation has no lists or objects here"))
+        properties = node.get("properties") or {}
+        # names that no notation without quotes can spell would be read as something else
+        for name in [name for name in properties if not re.fullmatch(r"[^\s<>{}\[\],:\"]+", name)]:
+            del properties[name]
+            faults.append(Fault((*path, "properties", name), "the model's notation of calls can't spell it"))
+        if isinstance(required := node.get("required"), list):
+            node["required"] = [name for name in required if name in properties]
+        waiting += [((*path, *place), part) for place, part in children(node)]
+    return schema, faults
 
 
 class ArgumentsGrammar:
@@ -31,28 +60,10 @@ class ArgumentsGrammar:
         self._quote = quote
         self._text = r"/(.|\n){0,4000}/" if special else r"/[^<]{0,4000}/"
 
-    def object(self, schema: Mapping[str, Any], strict: bool, tool: str) -> str:
-        """An expression for the arguments of a tool.
-
-        Args:
-            schema: JSON schema of the arguments.
-            strict: whether a keyword that has no rule is an error; otherwise it is ignored.
-            tool: its name, for errors.
-
-        Raises:
-            UsageError: an unsupported keyword, which is named.
-        """
-        self._strict, self._tool = strict, tool
-        return self._object(schema)
-
-    def _object(self, schema: Mapping[str, Any]) -> str:
-        self._check(schema)
+    def object(self, schema: Mapping[str, Any]) -> str:
+        """An expression for an object of a JSON schema, from which :func:`widened` took what has no rule."""
         properties = schema.get("properties") or {}
         required = set(schema.get("required") or ())
-        # names that no notation without quotes can spell would be read as something else
-        if bad := [name for name in properties if not re.fullmatch(r"[^\s<>{}\[\],:\"]+", name)]:
-            raise UsageError(f"the schema of {self._tool} has a property named {bad[0][:40]!r}",
-                             why="the model's notation of calls can't spell it", next="rename it")
         names = sorted(properties)  # as the model's template writes them
         fields = {name: f"{json.dumps(name + ':')} {self._value(properties[name])}" for name in names}
         first = next((number for number, name in enumerate(names) if name in required), None)
@@ -71,7 +82,6 @@ class ArgumentsGrammar:
     def _value(self, schema: Any) -> str:
         if not isinstance(schema, Mapping):
             return self._anything()
-        self._check(schema)
         if "const" in schema or "enum" in schema:
             values = [schema["const"]] if "const" in schema else schema["enum"]
             return "(" + " | ".join(self._constant(value) for value in values) + ")"
@@ -101,27 +111,17 @@ class ArgumentsGrammar:
             items = f'{item} ("," {item}){{{max(low - 1, 0)},{max(low, high) - 1}}}'
             return f'"[" {items} "]"' if low else f'"[" ({items})? "]"'
         if kind == "object" and schema.get("properties"):
-            return self._object(schema)
+            return self.object(schema)
         return self._anything()
 
     def _constant(self, value: Any) -> str:
         if isinstance(value, str):
             return f"{self._quote} {json.dumps(value)} {self._quote}"
-        if isinstance(value, dict | list):
-            raise UsageError(f"the schema of {self._tool} has an enum of objects or lists",
-                             why="they are not supported in the model's notation of calls")
         return json.dumps(json.dumps(value))
 
     def _anything(self) -> str:
         """A value that the schema says nothing about: one that isn't nested."""
         return f"({self._quote} {self._text} {self._quote} | {_ANY})"
-
-    def _check(self, schema: Mapping[str, Any]) -> None:
-        unknown = sorted(set(schema) - _KNOWN)
-        if unknown and self._strict:
-            raise UsageError(f"the schema of {self._tool} can't be used",
-                             why=f"these keywords are not supported in the model's notation of calls: "
-                                 f"{', '.join(unknown)[:200]}", next="leave them out, or set strict to false")
 
 
 def _count(value: Any, default: int) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 from quantkit.structure.json_scanner import JsonScanner
 
-ARGUMENTS = ("arguments", "parameters")
+ARGUMENTS = ("arguments", "parameters", "input")
 
 
 class JsonCall:
@@ -45,8 +45,8 @@ class JsonCall:
         if scanner.ended_value and scanner.depth == 1 and scanner.key == "name":
             self._named = scanner.string
         if (before == 1 and scanner.depth == 2 and char == "{" and scanner.key in ARGUMENTS
-                and self.name is None and _text(self._named) in self._names):
-            self.name, self._streams = _text(self._named), True
+                and self.name is None and decoded(self._named) in self._names):
+            self.name, self._streams = decoded(self._named), True
             return char
         if scanner.done:
             self.done = True
@@ -58,13 +58,12 @@ class JsonCall:
         if self.name is not None:
             return ""
         call: dict[str, Any] = json.loads("".join(self._parts))
+        if isinstance(call.get("function"), dict):  # as in OpenAI's messages
+            call = call["function"]
         name = call.get("name")
         arguments: Any = next((call[key] for key in ARGUMENTS if key in call), {})
         if isinstance(arguments, str):  # JSON within JSON, as in OpenAI's messages
-            try:
-                arguments = json.loads(arguments, parse_constant=_refuse)
-            except (ValueError, RecursionError):
-                arguments = None
+            arguments = read_json(arguments)
         if not isinstance(name, str) or name not in self._names or not isinstance(arguments, dict):
             self.broken = True
             return ""
@@ -72,7 +71,15 @@ class JsonCall:
         return json.dumps(arguments)  # all ASCII: there may be halves of surrogate pairs in it
 
 
-def _text(string: str | None) -> str | None:
+def read_json(text: str) -> Any:
+    """The value that JSON means; ``None`` also if it is malformed."""
+    try:
+        return json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return None
+
+
+def decoded(string: str | None) -> str | None:
     """The content of a JSON string."""
     return None if string is None else str(json.loads(f'"{string}"'))
 

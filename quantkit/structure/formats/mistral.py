@@ -23,7 +23,8 @@ class MistralTurn(CallScanner):
                  opened: bool = False) -> None:
         super().__init__(names, (OPEN,) if names else (), reasoning, opened)
 
-    def _call_id(self) -> str:
+    def new_call_id(self) -> str:
+        """An id as the templates want it."""
         return "".join(secrets.choice(_ALPHABET) for _ in range(ID_LENGTH))
 
     def _marked(self, mark: str) -> Callable[[str], None]:

@@ -70,7 +70,8 @@ class TurnScanner:
         """The state behind a marker. Where no tools can be called there are none."""
         return self._text
 
-    def _call_id(self) -> str:
+    def new_call_id(self) -> str:
+        """An id that no other call has."""
         return "call_" + secrets.token_hex(12)
 
     def _run(self) -> None:
@@ -159,7 +160,7 @@ class TurnScanner:
 
     def _call(self, name: str) -> None:
         """A call begins. Text behind it goes on without the white space between."""
-        self._out.append(ToolCallDelta(self._calls, id=self._call_id(), name=name))
+        self._out.append(ToolCallDelta(self._calls, id=self.new_call_id(), name=name))
         self._calls, self._begun = self._calls + 1, True
         self._head_parts.clear()
         self._space.clear()

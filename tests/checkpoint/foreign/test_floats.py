@@ -35,7 +35,7 @@ def written(tiny, tmp_path_factory):
     def call(name):
         if name not in made:
             recipe, rule = folder / f"{name}.yaml", {"match": "*", "method": "rtn", **RULES[name]}
-            recipe.write_text(json.dumps({"calibration": {"samples": 2, "length": 32},
+            recipe.write_text(json.dumps({"calibration": {"windows": 2, "window": 32},
                                           "rules": [{"match": "lm_head"}, rule]}))
             made[name] = quantize(str(tiny), str(recipe), folder / name).out
         return made[name]

@@ -203,7 +203,6 @@ def test_what_does_not_fit_is_an_error(write, change, match) -> None:
 
 @pytest.mark.parametrize(("keys", "match"), [
     ({"kept": [*KEPT, "model.layers.*.mlp.experts"]}, "says that it isn't"),
-    ({"kept": [*KEPT, "model.layers.*.mlp.experts"], "plain_layers": (0, 1)}, "quant_method"),
     ({"kept": "lm_head"}, "list of names"), ({"kept": ["re:.*"]}, "list of names"),
     ({"kept": ["(a+)+$"]}, "list of names"), ({"kept": [["lm_head"]]}, "list of names"),
     ({"bits": 4, "block_size": 16}, "block_size|bits"), ({"plain_layers": (1,)}, "has no blocks")])

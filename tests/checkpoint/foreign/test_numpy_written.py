@@ -115,7 +115,8 @@ def refused(folder) -> QuantkitError:
     ({"dynamic": {"+:.*": {"adapter": 1}}}, "'dynamic'"), ({"dynamic": {"-:(": {}}}, "regular expression"),
     ({"dynamic": {"-:.*q_proj": {}}}, "'dynamic' says that it isn't"), ({"sym": 1}, "'sym'"),
     ({"quant_method": "hqq"}, "'hqq'"), ({"quant_method": "gptqq"}, "did you mean 'gptq'"),
-    ({"quant_method": None}, "None"), ({"quant_method": "quantkit"}, "quantkit.json is missing")], ids=str)
+    ({"quant_method": None}, "doesn't say how"),
+    ({"quant_method": "quantkit"}, "quantkit.json is missing")], ids=str)
 def test_what_gptq_configs_are_refused(write, gptq, change, said) -> None:
     import json
 
@@ -154,6 +155,8 @@ def test_inputs_out_of_order_are_refused(write, gptq) -> None:
     (lambda t: t.update({f"{Q}.scales": t[f"{Q}.scales"].float()}), "q_proj.scales"),
     (lambda t: t.update({f"{Q}.qweight": t[f"{Q}.qweight"][:, :8].contiguous()}), "q_proj.qweight"),
     (lambda t: t[f"{Q}.scales"].fill_(torch.inf), "not finite"),
+    (lambda t: t["model.norm.weight"].fill_(torch.nan), "'model.norm.weight' of"),
+    (lambda t: t[f"{Q}.bias"].fill_(torch.nan), "q_proj.bias' of"),
     (lambda t: t[f"{Q}.qzeros"].fill_(0), "middle level"),
     (lambda t: t.update({f"{Q}.extra": torch.zeros(2)}), "nothing uses"),
     (lambda t: t.update({"model.layers.0.mlp.up_proj.bias": torch.ones(128)}), "nothing uses"),

@@ -42,7 +42,7 @@ def test_a_folder_of_something_else_is_refused_with_what_differs(tiny, folder, t
 
 
 def test_another_calibration_makes_another_checkpoint(tiny, tmp_path):
-    few, more = (CalibrationSpec(samples=samples, length=16) for samples in (2, 3))
+    few, more = (CalibrationSpec(windows=samples, window=16) for samples in (2, 3))
     assert made(str(tiny), "int4", tmp_path / "int4", calibration=few)
     assert not made(str(tiny), "int4", tmp_path / "int4", calibration=few)
     with pytest.raises(CheckpointError, match="is not what"):

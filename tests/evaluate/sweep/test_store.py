@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 import threading
 import warnings
@@ -38,7 +39,8 @@ def test_without_a_folder_nothing_is_kept():
     assert store.get(KEY) is None
 
 
-@pytest.mark.parametrize("damage", ["cut", "gone", "other", "garbage", "flipped", "moved"])
+@pytest.mark.parametrize("damage", ["cut", "gone", "other", "garbage", "flipped", "moved",
+                                    "device", "pipe"])
 def test_what_is_damaged_is_made_again(tmp_path, damage):
     store = MeasurementStore(tmp_path)
     store.put(KEY, RESULT)
@@ -48,6 +50,10 @@ def test_what_is_damaged_is_made_again(tmp_path, damage):
         arrays.write_bytes(arrays.read_bytes()[:-3])
     elif damage == "gone":
         arrays.unlink()
+    elif damage in ("device", "pipe"):
+        for file in (data, arrays):
+            file.unlink()
+            file.symlink_to("/dev/zero") if damage == "device" else os.mkfifo(file)
     elif damage == "other":
         data.write_text("[1, 2]")
     elif damage == "flipped":

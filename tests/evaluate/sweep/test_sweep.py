@@ -135,8 +135,9 @@ def test_models_times_settings(tiny, int8, cache):
 
 def test_a_text_token_by_token(tiny, int8, int4, cache):
     result = evaluate([str(tiny), str(int8), str(int4)], SETTINGS)
-    diff = result.diff
-    assert diff is not None and diff.text == "prose" and diff.candidate == int4.name
+    assert result.diff.candidate == int8.name, "the closest first"
+    diff, = result.other_diffs
+    assert diff.text == "prose" and diff.candidate == int4.name
     assert len(diff.tokens) == len(diff.kl) == len(diff.loss) == len(diff.expected) == 31
     flips = sum(pair is not None for pair in diff.expected)
     assert flips == round(31 * result.rows[2].window_means["prose"]["flips"][0])

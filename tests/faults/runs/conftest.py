@@ -24,7 +24,7 @@ from quantkit.spec import GROUP_SCALES, CalibrationSpec, Granularity, QuantSpec
 from quantkit.testing import METHOD_SPECS, tiny_model
 
 TEXT = "The cat sat on the mat, and the other one in the house is out of the rain. " * 40
-SMALL = {"samples": 4, "length": 16}
+SMALL = {"windows": 4, "window": 16}
 SHAPE = (64, 64)
 
 

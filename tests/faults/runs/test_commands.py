@@ -32,15 +32,15 @@ def commands(tmp_path_factory):
     checkpoint = quantize(str(model), "int4-rtn", folder / "int4").out
     recipe = folder / "recipe.yaml"
     spec = {"bits": 4, "granularity": {"strategy": "group", "size": 32}}
-    recipe.write_text(json.dumps({"calibration": {"samples": 8, "length": 64}, "rules": [
+    recipe.write_text(json.dumps({"calibration": {"windows": 8, "window": 64}, "rules": [
         {"match": "lm_head", "optional": True}, {"match": "*", "method": "gptq", "spec": spec}]}))
     return {
         "quantize": ["quantize", model, "--recipe", recipe, "-q", "--out"],
         "export": ["export", checkpoint, "--to", "gptq", "-q"],
         "eval": ["eval", model, checkpoint, "--window", 128, "--windows", 6, "--no-speed", "-q", "--out"],
         "eval-long": ["eval-long", model, "--kv", "int8,snapkv(0.5)", "--tasks",
-                      "passkey,positions,generated", "--lengths", "300", "--depths", 2, "--samples", 1,
-                      "--prompt", 64, "--new-tokens", 12, "--filler", "-q", "--out"]}
+                      "passkey,positions,generated", "--context", "300", "--depths", 2, "--samples", 1,
+                      "--prompt-tokens", 64, "--max-tokens", 12, "--filler", "-q", "--out"]}
 
 
 def untimed(files: dict[str, bytes]) -> dict[str, bytes]:

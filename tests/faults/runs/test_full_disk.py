@@ -23,7 +23,7 @@ from quantkit.recipe import load_recipe
 from quantkit.sources.open import open_source
 from quantkit.testing import tiny_model
 
-GPTQ = {"calibration": {"samples": 4, "length": 16},
+GPTQ = {"calibration": {"windows": 4, "window": 16},
         "rules": [{"match": "lm_head", "optional": True},
                   {"match": "*", "method": "gptq",
                    "spec": {"bits": 4, "granularity": {"strategy": "channel"}}}]}

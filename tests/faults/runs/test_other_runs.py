@@ -15,7 +15,7 @@ from quantkit.quantize import quantize
 from quantkit.testing import tiny_model
 
 RECIPE = {
-    "name": "mine", "calibration": {"samples": 4, "length": 16, "importance": "equal"},
+    "name": "mine", "calibration": {"windows": 4, "window": 16, "importance": "equal"},
     "rules": [{"match": "lm_head", "optional": True},
               {"match": "*.v_proj", "method": "hqq",
                "spec": {"bits": 4, "granularity": {"strategy": "channel"}}},
@@ -97,7 +97,7 @@ def test_the_same_model_elsewhere_is_the_same_run(begin, tiny, tmp_path):
     (lambda r: r["rules"][1].update(method="rtn"), "recipe: rules[*.v_proj].method: hqq → rtn"),
     (lambda r: r.update(name="other"), "recipe: name: mine → other"),
     (lambda r: r["calibration"].update(seed=7), "recipe: calibration.seed: 0 → 7"),
-    (lambda r: r["calibration"].update(samples=5), "recipe: calibration.samples: 4 → 5"),
+    (lambda r: r["calibration"].update(windows=5), "recipe: calibration.windows: 4 → 5"),
     (lambda r: r["calibration"].update(importance="gradient"),
      "recipe: calibration.importance: equal → gradient"),
     (lambda r: r.update(kv="int8"), "recipe: kv: none → int8"),

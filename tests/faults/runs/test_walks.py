@@ -32,7 +32,7 @@ def deep(tmp_path_factory):
 @pytest.fixture
 def recipe(text, tmp_path_factory):
     path = tmp_path_factory.getbasetemp() / "walks.yaml"
-    calibration = {"text": str(text), "samples": 6, "length": 16}
+    calibration = {"text": str(text), "windows": 6, "window": 16}
     path.write_text(json.dumps({"calibration": calibration, "rules": RULES}))
     return path
 
@@ -137,7 +137,7 @@ def test_another_run_does_not_take_them_up(run, deep, recipe, tmp_path, at_step,
     assert in_child(lambda: run(out)) == -9
     monkeypatch.setattr(durable, "step", lambda what: None)
     other = tmp_path / "other.yaml"
-    other.write_text(recipe.read_text().replace('"samples": 6', '"samples": 6, "seed": 1'))
+    other.write_text(recipe.read_text().replace('"windows": 6', '"windows": 6, "seed": 1'))
     with pytest.raises(CheckpointError, match="belongs to another run"):
         quantize(str(deep), str(other), out)
     run.again(out)

@@ -8,7 +8,7 @@ from quantkit import quantize as module
 from quantkit.checkpoint import durable
 
 RECIPE = {
-    "calibration": {"text": "self", "samples": 6, "length": 16},
+    "calibration": {"text": "self", "windows": 6, "window": 16},
     "rules": [{"match": "lm_head", "optional": True},
               {"match": "*", "method": "gptq",
                "spec": {"bits": 4, "granularity": {"strategy": "group", "size": 32}}}]}

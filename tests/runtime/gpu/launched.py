@@ -1,6 +1,6 @@
 """Every launch of whole models, as a GPU would be given it: specialized for its arguments, compiled, not run.
 
-``python tests/runtime/gpu/launched.py --target sm_90 --kv none,int8 --recipes int4-rtn --early``, in a
+``python tests/runtime/gpu/launched.py --target sm_90 --kv none,int8 --recipe int4-rtn --early``, in a
 process of its own: tensors lie on the CPU and claim to be elsewhere, and Triton's driver is one that only
 takes note. Prints JSON: ``launches`` of each kernel, those that begin ``early``, and ``faults``: kernels that
 spill registers or touch some that the tensor cores still use, and their constants. What they would have
@@ -22,8 +22,7 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from quantkit.evaluate.forced import split_settings
-from quantkit.kvspec import parse_kv
+from quantkit.kvspec import parse_kv, split_settings
 from quantkit.ops import cpu_linear, cpu_machine, gpu
 from quantkit.quantize import quantize
 from quantkit.runtime import sampler
@@ -126,7 +125,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--target", choices=TARGETS, default="sm_90")
     parser.add_argument("--kv", default="none")
-    parser.add_argument("--recipes", default="none")
+    parser.add_argument("--recipe", default="none")
     parser.add_argument("--families", default="llama")
     parser.add_argument("--early", action="store_true")
     given = parser.parse_args()
@@ -134,7 +133,7 @@ def main() -> None:
         folders = []
         for family in given.families.split(","):
             plain = tiny_model(Path(name) / family, family, **SHAPE)
-            for recipe in given.recipes.split(","):
+            for recipe in given.recipe.split(","):
                 folders.append(plain if recipe == "none" else plain.with_name(f"{family}-{recipe}"))
                 if recipe != "none":
                     quantize(str(plain), recipe, folders[-1])

@@ -130,6 +130,25 @@ def test_what_ends_in_the_middle_ends_there(loaded, waiting):
     assert again.result.token_ids == other.result.token_ids
 
 
+@pytest.mark.parametrize("count", range(2, 6))
+def test_a_request_that_cancels_itself_gets_no_token_after_that(loaded, count):
+    """Alone, and where another one joins in the step in which it did."""
+    for steps in range(count + 2):
+        engine, sampling = Engine(loaded), Sampling(max_tokens=9, ignore_eos=True)
+
+        def stop(token, submitted=(submitted := [])):
+            if len(submitted[0].result.token_ids) == count:
+                submitted[0].cancel()
+
+        submitted.append(request := engine.submit([5, 6, 7], sampling, on_token=stop))
+        for _ in range(steps):
+            engine.step()
+        engine.submit([5, 6, 8], sampling, logprobs=1)  # its tokens are waited for
+        while engine.step():
+            pass
+        assert len(request.result.token_ids) == count and request.result.finish_reason == "cancelled"
+
+
 def test_a_request_that_is_cancelled_leaves_the_others_alone(loaded):
     alone = Engine(loaded)
     whole = alone.submit([5, 6, 8], Sampling(max_tokens=6, ignore_eos=True, temperature=30.0, seed=2))

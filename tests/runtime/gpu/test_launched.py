@@ -40,7 +40,7 @@ def test_a_model():
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
 @pytest.mark.parametrize("arguments", [
-    ("--kv", KV), ("--recipes", WEIGHTS), ("--recipes", WEIGHTS, "--early"),
+    ("--kv", KV), ("--recipe", WEIGHTS), ("--recipe", WEIGHTS, "--early"),
     ("--families", MODELS, "--kv", "int8")], ids=("kv", "weights", "early", "models"))
 def test_all_models(arguments, target):
     found = launched(*arguments, "--target", target)

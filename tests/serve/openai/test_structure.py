@@ -95,6 +95,65 @@ def test_messages(shared):
     assert answer["stop_reason"] == "tool_use"
 
 
+ODD = {"type": "object", "properties": {"to": {"type": "string", "format": "date", "pattern": "(?=a)"},
+                                        "tags": {"type": "array", "maxItems": 1, "uniqueItems": True,
+                                                 "items": {"const": 1}}}, "required": ["to"]}
+PATHS = ("$.properties.to.pattern", "$.properties.tags.uniqueItems")
+
+
+def odd(strict):
+    """Requests whose schema can't be kept as a whole, by their paths: for an answer, and for a call."""
+    named = {"name": "look", "strict": strict}
+    text = {"type": "json_schema", "name": "x", "schema": ODD, "strict": strict}
+    return {
+        "chat": ("/v1/chat/completions", {"messages": USER, "response_format": {
+            "type": "json_schema", "json_schema": {"name": "x", "schema": ODD, "strict": strict}}}),
+        "chat tool": ("/v1/chat/completions", {"messages": USER, "tool_choice": "required", "tools": [
+            {"type": "function", "function": {**named, "parameters": ODD}}]}),
+        "response": ("/v1/responses", {"input": "the cat", "text": {"format": text}}),
+        "response tool": ("/v1/responses", {"input": "the cat", "tool_choice": "required", "tools": [
+            {"type": "function", **named, "parameters": ODD}]}),
+        "message tool": ("/v1/messages", {"messages": USER, "max_tokens": 3, "tool_choice": {"type": "any"},
+                                          "tools": [{**named, "input_schema": ODD}]})}
+
+
+@pytest.mark.parametrize("kind", odd(False))
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_cant_be_kept_is_left_out_and_named(shared, kind, stream):
+    path, body = odd(False)[kind]
+    answer = shared.post(path, {**body, "stream": stream})
+    place = "tools.look" if "tool" in kind else "schema"
+    assert answer.status_code == 200, answer.text
+    assert all(f"{place}: {path}" in answer.headers["quantkit-ignored"] for path in PATHS)
+
+
+@pytest.mark.parametrize("kind", odd(True))
+def test_strict_schemas_are_refused_with_the_places_that_cant_be_kept(shared, kind):
+    path, body = odd(True)[kind]
+    answer = shared.post(path, body)
+    message = answer.json()["error"]["message"]
+    assert answer.status_code == 400 and all(f"{path}: " in message for path in PATHS)
+    assert ("the schema of look" if "tool" in kind else "the JSON schema") in message
+
+
+@pytest.mark.parametrize(("path", "body"), [
+    ("/v1/chat/completions", {"messages": USER, "guided_json": ODD}),
+    ("/v1/messages", {"messages": USER, "max_tokens": 3, "output_config": {"format": {
+        "type": "json_schema", "schema": ODD}}})])
+def test_schemas_that_have_no_strict_are_strict(shared, path, body):
+    answer = shared.post(path, body)
+    assert answer.status_code == 400 and PATHS[0] in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("function", [{}, {"parameters": None}, {"parameters": {}},
+                                      {"parameters": {"type": "object"}}])
+def test_a_tool_without_parameters_is_called_with_an_empty_object(shared, function):
+    answer = chat(shared, tools=[{"type": "function", "function": {"name": "now", **function}}],
+                  tool_choice="required", parallel_tool_calls=False)
+    (call,) = answer["message"]["tool_calls"]
+    assert call["function"]["name"] == "now" and json.loads(call["function"]["arguments"]) == {}
+
+
 @pytest.mark.parametrize("body", [{"guided_regex": "(?=a)b"}, {"guided_grammar": "start: nothing_like_it"},
                                   {"guided_json": {"type": "nothing"}}])
 def test_what_cant_be_compiled_is_refused(shared, body):

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from quantkit.runtime.loader import load
+from quantkit.structure.base import ReasoningDelta, TextDelta
 from quantkit.testing import tiny_model
 
 from .conftest import answered, ask, playwright, send, set_field
@@ -223,8 +224,36 @@ def test_reasoning_and_tool_calls_are_shown_as_text(shared, visit, scripted):
     ask(page, "the cat")
     expect(page.locator(".assistant summary")).to_have_text("Reasoning")
     assert page.locator(".thoughts").text_content() == "I need a tool."
-    expect(page.locator(".assistant .markdown")).to_have_text("Let me look.")
+    expect(page.locator(".assistant > .markdown")).to_have_text("Let me look.")
     expect(page.locator(".calls")).to_have_text('look({"place": "here"})\nwait({})')
+
+
+def test_reasoning_is_markdown_apart_from_the_answer(shared, visit, scripted):
+    scripted([[ReasoningDelta("1. **Read** both")], [ReasoningDelta(" numbers.\n2. Add.")],
+              [TextDelta("# Four")]])
+    page = visit(shared.url, tokens=3)
+    for _ in range(2):
+        answered(page) if page.locator(".turn").count() else ask(page, "the cat")
+        page.locator(".assistant summary").click()
+        expect(page.locator(".thoughts li")).to_have_text(["Read both numbers.", "Add."])
+        expect(page.locator(".thoughts strong")).to_have_text("Read")
+        gap = page.evaluate("""document.querySelector(".assistant > .markdown h3").getBoundingClientRect().top
+            - document.querySelector(".thoughts").getBoundingClientRect().bottom""")
+        assert gap >= 12
+        page.reload()
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_copying_says_what_became_of_it(shared, visit, allowed):
+    page = visit(shared.url, permissions=["clipboard-read", "clipboard-write"] if allowed else [])
+    if not allowed:
+        page.evaluate("void (navigator.clipboard.writeText = async () => { throw new DOMException('no'); })")
+    ask(page, "the cat")
+    page.locator(".user").get_by_role("button", name="Copy").click()
+    expect(page.locator(".user .compact").first).to_have_text("Copied" if allowed else "Not allowed here")
+    if allowed:
+        assert page.evaluate("navigator.clipboard.readText()") == "the cat"
+    expect(page.locator(".user .compact").first).to_have_text("Copy")
 
 
 def test_a_model_without_a_template_continues_the_text(live, visit, tmp_path):

@@ -60,6 +60,20 @@ def test_the_first_differing_token_is_the_apis(live, loaded, similar, visit, tex
     assert shown[0] == shown[1]
 
 
+def test_answers_and_their_figures_stand_above_the_fold(live, loaded, twin, visit):
+    page = visit(live(models={"one": loaded, "other": twin}).url, tokens=400)
+    note = page.locator("#compare .empty")
+    page.get_by_role("button", name="Compare").click()
+    expect(note).to_contain_text("One prompt goes to both")
+    page.get_by_role("button", name="Compare").click()
+    compare(page, "the cat")
+    expect(note).to_be_hidden()
+    form = page.locator("#form").bounding_box()
+    for side in range(2):
+        figures = page.locator(".side .speed").nth(side).bounding_box()
+        assert figures["y"] + figures["height"] < form["y"] - 100, "whatever the length of an answer"
+
+
 def test_equal_models_have_equal_answers(live, loaded, twin, visit):
     page = visit(live(models={"one": loaded, "other": twin}).url)
     compare(page, "the cat")

@@ -14,6 +14,12 @@ def titles(page):
     return page.locator("#chat-list .title").all_inner_texts()
 
 
+def act(page, action, title):
+    """Choose something in a chat's menu."""
+    page.get_by_role("button", name=f"Actions: {title}").click()
+    page.get_by_role("menuitem", name=action).click()
+
+
 def ready(page):
     expect(page.locator("#about")).to_contain_text("context")
 
@@ -47,12 +53,12 @@ def test_chats_survive_a_reload(shared, visit):
 def test_a_chat_is_renamed_deleted_and_brought_back(shared, visit):
     page = visit(shared.url)
     ask(page, "about the cat")
-    page.get_by_role("button", name="Rename: about the cat").click()
+    act(page, "Rename", "about the cat")
     page.get_by_label("Title of the chat").fill("Cats")
     page.keyboard.press("Enter")
     assert titles(page) == ["Cats"]
     expect(page.get_by_role("button", name="Cats", exact=True)).to_be_focused()
-    page.get_by_role("button", name="Delete: Cats").click()
+    act(page, "Delete", "Cats")
     assert titles(page) == [] and page.locator(".turn").count() == 0
     page.reload()
     ready(page)
@@ -63,18 +69,50 @@ def test_a_title_that_is_being_written_and_the_focus_outlast_a_change_of_the_lis
     page = visit(shared.url)
     ask(page, "about the cat")
     other = second_tab(page, shared.url)
-    page.get_by_role("button", name="Rename: about the cat").click()
+    act(page, "Rename", "about the cat")
     page.get_by_label("Title of the chat").fill("Cats")
     ask(other, "about the dog")
     expect(page.get_by_label("Title of the chat")).to_be_focused()
     page.keyboard.press("Enter")
     expect(page.locator("#chat-list .title")).to_have_text(["about the dog", "Cats"])
-    page.get_by_role("button", name="Delete: Cats").focus()
+    page.get_by_role("button", name="Actions: Cats").focus()
     ask(other, "more of the dog")
-    expect(page.get_by_role("button", name="Delete: Cats")).to_be_focused()
-    page.get_by_role("button", name="about the dog", exact=True).hover()
-    page.get_by_role("button", name="Delete: about the dog").click()
+    expect(page.get_by_role("button", name="Actions: Cats")).to_be_focused()
+    act(page, "Delete", "about the dog")
     expect(page.get_by_role("button", name="Cats", exact=True)).to_be_focused()
+
+
+def test_a_chats_menu_is_used_by_keyboard_and_outlasts_a_change_of_the_list(shared, visit):
+    page = visit(shared.url)
+    ask(page, "about the cat")
+    other = second_tab(page, shared.url)
+    more, items = page.get_by_role("button", name="Actions: about the cat"), page.get_by_role("menuitem")
+    expect(more).to_have_attribute("aria-haspopup", "menu")
+    more.press("Enter")
+    expect(page.get_by_role("menu", name="Actions: about the cat")).to_be_visible()
+    expect(more).to_have_attribute("aria-expanded", "true")
+    expect(items).to_have_text(["Rename", "Save as Markdown", "Save as JSON", "Delete"])
+    for key, place in (("ArrowDown", 1), ("s", 2), ("s", 1), ("End", 3), ("ArrowDown", 0), ("ArrowUp", 3),
+                       ("Home", 0)):
+        page.keyboard.press(key)
+        expect(items.nth(place)).to_be_focused()
+    page.keyboard.press("Escape")
+    expect(items).to_have_count(0)
+    expect(more).to_be_focused()
+    expect(more).to_have_attribute("aria-expanded", "false")
+    more.press("Enter")
+    page.keyboard.press("Tab")
+    expect(items).to_have_count(0)
+    more.click()
+    more.click()
+    expect(items).to_have_count(0)
+    more.click()
+    ask(other, "about the dog")
+    page.keyboard.press("r")
+    page.keyboard.press("Enter")
+    page.get_by_label("Title of the chat").fill("Cats")
+    page.keyboard.press("Enter")
+    expect(page.locator("#chat-list .title")).to_have_text(["about the dog", "Cats"])
 
 
 def test_a_chat_that_another_tab_deleted_cannot_be_renamed_or_saved(shared, visit):
@@ -82,7 +120,7 @@ def test_a_chat_that_another_tab_deleted_cannot_be_renamed_or_saved(shared, visi
     ask(page, "about the cat")
     for action in ("Rename", "Save as Markdown", "Delete"):
         page.evaluate("store.remove('chat ' + chat.record.id)")  # before this page hears of it
-        page.get_by_role("button", name=f"{action}: about the cat").click()
+        act(page, action, "about the cat")
         if action == "Rename":
             page.keyboard.press("Enter")
         expect(page.locator("#notice")).to_contain_text("isn't in this browser any more")
@@ -106,7 +144,7 @@ def test_what_is_no_chat_is_left_out(shared, visit, turns):
 def test_a_deleted_chat_can_be_brought_back(shared, visit):
     page = visit(shared.url)
     ask(page, "about the cat")
-    page.get_by_role("button", name="Delete: about the cat").click()
+    act(page, "Delete", "about the cat")
     page.get_by_role("button", name="Undo").click()
     assert titles(page) == ["about the cat"]
 
@@ -117,7 +155,7 @@ def test_a_chat_is_saved_as_json_and_markdown(shared, visit):
     saved = {}
     for kind in ("JSON", "Markdown"):
         with page.expect_download() as file:
-            page.get_by_role("button", name=f"Save as {kind}: about the cat").click()
+            act(page, f"Save as {kind}", "about the cat")
         saved[kind] = Path(file.value.path()).read_text(encoding="utf-8")
     turns = json.loads(saved["JSON"])["turns"]
     assert [turn["role"] for turn in turns] == ["user", "assistant"]

@@ -56,6 +56,35 @@ def test_nothing_is_wider_than_the_screen(live, loaded, twin, visit, width):
     assert page.evaluate("at('settings').scrollWidth - at('settings').clientWidth") == 0
 
 
+@pytest.mark.parametrize("width", [390, 1280])
+def test_the_buttons_of_an_answer_stand_in_one_line_beside_its_figures(shared, visit, width):
+    page = visit(shared.url, width=width)
+    ask(page, "the cat")
+    if width > 1000:
+        page.get_by_role("button", name="Live", exact=True).click()
+    boxes = [button.bounding_box() for button in page.locator(".assistant .compact").all()]
+    figures = page.locator(".assistant .speed").bounding_box()
+    assert len(boxes) == 3 and len({box["y"] for box in boxes}) == 1
+    assert all(box["x"] + box["width"] <= width for box in boxes)
+    assert figures["y"] - boxes[0]["height"] < boxes[0]["y"] < figures["y"] + figures["height"]
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_the_table_of_requests_is_not_cut(shared, visit, width, eventually):
+    page = visit(shared.url, width=width)
+    ask(page, "the cat and a long prompt after it, longer than any column")
+    page.get_by_role("button", name="Live", exact=True).click()
+    eventually(lambda: page.locator("#requests tbody tr").count() > 0)
+    page.evaluate("""() => {
+      for (const { totals } of trace.requests.values()) {
+        Object.assign(totals, { queue: 0.0004, prefill: 12.3, decode: 45.6, prompt: 12345, cached: 12288 });
+      }
+      timeline.table();
+    }""")
+    assert page.evaluate("document.querySelector('#live .table-box').scrollWidth"
+                         "- document.querySelector('#live .table-box').clientWidth") == 0
+
+
 def luminance(color):
     parts = [int(part, 16) / 255 for part in re.findall("..", color.strip("#"))]
     linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]

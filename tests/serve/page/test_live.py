@@ -63,13 +63,43 @@ def test_the_figures_are_the_engines(server, visit, eventually):
     expect(page.locator("#figure-batch .detail")).to_contain_text("0 waiting · at most 8 run")
     expect(page.locator("#figure-drafts .detail")).to_have_text(
         f"{stats['accepted']} accepted · {stats['drafted'] - stats['accepted']} rejected")
-    expect(page.locator("#figure-kv .value")).to_have_text(f"{stats['kv_pages_used']} pages")
+    used = page.evaluate("value => bytes(value)", stats["kv_used_bytes"])
+    expect(page.locator("#figure-kv .value")).to_have_text(used)
+    expect(page.locator("#figure-kv .detail")).to_have_text("grows as needed")
     expect(page.locator("#figure-prefix .detail")).to_contain_text(f"of {stats['prefix_queries']} tokens")
     first = page.locator("#figure-first .value").inner_text()
     spans = [span for span in model["spans"] if span["kind"] == "decode"]
     delay = spans[0]["end"] - model["spans"][0]["start"]
     assert first == page.evaluate("value => seconds(value)", delay)
     eventually(lambda: page.locator("#figure-rate polyline").count() == 1)
+
+
+def test_drafts_are_hidden_where_nothing_drafts(live, visit, eventually):
+    page = visit(live().url)
+    ask(page, "the cat the cat the cat")
+    show(page, eventually, 1)
+    expect(page.locator("#figure-rate")).to_be_visible()
+    for name in ("#figure-drafts", "#requests .of-drafts", "#legend .of-drafts"):
+        expect(page.locator(name).locator("visible=true")).to_have_count(0)
+    page.evaluate("trace.watch(false); trace.models.get('tiny').stats.drafted = 1; drawLive('')")
+    for name, number in (("#figure-drafts", 1), ("#requests .of-drafts", 2), ("#legend .of-drafts", 2)):
+        expect(page.locator(name).locator("visible=true")).to_have_count(number)
+
+
+@pytest.mark.parametrize("used, total, half, shown", [
+    (11_000_000, 900, 40, ["11 MB of 3.5 GB", "22 MB in 16 bits"]),
+    (9_940, 900, 20, ["9.9 kB of 3.5 GB", ""]),
+    (9_960, None, 10, ["10 kB", "grows as needed · 5.0 kB in 16 bits"])])
+def test_the_cache_is_told_in_bytes(shared, visit, used, total, half, shown):
+    page = visit(shared.url)
+    stats = {"kv_used_bytes": used, "kv_allocated_bytes": 3_500_000_000, "kv_pages_total": total,
+             "kv_bytes_per_token": 20, "kv_bytes_per_token_bf16": half}
+    page.evaluate("""(stats) => {
+      const numbers = { max_batch: 8, running: 0, waiting: 0, preemptions: 0, tokens_generated: 0,
+        prefix_hits: 0, prefix_queries: 0, prefix_cache_bytes: 0, drafted: 0, accepted: 0 };
+      panel.draw({ stats: { ...numbers, ...stats }, samples: [], firsts: [] });
+    }""", stats)
+    assert page.locator("#figure-kv .value, #figure-kv .detail").all_text_contents() == shown
 
 
 def test_it_asks_only_while_it_is_open(server, visit, eventually):

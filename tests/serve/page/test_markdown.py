@@ -11,13 +11,22 @@ RENDER = """(text) => {
   return root.innerHTML;
 }"""
 STREAM = """([text, cuts]) => {
+  const shown = (text) => {
+    const root = element("div"), view = new MarkdownView(root);
+    view.push(text);
+    view.end();
+    return root.innerHTML;
+  };
   const root = element("div"), view = new MarkdownView(root);
-  [0, ...cuts].forEach((cut, index) => {
-    view.text += text.slice(cut, cuts[index] ?? text.length);
+  let start = 0;
+  for (const cut of [...cuts, text.length]) {
+    view.text += text.slice(start, cut);
     view.render(false);
-  });
+    if (root.innerHTML !== shown(text.slice(0, cut))) return text.slice(0, cut);
+    start = cut;
+  }
   view.end();
-  return root.innerHTML;
+  return root.innerHTML === shown(text) || text;
 }"""
 CASES = {
     "# One\n## Two ##\ntext": "<h3>One</h3><h4>Two</h4><p>text</p>",
@@ -30,16 +39,20 @@ CASES = {
     "**open and `open": "<p>**open and `open</p>",
     "> a\n> > b": "<blockquote><p>a</p><blockquote><p>b</p></blockquote></blockquote>",
     "---\n***": "<hr><hr>",
-    "- a\n- b": "<ul><li>a</li><li>b</li></ul>",
-    "3. a\n4. b": '<ol start="3"><li>a</li><li>b</li></ol>',
-    "1. a\n   - b\n     - c\n2. d": "<ol><li>a<ul><li>b<ul><li>c</li></ul></li></ul></li><li>d</li></ol>",
-    "- a\n\t- b": "<ul><li>a<ul><li>b</li></ul></li></ul>",
-    "- a\n\n- b": "<ul><li><p>a</p></li><li><p>b</p></li></ul>",
-    "- [x] a": "<ul><li>☑ a</li></ul>",
+    "- a\n- b": "<ul><li><p>a</p></li><li><p>b</p></li></ul>",
+    "3. a\n4. b": '<ol start="3"><li><p>a</p></li><li><p>b</p></li></ol>',
+    "1. a\n   - b\n     - c\n2. d": (
+        "<ol><li><p>a</p><ul><li><p>b</p><ul><li><p>c</p></li></ul></li></ul></li><li><p>d</p></li></ol>"),
+    "- a\n\t- b": "<ul><li><p>a</p><ul><li><p>b</p></li></ul></li></ul>",
+    "- a\n\n- b": '<ul data-loose=""><li><p>a</p></li><li><p>b</p></li></ul>',
+    "- [x] a": "<ul><li><p>☑ a</p></li></ul>",
     "a $x_1 * y_1$ costs $5 and $6": '<p>a <span class="math">$x_1 * y_1$</span> costs $5 and $6</p>',
     "$$\n- a_b\n$$": '<p class="math">$$\n- a_b\n$$</p>',
     "<b>bold</b> &lt; a<br>b": "<p>&lt;b&gt;bold&lt;/b&gt; &lt; a<br>b</p>",
     "Title\n===": "<h3>Title</h3>",
+    "a\n| b | c |\n|---|- d": "<p>a<br>| b | c |<br>|---|- d</p>",
+    "a\n```python\n": "<p>a</p>",
+    "a\n\n- b\n  ```\n\n": "<p>a</p><ul><li><p>b</p></li></ul>",
 }
 
 
@@ -68,7 +81,7 @@ def test_a_table_has_sides_and_scrolls_by_itself(page):
 
 def test_code_has_its_language_colours_and_a_copy_button(page):
     html = page.evaluate(RENDER, "```python\ndef f():\n\treturn 'a'  # why\n```")
-    assert '<span>python</span><button class="small" type="button">Copy</button>' in html
+    assert '<span>python</span><button class="small" type="button" aria-live="polite">Copy</button>' in html
     assert ('<span class="code-keyword">def</span> f():\n\t<span class="code-keyword">return</span> '
             '<span class="code-string">\'a\'</span>  <span class="code-comment"># why</span>') in html
     assert "<span" not in page.evaluate(RENDER, "```brainfuck\nfor 1\n```").split("<pre")[1]
@@ -148,7 +161,9 @@ HUGE = {
     "fences": "```\n" * MANY, "dollars": "$a" * MANY, "math": "\\[a \\(b " * MANY,
     "columns": "|" * MANY + "\n" + "|-" * MANY, "spaces": " " * MANY + "#" + " " * MANY,
     "addresses": "https://" * MANY, "entities": "&amp" * MANY, "rules": "- " * MANY + "a",
-    "one word": "a" * 10 * MANY,
+    "one word": "a" * 10 * MANY, "parts": "`a` " * 75000, "parts of a heading": "# " + "`a` " * 75000,
+    "parts of an item": "- " + "`a` " * 75000, "parts of a cell": "|a|\n|-|\n|" + "`a` " * 75000,
+    "parts of a link": "[" + "`a` " * 75000 + "](https://a.example)",
 }
 
 
@@ -182,17 +197,78 @@ const a = "b";
 after ~~~
 ~~~
 open [a](https://a.example) **x
+
+```js
+if (a) {
+```more
 """
 
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("seed", range(12))
-def test_a_stream_ends_as_the_text_at_once(page, seed):
+def test_a_stream_always_shows_what_the_text_so_far_would_show_at_once(page, seed):
     chance = random.Random(seed)
     text = "\n\n".join(chance.sample([*CASES, DOCUMENT], 8)) if seed else DOCUMENT
-    pieces = len(text) if seed < 3 else chance.randrange(2, 60)
-    cuts = sorted(chance.choices(range(len(text)), k=pieces))
-    assert page.evaluate(STREAM, [text, cuts]) == page.evaluate(RENDER, text)
+    cuts = range(len(text))  # the first document is cut everywhere
+    if seed:
+        cuts = sorted(chance.choices(cuts, k=chance.randrange(2, 60)))
+    assert page.evaluate(STREAM, [text, [*cuts]]) is True
+
+
+@pytest.mark.parametrize("text", [
+    "*em* word " * 900, "line *em*\n" * 900, "😀" * 4500, "- " + "a `b` " * 1500,
+    "# " + "a " * 4000 + "\n===", "| a |\n|---|\n| " + "*b* c " * 1500])
+def test_long_text_is_divided_and_streams_to_the_same(page, text):
+    cuts = sorted(random.Random(0).sample(range(len(text)), 20))
+    assert page.evaluate(STREAM, [text, cuts]) is True
+    html = page.evaluate(RENDER, text)
+    assert "<span>" in html and "\ufffd" not in html and html.encode(), "no character is cut in two"
+
+
+GROWING = {
+    "list": ("", "- item *{}*\n"), "loose list": ("- first\n\n", "- item *{}*\n\n"),
+    "deep list": ("- first\n  - second\n", "    - item *{}*\n"),
+    "table": ("| a | b |\n|---|---|\n", "| {} | *b* |\n"), "quote": ("", "> line *{}*\n>\n"),
+    "paragraph": ("", "line *{}*\n"),
+}
+
+
+@pytest.mark.parametrize("name", GROWING)
+def test_the_work_for_one_more_line_does_not_grow_with_the_text(page, name):
+    """What is made anew is what the last line changes; of a long paragraph, its last part."""
+    start, line = GROWING[name]
+    made = page.evaluate("""([start, lines, more]) => lines.map((text) => {
+      const root = element("div"), view = new MarkdownView(root), watch = new MutationObserver(() => {});
+      view.text = start + text;
+      view.render(false);
+      watch.observe(root, { childList: true, subtree: true });
+      view.text += more;
+      view.render(false);
+      const added = watch.takeRecords().flatMap(({ addedNodes }) => [...addedNodes]);
+      return added.reduce((sum, node) => sum + 1 + (node.querySelectorAll?.("*").length ?? 0), 0);
+    })""", [start, ["".join(line.format(n) for n in range(count)) for count in (1000, 3000)], line.format(0)])
+    assert all(0 < count < (1000 if name == "paragraph" else 10) for count in made)
+
+
+def test_after_a_slow_frame_the_text_waits(page):
+    """Of the time, a quarter at most goes into showing text; the clock and the frames are the test's."""
+    shown = page.evaluate("""() => {
+      const real = [window.requestAnimationFrame, performance.now], frames = [];
+      let clock = 0;
+      window.requestAnimationFrame = (draw) => frames.push(draw);
+      performance.now = () => clock;
+      try {
+        const root = element("div"), view = new MarkdownView(root), shown = [];
+        for (const time of [0, 150, 299, 399, 400]) {
+          clock = time;
+          view.push("a", () => { clock += 100; });
+          frames.splice(0).forEach((draw) => draw());
+          shown.push(root.textContent);
+        }
+        return shown;
+      } finally { [window.requestAnimationFrame, performance.now] = real; }
+    }""")
+    assert shown == ["a", "a", "a", "a", "aaaaa"]
 
 
 def test_what_is_finished_is_made_once(page):

@@ -39,7 +39,7 @@ def replicated(folder) -> Iterator[Callable[..., Iterator[Process]]]:
     if not Path("/proc/net/tcp6").exists():
         pytest.skip("processes are read from Linux's /proc")
     if not (find_spec("ray") and find_spec("grpc")):  # Ray itself isn't imported: servers do that
-        pytest.skip("Ray Serve isn't installed: pip install 'quantkit[ray]'")
+        pytest.skip("Ray Serve isn't installed: pip install 'ray[serve]'")
 
     @contextmanager
     def start(mark: str, *options: object, model: Path = folder) -> Iterator[Process]:

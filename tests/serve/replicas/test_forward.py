@@ -8,6 +8,7 @@ import json
 import httpx
 import pytest
 
+from quantkit.serve.guard import TENANT
 from quantkit.serve.replicas import forward
 from quantkit.serve.replicas.app import create_replicated_app
 from quantkit.serve.replicas.base import REPORT, ReplicaAnswer, ReplicaLostError
@@ -52,9 +53,10 @@ class Scripted:
         """Nothing runs."""
 
 
-def ask(replicas, path=CHAT, *, method="POST", key=None, drained=False, errors=None, **options):
+def ask(replicas, path=CHAT, *, method="POST", key=None, keys=(), drained=False, errors=None, **options):
     async def run():
-        app = create_replicated_app(replicas, key=key, on_error=None if errors is None else errors.append)
+        app = create_replicated_app(replicas, keys=keys if key is None else (key,),
+                                    on_error=None if errors is None else errors.append)
         if drained:
             assert await app.drain(1)
         transport = httpx.ASGITransport(app)
@@ -219,6 +221,16 @@ def test_secrets_stay_in_the_server():
     assert not any(b"sesame" in value for value in headers.values())
 
 
+def test_a_replica_is_told_whose_request_it_is_and_not_by_which_key():
+    replicas = Scripted(*[[[START, END]]] * 3)
+    for key in ("sesame", "poppy", "sesame"):
+        ask(replicas, keys=("sesame", "poppy"), headers={"Authorization": f"Bearer {key}"}, **BODY)
+    first, other, again = replicas.requests
+    assert first.scope[TENANT] == again.scope[TENANT] != other.scope[TENANT]
+    assert first.blocks == again.blocks and not set(first.blocks) & set(other.blocks)
+    assert b"sesame" not in first.scope[TENANT]
+
+
 def test_the_key_is_checked_before_a_replica_is_asked():
     replicas = Scripted([[START, END]])
     assert ask(replicas, key="sesame", **BODY).status_code == 401 and not replicas.requests
@@ -227,9 +239,10 @@ def test_the_key_is_checked_before_a_replica_is_asked():
     assert good.status_code == 200 and len(replicas.requests) == 1
 
 
-def test_a_body_of_too_many_lists_is_refused_here():
+@pytest.mark.parametrize("content", [b"[" * 100_000, ("[" * 100_000).encode("utf-16")])
+def test_a_body_of_too_many_lists_is_refused_here(content):
     replicas = Scripted()
-    answer = ask(replicas, content=b"[" * 100_000, headers={"Content-Type": "application/json"})
+    answer = ask(replicas, content=content, headers={"Content-Type": "application/json"})
     assert answer.status_code == 400 and answer.json()["error"]["code"] == "invalid_json"
     assert not replicas.requests
 

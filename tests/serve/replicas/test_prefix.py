@@ -47,10 +47,17 @@ def test_settings_of_the_answer_and_the_order_of_keys_change_nothing():
     assert blocks(model="m", messages=messages) == blocks(messages=turned, model="m") != ()
 
 
-@pytest.mark.parametrize("change", [{"model": "n"}, {"kv": "int8"}, {"tools": [{"type": "function"}]}])
+@pytest.mark.parametrize("change", [{"model": "n"}, {"kv": "int8"}, {"cache_salt": "x"},
+                                    {"tools": [{"type": "function"}]}])
 def test_what_is_cached_apart_has_nothing_in_common(change):
     body = {"model": "m", "messages": [SYSTEM]}
     assert common(blocks(**body), blocks(**{**body, **change})) == 0
+
+
+def test_tenants_have_nothing_in_common():
+    body = json.dumps({"model": "m", "messages": [SYSTEM]}).encode()
+    assert common(prefix_blocks(CHAT, body, b"one"), prefix_blocks(CHAT, body, b"other")) == 0
+    assert prefix_blocks(CHAT, body, b"one") == prefix_blocks(CHAT, body, b"one") != ()
 
 
 @pytest.mark.parametrize(("path", "body"), [

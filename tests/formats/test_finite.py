@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from quantkit.ops.finite import all_finite
+from quantkit.formats.finite import all_finite
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])

@@ -1,0 +1,173 @@
+"""Calls as plain JSON from models that were taught another notation.
+
+Small models forget the marks of their notation and write a call as a message that is JSON and nothing else,
+perhaps in a fence of Markdown. Such a message is a call if it names a tool and fits its schema.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from quantkit.structure.arguments import fit
+from quantkit.structure.base import ReasoningDelta, TextDelta, ToolCallDelta, TurnDelta
+from quantkit.structure.formats.json_call import ARGUMENTS, decoded, read_json
+from quantkit.structure.formats.scanner import MAX_HEAD, MAX_SPACE, TurnScanner
+from quantkit.structure.json_scanner import JsonScanner
+from quantkit.structure.schemas import arguments_schema
+
+_KEYS = frozenset({"name", "function", "type", "id", *ARGUMENTS})
+_TYPES = ("function", "function_call", "tool_call", "tool_use")
+_FENCE = "```"
+_BEGIN = re.compile(r"(```(json\b)?\s*)?")
+_MESSAGE = re.compile(r"\s*(?:```(?:json\b)?)?\s*([\[{].*[\]}])\s*(?:```)?\s*", re.DOTALL)
+
+
+class _Tool(Protocol):
+    """What is needed of a tool."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def parameters(self) -> dict[str, Any]: ...
+
+
+class BareCalls:
+    """Reads calls in a notation, and messages that are calls as plain JSON.
+
+    Text is held back while the whole message can still be such a call: one that begins with anything but
+    ``{``, ``[`` or a fence isn't.
+
+    Args:
+        inner: the parser of the notation.
+        tools: those that can be called.
+    """
+
+    def __init__(self, inner: TurnScanner, tools: Sequence[_Tool]) -> None:
+        self._inner, self._tools = inner, {tool.name: tool for tool in tools}
+        self._held: list[str] = []
+        self._message: _Message | None = _Message(frozenset(self._tools))
+
+    def push(self, text: str) -> list[TurnDelta]:
+        """See :class:`~quantkit.structure.base.TurnParser`."""
+        return self._passed(self._inner.push(text))
+
+    def finish(self) -> list[TurnDelta]:
+        """See :class:`~quantkit.structure.base.TurnParser`."""
+        deltas = self._passed(self._inner.finish())
+        if self._message is None or not self._held:
+            return deltas
+        calls = self._calls("".join(self._held)) if self._message.complete else []
+        for number, (name, arguments) in enumerate(calls):
+            deltas.append(ToolCallDelta(number, arguments, id=self._inner.new_call_id(), name=name))
+        return deltas if calls else [*deltas, *self._released()]
+
+    def _passed(self, deltas: Sequence[TurnDelta]) -> list[TurnDelta]:
+        """What is certain of what the inner parser says."""
+        out: list[TurnDelta] = []
+        for delta in deltas:
+            if self._message is None or isinstance(delta, ReasoningDelta):
+                out.append(delta)
+            elif isinstance(delta, TextDelta):
+                self._held.append(delta.text)
+                if not all(map(self._message.feed, delta.text)):
+                    out += self._released()
+            else:
+                out += [*self._released(), delta]
+        return out
+
+    def _released(self) -> list[TurnDelta]:
+        """What was held back, now that it is text. From now on all text is."""
+        text, self._held, self._message = "".join(self._held), [], None
+        return [TextDelta(text)] if text else []
+
+    def _calls(self, text: str) -> list[tuple[str, str]]:
+        """Names and arguments of the calls that a message consists of; none if it is anything else."""
+        message = _MESSAGE.fullmatch(text)
+        value = None if message is None else read_json(message[1])
+        calls = [self._call(item) for item in (value if isinstance(value, list) else [value])]
+        return [call for call in calls if call is not None] if None not in calls else []
+
+    def _call(self, value: Any) -> tuple[str, str] | None:
+        if not isinstance(value, dict) or value.get("type", _TYPES[0]) not in _TYPES:
+            return None
+        call = value.get("function", value)
+        keys = set(call) - {"name", "type", "id"} if isinstance(call, dict) else set()
+        if len(keys) != 1 or not keys <= set(ARGUMENTS) or (call is not value and not value.keys() <= {
+                "function", "type", "id"}):
+            return None
+        name, arguments = call.get("name"), call[keys.pop()]
+        if isinstance(arguments, str):
+            arguments = read_json(arguments)
+        tool = self._tools.get(name) if isinstance(name, str) else None
+        if tool is None or not isinstance(arguments, dict) or not fit(
+                arguments, arguments_schema(tool.parameters)):
+            return None
+        return tool.name, json.dumps(arguments)  # all ASCII: there may be halves of surrogate pairs in it
+
+
+class _Message:
+    """Reads a message one character at a time, and tells whether it can still be nothing but calls.
+
+    Attributes:
+        complete: whether it is, should nothing follow.
+    """
+
+    def __init__(self, names: frozenset[str]) -> None:
+        self.complete = False
+        self._names, self._size = names, 0
+        self._begin = self._end = ""  # the fence so far
+        self._listed, self._object = False, JsonScanner()
+        self._state: Callable[[str], bool] = self._before
+
+    def feed(self, char: str) -> bool:
+        """Read a character; returns whether the message can still be calls."""
+        self._size += 1
+        return self._size <= MAX_HEAD and self._state(char)
+
+    def _before(self, char: str) -> bool:
+        if char in "[{" and _BEGIN.fullmatch(self._begin):
+            self._listed, self._state = char == "[", self._item
+            return self._listed or self._item(char)
+        self._begin = (self._begin + char).lstrip()
+        return self._size <= MAX_SPACE and bool(
+            _BEGIN.fullmatch(self._begin) or f"{_FENCE}json".startswith(self._begin))
+
+    def _item(self, char: str) -> bool:
+        """Where an object must begin."""
+        if char == "{":
+            self._object, self._state = JsonScanner(), self._inside
+            return self._object.feed(char)
+        return char.isspace()
+
+    def _inside(self, char: str) -> bool:
+        read = self._object
+        if not read.feed(char):
+            return False
+        if read.done:
+            self.complete = not self._listed
+            self._state = self._between if self._listed else self._behind
+        elif read.depth == 1:
+            if read.key and read.key not in _KEYS:
+                return False
+            if read.ended_value and read.key == "name":
+                return decoded(read.string) in self._names
+        return True
+
+    def _between(self, char: str) -> bool:
+        """Behind an object of a list."""
+        if char == ",":
+            self._state = self._item
+        elif char == "]":
+            self.complete, self._state = True, self._behind
+        return char in ",]" or char.isspace()
+
+    def _behind(self, char: str) -> bool:
+        """Behind all calls, where the fence may end."""
+        if char.isspace():
+            return self._end in ("", _FENCE)
+        self._end += char
+        return bool(self._begin) and _FENCE.startswith(self._end)
