@@ -28,7 +28,7 @@ def test_json_is_one_object_and_nothing_else(cli, tiny, checkpoint):
 def test_table(cli, tiny, checkpoint):
     result = cli("eval", tiny, checkpoint, *SMALL, "--quiet")
     assert result.exit_code == 0 and result.stderr == ""
-    assert "tiny-int8 · rtn int8" in result.stdout and "3 windows of 32 tokens" in result.stdout
+    assert "tiny-int8 · cost negligible, rtn int8" in result.stdout and "3 windows of 32 tokens" in result.stdout
     assert max(map(len, result.stdout.splitlines())) <= 80
 
 
@@ -96,7 +96,7 @@ def test_a_kv_table_fits_a_terminal(cli, tiny, checkpoint):
     result = cli("eval", tiny, checkpoint, "--kv", "none,int8", "--window", 64, "--windows", 2, "--no-speed",
                  "-q")
     assert result.exit_code == 0, result.stderr
-    assert "tiny-int8 kv int8 · rtn int8" in result.stdout and "KV/token" in result.stdout
+    assert "tiny-int8 kv int8 · cost negligible, rtn int8" in result.stdout and "KV/token" in result.stdout
     assert max(map(len, result.stdout.splitlines())) <= 80
 
 
