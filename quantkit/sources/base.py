@@ -169,7 +169,9 @@ def quantized_types(source: ModelSource, names: Collection[str] | None = None) -
     first; none if there are none."""
     sizes: dict[str, int] = {}
     for name, tensor in stored_tensors(source).items():
-        if (names is None or name in names) and tensor.type not in PLAIN and name in source.tensors() and len(source.tensors()[name].shape) > 1:
+        if tensor.type in PLAIN or (names is not None and name not in names):
+            continue
+        if name in source.tensors() and len(source.tensors()[name].shape) > 1:
             sizes[tensor.type] = sizes.get(tensor.type, 0) + tensor.nbytes
     return tuple(sorted(sizes, key=lambda kind: -sizes[kind]))
 
