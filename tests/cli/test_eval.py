@@ -128,7 +128,7 @@ def test_the_headline_and_the_command_come_first(cli, tiny, checkpoint, tmp_path
 
 def test_the_command_that_is_printed_runs_and_gives_the_same_numbers(cli, tiny, tmp_path):
     out = tmp_path / "a report"
-    first = cli("eval", tiny, "--recipes", "int8,int4-rtn", *SMALL, "-q", "--kv", "none,window(16, sinks=2)",
+    first = cli("eval", tiny, "--recipe", "int8,int4-rtn", *SMALL, "-q", "--kv", "none,window(16, sinks=2)",
                 "--out", out)
     assert first.exit_code == 0, first.stderr
     results = json.loads((out / "results.json").read_text())["results"]
