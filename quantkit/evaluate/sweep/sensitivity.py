@@ -26,7 +26,7 @@ def sensitivity_map(uri: str, revision: str | None, progress: Listener = silent)
     recipe = Recipe(name="sensitivity", description="What four bits cost in each layer.",
                     rules=(Rule(match="lm_head", optional=True),),
                     candidates=(Candidate(method="rtn", spec=spec), Candidate(method=None)),
-                    calibration=CalibrationSpec(samples=8, length=512))
+                    calibration=CalibrationSpec(windows=8, window=512))
     with closing(open_source(uri, revision)) as source:
         plan = make_plan(recipe.model_copy(update={"candidates": ()}), source)
         rows = candidate_rows(recipe, source)
