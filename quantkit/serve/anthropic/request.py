@@ -122,7 +122,7 @@ class CountRequest(RequestPart):
     an answer may have beside it is accepted."""
 
     ignored = COMMON | {"max_tokens", "temperature", "top_p", "top_k", "stop_sequences", "stream", "priority",
-                        "kv"}
+                        "kv", "cache_salt"}
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
         "container": (), "mcp_servers": ([],), "context_management": ()}
 
