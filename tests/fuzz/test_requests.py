@@ -23,7 +23,8 @@ _SETTINGS: dict[str, Any] = {
     "model": "tiny", "max_tokens": 2, "temperature": 0.7, "top_p": 0.9, "n": 2, "stop": ["a", "the"],
     "seed": 5,
     "stream": False, "stream_options": {"include_usage": True}, "top_k": 5, "min_p": 0.01,
-    "repetition_penalty": 1.1, "ignore_eos": True, "user": "me", "presence_penalty": 0, "tools": [], "cache_salt": "x"}
+    "repetition_penalty": 1.1, "ignore_eos": True, "user": "me", "presence_penalty": 0, "tools": [],
+    "cache_salt": "x"}
 _CHAT = {**_SETTINGS, "logprobs": True, "top_logprobs": 2, "messages": [
     {"role": "system", "content": "Be brief."}, {"role": "user", "content": [{"type": "text",
                                                                               "text": "the cat"}]},
@@ -132,7 +133,8 @@ FRAMED = [
     b"4;a=b\r\na\r\nb\r\n1\r\nc\r\n0\r\nX: y\r\n\r\n",
     b"GET http://localhost:8000/trace?since=1 HTTP/1.0\r\nAccept: */*\r\nX:\r\n\r\n",
 ]
-LINES = [b"Content-Length: 4", b"Transfer-Encoding: chunked", b"Host: a", b" folded", b"X : y", b"", b"0", b"2"]
+LINES = [b"Content-Length: 4", b"Transfer-Encoding: chunked", b"Host: a", b" folded", b"X : y", b"", b"0",
+         b"2"]
 
 
 def test_a_request_is_the_same_however_it_is_cut(fuzz, mutations):
