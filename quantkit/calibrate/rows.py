@@ -131,8 +131,8 @@ def _listed(value: Any, where: str, key: str, role: str, content: str) -> list[d
         if not isinstance(who, str) or not who.strip():  # content parts are for contents alone
             raise CalibrationError(f"{at}: {role!r} is not the name of a role", why=f"it is {who!r:.200}",
                                    next="correct or remove that line")
-        said = "" if calls and turn.get(content) is None else _text(turn[content], at, content)
-        message: dict[str, Any] = {"role": _ROLES.get(who, _text(who, at, role)), "content": said}
+        text = "" if calls and turn.get(content) is None else _text(turn[content], at, content)
+        message: dict[str, Any] = {"role": _ROLES.get(who, _text(who, at, role)), "content": text}
         if calls:
             message["tool_calls"] = _calls(calls, at)
         more = {"tool": ("tool_call_id", "name"), "assistant": ("reasoning_content",)}
