@@ -35,7 +35,11 @@ def test_a_right_guess_under_another_salt_finds_nothing(keeping, eventually, pat
     made = keeping()
 
     def pages():
-        eventually(lambda: not made.engine.stats()["running"])
+        def only_prefixes():
+            stats = made.engine.stats()
+            return stats["kv_used_bytes"] == stats["prefix_cache_bytes"]
+
+        eventually(only_prefixes)
         return made.engine.stats()["kv_pages_used"]
 
     assert cached(made, path, "mine") == 0 < cached(made, path, "mine")
