@@ -92,7 +92,7 @@ function showBlocks(root, views, blocks) {
   for (const view of views.splice(blocks.length)) view.node.remove();
 }
 
-// Indents a line in spaces; code keeps its tabs. Returns it with the mark of the fence that it leaves open.
+// Indents a line in spaces; code keeps its tabs. Returns it, and the mark of the fence that it leaves open.
 function untabbed(line, fence) {
   const mark = fenceOf(line.trimStart())?.mark ?? "";
   const open = !fence ? mark : mark.startsWith(fence) ? "" : fence;
@@ -142,7 +142,8 @@ class MarkdownView {
     showBlocks(this.root, this.views, blocks);
     // the last line may become another kind of block and make the one before it the head of a table, so that
     // only blocks before these two are known to have ended
-    const finished = complete ? blocks.length : blocks.findLastIndex((block) => block.line < lines.length - 2);
+    const sure = blocks.findLastIndex((block) => block.line < lines.length - 2);
+    const finished = complete ? blocks.length : sure;
     if (finished <= 0) return;
     this.views.splice(0, finished);
     this.lines.splice(0, finished < blocks.length ? blocks[finished].line : lines.length);
