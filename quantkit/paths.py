@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import stat
 from pathlib import Path
-from typing import BinaryIO
 
 from quantkit.errors import UsageError
 
@@ -39,7 +39,7 @@ def local_path(text: str) -> Path | None:
         return None
 
 
-def open_regular(path: Path) -> BinaryIO:
+def open_regular(path: Path) -> io.BufferedReader:
     """Open a file to read it. Raises OSError too if it is no regular file, or a link to none: a device may
     never end, and whoever opens a pipe may wait for ever."""
     handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))

@@ -134,10 +134,11 @@ def read_file(file: DataFile, limit: int, unusable: list[CalibrationError] | Non
         CalibrationError: as :func:`read_files`.
     """
     suffix = file.path.suffix.lower()
+    documents: list[Document] = []
+    broken: list[CalibrationError] = []
     if suffix not in (*ROWS, PARQUET):
-        documents, broken = _whole(file, limit), []
+        documents = _whole(file, limit)
     else:
-        documents, broken = [], []
         for row in _parquet(file, limit) if suffix == PARQUET else _rows(file, limit):
             try:
                 if (parsed := row()) is not None:
@@ -216,7 +217,8 @@ def _values(data: bytes, all_of_it: bool) -> list[Any] | None:
         return None
     except (ValueError, RecursionError):
         pass
-    values, decoder, array = [], json.JSONDecoder(), text.startswith("[")
+    values: list[Any] = []
+    decoder, array = json.JSONDecoder(), text.startswith("[")
     position = 1 if array else 0
     while True:
         position = _BETWEEN.match(text, position).end()  # type: ignore[union-attr]

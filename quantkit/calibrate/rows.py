@@ -131,8 +131,8 @@ def _listed(value: Any, where: str, key: str, role: str, content: str) -> list[d
         if not isinstance(who, str) or not who.strip():  # content parts are for contents alone
             raise CalibrationError(f"{at}: {role!r} is not the name of a role", why=f"it is {who!r:.200}",
                                    next="correct or remove that line")
-        said = "" if calls and turn.get(content) is None else _text(turn[content], at, content)
-        message = {"role": _ROLES.get(who, _text(who, at, role)), "content": said}
+        text = "" if calls and turn.get(content) is None else _text(turn[content], at, content)
+        message: dict[str, Any] = {"role": _ROLES.get(who, _text(who, at, role)), "content": text}
         if calls:
             message["tool_calls"] = _calls(calls, at)
         more = {"tool": ("tool_call_id", "name"), "assistant": ("reasoning_content",)}
@@ -143,8 +143,8 @@ def _listed(value: Any, where: str, key: str, role: str, content: str) -> list[d
 
 def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
     """An assistant's ``tool_calls``, as OpenAI writes them; arguments may be values too."""
-    functions = [call.get("function") if isinstance(call, Mapping) else None
-                 for call in calls] if isinstance(calls, list) else [None]
+    functions: list[Any] = [call.get("function") if isinstance(call, Mapping) else None
+                            for call in calls] if isinstance(calls, list) else [None]
     if not all(isinstance(function, Mapping) and isinstance(function.get("name"), str)
                and isinstance(function.get("arguments", ""), str | Mapping) for function in functions):
         raise CalibrationError(f"{where}: 'tool_calls' are not a list of calls of functions",
@@ -163,7 +163,8 @@ def _tools(tools: Any, where: str) -> tuple[Mapping[str, Any], ...]:
         except (ValueError, RecursionError):
             tools = [None]
     listed = tools if isinstance(tools, list) else [] if tools is None else [None]
-    functions = tuple(tool.get("function", tool) if isinstance(tool, Mapping) else None for tool in listed)
+    functions: tuple[Any, ...] = tuple(
+        tool.get("function", tool) if isinstance(tool, Mapping) else None for tool in listed)
     if not all(isinstance(function, Mapping) and isinstance(function.get("name"), str)
                and isinstance(function.get("description") or "", str)
                and isinstance(function.get("parameters") or {}, Mapping) for function in functions):

@@ -43,7 +43,7 @@ def drafts(model: str, drafters: tuple[str, ...], kv: tuple[str, ...], max_token
     for drafter in drafters:  # refused before anything is loaded
         parse_drafter(drafter)
     Sampling(temperature=temperature)
-    (setting,) = read_kv(kv, most=1) or (None,)
+    (setting,) = read_kv(kv, limit=1) or (None,)
     settings = DraftSettings(drafters, max_tokens, repeats, temperature, setting)
     loaded = load_model(model, device=device, quiet=quiet)
     with ProgressLine("measuring", quiet) as progress:

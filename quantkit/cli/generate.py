@@ -97,7 +97,7 @@ def command(ctx: click.Context, model: str, prompt: str, chat: bool, system: str
     from quantkit.runtime.drafting.parse import parse_drafter
     from quantkit.runtime.generate import generate
 
-    (setting,), drafter = read_kv(kv, most=1) or (None,), parse_drafter(draft)
+    (setting,), drafter = read_kv(kv, limit=1) or (None,), parse_drafter(draft)
     timings: list[Timing] = []
     show = None if as_json else _Output()
     with open_trace(trace) as trace_file:  # what can't be written is refused before a model is loaded

@@ -33,12 +33,12 @@ def kv_option(help: str) -> Callable[[Any], Any]:
     return click.option("--kv", multiple=True, metavar="LIST", help=help)
 
 
-def read_kv(given: Sequence[str], most: int | None = None) -> tuple[KVSpec, ...]:
+def read_kv(given: Sequence[str], limit: int | None = None) -> tuple[KVSpec, ...]:
     """The settings of ``--kv``, in their order. Commands call it before they load a model.
 
     Args:
         given: the option's values.
-        most: settings that the command takes.
+        limit: settings that the command takes.
 
     Raises:
         UsageError: one can't be read, is unknown, has options that it doesn't take, or there are too many.
@@ -52,7 +52,7 @@ def read_kv(given: Sequence[str], most: int | None = None) -> tuple[KVSpec, ...]
     for setting in settings:
         build_policy(setting)
         build_kv_codecs(setting)
-    if most is not None and len(settings) > most:
+    if limit is not None and len(settings) > limit:
         raise UsageError(f"--kv names {len(settings)} settings", why="this command runs with one",
                          next=f'--kv "{settings[0]}"; quantkit eval compares several')
     return settings

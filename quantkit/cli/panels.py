@@ -7,7 +7,8 @@ _MODEL = ("--random", "--revision", "--dtype", "--device", "--verify", "--no-fal
 PANELS: dict[str, dict[str, tuple[str, ...]]] = {
     "serve-local": {
         "Address and access": ("--host", "--port", "--allow-host", "--api-key-file"),
-        "Models": ("--name", *_MODEL, "--draft", "--chat-template", "--parse-special-tokens"),
+        "Models": ("--name", *_MODEL, "--draft"),
+        "Requests": ("--strict-requests", "--json-calls", "--chat-template", "--parse-special-tokens"),
         "Memory": ("--kv", "--kv-memory", "--prefix-cache", "--overcommit"),
         "Scheduling": ("--max-batch", "--max-queue", "--scheduling-policy", "--max-itl", "--replicas",
                        "--drain-timeout"),

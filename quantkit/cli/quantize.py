@@ -362,14 +362,18 @@ def _run(source: str, recipe: Recipe, out: Path, revision: str | None, calibrati
         click.echo(wrapped("recovery", f"KL on held-out text {recovery.before:.3g} → {after} nats a token"
                                        f"{'' if recovery.kept else ', not kept'}"))
     click.echo(wrapped("fallbacks", f"{len(result.fallbacks)}, named above" if result.fallbacks else "none"))
-    click.echo(wrapped("engines", _engines(result.out)))
+    loads, refuse = _engines(result.out)
+    click.echo(wrapped("engines", ", ".join(["quantkit", *loads])
+                       + (f"; not {', '.join(refuse)}, see below" if refuse else "")))
     # commands aren't folded: they are there to be copied
     at = f" --revision {quote(revision)}" if revision else ""
     click.echo(f"{'next':<14}quantkit eval {quote(source)} {quote(str(result.out))}{at}")
     click.echo(f"{'':<14}quantkit generate {quote(str(result.out))} \"The capital of France is\"")
+    if refuse:
+        click.echo(f"{'':<14}quantkit verify {quote(str(result.out))} --for {refuse[0]}")
 
 
-def _engines(out: Path) -> str:
+def _engines(out: Path) -> tuple[list[str], list[str]]:
     """Which engines load the checkpoint on a GPU, and which refuse it."""
     from quantkit.checkpoint.engines import ENGINES, check_engine
     from quantkit.checkpoint.reader import Checkpoint
@@ -377,9 +381,7 @@ def _engines(out: Path) -> str:
     with Checkpoint.open(out) as checkpoint:
         refuse = [engine for engine in ENGINES
                   if any(check.status == "failed" for check in check_engine(engine, checkpoint))]
-    loads = ", ".join(["quantkit", *(engine for engine in ENGINES if engine not in refuse)])
-    why = f"`quantkit verify {quote(str(out))} --for {refuse[0]}` says why" if refuse else ""
-    return f"{loads}; not {', '.join(refuse)} ({why})" if refuse else loads
+    return [engine for engine in ENGINES if engine not in refuse], refuse
 
 
 @contextmanager

@@ -89,7 +89,7 @@ MAX_NAME = 200
 @click.option("--strict-requests", is_flag=True,
               help="Refuse requests that ask for what the server doesn't do. By default such keys, tools and "
                    "hints are ignored, and the header quantkit-ignored names them.")
-@click.option("--bare-json-calls/--no-bare-json-calls", default=True, show_default=True,
+@click.option("--json-calls/--no-json-calls", "bare_json_calls", default=True, show_default=True,
               help="A whole message that is JSON, names one of the request's tools and fits its schema is a "
                    "tool call, even if the model's template writes calls in another way.")
 @click.option("--chat-template", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",

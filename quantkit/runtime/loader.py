@@ -189,7 +189,7 @@ def _source(source: ModelSource, uri: str, dtype: str, device: torch.device, loa
     bits = 8 * sum(stored[name].nbytes for name in names) / weights
     dtypes = {infos[name].dtype for name in names}
     label = SHORT.get(dtypes.pop(), "mixed") if len(dtypes) == 1 else "mixed"
-    if types := quantized_types(source):
+    if types := quantized_types(source, set(names)):
         label = f"{', '.join(types)} as {label}"
     return LoadedModel(model, config, checked.tokenizer, uri, label, None, file_bytes(source), bits,
                        kind.itemsize * sum(map(math.prod, tensor_shapes(config).values())), reason)

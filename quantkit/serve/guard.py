@@ -157,11 +157,11 @@ class GuardMiddleware:
                 return None
         elif scheme.lower() != b"bearer":
             return None
-        found = None
+        owner = None
         for key, tenant in self._tenants.items():  # all of them, whichever it is
             if hmac.compare_digest(credentials, key):
-                found = tenant
-        return found
+                owner = tenant
+        return owner
 
 
 class _Measured:

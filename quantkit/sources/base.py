@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -164,11 +164,14 @@ def stored_tensors(source: ModelSource) -> Mapping[str, StoredTensor]:
             for name, info in source.tensors().items()}
 
 
-def quantized_types(source: ModelSource) -> tuple[str, ...]:
-    """The types of a file's quantized tensors, the one with the most bytes first; none if it has none."""
+def quantized_types(source: ModelSource, names: Collection[str] | None = None) -> tuple[str, ...]:
+    """The types of a file's quantized tensors, or of those called ``names``, the one with the most bytes
+    first; none if there are none."""
     sizes: dict[str, int] = {}
     for name, tensor in stored_tensors(source).items():
-        if tensor.type not in PLAIN and name in source.tensors() and len(source.tensors()[name].shape) > 1:
+        if tensor.type in PLAIN or (names is not None and name not in names):
+            continue
+        if name in source.tensors() and len(source.tensors()[name].shape) > 1:
             sizes[tensor.type] = sizes.get(tensor.type, 0) + tensor.nbytes
     return tuple(sorted(sizes, key=lambda kind: -sizes[kind]))
 

@@ -99,9 +99,10 @@ class Tokenizer:
 
     @functools.cached_property
     def first_id(self) -> int | None:
-        """The BOS that the tokenizer puts in front of every text; ``None`` if it puts none."""
-        ids = self.encode("a")
-        return self.bos_id if self.bos_id is not None and ids[:1] == [self.bos_id] else None
+        """The BOS that the tokenizer puts in front of every text, whether or not its settings call it so;
+        ``None`` if it puts none."""
+        ids, plain = (library.encode(self._inner, "a", special) for special in (True, False))
+        return ids[0] if plain and ids[1:1 + len(plain)] == plain else None
 
     def encode(self, text: str, special: bool = True, *, parse_special: bool = True) -> list[int]:
         """Ids of ``text``.
@@ -121,7 +122,7 @@ class Tokenizer:
         if not parse_special:
             return self.controls.plain(text, special)
         ids = library.encode(self._inner, text, special)
-        if special and self.bos_id is not None and ids[:2] == [self.bos_id, self.bos_id]:
+        if special and len(ids) > 1 and ids[0] == ids[1] == self.first_id:
             plain = library.encode(self._inner, text, False)
             if ids[1:1 + len(plain)] == plain:
                 del ids[0]

@@ -70,7 +70,8 @@ def test_a_run_makes_what_the_plan_said(cli, cli_json, tiny, tmp_path):
     assert result.exit_code == 0, result.stderr
     assert f"quantkit eval {tiny} {out}" in result.stdout
     assert "fallbacks     none" in result.stdout
-    assert "engines       quantkit, transformers; not vllm, sglang, mlx (`quantkit verify" in result.stdout
+    assert "engines       quantkit, vllm, transformers; not sglang, mlx, see below" in result.stdout
+    assert result.stdout.splitlines()[-1].strip() == f"quantkit verify {out} --for sglang"
     told = [line.partition(": ")[2] for line in result.stderr.splitlines()]
     assert told[0] == "phase 1 of 2, quantizing layers", "progress belongs on stderr"
     assert told[-1] == "phase 2 of 2, assembling and rereading"

@@ -39,8 +39,11 @@ def again(keys, size: int) -> Tokenizer:
 
 @pytest.mark.parametrize("prefix", [True, False])
 @pytest.mark.parametrize("bos", [True, False])
-def test_sentencepiece(prefix, bos):
-    ours = wrapped(sentencepiece(prefix, bos=bos))
+@pytest.mark.parametrize("named", [True, False])
+def test_sentencepiece(prefix, bos, named):
+    settings = {"eos_token": "</s>", "unk_token": "<unk>"} | ({"bos_token": "<s>"} if named else {})
+    ours = wrapped(sentencepiece(prefix, bos=bos), settings)
+    assert ours.encode("<s>a").count(1) == 1, "a text that begins with it gets no second one"
     keys = tokenizer_keys(ours, ours.vocab_size + 3)
     back = again(keys, ours.vocab_size + 3)
     assert [back.encode(text) for text in TEXTS] == [ours.encode(text) for text in TEXTS]

@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import h11
 import pytest
 import torch
 
@@ -12,6 +13,7 @@ from quantkit.errors import QuantkitError
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.loader import load
 from quantkit.serve.app import create_app
+from quantkit.serve.framing import RequestReader
 from quantkit.serve.models import ServedEngine
 from quantkit.testing import tiny_model
 
@@ -21,7 +23,8 @@ _SETTINGS: dict[str, Any] = {
     "model": "tiny", "max_tokens": 2, "temperature": 0.7, "top_p": 0.9, "n": 2, "stop": ["a", "the"],
     "seed": 5,
     "stream": False, "stream_options": {"include_usage": True}, "top_k": 5, "min_p": 0.01,
-    "repetition_penalty": 1.1, "ignore_eos": True, "user": "me", "presence_penalty": 0, "tools": []}
+    "repetition_penalty": 1.1, "ignore_eos": True, "user": "me", "presence_penalty": 0, "tools": [],
+    "cache_salt": "x"}
 _CHAT = {**_SETTINGS, "logprobs": True, "top_logprobs": 2, "messages": [
     {"role": "system", "content": "Be brief."}, {"role": "user", "content": [{"type": "text",
                                                                               "text": "the cat"}]},
@@ -110,6 +113,68 @@ def test_headers_whose_bytes_are_changed(send, fuzz, mutations):
         return changed
 
     fuzz(lambda headers: send(TEXT, body, headers), seeds, change)
+
+
+def test_bodies_in_other_encodings(send, fuzz, mutations):
+    encodings = ("utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-8-sig", "latin-1")
+
+    def change(seed, chance):
+        path, body = seed
+        text = mutations["encode"](_short(mutations["json"](body, chance))).decode()
+        return path, text.encode(chance.choice(encodings))
+
+    fuzz(lambda case: send(case[0], case[1] if isinstance(case[1], bytes) else mutations["encode"](case[1])),
+         BODIES, change)
+
+
+FRAMED = [
+    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 4\r\n\r\nab\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+    b"4;a=b\r\na\r\nb\r\n1\r\nc\r\n0\r\nX: y\r\n\r\n",
+    b"GET http://localhost:8000/trace?since=1 HTTP/1.0\r\nAccept: */*\r\nX:\r\n\r\n",
+]
+LINES = [b"Content-Length: 4", b"Transfer-Encoding: chunked", b"Host: a", b" folded", b"X : y", b"", b"0",
+         b"2"]
+
+
+def test_a_request_is_the_same_however_it_is_cut(fuzz, mutations):
+    def change(seed, chance):
+        if chance.random() < 0.5:
+            return mutations["bytes"](seed, chance)
+        end = chance.choice([b"\r\n", b"\r\n", b"\n", b"\r"])
+        lines = seed.split(b"\r\n")
+        lines.insert(chance.randrange(len(lines) + 1), chance.choice(LINES))
+        at = chance.randrange(1, len(lines))
+        return b"\r\n".join(lines[:at]) + end + b"\r\n".join(lines[at:])
+
+    def read(raw):
+        whole = _framed([raw])
+        assert whole == _framed([raw[at:at + 1] for at in range(len(raw))]), raw
+        if isinstance(whole, int):
+            raise Refusal(f"status {whole}", next="ask for something else")
+
+    fuzz(read, FRAMED, change)
+
+
+def _framed(parts: list[bytes]) -> int | list[Any]:
+    """The first request that comes in these parts, with its body as far as it came, or why it is refused."""
+    reader, request, body, ended = RequestReader(), None, b"", False
+    try:
+        for part in parts:
+            reader.receive_data(part)
+            while not ended and (event := reader.next_event()) not in (h11.NEED_DATA, h11.PAUSED):
+                if isinstance(event, h11.Request):
+                    request = event
+                    framing = {b"content-length", b"transfer-encoding"} & {name for name, _ in event.headers}
+                    assert len(framing) < 2 and (event.http_version == b"1.1"
+                                                 or b"transfer-encoding" not in framing)
+                elif isinstance(event, h11.Data):
+                    body += event.data
+                else:
+                    ended = True
+    except h11.RemoteProtocolError as error:
+        return error.error_status_hint
+    return [request, body, ended]
 
 
 def _short(body: Any) -> Any:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
 from quantkit.kvspec import parse_kv
 from quantkit.ops import cpu_machine, cpu_weight
@@ -37,7 +38,7 @@ MODELS = ("qwen3 bf16", "qwen3 fp16", "qwen3 fp32", "odd bf16", "odd fp16", "odd
 """A family, a recipe if it is quantized, and the dtype."""
 BY_OPERATION = ("qwen3 int4-rtn fp32", "qwen3 w8a8 fp32", "qwen3 fp8 fp32", "mixtral bf16", "mixtral fp16",
                 "mixtral fp32", "mixtral int8 fp16", "qwen3_moe fp16", "gemma2 fp16", "gemma2 fp32",
-                "phi3 fp16", "phi3 fp32")
+                "phi3 fp16", "phi3 fp32", "qwen3 nvfp4-a4 bf16", "qwen3 mxfp4-a4 bf16")
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
@@ -150,6 +151,44 @@ def test_more_at_once_than_a_multiply_takes_as_decode(models):
     together = run(models["qwen3 bf16"], "int8", requests, max_batch=20)
     for i in (0, 7, 15, 16, 19):
         assert together[i] == run(models["qwen3 bf16"], "int8", [requests[i]])[0]
+
+
+@pytest.mark.parametrize("name", ["qwen3 nvfp4-a4 bf16", "qwen3 mxfp4-a4 bf16", "qwen3 fp16",
+                                  "qwen3 gguf-q4_0 bf16", "qwen3 gguf-q8_0 bf16", "qwen3 gguf-iq4_nl fp16"])
+def test_64_at_once_are_each_as_alone(models, name):
+    requests = [Request(i % 3, 2 + i % 9, i, Sampling(max_tokens=5, ignore_eos=True)) for i in range(64)]
+    together = run(models[name], "none", requests, max_batch=64)
+    for i in (0, 13, 31, 63):
+        assert together[i] == run(models[name], "none", [dataclasses.replace(requests[i], arrives=0)])[0]
+
+
+@pytest.mark.parametrize("kv", ["none", "int8"])
+def test_a_value_that_overflows_ends_its_request_alone(tmp_path, kv):
+    """Token 7 makes a value of 480,000 in the first layer; no other token does. A page of float16 lacks it,
+    one of int8 has scales in bfloat16."""
+    folder = tiny_model(tmp_path / "model", dtype="float16", tie_word_embeddings=False)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.embed_tokens.weight"][:, 0] = 0
+    tensors["model.embed_tokens.weight"][7] = torch.eye(64)[0]
+    tensors["model.layers.0.input_layernorm.weight"][0] = 1
+    tensors["model.layers.0.self_attn.v_proj.weight"][:, 0] = 6e4
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    loaded, sampling, errors = load(str(folder)), Sampling(max_tokens=6, ignore_eos=True), []
+    prompts = [[5, 9, 20 + i, 30] for i in range(5)]
+    alone = [generate(loaded, [prompt], sampling, kv=parse_kv(kv))[0].token_ids for prompt in prompts]
+    assert not any(7 in ids for ids in alone)
+    engine = Engine(loaded, kv=parse_kv(kv), max_batch=8)
+    good = [engine.submit(prompt, sampling) for prompt in prompts[:3]]
+    bad = engine.submit([5, 7, 9], sampling, on_error=errors.append)
+    good += [engine.submit(prompt, sampling) for prompt in prompts[3:]]
+    while engine.step():
+        pass
+    if kv == "none":
+        assert len(errors) == 1 and "not finite" in str(errors[0])
+    else:
+        exact = generate(load(str(folder), dtype="float32"), [[5, 7, 9]], sampling)[0]
+        assert not errors and bad.result.token_ids == exact.token_ids
+    assert [request.result.token_ids for request in good] == alone and engine.cache.allocated_bytes == 0
 
 
 @pytest.mark.parametrize("kv", KV)

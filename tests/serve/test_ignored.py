@@ -7,6 +7,7 @@ import pytest
 
 from quantkit.runtime.generate import generate
 from quantkit.runtime.sampler import Sampling
+from quantkit.serve.anthropic.request import CountRequest, MessagesRequest
 from quantkit.serve.ignored import MAX_HEADER, MAX_TOLD, Ignored, IgnoredLog, header
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
@@ -58,6 +59,11 @@ def test_what_claude_code_sends_is_answered(shared, prepared):
     assert len(prepared[-1][1][0].description) == 20_000
     assert ignored(shared.post(f"{MESSAGES}/count_tokens?beta=true", CLAUDE)) == names
     assert prepared[-1][0] == prepared[-2][0]
+
+
+def test_tokens_are_counted_of_all_that_is_answered():
+    assert MessagesRequest.model_fields.keys() - CountRequest.model_fields.keys() <= CountRequest.ignored
+    assert MessagesRequest.ignored <= CountRequest.ignored
 
 
 @pytest.mark.parametrize(("path", "body", "param"), [

@@ -1,5 +1,6 @@
 """Several models in one server: each request gets the one that it names."""
 
+import json
 import threading
 
 import pytest
@@ -97,3 +98,52 @@ def test_names_are_listed_up_to_a_bound():
 def test_models_that_cant_be(names):
     with pytest.raises(UsageError, match="no model" if not names else "same name"):
         ServedModels([Named(name) for name in names])
+
+
+CITY = {"type": "object", "properties": {"city": {"enum": ["Oslo", "Rome"]}}, "required": ["city"],
+        "additionalProperties": False}
+WEATHER = {"type": "function", "function": {"name": "weather", "description": "The weather in a city.",
+                                            "parameters": CITY}}
+
+
+def test_a_real_model_streams_calls_while_another_is_under_load(live, loaded, smollm2):
+    """What is streamed is what is answered whole, of either model, whoever else is asking."""
+    pytest.importorskip("llguidance", reason="structured output needs the extra 'structure'")
+    client = live(models={"real": load(smollm2), "tiny": loaded}, max_batch=4).openai()
+    asked = {"model": "real", "messages": [{"role": "user", "content": "What is the weather in Rome?"}],
+             "tools": [WEATHER], "tool_choice": "required", "parallel_tool_calls": False, "temperature": 0,
+             "max_tokens": 60}
+    plain = {"model": "tiny", "prompt": "the cat", "max_tokens": 80, "temperature": 0}
+    whole = client.chat.completions.create(**asked).choices[0]
+    text, streamed, texts, errors = client.completions.create(**plain).choices[0].text, [], [], []
+
+    def call():
+        name, arguments, ends = "", "", []
+        for chunk in client.chat.completions.create(**asked, stream=True):
+            (choice,) = chunk.choices
+            for part in choice.delta.tool_calls or []:
+                assert part.index == 0
+                name += part.function.name or ""
+                arguments += part.function.arguments or ""
+            ends += [choice.finish_reason] if choice.finish_reason else []
+        streamed.append((name, arguments, ends))
+
+    def complete():
+        texts.append("".join(chunk.choices[0].text
+                             for chunk in client.completions.create(**plain, stream=True)))
+
+    def asking(work):
+        try:
+            work()
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=asking, args=[work]) for work in (call, complete, complete) * 2]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    (made,) = whole.message.tool_calls
+    assert not errors and texts == [text] * 4
+    assert made.function.name == "weather" and json.loads(made.function.arguments)["city"] in ("Oslo", "Rome")
+    assert streamed == [("weather", made.function.arguments, ["tool_calls"])] * 2

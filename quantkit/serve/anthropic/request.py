@@ -16,7 +16,17 @@ from quantkit.serve.conversation import MAX_MESSAGES, MAX_TOOLS, Conversation
 from quantkit.serve.errors import RefusedValue
 from quantkit.serve.ignored import IGNORED
 from quantkit.serve.schema import JsonObject, LeftOutPart, RequestPart, String, kind_tag
-from quantkit.serve.settings import FITS, KV, CacheSalt, Priority, Stops, TokenLimit, TopK, sampling, token_limit
+from quantkit.serve.settings import (
+    FITS,
+    KV,
+    CacheSalt,
+    Priority,
+    Stops,
+    TokenLimit,
+    TopK,
+    sampling,
+    token_limit,
+)
 from quantkit.serve.template_options import Effort, TemplateOptions, ThinkingHint, check_options
 from quantkit.serve.tools import Description, ToolName, choose_tools
 from quantkit.structure.grammar import Structure
@@ -112,7 +122,7 @@ class CountRequest(RequestPart):
     an answer may have beside it is accepted."""
 
     ignored = COMMON | {"max_tokens", "temperature", "top_p", "top_k", "stop_sequences", "stream", "priority",
-                        "kv"}
+                        "kv", "cache_salt"}
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
         "container": (), "mcp_servers": ([],), "context_management": ()}
 

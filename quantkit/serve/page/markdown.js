@@ -63,14 +63,14 @@ class BlockView {
   update(block) {
     const before = this.block;
     if (block.type !== before.type || block.shell !== before.shell) return false;
-    if (block.source === before.source) return true;
+    if (block.source === before.source && block.open === before.open) return true;
     if (block.type === "code") return this.lengthen(block);
     if (!block.parts || !before.parts) return false;
     this.show(block);
     return true;
   }
 
-  // More of an open code block, which is coloured when it ends.
+  // More of an open code block, which is coloured when it or the text ends.
   lengthen(block) {
     const { code, open } = this.block;
     if (!open || !block.open || !block.code.startsWith(code)) return false;
@@ -92,7 +92,7 @@ function showBlocks(root, views, blocks) {
   for (const view of views.splice(blocks.length)) view.node.remove();
 }
 
-// Indents a line in spaces; code keeps its tabs. Returns it with the mark of the fence that it leaves open.
+// Indents a line in spaces; code keeps its tabs. Returns it, and the mark of the fence that it leaves open.
 function untabbed(line, fence) {
   const mark = fenceOf(line.trimStart())?.mark ?? "";
   const open = !fence ? mark : mark.startsWith(fence) ? "" : fence;
@@ -138,10 +138,12 @@ class MarkdownView {
       this.fence = fence;
     }
     const lines = [...this.lines, untabbed(this.text, this.fence)[0]], blocks = parseBlocks(lines);
+    if (complete && blocks.at(-1)?.open) blocks.at(-1).open = false;
     showBlocks(this.root, this.views, blocks);
     // the last line may become another kind of block and make the one before it the head of a table, so that
     // only blocks before these two are known to have ended
-    const finished = complete ? blocks.length : blocks.findLastIndex((block) => block.line < lines.length - 2);
+    const sure = blocks.findLastIndex((block) => block.line < lines.length - 2);
+    const finished = complete ? blocks.length : sure;
     if (finished <= 0) return;
     this.views.splice(0, finished);
     this.lines.splice(0, finished < blocks.length ? blocks[finished].line : lines.length);

@@ -91,7 +91,7 @@ class AssistantTurn {
     const details = this.node.querySelector("details");
     if (details && turn.content) details.open = false;
     if (turn.calls?.length) this.showCalls(turn.calls);
-    if (turn.ended && !turn.error && !turn.content && !turn.reasoning && !turn.calls?.length) {
+    if (turn.ended && !turn.error && !this.body.hasChildNodes() && !turn.reasoning && !turn.calls?.length) {
       this.body.append(element("p", "note", "empty answer"));
     }
     if (turn.error) this.node.insertBefore(element("div", "error", turn.error), this.footer);

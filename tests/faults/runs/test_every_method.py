@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+import json
+import shutil
+import time
+
 import pytest
 
 from quantkit.checkpoint import durable
 from quantkit.plugins import registry
+from quantkit.quantize import quantize
+from tests.faults.runs.conftest import Case
 
 
 @pytest.fixture
@@ -37,6 +44,48 @@ def test_no_method_and_no_format_is_left_out(every_case):
 @pytest.mark.sampled(4)
 def test_killed_at_some_points(case, run_of, killed_at):
     killed_at(run_of(case), run_of(case).points(1 if "calibration" in case.recipe else 2))
+
+
+RECOVERED = {"calibration": {"samples": 4, "length": 16}, "recover": {"name": "distill", "windows": 4},
+             "rules": [{"match": "lm_head", "optional": True},
+                       {"match": "*", "method": "rtn", "spec": {
+                           "bits": 2, "granularity": {"strategy": "group", "size": 32}}}]}
+
+
+@pytest.mark.parametrize("name", ["recovered", "int4-autoround", "int4-datafree"])
+def test_long_runs_killed_at_some_points(name, run_of, killed_at):
+    """A recovery keeps a state of its own, autoround takes steps, and datafree draws its tokens."""
+    run = run_of(Case(name, RECOVERED if name == "recovered" else name))
+    assert killed_at(run, run.points(3)) == 3
+
+
+def test_a_clock_that_jumps_changes_no_byte(run_of, killed_at, tmp_path, monkeypatch):
+    """Back a year in the middle of a run, and on by another between a kill and what follows."""
+    run = run_of(Case("int4-datafree", "int4-datafree"))
+    jumps, now = itertools.cycle((0, -3e7, 3e7)), time.time
+    assert run.reference
+    monkeypatch.setattr(time, "time", lambda: now() + next(jumps))
+    (tmp_path / "here").mkdir()
+    run.again(tmp_path / "here" / "out")
+    killed_at(run, run.points(1))
+
+
+def test_the_same_model_in_shards_makes_the_same_bytes(tiny, run_of, tmp_path):
+    """But for the record of its files."""
+    from safetensors.torch import load_file, save_file
+
+    sharded, tensors = shutil.copytree(tiny, tmp_path / "tiny"), load_file(tiny / "model.safetensors")
+    (sharded / "model.safetensors").unlink()
+    names = [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
+    where = {name: names[number % 3] for number, name in enumerate(tensors)}
+    for name in names:
+        save_file({key: tensors[key] for key in where if where[key] == name}, sharded / name,
+                  {"format": "pt"})
+    (sharded / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    run = run_of(Case("int4-rtn", "int4-rtn"))
+    files = run.bytes_of(quantize(str(sharded), "int4-rtn", tmp_path / "out").out)
+    differ = {name for name in files if files[name] != run.reference.get(name)}
+    assert files.keys() == run.reference.keys() and differ <= {"quantkit.json", "README.md"}
 
 
 @pytest.mark.slow

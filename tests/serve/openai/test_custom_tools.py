@@ -9,6 +9,7 @@ from quantkit.serve.errors import ApiError
 from quantkit.serve.models import ServedEngine
 from quantkit.serve.openai.response_tools import InputText, input_text
 from quantkit.structure.base import ToolCallDelta
+from quantkit.structure.grammar import CompiledStructure
 from tests.serve.openai.test_responses import events
 
 PATH = "/v1/responses"
@@ -30,7 +31,7 @@ def compiled(monkeypatch):
     """Structures that were to be compiled; none is."""
     seen = []
     monkeypatch.setattr(ServedEngine, "compile",
-                        lambda self, structure: seen.append(structure) or (lambda: None))
+                        lambda self, structure: seen.append(structure) or CompiledStructure(lambda: None))
     return seen
 
 

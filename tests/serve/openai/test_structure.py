@@ -1,6 +1,7 @@
 """Answers that must look like something do, in all three APIs, whatever a random model would write."""
 
 import json
+import re
 
 import pytest
 
@@ -159,3 +160,16 @@ def test_what_cant_be_compiled_is_refused(shared, body):
     answer = shared.post("/v1/chat/completions", {"messages": USER, "max_tokens": 5, **body})
     assert answer.status_code == 400 and answer.json()["error"]["code"] == "invalid_structure", answer.text
     assert shared.errors == []
+
+
+def test_a_custom_tools_input_is_of_its_grammar(shared):
+    for syntax, definition in (("lark", 'start: "a\\"\\n" /[0-9]/ b?\nb: "\\\\"'),
+                               ("regex", 'a"\\n[0-9]\\\\?')):
+        tool = {"type": "custom", "name": "edit", "format": {
+            "type": "grammar", "syntax": syntax, "definition": definition}}
+        answer = shared.post("/v1/responses", {
+            "input": "a", "max_output_tokens": 200, "tools": [tool],
+            "tool_choice": {"type": "custom", "name": "edit"}})
+        assert answer.status_code == 200 and "quantkit-ignored" not in answer.headers, answer.headers
+        (call,) = answer.json()["output"]
+        assert call["type"] == "custom_tool_call" and re.fullmatch(r'a"\n[0-9]\\?', call["input"])

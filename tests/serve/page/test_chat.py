@@ -196,14 +196,15 @@ def test_an_answer_that_breaks_off_is_an_error_and_can_go_on(shared, visit):
     assert answer.startswith("the dog") and len(answer) > len("the dog")
 
 
-def test_an_answer_without_text_says_so(shared, visit):
+@pytest.mark.parametrize("text", ["", "```python\n"], ids=["no text", "only a fence"])
+def test_an_answer_without_text_says_so(shared, visit, text):
     page = visit(shared.url)
-    event = '{"id": "a", "choices": [{"delta": {}, "finish_reason": "stop"}]}'
+    event = json.dumps({"id": "a", "choices": [{"delta": {"content": text}, "finish_reason": "length"}]})
     page.route("**/v1/chat/completions", lambda route: route.fulfill(
         body=f"data: {event}\n\ndata: [DONE]\n\n"))
     send(page, "the cat")
     expect(page.locator(".assistant .markdown")).to_have_text("empty answer")
-    assert texts(page, "assistant") == [""]
+    assert texts(page, "assistant") == [text]
 
 
 def test_keys_of_an_input_method_send_and_close_nothing(shared, visit):

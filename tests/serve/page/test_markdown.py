@@ -11,10 +11,10 @@ RENDER = """(text) => {
   return root.innerHTML;
 }"""
 STREAM = """([text, cuts]) => {
-  const shown = (text) => {
+  const shown = (text, complete) => {
     const root = element("div"), view = new MarkdownView(root);
-    view.push(text);
-    view.end();
+    view.text = text;
+    view.render(complete);
     return root.innerHTML;
   };
   const root = element("div"), view = new MarkdownView(root);
@@ -22,11 +22,11 @@ STREAM = """([text, cuts]) => {
   for (const cut of [...cuts, text.length]) {
     view.text += text.slice(start, cut);
     view.render(false);
-    if (root.innerHTML !== shown(text.slice(0, cut))) return text.slice(0, cut);
+    if (root.innerHTML !== shown(text.slice(0, cut), false)) return text.slice(0, cut);
     start = cut;
   }
   view.end();
-  return root.innerHTML === shown(text) || text;
+  return root.innerHTML === shown(text, true) || text;
 }"""
 CASES = {
     "# One\n## Two ##\ntext": "<h3>One</h3><h4>Two</h4><p>text</p>",
@@ -84,6 +84,7 @@ def test_code_has_its_language_colours_and_a_copy_button(page):
     assert '<span>python</span><button class="small" type="button" aria-live="polite">Copy</button>' in html
     assert ('<span class="code-keyword">def</span> f():\n\t<span class="code-keyword">return</span> '
             '<span class="code-string">\'a\'</span>  <span class="code-comment"># why</span>') in html
+    assert 'code-keyword">def<' in page.evaluate(RENDER, "text\n```python\ndef f"), "also where it was cut"
     assert "<span" not in page.evaluate(RENDER, "```brainfuck\nfor 1\n```").split("<pre")[1]
 
 
