@@ -6,8 +6,9 @@
 Point the client at port 8100 and use it; Ctrl-C ends the recording. ``tests/serve/clients/`` has such
 recordings, and ``tests/serve/test_clients.py`` posts them to a server.
 
-No text of a client is kept: a string that isn't a short identifier becomes ``~LENGTH``, and :func:`expand`
-makes a filler of the same length of it.
+Of a client's texts only the tool calls that it repeats and the regular expressions of its schemas are kept:
+look through a recording before you share it. Any other string that isn't a short identifier becomes
+``~LENGTH``, and :func:`expand` makes a filler of the same length of it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _KEPT_KEYS = {"type", "role", "model", "name", "namespace", "tool_choice", "effo
               "keep", "ttl", "scope", "syntax", "execution", "status", "phase", "include", "required", "enum",
               "const", "format", "$schema", "$ref", "default", "search_context_size", "id", "call_id",
               "tool_use_id", "tool_call_id", "mode"}
-_KEPT_TEXTS = {"pattern", "arguments", "input"}
+_KEPT_TEXTS = {"pattern", "arguments"}
 """Regular expressions, and calls that the client repeats from an earlier answer."""
 _KEPT_HEADERS = {"anthropic-version", "anthropic-beta", "user-agent", "content-type", "openai-beta"}
 _LARK = 'start: "*** Begin Patch" LF line+ "*** End Patch" LF?\nline: /[^*].*/ LF\n%import common.LF\n'
@@ -35,7 +36,9 @@ _LARK = 'start: "*** Begin Patch" LF line+ "*** End Patch" LF?\nline: /[^*].*/ L
 def reduce(value: Any, key: str = "") -> Any:
     """A request's body without its texts; objects keep their keys, lists their lengths."""
     if isinstance(value, dict):
-        return {name: reduce(item, name) for name, item in value.items()}
+        call = value.get("type") == "custom_tool_call"  # its arguments are called input, as prompts are
+        return {name: reduce(item, "arguments" if call and name == "input" else name)
+                for name, item in value.items()}
     if isinstance(value, list):
         return [reduce(item, key) for item in value]
     if not isinstance(value, str) or key in _KEPT_TEXTS:

@@ -25,6 +25,8 @@ PROSE = (".txt", ".md")
 SHARE = 1 << 18
 """Bytes of a file that are worth opening it for: more than titles and headers."""
 _BETWEEN = re.compile(r"\s*(?:,\s*)?")
+_LONGEST = 8
+"""Letters of JSON's longest word or escape."""
 _Row = Callable[[], Document | None]
 
 
@@ -222,15 +224,22 @@ def _values(data: bytes, all_of_it: bool) -> list[Any] | None:
     position = 1 if array else 0
     while True:
         position = _BETWEEN.match(text, position).end()  # type: ignore[union-attr]
-        if array and text[position:] == "]":
+        if array and position == len(text) - 1 and text[position] == "]":
             return values
         if position == len(text):
             return None if array and all_of_it else values
         try:
             value, position = decoder.raw_decode(text, position)
-        except (ValueError, RecursionError):  # it isn't JSON, or this is where reading ended
-            return values if values and not all_of_it else None
+        except (ValueError, RecursionError) as error:
+            return values if values and not all_of_it and _is_cut(error, text) else None
         values.append(value)
+
+
+def _is_cut(error: Exception, text: str) -> bool:
+    """Whether JSON is wrong only because reading ended within it: at a text, or at a word's or escape's
+    beginning."""
+    return isinstance(error, json.JSONDecodeError) and (
+        error.msg.startswith("Unterminated string") or error.pos >= len(text) - _LONGEST)
 
 
 def _parquet(file: DataFile, limit: int) -> Iterator[_Row]:

@@ -131,7 +131,8 @@ def command(source: str, recipe_name: str | None, budget: str | None, out: Path 
             if text is not None:
                 _print_recovery(plan, text)
             _print_sums(plan)
-            _print_time(plan, device)
+            if executor == "local":
+                _print_time(plan, device)
             click.echo(f"{'next':<14}{again} --out OUT")
         return
     assert out is not None

@@ -83,23 +83,26 @@ class LoadSample:
 
 
 def timed_quietly(run: Callable[[], Timed], spread: Callable[[Timed], float],
-                  threads: int) -> tuple[Timed, MachineLoad | None]:
+                  threads: int | None) -> tuple[Timed, MachineLoad | None]:
     """Time something; again while the machine is busy or the runs differ much, :data:`ROUNDS` times at most.
 
     Args:
         run: does it.
         spread: of what ``run`` returned: the range of its runs over their median.
-        threads: that it works with.
+        threads: that it works with; ``None``: it works on a GPU, whose speed hardly depends on what the
+            processors do beside it.
 
     Returns:
-        What was timed while the machine was least busy, and how busy it was; ``None``: that isn't known.
+        What was timed while the machine was least busy, and how busy it was; ``None``: that isn't known, or
+        doesn't matter.
     """
     best: tuple[float, Timed, MachineLoad | None] | None = None
     for _ in range(ROUNDS):
         before = LoadSample.now()
         result = run()
         after = LoadSample.now()
-        load = after.since(before, len(os.sched_getaffinity(0)), threads) if before and after else None
+        load = after.since(before, len(os.sched_getaffinity(0)), threads) if (
+            before and after and threads is not None) else None
         noise = max(load.worst if load else 0.0, spread(result) / MAX_SPREAD)
         if best is None or noise < best[0]:
             best = noise, result, load
@@ -120,7 +123,8 @@ def busy_reason(load: MachineLoad | None) -> str | None:
 
 
 def busy_now() -> str | None:
-    """A sentence for people if more programs want to run now than there are processors; ``None``: not so."""
+    """A sentence for people if programs kept three quarters of the processors busy in the last minute;
+    ``None``: they didn't, or it isn't known."""
     with suppress(OSError, ValueError, IndexError):
         load, processors = float(LOADAVG.read_text(encoding="ascii").split()[0]), os.cpu_count() or 1
         if load > 0.75 * processors:

@@ -43,15 +43,13 @@ def measure(request: dict[str, Any]) -> SpeedSweep:
         torch.set_num_threads(request["threads"])
     start = time.perf_counter()
     loaded = load_model(request["uri"], revision=request["revision"], dtype=request["dtype"],
-                  device=request["device"])
+                        device=request["device"])
     load_s = time.perf_counter() - start
     kv = parse_kv(request["kv"]) if request.get("kv") else loaded.kv
     ids = request["ids"]
     prompt = (ids * -(-settings.prefill // len(ids)))[:settings.prefill]
-    answers, load = timed_quietly(lambda: answer_speed(loaded, prompt, settings, kv),
-                                  _spread, torch.get_num_threads())
-    if loaded.model.device.type != "cpu":
-        load = None  # a GPU's speed hardly depends on what the processors do beside it
+    threads = torch.get_num_threads() if loaded.model.device.type == "cpu" else None
+    answers, load = timed_quietly(lambda: answer_speed(loaded, prompt, settings, kv), _spread, threads)
     memory = MemoryUse(weights=weights_in_memory(loaded), workspace=workspace_bytes(loaded),
                        steady=answers.resident, peak=peak_bytes())
     runner = DecodeRunner(loaded, ids, tokens=settings.decode, repeats=settings.repeats,

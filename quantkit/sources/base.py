@@ -168,10 +168,11 @@ def quantized_types(source: ModelSource, names: Collection[str] | None = None) -
     """The types of a file's quantized tensors, or of those called ``names``, the one with the most bytes
     first; none if there are none."""
     sizes: dict[str, int] = {}
+    infos = source.tensors()
     for name, tensor in stored_tensors(source).items():
         if tensor.type in PLAIN or (names is not None and name not in names):
             continue
-        if name in source.tensors() and len(source.tensors()[name].shape) > 1:
+        if name in infos and len(infos[name].shape) > 1:
             sizes[tensor.type] = sizes.get(tensor.type, 0) + tensor.nbytes
     return tuple(sorted(sizes, key=lambda kind: -sizes[kind]))
 

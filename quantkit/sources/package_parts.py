@@ -30,12 +30,12 @@ _CHUNK = 1 << 22
 
 @dataclass(frozen=True)
 class PartFile:
-    """A part of the file: where it lies, the package that holds it, and its sha256 as the package records it
-    (``None`` if it doesn't)."""
+    """A part of the file: where it lies, the package that holds it, and its sha256 as the package records it,
+    in base64 without padding (``None`` if it doesn't)."""
 
     path: Path
     package: Distribution
-    sha256: bytes | None
+    sha256: str | None
 
 
 def installed_parts(name: str) -> list[Distribution]:
@@ -91,7 +91,7 @@ def _part_files(name: str, parts: Sequence[Distribution]) -> tuple[str, list[Par
                 raise SourceError(f"{part.name} {part.version} has {file.name} twice, or names it in vain",
                                   next=again)
             stored = file.hash
-            places[key] = PartFile(path, part, base64.urlsafe_b64decode(f"{stored.value}==")
+            places[key] = PartFile(path, part, stored.value.rstrip("=")
                                    if stored is not None and stored.mode == "sha256" else None)
             offsets.add(number - index)
     files = sorted({file for file, _ in places})
@@ -150,7 +150,7 @@ def _join(files: Sequence[PartFile], target: Path) -> None:
                     while chunk := part.read(_CHUNK):
                         digest.update(chunk)
                         out.write(chunk)
-                if file.sha256 not in (None, digest.digest()):
+                if file.sha256 not in (None, base64.urlsafe_b64encode(digest.digest()).decode().rstrip("=")):
                     package = f"{file.package.name}=={file.package.version}"
                     raise SourceError(f"{file.path} is damaged", why=f"{package} records another sha256",
                                       next=f"pip install --no-deps --force-reinstall {package}")

@@ -95,6 +95,17 @@ def test_an_array_and_objects_over_several_lines(tmp_path, name, indent):
     assert "or is one JSON array of objects" in caught.value.next
 
 
+def test_what_is_broken_within_the_part_that_is_read_is_not_taken_for_its_end(tmp_path):
+    row = json.dumps({"text": "one"}, indent=2)
+    file = written(tmp_path / "a.jsonl", f"{row}\n{row}\n{{\n  broken\n}}\n" + f"{row}\n" * 50)
+    for limit in (200, PLENTY):
+        with pytest.raises(CalibrationError, match=r"a\.jsonl line 1 is not JSON"):
+            read_file(file, limit)
+    escaped = json.dumps([{"text": "one"}, {"text": "\N{SNOWMAN}"}])
+    for limit in range(len(escaped) - 20, len(escaped) - 3):
+        assert texts(read_file(written(tmp_path / "b.json", escaped), limit)) == ["one"], limit
+
+
 @pytest.mark.parametrize(("name", "content", "said"), [
     ("a.txt", b"", "is empty"), ("a.txt", b" \n ", "is empty"), ("a.txt", b"caf\xe9 noir", "is not UTF-8"),
     ("a.jsonl", b"", "is empty"), ("a.jsonl", b'{"text": ""}\n', "is empty"),

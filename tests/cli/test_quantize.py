@@ -34,6 +34,8 @@ def test_dry_run_ends_with_the_sums_and_the_next_command(cli, tiny):
     heads = [line[:14].strip() for line in lines if line[:1].strip()]
     assert heads[-7:] == ["calibration", "bits/weight", "size", "peak memory", "disk needed", "time", "next"]
     assert lines[-1] == f"next          quantkit quantize {tiny} --recipe int4-asym --out OUT"
+    cluster = cli("quantize", tiny, "--recipe", "int4-asym", "--dry-run", "--executor", "ray").stdout
+    assert "peak memory" in cluster and "on this CPU" not in cluster, "a cluster's speed isn't known"
 
 
 def test_dry_run_with_a_row_a_layer(cli, tiny):

@@ -47,6 +47,9 @@ def test_it_is_timed_again_until_it_is_quiet_and_no_more_than_three_times(monkey
     loads, runs = iter([BUSY] * 9), []
     assert timed_quietly(lambda: runs.append(1) or len(runs), lambda run: 0.0, 1) == (1, BUSY)
     assert len(runs) == machine_load.ROUNDS
+    loads, runs = iter([BUSY] * 9), []
+    assert timed_quietly(lambda: runs.append(1) or len(runs), lambda run: 0.0, None) == (1, None)
+    assert len(runs) == 1, "busy processors are no reason to time a GPU again"
     loads, runs = iter([QUIET] * 9), []
     assert timed_quietly(lambda: runs.append(1) or len(runs), lambda run: 1 / run, 1)[0] == 3, (
         "runs that differ much are a reason too; the least spread is taken")
