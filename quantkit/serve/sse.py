@@ -49,7 +49,8 @@ class EventStream(Response):
     """Server-sent events; https://html.spec.whatwg.org/multipage/server-sent-events.html.
 
     An error after the first byte can't have a status of its own: it is sent as an event. While nothing comes,
-    as when a long prompt is read or a call is written that is held back, clients are kept from giving up (:meth:`Reply.keep_alive`).
+    as when a long prompt is read or a call is written that is held back, clients are kept from giving up
+    (:meth:`Reply.keep_alive`).
 
     Args:
         reply: what is sent.
