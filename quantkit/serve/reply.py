@@ -61,7 +61,7 @@ class Reply(ABC):
         """The answer as it comes: events."""
 
     def keep_alive(self) -> dict[str, Any] | None:
-        """An event that says nothing, for clients that count events; ``None``: a comment will do."""
+        """An event without content, for clients that wait for events; ``None``: a comment is enough."""
         return None
 
     def error(self, error: ApiError) -> dict[str, Any]:

@@ -15,9 +15,10 @@ from quantkit.serve.reply import Reply
 from quantkit.serve.work import RequestWork
 
 T = TypeVar("T")
-DONE, COMMENT = b"data: [DONE]\n\n", b": the prompt is being read\n\n"
+DONE, COMMENT = b"data: [DONE]\n\n", b": keep-alive\n\n"
 QUIET_SECONDS = 15.0
-"""Time without an event after which clients are told that the answer is under way. Many give up after 300."""
+"""Time without an event after which clients are told that the answer is under way. Many give up after 300
+seconds."""
 _CLOSE = (",", ":")
 
 
@@ -48,7 +49,8 @@ class EventStream(Response):
     """Server-sent events; https://html.spec.whatwg.org/multipage/server-sent-events.html.
 
     An error after the first byte can't have a status of its own: it is sent as an event. While nothing comes,
-    as when a long prompt is read, clients are kept from giving up (:meth:`Reply.keep_alive`).
+    as when a long prompt is read or a call is written that is held back, clients are kept from giving up
+    (:meth:`Reply.keep_alive`).
 
     Args:
         reply: what is sent.
@@ -93,7 +95,6 @@ class EventStream(Response):
             pass
         finally:
             self._work.cancel()
-
 
     async def _keep_alive(self, send: Send) -> None:
         while True:

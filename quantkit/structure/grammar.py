@@ -253,6 +253,8 @@ class Compiler:
         for number, given in enumerate(schemas):
             if (self._format.name == "gemma" and given.tool) or isinstance(given.schema, bool):
                 continue
+            if time.monotonic() > until:
+                break
             try:
                 outcome = isolated.call("quantkit.structure.trial:widen", {"schema": given.schema},
                                         seconds=max(until - time.monotonic(), 0.1), memory=MEMORY)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
+from quantkit import isolated
 from quantkit.errors import UsageError
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.sampler import Sampling
@@ -20,6 +22,7 @@ from quantkit.structure.grammar import (
     MAX_SCHEMA,
     Structure,
 )
+from quantkit.structure.turns import Tool, TurnFormat
 
 
 def nested(depth):
@@ -130,3 +133,23 @@ def test_a_constraint_that_takes_too_long_fails_alone(tiny, compilers, monkeypat
         pass
     assert len(errors) == 1 and "too much work" in str(errors[0])
     assert len(other.result.token_ids) == 5
+
+
+def test_once_the_time_is_up_no_more_schemas_are_looked_at(compilers, monkeypatch):
+    now, asked, real = 0.0, [], isolated.call
+
+    def call(function, arguments, **limits):
+        nonlocal now
+        if "structure.trial" not in function:  # of the tokenizer's template
+            return real(function, arguments, **limits)
+        now += 2
+        asked.append(function.rpartition(":")[2])
+        return {"error": "refused", "faults": [], "schema": arguments.get("schema")}
+
+    compiler = compilers("real", TurnFormat("hermes"))
+    monkeypatch.setattr("quantkit.isolated.call", call)
+    monkeypatch.setattr("quantkit.structure.grammar.time", SimpleNamespace(monotonic=lambda: now))
+    tools = tuple(Tool(f"tool{number}", "", {"type": "object"}) for number in range(9))
+    with pytest.raises(UsageError, match="refused"):
+        compiler.compile(Structure(tools=tools, tool_choice="required"))
+    assert asked == ["trial", "widen"]

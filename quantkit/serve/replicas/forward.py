@@ -39,16 +39,18 @@ SECRET_HEADERS = {b"authorization", b"cookie", b"proxy-authorization", b"x-api-k
 """Headers for the server alone, which has checked them."""
 PATIENCE = 60.0
 """Seconds that a request waits for a replica while none runs."""
-PREAMBLE = tuple(f"event: {name}\n".encode()
-                 for name in ("message_start", "response.created", "response.in_progress"))
-"""How the events begin that a stream has before its first token."""
+PREAMBLE = frozenset(f"event: {name}".encode()
+                     for name in ("message_start", "response.created", "response.in_progress"))
+"""First lines of the events that a stream has before its first token, each of them once."""
 
 
 class Forwarder:
     """An ASGI application whose answers are those of replicas.
 
     A request whose replica ends before a token of the answer was sent is given to another one. After that a
-    stream ends with an error event.
+    stream ends with an error event. So it does after the first sign that a long prompt is still being read
+    (:data:`~quantkit.serve.sse.QUIET_SECONDS`): clients that heard nothing would give up, and what one of
+    them got can't be taken back.
 
     Args:
         replicas: answer.
@@ -165,7 +167,7 @@ class Forwarder:
 
 
 class _AnswerStream:
-    """One attempt to answer: holds back what comes before the first token.
+    """One attempt to answer: holds back what comes before the first token or the first keep-alive.
 
     Attributes:
         begun: whether the client got a part of the answer.
@@ -174,14 +176,17 @@ class _AnswerStream:
     def __init__(self, path: str, send: Send) -> None:
         self._path, self._send = path, send
         self._waiting: list[Message] = []
+        self._preamble = set(PREAMBLE)  # that didn't come yet
         self._events = 0
         self.begun = False
 
     async def send(self, message: Message) -> None:
         body = message.get("body", b"")
         self._events += bool(body)  # a message of a stream is an event
-        if not self.begun and (message["type"] == "http.response.start" or body.startswith(PREAMBLE)):
+        first_line = body.partition(b"\n")[0]
+        if not self.begun and (message["type"] == "http.response.start" or first_line in self._preamble):
             self._waiting.append(message)
+            self._preamble.discard(first_line)
             return
         self.begun = True
         for earlier in self._waiting:

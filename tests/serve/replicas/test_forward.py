@@ -93,6 +93,19 @@ def test_before_a_token_another_replica_answers_and_nobody_notices(path, preambl
         "event: text\ndata: good\n\n"
 
 
+@pytest.mark.parametrize(("path", "preamble", "alive"), [
+    (CHAT, "", ": keep-alive\n\n"),
+    (MESSAGES, "event: message_start\ndata: {}\n\n", "event: ping\ndata: {}\n\n"),
+    (RESPONSES, "event: response.created\ndata: {}\n\nevent: response.in_progress\ndata: {}\n\n",
+     "event: response.in_progress\ndata: {}\n\n")])
+def test_a_keep_alive_comes_at_once_and_after_it_no_other_replica_answers(path, preamble, alive):
+    start = [event(f"{text}\n\n") for text in preamble.split("\n\n") if text]
+    replicas = Scripted([[START, *start], [event(alive)], LOST], [[START, END]])
+    answer = ask(replicas, path, **BODY)
+    assert answer.text.startswith(preamble + alive) and "has ended" in answer.text
+    assert len(replicas.requests) == 1
+
+
 @pytest.mark.parametrize(("path", "last"), [
     (CHAT, 'data: {"error":{"message":"the replica that was answering has ended; send the request again",'
            '"type":"server_error","param":null,"code":"replica_lost"}}\n\ndata: [DONE]\n\n'),
