@@ -162,7 +162,8 @@ def test_rows_that_can_not_be_used_are_counted_or_refused(files, tmp_path):
     assert report.unusable_first == "rows.jsonl line 1 is of no known form: its keys: 'messages'"
     assert "3 rows left out: they can't be used" in report.lines()
     (warning,) = report.row_warnings()
-    assert warning.startswith("3 rows are left out of ") and "--strict" in warning and "rows.jsonl line 1" in warning
+    assert warning.startswith("3 rows are left out of ")
+    assert "--strict" in warning and "rows.jsonl line 1" in warning
     spec = CalibrationSpec(text=str(path), windows=4, window=32)
     with pytest.raises(CalibrationError, match=r"rows\.jsonl line 1 is of no known form"):
         load_calibration(spec, Tokenizer(files, {}), VOCAB, 64, strict=True)
