@@ -10,6 +10,7 @@ import dis
 import importlib
 import inspect
 import re
+import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -310,15 +311,21 @@ def load_target(target: object, whose: str, plugin: str = "") -> Any:
 
 def is_ctrl_c(error: BaseException) -> bool:
     """Whether somebody pressed Ctrl-C. A stranger's code may raise KeyboardInterrupt itself; the innermost
-    frame has then stopped at a ``raise``, where no signal is ever handled."""
+    frame has then stopped at a ``raise``, where no signal is ever handled. The standard library's own raise
+    is an answer to the signal: that of ``asyncio.run``."""
     following: BaseException | None = error
-    while following is not None:
+    seen: list[BaseException] = []  # a stranger can also make a circle of causes
+    while following is not None and not any(following is other for other in seen):
         if isinstance(following, KeyboardInterrupt):
             place = following.__traceback__
             while place is not None and place.tb_next is not None:
                 place = place.tb_next
             if place is None or place.tb_frame.f_code.co_code[place.tb_lasti] != _RAISE:
                 return True
+            module = str(place.tb_frame.f_globals.get("__name__"))
+            if module.partition(".")[0] in sys.stdlib_module_names:
+                return True
+        seen.append(following)
         following = following.__cause__ or following.__context__
     return False
 

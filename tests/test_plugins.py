@@ -1,5 +1,6 @@
 """The rules that plugins live by, each with a plugin that breaks it."""
 
+import asyncio
 import signal
 import subprocess
 import sys
@@ -292,6 +293,27 @@ def test_an_interrupt_in_an_observer_is_the_users(manager):
         manager.notify("on_run_finished", kind="quantize", summary={})
 
 
+def test_an_interrupt_while_an_observer_runs_an_event_loop_is_the_users(manager):
+    async def interrupted():
+        signal.raise_signal(signal.SIGINT)
+        await asyncio.sleep(60)
+
+    manager.add(plugin(on_run_finished=lambda kind: asyncio.run(interrupted())), "dist-mine")
+    with pytest.raises(KeyboardInterrupt):
+        manager.notify("on_run_finished", kind="quantize", summary={})
+
+
+def test_causes_in_a_circle_come_to_an_end(manager):
+    def on_run_finished(kind):
+        error = ValueError("circle")
+        error.__cause__ = error
+        raise error
+
+    manager.add(plugin(on_run_finished=on_run_finished), "dist-mine")
+    with pytest.warns(UserWarning, match="circle"):
+        manager.notify("on_run_finished", kind="quantize", summary={})
+
+
 def test_a_plugin_that_raises_what_has_no_text_costs_one_warning(installed):
     installed(odd=Unprintable())
     with pytest.warns(UserWarning, match="'odd' of dist-odd 1.2 was left out: Unprintable"):
@@ -373,4 +395,5 @@ def test_help_imports_no_command():
             "try:\n    main(['--help'])\nexcept SystemExit:\n    pass\n"
             "print(sorted(m for m in sys.modules if m.startswith('quantkit.cli.')))")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.stdout.splitlines()[-1] == "['quantkit.cli.main', 'quantkit.cli.present']"
+    modules = [f"quantkit.cli.{name}" for name in ("main", "panels", "present")]
+    assert done.stdout.splitlines()[-1] == str(modules)

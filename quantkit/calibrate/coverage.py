@@ -120,9 +120,9 @@ class Coverage(Frozen):
 
     def row_warnings(self) -> list[str]:
         """That rows can't be used, a sentence."""
-        rows = "1 row" if self.unusable == 1 else f"{self.unusable:,} rows"
-        return [f"{rows} of the calibration data can't be used and left out (--strict makes that an error); "
-                f"the first: {self.unusable_first}"] if self.unusable else []
+        rows = "1 row is" if self.unusable == 1 else f"{self.unusable:,} rows are"
+        return [f"{rows} left out of the calibration data, where --strict would stop; the first: "
+                f"{self.unusable_first}"] if self.unusable else []
 
     def overlap_warnings(self, kind: str) -> list[str]:
         """What windows of this kind share with texts that models are evaluated on, a sentence each."""

@@ -7,6 +7,7 @@ import time
 import torch
 
 from quantkit.planning.plan import Plan
+from quantkit.transforms import awq
 
 PROBE = 512
 """Rows and columns of the product that is timed."""
@@ -16,8 +17,12 @@ tokens adds. Measured, as the constants below, on SmolLM2-135M and on two layers
 EPYC with AVX2 on 27 November 2026: twelve recipes took 0.7 to 1.7 times what they give."""
 SOLVED = 7.0
 """Products of a weight with its Hessian that solving it is as long as."""
+SEARCHED = 42
+"""Scales that awq tries for a layer, each a product of some rows with the Hessian."""
 TRELLIS, ROUNDED = 7e4, 1e3
 """Operations a weight of searching a trellis, and of rounding, packing, writing and rereading."""
+KNOWN_TRANSFORMS = {"awq", "rotate", "smoothquant"}
+"""All but awq take no time to speak of."""
 RANGE = (0.6, 2.0)
 """What an estimate is multiplied by for its ends."""
 
@@ -41,11 +46,12 @@ def expected_seconds(plan: Plan, rate: float) -> tuple[float, float] | None:
         rate: operations a second, of :func:`operations`.
 
     Returns:
-        ``None`` where nothing is known: a plugin's method, learned rounding, a recovery, or text that the
-        model writes first.
+        ``None`` where nothing is known: a plugin's method or transform, learned rounding, a recovery, or text
+        that the model writes first.
     """
-    spec = plan.calibration
-    if plan.recipe.recover is not None or (spec is not None and spec.text == "self"):
+    spec, transforms = plan.calibration, {transform.name for transform in plan.recipe.transforms}
+    if plan.recipe.recover is not None or (spec is not None and spec.text == "self") or (
+            not transforms <= KNOWN_TRANSFORMS):
         return None
     total = 0.0
     for row in plan.rows:
@@ -57,6 +63,8 @@ def expected_seconds(plan: Plan, rate: float) -> tuple[float, float] | None:
         total += ROUNDED * weights
         if row.method == "gptq" and row.name in plan.measured:
             total += 2 * SOLVED * weights * row.shape[1]
+        if "awq" in transforms and row.layer is not None and row.name in plan.measured:
+            total += 2 * SEARCHED * min(awq.ROWS, row.shape[0]) * row.shape[1] ** 2
         if row.spec is not None and row.spec.kind == "trellis":
             total += TRELLIS * weights
     if spec is not None:

@@ -178,11 +178,11 @@ def _ratio(before: int | None, after: int | None) -> float | None:
 def _alone(result: EvalResult) -> str:
     row, parts = result.rows[0], [megabytes(result.rows[0].file_bytes)]
     for timed in (False, True):
-        found = next(((key, info) for key, info in result.measured.items()
+        metric = next(((key, info) for key, info in result.measured.items()
                       if info.per != PER_ITEM and (info.per == PER_RUN) == timed), None)
-        if found and (interval := row.metrics.get(found[0])) is not None and interval.value != 0:
-            title, unit = head(found[1])
-            parts.append(f"{title} {shown(interval, found[1])[0]} {unit}".rstrip())
+        if metric and (interval := row.metrics.get(metric[0])) is not None and interval.value != 0:
+            title, unit = head(metric[1])
+            parts.append(f"{title} {shown(interval, metric[1])[0]} {unit}".rstrip())
     return ", ".join(parts)
 
 
@@ -212,6 +212,6 @@ def _best(rows: Sequence[ModelResult]) -> list[ModelResult]:
     for value in (lambda row: row.memory_bytes,
                   lambda row: -row.metrics[SPEED].value if SPEED in row.metrics else None,
                   lambda row: row.metrics[KL.name].value if KL.name in row.metrics else None):
-        known = [(found, index) for index, row in enumerate(rows) if (found := value(row)) is not None]
+        known = [(amount, index) for index, row in enumerate(rows) if (amount := value(row)) is not None]
         best += [rows[min(known)[1]]] if known else []
     return [row for row in rows if any(row is other for other in best)]

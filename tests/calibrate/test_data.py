@@ -143,11 +143,11 @@ def test_calls_and_tools_are_written_by_the_template(files, tmp_path):
     """By one that knows tools as it writes them; by another as a server asks a model without tools."""
     path = jsonl(tmp_path / "tools.jsonl", *map(with_calls, range(30)))
     knows = {**files, "chat_template.jinja": QWEN.encode()}
-    row = Tokenizer(files, {}).decode(load(knows, path, length=512).tokens[0].tolist())
+    row = Tokenizer(files, {}).decode(load(knows, path, window=512).tokens[0].tolist())
     written = ('<tool_call>\n{"name": "weather", "arguments": {"city": "Bergen"}}\n</tool_call>',
                "<tool_response>\n7 degrees\n</tool_response>", json.dumps(WEATHER))
     assert all(part in row for part in written)
-    row = Tokenizer(files, {}).decode(load(files, path, length=512).tokens[0].tolist())
+    row = Tokenizer(files, {}).decode(load(files, path, window=512).tokens[0].tolist())
     assert '{"name": "weather", "arguments": {"city": "Bergen"}}' in row
     assert "Result of weather:\n7 degrees" in row and "You can call these functions:" in row
 
@@ -156,14 +156,15 @@ def test_rows_that_can_not_be_used_are_counted_or_refused(files, tmp_path):
     half = with_calls(40, city="Os\ud800lo")  # json.dumps writes the escape
     path = jsonl(tmp_path / "rows.jsonl", {"messages": None}, *map(with_calls, range(20)), {"text": None},
                  half)
-    found = load(files, path, samples=16)
+    found = load(files, path, windows=16)
     report = found.coverage
     assert (report.documents, report.chats, report.left_out, report.unusable) == (20, 20, 0, 3)
     assert report.unusable_first == "rows.jsonl line 1 is of no known form: its keys: 'messages'"
     assert "3 rows left out: they can't be used" in report.lines()
     (warning,) = report.row_warnings()
-    assert warning.startswith("3 rows of ") and "--strict" in warning and "rows.jsonl line 1" in warning
-    spec = CalibrationSpec(text=str(path), samples=4, length=32)
+    assert warning.startswith("3 rows are left out of ")
+    assert "--strict" in warning and "rows.jsonl line 1" in warning
+    spec = CalibrationSpec(text=str(path), windows=4, window=32)
     with pytest.raises(CalibrationError, match=r"rows\.jsonl line 1 is of no known form"):
         load_calibration(spec, Tokenizer(files, {}), VOCAB, 64, strict=True)
 
@@ -173,7 +174,7 @@ def test_a_call_can_not_write_special_tokens(files, tmp_path):
            with_calls(41, tools=[{"name": "x", "description": "<|im_end|>"}])]
     path = jsonl(tmp_path / "tools.jsonl", *map(with_calls, range(20)), *bad)
     path.write_text(path.read_text().replace("<|im_end|>", "<\\u007cim_end|>"), encoding="utf-8")
-    assert load(files, path, samples=16).coverage.left_out == 2
+    assert load(files, path, windows=16).coverage.left_out == 2
 
 
 def test_a_model_without_a_template_and_a_template_that_refuses(files, tmp_path):

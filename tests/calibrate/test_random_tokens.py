@@ -68,7 +68,7 @@ def test_what_is_drawn_for_a_model(model: str) -> None:
     assert data.origins[2] == "random, window 2"
     assert not set(data.tokens.unique().tolist()) & set(tokenizer.added_tokens.values())
     with pytest.raises(CalibrationError, match="longer than the model's context"):
-        prepare(RANDOM.model_copy(update={"length": 1 << 20}), source, 0)
+        prepare(RANDOM.model_copy(update={"window": 1 << 20}), source, 0)
 
 
 def test_hessians_keep_their_diagonals_and_a_part_of_the_rest() -> None:

@@ -2,6 +2,7 @@
 
 import pytest
 
+from quantkit.planning import duration
 from quantkit.planning.duration import expected_seconds, operations
 from quantkit.planning.plan import make_plan
 from quantkit.recipe import Recipe, load_recipe
@@ -33,12 +34,22 @@ def test_it_follows_layers_tokens_and_the_machine():
     assert expected_seconds(plan("trellis4"), 1e11)[0] > low
 
 
+def test_the_scales_that_awq_tries_take_time():
+    with_awq, without = load_recipe("int4-awq"), load_recipe("int4-awq").model_copy(update={"transforms": ()})
+    assert expected_seconds(plan(with_awq), 1e11)[0] > 1.2 * expected_seconds(plan(without), 1e11)[0] > 0
+
+
 @pytest.mark.parametrize("change", [
     {"calibration": {"text": "self"}}, {"rules": [{"match": "*", "method": "autoround", "spec": {
         "bits": 4, "granularity": {"strategy": "group", "size": 64}}}]}])
 def test_nothing_is_said_of_what_was_not_measured(change):
     recipe = Recipe.model_validate(load_recipe("int4").snapshot() | change, strict=False)
     assert expected_seconds(plan(recipe), 1e11) is None
+
+
+def test_nothing_is_said_of_another_transform(monkeypatch):
+    monkeypatch.setattr(duration, "KNOWN_TRANSFORMS", {"rotate"})
+    assert expected_seconds(plan("int4-awq"), 1e11) is None
 
 
 def test_the_machine_is_measured():

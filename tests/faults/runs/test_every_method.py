@@ -46,7 +46,7 @@ def test_killed_at_some_points(case, run_of, killed_at):
     killed_at(run_of(case), run_of(case).points(1 if "calibration" in case.recipe else 2))
 
 
-RECOVERED = {"calibration": {"samples": 4, "length": 16}, "recover": {"name": "distill", "windows": 4},
+RECOVERED = {"calibration": {"windows": 4, "window": 16}, "recover": {"name": "distill", "windows": 4},
              "rules": [{"match": "lm_head", "optional": True},
                        {"match": "*", "method": "rtn", "spec": {
                            "bits": 2, "granularity": {"strategy": "group", "size": 32}}}]}
