@@ -166,7 +166,7 @@ def _framed(parts: list[bytes]) -> int | list[Any]:
                 if isinstance(event, h11.Request):
                     request = event
                     framing = {b"content-length", b"transfer-encoding"} & {name for name, _ in event.headers}
-                    assert len(framing) < 2 and (event.http_version == b"1.1"
+                    assert len(framing) < 2 and (event.http_version >= b"1.1"
                                                  or b"transfer-encoding" not in framing)
                 elif isinstance(event, h11.Data):
                     body += event.data
