@@ -27,7 +27,7 @@ def url(tmp_path_factory, request):
     folder = tiny_model(tmp_path_factory.mktemp("models") / "tiny", dtype="float32",
                         max_position_embeddings=CONTEXT)
     template = folder.parent / "template.jinja"
-    template.write_text(CHAT_TEMPLATE + "{# enable_thinking, reasoning_effort #}")
+    template.write_text(CHAT_TEMPLATE + "{% if enable_thinking and reasoning_effort %}{% endif %}")
     command = [sys.executable, "-m", "quantkit.cli.main", "serve-local", str(folder), "--port", "0", "--json",
                "--chat-template", str(template), *request.param]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
