@@ -58,11 +58,12 @@ def thinking_options(template: str, thinks: bool, hints: Iterable[ThinkingHint])
         ApiError: something can't be done, and the server is strict.
     """
     options: dict[str, Any] = {}
-    switches = [name for name in ("enable_thinking", "thinking") if re.search(rf"\b{name}\b", template)][:1]
+    variables = _variables(template)
+    switches = [name for name in ("enable_thinking", "thinking") if name in variables][:1]
     for hint in hints:
         off = hint.value in (False, "none", "minimal")
         found: dict[str, Any] = {}
-        if isinstance(hint.value, str) and "reasoning_effort" in template:
+        if isinstance(hint.value, str) and "reasoning_effort" in variables:
             found["reasoning_effort"] = "low" if off else hint.value
         if off or hint.value is True:
             found |= dict.fromkeys(switches, not off)
@@ -71,3 +72,12 @@ def thinking_options(template: str, thinks: bool, hints: Iterable[ThinkingHint])
             leave_out(hint.param, "the chat template has no such setting")
         options = {**found, **options}
     return options
+
+
+def _variables(template: str) -> set[str]:
+    """Names in a template's code, except attributes (``message.thinking``) and words in its texts."""
+    code = " ".join(re.findall(r"\{[%{](.*?)[%}]\}", template, re.DOTALL))
+    return set(re.findall(r"(?<![.\w])[A-Za-z_]\w*", _TEXT.sub("''", code)))
+
+
+_TEXT = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""", re.DOTALL)

@@ -9,6 +9,7 @@ from quantkit.runtime.generate import generate
 from quantkit.runtime.sampler import Sampling
 from quantkit.serve.anthropic.request import CountRequest, MessagesRequest
 from quantkit.serve.ignored import MAX_HEADER, MAX_TOLD, Ignored, IgnoredLog, header
+from quantkit.serve.template_options import ThinkingHint, thinking_options
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 USER = [{"role": "user", "content": "hi"}]
@@ -138,6 +139,16 @@ def test_reasoning_is_switched_where_the_template_can(shared, prepared, monkeypa
     monkeypatch.setattr(type(shared.loaded.tokenizer), "template_text", "{% if enable_thinking %}<think>")
     assert ignored(shared.post(CHAT, {"messages": USER, "max_tokens": 1, **hint})) == names
     assert prepared[-1][2] == options
+
+
+@pytest.mark.parametrize("template", [
+    "Is it thinking? {{ 'It is thinking.' }}",
+    "{% if message.thinking %}{{ message['thinking'] }}{% endif %}",
+    '{{ "a \\" thinking" }}', "{# enable_thinking #}"])
+def test_a_template_that_has_only_the_word_has_no_switch(template):
+    assert thinking_options(template, False, [ThinkingHint("think", True, wish=True)]) == {}
+    assert thinking_options(template + "{%- if not thinking is defined %}{% endif -%}", False, [
+        ThinkingHint("think", True)]) == {"thinking": True}
 
 
 def test_how_much_a_model_reasons(shared, prepared, monkeypatch):

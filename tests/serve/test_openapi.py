@@ -10,7 +10,7 @@ import pytest
 
 from quantkit.runtime.sampler import MAX_TOKENS
 from quantkit.serve.openai.answers import ChatChunk, TextChunk
-from quantkit.testing import tiny_model
+from quantkit.testing import CHAT_TEMPLATE, tiny_model
 
 CONTEXT = 8192
 
@@ -23,11 +23,13 @@ def described(shared):
 
 @pytest.fixture(scope="module", params=[[], ["--strict-requests"]], ids=["lenient", "strict"])
 def url(tmp_path_factory, request):
-    """A server in a process of its own."""
+    """A server in a process of its own. What a request may say of reasoning, its chat template knows."""
     folder = tiny_model(tmp_path_factory.mktemp("models") / "tiny", dtype="float32",
                         max_position_embeddings=CONTEXT)
+    template = folder.parent / "template.jinja"
+    template.write_text(CHAT_TEMPLATE + "{% if enable_thinking and reasoning_effort %}{% endif %}")
     command = [sys.executable, "-m", "quantkit.cli.main", "serve-local", str(folder), "--port", "0", "--json",
-               *request.param]
+               "--chat-template", str(template), *request.param]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
         yield json.loads(child.stdout.readline())["url"]
         child.terminate()
