@@ -65,27 +65,27 @@ class Ignored:
         Args:
             body: the parsed request that the objects are part of.
         """
-        found = [*self._found(body), *self._others]
+        paths = [*self._paths(body), *self._others]
         kinds: dict[str, list[str]] = {}
-        for name in found:
+        for name in paths:
             kinds.setdefault(_INDEX.sub("[*]", name), []).append(name)
         return [names[0] if len(names) == 1 else kind for kind, names in kinds.items()]
 
-    def _found(self, body: Any) -> list[str]:
-        found: list[str] = []
+    def _paths(self, body: Any) -> list[str]:
+        paths: list[str] = []
         waiting: list[tuple[Any, str]] = [(body, "")] if self._keys or self._parts else []
         while waiting:
             item, path = waiting.pop()
             if id(item) in self._parts:
-                found.append(f"{path} ({safe(self._parts[id(item)])})")
+                paths.append(f"{path} ({safe(self._parts[id(item)])})")
                 continue
-            found += [_joined(path, name) for name in self._keys.get(id(item), ())]
+            paths += [_joined(path, name) for name in self._keys.get(id(item), ())]
             inside = ([(value, _joined(path, name)) for name, value in item.items()
                        if isinstance(value, dict | list)] if isinstance(item, dict) else
                       [(value, f"{path}[{index}]") for index, value in enumerate(item)
                        if isinstance(value, dict | list)])
             waiting += reversed(inside)
-        return found
+        return paths
 
 
 _OUTSIDE = Ignored(strict=True)

@@ -136,8 +136,8 @@ def _limit(parts: dict[str, Any], models: ServedModels) -> None:
     for part in parts.values():
         properties = part.get("properties", {})
         if "model" in properties and not {"object", "role"} & properties.keys():
-            one = len(models) == 1 and not models.strict_requests  # which answers to any name
-            _texts(properties["model"]).update({"examples": models.names} if one else {"enum": models.names})
+            any_name = len(models) == 1 and not models.strict_requests  # which answers to any name
+            _texts(properties["model"]).update({"examples": models.names} if any_name else {"enum": models.names})
             for field in LIMITS & properties.keys() if models.strict_requests else ():
                 for option in properties[field].get("anyOf", [properties[field]]):
                     if option.get("type") == "integer":

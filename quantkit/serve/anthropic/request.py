@@ -51,14 +51,14 @@ class ToolParam(RequestPart):
         return Tool(self.name, self.description or "", self.input_schema, self.strict)
 
 
-class OtherTool(LeftOutPart):
+class AnthropicTool(LeftOutPart):
     """A tool whose schema only Anthropic's models know, or that another server runs itself."""
 
     supported = ("custom",)
 
 
 def _kind(tool: Any) -> str:
-    return kind_tag(tool, OtherTool.supported, "custom")
+    return kind_tag(tool, AnthropicTool.supported, "custom")
 
 
 class AutoChoice(RequestPart):
@@ -130,7 +130,7 @@ class CountRequest(RequestPart):
     messages: Annotated[list[MessageParam], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     system: Text | None = None
     tools: Annotated[list[Annotated[
-        Annotated[ToolParam, Tag("custom[]")] | Annotated[OtherTool, Tag("other[]")], Discriminator(_kind)]],
+        Annotated[ToolParam, Tag("custom[]")] | Annotated[AnthropicTool, Tag("other[]")], Discriminator(_kind)]],
         Field(max_length=MAX_TOOLS, fail_fast=True)] = Field(default_factory=list)
     tool_choice: Annotated[AutoChoice | NamedChoice | NoChoice, Field(discriminator="type")] | None = None
     thinking: Annotated[ThinkingOn | ThinkingOff, Field(discriminator="type")] | None = Field(

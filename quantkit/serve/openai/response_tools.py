@@ -137,19 +137,19 @@ class NamespaceTool(RequestPart):
         Field(max_length=MAX_TOOLS, fail_fast=True)]
 
 
-class OtherTool(LeftOutPart):
+class OtherResponseTool(LeftOutPart):
     """The same outside of a namespace: ``web_search``, ``image_generation``, ``local_shell``, …"""
 
     supported = ("function", "custom", "namespace")
 
 
 def _kind(tool: Any) -> str:
-    return kind_tag(tool, OtherTool.supported)
+    return kind_tag(tool, OtherResponseTool.supported)
 
 
 AnyTool = Annotated[
     Annotated[ResponseTool, Tag("function[]")] | Annotated[CustomTool, Tag("custom[]")]
-    | Annotated[NamespaceTool, Tag("namespace[]")] | Annotated[OtherTool, Tag("other[]")],
+    | Annotated[NamespaceTool, Tag("namespace[]")] | Annotated[OtherResponseTool, Tag("other[]")],
     Discriminator(_kind)]
 ResponseTools = Annotated[list[AnyTool], Field(max_length=MAX_TOOLS, fail_fast=True)]
 
@@ -161,7 +161,7 @@ def seen_name(name: str, namespace: str | None) -> str:
     return f"{namespace}{'' if namespace.endswith('_') else '__'}{name}"
 
 
-def client_tools(tools: Sequence[ResponseTool | CustomTool | NamespaceTool | OtherTool],
+def client_tools(tools: Sequence[ResponseTool | CustomTool | NamespaceTool | OtherResponseTool],
                  place: str) -> Iterator[ClientTool]:
     """All that the model may call, those of namespaces among them. ``place``: where the request has them."""
     for number, tool in enumerate(tools):
@@ -169,16 +169,16 @@ def client_tools(tools: Sequence[ResponseTool | CustomTool | NamespaceTool | Oth
             for index, inner in enumerate(tool.tools):
                 if not isinstance(inner, OtherNamespaceTool):
                     yield inner.client_tool(f"{place}[{number}].tools[{index}]", tool.name)
-        elif not isinstance(tool, OtherTool):
+        elif not isinstance(tool, OtherResponseTool):
             yield tool.client_tool(f"{place}[{number}]")
 
 
-def given_tools(tools: Sequence[ResponseTool | CustomTool | NamespaceTool | OtherTool]) \
+def given_tools(tools: Sequence[ResponseTool | CustomTool | NamespaceTool | OtherResponseTool]) \
         -> list[dict[str, Any]]:
     """Tools as the answer repeats them: without those that are left out."""
     given = []
     for tool in tools:
-        if isinstance(tool, OtherTool):
+        if isinstance(tool, OtherResponseTool):
             continue
         given.append(tool.model_dump())
         if isinstance(tool, NamespaceTool):
@@ -212,11 +212,11 @@ class InputText:
 
     def finish(self) -> str:
         """What is still missing of the text, now that nothing follows."""
-        whole = _unicode(self._whole())
-        if not whole.startswith(self.text):  # the arguments aren't what the schema says
+        text = _unicode(self._whole())
+        if not text.startswith(self.text):  # the arguments aren't what the schema says
             return ""
-        rest = whole[len(self.text):]
-        self.text = whole
+        rest = text[len(self.text):]
+        self.text = text
         return rest
 
     def _whole(self) -> str:
