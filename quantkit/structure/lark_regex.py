@@ -26,6 +26,8 @@ _TOKEN = re.compile(r"""
     | (?P<name>[A-Za-z_]\w*) | (?P<sign>[()\[\]|?*+])""", re.VERBOSE)
 _RULE = re.compile(r"^[?!]*(\w+)(?:\.-?\d+)?\s*:(?!:)", re.MULTILINE)
 _IMPORT = re.compile(r"^%import\s+common\s*(?:\.(\w+)(?:\s*->\s*(\w+))?|\(([\w\s,]+)\))\s*$", re.MULTILINE)
+_ESCAPES = "\\\"'abfnrtvxuUN01234567"
+"""What may follow a backslash in Python's texts."""
 Token = tuple[str, str]
 
 
@@ -166,6 +168,8 @@ def _repeat(text: str) -> str:
 
 
 def _text(string: str) -> str:
+    # Python would print a warning about an escape that it doesn't know, and keep its backslash
+    string = re.sub(r"\\(.)", lambda escape: escape[0] if escape[1] in _ESCAPES else rf"\{escape[0]}", string)
     try:
         return str(ast.literal_eval(string.removesuffix("i")))
     except (SyntaxError, ValueError):

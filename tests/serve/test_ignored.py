@@ -93,6 +93,9 @@ def test_an_answer_longer_than_the_context_is_cut(shared, loaded, path):
         body = {"model": "tiny", key: text, "stream": True}
         with client.stream("POST", path, json={**body, limit: 10**6}) as answer:
             assert ignored(answer) == {f"{limit} (cut to {room})"}
+        if path in (CHAT, "/v1/completions"):
+            with client.stream("POST", path, json={**body, "n_predict": 10**6}) as answer:
+                assert ignored(answer) == {f"n_predict (cut to {room})"}
         with client.stream("POST", path, json={**body, limit: room}) as answer:
             assert ignored(answer) == set()
         with client.stream("POST", path, json={**body, limit: -1}) as answer:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import warnings
 
 import pytest
 
@@ -66,3 +67,9 @@ def test_llguidance_keeps_it_in_a_string():
         matcher = llguidance.LLMatcher(tokenizer, "start: %json " + json.dumps(schema) + "\n")
         written = tokenizer.tokenize_bytes(json.dumps({"input": text}, separators=(",", ":")).encode())
         assert (matcher.validate_tokens(written) == len(written)) == fits, text
+
+
+def test_escapes_that_python_doesnt_know_print_no_warning():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert regular_expression(r'start: "\d\n\\."', 100) == r"\\d\n\\\."

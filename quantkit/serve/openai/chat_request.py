@@ -136,14 +136,13 @@ class ChatRequest(GenerationRequest):
         """
         tools, structure = self._choose()
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        newer = self.max_completion_tokens is not None
         hints = tuple(ThinkingHint(name, value) for name in ("enable_thinking", "think", "reasoning_effort")
                       if (value := getattr(self, name)) is not None)
         return Conversation(
             plain_messages(self.messages), self.sampling(),
             token_limit(self.max_completion_tokens, self.max_tokens, self.n_predict),
             self.n, tools, self.parallel_tool_calls, structure, logprobs, self.chat_template_kwargs, self.kv,
-            self.priority, limit_param="max_completion_tokens" if newer else "max_tokens", thinking=hints,
+            self.priority, limit_param=self.limit_param, thinking=hints,
             cache_salt=self.cache_salt)
 
     def _choose(self) -> tuple[tuple[Tool, ...], Structure | None]:

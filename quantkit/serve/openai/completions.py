@@ -46,8 +46,8 @@ class CompletionReply(Reply):
                          for _ in range(body.n if body.logprobs is not None else 0)]
         sampling, kv = body.sampling(), model.kv(body.kv)
         self.structure = body.structure
-        limits = [output_limit(1 if self._silent else body.limit, model.context - len(prompt), "max_tokens")
-                  for prompt in prompts]
+        limit, param = 1 if self._silent else body.limit, body.limit_param
+        limits = [output_limit(limit, model.context - len(prompt), param) for prompt in prompts]
         self.jobs = [ChoiceJob(prompt, choice_sampling(sampling, limit, i), body.logprobs,
                                body.echo and body.logprobs is not None, kv=kv, priority=priority,
                                cache_salt=body.cache_salt)

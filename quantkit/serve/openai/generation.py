@@ -74,6 +74,12 @@ class GenerationRequest(StructuredFields):
     kv: KV | None = None
     cache_salt: CacheSalt | None = None
 
+    @property
+    def limit_param(self) -> str:
+        """The parameter that says how long an answer may be."""
+        names = ("max_completion_tokens", "max_tokens", "n_predict")
+        return next((name for name in names if getattr(self, name, None) is not None), "max_tokens")
+
     def sampling(self) -> Sampling:
         """Settings of the first choice, without its number of tokens.
 

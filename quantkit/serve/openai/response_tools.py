@@ -1,7 +1,7 @@
 """Tools of ``/v1/responses``: as a client gives them, as the model sees them, and what its calls are then.
 
 A model calls functions with JSON. A custom tool takes plain text instead: the model sees a function of one
-text. The tools of a namespace are the client's own too: the model sees them under both names.
+text. The tools of a namespace are the client's own too: the model sees each as ``NAMESPACE__NAME``.
 """
 
 from __future__ import annotations
