@@ -36,7 +36,7 @@ class TensorInfo:
 
 
 @dataclass(frozen=True)
-class StoredTensor:
+class TensorStorage:
     """How a file keeps a tensor: its type in the file's own words (``Q4_K``, ``bfloat16``), and its bytes."""
 
     type: str
@@ -154,13 +154,13 @@ def tensor_alone(source: ModelSource, name: str) -> torch.Tensor:
     return source.tensor(name)
 
 
-def stored_tensors(source: ModelSource) -> Mapping[str, StoredTensor]:
+def stored_tensors(source: ModelSource) -> Mapping[str, TensorStorage]:
     """How the model's file keeps each tensor, by its Hugging Face name; where the source doesn't say, in the
     dtype that it yields."""
     method = getattr(source, "stored", None)
     if method is not None and (stored := method()) is not None:
-        return cast("Mapping[str, StoredTensor]", stored)
-    return {name: StoredTensor(str(info.dtype).removeprefix("torch."), info.nbytes)
+        return cast("Mapping[str, TensorStorage]", stored)
+    return {name: TensorStorage(str(info.dtype).removeprefix("torch."), info.nbytes)
             for name, info in source.tensors().items()}
 
 

@@ -12,8 +12,8 @@ from quantkit.registry import a_type
 from quantkit.sources.base import (
     ModelSource,
     SourceIdentity,
-    StoredTensor,
     TensorInfo,
+    TensorStorage,
     require_finite,
 )
 from quantkit.sources.wrapper import SourceWrapper
@@ -74,11 +74,11 @@ class CheckedSource(SourceWrapper):
             "side_files()", files, "a mapping of file names to bytes")
         return files
 
-    def stored(self) -> Mapping[str, StoredTensor] | None:
+    def stored(self) -> Mapping[str, TensorStorage] | None:
         """The source's."""
         stored = super().stored()
-        self._must(stored is None or all(isinstance(tensor, StoredTensor) for tensor in stored.values()),
-                   "stored()", stored, "a mapping of names to StoredTensor")
+        self._must(stored is None or all(isinstance(tensor, TensorStorage) for tensor in stored.values()),
+                   "stored()", stored, "a mapping of names to TensorStorage")
         return stored
 
     def identity(self) -> SourceIdentity:

@@ -25,8 +25,8 @@ from quantkit.sources.base import (
     ModelSource,
     SourceIdentity,
     SourceKind,
-    StoredTensor,
     TensorInfo,
+    TensorStorage,
     require_finite,
 )
 from quantkit.sources.gguf_config import hf_config
@@ -83,7 +83,7 @@ class GGUFSource:
         self._check_types()
         self._infos = {name: TensorInfo(name, place.tensor.shape, torch.bfloat16)
                        for name, place in self._places.items()}
-        self._stored = {name: StoredTensor(GGMLQuantizationType(place.tensor.type).name, place.tensor.nbytes)
+        self._stored = {name: TensorStorage(GGMLQuantizationType(place.tensor.type).name, place.tensor.nbytes)
                         for name, place in self._places.items()}
         self.file_bytes = sum(len(shard.data) for shard in self._shards)
         shapes = {name: info.shape for name, info in self._infos.items()}
@@ -99,7 +99,7 @@ class GGUFSource:
         """Every tensor by its Hugging Face name, as bfloat16."""
         return self._infos
 
-    def stored(self) -> Mapping[str, StoredTensor]:
+    def stored(self) -> Mapping[str, TensorStorage]:
         """GGUF's type of every tensor and its bytes in the file, by its Hugging Face name."""
         return self._stored
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from quantkit.sources.base import (
     ModelSource,
     SourceIdentity,
-    StoredTensor,
     TensorInfo,
+    TensorStorage,
     file_bytes,
     prefetch,
     release,
@@ -46,7 +46,7 @@ class SourceWrapper:
         """Bytes of the source's weight files."""
         return file_bytes(self._source)
 
-    def stored(self) -> Mapping[str, StoredTensor] | None:
+    def stored(self) -> Mapping[str, TensorStorage] | None:
         """How the source's file keeps the tensors, by their names here; ``None`` if it doesn't say."""
         method = getattr(self._source, "stored", None)
         kept = None if method is None else method()
