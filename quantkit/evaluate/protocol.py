@@ -93,11 +93,10 @@ class Protocol:
 
     def lines(self) -> list[str]:
         """Lines for a report: what was measured, and on which machine."""
-        fewest, runs_at_most = self.runs or (self.repeats, self.repeats)
-        runs = (f"{fewest} to {runs_at_most} runs" if fewest < runs_at_most else
-                f"{runs_at_most} run{'s' * (runs_at_most > 1)}")
+        fewest, highest = self.runs or (self.repeats, self.repeats)
+        runs = f"{fewest} to {highest} runs" if fewest < highest else f"{highest} run{'s' * (highest > 1)}"
         speed = (f"speed: {self.prefill} tokens in, {self.decode} out, median of {runs}, "
-                 f"batch {self.batch}, a process a model" if self.repeats and runs_at_most else
+                 f"batch {self.batch}, a process a model" if self.repeats and highest else
                  "speed was not measured" if not self.repeats else "no speed is shown")
         cached = f" after a prompt of {self.prompt} tokens in the KV cache" if self.prompt else ""
         tasks = [f"tasks {self.tasks}"] if self.tasks else []

@@ -9,6 +9,7 @@ import pytest
 from quantkit.errors import RecipeError, UsageError
 from quantkit.fit.candidates import candidates
 from quantkit.fit.combinations import Requirements, combine, front
+from quantkit.kvspec import parse_kv
 from quantkit.recipe import list_recipes
 from quantkit.testing import tiny_model
 
@@ -63,14 +64,14 @@ def test_what_was_never_measured_comes_last(big):
     ranked = combine(big, Requirements(2048, 1, 10**11))
     unknown = [one.kl is None for one in ranked]
     assert unknown == sorted(unknown) and any(unknown)
-    (windowed,) = combine(candidates("synthetic:llama-8b", settings=["window(512)"], recipes=["int8"]).pairs,
-                          Requirements(2048, 1, 10**11))
+    pairs = candidates("synthetic:llama-8b", settings=[parse_kv("window(512)")], recipes=["int8"]).pairs
+    (windowed,) = combine(pairs, Requirements(2048, 1, 10**11))
     assert windowed.kl is None and windowed.weights_kl is not None
 
 
 @pytest.mark.parametrize("kv", ["none", "int4", "window(200)"])
 def test_room_is_all_there_is(tiny, kv):
-    pairs = candidates(str(tiny), settings=[kv], recipes=["int8"]).pairs
+    pairs = candidates(str(tiny), settings=[parse_kv(kv)], recipes=["int8"]).pairs
     (one,) = combine(pairs, Requirements(300, 7, 512 * 10**6))
     sequences, longest = one.most_sequences(), one.most_context()
     assert one.at(concurrency=sequences).left >= 0 > one.at(concurrency=sequences + 1).left
@@ -106,7 +107,8 @@ def test_what_does_not_fit_the_model_is_left_out_with_its_reason(tmp_path):
     assert {str(kv) for _, kv in there.pairs} == {"none", "int8", "fp8"}
     assert "16" in there.left_out["int4"]
     with pytest.raises(UsageError, match="head dimension"):
-        combine(candidates(small, settings=["int4"], recipes=["int8"]).pairs, Requirements(100, 1, 10**9))
+        combine(candidates(small, settings=[parse_kv("int4")], recipes=["int8"]).pairs,
+                Requirements(100, 1, 10**9))
 
 
 def test_what_is_named_must_exist_and_say_what_it_makes(tiny):
@@ -115,7 +117,7 @@ def test_what_is_named_must_exist_and_say_what_it_makes(tiny):
     with pytest.raises(UsageError, match="leaves a choice"):
         candidates(str(tiny), recipes=["mixed"])
     with pytest.raises(UsageError, match="no KV policy or codec"):
-        candidates(str(tiny), settings=["int9"])
+        candidates(str(tiny), settings=[parse_kv("int9")])
     with pytest.raises(UsageError, match="the model was made for 512"):
         combine(candidates(str(tiny), recipes=["none"]).pairs, Requirements(513, 1, 10**9))
 
