@@ -329,16 +329,20 @@ class Manifest(Frozen):
             raise CheckpointError(f"{label} has schema version {version!r}",
                                   why=f"this quantkit reads {SCHEMA_VERSION}; another version wrote it",
                                   next="run pip install . in a newer checkout of quantkit")
+        # comparing bytes also catches a duplicate key and damage between the values; what a later version
+        # added is not in it, so it is the JSON itself that is compared
+        digest = hashlib.sha256(_canonical(plain | {"digest": ""})).hexdigest()
+        intact = written == raw and plain.get("digest") == digest
         try:
             manifest = cls.model_validate_json(raw)
         except ValidationError as error:
             fault = error.errors(include_url=False)[0]
-            where = ".".join(str(part) for part in fault["loc"])
-            raise CheckpointError(f"{label} is damaged", why=f"{where}: {fault['msg']}", next=again) from None
-        # comparing bytes also catches a duplicate key and damage between the values; what a later version
-        # added is not in it, so it is the JSON itself that is compared
-        digest = hashlib.sha256(_canonical(plain | {"digest": ""})).hexdigest()
-        if written != raw or manifest.digest != digest:
+            why = f"{'.'.join(str(part) for part in fault['loc'])}: {fault['msg']}"
+            if intact:
+                raise CheckpointError(f"{label} is of a version of quantkit that this one can't read",
+                                      why=why, next="quantize the model again with this version") from None
+            raise CheckpointError(f"{label} is damaged", why=why, next=again) from None
+        if not intact:
             raise CheckpointError(f"{label} is damaged or was edited",
                                   why="it is not what its own digest says", next=again)
         return manifest

@@ -137,7 +137,7 @@ def _limit(parts: dict[str, Any], models: ServedModels) -> None:
         properties = part.get("properties", {})
         if "model" in properties and not {"object", "role"} & properties.keys():
             any_name = len(models) == 1 and not models.strict_requests  # which answers to any name
-            _texts(properties["model"]).update({"examples": models.names} if any_name else {"enum": models.names})
+            _texts(properties["model"])["examples" if any_name else "enum"] = models.names
             for field in LIMITS & properties.keys() if models.strict_requests else ():
                 for option in properties[field].get("anyOf", [properties[field]]):
                     if option.get("type") == "integer":

@@ -62,15 +62,15 @@ def thinking_options(template: str, thinks: bool, hints: Iterable[ThinkingHint])
     switches = [name for name in ("enable_thinking", "thinking") if name in variables][:1]
     for hint in hints:
         off = hint.value in (False, "none", "minimal")
-        found: dict[str, Any] = {}
+        settings: dict[str, Any] = {}
         if isinstance(hint.value, str) and "reasoning_effort" in variables:
-            found["reasoning_effort"] = "low" if off else hint.value
+            settings["reasoning_effort"] = "low" if off else hint.value
         if off or hint.value is True:
-            found |= dict.fromkeys(switches, not off)
-        done = found or ((off or hint.value is True) and thinks != off)
+            settings |= dict.fromkeys(switches, not off)
+        done = settings or ((off or hint.value is True) and thinks != off)
         if not done and not hint.wish:
             leave_out(hint.param, "the chat template has no such setting")
-        options = {**found, **options}
+        options = {**settings, **options}
     return options
 
 

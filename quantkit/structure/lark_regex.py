@@ -88,14 +88,14 @@ class _Writer:
     def _alternatives(self, tokens: _Tokens, within: tuple[str, ...], depth: int) -> str:
         if depth > MAX_DEPTH:
             raise NotRegularError("it is too deep")
-        found = [self._sequence(tokens, within, depth)]
+        options = [self._sequence(tokens, within, depth)]
         while tokens.text == "|" and tokens.kind == "sign":
             tokens.take()
-            found.append(self._sequence(tokens, within, depth))
-        return self._bounded(found[0] if len(found) == 1 else f"(?:{'|'.join(found)})")
+            options.append(self._sequence(tokens, within, depth))
+        return self._bounded(options[0] if len(options) == 1 else f"(?:{'|'.join(options)})")
 
     def _sequence(self, tokens: _Tokens, within: tuple[str, ...], depth: int) -> str:
-        found = ""
+        sequence = ""
         while tokens.kind and not (tokens.kind == "sign" and tokens.text in "|)]"):
             if tokens.kind == "alias":
                 tokens.take()
@@ -103,8 +103,8 @@ class _Writer:
             item = self._item(tokens, within, depth)
             while tokens.kind == "repeat" or (tokens.kind == "sign" and tokens.text in "?*+"):
                 item = f"(?:{item}){_repeat(tokens.take())}"
-            found = self._bounded(found + item)
-        return found
+            sequence = self._bounded(sequence + item)
+        return sequence
 
     def _item(self, tokens: _Tokens, within: tuple[str, ...], depth: int) -> str:
         kind, text = tokens.kind, tokens.take()

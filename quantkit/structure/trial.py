@@ -97,9 +97,9 @@ def _fault(root: Any) -> tuple[Path, str] | None:
     moved = rebased(root, "#/root")
 
     def refusal(path: Path, left_out: Path | None = None) -> str:
-        whole = moved if path else root
-        whole = whole if left_out is None else without(whole, left_out)
-        schema = {"root": whole, "$ref": f"#/root{pointer(path)}"} if path else whole
+        document = moved if path else root
+        document = document if left_out is None else without(document, left_out)
+        schema = {"root": document, "$ref": f"#/root{pointer(path)}"} if path else document
         try:
             matcher = llguidance.LLMatcher(tokenizer, f"start: %json {json.dumps(schema)}", log_level=0,
                                            limits=limits())

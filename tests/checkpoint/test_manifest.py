@@ -60,6 +60,14 @@ def sealed(data) -> bytes:
     return dumped(hashlib.sha256(dumped("")).hexdigest())
 
 
+def test_a_manifest_of_another_version_is_not_called_damaged():
+    raw = sealed(json.loads(manifest().to_bytes()) | {"layers": [{"name": "a.b"}]})
+    with pytest.raises(CheckpointError, match="a version of quantkit that this one can't read"):
+        Manifest.from_bytes(raw)
+    with pytest.raises(CheckpointError, match="damaged"):
+        Manifest.from_bytes(raw + b" ")
+
+
 @pytest.mark.parametrize("value", ["NaN", "-Infinity", "1e999", '"\\ud800"'])
 def test_values_that_are_no_json_are_refused(value):
     raw = manifest().to_bytes().decode().replace('"recipe": {', f'"recipe": {{"a": {value},')

@@ -130,8 +130,8 @@ class CountRequest(RequestPart):
     messages: Annotated[list[MessageParam], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     system: Text | None = None
     tools: Annotated[list[Annotated[
-        Annotated[ToolParam, Tag("custom[]")] | Annotated[AnthropicTool, Tag("other[]")], Discriminator(_kind)]],
-        Field(max_length=MAX_TOOLS, fail_fast=True)] = Field(default_factory=list)
+        Annotated[ToolParam, Tag("custom[]")] | Annotated[AnthropicTool, Tag("other[]")],
+        Discriminator(_kind)]], Field(max_length=MAX_TOOLS, fail_fast=True)] = Field(default_factory=list)
     tool_choice: Annotated[AutoChoice | NamedChoice | NoChoice, Field(discriminator="type")] | None = None
     thinking: Annotated[ThinkingOn | ThinkingOff, Field(discriminator="type")] | None = Field(
         default=None, description="Given to the chat template as enable_thinking.")
