@@ -73,5 +73,5 @@ def test_the_names_of_fields():
 def test_versions_that_would_end_the_run():
     then = {"quantkit_version": "0.1.0", "plugins": {"quantkit": "0.1.0", "hqq": "1", "gone": "3"}}
     now = {"quantkit_version": "0.2.0", "plugins": {"quantkit": "0.2.0", "hqq": "2"}}
-    assert pinned(then, now) == ["quantkit==0.1.0", "hqq==1"]
+    assert pinned(then, now) == ["quantkit 0.1.0", "hqq 1"]
     assert pinned(now, now) == []

@@ -125,13 +125,13 @@ def test_another_version_of_quantkit(refused, monkeypatch):
     monkeypatch.setattr(module, "__version__", "9.9")
     install(monkeypatch, "quantkit", "9.9")
     assert refused() == [f"quantkit: {now} → 9.9"]
-    assert f"pip install quantkit=={now}; or choose another --out" in refused.next
+    assert f"install quantkit {now} again; or choose another --out" in refused.next
 
 
 def test_another_version_of_a_plugin(refused, monkeypatch):
     install(monkeypatch, "quantkit-hqq", "0.2")
     assert refused() == ["plugin quantkit-hqq: 0.1 → 0.2"]
-    assert "pip install quantkit-hqq==0.1" in refused.next
+    assert "install quantkit-hqq 0.1 again" in refused.next
 
 
 def test_a_state_that_nobody_can_read(begin, tmp_path):
