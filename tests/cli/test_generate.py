@@ -76,7 +76,8 @@ def test_every_option_arrives(cli_json, tiny):
     assert sampling == {"max_tokens": 3, "temperature": 0.7, "top_k": 9, "top_p": 0.8, "min_p": 0.1,
                         "seed": 4,
                         "repetition_penalty": 1.2, "stop": ["x y", "z"], "ignore_eos": True,
-                        "stop_token_ids": [], "logit_bias": [], "presence_penalty": 0.0, "frequency_penalty": 0.0}
+                        "stop_token_ids": [], "logit_bias": [], "presence_penalty": 0.0,
+                        "frequency_penalty": 0.0}
 
 
 def test_chat_uses_the_template(cli_json, tiny):
