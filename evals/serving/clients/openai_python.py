@@ -219,9 +219,10 @@ def errors(suite: Suite, client: openai.OpenAI, model: str) -> None:
         error = expect(openai.BadRequestError, lambda: client.chat.completions.create(
             **ask | {"messages": [{"role": "user", "content": "word " * 60000}]}))
         assert error.code == "context_length_exceeded"
-    with suite.check("a schema that isn't one is 400"):
+    with suite.check("a strict schema that isn't one is 400"):
         expect(openai.BadRequestError, lambda: client.chat.completions.create(**ask, response_format={
-            "type": "json_schema", "json_schema": {"name": "bad", "schema": {"type": "no-such-type"}}}))
+            "type": "json_schema",
+            "json_schema": {"name": "bad", "strict": True, "schema": {"type": "no-such-type"}}}))
 
 
 async def together(suite: Suite, url: str, model: str) -> None:
