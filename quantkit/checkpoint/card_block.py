@@ -35,7 +35,7 @@ def with_block(card: bytes, block: CardBlock) -> bytes:
     """The card with the evaluation, in its head and before its first section; an older one is replaced.
 
     Raises:
-        CheckpointError: the card has no YAML head.
+        CheckpointError: the card has no YAML head, or a marker without its other half.
         ValueError: the block has a marker in it, or is longer than :data:`MAX_BLOCK`.
     """
     metadata, markdown = (text.strip("\n").encode() + b"\n" for text in (block.metadata, block.markdown))
@@ -46,6 +46,10 @@ def with_block(card: bytes, block: CardBlock) -> bytes:
     if len(metadata) + len(markdown) > MAX_BLOCK // 2:
         raise ValueError("the block is too long")
     card = without_block(card)
+    if any(marker in card for marker in markers):
+        raise CheckpointError("README.md has one marker of an evaluation without the other",
+                              why="the evaluation couldn't be taken out again",
+                              next="remove the line that has quantkit:eval from it")
     end = card.find(_HEAD_END)
     if not card.startswith(_HEAD) or end < 0:
         raise CheckpointError("README.md has no YAML head", why="quantkit writes one",

@@ -338,9 +338,9 @@ class Manifest(Frozen):
         except ValidationError as error:
             fault = error.errors(include_url=False)[0]
             why = f"{'.'.join(str(part) for part in fault['loc'])}: {fault['msg']}"
-            if intact:
-                raise CheckpointError(f"{label} is of a version of quantkit that this one can't read",
-                                      why=why, next="quantize the model again with this version") from None
+            if intact and fault["type"] in ("missing", "extra_forbidden"):
+                raise CheckpointError(f"{label} was written by another version of quantkit", why=why,
+                                      next="quantize the model again with this version") from None
             raise CheckpointError(f"{label} is damaged", why=why, next=again) from None
         if not intact:
             raise CheckpointError(f"{label} is damaged or was edited",

@@ -62,7 +62,7 @@ def sealed(data) -> bytes:
 
 def test_a_manifest_of_another_version_is_not_called_damaged():
     raw = sealed(json.loads(manifest().to_bytes()) | {"layers": [{"name": "a.b"}]})
-    with pytest.raises(CheckpointError, match="a version of quantkit that this one can't read"):
+    with pytest.raises(CheckpointError, match="written by another version of quantkit"):
         Manifest.from_bytes(raw)
     with pytest.raises(CheckpointError, match="damaged"):
         Manifest.from_bytes(raw + b" ")

@@ -38,6 +38,8 @@ NOT_TYPED = {
         "needs minutes: makes 1.3 billion random weights",
     "quantkit eval smollm2 OUT … --text wiki.test.raw --windows 16 --no-speed":
         "is shortened: … stands for further checkpoints",
+    'quantkit generate qwen2.5-coder-1.5b --chat "Reverse a string in Python."':
+        "needs 22 packages of 1.1 GB; tests/sources/test_package.py runs that model where they are",
 }
 """Why a reader of the page can't expect a test of it."""
 OTHERWISE = {"110MB": "290kB", "serve-local": "serve-local --port 0"}

@@ -1,7 +1,7 @@
 "use strict";
-// Markdown's blocks: lines → headings, lists, tables, … as plain objects. Each has the number of its first line,
-// its `source`, which decides what it looks like, and its `parts`, if it has any. Where `shell` is another one,
-// the element around the parts is another one, too.
+// Markdown's blocks: lines → headings, lists, tables, … as plain objects. Each has the number of its first
+// line, its `source`, which decides what it looks like, and its `parts`, if it has any. Where `shell` is
+// another one, the element around the parts is another one, too.
 
 const MAX_DEPTH = 12;  // of lists and quotes; what is deeper is plain text
 const MAX_PROSE = 4000;  // characters of text that is parsed at once: emphasis doesn't reach further
@@ -26,7 +26,7 @@ function parseBlocks(lines, depth = 0) {
   return blocks;
 }
 
-// Text of a paragraph, heading or cell. Long text has parts, so that what comes after leaves them as they are.
+// Text of a paragraph, heading or cell. Long text has parts, so that what follows leaves them as they are.
 function prose(text) {
   if (text.length <= MAX_PROSE) return { source: text };
   const parts = [];
