@@ -190,13 +190,13 @@ def _tools(body: dict[str, Any]) -> None:
     structured = any(map(_asks, (body.get("response_format"), body.get("structured_outputs"),
                                  text.get("format"),
                                  output.get("format"), *(body.get(name) for name in GUIDED))))
-    known = ("none", "auto", "required", "function", "any", "tool")
-    if (structured and tools) or (not names and kind in ("required", "function", "any", "tool")):
+    known = ("none", "auto", "required", "function", "custom", "any", "tool")
+    if (structured and tools) or (not names and kind in ("required", "function", "custom", "any", "tool")):
         if kind is None or kind in known:
-            chosen = isinstance(choice, dict) and kind != "function"
+            chosen = isinstance(choice, dict) and kind not in ("function", "custom")
             anthropic = "input_schema" in str(tools) or chosen or output
             body["tool_choice"] = {"type": "none"} if anthropic else "none"
-    elif names and isinstance(choice, dict) and kind in ("function", "tool"):
+    elif names and isinstance(choice, dict) and kind in ("function", "custom", "tool"):
         holder = choice.get("function", choice)
         if isinstance(holder, dict) and _named(holder.get("name")):
             holder["name"] = names[0]
