@@ -177,8 +177,11 @@ def _may_go(value: Any) -> bool:
 def _tools(body: dict[str, Any]) -> None:
     """Different names, and a choice that fits."""
     tools, names = body.get("tools"), []
-    for number, tool in enumerate(tools if isinstance(tools, list) else []):
+    for number, tool in enumerate(_with_nested(tools)):
         holder = tool.get("function", tool) if isinstance(tool, dict) else None
+        form = tool.get("format") if isinstance(tool, dict) else None
+        if isinstance(form, dict) and isinstance(form.get("definition"), str):  # one that can be kept
+            form["definition"] = "a+" if form.get("syntax") == "regex" else 'start: "a"'
         if isinstance(holder, dict) and _named(holder.get("name")):
             if holder["name"] in names:
                 holder["name"] = f"tool{number}"
@@ -200,3 +203,11 @@ def _tools(body: dict[str, Any]) -> None:
         holder = choice.get("function", choice)
         if isinstance(holder, dict) and _named(holder.get("name")):
             holder["name"] = names[0]
+
+
+def _with_nested(tools):
+    """Tools, and those of namespaces."""
+    for tool in tools if isinstance(tools, list) else []:
+        yield tool
+        if isinstance(tool, dict) and isinstance(tool.get("tools"), list):
+            yield from tool["tools"]
