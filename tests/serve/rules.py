@@ -5,6 +5,7 @@ Only values that their own schema allows are changed, so that what is wrong by i
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import schemathesis
@@ -177,7 +178,7 @@ def _may_go(value: Any) -> bool:
 def _tools(body: dict[str, Any]) -> None:
     """Different names, and a choice that fits."""
     tools, names = body.get("tools"), []
-    for number, tool in enumerate(_with_nested(tools)):
+    for number, tool in enumerate(_with_nested(body)):
         holder = tool.get("function", tool) if isinstance(tool, dict) else None
         form = tool.get("format") if isinstance(tool, dict) else None
         if isinstance(form, dict) and isinstance(form.get("definition"), str):  # one that can be kept
@@ -205,9 +206,12 @@ def _tools(body: dict[str, Any]) -> None:
             holder["name"] = names[0]
 
 
-def _with_nested(tools):
-    """Tools, and those of namespaces."""
-    for tool in tools if isinstance(tools, list) else []:
-        yield tool
-        if isinstance(tool, dict) and isinstance(tool.get("tools"), list):
-            yield from tool["tools"]
+def _with_nested(body: dict[str, Any]) -> Iterator[Any]:
+    """Tools of a body and of its input's items, and those of namespaces."""
+    items = body.get("input") if isinstance(body.get("input"), list) else []
+    for holder in (body, *items):
+        tools = holder.get("tools") if isinstance(holder, dict) else None
+        for tool in tools if isinstance(tools, list) else []:
+            yield tool
+            if isinstance(tool, dict) and isinstance(tool.get("tools"), list):
+                yield from tool["tools"]
