@@ -202,7 +202,9 @@ def _tools(body: dict[str, Any]) -> None:
             body["tool_choice"] = {"type": "none"} if anthropic else "none"
     elif names and isinstance(choice, dict) and kind in ("function", "custom", "tool"):
         holder = choice.get("function", choice)
-        if isinstance(holder, dict) and _named(holder.get("name")):
+        if len(names) > len(tools or []) or "namespace" in str(tools):  # whose tools have other names then
+            body["tool_choice"] = "auto"
+        elif isinstance(holder, dict) and _named(holder.get("name")):
             holder["name"] = names[0]
 
 
