@@ -223,7 +223,9 @@ def _values(data: bytes, all_of_it: bool) -> list[Any] | None:
     decoder, array = json.JSONDecoder(), text.startswith("[")
     position = 1 if array else 0
     while True:
-        position = _BETWEEN.match(text, position).end()  # type: ignore[union-attr]
+        between = _BETWEEN.match(text, position)
+        assert between is not None  # nothing at all is a match, too
+        position = between.end()
         if array and position == len(text) - 1 and text[position] == "]":
             return values
         if position == len(text):

@@ -12,7 +12,6 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import QuantkitError
 from quantkit.formats import e4m3
 from quantkit.formats.base import Codes, Format, QuantizedTensor
-from quantkit.formats.dtypes import FLOATS
 from quantkit.plugins import registry
 
 
@@ -46,11 +45,8 @@ def plain_faults(checkpoint: Checkpoint) -> Iterator[str]:
 
 
 def packed_fault(packed: QuantizedTensor) -> str | None:
-    """What is wrong with the values of one packed weight, naming the tensor; ``None`` if nothing."""
-    for suffix, tensor in packed.tensors.items():
-        # of 8-bit floats, which torch can't ask, the codes are looked at below
-        if tensor.dtype in FLOATS.values() and not bool(torch.isfinite(tensor).all()):
-            return f"{suffix} has a value that is not finite"
+    """What is wrong with the values of one packed weight; ``None`` if nothing. That its floats are finite was
+    checked when they were read."""
     if (shape := packed.tensors.get("weight_shape")) is not None and shape.tolist() != list(packed.shape):
         return f"weight_shape says {shape.tolist()}, the layer is {list(packed.shape)}"
     form: Format = registry("formats").get(packed.format)

@@ -6,7 +6,7 @@ their sources and tried where a CPU could.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -116,6 +116,16 @@ def check_layers(engine: str, config: Mapping[str, Any], layers: Sequence[LayerR
     for rule in (rules.joined_experts, *readers[subject.method]):
         checks += rule(subject)
     return tuple(checks)
+
+
+def sort_engines(check: Callable[[str], Sequence[VerifyCheck]]) -> tuple[list[str], list[str]]:
+    """The engines that load a checkpoint, and those that refuse it.
+
+    Args:
+        check: what an engine would say of it.
+    """
+    refuse = [engine for engine in ENGINES if any(answer.status == "failed" for answer in check(engine))]
+    return [engine for engine in ENGINES if engine not in refuse], refuse
 
 
 def _remedy(engine: str, subject: rules.CheckpointFacts) -> str:

@@ -25,7 +25,7 @@ from quantkit.plugins import BUILTIN, current, plugin_failure, registry
 from quantkit.progress import Listener, ProgressEvent, compiling
 
 DEBUG_VARIABLE = "QUANTKIT_DEBUG"
-click.rich_click.OPTION_GROUPS.update(option_groups())  # type: ignore[arg-type]
+click.rich_click.OPTION_GROUPS.update(option_groups())
 
 
 class CommandGroup(click.RichGroup):

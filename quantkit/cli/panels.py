@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from rich_click.utils import OptionGroupDict
+
 _OUTPUT = ("--out", "--report", "--plot", "--trace", "--quiet", "--json")
 _MODEL = ("--random", "--revision", "--dtype", "--device", "--verify", "--no-fallback", "--pdl")
 PANELS: dict[str, dict[str, tuple[str, ...]]] = {
@@ -52,7 +54,7 @@ PANELS: dict[str, dict[str, tuple[str, ...]]] = {
 """Command → panel → options."""
 
 
-def option_groups() -> dict[str, list[dict[str, str | list[str]]]]:
+def option_groups() -> dict[str, list[OptionGroupDict]]:
     """The same as rich-click takes it."""
     return {f"quantkit {command}": [{"name": name, "options": [*options]} for name, options in panels.items()]
             for command, panels in PANELS.items()}

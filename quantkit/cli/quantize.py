@@ -363,26 +363,27 @@ def _run(source: str, recipe: Recipe, out: Path, revision: str | None, calibrati
         click.echo(wrapped("recovery", f"KL on held-out text {recovery.before:.3g} → {after} nats a token"
                                        f"{'' if recovery.kept else ', not kept'}"))
     click.echo(wrapped("fallbacks", f"{len(result.fallbacks)}, named above" if result.fallbacks else "none"))
-    loads, refuse = _engines(result.out)
+    for_gguf = any((row.format or "").startswith("gguf-") for row in plan.rows)
+    loads, refuse = (["llama.cpp once exported, see below"], []) if for_gguf else _engines(result.out)
     click.echo(wrapped("engines", ", ".join(["quantkit", *loads])
                        + (f"; not {', '.join(refuse)}, see below" if refuse else "")))
     # commands aren't folded: they are there to be copied
     at = f" --revision {quote(revision)}" if revision else ""
     click.echo(f"{'next':<14}quantkit eval {quote(source)} {quote(str(result.out))}{at}")
     click.echo(f"{'':<14}quantkit generate {quote(str(result.out))} \"The capital of France is\"")
-    if refuse:
+    if for_gguf:
+        click.echo(f"{'':<14}quantkit export {quote(str(result.out))} --to gguf")
+    elif refuse:
         click.echo(f"{'':<14}quantkit verify {quote(str(result.out))} --for {refuse[0]}")
 
 
 def _engines(out: Path) -> tuple[list[str], list[str]]:
     """Which engines load the checkpoint on a GPU, and which refuse it."""
-    from quantkit.checkpoint.engines import ENGINES, check_engine
+    from quantkit.checkpoint.engines import check_engine, sort_engines
     from quantkit.checkpoint.reader import Checkpoint
 
     with Checkpoint.open(out) as checkpoint:
-        refuse = [engine for engine in ENGINES
-                  if any(check.status == "failed" for check in check_engine(engine, checkpoint))]
-    return [engine for engine in ENGINES if engine not in refuse], refuse
+        return sort_engines(lambda engine: check_engine(engine, checkpoint))
 
 
 @contextmanager

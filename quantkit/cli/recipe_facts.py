@@ -43,7 +43,7 @@ class RecipeFacts:
 
 def recipe_facts(recipe: Recipe, source: ModelSource) -> RecipeFacts:
     """Plan the recipe for ``source``, which is :data:`USUAL`; nothing is read or computed."""
-    from quantkit.checkpoint.engines import ENGINES, check_layers
+    from quantkit.checkpoint.engines import check_layers, sort_engines
     from quantkit.checkpoint.manifest import LayerRow
     from quantkit.checkpoint.quantization_config import config_words
     from quantkit.fit.losses import losses
@@ -62,9 +62,8 @@ def recipe_facts(recipe: Recipe, source: ModelSource) -> RecipeFacts:
         return RecipeFacts(bits, kl, calibration, ("llama.cpp",))
     layers = [LayerRow.of(row) for row in plan.rows]
     config = {**source.config(), **config_words(layers)}
-    engines = tuple(engine for engine in ENGINES
-                    if all(check.status != "failed" for check in check_layers(engine, config, layers)))
-    return RecipeFacts(bits, kl, calibration, engines)
+    loads, _ = sort_engines(lambda engine: check_layers(engine, config, layers))
+    return RecipeFacts(bits, kl, calibration, tuple(loads))
 
 
 def facts_of_all(names: list[str]) -> dict[str, RecipeFacts]:

@@ -56,6 +56,7 @@ def list_(as_json: bool) -> None:
                                else info.description, len(info.name) + 2))
         elif info.owner != "quantkit":
             click.echo(wrapped(info.name, f"is of {info.owner}", len(info.name) + 2))
+    click.echo("\n  KL is that of SmolLM2-135M; for another model only the order is a hint.")
     click.echo(f"\n{'next':<14}quantkit recipes show NAME")
     click.echo(f"{'':<14}quantkit quantize SOURCE --recipe NAME --dry-run")
 

@@ -45,7 +45,8 @@ def serve_replicas(options: ServingOptions, replicas: int, **access: Any) -> Ser
             note(f"replica {info.id}: process {info.pid} on {info.node}, {threads}")
         announced = [{key: value for key, value in asdict(info).items() if key in ("id", "pid", "node")}
                      for info in started.infos]
-        served = Served(create_replicated_app(started, **access), first.chat, {"replicas": announced})
+        application = create_replicated_app(started, on_ignored=note, **access)
+        served = Served(application, first.chat, {"replicas": announced})
         stack.pop_all()  # from now on the application ends them
     return served
 

@@ -20,7 +20,7 @@ from quantkit.runtime.timing import Timing
 from quantkit.spec import KVSpec
 
 LEAST_RUNS, SLOW = 3, 10
-"""Timed runs, at least, unless they take so many times as long as a case should: one run has no range."""
+"""Fewest timed runs, because one has no range, and how much longer than a case should take they may take."""
 WARM_UP_TOKENS = 2
 """Decode steps before any timing: kernels repack their weights at the first one."""
 

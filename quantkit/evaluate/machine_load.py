@@ -73,7 +73,7 @@ class LoadSample:
         return cls(time.monotonic(), worked / ticks, sum(row[7] for row in rows) / ticks, time.process_time())
 
     def since(self, before: LoadSample, processors: int, threads: int) -> MachineLoad:
-        """What happened since another sample, on so many processors, of which so many threads are timed."""
+        """What happened since another sample. ``threads`` of the timed work run on ``processors``."""
         # counters move in hundredths of a second: of a shorter time they say nothing
         seconds = max(self.at - before.at, 0.2)
         free = seconds * max(0, processors - threads)

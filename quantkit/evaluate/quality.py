@@ -148,4 +148,4 @@ def _label(runner: LoadedModel | TeacherForcedModel) -> str:
 
 
 def _overflow(model: LoadedModel) -> str:
-    return f"{str(model.dtype).removeprefix('torch.')} overflows, or the weights are damaged"
+    return f"{str(model.dtype).removeprefix('torch.')} overflows"

@@ -54,8 +54,10 @@ def measure(request: dict[str, Any]) -> SpeedSweep:
                        steady=answers.resident, peak=peak_bytes())
     runner = DecodeRunner(loaded, ids, tokens=settings.decode, repeats=settings.repeats,
                           case_s=settings.case_s)
-    cases = tuple(by_context(runner, kv, settings, loaded.config.max_position_embeddings,
-                             answers.prefill.tok_s.median))
+    cases, decode_load = timed_quietly(
+        lambda: tuple(by_context(runner, kv, settings, loaded.config.max_position_embeddings,
+                                 answers.prefill.tok_s.median)), _widest, threads)
+    load = max(filter(None, (load, decode_load)), key=lambda load: load.worst, default=None)
     sizes = {case.context: case.kv_bytes for case in cases if case.kv_bytes is not None}
     return SpeedSweep(
         decode=cases, prefill=(answers.prefill,), gap_ms=answers.gap_ms, load_s=load_s,
@@ -67,6 +69,10 @@ def measure(request: dict[str, Any]) -> SpeedSweep:
 def _spread(answers: EngineSpeed) -> float:
     speed = answers.prefill.decode_tok_s
     return 0.0 if speed is None else speed.relative
+
+
+def _widest(cases: tuple[DecodeSpeed, ...]) -> float:
+    return max((case.tok_s.relative for case in cases if case.tok_s is not None), default=0.0)
 
 
 def by_context(runner: DecodeRunner, kv: KVSpec, settings: SweepSettings, limit: int, prefill_tok_s: float

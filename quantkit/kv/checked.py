@@ -203,9 +203,9 @@ def codec_fault(stores: Sequence[PageStore], sequence: SequenceState, codecs: KV
                 f"{whose('kv_codecs', name)}: decode() gives {what} that aren't finite",
                 why=f"in layer {index}, of codes that are finite: the model's weights are not the cause"
                 if finite else f"in layer {index}: encode() made codes that aren't finite, or the model's "
-                f"{what} weren't, because its weights are damaged or its dtype overflows",
+                f"{what} weren't, because its dtype overflows",
                 next=_remedy("kv_codecs", name) if finite
-                else "--kv none shows which: then quantkit verify DIR, or --dtype float32")
+                else "--kv none shows which: then --dtype float32")
     return None
 
 

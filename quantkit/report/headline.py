@@ -20,7 +20,7 @@ LIMIT = 4
 SMALLER = 1.05
 """Times smaller that a variant must be for that to be a gain."""
 _NEAR = 1.1
-"""Of the smallest variants, those up to so many times as large count as equally small."""
+"""Variants up to this factor above the smallest count as equally small."""
 _FILE_APART = 1.15
 """Factor between a file's ratio and that of memory from which on both are said."""
 _NAME = 64

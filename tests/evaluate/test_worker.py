@@ -9,8 +9,9 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from quantkit.evaluate import answering, decoding
+from quantkit.evaluate import answering, decoding, worker
 from quantkit.evaluate.decoding import LEAST_TOKENS, DecodeRunner
+from quantkit.evaluate.machine_load import MachineLoad, busy_reason
 from quantkit.evaluate.memory_use import peak_bytes
 from quantkit.evaluate.speed_sweep import Spread, SweepSettings
 from quantkit.evaluate.worker import by_context, kernels, measure
@@ -21,6 +22,14 @@ from quantkit.spec import KVSpec
 SETTINGS = SweepSettings(batches=(1,), contexts=(), prefill=20, decode=3, repeats=2)
 REQUEST = {"revision": None, "dtype": "auto", "device": "cpu", "ids": list(range(5, 12)),
            "settings": SETTINGS.model_dump(mode="json")}
+
+
+def test_the_load_is_that_of_the_busiest_part(tiny, monkeypatch):
+    loads = [MachineLoad(stolen=0.0, others=0.01), MachineLoad(stolen=0.5, others=0.0)]
+    monkeypatch.setattr(worker, "timed_quietly", lambda run, spread, threads: (run(), loads.pop(0)))
+    sweep = measure({**REQUEST, "uri": str(tiny)})
+    assert sweep.load == MachineLoad(stolen=0.5, others=0.0) and not loads
+    assert busy_reason(sweep.load) is not None
 
 
 def test_tokens_are_counted_as_asked(tiny, monkeypatch):

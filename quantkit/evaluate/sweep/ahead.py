@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from quantkit.evaluate.settings import EvalSettings
-from quantkit.evaluate.sweep.estimate import estimated, quantize_seconds
-from quantkit.evaluate.sweep.facts import facts_of
+from quantkit.evaluate.sweep.estimate import estimated
+from quantkit.evaluate.sweep.facts import ModelFacts, facts_of
 from quantkit.evaluate.sweep.plan import make_plan, planned_texts
 from quantkit.evaluate.sweep.store import MeasurementStore, user_store
+from quantkit.planning.duration import expected_seconds, operations
+from quantkit.planning.plan import make_plan as plan_layers
+from quantkit.planning.plan import with_own_head
 from quantkit.recipe import load_recipe
+from quantkit.sources.open import open_source
 
 
 @dataclass(frozen=True)
@@ -71,6 +76,19 @@ def look_ahead(uris: Sequence[str], settings: EvalSettings, recipes: Mapping[str
     store = user_store() if settings.keep and not settings.fresh else MeasurementStore(None)
     missing = [measurement for measurement in plan.measurements if not store.has(measurement.key)]
     seconds = sum(measurement.seconds for measurement in estimated(plan, missing))
-    seconds += sum(quantize_seconds(models[0], load_recipe(recipe)) for recipe in absent)
+    seconds += _quantize_seconds(models[0], absent)
     return Outlook(len(models), len(plan.kv), len(plan.texts), len(plan.measurements),
                    len(plan.measurements) - len(missing), absent, seconds)
+
+
+def _quantize_seconds(model: ModelFacts, recipes: Sequence[str]) -> float:
+    """What quantizing a model by these recipes may take, as far as that is known."""
+    seconds = 0.0
+    if recipes:
+        rate = operations()
+        with closing(open_source(model.uri, model.revision)) as source:
+            for recipe in map(load_recipe, recipes):
+                if not recipe.candidates:
+                    layers = plan_layers(recipe, with_own_head(recipe, source))
+                    seconds += sum(expected_seconds(layers, rate) or ()) / 2
+    return seconds

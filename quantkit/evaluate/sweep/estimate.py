@@ -10,7 +10,6 @@ from quantkit.evaluate.sweep.jobs import Measurement, PeerJob, SpeedJob, TasksJo
 from quantkit.evaluate.sweep.plan import SweepPlan
 from quantkit.evaluate.sweep.quality import QualityJob
 from quantkit.planning.duration import operations
-from quantkit.recipe import Recipe
 
 SHARE = 1.3
 """Of that arithmetic in float32, what a model reaches with its own kernels, loading and scoring included."""
@@ -18,8 +17,6 @@ CACHED = 1.2
 """How many times as long a window takes that goes through a compressed cache."""
 TOKENS_OF_ITEM, DECODE_SHARE = 70, 0.04
 """Tokens of a task's item with its options; speed of decoding as a part of that of reading."""
-WALKS, SOLVED_S, ROUNDED_S = 8, 4e6, 5e7
-"""Passes of the calibration text through a model; weights a second that are solved, and rounded."""
 ROOFLINE_S, STEP_S = 12.0, 2.0
 """Seconds of a roofline, and of starting a process and loading a model."""
 
@@ -31,14 +28,6 @@ def estimated(plan: SweepPlan, measurements: Sequence[Measurement]) -> list[Meas
     rate = operations()
     return [replace(measurement, seconds=_seconds(measurement, plan.models[0], rate))
             for measurement in measurements]
-
-
-def quantize_seconds(model: ModelFacts, recipe: Recipe) -> float:
-    """What quantizing may take."""
-    if (text := recipe.calibration) is None:
-        return STEP_S + model.parameters / ROUNDED_S
-    tok_s = SHARE * operations() / (2 * model.parameters)
-    return STEP_S + WALKS * text.windows * text.window / tok_s + model.parameters / SOLVED_S
 
 
 def _seconds(measurement: Measurement, model: ModelFacts, rate: float) -> float:

@@ -71,7 +71,7 @@ def forget_models() -> None:
 
 def kept_model(uri: str, revision: str | None, dtype: str, device: str, loading: Listener,
                models: int = MODELS) -> LoadedModel:
-    """A model, from memory if it was among the last ones; so many stay there."""
+    """A model; the last ones stay in memory."""
     key = (uri, revision, dtype, device)
     if key not in _loaded:
         while len(_loaded) >= models:

@@ -55,15 +55,20 @@ class MessageItem(Item):
     content: Content
 
 
-class FunctionCallItem(Item):
+class CallItem(Item):
+    """What calls of all kinds have."""
+
+    call_id: CallId
+    name: ToolName
+    namespace: ToolName | None = None
+
+
+class FunctionCallItem(CallItem):
     """A call that an earlier response had as output."""
 
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {"caller": (), "async": (False,)}
 
     type: Literal["function_call"]
-    call_id: CallId
-    name: ToolName
-    namespace: ToolName | None = None
     arguments: Arguments
 
     def called(self) -> dict[str, Any]:
@@ -71,13 +76,10 @@ class FunctionCallItem(Item):
         return called(seen_name(self.name, self.namespace), read_arguments(self.arguments), self.call_id)
 
 
-class CustomCallItem(Item):
+class CustomCallItem(CallItem):
     """A call of a custom tool that an earlier response had as output."""
 
     type: Literal["custom_tool_call"]
-    call_id: CallId
-    name: ToolName
-    namespace: ToolName | None = None
     input: String
 
     def called(self) -> dict[str, Any]:

@@ -7,7 +7,7 @@ const base = location.origin + location.pathname.replace(/[^/]*$/, "");
 const at = (id) => document.getElementById(id);
 
 // An element whose text is text: nothing on this page is ever made of a string of markup. Lists of parts stay
-// lists, as a call takes only so many arguments.
+// lists, as the number of a call's arguments is limited.
 function element(tag, kind, ...content) {
   const node = document.createElement(tag);
   if (kind) node.className = kind;

@@ -17,6 +17,7 @@ from quantkit.runtime.engine import EngineClosed
 from quantkit.serve.body import check_structure
 from quantkit.serve.errors import ANTHROPIC, RETRY_AFTER, ApiError, api_error
 from quantkit.serve.guard import TENANT
+from quantkit.serve.ignored import HEADER, IgnoredLog
 from quantkit.serve.metrics import CONTENT_TYPE
 from quantkit.serve.replicas.base import (
     REPORT,
@@ -55,13 +56,15 @@ class Forwarder:
     Args:
         replicas: answer.
         on_error: told about errors of replicas that are nobody's request's fault.
+        ignored_log: notes what replicas ignored in requests.
 
     Attributes:
         closed: whether requests for an engine are refused, because the server is ending.
     """
 
-    def __init__(self, replicas: Replicas, on_error: Callable[[BaseException], None] | None = None) -> None:
-        self._replicas, self._on_error = replicas, on_error
+    def __init__(self, replicas: Replicas, on_error: Callable[[BaseException], None] | None = None,
+                 ignored_log: IgnoredLog | None = None) -> None:
+        self._replicas, self._on_error, self._ignored_log = replicas, on_error, ignored_log
         self.closed = False
 
     def close(self) -> None:
@@ -120,6 +123,7 @@ class Forwarder:
                         elif message["type"] == "http.response.body" and not message.get("more_body", False):
                             last = message
                         else:
+                            self._log_ignored(request, message)
                             await answer.send(message)
         except ReplicaLostError:
             if last is None:
@@ -141,6 +145,14 @@ class Forwarder:
         yield first.result()
         async for batch in batches:
             yield batch
+
+    def _log_ignored(self, request: ForwardedRequest, message: Message) -> None:
+        if self._ignored_log is None or message["type"] != "http.response.start":
+            return
+        answered = {name.lower(): value for name, value in message["headers"]}
+        if names := answered.get(HEADER.encode(), b"").decode():
+            client = dict(request.scope["headers"]).get(b"user-agent", b"").decode("latin-1")
+            self._ignored_log.add(client, names.split(", "))
 
     def _report(self, message: Message) -> None:
         if self._on_error is not None:

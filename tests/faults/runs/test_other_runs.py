@@ -7,6 +7,7 @@ import shutil
 from dataclasses import replace
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from quantkit import quantize as module
 from quantkit.errors import CheckpointError, Stopped
@@ -81,6 +82,26 @@ def test_another_model(refused, tmp_path, tiny):
     (same / "config.json").write_text(json.dumps(config | {"rope_theta": 5e4}))
     (line,) = refused(same)
     assert line.startswith("the model's config.json: ")
+
+
+def test_a_model_that_changed_where_it_lies(tiny, tmp_path):
+    model = shutil.copytree(tiny, tmp_path / "model")
+
+    def run(progress=lambda event: None):
+        return quantize(str(model), "int4-rtn", tmp_path / "out", progress=progress)
+
+    def stop(event):
+        if event.label == "layer 1":
+            raise KeyboardInterrupt
+
+    with pytest.raises(Stopped):
+        run(stop)
+    weights = load_file(model / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"][0, 0] += 1
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match="belongs to another run") as caught:
+        run()
+    assert "the model's model.safetensors: " in caught.value.why
 
 
 def test_the_same_model_elsewhere_is_the_same_run(begin, tiny, tmp_path):

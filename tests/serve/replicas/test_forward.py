@@ -53,9 +53,11 @@ class Scripted:
         """Nothing runs."""
 
 
-def ask(replicas, path=CHAT, *, method="POST", key=None, keys=(), drained=False, errors=None, **options):
+def ask(replicas, path=CHAT, *, method="POST", key=None, keys=(), drained=False, errors=None, ignored=None,
+        **options):
     async def run():
         app = create_replicated_app(replicas, keys=keys if key is None else (key,),
+                                    on_ignored=None if ignored is None else ignored.append,
                                     on_error=None if errors is None else errors.append)
         if drained:
             assert await app.drain(1)
@@ -186,6 +188,15 @@ def test_a_complete_answer_is_neither_cancelled_nor_called_lost(rest):
     assert replicas.cancelled == 0 and len(replicas.requests) == 1
     assert [message.get("body") for message in sent] == [None, b"data: 1\n\n", b""]
     assert [error.what for error in errors] == ["it failed"] * (bool(rest) and rest != [LOST])
+
+
+def test_what_replicas_ignore_is_told():
+    named, ignored = (b"quantkit-ignored", b"a, b (no such setting)"), []
+    begin = {**START, "headers": [*START["headers"], named]}
+    replicas = Scripted([[begin, event("data: 1\n\n")], [END]])
+    answer = ask(replicas, ignored=ignored, headers={"user-agent": "codex/1 (x)"}, **BODY)
+    assert answer.headers["quantkit-ignored"] == "a, b (no such setting)"
+    assert ignored == ["ignored in requests of codex/1: a, b (no such setting)"]
 
 
 def test_an_unstreamed_answer_is_complete_with_its_last_message():
