@@ -87,8 +87,8 @@ def test_a_checkpoint_for_gguf_is_to_be_exported(cli, tmp_path):
     source, out = tiny_model(tmp_path / "plain", hidden_size=64, intermediate_size=128), tmp_path / "OUT"
     result = cli("quantize", source, "--recipe", "gguf-q8_0", "--out", out, "-q")
     assert "engines       quantkit, llama.cpp once exported, see below" in result.stdout
-    assert result.stdout.splitlines()[-1].strip() == f"quantkit export {out} --to gguf"
-    assert cli("export", out, "--to", "gguf").exit_code == 0
+    assert result.stdout.splitlines()[-1].strip() == f"quantkit export {out} --to gguf {out}.gguf"
+    assert cli("export", out, "--to", "gguf", f"{out}.gguf").exit_code == 0
 
 
 def test_json_result(cli_json, tiny, tmp_path):
