@@ -372,7 +372,8 @@ def _run(source: str, recipe: Recipe, out: Path, revision: str | None, calibrati
     click.echo(f"{'next':<14}quantkit eval {quote(source)} {quote(str(result.out))}{at}")
     click.echo(f"{'':<14}quantkit generate {quote(str(result.out))} \"The capital of France is\"")
     if for_gguf:
-        click.echo(f"{'':<14}quantkit export {quote(str(result.out))} --to gguf {quote(f'{result.out}.gguf')}")
+        to = quote(f"{result.out}.gguf")
+        click.echo(f"{'':<14}quantkit export {quote(str(result.out))} --to gguf {to}")
     elif refuse:
         click.echo(f"{'':<14}quantkit verify {quote(str(result.out))} --for {refuse[0]}")
 
