@@ -32,8 +32,8 @@ def parse(row: object):
     {"question": "Hi?", "answer": "Ho."},
 ])
 def test_every_form_of_a_conversation(row):
-    found = parse(row)
-    assert found.is_chat and list(found.content) == CHAT and found.where == "chats.jsonl line 3"
+    chats = parse(row)
+    assert chats.is_chat and list(chats.content) == CHAT and chats.where == "chats.jsonl line 3"
 
 
 def test_a_system_turn_stays_and_an_input_goes_below_its_instruction():
@@ -52,8 +52,8 @@ WEATHER = {"name": "weather", "parameters": {"type": "object", "properties": {"c
 @pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}])
 def test_calls_and_their_results_stay(content):
     called = {"role": "assistant", "tool_calls": [CALL]}
-    found = parse({"messages": [ASKED, called | content, RESULT | {"extra": 1}, ANSWERED]})
-    assert list(found.content) == [ASKED, called | {"content": ""}, RESULT, ANSWERED] and found.tools == ()
+    chats = parse({"messages": [ASKED, called | content, RESULT | {"extra": 1}, ANSWERED]})
+    assert list(chats.content) == [ASKED, called | {"content": ""}, RESULT, ANSWERED] and chats.tools == ()
     thought = ANSWERED | {"reasoning_content": "Hm."}
     assert parse({"messages": [ASKED | {"name": "Ann"}, thought]}).content == (ASKED, thought)
 

@@ -17,11 +17,11 @@ def test_json_is_one_object_and_nothing_else(cli, tiny, checkpoint):
     result = cli("eval", tiny, checkpoint, "--window", 32, "--windows", 3, "--prefill", 16, "--max-tokens", 2,
                  "--repeats", 1, "--json")
     assert result.exit_code == 0, result.stderr
-    found = json.loads(result.stdout)
+    report_json = json.loads(result.stdout)
     assert result.stdout.count("\n{") == 0 and result.stdout.startswith("{")
-    assert [row["model"] for row in found["results"]] == [str(tiny), str(checkpoint)]
-    assert all(set(row) >= KEYS and None not in [row[key] for key in KEYS] for row in found["results"])
-    assert found["protocol"]["prefill"] == 16 and found["protocol"]["repeats"] == 1
+    assert [row["model"] for row in report_json["results"]] == [str(tiny), str(checkpoint)]
+    assert all(set(row) >= KEYS and None not in [row[key] for key in KEYS] for row in report_json["results"])
+    assert report_json["protocol"]["prefill"] == 16 and report_json["protocol"]["repeats"] == 1
     assert "evaluating" in result.stderr
 
 
@@ -34,14 +34,14 @@ def test_table(cli, tiny, checkpoint):
 
 
 def test_a_suite_and_options_that_go_before_it(cli_json, tiny):
-    found = cli_json("eval", tiny, "--suite", "quick", "--windows", 2, "--no-speed")
-    assert (found["protocol"]["window"], found["protocol"]["windows"]) == (256, 2)
+    report_json = cli_json("eval", tiny, "--suite", "quick", "--windows", 2, "--no-speed")
+    assert (report_json["protocol"]["window"], report_json["protocol"]["windows"]) == (256, 2)
 
 
 def test_text_and_noise_floor(cli_json, tiny, tmp_path):
     (tmp_path / "mine.txt").write_text("some words of my own, " * 300)
-    found = cli_json("eval", tiny, "--text", tmp_path / "mine.txt", "--noise-floor", *SMALL)
-    assert found["protocol"]["text"] == "mine.txt" and found["noise_floor_kl"]["value"] > 0
+    report_json = cli_json("eval", tiny, "--text", tmp_path / "mine.txt", "--noise-floor", *SMALL)
+    assert report_json["protocol"]["text"] == "mine.txt" and report_json["noise_floor_kl"]["value"] > 0
 
 
 def test_out_holds_the_report(cli, tiny, tmp_path):
@@ -74,9 +74,9 @@ def test_no_such_model(cli, tiny, tmp_path):
 
 
 def test_models_times_kv_settings(cli_json, tiny, checkpoint):
-    found = cli_json("eval", tiny, checkpoint, "--kv", "none,int8,window(16, sinks=2)",
+    report_json = cli_json("eval", tiny, checkpoint, "--kv", "none,int8,window(16, sinks=2)",
                      "--window", 64, "--windows", 2, "--prefill", 40, "--max-tokens", 3, "--repeats", 1)
-    rows = found["results"]
+    rows = report_json["results"]
     assert [(row["model"], row["kv"]) for row in rows] == [
         (str(model), kv) for model in (tiny, checkpoint) for kv in ("none", "int8", "window(16, sinks=2)")]
     assert rows[0]["kl_mean"] == 0 and all(row["kl_mean"] > 0 for row in rows[1:])
@@ -84,13 +84,13 @@ def test_models_times_kv_settings(cli_json, tiny, checkpoint):
     assert rows[0]["kv_bytes_per_token"] == layers * heads * 2 * dim * 2
     assert rows[1]["kv_bytes_per_token"] == layers * heads * 2 * (dim + 2)
     assert all(row["kv_bytes"] > 0 and row["decode_tok_s"] > 0 for row in rows)
-    assert found["protocol"]["prompt"] == 32 and found["protocol"]["scored"] == 2 * 31
+    assert report_json["protocol"]["prompt"] == 32 and report_json["protocol"]["scored"] == 2 * 31
 
 
 def test_the_prefill_of_the_speed_test_fills_the_window(cli_json, tiny):
-    found = cli_json("eval", tiny, "--kv", "int8", "--window", 64, "--windows", 1, "--max-tokens", 4,
+    report_json = cli_json("eval", tiny, "--kv", "int8", "--window", 64, "--windows", 1, "--max-tokens", 4,
                      "--repeats", 1)
-    assert found["protocol"]["prefill"] == 64 - 4 - 1
+    assert report_json["protocol"]["prefill"] == 64 - 4 - 1
 
 
 def test_a_kv_table_fits_a_terminal(cli, tiny, checkpoint):

@@ -27,7 +27,7 @@ MESSAGES, PAGES = list(messages()), list(pages())
 
 
 def faults(check) -> list[str]:
-    return sorted({f"{where}: {found}" for where, text in [*MESSAGES, *PAGES] for found in check(text)})
+    return sorted({f"{where}: {unknown}" for where, text in [*MESSAGES, *PAGES] for unknown in check(text)})
 
 
 def test_commands_exist_with_their_options():
@@ -52,9 +52,9 @@ def test_options_without_a_command_are_options_of_one():
                 and HOLE + "--" not in text:
             yield from (name for name in re.findall(r"(?:^|[ (])(--[a-z][a-z-]+)", text) if name not in NAMES)
 
-    found = sorted({f"{where}: {name}" for where, text in MESSAGES for name in check(text)
+    unknown = sorted({f"{where}: {name}" for where, text in MESSAGES for name in check(text)
                     if where.startswith("quantkit/")})
-    assert found == []
+    assert unknown == []
 
 
 def test_targets_of_make_exist():

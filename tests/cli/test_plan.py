@@ -26,13 +26,13 @@ def test_half_a_megabyte_a_token(cli_json, tmp_path):
     source = tiny_model(tmp_path / "wide", num_hidden_layers=32, num_attention_heads=32,
                         num_key_value_heads=32, head_dim=128, hidden_size=64, intermediate_size=64,
                         max_position_embeddings=4096, dtype="float16")
-    found = cli_json("plan", source, "--context", 2000, "--memory", "4GB", "--kv", "none",
+    plan = cli_json("plan", source, "--context", 2000, "--memory", "4GB", "--kv", "none",
                      "--recipe", "none", *RATES)
-    assert found["kv"]["numbers_per_token"] == 262_144
-    assert found["kv"]["bytes_per_token"] == 524_288
-    assert found["kv"]["sequence_bytes"] == 2048 * 524_288 == 1_073_741_824
-    assert 0.97e9 < 2000 * found["kv"]["bytes_per_token"] < 1.05e9
-    assert found["chosen"]["kv_bytes"] == 1_073_741_824
+    assert plan["kv"]["numbers_per_token"] == 262_144
+    assert plan["kv"]["bytes_per_token"] == 524_288
+    assert plan["kv"]["sequence_bytes"] == 2048 * 524_288 == 1_073_741_824
+    assert 0.97e9 < 2000 * plan["kv"]["bytes_per_token"] < 1.05e9
+    assert plan["chosen"]["kv_bytes"] == 1_073_741_824
 
 
 def test_every_term_is_shown_in_80_columns(cli):
@@ -66,31 +66,31 @@ def test_codes_that_wait_are_told_apart(cli):
 
 
 def test_json_has_every_combination_and_adds_up(cli_json):
-    found = cli_json(*BIG, "--memory", "16GB", *RATES)
-    assert found["asked"] == {"context": 8192, "concurrency": 4, "memory_bytes": 16 * 10**9, "prompt": 4096}
-    chosen, others = found["chosen"], found["combinations"]
+    plan = cli_json(*BIG, "--memory", "16GB", *RATES)
+    assert plan["asked"] == {"context": 8192, "concurrency": 4, "memory_bytes": 16 * 10**9, "prompt": 4096}
+    chosen, others = plan["chosen"], plan["combinations"]
     assert len(others) > 150 and (chosen["weights"], chosen["kv"]) == ("int8-datafree", "none")
     assert chosen["expected_kl"] == 0.000674 == min(one["expected_kl"] for one in others
                                                    if one["fits"] and one["expected_kl"] is not None)
-    assert found["room"] == {"sequences": 4, "context": 8192}
-    assert found["decoding"]["bound_by"] == "memory"
-    assert found["decoding"]["bound_by_compute_from_batch"] == 10
-    assert found["losses"]["model"] == "SmolLM2-135M-Instruct"
+    assert plan["room"] == {"sequences": 4, "context": 8192}
+    assert plan["decoding"]["bound_by"] == "memory"
+    assert plan["decoding"]["bound_by_compute_from_batch"] == 10
+    assert plan["losses"]["model"] == "SmolLM2-135M-Instruct"
 
 
 def test_what_is_named_is_all_there_is_to_choose_from(cli_json):
-    found = cli_json(*BIG, "--memory", "16GB", "--recipe", "int4", "--recipe", "trellis4",
+    plan = cli_json(*BIG, "--memory", "16GB", "--recipe", "int4", "--recipe", "trellis4",
                      "--kv", "int8", "--kv", "window(1024, sinks=4)+int8", *RATES)
-    pairs = {(one["weights"], one["kv"]) for one in found["combinations"]}
+    pairs = {(one["weights"], one["kv"]) for one in plan["combinations"]}
     assert pairs == {(w, kv) for w in ("int4", "trellis4") for kv in ("int8", "window(1024, sinks=4)+int8")}
-    assert (found["chosen"]["weights"], found["chosen"]["kv"]) == ("trellis4", "int8")
-    dropping = next(one for one in found["combinations"] if "window" in one["kv"])
-    assert dropping["expected_kl"] is None and dropping["kv_bytes"] < found["chosen"]["kv_bytes"] / 4
+    assert (plan["chosen"]["weights"], plan["chosen"]["kv"]) == ("trellis4", "int8")
+    dropping = next(one for one in plan["combinations"] if "window" in one["kv"])
+    assert dropping["expected_kl"] is None and dropping["kv_bytes"] < plan["chosen"]["kv_bytes"] / 4
 
 
 def test_nothing_is_dropped_unless_it_is_asked_for(cli_json):
-    found = cli_json(*BIG, "--memory", "16GB", *RATES)
-    settings = {one["kv"] for one in found["combinations"]}
+    plan = cli_json(*BIG, "--memory", "16GB", *RATES)
+    settings = {one["kv"] for one in plan["combinations"]}
     assert not [kv for kv in settings if "(" in kv and not kv.startswith("rotation")]
 
 
@@ -110,9 +110,9 @@ def test_a_checkpoint_needs_no_recipe(cli, cli_json, checkpoint):
     assert result.stdout.splitlines()[-1] == (
         f"next          quantkit serve-local {checkpoint} --kv none --max-batch 1")
     assert "quantkit quantize" not in result.stdout
-    found = cli_json("plan", checkpoint, "--context", 500, "--memory", "600MB", *RATES)
-    assert {one["weights"] for one in found["combinations"]} == {"int8"}
-    assert "head dimension" in found["left_out"]["int4"] or "has 16" in found["left_out"]["int4"]
+    plan = cli_json("plan", checkpoint, "--context", 500, "--memory", "600MB", *RATES)
+    assert {one["weights"] for one in plan["combinations"]} == {"int8"}
+    assert "head dimension" in plan["left_out"]["int4"] or "has 16" in plan["left_out"]["int4"]
 
 
 def test_weights_as_they_are_need_no_quantizing(cli, heads):
@@ -197,9 +197,9 @@ def test_this_machine_is_measured_where_nothing_is_given(cli_json, heads, monkey
     from quantkit.evaluate.roofline import ceilings
 
     monkeypatch.setattr(ceilings, "read_bandwidth", lambda: 5e9)
-    found = cli_json("plan", heads, "--context", 100, "--memory", "4GB", "--recipe", "int8")["decoding"]
-    assert found["bandwidth"] == 5e9 and 1e8 < found["flops"] < 1e14
-    assert set(found["ceilings"].values()) == {"measured on this CPU now"}
+    plan = cli_json("plan", heads, "--context", 100, "--memory", "4GB", "--recipe", "int8")["decoding"]
+    assert plan["bandwidth"] == 5e9 and 1e8 < plan["flops"] < 1e14
+    assert set(plan["ceilings"].values()) == {"measured on this CPU now"}
 
 
 def test_where_nothing_can_be_measured_it_says_what_to_give(cli, heads, monkeypatch):
@@ -238,11 +238,11 @@ def test_json_is_one_value_with_nothing_beside_it(cli):
 
 def test_it_recommends_what_the_readme_recommends(cli_json):
     """4 bits is what fits: the recipe that README and docs/recipes.md name for most uses."""
-    found = cli_json("plan", "synthetic:llama-8b", "--context", 4096, "--memory", "7.5GB", *RATES)
-    chosen = found["chosen"]
-    known = [one for one in found["combinations"] if one["fits"] and one["expected_kl"] is not None]
+    plan = cli_json("plan", "synthetic:llama-8b", "--context", 4096, "--memory", "7.5GB", *RATES)
+    chosen = plan["chosen"]
+    known = [one for one in plan["combinations"] if one["fits"] and one["expected_kl"] is not None]
     assert min(known, key=lambda one: one["expected_kl"])["weights"] == chosen["weights"]
-    assert {"int4-asym", "int5-asym", "int8-gptq"} <= {one["weights"] for one in found["combinations"]
+    assert {"int4-asym", "int5-asym", "int8-gptq"} <= {one["weights"] for one in plan["combinations"]
                                                      if one["weights_kl"] is not None}
     only = cli_json("plan", "synthetic:llama-8b", "--context", 4096, "--memory", "7.5GB", *RATES,
                     "--recipe", "int4", "--recipe", "int4-asym", "--recipe", "nf4")

@@ -308,8 +308,8 @@ def test_a_quantized_gguf_file_is_warned_of_and_never_called_smaller(cli, cli_js
     done = cli("quantize", gguf, "--recipe", "int8", "--out", tmp_path / "int8")
     assert done.exit_code == 0 and done.stderr.count("is quantized already") == 1
     assert "times larger" in done.stdout
-    found = cli_json("quantize", gguf, "--recipe", "int8", "--dry-run")
-    assert found["source_bytes"] == gguf.stat().st_size < found["disk_bytes"]
+    plan = cli_json("quantize", gguf, "--recipe", "int8", "--dry-run")
+    assert plan["source_bytes"] == gguf.stat().st_size < plan["disk_bytes"]
 
 
 def test_a_model_in_16_bits_is_not_warned_of(cli, tiny):
@@ -319,6 +319,6 @@ def test_a_model_in_16_bits_is_not_warned_of(cli, tiny):
 
 def test_a_kept_head_counts_among_what_stays(cli_json, tmp_path):
     source = tiny_model(tmp_path / "own-head", tie_word_embeddings=False)
-    found = cli_json("quantize", source, "--recipe", "int8", "--dry-run")
-    head = next(row for row in found["rows"] if row["name"] == "lm_head")
-    assert head["method"] is None and found["kept_bytes"] == found["other_bytes"] + head["bytes_after"]
+    plan = cli_json("quantize", source, "--recipe", "int8", "--dry-run")
+    head = next(row for row in plan["rows"] if row["name"] == "lm_head")
+    assert head["method"] is None and plan["kept_bytes"] == plan["other_bytes"] + head["bytes_after"]

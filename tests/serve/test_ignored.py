@@ -203,15 +203,15 @@ def test_the_header_is_bounded(shared):
 
 def test_paths():
     body = {"a": [{"x": 1}, {"x": 1}, {"y": {"z": [{}]}}], "b": {}}
-    found = Ignored()
-    assert not found
+    ignored_keys = Ignored()
+    assert not ignored_keys
     for part in body["a"][:2]:
-        found.key(part, "x")
-    found.key(body["a"][2]["y"], "z")
-    found.key(body, "b")
-    found.part(body["a"][2]["y"]["z"][0], "mcp")
-    found.other("n (why, so)")
-    assert found.names(body) == ["b", "a[*].x", "a[2].y.z", "a[2].y.z[0] (mcp)", "n (why? so)"]
+        ignored_keys.key(part, "x")
+    ignored_keys.key(body["a"][2]["y"], "z")
+    ignored_keys.key(body, "b")
+    ignored_keys.part(body["a"][2]["y"]["z"][0], "mcp")
+    ignored_keys.other("n (why, so)")
+    assert ignored_keys.names(body) == ["b", "a[*].x", "a[2].y.z", "a[2].y.z[0] (mcp)", "n (why? so)"]
 
 
 def test_the_log_tells_each_kind_once_for_each_client():
