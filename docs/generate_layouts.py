@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from quantkit.safe_yaml import read_yaml
+from quantkit.support.safe_yaml import read_yaml
 
 DATA = Path(__file__).with_name("layouts.yaml")
 PAGE = Path(__file__).with_name("checkpoints.md")

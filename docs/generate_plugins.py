@@ -8,9 +8,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from quantkit.scaffold.kinds import KINDS
-from quantkit.scaffold.names import plugin_names
-from quantkit.scaffold.render import render
+from quantkit.testing.scaffold.kinds import KINDS
+from quantkit.testing.scaffold.names import plugin_names
+from quantkit.testing.scaffold.render import render
 
 PAGES = Path(__file__).parent / "plugins"
 BLOCK = re.compile(r"(<!-- example: (\S+) -->\n```\w+\n).*?(^```$)", re.MULTILINE | re.DOTALL)

@@ -11,7 +11,7 @@ import torch
 
 from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
-from quantkit.kvspec import parse_kv
+from quantkit.kv.spec import parse_kv
 from quantkit.runtime.loader import load
 
 LENGTHS, CHUNK, DECODED = (576, 1024, 2048, 4096, 8000), 512, 64

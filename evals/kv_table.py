@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.kv.codecs.kivi import GROUP
-from quantkit.kvspec import parse_kv
-from quantkit.spec import KVSpec
+from quantkit.kv.spec import KVSpec, parse_kv
 
 HALF, PAGE, POSITION = 16, 64, 32
 """Bits of a number of the full cache, tokens of a page, bits of a slot's position where a policy drops."""

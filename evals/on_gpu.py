@@ -18,18 +18,17 @@ from typing import Any
 
 import torch
 
-from quantkit.bench.machine import machine
-from quantkit.errors import QuantkitError
-from quantkit.evaluate.feed import force, prefill
-from quantkit.evaluate.forced import TeacherForcedModel
-from quantkit.evaluate.quality import compare, windows_of
-from quantkit.evaluate.text import load_text
+from quantkit.evaluation.bench.machine import machine
+from quantkit.evaluation.feed import force, prefill
+from quantkit.evaluation.forced import TeacherForcedModel
+from quantkit.evaluation.quality import compare, windows_of
+from quantkit.evaluation.text import load_text
 from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
-from quantkit.kvspec import parse_kv, split_settings
-from quantkit.quantize import quantize
+from quantkit.kv.spec import KVSpec, parse_kv, split_settings
+from quantkit.quantization.run import quantize
 from quantkit.runtime.loader import LoadedModel, load
-from quantkit.spec import KVSpec
+from quantkit.support.errors import QuantkitError
 
 PLAIN = "none"
 MOST = 0.02

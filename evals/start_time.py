@@ -41,7 +41,8 @@ PHASES = {
 }
 """What is timed inside, ``module:name``; where one calls another, both count it."""
 MODULES = ("torch", "pydantic", "fastapi", "uvicorn", "numpy", "llvmlite.binding", "tokenizers",
-           "quantkit.plugins", "quantkit.runtime.engine", "quantkit.runtime.loader", "quantkit.serve.app")
+           "quantkit.plugins.manager", "quantkit.runtime.engine", "quantkit.runtime.loader",
+           "quantkit.serving.app")
 
 
 COMMAND = ("-m", "quantkit.cli.main", "serve-local", "--port", "0", "--json")

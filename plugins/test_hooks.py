@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from quantkit import plugins
-from quantkit.first_party import NAMES
-from quantkit.recipe import load_recipe
+from quantkit.plugins import manager as plugins
+from quantkit.plugins.first_party import NAMES
+from quantkit.quantization.recipe import load_recipe
 
 FOLDERS = sorted(Path(__file__).parent.glob("quantkit-*"))
 ROOT = Path(__file__).resolve().parents[1]
@@ -43,7 +43,7 @@ def test_it_registers_what_is_said_of_it(folder: Path, monkeypatch: pytest.Monke
     """Names, and recipes whose methods take what they are asked for."""
     manager = plugins.PluginManager(only=[])
     manager.add(importlib.import_module(package_of(folder)), folder.name, name="mine", version="0")
-    monkeypatch.setattr("quantkit.recipe.current", lambda: manager)
+    monkeypatch.setattr("quantkit.quantization.recipe.current", lambda: manager)
     kinds = {table.kind: table for table in manager.registries.values()}
     for kind, names in NAMES.items():
         for name in (name for name, owner in names.items() if owner == folder.name):

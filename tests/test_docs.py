@@ -10,36 +10,37 @@ from pathlib import Path
 
 import pytest
 
-from quantkit import __version__, hookspecs
-from quantkit.errors import DONE, FAILED, INTERRUPTED, RESUMABLE, USAGE
-from quantkit.evaluate.metrics import Metric
-from quantkit.evaluate.result import EvalResult, ModelResult
-from quantkit.evaluate.suite import EvalSuite
+from quantkit import __version__
+from quantkit.evaluation.metrics import Metric
+from quantkit.evaluation.report.base import Reporter
+from quantkit.evaluation.result import EvalResult, ModelResult
+from quantkit.evaluation.suite import EvalSuite
 from quantkit.formats.base import Codes, Format, QuantizedTensor
 from quantkit.kv.base import KVCodec, KVPolicy, PolicyView, SideCodec
 from quantkit.kv.policies.score_policy import ScorePolicy
-from quantkit.methods.base import LayerStats, Method
-from quantkit.methods.grid import Grid
 from quantkit.models.architecture import Architecture
 from quantkit.models.reader import ConfigReader
 from quantkit.models.scale_groups import ScaleGroup
 from quantkit.ops.dispatch import KernelQuery, LinearKernel
-from quantkit.planning.plan import make_plan
-from quantkit.plugins import PluginManager, registry
-from quantkit.recipe import list_recipes, load_recipe
-from quantkit.recover.base import Parameter, Recovery, RecoveryTask
-from quantkit.report.base import Reporter
-from quantkit.scaffold.kinds import KINDS
-from quantkit.scaffold.names import plugin_names
-from quantkit.scaffold.render import render
+from quantkit.plugins import hooks
+from quantkit.plugins.manager import PluginManager, registry
+from quantkit.quantization.methods.base import LayerStats, Method
+from quantkit.quantization.methods.grid import Grid
+from quantkit.quantization.planning.plan import make_plan
+from quantkit.quantization.recipe import list_recipes, load_recipe
+from quantkit.quantization.recovery.base import Parameter, Recovery, RecoveryTask
+from quantkit.quantization.transforms.base import LayerTensors, Transform
 from quantkit.sources.base import ModelSource, SourceIdentity, SourceKind
 from quantkit.sources.open import open_source
+from quantkit.support.errors import DONE, FAILED, INTERRUPTED, RESUMABLE, USAGE
 from quantkit.testing import tiny_model
-from quantkit.transforms.base import LayerTensors, Transform
+from quantkit.testing.scaffold.kinds import KINDS
+from quantkit.testing.scaffold.names import plugin_names
+from quantkit.testing.scaffold.render import render
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
-HOOKS = {name: hook for name, hook in inspect.getmembers(hookspecs, inspect.isfunction)
+HOOKS = {name: hook for name, hook in inspect.getmembers(hooks, inspect.isfunction)
          if hasattr(hook, "quantkit_spec")}
 
 

@@ -11,12 +11,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-TORCH_FREE = ("errors", "spec", "registry", "hookspecs", "builtin", "plugins", "resources", "cli.main")
-# what the right half may not know, though it stands above it in the table
-FORBIDDEN = {"quantkit.runtime": ("quantkit.methods", "quantkit.calibrate", "quantkit.quantize"),
-             "quantkit.kv": ("quantkit.methods", "quantkit.calibrate", "quantkit.quantize"),
-             "quantkit.models": ("quantkit.methods", "quantkit.calibrate"),
-             "quantkit.formats": ("quantkit.methods",)}
+TORCH_FREE = ("support.errors", "support.resources", "formats.spec", "kv.spec", "plugins.registry",
+              "plugins.hooks", "plugins.builtin", "plugins.manager", "cli.main")
+# what the right half may not know, though it stands on the same floor or above
+FORBIDDEN = {"quantkit.runtime": ("quantkit.quantization",), "quantkit.serving": ("quantkit.quantization",)}
 IMPORT_NAMES = {"huggingface-hub": "huggingface_hub", "rich-click": "rich_click", "ruamel.yaml": "ruamel",
                 "prometheus-client": "prometheus_client", "vl-convert-python": "vl_convert"}
 
@@ -47,42 +45,50 @@ def imports(path: Path) -> Iterator[tuple[str, int]]:
                         yield f"{node.module}.{alias.name}", node.lineno
 
 
-def ranks() -> dict[str, int]:
-    """Module prefix → row of the table; a later row may import an earlier one."""
-    found: dict[str, int] = {}
+def floors() -> dict[str, int]:
+    """Room of ``quantkit/`` → its floor, the row of the table, counted from the ground."""
+    rooms: dict[str, int] = {}
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    for number, cell in enumerate(re.findall(r"^\| (`[^|]+`[^|]*) \|", text, re.MULTILINE)):
-        for place in re.findall(r"`([^`]+)`", cell):
-            place = place if "/" in place else f"quantkit/{place}"
-            found[place.removeprefix("kernels/").removesuffix(".py").strip("/").replace("/", ".")] = number
-    return found
+    table = re.search(r"^\| floor \|.*?\n\n", text, re.MULTILINE | re.DOTALL)
+    assert table, "docs/architecture.md has no table of floors"
+    rows = table.group().splitlines()[2:]
+    for number, row in enumerate(reversed([row for row in rows if row.strip()])):
+        for room in re.findall(r"`(\w+)(?:/|\.py)`", row):
+            rooms[room] = number
+    return rooms
 
 
-def rank_of(module: str, table: dict[str, int]) -> int | None:
+def room_of(module: str) -> str | None:
     parts = module.split(".")
-    for size in range(len(parts), 0, -1):
-        if (rank := table.get(".".join(parts[:size]))) is not None:
-            return rank
-    return None
+    return parts[1] if parts[0] == "quantkit" and len(parts) > 1 else None
 
 
-def test_the_table_names_every_module():
-    table = ranks()
-    assert len(table) > 15, "the table of docs/architecture.md was not understood"
-    lost = [m for m in map(module_of, package_files()) if m != "quantkit" and rank_of(m, table) is None]
-    assert not lost, f"not in the table of docs/architecture.md: {lost}"
+def arrows() -> dict[tuple[str, str], str]:
+    """A room and one that it imports from → where it does so."""
+    return {(room, other): f"{path.relative_to(ROOT)}:{line} imports {name}"
+            for path in package_files() if (room := room_of(module_of(path)))
+            for name, line in imports(path) if (other := room_of(name)) and other != room}
 
 
-def test_imports_point_upward_only():
-    table, wrong = ranks(), []
-    for path in package_files():
-        module = module_of(path)
-        own = rank_of(module, table)
-        for name, line in imports(path):
-            other = rank_of(name, table)
-            if other is not None and own is not None and other > own:
-                wrong.append(f"{path.relative_to(ROOT)}:{line} imports {name}, which stands below it")
+def test_the_table_names_every_room():
+    rooms = {path.stem for path in (ROOT / "quantkit").iterdir()
+             if (path.is_dir() and path.name not in ("__pycache__", "_data"))
+             or (path.suffix == ".py" and path.stem != "__init__")}
+    assert set(floors()) == rooms
+    assert len(rooms) <= 24
+
+
+def test_imports_point_down_only():
+    table = floors()
+    wrong = [where for (room, other), where in arrows().items() if table[other] > table[room]]
     assert not wrong, "\n".join(wrong)
+
+
+def test_rooms_of_a_floor_stand_on_each_other_without_a_circle():
+    below = {room: {other for one, other in arrows() if one == room} for room in floors()}
+    while ground := {room for room, others in below.items() if not others & set(below)}:
+        below = {room: others for room, others in below.items() if room not in ground}
+    assert not below, f"these rooms import from each other in a circle: {below}"
 
 
 def test_the_halves_stay_apart():
@@ -146,9 +152,3 @@ def test_light_modules_stay_light(module):
                f"'triton', 'numpy') if m in sys.modules))")
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == ""
-
-
-def test_files_stay_short():
-    long = {str(p.relative_to(ROOT)): n for p in (*package_files(), *(ROOT / "kernels").rglob("*.py"))
-            if (n := len(p.read_text(encoding="utf-8").splitlines())) > 400}
-    assert not long

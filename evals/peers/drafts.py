@@ -30,7 +30,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 from llama_cpp import LlamaCpp
 
-from quantkit.bench.drafts import tasks
+from quantkit.evaluation.bench.drafts import tasks
 
 NONE = "none"
 

@@ -22,11 +22,11 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from quantkit.bench.machine import machine
 from quantkit.cli.present import table
+from quantkit.evaluation.bench.machine import machine
 from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
-from quantkit.kvspec import parse_kv
+from quantkit.kv.spec import parse_kv
 from quantkit.runtime.loader import LoadedModel, load
 
 SCRIPT = Path(__file__).with_name("theirs") / "eviction_kvpress.py"

@@ -17,7 +17,7 @@ import re
 import sysconfig
 from pathlib import Path
 
-from quantkit.calibrate.files import DataFile, local_files, read_files, some_of
+from quantkit.quantization.calibration.files import DataFile, local_files, read_files, some_of
 from quantkit.sources.open import open_source
 from quantkit.text.tokenizer import Tokenizer
 

@@ -72,8 +72,8 @@ from safetensors.torch import save_file
 
 from quantkit import __version__
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.evaluate.protocol import cpu_cores, cpu_name
-from quantkit.resources import data_dir
+from quantkit.evaluation.protocol import cpu_cores, cpu_name
+from quantkit.support.resources import data_dir
 
 HERE = Path(__file__).parent / "theirs"
 SCRIPTS = {"bitsandbytes": "nf4_bitsandbytes.py", "hqq": "hqq_linear.py", "sinq": "sinq_linear.py",

@@ -11,11 +11,11 @@ from gguf.quants import dequantize
 from llama_cpp import LlamaCpp
 from safetensors.torch import save_file
 
-from quantkit.calibrate.data import load_calibration
 from quantkit.models.architecture import parse_config
+from quantkit.quantization.calibration.data import load_calibration
+from quantkit.quantization.specs import CalibrationSpec
 from quantkit.sources.gguf import GGUFSource
 from quantkit.sources.local import LocalSource
-from quantkit.spec import CalibrationSpec
 from quantkit.text.tokenizer import Tokenizer
 
 OVERRIDES = ("--override-kv", "tokenizer.ggml.add_bos_token=bool:false")  # a window is what the text has

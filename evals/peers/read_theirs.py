@@ -31,9 +31,9 @@ import torch
 from load_exports import PROMPTS, greedy, theirs
 from safetensors.torch import save_file
 
-from quantkit.errors import QuantkitError
 from quantkit.runtime.loader import load
 from quantkit.sources.open import open_source
+from quantkit.support.errors import QuantkitError
 from quantkit.testing import tiny_model
 
 GPTQ = """

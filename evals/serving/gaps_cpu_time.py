@@ -15,7 +15,7 @@ from statistics import median
 
 import torch
 
-from quantkit.kvspec import parse_kv
+from quantkit.kv.spec import parse_kv
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.loader import LoadedModel, load
 from quantkit.runtime.sampler import Sampling

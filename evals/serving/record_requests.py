@@ -3,8 +3,8 @@
     quantkit serve-local MODEL --port 8000
     python evals/serving/record_requests.py --upstream http://127.0.0.1:8000 --port 8100 --out client.json
 
-Point the client at port 8100 and use it; Ctrl-C ends the recording. ``tests/serve/clients/`` has such
-recordings, and ``tests/serve/test_clients.py`` posts them to a server.
+Point the client at port 8100 and use it; Ctrl-C ends the recording. ``tests/serving/clients/`` has such
+recordings, and ``tests/serving/test_clients.py`` posts them to a server.
 
 Of a client's texts only the tool calls that it repeats and the regular expressions of its schemas are kept:
 look through a recording before you share it. Any other string that isn't a short identifier becomes

@@ -17,7 +17,7 @@ from quantkit.checkpoint.manifest import MANIFEST, FileRecord, LayerRow, Manifes
 from quantkit.checkpoint.quantization_config import KEYS, config_words
 from quantkit.checkpoint.reader import CARD, CONFIG, GPTQ_CONFIG, INDEX, Checkpoint
 from quantkit.checkpoint.shards import StoredTensor, index_json, shard_chunks, shard_names, split
-from quantkit.errors import CheckpointError
+from quantkit.support.errors import CheckpointError
 
 OWN_FILES = frozenset({CONFIG, CARD, INDEX, MANIFEST, GPTQ_CONFIG})
 

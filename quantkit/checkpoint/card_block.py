@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quantkit.errors import CheckpointError
+from quantkit.support.errors import CheckpointError
 
 OPENING, CLOSING = b"<!-- quantkit:eval -->\n", b"<!-- /quantkit:eval -->\n\n"
 MAX_BLOCK = 2**20

@@ -5,14 +5,27 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.errors import QuantkitError
 from quantkit.formats import e4m3
 from quantkit.formats.base import Codes, Format, QuantizedTensor
-from quantkit.plugins import registry
+from quantkit.plugins.manager import registry
+from quantkit.support.errors import QuantkitError
+
+Status = Literal["ok", "failed", "note"]
+
+
+@dataclass(frozen=True)
+class VerifyCheck:
+    """One thing looked at. ``detail`` says what was found; a ``note`` is nothing wrong."""
+
+    name: str
+    status: Status
+    detail: str = ""
 
 
 def value_faults(checkpoint: Checkpoint) -> Iterator[str]:

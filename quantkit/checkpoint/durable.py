@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO
 
-from quantkit.errors import CheckpointError
-from quantkit.paths import open_regular
+from quantkit.support.errors import CheckpointError
+from quantkit.support.paths import open_regular
 
 TEMPORARY = ".tmp"
 _MOMENT = 0.05

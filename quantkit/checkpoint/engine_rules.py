@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from quantkit.checkpoint.checks import VerifyCheck
 from quantkit.checkpoint.manifest import LayerRow
-from quantkit.checkpoint.verify import VerifyCheck
 from quantkit.models.architecture import HEAD
 from quantkit.models.config import ModelConfig
 from quantkit.sources import split_experts

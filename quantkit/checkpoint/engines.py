@@ -13,12 +13,12 @@ import torch
 
 from quantkit.checkpoint import engine_rules as rules
 from quantkit.checkpoint import float_rules, mlx_rules
+from quantkit.checkpoint.checks import VerifyCheck
 from quantkit.checkpoint.manifest import LayerRow
 from quantkit.checkpoint.quantization_config import stored_quantization
-from quantkit.checkpoint.verify import VerifyCheck
-from quantkit.errors import UsageError, did_you_mean
 from quantkit.models.architecture import EMBEDDING, linear_slots, parse_config
-from quantkit.plugins import registry
+from quantkit.plugins.manager import registry
+from quantkit.support.errors import UsageError, did_you_mean
 
 DEVICES = ("cuda", "cpu")
 FLOATS = (float_rules.one_global_scale, float_rules.whole_inputs, float_rules.whole_rows)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from quantkit.checkpoint.checks import VerifyCheck
 from quantkit.checkpoint.engine_rules import CheckpointFacts, told
 from quantkit.checkpoint.manifest import LayerRow
-from quantkit.checkpoint.verify import VerifyCheck
 from quantkit.models.architecture import HEAD
 
 

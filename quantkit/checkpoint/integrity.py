@@ -15,9 +15,9 @@ from pathlib import Path
 from quantkit.checkpoint.manifest import BLOCK, BLOCK_DIGITS, FileRecord, Manifest
 from quantkit.checkpoint.reader import CARD, Checkpoint
 from quantkit.checkpoint.shards import stored_tensors
-from quantkit.errors import CheckpointError, QuantkitError
-from quantkit.paths import open_regular
-from quantkit.progress import Listener, ProgressEvent, silent
+from quantkit.support.errors import CheckpointError, QuantkitError
+from quantkit.support.paths import open_regular
+from quantkit.support.progress import Listener, ProgressEvent, silent
 
 SAMPLE = 64 * 2**20
 """Bytes that loading reads to look for damage: less than a fifth of a second's work."""

@@ -11,22 +11,17 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median_low
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from quantkit.calibrate.coverage import Coverage, SourceFile
-from quantkit.calibrate.runner import EXPERT
-from quantkit.errors import CheckpointError
-from quantkit.kvspec import parse_kv
-from quantkit.models.architecture import EMBEDDING
-from quantkit.planning.layers import PlanRow
+from quantkit.checkpoint.coverage import Coverage, SourceFile
+from quantkit.formats.spec import QuantSpec
+from quantkit.models.architecture import EMBEDDING, EXPERT
 from quantkit.sources.base import SourceIdentity
-from quantkit.spec import CalibrationSpec, Frozen, KVSpec, QuantSpec
-from quantkit.strict_json import parse_object
-
-if TYPE_CHECKING:
-    from quantkit.calibrate.data import CalibrationData
+from quantkit.support.errors import CheckpointError
+from quantkit.support.frozen import Frozen
+from quantkit.support.strict_json import parse_object
 
 MANIFEST = "quantkit.json"
 SCHEMA_VERSION = 1
@@ -103,15 +98,6 @@ class CalibrationFacts(Frozen):
     files: tuple[SourceFile, ...] = Field(default=(), strict=False)
     coverage: Coverage | None = None
 
-    @classmethod
-    def of(cls, spec: CalibrationSpec | None, data: CalibrationData | None) -> CalibrationFacts | None:
-        """What a run calibrates on; ``None`` if it doesn't, or has yet to write it."""
-        if data is None or spec is None:
-            return None
-        return cls(text=", ".join(spec.without_folders().texts), windows=spec.windows, window=spec.window,
-                   seed=spec.seed, importance=spec.importance, tokens=data.tokens.numel(), sha256=data.sha256,
-                   packing=data.packing, files=data.files, coverage=data.coverage)
-
 
 class LayerRow(Frozen):
     """What became of one Linear; a kept layer has no method, format, spec or error.
@@ -146,14 +132,6 @@ class LayerRow(Frozen):
         if keys and len(keys) < 3:
             raise ValueError(f"a layer with {' and '.join(keys)} alone is neither quantized nor kept")
         return self
-
-    @classmethod
-    def of(cls, row: PlanRow, *, error: float | None = None, tokens: int | None = None,
-           notes: tuple[str, ...] = ()) -> LayerRow:
-        """The plan's row with what was measured."""
-        return cls(name=row.name, shape=row.shape, dtype=row.dtype, method=row.method, format=row.format,
-                   spec=row.spec, options=dict(row.options), bits=row.bits, bytes=row.bytes_after,
-                   error=error, tokens=tokens, notes=notes)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON data."""
@@ -282,12 +260,6 @@ class Manifest(Frozen):
     def bits_per_weight(self) -> float:
         """Stored bits of all Linears over their parameters."""
         return bits_per_weight(self.layers)
-
-    @property
-    def kv(self) -> KVSpec:
-        """How keys and values are kept when it runs. Raises UsageError if a plugin of it is missing."""
-        text = self.recipe.get("kv")
-        return parse_kv(text) if isinstance(text, str) else KVSpec()
 
     def fallbacks(self) -> list[str]:
         """What was done in place of what was asked for: of the calibration text, then layer by layer."""

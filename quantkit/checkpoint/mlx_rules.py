@@ -11,9 +11,9 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
+from quantkit.checkpoint.checks import VerifyCheck
 from quantkit.checkpoint.engine_rules import CheckpointFacts
 from quantkit.checkpoint.manifest import LayerRow
-from quantkit.checkpoint.verify import VerifyCheck
 from quantkit.formats.mlx import GROUPS
 
 _COMMON = frozenset({"hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads",

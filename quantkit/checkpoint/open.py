@@ -9,10 +9,10 @@ from quantkit.checkpoint.foreign.checkpoint import ForeignCheckpoint
 from quantkit.checkpoint.manifest import MANIFEST
 from quantkit.checkpoint.reader import Checkpoint, foreign_method, is_checkpoint
 from quantkit.checkpoint.unfinished import is_unfinished, refuse_unfinished
-from quantkit.errors import SourceError, UsageError
-from quantkit.paths import local_path, typed_path
 from quantkit.sources.base import ModelSource, QuantizedError, SourceIdentity, quantized_types
 from quantkit.sources.open import open_source
+from quantkit.support.errors import SourceError, UsageError
+from quantkit.support.paths import local_path, typed_path
 
 AnyCheckpoint = Checkpoint | ForeignCheckpoint
 

@@ -17,8 +17,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from quantkit import __version__
+from quantkit.formats.spec import QuantSpec
 from quantkit.models.architecture import EMBEDDING, HEAD
-from quantkit.spec import QuantSpec
 
 _TYPES = {"int": "int", "fp": "float"}
 OWN: dict[str, Any] = {"quant_method": "quantkit"}

@@ -13,16 +13,16 @@ import torch
 from quantkit.checkpoint.manifest import MANIFEST, MAX_BYTES, LayerRow, Manifest
 from quantkit.checkpoint.quantization_config import stored_quantization
 from quantkit.checkpoint.unfinished import is_unfinished, refuse_unfinished, unfinished
-from quantkit.errors import CheckpointError, QuantkitError, SourceError, SpecError
-from quantkit.formats import contract
 from quantkit.formats.base import Format, QuantizedTensor
 from quantkit.formats.dtypes import FLOATS
-from quantkit.paths import open_regular
-from quantkit.plugins import BUILTIN, registry
+from quantkit.ops import packing
+from quantkit.plugins.manager import BUILTIN, registry
 from quantkit.sources.base import TensorInfo
 from quantkit.sources.local import has_leftover_words
 from quantkit.sources.safetensors_file import ShardedTensors
-from quantkit.strict_json import MAX_CONFIG, read_object
+from quantkit.support.errors import CheckpointError, QuantkitError, SourceError, SpecError
+from quantkit.support.paths import open_regular
+from quantkit.support.strict_json import MAX_CONFIG, read_object
 
 CONFIG = "config.json"
 CARD = "README.md"
@@ -173,7 +173,7 @@ class Checkpoint:
                                   why=f"known: {', '.join(FLOATS)}", next=AGAIN)
         form: Format = registry("formats").get(row.format)
         try:
-            layout = contract.layout(form, row.spec, row.shape, FLOATS[row.dtype])
+            layout = packing.layout(form, row.spec, row.shape, FLOATS[row.dtype])
         except SpecError as error:
             raise CheckpointError(f"layer {row.name} of {self.path} can't be what {MANIFEST} says",
                                   why=error.why or error.what, next=AGAIN) from error

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from quantkit.errors import CheckpointError
 from quantkit.sources.base import TensorInfo
-from quantkit.strict_json import parse_object
+from quantkit.support.errors import CheckpointError
+from quantkit.support.strict_json import parse_object
 
 SHARD_BYTES = 5 * 10**9
 CHUNK = 2**22

@@ -9,8 +9,8 @@ from typing import Any
 
 from quantkit.checkpoint.durable import is_locked
 from quantkit.checkpoint.manifest import MANIFEST, MAX_BYTES
-from quantkit.errors import CheckpointError, QuantkitError
-from quantkit.strict_json import read_object
+from quantkit.support.errors import CheckpointError, QuantkitError
+from quantkit.support.strict_json import read_object
 
 PARTIAL = ".partial"
 STATE = "state.json"

@@ -39,10 +39,10 @@ from quantkit.checkpoint.manifest import MANIFEST, MAX_BYTES, LayerRow, Manifest
 from quantkit.checkpoint.shards import SHARD_BYTES, LazyTensor, stored_tensors, tensor_chunks
 from quantkit.checkpoint.unfinished import LOCK as _LOCK
 from quantkit.checkpoint.unfinished import PARTIAL, STATE
-from quantkit.errors import CheckpointError, QuantkitError, UsageError
-from quantkit.paths import local_path, open_regular, typed_path
-from quantkit.strict_json import parse_object, read_object
-from quantkit.units import human_bytes
+from quantkit.support.errors import CheckpointError, QuantkitError, UsageError
+from quantkit.support.paths import local_path, open_regular, typed_path
+from quantkit.support.strict_json import parse_object, read_object
+from quantkit.support.units import human_bytes
 
 LAYOUT_VERSION = 2
 _UNIT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")

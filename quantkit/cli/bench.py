@@ -15,8 +15,8 @@ from quantkit.cli.options import device_option, kv_option, prefill_option, read_
 from quantkit.cli.present import table
 from quantkit.cli.progress import ProgressLine
 from quantkit.cli.tokens import TokenCount, TokenCounts
-from quantkit.errors import UsageError
-from quantkit.units import human_bytes
+from quantkit.support.errors import UsageError
+from quantkit.support.units import human_bytes
 
 
 @click.group("bench")
@@ -54,7 +54,7 @@ def kernels(ctx: click.Context, shapes: tuple[str, ...], rows: str, repeats: int
         compiled, text = compile_kernels(quiet)
         print_report(compiled, text, out, as_json)
         ctx.exit(1 if compiled["faults"] else 0)
-    from quantkit.bench.kernels import bench_kernels, lines
+    from quantkit.evaluation.bench.kernels import bench_kernels, lines
 
     with ProgressLine("measuring", quiet) as progress:
         report = bench_kernels([_shape(shape) for shape in shapes], _numbers("--rows", rows, 1), repeats,
@@ -98,9 +98,9 @@ def decode(model: str, batch: str, context: tuple[int, ...], kv: tuple[str, ...]
     `of read` is their share of the bandwidth at which memory was read in the same minute: by all threads of
     a CPU, by a copy on a GPU.
     """
-    from quantkit.bench.decode import DecodeSettings, bench_decode
-    from quantkit.device import find_device
-    from quantkit.recipe import load_recipe
+    from quantkit.evaluation.bench.decode import DecodeSettings, bench_decode
+    from quantkit.quantization.recipe import load_recipe
+    from quantkit.support.device import find_device
 
     # what can be refused is refused before a model is loaded
     settings_of_kv, batches = read_kv(kv), _numbers("--batch", batch, 1)
@@ -110,7 +110,7 @@ def decode(model: str, batch: str, context: tuple[int, ...], kv: tuple[str, ...]
     if random is None:
         loaded = load_model(model, device=device, quiet=quiet)
     else:
-        from quantkit.bench.random_model import random_model
+        from quantkit.evaluation.bench.random_model import random_model
         loaded = random_model(model, random, place)
     settings = DecodeSettings(batches, list(context), settings_of_kv or [loaded.kv], prefill, max_tokens,
                               repeats, not no_fallback, pdl)

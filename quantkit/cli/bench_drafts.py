@@ -36,7 +36,7 @@ def drafts(model: str, drafters: tuple[str, ...], kv: tuple[str, ...], max_token
     is the speed with drafts over that without in the same turn, with its range; `right` counts drafted tokens
     that were right, of all.
     """
-    from quantkit.bench.drafts import DraftSettings, bench_drafts, lines
+    from quantkit.evaluation.bench.drafts import DraftSettings, bench_drafts, lines
     from quantkit.runtime.drafting.parse import parse_drafter
     from quantkit.runtime.sampler import Sampling
 

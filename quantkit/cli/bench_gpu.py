@@ -10,8 +10,8 @@ from typing import Any
 import rich_click as click
 
 from quantkit.cli.progress import ProgressLine
-from quantkit.errors import QuantkitError
-from quantkit.progress import ProgressEvent
+from quantkit.support.errors import QuantkitError
+from quantkit.support.progress import ProgressEvent
 
 
 @click.command("tune")

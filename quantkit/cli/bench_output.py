@@ -9,7 +9,7 @@ from typing import Any
 import rich_click as click
 
 from quantkit.cli.present import note, print_json
-from quantkit.errors import UsageError
+from quantkit.support.errors import UsageError
 
 
 def show(report: dict[str, Any], text: str, out: Path | None, as_json: bool) -> None:

@@ -11,8 +11,8 @@ import rich_click as click
 from quantkit.cli.present import note, print_json, table, wrapped
 
 if TYPE_CHECKING:
-    from quantkit.evaluate.compare import Comparison, MetricChange
-    from quantkit.evaluate.metric_table import MetricInfo
+    from quantkit.evaluation.compare import Comparison, MetricChange
+    from quantkit.evaluation.metric_table import MetricInfo
 
 
 @click.command("compare")
@@ -26,8 +26,8 @@ def command(before: Path, after: Path, as_json: bool) -> None:
     KV setting. Quality is compared only between equal protocols; if they differ, the field is named and the
     exit code is 2. Speed is compared only if the machine and its threads are the same too.
     """
-    from quantkit.evaluate.compare import compare_results
-    from quantkit.evaluate.results_file import read_results
+    from quantkit.evaluation.compare import compare_results
+    from quantkit.evaluation.results_file import read_results
 
     first, second = read_results(before), read_results(after)
     comparison = compare_results(first, second)
@@ -43,7 +43,7 @@ def command(before: Path, after: Path, as_json: bool) -> None:
 
 
 def _text(comparison: Comparison, infos: dict[str, MetricInfo]) -> str:
-    from quantkit.report.table import cut
+    from quantkit.evaluation.report.table import cut
 
     blocks = []
     for variant in comparison.variants:
@@ -63,11 +63,11 @@ def _text(comparison: Comparison, infos: dict[str, MetricInfo]) -> str:
 
 def _row(change: MetricChange, infos: dict[str, MetricInfo]) -> list[str]:
     """The cells of a line."""
-    from quantkit.evaluate.effect import effect_of
-    from quantkit.evaluate.metric_table import task_info
-    from quantkit.evaluate.paired import DISTANCES
-    from quantkit.evaluate.variants import printable
-    from quantkit.report.base import megabytes, number
+    from quantkit.evaluation.effect import effect_of
+    from quantkit.evaluation.metric_table import task_info
+    from quantkit.evaluation.paired import DISTANCES
+    from quantkit.evaluation.report.base import megabytes, number
+    from quantkit.evaluation.variants import printable
 
     key = change.metric
     if key in ("file_bytes", "peak_bytes"):
@@ -102,6 +102,6 @@ def _percent(difference: float) -> float:
 
 
 def _range(low: float | None, high: float | None) -> str:
-    from quantkit.report.base import number
+    from quantkit.evaluation.report.base import number
 
     return "" if low is None or high is None else f"{number(low, 2)} to {number(high, 2)}"

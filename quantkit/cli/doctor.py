@@ -25,7 +25,7 @@ from quantkit.cli.probe import (
     other_lines,
 )
 from quantkit.runtime.cpu.system_memory import system_memory
-from quantkit.units import human_bytes
+from quantkit.support.units import human_bytes
 
 CPU_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx_vnni", "amx_tile", "amx_int8",
              "amx_bf16", "asimd", "asimddp", "bf16", "i8mm", "sve")
@@ -124,10 +124,10 @@ def _operations() -> list[dict[str, Any]]:
 
     import torch
 
+    from quantkit.kv.spec import KVSpec
     from quantkit.models.architecture import parse_config
     from quantkit.runtime.kernels import other_kernels
     from quantkit.sources.synthetic_configs import CONFIGS
-    from quantkit.spec import KVSpec
 
     config = parse_config(CONFIGS["llama-8b"])
     return [dataclasses.asdict(choice) for choice in other_kernels(
@@ -138,8 +138,8 @@ def _kernel_cases() -> Iterator[dict[str, Any]]:
     """Who runs each shipped kind of spec in each format that holds it, and why the others don't."""
     import torch
 
-    from quantkit.plugins import registry
-    from quantkit.registry import BUILTIN, described
+    from quantkit.plugins.manager import registry
+    from quantkit.plugins.registry import BUILTIN, described
 
     formats, shape = registry("formats"), (1024, 1024)
     for name, form in formats.usable():
@@ -157,7 +157,7 @@ def _kernel_cases() -> Iterator[dict[str, Any]]:
 
 
 def _specs() -> Iterator[Any]:
-    from quantkit.spec import Granularity, QuantSpec
+    from quantkit.formats.spec import Granularity, QuantSpec
 
     channel, group = Granularity(strategy="channel"), Granularity(strategy="group", size=64)
     block = Granularity(strategy="block", size=64)

@@ -22,10 +22,10 @@ from quantkit.cli.options import (
 from quantkit.cli.present import note
 from quantkit.cli.progress import ProgressLine
 from quantkit.cli.tokens import TokenCount
-from quantkit.errors import FAILED, PluginError, UsageError
+from quantkit.support.errors import FAILED, PluginError, UsageError
 
 if TYPE_CHECKING:
-    from quantkit.evaluate.settings import EvalSettings
+    from quantkit.evaluation.settings import EvalSettings
 
 
 @click.command("eval")
@@ -91,17 +91,17 @@ def command(ctx: click.Context, models: tuple[str, ...], text: str | None, suite
     """
     from quantkit.cli.again import typed
     from quantkit.cli.gate_output import gate_text
-    from quantkit.device import find_device
-    from quantkit.evaluate.gate import check_gate, require_planned
-    from quantkit.evaluate.gate_syntax import parse_gate
-    from quantkit.evaluate.machine_load import busy_now
-    from quantkit.evaluate.peers.parse import parse_peer
-    from quantkit.evaluate.run import check_plot, evaluate
-    from quantkit.evaluate.settings import EvalSettings, of_suite
-    from quantkit.evaluate.suite import load_suite
-    from quantkit.evaluate.task_file import find_task
+    from quantkit.evaluation.gate import check_gate, require_planned
+    from quantkit.evaluation.gate_syntax import parse_gate
+    from quantkit.evaluation.machine_load import busy_now
+    from quantkit.evaluation.peers.parse import parse_peer
+    from quantkit.evaluation.report.folder import reporters, require_writable, write_report
+    from quantkit.evaluation.run import check_plot, evaluate
+    from quantkit.evaluation.settings import EvalSettings, of_suite
+    from quantkit.evaluation.suite import load_suite
+    from quantkit.evaluation.task_file import find_task
     from quantkit.executor.choose import check_executor
-    from quantkit.report.folder import reporters, require_writable, write_report
+    from quantkit.support.device import find_device
 
     settings_of_kv = read_kv(kv)
     conditions = parse_gate(gate) if gate is not None else ()
@@ -167,8 +167,8 @@ def _made(models: Sequence[str], recipes: Sequence[str], settings: EvalSettings,
           quiet: bool) -> dict[str, str]:
     """Say what lies ahead, and quantize what is missing; checkpoint → the recipe that made it."""
     from quantkit.cli.eta import human_seconds
-    from quantkit.evaluate.sweep.ahead import look_ahead
-    from quantkit.evaluate.sweep.checkpoints import folders_of, made
+    from quantkit.evaluation.sweep.ahead import look_ahead
+    from quantkit.evaluation.sweep.checkpoints import folders_of, made
 
     names = ",".join(recipes)
     if recipes and (out is None or len(models) > 1):

@@ -20,7 +20,7 @@ from quantkit.cli.progress import ProgressLine
 from quantkit.cli.tokens import TokenCount, TokenCounts
 
 if TYPE_CHECKING:
-    from quantkit.evaluate.long.answer import When
+    from quantkit.evaluation.long.answer import When
 
 _DEFAULT = "passkey,needle,multikey,variables,positions,generated"
 
@@ -66,10 +66,10 @@ def command(model: str, kv: tuple[str, ...], tasks: str, context: tuple[int, ...
     MODEL is a checkpoint or anything that `quantkit quantize` takes. The full cache always runs first,
     because a question that it can't answer says nothing about the other settings.
     """
-    from quantkit.evaluate.long.journal import forget
-    from quantkit.evaluate.long.run import LongSettings, evaluate_long
-    from quantkit.report import long
-    from quantkit.report.folder import require_writable
+    from quantkit.evaluation.long.journal import forget
+    from quantkit.evaluation.long.run import LongSettings, evaluate_long
+    from quantkit.evaluation.report import long
+    from quantkit.evaluation.report.folder import require_writable
 
     if out is not None:
         require_writable(out)

@@ -12,13 +12,13 @@ import rich_click as click
 from quantkit.cli.options import revision_option
 from quantkit.cli.present import print_json, show_warning, wrapped
 from quantkit.cli.progress import ProgressLine
-from quantkit.errors import UsageError
-from quantkit.units import human_bytes
+from quantkit.support.errors import UsageError
+from quantkit.support.units import human_bytes
 
 if TYPE_CHECKING:
-    from quantkit.export import ExportResult
-    from quantkit.export_gguf.export import GGUFResult
-    from quantkit.export_gpt_oss import FolderResult
+    from quantkit.export.gguf.export import GGUFResult
+    from quantkit.export.gpt_oss import FolderResult
+    from quantkit.export.layouts import ExportResult
 
 GGUF = "gguf"
 
@@ -42,9 +42,9 @@ def command(checkpoint: str, place: Path | None, out: Path | None, form: str, re
     create, or with --to gguf the file. If the layout can't hold the same codes and scales, the export is
     refused with the reason.
     """
-    from quantkit.export import export
-    from quantkit.export_gguf.export import export_gguf
-    from quantkit.export_gpt_oss import GPT_OSS, export_gpt_oss
+    from quantkit.export.gguf.export import export_gguf
+    from quantkit.export.gpt_oss import GPT_OSS, export_gpt_oss
+    from quantkit.export.layouts import export
 
     target = place or out
     if target is None or (place and out):
@@ -58,8 +58,8 @@ def command(checkpoint: str, place: Path | None, out: Path | None, form: str, re
     if as_json:
         print_json(result.to_dict())
         return
-    from quantkit.export import ExportResult
-    from quantkit.export_gpt_oss import FolderResult
+    from quantkit.export.gpt_oss import FolderResult
+    from quantkit.export.layouts import ExportResult
 
     if isinstance(result, ExportResult):
         _show_checkpoint(result)

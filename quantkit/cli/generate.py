@@ -22,7 +22,7 @@ from quantkit.cli.options import (
 from quantkit.cli.present import note, print_json, show_warning
 from quantkit.cli.tokens import TokenCount
 from quantkit.cli.tracing import open_trace, trace_option
-from quantkit.errors import UsageError
+from quantkit.support.errors import UsageError
 
 if TYPE_CHECKING:
     from quantkit.runtime.loader import LoadedModel

@@ -13,14 +13,14 @@ from quantkit.cli.layers import group_layers, layers_option
 from quantkit.cli.options import revision_option
 from quantkit.cli.present import print_json, table, wrapped
 from quantkit.cli.probe import DECLINED_HINT, PHASES, best_device, declined_option, other_lines
-from quantkit.units import human_bytes
+from quantkit.support.units import human_bytes
 
 if TYPE_CHECKING:
     from quantkit.checkpoint.open import AnyCheckpoint
+    from quantkit.kv.spec import KVSpec
     from quantkit.models.config import ModelConfig
     from quantkit.runtime.kernels import Layer
     from quantkit.sources.base import ModelSource
-    from quantkit.spec import KVSpec
 
 OPERATIONS = "other operations"
 
@@ -82,9 +82,9 @@ def inspect_facts(uri: str, revision: str | None = None) -> dict[str, Any]:
 
 
 def _source_facts(source: ModelSource, uri: str) -> dict[str, Any]:
+    from quantkit.kv.spec import KVSpec
     from quantkit.models.architecture import linear_slots, parse_config
     from quantkit.sources.base import file_bytes, quantized_types, stored_tensors
-    from quantkit.spec import KVSpec
 
     infos, stored = source.tensors(), stored_tensors(source)
     config = parse_config(source.config(), infos)
@@ -118,13 +118,13 @@ def _kind_of(uri: str) -> str:
 
 def _checkpoint_facts(checkpoint: AnyCheckpoint, uri: str) -> dict[str, Any]:
     from quantkit.checkpoint.quantization_config import KEYS
+    from quantkit.kv.spec import KVSpec, setting_of
     from quantkit.models.architecture import parse_config
     from quantkit.runtime.kernels import unread
-    from quantkit.spec import KVSpec
 
     manifest, infos, rows = checkpoint.manifest, checkpoint.infos, checkpoint.layers
     plain = {k: v for k, v in checkpoint.config().items() if k not in KEYS}
-    config, kv = parse_config(plain), manifest.kv if manifest else KVSpec()
+    config, kv = parse_config(plain), setting_of(manifest.recipe) if manifest else KVSpec()
     kernels = _kernels(plain, config, kv, {
         row.name: row.shape if row.spec is None or row.format is None
         else unread(row.format, row.spec, row.shape, row.dtype) for row in rows})
@@ -167,9 +167,9 @@ def _kernels(hf: Mapping[str, Any], config: ModelConfig, kv: KVSpec,
 
     import torch
 
-    from quantkit.errors import SourceError
     from quantkit.models.loadable import dtype_of
     from quantkit.runtime.kernels import linear_kernels, other_kernels
+    from quantkit.support.errors import SourceError
 
     device = torch.device(best_device()[0])
     try:

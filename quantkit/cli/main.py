@@ -20,9 +20,9 @@ import rich_click as click
 from quantkit import __version__
 from quantkit.cli.panels import option_groups
 from quantkit.cli.present import show_error, show_warning
-from quantkit.errors import FAILED, INTERRUPTED, QuantkitError, UsageError, did_you_mean
-from quantkit.plugins import BUILTIN, current, plugin_failure, registry
-from quantkit.progress import Listener, ProgressEvent, compiling
+from quantkit.plugins.manager import BUILTIN, current, plugin_failure, registry
+from quantkit.support.errors import FAILED, INTERRUPTED, QuantkitError, UsageError, did_you_mean
+from quantkit.support.progress import Listener, ProgressEvent, compiling
 
 DEBUG_VARIABLE = "QUANTKIT_DEBUG"
 click.rich_click.OPTION_GROUPS.update(option_groups())
@@ -56,7 +56,7 @@ class CommandGroup(click.RichGroup):
 
     def main(self, args: Sequence[str] | None = None, prog_name: str | None = None,
              complete_var: str | None = None, standalone_mode: bool = True, **extra: Any) -> Any:
-        """Run and exit with a code of :mod:`quantkit.errors`; without ``standalone_mode``, raise."""
+        """Run and exit with a code of :mod:`quantkit.support.errors`; without ``standalone_mode``, raise."""
         run = super().main
         if not standalone_mode:
             return run(args, prog_name, complete_var, standalone_mode=False, **extra)

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import rich_click as click
 
 from quantkit.cli.tokens import TokenCount
-from quantkit.errors import UsageError
+from quantkit.support.errors import UsageError
 
 if TYPE_CHECKING:
-    from quantkit.spec import KVSpec
+    from quantkit.kv.spec import KVSpec
 
 device_option = click.option("--device", default="auto", show_default=True, metavar="NAME",
                              help="Device: cpu, cuda, cuda:1; auto takes a GPU if there is one.")
@@ -44,7 +44,7 @@ def read_kv(given: Sequence[str], limit: int | None = None) -> tuple[KVSpec, ...
         UsageError: one can't be read, is unknown, has options that it doesn't take, or there are too many.
     """
     from quantkit.kv.build import build_kv_codecs, build_policy
-    from quantkit.kvspec import parse_kv, split_settings
+    from quantkit.kv.spec import parse_kv, split_settings
 
     settings = tuple(parse_kv(setting) for text in given for setting in split_settings(text))
     if len({str(setting) for setting in settings}) < len(settings):

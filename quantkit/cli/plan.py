@@ -13,12 +13,12 @@ from quantkit.cli.options import kv_option, prompt_tokens_option, read_kv, revis
 from quantkit.cli.present import print_json
 from quantkit.cli.progress import ProgressLine
 from quantkit.cli.tokens import TokenCount
-from quantkit.errors import UsageError
-from quantkit.units import human_bytes
+from quantkit.support.errors import UsageError
+from quantkit.support.units import human_bytes
 
 if TYPE_CHECKING:
-    from quantkit.fit.combinations import Combination
-    from quantkit.fit.roofline import Ceilings
+    from quantkit.capacity.combinations import Combination
+    from quantkit.capacity.roofline import Ceilings
 
 _FLOPS = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)\s*([gtp])(?:flop/?s)?", re.ASCII | re.IGNORECASE)
 _POWERS = {"g": 1e9, "t": 1e12, "p": 1e15}
@@ -51,7 +51,7 @@ def command(model: str, context: int, concurrency: int, memory: str, recipes: tu
     is read. The plan counts what this package's runtime holds on a CPU, and chooses, among the combinations
     that fit, the one with the smallest expected loss. Losses were measured on one small model.
     """
-    from quantkit.budget.amount import parse_bytes
+    from quantkit.quantization.budget.amount import parse_bytes
 
     size = parse_bytes(memory, "--memory")
     rates = (None if bandwidth is None else
@@ -60,8 +60,8 @@ def command(model: str, context: int, concurrency: int, memory: str, recipes: tu
     if prompt_tokens is not None and prompt_tokens > context:
         raise UsageError(f"--prompt-tokens is {prompt_tokens:,}", why=f"a sequence has {context:,} tokens",
                          next=f"--prompt-tokens {context}")
-    from quantkit.fit.candidates import candidates
-    from quantkit.fit.combinations import Requirements, combine
+    from quantkit.capacity.candidates import candidates
+    from quantkit.capacity.combinations import Requirements, combine
 
     settings, named = read_kv(kv), [name.strip() for text in recipes for name in text.split(",")]
     with ProgressLine(f"planning for {model}") as progress:
@@ -104,8 +104,8 @@ def _nothing_fits(closest: Combination) -> UsageError:
 
 def _ceilings(chosen: Combination, bandwidth: float | None, flops: float | None) -> Ceilings | str:
     """The given ceilings, or this machine's; or why there are none."""
-    from quantkit.evaluate.roofline import ceilings
-    from quantkit.fit.roofline import Ceilings
+    from quantkit.capacity.roofline import Ceilings
+    from quantkit.evaluation.roofline import ceilings
 
     whose = {name: "measured on this CPU now" if rate is None else "given"
              for name, rate in (("bandwidth", bandwidth), ("flops", flops))}

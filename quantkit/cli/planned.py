@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from quantkit.capacity.combinations import Combination, front
+from quantkit.capacity.losses import losses
+from quantkit.capacity.roofline import Ceilings, step, turns
 from quantkit.cli.present import table, wrapped
-from quantkit.fit.combinations import Combination, front
-from quantkit.fit.losses import losses
-from quantkit.fit.roofline import Ceilings, step, turns
 from quantkit.kv.base import PAGE
 from quantkit.kv.build import build_kv_codecs, build_policy
 from quantkit.runtime.cpu.buffers import MAX_ROWS
-from quantkit.units import human_bytes
+from quantkit.support.units import human_bytes
 
 BETTER, WORSE = 3, 5
 """Combinations shown beside the chosen one: of those that lose less, and of those that need less."""

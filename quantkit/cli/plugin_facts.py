@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from quantkit.plugin_files import module_file
-from quantkit.plugins import KINDS, PluginInfo, PluginManager, current, named_files
-from quantkit.registry import RegistryEntry
+from quantkit.plugins.code import module_file
+from quantkit.plugins.manager import KINDS, PluginInfo, PluginManager, current, named_files
+from quantkit.plugins.registry import RegistryEntry
 
 SUITES = "evaluation suites"
 _FILES = {"recipes": "recipe_dirs", SUITES: "eval_dirs"}

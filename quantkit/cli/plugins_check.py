@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import rich_click as click
 
 from quantkit.cli.present import note, print_json, wrapped
-from quantkit.errors import FAILED
+from quantkit.support.errors import FAILED
 
 if TYPE_CHECKING:
     from quantkit.testing.plugin import CheckResult
@@ -26,7 +26,7 @@ def check(ctx: click.Context, name: str, as_json: bool) -> None:
     NAME is an installed plugin's or its distribution's. Its code is imported and run. `quantkit plugins check
     quantkit` checks the built-ins, which takes minutes. The exit code is 1 if a check fails.
     """
-    from quantkit.plugins import current
+    from quantkit.plugins.manager import current
     from quantkit.testing.plugin import check_all
 
     results = []

@@ -8,7 +8,7 @@ from shlex import quote
 import rich_click as click
 
 from quantkit.cli.present import print_json
-from quantkit.scaffold.kinds import KINDS
+from quantkit.testing.scaffold.kinds import KINDS
 
 
 @click.command("new")
@@ -25,7 +25,7 @@ def new(name: str, kind: str, out: Path, as_json: bool) -> None:
     package quantkit_my_method. KIND is one of method, transform, recovery, format, kernel, policy,
     codec, drafter, metric, reporter, source, architecture, command, recipe and suite.
     """
-    from quantkit.scaffold.render import make_plugin
+    from quantkit.testing.scaffold.render import make_plugin
 
     plugin = make_plugin(name, kind, out)
     names = plugin.names

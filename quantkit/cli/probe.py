@@ -12,7 +12,7 @@ from quantkit.cli.present import wrapped
 if TYPE_CHECKING:
     import torch
 
-    from quantkit.spec import QuantSpec
+    from quantkit.formats.spec import QuantSpec
 
 PHASES = ("decode", "prefill")
 DECLINED_HINT = "--declined shows which other kernels declined, and why"
@@ -29,8 +29,8 @@ def kernels_for(format: str, spec: QuantSpec, shape: tuple[int, int], dtype: tor
         shape: ``(out, in)``.
         dtype: of the activations.
     """
-    from quantkit.errors import QuantkitError
     from quantkit.ops.dispatch import KernelQuery, Phase, choose
+    from quantkit.support.errors import QuantkitError
 
     phases: tuple[Phase, ...] = ("decode", "prefill")
     device, capability = best_device()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from quantkit.cli.eta import TimeLeft, human_seconds
 from quantkit.cli.present import note
-from quantkit.progress import ProgressEvent, WorkPhase
+from quantkit.support.progress import ProgressEvent, WorkPhase
 from quantkit_kernels.kept import cache_folder, is_writable
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from pathlib import Path
 import rich_click as click
 
 from quantkit.cli.present import note, print_json, table, wrapped
-from quantkit.paths import typed_path
-from quantkit.units import human_bytes
+from quantkit.support.paths import typed_path
+from quantkit.support.units import human_bytes
 
 
 @click.command("push")
@@ -31,12 +31,12 @@ def command(checkpoint: Path, repo: str, public: bool, message: str | None,
     With --results the model card that is uploaded has the evaluation too, as a section and as metadata that
     the hub shows. The card on disk stays as it is, and `quantkit verify` accepts both.
     """
-    from quantkit.push import push
+    from quantkit.export.push import push
 
     evaluation = None
     if results is not None:
-        from quantkit.evaluate.results_file import read_results
-        from quantkit.report.model_card import block_of_checkpoint
+        from quantkit.evaluation.report.model_card import block_of_checkpoint
+        from quantkit.evaluation.results_file import read_results
 
         evaluation = block_of_checkpoint(read_results(results), typed_path(checkpoint))
     result = push(checkpoint, repo, private=not public, message=message, dry_run=dry_run,

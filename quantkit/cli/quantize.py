@@ -18,18 +18,18 @@ from quantkit.cli.options import device_option, revision_option
 from quantkit.cli.present import print_json, show_warning, table, wrapped
 from quantkit.cli.progress import ProgressLine
 from quantkit.cli.tokens import TokenCount
-from quantkit.errors import UsageError
-from quantkit.progress import Listener, between
-from quantkit.units import human_bytes
+from quantkit.support.errors import UsageError
+from quantkit.support.progress import Listener, between
+from quantkit.support.units import human_bytes
 
 if TYPE_CHECKING:
-    from quantkit.budget.choose import BudgetChoice
     from quantkit.checkpoint.manifest import CalibrationFacts
-    from quantkit.planning.layers import PlanRow
-    from quantkit.planning.plan import Plan
-    from quantkit.recipe import Recipe
-    from quantkit.recover.windows import RecoveryText
-    from quantkit.spec import CalibrationSpec
+    from quantkit.quantization.budget.choose import BudgetChoice
+    from quantkit.quantization.planning.layers import PlanRow
+    from quantkit.quantization.planning.plan import Plan
+    from quantkit.quantization.recipe import Recipe
+    from quantkit.quantization.recovery.windows import RecoveryText
+    from quantkit.quantization.specs import CalibrationSpec
 
 MIXED = "mixed"
 """Whose candidates a budget chooses from, if nothing else is said."""
@@ -83,8 +83,8 @@ def command(source: str, recipe_name: str | None, budget: str | None, out: Path 
     layers are kept, so the same command resumes a run that was stopped.
     """
     from quantkit.checkpoint.writer import refuse_existing
-    from quantkit.device import find_device
-    from quantkit.recipe import load_recipe
+    from quantkit.quantization.recipe import load_recipe
+    from quantkit.support.device import find_device
 
     if recipe_name is None and budget is None:
         raise UsageError("neither --recipe nor --budget is given", why="one of them says how to quantize",
@@ -141,8 +141,8 @@ def command(source: str, recipe_name: str | None, budget: str | None, out: Path 
 
 def _check_machine(executor: str, device: str) -> None:
     """Before anything is measured. Raises UsageError, QuantkitError for what isn't here."""
-    from quantkit.device import find_device
     from quantkit.executor.choose import check_executor
+    from quantkit.support.device import find_device
 
     target = find_device(device)
     check_executor(executor, target)
@@ -154,7 +154,7 @@ def _calibration(recipe: Recipe, changes: dict[str, Any]) -> CalibrationSpec | N
     """The recipe's calibration with what the command line changes; ``None`` when it changes nothing."""
     from pydantic import ValidationError
 
-    from quantkit.spec import CalibrationSpec
+    from quantkit.quantization.specs import CalibrationSpec
 
     if not changes:
         return None
@@ -168,8 +168,8 @@ def _calibration(recipe: Recipe, changes: dict[str, Any]) -> CalibrationSpec | N
 
 def _phases_of_all(recipe: Recipe) -> int:
     """Of a run that measures, chooses and quantizes, if no phase turns out to be needless."""
-    from quantkit.planning.phases import budget_phases, run_phases
-    from quantkit.spec import CalibrationSpec
+    from quantkit.quantization.planning.phases import budget_phases, run_phases
+    from quantkit.quantization.specs import CalibrationSpec
 
     spec = recipe.calibration or CalibrationSpec()
     return len(budget_phases(spec)) + len(run_phases(spec, spec.importance == "gradient",
@@ -179,9 +179,9 @@ def _phases_of_all(recipe: Recipe) -> int:
 def _choose(source: str, recipe: Recipe, text: str, revision: str | None, quiet: bool,
             alone: bool) -> BudgetChoice:
     """``alone``: nothing is quantized afterwards."""
-    from quantkit.budget.amount import parse_budget
-    from quantkit.budget.choose import choose
-    from quantkit.solve import ModelOrigin
+    from quantkit.quantization.budget.amount import parse_budget
+    from quantkit.quantization.budget.choose import choose
+    from quantkit.quantization.solve import ModelOrigin
 
     budget = parse_budget(text)
     opened = ModelOrigin(source, revision, recipe).open()
@@ -195,11 +195,11 @@ def _choose(source: str, recipe: Recipe, text: str, revision: str | None, quiet:
 
 def _plan(source: str, recipe: Recipe, revision: str | None,
           strict: bool, quiet: bool) -> tuple[Plan, CalibrationFacts | None, RecoveryText | None]:
-    from quantkit.calibrate.prepare import prepare
-    from quantkit.checkpoint.manifest import CalibrationFacts
-    from quantkit.planning.plan import make_plan
-    from quantkit.recover.windows import recipe_text
-    from quantkit.solve import ModelOrigin
+    from quantkit.quantization.calibration.data import calibration_facts
+    from quantkit.quantization.calibration.prepare import prepare
+    from quantkit.quantization.planning.plan import make_plan
+    from quantkit.quantization.recovery.windows import recipe_text
+    from quantkit.quantization.solve import ModelOrigin
     from quantkit.sources.base import warn_if_quantized
 
     opened = ModelOrigin(source, revision, recipe).open()
@@ -210,7 +210,7 @@ def _plan(source: str, recipe: Recipe, revision: str | None,
             data = prepare(plan.calibration, opened, plan.widest_hessian, progress, strict)
             text = recipe_text(plan.recipe.recover, plan.recipe.calibration, opened, data, progress,
                                strict)
-            return plan, CalibrationFacts.of(plan.recipe.calibration, data), text
+            return plan, calibration_facts(plan.recipe.calibration, data), text
     finally:
         opened.close()
 
@@ -266,7 +266,7 @@ def _print_sums(plan: Plan) -> None:
 def _size(plan: Plan) -> str:
     """``269 MB → 163 MB, 1.65 times smaller``: the model's files, and the checkpoint's tensors. Of a
     quantized file also what it is in memory, where it is dequantized."""
-    from quantkit.units import times_smaller
+    from quantkit.support.units import times_smaller
 
     after, memory = plan.disk_bytes, plan.other_bytes + sum(row.bytes_before for row in plan.rows)
     text = (f"{human_bytes(plan.source_bytes)} → {human_bytes(after)}, "
@@ -279,8 +279,8 @@ def _size(plan: Plan) -> str:
 
 def _print_time(plan: Plan, device: str) -> None:
     from quantkit.cli.eta import human_seconds
-    from quantkit.device import find_device
-    from quantkit.planning.duration import expected_seconds, operations
+    from quantkit.quantization.planning.duration import expected_seconds, operations
+    from quantkit.support.device import find_device
 
     if find_device(device).type != "cpu" or (seconds := expected_seconds(plan, operations())) is None:
         return
@@ -311,7 +311,7 @@ def _print_choice(choice: BudgetChoice) -> None:
 
 
 def _windows(facts: CalibrationFacts) -> str:
-    from quantkit.spec import tokens_of
+    from quantkit.quantization.specs import tokens_of
 
     return f"{facts.windows} windows of {facts.window} {tokens_of(facts.text)}"
 
@@ -329,8 +329,8 @@ def _run(source: str, recipe: Recipe, out: Path, revision: str | None, calibrati
          executor: str, device: str, strict: bool, quiet: bool, as_json: bool,
          choice: BudgetChoice | None) -> None:
     from quantkit.checkpoint.manifest import reached_experts
-    from quantkit.planning.phases import run_phases
-    from quantkit.quantize import quantize
+    from quantkit.quantization.planning.phases import run_phases
+    from quantkit.quantization.run import quantize
 
     if choice and not as_json:
         _print_choice(choice)

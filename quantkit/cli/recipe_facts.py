@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from quantkit.errors import QuantkitError
+from quantkit.support.errors import QuantkitError
 
 if TYPE_CHECKING:
-    from quantkit.recipe import Recipe
+    from quantkit.quantization.recipe import Recipe
     from quantkit.sources.base import ModelSource
 
 USUAL = "synthetic:llama-1b?layers=1"
@@ -30,7 +30,7 @@ class RecipeFacts:
 
     Attributes:
         bits: stored bits a weight of the decoder's Linears; ``None`` where a budget decides.
-        kl: nats a token that it cost the model of :mod:`quantkit.fit.losses`, if that was measured.
+        kl: nats a token that it cost the model of :mod:`quantkit.capacity.losses`, if that was measured.
         calibration: ``text``, ``random`` (tokens), or ``none``.
         engines: that load such a checkpoint beside quantkit, on a GPU.
     """
@@ -43,11 +43,10 @@ class RecipeFacts:
 
 def recipe_facts(recipe: Recipe, source: ModelSource) -> RecipeFacts:
     """Plan the recipe for ``source``, which is :data:`USUAL`; nothing is read or computed."""
+    from quantkit.capacity.losses import losses
     from quantkit.checkpoint.engines import check_layers, sort_engines
-    from quantkit.checkpoint.manifest import LayerRow
     from quantkit.checkpoint.quantization_config import config_words
-    from quantkit.fit.losses import losses
-    from quantkit.planning.plan import make_plan, with_own_head
+    from quantkit.quantization.planning.plan import make_plan, with_own_head
 
     kl = losses().of_weights(recipe.name)
     if recipe.candidates:
@@ -60,7 +59,7 @@ def recipe_facts(recipe: Recipe, source: ModelSource) -> RecipeFacts:
     calibration = "none" if spec is None else "random" if spec.text == "random" else "text"
     if any((row.format or "").startswith("gguf-") for row in rows):
         return RecipeFacts(bits, kl, calibration, ("llama.cpp",))
-    layers = [LayerRow.of(row) for row in plan.rows]
+    layers = [row.recorded() for row in plan.rows]
     config = {**source.config(), **config_words(layers)}
     loads, _ = sort_engines(lambda engine: check_layers(engine, config, layers))
     return RecipeFacts(bits, kl, calibration, tuple(loads))
@@ -68,7 +67,7 @@ def recipe_facts(recipe: Recipe, source: ModelSource) -> RecipeFacts:
 
 def facts_of_all(names: list[str]) -> dict[str, RecipeFacts]:
     """By name, of all recipes that fit the usual model."""
-    from quantkit.recipe import load_recipe
+    from quantkit.quantization.recipe import load_recipe
     from quantkit.sources.open import open_source
 
     facts: dict[str, RecipeFacts] = {}

@@ -10,7 +10,7 @@ import rich_click as click
 from quantkit.cli.present import print_json, table, wrapped
 
 if TYPE_CHECKING:
-    from quantkit.recipe import Candidate
+    from quantkit.quantization.recipe import Candidate
 
 
 @click.group("recipes")
@@ -31,7 +31,7 @@ def list_(as_json: bool) -> None:
     from dataclasses import asdict
 
     from quantkit.cli.recipe_facts import START, facts_of_all
-    from quantkit.recipe import list_recipes
+    from quantkit.quantization.recipe import list_recipes
 
     recipes = list_recipes()
     facts = facts_of_all([info.name for info in recipes if not info.error])
@@ -66,8 +66,8 @@ def list_(as_json: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print the resolved recipe as JSON.")
 def show(recipe: str, as_json: bool) -> None:
     """Show the rules of RECIPE, a name or a file, with what it extends resolved."""
-    from quantkit.recipe import load_recipe
-    from quantkit.spec import tokens_of
+    from quantkit.quantization.recipe import load_recipe
+    from quantkit.quantization.specs import tokens_of
 
     loaded = load_recipe(recipe)
     if as_json:

@@ -24,12 +24,12 @@ from quantkit.cli.serving_models import ServingOptions, serve_here
 from quantkit.cli.serving_plan import overcommit_option
 from quantkit.cli.serving_replicas import serve_replicas
 from quantkit.cli.tracing import open_trace, trace_option
-from quantkit.errors import QuantkitError, UsageError
-from quantkit.paths import local_path
-from quantkit.units import bytes_of
+from quantkit.support.errors import QuantkitError, UsageError
+from quantkit.support.paths import local_path
+from quantkit.support.units import bytes_of
 
 if TYPE_CHECKING:
-    from quantkit.serve.models import SchedulingPolicy
+    from quantkit.serving.models import SchedulingPolicy
 
 KEY_VARIABLE = "QUANTKIT_API_KEY"
 MAX_KEYS = 2**16
@@ -119,9 +119,9 @@ def command(models: tuple[str, ...], host: str, port: int, hosts: tuple[str, ...
     if revision is not None and len(models) > 1:
         raise UsageError("--revision with several models", why="it is a revision of one of them",
                          next="write it behind each model: NAME@REVISION")
-    from quantkit.device import find_device
     from quantkit.runtime.drafting.parse import parse_drafter
-    from quantkit.serve.address import bind, is_loopback, url
+    from quantkit.serving.address import bind, is_loopback, url
+    from quantkit.support.device import find_device
 
     # everything that can be refused is refused before a model is loaded
     if trace is not None and replicas is not None:
@@ -143,7 +143,7 @@ def command(models: tuple[str, ...], host: str, port: int, hosts: tuple[str, ...
         served = serve_here(options, trace_file, **access) if replicas is None else serve_replicas(
             options, replicas, **access)
         try:
-            from quantkit.serve.server import Server
+            from quantkit.serving.server import Server
 
             address = url(bound)
 
@@ -262,7 +262,7 @@ def _drain(active: int) -> None:
 def _failed(error: BaseException) -> None:
     """A request failed for no fault of its own: say so, and serve on."""
     from quantkit.cli.main import debugging
-    from quantkit.plugins import plugin_failure
+    from quantkit.plugins.manager import plugin_failure
 
     if isinstance(failure := plugin_failure(error) or error, QuantkitError):
         show_error(failure.what, failure.why, failure.next)

@@ -10,16 +10,16 @@ from quantkit.cli.imports import collector_paused, import_large
 from quantkit.cli.loading import load_model
 from quantkit.cli.present import note, show_warning
 from quantkit.cli.serving_plan import MemoryPlan
-from quantkit.errors import QuantkitError
-from quantkit.units import human_bytes
+from quantkit.support.errors import QuantkitError
+from quantkit.support.units import human_bytes
 
 if TYPE_CHECKING:
+    from quantkit.kv.spec import KVSpec
     from quantkit.runtime.engine import Engine
     from quantkit.runtime.loader import LoadedModel
     from quantkit.runtime.trace_file import TraceFile
-    from quantkit.serve.app import Application
-    from quantkit.serve.models import SchedulingPolicy, ServedEngine
-    from quantkit.spec import KVSpec
+    from quantkit.serving.app import Application
+    from quantkit.serving.models import SchedulingPolicy, ServedEngine
     from quantkit.text.tokenizer import Tokenizer
 
 
@@ -100,7 +100,7 @@ def load_served(options: ServingOptions) -> list[ServedEngine]:
                 start.take_engine(engine)
                 _tell(loaded, engine, drafter is not None)
             made.append((engine, loaded))
-        from quantkit.serve.models import ServedEngine
+        from quantkit.serving.models import ServedEngine
 
         return [ServedEngine(engine, loaded, name, options.parse_special, options.scheduling_policy,
                              options.strict_requests, options.bare_json_calls)
@@ -124,10 +124,10 @@ class Served:
 
 def serve_here(options: ServingOptions, trace_file: TraceFile | None, **access: Any) -> Served:
     """Load the models in this process and start their engines, whose traces go to ``trace_file``.
-    ``access``: who may come in, as :func:`quantkit.serve.app.create_app` takes it."""
+    ``access``: who may come in, as :func:`quantkit.serving.app.create_app` takes it."""
     with collector_paused():
         models = load_served(options)
-        from quantkit.serve.app import create_app
+        from quantkit.serving.app import create_app
     application = create_app(models, on_ignored=note, **access)
     for model in models:
         if trace_file is not None:

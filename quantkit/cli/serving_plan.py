@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING
 import rich_click as click
 
 from quantkit.cli.present import note, show_warning, wrapped
-from quantkit.errors import QuantkitError
-from quantkit.spec import KVSpec
-from quantkit.units import human_bytes
+from quantkit.kv.spec import KVSpec
+from quantkit.support.errors import QuantkitError
+from quantkit.support.units import human_bytes
 
 if TYPE_CHECKING:
     import torch
 
+    from quantkit.capacity.serving import ServingPlan
     from quantkit.checkpoint.open import AnyCheckpoint
-    from quantkit.fit.serving import ServingPlan
     from quantkit.sources.base import ModelSource
 
 overcommit_option = click.option(
@@ -31,7 +31,7 @@ class MemoryPlan:
 
     Args:
         models: how many there will be.
-        kv, dtype: of all of them, as for :func:`quantkit.fit.serving.serving_plan`.
+        kv, dtype: of all of them, as for :func:`quantkit.capacity.serving.serving_plan`.
         max_batch: sequences of a model that decode side by side, at most.
         kv_memory: bytes that the KV cache of each may take, if that is fixed.
         prefix_cache: bytes of prefixes that each keeps beside running sequences; 0: none; ``None``: the
@@ -63,7 +63,7 @@ class MemoryPlan:
             QuantkitError: the weights don't fit into the memory that the models before it leave.
             UsageError: the KV setting doesn't fit the model.
         """
-        from quantkit.fit.serving import MemoryPart, free_memory, serving_plan
+        from quantkit.capacity.serving import MemoryPart, free_memory, serving_plan
         from quantkit.runtime.kv_manager import default_prefix_bytes
 
         if not self._opened:  # later, the models before it have taken some

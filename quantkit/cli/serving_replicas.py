@@ -10,7 +10,7 @@ from typing import Any
 from quantkit.cli.imports import import_large
 from quantkit.cli.present import note
 from quantkit.cli.serving_models import Served, ServingOptions, load_served
-from quantkit.paths import local_path
+from quantkit.support.paths import local_path
 
 
 def serve_replicas(options: ServingOptions, replicas: int, **access: Any) -> Served:
@@ -19,15 +19,15 @@ def serve_replicas(options: ServingOptions, replicas: int, **access: Any) -> Ser
     Args:
         options: what is served.
         replicas: how many.
-        access: who may come in, as :func:`quantkit.serve.app.create_app` takes it.
+        access: who may come in, as :func:`quantkit.serving.app.create_app` takes it.
 
     Raises:
         QuantkitError: the cluster can't be used, or a replica can't load a model.
     """
-    import_large("quantkit.serve.replicas.replica_set", "quantkit.serve.replicas.app")
+    import_large("quantkit.serving.replicas.replica_set", "quantkit.serving.replicas.app")
     from quantkit.executor.cluster import LOCAL, named_address
-    from quantkit.serve.replicas.app import create_replicated_app
-    from quantkit.serve.replicas.replica_set import ReplicaSet
+    from quantkit.serving.replicas.app import create_replicated_app
+    from quantkit.serving.replicas.replica_set import ReplicaSet
 
     if named_address() == LOCAL and options.device != "cuda":
         options = replace(options, sharing=replicas)

@@ -23,7 +23,7 @@ class ServingStart:
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(2, "start")
         # what goes wrong is raised by whoever imports it next
-        self._import = self._threads.submit(import_large, "quantkit.serve.app")
+        self._import = self._threads.submit(import_large, "quantkit.serving.app")
         self._work: list[Future[None]] = []
 
     def take_tokenizer(self, tokenizer: Tokenizer) -> None:

@@ -6,8 +6,8 @@ from typing import Any
 
 import click
 
-from quantkit.errors import UsageError
-from quantkit.units import tokens_of
+from quantkit.support.errors import UsageError
+from quantkit.support.units import tokens_of
 
 HOW = "k and m mean thousands and millions, K and M mean 1,024 and 1,048,576 (as in vLLM)"
 LIMIT = 2**30

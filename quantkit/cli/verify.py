@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 import rich_click as click
 
 from quantkit.cli.present import note, print_json, show_error, width, wrapped
-from quantkit.errors import FAILED
+from quantkit.support.errors import FAILED
 
 if TYPE_CHECKING:
-    from quantkit.checkpoint.verify import VerifyCheck
+    from quantkit.checkpoint.checks import VerifyCheck
 
 DIGEST = re.compile(r"\b([0-9a-f]{12})[0-9a-f]{52}\b")
 
@@ -38,7 +38,7 @@ def command(ctx: click.Context, checkpoint: Path, engine: str | None, device: st
         if not _loads(checkpoint, engine, device, as_json):
             ctx.exit(FAILED)
         return
-    from quantkit.checkpoint.verify import verify
+    from quantkit.runtime.verify import verify
 
     report = verify(checkpoint)
     if as_json:

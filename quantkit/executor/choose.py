@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from quantkit.errors import UsageError, did_you_mean
 from quantkit.executor.base import Executor
 from quantkit.executor.cluster import import_ray, named_address
 from quantkit.executor.local import LocalExecutor
 from quantkit.executor.ray import OPTION, RayExecutor
+from quantkit.support.errors import UsageError, did_you_mean
 
 NAMES = ("local", "ray")
 

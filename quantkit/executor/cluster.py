@@ -9,7 +9,7 @@ import os
 import warnings
 from typing import Any
 
-from quantkit.errors import QuantkitError
+from quantkit.support.errors import QuantkitError
 
 LOOPBACK, LOCAL = "127.0.0.1", "local"
 ALONE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"

@@ -16,10 +16,10 @@ from typing import Any, TypeVar
 
 import torch
 
-from quantkit.errors import QuantkitError
 from quantkit.executor.base import Item, Task, TaskNeeds
 from quantkit.executor.cluster import carried_environment, connect, import_ray, named_address
-from quantkit.plugins import plugin_failure
+from quantkit.plugins.manager import plugin_failure
+from quantkit.support.errors import QuantkitError
 
 T = TypeVar("T")
 OPTION = "--executor ray"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quantkit.spec import QuantSpec
+from quantkit.formats.spec import QuantSpec
 
 
 def fault(name: str, spec: QuantSpec, shape: tuple[int, int],

@@ -22,7 +22,7 @@ from quantkit.formats.base import Codes, QuantizedTensor
 from quantkit.formats.dtypes import resolve
 from quantkit.formats.fit import require_fit
 from quantkit.formats.level_values import dequantize
-from quantkit.spec import QuantSpec
+from quantkit.formats.spec import QuantSpec
 
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 BACK = (0, 4, 1, 5, 2, 6, 3, 7)

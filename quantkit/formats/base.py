@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from quantkit.spec import QuantSpec
+from quantkit.formats.spec import QuantSpec
 
 TENSORS = ("codes", "scale", "zero", "minimum", "outer", "outer_minimum", "input_factor")
 """Of :class:`Codes`."""
@@ -128,7 +128,8 @@ class Format(Protocol):
       rows, decoding no others; without it an embedding can't have this format.
     - ``scales``: the dtype that it keeps scales in, ``"float16"``, whatever the model's is; methods then
       round to it, unless a recipe says ``scale_dtype``.
-    - ``spec``: the only :class:`~quantkit.spec.QuantSpec` that it can hold: a recipe's rule needs none then.
+    - ``spec``: the only :class:`~quantkit.formats.spec.QuantSpec` that it can hold: a recipe's rule
+      needs none then.
     - ``alone``: true if the standard that says it has place for one spec only: all quantized layers of a
       checkpoint are then of this format and of one spec.
     """

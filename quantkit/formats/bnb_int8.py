@@ -17,11 +17,11 @@ from __future__ import annotations
 
 import torch
 
-from quantkit.errors import CheckpointError, SpecError
 from quantkit.formats.affine import fault
 from quantkit.formats.base import Codes, QuantizedTensor
 from quantkit.formats.dtypes import resolve
-from quantkit.spec import QuantSpec
+from quantkit.formats.spec import QuantSpec
+from quantkit.support.errors import CheckpointError, SpecError
 
 MIDDLE = 128
 INVERSE = 7.874015718698502e-3

@@ -28,12 +28,12 @@ from typing import Any
 
 import torch
 
-from quantkit.errors import CheckpointError, SpecError
 from quantkit.formats.base import Codes, QuantizedTensor
 from quantkit.formats.dtypes import dtype_name, resolve
 from quantkit.formats.nf4_table import CELLS, ZERO, codebook, dynamic_map, nearest_cells
-from quantkit.spec import QuantSpec
-from quantkit.strict_json import parse_object
+from quantkit.formats.spec import QuantSpec
+from quantkit.support.errors import CheckpointError, SpecError
+from quantkit.support.strict_json import parse_object
 
 BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 NESTED_BLOCK = 256

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from quantkit.errors import SpecError
-from quantkit.spec import QuantSpec
+from quantkit.formats.spec import QuantSpec
+from quantkit.support.errors import SpecError
 
 FLOATS: dict[str, torch.dtype] = {
     "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}

@@ -21,7 +21,7 @@ from quantkit.formats.base import Codes, QuantizedTensor
 from quantkit.formats.dtypes import FLOATS, resolve
 from quantkit.formats.fit import require_fit
 from quantkit.formats.level_values import dequantize, level_values
-from quantkit.spec import QuantSpec
+from quantkit.formats.spec import QuantSpec
 
 
 class EightBitFormat(ABC):

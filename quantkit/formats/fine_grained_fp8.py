@@ -14,7 +14,7 @@ with a scale for each ``t`` values of a token. https://arxiv.org/abs/2412.19437,
 from __future__ import annotations
 
 from quantkit.formats.float_quantized import FloatQuantizedFormat
-from quantkit.spec import QuantSpec
+from quantkit.formats.spec import QuantSpec
 
 
 class FineGrainedFP8Format(FloatQuantizedFormat):

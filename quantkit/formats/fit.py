@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from quantkit.errors import SpecError
 from quantkit.formats.base import Format
 from quantkit.formats.dtypes import dtype_name, resolve
-from quantkit.spec import QuantSpec
+from quantkit.formats.spec import QuantSpec
+from quantkit.support.errors import SpecError
 
 
 def require_fit(form: Format, spec: QuantSpec, shape: tuple[int, int], dtype: torch.dtype) -> None:

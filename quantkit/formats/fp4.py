@@ -22,11 +22,11 @@ from __future__ import annotations
 
 import torch
 
-from quantkit.errors import SpecError
 from quantkit.formats import e2m1, e4m3
 from quantkit.formats.base import Codes, QuantizedTensor
 from quantkit.formats.level_values import dequantize
-from quantkit.spec import QuantSpec
+from quantkit.formats.spec import QuantSpec
+from quantkit.support.errors import SpecError
 
 NEIGHBORS = (0, 1, -1, 2, -2)
 """Float32 numbers around a reciprocal, counted from it, that may be what it is the reciprocal of."""

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import torch
 
-from quantkit.errors import SpecError
 from quantkit.formats.base import Codes, QuantizedTensor
 from quantkit.formats.dtypes import resolve
 from quantkit.formats.ggml_layout import BlockParts, packed_blocks, unpacked_blocks
 from quantkit.formats.level_values import dequantize
-from quantkit.spec import Granularity, Kind, QuantSpec
+from quantkit.formats.spec import Granularity, Kind, QuantSpec
+from quantkit.support.errors import SpecError
 
 
 class GgufFormat:

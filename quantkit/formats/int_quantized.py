@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from quantkit.formats.eight_bit import EightBitFormat
-from quantkit.spec import QuantSpec
+from quantkit.formats.spec import QuantSpec
 
 
 class IntQuantizedFormat(EightBitFormat):

@@ -11,7 +11,7 @@ import torch
 
 from quantkit.formats import e4m3
 from quantkit.formats.base import Codes
-from quantkit.spec import QuantSpec
+from quantkit.formats.spec import QuantSpec
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 IQ4 = (-127.0, -104.0, -83.0, -65.0, -49.0, -35.0, -22.0, -10.0,

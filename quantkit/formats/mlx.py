@@ -20,14 +20,14 @@ from collections.abc import Mapping
 
 import torch
 
-from quantkit.errors import CheckpointError, SpecError
 from quantkit.formats import bits as stream
 from quantkit.formats.affine import fault
 from quantkit.formats.base import Codes, QuantizedTensor
 from quantkit.formats.dtypes import resolve
 from quantkit.formats.fit import require_fit
 from quantkit.formats.level_values import dequantize, middle
-from quantkit.spec import QuantSpec
+from quantkit.formats.spec import QuantSpec
+from quantkit.support.errors import CheckpointError, SpecError
 
 BITS = (2, 3, 4, 5, 6, 8)
 GROUPS = (32, 64, 128)

@@ -23,7 +23,7 @@ from quantkit.formats.base import Codes, QuantizedTensor
 from quantkit.formats.dtypes import resolve
 from quantkit.formats.fit import require_fit
 from quantkit.formats.level_values import dequantize
-from quantkit.spec import QuantSpec
+from quantkit.formats.spec import QuantSpec
 
 
 class PackQuantizedFormat:

@@ -20,7 +20,7 @@ from quantkit.formats import trellis_code
 from quantkit.formats.base import Codes, QuantizedTensor
 from quantkit.formats.dtypes import resolve
 from quantkit.formats.fit import require_fit
-from quantkit.spec import QuantSpec
+from quantkit.formats.spec import QuantSpec
 
 
 class TrellisFormat:

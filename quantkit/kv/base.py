@@ -10,7 +10,7 @@ from typing import ClassVar, Literal, Protocol, runtime_checkable
 import torch
 from pydantic import Field
 
-from quantkit.spec import Frozen
+from quantkit.support.frozen import Frozen
 
 Phase = Literal["prefill", "prefill_part", "prefill_end", "decode", "reread"]
 """``prefill``: a whole chunk of the prompt. ``prefill_part``: less than a chunk; no policy acts after it.

@@ -6,15 +6,15 @@ import bisect
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
-from quantkit.call_text import made_with
-from quantkit.errors import PluginError, UsageError
 from quantkit.kv.base import MAX_RESIDUAL, MAX_TOKENS, PAGE, KVCodec, KVCodecs, KVPolicy, SideCodec
 from quantkit.kv.checked import check_policy_declarations
 from quantkit.kv.policies.window import ModelWindow
+from quantkit.kv.spec import KVSpec
 from quantkit.models.config import ModelConfig
-from quantkit.plugins import registry, whose
-from quantkit.spec import KVSpec
-from quantkit.units import bytes_of
+from quantkit.plugins.manager import registry, whose
+from quantkit.support.call_text import made_with
+from quantkit.support.errors import PluginError, UsageError
+from quantkit.support.units import bytes_of
 
 Made = TypeVar("Made", KVCodec, KVPolicy)
 

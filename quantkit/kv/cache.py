@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from quantkit.errors import PluginError
 from quantkit.kv.base import PAGE, KVPolicy, Layout
 from quantkit.kv.build import build_kv_codecs, build_policy, by_layer
 from quantkit.kv.checked import check_codecs, codec_fault
@@ -17,9 +16,10 @@ from quantkit.kv.layer import LayerCache
 from quantkit.kv.page_pool import MoveCounter, PagePool
 from quantkit.kv.query_window import QueryWindow
 from quantkit.kv.sequence import LayerState, SequenceState
+from quantkit.kv.spec import KVSpec
 from quantkit.kv.store import PageStore
 from quantkit.models.config import ModelConfig
-from quantkit.spec import KVSpec
+from quantkit.support.errors import PluginError
 
 _numbers = itertools.count()
 

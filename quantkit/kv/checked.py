@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from quantkit.errors import PluginError
 from quantkit.kv.base import PAGE, KVCodecs, KVPolicy, SideCodec
 from quantkit.kv.kernel_names import KERNEL_NAMES, is_ours
 from quantkit.kv.sequence import SequenceState
+from quantkit.kv.spec import KVSpec
 from quantkit.kv.store import PageStore
-from quantkit.plugins import registry, whose
-from quantkit.spec import KVSpec
+from quantkit.plugins.manager import registry, whose
+from quantkit.support.errors import PluginError
 
 OWN_POLICIES = "quantkit.kv.policies."
 """Modules of the built-in policies, which have tests instead."""

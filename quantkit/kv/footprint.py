@@ -23,8 +23,8 @@ from quantkit.kv.kernel_names import is_ours
 from quantkit.kv.page_pool import most_pages
 from quantkit.kv.reread import OVERLAP
 from quantkit.kv.sequence import LayerState
+from quantkit.kv.spec import KVSpec
 from quantkit.models.config import ModelConfig
-from quantkit.spec import KVSpec
 
 
 @dataclass(frozen=True)

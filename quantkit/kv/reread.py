@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from quantkit.errors import UsageError
+from quantkit.support.errors import UsageError
 
 if TYPE_CHECKING:
     from quantkit.kv.cache import KVCache

@@ -7,13 +7,13 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 
-from quantkit.errors import UsageError
 from quantkit.kv.base import PAGE
 from quantkit.kv.cache import KVCache
 from quantkit.kv.footprint import Footprint, LayerGroup, PeakUsage, footprint
 from quantkit.kv.prefix import PrefixCache
 from quantkit.kv.reread import OVERLAP
-from quantkit.units import human_bytes
+from quantkit.support.errors import UsageError
+from quantkit.support.units import human_bytes
 
 LOOKAHEAD = 128
 """Tokens for which a decoding sequence may be given pages at a time."""

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from quantkit.errors import PluginError, UnsupportedModelError
 from quantkit.models.config import ModelConfig
 from quantkit.sources.base import TensorInfo
 from quantkit.sources.text_part import CLASSES
+from quantkit.support.errors import PluginError, UnsupportedModelError
 
-EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
+EMBEDDING, HEAD, EXPERT = "model.embed_tokens", "lm_head", ".experts."
 """What is outside of the decoder layers; where embeddings are tied, the first is both."""
 
 
@@ -63,8 +63,8 @@ def parse_config(hf_config: Mapping[str, Any],
         UnsupportedModelError: unknown family, another head than a language model's, or a key that
             changes the maths and is not implemented.
     """
-    from quantkit.plugins import registry, whose
-    from quantkit.registry import a_type
+    from quantkit.plugins.manager import registry, whose
+    from quantkit.plugins.registry import a_type
 
     table = registry("architectures")
     model_type = hf_config.get("model_type")
@@ -92,7 +92,7 @@ def parse_config(hf_config: Mapping[str, Any],
 def _suggested(hf_config: Mapping[str, Any], infos: Mapping[str, TensorInfo]) -> str:
     """The family whose class, keys and tensors these are. Less isn't enough: a family whose rope pairs other
     dimensions has the keys and tensors of Llama, and would run and be wrong under that name."""
-    from quantkit.plugins import registry
+    from quantkit.plugins.manager import registry
 
     classes, shapes = hf_config.get("architectures"), {name: tuple(i.shape) for name, i in infos.items()}
     for name, architecture in registry("architectures").usable():

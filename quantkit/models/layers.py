@@ -7,7 +7,6 @@ from functools import partial
 
 import torch
 
-from quantkit.errors import SourceError
 from quantkit.models.config import ModelConfig
 from quantkit.models.forward_context import ForwardContext
 from quantkit.models.interfaces import KVCacheProtocol
@@ -18,6 +17,7 @@ from quantkit.ops.embedding import embed
 from quantkit.ops.linear_weight import LinearWeight
 from quantkit.ops.norm import rms_norm
 from quantkit.ops.rope import apply_rope
+from quantkit.support.errors import SourceError
 
 ACTIVATIONS = {"silu": silu_mul, "gelu_tanh": gelu_tanh_mul}
 

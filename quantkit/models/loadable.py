@@ -12,14 +12,14 @@ from typing import Any, Protocol
 
 import torch
 
-from quantkit.errors import QuantkitError, SourceError
-from quantkit.formats import contract
 from quantkit.formats.dtypes import FLOATS
+from quantkit.formats.spec import QuantSpec
 from quantkit.models.architecture import all_slots, parse_config, tensor_shapes
 from quantkit.models.config import ModelConfig
-from quantkit.plugins import registry
+from quantkit.ops import packing
+from quantkit.plugins.manager import registry
 from quantkit.sources.base import TensorInfo
-from quantkit.spec import QuantSpec
+from quantkit.support.errors import QuantkitError, SourceError
 from quantkit.text.tokenizer import Tokenizer
 
 PLAIN = (*FLOATS.values(), torch.float64)
@@ -126,4 +126,4 @@ def _faults(config: ModelConfig, infos: Mapping[str, TensorInfo],
 
 def _suffixes(row: LayerRecord) -> Sequence[str]:
     assert row.spec is not None and row.format is not None
-    return tuple(contract.layout(registry("formats").get(row.format), row.spec, row.shape, FLOATS[row.dtype]))
+    return tuple(packing.layout(registry("formats").get(row.format), row.spec, row.shape, FLOATS[row.dtype]))

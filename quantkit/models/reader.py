@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from quantkit.errors import UnsupportedModelError, did_you_mean
 from quantkit.models.unknown_keys import says_nothing
+from quantkit.support.errors import UnsupportedModelError, did_you_mean
 
 HARMLESS = frozenset({
     # identity and bookkeeping

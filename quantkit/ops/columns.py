@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from quantkit.ops.cpu_machine import isa, pool, unavailable
-from quantkit.progress import tell_compiling
+from quantkit.support.progress import tell_compiling
 
 if TYPE_CHECKING:
     from quantkit_kernels.cpu.columns import DescendColumns, SearchRanges, SolveColumns

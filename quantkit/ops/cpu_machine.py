@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from quantkit.errors import UsageError, did_you_mean
+from quantkit.support.errors import UsageError, did_you_mean
 
 if TYPE_CHECKING:
     from quantkit_kernels.cpu.isa import Isa

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from quantkit.ops import cpu_machine, cpu_weight
-from quantkit.progress import tell_compiling
+from quantkit.support.progress import tell_compiling
 
 if TYPE_CHECKING:
     from quantkit_kernels.cpu.program import Program

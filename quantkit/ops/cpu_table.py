@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from quantkit.formats.base import Codes, QuantizedTensor
 from quantkit.formats.level_values import level_table
+from quantkit.formats.spec import Kind
 from quantkit.ops.cpu_linear import CpuKernel, group_declines, grouped
 from quantkit.ops.cpu_weight import CpuWeight
 from quantkit.ops.dispatch import KernelQuery
-from quantkit.spec import Kind
 
 
 class CpuTable(CpuKernel):

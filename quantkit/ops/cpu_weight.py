@@ -17,7 +17,7 @@ import torch
 from quantkit.ops.cpu_machine import isa, lazy_zeros, pool
 from quantkit.ops.dispatch import DECODE_ROWS, Phase
 from quantkit.ops.hadamard import apply_hadamard
-from quantkit.progress import tell_compiling
+from quantkit.support.progress import tell_compiling
 
 if TYPE_CHECKING:
     from quantkit_kernels.cpu.matmul import Matmul

@@ -7,9 +7,9 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 
-from quantkit.errors import QuantkitError
 from quantkit.formats.base import Codes, QuantizedTensor
-from quantkit.spec import QuantSpec
+from quantkit.formats.spec import QuantSpec
+from quantkit.support.errors import QuantkitError
 
 Phase = Literal["decode", "prefill"]
 DECODE_ROWS = 16
@@ -71,7 +71,7 @@ def choose(query: KernelQuery) -> KernelChoice:
     Raises:
         QuantkitError: all declined; the reasons are listed.
     """
-    from quantkit.plugins import registry
+    from quantkit.plugins.manager import registry
 
     table = registry("kernels")
     kernels = [(kernel, name) for name, kernel in table.usable() if _has_place(kernel, name)]
@@ -87,7 +87,7 @@ def choose(query: KernelQuery) -> KernelChoice:
 
 def _has_place(kernel: LinearKernel, registered: str) -> bool:
     """Whether a kernel's order is such that it can be asked in its turn."""
-    from quantkit.plugins import registry
+    from quantkit.plugins.manager import registry
 
     if not isinstance(kernel.order, int):
         registry("kernels").reject(registered, f"has order {kernel.order!r}, which isn't an int")
@@ -97,8 +97,8 @@ def _has_place(kernel: LinearKernel, registered: str) -> bool:
 
 def _asked(kernel: LinearKernel, registered: str, query: KernelQuery) -> str | None:
     """What a kernel answers to a query; of a plugin's kernel also that it fails to."""
-    from quantkit.plugins import registry
-    from quantkit.registry import BUILTIN, a_type, described
+    from quantkit.plugins.manager import registry
+    from quantkit.plugins.registry import BUILTIN, a_type, described
 
     table = registry("kernels")
     if table.entry(registered).owner == BUILTIN:
@@ -117,7 +117,7 @@ def _asked(kernel: LinearKernel, registered: str, query: KernelQuery) -> str | N
 
 def codes_of(weight: QuantizedTensor) -> Codes:
     """What a kernel packs anew, whatever the weight's format is."""
-    from quantkit.plugins import registry
+    from quantkit.plugins.manager import registry
 
     codes: Codes = registry("formats").get(weight.format).unpack(weight)
     return codes

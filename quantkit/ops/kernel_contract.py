@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from quantkit.errors import PluginError, QuantkitError
 from quantkit.formats.base import QuantizedTensor
 from quantkit.formats.dtypes import plain_name
 from quantkit.ops.dispatch import DECODE_ROWS, LinearKernel, Phase
 from quantkit.ops.tokens import quantize_tokens, round_groups
-from quantkit.plugins import is_builtin, registry, whose
-from quantkit.registry import described
+from quantkit.plugins.manager import is_builtin, registry, whose
+from quantkit.plugins.registry import described
+from quantkit.support.errors import PluginError, QuantkitError
 
 TIMES = 2.0
 """Times torch's error, at most."""

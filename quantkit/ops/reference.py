@@ -26,7 +26,7 @@ class ReferenceKernel:
 
     def prepare(self, weight: QuantizedTensor) -> tuple[Format, QuantizedTensor]:
         """Finds the format; copies nothing."""
-        from quantkit.plugins import registry
+        from quantkit.plugins.manager import registry
 
         return registry("formats").get(weight.format), weight
 

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from quantkit.formats.base import QuantizedTensor
+from quantkit.formats.spec import QuantSpec
 from quantkit.ops.cpu_linear import CpuKernel
 from quantkit.ops.cpu_weight import CpuWeight, pack_plain
 from quantkit.ops.dispatch import DECODE_ROWS, LinearKernel, Phase, choose
@@ -17,7 +18,6 @@ from quantkit.ops.hadamard import apply_hadamard
 from quantkit.ops.kernel_contract import prepare
 from quantkit.ops.linear import dense, query_for
 from quantkit.ops.linear_weight import LinearWeight
-from quantkit.spec import QuantSpec
 
 
 class StoredWeight(ABC):
@@ -133,7 +133,7 @@ class QuantizedWeight(StoredWeight):
         return y.reshape(*x.shape[:-1], self.shape[0])
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        from quantkit.plugins import registry
+        from quantkit.plugins.manager import registry
 
         return registry("formats").get(self.quantized.format).rows(self.quantized, ids)
 

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 from quantkit.formats import e2m1
 from quantkit.formats.e4m3 import LARGEST, nearest_
-from quantkit.spec import QuantSpec
+from quantkit.formats.spec import QuantSpec
 
 SMALLEST = 2.0**-100
 """A token's largest value is taken to be at least this: its scale stays above 0."""

@@ -12,7 +12,7 @@ import torch
 from quantkit.formats import trellis_code
 from quantkit.formats.trellis_code import RING
 from quantkit.ops.cpu_machine import isa, pool, unavailable
-from quantkit.progress import tell_compiling
+from quantkit.support.progress import tell_compiling
 
 if TYPE_CHECKING:
     from quantkit_kernels.cpu.viterbi import ColumnSearch, Viterbi

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import torch
 
-from quantkit.errors import QuantkitError
 from quantkit.models.interfaces import LanguageModel
 from quantkit.ops import gpu
 from quantkit.runtime.request import Request
 from quantkit.runtime.runner import ModelRunner
 from quantkit.runtime.sampler import PendingTokens, sample_async, sample_tokens
 from quantkit.runtime.timing import Timing
+from quantkit.support.errors import QuantkitError
 
 
 def next_tokens(requests: Sequence[Request], logits: torch.Tensor) -> list[int | QuantkitError]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from quantkit.errors import QuantkitError, UsageError
+from quantkit.kv.spec import KVSpec
 from quantkit.runtime.ahead import AheadDecoder, next_tokens
 from quantkit.runtime.chunk_size import ChunkSizer
 from quantkit.runtime.drafting.base import Drafter
@@ -26,8 +26,8 @@ from quantkit.runtime.scheduler import EngineClosed, EngineFull, Scheduler
 from quantkit.runtime.speculation import DraftCounts, Speculator
 from quantkit.runtime.timing import Timing
 from quantkit.runtime.trace import RequestLabel, Trace
-from quantkit.spec import KVSpec
 from quantkit.structure.base import TokenConstraint
+from quantkit.support.errors import QuantkitError, UsageError
 
 PREFILL_CHUNK = 512
 """Prompt tokens that go through the model at once, at most; other requests decode between two chunks."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from quantkit.errors import UsageError
+from quantkit.kv.spec import KVSpec
 from quantkit.ops.dispatch import DECODE_ROWS
 from quantkit.runtime.drafting.base import Drafter
 from quantkit.runtime.engine import Engine
@@ -13,7 +13,7 @@ from quantkit.runtime.request import Completion, Request, TokenInfo, check_reque
 from quantkit.runtime.sampler import Sampling
 from quantkit.runtime.timing import Timing
 from quantkit.runtime.trace_file import TraceFile
-from quantkit.spec import KVSpec
+from quantkit.support.errors import UsageError
 
 
 def generate(loaded: LoadedModel, prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling],

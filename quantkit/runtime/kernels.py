@@ -6,12 +6,13 @@ from collections.abc import Mapping
 
 import torch
 
-from quantkit.errors import QuantkitError
 from quantkit.formats.base import QuantizedTensor
 from quantkit.formats.dtypes import FLOATS
+from quantkit.formats.spec import QuantSpec
 from quantkit.kv import gpu as kv_gpu
 from quantkit.kv.build import build_kv_codecs
 from quantkit.kv.cache import KVCache
+from quantkit.kv.spec import KVSpec
 from quantkit.models.config import ModelConfig
 from quantkit.models.linear import Linear
 from quantkit.ops.cpu_linear import CpuKernel
@@ -22,7 +23,7 @@ from quantkit.ops.stored_weight import PlainWeight
 from quantkit.runtime.choose import RuntimeChoice, choose_runtime
 from quantkit.runtime.cpu import model as cpu_model
 from quantkit.runtime.gpu import linears
-from quantkit.spec import KVSpec, QuantSpec
+from quantkit.support.errors import QuantkitError
 
 PHASES: tuple[Phase, ...] = ("decode", "prefill")
 Declined = tuple[tuple[str, str], ...]

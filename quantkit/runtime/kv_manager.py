@@ -7,11 +7,11 @@ from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
 from quantkit.kv.prefix import PrefixBudget, PrefixMatch, block_names, build_prefix_cache
 from quantkit.kv.reservation import LOOKAHEAD, PageReservation
+from quantkit.kv.spec import KVSpec
 from quantkit.runtime.cpu.system_memory import memory_limit
 from quantkit.runtime.gpu.memory import spare_bytes
 from quantkit.runtime.loader import LoadedModel
 from quantkit.runtime.request import Request
-from quantkit.spec import KVSpec
 
 PREFIX_SHARE = 16
 """By default prefixes take at most this part of the process's memory where the cache grows."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from quantkit.errors import UsageError
 from quantkit.kv.build import build_policy
 from quantkit.kv.prefix import PrefixBudget
+from quantkit.kv.spec import KVSpec
 from quantkit.runtime.kv_manager import KVCacheManager, default_prefix_bytes
 from quantkit.runtime.loader import LoadedModel
 from quantkit.runtime.request import Request
 from quantkit.runtime.scheduler import EngineFull
-from quantkit.spec import KVSpec
+from quantkit.support.errors import UsageError
 
 MAX_QUERIES = 256
 """Queries that a setting which a request chooses may keep: each takes a vector of every head and layer."""

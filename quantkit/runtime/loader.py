@@ -15,10 +15,9 @@ from quantkit.checkpoint.integrity import check_files, check_sample
 from quantkit.checkpoint.manifest import LayerRow, Manifest
 from quantkit.checkpoint.open import AnyCheckpoint, open_model
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.device import find_device
-from quantkit.errors import CheckpointError, UsageError, did_you_mean
 from quantkit.formats.base import QuantizedTensor
 from quantkit.formats.dtypes import FLOATS
+from quantkit.kv.spec import KVSpec, setting_of
 from quantkit.models.architecture import all_slots, linear_slots, tensor_shapes
 from quantkit.models.config import ModelConfig
 from quantkit.models.decoder import CausalLM
@@ -28,14 +27,15 @@ from quantkit.models.loadable import check_loadable
 from quantkit.ops.cpu_machine import pool, unavailable
 from quantkit.ops.linear_weight import LinearWeight
 from quantkit.ops.stored_weight import StoredWeight
-from quantkit.progress import Listener, ProgressEvent, silent
 from quantkit.runtime.choose import choose_runtime
 from quantkit.runtime.cpu.malloc import trim_heap
 from quantkit.runtime.cpu.model import CpuModel
 from quantkit.runtime.gpu import memory
 from quantkit.runtime.gpu.model import GpuModel
 from quantkit.sources.base import ModelSource, file_bytes, quantized_types, stored_tensors
-from quantkit.spec import KVSpec
+from quantkit.support.device import find_device
+from quantkit.support.errors import CheckpointError, UsageError, did_you_mean
+from quantkit.support.progress import Listener, ProgressEvent, silent
 from quantkit.text.tokenizer import Tokenizer
 
 SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
@@ -92,7 +92,7 @@ class LoadedModel:
         Raises:
             UsageError: it names a policy or codec that isn't installed.
         """
-        return KVSpec() if self.manifest is None else self.manifest.kv
+        return KVSpec() if self.manifest is None else setting_of(self.manifest.recipe)
 
     @property
     def dtype(self) -> torch.dtype:

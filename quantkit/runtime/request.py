@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from quantkit.errors import UsageError
 from quantkit.runtime.loader import LoadedModel
 from quantkit.runtime.pooling import Pooler, Pooling
 from quantkit.runtime.sampler import Sampler, Sampling
 from quantkit.runtime.stop import StopStrings
 from quantkit.runtime.trace import RequestLabel, TracedState
 from quantkit.structure.base import TokenConstraint
+from quantkit.support.errors import UsageError
 
 if TYPE_CHECKING:
     from quantkit.runtime.kv_manager import KVCacheManager

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
-from quantkit.errors import QuantkitError, UsageError
 from quantkit.ops import gpu
 from quantkit.ops.sampling import greedy, one_thread
 from quantkit.structure.base import ConstraintError, TokenConstraint
+from quantkit.support.errors import QuantkitError, UsageError
 
 MAX_TOKENS = 2**31
 MIN_TEMPERATURE = 1e-4

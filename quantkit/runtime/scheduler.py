@@ -15,9 +15,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from quantkit.errors import QuantkitError
 from quantkit.runtime.request import Request, Status
 from quantkit.runtime.trace import Trace
+from quantkit.support.errors import QuantkitError
 
 PATIENCE = 3
 """A prompt that is n tokens shorter passes another one if it arrives before 3 · n further tokens have been

@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from quantkit.errors import PluginError, QuantkitError, UsageError
-from quantkit.plugins import whose
-from quantkit.registry import described
+from quantkit.plugins.manager import whose
+from quantkit.plugins.registry import described
 from quantkit.runtime.ahead import next_tokens
 from quantkit.runtime.cpu.model import CpuModel
 from quantkit.runtime.drafting.base import DraftedText, Drafter, DraftSource
@@ -25,6 +24,7 @@ from quantkit.runtime.drafting.length import (
 from quantkit.runtime.loader import LoadedModel
 from quantkit.runtime.request import Request
 from quantkit.runtime.runner import NextLogits
+from quantkit.support.errors import PluginError, QuantkitError, UsageError
 
 
 @dataclass

@@ -11,9 +11,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from quantkit.errors import QuantkitError, UsageError
-from quantkit.registry import described
+from quantkit.plugins.registry import described
 from quantkit.runtime.trace import RequestSpan, StepSpan
+from quantkit.support.errors import QuantkitError, UsageError
 
 if TYPE_CHECKING:
     from quantkit.runtime.engine import Engine

@@ -11,9 +11,9 @@ from typing import Any, Protocol, cast
 
 import torch
 
-from quantkit.errors import SourceError
 from quantkit.formats.finite import all_finite
-from quantkit.units import human_bytes
+from quantkit.support.errors import SourceError
+from quantkit.support.units import human_bytes
 
 PLAIN = frozenset({"F64", "F32", "F16", "BF16", "float64", "float32", "float16", "bfloat16"})
 """Types of tensors that aren't quantized, as GGUF and torch call them."""

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from quantkit.errors import PluginError
-from quantkit.registry import a_type
+from quantkit.plugins.registry import a_type
 from quantkit.sources.base import (
     ModelSource,
     SourceIdentity,
@@ -17,6 +16,7 @@ from quantkit.sources.base import (
     require_finite,
 )
 from quantkit.sources.wrapper import SourceWrapper
+from quantkit.support.errors import PluginError
 
 METHODS = ("config", "tensors", "tensor", "side_files", "identity", "close")
 """What every source has."""

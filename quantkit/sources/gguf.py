@@ -19,8 +19,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from quantkit.errors import SourceError
-from quantkit.paths import local_path
 from quantkit.sources.base import (
     ModelSource,
     SourceIdentity,
@@ -36,6 +34,8 @@ from quantkit.sources.gguf_metadata import HF_FOLDER
 from quantkit.sources.gguf_shards import GGUFShard, open_shards
 from quantkit.sources.gguf_tokenizer import tokenizer_files
 from quantkit.sources.local import sha256_file
+from quantkit.support.errors import SourceError
+from quantkit.support.paths import local_path
 
 _TOP = re.compile(r"([a-z_]+)\.(weight)")
 _BLOCK = re.compile(r"blk\.(0|[1-9]\d{0,4})\.([a-z_]+)\.(weight|bias)")

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from quantkit.errors import SourceError
 from quantkit.sources.gguf_families import GGUFFamily, family_of
 from quantkit.sources.gguf_metadata import GGUFMetadata, decimal
 from quantkit.sources.gguf_rope import KEYS, rope_settings
+from quantkit.support.errors import SourceError
 
 _READ = {"block_count", "context_length", "embedding_length", "feed_forward_length", "attention.head_count",
          "attention.head_count_kv", "attention.key_length", "attention.value_length", "attention.causal",

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from quantkit.errors import SourceError
 from quantkit.sources.gguf_metadata import GGUFMetadata
+from quantkit.support.errors import SourceError
 
 TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 """Tensors outside the layers, of all families: GGUF's name → Hugging Face's."""

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from quantkit.errors import SourceError
+from quantkit.support.errors import SourceError
 
 MAX_HEADER, MAX_TENSORS, MAX_KEYS = 128 * 2**20, 100_000, 10_000
 MAX_VALUES = 4_000_000

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from quantkit.errors import SourceError
+from quantkit.support.errors import SourceError
 
 HF_FOLDER = "give the model's Hugging Face folder instead"
 MAX_INT, HUGE = 2**31 - 1, 1e30

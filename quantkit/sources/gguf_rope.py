@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from quantkit.errors import SourceError
 from quantkit.sources.gguf_families import LONG_FACTORS, ROPE_FREQS, SHORT_FACTORS, GGUFFamily
 from quantkit.sources.gguf_metadata import HF_FOLDER, GGUFMetadata, decimal
+from quantkit.support.errors import SourceError
 
 _TYPE, _FACTOR = "rope.scaling.type", "rope.scaling.factor"
 _ORIGINAL, _MAGNITUDE = "rope.scaling.original_context_length", "rope.scaling.attn_factor"

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quantkit.errors import SourceError
 from quantkit.sources.gguf_header import GGUFHeader, GGUFTensor, open_gguf
+from quantkit.support.errors import SourceError
 
 COUNT, NUMBER, TENSORS = "split.count", "split.no", "split.tensors.count"
 MAX_SHARDS = 10_000

@@ -12,9 +12,9 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from quantkit.errors import SourceError
 from quantkit.sources.gguf_metadata import HF_FOLDER
 from quantkit.sources.gguf_pretokenizers import PRE_TOKENIZERS, PreTokenizer
+from quantkit.support.errors import SourceError
 
 MAX_TOKENS, MAX_TOKEN, MAX_TEXT = 1_000_000, 512, 2**24
 """Tokens, characters of one and of all: they bound the time that finding SentencePiece's merges takes."""

@@ -8,10 +8,10 @@ import shlex
 import warnings
 from pathlib import Path
 
-from quantkit.errors import SourceError
 from quantkit.sources.base import ModelSource, SourceIdentity, SourceKind
 from quantkit.sources.local import ADAPTER, CONFIG, SIDE_FILES, LocalSource, refuse_adapter
 from quantkit.sources.safetensors_file import INDEX, NO_PICKLE
+from quantkit.support.errors import SourceError
 
 PREFIX = "hf:"
 PATTERNS = [CONFIG, INDEX, "*.safetensors", *SIDE_FILES, "quantkit.json", "quantize_config.json",

@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 
-from quantkit.errors import SourceError
-from quantkit.paths import local_path, open_regular
 from quantkit.sources.base import ModelSource, QuantizedError, SourceIdentity, SourceKind, TensorInfo
 from quantkit.sources.safetensors_file import (
     CONVERT,
@@ -24,7 +22,9 @@ from quantkit.sources.safetensors_file import (
     ShardedTensors,
     plain_file,
 )
-from quantkit.strict_json import MAX_CONFIG, read_object
+from quantkit.support.errors import SourceError
+from quantkit.support.paths import local_path, open_regular
+from quantkit.support.strict_json import MAX_CONFIG, read_object
 
 CONFIG, ADAPTER = "config.json", "adapter_config.json"
 SIDE_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",

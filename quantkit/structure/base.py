@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from quantkit.errors import QuantkitError
+from quantkit.support.errors import QuantkitError
 
 
 class ConstraintError(QuantkitError):

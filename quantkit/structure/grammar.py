@@ -17,13 +17,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from quantkit import isolated
-from quantkit.errors import UsageError
 from quantkit.structure.base import TokenConstraint
 from quantkit.structure.formats import gemma_grammar
 from quantkit.structure.lark import LarkWriter, regex_literal, schema_text
 from quantkit.structure.schemas import Fault, arguments_schema, closed, path_text, widened
 from quantkit.structure.turns import Tool, TurnFormat
+from quantkit.support import isolation
+from quantkit.support.errors import UsageError
 from quantkit.text.tokenizer import Tokenizer
 
 MAX_SCHEMA, MAX_DEPTH, MAX_VALUES = 128 * 2**10, 48, 20_000
@@ -239,12 +239,12 @@ class Compiler:
         arguments = {"lark": lark, "given": structure.grammar, "vocab_size": self._vocab_size,
                      "special": special, "eos": eos}
         try:
-            return what, isolated.call("quantkit.structure.trial:trial", arguments,
+            return what, isolation.call("quantkit.structure.trial:trial", arguments,
                                        seconds=max(until - time.monotonic(), 0.1), memory=MEMORY)
-        except isolated.LimitError as error:
+        except isolation.LimitError as error:
             raise UsageError(f"{what} can't be used", why=f"compiling it {error}",
                              next="make it smaller or simpler") from None
-        except isolated.RaisedError as error:
+        except isolation.RaisedError as error:
             raise UsageError(f"{what} can't be used", why=str(error)) from None
 
     def _widen(self, schemas: list[_Schema], until: float) -> list[str]:
@@ -256,9 +256,9 @@ class Compiler:
             if time.monotonic() > until:
                 break
             try:
-                outcome = isolated.call("quantkit.structure.trial:widen", {"schema": given.schema},
+                outcome = isolation.call("quantkit.structure.trial:widen", {"schema": given.schema},
                                         seconds=max(until - time.monotonic(), 0.1), memory=MEMORY)
-            except (isolated.LimitError, isolated.RaisedError):
+            except (isolation.LimitError, isolation.RaisedError):
                 continue  # what is known of the whole structure must do
             names += given.names([Fault(tuple(path), _reason(given.what, reason))
                                   for path, reason in outcome["faults"]])

@@ -2,9 +2,9 @@
 
 llguidance bounds what most grammars cost, but not all: a schema of some multiples of large numbers keeps it
 busy for minutes, and a chain of thousands of rules overflows its stack, which would end the server. So
-``quantkit.isolated`` runs :func:`trial` under limits; what passes is compiled again where it is used. The
-trial's vocabulary is the 256 bytes and the model's special tokens: only the size of the vocabulary, which no
-request chooses, makes a difference between the two.
+``quantkit.support.isolation`` runs :func:`trial` under limits; what passes is compiled again where it is
+used. The trial's vocabulary is the 256 bytes and the model's special tokens: only the size of the vocabulary,
+which no request chooses, makes a difference between the two.
 """
 
 from __future__ import annotations

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from quantkit.errors import UsageError
 from quantkit.structure.base import PlainTurn, TurnParser
 from quantkit.structure.formats.bare_calls import BareCalls
 from quantkit.structure.formats.gemma import FUNCTION_GEMMA, GEMMA4, GemmaTurn
@@ -19,6 +18,7 @@ from quantkit.structure.formats.json_turn import PYTHON_TAG, JsonTurn
 from quantkit.structure.formats.mistral import ARGS, CALL_ID, MistralTurn
 from quantkit.structure.formats.mistral import OPEN as TOOL_CALLS
 from quantkit.structure.formats.scanner import TurnScanner
+from quantkit.support.errors import UsageError
 from quantkit.text.tokenizer import Tokenizer
 
 NAMES = ("hermes", "llama3", "mistral", "gemma", "json")

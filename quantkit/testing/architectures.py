@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from quantkit.errors import UnsupportedModelError
 from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
 from quantkit.models.architecture import Architecture, tensor_shapes
 from quantkit.models.config import ModelConfig
 from quantkit.models.decoder import CausalLM
 from quantkit.models.linear import Weights
+from quantkit.support.errors import UnsupportedModelError
 from quantkit.testing.contract import Contract, check_name
 from quantkit.testing.tiny import FAMILIES, random_weights, tiny_config
 

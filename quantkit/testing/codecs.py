@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
-from quantkit.errors import UsageError
 from quantkit.kv.base import MAX_RESIDUAL, PAGE, KVCodec, KVCodecs, SideCodec
 from quantkit.kv.checked import check_codecs
 from quantkit.kv.kernel_names import is_ours
-from quantkit.spec import KVSpec
+from quantkit.kv.spec import KVSpec
+from quantkit.support.errors import UsageError
 from quantkit.testing.contract import Contract, named_class
 from quantkit.testing.purity import pure, registered, same
 from quantkit.testing.running import check_setting

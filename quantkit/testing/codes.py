@@ -8,12 +8,12 @@ from quantkit.formats import e4m3, trellis_code
 from quantkit.formats.base import Codes
 from quantkit.formats.level_values import level_table
 from quantkit.formats.nf4_table import codebook
-from quantkit.methods.random_codes import random_codes as random_codes_from
-from quantkit.spec import QuantSpec
+from quantkit.formats.spec import QuantSpec
+from quantkit.quantization.methods.random_codes import random_codes as random_codes_from
 
 
 def random_codes(spec: QuantSpec, shape: tuple[int, int], seed: int = 0) -> Codes:
-    """:func:`quantkit.methods.random_codes.random_codes` on a CPU."""
+    """:func:`quantkit.quantization.methods.random_codes.random_codes` on a CPU."""
     return random_codes_from(spec, shape, torch.Generator().manual_seed(seed))
 
 

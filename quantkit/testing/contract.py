@@ -13,9 +13,9 @@ from unittest import mock
 import numpy as np
 import torch
 
-from quantkit.errors import PluginError, QuantkitError
-from quantkit.plugins import registry
-from quantkit.registry import described
+from quantkit.plugins.manager import registry
+from quantkit.plugins.registry import described
+from quantkit.support.errors import PluginError, QuantkitError
 
 Result = TypeVar("Result")
 

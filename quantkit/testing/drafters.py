@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
-from quantkit.kvspec import parse_kv
+from quantkit.kv.spec import parse_kv
 from quantkit.runtime.drafting.base import MAX_DRAFT, DraftedText, Drafter, DraftSource
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.loader import LoadedModel, load

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load, save
 
 from quantkit.formats.base import TENSORS, Codes, Format, QuantizedTensor
-from quantkit.formats.contract import packed_fault, weight_fault
 from quantkit.formats.dtypes import FLOATS, plain_name, resolve
-from quantkit.spec import Granularity, QuantSpec
+from quantkit.formats.spec import Granularity, QuantSpec
+from quantkit.ops.packing import packed_fault, weight_fault
 from quantkit.testing.codes import formula, random_codes
 from quantkit.testing.contract import Contract, check_name, check_reason, same_bits, same_tensors
 

@@ -10,11 +10,11 @@ import torch
 
 from quantkit.formats.base import QuantizedTensor
 from quantkit.formats.dtypes import FLOATS, plain_name, resolve
+from quantkit.formats.spec import QuantSpec
 from quantkit.ops.dispatch import DECODE_ROWS, KernelQuery, LinearKernel, Phase
 from quantkit.ops.kernel_contract import probe, product_fault
 from quantkit.ops.linear import query_for
-from quantkit.plugins import registry
-from quantkit.spec import QuantSpec
+from quantkit.plugins.manager import registry
 from quantkit.testing.codes import random_codes
 from quantkit.testing.contract import (
     Contract,

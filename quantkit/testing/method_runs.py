@@ -10,11 +10,11 @@ import torch
 from quantkit.formats.base import TENSORS, Codes
 from quantkit.formats.dtypes import FLOATS
 from quantkit.formats.level_values import dequantize
-from quantkit.methods.base import LayerStats, Method, MethodOptions
-from quantkit.methods.scale_rounding import rounded_scale
-from quantkit.plugins import registry
-from quantkit.recipe import default_format
-from quantkit.spec import GROUP_SCALES, QuantSpec
+from quantkit.formats.spec import GROUP_SCALES, QuantSpec
+from quantkit.plugins.manager import registry
+from quantkit.quantization.methods.base import LayerStats, Method, MethodOptions
+from quantkit.quantization.methods.scale_rounding import rounded_scale
+from quantkit.quantization.recipe import default_format
 from quantkit.testing.contract import Contract, global_generators, same_bits, threads
 from quantkit.testing.method_weights import WITH_FORMAT, layer_stats, method_weights
 from quantkit.testing.watched import STATISTICS, WatchedStats
@@ -39,7 +39,8 @@ def check_run(contract: Contract, method: Method, spec: QuantSpec, weight: torch
                   "work on weight.clone()")
     _check_tensors(contract, result)
     contract.must(_rounded(result), f"scales are not rounded to {spec.scale_dtype}",
-                  "round them before the levels are chosen, as quantkit.methods.grid.find_grid does")
+                  "round them before the levels are chosen, as quantkit.quantization.methods.grid"
+                  ".find_grid does")
     if spec.kind != "iq" and not spec.signed and not (spec.superblock and spec.symmetric):
         contract.must(bool((result.scale >= 0).all() if spec.kind == "nf" else (result.scale > 0).all()),
                       "a scale is not above 0")

@@ -7,11 +7,11 @@ from collections.abc import Collection
 
 import torch
 
+from quantkit.formats.spec import QuantSpec
 from quantkit.formats.trellis_code import RING
-from quantkit.methods.base import LayerStats
-from quantkit.plugins import registry
-from quantkit.recipe import default_format
-from quantkit.spec import QuantSpec
+from quantkit.plugins.manager import registry
+from quantkit.quantization.methods.base import LayerStats
+from quantkit.quantization.recipe import default_format
 
 SHAPES = ((5, 96), (3, 128), (200, 48), (2, 32))
 """Besides those of 64 columns: more columns, more rows than columns, two groups a row."""

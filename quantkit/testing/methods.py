@@ -1,4 +1,4 @@
-"""The contract of methods: ``quantkit.methods.base``."""
+"""The contract of methods: ``quantkit.quantization.methods.base``."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import itertools
 import typing
 from collections.abc import Iterable
 
-from quantkit.methods.base import Method, MethodOptions
-from quantkit.spec import GRIDS, Granularity, QuantSpec
+from quantkit.formats.spec import GRIDS, Granularity, QuantSpec
+from quantkit.quantization.methods.base import Method, MethodOptions
 from quantkit.testing.contract import Contract, check_name, check_reason
 from quantkit.testing.method_runs import (
     check_equal_runs,
@@ -41,11 +41,11 @@ METHOD_SPECS = (
     QuantSpec(kind="trellis", bits=3, window=10, granularity=CHANNEL, scale_dtype="bfloat16"))
 """What :func:`check_method` asks a method for, unless told otherwise."""
 
-PROMISES = "quantkit.methods.base"
+PROMISES = "quantkit.quantization.methods.base"
 
 
 def check_method(method: Method, specs: Iterable[QuantSpec] = METHOD_SPECS) -> None:
-    """Run a method as quantkit would and check every promise of ``quantkit.methods.base``.
+    """Run a method as quantkit would and check every promise of ``quantkit.quantization.methods.base``.
 
     For each spec that the method doesn't refuse, and for ordinary and awkward weights of several shapes:
     types, shapes and dtypes, finite and rounded scales, zero points in range, writing to no argument, no
@@ -117,7 +117,7 @@ def _check_spec(contract: Contract, method: Method, spec: QuantSpec, options: Me
         contract.refuses(f"quantize of a weight with {name}", method.run, spoiled,
                          layer_stats(weight.shape[1], method.needs), spec, options,
                          accepted=f"it accepts a weight of {name}, which no engine can run",
-                         remedy="raise SpecError, as quantkit.methods.grid.require_finite does")
+                         remedy="raise SpecError, as quantkit.quantization.methods.grid.require_finite does")
 
 
 def _check_reads(contract: Contract, method: Method, specs: list[QuantSpec], options: MethodOptions,

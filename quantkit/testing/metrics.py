@@ -1,4 +1,4 @@
-"""The contract of metrics: ``quantkit.evaluate.metrics.Metric``."""
+"""The contract of metrics: ``quantkit.evaluation.metrics.Metric``."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from quantkit.errors import PluginError
-from quantkit.evaluate.metric_table import metric_problem, reason_of
-from quantkit.evaluate.metrics import KL, PERPLEXITY, TOP1, Metric
-from quantkit.evaluate.window_scores import scored
+from quantkit.evaluation.metric_table import metric_problem, reason_of
+from quantkit.evaluation.metrics import KL, PERPLEXITY, TOP1, Metric
+from quantkit.evaluation.window_scores import scored
+from quantkit.support.errors import PluginError
 from quantkit.testing.contract import Contract, global_generators, same_bits
 
 _CLOSE = 1e-4
-_PROMISES = "quantkit.evaluate.metrics.Metric"
+_PROMISES = "quantkit.evaluation.metrics.Metric"
 Window = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Log-probabilities of the reference and of the candidate ``[T, vocab]``, and targets ``[T]``."""
 
 
 def check_metric(metric: Metric) -> None:
     """Score ordinary and awkward windows as ``quantkit eval`` would, and check what
-    :class:`~quantkit.evaluate.metrics.Metric` promises.
+    :class:`~quantkit.evaluation.metrics.Metric` promises.
 
     The windows: of one token, of a huge vocabulary, of equal models, with ties, with excluded tokens
     (log-probability −∞), float64, and not contiguous in memory. Checked are the declaration, shapes, dtypes,

@@ -9,9 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from quantkit.errors import PluginError, QuantkitError, RecipeError, UsageError, did_you_mean
-from quantkit.plugins import PluginInfo, PluginManager
-from quantkit.registry import RegistryEntry, described, load_target
+from quantkit.plugins.manager import PluginInfo, PluginManager
+from quantkit.plugins.registry import RegistryEntry, described, load_target
+from quantkit.support.errors import PluginError, QuantkitError, RecipeError, UsageError, did_you_mean
 
 CHECKS = {kind: f"quantkit.testing:check_{name}" for kind, name in (
     ("methods", "method"), ("transforms", "transform"), ("recoveries", "recovery"), ("formats", "format"),
@@ -176,7 +176,7 @@ def _check_command(command: Any) -> None:
 
 def _check_recipe(manager: PluginManager, path: Path) -> None:
     """It can be read, and its methods take its specs and options."""
-    from quantkit.recipe import load_recipe
+    from quantkit.quantization.recipe import load_recipe
 
     recipe = load_recipe(str(path))
     if recipe.name != path.stem:
@@ -196,8 +196,8 @@ def _check_recipe(manager: PluginManager, path: Path) -> None:
 
 def _check_suite(manager: PluginManager, path: Path) -> None:
     """It can be read."""
-    from quantkit.evaluate.suite import EvalSuite
-    from quantkit.safe_yaml import read_yaml
+    from quantkit.evaluation.suite import EvalSuite
+    from quantkit.support.safe_yaml import read_yaml
 
     suite = read_yaml(path, UsageError).build(EvalSuite)
     if suite.name != path.stem:

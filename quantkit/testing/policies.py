@@ -9,11 +9,11 @@ from typing import Any, NoReturn
 import torch
 from pydantic import ValidationError
 
-from quantkit.errors import PluginError
 from quantkit.kv.base import PAGE, KVPolicy, PolicyView
 from quantkit.kv.checked import checked_scores, checked_slots, policy_fault
 from quantkit.kv.policies.score_policy import ScorePolicy
-from quantkit.spec import KVSpec
+from quantkit.kv.spec import KVSpec
+from quantkit.support.errors import PluginError
 from quantkit.testing.contract import Contract, named_class
 from quantkit.testing.purity import pure, registered
 from quantkit.testing.running import PROMPT, check_setting

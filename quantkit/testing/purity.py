@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from quantkit.errors import PluginError
-from quantkit.plugins import registry
+from quantkit.plugins.manager import registry
+from quantkit.support.errors import PluginError
 from quantkit.testing.contract import Contract, global_generators, same_bits
 
 T = TypeVar("T")

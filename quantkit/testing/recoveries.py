@@ -1,4 +1,4 @@
-"""The contract of recoveries: ``quantkit.recover.base``."""
+"""The contract of recoveries: ``quantkit.quantization.recovery.base``."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from quantkit.methods.base import MethodOptions
-from quantkit.recover.base import Parameter, Recovery, Values
+from quantkit.quantization.methods.base import MethodOptions
+from quantkit.quantization.recovery.base import Parameter, Recovery, Values
 from quantkit.testing.contract import Contract, check_name, global_generators, same_tensors
 
 WINDOWS = 12
@@ -43,7 +43,7 @@ class SampleTask:
         return float(sum(off.square().sum() for off in self._off(values).values()))
 
     def gradient(self, values: Values, windows: Sequence[int]) -> tuple[float, dict[str, torch.Tensor]]:
-        """See :class:`~quantkit.recover.base.RecoveryTask`."""
+        """See :class:`~quantkit.quantization.recovery.base.RecoveryTask`."""
         if self.gradients == self._stop:
             raise _Interruption
         self.gradients += 1
@@ -54,16 +54,16 @@ class SampleTask:
                                    for name, gradient in gradients.items()}
 
     def saved(self) -> dict[str, torch.Tensor] | None:
-        """See :class:`~quantkit.recover.base.RecoveryTask`."""
+        """See :class:`~quantkit.quantization.recovery.base.RecoveryTask`."""
         state = self._state
         return None if state is None else {name: tensor.clone() for name, tensor in state.items()}
 
     def save(self, state: Values) -> None:
-        """See :class:`~quantkit.recover.base.RecoveryTask`."""
+        """See :class:`~quantkit.quantization.recovery.base.RecoveryTask`."""
         self._state = {name: tensor.clone() for name, tensor in state.items()}
 
     def tell(self, done: int, total: int) -> None:
-        """See :class:`~quantkit.recover.base.RecoveryTask`."""
+        """See :class:`~quantkit.quantization.recovery.base.RecoveryTask`."""
 
     def go_on(self) -> None:
         """Stop no more."""
@@ -76,8 +76,8 @@ class SampleTask:
 
 def check_recovery(recovery: Recovery) -> None:
     """Let a recovery, with default options, train a few numbers whose best values are known, and check what
-    ``quantkit.recover.base`` promises: values of the parameters, a lower loss, the same result twice and
-    after a stop, nothing written to the parameters, no global random generator.
+    ``quantkit.quantization.recovery.base`` promises: values of the parameters, a lower loss, the same result
+    twice and after a stop, nothing written to the parameters, no global random generator.
 
     Args:
         recovery: the recovery.
@@ -85,7 +85,8 @@ def check_recovery(recovery: Recovery) -> None:
     Raises:
         PluginError: a promise is broken.
     """
-    contract = Contract(f"recovery {getattr(recovery, 'name', recovery)!r}", "quantkit.recover.base")
+    contract = Contract(f"recovery {getattr(recovery, 'name', recovery)!r}",
+                        "quantkit.quantization.recovery.base")
     contract.must(isinstance(recovery, Recovery), f"it is a {type(recovery).__name__}, not a Recovery")
     check_name(contract, "recoveries", recovery, recovery.name)
     contract.must(isinstance(recovery.paper, str) and recovery.paper.startswith(("https://", "http://")),

@@ -1,4 +1,4 @@
-"""The contract of reporters: ``quantkit.report.base.Reporter``."""
+"""The contract of reporters: ``quantkit.evaluation.report.base.Reporter``."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from pathlib import Path
 from typing import NoReturn
 from xml.etree import ElementTree
 
-from quantkit.errors import PluginError, QuantkitError
-from quantkit.evaluate.metric_table import reason_of
-from quantkit.evaluate.result import EvalResult
-from quantkit.report.base import Reporter
-from quantkit.report.folder import reporter_problem, write_file
+from quantkit.evaluation.metric_table import reason_of
+from quantkit.evaluation.report.base import Reporter
+from quantkit.evaluation.report.folder import reporter_problem, write_file
+from quantkit.evaluation.result import EvalResult
+from quantkit.support.errors import PluginError, QuantkitError
 from quantkit.testing.contract import Contract, global_generators
 from quantkit.testing.results import sample_results
 
-_PROMISES = "quantkit.report.base.Reporter"
+_PROMISES = "quantkit.evaluation.report.base.Reporter"
 
 
 def check_reporter(reporter: Reporter) -> None:
     """Let a reporter write ordinary and awkward results, and check what
-    :class:`~quantkit.report.base.Reporter` promises.
+    :class:`~quantkit.evaluation.report.base.Reporter` promises.
 
     The results: without speed, with missing metrics, infinite values, markup, ``|`` and line breaks in names,
     KV settings, tasks, metrics of plugins, no model and sixty. Checked are the file's name, that ``render``

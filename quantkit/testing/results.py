@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
-from quantkit.evaluate.metric_table import MetricInfo, builtin_infos
-from quantkit.evaluate.metrics import Interval
-from quantkit.evaluate.protocol import Protocol
-from quantkit.evaluate.result import EvalResult, ModelResult
+from quantkit.evaluation.metric_table import MetricInfo, builtin_infos
+from quantkit.evaluation.metrics import Interval
+from quantkit.evaluation.protocol import Protocol
+from quantkit.evaluation.result import EvalResult, ModelResult
 
 ODD_NAMES = ("a|b", "two\nlines", "<script>alert('x')</script>", "=1+1", "模型/量化 ½",
              "`code` **bold** _x_ [y](z)", 'quote " and \\ backslash', "x" * 300, "tab\tand \x1b[31mred", "")

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 import torch
 
-from quantkit.evaluate.feed import prefill
+from quantkit.evaluation.feed import prefill
 from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
 from quantkit.kv.footprint import footprint
+from quantkit.kv.spec import KVSpec
 from quantkit.runtime.engine import PREFILL_CHUNK
 from quantkit.runtime.loader import LoadedModel, load
-from quantkit.spec import KVSpec
 from quantkit.testing.contract import Contract
 from quantkit.testing.tiny import VOCAB, tiny_model
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
-from quantkit.errors import QuantkitError, SourceError
 from quantkit.models.architecture import parse_config, tensor_shapes
 from quantkit.sources.base import ModelSource, SourceIdentity, SourceKind, TensorInfo, prefetch, release
+from quantkit.support.errors import QuantkitError, SourceError
 from quantkit.testing.contract import Contract, offline, raised, registered_names, same_bits
 from quantkit.testing.tiny import tiny_model
 

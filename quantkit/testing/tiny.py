@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
-from quantkit.errors import UsageError, did_you_mean
 from quantkit.models.architecture import parse_config, tensor_shapes
 from quantkit.models.config import ModelConfig
 from quantkit.sources.split_experts import interleaved
+from quantkit.support.errors import UsageError, did_you_mean
 
 _GEMMA: dict[str, Any] = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh",
                           "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 24}

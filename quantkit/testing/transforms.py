@@ -1,4 +1,4 @@
-"""The contract of transforms: ``quantkit.transforms.base``."""
+"""The contract of transforms: ``quantkit.quantization.transforms.base``."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from typing import Any
 
 import torch
 
-from quantkit.methods.base import LayerStats, MethodOptions
+from quantkit.formats.spec import Granularity, QuantSpec
 from quantkit.models.architecture import linear_slots, parse_config, tensor_shapes
 from quantkit.models.config import ModelConfig
 from quantkit.models.decoder import CausalLM
 from quantkit.models.linear import Weights
+from quantkit.quantization.methods.base import LayerStats, MethodOptions
+from quantkit.quantization.transforms.base import LayerTensors, Transform
 from quantkit.sources.base import ModelSource
 from quantkit.sources.open import open_source
-from quantkit.spec import Granularity, QuantSpec
 from quantkit.testing.contract import (
     Contract,
     check_name,
@@ -25,7 +26,6 @@ from quantkit.testing.contract import (
     same_tensors,
 )
 from quantkit.testing.tiny import FAMILIES, VOCAB, tiny_model
-from quantkit.transforms.base import LayerTensors, Transform
 
 STATISTICS = ("hessian", "largest")
 """What a transform may need."""
@@ -39,9 +39,9 @@ SMALL_ERROR = 1e-4
 
 def check_transform(transform: Transform, families: Iterable[str] = tuple(FAMILIES)) -> None:
     """Put a transform, with default options, to tiny models of every family that it doesn't refuse, and check
-    what ``quantkit.transforms.base`` promises: the same logits, tensors as they are announced, the same
-    result twice, nothing written to the model, no global random generator, and no statistics but those that
-    ``needs`` declares.
+    what ``quantkit.quantization.transforms.base`` promises: the same logits, tensors as they are announced,
+    the same result twice, nothing written to the model, no global random generator, and no statistics but
+    those that ``needs`` declares.
 
     Args:
         transform: the transform.
@@ -50,7 +50,8 @@ def check_transform(transform: Transform, families: Iterable[str] = tuple(FAMILI
     Raises:
         PluginError: a promise is broken; the family is named.
     """
-    contract = Contract(f"transform {getattr(transform, 'name', transform)!r}", "quantkit.transforms.base")
+    contract = Contract(f"transform {getattr(transform, 'name', transform)!r}",
+                        "quantkit.quantization.transforms.base")
     contract.must(isinstance(transform, Transform), f"it is a {type(transform).__name__}, not a Transform")
     _check_description(contract, transform)
     taken = 0

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from quantkit.methods.base import LayerStats, MethodOptions
+from quantkit.quantization.methods.base import LayerStats, MethodOptions
 
 STATISTICS = ("hessian", "largest", "drift")
 """What a method may need. A transform is never given ``drift``."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from quantkit.errors import SourceError
+from quantkit.support.errors import SourceError
 from quantkit.text import rendering
 
 MAX_TEMPLATE = 128 * 2**10

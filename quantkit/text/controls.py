@@ -27,7 +27,7 @@ from typing import Any
 
 import tokenizers
 
-from quantkit.errors import SourceError, UsageError
+from quantkit.support.errors import SourceError, UsageError
 from quantkit.text import library
 
 _PRIVATE = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))

@@ -13,7 +13,7 @@ from typing import Any
 
 import tokenizers
 
-from quantkit.errors import SourceError
+from quantkit.support.errors import SourceError
 
 MAX_FACTOR = 256
 """Characters that one character may become; with sentencepiece's normalization it is up to 36."""

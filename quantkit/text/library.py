@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import tokenizers
 
-from quantkit.errors import SourceError, UsageError
+from quantkit.support.errors import SourceError, UsageError
 from quantkit.text.growth import check_growth
 
 FILE = "tokenizer.json"

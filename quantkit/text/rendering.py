@@ -12,7 +12,7 @@ from typing import Any
 
 import jinja2
 
-from quantkit import isolated
+from quantkit.support import isolation
 from quantkit.text.sandbox import MAX_SECONDS, LimitExceeded, MeteredSandbox, UsageMeter
 
 SECONDS = MAX_SECONDS + 0.2
@@ -30,7 +30,7 @@ given, or is refused more time, work or access) or ``failed``."""
 
 def start() -> None:
     """Start the process that renders now; the first conversation then doesn't wait for it."""
-    isolated.start(__name__, MEMORY)
+    isolation.start(__name__, MEMORY)
 
 
 def ask(function: str, arguments: Mapping[str, Any]) -> Outcome:
@@ -44,11 +44,11 @@ def ask(function: str, arguments: Mapping[str, Any]) -> Outcome:
         QuantkitError: no process can be started.
     """
     try:
-        outcome: Outcome = isolated.call(function, dict(arguments), seconds=SECONDS, memory=MEMORY)
+        outcome: Outcome = isolation.call(function, dict(arguments), seconds=SECONDS, memory=MEMORY)
         return outcome
-    except isolated.LimitError as error:
+    except isolation.LimitError as error:
         return {"refused": f"it {error}"}
-    except isolated.RaisedError as error:
+    except isolation.RaisedError as error:
         return {"failed": str(error)}
 
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from quantkit.errors import QuantkitError, SourceError, UsageError
-from quantkit.strict_json import parse_object
+from quantkit.support.errors import QuantkitError, SourceError, UsageError
+from quantkit.support.strict_json import parse_object
 from quantkit.text import library
 from quantkit.text.chat import ChatTemplate
 from quantkit.text.controls import ControlTokens

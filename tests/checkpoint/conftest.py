@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from quantkit.checkpoint.manifest import LayerRow, Manifest, SourceRecord
+from quantkit.checkpoint.manifest import Manifest, SourceRecord
 from quantkit.checkpoint.writer import CheckpointWriter
-from quantkit.methods.base import LayerStats
-from quantkit.methods.static_inputs import with_input_factor
-from quantkit.planning.plan import make_plan
-from quantkit.plugins import registry
-from quantkit.recipe import Recipe
+from quantkit.plugins.manager import registry
+from quantkit.quantization.methods.base import LayerStats
+from quantkit.quantization.methods.static_inputs import with_input_factor
+from quantkit.quantization.planning.plan import make_plan
+from quantkit.quantization.recipe import Recipe
 from quantkit.sources.base import SourceIdentity, TensorInfo
 from quantkit.testing import tiny_tokenizer
 
@@ -87,7 +87,7 @@ class Tiny:
             weight = self.source.tensor(f"{row.name}.weight")
             if row.method is None:
                 tensors[f"{row.name}.weight"] = weight
-                rows.append(LayerRow.of(row).to_dict())
+                rows.append(row.recorded().to_dict())
                 continue
             method, form = methods.get(row.method), formats.get(row.format)
             codes = method.run(weight.float(), None, row.spec, method.options(**row.options))
@@ -95,7 +95,7 @@ class Tiny:
             packed = form.pack(codes, weight.dtype)
             tensors |= {f"{row.name}.{suffix}": t for suffix, t in packed.tensors.items()}
             error = (weight.float() - form.dequantize(packed)).norm() / weight.float().norm()
-            rows.append(LayerRow.of(row, error=float(error), notes=codes.notes).to_dict())
+            rows.append(row.recorded(error=float(error), notes=codes.notes).to_dict())
         for name in plan.other:
             unit(name)[0][name] = self.source.tensor(name)
         return units

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from quantkit.checkpoint.card_block import MAX_BLOCK, CardBlock, with_block, without_block
 from quantkit.checkpoint.manifest import Manifest
-from quantkit.checkpoint.verify import verify
-from quantkit.errors import CheckpointError
-from quantkit.quantize import quantize
+from quantkit.quantization.run import quantize
+from quantkit.runtime.verify import verify
+from quantkit.support.errors import CheckpointError
 from quantkit.testing import tiny_model
 
 CARD = b"---\ntags:\n- quantkit\n---\n\n# m\n\ntext\n\n## Recipe\n\n---\n\n## How to load it\n"

@@ -9,7 +9,7 @@ import pytest
 
 from quantkit.checkpoint.durable import FolderLock, bytes_in, names_in
 from quantkit.checkpoint.writer import CheckpointWriter
-from quantkit.errors import CheckpointError
+from quantkit.support.errors import CheckpointError
 
 
 def test_a_folder_that_its_run_has_just_removed_is_another_run_s(tmp_path):

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from quantkit.checkpoint.engines import check_engine
 from quantkit.checkpoint.open import open_checkpoint
-from quantkit.quantize import quantize
+from quantkit.quantization.run import quantize
 from quantkit.testing import tiny_model
 
 NVFP4 = {"kind": "fp", "bits": 4, "granularity": {"strategy": "group", "size": 16}, "scale_dtype": "e4m3"}

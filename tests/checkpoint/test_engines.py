@@ -10,9 +10,9 @@ import torch
 
 from quantkit.checkpoint.engines import check_engine, check_layers
 from quantkit.checkpoint.open import open_checkpoint
-from quantkit.checkpoint.verify import verify
-from quantkit.errors import CheckpointError, UsageError
-from quantkit.quantize import quantize
+from quantkit.quantization.run import quantize
+from quantkit.runtime.verify import verify
+from quantkit.support.errors import CheckpointError, UsageError
 from quantkit.testing import tiny_model
 
 CHANNEL = {"strategy": "channel"}

@@ -13,12 +13,12 @@ from quantkit.checkpoint.integrity import BlockHashes, check_files, check_sample
 from quantkit.checkpoint.manifest import BLOCK, BLOCK_DIGITS, FileRecord, Manifest, _canonical
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.shards import stored_tensors
-from quantkit.checkpoint.verify import verify
 from quantkit.checkpoint.writer import CheckpointWriter
-from quantkit.errors import CheckpointError, UsageError
-from quantkit.export import export
-from quantkit.quantize import quantize
+from quantkit.export.layouts import export
+from quantkit.quantization.run import quantize
 from quantkit.runtime.loader import load
+from quantkit.runtime.verify import verify
+from quantkit.support.errors import CheckpointError, UsageError
 from quantkit.testing import tiny_model
 
 

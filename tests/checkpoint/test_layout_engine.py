@@ -10,11 +10,11 @@ import pytest
 
 from quantkit.checkpoint.engines import ENGINES, check_engine
 from quantkit.checkpoint.open import open_checkpoint
-from quantkit.checkpoint.verify import verify
-from quantkit.errors import QuantkitError
-from quantkit.export_gguf.export import export_gguf
-from quantkit.plugins import registry
-from tests.support.layouts import ROOT, cases, generator, maker
+from quantkit.export.gguf.export import export_gguf
+from quantkit.plugins.manager import registry
+from quantkit.runtime.verify import verify
+from quantkit.support.errors import QuantkitError
+from tests.helpers.layouts import ROOT, cases, generator, maker
 
 CASES = list(cases())
 LAYOUTS = generator()

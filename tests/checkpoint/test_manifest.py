@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quantkit.checkpoint.manifest import FileRecord, LayerRow, Manifest, SourceRecord, is_plain_name
-from quantkit.errors import CheckpointError
 from quantkit.sources.base import SourceIdentity
+from quantkit.support.errors import CheckpointError
 
 
 def manifest(**more):

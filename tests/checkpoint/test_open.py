@@ -14,9 +14,9 @@ from huggingface_hub.utils import filter_repo_objects
 from quantkit.checkpoint.foreign.checkpoint import ForeignCheckpoint
 from quantkit.checkpoint.open import open_checkpoint, open_model
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.errors import CheckpointError, SourceError, UsageError
-from quantkit.quantize import quantize
+from quantkit.quantization.run import quantize
 from quantkit.runtime.loader import load
+from quantkit.support.errors import CheckpointError, SourceError, UsageError
 from quantkit.testing import tiny_model
 
 SHA = "0123456789abcdef0123456789abcdef01234567"

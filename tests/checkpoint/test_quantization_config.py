@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from quantkit.checkpoint.quantization_config import config_words, quantization_config, stored_quantization
-from quantkit.planning.plan import make_plan
-from quantkit.recipe import Recipe, Rule
+from quantkit.formats.spec import Granularity, QuantSpec
+from quantkit.quantization.planning.plan import make_plan
+from quantkit.quantization.recipe import Recipe, Rule
 from quantkit.sources.open import open_source
-from quantkit.spec import Granularity, QuantSpec
 from quantkit.testing import tiny_model
 
 

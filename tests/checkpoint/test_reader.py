@@ -10,10 +10,10 @@ import torch
 
 from quantkit.checkpoint.manifest import Manifest
 from quantkit.checkpoint.reader import Checkpoint, is_checkpoint
-from quantkit.checkpoint.verify import verify
-from quantkit.errors import CheckpointError
-from quantkit.plugins import registry
+from quantkit.plugins.manager import registry
+from quantkit.runtime.verify import verify
 from quantkit.sources.untied import resolve_head
+from quantkit.support.errors import CheckpointError
 
 
 def test_what_was_written_is_read_back_bit_for_bit(written):

@@ -16,7 +16,7 @@ from quantkit.checkpoint.shards import (
     stored_tensors,
     tensor_chunks,
 )
-from quantkit.errors import CheckpointError
+from quantkit.support.errors import CheckpointError
 
 shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 contents = st.dictionaries(st.text("abc.é", min_size=1, max_size=6),

@@ -7,10 +7,10 @@ import pytest
 from quantkit.checkpoint import durable
 from quantkit.checkpoint.durable import FolderLock, is_locked
 from quantkit.checkpoint.open import open_checkpoint, open_model
-from quantkit.checkpoint.verify import verify
-from quantkit.errors import CheckpointError, SourceError, Stopped
-from quantkit.quantize import quantize
+from quantkit.quantization.run import quantize
 from quantkit.runtime.loader import load
+from quantkit.runtime.verify import verify
+from quantkit.support.errors import CheckpointError, SourceError, Stopped
 from quantkit.testing import tiny_model
 
 

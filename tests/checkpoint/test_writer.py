@@ -9,8 +9,8 @@ import torch
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.writer import CheckpointWriter, natural, refuse_existing
-from quantkit.errors import CheckpointError
-from tests.support.folders import contents
+from quantkit.support.errors import CheckpointError
+from tests.helpers.folders import contents
 
 
 def test_the_same_run_twice_is_byte_identical_and_leaves_nothing_else(tiny, tmp_path, rules):

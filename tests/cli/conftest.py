@@ -13,16 +13,16 @@ import pytest
 from click.testing import CliRunner, Result
 
 from quantkit.cli.main import main
-from quantkit.export_gguf.export import export_gguf
-from quantkit.quantize import quantize
+from quantkit.export.gguf.export import export_gguf
+from quantkit.quantization.run import quantize
 from quantkit.testing import tiny_model
 
 
 @pytest.fixture(autouse=True)
 def _idle_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Speeds are shown however busy the machine is that runs the tests."""
-    monkeypatch.setattr("quantkit.evaluate.sweep.jobs.busy_reason", lambda load: None)
-    monkeypatch.setattr("quantkit.evaluate.machine_load.busy_now", lambda: None)
+    monkeypatch.setattr("quantkit.evaluation.sweep.jobs.busy_reason", lambda load: None)
+    monkeypatch.setattr("quantkit.evaluation.machine_load.busy_now", lambda: None)
 
 
 @pytest.fixture(scope="session")

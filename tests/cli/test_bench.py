@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from quantkit.bench import decode as module
-from quantkit.bench.kernels import SPECS
-from quantkit.evaluate.decoding import step_bytes
-from quantkit.evaluate.speed_sweep import DecodeSpeed
+from quantkit.evaluation.bench import decode as module
+from quantkit.evaluation.bench.kernels import SPECS
+from quantkit.evaluation.decoding import step_bytes
+from quantkit.evaluation.speed_sweep import DecodeSpeed
 from quantkit.ops import cpu_linear, cpu_machine
-from quantkit.quantize import quantize
+from quantkit.quantization.run import quantize
 from quantkit.runtime.loader import load
 from quantkit_kernels import tuned
 from quantkit_kernels.aot import AotRow

@@ -63,7 +63,7 @@ def test_first_run_and_second(cli, chatless, out):
 
 
 def test_checkpoints_of_another_model_are_not_used(cli, tiny, chatless, tmp_path):
-    from quantkit.quantize import quantize
+    from quantkit.quantization.run import quantize
 
     quantize(str(tiny), "int8", tmp_path / "demo" / "int8")
     result = cli("demo", chatless, "--out", tmp_path / "demo", "--windows", 1)
@@ -80,7 +80,7 @@ def test_a_folder_that_is_no_checkpoint_is_left_alone(cli, chatless, tmp_path):
 
 
 def test_an_answer_cannot_move_the_terminals_cursor(capsys):
-    from quantkit.evaluate.result import EvalResult, ModelResult
+    from quantkit.evaluation.result import EvalResult, ModelResult
 
     demo._show_answers(EvalResult(None, [ModelResult("m", "bf16", 16.0, 1,
                                                      answer="one\x1b[2Jtwo\rthree\nfour")],

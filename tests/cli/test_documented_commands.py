@@ -20,8 +20,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from quantkit.export_gpt_oss import export_gpt_oss
-from quantkit.quantize import quantize
+from quantkit.export.gpt_oss import export_gpt_oss
+from quantkit.quantization.run import quantize
 from quantkit.testing import tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]

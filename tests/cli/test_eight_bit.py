@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from quantkit.quantize import quantize
+from quantkit.quantization.run import quantize
 
 KERNELS = {"w8a8": "cpu-w8a8", "fp8": "cpu-fp8"}
 LABELS = {"w8a8": "int8 channel sym a8", "fp8": "fp8 channel a8"}

@@ -5,7 +5,7 @@ import shlex
 
 import pytest
 
-from quantkit.report.base import Reporter
+from quantkit.evaluation.report.base import Reporter
 from quantkit.testing.purity import registered
 
 KEYS = {"model", "method", "bits_per_weight", "file_bytes", "peak_bytes", "perplexity", "kl_mean", "top1",

@@ -3,7 +3,7 @@
 import pytest
 
 from quantkit.cli.panels import PANELS
-from tests.support.options import OPTIONS, long_name
+from tests.helpers.options import OPTIONS, long_name
 
 MANY = 16
 

@@ -5,7 +5,7 @@ import pytest
 from quantkit.cli.inspect import inspect_facts
 from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
-from quantkit.quantize import quantize
+from quantkit.quantization.run import quantize
 from quantkit.runtime.loader import load
 from quantkit.testing import tiny_model
 

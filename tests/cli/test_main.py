@@ -14,8 +14,8 @@ import pytest
 from quantkit import __version__
 from quantkit.cli import main as module
 from quantkit.cli.again import typed
-from quantkit.errors import PluginError, QuantkitError, RecipeError, Stopped
-from quantkit.plugins import PluginInfo, registry
+from quantkit.plugins.manager import PluginInfo, registry
+from quantkit.support.errors import PluginError, QuantkitError, RecipeError, Stopped
 
 
 @pytest.fixture

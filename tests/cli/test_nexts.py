@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.nexts import HOLE, ROOT, commands, fault, messages, pages
-from tests.support.options import OPTIONS
+from tests.helpers.nexts import HOLE, ROOT, commands, fault, messages, pages
+from tests.helpers.options import OPTIONS
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 PACKAGES = {re.match(r"[\w.-]+", line)[0].lower() for lines in (

@@ -9,7 +9,7 @@ import click
 import pytest
 
 from quantkit.cli.tokens import TokenCount, TokenCounts
-from tests.support.options import OPTIONS, long_name
+from tests.helpers.options import OPTIONS, long_name
 
 MEANINGS = {
     "--window": r"^Tokens in a\b.*window",

@@ -194,7 +194,7 @@ def test_absurd_numbers_are_answered_all_the_same(cli, arguments):
 
 
 def test_this_machine_is_measured_where_nothing_is_given(cli_json, heads, monkeypatch):
-    from quantkit.evaluate.roofline import ceilings
+    from quantkit.evaluation.roofline import ceilings
 
     monkeypatch.setattr(ceilings, "read_bandwidth", lambda: 5e9)
     plan = cli_json("plan", heads, "--context", 100, "--memory", "4GB", "--recipe", "int8")["decoding"]

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from quantkit.hookspecs import hookimpl
-from quantkit.plugins import PluginInfo, PluginManager, current
+from quantkit.plugins.hooks import hookimpl
+from quantkit.plugins.manager import PluginInfo, PluginManager, current
 
 
 def test_list_names_everything_registered(cli):
@@ -20,7 +20,7 @@ def test_list_names_everything_registered(cli):
 def test_json_has_owner_and_target(cli_json):
     facts = cli_json("plugins", "list")
     methods = {entry["name"]: entry for entry in facts["registered"]["methods"]}
-    assert methods["rtn"]["target"] == "quantkit.methods.rtn:METHOD"
+    assert methods["rtn"]["target"] == "quantkit.quantization.methods.rtn:METHOD"
     assert methods["rtn"]["owner"] == "quantkit"
     assert set(facts["registered"]) == set(current().registries)
 

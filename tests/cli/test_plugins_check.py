@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from quantkit.errors import PluginError
-from quantkit.hookspecs import hookimpl
-from quantkit.methods.rtn import METHOD
-from quantkit.plugins import PluginManager
+from quantkit.plugins.hooks import hookimpl
+from quantkit.plugins.manager import PluginManager
+from quantkit.quantization.methods.rtn import METHOD
+from quantkit.support.errors import PluginError
 from quantkit.testing import check_method
 
 
@@ -29,7 +29,7 @@ class Plugin:
 def manager(monkeypatch):
     manager = PluginManager(only=[])
     manager.add(Plugin(), "dist-mine", name="mine")
-    monkeypatch.setattr("quantkit.plugins.current", lambda: manager)
+    monkeypatch.setattr("quantkit.plugins.manager.current", lambda: manager)
     # what the kit says of a method is tested with the kit
     monkeypatch.setattr("quantkit.testing.check_method", lambda method: None)
     return manager

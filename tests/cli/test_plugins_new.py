@@ -1,6 +1,6 @@
 """``quantkit plugins new``."""
 
-from quantkit.scaffold.kinds import KINDS
+from quantkit.testing.scaffold.kinds import KINDS
 
 
 def test_it_says_what_it_made_and_what_to_type_next(cli, tmp_path):

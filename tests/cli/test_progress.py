@@ -8,7 +8,7 @@ import pytest
 
 from quantkit.cli.eta import MAX_GROWTH, MIN_SECONDS, TimeLeft, human_seconds
 from quantkit.cli.progress import CompileNotice, ProgressLine
-from quantkit.progress import Phases, ProgressEvent, between
+from quantkit.support.progress import Phases, ProgressEvent, between
 
 
 class Clock:

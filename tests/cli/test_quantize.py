@@ -11,7 +11,7 @@ import time
 import pytest
 
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.checkpoint.verify import verify
+from quantkit.runtime.verify import verify
 from quantkit.testing import tiny_model
 
 
@@ -252,7 +252,7 @@ def test_calibration_data_that_is_broken(cli, tiny, tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_stop_is_resumable_and_the_same_command_finishes(cli, tiny, tmp_path, number):
     # a shell's background job ignores SIGINT, and so would its child
-    slow = ("import signal, time, quantkit.methods.base as base, quantkit.cli.main as cli\n"
+    slow = ("import signal, time, quantkit.quantization.methods.base as base, quantkit.cli.main as cli\n"
             "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
             "run, waits = base.Method.run, [0, 60, 60, 60]\n"
             "def slowly(self, *a):\n    time.sleep(waits.pop(0))\n    return run(self, *a)\n"

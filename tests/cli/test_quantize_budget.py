@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.checkpoint.verify import verify
+from quantkit.runtime.verify import verify
 
 FEW = ("--windows", 3, "--window", 40)
 
@@ -141,7 +141,7 @@ def test_what_this_machine_lacks_is_said_before_anything_is_measured(cli, tiny, 
                                                                       monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     if value == "cuda":
-        monkeypatch.setattr("quantkit.device.torch", SimpleNamespace(device=no_gpu))
+        monkeypatch.setattr("quantkit.support.device.torch", SimpleNamespace(device=no_gpu))
     result = cli("quantize", tiny, "--budget", "4.25bpw", "--out", tmp_path / "OUT", option, value, *FEW)
     assert result.exit_code != 0 and not kept.exists() and not (tmp_path / "OUT.partial").exists()
     assert ("can't be used" if value == "cuda" else "needs Ray") in result.stderr

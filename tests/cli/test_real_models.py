@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from quantkit.runtime.loader import load
-from tests.support.server_process import Process
+from tests.helpers.server_process import Process
 
 PROMPTS = ("The capital of France is", "Once upon a time", "1, 2, 3, 4,", "def add(a, b):\n")
 # as completions do it, which begin with BOS if the tokenizer puts it there

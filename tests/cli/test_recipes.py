@@ -3,7 +3,7 @@
 import pytest
 
 from quantkit.cli.recipe_facts import START
-from quantkit.recipe import list_recipes
+from quantkit.quantization.recipe import list_recipes
 
 
 def test_list_names_every_recipe(cli):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.options import OPTIONS, long_name
+from tests.helpers.options import OPTIONS, long_name
 
 MISSING = "no-such-model"
 COMMANDS = {

@@ -19,12 +19,12 @@ import pytest
 
 from quantkit.cli.main import main
 from quantkit.cli.serve_local import _called, _keys, _names, _template
-from quantkit.errors import UsageError
 from quantkit.runtime.generate import generate
 from quantkit.runtime.loader import load
 from quantkit.runtime.sampler import Sampling
+from quantkit.support.errors import UsageError
 from quantkit.testing import tiny_model
-from tests.support.server_process import Process
+from tests.helpers.server_process import Process
 
 ENDLESS = {"prompt": "a", "max_tokens": 60_000, "stream": True, "extra_body": {"ignore_eos": True}}
 

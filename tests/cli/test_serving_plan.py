@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from quantkit.capacity import serving
 from quantkit.checkpoint.open import open_model
 from quantkit.cli.serving_plan import MemoryPlan
-from quantkit.errors import QuantkitError
-from quantkit.fit import serving
+from quantkit.support.errors import QuantkitError
 
 
 @pytest.fixture

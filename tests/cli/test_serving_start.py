@@ -8,9 +8,9 @@ import pytest
 
 from quantkit.cli.imports import collector_paused, import_large
 from quantkit.cli.serving_start import ServingStart
-from quantkit.errors import SourceError
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.loader import load
+from quantkit.support.errors import SourceError
 
 
 def test_the_collector_is_paused_while_modules_are_imported(monkeypatch, tmp_path):
@@ -33,7 +33,7 @@ def test_the_first_request_finds_its_program(tiny):
         engine = Engine(loaded)
         assert not loaded.model._programs
         start.take_engine(engine)
-    assert "quantkit.serve.app" in sys.modules and "controls" in vars(loaded.tokenizer)
+    assert "quantkit.serving.app" in sys.modules and "controls" in vars(loaded.tokenizer)
     (program,) = loaded.model._programs.values()
     loaded.model(*_step(loaded, engine))
     assert list(loaded.model._programs.values()) == [program]
@@ -119,7 +119,7 @@ def test_an_error_while_a_model_loads_ends_the_command(cli, tiny, monkeypatch, e
 
 def test_collections_while_answers_wait_look_only_at_what_is_new(cli, tiny, monkeypatch):
     seen = []
-    monkeypatch.setattr("quantkit.serve.server.Server.run",
+    monkeypatch.setattr("quantkit.serving.server.Server.run",
                         lambda self, sockets: seen.append((gc.isenabled(), gc.get_freeze_count())))
     try:
         assert cli("serve-local", tiny, "--port", "0").exit_code == 0

@@ -18,7 +18,7 @@ import httpx
 import pytest
 import torch
 
-from quantkit.quantize import quantize
+from quantkit.quantization.run import quantize
 from quantkit.runtime.generate import generate
 from quantkit.runtime.loader import load
 from quantkit.runtime.sampler import Sampling

@@ -10,9 +10,8 @@ from typing import ClassVar
 import pytest
 import torch
 
-from quantkit.errors import PluginError, UsageError
 from quantkit.kv.batch import Batch
-from quantkit.quantize import quantize
+from quantkit.quantization.run import quantize
 from quantkit.runtime.drafting.base import DraftedText, Drafter, DraftSource
 from quantkit.runtime.drafting.draft_model import ModelDrafter
 from quantkit.runtime.drafting.low_bit import LowBitDrafter
@@ -21,6 +20,7 @@ from quantkit.runtime.engine import Engine
 from quantkit.runtime.generate import generate
 from quantkit.runtime.loader import load
 from quantkit.runtime.sampler import Sampling
+from quantkit.support.errors import PluginError, UsageError
 from quantkit.testing import check_drafter, tiny_model
 
 

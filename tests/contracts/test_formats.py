@@ -2,7 +2,7 @@
 
 import pytest
 
-from quantkit.plugins import registry
+from quantkit.plugins.manager import registry
 from quantkit.testing import check_format
 
 

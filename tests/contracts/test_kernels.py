@@ -3,7 +3,7 @@
 import pytest
 
 from quantkit.ops.cpu_machine import unavailable
-from quantkit.plugins import registry
+from quantkit.plugins.manager import registry
 from quantkit.testing import FORMAT_SPECS, check_kernel
 
 FEW = [spec for spec in FORMAT_SPECS[::2] if spec.kind != "int" or spec.bits == 8 or spec.granularity.size]

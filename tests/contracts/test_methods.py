@@ -6,15 +6,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from quantkit.errors import PluginError
 from quantkit.formats.base import Codes
-from quantkit.hookspecs import Register, hookimpl
-from quantkit.methods.autoround import AutoRoundOptions
-from quantkit.methods.base import MethodOptions
-from quantkit.methods.rtn import METHOD as RTN
-from quantkit.methods.rtn import RtnOptions
-from quantkit.plugins import current, registry
-from quantkit.spec import QuantSpec
+from quantkit.formats.spec import QuantSpec
+from quantkit.plugins.hooks import Register, hookimpl
+from quantkit.plugins.manager import current, registry
+from quantkit.quantization.methods.autoround import AutoRoundOptions
+from quantkit.quantization.methods.base import MethodOptions
+from quantkit.quantization.methods.rtn import METHOD as RTN
+from quantkit.quantization.methods.rtn import RtnOptions
+from quantkit.support.errors import PluginError
 from quantkit.testing import check_method
 
 SPEC = QuantSpec.model_validate({"bits": 4, "granularity": {"strategy": "group", "size": 16}})

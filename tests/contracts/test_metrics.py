@@ -1,8 +1,8 @@
-"""Every registered metric keeps the promises of ``quantkit.evaluate.metrics.Metric``."""
+"""Every registered metric keeps the promises of ``quantkit.evaluation.metrics.Metric``."""
 
 import pytest
 
-from quantkit.plugins import registry
+from quantkit.plugins.manager import registry
 from quantkit.testing import check_metric
 
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from quantkit.errors import PluginError
-from quantkit.plugins import registry
+from quantkit.plugins.manager import registry
+from quantkit.support.errors import PluginError
 from quantkit.testing import check_recovery
 
 

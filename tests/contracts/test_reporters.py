@@ -1,8 +1,8 @@
-"""Every registered reporter keeps the promises of ``quantkit.report.base.Reporter``."""
+"""Every registered reporter keeps the promises of ``quantkit.evaluation.report.base.Reporter``."""
 
 import pytest
 
-from quantkit.plugins import registry
+from quantkit.plugins.manager import registry
 from quantkit.testing import check_reporter
 
 

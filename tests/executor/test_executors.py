@@ -12,16 +12,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from quantkit.errors import QuantkitError, SourceError, SpecError, Stopped, UsageError
 from quantkit.executor import ray as module
 from quantkit.executor.base import TaskNeeds
 from quantkit.executor.choose import make_executor
 from quantkit.executor.local import LocalExecutor
-from quantkit.quantize import quantize
-from quantkit.spec import CalibrationSpec
+from quantkit.quantization.run import quantize
+from quantkit.quantization.specs import CalibrationSpec
+from quantkit.support.errors import QuantkitError, SourceError, SpecError, Stopped, UsageError
 from quantkit.testing import tiny_model
-from tests.support.folders import contents
-from tests.support.processes import LOOPBACK, listening, marked
+from tests.helpers.folders import contents
+from tests.helpers.processes import LOOPBACK, listening, marked
 
 MARK = "QUANTKIT_TEST_CLUSTER"
 """What the processes of this test's cluster have in their environment."""

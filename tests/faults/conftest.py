@@ -16,10 +16,10 @@ from quantkit.checkpoint.manifest import LayerRow, Manifest, SourceRecord
 from quantkit.checkpoint.open import open_checkpoint, open_model
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.writer import CheckpointWriter
-from quantkit.errors import CheckpointError, QuantkitError
 from quantkit.formats.base import Codes
 from quantkit.formats.pack_quantized import FORMAT
-from quantkit.spec import Granularity, QuantSpec
+from quantkit.formats.spec import Granularity, QuantSpec
+from quantkit.support.errors import CheckpointError, QuantkitError
 
 SPEC = QuantSpec(bits=4, granularity=Granularity(strategy="group", size=32), scale_dtype="float32")
 

@@ -12,7 +12,7 @@ import pytest
 
 from quantkit.checkpoint import durable
 from quantkit.checkpoint.writer import CheckpointWriter
-from quantkit.errors import CheckpointError
+from quantkit.support.errors import CheckpointError
 
 
 @pytest.mark.parametrize("code, remedy", [

@@ -8,7 +8,7 @@ import pytest
 
 from quantkit.checkpoint import durable
 from quantkit.checkpoint.writer import CheckpointWriter
-from quantkit.errors import CheckpointError
+from quantkit.support.errors import CheckpointError
 
 
 def again(run, out, reference, contents):

@@ -6,11 +6,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantkit.errors import SpecError
 from quantkit.formats.awq import BACK, FORMAT, ORDER
 from quantkit.formats.base import Codes, Format
-from quantkit.spec import Granularity, QuantSpec
-from tests.support.quantized import random_codes
+from quantkit.formats.spec import Granularity, QuantSpec
+from quantkit.support.errors import SpecError
+from tests.helpers.quantized import random_codes
 
 
 def awq_spec(group: int | None, dtype: str = "float16", **more) -> QuantSpec:

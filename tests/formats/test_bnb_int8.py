@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from quantkit.errors import CheckpointError, SpecError
 from quantkit.formats.base import Codes, Format
 from quantkit.formats.bnb_int8 import FORMAT
-from quantkit.spec import Granularity, QuantSpec
+from quantkit.formats.spec import Granularity, QuantSpec
+from quantkit.support.errors import CheckpointError, SpecError
 
 CHANNEL = Granularity(strategy="channel")
 

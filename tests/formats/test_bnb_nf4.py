@@ -9,12 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantkit.errors import CheckpointError, SpecError
 from quantkit.formats.base import Codes, Format, QuantizedTensor
 from quantkit.formats.bnb_nf4 import FORMAT, STATE
 from quantkit.formats.nf4_table import CODEBOOK, dynamic_map
-from quantkit.spec import Granularity, QuantSpec
-from tests.support.quantized import nf4_spec, random_codes
+from quantkit.formats.spec import Granularity, QuantSpec
+from quantkit.support.errors import CheckpointError, SpecError
+from tests.helpers.quantized import nf4_spec, random_codes
 
 SHAPES = [(1, 1), (1, 63), (3, 43), (8, 64), (5, 64), (7, 13), (96, 192), (300, 64)]
 

@@ -6,12 +6,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantkit.errors import SpecError
 from quantkit.formats import float_quantized, int_quantized
 from quantkit.formats.base import Format
-from quantkit.plugins import registry
-from quantkit.spec import Granularity, QuantSpec
-from tests.support.quantized import random_codes
+from quantkit.formats.spec import Granularity, QuantSpec
+from quantkit.plugins.manager import registry
+from quantkit.support.errors import SpecError
+from tests.helpers.quantized import random_codes
 
 FORMATS = {"int": int_quantized.FORMAT, "fp": float_quantized.FORMAT}
 KINDS = pytest.mark.parametrize("kind", FORMATS)

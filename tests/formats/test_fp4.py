@@ -10,15 +10,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantkit.errors import SpecError
 from quantkit.formats import e2m1, e4m3
 from quantkit.formats.base import Codes, Format
 from quantkit.formats.fp4 import MXFP4, NVFP4
 from quantkit.formats.level_values import E2M1
-from quantkit.plugins import registry
-from quantkit.spec import QuantSpec
+from quantkit.formats.spec import QuantSpec
+from quantkit.plugins.manager import registry
+from quantkit.support.errors import SpecError
 from quantkit.testing.codes import random_codes
-from tests.support.quantized import quant_spec
+from tests.helpers.quantized import quant_spec
 
 NV = quant_spec("fp", 4, "group", 16, scale_dtype="e4m3")
 MX = quant_spec("fp", 4, "group", 32, scale_dtype="e8m0")

@@ -10,12 +10,12 @@ from gguf.quants import dequantize, quantize
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantkit.errors import SpecError
 from quantkit.formats import gguf_blocks
 from quantkit.formats.base import Codes
-from quantkit.methods.rtn import METHOD as RTN
-from quantkit.plugins import registry
-from quantkit.spec import Granularity, QuantSpec
+from quantkit.formats.spec import Granularity, QuantSpec
+from quantkit.plugins.manager import registry
+from quantkit.quantization.methods.rtn import METHOD as RTN
+from quantkit.support.errors import SpecError
 from quantkit.testing.codes import random_codes
 from quantkit.testing.contract import same_bits
 

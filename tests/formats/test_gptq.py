@@ -9,12 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantkit.errors import CheckpointError, SpecError
 from quantkit.formats import pack_quantized
 from quantkit.formats.base import Codes, Format
 from quantkit.formats.gptq import FORMAT, V2
-from quantkit.spec import Granularity, QuantSpec
-from tests.support.quantized import integer_spec, random_codes
+from quantkit.formats.spec import Granularity, QuantSpec
+from quantkit.support.errors import CheckpointError, SpecError
+from tests.helpers.quantized import integer_spec, random_codes
 
 gptq_spec = partial(integer_spec, scale_dtype="float16")
 gptq_codes = partial(random_codes, lowest_zero=1)

@@ -10,12 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantkit.errors import CheckpointError, SpecError
 from quantkit.formats.base import Codes, Format
 from quantkit.formats.mlx import BITS, FORMAT, GROUPS
-from quantkit.spec import Granularity, QuantSpec
-from tests.support.mlx_peer import ask_mlx, with_mlx
-from tests.support.quantized import integer_spec, random_codes
+from quantkit.formats.spec import Granularity, QuantSpec
+from quantkit.support.errors import CheckpointError, SpecError
+from tests.helpers.mlx_peer import ask_mlx, with_mlx
+from tests.helpers.quantized import integer_spec, random_codes
 
 
 def minimum_spec(bits: int, size: int, scale_dtype: str = "bfloat16") -> QuantSpec:

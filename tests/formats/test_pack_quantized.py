@@ -6,11 +6,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantkit.errors import SpecError
 from quantkit.formats.base import Codes, Format
 from quantkit.formats.pack_quantized import FORMAT
-from quantkit.spec import Granularity, QuantSpec
-from tests.support.quantized import integer_spec, random_codes
+from quantkit.formats.spec import Granularity, QuantSpec
+from quantkit.support.errors import SpecError
+from tests.helpers.quantized import integer_spec, random_codes
 
 
 def test_is_a_format() -> None:

@@ -8,14 +8,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantkit.errors import SpecError
 from quantkit.formats.base import Format
 from quantkit.formats.fine_grained_fp8 import FORMAT as DEEPSEEK
 from quantkit.formats.float_quantized import FORMAT as FLOATS
-from quantkit.plugins import registry
-from quantkit.spec import QuantSpec
+from quantkit.formats.spec import QuantSpec
+from quantkit.plugins.manager import registry
+from quantkit.support.errors import SpecError
 from quantkit.testing.codes import random_codes
-from tests.support.quantized import quant_spec
+from tests.helpers.quantized import quant_spec
 
 
 def squares(size: int, scale_dtype: str, activations: str | None = "group") -> QuantSpec:

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from quantkit.errors import SpecError
 from quantkit.formats import trellis_code
 from quantkit.formats.base import Format
+from quantkit.formats.spec import Granularity, QuantSpec
 from quantkit.formats.trellis import FORMAT
-from quantkit.spec import Granularity, QuantSpec
-from tests.support.quantized import random_codes, trellis_spec
+from quantkit.support.errors import SpecError
+from tests.helpers.quantized import random_codes, trellis_spec
 
 
 def meaning(symbols: list[int], bits: int, window: int) -> list[int]:

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from quantkit.errors import QuantkitError
+from quantkit.support.errors import QuantkitError
 
 CASES = 300
 """Cases of a test where no time is given."""

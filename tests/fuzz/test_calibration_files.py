@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from quantkit.calibrate.files import DataFile, read_file
+from quantkit.quantization.calibration.files import DataFile, read_file
 
 ROWS = [{"text": "plain é"},
         {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},

@@ -13,13 +13,13 @@ from safetensors.torch import save_file
 from quantkit.checkpoint.durable import hash_file
 from quantkit.checkpoint.engines import ENGINES, check_engine
 from quantkit.checkpoint.open import open_checkpoint
-from quantkit.checkpoint.verify import verify
 from quantkit.checkpoint.writer import CheckpointWriter
 from quantkit.cli.inspect import inspect_facts
-from quantkit.errors import CheckpointError, QuantkitError
 from quantkit.models.loadable import check_loadable
-from quantkit.quantize import quantize
+from quantkit.quantization.run import quantize
+from quantkit.runtime.verify import verify
 from quantkit.sources.safetensors_file import SafetensorsFile, ShardedTensors
+from quantkit.support.errors import CheckpointError, QuantkitError
 from quantkit.testing import tiny_model
 from quantkit.text.tokenizer import Tokenizer
 

@@ -12,11 +12,11 @@ from quantkit.checkpoint.foreign.checkpoint import ForeignCheckpoint
 from quantkit.checkpoint.open import open_model
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.cli.inspect import inspect_facts
-from quantkit.errors import CheckpointError
 from quantkit.models.loadable import check_loadable
-from quantkit.planning.plan import make_plan
-from quantkit.quantize import quantize
-from quantkit.recipe import load_recipe
+from quantkit.quantization.planning.plan import make_plan
+from quantkit.quantization.recipe import load_recipe
+from quantkit.quantization.run import quantize
+from quantkit.support.errors import CheckpointError
 from quantkit.testing import FAMILIES, tiny_model
 
 GROUP, CHANNEL = "granularity: {strategy: group, size: 32}", "granularity: {strategy: channel}"

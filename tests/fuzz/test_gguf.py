@@ -15,7 +15,7 @@ from quantkit.sources.gguf_header import open_gguf
 from quantkit.sources.gguf_tokenizer import tokenizer_files
 from quantkit.testing import tiny_tokenizer
 from quantkit.text.tokenizer import Tokenizer
-from tests.support.gguf_models import write_model
+from tests.helpers.gguf_models import write_model
 
 HIDDEN, HEADS, FFN = 32, 4, 32
 BLOCK = {"attn_norm": (HIDDEN,), "ffn_norm": (HIDDEN,), "attn_q": (HIDDEN, HIDDEN),

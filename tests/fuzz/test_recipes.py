@@ -6,15 +6,15 @@ import copy
 
 import pytest
 
-from quantkit.budget.amount import parse_budget, parse_bytes
-from quantkit.errors import UsageError
 from quantkit.kv.build import build_kv_codecs, build_policy
-from quantkit.kvspec import parse_kv
-from quantkit.patterns import compiled
-from quantkit.planning.plan import candidate_rows, make_plan, with_own_head
-from quantkit.recipe import list_recipes, load_recipe
-from quantkit.safe_yaml import read_yaml
+from quantkit.kv.spec import parse_kv
+from quantkit.quantization.budget.amount import parse_budget, parse_bytes
+from quantkit.quantization.planning.plan import candidate_rows, make_plan, with_own_head
+from quantkit.quantization.recipe import list_recipes, load_recipe
 from quantkit.sources.open import open_source
+from quantkit.support.errors import UsageError
+from quantkit.support.patterns import compiled
+from quantkit.support.safe_yaml import read_yaml
 from quantkit.testing import tiny_model
 
 KV = ["int8", "none", "window(1024, sinks=4)+int8", "snapkv(0.5)", "bf16/int4", "h2o(256)+rotation(3)",

@@ -9,12 +9,12 @@ import h11
 import pytest
 import torch
 
-from quantkit.errors import QuantkitError
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.loader import load
-from quantkit.serve.app import create_app
-from quantkit.serve.framing import RequestReader
-from quantkit.serve.models import ServedEngine
+from quantkit.serving.app import create_app
+from quantkit.serving.framing import RequestReader
+from quantkit.serving.models import ServedEngine
+from quantkit.support.errors import QuantkitError
 from quantkit.testing import tiny_model
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"

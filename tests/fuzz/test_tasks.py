@@ -8,10 +8,10 @@ import json
 import pytest
 from ruamel.yaml import YAML
 
-from quantkit.errors import UsageError
-from quantkit.evaluate.task_data import load_prompts
-from quantkit.evaluate.task_file import TaskFile
-from quantkit.safe_yaml import parse_yaml
+from quantkit.evaluation.task_data import load_prompts
+from quantkit.evaluation.task_file import TaskFile
+from quantkit.support.errors import UsageError
+from quantkit.support.safe_yaml import parse_yaml
 
 BASE = {"task": "t", "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": "a.jsonl"}},
         "test_split": "test", "metadata": {"version": 1.0, "group_by": "kind"}}
@@ -44,7 +44,7 @@ def use(tmp_path):
         lines = map(json.dumps, rows if isinstance(rows, list) else [rows])
         (tmp_path / "a.jsonl").write_text("\n".join(lines))
         prompts = load_prompts(task, "t.yaml", tmp_path)
-        tasks = pytest.importorskip("quantkit.evaluate.tasks")
+        tasks = pytest.importorskip("quantkit.evaluation.tasks")
         pytest.importorskip("lm_eval")
         for part in prompts:
             made = tasks._make(task, part)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.triton_interpreter import GPU, interpreted, poisoned
+from tests.helpers.triton_interpreter import GPU, interpreted, poisoned
 
 __all__ = ["interpreted", "poisoned"]
 FLOATS = {"float16": torch.float16, "float32": torch.float32, "bfloat16": torch.bfloat16}

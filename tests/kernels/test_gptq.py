@@ -8,10 +8,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import given as drawn
 from hypothesis import strategies as st
 
-from quantkit.methods import gptq, gptq_tiles
-from quantkit.methods.base import LayerStats
+from quantkit.formats.spec import Granularity, QuantSpec
 from quantkit.ops import gpu
-from quantkit.spec import Granularity, QuantSpec
+from quantkit.quantization.methods import gptq, gptq_tiles
+from quantkit.quantization.methods.base import LayerStats
 from quantkit_kernels.triton import gptq as kernel
 from quantkit_kernels.triton.gptq import LONGEST, solve_block
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from quantkit.formats.spec import Granularity, QuantSpec
 from quantkit.ops.tokens import quantize_tokens
-from quantkit.spec import Granularity, QuantSpec
 from quantkit_kernels.triton.levels import LONGEST, quantize
 from quantkit_kernels.triton.rms_norm import rms_norm, rms_norm_levels
 

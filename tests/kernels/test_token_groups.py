@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from quantkit.formats import e2m1
+from quantkit.formats.spec import Granularity, QuantSpec
 from quantkit.ops import tokens
-from quantkit.spec import Granularity, QuantSpec
 from quantkit_kernels.triton.rms_norm import rms_norm, rms_norm_groups
 from quantkit_kernels.triton.token_groups import GroupRounding, round_groups
 

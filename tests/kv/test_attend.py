@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
-from quantkit.kvspec import parse_kv
+from quantkit.kv.spec import parse_kv
 from quantkit.models.forward_context import ForwardContext
 from quantkit.ops.rope import apply_rope
 from quantkit.runtime.loader import load

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from quantkit.errors import QuantkitError, UsageError
 from quantkit.kv.base import KVCodec, KVPolicy
 from quantkit.kv.build import build_codec, build_kv_codecs, build_policy
-from quantkit.kvspec import parse_kv
-from quantkit.plugins import registry
-from quantkit.spec import KVSpec
+from quantkit.kv.spec import KVSpec, parse_kv
+from quantkit.plugins.manager import registry
+from quantkit.support.errors import QuantkitError, UsageError
 
 
 def test_every_policy_with_every_codec():

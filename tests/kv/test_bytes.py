@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from quantkit.errors import UsageError
 from quantkit.kv.build import build_policy
-from quantkit.kvspec import parse_kv
+from quantkit.kv.spec import parse_kv
+from quantkit.support.errors import UsageError
 
 POLICIES = ("window(SIZE)", "window(SIZE, sinks=70)", "snapkv(SIZE, window=8)", "pyramidkv(SIZE, window=8)",
             "adakv(SIZE)", "expected(SIZE)", "tova(SIZE, interval=20)", "h2o(SIZE, interval=20)")

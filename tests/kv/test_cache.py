@@ -8,13 +8,13 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from quantkit.errors import UsageError
 from quantkit.kv.batch import Batch
 from quantkit.kv.build import build_kv_codecs
 from quantkit.kv.cache import KVCache
 from quantkit.kv.page_pool import PAGE
 from quantkit.models.forward_context import ForwardContext
 from quantkit.ops.rope import apply_rope
+from quantkit.support.errors import UsageError
 
 POLICIES = ("all", "window(8)", "window(5, sinks=0)", "window(1, sinks=0)", "window(70, sinks=3)",
             "snapkv(0.5, window=6)", "snapkv(10, window=4, kernel=3)", "snapkv(3, window=8)",

@@ -8,17 +8,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quantkit.errors import PluginError, QuantkitError
-from quantkit.evaluate.feed import prefill
-from quantkit.hookspecs import hookimpl
+from quantkit.evaluation.feed import prefill
 from quantkit.kv.base import KVCodec, KVPolicy
 from quantkit.kv.cache import KVCache
 from quantkit.kv.kernel_names import KERNEL_NAMES, is_ours
-from quantkit.kvspec import parse_kv
-from quantkit.plugins import current, registry
+from quantkit.kv.spec import parse_kv
+from quantkit.plugins.hooks import hookimpl
+from quantkit.plugins.manager import current, registry
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.loader import load
 from quantkit.runtime.sampler import Sampling
+from quantkit.support.errors import PluginError, QuantkitError
 from quantkit.testing import tiny_model
 from quantkit_kernels.cpu.kv_codecs import CODECS
 

@@ -14,12 +14,11 @@ from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
 from quantkit.kv.footprint import footprint
 from quantkit.kv.policies.snapkv import SnapKV
+from quantkit.kv.spec import KVSpec, parse_kv
 from quantkit.kv.store import PageStore
-from quantkit.kvspec import parse_kv
 from quantkit.models.architecture import parse_config
-from quantkit.plugins import registry
+from quantkit.plugins.manager import registry
 from quantkit.runtime.loader import load
-from quantkit.spec import KVSpec
 from quantkit.testing import tiny_model
 
 CHUNK = 128

@@ -7,7 +7,7 @@ import torch
 
 from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
-from quantkit.kvspec import parse_kv
+from quantkit.kv.spec import parse_kv
 from quantkit.runtime.loader import load
 from quantkit.testing import tiny_model
 

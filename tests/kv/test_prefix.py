@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
 from quantkit.kv.prefix import PrefixBudget, block_names, build_prefix_cache
-from quantkit.kvspec import parse_kv
+from quantkit.kv.spec import parse_kv
 from quantkit.models.architecture import parse_config
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quantkit.errors import UsageError
 from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
-from quantkit.kvspec import parse_kv
+from quantkit.kv.spec import parse_kv
 from quantkit.models.forward_context import ForwardContext
 from quantkit.ops.rope import apply_rope
 from quantkit.runtime.loader import load
+from quantkit.support.errors import UsageError
 from quantkit.testing import tiny_model
 
 

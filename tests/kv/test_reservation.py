@@ -7,12 +7,12 @@ import dataclasses
 import pytest
 import torch
 
-from quantkit.errors import UsageError
 from quantkit.kv.cache import KVCache
 from quantkit.kv.footprint import footprint
 from quantkit.kv.reservation import PageReservation
-from quantkit.kvspec import parse_kv
+from quantkit.kv.spec import parse_kv
 from quantkit.models.architecture import parse_config
+from quantkit.support.errors import UsageError
 
 CHUNK = 64
 

@@ -9,10 +9,10 @@ import torch
 
 from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
+from quantkit.kv.spec import KVSpec
 from quantkit.models.architecture import parse_config
 from quantkit.models.decoder import CausalLM
 from quantkit.models.linear import Weights
-from quantkit.spec import KVSpec
 from quantkit.testing import FAMILIES, VOCAB, tiny_weights
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quantkit.errors import UnsupportedModelError
 from quantkit.models.architecture import linear_slots, parse_config, tensor_shapes
 from quantkit.models.decoder import CausalLM
 from quantkit.models.linear import Weights
 from quantkit.sources.base import TensorInfo
+from quantkit.support.errors import UnsupportedModelError
 from quantkit.testing import FAMILIES, tiny_weights
 
 

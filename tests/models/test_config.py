@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from quantkit.errors import UnsupportedModelError
 from quantkit.models.architecture import parse_config
+from quantkit.support.errors import UnsupportedModelError
 
 ALL = ("llama", "mistral", "qwen2", "qwen3")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from quantkit.errors import UnsupportedModelError
 from quantkit.models.architecture import linear_slots, parse_config
+from quantkit.support.errors import UnsupportedModelError
 
 NEW = ("gemma2", "gemma3_text", "mixtral", "phi3", "qwen3_moe")
 

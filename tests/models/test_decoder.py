@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quantkit.errors import SourceError
 from quantkit.kv.batch import Batch
 from quantkit.models.decoder import DecoderLayer
 from quantkit.models.linear import Weights
+from quantkit.support.errors import SourceError
 from quantkit.testing import tiny_weights
 
 CASES = [("llama", {}), ("mistral", {"sliding_window": 5}), ("qwen2", {"tie_word_embeddings": False}),

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quantkit.errors import SourceError
 from quantkit.models.architecture import parse_config
 from quantkit.models.experts import MixtureOfExperts
 from quantkit.models.linear import Weights
 from quantkit.ops.experts import by_expert, route
 from quantkit.ops.stored_weight import PlainWeight
+from quantkit.support.errors import SourceError
 from quantkit.testing import tiny_weights
 
 

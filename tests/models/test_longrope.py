@@ -7,10 +7,10 @@ import warnings
 import pytest
 import torch
 
-from quantkit.errors import UnsupportedModelError
 from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
 from quantkit.models.architecture import parse_config
+from quantkit.support.errors import UnsupportedModelError
 from quantkit.testing import tiny_weights
 
 TRAINED = 24

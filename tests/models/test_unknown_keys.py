@@ -7,8 +7,8 @@ import warnings
 
 import pytest
 
-from quantkit.errors import UnsupportedModelError
 from quantkit.models.architecture import parse_config
+from quantkit.support.errors import UnsupportedModelError
 from quantkit.testing import FAMILIES
 
 NOTHING = [

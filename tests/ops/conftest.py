@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from quantkit.formats.base import Codes, QuantizedTensor
-from quantkit.plugins import registry
-from quantkit.spec import Granularity, QuantSpec
+from quantkit.formats.spec import Granularity, QuantSpec
+from quantkit.plugins.manager import registry
 
 SCALES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 

@@ -10,12 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantkit.methods import gptq, gptq_tiles
-from quantkit.methods.base import LayerStats
-from quantkit.methods.gptq import GptqOptions
-from quantkit.methods.grid import SHRINKS, Grid, find_grid, from_grid, round_to_grid
+from quantkit.formats.spec import Granularity, QuantSpec
 from quantkit.ops import columns
-from quantkit.spec import Granularity, QuantSpec
+from quantkit.quantization.methods import gptq, gptq_tiles
+from quantkit.quantization.methods.base import LayerStats
+from quantkit.quantization.methods.gptq import GptqOptions
+from quantkit.quantization.methods.grid import SHRINKS, Grid, find_grid, from_grid, round_to_grid
 
 
 def group_spec(bits, size, symmetric, dtype="bfloat16"):

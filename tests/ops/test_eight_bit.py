@@ -7,12 +7,12 @@ import dataclasses
 import pytest
 import torch
 
+from quantkit.formats.spec import Granularity
 from quantkit.ops.cpu_eight_bit import FP, INT
 from quantkit.ops.cpu_linear import INT8
 from quantkit.ops.dispatch import choose
 from quantkit.ops.linear import query_for
 from quantkit.ops.reference import REFERENCE
-from quantkit.spec import Granularity
 
 CASES = {"w8a8": ({"form": "int-quantized", "activations": "token"}, INT),
          "fp8 a8": ({"form": "float-quantized", "kind": "fp", "activations": "token"}, FP),

@@ -12,8 +12,8 @@ from quantkit.ops.dispatch import choose
 from quantkit.ops.embedding import embed
 from quantkit.ops.linear import query_for
 from quantkit.ops.stored_weight import PlainWeight, QuantizedWeight
-from quantkit.plugins import registry
-from tests.support.quantized import quant_spec
+from quantkit.plugins.manager import registry
+from tests.helpers.quantized import quant_spec
 
 IDS = torch.tensor([[0, 69, 31], [32, 5, 5]])
 ROWS, COLUMNS = 70, 128

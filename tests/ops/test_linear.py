@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quantkit.formats.contract import dequantize
 from quantkit.ops import linear as module
 from quantkit.ops.cpu_weight import CpuWeight
 from quantkit.ops.dispatch import DECODE_ROWS
 from quantkit.ops.linear import dense
+from quantkit.ops.packing import dequantize
 from quantkit.ops.stored_weight import PlainWeight, QuantizedWeight
-from quantkit.plugins import registry
+from quantkit.plugins.manager import registry
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -8,7 +8,7 @@ import torch
 from quantkit.ops.linear import query_for
 from quantkit.ops.reference import REFERENCE
 from quantkit.ops.stored_weight import QuantizedWeight
-from quantkit.plugins import registry
+from quantkit.plugins.manager import registry
 
 WEIGHTS = [{"bits": 8}, {"bits": 4, "group": 32}, {"bits": 4, "group": 32, "symmetric": False},
            {"bits": 3, "group": 32}, {"bits": 2, "group": 8}, {"bits": 8, "symmetric": False},

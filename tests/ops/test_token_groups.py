@@ -12,7 +12,7 @@ from quantkit.ops.kernel_contract import product_fault
 from quantkit.ops.reference import REFERENCE
 from quantkit.ops.tokens import round_groups
 from quantkit.testing.codes import random_codes
-from tests.support.quantized import quant_spec
+from tests.helpers.quantized import quant_spec
 
 NVFP4_SPEC = quant_spec("fp", 4, "group", 16, scale_dtype="e4m3", activations="group")
 MXFP4_SPEC = quant_spec("fp", 4, "group", 32, scale_dtype="e8m0", activations="group")

@@ -18,16 +18,16 @@ import pytest
 import torch
 
 from quantkit.checkpoint.open import open_checkpoint
-from quantkit.export_gguf.export import export_gguf
+from quantkit.export.gguf.export import export_gguf
 from quantkit.models.architecture import parse_config
 from quantkit.models.decoder import CausalLM
 from quantkit.models.linear import Weights
-from quantkit.plugins import registry
+from quantkit.plugins.manager import registry
 from quantkit.runtime.generate import generate
 from quantkit.runtime.loader import load
 from quantkit.runtime.sampler import Sampling
-from tests.support.layouts import LayoutCase, cases, generator, maker
-from tests.support.mlx_peer import mlx_logits, with_mlx
+from tests.helpers.layouts import LayoutCase, cases, generator, maker
+from tests.helpers.mlx_peer import mlx_logits, with_mlx
 
 pytestmark = pytest.mark.oracle
 CASES = list(cases())

@@ -16,12 +16,12 @@ import pytest
 import torch
 
 from quantkit.checkpoint.open import open_checkpoint
-from quantkit.plugins import registry
-from quantkit.quantize import quantize
+from quantkit.plugins.manager import registry
+from quantkit.quantization.run import quantize
 from quantkit.runtime.loader import load
 from quantkit.testing import tiny_model
 from quantkit.testing.codes import random_codes
-from tests.support.quantized import quant_spec
+from tests.helpers.quantized import quant_spec
 
 pytestmark = pytest.mark.oracle
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (extra: oracle)")

@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quantkit.checkpoint.open import open_checkpoint
-from quantkit.errors import CheckpointError, QuantkitError
-from quantkit.plugins import registry
+from quantkit.plugins.manager import registry
 from quantkit.runtime.loader import load
+from quantkit.support.errors import CheckpointError, QuantkitError
 from quantkit.testing import tiny_model
 
 pytestmark = pytest.mark.oracle

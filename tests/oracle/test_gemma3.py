@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quantkit.evaluate.text import load_text
+from quantkit.evaluation.text import load_text
 from quantkit.runtime.loader import load
 from quantkit.sources.open import open_source
 

@@ -15,11 +15,11 @@ from quantkit.checkpoint.engines import check_engine
 from quantkit.checkpoint.open import open_checkpoint
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.formats.dtypes import resolve
-from quantkit.plugins import registry
-from quantkit.quantize import quantize
+from quantkit.formats.spec import Granularity, QuantSpec
+from quantkit.plugins.manager import registry
+from quantkit.quantization.run import quantize
 from quantkit.runtime.loader import load
 from quantkit.sources.open import open_source
-from quantkit.spec import Granularity, QuantSpec
 from quantkit.testing import tiny_model
 
 pytestmark = pytest.mark.oracle

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 import torch
 
-from quantkit.evaluate.lm_eval_model import lm_eval_model
-from quantkit.evaluate.tasks import chosen, prepare_tasks
-from quantkit.kvspec import parse_kv
+from quantkit.evaluation.lm_eval_model import lm_eval_model
+from quantkit.evaluation.tasks import chosen, prepare_tasks
+from quantkit.kv.spec import parse_kv
 from quantkit.runtime.loader import load
 from quantkit.sources.open import open_source
 from quantkit.testing import tiny_model

@@ -14,14 +14,14 @@ import torch
 
 from quantkit.checkpoint.engines import check_engine
 from quantkit.checkpoint.open import open_checkpoint
-from quantkit.export import export
-from quantkit.export_gpt_oss import export_gpt_oss
-from quantkit.quantize import quantize
+from quantkit.export.gpt_oss import export_gpt_oss
+from quantkit.export.layouts import export
+from quantkit.quantization.run import quantize
 from quantkit.runtime.generate import generate
 from quantkit.runtime.loader import load
 from quantkit.runtime.sampler import Sampling
 from quantkit.testing import FAMILIES, tiny_model
-from tests.support.mlx_peer import ask_mlx, mlx_greedy, mlx_logits, with_mlx
+from tests.helpers.mlx_peer import ask_mlx, mlx_greedy, mlx_logits, with_mlx
 
 pytestmark = [pytest.mark.oracle, with_mlx]
 IDS = torch.randint(4, 300, (2, 24), generator=torch.Generator().manual_seed(5))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quantkit.quantize import quantize
+from quantkit.quantization.run import quantize
 from quantkit.runtime.loader import load
 from quantkit.testing import tiny_model
 

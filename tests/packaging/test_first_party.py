@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from quantkit.checkpoint.manifest import Manifest
-from quantkit.first_party import NAMES
+from quantkit.plugins.first_party import NAMES
 from quantkit.testing import tiny_model
-from tests.support.environments import ROOT, environment, install, quantkit_in
+from tests.helpers.environments import ROOT, environment, install, quantkit_in
 
 pytestmark = pytest.mark.network
 FOLDERS = sorted((ROOT / "plugins").glob("quantkit-*"))

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from quantkit.scaffold.kinds import KINDS
-from quantkit.scaffold.render import make_plugin
 from quantkit.testing import tiny_model
-from tests.support.environments import environment, install, quantkit_in
+from quantkit.testing.scaffold.kinds import KINDS
+from quantkit.testing.scaffold.render import make_plugin
+from tests.helpers.environments import environment, install, quantkit_in
 
 pytestmark = pytest.mark.network
 ROOT = Path(__file__).resolve().parents[2]

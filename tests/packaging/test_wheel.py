@@ -83,5 +83,5 @@ def test_the_sdist_can_be_built_and_tested_again(built):
     assert {"pyproject.toml", "Makefile", "constraints.txt", "LICENSE", "README.md", "CHANGELOG.md",
             "quantkit/cli/main.py", "kernels/quantkit_kernels/__init__.py", "recipes/int8.yaml",
             "tests/conftest.py", "docs/plugins.md", "docs/plugins/method.md",
-            "quantkit/scaffold/templates/method/method.py.tmpl",
+            "quantkit/testing/scaffold/templates/method/method.py.tmpl",
             "plugins/quantkit-hqq/pyproject.toml"} <= names

@@ -11,7 +11,7 @@ from statistics import median
 import pytest
 
 from quantkit.kv.cache import KVCache
-from quantkit.kvspec import parse_kv
+from quantkit.kv.spec import parse_kv
 from quantkit.runtime.chunk_size import CHUNKS, LEAST, REFRESH, SLOWDOWN, ChunkSizer
 from quantkit.runtime.cpu.model import CpuModel
 from quantkit.runtime.engine import PREFILL_CHUNK, Engine

@@ -10,13 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quantkit.errors import QuantkitError, UsageError
-from quantkit.quantize import quantize
+from quantkit.quantization.run import quantize
 from quantkit.runtime.drafting.eagle3 import Eagle3Drafter
 from quantkit.runtime.drafting.mtp import MtpDrafter
 from quantkit.runtime.loader import load
+from quantkit.support.errors import QuantkitError, UsageError
 from quantkit.testing import tiny_model
-from tests.support.draft_heads import eagle3_files
+from tests.helpers.draft_heads import eagle3_files
 
 
 @pytest.fixture(scope="module")

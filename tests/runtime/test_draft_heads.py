@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quantkit.kvspec import parse_kv
-from quantkit.quantize import quantize
+from quantkit.kv.spec import parse_kv
+from quantkit.quantization.run import quantize
 from quantkit.runtime import speculation
 from quantkit.runtime.drafting.base import Drafter, DraftSource
 from quantkit.runtime.drafting.eagle3 import Eagle3Drafter
@@ -27,7 +27,7 @@ from quantkit.runtime.loader import load
 from quantkit.runtime.sampler import Sampling
 from quantkit.runtime.scheduler import Scheduler
 from quantkit.testing import tiny_model
-from tests.support.draft_heads import eagle3_files, mtp_shapes, random_tensors
+from tests.helpers.draft_heads import eagle3_files, mtp_shapes, random_tensors
 
 pytestmark = pytest.mark.usefixtures("short_chunks", "_always")
 HIDDEN, LAYERS, HEADS, KV_HEADS, DIM, EPS, THETA = 64, 7, 4, 2, 16, 1e-6, 10000.0

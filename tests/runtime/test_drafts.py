@@ -10,8 +10,8 @@ from typing import ClassVar
 import pytest
 import torch
 
-from quantkit.kvspec import parse_kv
-from quantkit.quantize import quantize
+from quantkit.kv.spec import parse_kv
+from quantkit.quantization.run import quantize
 from quantkit.runtime import speculation
 from quantkit.runtime.drafting.base import Drafter, DraftSource
 from quantkit.runtime.drafting.low_bit import LowBitDrafter

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from quantkit.quantize import quantize
+from quantkit.quantization.run import quantize
 from quantkit.runtime import speculation
 from quantkit.runtime.drafting.base import Drafter, DraftSource
 from quantkit.runtime.drafting.mtp import layouts
@@ -18,7 +18,7 @@ from quantkit.runtime.drafting.parse import parse_drafter
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.generate import generate
 from quantkit.runtime.sampler import Sampling
-from tests.support.draft_heads import eagle3_files, mtp_shapes, random_tensors
+from tests.helpers.draft_heads import eagle3_files, mtp_shapes, random_tensors
 
 DRAWS = 3000
 KEPT = 3

@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
-from quantkit.kvspec import parse_kv
-from quantkit.plugins import registry
-from quantkit.quantize import quantize
+from quantkit.kv.spec import parse_kv
+from quantkit.plugins.manager import registry
+from quantkit.quantization.run import quantize
 from quantkit.runtime.generate import generate
 from quantkit.runtime.loader import load
 from quantkit.runtime.sampler import Sampling

@@ -8,14 +8,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from quantkit.errors import QuantkitError, UsageError
-from quantkit.kvspec import parse_kv
+from quantkit.kv.spec import parse_kv
 from quantkit.runtime.cpu.program import CpuProgram
 from quantkit.runtime.engine import Engine, EngineClosed, EngineFull
 from quantkit.runtime.generate import generate
 from quantkit.runtime.request import ContextLengthError, TokenInfo
 from quantkit.runtime.sampler import Sampling
 from quantkit.runtime.scheduler import PATIENCE
+from quantkit.support.errors import QuantkitError, UsageError
 
 pytestmark = pytest.mark.usefixtures("short_chunks")
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from quantkit.kvspec import parse_kv
+from quantkit.kv.spec import parse_kv
 from quantkit.runtime import engine as module
 from quantkit.runtime.chunk_size import ChunkSizer
 from quantkit.runtime.engine import Engine

@@ -10,9 +10,9 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from quantkit.kvspec import parse_kv
+from quantkit.kv.spec import parse_kv
 from quantkit.ops import cpu_machine, cpu_weight
-from quantkit.quantize import quantize
+from quantkit.quantization.run import quantize
 from quantkit.runtime import engine as module
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.generate import generate

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from quantkit.errors import UsageError
-from quantkit.kvspec import parse_kv
+from quantkit.kv.spec import parse_kv
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.sampler import Sampling
+from quantkit.support.errors import UsageError
 
 pytestmark = pytest.mark.usefixtures("short_chunks")
 LONG = Sampling(max_tokens=30, ignore_eos=True)

@@ -5,16 +5,16 @@ import dataclasses
 import pytest
 import torch
 
-from quantkit.errors import UsageError
 from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
-from quantkit.kvspec import parse_kv
-from quantkit.quantize import quantize
+from quantkit.kv.spec import parse_kv
+from quantkit.quantization.run import quantize
 from quantkit.runtime import engine as module
 from quantkit.runtime import kv_manager
 from quantkit.runtime.generate import generate
 from quantkit.runtime.loader import load
 from quantkit.runtime.sampler import Sampler, Sampling
+from quantkit.support.errors import UsageError
 from quantkit.testing import tiny_model
 
 GREEDY = Sampling(max_tokens=12, ignore_eos=True)

@@ -6,11 +6,11 @@ import threading
 
 import pytest
 
-from quantkit.errors import UsageError
-from quantkit.kvspec import parse_kv
+from quantkit.kv.spec import parse_kv
 from quantkit.runtime.engine import Engine, EngineFull
 from quantkit.runtime.kv_settings import MAX_SETTINGS
 from quantkit.runtime.sampler import Sampling
+from quantkit.support.errors import UsageError
 
 SHORT = Sampling(max_tokens=2, ignore_eos=True)
 SETTINGS = [parse_kv(f"window({size})") for size in range(100, 101 + MAX_SETTINGS)]

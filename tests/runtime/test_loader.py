@@ -7,16 +7,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.errors import CheckpointError, QuantkitError, SourceError, UsageError
 from quantkit.models.architecture import parse_config
 from quantkit.models.decoder import CausalLM
 from quantkit.models.linear import Weights
 from quantkit.ops.stored_weight import QuantizedWeight
-from quantkit.plugins import registry
-from quantkit.quantize import quantize
+from quantkit.plugins.manager import registry
+from quantkit.quantization.run import quantize
+from quantkit.quantization.specs import CalibrationSpec
 from quantkit.runtime.cpu.program import packed_of
 from quantkit.runtime.loader import load
-from quantkit.spec import CalibrationSpec
+from quantkit.support.errors import CheckpointError, QuantkitError, SourceError, UsageError
 from quantkit.testing import tiny_model
 
 IDS = torch.tensor([[5, 80, 81, 200, 7]])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from quantkit.quantize import quantize
+from quantkit.quantization.run import quantize
 from quantkit.testing import tiny_model
 
 EMBED8 = """

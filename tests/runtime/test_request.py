@@ -7,10 +7,10 @@ import re
 import pytest
 import torch
 
-from quantkit.errors import QuantkitError, UsageError
 from quantkit.runtime.request import LOGPROB_ROWS, ContextLengthError, Request, TokenInfo, check_request
 from quantkit.runtime.sampler import Sampling, sample_tokens
 from quantkit.structure.base import ConstraintError
+from quantkit.support.errors import QuantkitError, UsageError
 
 
 def logits_for(token, size=300):

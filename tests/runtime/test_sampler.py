@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quantkit.errors import QuantkitError, UsageError
 from quantkit.runtime.sampler import MIN_TEMPERATURE, Sampler, Sampling, adjust, sample_tokens
 from quantkit.structure.base import ConstraintError
+from quantkit.support.errors import QuantkitError, UsageError
 
 settings_of = st.builds(
     Sampling, temperature=st.sampled_from([MIN_TEMPERATURE, 0.3, 0.8, 1.0, 5.0, 100.0]),

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from quantkit.errors import QuantkitError, UsageError
 from quantkit.runtime import trace_file
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.generate import generate
 from quantkit.runtime.sampler import Sampling
 from quantkit.runtime.trace import RequestLabel, Trace
 from quantkit.runtime.trace_file import TraceFile
+from quantkit.support.errors import QuantkitError, UsageError
 
 ANSWER = Sampling(max_tokens=20, ignore_eos=True)
 

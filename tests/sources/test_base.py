@@ -3,10 +3,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quantkit.errors import SourceError
-from quantkit.plugins import registry
+from quantkit.plugins.manager import registry
 from quantkit.sources.base import SourceKind, TensorInfo
 from quantkit.sources.open import open_source
+from quantkit.support.errors import SourceError
 from quantkit.testing import tiny_model
 
 

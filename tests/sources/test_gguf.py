@@ -12,7 +12,6 @@ from gguf.quants import dequantize
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantkit.errors import SourceError
 from quantkit.models.architecture import parse_config, tensor_shapes
 from quantkit.sources import gguf as module
 from quantkit.sources.base import file_bytes, quantized_types, stored_tensors
@@ -20,6 +19,7 @@ from quantkit.sources.gguf import KIND, GGUFSource
 from quantkit.sources.gguf_header import open_gguf
 from quantkit.sources.open import open_source
 from quantkit.sources.untied import UntiedSource
+from quantkit.support.errors import SourceError
 
 
 def rotate_half_order(rows: np.ndarray, heads: int) -> np.ndarray:

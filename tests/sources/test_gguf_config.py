@@ -3,10 +3,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from quantkit.errors import SourceError
 from quantkit.models.architecture import parse_config
 from quantkit.sources import synthetic_configs
 from quantkit.sources.gguf_config import hf_config
+from quantkit.support.errors import SourceError
 
 LLAMA = {"block_count": 2, "context_length": 128, "embedding_length": 64, "feed_forward_length": 96,
          "attention.head_count": 4, "attention.head_count_kv": 2,

@@ -11,13 +11,13 @@ import pytest
 import torch
 from gguf import GGUFReader
 
-from quantkit.errors import SourceError
 from quantkit.models.architecture import parse_config, tensor_shapes
 from quantkit.runtime.loader import load
 from quantkit.sources import gguf as module
 from quantkit.sources.gguf import GGUFSource
 from quantkit.sources.gguf_families import FAMILIES
-from tests.support.gguf_models import ARCHITECTURES, write_model
+from quantkit.support.errors import SourceError
+from tests.helpers.gguf_models import ARCHITECTURES, write_model
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
 LONG = {"rope_type": "longrope", "short_factor": [1.0, 1.25, 1.5, 2.0, 2.0, 3.0],

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantkit.errors import SourceError
 from quantkit.sources import gguf_header
 from quantkit.sources.gguf import GGUFSource
 from quantkit.sources.gguf_header import open_gguf
+from quantkit.support.errors import SourceError
 
 U8, U32, F32, BOOL, STRING, ARRAY, U64 = 0, 4, 6, 7, 8, 9, 10
 HUGE = 2**63

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-from quantkit.evaluate.text import load_text
+from quantkit.evaluation.text import load_text
 from quantkit.sources.gguf import GGUFSource
 from quantkit.sources.gguf_header import open_gguf
 from quantkit.sources.gguf_pretokenizers import PRE_TOKENIZERS
 from quantkit.sources.gguf_tokenizer import tokenizer_files
-from tests.support.gguf_models import write_model
+from tests.helpers.gguf_models import write_model
 
 VOCABULARIES = os.environ.get("QUANTKIT_TEST_LLAMA_VOCABULARIES", "")
 ADAPTED = ("tekken", "gpt-4o")

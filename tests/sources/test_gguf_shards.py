@@ -9,12 +9,12 @@ import struct
 import pytest
 import torch
 
-from quantkit.errors import SourceError
 from quantkit.runtime.loader import load
 from quantkit.sources.gguf import GGUFSource
 from quantkit.sources.gguf_shards import COUNT, NUMBER, TENSORS
 from quantkit.sources.open import open_source
-from tests.support.gguf_models import write_model
+from quantkit.support.errors import SourceError
+from tests.helpers.gguf_models import write_model
 
 
 @pytest.fixture

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, pre_tokenizers
 
-from quantkit.errors import SourceError
 from quantkit.sources.gguf_pretokenizers import PRE_TOKENIZERS
 from quantkit.sources.gguf_tokenizer import tokenizer_files
 from quantkit.sources.open import open_source
+from quantkit.support.errors import SourceError
 from quantkit.text.tokenizer import Tokenizer as Text
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*how its model cuts text")

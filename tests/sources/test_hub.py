@@ -11,9 +11,9 @@ from huggingface_hub import errors
 from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import save
 
-from quantkit.errors import SourceError
 from quantkit.sources.hub import KIND
 from quantkit.sources.open import open_source
+from quantkit.support.errors import SourceError
 
 SHA = "0123456789abcdef0123456789abcdef01234567"
 WEIGHTS = save({"a": torch.ones(2, 2)})

@@ -8,12 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save, save_file
 
-from quantkit.errors import QuantkitError, SourceError
-from quantkit.quantize import quantize
+from quantkit.quantization.run import quantize
 from quantkit.runtime.loader import load
 from quantkit.sources import local
 from quantkit.sources.local import KIND, SIDE_FILES, LocalSource
 from quantkit.sources.open import open_source
+from quantkit.support.errors import QuantkitError, SourceError
 from quantkit.testing import tiny_model
 
 WEIGHTS = save({"a": torch.ones(2, 2)})

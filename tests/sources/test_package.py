@@ -11,7 +11,6 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from quantkit.errors import SourceError
 from quantkit.runtime.generate import generate
 from quantkit.runtime.loader import load
 from quantkit.runtime.sampler import Sampling
@@ -20,6 +19,7 @@ from quantkit.sources.gguf import GGUFSource
 from quantkit.sources.local import LocalSource
 from quantkit.sources.open import open_source
 from quantkit.sources.package import KIND
+from quantkit.support.errors import SourceError
 
 
 @pytest.fixture

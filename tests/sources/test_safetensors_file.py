@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save, save_file
 
-from quantkit.errors import SourceError
 from quantkit.sources.safetensors_file import DTYPES, MAX_HEADER, SafetensorsFile, ShardedTensors
+from quantkit.support.errors import SourceError
 
 
 def refused(path: Path, match: str) -> SourceError:

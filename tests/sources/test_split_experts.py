@@ -9,12 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quantkit.errors import SourceError
 from quantkit.models.architecture import parse_config, tensor_shapes
 from quantkit.runtime.loader import load
 from quantkit.sources.base import TensorInfo
 from quantkit.sources.open import open_source
 from quantkit.sources.split_experts import split_experts
+from quantkit.support.errors import SourceError
 from quantkit.testing import tiny_model
 from quantkit.testing.tiny import tiny_config, tiny_weights
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from quantkit.errors import QuantkitError
 from quantkit.models.architecture import parse_config, tensor_shapes
 from quantkit.sources import synthetic
 from quantkit.sources.open import open_source
 from quantkit.sources.synthetic import CONFIGS
+from quantkit.support.errors import QuantkitError
 
 PUBLISHED = {"llama-8b": 8_030_261_248, "llama-3.1-8b": 8_030_261_248, "llama-1b": 1_235_814_400,
              "phi3-mini": 3_821_079_552, "phi4-mini": 3_836_021_760, "mixtral-8x7b": 46_702_792_704,

@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quantkit.errors import SourceError
-from quantkit.quantize import quantize
+from quantkit.quantization.run import quantize
 from quantkit.runtime.loader import load
 from quantkit.sources.open import open_source
+from quantkit.support.errors import SourceError
 from quantkit.testing import tiny_model
 
 SPELLINGS = {"published": ("language_model.model.", "language_model.lm_head.", ""),

@@ -9,14 +9,14 @@ import torch
 from gguf import GGUFReader
 from safetensors.torch import load_file, save_file
 
-from quantkit.checkpoint.verify import verify
-from quantkit.errors import QuantkitError
-from quantkit.export_gguf.export import export_gguf
-from quantkit.quantize import quantize
+from quantkit.export.gguf.export import export_gguf
+from quantkit.quantization.run import quantize
 from quantkit.runtime.loader import load
+from quantkit.runtime.verify import verify
 from quantkit.sources import untied
 from quantkit.sources.open import open_source
 from quantkit.sources.untied import EMBEDDING, HEAD, UntiedSource
+from quantkit.support.errors import QuantkitError
 from quantkit.testing import tiny_model
 
 RECIPE = """name: head8

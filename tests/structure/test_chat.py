@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from quantkit.errors import UsageError
 from quantkit.structure.conversation import conversation
 from quantkit.structure.turns import MISTRAL_THINK, THINK, Tool, opens_reasoning, parser, turn_format
+from quantkit.support.errors import UsageError
 from quantkit.text.tokenizer import Tokenizer
 from tests.structure.templates import FAMILIES, GLM, MISTRAL, QWEN
 from tests.text.families import CHATML, LLAMA3, files_of

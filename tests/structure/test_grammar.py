@@ -11,7 +11,6 @@ import jsonschema
 import pytest
 import torch
 
-from quantkit.errors import UsageError
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.sampler import Sampling
 from quantkit.structure.base import ConstraintError
@@ -21,6 +20,7 @@ from quantkit.structure.grammar import (
 )
 from quantkit.structure.schemas import closed
 from quantkit.structure.turns import MISTRAL_THINK, THINK, Tool, TurnFormat, parser
+from quantkit.support.errors import UsageError
 
 PLAIN = TurnFormat("json")
 

@@ -8,11 +8,9 @@ from types import SimpleNamespace
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from quantkit import isolated
-from quantkit.errors import UsageError
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.sampler import Sampling
-from quantkit.serve.openai.structured import Choices
+from quantkit.serving.openai.structured import Choices
 from quantkit.structure.base import ConstraintError
 from quantkit.structure.grammar import (
     MAX_CHOICES,
@@ -23,6 +21,8 @@ from quantkit.structure.grammar import (
     Structure,
 )
 from quantkit.structure.turns import Tool, TurnFormat
+from quantkit.support import isolation
+from quantkit.support.errors import UsageError
 
 
 def nested(depth):
@@ -45,7 +45,7 @@ LARGE = {
 
 @pytest.mark.parametrize("structure", LARGE.values(), ids=LARGE)
 def test_what_is_too_large_is_refused_before_anything_is_done(compilers, monkeypatch, structure):
-    monkeypatch.setattr("quantkit.isolated.call", None)
+    monkeypatch.setattr("quantkit.support.isolation.call", None)
     with pytest.raises(UsageError, match="allowed"):
         compilers("tiny").compile(structure)
 
@@ -136,7 +136,7 @@ def test_a_constraint_that_takes_too_long_fails_alone(tiny, compilers, monkeypat
 
 
 def test_once_the_time_is_up_no_more_schemas_are_looked_at(compilers, monkeypatch):
-    now, asked, real = 0.0, [], isolated.call
+    now, asked, real = 0.0, [], isolation.call
 
     def call(function, arguments, **limits):
         nonlocal now
@@ -147,7 +147,7 @@ def test_once_the_time_is_up_no_more_schemas_are_looked_at(compilers, monkeypatc
         return {"error": "refused", "faults": [], "schema": arguments.get("schema")}
 
     compiler = compilers("real", TurnFormat("hermes"))
-    monkeypatch.setattr("quantkit.isolated.call", call)
+    monkeypatch.setattr("quantkit.support.isolation.call", call)
     monkeypatch.setattr("quantkit.structure.grammar.time", SimpleNamespace(monotonic=lambda: now))
     tools = tuple(Tool(f"tool{number}", "", {"type": "object"}) for number in range(9))
     with pytest.raises(UsageError, match="refused"):

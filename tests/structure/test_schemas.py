@@ -8,10 +8,10 @@ import jsonschema
 import pytest
 import torch
 
-from quantkit.errors import UsageError
 from quantkit.structure.grammar import Structure
 from quantkit.structure.schemas import arguments_schema, path_text, rebased, resolved, widened
 from quantkit.structure.turns import Tool, TurnFormat
+from quantkit.support.errors import UsageError
 
 EMAIL = r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"
 DECIMAL = r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantkit.errors import UsageError
 from quantkit.structure.base import PlainTurn
 from quantkit.structure.turns import THINK, Tool, TurnFormat, opens_reasoning, parser
+from quantkit.support.errors import UsageError
 
 PARIS, PARIS_JSON = ("get_weather", {"city": "Paris"}), '{"city": "Paris"}'
 ONE = '{"name": "get_weather", "arguments": {"city": "Paris"}}'

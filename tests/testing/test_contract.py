@@ -2,10 +2,10 @@
 
 import pytest
 
-from quantkit.errors import CheckpointError, PluginError, SpecError
+from quantkit.support.errors import CheckpointError, PluginError, SpecError
 from quantkit.testing.contract import Contract
 
-CONTRACT = Contract("method 'mine'", "quantkit.methods.base")
+CONTRACT = Contract("method 'mine'", "quantkit.quantization.methods.base")
 
 
 class Unprintable(Exception):

@@ -6,12 +6,12 @@ from typing import ClassVar
 
 import pytest
 
-from quantkit.errors import UsageError
-from quantkit.hookspecs import hookimpl
 from quantkit.kv.policies.snapkv import SnapKV
 from quantkit.kv.policies.window import WindowPolicy
-from quantkit.methods.rtn import METHOD
-from quantkit.plugins import KINDS, PluginInfo, PluginManager
+from quantkit.plugins.hooks import hookimpl
+from quantkit.plugins.manager import KINDS, PluginInfo, PluginManager
+from quantkit.quantization.methods.rtn import METHOD
+from quantkit.support.errors import UsageError
 from quantkit.testing.examples import family_config, model_folder
 from quantkit.testing.plugin import CHECKS, check_all
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from quantkit.errors import SourceError
+from quantkit.support.errors import SourceError
 from quantkit.text.chat import ChatTemplate
 
 CONVERSATION = [{"role": "system", "content": " You are <b>terse</b>.\n"},

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 
-from quantkit.errors import SourceError, UsageError
+from quantkit.support.errors import SourceError, UsageError
 from quantkit.testing import CHAT_TEMPLATE, tiny_tokenizer
 from quantkit.text import library
 from quantkit.text.tokenizer import Tokenizer as OurTokenizer

@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from quantkit import isolated
-from quantkit.errors import SourceError
+from quantkit.support import isolation
+from quantkit.support.errors import SourceError
 from quantkit.testing import CHAT_TEMPLATE
 from quantkit.text import rendering
 from quantkit.text.chat import ChatTemplate
@@ -56,7 +56,7 @@ def test_a_bomb_beside_others_keeps_none_of_them_waiting():
         except SourceError as error:
             failures.append(error)
 
-    threads = [threading.Thread(target=explode) for _ in range(isolated.MAX_PROCESSES - 1)]
+    threads = [threading.Thread(target=explode) for _ in range(isolation.MAX_PROCESSES - 1)]
     for thread in threads:
         thread.start()
     done = 0
@@ -81,27 +81,27 @@ def test_half_a_character_passes_through():
 def test_no_process_is_started_before_there_is_a_template(tmp_path):
     code = """
 import json, sys
-from quantkit import isolated
+from quantkit.support import isolation
 from quantkit.testing import CHAT_TEMPLATE, tiny_tokenizer
 from quantkit.text.tokenizer import Tokenizer
 
 files = {"tokenizer.json": tiny_tokenizer().to_str().encode()}
 tokenizer = Tokenizer(files, {})
 assert not tokenizer.has_chat and tokenizer.encode("a")
-print(sum(map(len, isolated._idle.values())))
+print(sum(map(len, isolation._idle.values())))
 settings = json.dumps({"chat_template": CHAT_TEMPLATE}).encode()
 chats = Tokenizer({**files, "tokenizer_config.json": settings}, {})
 assert chats.encode("a")
-print(sum(map(len, isolated._idle.values())))
+print(sum(map(len, isolation._idle.values())))
 assert chats.has_chat and chats.chat([])
-print(sum(map(len, isolated._idle.values())))
+print(sum(map(len, isolation._idle.values())))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["0", "0", "1"]
 
 
 def test_the_process_imports_nothing_heavy():
-    code = ("import sys; import quantkit.text.rendering, quantkit.evaluate.task_rendering, json; "
+    code = ("import sys; import quantkit.text.rendering, quantkit.evaluation.task_rendering, json; "
             "print(json.dumps([m for m in ('torch', 'numpy', 'tokenizers') if m in sys.modules]))")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert json.loads(done.stdout) == []

@@ -4,7 +4,7 @@ import tracemalloc
 
 import pytest
 
-from quantkit.errors import SourceError
+from quantkit.support.errors import SourceError
 from quantkit.text import rendering, sandbox
 from quantkit.text.chat import ChatTemplate
 

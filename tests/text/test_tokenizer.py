@@ -8,7 +8,7 @@ import warnings
 
 import pytest
 
-from quantkit.errors import SourceError, UsageError
+from quantkit.support.errors import SourceError, UsageError
 from quantkit.testing import CHAT_TEMPLATE, tiny_tokenizer
 from quantkit.text.tokenizer import Tokenizer
 

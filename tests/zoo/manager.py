@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-HEAD = "from quantkit.hookspecs import hookimpl\n\n\n"
+HEAD = "from quantkit.plugins.hooks import hookimpl\n\n\n"
 LOADING = ("--help", "plugins list", "doctor", "generate", "quantize", "inspect")
 """Commands that say it if a plugin can't be loaded: all."""
 
@@ -162,7 +162,7 @@ ZOO: tuple[BrokenPlugin, ...] = (
                  hook("register_methods", "raise KeyboardInterrupt"),
                  "fails in its hook register_methods; KeyboardInterrupt"),
     BrokenPlugin("oldimport", "an import of a name that quantkit doesn't have", LOADER,
-                 "from quantkit.hookspecs import no_such_marker\n",
+                 "from quantkit.plugins.hooks import no_such_marker\n",
                  "it may be for another quantkit: pip install --upgrade zoo-oldimport"),
     BrokenPlugin("newer", "written for a later API", LOADER,
                  f"QUANTKIT_API = 99\n{registering('methods', 'm', '1')}",
@@ -254,7 +254,7 @@ ZOO: tuple[BrokenPlugin, ...] = (
     BrokenPlugin("methodraises", "a method that raises", "blame, which finds whose code raised",
                  registering("methods", "zoo_method", "'zoo_methodraises_method:METHOD'"), modules={
                      "zoo_methodraises_method":
-                         "from quantkit.methods.base import Method\n\n\n"
+                         "from quantkit.quantization.methods.base import Method\n\n\n"
                          "def quantize(weight, stats, spec, options):\n    return {}['absent']\n\n\n"
                          "METHOD = Method('zoo_method', 'https://example.org', quantize)\n"}),
 )

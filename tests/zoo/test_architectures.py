@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from quantkit.errors import PluginError
 from quantkit.models.architecture import Architecture
 from quantkit.models.config import ModelConfig, parse_dense, uniform_windows
 from quantkit.models.reader import ConfigReader
+from quantkit.support.errors import PluginError
 from quantkit.testing import check_architecture, tiny_config
 
 CONFIG = tiny_config("llama", model_type="copied", architectures=["CopiedForCausalLM"])

@@ -8,8 +8,8 @@ import pytest
 import torch
 from pydantic import Field
 
-from quantkit.errors import PluginError
 from quantkit.kv.base import KVCodec
+from quantkit.support.errors import PluginError
 from quantkit.testing import check_codec
 
 
@@ -77,7 +77,7 @@ class LayoutCrashes(Vectors):
 
 class LayoutRefusesAll(Vectors):
     def layout(self, dim, dtype):
-        from quantkit.errors import UsageError
+        from quantkit.support.errors import UsageError
 
         raise UsageError("no dimension suits this codec")
 

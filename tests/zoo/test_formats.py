@@ -8,16 +8,16 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from quantkit.errors import PluginError, SpecError
-from quantkit.formats import contract
 from quantkit.formats.base import Codes, QuantizedTensor
 from quantkit.formats.dtypes import resolve
 from quantkit.formats.fit import require_fit
 from quantkit.formats.level_values import dequantize
-from quantkit.hookspecs import Register, hookimpl
-from quantkit.plugins import current
-from quantkit.quantize import quantize
-from quantkit.spec import Granularity, QuantSpec
+from quantkit.formats.spec import Granularity, QuantSpec
+from quantkit.ops import packing
+from quantkit.plugins.hooks import Register, hookimpl
+from quantkit.plugins.manager import current
+from quantkit.quantization.run import quantize
+from quantkit.support.errors import PluginError, SpecError
 from quantkit.testing import check_format, tiny_model
 from quantkit.testing.codes import random_codes
 
@@ -279,7 +279,7 @@ def test_a_sound_format_passes() -> None:
 def test_a_run_refuses_what_is_packed_otherwise_than_announced(fault: str) -> None:
     form, message = ZOO[fault]
     with pytest.raises(PluginError, match=message):
-        contract.pack(form, random_codes(resolve(SPECS[0], torch.bfloat16), (1, 64)), torch.bfloat16)
+        packing.pack(form, random_codes(resolve(SPECS[0], torch.bfloat16), (1, 64)), torch.bfloat16)
 
 
 @pytest.mark.parametrize(("form", "message"), [(HalfPrecision(), "returned bfloat16"),
@@ -288,12 +288,12 @@ def test_a_run_refuses_what_is_packed_otherwise_than_announced(fault: str) -> No
 def test_a_run_refuses_weights_that_it_can_not_use(form: Sound, message: str) -> None:
     packed = form.pack(random_codes(resolve(SPECS[0], torch.float32), (4, 64)), torch.float32)
     with pytest.raises(PluginError, match=message):
-        contract.dequantize(form, packed)
+        packing.dequantize(form, packed)
 
 
 def test_refusing_stays_a_spec_error() -> None:
     with pytest.raises(SpecError, match="can't hold"):
-        contract.pack(Sound(), random_codes(QuantSpec(kind="fp", bits=8, granularity=Granularity(
+        packing.pack(Sound(), random_codes(QuantSpec(kind="fp", bits=8, granularity=Granularity(
             strategy="channel"), scale_dtype="bfloat16"), (4, 64)), torch.bfloat16)
 
 

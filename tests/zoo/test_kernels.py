@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from quantkit.errors import PluginError, SpecError
 from quantkit.formats.base import QuantizedTensor
 from quantkit.formats.dtypes import resolve
-from quantkit.hookspecs import Register, hookimpl
+from quantkit.formats.spec import Granularity, QuantSpec
 from quantkit.ops.linear import dense
 from quantkit.ops.stored_weight import QuantizedWeight
-from quantkit.plugins import current, registry
-from quantkit.spec import Granularity, QuantSpec
+from quantkit.plugins.hooks import Register, hookimpl
+from quantkit.plugins.manager import current, registry
+from quantkit.support.errors import PluginError, SpecError
 from quantkit.testing import check_kernel
 from quantkit.testing.codes import random_codes
 

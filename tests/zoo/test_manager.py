@@ -161,13 +161,13 @@ def test_an_error_of_a_plugins_policy_while_a_model_runs(run, tiny):
 
 
 def test_the_process_that_measures_speed_says_it_in_the_same_words(site, tiny, run):
-    """``quantkit.evaluate.worker`` answers a request."""
+    """``quantkit.evaluation.worker`` answers a request."""
     request = {"uri": str(tiny), "revision": None, "dtype": "auto", "device": "cpu", "ids": [1] * 32,
                "settings": {"contexts": [], "prefill": 32, "decode": 2, "repeats": 1}, "threads": 1,
                "kv": "zoo_raises(4)"}
     env = {**os.environ, "QUANTKIT_PLUGINS": "policyraises",
            "PYTHONPATH": os.pathsep.join([os.environ["PYTHONPATH"], str(site)])}
-    done = subprocess.run([sys.executable, "-m", "quantkit.evaluate.worker"], input=json.dumps(request),
+    done = subprocess.run([sys.executable, "-m", "quantkit.evaluation.worker"], input=json.dumps(request),
                           env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     what, why, then = json.loads(done.stdout.splitlines()[-1])["error"]
@@ -176,7 +176,7 @@ def test_the_process_that_measures_speed_says_it_in_the_same_words(site, tiny, r
 
 
 def test_walked_tables_pass_over_what_is_broken(site):
-    code = ("import warnings\nfrom quantkit.plugins import registry\n"
+    code = ("import warnings\nfrom quantkit.plugins.manager import registry\n"
             "with warnings.catch_warnings(record=True) as caught:\n"
             "    warnings.simplefilter('always')\n"
             "    for _ in range(2):\n"
@@ -190,8 +190,8 @@ def test_walked_tables_pass_over_what_is_broken(site):
     assert names == ("['perplexity', 'kl', 'top1'] ['table', 'json', 'markdown', 'html', 'junit', "
                      "'model_card', 'svg', 'png']"), done.stderr
     assert len(lines) == 2
-    assert "zoo-metrictype 1.0" in lines[0] and "quantkit.evaluate.metrics.Metric" in lines[0]
-    assert "zoo-reportertype 1.0" in lines[1] and "quantkit.report.base.Reporter" in lines[1]
+    assert "zoo-metrictype 1.0" in lines[0] and "quantkit.evaluation.metrics.Metric" in lines[0]
+    assert "zoo-reportertype 1.0" in lines[1] and "quantkit.evaluation.report.base.Reporter" in lines[1]
 
 
 def test_a_file_of_entry_points_that_cannot_be_read_hides_no_other(run, site, tmp_path):

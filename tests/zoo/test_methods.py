@@ -11,14 +11,14 @@ from typing import Literal
 import pytest
 import torch
 
-from quantkit.errors import PluginError
 from quantkit.formats.base import Codes
-from quantkit.methods.base import Method, MethodOptions
-from quantkit.methods.gptq import METHOD as GPTQ
-from quantkit.methods.rtn import METHOD as RTN
-from quantkit.methods.rtn import RtnOptions
-from quantkit.plugins import registry
-from quantkit.spec import Granularity, QuantSpec
+from quantkit.formats.spec import Granularity, QuantSpec
+from quantkit.plugins.manager import registry
+from quantkit.quantization.methods.base import Method, MethodOptions
+from quantkit.quantization.methods.gptq import METHOD as GPTQ
+from quantkit.quantization.methods.rtn import METHOD as RTN
+from quantkit.quantization.methods.rtn import RtnOptions
+from quantkit.support.errors import PluginError
 from quantkit.testing import METHOD_SPECS, check_method
 
 INT4 = QuantSpec(bits=4, granularity=Granularity(strategy="channel"), scale_dtype="bfloat16")

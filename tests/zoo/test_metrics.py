@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from quantkit.errors import PluginError
-from quantkit.evaluate.metrics import KL, TOP1, Metric
+from quantkit.evaluation.metrics import KL, TOP1, Metric
+from quantkit.support.errors import PluginError
 from quantkit.testing import check_metric
 
 GOOD = replace(TOP1, name="switches", score=lambda r, c, t: (r.argmax(-1) != c.argmax(-1)).float(),

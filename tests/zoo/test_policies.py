@@ -9,9 +9,9 @@ import pytest
 import torch
 from pydantic import Field
 
-from quantkit.errors import PluginError
 from quantkit.kv.base import KVPolicy
 from quantkit.kv.policies.score_policy import ScorePolicy
+from quantkit.support.errors import PluginError
 from quantkit.testing import check_policy
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from quantkit.errors import PluginError
-from quantkit.report.base import Reporter
+from quantkit.evaluation.report.base import Reporter
+from quantkit.support.errors import PluginError
 from quantkit.testing import check_reporter
 
 

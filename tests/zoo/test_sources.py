@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from quantkit.errors import PluginError, SourceError
 from quantkit.sources.base import SourceIdentity, SourceKind
 from quantkit.sources.local import LocalSource
+from quantkit.support.errors import PluginError, SourceError
 from quantkit.testing import check_source
 
 PREFIX = "copy:"

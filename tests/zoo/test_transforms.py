@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from quantkit.errors import PluginError
 from quantkit.models.scale_groups import scale_groups
+from quantkit.quantization.transforms.base import Transform
+from quantkit.quantization.transforms.rotate import TRANSFORM as ROTATE
+from quantkit.quantization.transforms.rotate import RotatedSource
+from quantkit.support.errors import PluginError
 from quantkit.testing import check_transform
-from quantkit.transforms.base import Transform
-from quantkit.transforms.rotate import TRANSFORM as ROTATE
-from quantkit.transforms.rotate import RotatedSource
 
 
 def first_group(config, index, tensors, by):

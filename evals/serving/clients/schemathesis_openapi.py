@@ -6,9 +6,9 @@
 PYTHON belongs to an environment with ``pip install schemathesis``; by default this one. What the document
 allows must be accepted and what it forbids refused, every status and body must be described, and none may be
 5xx. The rules between fields that no JSON schema says (tokens of prompt and answer together, for instance)
-are kept by the hooks that the tests use, ``tests/serve/rules.py``; they assume a context of 8,192 tokens and
-the default ``--max-queue``. The last line is ``N passed, M failed``, in requests; exit code 1 if anything was
-found.
+are kept by the hooks that the tests use, ``tests/serving/rules.py``; they assume a context of 8,192 tokens
+and the default ``--max-queue``. The last line is ``N passed, M failed``, in requests; exit code 1 if anything
+was found.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from subprocess import CompletedProcess
 
 import pytest
 
-from quantkit.evaluate.metrics import Interval
+from quantkit.evaluation.metrics import Interval
 from quantkit.testing import check_reporter, sample_results, tiny_model
 from quantkit_csv.reporter import FIELDS, REPORTER, render
 

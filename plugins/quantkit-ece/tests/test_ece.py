@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from quantkit.evaluate.metrics import Interval
+from quantkit.evaluation.metrics import Interval
 from quantkit.testing import check_metric, tiny_model
 from quantkit_ece.metric import BINS, METRIC
 

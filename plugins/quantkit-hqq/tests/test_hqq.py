@@ -6,12 +6,12 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from quantkit.errors import SpecError
 from quantkit.formats.base import Codes
 from quantkit.formats.pack_quantized import FORMAT
-from quantkit.methods.rtn import METHOD as RTN
-from quantkit.methods.rtn import RtnOptions
-from quantkit.spec import Granularity, QuantSpec
+from quantkit.formats.spec import Granularity, QuantSpec
+from quantkit.quantization.methods.rtn import METHOD as RTN
+from quantkit.quantization.methods.rtn import RtnOptions
+from quantkit.support.errors import SpecError
 from quantkit.testing import check_method
 from quantkit_hqq.method import METHOD, HqqOptions
 

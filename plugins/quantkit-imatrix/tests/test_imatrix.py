@@ -6,13 +6,13 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from quantkit.errors import CalibrationError, SpecError
 from quantkit.formats.level_values import dequantize
-from quantkit.methods.base import LayerStats
-from quantkit.methods.grid import SHRINKS, find_grid, round_to_grid, to_codes
-from quantkit.methods.rtn import METHOD as RTN
-from quantkit.methods.rtn import RtnOptions
-from quantkit.spec import Granularity, QuantSpec
+from quantkit.formats.spec import Granularity, QuantSpec
+from quantkit.quantization.methods.base import LayerStats
+from quantkit.quantization.methods.grid import SHRINKS, find_grid, round_to_grid, to_codes
+from quantkit.quantization.methods.rtn import METHOD as RTN
+from quantkit.quantization.methods.rtn import RtnOptions
+from quantkit.support.errors import CalibrationError, SpecError
 from quantkit.testing import check_method
 from quantkit_imatrix.method import METHOD, ImatrixOptions
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from quantkit.errors import UsageError
 from quantkit.kv.codecs.int8 import Int8Vectors
 from quantkit.kv.codecs.kivi import GroupedGrid
+from quantkit.support.errors import UsageError
 from quantkit.testing import check_codec
 from quantkit_int6kv.codec import Int6Codec, SixBitVectors
 

@@ -22,11 +22,11 @@ from quantkit.checkpoint.foreign.base import (
     group_size,
     missing,
 )
-from quantkit.errors import CheckpointError
 from quantkit.formats.dtypes import FLOATS
+from quantkit.formats.spec import QuantSpec
 from quantkit.models.architecture import LinearSlot
 from quantkit.models.reader import ConfigReader
-from quantkit.spec import QuantSpec
+from quantkit.support.errors import CheckpointError
 
 HARMLESS = frozenset({
     "quant_method", "method", "backend", "do_fuse", "fuse_max_seq_len", "modules_to_fuse", "exllama_config",

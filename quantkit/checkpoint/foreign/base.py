@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-from quantkit.errors import CheckpointError
+from quantkit.formats.spec import Granularity, QuantSpec
 from quantkit.models.architecture import LinearSlot
 from quantkit.models.reader import LIMIT, ConfigReader
 from quantkit.sources.base import TensorInfo
-from quantkit.spec import Granularity, QuantSpec
+from quantkit.support.errors import CheckpointError
 
 ORIGINAL = "get the original model, then: quantkit quantize ORIGINAL --recipe int4 --out OUT"
 Infos = Mapping[str, TensorInfo]

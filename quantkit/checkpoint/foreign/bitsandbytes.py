@@ -19,14 +19,14 @@ from quantkit.checkpoint.foreign.base import (
     contradiction,
     missing,
 )
-from quantkit.errors import CheckpointError
 from quantkit.formats.bnb_nf4 import NESTED_BLOCK, STATE, quant_state
 from quantkit.formats.dtypes import FLOATS, dtype_name
 from quantkit.formats.nf4_table import codebook
+from quantkit.formats.spec import Granularity, QuantSpec
 from quantkit.models.architecture import LinearSlot
 from quantkit.models.reader import ConfigReader
-from quantkit.spec import Granularity, QuantSpec
-from quantkit.strict_json import parse_object
+from quantkit.support.errors import CheckpointError
+from quantkit.support.strict_json import parse_object
 
 HARMLESS = frozenset({
     "quant_method", "bnb_4bit_compute_dtype", "bnb_4bit_quant_storage", "llm_int8_threshold",

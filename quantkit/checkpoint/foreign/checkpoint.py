@@ -22,17 +22,17 @@ from quantkit.checkpoint.foreign import (
 from quantkit.checkpoint.foreign.base import ORIGINAL, Dialect, ForeignLayer, Layers
 from quantkit.checkpoint.manifest import LayerRow, bits_per_weight
 from quantkit.checkpoint.quantization_config import stored_quantization
-from quantkit.errors import CheckpointError, QuantkitError, UnsupportedModelError, did_you_mean
 from quantkit.formats.base import Format, QuantizedTensor
 from quantkit.formats.dtypes import FLOATS
 from quantkit.models.architecture import EMBEDDING, LinearSlot, all_slots, parse_config, tensor_shapes
 from quantkit.models.reader import ConfigReader
-from quantkit.plugins import registry
+from quantkit.plugins.manager import registry
 from quantkit.sources.base import ModelSource, SourceIdentity, TensorInfo
 from quantkit.sources.local import LocalSource
 from quantkit.sources.split_experts import split_experts
 from quantkit.sources.text_part import CLASSES
 from quantkit.sources.untied import resolve_head
+from quantkit.support.errors import CheckpointError, QuantkitError, UnsupportedModelError, did_you_mean
 
 DIALECTS: dict[str, Dialect] = {"gptq": gptq.layers, "awq": awq.layers, "bitsandbytes": bitsandbytes.layers,
                                 "compressed-tensors": compressed_tensors.layers,

@@ -25,13 +25,13 @@ from quantkit.checkpoint.foreign.base import (
 )
 from quantkit.checkpoint.foreign.patterns import compiled
 from quantkit.checkpoint.quantization_config import SCALE_DTYPES
-from quantkit.errors import CheckpointError
 from quantkit.formats import bits as stream
 from quantkit.formats import e4m3
 from quantkit.formats.dtypes import FLOATS, dtype_name
+from quantkit.formats.spec import Granularity, QuantSpec
 from quantkit.models.architecture import EMBEDDING, LinearSlot
 from quantkit.models.reader import ConfigReader
-from quantkit.spec import Granularity, QuantSpec
+from quantkit.support.errors import CheckpointError
 
 CLASSES = ("Linear", "Embedding")
 """Of everything but the embedding, and of it."""

@@ -22,11 +22,11 @@ from quantkit.checkpoint.foreign.base import (
     missing,
     square,
 )
-from quantkit.errors import CheckpointError
 from quantkit.formats.dtypes import FLOATS
+from quantkit.formats.spec import Granularity, QuantSpec
 from quantkit.models.architecture import LinearSlot
 from quantkit.models.reader import ConfigReader
-from quantkit.spec import Granularity, QuantSpec
+from quantkit.support.errors import CheckpointError
 
 SCALES = "weight_scale_inv"
 HARMLESS = frozenset({"quant_method", "dequantize"})

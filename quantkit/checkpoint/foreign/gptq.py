@@ -23,9 +23,9 @@ from quantkit.checkpoint.foreign.base import (
 )
 from quantkit.checkpoint.foreign.patterns import compiled
 from quantkit.formats.gptq import group_index
+from quantkit.formats.spec import QuantSpec
 from quantkit.models.architecture import LinearSlot
 from quantkit.models.reader import ConfigReader
-from quantkit.spec import QuantSpec
 
 FORMATS = {"gptq": "gptq", "gptq_v2": "gptq-v2"}
 HARMLESS = frozenset({

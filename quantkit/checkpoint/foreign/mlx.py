@@ -14,12 +14,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from quantkit.checkpoint.foreign.base import ForeignLayer, Infos, Layers, contradiction, missing
-from quantkit.errors import CheckpointError
 from quantkit.formats.dtypes import FLOATS, dtype_name
 from quantkit.formats.mlx import BITS, GROUPS
+from quantkit.formats.spec import Granularity, QuantSpec
 from quantkit.models.architecture import LinearSlot
 from quantkit.models.reader import ConfigReader
-from quantkit.spec import Granularity, QuantSpec
+from quantkit.support.errors import CheckpointError
 
 HARMLESS = frozenset({"quant_method"})
 MODES = ("affine",)

@@ -26,17 +26,16 @@ from quantkit.checkpoint.foreign.base import (
     contradiction,
     missing,
 )
-from quantkit.errors import CheckpointError
-from quantkit.models.architecture import LinearSlot
+from quantkit.formats.spec import Granularity, QuantSpec
+from quantkit.models.architecture import EXPERT, LinearSlot
 from quantkit.models.reader import ConfigReader
-from quantkit.spec import Granularity, QuantSpec
+from quantkit.support.errors import CheckpointError
 
 SIZE = 32
 """Weights that share a scale."""
 STORED = ("blocks", "scales")
 KEPT = "modules_to_not_convert"
 HARMLESS = frozenset({"quant_method", "dequantize"})
-EXPERT = ".experts."
 _NAME = re.compile(r"(\w+|\*)(\.(\w+|\*))*")
 _LONGEST, _MANY = 200, 10_000
 """Of a name in :data:`KEPT`, and of the list."""

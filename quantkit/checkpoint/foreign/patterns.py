@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from quantkit import patterns
 from quantkit.models.reader import ConfigReader
+from quantkit.support import patterns
 
 
 def compiled(config: ConfigReader, key: str, text: str) -> re.Pattern[str]:

@@ -12,10 +12,10 @@ from typing import ClassVar
 import torch
 from pydantic import Field
 
-from quantkit.errors import UsageError
 from quantkit.kv.base import MAX_RESIDUAL, PAGE, KVCodec, Layout, SideCodec
 from quantkit.kv.codecs.packing import pack, packed_bytes, unpack
 from quantkit.kv.codecs.rounding import LARGEST, rounded_down, rounded_up
+from quantkit.support.errors import UsageError
 
 GROUP = 32
 """Numbers that share a grid."""

@@ -12,9 +12,9 @@ from typing import ClassVar
 import torch
 from pydantic import Field
 
-from quantkit.errors import UsageError
 from quantkit.kv.base import MAX_RESIDUAL, KVCodec, Layout, SideCodec
 from quantkit.kv.codecs.packing import pack, packed_bytes, unpack
+from quantkit.support.errors import UsageError
 
 LARGEST, SMALLEST = 2.0**60, 2.0**-60
 """What is farther from 0 is stored as that; a vector whose numbers are smaller is stored as 0."""

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from quantkit.errors import UsageError
 from quantkit.formats.base import QuantizedTensor
 from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
+from quantkit.kv.spec import KVSpec
 from quantkit.models.config import ModelConfig
 from quantkit.models.decoder import CausalLM
 from quantkit.models.interfaces import KVCacheProtocol
@@ -32,7 +32,7 @@ from quantkit.runtime.cpu.malloc import trim_heap
 from quantkit.runtime.cpu.operator_program import OperatorProgram
 from quantkit.runtime.cpu.program import CpuProgram
 from quantkit.runtime.cpu.tapped_program import TappedCpuProgram
-from quantkit.spec import KVSpec
+from quantkit.support.errors import UsageError
 
 if TYPE_CHECKING:
     from quantkit_kernels.cpu.kv_pages import PageCodecs

@@ -20,11 +20,11 @@ from quantkit.ops import cpu_machine, cpu_weight
 from quantkit.ops.cpu_weight import Activations, CpuWeight, widened
 from quantkit.ops.hadamard import hadamard_factors
 from quantkit.ops.sampling import capped_rows
-from quantkit.progress import tell_compiling
 from quantkit.runtime.chunks import Chunk
 from quantkit.runtime.cpu.buffers import MAX_ROWS, buffer, buffers, mlp_of, packed_of, plain_of, stride_of
 from quantkit.runtime.cpu.tables import page_addresses
 from quantkit.runtime.rope_tables import rope_tables
+from quantkit.support.progress import tell_compiling
 
 if TYPE_CHECKING:
     from quantkit_kernels.cpu.kv_pages import PageCodecs

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from pydantic import Field
 
-from quantkit.spec import Frozen
+from quantkit.support.frozen import Frozen
 
 if TYPE_CHECKING:
     from quantkit.kv.cache import KVCache

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
 
-from quantkit.errors import UsageError
 from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
 from quantkit.models.interfaces import LanguageModel
 from quantkit.ops.sampling import largest_chance
 from quantkit.runtime.drafting.base import MAX_DRAFT, DraftedText, Drafter
+from quantkit.support.errors import UsageError
 
 if TYPE_CHECKING:
     from quantkit.runtime.loader import LoadedModel

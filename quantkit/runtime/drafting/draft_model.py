@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
-from quantkit.errors import UsageError
 from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
 from quantkit.runtime.drafting.base import DraftedText, DraftSource
 from quantkit.runtime.drafting.decode import CheckpointDrafter, decode_drafts
+from quantkit.support.errors import UsageError
 
 if TYPE_CHECKING:
     from quantkit.runtime.loader import LoadedModel

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from pydantic import Field
 
-from quantkit.errors import UsageError
 from quantkit.kv.batch import Batch
 from quantkit.models.forward_context import ForwardContext
 from quantkit.models.layers import MLP, Attention, RMSNorm, check_shape, embedded, linear
@@ -22,6 +21,7 @@ from quantkit.runtime.drafting.base import MAX_DRAFT, DraftSource
 from quantkit.runtime.drafting.eagle3_config import read_config
 from quantkit.runtime.drafting.head import DraftHead, HeadDrafter, HeadSource, cpu_model
 from quantkit.runtime.drafting.head_files import HeadFiles, head_source
+from quantkit.support.errors import UsageError
 
 if TYPE_CHECKING:
     from quantkit.runtime.loader import LoadedModel

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from quantkit.errors import UsageError
 from quantkit.models.architecture import parse_config
 from quantkit.models.config import ModelConfig
 from quantkit.models.reader import HARMLESS, ConfigReader
+from quantkit.support.errors import UsageError
 
 OWN_KEYS = frozenset({"draft_vocab_size", "target_hidden_size", "eagle_config", "norm_before_residual",
                       "norm_before_fc", "bias", "eagle_aux_hidden_state_layer_ids"})

@@ -7,12 +7,12 @@ from contextlib import contextmanager
 
 import torch
 
-from quantkit.errors import SourceError, UsageError
 from quantkit.models.linear import Weights
 from quantkit.models.loadable import PLAIN
 from quantkit.ops.linear_weight import LinearWeight
 from quantkit.ops.stored_weight import StoredWeight
 from quantkit.sources.base import ModelSource, QuantizedError, TensorInfo
+from quantkit.support.errors import SourceError, UsageError
 
 AGAIN = "get its files from the same place again"
 INTEGERS = (torch.int64, torch.int32)

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, ClassVar
 
-from quantkit.errors import UsageError
 from quantkit.kv.batch import Batch
 from quantkit.models.config import ModelConfig
 from quantkit.models.interfaces import LanguageModel
 from quantkit.runtime.cpu.model import CpuModel
 from quantkit.runtime.drafting.base import DraftedText, DraftSource
 from quantkit.runtime.drafting.decode import CheckpointDrafter, decode_drafts
+from quantkit.support.errors import UsageError
 
 if TYPE_CHECKING:
     from quantkit.runtime.loader import LoadedModel

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from pydantic import Field
 
-from quantkit.errors import UsageError
 from quantkit.kv.batch import Batch
 from quantkit.models.config import ModelConfig
 from quantkit.models.decoder import DecoderLayer
@@ -25,6 +24,7 @@ from quantkit.runtime.cpu.model import CpuModel
 from quantkit.runtime.drafting.base import MAX_DRAFT, DraftSource
 from quantkit.runtime.drafting.head import DraftHead, HeadDrafter, HeadSource, cpu_model
 from quantkit.runtime.drafting.head_files import HeadFiles, head_source
+from quantkit.support.errors import UsageError
 
 if TYPE_CHECKING:
     from quantkit.runtime.loader import LoadedModel

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from quantkit.call_text import made_with, named_options, read_call
-from quantkit.errors import PluginError
-from quantkit.plugins import registry, whose
+from quantkit.plugins.manager import registry, whose
 from quantkit.runtime.drafting.base import Drafter
+from quantkit.support.call_text import made_with, named_options, read_call
+from quantkit.support.errors import PluginError
 
 _NEXT = 'quantkit generate MODEL PROMPT --draft "ngram(12)"'
 

@@ -11,6 +11,7 @@ import torch
 
 from quantkit.formats.base import Codes, QuantizedTensor
 from quantkit.formats.dtypes import FLOATS
+from quantkit.formats.spec import QuantSpec
 from quantkit.models.linear import Linear
 from quantkit.ops.activation import gelu_tanh_mul, silu_mul
 from quantkit.ops.device_weight import DeviceWeight
@@ -19,7 +20,6 @@ from quantkit.ops.hadamard import hadamard_factors
 from quantkit.ops.linear import query_for
 from quantkit.ops.stored_weight import PlainWeight, QuantizedWeight, StoredWeight
 from quantkit.ops.triton_linear import TritonKernel
-from quantkit.spec import QuantSpec
 
 if TYPE_CHECKING:
     from quantkit_kernels.triton.levels import QuantizedActivations

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 
 import torch
 
-from quantkit.errors import QuantkitError
 from quantkit.formats.base import QuantizedTensor
 from quantkit.kv.cache import KVCache
 from quantkit.models.architecture import all_slots, linear_slots, tensor_shapes
@@ -15,7 +14,8 @@ from quantkit.models.config import ModelConfig
 from quantkit.models.interfaces import LanguageModel
 from quantkit.runtime.gpu import linears
 from quantkit.runtime.gpu.tables import table_bytes
-from quantkit.units import human_bytes
+from quantkit.support.errors import QuantkitError
+from quantkit.support.units import human_bytes
 
 MAX_ROWS = 2048
 """Tokens that go through a model at once."""

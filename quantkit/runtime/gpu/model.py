@@ -12,11 +12,11 @@ from weakref import WeakKeyDictionary, proxy
 
 import torch
 
-from quantkit.errors import UsageError
 from quantkit.formats.base import QuantizedTensor
 from quantkit.kv import gpu as kv_gpu
 from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
+from quantkit.kv.spec import KVSpec
 from quantkit.models.config import ModelConfig
 from quantkit.models.decoder import CausalLM
 from quantkit.models.interfaces import KVCacheProtocol
@@ -29,7 +29,7 @@ from quantkit.runtime.gpu.graphs import BATCHES, GraphCache
 from quantkit.runtime.gpu.memory import MAX_ROWS
 from quantkit.runtime.gpu.program import GpuProgram
 from quantkit.runtime.gpu.tables import DeviceTables
-from quantkit.spec import KVSpec
+from quantkit.support.errors import UsageError
 
 if TYPE_CHECKING:
     from quantkit_kernels.triton.cache import LayerPages, StepTokens

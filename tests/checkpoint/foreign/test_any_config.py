@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from quantkit.checkpoint.open import open_checkpoint
-from quantkit.errors import QuantkitError
-from quantkit.quantize import quantize
+from quantkit.quantization.run import quantize
+from quantkit.support.errors import QuantkitError
 
 LEAVES = st.none() | st.booleans() | st.integers(-3, 200) | st.floats(allow_nan=False) | st.sampled_from(
     ["", "gptq", "Linear", "re:.*", "re:(", "group", "tensor", "pack-quantized", "nf4", "lm_head", "\0"])

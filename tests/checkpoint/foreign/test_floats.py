@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quantkit.checkpoint.open import open_checkpoint
-from quantkit.errors import QuantkitError
-from quantkit.export import export
-from quantkit.plugins import registry
-from quantkit.quantize import quantize
+from quantkit.export.layouts import export
+from quantkit.plugins.manager import registry
+from quantkit.quantization.run import quantize
 from quantkit.runtime.loader import load
+from quantkit.support.errors import QuantkitError
 
 IDS = torch.randint(4, 300, (1, 12), generator=torch.Generator().manual_seed(5))
 Q, UP = "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.up_proj"

@@ -13,11 +13,11 @@ from safetensors.torch import load_file, save_file
 
 from quantkit.checkpoint.open import open_checkpoint
 from quantkit.checkpoint.quantization_config import stored_quantization
-from quantkit.checkpoint.verify import verify
-from quantkit.errors import CheckpointError, QuantkitError
-from quantkit.export import export
-from quantkit.quantize import quantize
+from quantkit.export.layouts import export
+from quantkit.quantization.run import quantize
 from quantkit.runtime.loader import load
+from quantkit.runtime.verify import verify
+from quantkit.support.errors import CheckpointError, QuantkitError
 
 Q, DOWN = "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj"
 IDS = torch.randint(4, 300, (2, 24), generator=torch.Generator().manual_seed(5))

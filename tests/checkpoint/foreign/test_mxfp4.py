@@ -14,13 +14,13 @@ from safetensors.torch import load_file, save_file
 
 from quantkit.checkpoint.engines import ENGINES, check_engine
 from quantkit.checkpoint.open import open_checkpoint
-from quantkit.checkpoint.verify import verify
-from quantkit.errors import CheckpointError, QuantkitError
-from quantkit.export import export
-from quantkit.export_gpt_oss import export_gpt_oss
+from quantkit.export.gpt_oss import export_gpt_oss
+from quantkit.export.layouts import export
 from quantkit.formats.fp4 import MXFP4
-from quantkit.quantize import quantize
+from quantkit.quantization.run import quantize
 from quantkit.runtime.loader import load
+from quantkit.runtime.verify import verify
+from quantkit.support.errors import CheckpointError, QuantkitError
 from quantkit.testing import tiny_model
 
 EXPERTS = "model.layers.{}.mlp.experts"

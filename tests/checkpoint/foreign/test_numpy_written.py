@@ -8,9 +8,9 @@ import torch
 from safetensors.torch import load_file
 
 from quantkit.checkpoint.open import open_checkpoint
-from quantkit.errors import CheckpointError, QuantkitError
-from quantkit.plugins import registry
+from quantkit.plugins.manager import registry
 from quantkit.runtime.loader import load
+from quantkit.support.errors import CheckpointError, QuantkitError
 
 Q = "model.layers.0.self_attn.q_proj"
 IDS = torch.randint(4, 300, (2, 24), generator=torch.Generator().manual_seed(5))
@@ -167,7 +167,7 @@ def test_damaged_tensors_are_refused(write, gptq, change, said) -> None:
 
 
 def test_a_foreign_checkpoint_is_not_quantized_again(write, gptq, tmp_path) -> None:
-    from quantkit.quantize import quantize
+    from quantkit.quantization.run import quantize
 
     with pytest.raises(QuantkitError, match="already quantized"):
         quantize(str(write(gptq)[0]), "int8", tmp_path / "out")
@@ -180,7 +180,7 @@ def test_a_revision_makes_no_sense(write, gptq) -> None:
 
 def test_ours_without_its_manifest_reads_all_the_same(tmp_path, tiny) -> None:
     """What a copy that lost quantkit.json, or another tool with the same layout, looks like."""
-    from quantkit.quantize import quantize
+    from quantkit.quantization.run import quantize
 
     for name in ("int8", "int4-rtn", "nf4", "nf4-nested"):
         out = quantize(str(tiny), name, tmp_path / name).out

@@ -8,10 +8,10 @@ import torch
 
 from quantkit.checkpoint.foreign.compressed_tensors import layers
 from quantkit.checkpoint.foreign.patterns import compiled
-from quantkit.errors import QuantkitError
 from quantkit.models.architecture import LinearSlot
 from quantkit.models.reader import ConfigReader
 from quantkit.sources.base import TensorInfo
+from quantkit.support.errors import QuantkitError
 
 NAME = "model.layers.10.mlp.experts.100.down_proj".ljust(64, "y")
 

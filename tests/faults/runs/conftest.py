@@ -16,11 +16,12 @@ import pytest
 import torch
 
 from quantkit.checkpoint import durable
-from quantkit.errors import CheckpointError
-from quantkit.plugins import PluginManager, current
-from quantkit.quantize import quantize
-from quantkit.recipe import list_recipes
-from quantkit.spec import GROUP_SCALES, CalibrationSpec, Granularity, QuantSpec
+from quantkit.formats.spec import GROUP_SCALES, Granularity, QuantSpec
+from quantkit.plugins.manager import PluginManager, current
+from quantkit.quantization.recipe import list_recipes
+from quantkit.quantization.run import quantize
+from quantkit.quantization.specs import CalibrationSpec
+from quantkit.support.errors import CheckpointError
 from quantkit.testing import METHOD_SPECS, tiny_model
 
 TEXT = "The cat sat on the mat, and the other one in the house is out of the rain. " * 40

@@ -12,7 +12,7 @@ import time
 import pytest
 
 from quantkit.cli.main import main
-from quantkit.quantize import quantize
+from quantkit.quantization.run import quantize
 from quantkit.testing import tiny_model
 
 KILLS = 50

@@ -10,8 +10,8 @@ import time
 import pytest
 
 from quantkit.checkpoint import durable
-from quantkit.plugins import registry
-from quantkit.quantize import quantize
+from quantkit.plugins.manager import registry
+from quantkit.quantization.run import quantize
 from tests.faults.runs.conftest import Case
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from quantkit.checkpoint import durable
-from quantkit.errors import CheckpointError
-from quantkit.export import export
-from quantkit.quantize import quantize
+from quantkit.export.layouts import export
+from quantkit.quantization.run import quantize
+from quantkit.support.errors import CheckpointError
 
 
 @pytest.fixture(scope="package")

@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 
 from quantkit.checkpoint import durable
-from quantkit.errors import CheckpointError, QuantkitError
-from quantkit.planning.plan import make_plan
-from quantkit.quantize import quantize
-from quantkit.recipe import load_recipe
+from quantkit.quantization.planning.plan import make_plan
+from quantkit.quantization.recipe import load_recipe
+from quantkit.quantization.run import quantize
 from quantkit.sources.open import open_source
+from quantkit.support.errors import CheckpointError, QuantkitError
 from quantkit.testing import tiny_model
 
 GPTQ = {"calibration": {"windows": 4, "window": 16},

@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 from safetensors.torch import load_file, save_file
 
-from quantkit import quantize as module
-from quantkit.errors import CheckpointError, Stopped
-from quantkit.plugins import current
-from quantkit.quantize import quantize
+from quantkit.plugins.manager import current
+from quantkit.quantization import run as module
+from quantkit.quantization.run import quantize
+from quantkit.support.errors import CheckpointError, Stopped
 from quantkit.testing import tiny_model
 
 RECIPE = {

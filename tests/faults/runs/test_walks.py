@@ -11,10 +11,10 @@ import time
 
 import pytest
 
-from quantkit.calibrate import importance
 from quantkit.checkpoint import durable
-from quantkit.errors import CheckpointError
-from quantkit.quantize import quantize
+from quantkit.quantization.calibration import importance
+from quantkit.quantization.run import quantize
+from quantkit.support.errors import CheckpointError
 from quantkit.testing import tiny_model
 
 LAYERS = 6

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from quantkit import quantize as module
 from quantkit.checkpoint import durable
+from quantkit.quantization import run as module
 
 RECIPE = {
     "calibration": {"text": "self", "windows": 6, "window": 16},

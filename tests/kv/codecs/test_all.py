@@ -7,12 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantkit.errors import UsageError
 from quantkit.kv.codecs.fp8 import Float8Vectors
 from quantkit.kv.codecs.int8 import Int8Vectors
 from quantkit.kv.codecs.kivi import GroupedGrid
 from quantkit.kv.codecs.packing import pack, packed_bytes, unpack
 from quantkit.kv.codecs.rotation import HadamardVectors
+from quantkit.support.errors import UsageError
 
 CODINGS = [Int8Vectors(), Float8Vectors(), *(GroupedGrid(bits, channels) for bits in (2, 3, 4)
                                              for channels in (True, False)),

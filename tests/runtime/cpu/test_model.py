@@ -12,11 +12,11 @@ from safetensors.torch import load_file
 from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
 from quantkit.kv.policies.window import SPLIT as WINDOW_SPLIT
-from quantkit.kvspec import parse_kv
+from quantkit.kv.spec import parse_kv
 from quantkit.models.decoder import CausalLM
 from quantkit.models.linear import Weights
 from quantkit.ops.stored_weight import PlainWeight
-from quantkit.quantize import quantize
+from quantkit.quantization.run import quantize
 from quantkit.runtime.cpu.model import CpuModel
 from quantkit.runtime.loader import load
 from quantkit.testing import tiny_model

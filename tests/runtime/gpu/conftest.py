@@ -1,5 +1,5 @@
 """The GPU runtime runs in Triton's interpreter here, unless there is a GPU."""
 
-from tests.support.triton_interpreter import interpreted, poisoned
+from tests.helpers.triton_interpreter import interpreted, poisoned
 
 __all__ = ["interpreted", "poisoned"]

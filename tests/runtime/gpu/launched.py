@@ -22,9 +22,9 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from quantkit.kvspec import parse_kv, split_settings
+from quantkit.kv.spec import parse_kv, split_settings
 from quantkit.ops import cpu_linear, cpu_machine, gpu
-from quantkit.quantize import quantize
+from quantkit.quantization.run import quantize
 from quantkit.runtime import sampler
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.gpu.model import GpuModel

@@ -5,7 +5,6 @@ import itertools
 import pytest
 import torch
 
-from quantkit.errors import QuantkitError
 from quantkit.ops import gpu
 from quantkit.runtime import kv_manager
 from quantkit.runtime.ahead import AheadDecoder
@@ -15,6 +14,7 @@ from quantkit.runtime.gpu.model import GpuModel
 from quantkit.runtime.loader import load
 from quantkit.runtime.sampler import PendingTokens, Sampling
 from quantkit.runtime.trace import RequestSpan, StepSpan
+from quantkit.support.errors import QuantkitError
 from quantkit.testing import tiny_model
 
 SMALL = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,

@@ -11,7 +11,7 @@ from quantkit.ops import gpu, triton_linear
 from quantkit.ops.dispatch import KernelQuery
 from quantkit.runtime.gpu.linears import _side_by_side, _tile_bytes
 from quantkit.testing.codes import formula, random_codes
-from tests.support.quantized import quant_spec
+from tests.helpers.quantized import quant_spec
 
 KERNELS = (triton_linear.W8, triton_linear.W4, triton_linear.NF, triton_linear.FP, triton_linear.INT,
            triton_linear.FP4, triton_linear.FP4A4, triton_linear.IQ4)

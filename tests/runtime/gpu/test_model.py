@@ -7,17 +7,16 @@ import pytest
 import torch
 
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.errors import QuantkitError, UsageError
 from quantkit.kv import gpu as kv_gpu
 from quantkit.kv import reservation
 from quantkit.kv.batch import Batch
 from quantkit.kv.build import build_kv_codecs
 from quantkit.kv.cache import KVCache
 from quantkit.kv.footprint import footprint
-from quantkit.kvspec import parse_kv
+from quantkit.kv.spec import parse_kv
 from quantkit.models.architecture import parse_config, tensor_shapes
 from quantkit.ops import gpu
-from quantkit.quantize import quantize
+from quantkit.quantization.run import quantize
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.gpu import memory
 from quantkit.runtime.gpu.graphs import slots_of
@@ -25,6 +24,7 @@ from quantkit.runtime.gpu.model import GpuModel, declines, other_maths
 from quantkit.runtime.gpu.tables import DeviceTables, table_bytes
 from quantkit.runtime.loader import load
 from quantkit.runtime.sampler import Sampling
+from quantkit.support.errors import QuantkitError, UsageError
 from quantkit.testing import tiny_model
 
 PROMPT, STEPS = 66, 3

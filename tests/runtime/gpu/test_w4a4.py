@@ -17,7 +17,7 @@ from quantkit.ops.stored_weight import QuantizedWeight
 from quantkit.ops.tokens import round_groups
 from quantkit.runtime.gpu.linears import FusedLinear, packed_bytes
 from quantkit.testing.codes import formula, random_codes
-from tests.support.quantized import quant_spec
+from tests.helpers.quantized import quant_spec
 
 KERNEL, CPU = triton_linear.FP4A4, torch.device("cpu")
 NVFP4_SPEC = quant_spec("fp", 4, "group", 16, scale_dtype="e4m3", activations="group")

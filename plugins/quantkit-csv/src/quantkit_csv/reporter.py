@@ -5,8 +5,8 @@ from __future__ import annotations
 import csv
 import io
 
-from quantkit.evaluate.result import EvalResult
-from quantkit.report.base import Reporter
+from quantkit.evaluation.report.base import Reporter
+from quantkit.evaluation.result import EvalResult
 
 FIELDS = ("model", "method", "kv", "bits_per_weight", "file_bytes", "peak_bytes", "kv_bytes_per_token",
           "kv_bytes", "load_s", "manifest_sha256", "fingerprint")

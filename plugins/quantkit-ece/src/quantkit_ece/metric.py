@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from quantkit.evaluate.metrics import Metric
+from quantkit.evaluation.metrics import Metric
 
 BINS = 15
 

@@ -17,8 +17,9 @@ import torch
 from pydantic import Field
 
 from quantkit.formats.base import Codes
-from quantkit.methods.base import LayerStats, Method, MethodOptions
-from quantkit.methods.grid import (
+from quantkit.formats.spec import QuantSpec
+from quantkit.quantization.methods.base import LayerStats, Method, MethodOptions
+from quantkit.quantization.methods.grid import (
     SERIAL,
     Grid,
     find_grid,
@@ -28,7 +29,6 @@ from quantkit.methods.grid import (
     to_codes,
     whole_,
 )
-from quantkit.spec import QuantSpec
 
 
 class HqqOptions(MethodOptions):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from quantkit.hookspecs import Register, hookimpl
+from quantkit.plugins.hooks import Register, hookimpl
 
 QUANTKIT_API = 1
 

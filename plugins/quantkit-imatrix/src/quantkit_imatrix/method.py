@@ -15,8 +15,9 @@ import torch
 from pydantic import Field
 
 from quantkit.formats.base import Codes
-from quantkit.methods.base import LayerStats, Method, MethodOptions
-from quantkit.methods.grid import (
+from quantkit.formats.spec import QuantSpec
+from quantkit.quantization.methods.base import LayerStats, Method, MethodOptions
+from quantkit.quantization.methods.grid import (
     Grid,
     at_once,
     find_grid,
@@ -27,8 +28,7 @@ from quantkit.methods.grid import (
     settle_,
     to_codes,
 )
-from quantkit.methods.hessian import UNREACHED, hessian_of
-from quantkit.spec import QuantSpec
+from quantkit.quantization.methods.hessian import UNREACHED, hessian_of
 
 WIDEST = 1.075
 """The first factor on a group's extremes: a symmetric grid has one level less above its zero than below."""

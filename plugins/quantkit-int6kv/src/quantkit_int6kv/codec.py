@@ -14,8 +14,8 @@ from typing import ClassVar
 import torch
 from pydantic import Field
 
-from quantkit.errors import UsageError
 from quantkit.kv.base import MAX_RESIDUAL, KVCodec, Layout, SideCodec
+from quantkit.support.errors import UsageError
 
 GROUP = 32
 """Numbers that share a scale and a lowest level."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quantkit.hookspecs import Register, hookimpl
+from quantkit.plugins.hooks import Register, hookimpl
 
 QUANTKIT_API = 1
 

@@ -1,0 +1,153 @@
+"""Perplexity, KL and top-1 by position: what a setting costs as a text grows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from quantkit.evaluation.feed import MOST, finite, force, prefill
+from quantkit.evaluation.long.journal import Journal
+from quantkit.evaluation.metrics import KL, PERPLEXITY, TOP1, Interval
+from quantkit.kv.cache import KVCache
+from quantkit.kv.spec import KVSpec
+from quantkit.runtime.loader import LoadedModel
+from quantkit.support.errors import UsageError
+
+METRICS = (PERPLEXITY, KL, TOP1)
+
+
+@dataclass(frozen=True)
+class PositionBucket:
+    """One setting over a range of positions.
+
+    Attributes:
+        kv: the setting.
+        low, high: the queries that were scored: ``low ≤ tokens before the query < high``.
+        values: ``perplexity``, ``kl_mean`` and ``top1``, the last two against the full cache; intervals over
+            windows.
+        kl_windows: mean KL of each window, for comparing settings window by window.
+    """
+
+    kv: str
+    low: int
+    high: int
+    values: dict[str, Interval]
+    kl_windows: tuple[float, ...]
+
+
+class PositionSums:
+    """Sums scores by bucket, of one window.
+
+    Args:
+        edges: where buckets begin and end.
+    """
+
+    def __init__(self, edges: Sequence[int]) -> None:
+        self.edges = tuple(edges)
+        self._sums = [[0.0] * len(METRICS) for _ in self.edges[1:]]
+
+    def add(self, at: int, reference: torch.Tensor, logprobs: torch.Tensor, targets: torch.Tensor) -> None:
+        """Score the log-probabilities ``logprobs`` against ``reference``, float32 ``[T, vocab]``, of queries
+        from position ``at`` on, whose next tokens are ``targets`` int64 ``[T]``."""
+        scores = [metric.score(reference, logprobs, targets).double() for metric in METRICS]
+        for sums, low, high in zip(self._sums, self.edges, self.edges[1:]):
+            part = slice(max(0, low - at), max(0, high - at))
+            for index, score in enumerate(scores):
+                sums[index] += float(score[part].sum())
+
+    def means(self) -> list[list[float]]:
+        """The means by bucket and metric."""
+        return [[total / (high - low) for total in sums]
+                for sums, low, high in zip(self._sums, self.edges, self.edges[1:])]
+
+
+def buckets_of(kv: str, edges: Sequence[int],
+               windows: Sequence[Sequence[Sequence[float]]]) -> list[PositionBucket]:
+    """What all windows' :meth:`PositionSums.means` say of a setting."""
+    buckets = []
+    for index, (low, high) in enumerate(pairwise(edges)):
+        means = {metric: [window[index][number] for window in windows]
+                 for number, metric in enumerate(METRICS)}
+        values = {metric.name: metric.summarize(each) for metric, each in means.items()}
+        buckets.append(PositionBucket(kv, low, high, values, tuple(means[KL])))
+    return buckets
+
+
+def edges_of(prompt: int, lengths: Sequence[int]) -> list[int]:
+    """Where buckets begin and end: behind the prompt, then at every length; the last query of a window
+    predicts nothing that is known.
+
+    Raises:
+        UsageError: nothing lies behind the prompt.
+    """
+    ends = sorted(length for length in lengths if length > prompt + 1)
+    if not ends:
+        raise UsageError(f"a prompt of {prompt} tokens leaves nothing to score",
+                         why=f"the longest text has {max(lengths)}", next="give a smaller --prompt-tokens")
+    return sorted({prompt, *ends[:-1], ends[-1] - 1})
+
+
+def by_position(loaded: LoadedModel, settings: Sequence[KVSpec], windows: torch.Tensor, prompt: int,
+                edges: Sequence[int], fed: Callable[[int, str], None] = lambda count, kv: None,
+                journal: Journal | None = None) -> tuple[list[PositionBucket], list[int]]:
+    """Teacher-force texts through every setting, side by side, and score them by position.
+
+    A window's first tokens are its prompt, at whose end policies act; the rest is fed as if it had been
+    generated. All settings are kept at once, so that no window's logits are.
+
+    Args:
+        loaded: the model.
+        settings: the full cache first: it is the reference.
+        windows: int64 ``[n, T]``.
+        prompt: tokens that aren't scored.
+        edges: see :func:`edges_of`.
+        fed: told how many tokens went through a setting.
+        journal: windows that an earlier run has read.
+
+    Returns:
+        Buckets, setting by setting; and each setting's bytes of KV cache at a window's end.
+
+    Raises:
+        QuantkitError: the model's output is not finite.
+    """
+    journal, windows_done = journal or Journal(None, {}), []
+    for number, window in enumerate(windows):
+        name = f"positions {number}"
+        if journal.has(name):
+            fed((len(window) - 1) * len(settings), str(settings[-1]))
+        windows_done.append(journal.piece(name, partial(_window, loaded, settings, window, prompt, edges,
+                                                        fed)))
+    kv_bytes = windows_done[-1]["bytes"] if windows_done else [0] * len(settings)
+    return [bucket for index, kv in enumerate(settings)
+            for bucket in buckets_of(str(kv), edges,
+                                     [window["means"][index] for window in windows_done])], kv_bytes
+
+
+@torch.inference_mode()
+def _window(loaded: LoadedModel, settings: Sequence[KVSpec], window: torch.Tensor, prompt: int,
+            edges: Sequence[int], fed: Callable[[int, str], None]) -> dict[str, Any]:
+    """``means`` and ``bytes``, by setting."""
+    tallies, kv_bytes = [PositionSums(edges) for _ in settings], [0] * len(settings)
+    ids: list[int] = window.tolist()
+    caches = [KVCache(loaded.config, kv, loaded.dtype, loaded.model.device) for kv in settings]
+    rows = [cache.add(len(ids)) for cache in caches]
+    for kv, cache, row in zip(settings, caches, rows):
+        prefill(loaded, cache, row, ids[:prompt])
+        fed(prompt, str(kv))
+    for start in range(prompt, len(ids) - 1, MOST):
+        chunk = ids[start:min(start + MOST, len(ids) - 1)]
+        targets = window[start + 1:start + 1 + len(chunk)]
+        reference: torch.Tensor | None = None
+        for index, (kv, cache, row) in enumerate(zip(settings, caches, rows)):
+            logits = finite(loaded, force(loaded, cache, row, chunk, start - prompt))
+            logprobs = logits.float().log_softmax(-1).cpu()
+            reference = logprobs if reference is None else reference
+            tallies[index].add(start, reference, logprobs, targets)
+            kv_bytes[index] = cache.allocated_bytes
+            fed(len(chunk), str(kv))
+    return {"means": [tally.means() for tally in tallies], "bytes": kv_bytes}

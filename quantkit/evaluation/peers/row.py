@@ -1,0 +1,102 @@
+"""What was measured of a peer, as plain data that can be kept, and the row that it comes to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from quantkit.evaluation.metric_table import RegisteredMetric, registered_metrics, summarized
+from quantkit.evaluation.metrics import TOP1, Interval
+from quantkit.evaluation.peers.base import PeerFacts, PeerTimes
+from quantkit.evaluation.result import ModelResult
+from quantkit.evaluation.speed_sweep import DecodeSpeed, MemoryUse, PrefillSpeed, SpeedSweep, Spread
+from quantkit.evaluation.token_scores import TokenScores, joined, tails
+
+SCORES = ("kl", "loss", "likeliest", "agrees")
+"""Of each token, ``[windows, n]``; the arrays of a text are called ``TEXT/kl`` and so on."""
+FLIPS = "flips"
+
+
+@dataclass(frozen=True)
+class PeerMeasurement:
+    """What was measured of a peer.
+
+    Attributes:
+        data: dicts, lists, texts and numbers: ``uri``, ``facts``, ``texts`` (name → key → each window's
+            mean), and ``times`` with the ``prefill`` that they are of, or ``None``.
+        arrays: of each text with logits, :data:`SCORES`.
+    """
+
+    data: dict[str, Any]
+    arrays: dict[str, np.ndarray] = field(default_factory=dict)
+
+
+def peer_row(measurement: PeerMeasurement) -> ModelResult:
+    """The row: what the tool can't report is ``None`` or absent. When it was measured is for the caller to
+    say."""
+    data = measurement.data
+    facts = PeerFacts.model_validate(data["facts"], strict=False)
+    row = ModelResult(data["uri"], facts.method, facts.bits_per_weight, facts.file_bytes, tool=facts.tool,
+                      load_s=facts.load_s)
+    metrics = {registered.metric.name: registered for registered in registered_metrics()}
+    texts: dict[str, Mapping[str, Any]] = data["texts"]
+    scores = {name: tokens for name in texts if (tokens := _tokens(measurement, name)) is not None}
+    for name, means in texts.items():
+        row.texts[name] = _summary([means], metrics, [scores[name]] if name in scores else [])
+        row.window_means[name] = {key: list(values) for key, values in means.items()
+                                  if metrics[key].metric.per != "run"}
+        if TOP1.name in means:
+            row.window_means[name][FLIPS] = [1 - mean for mean in means[TOP1.name]]
+    if texts:
+        row.metrics |= _summary(list(texts.values()), metrics,
+                                list(scores.values()) if len(scores) == len(texts) else [])
+    if data["times"] is not None:
+        _add_speed(row, PeerTimes.model_validate(data["times"], strict=False), facts, data["prefill"])
+    return row
+
+
+def _tokens(measurement: PeerMeasurement, text: str) -> TokenScores | None:
+    if f"{text}/{SCORES[0]}" not in measurement.arrays:
+        return None
+    return TokenScores(*(measurement.arrays[f"{text}/{name}"] for name in SCORES))
+
+
+def _summary(texts: Sequence[Mapping[str, Any]], metrics: Mapping[str, RegisteredMetric],
+             scores: list[TokenScores]) -> dict[str, Interval]:
+    """Over all windows of these texts; the tails if there is every token's KL, else flips from top-1."""
+    keys = [key for key in texts[0] if all(key in means for means in texts)]
+    pooled = {key: np.concatenate([np.asarray(means[key], dtype=np.float64) for means in texts])
+              for key in keys}
+    summary = summarized(metrics, pooled)
+    if scores:
+        return summary | tails(joined(scores))
+    return summary | ({FLIPS: TOP1.summarize(1 - pooled[TOP1.name])} if TOP1.name in pooled else {})
+
+
+def _add_speed(row: ModelResult, times: PeerTimes, facts: PeerFacts, tokens: int) -> None:
+    row.peak_bytes = times.peak_bytes
+    prefill: tuple[PrefillSpeed, ...] = ()
+    decode: tuple[DecodeSpeed, ...] = ()
+    if times.prefill_tok_s:
+        row.metrics["prefill_tok_s"] = Interval(*_range(times.prefill_tok_s))
+        prefill = (PrefillSpeed(tokens=tokens, tok_s=_spread(times.prefill_tok_s),
+                                first_token_s=_spread(times.first_token_s)),)
+    if times.decode_tok_s:
+        row.metrics["decode_tok_s"] = Interval(*_range(times.decode_tok_s))
+        decode = (DecodeSpeed(batch=1, context=tokens, tok_s=_spread(times.decode_tok_s)),)
+    weights = facts.weight_bytes
+    memory = MemoryUse(weights=weights, peak=times.peak_bytes) if weights is not None else None
+    row.speed = SpeedSweep(decode=decode, prefill=prefill, memory=memory, load_s=facts.load_s)
+
+
+def _range(values: Sequence[float]) -> tuple[float, float, float]:
+    return median(values), min(values), max(values)
+
+
+def _spread(values: Sequence[float]) -> Spread:
+    middle, low, high = _range(values)
+    return Spread(median=middle, low=low, high=high)

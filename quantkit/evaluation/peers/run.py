@@ -1,0 +1,171 @@
+"""Runs one peer: the same windows, scored against the same reference as every other row, and its speed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from datetime import UTC, datetime
+from typing import Any
+
+import numpy as np
+import torch
+
+from quantkit.evaluation.forced import TeacherForcedModel
+from quantkit.evaluation.metric_table import registered_metrics
+from quantkit.evaluation.peers.base import Peer, PeerPrediction, PeerSession
+from quantkit.evaluation.peers.parse import parse_peer
+from quantkit.evaluation.peers.row import PeerMeasurement, peer_row
+from quantkit.evaluation.peers.scores import PeerScores
+from quantkit.evaluation.result import ModelResult
+from quantkit.runtime.loader import LoadedModel
+from quantkit.support.errors import QuantkitError, UsageError
+from quantkit.support.frozen import Frozen
+from quantkit.support.progress import Listener, ProgressEvent, silent
+
+PROBE = 2
+"""Windows of each text whose text the tool must split into the same tokens."""
+
+
+class PeerSpeedSettings(Frozen):
+    """The speed test of a peer, as that of a model.
+
+    Attributes:
+        prefill: tokens of a prompt.
+        decode: tokens after it.
+        repeats: timed runs, after a warm-up.
+        threads: that the tool computes with.
+    """
+
+    prefill: int
+    decode: int
+    repeats: int
+    threads: int
+
+
+def run_peer(peer: str, texts: Mapping[str, torch.Tensor], prompt: int,
+             reference: LoadedModel | TeacherForcedModel, speed: PeerSpeedSettings | None = None,
+             progress: Listener = silent) -> ModelResult:
+    """Measure a peer, as :func:`measure_peer` does.
+
+    Returns:
+        A row: what the tool can't report is ``None`` or absent.
+    """
+    row = peer_row(measure_peer(peer, texts, prompt, reference, speed, progress))
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    row.measured = {kind: now for kind, there in (("quality", row.texts), ("speed", row.speed)) if there}
+    return row
+
+
+def measure_peer(peer: str, texts: Mapping[str, torch.Tensor], prompt: int,
+                 reference: LoadedModel | TeacherForcedModel, speed: PeerSpeedSettings | None = None,
+                 progress: Listener = silent) -> PeerMeasurement:
+    """Measure a peer.
+
+    Args:
+        peer: as it is written in ``--peer``.
+        texts: name → windows of token ids, int64 ``[windows, window]``; none: only speed is measured.
+        prompt: tokens at the beginning of a window that aren't scored.
+        reference: what it is scored against; a :class:`TeacherForcedModel` has this ``prompt``.
+        speed: ``None``: speed isn't measured.
+        progress: told before each window and the speed test.
+
+    Returns:
+        Plain data, which :func:`~quantkit.evaluation.peers.row.peer_row` makes a row of.
+
+    Raises:
+        UsageError: the peer can't be read, or its tokens are others.
+        QuantkitError: the tool isn't there, can't open the model, or failed.
+    """
+    tool = parse_peer(peer)
+    loaded = reference.loaded if isinstance(reference, TeacherForcedModel) else reference
+    lengths = [windows.shape[1] for windows in texts.values()]
+    if speed:
+        lengths.append(speed.prefill + speed.decode + 2)
+    threads = speed.threads if speed else torch.get_num_threads()
+    total = sum(len(windows) for windows in texts.values()) + (speed is not None)
+    progress(ProgressEvent(0, total, f"{tool.name} opens {tool.uri}"))
+    with closing(tool.open(max(lengths, default=1), threads, loaded.tokenizer)) as session:
+        facts = session.facts
+        _check_tokens(tool, session, texts, loaded)
+        data: dict[str, Any] = {"uri": tool.uri, "facts": facts.model_dump(), "texts": {}, "times": None}
+        arrays: dict[str, np.ndarray] = {}
+        done = 0
+        if speed:  # first, while the process's largest memory is that of running, not of logits
+            progress(ProgressEvent(done, total, f"speed of {tool.name}"))
+            times = session.time(_ids(texts, loaded, speed), speed.decode)
+            data |= {"times": times.model_dump(mode="json"), "prefill": speed.prefill}
+            done += 1
+        if texts:
+            data["texts"], arrays = _scored(tool, session, texts, prompt, reference, lambda number: progress(
+                ProgressEvent(done + number, total, f"{tool.name} {facts.method}")))
+    progress(ProgressEvent(total, total, "scored"))
+    return PeerMeasurement(data, arrays)
+
+
+def _check_tokens(tool: Peer, session: PeerSession, texts: Mapping[str, torch.Tensor],
+                  loaded: LoadedModel) -> None:
+    """Refuse a tool that means other tokens by the same ids. Raises UsageError."""
+    size = session.facts.vocab_size
+    for name, windows in texts.items():
+        if size is not None and int(windows.max()) >= size:
+            raise UsageError(f"{tool.uri} has a vocabulary of {size} tokens",
+                             why=f"the text {name} has the token {int(windows.max())}",
+                             next="compare models of one family")
+        text = loaded.tokenizer.decode(windows[:PROBE].flatten().tolist(), skip_special=False)
+        ours, theirs = loaded.tokenizer.encode(text, special=False), session.encode(text)
+        if theirs is not None and theirs != ours:
+            place = next((i for i, (a, b) in enumerate(zip(ours, theirs)) if a != b),
+                         min(len(ours), len(theirs)))
+            raise UsageError(
+                f"{tool.name} splits the text {name} into other tokens than {loaded.uri}",
+                why=f"{len(theirs)} tokens in place of {len(ours)}; token {place} is "
+                    f"{theirs[place] if place < len(theirs) else 'missing'}, not "
+                    f"{ours[place] if place < len(ours) else 'there'}",
+                next="compare models of one family")
+
+
+def _scored(tool: Peer, session: PeerSession, texts: Mapping[str, torch.Tensor], prompt: int,
+            reference: LoadedModel | TeacherForcedModel,
+            at: Callable[[int], None]) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Each text's means of each window, and arrays; nothing if the tool predicts no given tokens."""
+    metrics, number = registered_metrics(), 0
+    means: dict[str, Any] = {}
+    arrays: dict[str, np.ndarray] = {}
+    for name, windows in texts.items():
+        scores = PeerScores(metrics)
+        for window in windows:
+            at(number)
+            number += 1
+            prediction = session.predict(window.tolist(), prompt)
+            if prediction is None:
+                return {}, {}
+            _check_finite(tool, prediction)
+            scores.add(_reference_logits(reference, window, prompt), prediction, window[1 + prompt:])
+        means[name] = scores.means()
+        arrays |= {f"{name}/{key}": array for key, array in scores.arrays().items()}
+    return means, arrays
+
+
+@torch.inference_mode()
+def _reference_logits(reference: LoadedModel | TeacherForcedModel, window: torch.Tensor,
+                      prompt: int) -> torch.Tensor:
+    """``[T, vocab]`` of the positions that are scored."""
+    if isinstance(reference, TeacherForcedModel):
+        return reference.logits(window)[:-1]
+    return reference.model(window[None].to(reference.model.device))[0, prompt:-1]
+
+
+def _check_finite(tool: Peer, prediction: PeerPrediction) -> None:
+    for values in (prediction.logits, prediction.following):
+        if values is not None and not (values < torch.inf).all():
+            raise QuantkitError(f"{tool.name} gives logits of {tool.uri} that are not finite",
+                                why="its activations overflow, or its weights are damaged")
+
+
+def _ids(texts: Mapping[str, torch.Tensor], loaded: LoadedModel, speed: PeerSpeedSettings) -> list[list[int]]:
+    """A prompt for the warm-up and each run: the texts' tokens, each from another place on."""
+    ids: list[int] = torch.cat([windows.flatten() for windows in texts.values()]).tolist() if texts else [
+        token % loaded.config.vocab_size for token in range(7, 7 + speed.prefill + speed.repeats)]
+    ids = (ids * (2 + speed.prefill // len(ids)))[:speed.prefill + len(ids)]
+    return [ids[run:run + speed.prefill] for run in range(speed.repeats + 1)]
+

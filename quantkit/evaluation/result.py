@@ -1,0 +1,199 @@
+"""The results of a comparison: one row per model, and the protocol."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from quantkit.evaluation.gate_result import GateResult
+from quantkit.evaluation.keys import EXACT, MEASURED
+from quantkit.evaluation.metric_table import MetricInfo, builtin_infos, task_info
+from quantkit.evaluation.metrics import Interval
+from quantkit.evaluation.paired import PairedDifference
+from quantkit.evaluation.protocol import Protocol
+from quantkit.evaluation.roofline.result import Roofline
+from quantkit.evaluation.speed_sweep import SpeedSweep
+from quantkit.support.frozen import Frozen
+
+
+class TokenDiff(Frozen):
+    """A text, token by token, as two variants see it.
+
+    Attributes:
+        text: its name.
+        reference, candidate: names of the variants.
+        tokens: as texts, in their order; the first is predicted too.
+        kl: nats between what the two predict, for each token.
+        loss: nats that the candidate's negative log-likelihood is above the reference's.
+        expected: what the two find likeliest where they disagree, as texts; ``None`` where they agree.
+    """
+
+    text: str
+    reference: str
+    candidate: str
+    tokens: tuple[str, ...]
+    kl: tuple[float, ...]
+    loss: tuple[float, ...]
+    expected: tuple[tuple[str, str] | None, ...]
+
+
+VERSION = 1
+"""Of the file ``results.json``: what an older quantkit can't read has a higher one."""
+PLOTTED = ("kl_mean", "decode_tok_s")
+"""What the plot shows unless told otherwise."""
+
+
+@dataclass
+class ModelResult:
+    """One model's results.
+
+    Attributes:
+        model: as it was named.
+        method: ``bf16``, ``gptq int4 g64 sym``, …
+        bits_per_weight: stored bits of all Linears over their parameters; ``None``: a tool that doesn't tell.
+        file_bytes: of all weights on disk; ``None``: there is no file, or a tool that doesn't tell.
+        weight_bytes: of all weights in memory when it runs; ``None``: not known.
+        peak_bytes: largest resident set of the speed test's process.
+        load_s: seconds that it took to open the model there.
+        metrics: by key, with intervals.
+        kernels: phase → kernel → how many Linears it runs.
+        manifest_sha256: of a checkpoint's manifest.
+        answer: a generated text, for those who want to see one.
+        kv: the KV setting it ran with; ``None``: no cache was involved in its quality.
+        kv_bytes_per_token: codes and scales of one token, all layers and heads.
+        kv_bytes: allocated for the KV cache at the end of a window.
+        recipe: that it was quantized by; ``None``: it was named as it is.
+        tool: other than quantkit that ran it, with its version: ``llama.cpp b9821``.
+        texts: name of a text → metrics on it alone; ``metrics`` are over all texts together.
+        window_means: name of a text → key → the metric's mean over each window, for paired tests.
+        items: ``task/metric`` → the value of each item, for paired tests.
+        differences: what it is to the reference, tested in pairs.
+        speed: by batch and context; ``None`` if that wasn't measured.
+        measured: what was measured (``quality``, ``tasks``, ``speed``) → when, as ISO 8601.
+    """
+
+    model: str
+    method: str
+    bits_per_weight: float | None
+    file_bytes: int | None
+    peak_bytes: int | None = None
+    load_s: float | None = None
+    metrics: dict[str, Interval] = field(default_factory=dict)
+    kernels: dict[str, dict[str, int]] = field(default_factory=dict)
+    manifest_sha256: str | None = None
+    answer: str | None = None
+    kv: str | None = None
+    kv_bytes_per_token: int | None = None
+    kv_bytes: int | None = None
+    recipe: str | None = None
+    tool: str | None = None
+    texts: dict[str, dict[str, Interval]] = field(default_factory=dict)
+    window_means: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+    items: dict[str, list[float]] = field(default_factory=dict)
+    differences: list[PairedDifference] = field(default_factory=list)
+    speed: SpeedSweep | None = None
+    measured: dict[str, str] = field(default_factory=dict)
+    weight_bytes: int | None = None
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """Bytes of weights and KV cache in memory; where a tool doesn't say, its file's for the weights."""
+        weights = self.weight_bytes or self.file_bytes
+        return None if weights is None else weights + (self.kv_bytes or 0)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data: every metric as a number, and ``intervals`` beside them. A number that is not
+        finite (a model so broken that its perplexity overflows) is ``None``: JSON has no other."""
+        data: dict[str, Any] = {"model": self.model, "method": self.method,
+                                "bits_per_weight": self.bits_per_weight, "file_bytes": self.file_bytes,
+                                "peak_bytes": self.peak_bytes, **dict.fromkeys(MEASURED)}
+        data |= {name: _finite(value.value) for name, value in self.metrics.items()}
+        data["intervals"] = {name: [_finite(value.low), _finite(value.high)]
+                             for name, value in self.metrics.items()}
+        return data | {"kv": self.kv, "kv_bytes_per_token": self.kv_bytes_per_token,
+                       "kv_bytes": self.kv_bytes, "load_s": self.load_s, "kernels": self.kernels,
+                       "manifest_sha256": self.manifest_sha256, "answer": self.answer,
+                       "recipe": self.recipe, "tool": self.tool, "weight_bytes": self.weight_bytes,
+                       "texts": {name: {key: _ends(value) for key, value in metrics.items()}
+                                 for name, metrics in self.texts.items()},
+                       "window_means": {text: {key: [_finite(value) for value in values]
+                                          for key, values in means.items()}
+                                   for text, means in self.window_means.items()},
+                       "items": {key: [_finite(value) for value in values]
+                                 for key, values in self.items.items()},
+                       "differences": [difference.model_dump(mode="json") for difference in self.differences],
+                       "speed": self.speed and self.speed.model_dump(mode="json"), "measured": self.measured}
+
+
+@dataclass
+class EvalResult:
+    """A comparison.
+
+    Attributes:
+        protocol: how the numbers were made.
+        rows: a row a model, the reference first.
+        question: what the answers in ``rows`` answer.
+        metrics: what each key of the rows' metrics is, in the order in which reports show them; plugins' are
+            added to quantkit's own.
+        command: what was typed to get this; ``None``: nothing was.
+        plotted: keys of the metrics that a plot shows.
+        suite: that was run; ``None``: none was named.
+        floors: key of a metric → its noise floor: what arithmetic alone makes of it.
+        roofline: of models, each without KV settings.
+        sensitivity: what 4 bits cost in each Linear, in nats: ``("model.layers.0.mlp.up_proj", 0.0012)``.
+        diff: tokens of a text with what the reference and another variant make of each.
+        other_diffs: the same with further variants.
+        gate: what was demanded and what came of it; ``None``: nothing was.
+    """
+
+    protocol: Protocol
+    rows: list[ModelResult]
+    question: str | None = None
+    metrics: dict[str, MetricInfo] = field(default_factory=builtin_infos)
+    command: str | None = None
+    plotted: tuple[str, ...] = PLOTTED
+    suite: str | None = None
+    floors: dict[str, Interval] = field(default_factory=dict)
+    roofline: list[Roofline] = field(default_factory=list)
+    sensitivity: list[tuple[str, float]] = field(default_factory=list)
+    diff: TokenDiff | None = None
+    other_diffs: list[TokenDiff] = field(default_factory=list)
+    gate: GateResult | None = None
+
+    @property
+    def noise_floor(self) -> Interval | None:
+        """KL between float32 arithmetic and the reference's own: what a KL must exceed to mean anything."""
+        return self.rows[0].metrics.get(EXACT) if self.rows else None
+
+    @property
+    def measured(self) -> dict[str, MetricInfo]:
+        """The metrics that some row has a value of, in the order of ``metrics``; then those that it doesn't
+        list: scores of tasks, ``task/metric``."""
+        keys = dict.fromkeys(key for row in self.rows for key in row.metrics)
+        known = {key: info for key, info in self.metrics.items() if key in keys}
+        return known | {key: task_info(key) for key in keys if key not in known}
+
+    def to_dict(self) -> dict[str, Any]:
+        """The object that ``--json`` prints."""
+        described = {key: info for key, info in self.metrics.items() if key in MEASURED} | self.measured
+        floor = self.noise_floor
+        return {"version": VERSION, "results": [row.to_dict() for row in self.rows],
+                "protocol": self.protocol.to_dict(),
+                "noise_floor_kl": floor and {"value": _finite(floor.value),
+                                             "interval": [_finite(floor.low), _finite(floor.high)]},
+                "metrics": {key: info.to_dict() for key, info in described.items()},
+                "question": self.question, "command": self.command, "suite": self.suite,
+                "floors": {key: _ends(value) for key, value in self.floors.items()},
+                "roofline": [roofline.model_dump(mode="json") for roofline in self.roofline],
+                "sensitivity": self.sensitivity, "diff": self.diff and self.diff.model_dump(mode="json"),
+                "other_diffs": [diff.model_dump(mode="json") for diff in self.other_diffs],
+                "plotted": list(self.plotted), "gate": self.gate and self.gate.model_dump(mode="json")}
+
+
+def _ends(value: Interval) -> list[float | None]:
+    return [_finite(value.value), _finite(value.low), _finite(value.high)]
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -1,0 +1,94 @@
+"""Says before a comparison begins what it consists of, what is there already, and how long it may take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from quantkit.evaluation.settings import EvalSettings
+from quantkit.evaluation.sweep.estimate import estimated
+from quantkit.evaluation.sweep.facts import ModelFacts, facts_of
+from quantkit.evaluation.sweep.plan import make_plan, planned_texts
+from quantkit.evaluation.sweep.store import MeasurementStore, user_store
+from quantkit.quantization.planning.duration import expected_seconds, operations
+from quantkit.quantization.planning.plan import make_plan as plan_layers
+from quantkit.quantization.planning.plan import with_own_head
+from quantkit.quantization.recipe import load_recipe
+from quantkit.sources.open import open_source
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What lies ahead.
+
+    Attributes:
+        models, settings, texts: how many.
+        measurements, kept: measurements, and how many of them are there.
+        missing: recipes whose checkpoints are to be made.
+        seconds: that all this may take.
+    """
+
+    models: int
+    settings: int
+    texts: int
+    measurements: int
+    kept: int
+    missing: tuple[str, ...]
+    seconds: float
+
+    def sentence(self) -> str:
+        """For people, without the time."""
+        variants = self.models * self.settings
+        parts = [f"{self.models} model{'s' * (self.models > 1)}"]
+        parts += [f"{self.settings} KV settings"] if self.settings > 1 else []
+        parts += [f"{self.texts} texts"] if self.texts > 1 else []
+        text = (f"{variants} variant{'s' * (variants > 1)} ({' × '.join(parts)}), "
+                f"{self.measurements} measurements")
+        if self.kept:
+            text += f", {self.kept} of them there already"
+        if self.missing:
+            text += f"; to quantize: {', '.join(self.missing)}"
+        return text
+
+
+def look_ahead(uris: Sequence[str], settings: EvalSettings, recipes: Mapping[str, Path]) -> Outlook:
+    """Look at what a comparison would do. Checkpoints that aren't there count as models like the first.
+
+    Args:
+        uris: models that are there, the reference first.
+        settings: of the comparison.
+        recipes: recipe → the folder of its checkpoint, which may be missing.
+
+    Raises:
+        QuantkitError: a model or a text isn't there, or they can't be compared.
+    """
+    models = [facts_of(uri, settings.revision_of(number), settings.dtype, hashed=settings.keep)
+              for number, uri in enumerate(uris)]
+    absent = tuple(recipe for recipe, folder in recipes.items() if not folder.exists())
+    for recipe, folder in recipes.items():
+        models.append(replace(models[0], uri=str(folder), revision=None, identity=f"not made yet: {recipe}",
+                              recipe=folder.name) if recipe in absent
+                      else facts_of(str(folder), dtype=settings.dtype, recipe=folder.name,
+                                    hashed=settings.keep))
+    plan = make_plan(models, settings, planned_texts(settings))
+    store = user_store() if settings.keep and not settings.fresh else MeasurementStore(None)
+    missing = [measurement for measurement in plan.measurements if not store.has(measurement.key)]
+    seconds = sum(measurement.seconds for measurement in estimated(plan, missing))
+    seconds += _quantize_seconds(models[0], absent)
+    return Outlook(len(models), len(plan.kv), len(plan.texts), len(plan.measurements),
+                   len(plan.measurements) - len(missing), absent, seconds)
+
+
+def _quantize_seconds(model: ModelFacts, recipes: Sequence[str]) -> float:
+    """What quantizing a model by these recipes may take, as far as that is known."""
+    seconds = 0.0
+    if recipes:
+        rate = operations()
+        with closing(open_source(model.uri, model.revision)) as source:
+            for recipe in map(load_recipe, recipes):
+                if not recipe.candidates:
+                    layers = plan_layers(recipe, with_own_head(recipe, source))
+                    seconds += sum(expected_seconds(layers, rate) or ()) / 2
+    return seconds

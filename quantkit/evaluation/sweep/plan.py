@@ -1,0 +1,308 @@
+"""What there is to measure: the product of models, KV settings and texts, as measurements."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quantkit import __version__
+from quantkit.evaluation.peers.parse import parse_peer
+from quantkit.evaluation.peers.run import PeerSpeedSettings
+from quantkit.evaluation.protocol import cpu_cores, cpu_name
+from quantkit.evaluation.quality import windows_of
+from quantkit.evaluation.settings import EvalSettings
+from quantkit.evaluation.speed_sweep import SweepSettings
+from quantkit.evaluation.sweep.facts import ModelFacts, hash_of
+from quantkit.evaluation.sweep.jobs import (
+    Measurement,
+    PeerJob,
+    RooflineJob,
+    SensitivityJob,
+    SpeedJob,
+    TasksJob,
+)
+from quantkit.evaluation.sweep.quality import Floor, QualityJob, metric_names
+from quantkit.evaluation.text import EvalText, load_text
+from quantkit.executor.base import TaskNeeds
+from quantkit.formats.dtypes import FLOATS
+from quantkit.kv.cache import KVCache
+from quantkit.kv.spec import KVSpec
+from quantkit.ops import cpu_machine
+from quantkit.plugins.manager import current
+from quantkit.support.device import find_device, gpu_name
+from quantkit.support.errors import UsageError
+
+SPARE = 4096
+"""Letters of a text beyond those that its windows need."""
+WEIGHT_BYTES, MEMORY_BESIDE = 2, 10 ** 9
+"""Bytes of a parameter in 16 bits, and of a process beside its weights."""
+RUNTIME_BYTES, LOGIT_BYTES = 600_000_000, 12
+"""Bytes of Python, torch and the kernels; and of a logit with its copies while a window is scored."""
+WHOLE = 1 << 20
+"""Letters of a text that is used as it is."""
+LETTERS = 24
+"""Letters of a token, at most on average."""
+
+
+@dataclass(frozen=True)
+class PlannedText:
+    """A text and how many windows of it are used.
+
+    Attributes:
+        name: how reports call it; ``""``: it is the only one.
+        text: content.
+        windows: how many.
+    """
+
+    name: str
+    text: EvalText
+    windows: int
+
+
+@dataclass(frozen=True)
+class SweepPlan:
+    """Everything that is to be measured.
+
+    Attributes:
+        models: the reference first.
+        kv: settings of each model, as texts; ``(None,)``: its own.
+        texts: that are scored.
+        prompt: tokens of a window that go through the cache; ``None``: no cache is involved.
+        ids: of the prompt of the speed tests.
+        measurements: in the order in which they are done.
+    """
+
+    models: tuple[ModelFacts, ...]
+    kv: tuple[str | None, ...]
+    texts: tuple[PlannedText, ...]
+    prompt: int | None
+    ids: tuple[int, ...]
+    measurements: tuple[Measurement, ...]
+
+
+def planned_texts(settings: EvalSettings) -> tuple[PlannedText, ...]:
+    """The texts, read. Raises UsageError: one isn't there or can't be used."""
+    if not settings.texts:
+        return (PlannedText("", load_text(settings.text), settings.windows),)
+    return tuple(PlannedText(part.name, load_text(part.text), part.windows or settings.windows)
+                 for part in settings.texts)
+
+
+def make_plan(models: Sequence[ModelFacts], settings: EvalSettings,
+              texts: Sequence[PlannedText]) -> SweepPlan:
+    """Plan a comparison.
+
+    Args:
+        models: the reference first.
+        settings: what is measured.
+        texts: that are scored.
+
+    Raises:
+        UsageError: models can't be compared, a text is too short, or a test longer than a model's context.
+    """
+    kv = tuple(map(str, settings.kv)) or (None,)
+    prompt = _prompt(models, settings)
+    _check(models, settings)
+    _check_texts(models, settings, texts)
+    ids = _prompt_ids(models[0], settings, texts) if settings.speed else ()
+    base = {"quantkit": __version__, "torch": torch.__version__, "dtype": settings.dtype,
+            "arithmetic": _arithmetic(settings.device),
+            "plugins": {plugin.distribution: plugin.version for plugin in current().plugins}}
+    machine = {"cpu": cpu_name(), "cores": cpu_cores(), "threads": torch.get_num_threads()}
+    measurements = [*_quality(models, settings, texts, kv, prompt, base), *_tasks(models, settings, kv, base)]
+    measurements += _peers(models[0], settings, texts, kv[0], prompt, base | machine)
+    if settings.sensitivity and not models[0].quantized:
+        first = models[0]
+        measurements.append(Measurement("sensitivity", f"what 4 bits cost in each layer of {first.name}",
+                            SensitivityJob(first.place, first.revision),
+                            {**base, "kind": "sensitivity", "model": first.identity,
+                             "python": sys.version}, 0.0))
+    if settings.roofline:
+        for number, model in enumerate(models):
+            measurements.append(Measurement("roofline", f"operators of {model.name}", RooflineJob(
+                model.place, model.revision, settings.dtype, settings.device), base | machine | {
+                    "kind": "roofline", "model": model.identity}, 0.0, (number, 0)))
+    if settings.speed:
+        measurements += _speed(models, settings, kv, ids, base | machine)
+    gpus = int(find_device(settings.device).type == "cuda")
+    return SweepPlan(tuple(models), kv, tuple(texts), prompt, ids, tuple(
+        replace(measurement, needs=_needs(measurement, models[0], gpus),
+                key=measurement.key if all(model.identity for model in models) else None)
+        for measurement in measurements))
+
+
+def _needs(measurement: Measurement, model: ModelFacts, gpus: int) -> TaskNeeds:
+    """Two models in memory and a third in float32 for quality; what is timed is alone."""
+    weights, kind, job = WEIGHT_BYTES * model.parameters, measurement.kind, measurement.job
+    timed = kind in ("speed", "roofline") or (isinstance(job, PeerJob) and job.speed is not None)
+    wide = kind in ("quality", "sensitivity", "exact_tasks")
+    return TaskNeeds(gpus, MEMORY_BESIDE + weights * (4 if wide else 2), timed)
+
+
+def memory_bytes(models: Sequence[ModelFacts], settings: EvalSettings) -> int:
+    """What a comparison takes of memory at most, about: the reference and the scored model in 16 bits, with a
+    noise floor the reference in float32 too, and the logits of a window."""
+    parameters = max(model.parameters for model in models)
+    floor = settings.floor or settings.noise_floor
+    weights = WEIGHT_BYTES * parameters * (min(len(models), 2) + 2 * floor)
+    logits = settings.window * models[0].config.vocab_size * LOGIT_BYTES * (2 + floor)
+    return RUNTIME_BYTES + weights + logits
+
+
+def _quality(models: Sequence[ModelFacts], settings: EvalSettings, texts: Sequence[PlannedText],
+             kv: tuple[str | None, ...], prompt: int | None, base: Mapping[str, Any]) -> list[Measurement]:
+    floor: Floor = "all" if settings.noise_floor else "reference" if settings.floor else "none"
+    reference, measurements = models[0], []
+    for number, model in enumerate(models):
+        for place, text in enumerate(texts):
+            job = QualityJob(reference.place, reference.revision, kv[0], model.place, model.revision, kv,
+                             _content(text, settings), settings.window, text.windows, prompt,
+                             settings.dtype, settings.device, floor)
+            key = {**base, "kind": "quality", "reference": reference.identity, "model": model.identity,
+                   "kv": [setting if setting is not None else str(model.kv) for setting in kv],
+                   "reference_kv": kv[0] if kv[0] is not None else str(reference.kv),
+                   "of_reference": job.of_reference, "text": text.text.sha256,
+                   "window": settings.window, "windows": text.windows,
+                   "prompt": prompt, "floor": floor if number == 0 or floor == "all" else "none",
+                   "metrics": metric_names()}
+            label = f"quality of {model.name}" + (f" on {text.name}" if text.name else "")
+            measurements.append(Measurement("quality", label, job, key, 0.0, (number, place)))
+    return measurements
+
+
+def _peers(reference: ModelFacts, settings: EvalSettings, texts: Sequence[PlannedText], kv: str | None,
+           prompt: int | None, base: Mapping[str, Any]) -> list[Measurement]:
+    speed = PeerSpeedSettings(prefill=settings.prefill_tokens, decode=settings.decode,
+                              repeats=settings.repeats,
+                              threads=torch.get_num_threads()) if settings.speed else None
+    measurements = []
+    for number, peer in enumerate(settings.peers):
+        parts = tuple((text.name or text.text.name, _content(text, settings), text.windows) for text in texts)
+        job = PeerJob(peer, reference.place, reference.revision, settings.dtype, settings.device, kv, parts,
+                      settings.window, prompt, speed)
+        identity = hash_of(Path(parse_peer(peer).uri).expanduser())
+        key = None if identity is None else {
+            **base, "kind": "peer", "peer": peer, "identity": identity, "reference": reference.identity,
+            "kv": kv if kv is not None else str(reference.kv), "metrics": metric_names(),
+            "texts": [[text.name, text.text.name, text.text.sha256, text.windows] for text in texts],
+            # what the tool's version is, only the tool knows: a run that was stopped today goes on
+            "date": datetime.now(UTC).date().isoformat(), "window": settings.window,
+            "prompt": prompt, "speed": speed and speed.model_dump(mode="json")}
+        measurements.append(Measurement("peer", peer, job, key, 0.0, (number, 0)))
+    return measurements
+
+
+def _content(text: PlannedText, settings: EvalSettings) -> str:
+    """As much of a text as its windows need."""
+    return text.text.content[:max(WHOLE, settings.window * text.windows * LETTERS + SPARE)]
+
+
+def _tasks(models: Sequence[ModelFacts], settings: EvalSettings, kv: tuple[str | None, ...],
+           base: Mapping[str, Any]) -> list[Measurement]:
+    if not settings.tasks:
+        return []
+    from quantkit.evaluation.tasks import prepare_tasks
+
+    # before any model is loaded: what is missing shows at once
+    ready = prepare_tasks(settings.tasks, data=settings.task_data, limit=settings.limit)
+    asked = [[task.file.model_dump(mode="json"), task.fingerprint] for task in ready]
+    base = {**base, "lm_eval": version("lm_eval")}
+
+    def measurement(kind: str, model: ModelFacts, setting: str | None, dtype: str, label: str,
+                    variant: tuple[int, int]) -> Measurement:
+        job = TasksJob(model.place, model.revision, dtype, settings.device, setting, settings.tasks,
+                       settings.task_data, settings.limit)
+        key = {**base, "dtype": dtype, "kind": "tasks", "model": model.identity, "asked": asked,
+               "kv": setting if setting is not None else str(model.kv)}
+        return Measurement(kind, label, job, key, 0.0, variant)
+
+    measurements = [measurement("tasks", model, setting, settings.dtype, _label("tasks for", model, setting),
+                                (number, place))
+                    for number, model in enumerate(models) for place, setting in enumerate(kv)]
+    if (settings.floor or settings.noise_floor) and models[0].dtype != "float32":
+        measurements.append(measurement("exact_tasks", models[0], kv[0], "float32",
+                                        f"tasks for {models[0].name} in float32", (0, 0)))
+    return measurements
+
+
+def _speed(models: Sequence[ModelFacts], settings: EvalSettings, kv: tuple[str | None, ...],
+           ids: tuple[int, ...], base: Mapping[str, Any]) -> list[Measurement]:
+    sweep = SweepSettings(batches=settings.batches, contexts=settings.contexts or (settings.prefill_tokens,),
+                          prefill=settings.prefill_tokens, decode=settings.decode, repeats=settings.repeats)
+    measurements = []
+    for number, model in enumerate(models):
+        for place, setting in enumerate(kv):
+            job = SpeedJob(model.place, model.revision, settings.dtype, settings.device, setting, ids,
+                           sweep, torch.get_num_threads())
+            key = {**base, "kind": "speed", "model": model.identity,
+                   "settings": sweep.model_dump(mode="json"),
+                   "kv": setting if setting is not None else str(model.kv)}
+            measurements.append(Measurement("speed", _label("speed of", model, setting), job, key, 0.0,
+                                            (number, place)))
+    return measurements
+
+
+def _label(what: str, model: ModelFacts, setting: str | None) -> str:
+    return f"{what} {model.name}" + (f" kv {setting}" if setting else "")
+
+
+def _prompt(models: Sequence[ModelFacts], settings: EvalSettings) -> int | None:
+    """``None`` if no cache is needed: nobody asks for a KV setting, no checkpoint has one of its own."""
+    if not settings.kv and settings.prompt is None and all(model.kv == KVSpec() for model in models):
+        return None
+    if settings.window < 4:
+        raise UsageError(f"--window {settings.window} is too short for a prompt and an answer",
+                         next="--window 512")
+    return settings.prompt or settings.window // 2
+
+
+def _check(models: Sequence[ModelFacts], settings: EvalSettings) -> None:
+    sizes = sorted({model.config.vocab_size for model in models})
+    if len(sizes) > 1:
+        raise UsageError(f"the models have vocabularies of {sizes} tokens",
+                         why="KL and top-1 compare the same tokens", next="compare models of one family")
+    for model in models:
+        context = model.config.max_position_embeddings
+        if settings.window > context:
+            raise UsageError(f"--window {settings.window} is longer than the context of {model.uri}",
+                             why=f"it was made for {context} tokens")
+        if settings.speed and settings.prefill_tokens + settings.decode >= context:
+            raise UsageError(f"the speed test is longer than {model.uri} takes",
+                             why=f"{settings.prefill_tokens} tokens in and {settings.decode} out; "
+                                 f"it was made for {context}",
+                             next="give a smaller --prefill, or --no-speed")
+
+
+def _check_texts(models: Sequence[ModelFacts], settings: EvalSettings, texts: Sequence[PlannedText]) -> None:
+    """That each text is long enough and all models split it alike, and that each takes the KV settings."""
+    for text in texts:
+        content = _content(text, settings)
+        ids = windows_of(models[0], content, settings.window, text.windows)
+        for model in models[1:]:
+            if not torch.equal(ids, windows_of(model, content, settings.window, text.windows)):
+                raise UsageError(f"{model.uri} splits the text into other tokens than {models[0].uri}",
+                                 why="a comparison token by token needs the same tokenizer",
+                                 next="compare models of one family")
+    for spec in settings.kv:
+        KVCache(models[0].config, spec, FLOATS[models[0].dtype], torch.device("cpu"))
+
+
+def _prompt_ids(model: ModelFacts, settings: EvalSettings, texts: Sequence[PlannedText]) -> tuple[int, ...]:
+    """Of the speed tests: the first text's beginning, again and again if it is too short."""
+    length = settings.prefill_tokens
+    ids = model.tokenizer.encode(texts[0].text.content[:length * LETTERS + SPARE], special=False)
+    return tuple((ids * -(-length // max(1, len(ids))))[:length])
+
+
+def _arithmetic(device: str) -> str:
+    """What decides the bits of a number: the GPU, or the CPU's instructions."""
+    if (gpu := gpu_name(find_device(device))) is not None:
+        return gpu
+    return "torch" if cpu_machine.unavailable() is not None else cpu_machine.isa().name

@@ -1,0 +1,1 @@
+"""A finished checkpoint in another layout, and its upload to the hub."""

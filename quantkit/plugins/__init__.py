@@ -1,0 +1,1 @@
+"""Registries, the hooks that fill them, and the plugin manager."""

@@ -1,0 +1,1 @@
+"""From a source and a recipe to a checkpoint."""

@@ -1,0 +1,298 @@
+"""Chooses a candidate for each layer within a budget, as an ordinary recipe with its predicted loss."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from quantkit.models.architecture import EMBEDDING, EXPERT, parse_config
+from quantkit.plugins.manager import registry
+from quantkit.quantization.budget.allocate import allocate
+from quantkit.quantization.budget.amount import Budget
+from quantkit.quantization.budget.rules import part_of, rules_of
+from quantkit.quantization.budget.sensitivity import Rows, sensitivities
+from quantkit.quantization.planning.layers import PlanRow
+from quantkit.quantization.planning.plan import Plan, candidate_rows, make_plan
+from quantkit.quantization.planning.recovery_check import check as check_recovery
+from quantkit.quantization.recipe import Candidate, Recipe
+from quantkit.quantization.specs import CalibrationSpec
+from quantkit.sources.base import ModelSource
+from quantkit.support.errors import RecipeError, UsageError
+from quantkit.support.progress import Listener, silent
+
+
+@dataclass(frozen=True)
+class UniformCandidate:
+    """One candidate in all layers that are free to choose.
+
+    Attributes:
+        label: the candidate's.
+        bits: stored bits a weight, over all Linears.
+        disk_bytes: of all the checkpoint's tensors.
+        kl: predicted, nats a token.
+    """
+
+    label: str
+    bits: float
+    disk_bytes: int
+    kl: float
+
+
+@dataclass(frozen=True)
+class SharedChoice:
+    """All layers that stand at the same place of a decoder layer and are stored alike: q, k and v, say.
+
+    Attributes:
+        names: theirs, without the number.
+        bits: stored bits a weight.
+        kl: predicted, nats a token.
+        counts: by candidate's label, in how many decoder layers it was chosen.
+    """
+
+    names: tuple[str, ...]
+    bits: float
+    kl: float
+    counts: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class BudgetChoice:
+    """What fits a budget.
+
+    Attributes:
+        budget: as asked for.
+        recipe: an ordinary one: the given rules, then one for each choice.
+        plan: of that recipe.
+        candidates: what there was to choose from.
+        chosen: by Linear, the candidate's number.
+        costs: by Linear, then candidate: the KL that it should cause, nats a token.
+        uniform: each candidate that fits all layers, alone; the smallest first.
+    """
+
+    budget: Budget
+    recipe: Recipe
+    plan: Plan
+    candidates: tuple[Candidate, ...]
+    chosen: Mapping[str, int]
+    costs: Mapping[str, Mapping[int, float]]
+    uniform: tuple[UniformCandidate, ...]
+
+    @property
+    def kl(self) -> float:
+        """Predicted for the whole model, nats a token: the sum over the Linears that were chosen for."""
+        return math.fsum(self.costs[name][index] for name, index in self.chosen.items())
+
+    def parts(self) -> list[SharedChoice]:
+        """The choice by place, in the model's order."""
+        rows = {row.name: row for row in self.plan.rows}
+        places: dict[tuple[str, ...], list[list[str]]] = defaultdict(list)
+        for names in _groups(rows[name] for name in self.chosen):
+            places[tuple(dict.fromkeys(map(part_of, names)))].append(names)
+        rows_of_layers, labels = [], labels_of(self.candidates)
+        for place, groups in places.items():
+            counts = [0] * len(self.candidates)
+            for names in groups:
+                counts[self.chosen[names[0]]] += 1
+            flat = [rows[name] for names in groups for name in names]
+            rows_of_layers.append(SharedChoice(place, _bits(flat, sum(row.bytes_after for row in flat)),
+                                               math.fsum(self.costs[row.name][self.chosen[row.name]]
+                                                         for row in flat),
+                                               {labels[i]: n for i, n in enumerate(counts) if n}))
+        return rows_of_layers
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for ``--json``."""
+        labels = labels_of(self.candidates)
+        return {"budget": self.budget.text, "bits_per_weight": self.plan.bits_per_weight,
+                "tensor_bytes": self.plan.disk_bytes, "predicted_kl": self.kl,
+                "uniform": [{"label": uniform.label, "bits_per_weight": uniform.bits,
+                             "tensor_bytes": uniform.disk_bytes, "predicted_kl": uniform.kl}
+                            for uniform in self.uniform],
+                "layers": {name: {"chosen": labels[index], "predicted_kl": {
+                    labels[i]: kl for i, kl in self.costs[name].items()}}
+                    for name, index in self.chosen.items()}}
+
+
+def choose(source: ModelSource, recipe: Recipe, budget: Budget, progress: Listener = silent) -> BudgetChoice:
+    """Give every layer that no rule takes one of the recipe's candidates, so that the divergence predicted
+    for the whole is the least that fits.
+
+    Layers that engines fuse (q, k and v; gate and up; all experts of a layer) get the same.
+
+    Args:
+        source: of the model.
+        recipe: with candidates.
+        budget: for all Linears (``bpw``) or all tensors (bytes); what rules decide counts too.
+        progress: called while sensitivities are measured.
+
+    Raises:
+        RecipeError: there are no candidates, they can't be compared or mixed, or none fits a layer.
+        UsageError: the budget is smaller than the smallest choice, or larger than the largest.
+        CalibrationError: the text is unusable, or a value isn't finite.
+        Stopped: interrupted; what was measured is kept.
+    """
+    _check(recipe)
+    spec = recipe.calibration or CalibrationSpec()
+    # codes alone decide what a layer costs: a recovery comes after the choice
+    base = make_plan(recipe.model_copy(update={"calibration": spec, "candidates": (), "recover": None}),
+                     source)
+    rows = candidate_rows(recipe, source)
+    check_recovery(recipe.model_copy(update={"calibration": spec}),
+                   [*base.rows, *(row for choices in rows.values() for row in choices.values())],
+                   parse_config(source.config()))
+    if outside := next((name for name, choices in rows.items() if next(iter(choices.values())).layer is None),
+                       None):
+        raise RecipeError(f"recipe {recipe.name!r} has no rule for {outside}",
+                          why="sensitivity is measured in decoder layers only",
+                          next=f"add a rule {{match: {outside}, optional: true}}, which keeps it, or give "
+                               "it a data-free method")
+    linears = [row for row in base.rows if row.name != EMBEDDING]  # bits a weight are theirs
+    other = base.other_bytes + sum(row.bytes_after for row in base.rows if row.name == EMBEDDING)
+    fixed = [row for row in linears if row.name not in rows]
+    if not rows:
+        raise RecipeError(f"the rules of recipe {recipe.name!r} leave no layer to its candidates",
+                          next=f"remove the rule with match {recipe.rules[-1].match!r}")
+    _check_fixed(recipe, fixed)
+    groups = _groups(row for row in base.rows if row.name in rows)
+    options = [_common(names, rows, recipe) for names in groups]
+    sizes = [[sum(rows[name][i].bytes_after for name in names) for i in options_of_group]
+             for names, options_of_group in zip(groups, options)]
+    taken = sum(row.bytes_after for row in fixed)
+    limit = budget.linear_bytes(_weights(linears), other) - taken
+    _check_range(budget, limit, linears, other, taken, sum(map(min, sizes)), sum(map(max, sizes)))
+
+    costs = sensitivities(source, base, recipe.candidates, rows, progress)
+    picked = allocate([[math.fsum(costs[name][i] for name in names) for i in options_of_group]
+                       for names, options_of_group in zip(groups, options)], sizes, limit)
+    assert picked is not None  # the range was checked
+    chosen = {name: options_of_group[at] for names, options_of_group, at in zip(groups, options, picked)
+              for name in names}
+    kl = math.fsum(costs[name][index] for name, index in chosen.items())
+    told = f"Chosen for {budget.text} from the candidates of {recipe.name}; predicted KL {kl:.3g}."
+    resolved = recipe.model_copy(update={
+        "description": told, "calibration": recipe.calibration, "candidates": (),
+        "rules": recipe.rules + rules_of(chosen, recipe.candidates)})
+    return BudgetChoice(budget, resolved, make_plan(resolved, source), recipe.candidates, chosen, costs,
+                        _uniform(recipe, linears, other, rows, costs, taken))
+
+
+def labels_of(candidates: Sequence[Candidate]) -> list[str]:
+    """What each is called: by its spec, by its method too where that is another's, by a number too where
+    only options differ."""
+    specs = [candidate.label() for candidate in candidates]
+    alike = Counter(specs)
+    names = [f"{candidate.method} {spec}" if alike[spec] > 1 else spec
+             for candidate, spec in zip(candidates, specs, strict=True)]
+    alike = Counter(names)
+    return [f"{name} #{number}" if alike[name] > 1 else name for number, name in enumerate(names, 1)]
+
+
+def _check(recipe: Recipe) -> None:
+    """RecipeError for candidates that can't be chosen from."""
+    if not recipe.candidates:
+        raise RecipeError(f"recipe {recipe.name!r} has no candidates",
+                          why="its rules leave a budget no choice",
+                          next="leave out --recipe, or add a section 'candidates' to it (docs/budget.md)")
+    if recipe.calibration is not None and recipe.calibration.importance != "gradient":
+        raise RecipeError(f"recipe {recipe.name!r} says importance: equal",
+                          why="the cost of a layer's error is measured by gradients",
+                          next="calibration: {importance: gradient}")
+    if changed := [transform.name for transform in recipe.transforms
+                   if registry("transforms").get(transform.name).layer]:
+        raise RecipeError(f"recipe {recipe.name!r} has candidates and the transform {changed[0]}",
+                          why="it changes layers once their inputs are measured, and what a layer's error "
+                              "costs is measured before",
+                          next="leave it out; rotate, which changes the whole model beforehand, can stay")
+    packed = [candidate for candidate in recipe.candidates if candidate.spec is not None]
+    for candidate in packed:
+        assert candidate.spec is not None
+        named = f"candidate {candidate.label()} of recipe {recipe.name!r}"
+        if candidate.spec.activations:
+            raise RecipeError(f"{named} rounds activations too",
+                              why="only the cost of rounding weights is measured", next="leave it out")
+        alone = getattr(registry("formats").get(str(candidate.format_name)), "alone", False)
+        if alone and any((o.format_name, o.spec) != (candidate.format_name, candidate.spec) for o in packed):
+            raise RecipeError(f"{named} can't be mixed with others",
+                              why=f"format {candidate.format_name} has place for one spec",
+                              next="leave out 'format': pack-quantized can say a mix of integers")
+
+
+def _check_fixed(recipe: Recipe, fixed: Sequence[PlanRow]) -> None:
+    """RecipeError for a candidate whose format has no place for what rules make of other layers."""
+    for candidate in recipe.candidates:
+        if candidate.spec is None or not getattr(registry("formats").get(str(candidate.format_name)), "alone",
+                                                 False):
+            continue
+        for row in fixed:
+            if row.spec and (row.format, row.spec.label()) != (candidate.format_name, candidate.spec.label()):
+                named = f"candidate {candidate.label()} of recipe {recipe.name!r}"
+                raise RecipeError(f"{named} can't be mixed with what its rules make of {row.name}",
+                                  why=f"that is {row.spec.label()} by "
+                                  f"{row.format}, and format {candidate.format_name} has place for one spec",
+                                  next="leave out 'format': pack-quantized can say a mix of integers")
+
+
+def _groups(rows: Iterable[PlanRow]) -> list[list[str]]:
+    """Names of the layers that get the same, in the model's order."""
+    groups: dict[str, list[str]] = defaultdict(list)
+    for row in rows:
+        head, expert, _ = row.name.partition(EXPERT)
+        groups[head + expert if expert else row.shares].append(row.name)
+    return list(groups.values())
+
+
+def _common(names: Sequence[str], rows: Rows, recipe: Recipe) -> list[int]:
+    """Numbers of the candidates that fit all of these layers."""
+    common = [index for index in rows[names[0]] if all(index in rows[name] for name in names)]
+    if not common:
+        raise RecipeError(f"recipe {recipe.name!r}: no candidate fits all of {', '.join(names)}",
+                          why="they get the same, so that engines can fuse them",
+                          next="add a candidate {method: null}, which keeps them")
+    return common
+
+
+def _check_range(budget: Budget, limit: int, linears: Sequence[PlanRow], other: int, fixed: int, least: int,
+                 largest: int) -> None:
+    weights = _weights(linears)
+    rounding = 1000 if budget.bits is None else weights // 800 + 1  # of what is named below
+    nothing = fixed + largest == sum(row.bytes_before for row in linears)  # is quantized, if all that fits
+    if least <= limit and (limit < largest if nothing else limit <= largest + rounding):
+        return
+
+    def told(size: int) -> tuple[str, str]:
+        """Rounded up: what is named can be had."""
+        bits, total = math.ceil(800 * size / weights) / 100, other + size
+        return f"{bits:g}bpw", f"{math.ceil(total / 1e3) / 1e3:.3f}MB"
+
+    low, high = told(fixed + least), told(fixed + largest)
+    kind = 0 if budget.bits is not None else 1
+    small = limit < least
+    raise UsageError(f"--budget {budget.text} is {'less' if small else 'more'} than any choice takes",
+                     why=f"the candidates take from {low[0]} ({low[1]} with all other tensors) to {high[0]} "
+                         f"({high[1]})",
+                     next=f"the same command with --budget {low[kind]}" if small
+                     else "give less, or leave the model as it is")
+
+
+def _uniform(recipe: Recipe, linears: Sequence[PlanRow], other: int, rows: Rows,
+             costs: Mapping[str, Mapping[int, float]], fixed: int) -> tuple[UniformCandidate, ...]:
+    uniforms, labels = [], labels_of(recipe.candidates)
+    for index, candidate in enumerate(recipe.candidates):
+        if candidate.method is None or any(index not in choices for choices in rows.values()):
+            continue
+        size = fixed + sum(choices[index].bytes_after for choices in rows.values())
+        uniforms.append(UniformCandidate(labels[index], _bits(linears, size), other + size,
+                                         math.fsum(costs_of_layer[index]
+                                                   for costs_of_layer in costs.values())))
+    return tuple(sorted(uniforms, key=lambda uniform: uniform.disk_bytes))
+
+
+def _weights(rows: Sequence[PlanRow]) -> int:
+    return sum(row.shape[0] * row.shape[1] for row in rows)
+
+
+def _bits(rows: Sequence[PlanRow], size: int) -> float:
+    return 8 * size / _weights(rows)

@@ -1,0 +1,296 @@
+"""Calibration data: finds what the recipe names, renders and encodes it, and cuts it into windows."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quantkit.checkpoint.coverage import SHARED, Coverage, Overlap, SourceFile
+from quantkit.checkpoint.manifest import CalibrationFacts
+from quantkit.quantization.calibration import hub
+from quantkit.quantization.calibration.files import DataFile, local_files, read_files, some_of
+from quantkit.quantization.calibration.overlap import Passages, repeated
+from quantkit.quantization.calibration.passages import builtin_documents
+from quantkit.quantization.calibration.rows import Document
+from quantkit.quantization.calibration.windows import (
+    SEPARATOR,
+    Encoded,
+    Ids,
+    TooFewWindowsError,
+    Windows,
+    begun,
+    cut_windows,
+)
+from quantkit.quantization.specs import CalibrationSpec
+from quantkit.structure.conversation import Message, conversation
+from quantkit.structure.turns import Tool, turn_format
+from quantkit.support.errors import CalibrationError, SourceError
+from quantkit.support.progress import Listener, silent
+from quantkit.text.tokenizer import Tokenizer
+
+BUILTIN, SELF, RANDOM = "builtin", "self", "random"
+EVALUATION = "eval's built-in text"
+BYTES_PER_TOKEN = 64
+"""Bytes of files that are read for every requested token: no tokenizer needs more."""
+LONGEST_TEXT = 256 * 2**20
+"""Bytes of a text to avoid."""
+
+
+@dataclass(frozen=True)
+class CalibrationData:
+    """What calibrated methods see, and what is known of it.
+
+    Attributes:
+        tokens: int64 ``[windows, tokens]``.
+        origins: of each window, where it begins.
+        packing: ``stream`` or ``documents``.
+        files: what was read; none for the built-in text.
+        coverage: the report.
+    """
+
+    tokens: torch.Tensor
+    origins: tuple[str, ...]
+    packing: str
+    files: tuple[SourceFile, ...]
+    coverage: Coverage
+
+    @property
+    def sha256(self) -> str:
+        """The sha256 of the tokens as little-endian int64."""
+        return hashlib.sha256(self.tokens.numpy().astype("<i8").tobytes()).hexdigest()
+
+
+def check_length(spec: CalibrationSpec, context: int) -> None:
+    """Raise CalibrationError for windows that are longer than the model's context."""
+    if spec.window > context:
+        raise CalibrationError(f"windows of {spec.window} tokens are longer than the model's context",
+                               why=f"it was made for {context} tokens", next=f"--window {context}, or less")
+
+
+def load_calibration(spec: CalibrationSpec, tokenizer: Tokenizer, vocabulary: int, widest: int,
+                     listen: Listener = silent, strict: bool = False) -> CalibrationData:
+    """Find, encode and cut the text that ``spec`` names.
+
+    Args:
+        spec: which text, how many windows of which length.
+        tokenizer: the model's, with its chat template.
+        vocabulary: tokens that the model knows.
+        widest: inputs of the widest Linear that is calibrated, for the report.
+        listen: told of downloads.
+        strict: a row that can't be used is an error; else it is left out and counted.
+
+    Raises:
+        CalibrationError: the data can't be had, is malformed, can't be rendered, or too little, or the
+            tokenizer doesn't fit the model.
+    """
+    unusable: list[CalibrationError] | None = None if strict else []
+    documents, read = _documents(spec, tokenizer, listen, unusable)
+    packing = spec.packing
+    if packing == "auto":
+        packing = "documents" if any(document.is_chat for document in documents) else "stream"
+    encoded, left_out = _encode(documents, tokenizer, packing, unusable)
+    exams = _Exams(spec, tokenizer)
+    windows = _windows(spec, encoded, packing, exams, unusable or [])
+    tokens = begun(windows.tokens, tokenizer.first_id)
+    if (largest := int(tokens.max())) >= vocabulary:
+        raise CalibrationError(f"the tokenizer yields token {largest}, the model knows {vocabulary}",
+                               why="tokenizer.json and config.json are of different models",
+                               next="replace tokenizer.json by the model's own")
+    no_chats = sum(not document.is_chat for document in documents)
+    coverage = exams.look(tokens, Coverage(
+        documents=len(encoded), chats=len(encoded) - no_chats, left_out=left_out,
+        unusable=len(unusable or ()), unusable_first=_said(unusable[0]) if unusable else None,
+        available=windows.available, vocabulary=vocabulary, widest=widest, avoided=windows.avoided,
+        short=sum(len(text.ids) < spec.window for text in encoded), cut=windows.cut, lost=windows.lost))
+    return CalibrationData(tokens, windows.origins, packing, read, coverage)
+
+
+def own_calibration(spec: CalibrationSpec, tokenizer: Tokenizer, tokens: torch.Tensor, vocabulary: int,
+                    widest: int, fallback: str | None = None) -> CalibrationData:
+    """The same of windows (int64 ``[windows, tokens]``) that the model has written itself, or that were drawn
+    from its vocabulary."""
+    coverage = Coverage(documents=len(tokens), available=tokens.numel(), vocabulary=vocabulary, widest=widest,
+                        fallback=fallback)
+    origins = tuple(f"{spec.text}, window {i}" for i in range(len(tokens)))
+    return CalibrationData(tokens, origins, "documents", (), _Exams(spec, tokenizer).look(tokens, coverage))
+
+
+class _Exams:
+    """The texts that models are evaluated on: by default, and those to avoid."""
+
+    def __init__(self, spec: CalibrationSpec, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._avoid = [(Path(name).name, Passages(_text_to_avoid(name))) for name in spec.avoid]
+
+    def hit(self, ids: Ids) -> bool:
+        """Whether a text to avoid has a fifth of this or more."""
+        if not self._avoid:
+            return False
+        text = self._tokenizer.decode(ids)
+        return any(known.share(text) >= SHARED for _, known in self._avoid)
+
+    def look(self, tokens: torch.Tensor, coverage: Coverage) -> Coverage:
+        """The report with what is known of the windows themselves."""
+        same, similar = repeated(tokens.numpy())
+        texts = [self._tokenizer.decode(ids) for ids in tokens.tolist()]
+        overlaps = []
+        for name, known in [(EVALUATION, _evaluation_text()), *self._avoid]:
+            shares = [known.share(text) for text in texts]
+            overlaps.append(Overlap(text=name, windows=sum(share >= SHARED for share in shares),
+                                    largest=round(max(shares), 4)))
+        return coverage.model_copy(update={
+            "used": tokens.numel(), "distinct": tokens.unique().numel(), "same": same, "similar": similar,
+            "overlaps": tuple(overlaps)})
+
+
+def _windows(spec: CalibrationSpec, encoded: Sequence[Encoded], packing: str, exams: _Exams,
+             unusable: Sequence[CalibrationError]) -> Windows:
+    try:
+        return cut_windows(spec, encoded, packing, exams.hit)
+    except TooFewWindowsError as error:
+        if not unusable:
+            raise
+        why = f"{error.why}; rows that can't be used: {len(unusable)}, the first: {_said(unusable[0])}"
+        assert error.next
+        raise TooFewWindowsError(error.what, why=why, next=error.next, windows=error.windows) from None
+
+
+def _said(error: CalibrationError) -> str:
+    return ": ".join(filter(None, (error.what, error.why)))
+
+
+def _documents(spec: CalibrationSpec, tokenizer: Tokenizer, listen: Listener,
+               unusable: list[CalibrationError] | None) -> tuple[list[Document], tuple[SourceFile, ...]]:
+    need = spec.windows * spec.window
+    parts: list[DataFile | Document] = []
+    for name in spec.texts:
+        if name == BUILTIN:
+            # twice as much where windows may be left out
+            parts += builtin_documents(need * (2 if spec.avoid else 1), tokenizer)
+        elif name.startswith(hub.PREFIX):
+            parts += hub.dataset_files(name, need * BYTES_PER_TOKEN, listen)
+        else:
+            parts += some_of(local_files(name), need * BYTES_PER_TOKEN, spec.seed)
+    read = read_files([part for part in parts if isinstance(part, DataFile)], need * BYTES_PER_TOKEN,
+                      unusable)
+    by_file = dict(read)
+    documents = [document for part in parts
+                 for document in (by_file[part] if isinstance(part, DataFile) else [part])]
+    return documents, tuple(SourceFile(name=file.name, sha256=file.sha256(), revision=file.revision)
+                            for file, _ in read)
+
+
+def _encode(documents: Sequence[Document], tokenizer: Tokenizer, packing: str,
+            unusable: list[CalibrationError] | None) -> tuple[list[Encoded], int]:
+    """Tokens of each document, and how many conversations are left out as someone writes a special token in
+    them. One that can't be rendered is left out too, and the reason goes to ``unusable``."""
+    encoded: list[Encoded] = []
+    broken: list[CalibrationError] = []
+    left_out = 0
+    for number, document in enumerate(documents, 1):
+        try:
+            text = document.content if isinstance(document.content, str) else _rendered(document, tokenizer)
+        except CalibrationError as error:
+            if unusable is None or not tokenizer.has_chat:
+                raise
+            broken.append(error)
+            continue
+        if text is None:
+            left_out += 1
+            continue
+        if packing == "stream" and number < len(documents):
+            text += SEPARATOR
+        encoded.append(Encoded(document.where, tokenizer.encode(text, special=False)))
+    if not encoded and broken:
+        raise broken[0]
+    if not encoded:
+        raise CalibrationError("every conversation is left out: a special token is written in it",
+                               why=f"the model's: {', '.join(sorted(tokenizer.controls.ids)[:8])}",
+                               next="give text as it is before a chat template, or under the key 'text'")
+    if unusable is not None:
+        unusable += broken
+    return encoded, left_out
+
+
+def _rendered(chat: Document, tokenizer: Tokenizer) -> str | None:
+    """The conversation as the chat template writes it; ``None`` if someone writes a special token in it.
+    With tools it is prepared as a server prepares it."""
+    assert not isinstance(chat.content, str)
+    messages: Sequence[Mapping[str, Any]] = chat.content
+    tools: list[Message] | None = None
+    try:
+        if chat.tools or any("tool_calls" in turn or turn["role"] == "tool" for turn in messages):
+            messages, tools = conversation(turn_format(tokenizer), messages, [
+                Tool(tool["name"], tool.get("description") or "", dict(tool.get("parameters") or {}))
+                for tool in chat.tools])
+        if any(tokenizer.controls.typed_in(text) for text in _texts([messages, tools])):
+            return None
+        return tokenizer.chat_text(messages, answer=False, tools=tools)
+    except SourceError as error:
+        problem = error.what if tokenizer.has_chat else "the model has no chat template"
+        raise CalibrationError(f"{chat.where} can't be rendered: {problem}", why=error.why,
+                               next="remove that line, or correct its roles" if tokenizer.has_chat else
+                                    "give plain text (key 'text'), or calibrate with 'builtin'") from None
+    except UnicodeEncodeError as error:
+        raise CalibrationError(f"{chat.where} holds half a character in its tools or calls",
+                               why=str(error)[:200], next="correct or remove that line") from None
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Every text in lists and mappings, however deep. Raises UnicodeEncodeError for half a character."""
+    waiting = [value]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, str):
+            value.encode()
+            yield value
+        elif isinstance(value, Mapping):
+            waiting += [*value, *value.values()]
+        elif isinstance(value, list | tuple):
+            waiting += value
+
+
+def _text_to_avoid(name: str) -> str:
+    try:
+        with Path(name).expanduser().open("rb") as file:
+            raw = file.read(LONGEST_TEXT + 1)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise CalibrationError(f"the text to avoid {name} can't be read",
+                               why=getattr(error, "strerror", None) or str(error),
+                               next="give the UTF-8 file that models will be evaluated on") from None
+    if len(raw) > LONGEST_TEXT:
+        raise CalibrationError(f"the text to avoid {name} is larger than {LONGEST_TEXT >> 20} MiB",
+                               next="give the part of it that models will be evaluated on")
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise CalibrationError(f"the text to avoid {name} is not UTF-8", next="convert it",
+                               why=f"byte {error.start}: {error.reason}") from None
+    if not text.strip():
+        raise CalibrationError(f"the text to avoid {name} is empty", next="leave it out")
+    return text
+
+
+@functools.cache
+def _evaluation_text() -> Passages:
+    """The text that ``quantkit eval`` reads when none is named."""
+    from pydoc_data.topics import topics
+
+    return Passages("\n".join(map(str, topics.values())))
+
+
+def calibration_facts(spec: CalibrationSpec | None, data: CalibrationData | None) -> CalibrationFacts | None:
+    """What a manifest says of a run's calibration; ``None`` if it doesn't calibrate, or has yet to write its
+    text."""
+    if data is None or spec is None:
+        return None
+    return CalibrationFacts(text=", ".join(spec.without_folders().texts), windows=spec.windows,
+                            window=spec.window, seed=spec.seed, importance=spec.importance,
+                            tokens=data.tokens.numel(), sha256=data.sha256, packing=data.packing,
+                            files=data.files, coverage=data.coverage)

@@ -1,0 +1,313 @@
+"""Pushes calibration tokens through a model, one decoder layer at a time.
+
+Each layer sees what the *quantized* layers before it produce, so that it can answer for their
+errors, as in GPTQ, https://arxiv.org/abs/2210.17323. In memory are one layer and the hidden states; these
+are on disk where memory has no room for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+
+import torch
+
+from quantkit.formats.base import QuantizedTensor
+from quantkit.models.architecture import EMBEDDING, EXPERT, linear_slots
+from quantkit.models.config import ModelConfig
+from quantkit.models.decoder import DecoderLayer
+from quantkit.models.layers import RMSNorm, embedded
+from quantkit.models.linear import Weights
+from quantkit.ops.hadamard import undo_hadamard
+from quantkit.ops.stored_weight import PlainWeight, QuantizedWeight, StoredWeight
+from quantkit.quantization.calibration.finite import NonFiniteError, first_nonfinite, require_finite_states
+from quantkit.quantization.calibration.sizes import BATCH_TOKENS
+from quantkit.quantization.calibration.spill import Spill
+from quantkit.quantization.calibration.stages import Stage, States, stages, whole
+from quantkit.quantization.calibration.stats import HessianObserver
+from quantkit.quantization.methods.base import LayerStats
+
+"""What the names of an expert's layers hold."""
+
+
+class LayerRunner:
+    """Hidden states between two layers, and the layer being worked on.
+
+    For every layer in order, and every one of its :meth:`stages`: :meth:`measure_stage` (or not, if nothing
+    needs it), then :meth:`advance_stage`. :meth:`measure` and :meth:`advance` take a layer as one stage.
+
+    Args:
+        config: the model's.
+        weights: the *original* model's; computing happens in its dtype and on its device.
+        tokens: int64 ``[windows, tokens]``.
+        importance: of each token for each Linear, float32 ``[windows · tokens]`` by full name;
+            ``None``: all tokens count the same.
+        states: where hidden states are kept; in memory by default.
+        table: the embedding, if it is quantized already.
+        correlation: factor on Hessians beside their diagonals; below 1 where tokens are no text.
+        drift: the original model's states are kept too, so that it can be measured how far a stage's inputs
+            have come away from them.
+
+    Attributes:
+        next: index of the layer that the hidden states are the input of, or are within.
+    """
+
+    def __init__(self, config: ModelConfig, weights: Weights, tokens: torch.Tensor,
+                 importance: Mapping[str, torch.Tensor] | None = None, states: Spill | None = None,
+                 table: QuantizedTensor | None = None, correlation: float = 1.0, drift: bool = False) -> None:
+        self._config, self._weights, self._importance = config, weights, importance
+        self._correlation = correlation
+        self._shares = {slot.name: slot.shares for slot in linear_slots(config)}
+        self._layer: DecoderLayer | None = None
+        self.next = 0
+        samples, length = tokens.shape
+        self._batch = max(1, BATCH_TOKENS // length)
+        batches = -(-samples // self._batch)
+        positions = torch.arange(length, device=weights.device)
+        self._positions = positions.expand(min(self._batch, samples), length)
+        spill = states or Spill(None)
+        self._states = StatesOfBatches(spill, "", batches, weights.device)
+        for i, x in enumerate(embeddings(config, weights, tokens, self._batch, table)):
+            self._states.put(i, (x,))
+        self._original: StatesOfBatches | None = None
+        self._ahead = False  # the original states are behind the stage that is next
+        if drift:
+            self._original = StatesOfBatches(spill, "original-", batches, weights.device)
+            for i, x in enumerate(embeddings(config, weights, tokens, self._batch)):
+                self._original.put(i, (x,))
+
+    def stages(self, index: int) -> tuple[Stage, ...]:
+        """Those of layer ``index``, which must be :attr:`next`."""
+        return stages(self._config, index, self._current(index))
+
+    def measure(self, index: int,
+                wanted: Mapping[str, Collection[str]] | None = None) -> dict[str, LayerStats]:
+        """:meth:`measure_stage` of all of layer ``index``, which must be :attr:`next`, before any of it is
+        replaced."""
+        return self.measure_stage(whole(index, self._current(index)), wanted)
+
+    def advance(self, index: int, replaced: Mapping[str, torch.Tensor | QuantizedTensor],
+                changed: Mapping[str, torch.Tensor] | None = None) -> None:
+        """:meth:`advance_stage` of all of layer ``index``, which must be :attr:`next`."""
+        self.advance_stage(whole(index, self._current(index)), replaced, changed)
+
+    @torch.no_grad()
+    def measure_stage(self, stage: Stage,
+                      wanted: Mapping[str, Collection[str]] | None = None) -> dict[str, LayerStats]:
+        """Statistics of the inputs of a stage's Linears, by full name.
+
+        Linears that share an input share its statistics too; a token counts there as it does for them on
+        average. An expert's are of the tokens that were sent to it; of one that got none they are zeros.
+
+        Args:
+            stage: the next one.
+            wanted: full names of the Linears that need statistics, and which; of all ``"hessian"`` and
+                ``"largest"`` by default. Who needs no ``"hessian"`` isn't given one, unless it shares its
+                input with one who does. ``"drift"`` isn't measured for a layer's last stage: experts' inputs
+                are known only while they run, and ``down_proj``'s drift costs more than all others together.
+
+        Raises:
+            NonFiniteError: a value isn't finite; sample, layer and tensor are named.
+            CalibrationError: nothing reached a Linear, or its Hessian overflows.
+        """
+        names = [name for name in stage.linears if wanted is None or name in wanted]
+        key = {name: self._shares[name] for name in names}
+        formed = {key[name] for name in names if wanted is None or {"hessian", "drift"} & set(wanted[name])}
+        drifted = not stage.last and wanted is not None and any("drift" in wanted[name] for name in names)
+        observers: dict[str, HessianObserver] = {}
+        for name in names:
+            if key[name] not in observers:
+                observers[key[name]] = stage.linears[name].observer = HessianObserver(
+                    name, self._importance_of([other for other in names if key[other] == key[name]]),
+                    stage.linears[name].shape[1] if EXPERT in name else None, key[name] in formed,
+                    self._correlation)
+        try:
+            first = 0
+            for i in range(len(self._states) if observers else 0):
+                states = self._states.get(i)
+                for observer in observers.values():
+                    observer.first = first
+                    if drifted and stage.inputs and self._original:
+                        observer.original = stage.inputs(self._original.get(i))
+                try:
+                    if stage.inputs is None:
+                        self._run(stage, states)
+                    else:
+                        for observer in observers.values():
+                            observer(stage.inputs(states))
+                except NonFiniteError as error:
+                    raise self._traced(stage, i, states, error) from None
+                first += states[0].shape[0] * states[0].shape[1]
+        finally:
+            for linear in stage.linears.values():
+                linear.observer = None
+        self._run_original(stage)
+        statistics = {key_of_input: observer.result() for key_of_input, observer in observers.items()}
+        return {name: statistics[key[name]] for name in names}
+
+    def forget(self, names: Collection[str]) -> None:
+        """Let go of weights that were measured, which :meth:`advance_stage` will be given anew."""
+        if self._layer is not None:
+            for name, linear in self._layer.linears().items():
+                if name in names:
+                    linear.weight = PlainWeight(torch.empty(0, 0))
+
+    @torch.no_grad()
+    def advance_stage(self, stage: Stage, replaced: Mapping[str, torch.Tensor | QuantizedTensor],
+                      changed: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Push the hidden states through a stage with some weights replaced; drop the layer behind its last.
+
+        Args:
+            stage: the next one.
+            replaced: new weights ``[out, in]`` by the full name of their Linear.
+            changed: other new tensors of the layer (norms, biases, a router's, a kept weight), by full
+                name, if the stage is all of it.
+
+        Raises:
+            NonFiniteError: a value isn't finite; sample, layer and tensor are named.
+        """
+        self._run_original(stage)
+        if changed:
+            stage = whole(stage.index, DecoderLayer(self._config, stage.index,
+                                                    self._weights.with_changed(changed)))
+        for name, linear in stage.linears.items():
+            if name in replaced:
+                linear.weight = PlainWeight(self._plain(replaced[name]))
+        for i in range(len(self._states)):
+            self._push(stage, self._states, i)
+        self._ahead = False
+        if stage.last:
+            self._layer = None
+            self.next += 1
+        else:  # they have done what they are for
+            for linear in stage.linears.values():
+                linear.weight = PlainWeight(torch.empty(0, 0))
+
+    @torch.no_grad()
+    def measure_head(self, name: str) -> LayerStats:
+        """Statistics of what the head multiplies: what the last layer leaves, normalized. All layers must
+        have been advanced through.
+
+        Args:
+            name: of the head, ``model.embed_tokens`` where it is that.
+
+        Raises:
+            NonFiniteError: a value isn't finite; sample and tensor are named.
+            CalibrationError: its Hessian overflows.
+        """
+        if self.next != self._config.num_layers:
+            raise ValueError(f"the head was asked for, the hidden states are at {self.next}")
+        norm = RMSNorm("model.norm", self._config.hidden_size, self._config, self._weights)
+        observer = HessianObserver(name, self._importance_of([name]),
+                                   correlation=self._correlation)
+        samples = (state for i in range(len(self._states)) for state in self._states.get(i)[0])
+        for sample, x in enumerate(samples):
+            observer.first = sample * x.shape[0]
+            try:
+                observer(norm(x.to(self._positions.device)))
+            except NonFiniteError as error:
+                raise NonFiniteError(error.tensor, sample=sample, why=error.why) from None
+        return observer.result()
+
+    def _importance_of(self, names: Sequence[str]) -> torch.Tensor | None:
+        """Of each token, for Linears that share an input: the mean."""
+        weights = [self._importance[name] for name in names if self._importance and name in self._importance]
+        return torch.stack(weights).mean(0) if weights else None
+
+    def _current(self, index: int) -> DecoderLayer:
+        if index != self.next:
+            raise ValueError(f"layer {index} was asked for, the hidden states are at {self.next}")
+        if self._layer is None:
+            self._layer = DecoderLayer(self._config, index, self._weights)
+        return self._layer
+
+    def _run(self, stage: Stage, states: States) -> States:
+        return stage.run(states, self._positions[:states[0].shape[0]])
+
+    def _run_original(self, stage: Stage) -> None:
+        """Push the original model's states through a stage, before its weights are replaced or forgotten."""
+        if self._original is None or self._ahead:
+            return
+        for i in range(len(self._original)):
+            self._push(stage, self._original, i)
+        self._ahead = True
+
+    def _push(self, stage: Stage, stream: StatesOfBatches, batch: int) -> None:
+        states = stream.take(batch)
+        result = self._run(stage, states)
+        try:
+            require_finite_states(result[-1], batch * self._batch, stage.result, stage.index)
+        except NonFiniteError as error:
+            raise self._traced(stage, batch, states, error) from None
+        stream.put(batch, result)
+
+    def _plain(self, weight: torch.Tensor | QuantizedTensor) -> torch.Tensor:
+        if isinstance(weight, QuantizedTensor):
+            from quantkit.plugins.manager import registry
+
+            rotated = weight.spec.rotation is not None
+            weight = registry("formats").get(weight.format).dequantize(weight)
+            assert isinstance(weight, torch.Tensor)
+            weight = undo_hadamard(weight) if rotated else weight
+        return weight.to(device=self._weights.device, dtype=self._weights.dtype)
+
+    def _traced(self, stage: Stage, batch: int, entered: States, error: NonFiniteError) -> NonFiniteError:
+        """The same with sample and tensor."""
+        def run(place: int) -> torch.Tensor:
+            return self._run(stage, tuple(states[place:place + 1] for states in entered))[-1]
+
+        return first_nonfinite(run, stage.linears, len(entered[0]), batch * self._batch, stage.index,
+                               stage.result) or error
+
+
+class StatesOfBatches:
+    """What is between two stages, batch by batch.
+
+    Args:
+        spill: where it is kept.
+        prefix: of its keys there.
+        batches: how many there are.
+        device: where it is given back.
+    """
+
+    def __init__(self, spill: Spill, prefix: str, batches: int, device: torch.device) -> None:
+        self._spill, self._prefix, self._device = spill, prefix, device
+        self._sizes = [0] * batches
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    def put(self, batch: int, states: States) -> None:
+        """Keep them, in place of what was taken."""
+        self._sizes[batch] = len(states)
+        for part, tensor in enumerate(states):
+            self._spill.put(self._key(batch, part), tensor)
+
+    def get(self, batch: int) -> States:
+        """Without forgetting them; the caller must not write to them."""
+        return self._each(batch, self._spill.get)
+
+    def take(self, batch: int) -> States:
+        """And forget them."""
+        return self._each(batch, self._spill.take)
+
+    def _each(self, batch: int, read: Callable[[str], torch.Tensor]) -> States:
+        return tuple(read(self._key(batch, part)).to(self._device) for part in range(self._sizes[batch]))
+
+    def _key(self, batch: int, part: int) -> str:
+        return f"{self._prefix}{batch}.{part}"
+
+
+def embeddings(config: ModelConfig, weights: Weights, tokens: torch.Tensor, batch: int,
+               table: QuantizedTensor | None = None) -> Iterator[torch.Tensor]:
+    """What enters the first layer, ``[batch, length, hidden]`` at a time; of the table only the rows of these
+    tokens are in memory, unless it is given, quantized. Raises NonFiniteError for one that isn't finite."""
+    stored: StoredWeight
+    if table is None:
+        used, places = tokens.unique(return_inverse=True)
+        stored = PlainWeight(weights.rows(f"{EMBEDDING}.weight", used))
+    else:
+        stored, places = QuantizedWeight(table), tokens
+    for i, part in enumerate(places.split(batch)):
+        x = embedded(config, part.to(weights.device), stored, weights.dtype)
+        require_finite_states(x, i * batch, "the hidden state after the embedding")
+        yield x

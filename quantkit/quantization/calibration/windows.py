@@ -1,0 +1,151 @@
+"""Documents → windows of tokens."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from quantkit.quantization.specs import CalibrationSpec
+from quantkit.support.errors import CalibrationError
+
+SEPARATOR = "\n\n"
+"""Between documents of a stream."""
+
+Ids = list[int]
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A document's tokens; in a stream those of the separator behind it too."""
+
+    where: str
+    ids: Ids
+
+
+@dataclass(frozen=True)
+class Windows:
+    """What calibrated methods see.
+
+    Attributes:
+        tokens: int64 ``[windows, tokens]``.
+        origins: of each window the document that it begins in, and the token there.
+        available: tokens that there were to choose from.
+        cut: documents whose end had no room in their window.
+        lost: how many tokens those ends had.
+        avoided: windows (of a stream) or documents left out for what they share with texts to avoid.
+    """
+
+    tokens: torch.Tensor
+    origins: tuple[str, ...]
+    available: int
+    cut: int = 0
+    lost: int = 0
+    avoided: int = 0
+
+
+class TooFewWindowsError(CalibrationError):
+    """There is too little text.
+
+    Args:
+        what, why, next: see :class:`~quantkit.support.errors.QuantkitError`.
+        windows: how many there are.
+    """
+
+    def __init__(self, what: str, *, why: str, next: str, windows: int) -> None:
+        super().__init__(what, why=why, next=next)
+        self.windows = windows
+
+
+def begun(windows: torch.Tensor, first_id: int | None) -> torch.Tensor:
+    """Windows cut from a text, int64 ``[n, tokens]``, each as a text of its own: its first token gives its
+    place to the BOS that the tokenizer puts in front of texts, if there is one."""
+    if first_id is None:
+        return windows
+    windows = windows.clone()
+    windows[:, 0] = first_id
+    return windows
+
+
+def cut_windows(spec: CalibrationSpec, documents: Sequence[Encoded], packing: str,
+                avoid: Callable[[Ids], bool] = lambda ids: False) -> Windows:
+    """Windows that don't overlap; ``spec.seed`` chooses which.
+
+    A ``stream`` is cut wherever a window ends. Else a window begins with a document and goes on with the
+    next ones until it is full; what is left of the last one is lost. So no window holds padding.
+
+    Args:
+        spec: number and length of windows, seed, the text's name for messages.
+        documents: encoded.
+        packing: ``stream`` or ``documents``.
+        avoid: whether some tokens must be left out.
+
+    Raises:
+        TooFewWindowsError: there are too few tokens.
+    """
+    available = sum(len(document.ids) for document in documents)
+    pack = _stream if packing == "stream" else _documents
+    return pack(spec, documents, available, avoid)
+
+
+def _stream(spec: CalibrationSpec, documents: Sequence[Encoded], available: int,
+            avoid: Callable[[Ids], bool]) -> Windows:
+    ids = [token for document in documents for token in document.ids]
+    pieces = [ids[i:i + spec.window] for i in range(0, len(ids) - spec.window + 1, spec.window)]
+    clean = [i for i, piece in enumerate(pieces) if not avoid(piece)]
+    if len(clean) < spec.windows:
+        raise too_short(spec, available, len(clean), len(pieces) - len(clean))
+    chosen = random.Random(spec.seed).sample(clean, spec.windows)
+    return Windows(torch.tensor([pieces[i] for i in chosen], dtype=torch.int64),
+                   tuple(_place(documents, i * spec.window) for i in chosen), available,
+                   avoided=len(pieces) - len(clean))
+
+
+def _place(documents: Sequence[Encoded], token: int) -> str:
+    for document in documents:
+        if token < len(document.ids):
+            return f"{document.where}, from token {token}"
+        token -= len(document.ids)
+    raise IndexError(token)
+
+
+def _documents(spec: CalibrationSpec, documents: Sequence[Encoded], available: int,
+               avoid: Callable[[Ids], bool]) -> Windows:
+    waiting = [document for document in documents if document.ids]
+    random.Random(spec.seed).shuffle(waiting)
+    rows: list[Ids] = []
+    origins: list[str] = []
+    row: Ids = []
+    cut = lost = avoided = 0
+    for document in waiting:
+        if len(rows) == spec.windows:
+            break
+        if avoid(document.ids):
+            avoided += 1
+            continue
+        if not row:
+            origins.append(document.where)
+        room = spec.window - len(row)
+        row = row + document.ids[:room]
+        if (surplus := len(document.ids) - room) > 0:
+            cut, lost = cut + 1, lost + surplus
+        if len(row) == spec.window:
+            rows.append(row)
+            row = []
+    if len(rows) < spec.windows:
+        raise too_short(spec, available, len(rows), avoided)
+    return Windows(torch.tensor(rows, dtype=torch.int64), tuple(origins), available, cut, lost, avoided)
+
+
+def too_short(spec: CalibrationSpec, available: int, windows: int, avoided: int) -> TooFewWindowsError:
+    """There are ``windows`` only."""
+    name, need = ", ".join(spec.texts), spec.windows * spec.window
+    why = f"{windows} of {spec.windows} windows of {spec.window} tokens are filled"
+    if avoided:
+        why += f"; {avoided} were left out for what they share with {', '.join(spec.avoid)}"
+    return TooFewWindowsError(
+        f"the calibration text {name} has {available} tokens, {need} are needed", why=why,
+        next=(f"--windows {windows}" if windows else f"--windows 1 --window {max(8, available)}")
+        + ", or give more text", windows=windows)

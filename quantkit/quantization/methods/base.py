@@ -1,0 +1,144 @@
+"""What a method is. A new one is a function and one :class:`Method` value."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from pydantic import BaseModel, ConfigDict
+
+from quantkit.formats.base import Codes
+from quantkit.formats.spec import QuantSpec
+from quantkit.plugins.manager import whose
+from quantkit.quantization.methods.contract import codes_fault
+from quantkit.support.errors import PluginError
+
+
+class MethodOptions(BaseModel):
+    """Base of a method's own options; unknown keys are errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+@dataclass(frozen=True)
+class LayerStats:
+    """What calibration measured at a Linear's input.
+
+    Attributes:
+        tokens: how many rows went in; 0 for an expert that got none, whose Hessian is zeros.
+        hessian: float32 ``[in, in]``, mean of ``x xᵀ`` over tokens, each weighted by what it matters to
+            the Linears that read it if the recipe's calibration says so; if a method asked for it.
+        largest: float32 ``[in]``, each input's largest ``|x|`` over all tokens, if a method asked for any.
+        notes: fallbacks taken while measuring, a sentence each.
+        drift: float32 ``[in, in]``, mean of ``(x̂ − x) xᵀ`` over tokens, weighted as in ``hessian``, with
+            ``x̂`` what enters the Linear in the original model, if a method asked for it and it is known.
+    """
+
+    tokens: int
+    hessian: torch.Tensor | None = None
+    largest: torch.Tensor | None = None
+    notes: tuple[str, ...] = ()
+    drift: torch.Tensor | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where they are: there a Linear is solved, too."""
+        tensors = (self.hessian, self.largest, self.drift)
+        return next((tensor.device for tensor in tensors if tensor is not None), torch.device("cpu"))
+
+    def to(self, device: torch.device) -> LayerStats:
+        """The same on another device."""
+        def moved(tensor: torch.Tensor | None) -> torch.Tensor | None:
+            return None if tensor is None else tensor.to(device)
+
+        return self if self.device == device else dataclasses.replace(
+            self, hessian=moved(self.hessian), largest=moved(self.largest), drift=moved(self.drift))
+
+
+@dataclass(frozen=True)
+class Method:
+    """A registered weight quantizer.
+
+    Attributes:
+        name: its name in recipes.
+        paper: link to the paper (or the page that stands for one).
+        quantize: ``(weight float32 [out, in], stats or None, spec, options) → Codes``. Pure: it
+            writes to none of its arguments and reads no file, clock or global generator.
+        needs: statistics it must be given: ``"hessian"``, ``"largest"`` or nothing (data-free); and
+            ``"drift"``, which it is given where it can be measured. An option ``drift`` that is 0 says that
+            it isn't needed.
+        options: its options' model.
+        kinds: the :attr:`QuantSpec.grid <quantkit.formats.spec.QuantSpec.grid>` values it can produce.
+        check: further limits on a spec, as the reason or ``None``.
+        quick: options with which it takes less time and comes to nearly the same loss: what a choice between
+            specs is measured with.
+        together: ``quantize`` for lists of weights of one shape and of their statistics → a list, if that is
+            quicker than one after the other.
+    """
+
+    name: str
+    paper: str
+    quantize: Callable[[torch.Tensor, LayerStats | None, QuantSpec, MethodOptions], Codes]
+    needs: frozenset[str] = frozenset()
+    options: type[MethodOptions] = MethodOptions
+    kinds: frozenset[str] = frozenset({"int"})
+    check: Callable[[QuantSpec], str | None] = lambda spec: None
+    quick: Mapping[str, Any] = field(default_factory=dict)
+    together: Callable[[Sequence[torch.Tensor], Sequence[LayerStats | None], QuantSpec, MethodOptions],
+                       list[Codes]] | None = None
+
+    def asked(self, options: Mapping[str, Any]) -> frozenset[str]:
+        """:attr:`needs` with these options, filled in: without ``drift`` if an option of that name is 0."""
+        return self.needs - {"drift"} if options.get("drift", 1) == 0 else self.needs
+
+    def refuses(self, spec: QuantSpec) -> str | None:
+        """Why this method can't produce ``spec``; ``None`` if it can."""
+        if spec.grid not in self.kinds:
+            return f"{self.name} produces {' or '.join(sorted(self.kinds))}, not {spec.grid}"
+        return self.check(spec)
+
+    def run(self, weight: torch.Tensor, stats: LayerStats | None, spec: QuantSpec,
+            options: MethodOptions) -> Codes:
+        """:attr:`quantize` with its contract checked. Raises PluginError if the method breaks it."""
+        try:
+            codes = self.quantize(weight, stats, spec, options)
+        except TypeError as error:
+            if error.__traceback__ is None or error.__traceback__.tb_next is not None:
+                raise  # of its own code
+            raise self._broken(f"can't be called: {error}",
+                               "quantize takes (weight, stats, spec, options)") from error
+        return self._checked(codes, weight, spec)
+
+    def run_together(self, weights: Sequence[torch.Tensor], stats: Sequence[LayerStats | None],
+                     spec: QuantSpec, options: MethodOptions) -> list[Codes]:
+        """The same for several weights of one shape, in whatever way the method does that."""
+        if self.together is None or len(weights) == 1:
+            return [self.run(weight, stat, spec, options) for weight, stat in zip(weights, stats,
+                                                                                  strict=True)]
+        results = self.together(weights, stats, spec, options)
+        if not isinstance(results, list) or len(results) != len(weights):
+            size = f" of {len(results)}" if isinstance(results, list) else ""
+            raise self._broken(f"together returned a {type(results).__name__}{size}",
+                               f"it must return a list of Codes, one for each of the {len(weights)} weights")
+        return [self._checked(codes, weight, spec) for codes, weight in zip(results, weights, strict=True)]
+
+    def _checked(self, codes: Codes, weight: torch.Tensor, spec: QuantSpec) -> Codes:
+        if (fault := codes_fault(codes, (weight.shape[0], weight.shape[1]), spec)) is not None:
+            raise self._broken(*fault)
+        return codes
+
+    def _broken(self, what: str, why: str) -> PluginError:
+        return PluginError(f"{whose('methods', self.name)} {what}", why=why,
+                           next="correct the method: quantkit.testing.check_method finds such errors")
+
+
+def options_type(method: Method) -> type[MethodOptions]:
+    """:attr:`Method.options`. Raises PluginError if that is no model of options."""
+    if isinstance(method.options, type) and issubclass(method.options, MethodOptions):
+        return method.options
+    raise PluginError(f"{whose('methods', method.name)} has options of {method.options!r:.60}",
+                      why="they are a subclass of MethodOptions",
+                      next="correct the method: quantkit.testing.check_method finds such errors")

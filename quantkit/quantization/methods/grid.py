@@ -1,0 +1,300 @@
+"""Grids: scales and zero points from the extremes of a group, rounding to them, and back.
+
+A uniform grid of ``b`` bits has levels ``0 … 2 ** b - 1`` and stands for ``(level - zero) * scale``. The
+symmetric scale is ``max|w| / ((2 ** b - 1) / 2)``, that of compressed-tensors, with the zero at level
+``2 ** (b - 1)``; the asymmetric one spans ``[min(w, 0), max(w, 0)]`` with an integer zero, so that 0
+is always exact. Scales are rounded to the dtype they are stored in *before* anything is rounded to
+them. Shrinking the extremes clips outliers in exchange for finer levels (OCTAV,
+https://arxiv.org/abs/2206.06501, has the trade-off's analysis; here it is a plain search).
+
+The levels of kind ``fp`` are e4m3's numbers, its zero is 0 and its scale ``max|w| / 448``. Its precision is
+relative: a search stretches the range within a factor of 2, to where the weights lie near to levels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from quantkit.formats.base import Codes
+from quantkit.formats.dtypes import resolve, scale_dtype
+from quantkit.formats.e4m3 import LARGEST, nearest_
+from quantkit.formats.finite import all_finite
+from quantkit.formats.level_values import encode, level_table
+from quantkit.formats.spec import GROUP_SCALES, QuantSpec
+from quantkit.support.errors import SpecError
+
+SHRINKS = tuple(1 + 0.025 * step for step in range(4, -20, -1))
+"""Factors on a group's extremes that a clip search tries. Above 1 the levels between the extremes move."""
+STRETCHES = tuple(2 ** (step / 24) for step in range(24))
+"""The same for kind ``fp``: beyond twice the range all levels but the smallest come again."""
+
+SERIAL = (1 << 15) - 1
+"""The number of values up to which torch runs an elementwise operation in one thread. Loops of many short
+operations stay below it: parallel regions that are this short crawl when other work wants the cores."""
+
+
+LAUNCHED = 1 << 26
+"""The same on a GPU: the number of values on which an operation works as long as its launch takes."""
+
+FARTHEST = 2.0**21
+"""Quotients are clamped to this before rounding: further out, every level is clamped anyway."""
+
+_WHOLE = 1.5 * 2**23  # float32 has no fractions up here: adding it rounds, taking it away leaves the result
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The grids of a weight's groups, float32; see :class:`~quantkit.formats.base.Codes`.
+
+    Attributes:
+        scale: ``spec.scale_shape``, finite and rounded; positive unless the spec's scales have a sign. Of
+            squares of weights: ``[out, in]``, that of every weight
+            (:mod:`quantkit.quantization.methods.tiles`).
+        zero: of the same shape: the level, or where levels come from a table the value, that means 0.
+        minimum: of the same shape, if the spec has minima.
+        outer, outer_minimum: ``spec.outer_shape``, if scales are multiples of something.
+    """
+
+    scale: torch.Tensor
+    zero: torch.Tensor
+    minimum: torch.Tensor | None = None
+    outer: torch.Tensor | None = None
+    outer_minimum: torch.Tensor | None = None
+
+    def rows(self, part: slice) -> Grid:
+        """That of some rows, where rows have scales of their own; all of it for ``slice(None)``."""
+        def some(tensor: torch.Tensor | None) -> torch.Tensor | None:
+            return tensor if tensor is None or len(tensor) == 1 else tensor[part]
+
+        return Grid(self.scale[part], self.zero[part], some(self.minimum), some(self.outer),
+                    some(self.outer_minimum))
+
+    def where(self, pick: torch.Tensor, other: Grid) -> Grid:
+        """This one for the rows in ``pick``, bool ``[out]``, ``other`` for the rest."""
+        def chosen(tensor: torch.Tensor | None, instead: torch.Tensor | None) -> torch.Tensor | None:
+            if tensor is None or instead is None:
+                return None
+            return torch.where(pick[:len(tensor)].unsqueeze(1), tensor, instead)
+
+        scale, zero = chosen(self.scale, other.scale), chosen(self.zero, other.zero)
+        assert scale is not None and zero is not None
+        return Grid(scale, zero, chosen(self.minimum, other.minimum), chosen(self.outer, other.outer),
+                    chosen(self.outer_minimum, other.outer_minimum))
+
+
+def at_once(device: torch.device) -> int:
+    """Values that an operation of many should take, so that none takes longer than it must."""
+    return SERIAL if device.type == "cpu" else LAUNCHED
+
+
+def require_finite(weight: torch.Tensor) -> None:
+    """Raises SpecError if a weight is NaN or infinite: no scale can stand for it."""
+    if not all_finite(weight):
+        bad = int((~torch.isfinite(weight)).sum())
+        raise SpecError(f"the weight holds {bad} values that are NaN or infinite",
+                        why="a quantized layer can't represent them; the model itself is damaged")
+
+
+def require_in_range(weight: torch.Tensor, spec: QuantSpec) -> None:
+    """Raises SpecError if a weight is beyond the range of the dtype that scales are stored in."""
+    if spec.scale_dtype in GROUP_SCALES:  # e4m3 has a number of the tensor's beside it, e8m0 float32's range
+        return
+    limit = torch.finfo(scale_dtype(spec)).max
+    if max(-float(weight.min()), float(weight.max())) > limit:
+        raise SpecError(f"a weight is above {limit:g}, the range of {spec.scale_dtype} scales",
+                        next="scale_dtype: bfloat16")
+
+
+def find_grid(weight: torch.Tensor, spec: QuantSpec, *, importance: torch.Tensor | None = None,
+              shrinks: tuple[float, ...] = (1.0,)) -> Grid:
+    """The grid of every group.
+
+    Args:
+        weight: float32 ``[out, in]``, finite.
+        spec: whose :attr:`~quantkit.formats.spec.QuantSpec.grid` is ``int`` or ``fp``; groups divide *in*.
+        importance: float32 ``[in]``, a weight on each column's squared error in the search, such as
+            the diagonal of a Hessian.
+        shrinks: factors on the extremes; the one with the least squared error wins in each group.
+
+    Raises:
+        SpecError: a weight is beyond the range of the scales' dtype.
+    """
+    shape = spec.scale_shape((weight.shape[0], weight.shape[1]))
+    require_in_range(weight, spec)
+    groups = weight.reshape(shape[0] * shape[1], -1)
+    parts = []
+    step = max(1, at_once(weight.device) // groups.shape[1])
+    costs = None if importance is None else costs_of_groups(importance, shape, groups.shape[1], step)
+    for start in range(0, groups.shape[0], step):
+        chunk = groups[start:start + step]
+        cost = None
+        if costs is not None:
+            first = start % shape[1]
+            cost = costs[first:first + chunk.shape[0]]
+        parts.append(search_groups(chunk, spec, cost, shrinks))
+    return Grid(torch.cat([p.scale for p in parts]).reshape(shape),
+                torch.cat([p.zero for p in parts]).reshape(shape))
+
+
+def round_to_grid(weight: torch.Tensor, grid: Grid, spec: QuantSpec) -> torch.Tensor:
+    """The nearest level of every weight, float32 ``[out, in]``."""
+    groups = above_minima(weight, grid).reshape(grid.scale.numel(), -1)
+    levels = settle_(groups / grid.scale.reshape(-1, 1), grid.zero.reshape(-1, 1), spec)
+    return levels.reshape(weight.shape)
+
+
+def above_minima(weight: torch.Tensor, grid: Grid) -> torch.Tensor:
+    """The weight less its groups' minima, so that its levels begin at 0; itself where there are none."""
+    if grid.minimum is None:
+        return weight
+    groups = weight.reshape(*grid.minimum.shape, -1)
+    return (groups - grid.minimum.unsqueeze(-1)).reshape(weight.shape)
+
+
+def row_parts(weight: torch.Tensor, spec: QuantSpec, values: int, multiple: int = 1) -> list[slice]:
+    """Rows that are worked on together, a multiple of some number and about ``values`` weights, so that there
+    are copies of few at a time; all of them where they share a scale, and squares whole."""
+    if spec.granularity.strategy == "tile":
+        multiple = spec.granularity.size or 1
+    rows, step = weight.shape[0], max(1, values // (weight.shape[1] * multiple)) * multiple
+    if spec.granularity.strategy == "tensor" or step >= rows:
+        return [slice(None)]
+    return [slice(start, start + step) for start in range(0, rows, step)]
+
+
+def join(parts: list[Codes], notes: tuple[str, ...] = ()) -> Codes:
+    """Parts of a weight's rows, one below the other."""
+    return Codes.joined(parts, notes)
+
+
+def settle_(quotients: torch.Tensor, zero: torch.Tensor, spec: QuantSpec) -> torch.Tensor:
+    """Weights over their scales, in place, → the nearest levels; those of a table are its values."""
+    table = rising(spec)
+    if table is not None:
+        values = torch.tensor(table, device=quotients.device)
+        return quotients.copy_(values[torch.bucketize(quotients, (values[1:] + values[:-1]) / 2)])
+    if spec.kind == "fp":
+        return nearest_(quotients)
+    return whole_(quotients.clamp_(-FARTHEST, FARTHEST)).add_(zero).clamp_(0, 2**spec.bits - 1)
+
+
+def rising(spec: QuantSpec) -> tuple[float, ...] | None:
+    """The values of levels, rising and each one once, where they aren't equal steps."""
+    table = level_table(spec)
+    return None if table is None else tuple(sorted(set(table)))
+
+
+def search_factors(spec: QuantSpec) -> tuple[float, ...]:
+    """Factors on a group's extremes that a search tries."""
+    return STRETCHES if spec.kind == "fp" else SHRINKS
+
+
+def from_grid(levels: torch.Tensor, grid: Grid) -> torch.Tensor:
+    """``(level - zero) * scale``, plus the minimum if there is one, float32 ``[out, in]``."""
+    groups = levels.reshape(grid.scale.numel(), -1)
+    values = (groups - grid.zero.reshape(-1, 1)) * grid.scale.reshape(-1, 1)
+    if grid.minimum is not None:
+        values += grid.minimum.reshape(-1, 1)
+    return values.reshape(levels.shape)
+
+
+def whole_(values: torch.Tensor) -> torch.Tensor:
+    """Round in place to the nearest whole number, ties to even; for values within ±4 million.
+
+    The same as ``round_``, which torch splits over threads from 2048 values on.
+    """
+    return values.add_(_WHOLE).sub_(_WHOLE)
+
+
+def to_codes(levels: torch.Tensor, grid: Grid, spec: QuantSpec, notes: tuple[str, ...] = ()) -> Codes:
+    """Levels and their grid as :class:`Codes`."""
+    zero = None if spec.symmetric or spec.minimum else grid.zero.to(torch.uint8)
+    scale = grid.scale.contiguous()
+    if spec.granularity.strategy == "tile":
+        places = scale[::spec.granularity.size, ::spec.granularity.size]
+        scale = places.clone(memory_format=torch.contiguous_format)  # one number would keep its strides
+    return Codes(resolve(spec), encode(levels, spec), scale, zero, notes, grid.minimum, grid.outer,
+                 grid.outer_minimum)
+
+
+def smallest(dtype: torch.dtype) -> float:
+    """The smallest scale of a dtype: its least normal number, or for float16, whose range is short, its
+    least number."""
+    info = torch.finfo(dtype)
+    return info.tiny * info.eps if dtype == torch.float16 else info.tiny
+
+
+def round_scale(scale: torch.Tensor, zero: torch.Tensor, spec: QuantSpec) -> torch.Tensor:
+    """Round to the stored dtype, never to zero, and never so far that a level overflows that dtype."""
+    dtype = scale_dtype(spec)
+    info = torch.finfo(dtype)
+    farthest = torch.full_like(zero, LARGEST) if spec.kind == "fp" else torch.maximum(
+        zero, 2**spec.bits - 1 - zero)
+    rounded = scale.clamp(min=smallest(dtype)).to(dtype).float()
+    over = rounded * farthest > info.max
+    if bool(over.any()):
+        # one step below the quotient, so that rounding it can't come out above
+        rounded = torch.where(over, (info.max / farthest * (1 - info.eps)).to(dtype).float(), rounded)
+    return rounded
+
+
+def search_groups(groups: torch.Tensor, spec: QuantSpec, cost: torch.Tensor | None,
+            shrinks: tuple[float, ...]) -> Grid:
+    """``groups [n, g]`` → grids ``[n, 1]``; ties go to the earlier, wider factor."""
+    low = groups.amin(dim=1, keepdim=True).clamp(max=0)
+    high = groups.amax(dim=1, keepdim=True).clamp(min=0)
+    best = grid_between(low * shrinks[0], high * shrinks[0], spec)
+    if len(shrinks) == 1:
+        return best
+    scale, zero = best.scale, best.zero
+    least = _error(groups, best, spec, cost)
+    for factor in shrinks[1:]:
+        grid = grid_between(low * factor, high * factor, spec)
+        error = _error(groups, grid, spec, cost)
+        better = error < least
+        least = torch.where(better, error, least)
+        scale = torch.where(better, grid.scale, scale)
+        zero = torch.where(better, grid.zero, zero)
+    return Grid(scale, zero)
+
+
+def grid_between(low: torch.Tensor, high: torch.Tensor, spec: QuantSpec) -> Grid:
+    """The grid of groups that reach from ``low`` (at most 0) to ``high`` (at least 0), in their shape."""
+    top = 2**spec.bits - 1
+    if spec.kind == "fp":
+        zero = torch.zeros_like(low)
+        return Grid(round_scale(torch.maximum(-low, high) / LARGEST, zero, spec), zero)
+    if spec.symmetric:
+        zero = torch.full_like(low, 2 ** (spec.bits - 1))
+        return Grid(round_scale(torch.maximum(-low, high) / (top / 2), zero, spec), zero)
+    # each end is divided first: their difference may be beyond float32
+    scale = round_scale(high / top - low / top, torch.zeros_like(low), spec)
+    zero = (-low / scale).round().clamp_(0, top)
+    return Grid(scale, zero)
+
+
+def _error(groups: torch.Tensor, grid: Grid, spec: QuantSpec, cost: torch.Tensor | None) -> torch.Tensor:
+    """Sum of (weighted) squared errors ``[n, 1]``, worked out in levels to spare operations."""
+    top = 2**spec.bits - 1
+    scaled = groups / grid.scale
+    if spec.kind == "fp":
+        level = nearest_(scaled.clone())
+    elif spec.symmetric:
+        middle = 2 ** (spec.bits - 1)
+        level = whole_(scaled.clamp(-middle, top - middle))
+    else:
+        level = whole_(torch.clamp(scaled, -grid.zero, top - grid.zero))
+    error = level.sub_(scaled).square_()
+    if cost is not None:
+        error.mul_(cost)
+    return error.sum(dim=1, keepdim=True).mul_(grid.scale.square())
+
+
+def costs_of_groups(importance: torch.Tensor, shape: tuple[int, ...], size: int, count: int) -> torch.Tensor:
+    """The importance of each weight of ``count`` groups from any group of a row on, ``[≥ count, size]``
+    (one row stands for all where a group is one or more whole rows)."""
+    if importance.numel() <= size:
+        return importance.repeat(size // importance.numel()).expand(count, size)
+    return importance.reshape(shape[1], size).repeat(count // shape[1] + 2, 1)

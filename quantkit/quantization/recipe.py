@@ -1,0 +1,295 @@
+"""Recipes: which method, spec and format each layer gets. A YAML file, read as data and never as code."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from quantkit.formats.spec import QuantSpec
+from quantkit.kv.spec import parse_kv
+from quantkit.models.architecture import EMBEDDING
+from quantkit.plugins.first_party import explain_absent
+from quantkit.plugins.manager import current, named_files, registry
+from quantkit.plugins.registry import described
+from quantkit.quantization.specs import CalibrationSpec, RecoverySpec, TransformSpec
+from quantkit.support.errors import QuantkitError, RecipeError, UsageError, did_you_mean
+from quantkit.support.frozen import Frozen
+from quantkit.support.paths import local_path
+from quantkit.support.patterns import compiled
+from quantkit.support.safe_yaml import YamlDocument, read_yaml
+
+MAX_EXTENDS = 8
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+_GGUF = {("int", 4, "int"): "q4_0", ("int", 5, "int"): "q5_0", ("int", 4, "int superblocks"): "q4_k",
+         ("int", 5, "int superblocks"): "q5_k", ("int", 6, "int superblocks"): "q6_k",
+         ("iq", 4, "iq"): "iq4_nl"}
+"""llama.cpp's types of weights, by kind, bits and grid."""
+
+
+def default_format(spec: QuantSpec) -> str:
+    """The standard layout of such weights."""
+    if spec.kind == "int" and spec.activations:
+        return "int-quantized"
+    if spec.grid == "fp4":
+        return "nvfp4-pack-quantized" if spec.scale_dtype == "e4m3" else "mxfp4-pack-quantized"
+    if spec.signed or spec.grid in ("int superblocks", "iq"):
+        return f"gguf-{_GGUF.get((spec.kind, spec.bits, spec.grid), 'q8_0')}"
+    if spec.minimum:
+        return "mlx"
+    return {"int": "pack-quantized", "nf": "bnb-nf4", "fp": "float-quantized",
+            "trellis": "trellis"}[spec.kind]
+
+
+def spec_of(form: object) -> QuantSpec | None:
+    """The spec of a registered format that can hold no other; ``None`` of any other name."""
+    formats = registry("formats")
+    if not isinstance(form, str) or form not in formats:
+        return None
+    only = getattr(formats.get(form), "spec", None)
+    return only if isinstance(only, QuantSpec) else None
+
+
+class Candidate(Frozen):
+    """One way to store a layer.
+
+    Attributes:
+        method: a registered method; ``null`` keeps the layer as it is.
+        spec: how the weight is represented; needed with a method, unless the format can hold one spec only.
+        options: the method's own, checked against its model when a plan is made.
+        format: a registered format; by default the standard one of the spec.
+        fallback: a registered format that can hold one spec only, for layers whose shape ``format`` refuses.
+    """
+
+    method: str | None = None
+    spec: QuantSpec | None = None
+    options: dict[str, Any] = Field(default_factory=dict)
+    format: str | None = None
+    fallback: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _spec_of_format(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or values.get("method") is None or values.get("spec") is not None:
+            return values
+        only = spec_of(values.get("format"))
+        return values if only is None else {**values, "spec": only.model_dump()}
+
+    @model_validator(mode="after")
+    def _coherent(self) -> Self:
+        if self.method is None and (self.spec or self.options or self.format or self.fallback):
+            raise ValueError(f"a {type(self).__name__.lower()} without a method keeps the layer as it is: "
+                             "it takes no spec, options or format")
+        if self.method is not None and self.spec is None:
+            raise ValueError(f"method {self.method!r} needs a spec")
+        if self.fallback is not None and spec_of(self.fallback) is None:
+            raise ValueError(f"fallback {self.fallback!r} is no format that can hold one spec only, such as "
+                             "gguf-q8_0")
+        return self
+
+    @property
+    def format_name(self) -> str | None:
+        """The format, with the spec's default filled in."""
+        return self.format or (default_format(self.spec) if self.spec else None)
+
+    def label(self) -> str:
+        """``int4 g64 sym``, and the format where it isn't the standard one; ``kept``."""
+        if self.spec is None:
+            return "kept"
+        return " ".join(filter(None, (self.spec.label(), self.format)))
+
+
+class Rule(Candidate):
+    """What happens to the layers whose name matches.
+
+    Attributes:
+        match: a glob on the layer's full name (``*.down_proj``), or ``re:`` and a regular
+            expression that must match the whole of it.
+        optional: a rule that matches no layer is an error unless this is true (``lm_head`` exists
+            only in models whose embeddings aren't tied).
+    """
+
+    match: str = Field(min_length=1, max_length=512)
+    optional: bool = False
+
+    @model_validator(mode="after")
+    def _compiles(self) -> Self:
+        if self.match.startswith("re:"):
+            try:
+                compiled(self.match[3:])
+            except ValueError as error:
+                raise ValueError(f"match {self.match!r} {error}") from None
+        return self
+
+    def matches(self, layer: str) -> bool:
+        """Whether this rule speaks of ``layer`` (a full name without ``.weight``). Of the embedding speaks
+        only one that spells ``embed_tokens`` out: it is no Linear, and ``*`` doesn't mean it."""
+        if layer == EMBEDDING and "embed_tokens" not in self.match:
+            return False
+        if self.match.startswith("re:"):
+            return re.fullmatch(self.match[3:], layer) is not None
+        return fnmatch.fnmatchcase(layer, self.match)
+
+
+class Recipe(Frozen):
+    """Ordered rules; the first that matches a layer decides. See ``docs/architecture.md``.
+
+    ``kv`` says how keys and values are kept when the checkpoint runs, as ``--kv`` does; ``transforms``
+    change the model first, in their order, written as names or as ``{name, options}``. ``candidates`` are
+    what a budget chooses from for the layers that no rule takes (:mod:`quantkit.quantization.budget`).
+    ``recover`` trains scales and norms at the end, written as a name or as ``{name, windows, options}``.
+    """
+
+    name: str = Field(min_length=1, max_length=64)
+    description: str = ""
+    calibration: CalibrationSpec | None = None
+    rules: tuple[Rule, ...] = Field(default=(), strict=False, max_length=256)
+    kv: str | None = Field(default=None, max_length=256)
+    candidates: tuple[Candidate, ...] = Field(default=(), strict=False, max_length=32)
+    transforms: tuple[TransformSpec, ...] = Field(default=(), strict=False, max_length=16)
+    recover: RecoverySpec | None = None
+
+    @field_validator("transforms", mode="before")
+    @classmethod
+    def _by_name(cls, value: Any) -> Any:
+        if not isinstance(value, list | tuple):
+            return value
+        return [{"name": transform} if isinstance(transform, str) else transform for transform in value]
+
+    @field_validator("recover", mode="before")
+    @classmethod
+    def _recovery_by_name(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
+    def snapshot(self) -> dict[str, Any]:
+        """The recipe as plain data for the manifest: ``extends`` resolved, no folder of this machine."""
+        data = self.model_dump(mode="json")
+        for choice in (*data["rules"], *data["candidates"]):
+            if choice["fallback"] is None:
+                del choice["fallback"]  # older manifests stay what they are
+        if not self.candidates:
+            del data["candidates"]  # the same
+        if self.calibration is not None:
+            data["calibration"] = self.calibration.without_folders().model_dump(mode="json")
+        if not self.transforms:
+            del data["transforms"]  # recipes from before there was such a key stay what they are
+        if self.recover is None:
+            del data["recover"]  # the same
+        return data
+
+
+@dataclass(frozen=True)
+class RecipeInfo:
+    """A recipe that can be named. ``error`` says why its file is unusable, if it is."""
+
+    name: str
+    description: str
+    owner: str
+    path: Path
+    error: str | None = None
+
+
+def load_recipe(name_or_path: str) -> Recipe:
+    """Load a recipe by name, or from a ``.yaml`` file.
+
+    Raises:
+        RecipeError: not found, found twice, malformed (with the line), or its ``extends`` is bad.
+    """
+    if _is_path(name_or_path):
+        return _load(local_path(name_or_path) or Path(name_or_path), ())
+    return _load(_find(name_or_path), (name_or_path,))
+
+
+def list_recipes() -> list[RecipeInfo]:
+    """Every recipe that can be named, by name. A broken file is listed with its error."""
+    recipes = []
+    for owner, path in _files():
+        try:
+            recipe, problem = _load(path, (path.stem,)), None
+        except QuantkitError as error:
+            recipe, problem = None, str(error)
+        except Exception as error:  # of a plugin that the recipe names
+            recipe, problem = None, described(error)
+        recipes.append(RecipeInfo(path.stem, recipe.description if recipe else "", owner, path, problem))
+    return sorted(recipes, key=lambda info: (info.name, info.owner))
+
+
+def _is_path(text: str) -> bool:
+    return "/" in text or "\\" in text or text.endswith((".yaml", ".yml"))
+
+
+def _files() -> list[tuple[str, Path]]:
+    return named_files(current().dirs("recipe_dirs"))
+
+
+def _find(name: str) -> Path:
+    files = _files()
+    matches = [(owner, path) for owner, path in files if path.stem == name]
+    if len(matches) > 1:
+        raise RecipeError(f"two recipes are called {name!r}",
+                          why=" and ".join(f"{path} (of {owner})" for owner, path in matches),
+                          next=f"name the file itself: --recipe {matches[0][1]}")
+    if not matches:
+        why, then = explain_absent("recipe", name) or (did_you_mean(name, {path.stem for _, path in files}),
+                                                       "quantkit recipes list")
+        raise RecipeError(f"no recipe is called {name!r}", why=why, next=then)
+    return matches[0][1]
+
+
+def _load(path: Path, chain: tuple[str, ...]) -> Recipe:
+    """Load a file; ``chain`` holds the names that extend one another up to here."""
+    document = read_yaml(path)
+    data = dict(document.data)
+    parent = data.pop("extends", None)
+    data.setdefault("name", path.stem)
+    recipe = document.build(Recipe, data)
+    if recipe.kv is not None:
+        recipe = recipe.model_copy(update={"kv": _checked_kv(recipe.kv, document)})
+    if chain and recipe.name != path.stem:
+        raise RecipeError(f"{path} calls itself {recipe.name!r}",
+                          why="a recipe in a recipe folder is found by its file's name",
+                          next=f"write 'name: {path.stem}' on line {document.line(('name',))}")
+    if parent is not None:
+        recipe = _extend(recipe, _load_parent(parent, document, chain))
+    if not (recipe.rules or recipe.candidates):
+        raise RecipeError(f"{path} has no rules", why="a recipe without rules does nothing",
+                          next="quantkit recipes show int8")
+    return recipe
+
+
+def _checked_kv(text: str, document: YamlDocument) -> str:
+    """The KV setting in its canonical spelling. Raises RecipeError."""
+    from quantkit.kv.build import build_kv_codecs, build_policy
+
+    try:
+        spec = parse_kv(text)
+        build_policy(spec)
+        build_kv_codecs(spec)
+    except UsageError as error:
+        raise RecipeError(f"{document.label} line {document.line(('kv',))}: {error.what}", why=error.why,
+                          next=error.next) from None
+    return str(spec)
+
+
+def _load_parent(parent: object, document: YamlDocument, chain: tuple[str, ...]) -> Recipe:
+    at = f"{document.label} line {document.line(('extends',))}"
+    if not isinstance(parent, str) or not _NAME.fullmatch(parent) or _is_path(parent):
+        raise RecipeError(f"{at}: extends {parent!r} is not a recipe's name",
+                          why="a recipe extends another by its plain name, never by a path",
+                          next="quantkit recipes list")
+    if parent in chain or len(chain) >= MAX_EXTENDS:
+        raise RecipeError(f"{at}: extends goes round in a circle or too deep",
+                          why=" → ".join((*chain, parent)), next=f"edit {document.label}")
+    return _load(_find(parent), (*chain, parent))
+
+
+def _extend(child: Recipe, parent: Recipe) -> Recipe:
+    """The child's rules are asked first; its other fields replace the parent's where it gives them."""
+    fields = {field: getattr(child, field) for field in child.model_fields_set}
+    return parent.model_copy(update=fields | {"rules": child.rules + parent.rules})

@@ -1,0 +1,198 @@
+"""The loss of a quantized model and its gradient by scales and norms: one layer's graph in memory at a time.
+
+Forward, what enters each layer is kept on a spill; backward, a layer runs again with its autograd graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+
+from quantkit.formats.base import QuantizedTensor
+from quantkit.models.config import ModelConfig
+from quantkit.models.decoder import DecoderLayer
+from quantkit.models.layers import RMSNorm
+from quantkit.models.linear import Weights
+from quantkit.quantization.calibration.finite import behind, require_finite_states
+from quantkit.quantization.calibration.runner import embeddings
+from quantkit.quantization.calibration.sizes import BACKWARD_TOKENS
+from quantkit.quantization.calibration.spill import Spill
+from quantkit.quantization.recovery.base import Values
+from quantkit.quantization.recovery.divergence import Heads, divergence
+from quantkit.quantization.recovery.scaled import ScaledWeight
+
+NORM = "model.norm"
+SCALE = ".scale"
+"""Ends the name of the scales of a Linear."""
+
+
+class QuantizedWalk:
+    """A quantized model, read a layer at a time.
+
+    Args:
+        config: the model's.
+        weights: the original model's; computing happens in its dtype and on its device.
+        stored: a decoder layer's packed weights by the full names of their Linears.
+        starts: the values that all parameters have in what is stored.
+        table: the embedding, if it is quantized.
+        heads: of the original and of the quantized model.
+        spill: keeps what enters the layers.
+    """
+
+    def __init__(self, config: ModelConfig, weights: Weights,
+                 stored: Callable[[int], Mapping[str, QuantizedTensor]], starts: Values,
+                 table: QuantizedTensor | None, heads: Heads, spill: Spill) -> None:
+        self._config, self._weights, self._stored, self._starts = config, weights, stored, starts
+        self._table, self._heads, self._spill = table, heads, spill
+
+    @torch.inference_mode(False)
+    def loss(self, values: Values, tokens: torch.Tensor, targets: torch.Tensor) -> float:
+        """The divergence from the original, a mean over tokens.
+
+        Args:
+            values: of all parameters.
+            tokens: int64 ``[windows, length]``.
+            targets: what the original's final norm gives of them, ``[windows, length, hidden]``.
+
+        Raises:
+            NonFiniteError: a value isn't finite; layer and tensor are named.
+        """
+        return self._run(values, tokens, targets, None)
+
+    @torch.inference_mode(False)
+    def gradient(self, values: Values, tokens: torch.Tensor,
+                 targets: torch.Tensor) -> tuple[float, dict[str, torch.Tensor]]:
+        """:meth:`loss`, and its gradient by each parameter, float32 on the CPU."""
+        gradients: dict[str, torch.Tensor] = {}
+        loss = self._run(values, tokens, targets, gradients)
+        for index in reversed(range(self._config.num_layers)):
+            self._backward(index, values, tokens, gradients)
+        return loss, gradients
+
+    @torch.no_grad()
+    def _run(self, values: Values, tokens: torch.Tensor, targets: torch.Tensor,
+             gradients: dict[str, torch.Tensor] | None) -> float:
+        batch, layers = self._batch(tokens), self._config.num_layers
+        for i, x in enumerate(embeddings(self._config, self._weights, tokens, batch, self._table)):
+            self._spill.put(_key(0, i), x)
+        parts = range(-(-tokens.shape[0] // batch))
+        for index in range(layers):
+            layer = DecoderLayer(self._config, index, self._with_values(index, values, {}, {}))
+            for i in parts:
+                x = (self._spill.take if gradients is None else self._spill.get)(_key(index, i))
+                y = layer(x.to(self._weights.device), self._positions(x), None)
+                require_finite_states(y, i * batch, behind(index), index)
+                self._spill.put(_key(index + 1, i), y)
+        name, loss = f"{NORM}.weight", 0.0
+        wanted = gradients is not None
+        leaf = values[name].to(self._weights.device).clone().requires_grad_(wanted)
+        with torch.set_grad_enabled(wanted):
+            norm = RMSNorm(NORM, self._config.hidden_size, self._config,
+                           self._weights.with_changed({name: leaf}))
+        for i, target in zip(parts, targets.split(batch), strict=True):
+            x = self._spill.take(_key(layers, i)).to(self._weights.device)
+            part, gradient, norm_gradient = divergence(
+                self._heads, norm, x.flatten(0, 1), target.to(x).flatten(0, 1), tokens.numel(),
+                leaf if wanted else None)
+            loss += part
+            if gradients is not None and norm_gradient is not None:
+                self._spill.put(_gradient_key(layers, i), gradient.view(x.shape))
+                _add(gradients, name, norm_gradient.cpu())
+        return loss
+
+    def _backward(self, index: int, values: Values, tokens: torch.Tensor,
+                  gradients: dict[str, torch.Tensor]) -> None:
+        leaves: dict[str, torch.Tensor] = {}
+        scaled: dict[str, ScaledWeight] = {}
+        with torch.enable_grad():
+            layer = DecoderLayer(self._config, index, self._with_values(index, values, leaves, scaled))
+        for i in range(-(-tokens.shape[0] // self._batch(tokens))):
+            x = self._spill.take(_key(index, i)).to(self._weights.device)
+            gradient = self._spill.take(_gradient_key(index + 1, i)).to(self._weights.device)
+            with torch.enable_grad():
+                x = x.detach().requires_grad_(True)
+                y = layer(x, self._positions(x), None)
+            entered, *more = torch.autograd.grad(y, [x, *leaves.values()], gradient)
+            if index:
+                self._spill.put(_gradient_key(index, i), entered)
+            for name, gradient in zip(leaves, more, strict=True):
+                linear = name.removesuffix(".weight")
+                if linear in scaled:
+                    _add(gradients, linear + SCALE, scaled[linear].gradient(gradient))
+                else:
+                    _add(gradients, name, gradient.cpu())
+            del more, gradient
+
+    def _with_values(self, index: int, values: Values, leaves: dict[str, torch.Tensor],
+                     scaled: dict[str, ScaledWeight]) -> Weights:
+        """The layer's weights with these parameters. ``leaves`` gets its trained vectors and weights,
+        ``scaled`` what makes the weights."""
+        device, prefix = self._weights.device, f"model.layers.{index}."
+        grad = torch.is_grad_enabled()
+        for name, packed in self._stored(index).items():
+            weight = ScaledWeight(packed, self._starts[name + SCALE], device)
+            leaves[f"{name}.weight"] = weight.weight(values[name + SCALE]).detach().requires_grad_(grad)
+            if grad:
+                scaled[name] = weight
+        for name in values:
+            if name.startswith(prefix) and not name.endswith(SCALE):
+                leaves[name] = values[name].to(device).clone().requires_grad_(grad)
+        return self._weights.with_changed(leaves)
+
+    def _batch(self, tokens: torch.Tensor) -> int:
+        return max(1, BACKWARD_TOKENS // tokens.shape[1])
+
+    def _positions(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.arange(x.shape[1], device=self._weights.device).expand(x.shape[:2])
+
+
+def original_states(config: ModelConfig, weights: Weights, tokens: torch.Tensor, spill: Spill,
+                    step: Callable[[int], None]) -> Iterator[torch.Tensor]:
+    """What the original model's final norm gives, ``[windows, length, hidden]``, some windows at a time.
+
+    Args:
+        config: the model's.
+        weights: the original model's.
+        tokens: int64 ``[windows, length]``.
+        spill: keeps hidden states between two layers.
+        step: called with each layer's number before it runs.
+
+    Raises:
+        NonFiniteError: a hidden state isn't finite.
+    """
+    batch = max(1, BACKWARD_TOKENS // tokens.shape[1])
+    parts = range(-(-tokens.shape[0] // batch))
+    positions = torch.arange(tokens.shape[1], device=weights.device)
+    with torch.no_grad():
+        for i, x in enumerate(embeddings(config, weights, tokens, batch)):
+            spill.put(_key(0, i), x)
+        for index in range(config.num_layers):
+            step(index)
+            layer = DecoderLayer(config, index, weights)
+            for i in parts:
+                x = spill.take(_key(0, i)).to(weights.device)
+                y = layer(x, positions.expand(x.shape[:2]), None)
+                require_finite_states(y, i * batch, behind(index), index)
+                spill.put(_key(0, i), y)
+        norm = RMSNorm(NORM, config.hidden_size, config, weights)
+        for i in parts:
+            yield norm(spill.take(_key(0, i)).to(weights.device)).cpu()
+
+
+def parts_of(windows: int, length: int) -> Sequence[int]:
+    """How many windows each batch of :func:`original_states` has."""
+    batch = max(1, BACKWARD_TOKENS // length)
+    return [min(batch, windows - first) for first in range(0, windows, batch)]
+
+
+def _add(gradients: dict[str, torch.Tensor], name: str, more: torch.Tensor) -> None:
+    gradients[name] = gradients[name] + more if name in gradients else more
+
+
+def _key(layer: int, batch: int) -> str:
+    return f"{layer}.{batch}"
+
+
+def _gradient_key(layer: int, batch: int) -> str:
+    return f"gradient-{layer}.{batch}"

@@ -1,0 +1,237 @@
+"""Answers of OpenAI's older routes and of vLLM's, as ``/openapi.json`` describes them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from quantkit.serving.answers import Count, ResponsePart
+
+Finish = Literal["stop", "length", "tool_calls"]
+
+
+class PromptDetails(ResponsePart):
+    """Of the prompt's tokens."""
+
+    cached_tokens: Count
+
+
+class AnswerDetails(ResponsePart):
+    """Of the answer's tokens: before the reasoning's end, and drafted and right. Those that were drafted in
+    vain are no part of the answer."""
+
+    reasoning_tokens: Count
+    accepted_prediction_tokens: Count
+    rejected_prediction_tokens: Count
+
+
+class Usage(ResponsePart):
+    """Tokens; a prompt counts once."""
+
+    prompt_tokens: Count
+    completion_tokens: Count
+    total_tokens: Count
+    prompt_tokens_details: PromptDetails
+    completion_tokens_details: AnswerDetails
+
+
+class ScoredToken(ResponsePart):
+    """A token and its log-probability; ``bytes`` is null for a part of a character."""
+
+    token: str
+    logprob: float
+    bytes: list[Annotated[int, Field(ge=0, le=255)]] | None
+
+
+class ChosenToken(ScoredToken):
+    """The same with its alternatives."""
+
+    top_logprobs: list[ScoredToken]
+
+
+class ChatLogprobs(ResponsePart):
+    """Log-probabilities of all tokens of a choice."""
+
+    content: list[ChosenToken]
+    refusal: None
+
+
+class AnswerFunction(ResponsePart):
+    """What is called; the arguments are JSON."""
+
+    name: str
+    arguments: str
+
+
+class AnswerToolCall(ResponsePart):
+    """A call that the client is to make."""
+
+    id: str
+    type: Literal["function"]
+    function: AnswerFunction
+
+
+class AssistantMessage(ResponsePart):
+    """The assistant's turn."""
+
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    reasoning_content: str | None = None
+    tool_calls: list[AnswerToolCall] | None = None
+
+
+class ChatChoice(ResponsePart):
+    """One of ``n``."""
+
+    index: Count
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: Finish
+
+
+class ChatCompletion(ResponsePart):
+    """The next turn of a conversation."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class FunctionDelta(ResponsePart):
+    """What is new of a call."""
+
+    name: str | None = None
+    arguments: str
+
+
+class CallDelta(ResponsePart):
+    """The same, with the call's number; its first has the id and the name."""
+
+    index: Count
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: FunctionDelta
+
+
+class MessageDelta(ResponsePart):
+    """What is new of a turn."""
+
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+    refusal: None = None
+    reasoning_content: str | None = None
+    tool_calls: list[CallDelta] | None = None
+
+
+class ChatDelta(ResponsePart):
+    """What is new of one choice; the last has a reason."""
+
+    index: Count
+    delta: MessageDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: Finish | None
+
+
+class ChatChunk(ResponsePart):
+    """An event of a streamed turn; with ``include_usage`` the last one has the usage and no choices."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChatDelta]
+    usage: Usage | None = None
+
+
+class TextLogprobs(ResponsePart):
+    """Log-probabilities of all tokens of a choice, one entry each; the first token of a prompt has none."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[Count]
+
+
+class TextChoice(ResponsePart):
+    """One of the prompts' ``n``."""
+
+    index: Count
+    text: str
+    logprobs: TextLogprobs | None
+    finish_reason: Finish
+
+
+class TextCompletion(ResponsePart):
+    """The continuations of one or more prompts."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[TextChoice]
+    usage: Usage
+
+
+class TextChoiceDelta(ResponsePart):
+    """What is new of one choice; the last has a reason."""
+
+    index: Count
+    text: str
+    logprobs: TextLogprobs | None
+    finish_reason: Finish | None
+
+
+class TextChunk(ResponsePart):
+    """An event of a streamed continuation; the usage comes as in :class:`ChatChunk`."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[TextChoiceDelta]
+    usage: Usage | None = None
+
+
+class Embedding(ResponsePart):
+    """A text's vector, as numbers or as little-endian float32 in base64."""
+
+    object: Literal["embedding"]
+    index: Count
+    embedding: list[float] | str
+
+
+class EmbeddingUsage(ResponsePart):
+    """Tokens of all texts."""
+
+    prompt_tokens: Count
+    total_tokens: Count
+    prompt_tokens_details: PromptDetails
+
+
+class EmbeddingList(ResponsePart):
+    """The texts' vectors, each of length 1."""
+
+    object: Literal["list"]
+    model: str
+    data: list[Embedding]
+    usage: EmbeddingUsage
+
+
+class Tokenized(ResponsePart):
+    """Tokens of a text."""
+
+    count: Count
+    max_model_len: Count
+    tokens: list[Count]
+    token_strs: list[str] | None
+
+
+class Detokenized(ResponsePart):
+    """The text of tokens."""
+
+    prompt: str

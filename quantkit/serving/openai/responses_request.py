@@ -1,0 +1,175 @@
+"""Body of ``/v1/responses`` → :class:`~quantkit.serving.conversation.Conversation`.
+
+Nothing is kept between requests: ``store`` changes nothing, and ``previous_response_id`` is refused. See
+https://platform.openai.com/docs/api-reference/responses/create.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from quantkit.serving.conversation import MAX_MESSAGES, Conversation
+from quantkit.serving.ignored import IGNORED, safe
+from quantkit.serving.openai.response_items import AdditionalToolsItem, InputItem, messages_of
+from quantkit.serving.openai.response_tools import ClientTool, ResponseTools, client_tools
+from quantkit.serving.openai.structured import STRICT, JsonObjectFormat, TextFormat
+from quantkit.serving.openai.tools import FunctionName
+from quantkit.serving.schema import INT64, JsonObject, RequestPart, String, Unicode
+from quantkit.serving.settings import FITS, KV, CacheSalt, Priority, TokenLimit, TopK, sampling, token_limit
+from quantkit.serving.template_options import Effort, TemplateOptions, ThinkingHint, check_options
+from quantkit.serving.tools import Description, choose_tools
+from quantkit.structure.grammar import Structure
+from quantkit.structure.turns import Tool
+
+
+class ResponseToolChoice(FunctionName):
+    """This tool and no other."""
+
+    type: Literal["function", "custom"]
+
+
+class ResponseSchemaFormat(RequestPart):
+    """JSON that a schema describes."""
+
+    type: Literal["json_schema"]
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    description: Description | None = None
+    schema_: JsonObject = Field(alias="schema")
+    strict: bool = STRICT
+
+
+class TextOptions(RequestPart):
+    """How the text must be."""
+
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {"verbosity": ("medium",)}
+
+    format: Annotated[TextFormat | JsonObjectFormat | ResponseSchemaFormat, Field(discriminator="type")] = \
+        TextFormat(type="text")
+
+
+class ReasoningOptions(RequestPart):
+    """How a model thinks. A summary is never made, and all of its reasoning is sent."""
+
+    ignored = frozenset({"summary", "generate_summary", "context"})
+
+    effort: Effort | None = Field(
+        default=None, description="Given to the chat template, if it has such a setting; none and minimal "
+                                  "turn reasoning off where it has a switch.")
+
+
+class ResponseStreamOptions(RequestPart):
+    """Obfuscation is taken and not done."""
+
+    include_obfuscation: bool = False
+
+
+def _include(wanted: Any) -> Any:
+    # what only another server's tools could add to the answer
+    others = [name for name in wanted if isinstance(name, str) and name != ENCRYPTED] \
+        if isinstance(wanted, list) and len(wanted) <= MAX_INCLUDE else []
+    if (ignored := IGNORED.get()).strict or not others:
+        return wanted
+    for name in others:
+        ignored.other(f"include ({safe(name)})")
+    return [name for name in wanted if name not in others]
+
+
+ENCRYPTED = "reasoning.encrypted_content"
+MAX_INCLUDE = 16
+Include = Annotated[list[Literal["reasoning.encrypted_content"]], Field(max_length=MAX_INCLUDE),
+                    BeforeValidator(_include)]
+
+
+class ResponsesRequest(RequestPart):
+    """Body of ``/v1/responses``."""
+
+    ignored = frozenset({"store", "service_tier", "safety_identifier", "prompt_cache_key", "user",
+                         "prompt_cache_retention", "max_tool_calls"})
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "background": (False,), "conversation": (), "context_management": ([],), "moderation": (),
+        "previous_response_id": (), "prompt": (), "top_logprobs": (0,), "truncation": ("disabled",),
+    }
+    refused = frozenset({"background", "conversation", "previous_response_id", "prompt", "top_logprobs"})
+
+    model: String
+    input: String | Annotated[list[InputItem], Field(
+        min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    instructions: String | None = Field(default=None, description="A system message before all others.")
+    max_output_tokens: TokenLimit | None = Field(default=None, description=FITS)
+    temperature: float = Field(default=1.0, ge=0, le=2)
+    top_p: float = Field(default=1.0, ge=0, le=1)
+    stream: bool = False
+    stream_options: ResponseStreamOptions = ResponseStreamOptions()
+    tools: ResponseTools = Field(default_factory=list)
+    tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice = "auto"
+    parallel_tool_calls: bool = True
+    text: TextOptions = TextOptions()
+    reasoning: ReasoningOptions = ReasoningOptions()
+    include: Include = Field(
+        default_factory=list, description="Accepted, and changes nothing: reasoning isn't encrypted.")
+    metadata: Annotated[dict[
+        Annotated[str, Field(max_length=64), Unicode], Annotated[str, Field(max_length=512), Unicode]],
+        Field(max_length=16)] = Field(default_factory=dict, description="Comes back with the answer.")
+    seed: int | None = Field(default=None, ge=-INT64, le=INT64 - 1)
+    top_k: TopK = 0
+    min_p: float = Field(default=0.0, ge=0, le=1)
+    repetition_penalty: float = Field(default=1.0, ge=0.01, le=100)
+    chat_template_kwargs: TemplateOptions = Field(
+        default_factory=dict, description="Further values for the model's chat template.")
+    priority: Priority = 0
+    kv: KV | None = None
+    cache_salt: CacheSalt | None = None
+
+    @classmethod
+    def _refusal(cls, name: str) -> str:
+        if name in ("previous_response_id", "conversation"):
+            return f"{name} is not supported: no response is kept here; send the earlier items in input"
+        return super()._refusal(name)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ResponsesRequest:
+        self._choose()
+        check_options(self.chat_template_kwargs)
+        return self
+
+    def conversation(self) -> Conversation:
+        """In no API's words.
+
+        Raises:
+            UsageError: a value that only the sampler refuses.
+        """
+        tools, structure = self._choose()
+        messages = messages_of(self.input, self.instructions)
+        effort = self.reasoning.effort
+        return Conversation(
+            messages, sampling(temperature=self.temperature, top_p=self.top_p, top_k=self.top_k,
+                               min_p=self.min_p, repetition_penalty=self.repetition_penalty, seed=self.seed),
+            token_limit(self.max_output_tokens), 1, tools, self.parallel_tool_calls, structure, None,
+            self.chat_template_kwargs, self.kv, self.priority, "input", "max_output_tokens",
+            () if effort is None else (ThinkingHint("reasoning.effort", effort),), self.cache_salt)
+
+    def client_tools(self) -> list[ClientTool]:
+        """All tools that the model may be given."""
+        items = enumerate(self.input if isinstance(self.input, list) else ())
+        return [*client_tools(self.tools, "tools"),
+                *(tool for number, item in items if isinstance(item, AdditionalToolsItem)
+                  for tool in client_tools(item.tools, f"input[{number}].tools"))]
+
+    def structure(self, tools: Sequence[Tool]) -> Structure | None:
+        """What the answer must look like, if these are the tools."""
+        return self._choose(tools)[1]
+
+    def _choose(self, tools: Sequence[Tool] | None = None) -> tuple[tuple[Tool, ...], Structure | None]:
+        if tools is None:
+            tools = [tool.tool for tool in self.client_tools()]
+        choice, wanted, structure = self.tool_choice, self.text.format, None
+        if isinstance(wanted, JsonObjectFormat):
+            structure = Structure(json_object=True)
+        elif isinstance(wanted, ResponseSchemaFormat):
+            structure = Structure(json_schema=wanted.schema_, strict=wanted.strict)
+        named = choice.name if isinstance(choice, ResponseToolChoice) else None
+        required = named is not None or choice == "required"
+        return choose_tools(tools, named if required else str(choice), required, structure)

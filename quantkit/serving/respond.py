@@ -1,0 +1,112 @@
+"""From a body to its answer: prompts are made in threads, the engine works, who leaves is dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from fastapi import Request, Response
+from fastapi.responses import JSONResponse
+
+from quantkit.runtime.engine import EngineClosed, EngineFull
+from quantkit.serving.guard import tenant
+from quantkit.serving.metrics import Metrics
+from quantkit.serving.models import ServedEngine, ServedModels
+from quantkit.serving.openai.embeddings import EmbeddingReply
+from quantkit.serving.reply import Reply
+from quantkit.serving.sse import ClientDisconnected, EventStream, while_there
+from quantkit.serving.threads import BoundedThreads
+from quantkit.serving.work import RequestWork, labels
+
+PREPARING = COMPILING = WRITING = 2
+"""Requests whose prompts are made into tokens, whose structures are compiled, and whose vectors are written,
+at once. Each kind has threads of its own, so that a slow one holds up none of the others."""
+
+
+class Responder:
+    """Answers requests.
+
+    Args:
+        models: what is served.
+        metrics: what is told how long requests take.
+        on_error: told about errors of streams that are nobody's request's fault.
+    """
+
+    def __init__(self, models: ServedModels, metrics: Metrics,
+                 on_error: Callable[[BaseException], None] | None) -> None:
+        self.models, self._metrics, self._on_error = models, metrics, on_error
+        self._max_waiting = max(model.max_queue for model in models)
+        self._preparing = BoundedThreads(PREPARING, self._max_waiting)
+        self._compiling = BoundedThreads(COMPILING, self._max_waiting)
+        self._writing = BoundedThreads(WRITING, self._max_waiting)
+        self._embedding = 0
+        self._closed = False
+
+    def refuse_more(self) -> None:
+        """From now on give the engines no work of new requests. What was begun goes on: a request for many
+        vectors still queues the rest of its texts."""
+        self._closed = True
+
+    async def generate(self, request: Request, name: str, make: Callable[[ServedEngine], Reply]) -> Response:
+        """An answer of the model of that ``name``, whole or streamed, by what ``make`` makes in a thread."""
+        model = self.models.find(name)
+
+        async def prepare() -> Reply:
+            # templates and tokenizers may take their time with a long text; others' tokens go on meanwhile
+            reply = await self._preparing.run(lambda: make(model))
+            if reply.structure is not None:
+                await self._compiling.run(reply.compile)
+            return reply
+
+        try:
+            reply = await while_there(request.receive, prepare())
+        except ClientDisconnected:
+            return Response(status_code=499)  # nobody reads it
+        self._check_open()
+        work = RequestWork(model.engine, reply.jobs, self._metrics.of(model.name),
+                           labels(reply.id, len(reply.jobs), tenant(request)))
+        if reply.stream:
+            return EventStream(reply, work, self._on_error)
+        try:
+            return JSONResponse(await while_there(request.receive, reply.body(work)))
+        except ClientDisconnected:
+            return Response(status_code=499)
+        finally:
+            work.cancel()
+
+    async def embed(self, request: Request, name: str,
+                    make: Callable[[ServedEngine], EmbeddingReply]) -> Response:
+        """Vectors."""
+        model = self.models.find(name)
+
+        async def answer() -> bytes:
+            reply = await self._preparing.run(lambda: make(model))
+            self._check_open()
+            if self._embedding >= self._max_waiting:
+                raise EngineFull(f"{self._embedding} requests for vectors are under way already",
+                                 why="texts of each may have to wait", next="try again in a moment")
+            self._embedding += 1
+            try:
+                vectors, cached = await reply.collect(self._metrics.of(model.name), tenant(request))
+                return await self._writing.run(lambda: reply.body(vectors, cached))
+            finally:
+                self._embedding -= 1
+
+        try:
+            return Response(await while_there(request.receive, answer()), media_type="application/json")
+        except ClientDisconnected:
+            return Response(status_code=499)
+
+    async def compute(self, request: Request, name: str | None,
+                      make: Callable[[ServedEngine], Any]) -> Response:
+        """What a thread makes of a request without the engine."""
+        model = self.models.find(name)
+        try:
+            return JSONResponse(await while_there(request.receive, self._preparing.run(lambda: make(model))))
+        except ClientDisconnected:
+            return Response(status_code=499)
+
+    def _check_open(self) -> None:
+        """Raises EngineClosed: the server takes no more work."""
+        if self._closed:
+            raise EngineClosed("the server is shutting down")

@@ -1,0 +1,131 @@
+"""The routes, but for the page."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
+
+from fastapi import FastAPI, Query, Request, Response
+
+from quantkit.serving.answers import HealthResponse, ModelList, ModelState, ReadyResponse, ServedModel
+from quantkit.serving.anthropic.answers import AnthropicEvent, MessageAnswer, MessageTokenCount
+from quantkit.serving.anthropic.messages import MessagesReply, count_tokens
+from quantkit.serving.anthropic.request import CountRequest, MessagesRequest
+from quantkit.serving.errors import RETRY_AFTER, ApiError
+from quantkit.serving.guard import tenant
+from quantkit.serving.metrics import CONTENT_TYPE, Metrics
+from quantkit.serving.models import ServedModels
+from quantkit.serving.openai.answers import (
+    ChatChunk,
+    ChatCompletion,
+    Detokenized,
+    EmbeddingList,
+    TextChunk,
+    TextCompletion,
+    Tokenized,
+)
+from quantkit.serving.openai.chat import ChatReply
+from quantkit.serving.openai.chat_request import ChatRequest
+from quantkit.serving.openai.completion_request import CompletionRequest
+from quantkit.serving.openai.completions import CompletionReply
+from quantkit.serving.openai.embeddings import EmbeddingReply, EmbeddingRequest
+from quantkit.serving.openai.response_answers import ResponseAnswer, ResponseEvent
+from quantkit.serving.openai.responses import ResponsesReply
+from quantkit.serving.openai.responses_request import ResponsesRequest
+from quantkit.serving.openai.tokens import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
+from quantkit.serving.openapi import anthropic_responses, responses, text_responses
+from quantkit.serving.respond import Responder
+from quantkit.serving.timeline import Timeline, TraceResponse
+
+MAY = (404, 413, 503)
+"""Statuses of errors that whatever a model answers may have."""
+
+
+def add_generation(api: FastAPI, responder: Responder, locked: Sequence[int]) -> None:
+    """Routes on which a model writes. ``locked``: what is answered without the key, if there is one."""
+
+    @api.post("/v1/chat/completions", summary="The next turn of a conversation",
+              responses=responses(ChatCompletion, *MAY, *locked, chunk=ChatChunk))
+    async def chat(body: ChatRequest, request: Request) -> Response:
+        return await responder.generate(request, body.model, lambda model: ChatReply(model, body))
+
+    @api.post("/v1/completions", summary="The continuation of one or more prompts",
+              responses=responses(TextCompletion, *MAY, *locked, chunk=TextChunk))
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        return await responder.generate(request, body.model, lambda model: CompletionReply(model, body))
+
+    @api.post("/v1/responses", summary="The next turn of a conversation, in items",
+              responses=responses(ResponseAnswer, *MAY, *locked, chunk=ResponseEvent, done=False))
+    async def response(body: ResponsesRequest, request: Request) -> Response:
+        return await responder.generate(request, body.model, lambda model: ResponsesReply(model, body))
+
+    @api.post("/v1/messages", summary="The next turn of a conversation, as Anthropic's API has it",
+              responses=anthropic_responses(MessageAnswer, *MAY, *locked, chunk=AnthropicEvent))
+    async def messages(body: MessagesRequest, request: Request) -> Response:
+        return await responder.generate(request, body.model, lambda model: MessagesReply(model, body))
+
+
+def add_tokens(api: FastAPI, responder: Responder, locked: Sequence[int]) -> None:
+    """Routes that read texts and write none."""
+
+    @api.post("/v1/messages/count_tokens", summary="How many tokens a conversation has",
+              responses=anthropic_responses(MessageTokenCount, *MAY, *locked))
+    async def count(body: CountRequest, request: Request) -> Response:
+        return await responder.compute(request, body.model, lambda model: count_tokens(model, body))
+
+    @api.post("/v1/embeddings", summary="Vectors of texts", responses=responses(EmbeddingList, *MAY, *locked))
+    async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
+        return await responder.embed(request, body.model, lambda model: EmbeddingReply(model, body))
+
+    @api.post("/tokenize", summary="Tokens of a text or a conversation",
+              responses=responses(Tokenized, *MAY, *locked))
+    async def tokens(body: TokenizeRequest, request: Request) -> Response:
+        return await responder.compute(request, body.model, lambda model: tokenize(model, body))
+
+    @api.post("/detokenize", summary="The text of tokens", responses=responses(Detokenized, *MAY, *locked))
+    async def text(body: DetokenizeRequest, request: Request) -> Response:
+        return await responder.compute(request, body.model, lambda model: detokenize(model, body))
+
+
+def add_state(api: FastAPI, models: ServedModels, metrics: Metrics, timeline: Timeline,
+              draining: Callable[[], bool], locked: Sequence[int]) -> None:
+    """Routes that say what the server is and does. ``draining``: whether it is ending."""
+
+    @api.get("/v1/models", summary="What is served", responses=responses(ModelList, *locked))
+    async def listed() -> dict[str, Any]:
+        return {"object": "list", "data": [model.about() for model in models]}
+
+    @api.get("/v1/models/{name:path}", summary="One model by its name",
+             responses=responses(ServedModel, 404, *locked))
+    async def model_info(name: str) -> dict[str, Any]:
+        return models.named(name).about()
+
+    @api.get("/health", summary="Whether the process lives", responses=responses(HealthResponse))
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @api.get("/ready", summary="Whether it takes requests, and what it is doing",
+             responses=responses(ReadyResponse, 503, *locked))
+    async def ready() -> dict[str, Any]:
+        if draining():
+            raise ApiError(503, "the server is shutting down", code="shutting_down", headers=RETRY_AFTER)
+        states = {model.name: {key: value for key, value in model.engine.stats().items()
+                               if key in ModelState.model_fields} for model in models}
+        total = {key: sum(state[key] for state in states.values()) for key in ModelState.model_fields}
+        return {"status": "ready", **total, "models": states}
+
+    @api.get("/metrics", summary="What Prometheus reads, under vLLM's names",
+             responses=text_responses(*locked))
+    async def measured() -> Response:
+        return Response(metrics.text(), headers={"content-type": CONTENT_TYPE})
+
+    tracing = asyncio.Lock()
+
+    @api.get("/trace", summary="When requests waited, were read and decoded, and the engines' steps",
+             responses=responses(TraceResponse, *locked))
+    async def traced(request: Request, since: Annotated[float, Query(ge=0, allow_inf_nan=False, description=(
+            "Only what was recorded after this time: the ``now`` of an earlier answer."))] = 0) -> Response:
+        async with tracing:  # one at a time: a long trace takes a core for a while
+            body = await asyncio.to_thread(timeline.body, since, tenant(request))
+        return Response(body, media_type="application/json")

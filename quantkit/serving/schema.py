@@ -1,0 +1,254 @@
+"""The base of all request bodies. Keys that nobody knows or that aren't supported are ignored and named, or
+refused by name where the server is strict (:mod:`quantkit.serving.ignored`).
+
+``null`` means the default everywhere.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Collection
+from typing import Annotated, Any, ClassVar
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    model_validator,
+)
+from pydantic.fields import FieldInfo
+
+from quantkit.serving.errors import RefusedValue
+from quantkit.serving.ignored import IGNORED
+from quantkit.support.errors import did_you_mean
+
+MAX_KEYS = 64
+MAX_JSON_BYTES, MAX_JSON_DEPTH = 2**17, 32
+"""Of a JSON schema in a request: its size when it is written out, and how deep it may be."""
+MAX_JSON_VALUES = MAX_JSON_BYTES // 2
+"""Keys and values in it: each takes two bytes, so that no more than these can fit its size."""
+INT64 = 2**63
+
+
+def _unicode(text: str) -> str:
+    # JSON can write half of a surrogate pair, which is no character and has no UTF-8
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("the text is not valid Unicode") from None
+    return text
+
+
+def _integer(value: Any) -> Any:
+    # JSON has one kind of number: 2.0 is an integer to its schemas
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def whole_numbers(value: Any) -> Any:
+    """A list in which integers may be written with a point."""
+    return [*map(_integer, value)] if isinstance(value, list) and float in {*map(type, value)} else value
+
+
+def check_json(value: dict[str, Any]) -> dict[str, Any]:
+    """A JSON object of a request as it is. Raises ValueError: it is too large, too deep or not JSON."""
+    count = 0
+    waiting: list[tuple[Any, int]] = [(value, 1)]
+    while waiting:
+        item, depth = waiting.pop()
+        if isinstance(item, dict | list):
+            if depth > MAX_JSON_DEPTH:
+                raise ValueError(f"it is deeper than {MAX_JSON_DEPTH} objects and lists")
+            count += len(item) * (1 + isinstance(item, dict))
+            if count > MAX_JSON_VALUES:
+                raise ValueError(f"it has more than {MAX_JSON_VALUES} keys and values")
+            inside = [*item, *item.values()] if isinstance(item, dict) else item
+            waiting += [(part, depth + 1) for part in inside]
+        elif isinstance(item, str):
+            _unicode(item)
+        elif isinstance(item, float) and not math.isfinite(item):
+            raise ValueError("it has a number that is not finite")
+    if (size := len(json.dumps(value))) > MAX_JSON_BYTES:
+        raise ValueError(f"it has {size} bytes; at most {MAX_JSON_BYTES} are read")
+    return value
+
+
+ATTACHMENTS = frozenset({"image_url", "image", "input_audio", "audio_url", "audio", "video_url", "file",
+                         "file_id", "file_data", "file_url", "source"})
+"""Keys of a message's pieces that hold something else than text."""
+Unicode = AfterValidator(_unicode)
+String = Annotated[str, Unicode]
+Ids = Annotated[list[int], Field(min_length=1, fail_fast=True), BeforeValidator(whole_numbers)]
+JsonObject = Annotated[dict[str, Any], AfterValidator(check_json)]
+Inputs = (String | Annotated[list[String], Field(min_length=1, fail_fast=True)] | Ids
+          | Annotated[list[Ids], Field(min_length=1, fail_fast=True)])
+"""One or more texts, each as text or as token ids."""
+
+
+def split_inputs(inputs: str | list[Any]) -> list[str | list[int]]:
+    """:data:`Inputs` as a list."""
+    if isinstance(inputs, str):
+        return [inputs]
+    return [inputs] if isinstance(inputs[0], int) else list(inputs)
+
+
+class RequestPart(BaseModel):
+    """Base of all parts of a request: nothing is coerced, nothing is ignored in silence.
+
+    A key whose value is null is as good as absent.
+
+    Attributes:
+        ignored: known keys that change nothing in the answer's text.
+        neutral: known keys that would change the answer and aren't implemented, with the values that ask for
+            nothing. Other values are ignored and named, or refused by a strict server.
+        refused: keys that are refused by any server, because an answer without them would be to something
+            else.
+    """
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+    ignored: ClassVar[frozenset[str]] = frozenset()
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {}
+    refused: ClassVar[frozenset[str]] = frozenset()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _keys(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        if len(data) > MAX_KEYS:
+            raise ValueError(f"{len(data)} keys; at most {MAX_KEYS} are read")
+        cls._first(data)
+        kept, fields, ignored = {}, cls._fields(), IGNORED.get()
+        for name, value in data.items():
+            field = fields.get(name)
+            if value is None:
+                if field is not None and field.is_required():
+                    raise RefusedValue(name, cls._null(name), "missing_parameter")
+            elif field is not None:
+                cls._check_length(name, field, value)
+                kept[name] = _integer(value) if field.annotation in (int, int | None) else value
+            elif name not in cls.ignored and not _asks_nothing(value, cls.neutral.get(name, ())):
+                if ignored.strict or name in cls.refused:
+                    raise RefusedValue(printable(name), cls._refusal(name))
+                ignored.key(data, name)
+        return kept
+
+    @classmethod
+    def _fields(cls) -> dict[str, FieldInfo]:
+        """Fields by their names in JSON."""
+        return {field.alias or name: field for name, field in cls.model_fields.items()}
+
+    @classmethod
+    def _check_length(cls, name: str, field: FieldInfo, value: Any) -> None:
+        """Raises Refused: an object has more entries than may be given. Later each of them would have been
+        checked first."""
+        limit = next((rule.max_length for rule in field.metadata if hasattr(rule, "max_length")), None)
+        if limit is not None and isinstance(value, dict) and len(value) > limit:
+            raise RefusedValue(name, f"{name}: {len(value)} entries are given; at most {limit} are accepted",
+                               "invalid_value")
+
+    @classmethod
+    def _first(cls, data: dict[Any, Any]) -> None:
+        """Raises Refused: what better explains what is wrong than the first key would."""
+
+    @classmethod
+    def _null(cls, name: str) -> str:
+        """Why null is no value of a field that must be given."""
+        return f"{name} is null; it must have a value"
+
+    @classmethod
+    def _refusal(cls, name: str) -> str:
+        """Why a key is refused."""
+        if name in cls.neutral:
+            return f"{name} is not supported, and leaving it out would change the answer"
+        return f"no parameter is called {printable(name)!r}; {did_you_mean(name[:80], cls._fields())}"
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """What :meth:`_keys` does, for ``/openapi.json``."""
+        schema = handler.resolve_ref_schema(handler(core))
+        for name, field in cls._fields().items():
+            if not field.is_required():
+                schema["properties"][name] = _nullable(schema["properties"][name])
+        for name in sorted(cls.ignored):
+            schema["properties"][name] = {"title": name, "description": "Accepted, and changes nothing."}
+        lenient = not IGNORED.get().strict
+        for name, values in cls.neutral.items():
+            known = {"title": name, "enum": [*values, None],
+                     "description": "Not supported beyond these values."}
+            schema["properties"][name] = known if name in cls.refused or not lenient else {
+                "title": name, "description": "Ignored, and named in the header quantkit-ignored."}
+        # a strict server takes a key that nobody knows if it asks for nothing
+        schema["additionalProperties"] = True if lenient else {"type": "null"}
+        return schema
+
+
+class LeftOutPart(RequestPart):
+    """Base of parts that the server has no use for, whatever they have: they are left out and named, or
+    refused by a strict server.
+
+    Attributes:
+        supported: types of the parts that may stand in their place.
+        never: types that aren't left out either, because an answer without them would be to something else.
+    """
+
+    supported: ClassVar[tuple[str, ...]] = ()
+    never: ClassVar[tuple[str, ...]] = ()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _keys(cls, data: Any) -> Any:
+        if isinstance(data, dict):
+            kind, ignored = data.get("type"), IGNORED.get()
+            if ignored.strict or not isinstance(kind, str) or kind in cls.never:
+                problem = "it is missing" if kind is None else f"it is {printable(str(kind))!r}"
+                raise RefusedValue("type", f"{problem}; it must be one of {', '.join(cls.supported)}",
+                                   "missing_parameter" if kind is None else "invalid_value", placed=True)
+            ignored.part(data, kind)
+        return {} if isinstance(data, dict) else data
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """Any type but those that are supported or never left out."""
+        schema = handler.resolve_ref_schema(handler(core))
+        schema.clear()
+        if IGNORED.get().strict:
+            schema["not"] = {}
+        else:
+            other = {"type": "string", "not": {"enum": [*cls.supported, *cls.never]}}
+            schema |= {"type": "object", "properties": {"type": other}, "required": ["type"],
+                       "description": "Left out, and named in the header quantkit-ignored."}
+        schema["title"] = cls.__name__
+        return schema
+
+
+def kind_tag(part: Any, supported: Collection[str], default: str | None = None) -> str:
+    """Which of a union's classes reads a part, by its ``type``: the tag is that type, or ``other``. Tags have
+    brackets, so that errors leave them out where they name a place."""
+    kind = part.get("type") if isinstance(part, dict) else getattr(part, "type", None)
+    kind = default if kind is None else kind
+    return f"{kind}[]" if isinstance(kind, str) and kind in supported else "other[]"
+
+
+def _asks_nothing(value: Any, values: tuple[Any, ...]) -> bool:
+    """Whether it is one of ``values``; false is not 0."""
+    return any(value == allowed and isinstance(value, bool) == isinstance(allowed, bool)
+               for allowed in values)
+
+
+def _nullable(schema: dict[str, Any]) -> dict[str, Any]:
+    """The same, or null."""
+    if "anyOf" in schema:
+        options = [option for option in schema["anyOf"] if option != {"type": "null"}]
+        return {**schema, "anyOf": [*options, {"type": "null"}]}
+    about: dict[str, Any] = {key: schema[key] for key in ("title", "description", "default") if key in schema}
+    rule = {key: value for key, value in schema.items() if key not in about}
+    return {**about, "anyOf": [rule, {"type": "null"}]}
+
+
+def printable(name: str) -> str:
+    """A key as it may stand in a message."""
+    return name[:80].encode("utf-8", "replace").decode()

@@ -1,0 +1,161 @@
+"""The engine's work for one HTTP request: one sequence for each choice, as one stream of events."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+
+from quantkit.runtime.engine import Engine, EngineClosed
+from quantkit.runtime.kv_manager import KVCacheManager
+from quantkit.runtime.loader import LoadedModel
+from quantkit.runtime.pooling import Pooling
+from quantkit.runtime.request import Completion, ContextLengthError, Request, TokenInfo
+from quantkit.runtime.sampler import Sampling
+from quantkit.runtime.trace import RequestLabel
+from quantkit.serving.errors import ApiError
+from quantkit.serving.metrics import ModelMetrics
+from quantkit.structure.base import TokenConstraint
+
+
+@dataclass(frozen=True)
+class ChoiceJob:
+    """One choice to be made.
+
+    Attributes:
+        prompt: token ids.
+        sampling: how they are continued.
+        logprobs: how many alternatives' log-probabilities are returned beside the chosen token's.
+        score: whether the prompt's own tokens are scored too.
+        constraint, keep_special, kv, priority, pooling: see ``Engine.submit``.
+        cache_salt: chosen by the client; see :func:`prefix_salt`.
+    """
+
+    prompt: Sequence[int]
+    sampling: Sampling
+    logprobs: int | None = None
+    score: bool = False
+    constraint: TokenConstraint | None = None
+    keep_special: frozenset[int] = frozenset()
+    kv: KVCacheManager | None = None
+    priority: int = 0
+    pooling: Pooling | None = None
+    cache_salt: str | None = None
+
+
+@dataclass(frozen=True)
+class TokenEvent:
+    """A token of a choice, or with ``done`` its end."""
+
+    choice: int
+    token: TokenInfo | None = None
+    done: Completion | None = None
+
+
+class RequestWork:
+    """The work for all choices of one request. It is made on the event loop and fed from the engine's thread.
+
+    Args:
+        engine: where they run.
+        jobs: what they are. All are queued, or none.
+        metrics: what is told how long they take.
+        labels: name them in the engine's trace; see :func:`labels`.
+
+    Attributes:
+        requests: the engine's, one for each job.
+
+    Raises:
+        QuantkitError: the engine refuses one.
+    """
+
+    def __init__(self, engine: Engine, jobs: Sequence[ChoiceJob], metrics: ModelMetrics,
+                 labels: Sequence[RequestLabel]) -> None:
+        self._loop, self._metrics = asyncio.get_running_loop(), metrics
+        self._stopped: set[int] = set()
+        self._events: asyncio.Queue[TokenEvent | BaseException] = asyncio.Queue()
+        self.requests: list[Request] = []
+        try:
+            for number, (job, label) in enumerate(zip(jobs, labels, strict=True)):
+                self.requests.append(self._submit(engine, number, job, label))
+        except BaseException:
+            self.cancel()
+            raise
+
+    async def events(self) -> AsyncIterator[TokenEvent]:
+        """Tokens as they come, each choice's end after its last.
+
+        Raises:
+            EngineClosed: the engine was closed under it.
+            BaseException: what went wrong in the engine.
+        """
+        remaining = len(self.requests)
+        while remaining:
+            event = await self._events.get()
+            if isinstance(event, BaseException):
+                raise event
+            if event.done is not None:
+                remaining -= 1
+                if event.done.finish_reason == "cancelled" and event.choice not in self._stopped:
+                    raise EngineClosed("the request was ended before its time")
+            yield event
+
+    def cancel(self) -> None:
+        """Cancel what still runs, because the client has left. Does nothing when all is done."""
+        for request in self.requests:
+            if not request.done:
+                request.cancel()
+
+    def stop(self, choice: int) -> None:
+        """End one choice: it is complete as it is."""
+        self._stopped.add(choice)
+        self.requests[choice].cancel()
+
+    def _submit(self, engine: Engine, number: int, job: ChoiceJob, label: RequestLabel) -> Request:
+        clock = self._metrics.clock()
+
+        def on_token(token: TokenInfo) -> None:
+            clock.token()
+            self._tell(TokenEvent(number, token=token))
+
+        def on_done(request: Request) -> None:
+            clock.done(request)
+            self._tell(TokenEvent(number, done=request.result))
+
+        return engine.submit(job.prompt, job.sampling, logprobs=job.logprobs, echo=job.score, kv=job.kv,
+                             priority=job.priority, pooling=job.pooling, constraint=job.constraint,
+                             keep_special=job.keep_special, label=label,
+                             cache_salt=prefix_salt(label.tenant, job.cache_salt), on_token=on_token,
+                             on_done=on_done, on_error=self._tell)
+
+    def _tell(self, event: TokenEvent | BaseException) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the server is gone
+            self._loop.call_soon_threadsafe(self._events.put_nowait, event)
+
+
+def labels(answer: str, count: int, tenant: bytes = b"") -> list[RequestLabel]:
+    """Names of an answer's choices in the engine's trace: its id, which of ``count`` choices it is, and whose
+    request it answers."""
+    return [RequestLabel(answer, choice if count > 1 else None, tenant) for choice in range(count)]
+
+
+def prefix_salt(tenant: bytes, salt: str | None) -> bytes:
+    """The salt of a request's prefixes: of its API key (:data:`~quantkit.serving.guard.TENANT`) and of what
+    the client chose."""
+    return hashlib.sha256(b"salt:" + tenant + (salt or "").encode()).digest() if tenant or salt else b""
+
+
+def check_size(jobs: int, limit: int) -> None:
+    """Raises ApiError if this number of choices can never fit into the queue at once."""
+    if jobs > limit:
+        raise ApiError(400, f"{jobs} answers in one request; at most {limit} can wait at once",
+                       param="n", code="too_many_choices")
+
+
+def check_fits(loaded: LoadedModel, jobs: Sequence[ChoiceJob]) -> None:
+    """Raises ContextLengthError if a prompt and its answer don't fit, before anything is queued."""
+    context = loaded.config.max_position_embeddings
+    for job in jobs:
+        if len(job.prompt) + job.sampling.max_tokens > context:
+            raise ContextLengthError(len(job.prompt), job.sampling.max_tokens, context)

@@ -1,0 +1,87 @@
+"""Which variants no other beats, and where a KL of zero stands."""
+
+import math
+
+import pytest
+
+from quantkit.evaluation.metrics import Interval
+from quantkit.evaluation.report.frontier import dominated_rows, frontiers, quality_floor
+
+
+def point(value):
+    return Interval(value, value, value)
+
+
+@pytest.fixture
+def compared(make_row, make_result):
+    """``compared((kl, tok/s, mb), …)``"""
+
+    def make(*values, **extra):
+        rows = [make_row(f"v{number}", kl=kl, decode=decode, mb=mb)
+                for number, (kl, decode, mb) in enumerate(values)]
+        return make_result(rows, **extra)
+
+    return make
+
+
+def test_dominated_is_what_another_beats_in_both(compared):
+    speed, size = frontiers(compared((0, 10, 400), (0.1, 30, 100), (0.2, 20, 90), (0.2, 40, 120)))
+    assert [entry.dominated for entry in speed.points] == [False, False, True, False]
+    assert [entry.dominated for entry in size.points] == [False, False, False, True]
+    assert [entry.index for entry in speed.line] == [0, 1, 3], "by speed"
+    assert [entry.index for entry in size.line] == [2, 1, 0], "by bytes"
+    assert speed.higher and not size.higher
+
+
+def test_equal_variants_do_not_beat_each_other_but_half_better_ones_do(compared):
+    speed, _ = frontiers(compared((0, 10, 1), (0.1, 20, 1), (0.1, 20, 1), (0.1, 19, 1), (0.2, 20, 1)))
+    assert [entry.dominated for entry in speed.points] == [False, False, False, True, True]
+
+
+def test_a_row_is_grey_only_if_it_is_on_no_frontier(compared):
+    result = compared((0, 10, 400), (0.1, 30, 100), (0.2, 20, 90), (0.3, 25, 95))
+    assert dominated_rows(result) == {3}
+
+
+def test_what_has_no_value_has_no_point(compared, make_row, make_result):
+    result = compared((0, 10, 400), (0.1, 30, 100), (0.2, 20, 90))
+    del result.rows[1].metrics["decode_tok_s"]
+    result.rows[2].metrics["kl_mean"] = Interval(math.nan, 0.0, math.inf)
+    speed, size = frontiers(result)
+    assert [entry.index for entry in speed.points] == [0]
+    assert [entry.index for entry in size.points] == [0, 1]
+    assert [picture.key for picture in frontiers(make_result([make_row("one", prefill=None)]))] == ["bytes"]
+    assert frontiers(make_result([])) == []
+
+
+def test_the_cache_counts(compared):
+    result = compared((0, 10, 400), (0.1, 30, 400))
+    assert frontiers(result)[1].title == "weights, GB"
+    result.rows[0].kv_bytes = 100_000_000
+    _, size = frontiers(result)
+    assert size.title == "weights and KV cache, GB"
+    assert [entry.cost.value for entry in size.points] == [0.5, 0.4]
+
+
+def test_the_floor_is_the_noise_or_half_the_smallest(compared):
+    result = compared((0, 10, 400), (0.1, 30, 100), (0.02, 30, 100))
+    floor = quality_floor(result)
+    assert floor.value == 0.01 and floor.noise is None and floor.at_least(0) == 0.01
+    assert floor.label == "KL 0 is drawn here" and "has no zero" in floor.sentence
+    result.rows[0].metrics["kl_exact"] = Interval(0.003, 0.002, 0.004)
+    assert quality_floor(result).value == 0.003
+    result.floors["kl_mean"] = Interval(0.0011, 0.001, 0.0013)
+    floor = quality_floor(result)
+    assert floor.noise == result.floors["kl_mean"] and floor.at_least(0.0005) == 0.0011
+    assert "noise floor 0.00110" in floor.label and "0.00110 nats" in floor.sentence
+    assert quality_floor(compared((0, 10, 400))).value > 0, "nothing but zeros"
+
+
+def test_all_of_the_sample(rich):
+    speed, size = frontiers(rich)
+    assert len(speed.points) == len(size.points) == 15
+    assert {rich.rows[index].model for index in dominated_rows(rich)} == {
+        "HuggingFaceTB/SmolLM2-360M-Instruct", "out/nf4"}
+    for picture in (speed, size):
+        qualities = [entry.quality.value for entry in picture.line]
+        assert qualities == sorted(qualities, reverse=not picture.higher), "a stair"

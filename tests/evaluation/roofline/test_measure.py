@@ -1,0 +1,140 @@
+"""The operators of a tiny model: which there are, what they move, and that measuring changes nothing."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+
+from quantkit.evaluation.roofline import measure
+from quantkit.evaluation.roofline.measure import measure_roofline
+from quantkit.evaluation.roofline.result import Roofline
+from quantkit.kv.spec import parse_kv
+from quantkit.quantization.run import quantize
+from quantkit.runtime.loader import load
+from quantkit.support.errors import UsageError
+
+LINEARS = ["q+k+v", "o", "gate+up", "down"]
+RECIPE = """\
+name: narrow
+rules:
+  - match: lm_head
+    optional: true
+  - match: {match}
+    method: rtn
+    spec: {{bits: 8, granularity: {{strategy: {strategy}}}}}
+  - match: "*"
+"""
+
+
+@pytest.fixture(autouse=True)
+def _short(monkeypatch):
+    monkeypatch.setattr(measure, "REPEATS", 1)
+    monkeypatch.setattr(measure, "TOKENS", 2)
+
+
+@pytest.fixture(scope="module")
+def roofline(loaded):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measure, "REPEATS", 2)
+        return measure_roofline(loaded, rows=(1, 2, 20), contexts=(5, 70, 9999))
+
+
+def test_every_operator_at_every_number_of_rows(roofline, loaded):
+    assert [(speed.operator, speed.rows) for speed in roofline.operators if not speed.context] == [
+        *((name, rows) for rows in (1, 2) for name in [*LINEARS, "head"]), *((name, 20) for name in LINEARS)]
+    assert [(speed.operator, speed.rows, speed.context) for speed in roofline.operators if speed.context] == [
+        ("attention", 1, 5), ("attention", 2, 5), ("attention", 1, 70), ("rest", 1, 5), ("rest", 2, 5)]
+    layers = loaded.config.num_layers
+    assert all(speed.layers == (1 if speed.operator in ("head", "rest") else layers)
+               for speed in roofline.operators)
+    assert (roofline.model, roofline.label) == (loaded.uri, "bf16")
+    assert Roofline.model_validate_json(roofline.model_dump_json()) == roofline
+
+
+def test_the_weights_of_all_operators_are_those_of_a_step(roofline, loaded):
+    """What one more row adds is its own: what is left of one row's bytes are weights."""
+    by_rows = {(speed.operator, speed.rows): speed for speed in roofline.operators if not speed.context}
+    total = sum(speed.layers * (2 * speed.bytes - by_rows[name, 2].bytes)
+                for (name, rows), speed in by_rows.items() if rows == 1)
+    assert total == loaded.model.step_bytes
+
+
+def test_operations_are_counted_by_hand(roofline, loaded):
+    config = loaded.config
+    hidden, inner, kv = config.hidden_size, config.intermediate_size, config.num_kv_heads * config.head_dim
+    heads = config.num_heads * config.head_dim
+    numbers = {"q+k+v": hidden * (heads + 2 * kv), "o": heads * hidden, "gate+up": 2 * hidden * inner,
+               "down": inner * hidden, "head": hidden * config.vocab_size}
+    for speed in roofline.operators:
+        if speed.operator in numbers:
+            assert speed.operations == 2 * speed.rows * numbers[speed.operator]
+        elif speed.operator == "attention":
+            slots = speed.context + 1  # the token itself
+            assert speed.operations == 4 * speed.rows * heads * slots
+            assert speed.bytes == speed.rows * (2 * 2 * kv * slots + 2 * 4 * heads)
+
+
+def test_predictions_follow_from_bytes_operations_and_ceilings(roofline):
+    ceilings = roofline.ceilings
+    assert ceilings.read_bytes_s > 0 and set(ceilings.operations_s) == {"float32"}
+    for speed in roofline.operators:
+        memory, compute = (speed.bytes / ceilings.read_bytes_s,
+                           speed.operations / ceilings.operations_s[speed.arithmetic])
+        assert speed.predicted_s == pytest.approx(max(memory, compute))
+        assert speed.bound == ("compute" if compute > memory else "memory")
+        assert (speed.bound == "compute") == (speed.bound_from is not None and speed.rows >= speed.bound_from)
+        assert speed.intensity == speed.operations / speed.bytes
+        assert 0 <= speed.seconds.low <= speed.seconds.median <= speed.seconds.high
+        assert speed.operator == "rest" or speed.seconds.low > 0
+
+
+def test_measuring_leaves_the_model_as_it_is(tiny):
+    model, tokens = load(str(tiny)), torch.arange(5, 25)[None]
+    before = model.model(tokens)
+    measure_roofline(model, rows=(1, 20), contexts=(5,))
+    assert torch.equal(model.model(tokens), before)
+
+
+def test_a_kv_codec_makes_attention_smaller_and_nothing_else(loaded):
+    plain, coded = (measure_roofline(loaded, rows=(1,), contexts=(200,), kv=parse_kv(kv))
+                    for kv in ("none", "int8"))
+    sizes = [{speed.operator: speed.bytes for speed in result.operators} for result in (plain, coded)]
+    assert sizes[1].pop("attention") < sizes[0].pop("attention") and sizes[0] == sizes[1]
+
+
+def test_layers_of_different_formats_are_different_operators(tiny, tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    down = RECIPE.format(match="model.layers.0.mlp.down_proj", strategy="channel")
+    recipe.write_text(down, encoding="utf-8")
+    quantize(str(tiny), str(recipe), tmp_path / "out")
+    result = measure_roofline(load(str(tmp_path / "out")), rows=(1,), contexts=(5,))
+    names = [speed.operator for speed in result.operators if speed.operator.startswith("down")]
+    assert len(names) == 2 and any("int8" in name for name in names) and any("bf16" in name for name in names)
+    arithmetic = Counter(speed.arithmetic for speed in result.operators)
+    assert arithmetic["int16"] == 1 and set(result.ceilings.operations_s) == {"int16", "float32"}
+
+
+def test_a_model_that_runs_operation_by_operation_is_refused(tiny, tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(RECIPE.format(match='"*o_proj"', strategy="group, size: 8"), encoding="utf-8")
+    quantize(str(tiny), str(recipe), tmp_path / "out")
+    model = load(str(tmp_path / "out"))
+    with pytest.raises(UsageError, match="can't be measured one by one") as caught:
+        measure_roofline(model)
+    assert caught.value.why == model.fallback_reason and "bench decode" in caught.value.next
+
+
+@pytest.mark.parametrize("options", [{"contexts": (9999,)}, {"rows": (0,)}, {"rows": ()}])
+def test_nothing_to_measure_is_an_error(loaded, options):
+    with pytest.raises(UsageError, match="nothing to measure") as caught:
+        measure_roofline(loaded, **options)
+    assert "512" in caught.value.why
+
+
+def test_progress_ends_at_its_total(loaded):
+    events = []
+    measure_roofline(loaded, rows=(1, 20), contexts=(5,), progress=events.append)
+    assert [event.done for event in events] == list(range(1, len(events) + 1))
+    assert {event.total for event in events} == {len(events)}

@@ -1,0 +1,78 @@
+"""Hessian accumulators against NumPy, and what they refuse."""
+
+import numpy as np
+import pytest
+import torch
+
+from quantkit.formats.spec import Granularity, QuantSpec
+from quantkit.quantization.calibration.finite import NonFiniteError
+from quantkit.quantization.calibration.stats import HessianObserver
+from quantkit.quantization.methods import gptq, rtn
+from quantkit.support.errors import CalibrationError
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_mean_of_outer_products(dtype: torch.dtype) -> None:
+    observer = HessianObserver("layer")
+    batches = [torch.randn(2, 5, 7, generator=torch.Generator().manual_seed(i)).to(dtype) for i in range(3)]
+    for batch in batches:
+        observer(batch)
+    stats = observer.result()
+    rows = torch.cat(batches).reshape(-1, 7).double().numpy()
+    assert stats.tokens == 30 and stats.hessian is not None and stats.hessian.dtype == torch.float32
+    np.testing.assert_allclose(stats.hessian.numpy(), rows.T @ rows / 30, rtol=1e-4, atol=1e-5)
+
+
+def test_wide_inputs_are_summed_in_blocks() -> None:
+    observer = HessianObserver("layer")
+    x = torch.randn(50, 1000, generator=torch.Generator().manual_seed(0))
+    observer(x)
+    hessian = observer.result().hessian
+    assert hessian is not None and torch.equal(hessian, hessian.T)
+    torch.testing.assert_close(hessian, (x.double().T @ x.double() / 50).float(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_value_that_is_not_finite_names_the_layer(bad: float) -> None:
+    observer = HessianObserver("model.layers.3.mlp.down_proj")
+    x = torch.ones(2, 4)
+    observer(x)
+    x[1, 2] = bad
+    with pytest.raises(CalibrationError, match=r"input of model\.layers\.3\.mlp\.down_proj") as caught:
+        observer(x)
+    assert "1 of 8 values" in str(caught.value.why)
+
+
+def test_overflow_and_nothing_seen() -> None:
+    with pytest.raises(CalibrationError, match="no calibration token reached x"):
+        HessianObserver("x").result()
+    observer = HessianObserver("x")
+    with pytest.raises(NonFiniteError, match="input of x is too large") as caught:
+        observer(torch.full((1, 2), 1e30))
+    assert "1e+30" in str(caught.value.why)
+    for _ in range(500):
+        observer(torch.full((1, 2), 9e17))
+    with pytest.raises(CalibrationError, match="overflows"):
+        observer.result()
+
+
+def test_an_expert_that_no_token_reached_is_rounded_with_a_note() -> None:
+    stats = HessianObserver("experts.3", size=64).result()
+    assert stats.tokens == 0 and stats.hessian is not None and not bool(stats.hessian.any())
+    weight = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
+    spec = QuantSpec(bits=4, granularity=Granularity(strategy="group", size=32), scale_dtype="bfloat16")
+    solved = gptq.METHOD.run(weight, stats, spec, gptq.GptqOptions())
+    assert solved.notes == ("rounded to nearest in place of gptq: no calibration input reached it",)
+    assert torch.equal(solved.codes, rtn.METHOD.run(weight, None, spec, rtn.RtnOptions()).codes)
+
+
+def test_only_the_largest_values_where_nobody_wants_more():
+    observer = HessianObserver("name", form=False)
+    x = torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(0))
+    observer(x[:2])
+    observer(x[2:])
+    stats = observer.result()
+    assert stats.hessian is None and stats.tokens == 15
+    assert torch.equal(stats.largest, x.abs().amax((0, 1)))
+    nobody = HessianObserver("name", size=8, form=False).result()
+    assert nobody.tokens == 0 and nobody.hessian is None and not nobody.largest.any()

@@ -1,0 +1,206 @@
+"""Real servers over a tiny model, each on a thread and a port of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import torch
+
+from quantkit.runtime.drafting.base import Drafter
+from quantkit.runtime.engine import Engine
+from quantkit.runtime.loader import LoadedModel, load
+from quantkit.serving.address import bind, url
+from quantkit.serving.app import Application, create_app
+from quantkit.serving.models import SchedulingPolicy, ServedEngine
+from quantkit.serving.server import Server
+from quantkit.structure.base import ReasoningDelta, TextDelta, ToolCallDelta, TurnDelta
+from quantkit.testing import tiny_model
+from quantkit.text.tokenizer import Tokenizer
+
+CONTEXT = 2**16
+DEADLINE = 60.0
+"""Seconds that a test waits for what should come at once; nothing is measured."""
+
+
+@dataclass
+class Live:
+    """A running server."""
+
+    url: str
+    engine: Engine
+    application: Application
+    loaded: LoadedModel
+    server: Server
+    errors: list[BaseException]
+    loop: asyncio.AbstractEventLoop
+
+    @property
+    def http(self) -> httpx.Client:
+        """A plain client."""
+        return httpx.Client(base_url=self.url, timeout=DEADLINE)
+
+    def openai(self, **options: Any) -> openai.OpenAI:
+        """The official client, which never tries again."""
+        return openai.OpenAI(base_url=f"{self.url}/v1", **{"api_key": "none", "max_retries": 0,
+                                                           "timeout": DEADLINE, **options})
+
+    def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
+        """A JSON body to a path; ``model`` is filled in."""
+        if isinstance(body, dict):
+            body = {"model": "tiny", **body}
+        with self.http as client:
+            return client.post(path, json=body, **options)
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    """A two-layer Llama in float32 with a long context. Tests don't write to it."""
+    return tiny_model(tmp_path_factory.mktemp("serve") / "tiny", dtype="float32",
+                      max_position_embeddings=CONTEXT)
+
+
+@pytest.fixture(scope="session")
+def loaded(folder) -> LoadedModel:
+    """The same, loaded; one thread, because other processes may want the rest."""
+    torch.set_num_threads(1)
+    return load(str(folder))
+
+
+@contextmanager
+def running(loaded: LoadedModel, *, models: dict[str, LoadedModel] | None = None, name: str = "tiny",
+            host: str = "127.0.0.1", max_batch: int = 8, max_queue: int = 64, parse_special: bool = False,
+            scheduling_policy: SchedulingPolicy = "fcfs", strict_requests: bool = False,
+            bare_json_calls: bool = True, drafter: Drafter | None = None, prefix_cache: int = 0,
+            key: str | None = None, **options: Any) -> Iterator[Live]:
+    """A server; of several ``models`` the first is the one that :class:`Live` shows."""
+    errors: list[BaseException] = []
+    served = [ServedEngine(Engine(model, max_batch=max_batch, max_queue=max_queue, drafter=drafter,
+                                  prefix_cache=prefix_cache), model, called, parse_special, scheduling_policy,
+                           strict_requests, bare_json_calls)
+              for called, model in (models or {name: loaded}).items()]
+    keys = options.pop("keys", () if key is None else (key,))
+    application = create_app(served, on_error=errors.append, keys=keys, **options)
+    loops: queue.Queue[asyncio.AbstractEventLoop] = queue.Queue()
+    with bind(host, 0, has_key=bool(keys)) as bound:
+        server = Server(application, drain_timeout=DEADLINE, on_drain=lambda active: None,
+                        on_ready=lambda: loops.put(asyncio.get_running_loop()))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
+        for model in served:
+            model.engine.start()
+        thread.start()
+        try:
+            yield Live(url(bound), served[0].engine, application, served[0].loaded, server, errors,
+                       loops.get(timeout=DEADLINE))
+        finally:
+            application.close()
+            server.should_exit = True
+            thread.join(DEADLINE)
+    assert not thread.is_alive()
+
+
+@pytest.fixture
+def live(loaded) -> Iterator[Callable[..., Live]]:
+    """``live(key=…, max_batch=…)`` → a server that ends with the test."""
+    with ExitStack() as stack:
+        yield lambda **options: stack.enter_context(running(options.pop("loaded", loaded), **options))
+
+
+@pytest.fixture(scope="session")
+def shared(loaded) -> Iterator[Live]:
+    """A server for tests that leave nothing behind."""
+    with running(loaded) as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def strict(loaded) -> Iterator[Live]:
+    """The same, started with ``--strict-requests``."""
+    with running(loaded, strict_requests=True) as made:
+        yield made
+
+
+@pytest.fixture
+def eventually() -> Callable[[Callable[[], Any]], None]:
+    """Wait until something holds."""
+
+    def wait(holds: Callable[[], Any]) -> None:
+        end = time.monotonic() + DEADLINE
+        while not holds():
+            assert time.monotonic() < end, "it never came true"
+            time.sleep(0.01)
+
+    return wait
+
+
+class ScriptedTurn:
+    """A parser that finds in any text what its script says: one delta, or several, for each piece of text."""
+
+    def __init__(self, script: list[list[TurnDelta]]) -> None:
+        self._left = list(script)
+
+    def push(self, text: str) -> list[TurnDelta]:
+        return self._left.pop(0) if self._left else []
+
+    def finish(self) -> list[TurnDelta]:
+        return [delta for deltas in self._left for delta in deltas]
+
+
+SCRIPT: list[list[TurnDelta]] = [
+    [ReasoningDelta("I need ")], [ReasoningDelta("a tool.")], [TextDelta("Let me ")], [TextDelta("look.")],
+    [ToolCallDelta(0, id="call_a", name="look")], [ToolCallDelta(0, '{"place": ')],
+    [ToolCallDelta(0, '"here"}')],
+    [ToolCallDelta(1, "{}", id="call_b", name="wait")]]
+"""A turn with everything that a turn may have."""
+
+
+@pytest.fixture
+def scripted(monkeypatch) -> Callable[..., None]:
+    """``scripted(script)``: every turn is read as this, whatever the model writes."""
+
+    def script(deltas: list[list[TurnDelta]] = SCRIPT) -> None:
+        monkeypatch.setattr("quantkit.serving.turns.parser", lambda *_: ScriptedTurn(deltas))
+
+    return script
+
+
+def lookup(name: str = "look", **more: Any) -> dict[str, Any]:
+    """A tool as chat completions have it."""
+    parameters = {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]}
+    return {"type": "function", "function": {"name": name, "description": "Look.", "parameters": parameters,
+                                             **more}}
+
+
+@pytest.fixture
+def tools() -> list[dict[str, Any]]:
+    """Two tools."""
+    return [lookup(), lookup("wait", parameters={"type": "object", "properties": {}})]
+
+
+@pytest.fixture
+def prepared(monkeypatch) -> list[tuple[Any, ...]]:
+    """Conversations that were made ready for a template: messages, tools, and the template's options."""
+    seen: list[tuple[Any, ...]] = []
+    chat = Tokenizer.chat
+
+    def prepare(format, messages, tools):
+        seen.append((messages, tools))
+        return [{"role": "user", "content": "the cat"}], None
+
+    def noted(self, *args, options=MappingProxyType({}), **rest):
+        seen[-1] += (dict(options),)
+        return chat(self, *args, **rest)
+
+    monkeypatch.setattr("quantkit.serving.turns.prepare", prepare)
+    monkeypatch.setattr(Tokenizer, "chat", noted)
+    return seen

@@ -1,0 +1,99 @@
+"""A replica's own side, without a cluster: an application that does as it is told."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from quantkit.serving.app import told_once
+from quantkit.serving.replicas.base import REPORT, ForwardedRequest
+from quantkit.serving.replicas.replica import MAX_MESSAGES, Replica
+from quantkit.support.errors import QuantkitError
+
+REQUEST = ForwardedRequest({"type": "http", "method": "POST", "path": "/v1/completions", "headers": []},
+                           b"{}")
+
+
+def replica(api, *models):
+    """One that Ray Serve hasn't made."""
+    made = Replica.__new__(Replica)
+    made._id, made._errors, made._api, made._models = "a", [], api, models
+    made._tell = told_once(made._on_error)
+    return made
+
+
+async def everything(made):
+    return [message async for batch in made.answer(REQUEST) for message in batch]
+
+
+def reported(messages):
+    return [error for message in messages if message["type"] == REPORT for error in message["errors"]]
+
+
+def test_an_error_that_ends_several_requests_is_told_once():
+    error = QuantkitError("the engine failed", why="it divides")
+
+    async def api(scope, receive, send):
+        raise error
+
+    async def run():
+        made = replica(api)
+        return [await everything(made) for _ in range(3)]
+
+    answers = asyncio.run(run())
+    assert list(map(reported, answers)) == [[("the engine failed", "it divides", None)], [], []]
+    for messages in answers:
+        assert next(message for message in messages if "status" in message)["status"] == 500
+
+
+def test_who_asks_for_the_state_takes_no_errors_away():
+    async def api(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"{}", "more_body": False})
+
+    async def run():
+        made = replica(api)
+        made._on_error(QuantkitError("a plugin failed"))
+        state = await made.get("/ready")
+        return state, await everything(made)
+
+    state, messages = asyncio.run(run())
+    assert (state.id, state.status, state.body) == ("a", 200, b"{}")
+    assert reported(messages) == [("a plugin failed", None, None)]
+
+
+def test_an_application_waits_for_a_slow_reader():
+    sent = []
+
+    async def api(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for number in range(4 * MAX_MESSAGES):
+            sent.append(number)
+            await send({"type": "http.response.body", "body": b"x", "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def run():
+        batches = replica(api).answer(REQUEST)
+        count = len(await anext(batches))
+        for _ in range(10 * MAX_MESSAGES):  # turns of the loop in which it could send on
+            await asyncio.sleep(0)
+        waiting = len(sent)
+        async for batch in batches:
+            count += len(batch)
+        return waiting, count
+
+    waiting, count = asyncio.run(run())
+    assert MAX_MESSAGES <= waiting <= 2 * MAX_MESSAGES + 1 and count == 4 * MAX_MESSAGES + 2
+
+
+def test_a_replica_whose_engine_has_ended_isn_t_healthy():
+    def model(alive):
+        thread = None if alive is None else SimpleNamespace(is_alive=lambda: alive)
+        return SimpleNamespace(name="m", engine=SimpleNamespace(thread=thread, close=lambda: None))
+
+    asyncio.run(replica(None, model(True), model(True)).check_health())
+    for ended in (False, None):
+        with pytest.raises(RuntimeError, match="the engine of m has ended"):
+            asyncio.run(replica(None, model(True), model(ended)).check_health())

@@ -1,0 +1,171 @@
+"""How many prompts are read at once, who waits, and who is forgotten."""
+
+import asyncio
+import json
+import socket
+import threading
+
+import pytest
+
+from quantkit.runtime.engine import EngineFull
+from quantkit.serving import respond
+from quantkit.serving.errors import ApiError
+from quantkit.serving.models import ServedEngine
+from quantkit.serving.threads import BoundedThreads
+from quantkit.text.tokenizer import Tokenizer
+
+PATH = "/v1/completions"
+
+
+def test_so_many_run_at_once_and_all_are_answered():
+    async def run():
+        threads, running, max_running, lock = BoundedThreads(2, 20), 0, 0, threading.Lock()
+
+        def work(number):
+            nonlocal running, max_running
+            with lock:
+                running += 1
+                max_running = max(max_running, running)
+            threading.Event().wait(0.02)
+            with lock:
+                running -= 1
+            return number
+
+        found = await asyncio.gather(*(threads.run(lambda i=i: work(i)) for i in range(12)))
+        assert found == list(range(12)) and max_running == 2
+
+    asyncio.run(run())
+
+
+def test_errors_come_back_and_leave_the_thread_free():
+    async def run():
+        threads = BoundedThreads(1, 5)
+        for _ in range(3):
+            with pytest.raises(ZeroDivisionError):
+                await threads.run(lambda: 1 / 0)
+        assert await threads.run(lambda: 5) == 5
+
+    asyncio.run(run())
+
+
+def test_a_thread_that_cant_be_started_takes_no_place(monkeypatch):
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    async def run():
+        threads, start = BoundedThreads(2, 5), threading.Thread.start
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        for _ in range(3):
+            with pytest.raises(RuntimeError, match="new thread"):
+                await threads.run(lambda: 5)
+        monkeypatch.setattr(threading.Thread, "start", start)
+        assert await asyncio.wait_for(threads.run(lambda: 5), 60) == 5
+
+    asyncio.run(run())
+
+
+def test_who_leaves_while_waiting_is_dropped_and_what_has_begun_counts_on():
+    async def run():
+        threads, going, ran = BoundedThreads(1, 2), threading.Event(), []
+        first = asyncio.ensure_future(threads.run(going.wait))
+        await asyncio.sleep(0)
+        waiting = [asyncio.ensure_future(threads.run(lambda i=i: ran.append(i))) for i in range(2)]
+        await asyncio.sleep(0)
+        with pytest.raises(EngineFull):
+            await threads.run(lambda: ran.append("full"))
+        first.cancel()  # its thread is at work still
+        waiting[0].cancel()
+        await asyncio.wait([first, waiting[0]])
+        late = asyncio.ensure_future(threads.run(lambda: ran.append("late")))
+        await asyncio.sleep(0.1)
+        assert ran == []
+        going.set()
+        await asyncio.gather(waiting[1], late)
+        assert ran == [1, "late"]
+
+    asyncio.run(run())
+
+
+@pytest.fixture
+def held(monkeypatch):
+    """Tokenizers that wait; the texts that they were given, and what lets them go on."""
+    texts, going, encode = [], threading.Event(), Tokenizer.encode
+
+    def wait(self, text, special=True):
+        if "hold" in text:
+            texts.append(text)
+            assert going.wait(60)
+        return encode(self, text, special)
+
+    monkeypatch.setattr(Tokenizer, "encode", wait)
+    yield texts, going
+    going.set()
+
+
+def test_requests_that_are_read_slowly_hold_up_nobody_else_and_are_forgotten(live, held, eventually):
+    texts, going = held
+    made = live(max_queue=3)
+    host, port = made.url.removeprefix("http://").split(":")
+
+    def ask(text):
+        body = json.dumps({"model": "tiny", "prompt": text, "max_tokens": 1})
+        raw = socket.create_connection((host, int(port)), timeout=60)
+        raw.sendall(f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+                    f"Content-Length: {len(body)}\r\n\r\n{body}".encode())
+        return raw
+
+    stream = made.openai().completions.create(model="tiny", prompt=[5], max_tokens=30_000, stream=True,
+                                              extra_body={"ignore_eos": True})
+    # ids are read by the same threads, so this one has to come first
+    next(iter(stream))
+    reading = [ask(f"hold {number}") for number in range(respond.PREPARING)]
+    eventually(lambda: len(texts) == respond.PREPARING)
+    waiting = [ask(f"hold, waiting {number}") for number in range(3)]
+    eventually(lambda: made.application.guard.active == 1 + respond.PREPARING + 3)
+    for _ in range(20):
+        assert next(iter(stream)).choices, "others' tokens go on"
+    with made.http as client:
+        assert client.get("/health").status_code == 200
+    refused = made.post(PATH, {"prompt": "a"})
+    assert refused.status_code == 503 and refused.json()["error"]["code"] == "overloaded"
+    assert refused.headers["retry-after"]
+    for raw in waiting:
+        raw.close()
+    eventually(lambda: made.application.guard.active == 1 + respond.PREPARING)
+    going.set()
+    for raw in reading:
+        assert raw.recv(2**16).startswith(b"HTTP/1.1 200 ")
+        raw.close()
+    assert made.post(PATH, {"prompt": "a", "max_tokens": 1}).status_code == 200
+    assert len(texts) == respond.PREPARING, "the prompts of those who left were not read"
+    stream.close()
+
+
+def test_structures_that_compile_slowly_hold_up_no_other_prompts(live, monkeypatch, eventually):
+    compiling, going = [], threading.Event()
+
+    def compile(self, structure):
+        compiling.append(structure)
+        assert going.wait(60)
+        raise ApiError(400, "it can't be compiled")
+
+    monkeypatch.setattr(ServedEngine, "compile", compile)
+    made, statuses = live(max_queue=1), []
+
+    def ask():
+        statuses.append(made.post(PATH, {"prompt": "a", "guided_regex": "a+", "max_tokens": 1}).status_code)
+
+    asking = [threading.Thread(target=ask) for _ in range(respond.COMPILING + 1)]
+    for number, thread in enumerate(asking):
+        thread.start()
+        eventually(lambda number=number: made.application.guard.active == number + 1)
+        eventually(lambda number=number: len(compiling) == min(number + 1, respond.COMPILING))
+    assert made.post(PATH, {"prompt": "a", "max_tokens": 1}).status_code == 200
+    too_long = made.post(PATH, {"prompt": [5] * 70_000, "guided_regex": "a+"})
+    assert too_long.json()["error"]["code"] == "context_length_exceeded", "it is told before it would wait"
+    refused = made.post(PATH, {"prompt": "a", "guided_regex": "a+"})
+    assert refused.status_code == 503 and refused.headers["retry-after"]
+    going.set()
+    for thread in asking:
+        thread.join(60)
+    assert statuses == [400] * (respond.COMPILING + 1)
