@@ -23,7 +23,7 @@ import torch
 from safetensors.torch import save_file
 
 from quantkit.cli.present import table
-from quantkit.evaluation.bench.machine import machine
+from quantkit.evaluation.protocol import machine
 from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
 from quantkit.kv.spec import parse_kv

@@ -27,9 +27,9 @@ import transformers
 from lm_eval.models.huggingface import HFLM
 from safetensors.torch import save_file
 
-from quantkit.evaluation.lm_eval_model import lm_eval_model
 from quantkit.evaluation.protocol import cpu_cores, cpu_name
-from quantkit.evaluation.tasks import ReadyTask, chosen, prepare_tasks
+from quantkit.evaluation.tasks.lm_eval_model import lm_eval_model
+from quantkit.evaluation.tasks.run import ReadyTask, chosen, prepare_tasks
 from quantkit.runtime.loader import load
 from quantkit.sources.open import open_source
 

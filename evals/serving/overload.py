@@ -35,7 +35,7 @@ from overload_kinds import LoadCase, WrongBodyError, answer_of, cases, check_ref
 from processes import resident, server_process
 from stream_client import Clock, Response, model_of, quantile, send
 
-from quantkit.evaluation.bench.machine import machine
+from quantkit.evaluation.protocol import machine
 
 LATE = 100
 """Milliseconds within which a request must be refused."""

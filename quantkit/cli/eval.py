@@ -91,15 +91,15 @@ def command(ctx: click.Context, models: tuple[str, ...], text: str | None, suite
     """
     from quantkit.cli.again import typed
     from quantkit.cli.gate_output import gate_text
-    from quantkit.evaluation.gate import check_gate, require_planned
-    from quantkit.evaluation.gate_syntax import parse_gate
-    from quantkit.evaluation.machine_load import busy_now
-    from quantkit.evaluation.peers.parse import parse_peer
+    from quantkit.evaluation.gates.check import check_gate, require_planned
+    from quantkit.evaluation.gates.syntax import parse_gate
+    from quantkit.evaluation.peers.run import parse_peer
     from quantkit.evaluation.report.folder import reporters, require_writable, write_report
     from quantkit.evaluation.run import check_plot, evaluate
     from quantkit.evaluation.settings import EvalSettings, of_suite
+    from quantkit.evaluation.speed.machine_load import busy_now
     from quantkit.evaluation.suite import load_suite
-    from quantkit.evaluation.task_file import find_task
+    from quantkit.evaluation.tasks.file import find_task
     from quantkit.executor.choose import check_executor
     from quantkit.support.device import find_device
 

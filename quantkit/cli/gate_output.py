@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from quantkit.cli.present import table, width, wrapped
-from quantkit.evaluation.gate_result import GateCheck, GateResult
-from quantkit.evaluation.report.gate_words import amount, explained, interval
+from quantkit.evaluation.gates.result import GateCheck, GateResult
+from quantkit.evaluation.report.gates import amount, explained, interval
 
 _MARKS = {True: "ok", False: "FAIL"}
 

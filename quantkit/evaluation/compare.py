@@ -9,11 +9,17 @@ from typing import Any
 from quantkit.evaluation.keys import PER_RUN
 from quantkit.evaluation.metric_table import task_info
 from quantkit.evaluation.metrics import Interval
-from quantkit.evaluation.paired import DISTANCES, PairedDifference, Verdict, differences, ratio
+from quantkit.evaluation.paired import DISTANCES, differences, ratio
 from quantkit.evaluation.paired_statistics import unpaired
 from quantkit.evaluation.protocol import Protocol
-from quantkit.evaluation.result import EvalResult, ModelResult
-from quantkit.evaluation.variants import printable, short_names
+from quantkit.evaluation.result import (
+    EvalResult,
+    ModelResult,
+    PairedDifference,
+    Verdict,
+    printable,
+    short_names,
+)
 from quantkit.support.errors import UsageError
 
 _MACHINE = ("cpu", "gpu", "threads", "prefill", "decode", "batch")
@@ -33,7 +39,7 @@ class MetricChange:
             log-likelihoods in nats; of speeds and bytes the ratio.
         low, high: the change's 95% interval, of speeds the range; ``None``: it has none.
         p, test, epsilon, verdict: of the paired comparison, as of a
-            :class:`~quantkit.evaluation.paired.PairedDifference`; ``None`` and ``""`` where nothing is
+            :class:`~quantkit.evaluation.result.PairedDifference`; ``None`` and ``""`` where nothing is
             paired: then the interval is that of two unrelated values, and too wide.
     """
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass
 
 import numpy as np
 
 from quantkit.evaluation.keys import TAILS
-from quantkit.evaluation.metrics import Interval
+from quantkit.evaluation.metric_table import MetricInfo, builtin_infos, task_info
+from quantkit.evaluation.metrics import Interval, Metric
 from quantkit.evaluation.paired_statistics import (
     EQUIVALENCE,
     mcnemar,
@@ -17,51 +19,16 @@ from quantkit.evaluation.paired_statistics import (
     resampled_means,
     sign_flips,
 )
-from quantkit.support.frozen import Frozen
+from quantkit.evaluation.result import ModelResult, PairedDifference, Verdict
 
-if TYPE_CHECKING:
-    from quantkit.evaluation.metric_table import MetricInfo
-    from quantkit.evaluation.result import ModelResult
-
-Verdict = Literal["better", "worse", "indistinguishable", "undecided"]
 DISTANCES = {"kl_mean": 0.0, **dict.fromkeys(TAILS, 0.0), "top1": 1.0}
 """Metrics that already compare with the reference, and what they are for the reference itself."""
 EPSILONS = {"kl_mean": 1e-3, "kl_median": 1e-3, "kl_p99": 1e-3, "kl_p999": 1e-3, "flips": 0.01, "top1": 0.01,
             "perplexity": 0.005}
 """Differences that count as none: nats; shares; 0.5% of perplexity, as nats of log-likelihood."""
+CHANGE = Metric("logprob_change", lambda reference, candidate, targets: candidate - reference)
 SHARE_EPSILON = 0.01
 """That of tasks whose items are right or wrong."""
-
-
-class PairedDifference(Frozen):
-    """A variant's metric less the reference's, over the same items.
-
-    Attributes:
-        metric: key of the metric, such as ``kl_mean`` or ``arc_easy/acc``.
-        text: name of the text that it is of; ``""``: all texts, or a task.
-        difference: mean over items. Of ``perplexity`` it is that of the negative log-likelihood, in nats:
-            exp of it is the ratio of perplexities.
-        low, high: its 95% interval.
-        p: of the paired test, two-sided; of a distance from the reference one-sided, against ``epsilon``.
-            ``None`` where there is none.
-        test: which one: ``McNemar, exact``, ``sign flips over windows``.
-        items: pairs.
-        epsilon: the difference that counts as none.
-        verdict: ``indistinguishable``: the 90% interval lies within ±epsilon (two one-sided tests at 5%);
-            ``better`` and ``worse``: the 95% interval excludes 0, that of a distance everything up to
-            epsilon; else ``undecided``.
-    """
-
-    metric: str
-    text: str = ""
-    difference: float
-    low: float
-    high: float
-    p: float | None = None
-    test: str = ""
-    items: int = 0
-    epsilon: float | None = None
-    verdict: Verdict = "undecided"
 
 
 def differences(reference: ModelResult, candidate: ModelResult, infos: Mapping[str, MetricInfo] | None = None,
@@ -86,8 +53,6 @@ def differences(reference: ModelResult, candidate: ModelResult, infos: Mapping[s
         epsilons: by key of a metric or name of a task; see :data:`EPSILONS` for the defaults.
         seed: of bootstrap and sign flips.
     """
-    from quantkit.evaluation.metric_table import builtin_infos, task_info
-
     known = builtin_infos() | dict(infos or {})
     result = []
     for key, text, first, second in _windows(reference, candidate):
@@ -205,6 +170,60 @@ def of_items(key: str, before: np.ndarray, after: np.ndarray, direction: str, ep
     return PairedDifference(metric=key, difference=difference, low=low, high=high, p=p, test=test,
                             items=len(before), epsilon=epsilon,
                             verdict=_verdict(inner, (low, high), direction, epsilon))
+
+
+@dataclass(frozen=True)
+class AnswerPair:
+    """One question, answered with the full cache and with a KV setting.
+
+    Attributes:
+        context: which context it is about: questions that share one aren't independent.
+        full, own: whether the full cache's, the setting's answer was right.
+        change: log-probability of the right answer, the setting's less the full cache's, in nats.
+    """
+
+    context: object
+    full: bool
+    own: bool
+    change: float
+
+
+@dataclass(frozen=True)
+class PairedAnswers:
+    """A KV setting against the full cache.
+
+    Attributes:
+        asked: the number of questions.
+        full, own: how many each answered.
+        lost: the full cache answered, the setting didn't; ``gained``: the other way round.
+        p: McNemar's exact test. It takes questions for independent, which those about one context aren't:
+            with few contexts it is too small.
+        change: mean change of the right answer's log-probability in nats, 95% by a bootstrap over contexts.
+    """
+
+    asked: int
+    full: int
+    own: int
+    lost: int
+    gained: int
+    p: float
+    change: Interval
+
+
+def of_answers(pairs: Sequence[AnswerPair]) -> PairedAnswers:
+    """Compare the answers to the same questions.
+
+    Raises:
+        ValueError: no pairs.
+    """
+    contexts: dict[object, list[float]] = {}
+    for pair in pairs:
+        contexts.setdefault(pair.context, []).append(pair.change)
+    means = [math.fsum(changes) / len(changes) for changes in contexts.values()]
+    lost = sum(pair.full and not pair.own for pair in pairs)
+    gained = sum(pair.own and not pair.full for pair in pairs)
+    return PairedAnswers(len(pairs), sum(pair.full for pair in pairs), sum(pair.own for pair in pairs), lost,
+                         gained, mcnemar(lost, gained), CHANGE.summarize(means))
 
 
 def ratio(reference: Interval, candidate: Interval) -> Interval:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import json
 import os
@@ -9,6 +10,12 @@ import platform
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
+
+from quantkit import __version__
+from quantkit.ops import cpu_machine
+from quantkit.support.device import gpu_name
 
 
 @dataclass(frozen=True)
@@ -128,3 +135,12 @@ def cpu_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def machine(device: torch.device | None = None) -> dict[str, Any]:
+    """CPU, cores, threads, instruction set, the GPU if that is the device, versions and the date."""
+    available = cpu_machine.unavailable() is None
+    return {"cpu": cpu_name(), "gpu": None if device is None else gpu_name(device), "cores": cpu_cores(),
+            "threads": cpu_machine.pool().threads if available else torch.get_num_threads(),
+            "isa": cpu_machine.isa().name if available else None, "torch": torch.__version__,
+            "quantkit": __version__, "date": datetime.datetime.now(datetime.UTC).date().isoformat()}

@@ -3,18 +3,53 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
-from quantkit.evaluation.gate_result import GateResult
+from quantkit.evaluation.gates.result import GateResult
 from quantkit.evaluation.keys import EXACT, MEASURED
 from quantkit.evaluation.metric_table import MetricInfo, builtin_infos, task_info
 from quantkit.evaluation.metrics import Interval
-from quantkit.evaluation.paired import PairedDifference
 from quantkit.evaluation.protocol import Protocol
 from quantkit.evaluation.roofline.result import Roofline
-from quantkit.evaluation.speed_sweep import SpeedSweep
+from quantkit.evaluation.speed.results import SpeedSweep
 from quantkit.support.frozen import Frozen
+
+Verdict = Literal["better", "worse", "indistinguishable", "undecided"]
+
+
+class PairedDifference(Frozen):
+    """A variant's metric less the reference's, over the same items.
+
+    Attributes:
+        metric: key of the metric, such as ``kl_mean`` or ``arc_easy/acc``.
+        text: name of the text that it is of; ``""``: all texts, or a task.
+        difference: mean over items. Of ``perplexity`` it is that of the negative log-likelihood, in nats:
+            exp of it is the ratio of perplexities.
+        low, high: its 95% interval.
+        p: of the paired test, two-sided; of a distance from the reference one-sided, against ``epsilon``.
+            ``None`` where there is none.
+        test: which one: ``McNemar, exact``, ``sign flips over windows``.
+        items: pairs.
+        epsilon: the difference that counts as none.
+        verdict: ``indistinguishable``: the 90% interval lies within ±epsilon (two one-sided tests at 5%);
+            ``better`` and ``worse``: the 95% interval excludes 0, that of a distance everything up to
+            epsilon; else ``undecided``.
+    """
+
+    metric: str
+    text: str = ""
+    difference: float
+    low: float
+    high: float
+    p: float | None = None
+    test: str = ""
+    items: int = 0
+    epsilon: float | None = None
+    verdict: Verdict = "undecided"
 
 
 class TokenDiff(Frozen):
@@ -197,3 +232,44 @@ def _ends(value: Interval) -> list[float | None]:
 
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
+
+
+def short_names(rows: Sequence[ModelResult]) -> list[str]:
+    """A name for each row, on one line: its recipe, or the last part of its model's path or name. Models that
+    share that get more of theirs. Another tool's name stands before, and its method follows where it runs one
+    model in several ways. Where the KV cache was varied or compressed, its setting follows."""
+    recipes: dict[str, set[str]] = {}
+    for row in rows:
+        if row.recipe:
+            recipes.setdefault(row.recipe, set()).add(row.model)
+    named = [row.recipe if row.recipe and len(recipes[row.recipe]) == 1 else None for row in rows]
+    paths = {row.model: Path(row.model).parts or (row.model,) for row, name in zip(rows, named) if not name}
+    short = {}
+    for model, parts in paths.items():
+        depth = 1
+        while depth < len(parts) and sum(other[-depth:] == parts[-depth:] for other in paths.values()) > 1:
+            depth += 1
+        short[model] = str(Path(*parts[-depth:]))
+    names = [(f"{row.tool.split()[0]} " if row.tool else "") + (name or short[row.model])
+             for row, name in zip(rows, named)]
+    repeated = {name for name, count in Counter(names).items() if count > 1}
+    return [printable(f"{name} {row.method}" if row.tool and name in repeated else name)
+            + (f" kv {row.kv}" if row.kv is not None else "") for row, name in zip(rows, names)]
+
+
+def names_of(row: ModelResult, short: str) -> frozenset[str]:
+    """Everything that a person may call a row: the name that reports show, the same without its KV setting,
+    its recipe, its model, and the last part of that. Another tool's row has the first alone: the model may be
+    a row of quantkit's too."""
+    if row.tool:
+        return frozenset({short})
+    base = short.removesuffix(f" kv {row.kv}")
+    names = {base, row.model, Path(row.model).name, row.recipe or base}
+    if row.kv is not None:
+        names |= {f"{name} kv {row.kv}" for name in names}
+    return frozenset(names | {short} - {""})
+
+
+def printable(name: str) -> str:
+    """A stranger's text on one line, without what XML can't hold and a terminal would obey."""
+    return "".join(char if char.isprintable() else "?" for char in " ".join(name.split()))

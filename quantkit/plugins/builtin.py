@@ -119,8 +119,10 @@ def register_metrics(register: Register) -> None:
 
 @hookimpl
 def register_reporters(register: Register) -> None:
-    for name in ("table", "json", "markdown", "html", "junit", "model_card"):
+    for name in ("table", "markdown", "html", "model_card"):
         register(name, f"quantkit.evaluation.report.{name}:REPORTER")
+    register("json", "quantkit.evaluation.results_file:REPORTER")
+    register("junit", "quantkit.evaluation.report.gates:REPORTER")
     register("svg", "quantkit.evaluation.report.figure:SVG")
     register("png", "quantkit.evaluation.report.figure:PNG")
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from quantkit.evaluation.feed import prefill
+from quantkit.evaluation.quality.feed import prefill
 from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
 from quantkit.kv.footprint import footprint

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from quantkit.evaluation.feed import finite, force, likeliest, prefill
+from quantkit.evaluation.quality.feed import finite, force, likeliest, prefill
 from quantkit.kv.cache import KVCache
 from quantkit.kv.spec import parse_kv
 from quantkit.runtime.loader import load

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from quantkit.evaluation.forced import TeacherForcedModel
+from quantkit.evaluation.quality.feed import TeacherForcedModel
 from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
 from quantkit.kv.spec import parse_kv, split_settings

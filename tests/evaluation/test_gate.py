@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from quantkit.cli.gate_output import gate_text
-from quantkit.evaluation.gate import check_gate, require_planned
-from quantkit.evaluation.gate_syntax import parse_gate
+from quantkit.evaluation.gates.check import check_gate, require_planned
+from quantkit.evaluation.gates.syntax import parse_gate
 from quantkit.evaluation.metrics import Interval
 from quantkit.evaluation.paired import differences
 from quantkit.evaluation.result import EvalResult, ModelResult

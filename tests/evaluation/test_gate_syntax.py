@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quantkit.evaluation.gate_syntax import parse_gate
+from quantkit.evaluation.gates.syntax import parse_gate
 from quantkit.support.errors import UsageError
 
 

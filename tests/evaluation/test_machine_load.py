@@ -3,7 +3,13 @@
 import pytest
 
 from quantkit.evaluation import machine_load
-from quantkit.evaluation.machine_load import LoadSample, MachineLoad, busy_now, busy_reason, timed_quietly
+from quantkit.evaluation.speed.machine_load import (
+    LoadSample,
+    MachineLoad,
+    busy_now,
+    busy_reason,
+    timed_quietly,
+)
 from quantkit.evaluation.sweep import jobs
 from quantkit.evaluation.sweep.store import MeasurementResult, MeasurementStore
 
@@ -66,7 +72,7 @@ def test_a_load_above_the_processors_is_said_before_anything_begins(monkeypatch,
 
 def test_a_speed_from_a_busy_machine_is_withheld_and_not_kept(monkeypatch, tmp_path):
     from quantkit.evaluation import speed
-    from quantkit.evaluation.speed_sweep import PrefillSpeed, SpeedSweep, Spread, SweepSettings
+    from quantkit.evaluation.speed.results import PrefillSpeed, SpeedSweep, Spread, SweepSettings
 
     ten = Spread(median=10, low=9, high=11)
     sweep = SpeedSweep(prefill=(PrefillSpeed(tokens=8, tok_s=ten, decode_tok_s=ten, runs=3),),

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quantkit.evaluation.prefix_plan import MIN_INHERITED, plan_prefixes
+from quantkit.evaluation.tasks.prefix_plan import MIN_INHERITED, plan_prefixes
 
 TEXTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12).map(tuple), max_size=25)
 

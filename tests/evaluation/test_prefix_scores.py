@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from quantkit.evaluation import prefix_scores
-from quantkit.evaluation.prefix_scores import token_logprobs
-from quantkit.evaluation.scoring import Scorer, ScoringRequest
+from quantkit.evaluation.tasks.prefix_scores import token_logprobs
+from quantkit.evaluation.tasks.scoring import Scorer, ScoringRequest
 from quantkit.kv.spec import parse_kv
 from quantkit.ops import cpu_machine
 from quantkit.runtime.loader import load

@@ -10,13 +10,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from quantkit.evaluation.gate import check_gate
+from quantkit.evaluation.gates.check import check_gate
 from quantkit.evaluation.metrics import Interval
-from quantkit.evaluation.paired import PairedDifference
-from quantkit.evaluation.result import EvalResult, TokenDiff
+from quantkit.evaluation.result import EvalResult, PairedDifference, TokenDiff
 from quantkit.evaluation.results_file import read_results, result_from_dict
 from quantkit.evaluation.roofline.result import MachineCeilings, OperatorSpeed, Roofline
-from quantkit.evaluation.speed_sweep import DecodeSpeed, MemoryUse, PrefillSpeed, SpeedSweep, Spread
+from quantkit.evaluation.speed.results import DecodeSpeed, MemoryUse, PrefillSpeed, SpeedSweep, Spread
 from quantkit.support.errors import UsageError
 from quantkit.testing.results import sample_results
 

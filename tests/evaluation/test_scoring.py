@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from quantkit.evaluation import prefix_scores, scoring
-from quantkit.evaluation.feed import prefill
-from quantkit.evaluation.scoring import Scorer, ScoringRequest
+from quantkit.evaluation.quality.feed import prefill
+from quantkit.evaluation.tasks.scoring import Scorer, ScoringRequest
 from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
 from quantkit.kv.spec import parse_kv

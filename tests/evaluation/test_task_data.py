@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from quantkit.evaluation.task_data import VARIABLE, load_prompts
-from quantkit.evaluation.task_file import TaskFile, read_task
+from quantkit.evaluation.tasks.data import VARIABLE, load_prompts
+from quantkit.evaluation.tasks.file import TaskFile, read_task
 from quantkit.support.errors import UsageError
 
 HEAD = """\
@@ -140,7 +140,7 @@ def test_a_byte_order_mark_and_other_line_ends(task, tmp_path):
 
 
 def test_the_shipped_tasks_over_real_files(shared_data, tmp_path):
-    from quantkit.evaluation.task_file import find_task, list_tasks
+    from quantkit.evaluation.tasks.file import find_task, list_tasks
 
     folder, checked = tmp_path / "data", 0
     folder.mkdir()

@@ -5,8 +5,7 @@ import time
 import pytest
 
 from quantkit.evaluation import task_regex
-from quantkit.evaluation.task_regex import BoundedPattern, regex_filter, remove_all
-from quantkit.evaluation.task_template import TaskTemplate
+from quantkit.evaluation.tasks.sandbox import BoundedPattern, TaskTemplate, regex_filter, remove_all
 from quantkit.support.errors import UsageError
 
 HANGS, TEXT = "(a+)+$", "a" * 60 + "!"

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from quantkit.evaluation.task_score import item_values, score, wilson
+from quantkit.evaluation.tasks.score import item_values, score, wilson
 
 
 @pytest.mark.parametrize(("right", "items", "low", "high"), [
@@ -51,7 +51,7 @@ def test_the_bootstrap_covers_what_it_says():
 def test_many_items_go_in_blocks(monkeypatch):
     values = list(np.random.default_rng(1).normal(-1, 1, 500))
     whole = score("perplexity", values)
-    monkeypatch.setattr("quantkit.evaluation.task_score._BLOCK", 1700)
+    monkeypatch.setattr("quantkit.evaluation.tasks.score._BLOCK", 1700)
     parts = score("perplexity", values)
     assert whole.value == parts.value and parts.low == pytest.approx(whole.low, rel=0.02)
 

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from quantkit.evaluation.task_template import TaskTemplate
+from quantkit.evaluation.tasks.sandbox import TaskTemplate
 from quantkit.support.errors import UsageError
 
 ROW = {"query": "What?", "endings": ["a [title] b", "[step] c  d"], "n": 3, "long": "x" * 2000}

@@ -10,9 +10,9 @@ import warnings
 
 import pytest
 
-from quantkit.evaluation.lm_eval_model import lm_eval_model
-from quantkit.evaluation.task_file import find_task
-from quantkit.evaluation.tasks import chosen, list_tasks, prepare_tasks, run_tasks
+from quantkit.evaluation.tasks.file import find_task
+from quantkit.evaluation.tasks.lm_eval_model import lm_eval_model
+from quantkit.evaluation.tasks.run import chosen, list_tasks, prepare_tasks, run_tasks
 from quantkit.kv.spec import parse_kv
 from quantkit.support.errors import QuantkitError, UsageError
 
@@ -242,7 +242,7 @@ def refuse(*args, **kwargs):
 
 socket.socket.connect = socket.socket.connect_ex = socket.create_connection = socket.getaddrinfo = refuse
 from pathlib import Path
-from quantkit.evaluation.tasks import run_tasks
+from quantkit.evaluation.tasks.run import run_tasks
 from quantkit.runtime.loader import load
 
 names = ["arc_easy", "mmlu", "lambada_openai"]

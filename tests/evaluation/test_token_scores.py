@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from quantkit.evaluation.token_scores import TokenScores, joined, tails
+from quantkit.evaluation.quality.token_scores import TokenScores, joined, tails
 
 
 def scores(kl, agrees):

@@ -11,7 +11,7 @@ import torch
 from quantkit.evaluation import window_scores
 from quantkit.evaluation.metric_table import RegisteredMetric
 from quantkit.evaluation.metrics import KL, PERPLEXITY, TOP1, Metric
-from quantkit.evaluation.window_scores import WindowScores
+from quantkit.evaluation.quality.window_scores import WindowScores
 
 BUILTINS = [RegisteredMetric(metric, "quantkit") for metric in (PERPLEXITY, KL, TOP1)]
 MINE = Metric("mine", lambda reference, candidate, targets: torch.ones(len(targets)))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quantkit.evaluation.feed import prefill
+from quantkit.evaluation.quality.feed import prefill
 from quantkit.kv.base import KVCodec, KVPolicy
 from quantkit.kv.cache import KVCache
 from quantkit.kv.kernel_names import KERNEL_NAMES, is_ours

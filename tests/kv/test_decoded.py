@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quantkit.evaluation.feed import force, prefill
+from quantkit.evaluation.quality.feed import force, prefill
 from quantkit.kv import coded_pages as coded_pages_module
 from quantkit.kv import footprint as footprint_module
 from quantkit.kv.batch import Batch

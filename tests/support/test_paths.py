@@ -8,7 +8,7 @@ import pytest
 from quantkit.checkpoint.durable import hash_file
 from quantkit.checkpoint.writer import refuse_existing
 from quantkit.evaluation.long.journal import FILE, Journal
-from quantkit.evaluation.task_file import find_task
+from quantkit.evaluation.tasks.file import find_task
 from quantkit.quantization.calibration.files import DataFile
 from quantkit.quantization.recipe import load_recipe
 from quantkit.quantization.specs import CalibrationSpec

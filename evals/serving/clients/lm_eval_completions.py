@@ -23,8 +23,8 @@ from typing import Any
 
 from suite import Suite, server
 
-from quantkit.evaluation.task_score import PROPORTIONS, TaskScore
-from quantkit.evaluation.tasks import run_tasks
+from quantkit.evaluation.tasks.run import run_tasks
+from quantkit.evaluation.tasks.score import PROPORTIONS, TaskScore
 from quantkit.runtime.loader import load
 
 TASKS = Path(__file__).resolve().parents[3] / "evals" / "tasks"

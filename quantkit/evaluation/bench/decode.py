@@ -8,9 +8,9 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from quantkit.evaluation.bench.machine import machine
-from quantkit.evaluation.decoding import DecodeRunner, step_bytes
-from quantkit.evaluation.speed_sweep import DecodeSpeed
+from quantkit.evaluation.protocol import machine
+from quantkit.evaluation.speed.decoding import DecodeRunner, step_bytes
+from quantkit.evaluation.speed.results import DecodeSpeed
 from quantkit.evaluation.text import load_text
 from quantkit.kv.base import Phase
 from quantkit.kv.batch import Batch

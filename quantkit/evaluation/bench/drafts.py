@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from quantkit.evaluation.bench.machine import machine
-from quantkit.evaluation.speed_sweep import Spread
+from quantkit.evaluation.protocol import machine
+from quantkit.evaluation.speed.results import Spread
 from quantkit.kv.spec import KVSpec
 from quantkit.quantization.calibration.passages import passage
 from quantkit.runtime.drafting.parse import parse_drafter

@@ -8,8 +8,8 @@ from typing import Literal
 
 import torch
 
-from quantkit.evaluation.feed import force, likeliest, prefill
 from quantkit.evaluation.long.items import LongItem, Question
+from quantkit.evaluation.quality.feed import force, likeliest, prefill
 from quantkit.kv.cache import KVCache
 from quantkit.kv.spec import KVSpec
 from quantkit.runtime.engine import PREFILL_CHUNK

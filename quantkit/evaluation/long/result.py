@@ -11,9 +11,9 @@ from typing import Any
 
 from quantkit.evaluation.long.answer import When
 from quantkit.evaluation.long.generated import Drift
-from quantkit.evaluation.long.paired_test import AnswerPair, PairedTest, compare
 from quantkit.evaluation.long.positions import PositionBucket
 from quantkit.evaluation.metrics import Interval
+from quantkit.evaluation.paired import AnswerPair, PairedAnswers, of_answers
 
 SOLVED = 0.75
 """A cell in which the full cache answers a smaller share says nothing about a setting."""
@@ -174,15 +174,14 @@ class LongResult:
                 cells.setdefault(reply.cell, []).append(reply.right)
         return {cell for cell, right in cells.items() if sum(right) >= SOLVED * len(right)}
 
-    def paired(self, variant: SettingVariant, task: str) -> PairedTest | None:
+    def paired(self, variant: SettingVariant, task: str) -> PairedAnswers | None:
         """A variant against the full cache, over all questions: a choice of those that the full cache
         answers would be one against every setting. ``None`` if it solves no cell of the task."""
         if not any(reply.cell in self.solved() for reply in self.of(self.variants[0], task)):
             return None
-        return compare([AnswerPair(full.context, full.right, compressed.right,
-                                   compressed.logprob - full.logprob)
-                        for full, compressed in
-                        zip(self.of(self.variants[0], task), self.of(variant, task), strict=True)])
+        return of_answers([
+            AnswerPair(full.context, full.right, own.right, own.logprob - full.logprob) for full, own in zip(
+                self.of(self.variants[0], task), self.of(variant, task), strict=True)])
 
     def to_dict(self) -> dict[str, Any]:
         """The object that ``--json`` prints."""

@@ -10,7 +10,7 @@ import torch
 from quantkit.evaluation.metric_table import RegisteredMetric
 from quantkit.evaluation.metrics import PERPLEXITY, TOP1
 from quantkit.evaluation.peers.base import PeerPrediction
-from quantkit.evaluation.window_scores import WindowScores
+from quantkit.evaluation.quality.window_scores import WindowScores
 
 Means = Mapping[str, Sequence[float] | Sequence[Sequence[float]]]
 """Key of a metric → its mean over each window; per run the K statistics of each."""

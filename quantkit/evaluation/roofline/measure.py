@@ -9,8 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from quantkit.evaluation.decoding import DecodeRunner
-from quantkit.evaluation.roofline.ceilings import bandwidth, flops
+from quantkit.evaluation.roofline.ceilings import bandwidth, flops, packed_weight
 from quantkit.evaluation.roofline.cost import (
     OperatorCost,
     arithmetic_of,
@@ -18,9 +17,9 @@ from quantkit.evaluation.roofline.cost import (
     linear_cost,
     rest_cost,
 )
-from quantkit.evaluation.roofline.random_weight import packed_weight
 from quantkit.evaluation.roofline.result import MachineCeilings, OperatorSpeed, Roofline
-from quantkit.evaluation.speed_sweep import Spread
+from quantkit.evaluation.speed.decoding import DecodeRunner
+from quantkit.evaluation.speed.results import Spread
 from quantkit.formats.spec import Granularity, QuantSpec
 from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache

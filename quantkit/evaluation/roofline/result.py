@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from quantkit.evaluation.speed_sweep import Spread
+from quantkit.evaluation.speed.results import Spread
 from quantkit.support.frozen import Frozen
 
 

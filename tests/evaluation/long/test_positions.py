@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from quantkit.evaluation.forced import TeacherForcedModel
 from quantkit.evaluation.long.positions import by_position, edges_of
-from quantkit.evaluation.quality import compare
+from quantkit.evaluation.quality.feed import TeacherForcedModel
+from quantkit.evaluation.quality.score import compare
 from quantkit.kv.spec import parse_kv
 from quantkit.support.errors import UsageError
 

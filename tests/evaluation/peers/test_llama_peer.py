@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quantkit.evaluation.peers.llama_peer import gguf_bits
+from quantkit.evaluation.peers.process import gguf_bits
 from quantkit.evaluation.peers.run import PeerSpeedSettings, run_peer
 from quantkit.runtime.loader import load
 from quantkit.support.errors import QuantkitError, SourceError, UsageError

@@ -2,10 +2,9 @@
 
 import pytest
 
-from quantkit.evaluation.peers.llama_peer import LlamaPeer
 from quantkit.evaluation.peers.openai_peer import OpenAIPeer
-from quantkit.evaluation.peers.parse import parse_peer
-from quantkit.evaluation.peers.transformers_peer import TransformersPeer
+from quantkit.evaluation.peers.process import LlamaPeer, TransformersPeer
+from quantkit.evaluation.peers.run import parse_peer
 from quantkit.support.errors import UsageError
 
 

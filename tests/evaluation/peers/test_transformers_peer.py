@@ -5,7 +5,7 @@ import json
 import pytest
 
 from quantkit.evaluation.peers.run import PeerSpeedSettings, run_peer
-from quantkit.evaluation.quality import compare
+from quantkit.evaluation.quality.score import compare
 from quantkit.quantization.run import quantize
 from quantkit.runtime.loader import load
 from quantkit.support.errors import QuantkitError, UsageError

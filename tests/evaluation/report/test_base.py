@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from quantkit.evaluation.machine_load import MachineLoad
 from quantkit.evaluation.metrics import Interval
 from quantkit.evaluation.report.base import megabytes, number, short_names, spread, text_name, withheld
 from quantkit.evaluation.report.headline import recommended
-from quantkit.evaluation.variants import names_of
+from quantkit.evaluation.result import names_of
+from quantkit.evaluation.speed.machine_load import MachineLoad
 from quantkit.plugins.manager import registry
 
 

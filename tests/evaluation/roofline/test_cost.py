@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from quantkit.evaluation.bench.kernels import SPECS
+from quantkit.evaluation.roofline.ceilings import packed_weight
 from quantkit.evaluation.roofline.cost import OperatorCost, arithmetic_of, attention_cost, linear_cost
-from quantkit.evaluation.roofline.random_weight import packed_weight
 from quantkit.evaluation.roofline.result import MachineCeilings
 from quantkit.ops import cpu_weight
 from quantkit.runtime.cpu.operator_program import LinearOperator

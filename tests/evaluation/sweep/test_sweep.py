@@ -15,9 +15,9 @@ from quantkit.evaluation.settings import EvalSettings
 from quantkit.evaluation.suite import SuiteText
 from quantkit.evaluation.sweep import jobs
 from quantkit.evaluation.sweep.ahead import look_ahead
-from quantkit.evaluation.sweep.facts import facts_of
+from quantkit.evaluation.sweep.models import facts_of
 from quantkit.evaluation.sweep.quality import QualityJob
-from quantkit.evaluation.task_score import wilson
+from quantkit.evaluation.tasks.score import wilson
 from quantkit.kv.spec import parse_kv
 from quantkit.support.errors import QuantkitError, Stopped
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from quantkit.evaluation import prefix_plan, prefix_scores
-from quantkit.evaluation.scoring import Scorer, ScoringRequest
+from quantkit.evaluation.tasks.scoring import Scorer, ScoringRequest
 from quantkit.ops import gpu
 from quantkit.runtime.gpu.model import GpuModel
 from quantkit.runtime.loader import load

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from quantkit.evaluation.report.base import number, text_name
-from quantkit.evaluation.report.grid import TextGrid
+from quantkit.evaluation.report.base import TextGrid, number, text_name
 from quantkit.evaluation.result import TokenDiff
 
 LIMITS = (0.01, 0.03, 0.1, 0.3, 1.0)

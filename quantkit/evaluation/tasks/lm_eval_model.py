@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from quantkit.evaluation.scoring import BATCH, Scorer, ScoringRequest
+from quantkit.evaluation.tasks.scoring import BATCH, Scorer, ScoringRequest
 from quantkit.kv.spec import KVSpec
 from quantkit.runtime.generate import generate
 from quantkit.runtime.loader import LoadedModel

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quantkit.evaluation.task_file import TaskFile
-from quantkit.evaluation.task_template import TaskTemplate
+from quantkit.evaluation.tasks.file import TaskFile
+from quantkit.evaluation.tasks.sandbox import TaskTemplate
 from quantkit.support.errors import UsageError
 from quantkit.support.strict_json import holds_lone_surrogate
 

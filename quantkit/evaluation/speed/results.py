@@ -8,7 +8,8 @@ from typing import Annotated
 
 from pydantic import Field
 
-from quantkit.evaluation.machine_load import MachineLoad
+from quantkit.evaluation.metrics import Interval
+from quantkit.evaluation.speed.machine_load import MachineLoad
 from quantkit.support.frozen import Frozen
 
 
@@ -23,6 +24,11 @@ class Spread(Frozen):
     def of(cls, values: Sequence[float]) -> Spread:
         """Of one or more numbers."""
         return cls(median=median(values), low=min(values), high=max(values))
+
+    @property
+    def interval(self) -> Interval:
+        """The median with the range as its interval."""
+        return Interval(self.median, self.low, self.high)
 
     @property
     def relative(self) -> float:

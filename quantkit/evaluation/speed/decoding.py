@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from quantkit.evaluation.roofline.ceilings import bandwidth
-from quantkit.evaluation.speed_sweep import DecodeSpeed, PrefillSpeed, Spread
+from quantkit.evaluation.speed.results import DecodeSpeed, PrefillSpeed, Spread
 from quantkit.kv.base import PAGE
 from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
@@ -47,9 +47,8 @@ class DecodeRunner:
             influence on speed.
         tokens: decoded in a timed run.
         repeats: timed runs, after one that isn't; read bandwidth is measured before each.
-        case_s: see :class:`~quantkit.evaluation.speed_sweep.SweepSettings`; ``None``: a run takes as long as
-        it
-            takes.
+        case_s: see :class:`~quantkit.evaluation.speed.results.SweepSettings`; ``None``: a run takes as
+            long as it takes.
         tell: told what was run, after each timed run.
         read: measures the read bandwidth; by default of a gigabyte.
 

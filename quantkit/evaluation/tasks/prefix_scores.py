@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from quantkit.evaluation.feed import finite
-from quantkit.evaluation.prefix_plan import PrefixPlan, Tokens, plan_prefixes
+from quantkit.evaluation.quality.feed import finite
+from quantkit.evaluation.tasks.prefix_plan import PrefixPlan, Tokens, plan_prefixes
 from quantkit.kv.base import PAGE
 from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache

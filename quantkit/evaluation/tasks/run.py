@@ -19,12 +19,12 @@ from typing import Any
 
 import numpy as np
 
-from quantkit.evaluation.lm_eval_model import INSTALL, lm_eval_model
-from quantkit.evaluation.scoring import BATCH
-from quantkit.evaluation.task_data import RenderedRows, Row, load_prompts
-from quantkit.evaluation.task_file import FilterStep, TaskFile, TaskInfo, find_task, list_tasks
-from quantkit.evaluation.task_regex import regex_filter, remove_all
-from quantkit.evaluation.task_score import TaskScore, item_values, score
+from quantkit.evaluation.tasks.data import RenderedRows, Row, load_prompts
+from quantkit.evaluation.tasks.file import FilterStep, TaskFile, TaskInfo, find_task, list_tasks
+from quantkit.evaluation.tasks.lm_eval_model import INSTALL, lm_eval_model
+from quantkit.evaluation.tasks.sandbox import regex_filter, remove_all
+from quantkit.evaluation.tasks.score import TaskScore, item_values, score
+from quantkit.evaluation.tasks.scoring import BATCH
 from quantkit.kv.spec import KVSpec
 from quantkit.runtime.loader import LoadedModel
 from quantkit.support.errors import QuantkitError, UsageError

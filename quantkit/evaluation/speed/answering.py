@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from quantkit.evaluation.memory_use import resident_bytes
-from quantkit.evaluation.speed_sweep import PrefillSpeed, Spread, SweepSettings
+from quantkit.evaluation.speed.memory_use import resident_bytes
+from quantkit.evaluation.speed.results import PrefillSpeed, Spread, SweepSettings
 from quantkit.kv.spec import KVSpec
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.loader import LoadedModel

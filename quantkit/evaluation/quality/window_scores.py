@@ -11,7 +11,7 @@ import torch
 from quantkit.evaluation.keys import EXACT
 from quantkit.evaluation.metric_table import RegisteredMetric, left_out
 from quantkit.evaluation.metrics import KL, PERPLEXITY, TOP1, Interval, Metric
-from quantkit.evaluation.token_scores import TokenScores
+from quantkit.evaluation.quality.token_scores import TokenScores
 
 ROWS = 128
 """Positions scored at once: what is held beyond a window's logits is ROWS × vocabulary floats, unless

@@ -7,8 +7,8 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from quantkit.evaluation.gate_result import GateCheck, GateResult, GateVerdict
-from quantkit.evaluation.gate_syntax import (
+from quantkit.evaluation.gates.result import GateCheck, GateResult, GateVerdict
+from quantkit.evaluation.gates.syntax import (
     BYTES,
     METRICS,
     SPEEDS,
@@ -19,11 +19,10 @@ from quantkit.evaluation.gate_syntax import (
 from quantkit.evaluation.keys import PER_ITEM
 from quantkit.evaluation.metric_table import MetricInfo, task_info
 from quantkit.evaluation.metrics import Interval
-from quantkit.evaluation.paired import DISTANCES, PairedDifference, differences, ratio
+from quantkit.evaluation.paired import DISTANCES, differences, ratio
 from quantkit.evaluation.paired_statistics import unpaired
-from quantkit.evaluation.result import EvalResult
-from quantkit.evaluation.task_file import list_tasks
-from quantkit.evaluation.variants import names_of, short_names
+from quantkit.evaluation.result import EvalResult, PairedDifference, names_of, short_names
+from quantkit.evaluation.tasks.file import list_tasks
 from quantkit.support.errors import UsageError, did_you_mean
 
 _MEETS = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
@@ -52,7 +51,7 @@ def check_gate(result: EvalResult, gate: str | Sequence[GateCondition], *,
     Args:
         result: rows with the reference first. A condition without a scope is for all others; for a single
             row, for that.
-        gate: as it was typed, or what :func:`~quantkit.evaluation.gate_syntax.parse_gate` made of it.
+        gate: as it was typed, or what :func:`~quantkit.evaluation.gates.syntax.parse_gate` made of it.
         strict: the whole interval must meet the limit.
 
     Raises:

@@ -1,10 +1,11 @@
-"""What is known of a model before its weights are read: who it is, and how it splits a text."""
+"""The models of a comparison: what is known of them before their weights are read, and those in memory."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import math
+from collections import OrderedDict
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,12 +17,53 @@ from quantkit.kv.spec import KVSpec, setting_of
 from quantkit.models.architecture import tensor_shapes
 from quantkit.models.config import ModelConfig
 from quantkit.models.loadable import check_loadable
+from quantkit.runtime.loader import LoadedModel, load
 from quantkit.sources.base import ModelSource
 from quantkit.support.errors import CheckpointError, SourceError
 from quantkit.support.paths import local_path
+from quantkit.support.progress import Listener, silent
 from quantkit.text.tokenizer import Tokenizer
 
+KEPT = 2
+"""Models that stay in memory, the reference among them: a model is scored on every text before the next one
+comes. With a noise floor there is one more, the reference in float32."""
 _BLOCK = 1 << 22
+
+
+@dataclass(frozen=True)
+class ModelRef:
+    """A model as any process can load it.
+
+    Attributes:
+        uri: its name, which workers in other folders find too.
+        revision, dtype, device: arguments of :func:`~quantkit.runtime.loader.load`.
+    """
+
+    uri: str
+    revision: str | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+
+
+class LoadedModels:
+    """The last models that a run has loaded, so that several measurements share them."""
+
+    def __init__(self) -> None:
+        self._models: OrderedDict[ModelRef, LoadedModel] = OrderedDict()
+
+    def get(self, ref: ModelRef, loading: Listener = silent, limit: int = KEPT) -> LoadedModel:
+        """The model, loaded unless it is in memory; of the others the last ``limit - 1`` stay."""
+        if ref not in self._models:
+            while len(self._models) >= limit:
+                self._models.popitem(last=False)
+            self._models[ref] = load(ref.uri, revision=ref.revision, dtype=ref.dtype, device=ref.device,
+                                     loading=loading)
+        self._models.move_to_end(ref)
+        return self._models[ref]
+
+    def clear(self) -> None:
+        """Release all of them."""
+        self._models.clear()
 
 
 @dataclass(frozen=True)
@@ -29,16 +71,16 @@ class ModelFacts:
     """A model that takes part in a comparison.
 
     Attributes:
-        uri, revision: as it was named.
-        identity: a hash of all of it: of the manifest, which has every file's hash, or of the files;
-            ``None``: it wasn't asked for, or nothing says which bytes it is.
+        uri, revision: its name as the user gave it.
+        identity: a hash of the manifest, which has every file's hash, or of the files; ``None``: nobody asked
+            for it, or nothing says which bytes it is.
         quantized: whether it is a checkpoint.
         config: its shape.
-        kv: the setting that its checkpoint says.
-        dtype: of activations, as torch writes it without ``torch.``.
-        parameters: of all its tensors.
-        recipe: that made it in this comparison; ``None``: it was there.
-        tokenizer: of it.
+        kv: the KV setting that its checkpoint names.
+        dtype: the dtype of activations, as torch writes it without ``torch.``.
+        parameters: the number of numbers in its tensors.
+        tokenizer: its tokenizer.
+        recipe: the recipe that made it in this comparison; ``None``: it was there.
     """
 
     uri: str
@@ -52,11 +94,11 @@ class ModelFacts:
     tokenizer: Tokenizer = field(compare=False, repr=False)
     recipe: str | None = None
 
-    @property
-    def place(self) -> str:
-        """Its name as workers in other folders find it."""
+    def ref(self, dtype: str, device: str) -> ModelRef:
+        """How workers in other folders load it."""
         path = local_path(self.uri)
-        return str(path.absolute()) if path is not None and path.exists() else self.uri
+        uri = str(path.absolute()) if path is not None and path.exists() else self.uri
+        return ModelRef(uri, self.revision, dtype, device)
 
     @property
     def name(self) -> str:

@@ -18,9 +18,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from quantkit.evaluation.feed import prefill
-from quantkit.evaluation.prefix_plan import Tokens
-from quantkit.evaluation.prefix_scores import PrefixScorer, Target, token_logprobs
+from quantkit.evaluation.quality.feed import prefill
+from quantkit.evaluation.tasks.prefix_plan import Tokens
+from quantkit.evaluation.tasks.prefix_scores import PrefixScorer, Target, token_logprobs
 from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
 from quantkit.kv.spec import KVSpec

@@ -7,11 +7,11 @@ from typing import Protocol
 
 import torch
 
-from quantkit.evaluation.forced import TeacherForcedModel
 from quantkit.evaluation.keys import EXACT
 from quantkit.evaluation.metric_table import RegisteredMetric, registered_metrics
 from quantkit.evaluation.metrics import KL, PERPLEXITY, TOP1, Interval, Metric
-from quantkit.evaluation.window_scores import WindowScores
+from quantkit.evaluation.quality.feed import TeacherForcedModel
+from quantkit.evaluation.quality.window_scores import WindowScores
 from quantkit.models.config import ModelConfig
 from quantkit.plugins.manager import BUILTIN
 from quantkit.quantization.calibration.windows import begun
