@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from quantkit.evaluation import lm_eval_model as module
+from quantkit.evaluation.tasks import lm_eval_model as module
 from quantkit.evaluation.tasks.lm_eval_model import LmEvalAdapter, lm_eval_model, rolling, sampling_of
 from quantkit.evaluation.tasks.scoring import Scorer, ScoringRequest
 from quantkit.kv.spec import parse_kv

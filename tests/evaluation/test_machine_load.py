@@ -2,7 +2,7 @@
 
 import pytest
 
-from quantkit.evaluation import machine_load
+from quantkit.evaluation.speed import machine_load
 from quantkit.evaluation.speed.machine_load import (
     LoadSample,
     MachineLoad,
@@ -71,7 +71,7 @@ def test_a_load_above_the_processors_is_said_before_anything_begins(monkeypatch,
 
 
 def test_a_speed_from_a_busy_machine_is_withheld_and_not_kept(monkeypatch, tmp_path):
-    from quantkit.evaluation import speed
+    from quantkit.evaluation.speed import process as speed
     from quantkit.evaluation.speed.results import PrefillSpeed, SpeedSweep, Spread, SweepSettings
 
     ten = Spread(median=10, low=9, high=11)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from quantkit.evaluation import prefix_scores
+from quantkit.evaluation.tasks import prefix_scores
 from quantkit.evaluation.tasks.prefix_scores import token_logprobs
 from quantkit.evaluation.tasks.scoring import Scorer, ScoringRequest
 from quantkit.kv.spec import parse_kv

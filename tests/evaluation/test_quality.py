@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from quantkit.evaluation import window_scores
+from quantkit.evaluation.quality import window_scores
 from quantkit.evaluation.quality.score import compare, windows_of
 from quantkit.evaluation.text import load_text
 from quantkit.ops.cpu_weight import pack_plain

@@ -8,8 +8,8 @@ import warnings
 import pytest
 import torch
 
-from quantkit.evaluation import prefix_scores, scoring
 from quantkit.evaluation.quality.feed import prefill
+from quantkit.evaluation.tasks import prefix_scores, scoring
 from quantkit.evaluation.tasks.scoring import Scorer, ScoringRequest
 from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache

@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 import quantkit
-from quantkit.evaluation import speed
+from quantkit.evaluation.speed import process as speed
 from quantkit.evaluation.speed.memory_use import weights_in_memory
 from quantkit.evaluation.speed.results import SpeedSweep, Spread, SweepSettings
 from quantkit.kv.cache import KVCache

@@ -2,7 +2,7 @@
 
 import pytest
 
-from quantkit.evaluation import task_file
+from quantkit.evaluation.tasks import file as task_file
 from quantkit.evaluation.tasks.file import METRICS, find_task, list_tasks, read_task
 from quantkit.support.errors import UsageError
 

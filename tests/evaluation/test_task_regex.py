@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from quantkit.evaluation import task_regex
+from quantkit.evaluation.tasks import sandbox as task_regex
 from quantkit.evaluation.tasks.sandbox import BoundedPattern, TaskTemplate, regex_filter, remove_all
 from quantkit.support.errors import UsageError
 

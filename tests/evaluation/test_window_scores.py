@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from quantkit.evaluation import window_scores
 from quantkit.evaluation.metric_table import RegisteredMetric
 from quantkit.evaluation.metrics import KL, PERPLEXITY, TOP1, Metric
+from quantkit.evaluation.quality import window_scores
 from quantkit.evaluation.quality.window_scores import WindowScores
 
 BUILTINS = [RegisteredMetric(metric, "quantkit") for metric in (PERPLEXITY, KL, TOP1)]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from quantkit.evaluation import answering, decoding, worker
+from quantkit.evaluation.speed import answering, decoding, worker
 from quantkit.evaluation.speed.decoding import LEAST_TOKENS, DecodeRunner
 from quantkit.evaluation.speed.machine_load import MachineLoad, busy_reason
 from quantkit.evaluation.speed.memory_use import peak_bytes

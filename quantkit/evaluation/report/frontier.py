@@ -33,13 +33,6 @@ class QualityFloor:
         return "KL 0" if self.noise is None else f"noise floor {number(self.value)}"
 
     @property
-    def label(self) -> str:
-        """What a figure says about it."""
-        if self.noise is None:
-            return "KL 0 is drawn here"
-        return f"{self.name}: what is not above it is drawn here"
-
-    @property
     def sentence(self) -> str:
         """What a text says about it."""
         if self.noise is None:

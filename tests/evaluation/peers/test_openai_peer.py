@@ -8,11 +8,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 import torch
 
-from quantkit.evaluation.peers.run import PeerSpeedSettings, run_peer
+from quantkit.evaluation.peers.run import PeerSpeedSettings
 from quantkit.evaluation.quality.score import compare
 from quantkit.serving.token_texts import TokenTexts
 from quantkit.support.errors import QuantkitError, UsageError
 from tests.helpers.server_process import Process
+
+from .conftest import run_peer
 
 SPEED = PeerSpeedSettings(prefill=8, decode=3, repeats=2, threads=1)
 

@@ -7,8 +7,9 @@ import torch
 
 from quantkit.evaluation.metric_table import registered_metrics
 from quantkit.evaluation.peers.base import PeerPrediction
-from quantkit.evaluation.peers.row import PeerMeasurement, peer_row
+from quantkit.evaluation.peers.row import PeerData, peer_row
 from quantkit.evaluation.peers.scores import PeerScores
+from quantkit.evaluation.sweep.store import MeasurementResult
 
 
 @pytest.fixture
@@ -37,7 +38,7 @@ def row_of(**texts):
     facts = {"tool": "t 1", "method": "m"}
     data = {"uri": "u", "facts": facts, "times": None,
             "texts": {name: scores.means() for name, scores in texts.items()}}
-    return peer_row(PeerMeasurement(json.loads(json.dumps(data)), {
+    return peer_row(MeasurementResult(PeerData.model_validate(json.loads(json.dumps(data)), strict=False), {
         f"{name}/{key}": array for name, scores in texts.items() for key, array in scores.arrays().items()}))
 
 

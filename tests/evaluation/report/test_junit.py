@@ -3,9 +3,9 @@
 from xml.etree import ElementTree
 
 import pytest
-from quantkit.evaluation.report.junit import REPORTER, render
 
 from quantkit.evaluation.gates.check import check_gate
+from quantkit.evaluation.report.gates import REPORTER, render
 from quantkit.testing import check_reporter
 from quantkit.testing.results import sample_results
 
