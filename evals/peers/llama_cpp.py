@@ -94,7 +94,10 @@ class LlamaCpp:
     """llama.cpp's programs."""
 
     def __init__(self, folder: Path, work: Path, threads: int, tokens: int) -> None:
-        self._folder, self._work, self._threads, self._tokens = folder.resolve(), work, threads, tokens
+        self._folder = folder.resolve()
+        self._work = work
+        self._threads = threads
+        self._tokens = tokens
         links = (work / "lib").resolve()
         links.mkdir(exist_ok=True)
         for library in self._folder.glob("*.so*"):  # the package has no links by the names that are linked to

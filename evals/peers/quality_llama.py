@@ -31,7 +31,9 @@ class LlamaQuality:
 
     def __init__(self, theirs: LlamaCpp, base: Path, work: Path, args: argparse.Namespace,
                  text: Path) -> None:
-        self._theirs, self._base, self._work = theirs, base, work
+        self._theirs = theirs
+        self._base = base
+        self._work = work
         self._given, self._calibration = args, text
 
     def types(self) -> list[tuple[str, int, bool]]:

@@ -30,7 +30,9 @@ class PeerScorer:
     """
 
     def __init__(self, base: Path, text: Path, windows: int, window: int, work: Path) -> None:
-        self._base, self._text, self._shape = base, text, (windows, window)
+        self._base = base
+        self._text = text
+        self._shape = (windows, window)
         self._file = work / f"{text.stem}.f32"
         self._tokens: torch.Tensor | None = None
 

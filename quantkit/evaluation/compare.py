@@ -193,8 +193,8 @@ def _change(key: str, text: str, before: Interval, after: Interval,
     if pair is not None:
         return MetricChange(key, text, before.value, after.value, pair.difference, pair.low, pair.high,
                             pair.p, pair.test, pair.epsilon, pair.verdict)
-    low, high = unpaired((before.value, before.low, before.high), (after.value, after.low, after.high))
-    return MetricChange(key, text, before.value, after.value, after.value - before.value, low, high)
+    change = unpaired(before, after)
+    return MetricChange(key, text, before.value, after.value, change.value, change.low, change.high)
 
 
 def _unlike_items(name: str, before: ModelResult, after: ModelResult) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -55,13 +56,13 @@ def differences(reference: ModelResult, candidate: ModelResult, infos: Mapping[s
     """
     known = builtin_infos() | dict(infos or {})
     result = []
-    for key, text, first, second in _windows(reference, candidate):
-        if key in DISTANCES:
-            direction = "higher" if key == "top1" else "lower"
+    for pair in _windows(reference, candidate):
+        if pair.key in DISTANCES:
+            direction = "higher" if pair.key == "top1" else "lower"
         else:
-            direction = known[key].direction if key in known else ""
-        epsilon = epsilon_of(key, floors, epsilons)
-        result.append(of_windows(key, text, first, second, direction, epsilon, seed))
+            direction = known[pair.key].direction if pair.key in known else ""
+        epsilon = epsilon_of(pair.key, floors, epsilons)
+        result.append(of_windows(*pair, direction, epsilon, seed))
     for key, values in candidate.items.items():
         before = np.asarray(reference.items.get(key, ()), dtype=float)
         after = np.asarray(values, dtype=float)
@@ -93,9 +94,16 @@ def epsilon_of(key: str, floors: Mapping[str, Interval] | None, epsilons: Mappin
     return SHARE_EPSILON if share else EPSILONS.get(key)
 
 
-def _windows(reference: ModelResult, candidate: ModelResult
-             ) -> Iterator[tuple[str, str, list[np.ndarray], list[np.ndarray]]]:
-    """Key, text, and the two sides' windows, an array a text."""
+class _WindowPair(NamedTuple):
+    """A metric on a text, and the two sides' windows, an array a text."""
+
+    key: str
+    text: str
+    before: list[np.ndarray]
+    after: list[np.ndarray]
+
+
+def _windows(reference: ModelResult, candidate: ModelResult) -> Iterator[_WindowPair]:
     texts = candidate.window_means
     pooled: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {}
     complete: dict[str, int] = {}
@@ -110,10 +118,10 @@ def _windows(reference: ModelResult, candidate: ModelResult
             if len(after) and len(before) == len(after) and np.isfinite(after - before).all():
                 pooled.setdefault(key, []).append((before, after))
                 if len(texts) > 1:
-                    yield key, text, [before], [after]
+                    yield _WindowPair(key, text, [before], [after])
     for key, pairs in pooled.items():
         if len(pairs) == complete[key]:
-            yield key, "", [before for before, _ in pairs], [after for _, after in pairs]
+            yield _WindowPair(key, "", [before for before, _ in pairs], [after for _, after in pairs])
 
 
 def of_windows(key: str, text: str, before: Sequence[np.ndarray], after: Sequence[np.ndarray], direction: str,
@@ -130,19 +138,18 @@ def of_windows(key: str, text: str, before: Sequence[np.ndarray], after: Sequenc
     strata = [second - first for first, second in zip(before, after)]
     values = np.concatenate(strata)
     distance = key in DISTANCES and all((first == DISTANCES[key]).all() for first in before)
-    difference, low, high, inner = _bootstrap(strata, seed)
-    verdict = _distance_verdict(inner, (low, high), epsilon) if distance else _verdict(
-        inner, (low, high), direction, epsilon)
+    mean = _bootstrap(strata, seed)
+    verdict = _distance_verdict(mean, epsilon) if distance else _verdict(mean, direction, epsilon)
     if distance:
         sign = -1.0 if direction == "higher" else 1.0
         p = sign_flips(sign * values - (epsilon or 0.0), "greater", seed)
         test = "sign flips over windows, one-sided against epsilon"
     else:
         p, test = sign_flips(values, seed=seed), "sign flips over windows"
-    return PairedDifference(metric=key, text=text, difference=difference, low=low, high=high,
-                            p=p if len(values) > 1 else None, test=test if len(values) > 1 else "",
-                            items=len(values), epsilon=epsilon,
-                            verdict=verdict if len(values) > 1 else "undecided")
+    several = len(values) > 1
+    return PairedDifference(metric=key, text=text, difference=mean.value, low=mean.outer[0],
+                            high=mean.outer[1], p=p if several else None, test=test if several else "",
+                            items=len(values), epsilon=epsilon, verdict=verdict if several else "undecided")
 
 
 def of_items(key: str, before: np.ndarray, after: np.ndarray, direction: str, epsilon: float | None,
@@ -157,19 +164,19 @@ def of_items(key: str, before: np.ndarray, after: np.ndarray, direction: str, ep
         seed: of the bootstrap, where answers aren't right or wrong.
     """
     if np.isin(before, (0, 1)).all() and np.isin(after, (0, 1)).all():
-        both, lost, gained = (int((first & second).sum()) for first, second in (
-            (before == 1, after == 1), (before == 1, after == 0), (before == 0, after == 1)))
+        both = int(((before == 1) & (after == 1)).sum())
+        lost = int(((before == 1) & (after == 0)).sum())
+        gained = int(((before == 0) & (after == 1)).sum())
         counts = both, lost, gained, len(before) - both - lost - gained
-        difference = (gained - lost) / len(before)
-        low, high = newcombe(*counts)
-        inner = newcombe(*counts, confidence=EQUIVALENCE)
+        mean = _Mean((gained - lost) / len(before), newcombe(*counts),
+                     newcombe(*counts, confidence=EQUIVALENCE))
         p, test = mcnemar(lost, gained), "McNemar, exact"
     else:
-        difference, low, high, inner = _bootstrap([after - before], seed)
+        mean = _bootstrap([after - before], seed)
         p, test = sign_flips(after - before, seed=seed), "sign flips over items"
-    return PairedDifference(metric=key, difference=difference, low=low, high=high, p=p, test=test,
-                            items=len(before), epsilon=epsilon,
-                            verdict=_verdict(inner, (low, high), direction, epsilon))
+    return PairedDifference(metric=key, difference=mean.value, low=mean.outer[0], high=mean.outer[1], p=p,
+                            test=test, items=len(before), epsilon=epsilon,
+                            verdict=_verdict(mean, direction, epsilon))
 
 
 @dataclass(frozen=True)
@@ -235,28 +242,38 @@ def ratio(reference: Interval, candidate: Interval) -> Interval:
                     candidate.high / reference.low)
 
 
-def _bootstrap(strata: Sequence[np.ndarray], seed: int) -> tuple[float, float, float, tuple[float, float]]:
-    """Mean, its 95% interval, and its 90% interval."""
+class _Mean(NamedTuple):
+    """A mean difference with its 95% and its 90% interval."""
+
+    value: float
+    outer: tuple[float, float]
+    inner: tuple[float, float]
+
+    def within(self, epsilon: float | None) -> bool:
+        """Whether the 90% interval lies within ±epsilon."""
+        return epsilon is not None and -epsilon <= self.inner[0] and self.inner[1] <= epsilon
+
+
+def _bootstrap(strata: Sequence[np.ndarray], seed: int) -> _Mean:
     values, means = np.concatenate(strata), resampled_means(strata, seed)
     value, freedom = float(values.mean()), len(values) - len(strata)
-    return (value, *percentile_interval(means, value, freedom),
-            percentile_interval(means, value, freedom, EQUIVALENCE))
+    return _Mean(value, percentile_interval(means, value, freedom),
+                 percentile_interval(means, value, freedom, EQUIVALENCE))
 
 
-def _verdict(inner: tuple[float, float], outer: tuple[float, float], direction: str,
-             epsilon: float | None) -> Verdict:
-    if epsilon is not None and -epsilon <= inner[0] and inner[1] <= epsilon:
+def _verdict(mean: _Mean, direction: str, epsilon: float | None) -> Verdict:
+    outer = mean.outer
+    if mean.within(epsilon):
         return "indistinguishable"
     if direction and (outer[0] > 0 or outer[1] < 0):
         return "better" if (outer[1] < 0) == (direction == "lower") else "worse"
     return "undecided"
 
 
-def _distance_verdict(inner: tuple[float, float], outer: tuple[float, float],
-                      epsilon: float | None) -> Verdict:
+def _distance_verdict(mean: _Mean, epsilon: float | None) -> Verdict:
     """A distance can only be worse. Both signs: top-1 falls where KL rises."""
     if epsilon is None:
         return "undecided"
-    if -epsilon <= inner[0] and inner[1] <= epsilon:
+    if mean.within(epsilon):
         return "indistinguishable"
-    return "worse" if outer[0] > epsilon or outer[1] < -epsilon else "undecided"
+    return "worse" if mean.outer[0] > epsilon or mean.outer[1] < -epsilon else "undecided"

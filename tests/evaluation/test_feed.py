@@ -18,7 +18,9 @@ def test_tokens_that_are_forced_in_parts_are_read_like_one_by_one(tiny, kv):
     with torch.inference_mode():
         for parts in ([60], [13, 1, 46], [1] * 60):
             cache = KVCache(loaded.config, parse_kv(kv), loaded.dtype)
-            row, rows, done = cache.add(), [], 0
+            row = cache.add()
+            rows = []
+            done = 0
             prefill(loaded, cache, row, ids[:40])
             for count in parts:
                 rows.append(force(loaded, cache, row, ids[40 + done:40 + done + count], done))

@@ -161,7 +161,10 @@ def test_a_broken_model_is_an_error(exact, kv):
 def decoded(loaded, kv, request):
     """As a server would: the context as a prompt, then a token at a time; and what it writes then."""
     cache = KVCache(loaded.config, parse_kv(kv), loaded.dtype)
-    row, total, greedy, likeliest = cache.add(), 0.0, True, []
+    row = cache.add()
+    total = 0.0
+    greedy = True
+    likeliest = []
     phase, ids = "prefill_end", torch.tensor([request.context])
     for token in (*request.continuation, None, None, None):
         batch = Batch(cache, [row], phase)

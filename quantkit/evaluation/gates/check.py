@@ -140,7 +140,9 @@ class _Judge:
             verdict=verdict, passed=passed, missed_by=missed)
 
     def _estimate(self, condition: GateCondition, index: int) -> _Estimate:
-        row, reference, key = self.result.rows[index], self.result.rows[0], condition.key
+        row = self.result.rows[index]
+        reference = self.result.rows[0]
+        key = condition.key
         if condition.relative and row is reference:
             raise UsageError(f"{condition.text[:80]!r} compares the reference with itself",
                              next="evaluate another variant beside it")
@@ -177,27 +179,25 @@ class _Judge:
         factor, unit = (100, "%") if share else (1, info.unit)
         if not condition.relative:
             return _Estimate(factor * value.value, factor * value.low, factor * value.high, unit, key, paired)
-        change, low, high = self._change(condition, index, value, paired)
-        return _Estimate(factor * change, factor * low, factor * high, "pp" if share else unit, key, paired)
+        change = self._change(condition, index, value, paired)
+        return _Estimate(factor * change.value, factor * change.low, factor * change.high,
+                         "pp" if share else unit, key, paired)
 
     def _change(self, condition: GateCondition, index: int, value: Interval,
-                paired: PairedDifference | None) -> tuple[float, float, float]:
+                paired: PairedDifference | None) -> Interval:
         if paired is not None:
-            return paired.difference, paired.low, paired.high
-        base, _ = self._metric(condition, 0)
-        return (value.value - base.value, *unpaired((base.value, base.low, base.high),
-                                                    (value.value, value.low, value.high)))
+            return Interval(paired.difference, paired.low, paired.high)
+        return unpaired(self._metric(condition, 0)[0], value)
 
     def _perplexity(self, condition: GateCondition, index: int, value: Interval,
                     paired: PairedDifference | None) -> _Estimate:
         if paired is not None:
-            change = paired.difference, paired.low, paired.high
+            change = Interval(paired.difference, paired.low, paired.high)
         else:
             base, _ = self._metric(condition, 0)
-            first, second = ((_log(side.value), _log(side.low), _log(side.high)) for side in (base, value))
-            change = (second[0] - first[0], *unpaired(first, second))
-        percent, low, high = (100 * math.expm1(end) if end < 700 else math.inf for end in change)
-        return _Estimate(percent, low, high, "%", "perplexity", paired)
+            change = unpaired(_logs(base), _logs(value))
+        return _Estimate(_percent(change.value), _percent(change.low), _percent(change.high), "%",
+                         "perplexity", paired)
 
     def _metric(self, condition: GateCondition, index: int) -> tuple[Interval, str]:
         """Its value in a row, and its key. Raises UsageError if it wasn't measured."""
@@ -236,7 +236,9 @@ class _Judge:
 
     def _missing(self, condition: GateCondition, index: int) -> UsageError:
         """Why there is no value, and what to add."""
-        name, key, what = condition.name, condition.key, f"{condition.text[:80]!r}: "
+        name = condition.name
+        key = condition.key
+        what = f"{condition.text[:80]!r}: "
         measured = self.result.measured
         tasks = [task.name for task in list_tasks()]
         task = key.partition("/")[0]
@@ -259,5 +261,11 @@ def _finite(value: float | None) -> float | None:
     return float(value) if value is not None and math.isfinite(value) else None
 
 
-def _log(value: float) -> float:
-    return math.log(value) if value > 0 else -math.inf
+def _percent(difference: float) -> float:
+    """Nats of log-likelihood → percent of perplexity."""
+    return 100 * math.expm1(difference) if difference < 700 else math.inf
+
+
+def _logs(interval: Interval) -> Interval:
+    return Interval(*(math.log(end) if end > 0 else -math.inf
+                      for end in (interval.value, interval.low, interval.high)))

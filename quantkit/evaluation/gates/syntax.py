@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Literal, NamedTuple, cast
 
 from quantkit.support.errors import UsageError
 from quantkit.support.units import bytes_of
@@ -94,31 +94,44 @@ def _condition(text: str) -> GateCondition:
         raise UsageError(f"{text[:80]!r} is no condition of a gate",
                          why="a condition is METRIC<LIMIT or METRIC>LIMIT, with VARIANT: before it and @TEXT "
                              "behind the metric where it is not for all", next=EXAMPLE)
-    name, relation, value = match["name"], cast(Relation, match["relation"]), match["value"]
+    name = match["name"]
+    relation = cast(Relation, match["relation"])
+    value = match["value"]
     key = METRICS.get(name, name)
-    limit, unit, relative = _limit(text, name, key, value)
+    limit = _limit(text, name, key, value)
     if match["text"] and (key in (*BYTES, *SPEEDS) or "/" in key):
         raise UsageError(f"{text[:80]!r}: {name} is not of a text", next=f"write {name} without @")
     require_sense(text, relation, _direction(key))
     scope = match["scope"]
-    return GateCondition(text, name, key, relation, limit, unit, relative, scope and scope.strip(),
+    return GateCondition(text, name, key, relation, limit.value, limit.unit, limit.relative,
+                         scope and scope.strip(),
                          match["text"] and match["text"].strip())
 
 
-def _limit(text: str, name: str, key: str, value: str) -> tuple[float, str, bool]:
-    """Limit, unit, and whether it is of the change from the reference. Raises UsageError."""
+class _Limit(NamedTuple):
+    """A limit's number, its unit, and whether it is of the change from the reference."""
+
+    value: float
+    unit: str
+    relative: bool
+
+
+def _limit(text: str, name: str, key: str, value: str) -> _Limit:
+    """Raises UsageError: the metric has no such limit."""
 
     def wrong(why: str, example: str) -> UsageError:
         return UsageError(f"{text[:80]!r}: {value[:40]!r} is no limit for {name}", why=why,
                           next=f"for example {name}{example}")
 
     if key in BYTES and (size := bytes_of(value)):
-        return float(size), "bytes", False
+        return _Limit(float(size), "bytes", False)
     if (match := _NUMBER.fullmatch(value)) is None:
         raise wrong("it is no number with %, x or a unit of bytes" if key in BYTES else
                     "it is no number, with % or x where the metric takes that",
                     "<0.5x" if key in BYTES else "<0.02")
-    sign, unit, limit = match["sign"], match["unit"], float(match["sign"] + match["digits"])
+    sign = match["sign"]
+    unit = match["unit"]
+    limit = float(match["sign"] + match["digits"])
     if not math.isfinite(limit):
         raise wrong("it is too large", "<1")
     if key in BYTES:
@@ -143,7 +156,7 @@ def _limit(text: str, name: str, key: str, value: str) -> tuple[float, str, bool
         limit, unit = 100 * limit, "%"
     if key in _SHARES and sign:
         raise wrong("it is of the reference already", "<2%" if key == "flips" else ">98%")
-    return limit, unit, unit == "x" or bool(sign)
+    return _Limit(limit, unit, unit == "x" or bool(sign))
 
 
 def require_sense(text: str, relation: str, direction: str) -> None:

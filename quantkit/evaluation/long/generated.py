@@ -102,7 +102,9 @@ def follow_text(loaded: LoadedModel, settings: Sequence[KVSpec], prompt: Sequenc
     followed: list[FollowedText] = []
     for kv in settings:
         cache = KVCache(loaded.config, kv, loaded.dtype, loaded.model.device)
-        row, sums, seconds = cache.add(len(prompt) + tokens), PositionSums(steps_of(tokens)), 0.0
+        row = cache.add(len(prompt) + tokens)
+        sums = PositionSums(steps_of(tokens))
+        seconds = 0.0
         logits = prefill(loaded, cache, row, prompt)
         fed(len(prompt))
         differs: int | None = None

@@ -74,7 +74,9 @@ class WorkerSession(PeerSession):
     def predict(self, ids: Sequence[int], prompt: int) -> PeerPrediction:
         """All logits."""
         answer = self._ask({"do": "logits", "ids": list(ids), "skip": prompt})
-        rows, vocab, size = len(ids) - 1 - prompt, answer["vocab"], answer["bytes"]
+        rows = len(ids) - 1 - prompt
+        vocab = answer["vocab"]
+        size = answer["bytes"]
         if answer["rows"] != rows or not 0 < vocab <= MAX_VOCAB or size != rows * vocab * 4:
             raise QuantkitError(f"{self._tool} gives logits of another shape",
                                 why=f"{answer['rows']} rows of {vocab} in {size} bytes, not {rows} rows")

@@ -39,7 +39,9 @@ class PromptScores:
 
     def __init__(self, complete: Callable[[dict[str, Any]], dict[str, Any]], tokenizer: Tokenizer,
                  tool: str) -> None:
-        self._complete, self._tokenizer, self._tool = complete, tokenizer, tool
+        self._complete = complete
+        self._tokenizer = tokenizer
+        self._tool = tool
         self._texts = TokenTexts(tokenizer)
         self._ways, self._settled = list(WAYS), False
 

@@ -60,7 +60,9 @@ def force(loaded: LoadedModel, cache: KVCache, row: int, ids: Sequence[int], don
     Returns:
         Logits ``[n, vocab]``, each after one of the tokens.
     """
-    every, steps, start = cache.policy.decode_interval, [], 0
+    every = cache.policy.decode_interval
+    steps = []
+    start = 0
     while start < len(ids):
         room = MOST if every is None else min(MOST, every - (done + start) % every)
         chunk = torch.tensor([list(ids[start:start + room])], device=loaded.model.device)
@@ -104,7 +106,9 @@ class TeacherForcedModel:
     """
 
     def __init__(self, loaded: LoadedModel, kv: KVSpec, prompt: int) -> None:
-        self.loaded, self.kv, self._prompt = loaded, kv, prompt
+        self.loaded = loaded
+        self.kv = kv
+        self._prompt = prompt
         self.kv_bytes, self.kv_bytes_per_token = 0, 0
 
     def logits(self, window: torch.Tensor) -> torch.Tensor:

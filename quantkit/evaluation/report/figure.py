@@ -24,8 +24,13 @@ WIDTH, HEIGHT = 500, 250
 """Of a panel without its axes."""
 SCALE = 2
 """Pixels of the PNG for each of the SVG."""
-INK, SOFT, LINE = "#1c1d1f", "#5c6067", "#dfe0dc"
-RADIUS, TEXT_HEIGHT, LETTER, LETTERS = 5.0, 11.0, 5.2, 30
+INK = "#1c1d1f"
+SOFT = "#5c6067"
+LINE = "#dfe0dc"
+RADIUS = 5.0
+TEXT_HEIGHT = 11.0
+LETTER = 5.2
+LETTERS = 30
 """Pixels from a mark's middle to its edge, of a name's height and of a letter; letters of a name, at most."""
 _STEPS = (0, 5, 11)
 _ANGLES = tuple(math.radians(degrees) for degrees in (0, 180, 270, 90, 325, 35, 215, 145, 300, 60, 240, 120))

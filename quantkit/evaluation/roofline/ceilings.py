@@ -61,7 +61,9 @@ def flops(packed: CpuWeight) -> float:
         UsageError: there are no CPU kernels here.
     """
     _require()
-    product, fastest, begin = CpuProduct(packed, ROWS), math.inf, time.perf_counter()
+    product = CpuProduct(packed, ROWS)
+    fastest = math.inf
+    begin = time.perf_counter()
     product(torch.randn(ROWS, packed.shape[1], generator=torch.Generator().manual_seed(0)))
     while math.isinf(fastest) or time.perf_counter() - begin < SECONDS:
         start = time.perf_counter()

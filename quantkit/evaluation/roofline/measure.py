@@ -85,7 +85,10 @@ def measure_roofline(loaded: LoadedModel, rows: Sequence[int] = ROWS, contexts: 
 
 class _Measurement:
     def __init__(self, loaded: LoadedModel, model: CpuModel, kv: KVSpec, progress: Listener) -> None:
-        self._loaded, self._model, self._kv, self._progress = loaded, model, kv, progress
+        self._loaded = loaded
+        self._model = model
+        self._kv = kv
+        self._progress = progress
         self._config = loaded.config
         self._runner = DecodeRunner(loaded, [0], tokens=TOKENS, repeats=REPEATS, case_s=CASE_S,
                                     read=bandwidth(model.device, BUDGET))

@@ -60,7 +60,10 @@ class DecodeRunner:
                  case_s: float | None = None, tell: Callable[[str], None] = lambda label: None,
                  read: Callable[[], float] | None = None) -> None:
         limit = loaded.config.max_position_embeddings
-        self._loaded, self._tokens, self._repeats, self._case_s = loaded, tokens, repeats, case_s
+        self._loaded = loaded
+        self._tokens = tokens
+        self._repeats = repeats
+        self._case_s = case_s
         self._ids = (list(ids) * -(-limit // len(ids)))[:limit]
         self._tell, self._greedy = tell, Sampler(Sampling())
         self._device = loaded.model.device
@@ -110,7 +113,10 @@ class DecodeRunner:
     @torch.inference_mode()
     def _case(self, cache: KVCache, first: int, token: int, batch: int, context: int) -> DecodeSpeed:
         held_bytes = cache.bytes_of(first)
-        speeds, rates, reads, counts = [], [], [], []
+        speeds = []
+        rates = []
+        reads = []
+        counts = []
         begin = time.perf_counter()
         # copying pages takes longer than decoding: where tokens can be taken back, it is done once
         rows, reuse = list[int](), cache.divisible and self._device.type == "cpu"
@@ -174,7 +180,9 @@ class DecodeRunner:
 
     def _steps(self, cache: KVCache, rows: list[int], tokens: list[int], limit: int) -> tuple[float, int]:
         """Seconds for ``limit`` tokens, or fewer if they take long, after some that warm up; and how many."""
-        begin, samplers, flying = time.perf_counter(), [self._greedy] * len(rows), None
+        begin = time.perf_counter()
+        samplers = [self._greedy] * len(rows)
+        flying = None
         timed = 0
         for step in range(limit + WARM_UP):
             if step == WARM_UP:

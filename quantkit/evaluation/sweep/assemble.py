@@ -140,7 +140,9 @@ def _add_speed(row: ModelResult, measurement: MeasurementResult[SpeedData] | Non
     if measurement is None:
         return
     sweep = measurement.data.sweep
-    row.speed, row.load_s, row.kernels = sweep, sweep.load_s, sweep.kernels
+    row.speed = sweep
+    row.load_s = sweep.load_s
+    row.kernels = sweep.kernels
     row.peak_bytes = None if sweep.memory is None else sweep.memory.peak
     for point in sweep.prefill[:1]:  # one request: its prompt, and the answer behind it
         row.metrics["prefill_tok_s"] = point.tok_s.interval

@@ -62,7 +62,9 @@ class LmEvalAdapter:
     def __init__(self, loaded: LoadedModel, *, kv: KVSpec | None = None, batch: int = BATCH,
                  progress: Listener = silent) -> None:
         super().__init__()
-        self.loaded, self.kv, self.batch = loaded, kv or loaded.kv, batch
+        self.loaded = loaded
+        self.kv = kv or loaded.kv
+        self.batch = batch
         self.scorer = Scorer(loaded, self.kv, batch)
         self.label = loaded.label
         self._progress = progress
@@ -186,7 +188,9 @@ class LmEvalAdapter:
         Raises:
             UsageError: a setting is unknown, or leaves no room for the context.
         """
-        prompts, settings, cut = [], [], 0
+        prompts = []
+        settings = []
+        cut = 0
         for number, request in enumerate(requests):
             context, options = request.args
             sampling = sampling_of(options, seed=number)
@@ -218,7 +222,10 @@ class _Counter:
     """Turns counts of finished requests into progress events."""
 
     def __init__(self, progress: Listener, total: int, label: str) -> None:
-        self._progress, self._total, self._label, self._done = progress, total, label, 0
+        self._progress = progress
+        self._total = total
+        self._label = label
+        self._done = 0
         progress(ProgressEvent(0, total, label))
 
     def __call__(self, count: int) -> None:

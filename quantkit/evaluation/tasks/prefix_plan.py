@@ -135,7 +135,9 @@ def _starts(unshared: Sequence[int], shared: Sequence[int], runs: int, min_inher
     starts, remaining = [0], sum(work)
     while len(starts) < runs:
         share = remaining / (runs + 1 - len(starts))
-        best, done, common = (math.inf, 0, 0.0), 0.0, math.inf
+        best = (math.inf, 0, 0.0)
+        done = 0.0
+        common = math.inf
         for number in range(starts[-1] + 1, len(unshared)):
             done, common = done + work[number - 1], min(common, shared[number])
             if done >= share / 2:

@@ -148,7 +148,10 @@ class _Walk:
 
     def __init__(self, loaded: LoadedModel, cache: KVCache, plan: PrefixPlan, budget: int, longest: int,
                  wanted: Sequence[dict[int, list[int]]], head: _Head) -> None:
-        self._model, self._cache, self._plan, self._longest = loaded.model, cache, plan, longest
+        self._model = loaded.model
+        self._cache = cache
+        self._plan = plan
+        self._longest = longest
         self._wanted, self._head = wanted, head
         self._active: list[_ActiveRun] = []
         self._budget = budget
@@ -182,7 +185,9 @@ class _Walk:
 
     def _step(self) -> None:
         """Take some tokens of as many runs as fit through the model."""
-        free, parts, skipped = self._budget, list[tuple[_ActiveRun, Tokens]](), list[_ActiveRun]()
+        free = self._budget
+        parts = list[tuple[_ActiveRun, Tokens]]()
+        skipped = list[_ActiveRun]()
         limit = max(MIN_PART, free // len(self._active)) if self._rectangles else free
         longest = 0
         for active in self._active:

@@ -77,7 +77,9 @@ class Scorer:
     def __init__(self, loaded: LoadedModel, kv: KVSpec | None = None, batch: int = BATCH) -> None:
         if batch < 1:
             raise UsageError(f"batch is {batch}", why="it must be at least 1")
-        self.loaded, self.kv, self.batch = loaded, kv or KVSpec(), batch
+        self.loaded = loaded
+        self.kv = kv or KVSpec()
+        self.batch = batch
 
     @property
     def max_length(self) -> int:
@@ -109,7 +111,9 @@ class Scorer:
 
     def _fitted(self, requests: Sequence[ScoringRequest]) -> list[ScoringRequest]:
         """Cut from the left so that all but the last token fit: the last is only predicted."""
-        limit, fitted, cut = self.max_length, [], 0
+        limit = self.max_length
+        fitted = []
+        cut = 0
         for request in requests:
             if not request.context or not request.continuation:
                 raise UsageError("a request has an empty context or continuation",

@@ -29,7 +29,9 @@ class FakeServer:
     """
 
     def __init__(self, reference, kind):
-        self.reference, self.kind, self.bodies = reference, kind, []
+        self.reference = reference
+        self.kind = kind
+        self.bodies = []
 
     def get(self, path):
         if path == "/v1/models":

@@ -41,7 +41,9 @@ def files(tmp_path_factory):
 def visit(browser):
     """``visit(path, width=…, **context)``: the open page with all charts drawn. No request may leave and the
     console must stay empty."""
-    contexts, problems, requests = [], [], []
+    contexts = []
+    problems = []
+    requests = []
 
     def open_page(path, width=1280, **options):
         context = browser.new_context(viewport={"width": width, "height": 900}, offline=True, **options)
@@ -138,7 +140,10 @@ def test_wide_tables_scroll_in_their_box_and_keep_the_names(files, visit):
 def test_nothing_that_a_result_says_is_run(files, visit):
     result = rich_result()
     row = result.rows[3]
-    row.model, row.method, row.answer, row.tool = f"x/{HOSTILE}", HOSTILE, HOSTILE, HOSTILE
+    row.model = f"x/{HOSTILE}"
+    row.method = HOSTILE
+    row.answer = HOSTILE
+    row.tool = HOSTILE
     result.question = HOSTILE
     result.diff = result.diff.model_copy(update={"tokens": (HOSTILE, *result.diff.tokens[1:])})
     page = visit(files("hostile", result))

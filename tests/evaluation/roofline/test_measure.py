@@ -63,7 +63,9 @@ def test_the_weights_of_all_operators_are_those_of_a_step(roofline, loaded):
 
 def test_operations_are_counted_by_hand(roofline, loaded):
     config = loaded.config
-    hidden, inner, kv = config.hidden_size, config.intermediate_size, config.num_kv_heads * config.head_dim
+    hidden = config.hidden_size
+    inner = config.intermediate_size
+    kv = config.num_kv_heads * config.head_dim
     heads = config.num_heads * config.head_dim
     numbers = {"q+k+v": hidden * (heads + 2 * kv), "o": heads * hidden, "gate+up": 2 * hidden * inner,
                "down": inner * hidden, "head": hidden * config.vocab_size}
