@@ -46,8 +46,8 @@ if TYPE_CHECKING:
 @click.option("--no-speed", is_flag=True, help="Quality only.")
 @kv_option("KV settings; every model runs with each of them: none,int8,\"window(512, sinks=4)\". (Each "
            "model's own.)")
-@prompt_tokens_option("With KV settings: tokens at the beginning of a window that go through the cache as a "
-                      "prompt; the rest is scored. (Half.)")
+@prompt_tokens_option("Prompt tokens of a window, with KV settings: they go through the cache and aren't "
+                      "scored (default: half).")
 @click.option("--tasks", metavar="LIST", help="Also run these lm-eval tasks: arc_easy,piqa, or YAML files.")
 @click.option("--task-data", type=click.Path(path_type=Path, file_okay=False), metavar="DIR",
               help="The folder with the tasks' JSONL files. [env: QUANTKIT_TASK_DATA]",
@@ -71,7 +71,8 @@ if TYPE_CHECKING:
               help="Also write report.html, report.md, frontier.svg and .png, results.json and what plugins "
                    "report there; what is measured is kept, and after a stop the same command goes on.")
 @click.option("--report", multiple=True, metavar="LIST",
-              help="Reporters: with --out, write exactly these; else print this one instead of the table.")
+              help="Reporters. With --out, only their files are written. Without it, the one that is named "
+                   "prints in place of the table.")
 @click.option("--plot", metavar="LIST", help="Metrics that frontier.svg also shows, against bytes.")
 @click.option("--quiet", "-q", is_flag=True, help="No progress on stderr.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
