@@ -241,14 +241,18 @@ class LlamaPeer(Peer):
                          next="llama.cpp(FILE.gguf, bin=FOLDER): the folder of its libraries")
 
 
-def gguf_bits(file: Path) -> float | None:
+def gguf_bits(file: Path, head: bool = True) -> float | None:
     """Stored bits of all Linears of a GGUF over their parameters; the embedding isn't counted.
+
+    Args:
+        file: the GGUF.
+        head: whether the head is counted.
 
     Raises:
         SourceError: the file, or one beside it that belongs to it, can't be read or is no GGUF.
     """
     linears = [tensor for shard in open_shards(file)[1] for name, tensor in shard.tensors.items()
                if name.endswith(".weight") and len(tensor.shape) > 1
-               and (name.startswith("blk.") or name == "output.weight")]
+               and (name.startswith("blk.") or (head and name == "output.weight"))]
     weights = sum(math.prod(tensor.shape) for tensor in linears)
     return 8 * sum(tensor.nbytes for tensor in linears) / weights if weights else None
