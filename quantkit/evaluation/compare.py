@@ -33,7 +33,7 @@ class MetricChange:
 
     Attributes:
         metric: its key; ``file_bytes`` and ``peak_bytes`` too.
-        text: that it is of; ``""``: all together, or none.
+        text: the text that was scored; ``""``: all together, or none.
         before, after: its values in the first and the second result.
         change: after less before; of perplexity, where windows are paired, the difference of the negative
             log-likelihoods in nats; of speeds and bytes the ratio.
@@ -61,10 +61,10 @@ class VariantChange:
     """A variant that both results have.
 
     Attributes:
-        name: as reports show it.
+        name: its name in reports.
         kv: its KV setting.
         same_checkpoint: whether both are of one manifest; ``None``: one of them has none.
-        changes: of every metric that both have.
+        changes: the changes of all metrics that both have.
     """
 
     name: str
@@ -78,10 +78,10 @@ class Comparison:
     """Two results side by side.
 
     Attributes:
-        fingerprint: that both have.
-        variants: that both have, in the second's order.
+        fingerprint: the fingerprint that both have.
+        variants: the variants that both have, in the second's order.
         only_before, only_after: names of those that one has.
-        notes: what isn't compared, and why; and which versions differ.
+        notes: sentences about what isn't compared, and why; and about versions that differ.
     """
 
     fingerprint: str

@@ -49,10 +49,10 @@ def differences(reference: ModelResult, candidate: ModelResult, infos: Mapping[s
 
     Args:
         reference, candidate: whose ``window_means`` and ``items`` are compared.
-        infos: of the metrics; by default the built-in ones.
+        infos: the metrics' descriptions; by default the built-in ones.
         floors: noise floor of a metric, which is its epsilon if ``epsilons`` doesn't have it.
         epsilons: by key of a metric or name of a task; see :data:`EPSILONS` for the defaults.
-        seed: of bootstrap and sign flips.
+        seed: the seed of bootstrap and sign flips.
     """
     known = builtin_infos() | dict(infos or {})
     result = []
@@ -79,7 +79,7 @@ def epsilon_of(key: str, floors: Mapping[str, Interval] | None, epsilons: Mappin
     """The difference in a metric that counts as none; ``None`` if nobody says.
 
     Args:
-        key: of the metric.
+        key: the key of the metric.
         floors, epsilons: as in :func:`differences`.
         share: whether it is a task's share of right answers.
     """
@@ -133,7 +133,7 @@ def of_windows(key: str, text: str, before: Sequence[np.ndarray], after: Sequenc
         before, after: the reference's and the variant's, ``[windows]`` of each text.
         direction: ``lower`` or ``higher`` is better; ``""``: neither.
         epsilon: the difference that counts as none.
-        seed: of bootstrap and sign flips.
+        seed: the seed of bootstrap and sign flips.
     """
     strata = [second - first for first, second in zip(before, after)]
     values = np.concatenate(strata)
@@ -157,11 +157,11 @@ def of_items(key: str, before: np.ndarray, after: np.ndarray, direction: str, ep
     """Compare the values of the same items of a task.
 
     Args:
-        key: of the score.
+        key: the key of the score.
         before, after: the reference's and the variant's, ``[items]``.
         direction: ``lower`` or ``higher`` is better.
         epsilon: the difference that counts as none.
-        seed: of the bootstrap, where answers aren't right or wrong.
+        seed: the seed of the bootstrap, where answers aren't right or wrong.
     """
     if np.isin(before, (0, 1)).all() and np.isin(after, (0, 1)).all():
         both = int(((before == 1) & (after == 1)).sum())
@@ -184,7 +184,7 @@ class AnswerPair:
     """One question, answered with the full cache and with a KV setting.
 
     Attributes:
-        context: which context it is about: questions that share one aren't independent.
+        context: the context that it is about: questions that share one aren't independent.
         full, own: whether the full cache's, the setting's answer was right.
         change: log-probability of the right answer, the setting's less the full cache's, in nats.
     """

@@ -38,7 +38,7 @@ def newcombe(both: int, lost: int, gained: int, neither: int,
 
     Args:
         both, lost, gained, neither: pairs where both, only the first, only the second, none is right.
-        confidence: of the interval.
+        confidence: the confidence of the interval.
     """
     from scipy.stats import binomtest
 
@@ -78,7 +78,7 @@ def resampled_means(strata: Sequence[np.ndarray], seed: int = 0) -> np.ndarray:
 
     Args:
         strata: values, such as the differences of each window; a text each.
-        seed: of the draws.
+        seed: the seed of the draws.
     """
     random = np.random.default_rng(seed)
     total = np.zeros(RESAMPLES)
@@ -96,10 +96,10 @@ def percentile_interval(means: np.ndarray, value: float, freedom: int,
     ends; it always contains the value. Hesterberg 2015: https://doi.org/10.1080/00031305.2015.1089789
 
     Args:
-        means: of resamples.
+        means: the means of resamples.
         value: the mean itself.
         freedom: values less strata. At 0 nothing is known about the spread, and the interval is the value.
-        confidence: of the interval.
+        confidence: the confidence of the interval.
     """
     if freedom < 1:
         return value, value
@@ -121,7 +121,7 @@ def sign_flips(values: np.ndarray, alternative: str = "two-sided", seed: int = 0
     Args:
         values: differences of pairs, ``[pairs]``.
         alternative: ``two-sided``; ``greater`` and ``less`` than 0.
-        seed: of the draws.
+        seed: the seed of the draws.
     """
     if len(values) < 2 or not values.any():
         return 1.0

@@ -26,14 +26,14 @@ class PairedDifference(Frozen):
 
     Attributes:
         metric: key of the metric, such as ``kl_mean`` or ``arc_easy/acc``.
-        text: name of the text that it is of; ``""``: all texts, or a task.
+        text: the name of its text; ``""``: all texts, or a task.
         difference: mean over items. Of ``perplexity`` it is that of the negative log-likelihood, in nats:
             exp of it is the ratio of perplexities.
         low, high: its 95% interval.
-        p: of the paired test, two-sided; of a distance from the reference one-sided, against ``epsilon``.
+        p: the paired test's p, two-sided; for a distance from the reference one-sided, against ``epsilon``.
             ``None`` where there is none.
-        test: which one: ``McNemar, exact``, ``sign flips over windows``.
-        items: pairs.
+        test: the name of the test: ``McNemar, exact``, ``sign flips over windows``.
+        items: the number of pairs.
         epsilon: the difference that counts as none.
         verdict: ``indistinguishable``: the 90% interval lies within ±epsilon (two one-sided tests at 5%);
             ``better`` and ``worse``: the 95% interval excludes 0, that of a distance everything up to
@@ -56,9 +56,9 @@ class TokenDiff(Frozen):
     """A text, token by token, as two variants see it.
 
     Attributes:
-        text: its name.
+        text: the name of the text.
         reference, candidate: names of the variants.
-        tokens: as texts, in their order; the first is predicted too.
+        tokens: the tokens as texts, in their order; the first is predicted too.
         kl: nats between what the two predict, for each token.
         loss: nats that the candidate's negative log-likelihood is above the reference's.
         expected: what the two find likeliest where they disagree, as texts; ``None`` where they agree.
@@ -84,26 +84,26 @@ class ModelResult:
     """One model's results.
 
     Attributes:
-        model: as it was named.
+        model: its name as the user gave it.
         method: ``bf16``, ``gptq int4 g64 sym``, …
         bits_per_weight: stored bits of all Linears over their parameters; ``None``: a tool that doesn't tell.
-        file_bytes: of all weights on disk; ``None``: there is no file, or a tool that doesn't tell.
-        weight_bytes: of all weights in memory when it runs; ``None``: not known.
+        file_bytes: the bytes of all weights on disk; ``None``: there is no file, or a tool that doesn't tell.
+        weight_bytes: the bytes of all weights in memory when it runs; ``None``: not known.
         peak_bytes: largest resident set of the speed test's process.
         load_s: seconds that it took to open the model there.
         metrics: by key, with intervals.
         kernels: phase → kernel → how many Linears it runs.
-        manifest_sha256: of a checkpoint's manifest.
+        manifest_sha256: the hash of a checkpoint's manifest.
         answer: a generated text, for those who want to see one.
         kv: the KV setting it ran with; ``None``: no cache was involved in its quality.
         kv_bytes_per_token: codes and scales of one token, all layers and heads.
         kv_bytes: allocated for the KV cache at the end of a window.
-        recipe: that it was quantized by; ``None``: it was named as it is.
+        recipe: the recipe that made it; ``None``: it was there.
         tool: other than quantkit that ran it, with its version: ``llama.cpp b9821``.
         texts: name of a text → metrics on it alone; ``metrics`` are over all texts together.
         window_means: name of a text → key → the metric's mean over each window, for paired tests.
         items: ``task/metric`` → the value of each item, for paired tests.
-        differences: what it is to the reference, tested in pairs.
+        differences: its differences from the reference, tested in pairs.
         speed: by batch and context; ``None`` if that wasn't measured.
         measured: what was measured (``quality``, ``tasks``, ``speed``) → when, as ISO 8601.
     """
@@ -171,14 +171,14 @@ class EvalResult:
         question: what the answers in ``rows`` answer.
         metrics: what each key of the rows' metrics is, in the order in which reports show them; plugins' are
             added to quantkit's own.
-        command: what was typed to get this; ``None``: nothing was.
+        command: the command that gave this; ``None``: there was none.
         plotted: keys of the metrics that a plot shows.
-        suite: that was run; ``None``: none was named.
+        suite: the name of the suite; ``None``: none was named.
         floors: key of a metric → its noise floor: what arithmetic alone makes of it.
-        roofline: of models, each without KV settings.
+        roofline: the rooflines of models, each without KV settings.
         sensitivity: what 4 bits cost in each Linear, in nats: ``("model.layers.0.mlp.up_proj", 0.0012)``.
         diff: tokens of a text with what the reference and another variant make of each.
-        other_diffs: the same with further variants.
+        other_diffs: the same text with further variants.
         gate: what was demanded and what came of it; ``None``: nothing was.
     """
 

@@ -25,9 +25,9 @@ def evaluate(uris: Sequence[str], settings: EvalSettings, progress: Listener = s
 
     Args:
         uris: checkpoints or sources, the reference first.
-        settings: protocol.
+        settings: the choices of the caller.
         progress: told of every measurement, and of its parts.
-        command: what was typed, for the report.
+        command: the command line, for the report.
         loading: told of the weights of each model that is loaded, in MiB.
         executor: where measurements are done: ``local`` or ``ray``.
         recipes: checkpoint → the recipe that made it.

@@ -27,8 +27,8 @@ class DraftSettings:
     """What is measured.
 
     Attributes:
-        drafters: as ``--draft`` takes them.
-        tokens: of each answer.
+        drafters: the drafters, as ``--draft`` takes them.
+        tokens: the tokens of each answer.
         repeats: timed runs of each.
         temperature: 0 is greedy.
         kv: the KV setting; ``None``: the model's own.
@@ -58,7 +58,7 @@ def bench_drafts(loaded: LoadedModel, settings: DraftSettings, progress: Listene
 
     Args:
         loaded: the model; drafters start anew for each task.
-        settings: what.
+        settings: the choice of measurements.
         progress: told of every run.
         keep: given what is known so far after every task.
 

@@ -63,7 +63,7 @@ def bench_kernels(shapes: Sequence[tuple[int, int]], rows: Sequence[int], repeat
 
     Args:
         shapes: ``(out, in)`` of weights.
-        rows: of activations.
+        rows: the numbers of rows of activations.
         repeats: timed runs; read bandwidth is measured before each.
         progress: told of every case.
 

@@ -74,11 +74,11 @@ def require_planned(conditions: Sequence[GateCondition], *, candidates: int, spe
     """Find out before anything is measured whether a gate's metrics will be.
 
     Args:
-        conditions: of the gate.
+        conditions: the conditions of the gate.
         candidates: variants beside the reference.
         speed: whether speed is measured.
-        tasks: that are run, by name.
-        texts: that are read, by name.
+        tasks: the names of tasks that are run.
+        texts: the names of texts that are read.
         metrics: keys of further metrics, such as plugins'.
 
     Raises:

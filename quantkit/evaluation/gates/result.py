@@ -13,13 +13,13 @@ class GateCheck(Frozen):
     """One condition on one variant. Numbers are in the condition's unit.
 
     Attributes:
-        condition: as it was written.
+        condition: the text of the condition.
         variant: name of the row, as reports show it.
         metric: key of the metric.
-        text: that it is of; ``""``: all texts, or none.
+        text: the text that was scored; ``""``: all texts, or none.
         relative: whether the reference's value was taken off, or divided by for ``x``.
         relation: what ``value`` must be to ``limit``.
-        limit: the bound.
+        limit: the bound of the condition.
         unit: ``nats``, ``%``, ``pp`` (percentage points), ``x`` (times the reference), ``bytes``, ``tok/s``,
             or that of the metric.
         value: the estimate; ``None``: it isn't finite.
@@ -55,7 +55,7 @@ class GateResult(Frozen):
     """A gate and what it came to.
 
     Attributes:
-        gate: as it was written.
+        gate: the text of the gate.
         strict: whether the whole 95% interval must meet each limit.
         checks: conditions in their order, each on its variants in theirs.
     """

@@ -30,9 +30,9 @@ class GateCondition:
     """A condition.
 
     Attributes:
-        text: as it was written.
-        name: of the metric, as it was written.
-        key: of the metric in results; of a task without a metric its name alone.
+        text: the text of the condition.
+        name: the metric's name, as it was written.
+        key: the metric's key in results; a task without a metric has its name alone.
         relation: what a value must be to the limit.
         limit: the bound: shares and percentages as numbers of percent, sizes in bytes.
         unit: ``%``, ``x``, ``bytes`` or ``""``.
@@ -164,7 +164,7 @@ def require_sense(text: str, relation: str, direction: str) -> None:
 
     Args:
         text: the condition, as it was written.
-        relation: of its value to its limit.
+        relation: the relation of its value to its limit.
         direction: which values of the metric are better: ``lower``, ``higher``, or ``""``: neither.
 
     Raises:

@@ -42,7 +42,7 @@ class Answers:
     """Of all questions about a context, in their order.
 
     Attributes:
-        when: which of the two.
+        when: the moment at which the questions came.
         answers: one a question.
         kv_bytes: of the pages that the cache held for the prompt at its end, policies and codecs included;
             for ``known`` with the first question.
@@ -61,7 +61,7 @@ class LongContextModel:
     after every chunk with a codec whose tokens wait).
 
     Args:
-        loaded: the model.
+        loaded: the model in memory.
         kv: how keys and values are kept.
     """
 
@@ -75,7 +75,7 @@ class LongContextModel:
         """Answer every question of a context.
 
         Args:
-            item: the context.
+            item: the context and its questions.
             whens: when the questions come. Where nothing is ever dropped both are the same, and only the
                 first is asked.
             fed: told how many tokens of the context were read.

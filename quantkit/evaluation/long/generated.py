@@ -40,7 +40,7 @@ class Drift:
     """One setting on all texts that the full cache generated.
 
     Attributes:
-        kv: the setting.
+        kv: the KV setting.
         buckets: buckets by generated position: ``low`` tokens were generated before.
         differs: see :class:`FollowedText`; one a text.
         decode_tok_s: tokens a second, one at a time, but for each text's first: the median text's.
@@ -66,7 +66,7 @@ def drifts_of(settings: Sequence[str], tokens: int, texts: Sequence[Sequence[Fol
 
     Args:
         settings: the full cache first.
-        tokens: how many were generated.
+        tokens: the number of tokens that were generated.
         texts: prompt → setting → what became of it.
     """
     drifts = []
@@ -88,10 +88,10 @@ def follow_text(loaded: LoadedModel, settings: Sequence[KVSpec], prompt: Sequenc
     first disagreement is also where greedy generation would part. An end of sequence ends nothing here.
 
     Args:
-        loaded: the model.
+        loaded: the model in memory.
         settings: the full cache first: it writes the text.
-        prompt: token ids.
-        tokens: how many are generated.
+        prompt: the prompt's token ids.
+        tokens: the number of tokens that are generated.
         fed: hears how many tokens went through a setting.
 
     Raises:

@@ -30,7 +30,7 @@ class LongJob(Job[Data]):
     """A model with KV settings at length.
 
     Attributes:
-        model: the model.
+        model: the model that is measured.
         kv: its settings, as texts; where they are compared, the full cache is the first.
     """
 
@@ -80,7 +80,7 @@ class AnswersJob(LongJob[AnswersData]):
 
     Attributes:
         item: the context and its questions.
-        questions: when they come.
+        questions: the moments at which they come.
     """
 
     data = AnswersData
@@ -112,9 +112,9 @@ class WindowJob(LongJob[WindowData]):
     """A window through every setting, side by side.
 
     Attributes:
-        ids: the window.
+        ids: the tokens of the window.
         prompt: tokens that aren't scored.
-        edges: where buckets of positions begin and end.
+        edges: the positions at which buckets begin and end.
     """
 
     data = WindowData
@@ -146,8 +146,8 @@ class TextJob(LongJob[TextData]):
     """A prompt that the full cache continues; every other setting is fed the same text.
 
     Attributes:
-        ids: the prompt.
-        new_tokens: how many are generated.
+        ids: the tokens of the prompt.
+        new_tokens: the number of tokens that are generated.
     """
 
     data, timed = TextData, True

@@ -25,7 +25,7 @@ class PositionBucket:
     """One setting over a range of positions.
 
     Attributes:
-        kv: the setting.
+        kv: the KV setting.
         low, high: the queries that were scored: ``low ≤ tokens before the query < high``.
         values: ``perplexity``, ``kl_mean`` and ``top1``, the last two against the full cache; intervals are
             over windows.
@@ -112,9 +112,9 @@ def score_window(loaded: LoadedModel, settings: Sequence[KVSpec], ids: Sequence[
     generated. All settings are kept at once, so that no window's logits are.
 
     Args:
-        loaded: the model.
+        loaded: the model in memory.
         settings: the full cache first: it is the reference.
-        ids: the window.
+        ids: the tokens of the window.
         prompt: tokens that aren't scored.
         edges: see :func:`edges_of`.
         fed: hears how many tokens went through a setting.

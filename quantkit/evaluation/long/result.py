@@ -32,7 +32,7 @@ class LongProtocol:
         chat: asked by the model's chat template; else the user's text is continued.
         questions: when they came.
         prompt, new_tokens: of the texts that were read by position and generated.
-        dtype: of activations.
+        dtype: the dtype of activations.
         quantkit, torch, cpu, cores, threads, gpu: what it ran on.
     """
 
@@ -118,7 +118,7 @@ class SettingVariant:
     Attributes:
         kv: the setting; the first of all is the full cache.
         when: ``None`` where nothing is ever dropped, or nothing was asked: it makes no difference.
-        bytes_per_token: of codes and scales, all layers and heads.
+        bytes_per_token: the bytes of codes and scales, all layers and heads.
         bytes: by length, of what the cache held at a prompt's end, at most.
         text_bytes: allocated when a text by position was all there.
     """
@@ -141,7 +141,7 @@ class LongResult:
 
     Attributes:
         model, method: what ran.
-        protocol: how.
+        protocol: how the numbers were made.
         variants: the full cache first.
         replies: to every question, of every variant.
         buckets: by position, setting by setting.

@@ -166,7 +166,7 @@ class TransformersPeer(Peer):
         quantization: done while loading; ``none``: as the files are, quantized or not; ``dequantize``: the
             weights of a compressed-tensors checkpoint are unpacked, without which transformers loads none
             that has zero points.
-        dtype: of activations; ``auto``: the checkpoint's.
+        dtype: the dtype of activations; ``auto``: the checkpoint's.
         device: ``cpu``, ``cuda``, ``cuda:1``.
         python: an interpreter that has transformers; empty: this one.
     """
@@ -202,7 +202,7 @@ class LlamaPeer(Peer):
     """A GGUF that llama.cpp runs, through its shared library: the programs take no token ids.
 
     Attributes:
-        file: the GGUF.
+        file: the path of the GGUF.
         bin: folder with ``libllama``, or beside one that is called ``lib``; empty: where ``PATH`` has
             llama.cpp's programs.
     """
@@ -245,7 +245,7 @@ def gguf_bits(file: Path, head: bool = True) -> float | None:
     """Stored bits of all Linears of a GGUF over their parameters; the embedding isn't counted.
 
     Args:
-        file: the GGUF.
+        file: the path of the GGUF.
         head: whether the head is counted.
 
     Raises:

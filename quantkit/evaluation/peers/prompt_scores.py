@@ -33,8 +33,8 @@ class PromptScores:
 
     Args:
         complete: body of a completion → its answer; raises RefusedError.
-        tokenizer: of the reference.
-        tool: for messages.
+        tokenizer: the reference's tokenizer.
+        tool: the tool's name for messages.
     """
 
     def __init__(self, complete: Callable[[dict[str, Any]], dict[str, Any]], tokenizer: Tokenizer,

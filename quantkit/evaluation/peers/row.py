@@ -25,7 +25,7 @@ class PeerData(MeasuredData):
     """What was measured of a peer. Beside it stand arrays: of each text with logits, :data:`SCORES`.
 
     Attributes:
-        uri: its model.
+        uri: the name of its model.
         facts: what it says about itself.
         texts: name → metric → its mean over each window.
         times: what timed runs took; ``None``: it wasn't timed.

@@ -34,7 +34,7 @@ class PeerSpeedSettings(Frozen):
         prefill: tokens of a prompt.
         decode: tokens after it.
         repeats: timed runs, after a warm-up.
-        threads: that the tool computes with.
+        threads: the threads that the tool computes with.
     """
 
     prefill: int
@@ -49,7 +49,7 @@ def measure_peer(peer: str, texts: Mapping[str, torch.Tensor], prompt: int,
     """Measure a peer.
 
     Args:
-        peer: as it is written in ``--peer``.
+        peer: the tool as it is written in ``--peer``.
         texts: name → windows of token ids, int64 ``[windows, window]``; none: only speed is measured.
         prompt: tokens at the beginning of a window that aren't scored.
         reference: what it is scored against; a :class:`TeacherForcedModel` has this ``prompt``.

@@ -36,7 +36,7 @@ class PeerScores:
 
         Args:
             reference: logits ``[T, vocab]``.
-            prediction: of T tokens.
+            prediction: the prediction of T tokens.
             targets: the tokens that came, int64 ``[T]``.
         """
         self._windows += 1

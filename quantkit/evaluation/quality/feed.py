@@ -28,9 +28,9 @@ def prefill(loaded: LoadedModel, cache: KVCache, row: int, ids: Sequence[int], *
     """Read prompt tokens in the engine's chunks.
 
     Args:
-        loaded: the model.
+        loaded: the model in memory.
         cache: with the sequence ``row``.
-        row: the sequence.
+        row: the number of the sequence in it.
         ids: at least one token.
         ends: the prompt ends here, and policies act; else more of it follows.
 
@@ -96,13 +96,13 @@ class TeacherForcedModel:
     """One model with one KV setting.
 
     Args:
-        loaded: the model.
+        loaded: the model in memory.
         kv: how keys and values are kept.
         prompt: tokens of a window that are its prompt.
 
     Attributes:
         kv_bytes: allocated when the last window had all its tokens.
-        kv_bytes_per_token: of codes and scales, all layers and heads.
+        kv_bytes_per_token: the bytes of codes and scales, all layers and heads.
     """
 
     def __init__(self, loaded: LoadedModel, kv: KVSpec, prompt: int) -> None:

@@ -40,7 +40,7 @@ def windows_of(loaded: TokenizedModel, text: str, window: int, windows: int,
 
     Args:
         loaded: its tokenizer and context.
-        text: long enough.
+        text: the text; it must be long enough.
         window, windows: how many tokens, how often.
         options: where the user gave these two.
 

@@ -44,8 +44,8 @@ def tails(scores: TokenScores, seed: int = 0) -> dict[str, Interval]:
     the reference's. Intervals are 95% bootstraps over windows.
 
     Args:
-        scores: of all tokens.
-        seed: of the bootstrap.
+        scores: the scores of all tokens.
+        seed: the seed of the bootstrap.
     """
     windows = len(scores.kl)
     picks = np.random.default_rng(seed).integers(0, windows, (RESAMPLES, windows))

@@ -28,7 +28,7 @@ class WindowScores:
         metrics: what is measured. One that isn't built in and raises, writes to an argument, or returns what
             :class:`~quantkit.evaluation.metrics.Metric` doesn't allow, is left out from then on, with one
             warning. It gets tensors of its own, so that whatever it does to them costs nobody else.
-        models: how many are scored.
+        models: the number of models that are scored.
 
     Attributes:
         means: for each model, by metric: each window's mean score, a float, per run an array ``[K]``.
@@ -59,9 +59,9 @@ class WindowScores:
         """Score a window.
 
         Args:
-            model: whose, counted from 0.
+            model: the number of the model, from 0.
             reference, candidate: logits ``[T, vocab]`` of any float dtype; one tensor if they are the same.
-            targets: int64 ``[T]``.
+            targets: the tokens that came, int64 ``[T]``.
 
         Raises:
             ValueError: a built-in metric returned nonsense.

@@ -25,7 +25,7 @@ class Reporter:
     """A registered way to write results.
 
     Attributes:
-        name: as registered.
+        name: its name in the registry.
         file: the file name it has in a report folder, without a folder of its own.
         render: result → the file's content; text is written as UTF-8. It must not change the result, nor
             write anything itself. Rows may lack any metric, and values may be infinite.
@@ -127,7 +127,7 @@ class TextGrid:
     """A table.
 
     Attributes:
-        title: above it.
+        title: the title above it.
         heads: of all columns; the first has the rows' names. What follows a line break is small: a unit.
         rows: their cells. What follows a line break is small: an interval.
         notes: sentences below it.

@@ -27,7 +27,7 @@ class VariantLook:
         name: the variant's name, its KV setting included.
         model: the name without that.
         setting: the KV setting; ``""``: none was given.
-        color: ``#rrggbb``.
+        color: its color as ``#rrggbb``.
         shape: Vega's name of the shape.
     """
 

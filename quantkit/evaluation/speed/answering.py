@@ -30,7 +30,7 @@ class AnswerTimes:
     """What one request took.
 
     Attributes:
-        timing: of its steps.
+        timing: the times of its steps.
         first_token_s: seconds from :meth:`Engine.submit` to its first token.
         gaps: seconds between each token and the next.
     """
@@ -61,7 +61,7 @@ def answer_speed(loaded: LoadedModel, ids: Sequence[int], settings: SweepSetting
     ``settings.case_s`` seconds no run begins beyond :data:`LEAST_RUNS`.
 
     Args:
-        loaded: the model.
+        loaded: the model in memory.
         ids: the prompt, ``settings.prefill`` tokens.
         settings: how long the answer is.
         kv: the KV setting; ``None``: the model's own.

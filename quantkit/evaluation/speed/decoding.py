@@ -42,7 +42,7 @@ class DecodeRunner:
     """Runs a model on a cache of its own, without an engine.
 
     Args:
-        loaded: the model.
+        loaded: the model in memory.
         ids: tokens of a text, repeated where it is shorter than the model's context: what is read has no
             influence on speed.
         tokens: decoded in a timed run.

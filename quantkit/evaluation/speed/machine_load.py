@@ -87,7 +87,7 @@ def timed_quietly(run: Callable[[], Timed], spread: Callable[[Timed], float],
     """Time something; again while the machine is busy or the runs differ much, :data:`ROUNDS` times at most.
 
     Args:
-        run: does it.
+        run: does what is timed.
         spread: of what ``run`` returned: the range of its runs over their median.
         threads: that it works with; ``None``: it works on a GPU, whose speed hardly depends on what the
             processors do beside it.

@@ -31,10 +31,10 @@ def measure_sweep(uri: str, ids: Sequence[int], settings: SweepSettings, *, thre
     """Measure one variant in a process of its own.
 
     Args:
-        uri: what to load.
+        uri: the model to load.
         ids: tokens of a text, repeated where they are too few.
-        settings: what to measure.
-        threads: of torch.
+        settings: the choice of measurements.
+        threads: the number of torch's threads.
         revision, dtype, device: as for ``load``.
         kv: the KV setting, if not the model's own.
 

@@ -44,7 +44,7 @@ class SweepSettings(Frozen):
         contexts: tokens that each of them holds before.
         prefill: tokens of the prompt that goes through the engine.
         decode: tokens of an answer, and of a timed run of decoding.
-        repeats: timed runs.
+        repeats: the number of timed runs.
         case_s: seconds after which a case of one batch and context begins no further run; a run takes half
             of it at most, but has a few tokens at least. Each result says how many runs and tokens it is of.
         context_s: a context that takes longer than this to read is left out.
@@ -63,15 +63,15 @@ class DecodeSpeed(Frozen):
     """Decoding with sequences side by side that each hold a context.
 
     Attributes:
-        batch: sequences.
+        batch: the number of sequences.
         context: tokens that each holds before.
         tok_s: tokens a second of all sequences together; ``None`` if it wasn't measured.
         bytes_s: bytes of weights and KV cache that were read a second.
         read_bytes_s: read bandwidth of the machine, measured before each run.
         of_read: the share of it that ``bytes_s`` is.
-        kv_bytes: of one sequence's pages at its context's end.
-        runs: that were timed; fewer than were asked for where one takes long.
-        tokens: of each sequence in a timed run, at least; the same.
+        kv_bytes: the bytes of one sequence's pages at its context's end.
+        runs: the number of timed runs; fewer than were asked for where one takes long.
+        tokens: the tokens of each sequence in a timed run, at least; fewer where one takes long.
         left_out: why it wasn't measured.
     """
 
@@ -91,11 +91,11 @@ class PrefillSpeed(Frozen):
     """Reading a prompt from an empty cache.
 
     Attributes:
-        tokens: of the prompt.
+        tokens: the tokens of the prompt.
         tok_s: prompt tokens a second.
         first_token_s: seconds from the request to its first token, through the engine.
         decode_tok_s: tokens a second of the answer behind it, one sequence through the engine.
-        runs: that were timed.
+        runs: the number of timed runs.
     """
 
     tokens: int
@@ -109,7 +109,7 @@ class MemoryUse(Frozen):
     """Bytes of memory.
 
     Attributes:
-        weights: as they lie in memory.
+        weights: the bytes of weights as they lie in memory.
         workspace: buffers of the program beside weights and cache; ``None`` if that isn't known.
         steady: resident set at the end of an answer, the interpreter and torch included; on a GPU, with what
             was taken of its memory.
@@ -129,9 +129,9 @@ class SpeedSweep(Frozen):
 
     Attributes:
         decode: by batch and context.
-        prefill: by prompt.
+        prefill: the speeds of reading, by prompt.
         gap_ms: milliseconds between two tokens of one answer, ``{"median": …, "p99": …}``.
-        memory: bytes.
+        memory: the bytes that it took.
         load_s: seconds to open the model.
         kernels: phase → kernel → how many Linears it runs.
         read_bytes_s: read bandwidth of the machine in the same run.

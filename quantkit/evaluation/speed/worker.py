@@ -80,9 +80,9 @@ def by_context(runner: DecodeRunner, kv: KVSpec, settings: SweepSettings, limit:
     """Decode by context and batch.
 
     Args:
-        runner: of the model.
+        runner: the runner of the model.
         kv: the KV setting.
-        settings: which contexts and batches.
+        settings: the contexts and batches.
         limit: tokens that the model was made for.
         prefill_tok_s: at which it reads.
 

@@ -57,7 +57,7 @@ def look_ahead(uris: Sequence[str], settings: EvalSettings, recipes: Mapping[str
 
     Args:
         uris: models that are there, the reference first.
-        settings: of the comparison.
+        settings: the settings of the comparison.
         recipes: recipe → the folder of its checkpoint, which may be missing.
 
     Raises:

@@ -102,9 +102,9 @@ class Measurement:
     Attributes:
         kind: ``quality``, ``peer``, ``tasks``, ``exact_tasks`` (the reference's in float32), ``speed``, …
         label: its name for people: ``quality of int4 on code``.
-        job: what is done.
+        job: the work that is done.
         key: everything that the numbers depend on; ``None``: that can't be known, so that it isn't kept.
-        place: whose it is.
+        place: the model and the text or setting that it is of.
         seconds: the time that it may take.
         needs: what it takes of the machine that does it.
     """
@@ -123,7 +123,7 @@ def run_job(job: Job[Data], progress: Listener | None = None, loading: Listener 
     """Do a measurement, here and now.
 
     Args:
-        job: the measurement.
+        job: the job of a measurement.
         progress, loading: hear of it.
         models: the models in memory; without them the job loads its own.
 
@@ -164,7 +164,7 @@ class TasksJob(Job[TasksData]):
     """Tasks that one variant is asked.
 
     Attributes:
-        model: the model.
+        model: the model that is measured.
         kv: its setting, as text; ``None``: the model's own.
         tasks: names or paths.
         folder: the folder with their data.
@@ -213,9 +213,9 @@ class SpeedJob(Job[SpeedData]):
     """One variant's speed and memory, in a process of its own.
 
     Attributes:
-        model: the model.
+        model: the model that is measured.
         kv: its setting, as text; ``None``: the model's own.
-        ids: the prompt.
+        ids: the tokens of the prompt.
         settings: batches, contexts and so on.
         threads: the number of torch's threads.
     """

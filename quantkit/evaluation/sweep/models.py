@@ -75,11 +75,11 @@ class ModelFacts:
         identity: a hash of the manifest, which has every file's hash, or of the files; ``None``: nobody asked
             for it, or nothing says which bytes it is.
         quantized: whether it is a checkpoint.
-        config: its shape.
+        config: the model's shape.
         kv: the KV setting that its checkpoint names.
         dtype: the dtype of activations, as torch writes it without ``torch.``.
         parameters: the number of numbers in its tensors.
-        tokenizer: its tokenizer.
+        tokenizer: the model's tokenizer.
         recipe: the recipe that made it in this comparison; ``None``: it was there.
     """
 
@@ -112,8 +112,8 @@ def facts_of(uri: str, revision: str | None = None, dtype: str = "auto", recipe:
 
     Args:
         uri, revision: which.
-        dtype: of activations, or ``auto``.
-        recipe: that it was made by.
+        dtype: the dtype of activations, or ``auto``.
+        recipe: the recipe that made it.
         hashed: whether its identity is wanted, for which all of its files may have to be read.
 
     Raises:

@@ -58,7 +58,7 @@ class PlannedText:
 
     Attributes:
         name: its name in reports; ``""``: it is the only one.
-        text: its content.
+        text: the text's content.
         windows: the number of windows.
     """
 
@@ -101,7 +101,7 @@ def make_plan(models: Sequence[ModelFacts], settings: EvalSettings,
     Args:
         models: the reference first.
         settings: what is measured.
-        texts: that are scored.
+        texts: the texts that are scored.
 
     Raises:
         UsageError: models can't be compared, a text is too short, or a test longer than a model's context.

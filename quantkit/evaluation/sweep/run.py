@@ -117,8 +117,8 @@ def run_measurements(measurements: Sequence[Measurement], store: MeasurementStor
 
     Args:
         measurements: none of which was done.
-        store: keeps them.
-        executor: where they are done.
+        store: the store that keeps them.
+        executor: the executor that does them.
         progress: told of shares of the whole, weighed by the seconds that measurements may take.
         loading: told of weights that are loaded, if that is done here.
 

@@ -50,10 +50,10 @@ class MeasurementResult(Generic[Data]):
     """What a measurement gave.
 
     Attributes:
-        data: its numbers.
+        data: the numbers of the measurement.
         arrays: numpy arrays by name.
         measured: its date and time, as ISO 8601 in UTC.
-        seconds: its duration.
+        seconds: the time that it took.
         lasting: whether it is kept; what was spoiled by other work on the machine is made again.
     """
 

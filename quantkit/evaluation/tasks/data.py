@@ -40,7 +40,7 @@ def load_prompts(task: TaskFile, label: str, data: Path | None, limit: int
     """Read a task's data and fill in its templates.
 
     Args:
-        task: the task.
+        task: the task's file, read.
         label: how messages name its file.
         data: the folder with its data files; by default what ``QUANTKIT_TASK_DATA`` names.
         limit: rows at most: the first ones, or with ``group_by`` the first of every group in turn.

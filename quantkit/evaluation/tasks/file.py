@@ -189,13 +189,13 @@ class TaskInfo:
     """A task that can be named.
 
     Attributes:
-        name: as in ``--tasks``.
-        about: one sentence.
+        name: its name in ``--tasks``.
+        about: a sentence about the task.
         kind: lm-eval's ``output_type``.
         metrics: what it is scored by.
         files: the data files that it needs.
         owner: the distribution that brings it.
-        path: its YAML.
+        path: the place of its YAML.
     """
 
     name: str

@@ -31,7 +31,7 @@ def lm_eval_model(loaded: LoadedModel, *, kv: KVSpec | None = None, batch: int =
     """An ``lm_eval.api.model.LM``, for ``lm_eval.simple_evaluate(model=…)`` or quantkit's own tasks.
 
     Args:
-        loaded: the model.
+        loaded: the model in memory.
         kv: how keys and values are kept; by default as the model's checkpoint says.
         batch: requests side by side, at most.
         progress: told how many requests of a call are done.

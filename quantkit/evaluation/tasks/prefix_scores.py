@@ -38,9 +38,9 @@ class Target:
     """A token whose log-probability is wanted.
 
     Attributes:
-        sequence: which of the sequences.
-        place: of the token in it that ``token`` follows.
-        token: its id.
+        sequence: the number of its sequence.
+        place: the place of the token in it that ``token`` follows.
+        token: the id of the token.
     """
 
     sequence: int
@@ -53,8 +53,8 @@ class _ActiveRun:
     """A run on its way.
 
     Attributes:
-        index: of the run in the plan.
-        number: of its sequence in the cache.
+        index: the number of the run in the plan.
+        number: the number of its sequence in the cache.
         current: the plan's sequence that it reads now.
         done: tokens of that which the cache holds.
     """
@@ -69,7 +69,7 @@ class PrefixScorer:
     """Scores targets with one model, through a KV cache from which tokens can be taken back.
 
     Args:
-        loaded: the model.
+        loaded: the model in memory.
         kv: how keys and values are kept.
         batch: sequences side by side, at most.
     """
@@ -138,9 +138,9 @@ class _Walk:
     """Takes all runs of a plan through the model side by side.
 
     Args:
-        loaded: the model.
+        loaded: the model in memory.
         cache: gets a sequence for each run, of at most ``longest`` tokens.
-        plan: the runs.
+        plan: the plan of the runs.
         budget: tokens that go through the model at once, at most.
         wanted: for each of its sequences, place → the numbers of targets that follow there.
         head: gets the hidden states of these places.
@@ -236,7 +236,7 @@ class _Head:
     """Makes log-probabilities of hidden states, a block of them at a time.
 
     Args:
-        loaded: the model.
+        loaded: the model in memory.
         targets, done: as for :meth:`PrefixScorer.score`.
 
     Attributes:
@@ -285,7 +285,7 @@ def token_logprobs(loaded: LoadedModel, logits: torch.Tensor, rows: torch.Tensor
 
     Args:
         loaded: the model, for what is wrong with it.
-        logits: ``[n, vocab]``.
+        logits: the logits, ``[n, vocab]``.
         rows, tokens: int64 ``[m]``, on the CPU: which row, and which token of it.
 
     Returns:

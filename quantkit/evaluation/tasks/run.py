@@ -67,7 +67,7 @@ def prepare_tasks(names: Sequence[str], *, data: Path | None = None,
     """Find tasks, read their data and make lm-eval's objects of them; needs no model.
 
     Args:
-        names: of tasks, or paths of their files.
+        names: the names of tasks, or paths of their files.
         data: the folder with their data files; by default what ``QUANTKIT_TASK_DATA`` names.
         limit: items a task; ``None``: all.
 
@@ -91,8 +91,8 @@ def run_tasks(loaded: LoadedModel, names: Sequence[str] | Sequence[ReadyTask], *
     """Ask a model every item of every task.
 
     Args:
-        loaded: the model.
-        names: of tasks, or what :func:`prepare_tasks` made of them.
+        loaded: the model in memory.
+        names: the names of tasks, or what :func:`prepare_tasks` made of them.
         data, limit: as there.
         kv: how keys and values are kept; by default as the model's checkpoint says.
         batch: requests side by side, at most.

@@ -33,7 +33,7 @@ class TaskTemplate:
     """One value of a task file: a row's field if it is called so, else a template.
 
     Args:
-        text: as in the file.
+        text: the value in the file.
         where: names the file and the key, for messages.
 
     Raises:

@@ -22,10 +22,10 @@ class TaskScore:
     """One number of one task.
 
     Attributes:
-        task: as it was named in its file.
+        task: its name in its file.
         metric: ``acc``, ``acc_norm``, ``exact_match``, ``perplexity``, …; with several filters
             ``exact_match,FILTER``.
-        interval: 95%.
+        interval: the value with its 95% interval.
         items: rows that were asked.
         values: of each item, in the items' order: see :func:`item_values`. Their mean is the value, or its
             logarithm, so that two models that were asked the same can be compared item by item.
@@ -47,7 +47,7 @@ def score(metric: str, values: Sequence[float | tuple[float, float]], seed: int 
         metric: its name, without a filter's.
         values: what lm-eval gives for each item: 0 or 1; for ``perplexity`` the log-likelihood; for
             the others the log-likelihood and the number of words or bytes.
-        seed: of the bootstrap.
+        seed: the seed of the bootstrap.
 
     Raises:
         ValueError: no items.

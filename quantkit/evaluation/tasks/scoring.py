@@ -67,7 +67,7 @@ class Scorer:
     """Scores requests with one model and one way to keep its KV cache.
 
     Args:
-        loaded: the model.
+        loaded: the model in memory.
         kv: how keys and values are kept.
         batch: sequences side by side, at most. The programs on a CPU and on a GPU give a request the same
             score in any company; a model that runs operation by operation changes it by no more than another

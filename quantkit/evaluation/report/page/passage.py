@@ -18,8 +18,8 @@ class ShadedToken:
     """A token on the page.
 
     Attributes:
-        text: as it is shown.
-        level: of shading, from 0 to the number of :data:`LIMITS`.
+        text: the token as text.
+        level: the level of shading, from 0 to the number of :data:`LIMITS`.
         differs: whether the two find different tokens likeliest here.
         note: what there is to say about it.
     """

@@ -46,12 +46,12 @@ class PageSection:
 
     Attributes:
         identifier: in the page's address.
-        title: of it.
-        texts: sentences.
+        title: the title of the section.
+        texts: sentences below the title.
         charts, grids: below them.
         passages: a text by token, a variant each; one is shown at a time.
         answers: names and generated texts.
-        items: of a list.
+        items: the items of a list.
         folded: whether grids and answers are shown when they are asked for.
     """
 
