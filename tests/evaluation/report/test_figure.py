@@ -25,9 +25,9 @@ from quantkit.evaluation.report.looks import variant_looks
 
 
 def written(document):
-    """The texts of a picture."""
-    return ["".join(element.itertext()) for element in ElementTree.fromstring(document).iter(
-        "{http://www.w3.org/2000/svg}text")]
+    """The texts of a picture, line by line."""
+    return [element.text for element in ElementTree.fromstring(document).iter()
+            if element.tag.endswith(("}text", "}tspan")) and element.text]
 
 
 def captions(result):

@@ -74,13 +74,13 @@ def test_the_floor_is_the_noise_or_half_the_smallest(compared):
     result = compared((0, 10, 400), (0.1, 30, 100), (0.02, 30, 100))
     floor = quality_floor(result)
     assert floor.value == 0.01 and floor.noise is None and floor.at_least(0) == 0.01
-    assert floor.label == "KL 0 is drawn here" and "has no zero" in floor.sentence
+    assert floor.name == "KL 0" and "has no zero" in floor.sentence
     result.rows[0].metrics["kl_exact"] = Interval(0.003, 0.002, 0.004)
     assert quality_floor(result).value == 0.003
     result.floors["kl_mean"] = Interval(0.0011, 0.001, 0.0013)
     floor = quality_floor(result)
     assert floor.noise == result.floors["kl_mean"] and floor.at_least(0.0005) == 0.0011
-    assert "noise floor 0.00110" in floor.label and "0.00110 nats" in floor.sentence
+    assert floor.name == "noise floor 0.00110" and "0.00110 nats" in floor.sentence
     assert quality_floor(compared((0, 10, 400))).value > 0, "nothing but zeros"
 
 

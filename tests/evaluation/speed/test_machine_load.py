@@ -1,5 +1,7 @@
 """How busy a machine was, from counters that a test writes."""
 
+import dataclasses
+
 import pytest
 
 from quantkit.evaluation.speed import machine_load
@@ -11,7 +13,8 @@ from quantkit.evaluation.speed.machine_load import (
     timed_quietly,
 )
 from quantkit.evaluation.sweep import jobs
-from quantkit.evaluation.sweep.store import MeasurementResult, MeasurementStore
+from quantkit.evaluation.sweep.models import ModelRef
+from quantkit.evaluation.sweep.store import MeasurementStore
 
 QUIET, BUSY = MachineLoad(stolen=0.0, others=0.02), MachineLoad(stolen=0.01, others=0.6)
 
@@ -71,19 +74,19 @@ def test_a_load_above_the_processors_is_said_before_anything_begins(monkeypatch,
 
 
 def test_a_speed_from_a_busy_machine_is_withheld_and_not_kept(monkeypatch, tmp_path):
-    from quantkit.evaluation.speed import process as speed
+    from quantkit.evaluation.speed import process
     from quantkit.evaluation.speed.results import PrefillSpeed, SpeedSweep, Spread, SweepSettings
 
     ten = Spread(median=10, low=9, high=11)
     sweep = SpeedSweep(prefill=(PrefillSpeed(tokens=8, tok_s=ten, decode_tok_s=ten, runs=3),),
                        settings=SweepSettings(), load=BUSY, load_s=1.0)
-    monkeypatch.setattr(speed, "measure_sweep", lambda *_, **__: sweep)
+    monkeypatch.setattr(process, "measure_sweep", lambda *_, **__: sweep)
     monkeypatch.setattr(jobs, "busy_reason", busy_reason)
-    result = jobs.do(jobs.SpeedJob("m", None, "auto", "cpu", None, (1,), SweepSettings(), 1))
-    kept = SpeedSweep.model_validate(result.data["sweep"], strict=False)
+    result = jobs.run_job(jobs.SpeedJob(ModelRef("m"), None, (1,), SweepSettings(), 1))
+    kept = result.data.sweep
     assert kept.prefill == () and "60%" in kept.withheld and kept.load_s == 1.0
     store = MeasurementStore(tmp_path)
     store.put({"a": 1}, result)
-    assert store.get({"a": 1}) is None and not result.lasting
-    store.put({"a": 1}, MeasurementResult({"a": 2}))
-    assert store.get({"a": 1}).data == {"a": 2}
+    assert store.get({"a": 1}, jobs.SpeedData) is None and not result.lasting
+    store.put({"a": 1}, dataclasses.replace(result, lasting=True))
+    assert store.get({"a": 1}, jobs.SpeedData).data == result.data
