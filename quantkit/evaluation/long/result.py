@@ -180,7 +180,7 @@ class LongResult:
         if not any(reply.cell in self.solved() for reply in self.of(self.variants[0], task)):
             return None
         return of_answers([
-            AnswerPair(full.context, full.right, own.right, own.logprob - full.logprob) for full, own in zip(
+            AnswerPair(full.context, full.right, reply.right, reply.logprob - full.logprob) for full, reply in zip(
                 self.of(self.variants[0], task), self.of(variant, task), strict=True)])
 
     def to_dict(self) -> dict[str, Any]:
