@@ -322,3 +322,10 @@ class Manifest(Frozen):
 
 def _canonical(data: Mapping[str, Any]) -> bytes:
     return (json.dumps(data, sort_keys=True, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
+
+
+def quantization_label(rows: Sequence[LayerRow]) -> str:
+    """``gptq int4 g64 sym``, ``nf4 b64``; several kinds are joined by commas."""
+    kinds = dict.fromkeys(f"{row.method} {row.spec.label().removeprefix(f'{row.method} ')}"
+                          for row in rows if row.method and row.spec)
+    return ", ".join(kinds) or "unquantized"

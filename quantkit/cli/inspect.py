@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import rich_click as click
 
-from quantkit.cli.layers import group_layers, layers_option
-from quantkit.cli.options import revision_option
-from quantkit.cli.present import print_json, table, wrapped
+from quantkit.cli.options import layers_option, revision_option
+from quantkit.cli.present import group_layers, print_json, table, wrapped
 from quantkit.cli.probe import DECLINED_HINT, PHASES, best_device, declined_option, other_lines
 from quantkit.support.units import human_bytes
 

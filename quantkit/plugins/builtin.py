@@ -145,7 +145,8 @@ def register_commands(register: Register) -> None:
         ("bench", "Measure the CPU kernels, or how fast a model runs here."),
         ("doctor", "Show this machine, its kernels, and what is missing."),
     ):
-        register(name, f"quantkit.cli.{name.replace('-', '_')}:command", help=line)
+        module = "serve.command" if name == "serve-local" else name.replace("-", "_")
+        register(name, f"quantkit.cli.{module}:command", help=line)
 
 
 @hookimpl

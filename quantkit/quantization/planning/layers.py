@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, cast
 
@@ -19,9 +19,6 @@ from quantkit.quantization.methods.base import Method, options_type
 from quantkit.quantization.recipe import Recipe, Rule, spec_of
 from quantkit.sources.base import TensorInfo
 from quantkit.support.errors import PluginError, QuantkitError, RecipeError, UsageError, did_you_mean, nearest
-
-BATCH = 1 << 22
-"""Weights, and values of Hessians, of Linears that are solved together; larger ones are solved alone."""
 
 
 @dataclass(frozen=True)
@@ -71,32 +68,6 @@ class PlanRow:
         spec = self.spec.model_dump(mode="json") if self.spec else None
         return {**asdict(self), "shape": list(self.shape), "spec": spec, "options": dict(self.options),
                 "label": self.spec.label() if self.spec else None, "bits": self.bits}
-
-
-def together(rows: Iterable[PlanRow], needs: Container[str], limit: int) -> list[tuple[PlanRow, ...]]:
-    """Quantized Linears in the groups in which they are solved, each in the place of its first.
-
-    Args:
-        rows: of one unit.
-        needs: names of those whose methods need statistics.
-        limit: weights, and values of Hessians, of a group that is more than one Linear.
-    """
-    groups: list[list[PlanRow]] = []
-    open_groups: dict[str, list[PlanRow]] = {}
-    for row in rows:
-        if row.method is None:
-            continue
-        method: Method = registry("methods").get(row.method)
-        alike = repr((row.shape, row.dtype, row.method, row.format, row.spec, sorted(row.options.items())))
-        size = max(row.shape) * row.shape[1]
-        if method.together is None or row.name not in needs or 2 * size > limit:
-            groups.append([row])
-        elif alike in open_groups and (len(open_groups[alike]) + 1) * size <= limit:
-            open_groups[alike].append(row)
-        else:
-            groups.append([row])
-            open_groups[alike] = groups[-1]
-    return [tuple(group) for group in groups]
 
 
 class LayerRefusal(Exception):

@@ -27,7 +27,7 @@ from tests.helpers.shapes import (
     every,
     recipe,
 )
-from tests.support import shapes
+from tests.helpers import shapes
 
 
 def refused(rules: Recipe, source: Source | None = None) -> RecipeError:
