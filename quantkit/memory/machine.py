@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 RUNTIME_BYTES = 430_000_000
 """Resident memory of a process with torch, LLVM and our kernels, and no model. Measured with a model of 200
-kB on 2 cores of an AMD EPYC with AVX2 on 27 November 2026: a server that has answered has 346 MB, a calibrated
-quantization 417 MB at its peak, a comparison 415 MB; on another machine a server had 430 MB."""
+kB on 2 cores of an AMD EPYC with AVX2 on 27 November 2026: a server that has answered has 346 MB, a
+calibrated quantization 417 MB at its peak, a comparison 415 MB; on another machine a server had 430 MB."""
 GPU_RUNTIME_BYTES = 1 << 29
 """Of a GPU's memory what nothing below counts: the driver's own, compiled kernels, graphs."""
 ROOT = Path("/")

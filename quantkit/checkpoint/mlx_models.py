@@ -152,7 +152,7 @@ def windows(subject: CheckpointFacts) -> Iterator[VerifyCheck]:
 def experts(subject: CheckpointFacts) -> Iterator[VerifyCheck]:
     """All experts of a layer become one tensor a projection, which some classes know of plain ones only."""
     groups: dict[str, list[LayerRow]] = defaultdict(list)
-    for place, rows in subject.experts().items():
+    for place, rows in subject.expert_groups().items():
         for row in rows:
             groups[f"{place}.experts.*.{row.name.rpartition('.')[2]}"].append(row)
     if not groups:
@@ -168,12 +168,12 @@ def experts(subject: CheckpointFacts) -> Iterator[VerifyCheck]:
 
 def awq_groups(subject: CheckpointFacts) -> Iterator[VerifyCheck]:
     """AWQ's tensors are rearranged at loading: groups stay as they are."""
-    faults = [f"{row.name}: {row.spec.label()}, and its groups are {', '.join(map(str, GROUPS))}"
-              for row in subject.packed if row.spec and row.spec.granularity.size not in GROUPS]
+    faults = [f"{layer.name}: {layer.label}, and its groups are {', '.join(map(str, GROUPS))}"
+              for layer in subject.packed if layer.size not in GROUPS]
     yield from _checked("groups", faults[:1], "of a size that it has")
     yield VerifyCheck("scales", "note",
                       "it rounds each scale times its zero point, and all other tensors, to float16")
 
 
-MODEL = (family, tied_head, rope, attention, windows, experts)
+RULES = (family, tied_head, rope, attention, windows, experts)
 """What is asked of every checkpoint."""
