@@ -15,7 +15,7 @@ from quantkit.kv.cache import KVCache
 from quantkit.kv.spec import KVSpec, parse_kv
 from quantkit.memory.kv import Footprint
 from quantkit.memory.scratch import scratch_bytes
-from quantkit.memory.serving import Requirements, ServedModel, kv_footprint
+from quantkit.memory.serving import ModelMemory, Requirements, kv_footprint
 from quantkit.memory.weights import UNQUANTIZED, ModelWeights, model_weights, of_checkpoint, unquantized
 from quantkit.models.architecture import parse_config
 from quantkit.models.loadable import dtype_of
@@ -128,7 +128,7 @@ def by_recipe(name: str, source: ModelSource) -> ModelWeights:
 
 
 @dataclass(frozen=True)
-class Combination(ServedModel):
+class Combination(ModelMemory):
     """Weights and a KV setting, and what both cost.
 
     Attributes:

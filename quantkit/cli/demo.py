@@ -19,7 +19,10 @@ RECIPES = ("int8", "int4", "nf4")
 QUESTION = "Why is the sky blue?"
 ANSWER_TOKENS = 48
 # Small enough for minutes on two cores; `quantkit quantize` and `eval` have the full settings.
-CALIBRATION_WINDOWS, WINDOW, WINDOWS, DECODE = 12, 512, 8, 24
+CALIBRATION_WINDOWS = 12
+WINDOW = 512
+WINDOWS = 8
+DECODE = 24
 
 
 @click.command("demo")
@@ -73,7 +76,9 @@ class Stages:
     """Says which of the demo's parts begins, and how long the ones before it took."""
 
     def __init__(self, total: int, quiet: bool) -> None:
-        self.total, self.quiet, self.number = total, quiet, 0
+        self.total = total
+        self.quiet = quiet
+        self.number = 0
         self._start = time.monotonic()
 
     @property

@@ -54,7 +54,9 @@ def command(declined: bool, as_json: bool) -> None:
     if as_json:
         print_json(facts)
         return
-    machine, cpu, gpu = facts["machine"], facts["cpu"], facts["gpu"]
+    machine = facts["machine"]
+    cpu = facts["cpu"]
+    gpu = facts["gpu"]
     click.echo(wrapped("quantkit", f"{facts['quantkit']}, Python {machine['python']}, {machine['platform']}"))
     click.echo(wrapped("torch", f"{facts['packages']['torch']}, {cpu['torch_threads']} threads, "
                                 f"vector code {cpu['torch_capability']}"))

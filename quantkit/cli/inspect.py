@@ -121,7 +121,9 @@ def _checkpoint_facts(checkpoint: AnyCheckpoint, uri: str) -> dict[str, Any]:
     from quantkit.models.architecture import parse_config
     from quantkit.runtime.kernels import unread
 
-    manifest, infos, rows = checkpoint.manifest, checkpoint.infos, checkpoint.layers
+    manifest = checkpoint.manifest
+    infos = checkpoint.infos
+    rows = checkpoint.layers
     plain = {k: v for k, v in checkpoint.config().items() if k not in KEYS}
     config, kv = parse_config(plain), setting_of(manifest.recipe) if manifest else KVSpec()
     kernels = _kernels(plain, config, kv, {

@@ -26,7 +26,9 @@ _SAID = {"activations": f"of {CPU_ROWS} tokens, between operations",
 def facts(chosen: Combination, combinations: Sequence[Combination], ceilings: Ceilings
           | str) -> dict[str, Any]:
     """The whole plan as plain data, with exact bytes."""
-    requirements, config, cache = chosen.requirements, chosen.weights.config, chosen.footprint
+    requirements = chosen.requirements
+    config = chosen.weights.config
+    cache = chosen.footprint
     turn = None if isinstance(ceilings, str) else compute_bound_batch(chosen.weights, cache, ceilings)
     cost = None if isinstance(ceilings, str) else decode_step(chosen.weights, cache, ceilings,
                                                               requirements.concurrency)
@@ -73,7 +75,9 @@ def lines(model: str, chosen: Combination, combinations: Sequence[Combination], 
 
 def _sum(chosen: Combination) -> Iterator[str]:
     """The table of all terms and their total."""
-    cache, requirements, config = chosen.footprint, chosen.requirements, chosen.weights.config
+    cache = chosen.footprint
+    requirements = chosen.requirements
+    config = chosen.weights.config
     numbers = _numbers(chosen)
     rows = [("weights", f"{chosen.weights.name}; {human_bytes(chosen.weights.file_bytes)} in files",
              _mega(chosen.weights.bytes)),

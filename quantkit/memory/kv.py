@@ -219,7 +219,9 @@ def _acting_bytes(cache: KVCache, slots: int) -> int:
     """A layer's keys while they are decoded (twice in float32, five times where codes and unencoded vectors
     are
     joined: measured), four more for expected attention; and one KV head's attention weights."""
-    policy, config, store = cache.policy, cache.config, cache.layers[0].store
+    policy = cache.policy
+    config = cache.config
+    store = cache.layers[0].store
     if not (policy.query_window or policy.tracks):
         return 0
     plain = store.pages.parts.keys() <= {"k.values", "v.values", "positions"}

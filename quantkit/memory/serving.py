@@ -62,7 +62,7 @@ class Requirements:
 
 
 @dataclass(frozen=True)
-class ServedModel:
+class ModelMemory:
     """A model's weights and KV setting, and all that they need on a CPU.
 
     Attributes:
@@ -252,7 +252,7 @@ def server_memory(source: ModelSource | AnyCheckpoint, device: torch.device, fre
     gpu = device.type == "cuda"
     available = None if free is None else max(0, free - sum(model.total for model in before))
     requirements = Requirements(weights.config.max_position_embeddings, sequences, available or 0)
-    model = ServedModel(weights, kv, kv_footprint(weights, kv, requirements), requirements, {})
+    model = ModelMemory(weights, kv, kv_footprint(weights, kv, requirements), requirements, {})
     shared = RUNTIME_BYTES if before else 0  # one process has one runtime
     if gpu:
         fixed = _gpu_parts(weights, device)
