@@ -386,6 +386,6 @@ def _remedy(engine: str, subject: CheckpointFacts) -> str:
     """The export that makes an engine's own layout of these layers without rounding, if there is one."""
     form = registry("formats").get("mlx")
     exact = engine == "mlx" and all(
-        layer.row.spec.scale_dtype in ("model", layer.row.dtype)
-        and form.refuses(layer.row.spec, layer.row.shape) is None for layer in subject.packed)
+        layer.spec.scale_dtype in ("model", layer.row.dtype)
+        and form.refuses(layer.spec, layer.row.shape) is None for layer in subject.packed)
     return "; quantkit export DIR --to mlx OUT" if exact else ""

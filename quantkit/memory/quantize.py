@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
 
+from quantkit.checkpoint.manifest import LayerRow
 from quantkit.formats.spec import QuantSpec
 from quantkit.memory.machine import RUNTIME_BYTES
 from quantkit.models.architecture import EMBEDDING, EXPERT, HEAD
@@ -37,44 +39,53 @@ TILE = 64
 """Rows of a part are a multiple of it, as a trellis's rings are."""
 
 
-class PlannedLayer(Protocol):
-    """A row of a quantization's plan: a Linear, the embedding or the head."""
+@dataclass(frozen=True)
+class PlanRow:
+    """What happens to one layer.
+
+    Attributes:
+        name: full name, without ``.weight``.
+        shape: ``(out, in)``.
+        layer: index of its decoder layer; ``None`` outside.
+        shares: layers of equal value see the same input and share statistics.
+        method: a registered method; ``None`` keeps the layer as it is.
+        format: a registered format; ``None`` for a kept layer.
+        spec: with ``scale_dtype`` resolved; ``None`` for a kept layer.
+        options: the method's options as plain data, defaults filled in.
+        bytes_before: of the weight in the source.
+        bytes_after: of all tensors that are stored for it; exact.
+        dtype: the weight's dtype in the source, ``bfloat16``.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    layer: int | None
+    shares: str
+    method: str | None
+    format: str | None
+    spec: QuantSpec | None
+    options: Mapping[str, Any]
+    bytes_before: int
+    bytes_after: int
+    dtype: str
+
+    def recorded(self, *, error: float | None = None, tokens: int | None = None,
+                 notes: tuple[str, ...] = ()) -> LayerRow:
+        """The row of a manifest, with what was measured."""
+        return LayerRow(name=self.name, shape=self.shape, dtype=self.dtype, method=self.method,
+                        format=self.format, spec=self.spec, options=dict(self.options), bits=self.bits,
+                        bytes=self.bytes_after, error=error, tokens=tokens, notes=notes)
 
     @property
-    def name(self) -> str: ...
+    def bits(self) -> float:
+        """Stored bits a weight, scales and zero points included."""
+        return 8 * self.bytes_after / (self.shape[0] * self.shape[1])
 
-    @property
-    def shape(self) -> tuple[int, int]: ...
-
-    @property
-    def layer(self) -> int | None: ...
-
-    @property
-    def shares(self) -> str: ...
-
-    @property
-    def dtype(self) -> str: ...
-
-    @property
-    def method(self) -> str | None: ...
-
-    @property
-    def format(self) -> str | None: ...
-
-    @property
-    def spec(self) -> QuantSpec | None: ...
-
-    @property
-    def options(self) -> Mapping[str, Any]: ...
-
-    @property
-    def bytes_before(self) -> int: ...
-
-    @property
-    def bytes_after(self) -> int: ...
-
-
-Row = TypeVar("Row", bound=PlannedLayer)
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for ``--json``."""
+        spec = self.spec.model_dump(mode="json") if self.spec else None
+        return {**asdict(self), "shape": list(self.shape), "spec": spec, "options": dict(self.options),
+                "label": self.spec.label() if self.spec else None, "bits": self.bits}
 
 
 class CalibrationText(Protocol):
@@ -104,7 +115,8 @@ def rows_at_once(spec: QuantSpec, shape: tuple[int, int]) -> int:
     return rows if indivisible else min(rows, step)
 
 
-def batch_groups(rows: Iterable[Row], needs: Container[str], limit: int = BATCH) -> list[tuple[Row, ...]]:
+def batch_groups(rows: Iterable[PlanRow], needs: Container[str],
+                 limit: int = BATCH) -> list[tuple[PlanRow, ...]]:
     """Quantized Linears in the groups in which they are solved, each in the place of its first.
 
     Args:
@@ -112,8 +124,8 @@ def batch_groups(rows: Iterable[Row], needs: Container[str], limit: int = BATCH)
         needs: names of those whose methods need statistics.
         limit: weights, and values of Hessians, of a group that is more than one Linear.
     """
-    groups: list[list[Row]] = []
-    open_groups: dict[str, list[Row]] = {}
+    groups: list[list[PlanRow]] = []
+    open_groups: dict[str, list[PlanRow]] = {}
     for row in rows:
         if row.method is None:
             continue
@@ -137,7 +149,7 @@ def walks_bytes(config: ModelConfig, tokens: int, linears: int) -> int:
     return 4 * tokens * ((config.num_layers + 2) * config.hidden_size + linears + 1)
 
 
-def peak_bytes(rows: Sequence[PlannedLayer], needs: set[str], calibration: CalibrationText | None,
+def peak_bytes(rows: Sequence[PlanRow], needs: set[str], calibration: CalibrationText | None,
                weighed: bool, config: ModelConfig, other: tuple[str, ...], infos: Mapping[str, TensorInfo],
                changed: bool = False, drift: Collection[str] = ()) -> int:
     """What :func:`~quantkit.quantization.planning.plan.make_plan` predicts.
@@ -177,7 +189,7 @@ def peak_bytes(rows: Sequence[PlannedLayer], needs: set[str], calibration: Calib
         changed: a transform changes layers after their inputs were measured: all of a layer is one stage.
         drift: names of the layers whose inputs' drift is measured.
     """
-    units: dict[int | None, list[PlannedLayer]] = defaultdict(list)
+    units: dict[int | None, list[PlanRow]] = defaultdict(list)
     for row in rows:
         units[row.layer].append(row)
     kept = [f"{row.name}.weight" for row in rows if row.method is None]
@@ -232,10 +244,10 @@ def states_bytes(config: ModelConfig, tokens: int, changed: bool, drift: bool) -
     return 4 * tokens * (config.hidden_size + inner) << drift
 
 
-def _stages(unit: Sequence[PlannedLayer], together: bool) -> Iterator[tuple[list[PlannedLayer], int]]:
+def _stages(unit: Sequence[PlanRow], together: bool) -> Iterator[tuple[list[PlanRow], int]]:
     """A layer's rows in the stages of :mod:`quantkit.quantization.calibration.stages`, or ``together``; and
     how many weights the later ones have."""
-    stages: dict[str, list[PlannedLayer]] = defaultdict(list)
+    stages: dict[str, list[PlanRow]] = defaultdict(list)
     for row in unit:
         stages["" if together else EXPERT if EXPERT in row.name else row.shares].append(row)
     later = sum(row.shape[0] * row.shape[1] for row in unit)
@@ -244,7 +256,7 @@ def _stages(unit: Sequence[PlannedLayer], together: bool) -> Iterator[tuple[list
         yield stage, later
 
 
-def _solving(unit: Sequence[PlannedLayer], needs: set[str], drift: Collection[str]) -> int:
+def _solving(unit: Sequence[PlanRow], needs: set[str], drift: Collection[str]) -> int:
     """While a unit's Linears are solved, some that are alike at a time."""
     peak = packed = 0
     groups = batch_groups(unit, needs)
@@ -269,13 +281,13 @@ def _solving(unit: Sequence[PlannedLayer], needs: set[str], drift: Collection[st
     return peak
 
 
-def _hessians(unit: Sequence[PlannedLayer], needs: set[str], drift: Collection[str]) -> int:
+def _hessians(unit: Sequence[PlanRow], needs: set[str], drift: Collection[str]) -> int:
     """Bytes of the Hessians and the drift of a unit's layers; those with the same input share one."""
     return sum({row.shares: 4 * row.shape[1] ** 2 * (2 if row.name in drift else 1)
                 for row in unit if row.name in needs}.values())
 
 
-def _outside(row: PlannedLayer, calibrated: bool) -> int:
+def _outside(row: PlanRow, calibrated: bool) -> int:
     """The embedding or the head while it is solved: rows are, a part at a time."""
     assert row.spec is not None
     rows, columns = row.shape
@@ -284,7 +296,7 @@ def _outside(row: PlannedLayer, calibrated: bool) -> int:
     return row.bytes_before + row.bytes_after + rows * columns + 12 * part * columns + hessian
 
 
-def _writing(rows: Sequence[PlannedLayer], calibration: CalibrationText, config: ModelConfig) -> int:
+def _writing(rows: Sequence[PlanRow], calibration: CalibrationText, config: ModelConfig) -> int:
     """While a model writes its calibration text: all of it, and keys and values of the windows, at most in
     float32."""
     if calibration.text != "self":

@@ -225,18 +225,24 @@ def _sample(form: str | None, spec: QuantSpec | None, columns: int, dtype: str,
     """A few rows of such a layer, of level 0 and scale 1; ``None`` of a plain one."""
     if form is None or spec is None:
         return None
-    shape = (rows, columns)
-    scales = spec.scale_shape(shape)
-    zeros = torch.zeros(scales) if spec.kind == "int" and not spec.symmetric else None
-    outer = spec.outer_shape(shape)
-    numbers = None if outer is None else torch.ones(outer)
-    codes = Codes(spec, torch.zeros(shape, dtype=torch.uint8), torch.ones(scales),
-                  zeros.to(torch.uint8) if zeros is not None and not spec.minimum else None,
-                  minimum=zeros if spec.minimum else None, outer=numbers,
-                  outer_minimum=numbers if spec.minimum else None,
-                  input_factor=torch.ones(1, 1) if spec.static_inputs else None)
+    codes = _codes(spec, (rows, columns))
     quantized: QuantizedTensor = registry("formats").get(form).pack(codes, FLOATS[dtype])
     return quantized
+
+
+def _codes(spec: QuantSpec, shape: tuple[int, int], number: float = 1.0, zero_level: int = 0) -> Codes:
+    """Of level 0, with every scale ``number``."""
+    outer_shape = spec.outer_shape(shape)
+    scale = torch.full(spec.scale_shape(shape), number)
+    zero = minimum = None
+    if spec.minimum:
+        minimum = -scale if zero_level else torch.zeros_like(scale)
+    elif spec.kind == "int" and not spec.symmetric:
+        zero = torch.full(scale.shape, zero_level, dtype=torch.uint8)
+    outer = torch.ones(outer_shape) if outer_shape else None
+    return Codes(spec, torch.zeros(shape, dtype=torch.uint8), scale, zero, minimum=minimum, outer=outer,
+                 outer_minimum=outer if spec.minimum else None,
+                 input_factor=torch.ones(1, 1) if spec.static_inputs else None)
 
 
 def gpu_packed_bytes(weight: QuantizedTensor, dtype: torch.dtype, device: torch.device) -> int:
@@ -249,22 +255,11 @@ def gpu_packed_bytes(weight: QuantizedTensor, dtype: torch.dtype, device: torch.
 
 @functools.lru_cache(maxsize=256)
 def _tile_bytes(kernel: TritonKernel, spec: QuantSpec, k: int) -> int:
-    shape = TILE_ROWS, k
     # a third has as many digits as the dtype: kernels keep scales in as few bytes as hold them exactly
-    outer_shape = spec.outer_shape(shape)
-    number = 1 / 3 if spec.scale_dtype in FLOATS and outer_shape is None else 1.0
-    dtype = FLOATS.get(spec.scale_dtype, torch.float32)
-    scale = torch.full(spec.scale_shape(shape), number).to(dtype).float()
-    zero = minimum = None
-    if spec.minimum:
-        minimum = -scale
-    elif spec.kind == "int" and not spec.symmetric:
-        zero = torch.full(scale.shape, 2**spec.bits - 1, dtype=torch.uint8)
-    outer = torch.ones(outer_shape) if outer_shape else None
-    factor = torch.ones(1, 1) if spec.static_inputs else None
-    return kernel.pack(Codes(spec, torch.zeros(shape, dtype=torch.uint8), scale, zero, minimum=minimum,
-                             outer=outer, outer_minimum=outer if spec.minimum else None,
-                             input_factor=factor)).nbytes
+    number = 1.0
+    if spec.scale_dtype in FLOATS and spec.outer_shape((TILE_ROWS, k)) is None:
+        number = float(torch.tensor(1 / 3, dtype=FLOATS[spec.scale_dtype]))
+    return kernel.pack(_codes(spec, (TILE_ROWS, k), number, 2**spec.bits - 1)).nbytes
 
 
 def gpu_weight_bytes(config: ModelConfig, dtype: torch.dtype, quantized: Mapping[str, QuantizedTensor],

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
 from typing import Any, cast
 
 from pydantic import ValidationError
 
-from quantkit.checkpoint.manifest import LayerRow
 from quantkit.formats.base import Format
 from quantkit.formats.dtypes import FLOATS, dtype_name, resolve
 from quantkit.formats.spec import QuantSpec
+from quantkit.memory.quantize import PlanRow
 from quantkit.models.architecture import EMBEDDING, HEAD, LinearSlot
 from quantkit.ops import packing
 from quantkit.plugins.manager import registry
@@ -19,55 +18,6 @@ from quantkit.quantization.methods.base import Method, options_type
 from quantkit.quantization.recipe import Recipe, Rule, spec_of
 from quantkit.sources.base import TensorInfo
 from quantkit.support.errors import PluginError, QuantkitError, RecipeError, UsageError, did_you_mean, nearest
-
-
-@dataclass(frozen=True)
-class PlanRow:
-    """What happens to one layer.
-
-    Attributes:
-        name: full name, without ``.weight``.
-        shape: ``(out, in)``.
-        layer: index of its decoder layer; ``None`` outside.
-        shares: layers of equal value see the same input and share statistics.
-        method: a registered method; ``None`` keeps the layer as it is.
-        format: a registered format; ``None`` for a kept layer.
-        spec: with ``scale_dtype`` resolved; ``None`` for a kept layer.
-        options: the method's options as plain data, defaults filled in.
-        bytes_before: of the weight in the source.
-        bytes_after: of all tensors that are stored for it; exact.
-        dtype: the weight's dtype in the source, ``bfloat16``.
-    """
-
-    name: str
-    shape: tuple[int, int]
-    layer: int | None
-    shares: str
-    method: str | None
-    format: str | None
-    spec: QuantSpec | None
-    options: Mapping[str, Any]
-    bytes_before: int
-    bytes_after: int
-    dtype: str
-
-    def recorded(self, *, error: float | None = None, tokens: int | None = None,
-                 notes: tuple[str, ...] = ()) -> LayerRow:
-        """The row of a manifest, with what was measured."""
-        return LayerRow(name=self.name, shape=self.shape, dtype=self.dtype, method=self.method,
-                        format=self.format, spec=self.spec, options=dict(self.options), bits=self.bits,
-                        bytes=self.bytes_after, error=error, tokens=tokens, notes=notes)
-
-    @property
-    def bits(self) -> float:
-        """Stored bits a weight, scales and zero points included."""
-        return 8 * self.bytes_after / (self.shape[0] * self.shape[1])
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for ``--json``."""
-        spec = self.spec.model_dump(mode="json") if self.spec else None
-        return {**asdict(self), "shape": list(self.shape), "spec": spec, "options": dict(self.options),
-                "label": self.spec.label() if self.spec else None, "bits": self.bits}
 
 
 class LayerRefusal(Exception):
