@@ -19,7 +19,7 @@ class Loss(Frozen):
     Attributes:
         kl: divergence from the model as it is, in nats a token.
         source: the file that holds it: one of ``evals/results``, or a page of ``docs``.
-        note: what was measured, where that isn't just what the name says.
+        note: the measurement, where that isn't just what the name says.
     """
 
     kl: float = Field(ge=0, allow_inf_nan=False)

@@ -23,7 +23,7 @@ class Ceilings:
     Attributes:
         bandwidth: bytes read a second.
         flops: floating-point (or integer) operations a second; a multiplication and its addition are two.
-        whose: where the figures are from, by name.
+        whose: the sources of the figures, by name.
     """
 
     bandwidth: float
@@ -36,9 +36,9 @@ class DecodeStep:
     """One token of every sequence.
 
     Attributes:
-        batch: sequences.
+        batch: the number of sequences.
         weight_bytes, kv_bytes: read.
-        flops: done.
+        flops: the operations that are done.
         memory_s, compute_s: seconds for each at the ceiling; the longer one is what a step takes at least.
     """
 

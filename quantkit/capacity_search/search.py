@@ -47,9 +47,9 @@ def candidates(uri: str, revision: str | None = None, recipes: Sequence[str] = (
 
     Args:
         uri: a checkpoint, whose weights are what they are, or anything that a source takes.
-        revision: of a model on the hub.
+        revision: the revision of a model on the hub.
         recipes: names or files; ``none`` leaves the weights as they are. Without any: all that can be named.
-        settings: of the KV cache. Without any: those whose loss was measured, none of which drops anything;
+        settings: KV settings. Without any: those whose loss was measured, none of which drops anything;
             for a recipe that has a setting of its own, that one.
         progress: told of each recipe before it is counted.
 

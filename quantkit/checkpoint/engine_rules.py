@@ -29,13 +29,13 @@ class CheckpointFacts:
 
     Attributes:
         method: ``quant_method``; ``None`` if nothing is quantized.
-        quantization: ``quantization_config``.
-        rows: every Linear.
+        quantization: the config's ``quantization_config``.
+        rows: the rows of all Linears.
         embedding: its row, if it is quantized.
         device: ``cuda`` or ``cpu``.
-        dtype: of the model.
-        config: ``config.json``.
-        model: what it says of the model.
+        dtype: the model's own.
+        config: the content of ``config.json``.
+        model: the model's shape, as it says.
         global_scales: name → the numbers beside a layer's e4m3 scales, where tensors could be read.
     """
 
@@ -108,8 +108,8 @@ class EngineLayer:
     """A weight as an engine sees it.
 
     Attributes:
-        name: of the layer, or of what it is fused to.
-        row: the layer's.
+        name: the name of the layer, or of the weight that it is fused into.
+        row: the layer's row of the manifest.
         out: rows of all that is fused in it.
     """
 
@@ -164,12 +164,12 @@ class Limit:
     """What an engine takes of each layer.
 
     Attributes:
-        name: of the check.
+        name: the name of the check.
         faults: conditions that break it, and what is told of the first layer that does: a format of ``layer``
             and ``dtype``.
         fine: told if no layer breaks it; ``None``: nothing is.
         among: the layers that are asked, an attribute of :class:`CheckpointFacts`.
-        device: where it holds; ``None``: everywhere.
+        device: the only device on which it holds; ``None``: all.
         of: only these of the layers are asked, and nothing is told where there are none.
     """
 
@@ -197,10 +197,10 @@ class Note:
     """A remark about a checkpoint as a whole, or a refusal if ``status`` is ``failed``.
 
     Attributes:
-        name: of the check.
+        name: the name of the check.
         words: a format of ``facts``.
         status: ``note`` or ``failed``.
-        device: where it is told; ``None``: everywhere.
+        device: the only device on which it is told; ``None``: all.
         unless_dtype: it isn't told of models in this dtype.
         where: only told if there is such a quantized layer.
         unless: not told where this rule fails.

@@ -332,7 +332,7 @@ def check_engine(engine: str, checkpoint: DescribedCheckpoint,
 
     Args:
         engine: ``vllm``, ``sglang``, ``transformers`` or ``mlx``.
-        checkpoint: opened.
+        checkpoint: the checkpoint, opened.
         device: ``cuda`` or ``cpu``, where the engine would run.
 
     Raises:
@@ -376,7 +376,7 @@ def sort_engines(check: Callable[[str], Sequence[VerifyCheck]]) -> tuple[list[st
     """The engines that load a checkpoint, and those that refuse it.
 
     Args:
-        check: what an engine would say of it.
+        check: returns what an engine would say of it.
     """
     refuse = [engine for engine in ENGINES if any(answer.status == "failed" for answer in check(engine))]
     return [engine for engine in ENGINES if engine not in refuse], refuse

@@ -95,9 +95,9 @@ def group_layers(rows: Iterable[Row], name: Callable[[Row], str], key: Callable[
     """Rows of one kind and of equal keys together, in the order of the first of each.
 
     Args:
-        rows: of layers.
+        rows: a row for each layer.
         name: a row's full name.
-        key: what else rows of a group have in common.
+        key: the other facts that rows of a group have in common.
         each: a group for each row instead.
 
     Returns:

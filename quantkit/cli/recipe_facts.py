@@ -32,7 +32,7 @@ class RecipeFacts:
         bits: stored bits a weight of the decoder's Linears; ``None`` where a budget decides.
         kl: nats a token that it cost the model of :mod:`quantkit.capacity_search.losses`, if it was measured.
         calibration: ``text``, ``random`` (tokens), or ``none``.
-        engines: that load such a checkpoint beside quantkit, on a GPU.
+        engines: the engines that load such a checkpoint beside quantkit, on a GPU.
     """
 
     bits: float | None

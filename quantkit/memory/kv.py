@@ -44,8 +44,8 @@ class PeakUsage:
 
     Attributes:
         codes, residual: pages of codes, and pages of unencoded vectors.
-        bytes: of both, at any one time.
-        slots: tokens.
+        bytes: what both take, at any one time.
+        slots: tokens that it holds.
         tracked: bytes of what a policy tracks.
     """
 
@@ -64,10 +64,10 @@ class LayerGroup:
     """Layers that take the same memory.
 
     Attributes:
-        layers: how many there are.
+        layers: the number of layers.
         window: tokens that the model itself looks at there; ``None``: all.
         model_window: whether that window is what they hold, whatever the policy.
-        page_bytes: of a page of codes, and of a page of the residual.
+        page_bytes: the sizes of a page of codes and of a page of the residual.
         filling: while a prompt as long as the whole sequence is read.
         decoding: from the end of the prompt on.
     """
@@ -98,11 +98,11 @@ class Footprint:
     """The memory of a KV setting for one model at one length.
 
     Attributes:
-        heads: KV heads.
-        groups: of layers; first those that the policy manages, then those with a window of the model's own.
+        heads: the number of KV heads.
+        groups: the layers; first those that the policy manages, then those with a window of the model's own.
         residual_slots: slots of a head that are never read as codes, at least: the newest, and the sinks.
-        acting_bytes: what a policy that needs attention holds while it acts on one layer, estimated.
-        decoded_page_bytes: of a page of codes that is kept decoded; 0: kernels read codes.
+        acting_bytes: the estimated memory of a policy that needs attention while it acts on one layer.
+        decoded_page_bytes: the size of a page of codes that is kept decoded; 0: kernels read codes.
     """
 
     heads: int
@@ -176,11 +176,10 @@ def footprint(config: ModelConfig, spec: KVSpec, dtype: torch.dtype, context: in
     """Predict the memory of a sequence.
 
     Args:
-        config: of the model.
         spec: policy and codec.
         dtype: in which the model computes keys and values.
         context: tokens of a sequence at its end.
-        prompt: how many of them are its prompt, as far as that decides what a policy drops.
+        prompt: tokens of its prompt, as far as that decides what a policy drops.
         chunk: prompt tokens that go through the model at once.
 
     Raises:

@@ -45,15 +45,15 @@ class PlanRow:
 
     Attributes:
         name: full name, without ``.weight``.
-        shape: ``(out, in)``.
+        shape: the weight is ``[out, in]``.
         layer: index of its decoder layer; ``None`` outside.
         shares: layers of equal value see the same input and share statistics.
         method: a registered method; ``None`` keeps the layer as it is.
         format: a registered format; ``None`` for a kept layer.
         spec: with ``scale_dtype`` resolved; ``None`` for a kept layer.
         options: the method's options as plain data, defaults filled in.
-        bytes_before: of the weight in the source.
-        bytes_after: of all tensors that are stored for it; exact.
+        bytes_before: the size of the weight in the source.
+        bytes_after: the exact size of all tensors that are stored for it.
         dtype: the weight's dtype in the source, ``bfloat16``.
     """
 
@@ -120,7 +120,7 @@ def batch_groups(rows: Iterable[PlanRow], needs: Container[str],
     """Quantized Linears in the groups in which they are solved, each in the place of its first.
 
     Args:
-        rows: of one unit.
+        rows: the layers of one unit.
         needs: names of those whose methods need statistics.
         limit: weights, and values of Hessians, of a group that is more than one Linear.
     """
@@ -179,13 +179,12 @@ def peak_bytes(rows: Sequence[PlanRow], needs: set[str], calibration: Calibratio
     Where tensors are views of files, what the system keeps of these in its cache isn't counted.
 
     Args:
-        rows: the plan's.
+        rows: the plan's layers.
         needs: names of the layers whose method needs statistics.
-        calibration: if any does.
+        calibration: the text, if any method needs statistics.
         weighed: tokens get an importance.
-        config: the model's.
         other: names of the other stored tensors.
-        infos: of all tensors.
+        infos: the facts of all tensors.
         changed: a transform changes layers after their inputs were measured: all of a layer is one stage.
         drift: names of the layers whose inputs' drift is measured.
     """

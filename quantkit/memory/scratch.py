@@ -87,8 +87,8 @@ def result_widths(writers: Sequence[Sequence[Linear]], readers: Sequence[Linear]
 
     Args:
         writers: for every layer, a Linear for each result, or one for all of them.
-        readers: what reads any of the results.
-        sizes: of the results.
+        readers: the Linears that read any of the results.
+        sizes: the widths of the results.
 
     Returns:
         One for each result, or a single one where one Linear computes all results side by side.
@@ -183,10 +183,10 @@ def comparison_bytes(parameters: int, models: int, noise_floor: bool, logits: in
     noise floor the reference in float32 too, and the logits of a window.
 
     Args:
-        parameters: of the largest model.
-        models: how many are compared.
+        parameters: the largest model has so many.
+        models: the number of models that are compared.
         noise_floor: whether the reference is scored in float32 too.
-        logits: of a window.
+        logits: the number of logits of a window.
     """
     return RUNTIME_BYTES + 2 * parameters * (min(models, 2) + 2 * noise_floor) + (
         logits * LOGIT_BYTES * (2 + noise_floor))

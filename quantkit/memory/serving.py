@@ -47,7 +47,7 @@ class Requirements:
     Attributes:
         context: tokens of a sequence, prompt and answer.
         concurrency: sequences at once.
-        memory: bytes.
+        memory: bytes that there are.
         prompt: tokens of a sequence that are its prompt; ``None``: half. It decides what policies drop.
     """
 
@@ -142,9 +142,9 @@ class MemoryPart:
     """A part of the memory.
 
     Attributes:
-        name: what it is for.
-        bytes: at most.
-        how: what bounds it, for people; empty if nothing need be said.
+        name: its purpose.
+        bytes: its size, at most.
+        how: the reason for its bound, for people; empty if nothing need be said.
         grows: whether it is taken little by little, by requests.
     """
 
@@ -161,13 +161,13 @@ class ServerMemory:
     Attributes:
         parts: weights first, the KV cache last.
         free: bytes that the process could take before it loaded any model; ``None``: not known.
-        before: the same of the models that are loaded before this one.
+        before: the models that are loaded before this one.
         context: tokens of the longest sequence.
         sequence_bytes: bytes of a sequence of that length in the KV cache.
-        sequences: that decode side by side, at most.
-        fitting: how many of them fit with the weights, if the KV cache grows; ``None``: its size is fixed, or
-            it isn't known what is available.
-        device: where the memory is.
+        sequences: the largest number of sequences that decode side by side.
+        fitting: the number of them that fit with the weights, if the KV cache grows; ``None``: its size is
+            fixed, or it isn't known what is available.
+        device: the device that has the memory.
     """
 
     parts: tuple[MemoryPart, ...]
@@ -223,15 +223,15 @@ def server_memory(source: ModelSource | AnyCheckpoint, device: torch.device, fre
 
     Args:
         source: an open checkpoint or source.
-        device: where it will run.
-        free: of :func:`~quantkit.memory.machine.free_memory`, before any model was loaded.
-        declines: of the runtime for that device.
+        device: the model will run there.
+        free: :func:`~quantkit.memory.machine.free_memory` before any model was loaded.
+        declines: the function of that name of the runtime for that device.
         before: the models that the same process loads before this one.
         kv: how keys and values are kept; by default as the checkpoint says.
-        dtype: of activations, as for :func:`~quantkit.runtime.loader.load`.
-        sequences: that decode side by side, at most.
-        kv_bytes: what the KV cache may take; ``None``: it grows, and on a GPU it takes what is left.
-        also: other parts.
+        dtype: the dtype of activations, as for :func:`~quantkit.runtime.loader.load`.
+        sequences: the largest number of sequences that decode side by side.
+        kv_bytes: a bound of the KV cache; ``None``: it grows, and on a GPU it takes what is left.
+        also: other parts that are added.
 
     Returns:
         ``None`` for a model that can't be counted, of which loading says what is wrong with it.
@@ -292,8 +292,8 @@ def check_gpu_memory(config: ModelConfig, dtype: torch.dtype, quantized: Mapping
 
     Args:
         config, dtype, quantized: of the model.
-        device: where it is to run.
-        uri: what it is called.
+        device: the model is to run there.
+        uri: the model's name in the error.
         ours: whether kernels of ours will run it, which lay weights out anew.
 
     Raises:
@@ -322,9 +322,9 @@ def spare_bytes(model: LanguageModel, cache: KVCache, sequences: int, chunk: int
     planned.
 
     Args:
-        model: that is loaded.
+        model: the model, loaded.
         cache: the cache, with its largest number of concurrent sequences.
-        sequences: as many.
+        sequences: the largest number of concurrent sequences.
         chunk: prompt tokens that go through the model at once.
     """
     if model.device.type != "cuda":

@@ -48,7 +48,7 @@ class LinearMemory:
     """One Linear, or the embedding, in memory.
 
     Attributes:
-        row: what it is.
+        row: the layer's row of a manifest.
         bytes: all that is held for it.
         read: bytes of these that a product reads.
         packed: a few of its rows as a CPU kernel reads them, if one does; ``shape`` is the whole layer's.
@@ -74,14 +74,14 @@ class ModelWeights:
 
     Attributes:
         name: the recipe's, :data:`UNQUANTIZED`, or what was done to a checkpoint.
-        description: the recipe's.
-        config: of the model, as it is then: its head may have become one of its own.
-        dtype: of activations and plain weights.
-        file_bytes: of the weight files.
+        description: the recipe's words.
+        config: the model's shape as it is then: its head may have become one of its own.
+        dtype: the dtype of activations and plain weights.
+        file_bytes: the size of the weight files.
         layers: the embedding, if a product reads it or it is quantized, and every Linear and head.
         other_bytes: held beside these: a looked-up embedding, norms, biases.
         fallback_reason: why no program of our kernels runs the model; ``None`` if one does.
-        recipe: what ``--recipe`` must say to make them; ``None``: nothing has to be made.
+        recipe: the value of ``--recipe`` that makes them; ``None``: nothing has to be made.
         kv: the recipe's own KV setting.
     """
 
@@ -180,10 +180,10 @@ def model_weights(name: str, description: str, config: ModelConfig, dtype: torch
 
     Args:
         name, description, config, dtype, file_bytes: see :class:`ModelWeights`.
-        rows: the layers.
+        rows: the rows of its layers.
         other: bytes of all other tensors.
-        declines: of the runtime that would run the model.
-        device: where.
+        declines: the function of that name of the runtime that would run the model.
+        device: the model would run there.
     """
     rows = list(rows)
     if config.tie_word_embeddings and all(row.name != EMBEDDING for row in rows):

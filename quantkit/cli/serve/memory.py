@@ -30,7 +30,7 @@ class MemoryForecast:
     """The memory of a server's models, which are opened and loaded one after another.
 
     Args:
-        models: how many there will be.
+        models: the number of models that will be opened.
         kv, dtype: of all of them, as for :func:`quantkit.memory.serving.server_memory`.
         max_batch: sequences of a model that decode side by side, at most.
         kv_memory: bytes that the KV cache of each may take, if that is fixed.
@@ -60,9 +60,9 @@ class MemoryForecast:
         nothing of a model that can't be counted.
 
         Args:
-            model: what it is called.
-            source: it, open.
-            device: where it will run; the same for all.
+            model: the model's name in messages.
+            source: the model, opened.
+            device: the device of all models.
 
         Raises:
             QuantkitError: the weights don't fit into the memory that the models before it leave.

@@ -33,7 +33,7 @@ class ServingOptions:
         models, names: what is loaded, and what requests call it.
         kvs: KV settings; the first is the default.
         kv_memory, prefix_cache: bytes; ``None``: the default.
-        max_itl: milliseconds.
+        max_itl: the bound of the inter-token latency, in milliseconds.
         chat_template: Jinja text that replaces the models' own.
         strict_requests: whether requests that ask for what the server doesn't do are refused.
         bare_json_calls: whether a message that is a call as plain JSON is one.
@@ -159,7 +159,7 @@ class Served:
     Attributes:
         application: over engines that run.
         chat: whether the first model has a chat template.
-        announced: what ``--json`` says beside the address and the models.
+        announced: the values that ``--json`` prints beside the address and the models.
     """
 
     application: Application
@@ -185,8 +185,8 @@ def serve_replicas(options: ServingOptions, replicas: int, **access: Any) -> Ser
     """Start replicas, each of which loads the models.
 
     Args:
-        options: what is served.
-        replicas: how many.
+        options: the models and how they are served.
+        replicas: the number of replicas.
         access: who may come in, as :func:`quantkit.serving.app.create_app` takes it.
 
     Raises:

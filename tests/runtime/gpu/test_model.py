@@ -8,11 +8,11 @@ import torch
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.kv import gpu as kv_gpu
-from quantkit.kv import reservation
 from quantkit.kv.batch import Batch
 from quantkit.kv.build import build_kv_codecs
 from quantkit.kv.cache import KVCache
 from quantkit.kv.spec import parse_kv
+from quantkit.memory import kv as kv_memory
 from quantkit.memory import scratch
 from quantkit.memory import weights as weight_memory
 from quantkit.memory.kv import footprint
@@ -58,7 +58,7 @@ def simulated(monkeypatch):
 
     def switch():
         monkeypatch.setattr(gpu, "SIMULATE", True)
-        monkeypatch.setattr(reservation, "footprint", foreseen)
+        monkeypatch.setattr(kv_memory, "footprint", foreseen)
 
     return switch
 
