@@ -3,7 +3,7 @@
 import json
 import math
 
-from quantkit.report.json import render
+from quantkit.evaluation.report.json import render
 
 from quantkit.evaluation.metrics import Interval
 
