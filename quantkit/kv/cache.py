@@ -7,11 +7,11 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from quantkit.kv.attention_scores import LayerGeometry
 from quantkit.kv.base import PAGE, KVPolicy, Layout
 from quantkit.kv.build import build_kv_codecs, build_policy, by_layer
 from quantkit.kv.checked import check_codecs, codec_fault
 from quantkit.kv.decoded import DecodedPages
-from quantkit.kv.geometry import LayerGeometry
 from quantkit.kv.layer import LayerCache
 from quantkit.kv.page_pool import MoveCounter, PagePool
 from quantkit.kv.query_window import QueryWindow
@@ -75,7 +75,7 @@ class KVCache:
             geometry = LayerGeometry(config, index, dtype, self.device)
             self.layers.append(LayerCache(geometry, self.codecs, policy, store,
                                           (managed.index(index), len(managed))))
-        self.decoded = DecodedPages(self.layers, self.move_counter, self.heads, config.head_dim)
+        self.decoded = DecodedPages(self.layers, self.move_counter, config.head_dim)
 
     def _by_layer(self, policy: KVPolicy) -> list[KVPolicy]:
         return by_layer(policy, self.config, self.codecs.first)
@@ -220,7 +220,7 @@ class KVCache:
         """End sequences and give back their memory. Raises KeyError for an unknown one."""
         for number in ids:
             for layer, state in zip(self.layers, self._sequences.pop(number).layers):
-                layer.release(state)
+                layer.store.free(state)
         for index in range(len(self.layers)):
             self._shrink(index)
 
@@ -283,22 +283,22 @@ class KVCache:
         """Before a step in all layers: take pages for ``count`` more tokens, and lay out all tables."""
         if sequence.query_window is not None:
             for layer, state in zip(self.layers, sequence.layers):
-                layer.make_room_for_queries(state, count)
+                layer.scores.make_room(state, state.seen, count)
         if sequence.table is None or sequence.free_slots < count:
             for layer, state in zip(self.layers, sequence.layers):
-                layer.reserve(state, count)
+                layer.store.reserve(state, count)
             sequence.lay_out(self.codecs.residual_length if self.has_residual else None)
 
-    def settle(self, sequence: SequenceState, count: int) -> None:
+    def advance(self, sequence: SequenceState, count: int) -> None:
         """After a step of ``count`` tokens in all layers: give back pages whose vectors it has encoded."""
         sequence.advance(count)
         if self.has_residual and sequence.has_stale_residual(self.codecs.residual_length):
             for index, state in enumerate(sequence.layers):
-                self.settle_layer(index, state)
+                self.free_encoded_residual(index, state)
 
-    def settle_layer(self, index: int, state: LayerState) -> None:
-        """:meth:`settle` for one layer."""
-        if self.layers[index].settle(state):
+    def free_encoded_residual(self, index: int, state: LayerState) -> None:
+        """What :meth:`advance` frees, in one layer."""
+        if self.layers[index].store.free_encoded_residual(state):
             self._shrink(index)
 
     def drop(self, index: int, state: LayerState) -> None:

@@ -82,6 +82,6 @@ def _attention_from(cache: KVCache, fork: int, batch_of: Callable[[int], KVCache
         yield len(chunk)
     received: list[torch.Tensor | None] = []
     for layer, state in zip(cache.layers, cache.sequence(fork).layers):
-        layer.accumulate(state)
+        layer.scores.accumulate(state, state.seen)
         received.append(state.attention_received)
     return received

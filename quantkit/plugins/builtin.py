@@ -79,23 +79,23 @@ def register_kernels(register: Register) -> None:
 
 @hookimpl
 def register_kv_policies(register: Register) -> None:
-    register("all", "quantkit.kv.policies.keep_all:KeepAll")
+    register("all", "quantkit.kv.policies.window:KeepAll")
     register("window", "quantkit.kv.policies.window:WindowPolicy")
     register("snapkv", "quantkit.kv.policies.snapkv:SnapKV")
-    register("pyramidkv", "quantkit.kv.policies.pyramidkv:PyramidKV")
-    register("adakv", "quantkit.kv.policies.adakv:AdaKV")
-    register("h2o", "quantkit.kv.policies.h2o:H2O")
-    register("tova", "quantkit.kv.policies.tova:Tova")
-    register("expected", "quantkit.kv.policies.expected:ExpectedAttention")
-    register("kvzip", "quantkit.kv.policies.kvzip:KVzip")
+    register("pyramidkv", "quantkit.kv.policies.snapkv:PyramidKV")
+    register("adakv", "quantkit.kv.policies.snapkv:AdaKV")
+    register("h2o", "quantkit.kv.policies.decoding:H2O")
+    register("tova", "quantkit.kv.policies.decoding:Tova")
+    register("expected", "quantkit.kv.policies.query_agnostic:ExpectedAttention")
+    register("kvzip", "quantkit.kv.policies.query_agnostic:KVzip")
 
 
 @hookimpl
 def register_kv_codecs(register: Register) -> None:
     register("none", "quantkit.kv.codecs.plain:PlainCodec")
     register("bf16", "quantkit.kv.codecs.plain:BFloat16Codec")
-    register("int8", "quantkit.kv.codecs.int8:Int8Codec")
-    register("fp8", "quantkit.kv.codecs.fp8:Fp8Codec")
+    register("int8", "quantkit.kv.codecs.eight_bit:Int8Codec")
+    register("fp8", "quantkit.kv.codecs.eight_bit:Fp8Codec")
     register("int4", "quantkit.kv.codecs.kivi:Int4Codec")
     register("int3", "quantkit.kv.codecs.kivi:Int3Codec")
     register("int2", "quantkit.kv.codecs.kivi:Int2Codec")

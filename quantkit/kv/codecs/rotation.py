@@ -13,7 +13,7 @@ import torch
 from pydantic import Field
 
 from quantkit.kv.base import MAX_RESIDUAL, KVCodec, Layout, SideCodec
-from quantkit.kv.codecs.packing import pack, packed_bytes, unpack
+from quantkit.kv.codecs.kivi import pack, packed_bytes, unpack
 from quantkit.support.errors import UsageError
 
 LARGEST, SMALLEST = 2.0**60, 2.0**-60

@@ -130,7 +130,7 @@ class _Running:
         x = self._program.run(flat, StepTokens(whose, longest), self.tables.tables, self.pages, self._cache,
                               tiles, query_rows if tracks else None)
         for state, count in zip(part.sequences, counts):
-            self._cache.settle(state, count)
+            self._cache.advance(state, count)
         for layer, q in enumerate(query_rows):
             layer_cache = self._cache.layers[layer]
             for sequence, phase, queries in zip(part.sequences, part.phases, q.split(counts)):

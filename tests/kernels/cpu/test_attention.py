@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quantkit.kv.codecs.fp8 import Float8Vectors
-from quantkit.kv.codecs.int8 import Int8Vectors
+from quantkit.kv.codecs.eight_bit import Float8Vectors, Int8Vectors
 from quantkit.kv.codecs.kivi import GroupedGrid
 from quantkit.kv.codecs.plain import PlainVectors
 from quantkit_kernels.cpu import attention, kv_codecs, kv_write, reference

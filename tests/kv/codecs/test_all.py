@@ -7,10 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantkit.kv.codecs.fp8 import Float8Vectors
-from quantkit.kv.codecs.int8 import Int8Vectors
-from quantkit.kv.codecs.kivi import GroupedGrid
-from quantkit.kv.codecs.packing import pack, packed_bytes, unpack
+from quantkit.kv.codecs.eight_bit import Float8Vectors, Int8Vectors
+from quantkit.kv.codecs.kivi import GroupedGrid, pack, packed_bytes, unpack
 from quantkit.kv.codecs.rotation import HadamardVectors
 from quantkit.support.errors import UsageError
 

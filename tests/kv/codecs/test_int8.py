@@ -7,8 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantkit.kv.codecs.int8 import Int8Vectors
-from quantkit.kv.codecs.rounding import rounded_up
+from quantkit.kv.codecs.eight_bit import Int8Vectors, rounded_up
 
 CODEC = Int8Vectors()
 

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quantkit.kv.codecs.eight_bit import LARGEST
 from quantkit.kv.codecs.kivi import GroupedGrid
-from quantkit.kv.codecs.rounding import LARGEST
 
 from .test_all import page
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quantkit.kv.policies.adakv import AdaKV
-from quantkit.kv.policies.snapkv import SnapKV
+from quantkit.kv.policies.snapkv import AdaKV, SnapKV
 
 
 @pytest.mark.parametrize("floor", [0.0, 0.2, 1.0])

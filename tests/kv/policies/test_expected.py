@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from quantkit.kv.policies.expected import ExpectedAttention
+from quantkit.kv.policies.query_agnostic import ExpectedAttention
 
 
 def case(seed=0, total=40):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quantkit.kv.policies.h2o import H2O
+from quantkit.kv.policies.decoding import H2O
 
 
 @pytest.mark.parametrize(("budget", "recent", "kept", "newest"), [

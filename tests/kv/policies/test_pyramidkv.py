@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from quantkit.kv.policies.pyramidkv import PyramidKV
+from quantkit.kv.policies.snapkv import PyramidKV
 
 
 def kept(held, policy, length, layers):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quantkit.kv.policies.tova import Tova
+from quantkit.kv.policies.decoding import Tova
 
 
 @pytest.mark.parametrize("budget", [2, 3, 10, 19])

@@ -1,4 +1,4 @@
-"""Expected attention: keep what queries to come are likely to attend to, https://arxiv.org/abs/2510.00636."""
+"""Policies for which no query at the prompt's end is special: expected attention and KVzip."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 from pydantic import Field
 
 from quantkit.kv.base import MAX_TOKENS, PAGE, PolicyView, Tracked
-from quantkit.kv.policies.score_policy import ScorePolicy, stored
+from quantkit.kv.policies.score_policy import ScorePolicy, SharedBudget, stored
 from quantkit.kv.query_window import SINKS
 
 
 class ExpectedAttention(ScorePolicy):
-    """Queries to come are assumed Gaussian with the prompt's moments: ``E exp(q·k) = exp(μ·k + kᵀΣk / 2)``.
+    """Keep what queries to come are likely to attend to, https://arxiv.org/abs/2510.00636.
 
-    No query at the prompt's end is special, so what stays doesn't depend on what is asked last.
+    Queries to come are assumed Gaussian with the prompt's moments: ``E exp(q·k) = exp(μ·k + kᵀΣk / 2)``.
 
     Attributes:
         steps: the number of queries to come over whose positions the rotations are averaged.
@@ -49,3 +49,35 @@ class ExpectedAttention(ScorePolicy):
             logits = (keys @ mean[:, :, None])[..., 0] + ((keys @ covariance) * keys).sum(-1) / 2
             scores += logits.masked_fill(excluded, -torch.inf).softmax(-1)
         return (scores * values.norm(dim=-1)).masked_fill(sinks, torch.inf)
+
+
+class KVzip(SharedBudget):
+    """Keep what the prompt needs to be written once more, https://arxiv.org/abs/2505.23416.
+
+    At its end the prompt is fed again; the positions that receive the most attention from any query stay.
+
+    What stays doesn't depend on what is asked at the end, at the price of a second prompt. A layer's
+    positions are shared among its heads.
+
+    Attributes:
+        chunk: tokens that are fed again behind the whole prompt at once.
+        sinks: the first ``sinks`` positions always stay.
+    """
+
+    name: ClassVar[str] = "kvzip"
+    tracks: ClassVar[Tracked | None] = "attention_max"
+    chunk: int = Field(default=2048, ge=64, le=MAX_TOKENS)
+    sinks: int = Field(default=4, ge=0, le=MAX_TOKENS)
+
+    @property
+    def query_window(self) -> int:
+        return PAGE
+
+    @property
+    def reread_prompt(self) -> int | None:
+        return self.chunk
+
+    def score(self, view: PolicyView) -> torch.Tensor:
+        """The largest attention that any query gave a slot; sinks stay in any case."""
+        sinks = min(self.sinks, self.layer_budget(view), *view.lengths)
+        return view.attention_received().masked_fill(view.positions() < sinks, torch.inf)
