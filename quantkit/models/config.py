@@ -61,7 +61,7 @@ class ModelConfig:
         fused_projections: q, k and v are one Linear, gate and up another.
         experts: in place of some or all layers' MLP.
         activation: of the MLP's gate; ``gelu_tanh`` is GELU's approximation by tanh, ``clamped_silu``
-            :func:`~quantkit.ops.activation.clamped_silu_mul`, which changes the other factor too.
+            :func:`~quantkit.ops.rows.clamped_silu_mul`, which changes the other factor too.
         activation_limit: of ``clamped_silu``.
         local_rope: of layers with a window; ``None``: the same as of all others.
         sandwich_norms: what attention and MLP give is normalized too before it is added.

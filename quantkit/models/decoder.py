@@ -9,16 +9,13 @@ import torch
 
 from quantkit.models.architecture import EMBEDDING, HEAD
 from quantkit.models.config import ModelConfig
-from quantkit.models.experts import MixtureOfExperts
 from quantkit.models.forward_context import ForwardContext
-from quantkit.models.interfaces import KVCacheProtocol
-from quantkit.models.layers import MLP, Attention, RMSNorm, check_shape, embedded, linear
+from quantkit.models.interfaces import KVCacheProtocol, LanguageModel
+from quantkit.models.layers import MLP, Attention, MixtureOfExperts, RMSNorm, check_shape, embedded, linear
 from quantkit.models.linear import Linear, Weights
-from quantkit.models.padding import wanted_rows
-from quantkit.ops.activation import softcapped
 from quantkit.ops.dispatch import DECODE_ROWS
 from quantkit.ops.linear_weight import LinearWeight
-from quantkit.ops.sequences import by_sequence
+from quantkit.ops.rows import by_sequence, softcapped
 
 
 class DecoderLayer:
@@ -165,3 +162,34 @@ class CausalLM:
         """Every Linear by full name, as :func:`~quantkit.models.architecture.linear_slots` orders them."""
         linears = {name: linear for layer in self.layers for name, linear in layer.linears().items()}
         return linears if self.config.tie_word_embeddings else linears | {HEAD: self.head}
+
+
+def padded_rows(tokens: Sequence[Sequence[int]], cache: KVCacheProtocol,
+                device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Pad rows at their ends.
+
+    Args:
+        tokens: ids of each row; none is empty.
+        cache: says at which position each row goes on.
+        device: where the model takes them.
+
+    Returns:
+        ids int64 ``[B, T]``, positions int64 ``[B, T]`` (−1: padding), and the index of each row's last
+        token, int64 ``[B]``.
+    """
+    longest = max(map(len, tokens))
+    ids = torch.tensor([[*row, *[0] * (longest - len(row))] for row in tokens], device=device)
+    lengths = torch.tensor([len(row) for row in tokens], device=device)
+    inside = torch.arange(longest, device=device) < lengths[:, None]
+    return ids, cache.next_positions(longest).masked_fill(~inside, -1), lengths - 1
+
+
+def wanted_rows(model: LanguageModel, tokens: Sequence[Sequence[int]], batch: KVCacheProtocol,
+                wanted: Sequence[int]) -> torch.Tensor:
+    """:meth:`~quantkit.models.interfaces.LanguageModel.forward` of a model that takes rectangles."""
+    ids, positions, last = padded_rows(tokens, batch, model.device)
+    if max(wanted) < 2:
+        return model(ids, positions, batch, last)[torch.tensor(wanted, device=model.device) > 0].float()
+    logits = model(ids, positions, batch)
+    return torch.cat([logits[row, len(ids) - count:len(ids)]
+                      for row, (ids, count) in enumerate(zip(tokens, wanted))]).float()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from quantkit.ops.activation import softcapped
+from quantkit.ops.rows import softcapped
 
 CHUNK = 256
 """Queries handled at a time; keys that none of them sees are skipped."""

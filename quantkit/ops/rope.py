@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from quantkit.ops.sequences import by_sequence
+from quantkit.ops.rows import by_sequence
 
 
 def frequencies(theta: float, dim: int) -> torch.Tensor:

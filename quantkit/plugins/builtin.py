@@ -19,10 +19,9 @@ def register_sources(register: Register) -> None:
 
 @hookimpl
 def register_architectures(register: Register) -> None:
-    for name in ("gemma2", "gemma3_text", "gpt_oss", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen3",
-                 "qwen3_moe"):
-        register(name, f"quantkit.models.{name}:ARCHITECTURE")
-    register("mimo", "quantkit.models.qwen2:MIMO")
+    for name in ("gemma2", "gemma3_text", "gpt_oss", "llama", "mimo", "mistral", "mixtral", "phi3", "qwen2",
+                 "qwen3", "qwen3_moe"):
+        register(name, f"quantkit.models.families:{name.upper()}")
 
 
 @hookimpl
@@ -54,9 +53,9 @@ def register_formats(register: Register) -> None:
     register("gptq-v2", "quantkit.formats.gptq:V2")
     register("awq", "quantkit.formats.awq:FORMAT")
     register("mlx", "quantkit.formats.mlx:FORMAT")
-    register("int-quantized", "quantkit.formats.int_quantized:FORMAT")
-    register("float-quantized", "quantkit.formats.float_quantized:FORMAT")
-    register("fine-grained-fp8", "quantkit.formats.fine_grained_fp8:FORMAT")
+    register("int-quantized", "quantkit.formats.eight_bit:INT")
+    register("float-quantized", "quantkit.formats.eight_bit:FLOAT")
+    register("fine-grained-fp8", "quantkit.formats.eight_bit:FINE_GRAINED")
     register("nvfp4-pack-quantized", "quantkit.formats.fp4:NVFP4")
     register("mxfp4-pack-quantized", "quantkit.formats.fp4:MXFP4")
     for name in ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL"):
@@ -68,12 +67,9 @@ def register_kernels(register: Register) -> None:
     for name, target in (("w8a16", "W8"), ("w4a16", "W4"), ("nf4", "NF"), ("fp8", "FP"), ("w8a8", "INT"),
                          ("fp4", "FP4"), ("w4a4", "FP4A4"), ("iq4", "IQ4")):
         register(f"triton-{name}", f"quantkit.ops.triton_linear:{target}")
-    for name, target in (("int8", "INT8"), ("int4", "INT4"), ("nf4", "NF"), ("trellis", "TRELLIS")):
+    for name, target in (("int8", "INT8"), ("int4", "INT4"), ("nf4", "NF"), ("trellis", "TRELLIS"),
+                         ("w8a8", "INT"), ("fp8", "FP"), ("fp4", "FP4"), ("iq4", "IQ4")):
         register(f"cpu-{name}", f"quantkit.ops.cpu_linear:{target}")
-    for name, target in (("w8a8", "INT"), ("fp8", "FP")):
-        register(f"cpu-{name}", f"quantkit.ops.cpu_eight_bit:{target}")
-    for name, target in (("fp4", "FP4"), ("iq4", "IQ4")):
-        register(f"cpu-{name}", f"quantkit.ops.cpu_table:{target}")
     register("reference", "quantkit.ops.reference:REFERENCE")
 
 

@@ -6,14 +6,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantkit.formats import float_quantized, int_quantized
+from quantkit.formats import eight_bit
 from quantkit.formats.base import Format
 from quantkit.formats.spec import Granularity, QuantSpec
 from quantkit.plugins.manager import registry
 from quantkit.support.errors import SpecError
 from tests.helpers.quantized import random_codes
 
-FORMATS = {"int": int_quantized.FORMAT, "fp": float_quantized.FORMAT}
+FORMATS = {"int": eight_bit.INT, "fp": eight_bit.FLOAT}
 KINDS = pytest.mark.parametrize("kind", FORMATS)
 
 

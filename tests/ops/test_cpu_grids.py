@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from quantkit.formats.base import QuantizedTensor
-from quantkit.ops import cpu_eight_bit, cpu_linear, cpu_table
+from quantkit.ops import cpu_linear
 from quantkit.ops.cpu_weight import multiply
 from quantkit.ops.dispatch import KernelQuery
 from quantkit.quantization.methods import rtn
 from quantkit.testing.codes import formula, random_codes
 from tests.helpers.quantized import quant_spec
 
-KERNELS = (cpu_linear.INT8, cpu_linear.INT4, cpu_linear.NF, cpu_linear.TRELLIS, cpu_table.FP4, cpu_table.IQ4,
-           cpu_eight_bit.INT, cpu_eight_bit.FP)
+KERNELS = (cpu_linear.INT8, cpu_linear.INT4, cpu_linear.NF, cpu_linear.TRELLIS, cpu_linear.FP4,
+           cpu_linear.IQ4, cpu_linear.INT, cpu_linear.FP)
 
 
 def minima(bits, size, dtype="bfloat16", **more):

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from quantkit.models.layers import RMSNorm
-from quantkit.ops.activation import softcapped
+from quantkit.ops.rows import softcapped
 from quantkit.quantization.calibration.finite import NonFiniteError
 from quantkit.quantization.calibration.sizes import BACKWARD_LOGITS
 

@@ -18,10 +18,9 @@ from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
 from quantkit.kv.spec import KVSpec
 from quantkit.models.config import ModelConfig
-from quantkit.models.decoder import CausalLM
+from quantkit.models.decoder import CausalLM, wanted_rows
 from quantkit.models.interfaces import KVCacheProtocol
 from quantkit.models.linear import Linear
-from quantkit.models.padding import wanted_rows
 from quantkit.ops import gpu
 from quantkit.runtime.chunks import Chunk, chunks_of, join_rows, pad_rows, selected_rows, single_position
 from quantkit.runtime.gpu import linears

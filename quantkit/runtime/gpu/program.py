@@ -12,10 +12,9 @@ from quantkit.kv.gpu import pages_of
 from quantkit.models.config import ModelConfig
 from quantkit.models.decoder import CausalLM, DecoderLayer
 from quantkit.models.layers import MLP, RMSNorm
-from quantkit.ops.activation import softcapped
-from quantkit.ops.embedding import embed
 from quantkit.ops.hadamard import hadamard_factors
-from quantkit.ops.linear_weight import LinearWeight
+from quantkit.ops.linear_weight import LinearWeight, embed
+from quantkit.ops.rows import softcapped
 from quantkit.ops.stored_weight import StoredWeight
 from quantkit.runtime.gpu.linears import FusedLinear, device_weight
 from quantkit.runtime.rope_tables import rope_tables
