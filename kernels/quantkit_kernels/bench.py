@@ -200,9 +200,9 @@ class BenchReport:
     Attributes:
         about: the machine and the measurement.
         file, markdown: written anew after each row, or ``None``.
-        peers: see :class:`~quantkit_kernels.bench_peers.Peers`; their absence is a note.
-        rows: so far.
-        notes: what else is to be said.
+        peers: other libraries, if there are any; their absence is a note.
+        rows: the rows measured so far.
+        notes: further lines of the report.
     """
 
     about: dict[str, Any]

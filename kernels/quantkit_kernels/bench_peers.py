@@ -28,8 +28,8 @@ class PeerWeight:
 
     Attributes:
         make: a copy of it, packed; each time it is called, another.
-        dense: what it stands for, ``[n, k]``.
-        nbytes: of a copy.
+        dense: the weight that it stands for, ``[n, k]``.
+        nbytes: the bytes of a copy.
         run: activations ``[m, k]``, a packed copy → ``[m, n]``.
     """
 
@@ -46,8 +46,8 @@ class PeerKernel:
     Attributes:
         name: short, for a table.
         beside: kernels of ours, by how their names begin.
-        rows: of activations at which it is run.
-        module: what must be installed.
+        rows: the numbers of rows at which it is run.
+        module: the module that must be installed.
         weight: n, k, device and dtype → a weight.
     """
 
@@ -151,7 +151,7 @@ class Peers:
 
     Attributes:
         shapes, device, dtype: as cases were made for.
-        every: the peers.
+        every: all the peers.
         left_out: name → why, of those that aren't there or failed.
     """
 

@@ -44,9 +44,9 @@ class TunedCase:
     """The fastest parameters of one case.
 
     Args:
-        case: what is run.
-        timer: see :class:`~quantkit_kernels.bench.Timer`.
-        spills: how many registers the kernels that were compiled since it was last asked spill.
+        case: the case that is run.
+        timer: a :class:`~quantkit_kernels.bench.Timer`.
+        spills: counts the registers that kernels spill which were compiled since it was last asked.
         deadline: ``time.monotonic()`` after which no candidate is begun.
     """
 

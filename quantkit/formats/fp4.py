@@ -36,8 +36,8 @@ class Fp4Format:
     """One of the two layouts.
 
     Attributes:
-        name: of the layout.
-        scale_dtype: that of the specs that it holds.
+        name: the layout's name.
+        scale_dtype: the scale dtype of the specs that it holds.
         size: weights in a group.
         stored: dtype of ``weight_scale``.
     """

@@ -34,8 +34,8 @@ class GptqFormat:
     """See the module's docstring.
 
     Args:
-        name: of the format.
-        below: what is taken off a zero point before it is stored: 1 in the first version, 0 in the second.
+        name: the format's name.
+        below: is taken off a zero point before it is stored: 1 in the first version, 0 in the second.
     """
 
     quant_method = "gptq"

@@ -32,10 +32,10 @@ class LayerGeometry:
     """What the cache of a layer must know of the model.
 
     Attributes:
-        config: the model's.
+        config: the model's config.
         layer: index of the layer.
         dtype: in which the model computes keys and values.
-        device: where the cache lies.
+        device: the device of the cache.
     """
 
     config: ModelConfig
@@ -81,12 +81,12 @@ class AttentionScores:
 
     Args:
         store: the layer's pages.
-        codecs: of keys and values.
-        geometry: of the layer.
+        codecs: the codecs of keys and values.
+        geometry: the shape of attention in the layer.
         policy: says what is tracked.
 
     Attributes:
-        sinks: of the model, float32 ``[H]``, as attention in this layer had them last.
+        sinks: the model's attention sinks, float32 ``[H]``, as attention in this layer had them last.
     """
 
     def __init__(self, store: PageStore, codecs: KVCodecs, geometry: LayerGeometry, policy: KVPolicy) -> None:
@@ -217,7 +217,8 @@ def _received_by_kernels(store: PageStore, codecs: KVCodecs, geometry: LayerGeom
         state: a sequence there; nothing was dropped since the first of these queries.
         queries: ``[H, n, D]`` of the positions before ``end``, rotated and scaled.
         end: the position after the last one.
-        reduction: of the weights over queries the sum or mean, averaged over a KV head's query heads; or the
+        reduction: takes the sum or mean of the weights over queries, averaged over a KV head's query heads;
+            or the
             largest.
 
     Returns:

@@ -34,16 +34,17 @@ class KVCache:
         config: the model's; it gives layers, KV heads and the head dimension.
         spec: policy and codec.
         dtype: in which the model computes keys and values.
-        device: where pages lie.
+        device: the device of the pages.
 
     Attributes:
         dtype, device: of keys and values as they are computed; where pages lie.
-        codecs: of keys and values.
+        codecs: the codecs of keys and values.
         policy: the policy of the spec.
         layers: the cache of each layer, with the policy of the spec or the window that the model has there.
-        decoded: of pages whose codec has no kernel, for the CPU program.
+        decoded: the decoded pages that the CPU program reads where a codec has no kernel.
         keeps_all: whether no layer's policy drops anything.
-        bytes_per_token: of codes, scales and positions, in all layers and heads; a page's share where 64
+        bytes_per_token: bytes of codes, scales and positions, in all layers and heads; a page's share where
+            64
             tokens are encoded together. Unencoded vectors take :attr:`residual_bytes_per_token`.
 
     Raises:
@@ -193,7 +194,7 @@ class KVCache:
             parts: a sequence's number with the first of its pages and the one behind its last, one part
                 behind the other. Together they are the beginning of a text, or of what follows on one, if
                 the new sequence is for holding pages only.
-            max_length: see :meth:`add`.
+            max_length: the argument of :meth:`add`.
 
         Raises:
             KeyError: a number is unknown.

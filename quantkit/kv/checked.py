@@ -24,7 +24,7 @@ def checked_slots(policy: KVPolicy, kept: Any, lengths: Sequence[int]) -> list[t
     """What :meth:`~quantkit.kv.base.KVPolicy.keep` returned, as a list of a tensor for each head.
 
     Args:
-        policy: whose.
+        policy: the policy that returned it.
         kept: a tensor ``[Hkv, n]`` or a sequence of Hkv tensors ``[n]``.
         lengths: slots that each head holds.
 
@@ -108,9 +108,9 @@ def check_codecs(codecs: KVCodecs, spec: KVSpec, dim: int, dtype: torch.dtype) -
     """Put a plugin's codecs to one page of vectors, once in a process. Built-in ones have tests for that.
 
     Args:
-        codecs: of a cache.
-        spec: that named them.
-        dim: head dimension.
+        codecs: the codecs of a cache.
+        spec: the setting that named them.
+        dim: the head dimension.
         dtype: in which keys and values are computed.
 
     Raises:
@@ -186,7 +186,7 @@ def codec_fault(stores: Sequence[PageStore], sequence: SequenceState, codecs: KV
 
     Args:
         stores: pages of all layers.
-        sequence: that the output belongs to.
+        sequence: the sequence that the output belongs to.
         codecs, spec: of the cache.
     """
     sides = {"k": (spec.codec, codecs.keys), "v": (spec.values or spec.codec, codecs.values)}

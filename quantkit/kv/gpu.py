@@ -51,11 +51,11 @@ def declines(codecs: KVCodecs, dtype: torch.dtype, dim: int, group: int, device:
     """Why no kernel writes and reads such a cache; ``None`` if they do.
 
     Args:
-        codecs: of keys and values.
-        dtype: of queries, keys and values.
-        dim: of a head.
+        codecs: the codecs of keys and values.
+        dtype: the dtype of queries, keys and values.
+        dim: the head dimension.
         group: query heads that share a key head.
-        device: where pages lie.
+        device: the device of the pages.
     """
     if (reason := gpu.unavailable(device, dtype)) is not None:
         return reason

@@ -27,7 +27,7 @@ class LayerCache:
 
     Attributes:
         geometry, codecs, policy, store: the arguments.
-        scores: what the policy can ask about queries.
+        scores: answers what the policy asks about queries.
     """
 
     def __init__(self, geometry: LayerGeometry, codecs: KVCodecs, policy: KVPolicy, store: PageStore,
@@ -49,7 +49,7 @@ class LayerCache:
         Args:
             state: the sequence in this layer.
             k, v: ``[Hkv, n, D]``, rotated as the codecs want them.
-            positions: where the tokens stand, int64 ``[n]``.
+            positions: the tokens' positions, int64 ``[n]``.
         """
         count, heads = k.shape[1], k.shape[0]
         keys, values = (x.reshape(-1, x.shape[-1]) for x in (k, v))

@@ -30,10 +30,10 @@ class PagePool:
     only masked, and NaN times 0 is NaN.
 
     Args:
-        layout: what a slot holds.
-        device: where.
+        layout: the parts that each slot holds.
+        device: the device of the pages.
         moves: counts how often ``parts`` were replaced; several may share one.
-        shared: what a page holds beside that.
+        shared: the parts that a page holds beside those of its slots.
 
     Attributes:
         parts: by name, ``[pages, PAGE, *shape]`` or, shared, ``[pages, *shape]``; another object after any
@@ -220,7 +220,7 @@ class PagePool:
         """Store whole pages.
 
         Args:
-            pages: int64 ``[n]``.
+            pages: the pages' numbers, int64 ``[n]``.
             values: by name, ``[n, PAGE, *shape]`` or, shared, ``[n, *shape]``.
         """
         for name, value in values.items():

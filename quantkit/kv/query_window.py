@@ -20,10 +20,10 @@ class QueryWindow:
         layers, size, heads, dim: number of layers, of positions that are kept, of query heads; head
             dimension.
         begin: the position of the first query that will come.
-        device: where the queries are kept.
+        device: the device of the queries.
 
     Attributes:
-        size: how many positions' queries are kept.
+        size: the number of positions whose queries are kept.
         ring: float32 ``[layers, size, H, D]``, rotated and scaled; position p is at ``[:, p % size]``.
     """
 

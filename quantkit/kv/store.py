@@ -29,11 +29,11 @@ class PageStore:
     """The pages of one layer, for all sequences.
 
     Args:
-        codecs: of keys and values.
+        codecs: the codecs of keys and values.
         heads, dim: KV heads and head dimension.
         dtype: in which keys and values are computed.
         numbered: whether each slot stores its original position; otherwise a slot's number is its position.
-        device: where pages lie.
+        device: the device of the pages.
         move_counter: counts how often the pages' memory moved.
 
     Attributes:
@@ -204,7 +204,7 @@ class PageStore:
         :meth:`free_encoded_residual`.
 
         Args:
-            state: the sequence.
+            state: the sequence in this layer.
             count: tokens of this step that the residual holds beyond the state's lengths.
         """
         if self.residual is None:
@@ -273,7 +273,7 @@ class PageStore:
         """All vectors of one side, decoded: ``[Hkv, S, D]``; beyond a head's length anything finite.
 
         Args:
-            state: the sequence.
+            state: the sequence in this layer.
             side: ``k`` or ``v``.
             borders: with a residual, how many slots of each head to read as codes; by default all that are
                 older than the residual window.
@@ -358,7 +358,7 @@ class PageStore:
         """Encode tokens whose vectors a kernel has left in decoded pages.
 
         Args:
-            slots: where the tokens lie, by head, then token.
+            slots: the tokens' slots, by head, then token.
             vectors: decoded pages of each side, float32 ``[pages, PAGE, D]``; only kept ones are decoded
                 into.
         """
@@ -387,8 +387,8 @@ class PageStore:
         """With a residual: give back pages of codes of which no slot is kept, without moving the others.
 
         Args:
-            state: the sequence.
-            kept: as for :meth:`keep_slots`.
+            state: the sequence in this layer.
+            kept: the argument of :meth:`keep_slots`.
             pages: give back multiples of this many pages only.
         """
         first = self._codecs.first

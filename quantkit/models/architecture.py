@@ -40,7 +40,7 @@ class Architecture:
     """A registered model family.
 
     Attributes:
-        model_type: of ``config.json``; also the registered name.
+        model_type: the key of ``config.json``; also the registered name.
         classes: names in ``architectures`` that mean this causal language model.
         parse: ``config.json`` → ModelConfig; raises UnsupportedModelError.
     """
@@ -55,7 +55,7 @@ def parse_config(hf_config: Mapping[str, Any],
     """Find the family by ``model_type`` and let it read the config.
 
     Args:
-        hf_config: the ``config.json``.
+        hf_config: the parsed ``config.json``.
         infos: every stored tensor, if they are known: of an unknown family's model another name is only
             suggested if all of it fits.
 

@@ -73,9 +73,9 @@ class CausalLM:
     """Embedding, decoder layers, final norm and head: ``CausalLM(config, weights)``.
 
     Attributes:
-        config: its shape.
-        dtype: of plain weights, hidden states and logits.
-        device: where it computes.
+        config: the model's shape.
+        dtype: the dtype of plain weights, hidden states and logits.
+        device: the device that computes.
         embedding: ``[vocab, hidden]``, plain, quantized, or packed as a Linear is: where it is also the head,
             the two are one.
         decode_rows, runs_ahead, mixes: as :class:`~quantkit.models.interfaces.LanguageModel` says.
@@ -171,7 +171,7 @@ def padded_rows(tokens: Sequence[Sequence[int]], cache: KVCacheProtocol,
     Args:
         tokens: ids of each row; none is empty.
         cache: says at which position each row goes on.
-        device: where the model takes them.
+        device: the device of the model's inputs.
 
     Returns:
         ids int64 ``[B, T]``, positions int64 ``[B, T]`` (−1: padding), and the index of each row's last

@@ -196,7 +196,7 @@ def _parse_gemma(reader: ConfigReader, model_type: str, *, period: int, position
 
     Args:
         reader: reads the config.
-        model_type: the family.
+        model_type: the family's name.
         period: every ``period``-th layer has no window, unless ``layer_types`` says otherwise.
         positions: the context where ``max_position_embeddings`` is missing.
         attention_cap, logit_cap: caps on scores and logits.

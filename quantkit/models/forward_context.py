@@ -20,9 +20,9 @@ def inverse_frequencies(config: RopeConfig, head_dim: int, device: torch.device,
     """float32 ``[rotated / 2]``, radians a position; shared by all layers and not to be written.
 
     Args:
-        config: of the rope.
-        head_dim: of a head, of whose dimensions some or all are rotated.
-        device: where the result lies.
+        config: the rope's parameters.
+        head_dim: the head dimension; some or all dimensions are rotated.
+        device: the device of the result.
         long: longrope's frequencies for sequences beyond the trained context.
     """
     dim = config.rotated(head_dim)
@@ -52,10 +52,10 @@ class ForwardContext:
     """What all layers of one forward pass share: rotation tables and who sees whom.
 
     Args:
-        config: the model's.
+        config: the model's config.
         positions: int64 ``[B, T]``, −1: padding.
-        dtype: of the hidden states.
-        cache: where the sequences go on; without one they end with this step.
+        dtype: the dtype of the hidden states.
+        cache: holds the sequences that go on; without one they end with this step.
     """
 
     def __init__(self, config: ModelConfig, positions: torch.Tensor, dtype: torch.dtype,

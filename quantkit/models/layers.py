@@ -42,11 +42,11 @@ class Attention:
 
     Args:
         config, index, weights: as for a layer.
-        size: of the input, if it isn't the hidden size.
+        size: the input's size, if it isn't the hidden size.
 
     Attributes:
         inputs: the Linears that see the layer's input: q, k and v, or all three as one.
-        sizes: of q, k and v.
+        sizes: the sizes of q, k and v.
         sinks: float32 ``[heads]``, of a model with attention sinks.
     """
 
@@ -103,15 +103,15 @@ class MLP:
 
     Args:
         config: says which activation.
-        weights: the model's.
+        weights: the model's tensors.
         inputs: full names of gate and up, or of one Linear that is both.
         down: its full name.
-        size: of what the activation gives.
+        size: the size of what the activation gives.
         bias: whether all have one.
 
     Attributes:
         inputs: the Linears that see the layer's input.
-        sizes: of gate and up.
+        sizes: the sizes of gate and up.
     """
 
     def __init__(self, config: ModelConfig, weights: Weights, inputs: Sequence[str], down: str, size: int,

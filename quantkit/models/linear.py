@@ -51,7 +51,7 @@ class Weights:
         dtype: every plain tensor is converted to it.
         quantized: layer name → its packed weight, or ``None`` if that layer isn't quantized.
         has: whether a tensor exists.
-        device: where tensors are put.
+        device: the device on which tensors are put.
         pack: turns a stored weight into the one that a Linear keeps; without it they are the same.
     """
 

@@ -22,9 +22,9 @@ class ScaleGroup:
 
     Attributes:
         writer: full name, without ``.weight``, of a norm or a Linear.
-        rows: of the Linear that writes them, first and end; ``None``: the writer is a norm.
+        rows: first and end of the rows of the Linear that writes them; ``None``: the writer is a norm.
         readers: full names of Linears whose columns are these channels.
-        router: of experts, if they read the channels too; never quantized.
+        router: the experts' router, if it reads the channels too; it is never quantized.
         heads: ``(key heads, query heads a key head, head_dim)`` where each channel is read by several
             columns.
     """

@@ -152,8 +152,8 @@ def attention_weights(q: torch.Tensor, keys: torch.Tensor, positions: torch.Tens
         positions: int ``[Hkv, S]``, rising, then −1: empty.
         seen: tokens of the sequence so far.
         scale, softcap: as for :func:`attention`.
-        window: as for :class:`Visibility`.
-        sinks: as for :func:`attention`, ``[H]``.
+        window: the argument of :class:`Visibility`.
+        sinks: the argument of :func:`attention`, ``[H]``.
 
     Returns:
         float32 ``[Hkv, H / Hkv, w, S]``.

@@ -188,13 +188,13 @@ def grouped(name: str, codes: Codes, weight: QuantizedTensor, decoder: WeightDec
     """A weight with a scale a tensor, a row or a group.
 
     Args:
-        name: of the kernel.
-        codes: the weight.
-        weight: the same as it is stored.
-        decoder: its kernel's.
+        name: the kernel's name.
+        codes: the weight before packing.
+        weight: the weight as it is stored.
+        decoder: the decoder of its kernel.
         packed: lanes and the multiple to which columns are padded → codes in the decoder's order.
         zero: zero points as the kernel wants them, shape of the scales.
-        factor: of scales.
+        factor: multiplies scales.
     """
     from quantkit_kernels.cpu import matmul, pack
     from quantkit_kernels.cpu.weight_decoder import SUB
@@ -272,8 +272,8 @@ class CpuTable(CpuKernel):
     those of NF4.
 
     Args:
-        name: of the kernel.
-        kind: of the specs that have such a table.
+        name: the kernel's name.
+        kind: the kind of the specs that have such a table.
     """
 
     def __init__(self, name: str, kind: Kind) -> None:

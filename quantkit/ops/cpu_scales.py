@@ -40,7 +40,7 @@ def packed_scales(codes: Codes, columns: int, factor: float = 1.0) -> PackedScal
     Args:
         codes: a weight ``[n, k]``, of whose scales there is one for the tensor, a row or a group.
         columns: k, padded to whole groups of the kernel.
-        factor: of scales alone.
+        factor: multiplies scales alone.
     """
     rows, k = codes.codes.shape
     scale = codes.scale.expand(rows, -1) * factor

@@ -35,8 +35,8 @@ class CpuWeight:
     """A weight as a kernel reads it.
 
     Attributes:
-        name: of the kernel, as it is shown.
-        kernel: which multiplies by it.
+        name: the kernel's name, as it is shown.
+        kernel: the kernel that multiplies by it.
         shape: logical ``(out, in)``.
         columns: padded to whole groups; activations must have as many.
         weights, scales, zeros: as ``quantkit_kernels.cpu.matmul`` wants them.
@@ -155,16 +155,16 @@ class Activations:
 
     Args:
         packed: a weight; all of its family and width take the same.
-        rows: of activations.
+        rows: the number of rows of activations.
 
     Attributes:
         stride: bytes from row to row.
     """
 
     def __init__(self, packed: CpuWeight, rows: int) -> None:
-        from quantkit_kernels.cpu.weight_decoder import SUB, WIDTH
+        from quantkit_kernels.cpu.weight_decoder import SUB
 
-        width, subgroups = packed.columns * WIDTH[packed.kernel.decoder.family], packed.columns // SUB
+        width, subgroups = packed.columns * packed.kernel.decoder.family.width, packed.columns // SUB
         self.stride = -(-(width + 16 * subgroups) // 64) * 64
         self._room = lazy_zeros(rows * self.stride // 4 + 16).view(torch.uint8)
         base = -self._room.data_ptr() % 64
@@ -209,7 +209,7 @@ class CpuProduct:
 
     Args:
         packed: the weight, which whoever calls keeps alive.
-        rows: of activations, at most.
+        rows: the largest number of rows of activations.
     """
 
     @torch.inference_mode(False)  # else its memory couldn't be written to outside of that mode

@@ -24,7 +24,7 @@ def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
     Args:
         gate: any shape and floating dtype.
-        up: as ``gate``.
+        up: a tensor like ``gate``.
 
     Returns:
         A new tensor like ``gate``; neither argument is written. On a CPU a row's bits don't depend on the
@@ -162,10 +162,11 @@ def _padded(rows: torch.Tensor) -> torch.Tensor:
 def _program(source: Source) -> Program:
     from quantkit_kernels.cpu.program import Program
     from quantkit_kernels.cpu.rows import RowKernel
+    from quantkit_kernels.cpu.weight_decoder import FLOATS
 
     key = source, cpu_machine.isa().name
     if key not in _threads.programs:
         program = _threads.programs[key] = Program(cpu_machine.isa())
-        program.add(RowKernel(source, "floats"), 0)
+        program.add(RowKernel(source, FLOATS), 0)
         program.finish(tell_compiling)
     return _threads.programs[key]

@@ -60,7 +60,7 @@ class StoredWeight(ABC):
         """The weight as our CPU kernels multiply activations of ``dtype`` by it.
 
         Args:
-            dtype: of activations: one of ``cpu_weight.PLAIN``.
+            dtype: the dtype of activations, one of ``cpu_weight.PLAIN``.
             read: called now and then, when a part of a plain weight has been read.
 
         Returns:

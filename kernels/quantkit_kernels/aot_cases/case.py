@@ -29,7 +29,7 @@ class AotCase:
         multiples: runtime integers that are multiples of 16 in production. Pointers always are.
         wide_loads: the fewest 128-bit loads in the loop: those of the weights, or of keys and values.
         matrix: whether tensor cores are meant.
-        ptx: what NVIDIA's intermediate code is meant to have: words, in a line each.
+        ptx: words that NVIDIA's intermediate code is meant to have, in a line each.
         weights: numbers that a thread decodes in one turn of the loop.
         most: instructions a weight, at most, on sm_90.
     """

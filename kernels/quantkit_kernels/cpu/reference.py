@@ -11,10 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from quantkit_kernels.cpu.attention import NOTHING, SPLIT, WIDE
-from quantkit_kernels.cpu.exp import HIGHEST, LN2_HIGH, LN2_LOW, LOG2E, LOWEST, POLYNOMIAL
+from quantkit_kernels.cpu.emit import HIGHEST, LN2_HIGH, LN2_LOW, LOG2E, LOWEST, POLYNOMIAL
 from quantkit_kernels.cpu.kv_codecs import lanes
-from quantkit_kernels.cpu.rows import GELU, GELU_CUBE, LANES, LEVELS, SMALLEST
-from quantkit_kernels.cpu.weight_decoder import CHAIN, SUB
+from quantkit_kernels.cpu.rows import GELU, GELU_CUBE, LANES, SMALLEST
+from quantkit_kernels.cpu.weight_decoder import CHAIN, SUB, Family
 
 Floats = npt.NDArray[np.float32]
 Whole = npt.NDArray[np.int32]
@@ -112,47 +112,47 @@ def gelu_mul(gate: Floats, up: Floats) -> Floats:
     return gate / (exp(-inner) + F(1)) * up
 
 
-def quantize(x: Floats, family: str) -> tuple[Whole, Floats, Whole]:
+def quantize(x: Floats, family: Family) -> tuple[Whole, Floats, Whole]:
     """Rows ``[m, k]``, k a multiple of 32 → codes ``[m, k]``, scales ``[m, k / 32]`` and sums of codes, of
     each 32, then of each 16: ``[m, 3 k / 32]``."""
     parts = x.reshape(len(x), -1, SUB)
     top = np.maximum(np.abs(parts).max(-1), F(SMALLEST))
-    inverse = F(LEVELS[family]) / top
+    inverse = F(family.levels) / top
     codes = np.rint(parts * inverse[..., None]).astype(np.int32)
     sums = [codes.reshape(len(x), -1, size).sum(-1, dtype=np.int32) for size in (SUB, SUB // 2)]
-    return codes.reshape(x.shape), top / F(LEVELS[family]), np.concatenate(sums, axis=1)
+    return codes.reshape(x.shape), top / F(family.levels), np.concatenate(sums, axis=1)
 
 
-def quantize_row(x: Floats, family: str) -> tuple[Floats, Floats]:
+def quantize_row(x: Floats, family: Family) -> tuple[Floats, Floats]:
     """Rows ``[m, k]`` → levels ``[m, k]``, whole numbers or e4m3's, and one scale a row ``[m, 1]``."""
-    scale = np.maximum(np.abs(x).max(-1, keepdims=True), F(SMALLEST)) / F(LEVELS[family])
+    scale = np.maximum(np.abs(x).max(-1, keepdims=True), F(SMALLEST)) / F(family.levels)
     exact = x / scale
-    if family == "int8":
+    if family.sums_rows:
         return np.rint(exact), scale
     exponent = np.maximum(exact.view(np.int32) & 0x7F800000, 121 << 23)
     large = (exponent + (20 << 23)).view(F) * F(1.5)
     return (exact + large) - large, scale
 
 
-def token_matmul(x: Floats, levels: Floats, scale: Floats, family: str) -> Floats:
+def token_matmul(x: Floats, levels: Floats, scale: Floats, family: Family) -> Floats:
     """Rows ``[m, k]``, each with one scale, by weights' levels ``[n, k]`` with a scale a row ``[n, 1]``."""
     rows, steps = quantize_row(x, family)
-    if family == "int8":
+    if family.sums_rows:
         total = (rows.astype(np.int64) @ levels.T.astype(np.int64)).astype(F)
     else:
         total = float_matmul(rows, levels)
     return total * steps * scale[:, 0]
 
 
-def integer_matmul(x: Floats, levels: Whole, scale: Floats, family: str, group: int,
+def integer_matmul(x: Floats, levels: Whole, scale: Floats, family: Family, group: int,
                    minimum: Floats | None = None) -> Floats:
     """Rows by integer weights.
 
     Args:
-        x: ``[m, k]``.
+        x: the rows, ``[m, k]``.
         levels: ``[n, k]``, zero point subtracted.
         scale: ``[n, k / group]``; ``[n, 1]`` with group 0.
-        family: of the activations.
+        family: the activations' family.
         group: weights that share a scale; 0: a row.
         minimum: like scale: what is added to every weight of a group.
 
@@ -213,7 +213,7 @@ def attend(q: Floats, k: Floats, v: Floats, seen: npt.NDArray[np.bool_]) -> Floa
     Args:
         q: ``[T, D]``, rotated and scaled.
         k, v: ``[S, D]``, as the codec gives them back.
-        seen: ``[T, S]``.
+        seen: whether each query sees each slot, ``[T, S]``.
 
     Returns:
         ``[T, D]``.

@@ -64,8 +64,8 @@ def lookup(device: torch.device, kernel: str, n: int, k: int, group: int, m: int
     """Parameters for m rows of activations.
 
     Args:
-        device: where the product runs.
-        kernel: see :func:`kernel_name`.
+        device: the device of the product.
+        kernel: the result of :func:`kernel_name`.
         n, k: of the weight.
         group: columns that share a scale; 0: all.
         m: rows of activations.

@@ -56,7 +56,7 @@ class GroupedGrid:
     """``x ≈ codes · scale + low`` in groups of 32, scale and low bfloat16.
 
     Args:
-        bits: of a code.
+        bits: the bits of a code.
         channels: groups lie along tokens, a grid for each channel; else along channels, one for each token.
     """
 

@@ -36,7 +36,7 @@ class ScorePolicy(KVPolicy):
 
         Args:
             scores: float32 ``[Hkv, S]``; −∞ beyond a head's length.
-            counts: how many stay in each head.
+            counts: the number of slots that stay in each head.
         """
         return top_slots(scores, counts)
 

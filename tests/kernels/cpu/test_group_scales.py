@@ -12,6 +12,7 @@ from quantkit_kernels.cpu.isa import PLAIN
 from quantkit_kernels.cpu.matmul import Matmul
 from quantkit_kernels.cpu.program import Program
 from quantkit_kernels.cpu.scales import ScaleLayout
+from quantkit_kernels.cpu.weight_decoder import BYTES, FLOATS, WORDS
 
 E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 WIDE = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
@@ -50,7 +51,7 @@ class Weight:
         self.n, make = n, torch.Generator().manual_seed(seed)
         groups = COLUMNS // self.group
         self.zeros = self.outer = self.minimum = None
-        self.family = "words" if codes[-1] in ("5", "6", "8") else "bytes"
+        self.family = WORDS if codes[-1] in ("5", "6", "8") else BYTES
         self.packed(codes, make)
         if zeros:
             middle, top = (128 if codes == "int8" else 0), 2 ** int(codes[-1])
@@ -77,7 +78,7 @@ class Weight:
         if codes == "e4m3":
             drawn[drawn & 0x7F == 0x7F] = 1
             self.pack, self.decoder = lambda lanes: pack.e4m3(drawn, lanes, self.group), decoders.E4M3
-            self.levels, self.family = drawn.view(torch.float8_e4m3fn).float(), "floats"
+            self.levels, self.family = drawn.view(torch.float8_e4m3fn).float(), FLOATS
         elif codes in ("int8", "uint8"):
             self.pack = lambda lanes: pack.int8(drawn, lanes, self.group, 128)
             self.decoder = {"int8": decoders.INT8, "uint8": decoders.UINT8}[codes]
@@ -122,7 +123,7 @@ class Weight:
     def product(self, x):
         """The reference's."""
         levels, scale = self.levels.numpy(), self.scale.numpy()
-        if self.family == "floats":
+        if self.family is FLOATS:
             return reference.tile_matmul(x, levels, scale, self.group)
         minimum = None if self.minimum is None else self.minimum.numpy()
         return reference.integer_matmul(x, levels, scale, self.family, self.group, minimum)
@@ -201,7 +202,7 @@ def test_the_largest_sums_of_tables_fit(isa, multiply, same, levels, sign, m):
             result = multiply(isa, Matmul(decoder, group), x, pack.int4(codes, isa.lanes),
                               pack.scales(torch.ones(32, 64 // group), isa.lanes), n=32)
             same(result, reference.integer_matmul(x.numpy(), np.full((32, 64), levels[code], np.int32),
-                                                  np.ones((32, 64 // group), np.float32), "bytes", group))
+                                                  np.ones((32, 64 // group), np.float32), BYTES, group))
 
 
 def test_a_tables_name_says_what_is_in_it():

@@ -14,7 +14,7 @@ from quantkit_kernels.cpu import decoders, pack, reference
 from quantkit_kernels.cpu.isa import PLAIN
 from quantkit_kernels.cpu.matmul import MOST_COLUMNS, Matmul
 from quantkit_kernels.cpu.scales import ScaleLayout
-from quantkit_kernels.cpu.weight_decoder import SUB
+from quantkit_kernels.cpu.weight_decoder import BYTES, SUB, WORDS
 
 TABLE = (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
          -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
@@ -73,12 +73,12 @@ class Case:
             self.matmul, self.weight = Matmul(decoder, None), weight.double()
             self.pack = lambda lanes: (pack.floats(weight, lanes), None, None)
             self.exact = lambda x: reference.float_matmul(
-                x, _pad(weight.float(), self.k).numpy(), decoder.parts)
+                x, _pad(weight.float(), self.k).numpy(), decoder.split_sums)
             return
         if name in ("w8a8", "e4m3", "e4m3_tokens"):
             self._eight_bit(name, n, k, scale, make)
             return
-        family, dtype = "words", torch.float32
+        family, dtype = WORDS, torch.float32
         if name.startswith("trellis"):
             width, window = int(name[-1]), int(rest[0][1:])
             codes = torch.randint(0, 2**width, (-(-n // 64) * 64, k), generator=make, dtype=torch.uint8)
@@ -95,7 +95,7 @@ class Case:
                 levels, decoder = (torch.tensor(TABLE)[codes.long()] * decoders.NF4_LEVELS).round().int(), NF4
                 scale = scale / decoders.NF4_LEVELS
             else:
-                family, decoder, dtype = "bytes", decoders.INT4, torch.bfloat16
+                family, decoder, dtype = BYTES, decoders.INT4, torch.bfloat16
                 zero = torch.randint(0, 16, (n, groups), generator=make, dtype=torch.uint8) if zp else None
                 if zero is not None:
                     self.zeros = zero
@@ -175,7 +175,7 @@ def test_near_float64_over_random_shapes(multiply, fastest, kind, n, k, m, seed,
         step = size / 16 if kind == "e4m3_tokens" else torch.zeros_like(size)
         least = size.amax(1, keepdim=True).clamp_min(1e-30) / (127 if kind == "w8a8" else 448 * 2**9) / 2
         allowed = torch.maximum(step, least) @ case.weight.abs().T + 1e-5 * (size @ case.weight.abs().T)
-    elif case.matmul.decoder.family == "bytes":
+    elif case.matmul.decoder.family is BYTES:
         groups = x.abs().unflatten(1, (-1, SUB)).amax(-1).clamp_min(1e-30).double()
         step = (groups / 127).repeat_interleave(SUB, 1)[:, :k]
         allowed = 0.5 * step @ case.weight.abs().T + 1e-5 * (x[:, :k].double().abs() @ case.weight.abs().T)
@@ -271,7 +271,7 @@ def test_the_largest_sums_fit(isa, multiply, same):
         scale = pack.scales(torch.ones(32, 1), isa.lanes)
         product = multiply(isa, matmul, x, packed, scale, *zeros, n=32)
         family = matmul.decoder.family
-        exact = (reference.token_matmul if family == "int8" else
+        exact = (reference.token_matmul if family.sums_rows else
                  functools.partial(reference.integer_matmul, group=0))
         full, ones = np.full((32, 64), levels, np.int32), np.ones((32, 1), np.float32)
         same(product, exact(x.numpy(), full, ones, family))
