@@ -106,7 +106,9 @@ class IntQuantizedFormat(EightBitFormat):
     activations too (W8A8). Weights whose activations stay as they are (W8A16) belong into ``pack-quantized``:
     that is where engines look for them."""
 
-    name, kind, stored = "int-quantized", "int", torch.int8
+    name = "int-quantized"
+    kind = "int"
+    stored = torch.int8
 
     def refuses(self, spec: QuantSpec, shape: tuple[int, int]) -> str | None:
         """What :class:`EightBitFormat` refuses, and weights that go without quantized activations."""
@@ -129,7 +131,9 @@ class FloatQuantizedFormat(EightBitFormat):
     them the standard calls the same tensors ``naive-quantized``, and so does ``config.json``. A scale a tile
     is the standard's strategy ``block``."""
 
-    name, kind, stored = "float-quantized", "fp", e4m3.DTYPE
+    name = "float-quantized"
+    kind = "fp"
+    stored = e4m3.DTYPE
     strategies: tuple[str, ...] = ("channel", "tensor", "tile")
 
     def _swapped(self, codes: torch.Tensor) -> torch.Tensor:
@@ -146,7 +150,9 @@ class FineGrainedFP8Format(FloatQuantizedFormat):
 
     name, quant_method = "fine-grained-fp8", "fp8"
     strategies = ("tile",)
-    suffix, scales, alone = "weight_scale_inv", "float32", True
+    suffix = "weight_scale_inv"
+    scales = "float32"
+    alone = True
 
     def refuses(self, spec: QuantSpec, shape: tuple[int, int]) -> str | None:
         """The same, and activations as they are: the standard can't say that they aren't rounded."""

@@ -98,7 +98,9 @@ class AttentionScores:
 
     def record_queries(self, state: LayerState, queries: torch.Tensor) -> None:
         """Keep a step's queries ``[H, n, D]``, rotated; the step's tokens are in the pages."""
-        window, begin, layer = state.query_window, state.seen - queries.shape[1], self._geometry.layer
+        window = state.query_window
+        begin = state.seen - queries.shape[1]
+        layer = self._geometry.layer
         scale = self._geometry.scale
         if not self._policy.tracks:
             window.put(layer, queries[:, -window.size:].float() * scale, state.seen)
@@ -122,7 +124,9 @@ class AttentionScores:
 
     def accumulate(self, state: LayerState, end: int) -> None:
         """Accumulate the queries before ``end`` that aren't yet."""
-        count, tracks, layer = end - state.accumulated, self._policy.tracks, self._geometry.layer
+        count = end - state.accumulated
+        tracks = self._policy.tracks
+        layer = self._geometry.layer
         if tracks is None or not count:
             return
         queries = state.query_window.last(layer, end, count)

@@ -58,7 +58,9 @@ class KVCache:
         self.codecs = build_kv_codecs(self.spec)
         self.config, self.heads = config, config.num_kv_heads
         check_codecs(self.codecs, self.spec, config.head_dim, dtype)
-        self.dtype, self.device, self.move_counter = dtype, torch.device(device), MoveCounter()
+        self.dtype = dtype
+        self.device = torch.device(device)
+        self.move_counter = MoveCounter()
         stores = [PageStore(self.codecs, self.heads, config.head_dim, dtype, not policy.keeps_all,
                             self.device, self.move_counter)
                   for policy in self._by_layer(build_policy(self.spec))]
@@ -199,10 +201,11 @@ class KVCache:
         Raises:
             KeyError: a number is unknown.
         """
-        states = [(self._sequences[number].layers, begin, end) for number, begin, end in parts]
+        sequences = [self._sequences[part[0]] for part in parts]
         fork = self.add(max_length)
         for index, (layer, copy) in enumerate(zip(self.layers, self._sequences[fork].layers)):
-            layer.store.fork_pages([(layers[index], begin, end) for layers, begin, end in states], copy)
+            layer.store.fork_pages([(sequence.layers[index], slice(*part[1:]))
+                                    for sequence, part in zip(sequences, parts)], copy)
         return fork
 
     def truncate(self, number: int, pages: int) -> None:

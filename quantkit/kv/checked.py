@@ -67,7 +67,9 @@ def policy_fault(policy: KVPolicy) -> str | None:
     def counts(value: object, least: int) -> bool:
         return type(value) is int and value >= least
 
-    interval, reread, visible = policy.decode_interval, policy.reread_prompt, policy.visible
+    interval = policy.decode_interval
+    reread = policy.reread_prompt
+    visible = policy.visible
     acts = policy.on_prefill is not None or interval is not None or reread is not None
     promises = {
         f"on_prefill is {policy.on_prefill!r}: chunk, end or None":

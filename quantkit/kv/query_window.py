@@ -47,8 +47,7 @@ class QueryWindow:
 
     def copy(self) -> QueryWindow:
         """An independent copy."""
-        layers, size, heads, dim = self.ring.shape
-        window = QueryWindow(layers, size, heads, dim, self._begin, self.ring.device)
+        window = QueryWindow(*self.ring.shape, self._begin, self.ring.device)
         window.ring.copy_(self.ring)
         return window
 

@@ -155,7 +155,9 @@ class SequenceState:
         """Keep queries in ``window`` from now on (``None``: keep none) and forget what was accumulated."""
         self.query_window, self.table = window, None
         for layer in self.layers:
-            layer.accumulated, layer.attention_received, layer.query_moments = layer.seen, None, None
+            layer.accumulated = layer.seen
+            layer.attention_received = None
+            layer.query_moments = None
 
     def pages_to_encode(self, codecs: KVCodecs, count: int) -> int:
         """Pages of a head that are to be encoded when ``count`` more tokens come, at most."""

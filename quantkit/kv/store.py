@@ -133,17 +133,19 @@ class PageStore:
         """Give the empty ``copy`` what ``state`` holds: the same pages if ``shared``, else copies of them."""
         self._copy_pages(state, copy, shared)
         copy.lengths[:], copy.starts[:] = state.lengths, state.starts
-        copy.seen, copy.steps, copy.prompt = state.seen, state.steps, state.prompt
+        copy.seen = state.seen
+        copy.steps = state.steps
+        copy.prompt = state.prompt
         copy.accumulated = state.accumulated
         copy.attention_received = state.attention_received  # a new tensor replaces it
         copy.query_moments = deepcopy(state.query_moments)
         state.pages_changed()  # its next token is written to a page that is shared now
         copy.pages_changed()
 
-    def fork_pages(self, parts: Sequence[tuple[LayerState, int, int]], copy: LayerState) -> None:
-        """Give the empty ``copy`` pages ``begin … end - 1`` of each part's heads, shared. Nothing was dropped
+    def fork_pages(self, parts: Sequence[tuple[LayerState, slice]], copy: LayerState) -> None:
+        """Give the empty ``copy`` these pages of each part's heads, shared. Nothing was dropped
         from those states, and they have no residual."""
-        copy.pages = [[page for state, begin, end in parts for page in state.pages[head][begin:end]]
+        copy.pages = [[page for state, span in parts for page in state.pages[head][span]]
                       for head in range(len(copy.pages))]
         self.pages.share(itertools.chain.from_iterable(copy.pages))
         copy.lengths[:] = copy.seen = PAGE * len(copy.pages[0])

@@ -13,7 +13,9 @@ from quantkit.sources.base import TensorInfo
 from quantkit.sources.text_part import CLASSES
 from quantkit.support.errors import PluginError, UnsupportedModelError
 
-EMBEDDING, HEAD, EXPERT = "model.embed_tokens", "lm_head", ".experts."
+EMBEDDING = "model.embed_tokens"
+HEAD = "lm_head"
+EXPERT = ".experts."
 """What is outside of the decoder layers; where embeddings are tied, the first is both."""
 
 
@@ -164,7 +166,9 @@ def _attention_slots(config: ModelConfig, index: int) -> Iterator[LinearSlot]:
 
 def _mlp_slots(config: ModelConfig, index: int) -> Iterator[LinearSlot]:
     """The slots of a layer's MLP, or of each of its experts, whose inputs differ."""
-    prefix, hidden, experts = f"model.layers.{index}", config.hidden_size, config.experts
+    prefix = f"model.layers.{index}"
+    hidden = config.hidden_size
+    experts = config.experts
     if experts is not None and experts.layers[index]:
         gate, up, down = experts.projections
         for number in range(experts.count):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -84,7 +84,9 @@ class CausalLM:
         SourceError: a tensor is missing or of another shape than the config says.
     """
 
-    decode_rows, runs_ahead, mixes = DECODE_ROWS, False, False
+    decode_rows = DECODE_ROWS
+    runs_ahead = False
+    mixes = False
     decodes_as_it_reads = False
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
@@ -164,32 +166,37 @@ class CausalLM:
         return linears if self.config.tie_word_embeddings else linears | {HEAD: self.head}
 
 
-def padded_rows(tokens: Sequence[Sequence[int]], cache: KVCacheProtocol,
-                device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+class PaddedRows(NamedTuple):
+    """Rows of different lengths as one rectangle: ids int64 ``[B, T]``, positions int64 ``[B, T]`` (−1:
+    padding), and the index of each row's last token, int64 ``[B]``."""
+
+    ids: torch.Tensor
+    positions: torch.Tensor
+    last: torch.Tensor
+
+
+def padded_rows(tokens: Sequence[Sequence[int]], cache: KVCacheProtocol, device: torch.device) -> PaddedRows:
     """Pad rows at their ends.
 
     Args:
         tokens: ids of each row; none is empty.
         cache: says at which position each row goes on.
         device: the device of the model's inputs.
-
-    Returns:
-        ids int64 ``[B, T]``, positions int64 ``[B, T]`` (−1: padding), and the index of each row's last
-        token, int64 ``[B]``.
     """
     longest = max(map(len, tokens))
     ids = torch.tensor([[*row, *[0] * (longest - len(row))] for row in tokens], device=device)
     lengths = torch.tensor([len(row) for row in tokens], device=device)
     inside = torch.arange(longest, device=device) < lengths[:, None]
-    return ids, cache.next_positions(longest).masked_fill(~inside, -1), lengths - 1
+    return PaddedRows(ids, cache.next_positions(longest).masked_fill(~inside, -1), lengths - 1)
 
 
 def wanted_rows(model: LanguageModel, tokens: Sequence[Sequence[int]], batch: KVCacheProtocol,
                 wanted: Sequence[int]) -> torch.Tensor:
     """:meth:`~quantkit.models.interfaces.LanguageModel.forward` of a model that takes rectangles."""
-    ids, positions, last = padded_rows(tokens, batch, model.device)
+    padded = padded_rows(tokens, batch, model.device)
     if max(wanted) < 2:
-        return model(ids, positions, batch, last)[torch.tensor(wanted, device=model.device) > 0].float()
-    logits = model(ids, positions, batch)
+        return model(padded.ids, padded.positions, batch, padded.last)[
+            torch.tensor(wanted, device=model.device) > 0].float()
+    logits = model(padded.ids, padded.positions, batch)
     return torch.cat([logits[row, len(ids) - count:len(ids)]
                       for row, (ids, count) in enumerate(zip(tokens, wanted))]).float()

@@ -61,7 +61,9 @@ class ForwardContext:
     def __init__(self, config: ModelConfig, positions: torch.Tensor, dtype: torch.dtype,
                  cache: HasMaxLengths | None = None) -> None:
         self.positions = positions
-        self._config, self._dtype, self._cache = config, dtype, cache
+        self._config = config
+        self._dtype = dtype
+        self._cache = cache
         self._rope_tables: dict[RopeConfig, tuple[torch.Tensor, torch.Tensor]] = {}
         self._seen: dict[int | None, Visibility] = {}
 

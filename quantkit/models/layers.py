@@ -83,7 +83,9 @@ class Attention:
         q, k, v = (y.view(batch, length, -1, self._dim) for y in project(self.inputs, x, self.sizes))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        q = q.transpose(1, 2)
+        k = k.transpose(1, 2)
+        v = v.transpose(1, 2)
         if cache is not None:
             out = cache.attend(self._index, q, k, v, context, self._window, self.sinks)
         else:

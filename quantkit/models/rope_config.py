@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from quantkit.models.reader import ConfigReader
 
@@ -67,12 +67,13 @@ def parse_rope(config: ConfigReader, max_positions: int, default_theta: float = 
     Raises:
         UnsupportedModelError: an unknown kind, key or value, or two spellings that disagree.
     """
-    reader, kind, theta = open_table(config)
+    table = _open_table(config)
+    reader, kind = table.reader, table.kind
     outer_original = config.raw("original_max_position_embeddings")
     if kind not in KINDS:
         reason = _WHY_NOT.get(str(kind)) or f"implemented kinds: {', '.join(KINDS)}"
         raise reader.wrong("rope_type", kind, reason)
-    fields: dict[str, Any] = {"theta": theta or default_theta, "kind": kind}
+    fields: dict[str, Any] = {"theta": table.theta or default_theta, "kind": kind}
     if kind != "default":
         fields["factor"] = _factor(reader, kind, max_positions)
     if kind in ("llama3", "yarn"):
@@ -98,8 +99,16 @@ def parse_rope(config: ConfigReader, max_positions: int, default_theta: float = 
     return RopeConfig(**fields)
 
 
-def open_table(config: ConfigReader) -> tuple[ConfigReader, str, float | None]:
-    """The rope's table in either spelling, its kind, and theta if it is given.
+class _RopeTable(NamedTuple):
+    """A rope's table, its kind, and theta if it is given."""
+
+    reader: ConfigReader
+    kind: str
+    theta: float | None
+
+
+def _open_table(config: ConfigReader) -> _RopeTable:
+    """The rope's table in either spelling.
 
     Raises:
         UnsupportedModelError: it is no table, or two spellings disagree.
@@ -117,7 +126,7 @@ def open_table(config: ConfigReader) -> tuple[ConfigReader, str, float | None]:
     kind, legacy = reader.raw("rope_type"), reader.raw("type")
     if kind is not None and legacy is not None and kind != legacy:
         raise reader.wrong("type", legacy, f"rope_type says {kind!r}")
-    return reader, kind or legacy or "default", theta
+    return _RopeTable(reader, kind or legacy or "default", theta)
 
 
 def _table(config: ConfigReader, old: object, new: object) -> Mapping[str, Any]:
@@ -141,9 +150,8 @@ def _factor(reader: ConfigReader, kind: str, max_positions: int) -> float:
 
 
 def _yarn_attention(reader: ConfigReader, factor: float) -> float:
-    attention_factor, mscale, all_dim = (reader.raw(k)
-                                         for k in ("attention_factor", "mscale", "mscale_all_dim"))
-    if attention_factor is not None:
+    mscale, all_dim = reader.raw("mscale"), reader.raw("mscale_all_dim")
+    if reader.raw("attention_factor") is not None:
         return reader.number("attention_factor")
 
     def magnitude(scale: float) -> float:
@@ -174,7 +182,8 @@ def parse_longrope(config: ConfigReader, max_positions: int, head_dim: int,
     Raises:
         UnsupportedModelError: another kind, a list of another length, or spellings that disagree.
     """
-    reader, kind, theta = open_table(config)
+    table = _open_table(config)
+    reader, kind = table.reader, table.kind
     if kind not in LONG_KINDS:
         raise reader.wrong("rope_type", kind, f"implemented kinds here: {', '.join(LONG_KINDS[:2])}")
     original = config.integer("original_max_position_embeddings", original_default, minimum=2)
@@ -188,11 +197,11 @@ def parse_longrope(config: ConfigReader, max_positions: int, head_dim: int,
                            f"of {head_dim} dimensions an even number must be rotated")
     if kind == "default":
         reader.finish(harmless=(), inert={})
-        return RopeConfig(theta or DEFAULT_THETA, partial=partial)
+        return RopeConfig(table.theta or DEFAULT_THETA, partial=partial)
     factor = reader.number("factor", max_positions / original)
     stretch = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
     short, long = (_factors(reader, f"{reach}_factor", rotated // 2) for reach in ("short", "long"))
-    rope = RopeConfig(theta or DEFAULT_THETA, "longrope", factor, original, partial=partial,
+    rope = RopeConfig(table.theta or DEFAULT_THETA, "longrope", factor, original, partial=partial,
                       attention_factor=reader.number("attention_factor", stretch), short_factors=short,
                       long_factors=long)
     reader.finish(harmless=(), inert={})

@@ -81,7 +81,9 @@ class CpuInt8(CpuKernel):
 
         if codes.spec.bits in (5, 6):
             return self._narrow(codes, weight)
-        middle, zero, decoder = 2 ** (codes.spec.bits - 1), None, decoders.INT8
+        middle = 2 ** (codes.spec.bits - 1)
+        zero = None
+        decoder = decoders.INT8
         if codes.zero is not None:
             zero = (codes.zero.to(torch.int16) - middle).to(torch.int8).view(torch.uint8)
         elif codes.spec.minimum and codes.spec.bits == 8:
@@ -298,6 +300,9 @@ class CpuTable(CpuKernel):
                        lambda lanes, multiple: pack.int4(codes.codes, lanes, multiple), factor=1 / times)
 
 
-INT8, INT4, NF, TRELLIS = CpuInt8(), CpuInt4(), CpuNF4(), CpuTrellis()
+INT8 = CpuInt8()
+INT4 = CpuInt4()
+NF = CpuNF4()
+TRELLIS = CpuTrellis()
 INT, FP = CpuW8A8(), CpuFP8()
 FP4, IQ4 = CpuTable("cpu-fp4", "fp"), CpuTable("cpu-iq4", "iq")

@@ -10,7 +10,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
@@ -21,6 +21,7 @@ from quantkit.support.progress import tell_compiling
 
 if TYPE_CHECKING:
     from quantkit_kernels.cpu.matmul import Matmul
+    from quantkit_kernels.cpu.weight_decoder import Family
 
 ROWS = 128
 """Rows of activations in a unit: their codes stay in a core's own cache."""
@@ -28,6 +29,23 @@ UNITS = 32
 """Units that a thread has in a product with few rows, at most: the last even out what a busy core lost."""
 KEPT = 8
 """Shapes of weights whose products with few rows a thread keeps ready."""
+
+
+class InputKey(NamedTuple):
+    """Weights with the same key read the same activations: the kernel's family, the columns, and the width
+    that is rotated, or 0."""
+
+    family: Family
+    columns: int
+    rotated: int
+
+
+class ProductUnits(NamedTuple):
+    """How a product is cut: the number of units, and stripes and rows in each."""
+
+    count: int
+    stripes: int
+    rows: int
 
 
 @dataclass(frozen=True)
@@ -61,10 +79,9 @@ class CpuWeight:
                    if t is not None)
 
     @property
-    def input_key(self) -> tuple[Any, int, int]:
-        """The kernel's family, the columns, and the width that is rotated or 0: weights with the same key
-        read the same activations."""
-        return self.kernel.decoder.family, self.columns, self.shape[1] if self.rotated else 0
+    def input_key(self) -> InputKey:
+        """What activations it reads."""
+        return InputKey(self.kernel.decoder.family, self.columns, self.shape[1] if self.rotated else 0)
 
     @property
     def stripes(self) -> int:
@@ -138,15 +155,15 @@ class CpuWeight:
         pool().run(program.records)
         return out[:, :self.shape[1]]
 
-    def units(self, rows: int, threads: int) -> tuple[int, int, int]:
-        """How a product is cut: units, stripes in each, rows in each."""
+    def units(self, rows: int, threads: int) -> ProductUnits:
+        """How a product with this number of rows is cut."""
         from quantkit_kernels.cpu.weight_decoder import STRIPE
 
         wide = rows if rows <= 16 else ROWS
         wanted = UNITS * threads if rows <= 16 else 4 * threads
         least = max(1, self.kernel.decoder.rows // STRIPE)  # what is unpacked together is not cut
         each = -(-self.stripes // (wanted * least)) * least
-        return -(-self.stripes // each) * -(-rows // wide), each, wide
+        return ProductUnits(-(-self.stripes // each) * -(-rows // wide), each, wide)
 
 
 class Activations:
@@ -249,12 +266,12 @@ class CpuProduct:
         """Set the number of rows. A single row is quantized by every thread for itself."""
         if rows == self._rows:
             return
-        units, stripes, each = self._like.units(rows, self._threads)
+        units = self._like.units(rows, self._threads)
         private = self._stride if rows == 1 else 0
         self._program.set(0, units=rows, out_private=private)
         self._program.alone(0, rows == 1)
-        self._program.set(1, units=units, stripes_a_unit=stripes, rows=rows, rows_a_unit=each,
-                          x_private=private)
+        self._program.set(1, units=units.count, stripes_a_unit=units.stripes, rows=rows,
+                          rows_a_unit=units.rows, x_private=private)
         self._rows = rows
 
     @torch.no_grad()

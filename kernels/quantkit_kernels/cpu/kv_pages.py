@@ -11,9 +11,9 @@ from quantkit_kernels.cpu.emit import Emitter
 from quantkit_kernels.cpu.kv_codecs import CODECS, PAGE, PARTS, PageCodec
 from quantkit_kernels.cpu.values import I32, I64, PTR, Value
 
-SEQUENCE = np.dtype([(name, np.int64) for name in (
-    "table", "table_width", "lengths", "residual", "residual_width", "queries", "query_window", "starts",
-    "count")])
+FIELDS = ("table", "table_width", "lengths", "residual", "residual_width", "queries", "query_window",
+          "starts", "count")
+SEQUENCE = np.dtype([(name, np.int64) for name in FIELDS])
 """A sequence's record. ``table``: address of page numbers int32 ``[layers, heads, table_width]``;
 ``lengths``: of the slots held before this step int32 ``[layers, heads]``; ``residual``: of the numbers of
 pages that wait; ``queries``: of kept queries float32 ``[layers, query_window, query heads, D]``, 0 if none
@@ -66,11 +66,11 @@ class SequenceRecord:
 
     def address(self, name: str) -> Value:
         """A field that is an address."""
-        return self._e.load(self._record, PTR, SEQUENCE.fields[name][1])
+        return self._e.load(self._record, PTR, 8 * FIELDS.index(name))
 
     def number(self, name: str) -> Value:
         """A field that is a number."""
-        return self._e.load(self._record, I64, SEQUENCE.fields[name][1])
+        return self._e.load(self._record, I64, 8 * FIELDS.index(name))
 
 
 class HeadPages:

@@ -180,12 +180,12 @@ class CpuProgram:
 
         weights = (packed_of(linear, self._high) for linear in linears)
         for weight in {weight.input_key: weight for weight in weights}.values():
-            family, columns, rotated = key = weight.input_key
+            key = weight.input_key
             rows = self._activations.setdefault((role, *key),
                                                 Activations(weight, max(MAX_ROWS, self._pool.threads)))
             self._prepared.add(self._program.add(
-                RowKernel(source, family, rotated), units_per_row=1, x=x, x_stride=stride_of(x),
-                subgroups=columns // SUB, **rows.written, **self._hadamard(rotated), **values))
+                RowKernel(source, key.family, key.rotated), units_per_row=1, x=x, x_stride=stride_of(x),
+                subgroups=key.columns // SUB, **rows.written, **self._hadamard(key.rotated), **values))
 
     def _hadamard(self, width: int) -> dict[str, Any]:
         """The arguments with which a row operation rotates rows of this width; none if it is 0."""
@@ -361,8 +361,9 @@ class CpuProgram:
         for index in operations:
             if index in self._packed:
                 weight, stride = self._packed[index]
-                units, stripes, each = weight.units(rows, self._pool.threads)
-                program.set(index, units=units, rows=rows, stripes_a_unit=stripes, rows_a_unit=each,
+                units = weight.units(rows, self._pool.threads)
+                program.set(index, units=units.count, rows=rows, stripes_a_unit=units.stripes,
+                rows_a_unit=units.rows,
                             x_private=stride if rows == 1 else 0)
             elif per_row := program.units_per_row[index]:
                 program.set(index, units=rows * per_row)
