@@ -9,9 +9,10 @@ import torch
 from quantkit.kv.codecs.eight_bit import Float8Vectors, Int8Vectors
 from quantkit.kv.codecs.kivi import GroupedGrid
 from quantkit.kv.codecs.plain import PlainVectors
-from quantkit_kernels.cpu import attention, kv_codecs, kv_write, reference
+from quantkit_kernels.cpu import attention, kv_codecs, kv_write
 from quantkit_kernels.cpu.kv_pages import SEQUENCE, PageCodecs
 from quantkit_kernels.cpu.program import Program
+from tests.kernels.cpu import reference
 
 CODECS = {"bf16": PlainVectors(torch.bfloat16), "f16": PlainVectors(torch.float16),
           "f32": PlainVectors(torch.float32), "int8": Int8Vectors(), "fp8": Float8Vectors(),

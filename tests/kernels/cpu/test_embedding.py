@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from quantkit_kernels.cpu import decoders, pack, reference
+from quantkit_kernels.cpu import decoders, pack
 from quantkit_kernels.cpu.embedding import Embed
 from quantkit_kernels.cpu.matmul import Matmul
 from quantkit_kernels.cpu.program import Program
 from quantkit_kernels.cpu.scales import ScaleLayout
+from tests.kernels.cpu import reference
 
 VOCABULARY = 70
 TOKENS = [0, VOCABULARY - 1, 31, 32, 33, 5, 5, 7]

@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from quantkit_kernels.cpu import decoders, pack, reference
+from quantkit_kernels.cpu import decoders, pack
 from quantkit_kernels.cpu.embedding import Embed
 from quantkit_kernels.cpu.isa import PLAIN
 from quantkit_kernels.cpu.matmul import Matmul
 from quantkit_kernels.cpu.program import Program
 from quantkit_kernels.cpu.scales import ScaleLayout
 from quantkit_kernels.cpu.weight_decoder import BYTES, FLOATS, WORDS
+from tests.kernels.cpu import reference
 
 E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 WIDE = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)

@@ -10,11 +10,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from quantkit_kernels.cpu import decoders, pack, reference
+from quantkit_kernels.cpu import decoders, pack
 from quantkit_kernels.cpu.isa import PLAIN
 from quantkit_kernels.cpu.matmul import MOST_COLUMNS, Matmul
 from quantkit_kernels.cpu.scales import ScaleLayout
 from quantkit_kernels.cpu.weight_decoder import BYTES, SUB, WORDS
+from tests.kernels.cpu import reference
 
 TABLE = (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
          -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,

@@ -8,10 +8,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from quantkit_kernels.cpu import hadamard, reference
+from quantkit_kernels.cpu import hadamard
 from quantkit_kernels.cpu.program import Program
 from quantkit_kernels.cpu.rows import NormAdd, RowKernel
 from quantkit_kernels.cpu.weight_decoder import BYTES, E4M3, FLOATS, INT8, SUB, WORDS
+from tests.kernels.cpu import reference
 
 FAMILIES = (BYTES, WORDS, FLOATS)
 TOKENS = (INT8, E4M3)
