@@ -63,7 +63,6 @@ class Codes:
                        outer_minimum=changed("outer_minimum"), input_factor=changed("input_factor"))
 
     def to(self, device: torch.device) -> Codes:
-        """The same on another device."""
         return self.mapped(lambda tensor: tensor.to(device))
 
     @classmethod

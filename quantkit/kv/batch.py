@@ -162,7 +162,6 @@ class Batch:
                     sequence.track(None)
 
     def done(self, model: LanguageModel, ids: torch.Tensor, positions: torch.Tensor | None) -> None:
-        """See :class:`~quantkit.models.interfaces.KVCacheProtocol`."""
         tokens: list[list[int]] = [[] for _ in self.phases]
         if self.cache.policy.reread_prompt and any(phase.startswith("prefill") for phase in self.phases):
             counts = [ids.shape[1]] * len(ids) if positions is None else (positions >= 0).sum(1).tolist()

@@ -128,11 +128,9 @@ class CausalLM:
         return x
 
     def forward(self, tokens: Sequence[Sequence[int]], batch: Any, wanted: Sequence[int]) -> torch.Tensor:
-        """See :class:`~quantkit.models.interfaces.LanguageModel`."""
         return wanted_rows(self, tokens, batch, wanted)
 
     def normalized(self, x: torch.Tensor) -> torch.Tensor:
-        """See :class:`~quantkit.models.interfaces.LanguageModel`."""
         return self.norm(x)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:

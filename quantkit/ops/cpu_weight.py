@@ -134,7 +134,6 @@ class CpuWeight:
         return self.name
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """See :class:`~quantkit.ops.linear_weight.LinearWeight`."""
         rows = x.reshape(-1, x.shape[-1])
         y = multiply(apply_hadamard(rows) if self.rotated else rows, self)
         if bias is not None:

@@ -53,11 +53,9 @@ class Attend:
 
     @property
     def name(self) -> str:
-        """The function's name."""
         return f"attend_{self.codecs.name}_d{self.dim}"
 
     def emit(self, module: ir.Module, isa: Isa) -> None:
-        """Write the kernel into a module."""
         e, a, unit, thread = begin(module, self.name, ATTEND_ARGUMENTS)
         _Attend(e, a, self.codecs, self.dim).write(unit, thread)
 
@@ -315,11 +313,9 @@ class ReduceSplits:
 
     @property
     def name(self) -> str:
-        """The function's name."""
         return f"reduce_splits_d{self.dim}"
 
     def emit(self, module: ir.Module, isa: Isa) -> None:
-        """Write the kernel into a module."""
         e, a, unit, _ = begin(module, self.name, REDUCE_ARGUMENTS)
         size, width = (self.dim + 2) * 4, lanes(self.dim)
         out = a.out + unit // a.query_heads * a.out_stride + unit % a.query_heads * (self.dim * 4)

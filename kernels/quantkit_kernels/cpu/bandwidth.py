@@ -28,7 +28,6 @@ class ReadKernel:
     arguments: ClassVar[Sequence[str]] = ARGUMENTS
 
     def emit(self, module: ir.Module, isa: Isa) -> None:
-        """Write the kernel into a module."""
         e, a, unit, _ = begin(module, self.name, ARGUMENTS)
         start = a.data + unit * a.size
         kind = vec(I32, LINE // 4)

@@ -68,11 +68,9 @@ class SearchRanges:
 
     @property
     def name(self) -> str:
-        """The function's name."""
         return f"search_ranges_{self.bits}_{'' if self.symmetric else 'a'}symmetric_{self.dtype}"
 
     def emit(self, module: ir.Module, isa: Isa) -> None:
-        """Write the kernel into a module."""
         e, a, unit, _ = begin(module, self.name, SEARCH_ARGUMENTS)
         tile, grids = a.weight + unit * a.columns * _SIZE, unit * a.groups * _SIZE
         with e.loop(0, a.groups) as group:
@@ -137,7 +135,6 @@ class SolveColumns:
 
     @property
     def name(self) -> str:
-        """The function's name."""
         return f"solve_columns_{self.bits}{_digest(self.table)}"
 
     @property
@@ -146,7 +143,6 @@ class SolveColumns:
         return BLOCK * _SIZE
 
     def emit(self, module: ir.Module, isa: Isa) -> None:
-        """Write the kernel into a module."""
         e, a, unit, thread = begin(module, self.name, SOLVE_ARGUMENTS)
         work, exact, levels = (start + unit * a.columns * _SIZE for start in (a.work, a.weight, a.levels))
         pull = -e.load(a.pull, F32, 0).spread(LANES)
@@ -189,7 +185,6 @@ class DescendColumns:
 
     @property
     def name(self) -> str:
-        """The function's name."""
         return f"descend_columns_{self.bits}_{self.dtype}{_digest(self.table)}"
 
     @staticmethod
@@ -198,7 +193,6 @@ class DescendColumns:
         return (3 * block + 1) * _SIZE
 
     def emit(self, module: ir.Module, isa: Isa) -> None:
-        """Write the kernel into a module."""
         e, a, unit, thread = begin(module, self.name, DESCEND_ARGUMENTS)
         slopes, levels = (start + unit * a.columns * _SIZE for start in (a.slopes, a.levels))
         grids, moved = unit * a.groups * _SIZE, a.room + thread * a.room_private

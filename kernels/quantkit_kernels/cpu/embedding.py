@@ -44,13 +44,11 @@ class Embed:
 
     @property
     def name(self) -> str:
-        """The function's name."""
         times = "" if self.scale == 1.0 else f"_times_{self.scale!r}"
         table = f"table_{self.plain}" if self.packed is None else self.packed.name.removeprefix("matmul_")
         return f"embed_{table}{times}"
 
     def emit(self, module: ir.Module, isa: Isa) -> None:
-        """Write the kernel into a module."""
         e, a, unit, _ = begin(module, self.name, ARGUMENTS)
         token, out = e.load(a.ids, I64, unit * 8), a.out + unit * a.out_stride
         if self.packed is None:

@@ -51,10 +51,6 @@ class Emitter:
         memory.align, memory.type = 8, PTR
         return Value(self.b, memory)
 
-    def splat(self, value: Value, lanes: int) -> Value:
-        """A scalar in every lane."""
-        return value.spread(lanes)
-
     def load(self, pointer: Value, kind: Type, offset: Any = 0) -> Value:
         """Read, at any alignment."""
         where = pointer + offset if not (isinstance(offset, int) and offset == 0) else pointer

@@ -48,11 +48,9 @@ class RopeStore:
 
     @property
     def name(self) -> str:
-        """The function's name."""
         return f"rope_store_{self.codecs.name}_d{self.dim}"
 
     def emit(self, module: ir.Module, isa: Isa) -> None:
-        """Write the kernel into a module."""
         e, a, unit, _ = begin(module, self.name, ROPE_ARGUMENTS)
         row, head = unit // a.heads, unit % a.heads
         sequence, place, position = (e.load(a.rows, I64, row * 24 + 8 * i) for i in range(3))
@@ -114,11 +112,9 @@ class EncodePages:
 
     @property
     def name(self) -> str:
-        """The function's name."""
         return f"encode_pages_{self.codecs.name}_d{self.dim}"
 
     def emit(self, module: ir.Module, isa: Isa) -> None:
-        """Write the kernel into a module."""
         e, a, unit, thread = begin(module, self.name, ENCODE_ARGUMENTS)
         block, pair = unit % a.blocks, unit // a.blocks
         pages = HeadPages(e, a, self.codecs, self.dim, pair // a.heads, pair % a.heads)
@@ -157,11 +153,9 @@ class KeepQueries:
 
     @property
     def name(self) -> str:
-        """The function's name."""
         return f"keep_queries_d{self.dim}"
 
     def emit(self, module: ir.Module, isa: Isa) -> None:
-        """Write the kernel into a module."""
         e, a, unit, _ = begin(module, self.name, KEEP_ARGUMENTS)
         sequence, place, position = (e.load(a.rows, I64, unit * 24 + 8 * i) for i in range(3))
         record = SequenceRecord(e, a, sequence)
@@ -185,11 +179,9 @@ class UndoHadamard:
 
     @property
     def name(self) -> str:
-        """The function's name."""
         return f"undo_hadamard_d{self.dim}"
 
     def emit(self, module: ir.Module, isa: Isa) -> None:
-        """Write the kernel into a module."""
         e, a, unit, _ = begin(module, self.name, UNDO_HADAMARD_ARGUMENTS)
         room = e.room(hadamard.room_bytes(self.dim))
         with e.loop(0, a.heads) as head:

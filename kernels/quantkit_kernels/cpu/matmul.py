@@ -39,7 +39,6 @@ class Matmul(ProductSpec):
     arguments = ARGUMENTS
 
     def emit(self, module: ir.Module, isa: Isa) -> None:
-        """Write the kernel into a module."""
         _Writer(module, isa, self).write()
 
 

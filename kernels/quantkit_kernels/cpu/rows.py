@@ -57,11 +57,9 @@ class RowKernel:
 
     @property
     def name(self) -> str:
-        """The function's name."""
         return f"rows_{self.source}_{self.family}{f'_rotated{self.rotation}' if self.rotation else ''}"
 
     def emit(self, module: ir.Module, isa: Isa) -> None:
-        """Write the kernel into a module."""
         e, a, unit, thread = begin(module, self.name, ARGUMENTS)
         row = e.var(unit)
         with e.when(e.present(a.picked)):
@@ -112,7 +110,6 @@ class NormAdd:
     arguments: ClassVar[Sequence[str]] = ADD_ARGUMENTS
 
     def emit(self, module: ir.Module, isa: Isa) -> None:
-        """Write the kernel into a module."""
         e, a, unit, _ = begin(module, self.name, ADD_ARGUMENTS)
         x, out = a.x + unit * a.x_stride, a.out + unit * a.out_stride
         factor, wide = _norm_factor(e, x, a.size, a.eps).spread(LANES), vec(F32, LANES)

@@ -54,7 +54,6 @@ class Viterbi:
 
     @property
     def name(self) -> str:
-        """The function's name."""
         return f"viterbi_{self.bits}_{self.window}"
 
     @property
@@ -68,7 +67,6 @@ class Viterbi:
         return (RING + 1) * self.ends * 4
 
     def emit(self, module: ir.Module, isa: Isa) -> None:
-        """Write the kernel into a module."""
         e, a, unit, thread = begin(module, self.name, ARGUMENTS)
         at = unit * (RING * 4)
         ring = _Ring(e, self, a.values, a.room + thread * a.room_private)
@@ -94,7 +92,6 @@ class ColumnSearch:
 
     @property
     def name(self) -> str:
-        """The function's name."""
         return f"columns_{'visit_' if self.visit else ''}{self.search.name}"
 
     @property
@@ -103,7 +100,6 @@ class ColumnSearch:
         return self.search.room_bytes + (BLOCK + 2) * RING * 4 + RING
 
     def emit(self, module: ir.Module, isa: Isa) -> None:
-        """Write the kernel into a module."""
         e, a, unit, thread = begin(module, self.name, COLUMN_ARGUMENTS)
         size, wide = RING * 4, vec(F32, LANES)
         tile = unit * a.columns

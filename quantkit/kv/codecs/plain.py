@@ -28,7 +28,6 @@ class PlainVectors:
         return {"values": ((dim,), self._dtype or dtype)}
 
     def shared(self, dim: int, dtype: torch.dtype) -> Layout:
-        """Nothing."""
         return {}
 
     def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
