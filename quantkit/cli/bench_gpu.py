@@ -35,7 +35,7 @@ def tune(ctx: click.Context, folder: Path | None, only: str, minutes: float, fre
     if not torch.cuda.is_available():
         raise QuantkitError("there is no GPU that torch can use", why="launch parameters are measured on it",
                             next="quantkit bench kernels --aot compiles and checks the kernels without one")
-    from quantkit_kernels.tune import main
+    from quantkit_kernels.tools.tune import main
 
     code = main([*(["--folder", str(folder)] if folder else []), "--only", only, "--minutes", str(minutes),
                  *(["--fresh"] if fresh else [])])
@@ -48,7 +48,7 @@ def compile_kernels(quiet: bool) -> tuple[dict[str, Any], str]:
     Raises QuantkitError without triton.
     """
     _require_triton()
-    from quantkit_kernels.aot import compile_all, table, verdict
+    from quantkit_kernels.tools.aot import compile_all, table, verdict
 
     with ProgressLine("compiling", quiet) as progress:
         rows = compile_all(report=lambda done, total, name: progress(ProgressEvent(done, total, name)))

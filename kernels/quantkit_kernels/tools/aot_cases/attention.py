@@ -7,7 +7,7 @@ from typing import Any
 
 import triton
 
-from quantkit_kernels.aot_cases.case import AotCase, made, threads
+from quantkit_kernels.tools.aot_cases.case import AotCase, made, threads
 from quantkit_kernels.triton import attention_weights, decode_attention, dependent, prefill_attention
 from quantkit_kernels.triton.attention_arguments import constants, declines
 from quantkit_kernels.triton.cache import CHANNEL, FP8, HADAMARD, INT8, PLAIN, TOKEN, SideLayout

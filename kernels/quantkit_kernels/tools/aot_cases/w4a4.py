@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from quantkit_kernels import tuned
-from quantkit_kernels.aot_cases.case import POINTERS, AotCase, made, threads
+from quantkit_kernels.tools.aot_cases.case import POINTERS, AotCase, made, threads
 from quantkit_kernels.triton import (
     block_scaled,
     dependent,

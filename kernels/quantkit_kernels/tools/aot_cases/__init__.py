@@ -7,8 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from quantkit_kernels.aot_cases import attention, gptq, hadamard, kv_write, products, rows, sampling, w4a4
-from quantkit_kernels.aot_cases.case import FAMILIES, SHARED, AotCase
+from quantkit_kernels.tools.aot_cases import (
+    attention,
+    gptq,
+    hadamard,
+    kv_write,
+    products,
+    rows,
+    sampling,
+    w4a4,
+)
+from quantkit_kernels.tools.aot_cases.case import FAMILIES, SHARED, AotCase
 
 __all__ = ["FAMILIES", "SHARED", "AotCase", "cases"]
 

@@ -1,9 +1,9 @@
 """Measure launch parameters of the matrix products on this machine's GPU, and keep the fastest.
 
-``python -m quantkit_kernels.tune [--folder DIR] [--only TEXT] [--minutes N] [--fresh]``. Writes what
+``python -m quantkit_kernels.tools.tune [--folder DIR] [--only TEXT] [--minutes N] [--fresh]``. Writes what
 :mod:`quantkit_kernels.tuned` reads, at the shapes of an 8B Llama, after each measurement: that is kept when
 it is stopped, and the next run continues there. One row of every product comes first, then more rows.
-``--rehearse`` goes through it without a GPU, as :mod:`~quantkit_kernels.bench` does.
+``--rehearse`` goes through it without a GPU, as :mod:`~quantkit_kernels.tools.bench` does.
 
 A candidate counts if it compiles, spills nothing and computes what the kernel computes without it: with other
 segments of K up to rounding, else bit for bit. It is kept if it is faster than the best so far in turns.
@@ -24,8 +24,8 @@ from typing import Any
 import torch
 
 from quantkit_kernels import tuned
-from quantkit_kernels.bench import Timer, calls_for, clock_timer, graph_timer, machine
-from quantkit_kernels.bench_cases import LLAMA_8B, REHEARSAL, BenchCase, ModelShapes
+from quantkit_kernels.tools.bench import Timer, calls_for, clock_timer, graph_timer, machine
+from quantkit_kernels.tools.bench_cases import LLAMA_8B, REHEARSAL, BenchCase, ModelShapes
 
 SEGMENTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 SHORTEST = 256
@@ -45,7 +45,7 @@ class TunedCase:
 
     Args:
         case: the case that is run.
-        timer: a :class:`~quantkit_kernels.bench.Timer`.
+        timer: a :class:`~quantkit_kernels.tools.bench.Timer`.
         spills: counts the registers that kernels spill which were compiled since it was last asked.
         deadline: ``time.monotonic()`` after which no candidate is begun.
     """
@@ -146,7 +146,7 @@ def tune(cases: Iterable[BenchCase], table: dict[tuned.ProductKey, tuned.TunedEn
 
 def by_rows(shapes: ModelShapes, device: torch.device, dtype: torch.dtype) -> Iterator[BenchCase]:
     """Products of every shape and format by one row, then by more: what is stopped has served decoding."""
-    from quantkit_kernels.bench_cases import products
+    from quantkit_kernels.tools.bench_cases import products
 
     for m in shapes.rows:
         yield from products.cases(replace(shapes, rows=(m,)), device, dtype)
@@ -167,7 +167,7 @@ def spills_of(kernels: Iterable[Any]) -> Callable[[], int]:
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m quantkit_kernels.tune",
+    parser = argparse.ArgumentParser(prog="python -m quantkit_kernels.tools.tune",
                                      description=str(__doc__).split("\n", maxsplit=1)[0])
     parser.add_argument("--folder", type=Path, metavar="DIR", default=next(tuned.folders()),
                         help="where the file is written; by default where it is looked for first")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from quantkit_kernels import tuned
-from quantkit_kernels.aot_cases.case import POINTERS, AotCase, made, threads
+from quantkit_kernels.tools.aot_cases.case import POINTERS, AotCase, made, threads
 from quantkit_kernels.triton import (
     dependent,
     embedding,

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from quantkit_kernels import reference
-from quantkit_kernels.bench_cases.case import BenchCase, ModelShapes, size
+from quantkit_kernels.tools.bench_cases.case import BenchCase, ModelShapes, size
 from quantkit_kernels.triton.hadamard import apply_hadamard
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from quantkit_kernels.bench_cases.case import HEAD_ROWS, BenchCase, ModelShapes, size
+from quantkit_kernels.tools.bench_cases.case import HEAD_ROWS, BenchCase, ModelShapes, size
 from quantkit_kernels.triton.argmax import argmax
 from quantkit_kernels.triton.sampling import choose
 

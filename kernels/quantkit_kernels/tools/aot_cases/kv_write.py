@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from quantkit_kernels.aot_cases.case import AotCase, made
+from quantkit_kernels.tools.aot_cases.case import AotCase, made
 from quantkit_kernels.triton import advance, close_pages, rope_store
 from quantkit_kernels.triton.cache import (
     CHANNEL,

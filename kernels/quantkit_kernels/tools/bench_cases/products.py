@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 
-from quantkit_kernels.bench_cases.case import HEAD_ROWS, BenchCase, ModelShapes, copies, size
+from quantkit_kernels.tools.bench_cases.case import HEAD_ROWS, BenchCase, ModelShapes, copies, size
 from quantkit_kernels.triton import fp4, fp8, iq4, nf4, w4a4, w4a16, w8a8, w8a16, w16a16
 from quantkit_kernels.triton.group_scales import pack_scales, pack_superblocks
 from quantkit_kernels.triton.levels import QuantizedActivations, quantize

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from quantkit_kernels.bench_cases.case import BenchCase, ModelShapes, size
+from quantkit_kernels.tools.bench_cases.case import BenchCase, ModelShapes, size
 from quantkit_kernels.triton.gptq import LONGEST, solve_block
 
 GROUP, TOP = 128, 15

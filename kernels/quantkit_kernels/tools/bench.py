@@ -1,9 +1,9 @@
 """Measure every kernel on this machine's GPU, beside torch, other libraries and the GPU's own copy bandwidth.
 
-``python -m quantkit_kernels.bench [--json FILE] [--markdown FILE] [--minutes N] [--quick] [--pdl]
+``python -m quantkit_kernels.tools.bench [--json FILE] [--markdown FILE] [--minutes N] [--quick] [--pdl]
 [--only TEXT,…]``.
-Needs torch and triton only; the libraries of :mod:`~quantkit_kernels.bench_peers` are measured where they are
-installed.
+Needs torch and triton only; the libraries of :mod:`~quantkit_kernels.tools.bench_peers` are measured where
+they are installed.
 
 All sides take turns in one process; each is captured in a CUDA graph, so that launches cost nothing, as in a
 decode loop. Printed are medians, of times and of the ratios of neighboring turns. A row whose result differs
@@ -31,8 +31,8 @@ from typing import Any, Protocol
 import torch
 
 from quantkit_kernels import tuned
-from quantkit_kernels.bench_cases import LLAMA_8B, QUICK, REHEARSAL, BenchCase, Run, cases
-from quantkit_kernels.bench_peers import TOLERANCE, Peers
+from quantkit_kernels.tools.bench_cases import LLAMA_8B, QUICK, REHEARSAL, BenchCase, Run, cases
+from quantkit_kernels.tools.bench_peers import TOLERANCE, Peers
 
 COPY = 1 << 30
 """Bytes of the copy that is the ceiling."""
@@ -269,7 +269,7 @@ def _rows(every: Iterable[BenchCase], timer: Timer, copy: float, rounds: int, re
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m quantkit_kernels.bench",
+    parser = argparse.ArgumentParser(prog="python -m quantkit_kernels.tools.bench",
                                      description=str(__doc__).split("\n", maxsplit=1)[0])
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results there")
     parser.add_argument("--markdown", type=Path, metavar="FILE",
@@ -286,7 +286,7 @@ def main(arguments: list[str] | None = None) -> int:
     begun = time.monotonic()
     if not torch.cuda.is_available() and not chosen.rehearse:
         print("No GPU that torch can use: these kernels run on CUDA and ROCm only. Without one,\n"
-              "`python -m quantkit_kernels.aot` compiles and checks them.", file=sys.stderr)
+              "`python -m quantkit_kernels.tools.aot` compiles and checks them.", file=sys.stderr)
         return 2
     markdown = chosen.markdown or (chosen.json and chosen.json.with_suffix(".md"))
     for option, file in (("--json", chosen.json), ("--markdown", markdown)):

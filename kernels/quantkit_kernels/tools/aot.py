@@ -1,7 +1,7 @@
 """Compile every Triton kernel for every target, without a GPU, and check what came out.
 
-``python -m quantkit_kernels.aot [--json] [--only TEXT] [--target NAME]``. Exit code 1 if a kernel fails to
-compile, spills registers, needs more shared memory than the target has, loads weights or KV pages in less
+``python -m quantkit_kernels.tools.aot [--json] [--only TEXT] [--target NAME]``. Exit code 1 if a kernel fails
+to compile, spills registers, needs more shared memory than the target has, loads weights or KV pages in less
 than 128 bits, lacks the tensor-core instructions that are meant, needs more instructions a weight than its
 limit, overwrites registers that Hopper's tensor cores still read, or if ptxas warns of anything.
 """
@@ -21,7 +21,7 @@ from multiprocessing import get_context
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from quantkit_kernels.aot_cases.case import AotCase
+    from quantkit_kernels.tools.aot_cases.case import AotCase
 
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 NOTE = ("regs: a thread; load: bits of the widest;\n"
@@ -30,7 +30,7 @@ NOTE = ("regs: a thread; load: bits of the widest;\n"
 
 @dataclass(frozen=True)
 class AotRow:
-    """A kernel on a target: the facts of :class:`~quantkit_kernels.assembly.KernelFacts`, and what is
+    """A kernel on a target: the facts of :class:`~quantkit_kernels.tools.assembly.KernelFacts`, and what is
     wrong."""
 
     kernel: str
@@ -46,7 +46,7 @@ class AotRow:
 
 def compile_one(name: str, target: str) -> AotRow:
     """Compile one case and judge it."""
-    from quantkit_kernels.aot_cases import cases
+    from quantkit_kernels.tools.aot_cases import cases
 
     return judge(next(case for case in cases(target) if case.name == name), target)
 
@@ -56,8 +56,8 @@ def judge(case: AotCase, target: str) -> AotRow:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from quantkit_kernels.aot_cases.case import SHARED
-    from quantkit_kernels.assembly import complaints, read
+    from quantkit_kernels.tools.aot_cases.case import SHARED
+    from quantkit_kernels.tools.assembly import complaints, read
 
     nvidia = target.startswith("sm_")
     where = GPUTarget("cuda", int(target[3:]), 32) if nvidia else GPUTarget("hip", target, 64)
@@ -111,7 +111,7 @@ def compile_all(targets: Iterable[str] = TARGETS, only: str = "",
     ``report`` is told how many are done, of how many, and the name of the last.
     """
     os.environ.pop("TRITON_INTERPRET", None)  # in the interpreter there is nothing to compile
-    from quantkit_kernels.aot_cases import cases
+    from quantkit_kernels.tools.aot_cases import cases
 
     wanted = [(case.name, target) for target in targets for case in cases(target) if only in case.name]
     order = {name: at for at, (name, _) in reversed(list(enumerate(wanted)))}
@@ -150,7 +150,7 @@ def verdict(rows: Sequence[AotRow]) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m quantkit_kernels.aot",
+    parser = argparse.ArgumentParser(prog="python -m quantkit_kernels.tools.aot",
                                      description=str(__doc__).split("\n", maxsplit=1)[0])
     parser.add_argument("--json", action="store_true", help="the table as JSON")
     parser.add_argument("--only", default="", metavar="TEXT", help="kernels whose name contains TEXT")

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from quantkit_kernels.bench_cases.case import BenchCase, ModelShapes, Run, copies
+from quantkit_kernels.tools.bench_cases.case import BenchCase, ModelShapes, Run, copies
 
 GROUP = 128
 TOLERANCE = 0.05

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 
-from quantkit_kernels.bench_cases.case import BenchCase, ModelShapes, size
+from quantkit_kernels.tools.bench_cases.case import BenchCase, ModelShapes, size
 from quantkit_kernels.triton.levels import quantize
 from quantkit_kernels.triton.rms_norm import rms_norm, rms_norm_levels
 

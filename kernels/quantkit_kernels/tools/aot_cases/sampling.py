@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from quantkit_kernels.aot_cases.case import POINTERS, AotCase, made
+from quantkit_kernels.tools.aot_cases.case import POINTERS, AotCase, made
 from quantkit_kernels.triton import argmax, bounds, sampling
 
 VOCABULARY = 128256

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quantkit_kernels import wgmma
+from quantkit_kernels.tools import wgmma
 
 MATRIX = {"cuda": ("HMMA", "HGMMA", "IMMA", "IGMMA", "QMMA", "QGMMA", "UTCHMMA", "UTCIMMA", "UTCQMMA",
                    "UTCOMMA"),
@@ -35,7 +35,7 @@ class KernelFacts:
         matrix: whether it has tensor-core instructions.
         loop: instructions in the largest loop; ``None`` without one, and on AMD.
         hazards: instructions that touch registers of a matrix instruction that may still run: see
-            :mod:`~quantkit_kernels.wgmma`.
+            :mod:`~quantkit_kernels.tools.wgmma`.
     """
 
     registers: int

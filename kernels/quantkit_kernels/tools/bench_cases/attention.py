@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 
-from quantkit_kernels.bench_cases.case import BenchCase, ModelShapes, copies, size
-from quantkit_kernels.bench_cases.pages import CODINGS, cloned, paged, slot_bytes
+from quantkit_kernels.tools.bench_cases.case import BenchCase, ModelShapes, copies, size
+from quantkit_kernels.tools.bench_cases.pages import CODINGS, cloned, paged, slot_bytes
 from quantkit_kernels.triton.decode_attention import decode_attention
 from quantkit_kernels.triton.prefill_attention import prefill_attention, tiles_of
 

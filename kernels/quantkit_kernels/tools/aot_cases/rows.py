@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from quantkit_kernels.aot_cases.case import AotCase, made
+from quantkit_kernels.tools.aot_cases.case import AotCase, made
 from quantkit_kernels.triton import dependent, levels, rms_norm
 
 

@@ -1,4 +1,5 @@
-"""What :mod:`~quantkit_kernels.bench` measures: every kernel at the shapes of an 8B Llama, beside torch.
+"""What :mod:`~quantkit_kernels.tools.bench` measures: every kernel at the shapes of an 8B Llama, beside
+torch.
 
 Weights, keys and values exist in enough copies that a GPU's cache holds nothing of one when it is read
 again, as when a whole model is run. Both sides compute the same numbers, so that they can be compared.
@@ -11,8 +12,8 @@ from dataclasses import replace
 
 import torch
 
-from quantkit_kernels.bench_cases import attention, gptq, hadamard, kv_write, products, rows, sampling
-from quantkit_kernels.bench_cases.case import LLAMA_8B, QUICK, REHEARSAL, BenchCase, ModelShapes, Run
+from quantkit_kernels.tools.bench_cases import attention, gptq, hadamard, kv_write, products, rows, sampling
+from quantkit_kernels.tools.bench_cases.case import LLAMA_8B, QUICK, REHEARSAL, BenchCase, ModelShapes, Run
 
 __all__ = ["LLAMA_8B", "QUICK", "REHEARSAL", "BenchCase", "ModelShapes", "Run", "cases"]
 
