@@ -47,7 +47,8 @@ class QueryWindow:
 
     def copy(self) -> QueryWindow:
         """An independent copy."""
-        window = QueryWindow(*self.ring.shape, self._begin, self.ring.device)
+        shape = self.ring.shape
+        window = QueryWindow(shape[0], shape[1], shape[2], shape[3], self._begin, self.ring.device)
         window.ring.copy_(self.ring)
         return window
 

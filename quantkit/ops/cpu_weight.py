@@ -43,7 +43,7 @@ class InputKey(NamedTuple):
 class ProductUnits(NamedTuple):
     """How a product is cut: the number of units, and stripes and rows in each."""
 
-    count: int
+    units: int
     stripes: int
     rows: int
 
@@ -265,12 +265,12 @@ class CpuProduct:
         """Set the number of rows. A single row is quantized by every thread for itself."""
         if rows == self._rows:
             return
-        units = self._like.units(rows, self._threads)
+        cut = self._like.units(rows, self._threads)
         private = self._stride if rows == 1 else 0
         self._program.set(0, units=rows, out_private=private)
         self._program.alone(0, rows == 1)
-        self._program.set(1, units=units.count, stripes_a_unit=units.stripes, rows=rows,
-                          rows_a_unit=units.rows, x_private=private)
+        self._program.set(1, units=cut.units, stripes_a_unit=cut.stripes, rows=rows,
+                          rows_a_unit=cut.rows, x_private=private)
         self._rows = rows
 
     @torch.no_grad()

@@ -13,6 +13,9 @@ into this thread's scratch memory, and all rows are multiplied from there, a til
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import ClassVar
+
 from llvmlite import ir
 
 from quantkit_kernels.cpu.driver import begin
@@ -36,7 +39,7 @@ MOST_COLUMNS = 1 << 17
 class Matmul(ProductSpec):
     """The kernel of a product."""
 
-    arguments = ARGUMENTS
+    arguments: ClassVar[Sequence[str]] = ARGUMENTS
 
     def emit(self, module: ir.Module, isa: Isa) -> None:
         _Writer(module, isa, self).write()

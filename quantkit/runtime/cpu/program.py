@@ -17,7 +17,7 @@ from quantkit.models.decoder import CausalLM, DecoderLayer
 from quantkit.models.layers import RMSNorm
 from quantkit.models.linear import Linear
 from quantkit.ops import cpu_machine, cpu_weight
-from quantkit.ops.cpu_weight import Activations, CpuWeight, widened
+from quantkit.ops.cpu_weight import Activations, CpuWeight, InputKey, widened
 from quantkit.ops.hadamard import hadamard_factors
 from quantkit.ops.sampling import capped_rows
 from quantkit.runtime.chunks import Chunk
@@ -79,7 +79,7 @@ class CpuProgram:
         self._selected_view = self._selected.numpy()
         self._partial = torch.empty(0)
         self._width = packed[-1].stripes * STRIPE
-        self._activations: dict[tuple[str, str, int, int], Activations] = {}
+        self._activations: dict[tuple[str, InputKey], Activations] = {}
         self._packed: dict[int, tuple[CpuWeight, int]] = {}
         self._prepared: set[int] = set()  # operations that prepare rows for products
         self._attention: list[tuple[int, int, int]] = []  # operations store, attend, reduce: by layer
@@ -181,7 +181,7 @@ class CpuProgram:
         weights = (packed_of(linear, self._high) for linear in linears)
         for weight in {weight.input_key: weight for weight in weights}.values():
             key = weight.input_key
-            rows = self._activations.setdefault((role, *key),
+            rows = self._activations.setdefault((role, key),
                                                 Activations(weight, max(MAX_ROWS, self._pool.threads)))
             self._prepared.add(self._program.add(
                 RowKernel(source, key.family, key.rotated), units_per_row=1, x=x, x_stride=stride_of(x),
@@ -216,7 +216,7 @@ class CpuProgram:
         from quantkit_kernels.cpu.weight_decoder import STRIPE
 
         weight = packed_of(linear, self._high)
-        activations = self._activations[role, *weight.input_key]
+        activations = self._activations[role, weight.input_key]
         bias = None if linear.bias is None else widened(linear.bias, weight.stripes * STRIPE)
         index = self._program.add(weight.kernel, **weight.arguments, **activations.read, out=out, bias=bias,
                                   add=add, scratch=self._scratch,
@@ -361,10 +361,9 @@ class CpuProgram:
         for index in operations:
             if index in self._packed:
                 weight, stride = self._packed[index]
-                units = weight.units(rows, self._pool.threads)
-                program.set(index, units=units.count, rows=rows, stripes_a_unit=units.stripes,
-                rows_a_unit=units.rows,
-                            x_private=stride if rows == 1 else 0)
+                cut = weight.units(rows, self._pool.threads)
+                program.set(index, units=cut.units, rows=rows, stripes_a_unit=cut.stripes,
+                            rows_a_unit=cut.rows, x_private=stride if rows == 1 else 0)
             elif per_row := program.units_per_row[index]:
                 program.set(index, units=rows * per_row)
             if index in self._prepared:
