@@ -179,9 +179,9 @@ class LongResult:
         answers would be one against every setting. ``None`` if it solves no cell of the task."""
         if not any(reply.cell in self.solved() for reply in self.of(self.variants[0], task)):
             return None
-        return of_answers([
-            AnswerPair(full.context, full.right, reply.right, reply.logprob - full.logprob) for full, reply in zip(
-                self.of(self.variants[0], task), self.of(variant, task), strict=True)])
+        replies = zip(self.of(self.variants[0], task), self.of(variant, task), strict=True)
+        return of_answers([AnswerPair(full.context, full.right, reply.right, reply.logprob - full.logprob)
+                           for full, reply in replies])
 
     def to_dict(self) -> dict[str, Any]:
         """The object that ``--json`` prints."""

@@ -13,7 +13,7 @@ from quantkit.evaluation.metric_table import registered_metrics
 from quantkit.evaluation.quality.feed import TeacherForcedModel
 from quantkit.evaluation.quality.score import score, windows_of
 from quantkit.evaluation.quality.window_scores import WindowScores
-from quantkit.evaluation.speed.memory_use import weights_in_memory
+from quantkit.evaluation.speed.decoding import weights_in_memory
 from quantkit.evaluation.sweep.jobs import Job, JobRun, with_kv
 from quantkit.evaluation.sweep.models import KEPT, ModelRef
 from quantkit.evaluation.sweep.store import MeasuredData, MeasurementResult

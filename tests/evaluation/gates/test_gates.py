@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quantkit.cli.gate_output import gate_text
+from quantkit.cli.eval import gate_text
 from quantkit.evaluation.gates.check import check_gate, require_planned
 from quantkit.evaluation.gates.syntax import parse_gate
 from quantkit.evaluation.metrics import Interval

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 import quantkit
 from quantkit.evaluation.speed import process as speed
-from quantkit.evaluation.speed.memory_use import weights_in_memory
+from quantkit.evaluation.speed.decoding import weights_in_memory
 from quantkit.evaluation.speed.results import SpeedSweep, Spread, SweepSettings
 from quantkit.kv.cache import KVCache
 from quantkit.kv.spec import parse_kv
