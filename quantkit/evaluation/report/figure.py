@@ -41,14 +41,23 @@ def svg(result: EvalResult) -> str:
     """The picture as SVG."""
     import vl_convert
 
-    return vl_convert.vegalite_to_svg(picture(result))
+    return vl_convert.vegalite_to_svg(_harmless(picture(result)))
 
 
 def png(result: EvalResult) -> bytes:
     """The picture as PNG."""
     import vl_convert
 
-    return vl_convert.vegalite_to_png(picture(result), scale=SCALE)
+    return vl_convert.vegalite_to_png(_harmless(picture(result)), scale=SCALE)
+
+
+def _harmless(spec: Any) -> Any:
+    """A specification whose texts XML can hold: a name may be a stranger's."""
+    if isinstance(spec, dict):
+        return {key: _harmless(value) for key, value in spec.items()}
+    if isinstance(spec, list):
+        return [_harmless(value) for value in spec]
+    return printable(spec) if isinstance(spec, str) and not spec.isprintable() else spec
 
 
 def picture(result: EvalResult) -> Spec:
