@@ -23,7 +23,7 @@ from quantkit.evaluation.memory_use import peak_bytes, weights_in_memory, worksp
 from quantkit.evaluation.speed_sweep import DecodeSpeed, MemoryUse, SpeedSweep, SweepSettings
 from quantkit.kv.spec import KVSpec, parse_kv
 from quantkit.ops.dispatch import Phase
-from quantkit.plugins.manager import plugin_failure
+from quantkit.plugins.blame import plugin_failure
 from quantkit.runtime.loader import LoadedModel
 from quantkit.runtime.loader import load as load_model
 from quantkit.support.errors import QuantkitError

@@ -9,11 +9,10 @@ from quantkit.plugins.hooks import Register, hookimpl
 
 @hookimpl
 def register_sources(register: Register) -> None:
-    register("synthetic", "quantkit.sources.synthetic:KIND",
-             check_uri="quantkit.testing.examples:synthetic_model")
+    register("synthetic", "quantkit.sources.synthetic:KIND")
     register("package", "quantkit.sources.package:KIND")
     register("gguf", "quantkit.sources.gguf:KIND")
-    register("local", "quantkit.sources.local:KIND", check_uri="quantkit.testing.examples:model_folder")
+    register("local", "quantkit.sources.local:KIND")
     register("hub", "quantkit.sources.hub:KIND")
 
 

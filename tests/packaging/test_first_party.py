@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from quantkit.checkpoint.manifest import Manifest
-from quantkit.plugins.first_party import NAMES
+from quantkit.plugins.registry import FIRST_PARTY
 from quantkit.testing import tiny_model
 from tests.helpers.environments import ROOT, environment, install, quantkit_in
 
@@ -47,7 +47,7 @@ def test_the_table_that_explains_absent_names_is_complete(run):
     facts = json.loads(run("plugins", "list", "--json"))["registered"]
     kinds = {"method": "methods", "KV policy": "kv_policies", "KV codec": "kv_codecs", "metric": "metrics",
              "reporter": "reporters"}
-    for kind, names in NAMES.items():
+    for kind, names in FIRST_PARTY.items():
         registered = {entry["name"]: entry["owner"] for entry in facts[kinds[kind]]} if kind in kinds else {
             recipe["name"]: recipe["owner"] for recipe in json.loads(run("recipes", "list", "--json"))}
         assert {name: owner for name, owner in registered.items() if owner != "quantkit"} == names

@@ -12,8 +12,8 @@ from pydantic import BaseModel, ConfigDict
 
 from quantkit.formats.base import Codes
 from quantkit.formats.spec import QuantSpec
-from quantkit.plugins.manager import whose
-from quantkit.quantization.methods.contract import codes_fault
+from quantkit.plugins.manager import describe_entry
+from quantkit.plugins.registry import a_type
 from quantkit.support.errors import PluginError
 
 
@@ -126,19 +126,34 @@ class Method:
         return [self._checked(codes, weight, spec) for codes, weight in zip(results, weights, strict=True)]
 
     def _checked(self, codes: Codes, weight: torch.Tensor, spec: QuantSpec) -> Codes:
-        if (fault := codes_fault(codes, (weight.shape[0], weight.shape[1]), spec)) is not None:
-            raise self._broken(*fault)
+        if (fault := _codes_fault(codes, (weight.shape[0], weight.shape[1]), spec)) is not None:
+            raise self._broken(f"returned {fault}", f"it was asked for Codes of {list(weight.shape)} as "
+                                                    f"{spec.label()} with scales in {spec.scale_dtype}")
         return codes
 
     def _broken(self, what: str, why: str) -> PluginError:
-        return PluginError(f"{whose('methods', self.name)} {what}", why=why,
+        return PluginError(f"{describe_entry('methods', self.name)} {what}", why=why,
                            next="correct the method: quantkit.testing.check_method finds such errors")
+
+
+def _codes_fault(codes: object, shape: tuple[int, int], spec: QuantSpec) -> str | None:
+    """What is wrong with what a method returned; ``None`` if nothing."""
+    if not isinstance(codes, Codes):
+        return f"{a_type(codes)} in place of Codes"
+    wanted = spec if spec.scale_dtype != "model" else spec.model_copy(
+        update={"scale_dtype": codes.spec.scale_dtype})  # it may say which
+    if codes.spec != wanted:
+        return f"codes of another spec, {codes.spec.label()} with scales in {codes.spec.scale_dtype}"
+    if not isinstance(codes.notes, tuple) or not all(isinstance(note, str) for note in codes.notes):
+        return f"notes that are no tuple of strings: {codes.notes!r:.80}"
+    fault = codes.fault(shape)
+    return fault and f"codes that can't be stored: {fault}"
 
 
 def options_type(method: Method) -> type[MethodOptions]:
     """:attr:`Method.options`. Raises PluginError if that is no model of options."""
     if isinstance(method.options, type) and issubclass(method.options, MethodOptions):
         return method.options
-    raise PluginError(f"{whose('methods', method.name)} has options of {method.options!r:.60}",
+    raise PluginError(f"{describe_entry('methods', method.name)} has options of {method.options!r:.60}",
                       why="they are a subclass of MethodOptions",
                       next="correct the method: quantkit.testing.check_method finds such errors")

@@ -24,7 +24,7 @@ from quantkit.models.linear import Weights
 from quantkit.models.loadable import DERIVED
 from quantkit.ops import packing
 from quantkit.ops.hadamard import apply_hadamard, undo_hadamard
-from quantkit.plugins.manager import registry, whose
+from quantkit.plugins.manager import describe_entry, registry
 from quantkit.quantization.calibration.finite import NonFiniteError, blame
 from quantkit.quantization.calibration.sizes import RECOVERY_STATES
 from quantkit.quantization.calibration.spill import Spill
@@ -281,7 +281,7 @@ def _checked(name: str, trained: object, parameters: Mapping[str, Parameter]) ->
             elif not bool(torch.isfinite(value).all()):
                 raise NonFiniteError(f"{key} after recovery {name}")
     if problem is not None or not isinstance(trained, dict):
-        raise PluginError(f"{whose('recoveries', name)}: {problem}",
+        raise PluginError(f"{describe_entry('recoveries', name)}: {problem}",
                           why="train returns values of parameters by name, float32 of their shapes",
                           next="see docs/plugins.md")
     return {key: value.detach().to(device="cpu", dtype=torch.float32) for key, value in trained.items()}
@@ -292,7 +292,7 @@ def _require_unchanged(name: str, parameters: Mapping[str, Parameter],
     """Raise PluginError if a recovery wrote to what it was given: losses and ratios count from there."""
     for key, parameter in stored.items():
         if not torch.equal(parameters[key].start, parameter.start):
-            raise PluginError(f"{whose('recoveries', name)}: it writes to the start of {key}",
+            raise PluginError(f"{describe_entry('recoveries', name)}: it writes to the start of {key}",
                               why="parameters are read only", next="train a clone; see docs/plugins.md")
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from quantkit.models.architecture import parse_config
 from quantkit.models.config import ModelConfig
-from quantkit.plugins.manager import is_builtin, registry, whose
+from quantkit.plugins.manager import describe_entry, is_builtin, registry
 from quantkit.quantization.methods.base import MethodOptions
 from quantkit.quantization.methods.options import checked_options
 from quantkit.quantization.specs import TransformSpec
@@ -23,7 +23,8 @@ def resolve(specs: Iterable[TransformSpec]) -> list[tuple[Transform, MethodOptio
     for spec in specs:
         transform: Transform = table.get(spec.name)
         if transform.layer is not None and not transform.needs:  # it would never be called
-            raise PluginError(f"{whose('transforms', spec.name)} changes layers and needs no statistics",
+            what = describe_entry("transforms", spec.name)
+            raise PluginError(f"{what} changes layers and needs no statistics",
                               why="layers are changed once their inputs are measured",
                               next='declare what it is measured for: needs=frozenset({"largest"})')
         options = checked_options(f"transform {spec.name}", transform.options, spec.options)
@@ -44,7 +45,7 @@ def transformed(specs: Iterable[TransformSpec], source: ModelSource) -> ModelSou
                               next="leave it out of the recipe")
         source = transform.source(source, config, options)
         if not is_builtin("transforms", transform.name):
-            source = CheckedSource(source, whose("transforms", transform.name))
+            source = CheckedSource(source, describe_entry("transforms", transform.name))
     return source
 
 
@@ -56,6 +57,6 @@ def apply_to_layer(transform: Transform, options: MethodOptions, config: ModelCo
         return
     transform.layer(config, index, tensors, options)
     if not is_builtin("transforms", transform.name) and (fault := tensors.fault()) is not None:
-        raise PluginError(f"{whose('transforms', transform.name)}: in layer {index} {fault}",
+        raise PluginError(f"{describe_entry('transforms', transform.name)}: in layer {index} {fault}",
                           why="LayerTensors.changed holds new tensors of the model by their full names",
                           next="correct it: quantkit.testing.check_transform finds such errors")
