@@ -93,8 +93,9 @@ def _check_description(contract: Contract, method: Method) -> MethodOptions:
     kind = contract.call("options", options_type, method)
     unknown = set(method.quick) - set(kind.model_fields)
     contract.must(not unknown, f"quick names {', '.join(sorted(unknown))}, which is no option of it")
+    options = contract.call("making its options with nothing given", kind)
     contract.call("making its options with what quick says", kind, **method.quick)
-    return contract.call("making its options with nothing given", kind)
+    return options
 
 
 def _check_spec(contract: Contract, method: Method, spec: QuantSpec, options: MethodOptions) -> None:
