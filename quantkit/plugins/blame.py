@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import FrameType
 
 from quantkit.plugins.manager import PluginInfo, current
@@ -64,9 +65,14 @@ def _packages(info: PluginInfo) -> set[str]:
                for entry in table.entries(info.name, info.distribution)]
     modules = {target.partition(":")[0] for target in targets if isinstance(target, str)}
     foreign = {"quantkit", "quantkit_kernels", *sys.stdlib_module_names}
-    owners = importlib.metadata.packages_distributions()
     return {name for name in {_package_of(info.module), *modules} if (root := name.partition(".")[0])
-            not in foreign and info.distribution in owners.get(root, [info.distribution])}
+            not in foreign and info.distribution in _owners().get(root, [info.distribution])}
+
+
+@functools.cache
+def _owners() -> Mapping[str, list[str]]:
+    """Name that can be imported → the distributions that install it; reading them takes a second."""
+    return importlib.metadata.packages_distributions()
 
 
 def _package_of(module: str) -> str:
