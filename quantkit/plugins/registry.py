@@ -49,7 +49,7 @@ class RegistryEntry:
         name: the name by which it is asked for.
         target: the thing itself, or the place where it is, ``"module:attr"``.
         owner: the distribution that registered it.
-        about: what the owner says about it.
+        about: further facts that the owner gives about the target.
         plugin: the name of the owner's entry point; empty if it wasn't loaded from one.
         version: the version of the distribution, if it is known.
     """
@@ -101,7 +101,10 @@ class Registry(Generic[T]):
 
     def __init__(self, kind: str, expects: str | None = None, *, subclass: bool = False,
                  named: bool = False, beside: Registry[Any] | None = None) -> None:
-        self.kind, self._expects, self._subclass, self._named = kind, expects, subclass, named
+        self.kind = kind
+        self._expects = expects
+        self._subclass = subclass
+        self._named = named
         self._claims: dict[str, list[RegistryEntry]] = {} if beside is None else beside._claims
         self._loaded: dict[str, T] = {}
         self._broken: dict[str, str] = {}
@@ -262,7 +265,7 @@ def load_target(target: object, whose: str, plugin: str = "") -> Any:
     """Import ``"module:attr"``; any other object is returned as it is.
 
     Args:
-        target: what was registered.
+        target: the object or text that was registered.
         whose: kind, name and distribution, for messages.
         plugin: the plugin whose check is suggested when it fails.
 

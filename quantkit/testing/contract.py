@@ -63,7 +63,7 @@ class Contract:
             what: the sentence's subject: what is called.
             function: the function that is called with ``args``.
             accepted: the sentence for when it doesn't raise.
-            remedy: what it should raise.
+            remedy: the sentence that says what it should raise.
             kind: the error that is right.
         """
         try:

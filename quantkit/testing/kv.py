@@ -26,7 +26,9 @@ from quantkit.support.errors import PluginError, UsageError
 from quantkit.testing.contract import Contract, named_class, registered, same
 from quantkit.testing.tiny import VOCAB, tiny_model
 
-HEADS, GROUP, DIM = 3, 2, 32
+HEADS = 3
+GROUP = 2
+DIM = 32
 LENGTHS = (1, 3, PAGE - 1, PAGE, PAGE + 1, 130, 300)
 PROMPT, ANSWER = 300, 2 * 64 + 5
 """Tokens of a text: some pages, and an answer in which pages fill up."""

@@ -19,8 +19,9 @@ from quantkit.quantization.methods.scale_rounding import rounded_scale
 from quantkit.quantization.recipe import default_format
 from quantkit.testing.contract import Contract
 
-CHANNEL, TENSOR, GROUP = (Granularity(strategy="channel"), Granularity(strategy="tensor"),
-                          Granularity(strategy="group", size=16))
+CHANNEL = Granularity(strategy="channel")
+TENSOR = Granularity(strategy="tensor")
+GROUP = Granularity(strategy="group", size=16)
 METHOD_SPECS = (
     *(QuantSpec(bits=bits, symmetric=symmetric, granularity=granularity, scale_dtype="bfloat16")
       for bits, symmetric, granularity in itertools.product((4, 8), (True, False), (CHANNEL, GROUP))),

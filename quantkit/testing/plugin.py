@@ -27,8 +27,8 @@ class CheckResult:
         kind: ``method``, ``KV policy``, ``recipe``, …; ``plugin`` for the plugin itself.
         name: the registered name.
         status: ``not checked`` where the kit has no check or the check needs something that isn't known.
-        why: what failed, or what isn't known.
-        next: the remedy.
+        why: the promise that was broken, or what isn't known.
+        next: the remedy that is suggested.
     """
 
     kind: str
@@ -78,10 +78,12 @@ def _checks_of(manager: PluginManager, info: PluginInfo) -> Iterator[tuple[str, 
         for entry in table.entries(info.name, info.distribution):
             if entry.name in list(table):
                 yield table.kind, entry.name, partial(_check_entry, manager, registry, entry)
-    for hook, kind, check in (("recipe_dirs", "recipe", _check_recipe), ("eval_dirs", "suite", _check_suite)):
-        for owner, path in manager.files(hook):
-            if owner is info:
-                yield kind, path.stem, partial(check, manager, path)
+    for owner, path in manager.files("recipe_dirs"):
+        if owner is info:
+            yield "recipe", path.stem, partial(_check_recipe, manager, path)
+    for owner, path in manager.files("eval_dirs"):
+        if owner is info:
+            yield "suite", path.stem, partial(_check_suite, path)
 
 
 def _checked(kind: str, name: str, check: Callable[[], None]) -> CheckResult:
@@ -138,7 +140,7 @@ def _check_recipe(manager: PluginManager, path: Path) -> None:
         manager.registries["recoveries"].get(recipe.recover.name).options(**recipe.recover.options)
 
 
-def _check_suite(manager: PluginManager, path: Path) -> None:
+def _check_suite(path: Path) -> None:
     """It can be read."""
     from quantkit.evaluation.suite import EvalSuite
     from quantkit.support.safe_yaml import read_yaml

@@ -57,7 +57,8 @@ def test_the_table_that_explains_absent_names_is_complete(run):
 @pytest.mark.parametrize("name", ENTRIES)
 def test_each_passes_the_kit(run, name):
     report = json.loads(run("plugins", "check", name, "--json"))
-    assert report["results"] and {row["status"] for row in report["results"]} == {"ok"}
+    statuses = {row["status"] for row in report["results"]}
+    assert statuses == ({"not checked"} if name == "csv" else {"ok"})  # there is no check for reporters
 
 
 @pytest.mark.sampled(2)
@@ -67,6 +68,7 @@ def test_recipes_make_checkpoints(run, tiny, tmp_path, recipe, method):
         *(("--windows", 2, "--window", 64) if method == "imatrix" else ()))
     manifest = Manifest.from_bytes((tmp_path / "OUT" / "quantkit.json").read_bytes())
     assert {row.method for row in manifest.layers} == {method}
+    quantkit_in(run.args[0], (), "verify", tmp_path / "OUT")  # who reads it needs no method
 
 
 def test_metric_reporter_policy_and_codec_stand_in_one_comparison(run, tiny, tmp_path):
