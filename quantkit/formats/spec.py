@@ -15,8 +15,8 @@ GRIDS = ("int", "int minima", "int superblocks", "nf", "iq", "fp", "fp tiles", "
 GROUP_SCALES = ("e4m3", "e8m0")
 """Dtypes of the scales of 4-bit floating-point groups: NVFP4's and MXFP4's."""
 
-NEWER = ("activations", "rotation", "window", "signed", "minimum", "superblock",
-         "scale_bits")
+LEFT_OUT = ("activations", "rotation", "window", "signed", "minimum", "superblock", "scale_bits")
+"""Fields that aren't written where they aren't used."""
 
 
 class Granularity(Frozen):
@@ -145,10 +145,10 @@ class QuantSpec(Frozen):
 
     @model_serializer(mode="wrap")
     def _brief(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """The spec without unused newer fields, so that older manifests and hashes stay the same."""
+        """The spec without what it doesn't use of :data:`LEFT_OUT`."""
         data: dict[str, Any] = serialize(self)
         return {name: value for name, value in data.items()
-                if name not in NEWER or value not in (None, False)}
+                if name not in LEFT_OUT or value not in (None, False)}
 
     def scale_shape(self, shape: tuple[int, int]) -> tuple[int, ...]:
         """Shape of the scales of a weight ``[out, in]``."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
 from quantkit.models.unknown_keys import says_nothing
+from quantkit.support import patterns
 from quantkit.support.errors import UnsupportedModelError, did_you_mean
 
 HARMLESS = frozenset({
@@ -118,6 +120,14 @@ class ConfigReader:
                 known = self._asked | set(harmless) | set(inert)
                 near = did_you_mean(str(key), known).split("known:")[0].strip()
                 raise self.wrong(key, value, f"no such key is implemented. {near}".strip())
+
+    def pattern(self, key: str, text: str) -> re.Pattern[str]:
+        """``text`` of a key as a regular expression. Raises UnsupportedModelError: it is none, or a match may
+        take long."""
+        try:
+            return patterns.compiled(text)
+        except ValueError as error:
+            raise self.wrong(key, text[:80], f"it {error}") from None
 
     def wrong(self, key: str, value: object, why: str) -> UnsupportedModelError:
         """The error for one key, with its value cut to a readable length."""

@@ -144,7 +144,9 @@ def register_commands(register: Register) -> None:
         ("bench", "Measure the CPU kernels, or how fast a model runs here."),
         ("doctor", "Show this machine, its kernels, and what is missing."),
     ):
-        register(name, f"quantkit.cli.{name.replace('-', '_')}:command", help=line)
+        place = {"serve-local": "serve.command:command", "push": "export:push_command"}.get(
+            name, f"{name.replace('-', '_')}:command")
+        register(name, f"quantkit.cli.{place}", help=line)
 
 
 @hookimpl

@@ -16,11 +16,11 @@ from quantkit.kv.base import PAGE, KVCodec, KVCodecs, KVPolicy, PolicyView, Side
 from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
 from quantkit.kv.checked import check_codecs, checked_scores, checked_slots, policy_fault
-from quantkit.kv.footprint import footprint
 from quantkit.kv.kernel_names import is_ours
 from quantkit.kv.policies.score_policy import ScorePolicy
 from quantkit.kv.spec import KVSpec
-from quantkit.runtime.engine import PREFILL_CHUNK
+from quantkit.memory.kv import footprint
+from quantkit.memory.scratch import PREFILL_CHUNK
 from quantkit.runtime.loader import LoadedModel, load
 from quantkit.support.errors import PluginError, UsageError
 from quantkit.testing.contract import Contract, named_class, registered, same

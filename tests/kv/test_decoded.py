@@ -7,12 +7,12 @@ import torch
 
 from quantkit.evaluation.feed import force, prefill
 from quantkit.kv import coded_pages as coded_pages_module
-from quantkit.kv import footprint as footprint_module
 from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
 from quantkit.kv.coded_pages import CodedPages
 from quantkit.kv.decoded import DecodedPages
 from quantkit.kv.spec import parse_kv
+from quantkit.memory import kv as footprint_module
 from quantkit.runtime.cpu import model as cpu_model
 from quantkit.runtime.cpu.model import CpuModel
 from quantkit.runtime.engine import Engine

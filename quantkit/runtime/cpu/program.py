@@ -13,6 +13,7 @@ import torch
 
 from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
+from quantkit.memory.scratch import MIN_POSITIONS, packed_of
 from quantkit.models.decoder import CausalLM, DecoderLayer
 from quantkit.models.layers import RMSNorm
 from quantkit.models.linear import Linear
@@ -21,7 +22,7 @@ from quantkit.ops.cpu_weight import Activations, CpuWeight, widened
 from quantkit.ops.hadamard import hadamard_factors
 from quantkit.ops.sampling import capped_rows
 from quantkit.runtime.chunks import Chunk
-from quantkit.runtime.cpu.buffers import MAX_ROWS, buffer, buffers, mlp_of, packed_of, plain_of, stride_of
+from quantkit.runtime.cpu.buffers import MAX_ROWS, buffer, buffers, mlp_of, plain_of, stride_of
 from quantkit.runtime.cpu.tables import page_addresses
 from quantkit.runtime.rope_tables import rope_tables
 from quantkit.support.progress import tell_compiling
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
 QUERIES = 48
 """Queries of a KV head (rows times the heads that share it) in a unit of attention."""
 TokenIds = Sequence[npt.NDArray[np.int64]] | npt.NDArray[np.int64]  # of each sequence of a batch
-MIN_POSITIONS = 512
-"""Positions for which RoPE tables are made at once, at least."""
 
 
 class CpuProgram:
