@@ -69,12 +69,14 @@ def policy_fault(policy: KVPolicy) -> str | None:
         return f"on_prefill is {policy.on_prefill!r}: chunk, end or None"
     if policy.tracks not in (None, "attention_sum", "attention_max", "query_moments"):
         return f"tracks is {policy.tracks!r}: attention_sum, attention_max, query_moments or None"
-    least = {"query_window": 0, "slack": 0, "decode_interval": 1, "reread_prompt": 1,
+    least = {"query_window": 0, "decode_interval": 1, "slack": 0, "reread_prompt": 1,
              "release_granularity": PAGE}
     for name, number in least.items():
         value = getattr(policy, name)
         if value is not None and (type(value) is not int or value < number):
             return f"{name} is {value!r}: a number from {number} on"
+    if policy.visible is not None and (not isinstance(policy.visible, tuple) or len(policy.visible) != 2):
+        return f"visible is {policy.visible!r}: (window, sinks) or None"
     if policy.release_granularity % PAGE:
         return f"release_granularity is {policy.release_granularity!r}: a multiple of {PAGE}"
     acts = (policy.on_prefill, policy.decode_interval, policy.reread_prompt) != (None, None, None)

@@ -112,7 +112,7 @@ def test_a_builtin_kernel_multiplies_every_weight_that_it_takes(name: str) -> No
                     x = probe(512, rows, dtype, torch.device("cpu"))
                     prepared = kernel.prepare(weight)
                     assert product_fault(x, kernel.run(x.clone(), prepared), weight) is None, query
-    assert taken >= 5 or (name.startswith("cpu-") and unavailable() is not None)
+    assert taken or (name.startswith("cpu-") and unavailable() is not None)
 
 
 @pytest.fixture
