@@ -201,7 +201,7 @@ def tune(ctx: click.Context, folder: Path | None, only: str, minutes: float, fre
     if not torch.cuda.is_available():
         raise QuantkitError("there is no GPU that torch can use", why="launch parameters are measured on it",
                             next="quantkit bench kernels --aot compiles and checks the kernels without one")
-    from quantkit_kernels.tune import main
+    from quantkit_kernels.tools.tune import main
 
     code = main([*(["--folder", str(folder)] if folder else []), "--only", only, "--minutes", str(minutes),
                  *(["--fresh"] if fresh else [])])
@@ -214,8 +214,8 @@ def compile_kernels(quiet: bool) -> tuple[dict[str, Any], str]:
     Raises QuantkitError without triton.
     """
     _require_triton()
-    from quantkit_kernels.aot import compile_all, verdict
-    from quantkit_kernels.aot import table as kernel_table
+    from quantkit_kernels.tools.aot import compile_all, verdict
+    from quantkit_kernels.tools.aot import table as kernel_table
 
     with ProgressLine("compiling", quiet) as progress:
         rows = compile_all(report=lambda done, total, name: progress(ProgressEvent(done, total, name)))

@@ -126,7 +126,7 @@ class DecodeRunner:
             if not rows:
                 rows = [cache.fork(first, shared=False) for _ in range(batch)]
                 for pages in cache.pools:  # none is to move
-                    pages.keep(pages.used + batch * cache.heads * (2 + self._tokens // PAGE))
+                    pages.preallocate(pages.used + batch * cache.heads * (2 + self._tokens // PAGE))
             reads.append(self.read_bandwidth())
             before = cache.step_bytes(rows[0])  # layers with a window don't grow
             limit = self._tokens if run else min(LEAST_TOKENS, self._tokens)

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from quantkit.kv.base import PAGE, KVCodecs, KVPolicy, SideCodec
-from quantkit.kv.kernel_names import KERNEL_NAMES, is_ours
+from quantkit.kv.base import KERNEL_NAMES, PAGE, KVCodecs, KVPolicy, SideCodec, is_ours
 from quantkit.kv.sequence import SequenceState
 from quantkit.kv.spec import KVSpec
 from quantkit.kv.store import PageStore
@@ -191,7 +190,7 @@ def codec_fault(stores: Sequence[PageStore], sequence: SequenceState, codecs: KV
             if bool(torch.isfinite(store.read(state, side)).all()):
                 continue
             what = "keys" if side == "k" else "values"
-            finite = store.coded.stored_finite(side, store.table(state))
+            finite = store.stored_finite(side, store.table(state))
             if finite:
                 return _error("kv_codecs", name, f"decode() gives {what} that aren't finite",
                               f"in layer {index}, of codes that are finite: the model's weights are not the "

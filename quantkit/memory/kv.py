@@ -16,11 +16,10 @@ from dataclasses import dataclass
 
 import torch
 
-from quantkit.kv.base import PAGE, KVPolicy, Phase
+from quantkit.kv.base import PAGE, KVPolicy, Phase, is_ours
 from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
 from quantkit.kv.decoded import LIMIT
-from quantkit.kv.kernel_names import is_ours
 from quantkit.kv.page_pool import most_pages
 from quantkit.kv.reread import OVERLAP
 from quantkit.kv.sequence import LayerState
@@ -249,8 +248,8 @@ def _simulate(cache: KVCache, prompt: int, decoded: int, chunk: int,
         if not policy.keeps_all:  # then it depends on positions
             kv = zeros[0].expand(count, -1)
             store.write(slots, kv, kv, torch.arange(position, position + count))
-            store.close(state)
-        store.settle(state)
+            store.encode_full_pages(state)
+        store.free_encoded_residual(state)
         if not policy.keeps_all:
             queries = count
             if not counted and policy.tracks_queries(phase):  # as if all others had been accumulated
@@ -286,8 +285,8 @@ def _reread_usage(cache: KVCache, number: int, count: int, chunk: int) -> PeakUs
         state = Batch(cache, [fork], "reread").sequences[0].layers[-1]
         store.allocate(state, min(chunk, count - start))
         usage |= _usage(cache, state)
-        store.close(state)
-        store.settle(state)
+        store.encode_full_pages(state)
+        store.free_encoded_residual(state)
     cache.free([fork])
     return usage
 

@@ -18,7 +18,7 @@ from quantkit.memory.quantize import batch_groups
 from quantkit.models.architecture import EXPERT
 from quantkit.ops import packing
 from quantkit.ops.hadamard import apply_hadamard, rotate_hessian
-from quantkit.ops.one_outer import with_one_outer
+from quantkit.ops.packing import with_one_outer
 from quantkit.plugins.manager import registry
 from quantkit.quantization.calibration.runner import LayerRunner
 from quantkit.quantization.methods import parts

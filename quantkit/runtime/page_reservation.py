@@ -44,9 +44,9 @@ class PageReservation:
         self._available = available_pages(longest, size, sequences, forks)
         for layer, group in zip(cache.layers, self._groups):
             store = layer.store
-            store.pages.keep(self._available[group] * cache.heads)
+            store.pages.preallocate(self._available[group] * cache.heads)
             if store.residual is not None:
-                store.residual.keep(longest.groups[group].pages(sequences + forks)[1] * cache.heads)
+                store.residual.preallocate(longest.groups[group].pages(sequences + forks)[1] * cache.heads)
         shared = longest.decoded_page_bytes * cache.heads * max(self._available)
         cache.decoded.bound(size - shared - sum(pool.allocated_bytes for pool in cache.pools))
         self._reserved: dict[int, tuple[int, Sequence[int]]] = {}  # tokens, and pages by layer
@@ -135,7 +135,7 @@ class PageReservation:
             # where all is kept, nobody writes to a page whose tokens are encoded
             starts = state.starts.tolist()
             full_pages = [(start - first) // PAGE if cache.keeps_all else 0 for start in starts]
-            holds.append(sum(full + layer.store.pages.owned(pages[full:])
+            holds.append(sum(full + layer.store.pages.count_unshared(pages[full:])
                              for full, pages in zip(full_pages, state.pages)))
         return holds
 

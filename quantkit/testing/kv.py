@@ -12,11 +12,10 @@ import torch
 from pydantic import BaseModel, ValidationError
 
 from quantkit.evaluation.feed import prefill
-from quantkit.kv.base import PAGE, KVCodec, KVCodecs, KVPolicy, PolicyView, SideCodec
+from quantkit.kv.base import PAGE, KVCodec, KVCodecs, KVPolicy, PolicyView, SideCodec, is_ours
 from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
 from quantkit.kv.checked import check_codecs, checked_scores, checked_slots, policy_fault
-from quantkit.kv.kernel_names import is_ours
 from quantkit.kv.policies.score_policy import ScorePolicy
 from quantkit.kv.spec import KVSpec
 from quantkit.memory.kv import footprint

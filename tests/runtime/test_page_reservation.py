@@ -31,7 +31,7 @@ def grow(cache, row, prompt, tokens):
     steps = [min(CHUNK, prompt - at) for at in range(0, prompt, CHUNK)] + [1] * (tokens - prompt)
     for count in steps:
         cache.reserve(held, count)
-        cache.settle(held, count)
+        cache.advance(held, count)
 
 
 def begun(cache, reservation, tokens):
@@ -77,9 +77,9 @@ def test_after_its_prompt_a_sequence_needs_what_is_left_of_it(config):
             assert begun(cache, reservation, 960) is None
         held = cache.sequence(rows[-1])
         cache.reserve(held, 900)
-        cache.settle(held, 900)
+        cache.advance(held, 900)
         for store, layer in zip((layer.store for layer in cache.layers), held.layers):
-            store.keep(layer, [torch.arange(64)] * cache.heads)
+            store.keep_slots(layer, [torch.arange(64)] * cache.heads)
         reservation.shrink_to_answer(rows[-1])
     assert len(rows) >= 3
     for row in rows:
@@ -96,7 +96,7 @@ def test_what_is_encoded_again_never_residual_in_between(config, kv):
     moves, row = cache.move_counter.count, cache.add(1024)
     grow(cache, row, 960, 960)
     for store, layer in zip((layer.store for layer in cache.layers), cache.sequence(row).layers):
-        store.keep(layer, [torch.arange(0, 960, 2)] * cache.heads)
+        store.keep_slots(layer, [torch.arange(0, 960, 2)] * cache.heads)
     assert cache.move_counter.count == moves and cache.slots(row) == [(480, 480)] * 2
 
 

@@ -28,7 +28,7 @@ from quantkit.models.config import ModelConfig
 from quantkit.models.decoder import DecoderLayer
 from quantkit.models.layers import RMSNorm
 from quantkit.models.linear import Weights
-from quantkit.ops.activation import softcapped
+from quantkit.ops.rows import softcapped
 from quantkit.quantization.calibration.finite import (
     NonFiniteError,
     behind,

@@ -10,11 +10,11 @@ import torch
 
 from quantkit.formats.base import Codes, QuantizedTensor
 from quantkit.models.linear import Linear
-from quantkit.ops.activation import gelu_tanh_mul, silu_mul
-from quantkit.ops.device_weight import DeviceWeight
 from quantkit.ops.dispatch import choose, codes_of
 from quantkit.ops.hadamard import hadamard_factors
 from quantkit.ops.linear import query_for
+from quantkit.ops.linear_weight import DeviceWeight
+from quantkit.ops.rows import gelu_tanh_mul, silu_mul
 from quantkit.ops.stored_weight import PlainWeight, QuantizedWeight, StoredWeight
 from quantkit.ops.triton_linear import TritonKernel
 

@@ -19,10 +19,9 @@ from quantkit.kv.cache import KVCache
 from quantkit.kv.spec import KVSpec
 from quantkit.memory.scratch import GPU_ROWS
 from quantkit.models.config import ModelConfig
-from quantkit.models.decoder import CausalLM
+from quantkit.models.decoder import CausalLM, wanted_rows
 from quantkit.models.interfaces import KVCacheProtocol
 from quantkit.models.linear import Linear
-from quantkit.models.padding import wanted_rows
 from quantkit.ops import gpu
 from quantkit.runtime.chunks import Chunk, chunks_of, join_rows, pad_rows, selected_rows, single_position
 from quantkit.runtime.gpu import linears
@@ -130,7 +129,7 @@ class _Running:
         x = self._program.run(flat, StepTokens(whose, longest), self.tables.tables, self.pages, self._cache,
                               tiles, query_rows if tracks else None)
         for state, count in zip(part.sequences, counts):
-            self._cache.settle(state, count)
+            self._cache.advance(state, count)
         for layer, q in enumerate(query_rows):
             layer_cache = self._cache.layers[layer]
             for sequence, phase, queries in zip(part.sequences, part.phases, q.split(counts)):

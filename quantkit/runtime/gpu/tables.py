@@ -81,7 +81,7 @@ class DeviceTables:
         while the device computes."""
         for number, state in zip(batch.numbers, batch.sequences):
             self._rows[number].seen += 1
-            self._cache.settle(state, 1)
+            self._cache.advance(state, 1)
             if state.table is None or state.free_slots < 1:
                 more = min(LOOKAHEAD, state.max_length - int(state.seen[-1]))
                 if more > 0:

@@ -150,9 +150,9 @@ def test_what_weights_will_take_is_known_before(tmp_path, simulated, recipe):
     simulated()
     model = load(str(folder), dtype="float16", device="cpu")
     program = model.model._program
-    packed = [part.weight.nbytes for joint in (program._head, *(one for layer in program._layers
-                                                                for one in layer.joints))
-              for part, _, _ in joint._parts]
+    packed = [part.weight.nbytes for product in (program._head, *(one for layer in program._layers
+                                                                for one in layer.products))
+              for part, _, _ in product._parts]
     norms = sum(torch.Size(shape).numel() * 2 for shape in tensor_shapes(model.config).values()
                 if len(shape) == 1)
     counted = weight_memory.gpu_weight_bytes(model.config, torch.float16, held, torch.device("cpu"))
