@@ -321,5 +321,5 @@ def test_help_imports_no_command():
             "try:\n    main(['--help'])\nexcept SystemExit:\n    pass\n"
             "print(sorted(m for m in sys.modules if m.startswith('quantkit.cli.')))")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    modules = [f"quantkit.cli.{name}" for name in ("main", "panels", "present")]
+    modules = [f"quantkit.cli.{name}" for name in ("main", "present")]
     assert done.stdout.splitlines()[-1] == str(modules)
