@@ -28,7 +28,6 @@ from quantkit.quantization.methods.base import LayerStats, Method
 from quantkit.quantization.methods.grid import Grid
 from quantkit.quantization.planning.plan import make_plan
 from quantkit.quantization.recipe import list_recipes, load_recipe
-from quantkit.quantization.recovery.base import Parameter, Recovery, RecoveryTask
 from quantkit.quantization.transforms.base import LayerTensors, Transform
 from quantkit.sources.base import ModelSource, SourceIdentity, SourceKind
 from quantkit.sources.open import open_source
@@ -86,7 +85,7 @@ def test_every_recipe_is_described_and_no_other():
     assert described == {info.name for info in list_recipes()}
 
 
-@pytest.mark.parametrize("kind", ["methods", "transforms", "recoveries"])
+@pytest.mark.parametrize("kind", ["methods", "transforms"])
 def test_every_method_and_transform_and_its_options_are_described(kind):
     page = text_of("docs/recipes.md")
     for name in registry(kind):
@@ -145,7 +144,6 @@ def test_the_page_of_a_kind_says_what_is_called_when(kind):
 
 AUTHORS_MEET = {
     "method": (Method, LayerStats, Codes, Grid), "transform": (Transform, LayerTensors, ScaleGroup),
-    "recovery": (Recovery, RecoveryTask, Parameter),
     "format": (Format, QuantizedTensor), "kernel": (LinearKernel, KernelQuery),
     "policy": (PolicyView, KVPolicy, ScorePolicy), "codec": (KVCodec, SideCodec), "metric": (Metric,),
     "reporter": (Reporter, EvalResult, ModelResult), "source": (SourceKind, ModelSource, SourceIdentity),

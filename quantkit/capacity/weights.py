@@ -31,7 +31,7 @@ from quantkit.ops.linear import query_for
 from quantkit.plugins.manager import registry
 from quantkit.quantization.planning.plan import make_plan, with_own_head
 from quantkit.quantization.recipe import load_recipe
-from quantkit.quantization.transforms.apply import transformed
+from quantkit.quantization.transforms.base import transformed
 from quantkit.runtime.cpu.model import declines
 from quantkit.runtime.loader import label_of
 from quantkit.sources.base import ModelSource, file_bytes, quantized_types

@@ -22,8 +22,8 @@ def new(name: str, kind: str, out: Path, as_json: bool) -> None:
     """Make the folder of a new plugin, with an example that works and its tests.
 
     NAME is what quantkit will know it by: my-method becomes the distribution quantkit-my-method with the
-    package quantkit_my_method. KIND is one of method, transform, recovery, format, kernel, policy,
-    codec, drafter, metric, reporter, source, architecture, command, recipe and suite.
+    package quantkit_my_method. KIND is one of method, transform, format, kernel, policy, codec,
+    drafter, metric, reporter, source, architecture, command, recipe and suite.
     """
     from quantkit.testing.scaffold.render import make_plugin
 

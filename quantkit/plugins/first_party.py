@@ -6,8 +6,10 @@ from __future__ import annotations
 import importlib.metadata
 
 NAMES: dict[str, dict[str, str]] = {
-    "recipe": {"int4-hqq": "quantkit-hqq", "int4-imatrix": "quantkit-imatrix"},
+    "recipe": {"int4-hqq": "quantkit-hqq", "int4-imatrix": "quantkit-imatrix",
+               "trellis2-distill": "quantkit-recover"},
     "method": {"hqq": "quantkit-hqq", "imatrix": "quantkit-imatrix"},
+    "recovery": {"distill": "quantkit-recover"},
     "KV policy": {"keydiff": "quantkit-keydiff"},
     "KV codec": {"int6": "quantkit-int6kv"},
     "metric": {"ece": "quantkit-ece"},

@@ -52,7 +52,7 @@ KINDS: dict[str, PluginKind] = {
     "architectures": PluginKind("architecture", "quantkit.models.architecture:Architecture"),
     "methods": PluginKind("method", "quantkit.quantization.methods.base:Method", named=True),
     "transforms": PluginKind("transform", "quantkit.quantization.transforms.base:Transform", named=True),
-    "recoveries": PluginKind("recovery", "quantkit.quantization.recovery.base:Recovery", named=True),
+    "recoveries": PluginKind("recovery", "quantkit.quantization.recovery:Recovery", named=True),
     "formats": PluginKind("format", "quantkit.formats.base:Format", named=True),
     "kernels": PluginKind("kernel", "quantkit.ops.dispatch:LinearKernel", named=True),
     "kv_policies": PluginKind("KV policy", "quantkit.kv.base:KVPolicy", subclass=True),

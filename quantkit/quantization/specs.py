@@ -28,8 +28,8 @@ class RecoverySpec(Frozen):
 
     Attributes:
         name: a registered recovery.
-        windows: of the calibration's text, beyond those that layers are calibrated on; the last eighth isn't
-            trained on and decides whether the result is kept.
+        windows: the number of windows of the calibration's text, beyond those that layers are calibrated on;
+            some of them aren't trained on and decide whether the result is kept.
         options: its own, checked when a plan is made.
     """
 
@@ -79,6 +79,11 @@ class CalibrationSpec(Frozen):
         if text != "random" and "random" in text and not isinstance(text, str):
             raise ValueError("random tokens can't be mixed with texts")
         return text
+
+    @property
+    def self_written(self) -> bool:
+        """Whether the model writes the text that it is calibrated on."""
+        return self.text == "self"
 
     @property
     def texts(self) -> tuple[str, ...]:

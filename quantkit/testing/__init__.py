@@ -12,7 +12,6 @@ from quantkit.testing.kernels import check_kernel
 from quantkit.testing.methods import METHOD_SPECS, check_method
 from quantkit.testing.metrics import check_metric
 from quantkit.testing.policies import check_policy
-from quantkit.testing.recoveries import SampleTask, check_recovery
 from quantkit.testing.reporters import check_reporter
 from quantkit.testing.results import sample_results
 from quantkit.testing.sources import check_source
@@ -33,7 +32,6 @@ __all__ = [
     "FORMAT_SPECS",
     "METHOD_SPECS",
     "VOCAB",
-    "SampleTask",
     "check_architecture",
     "check_codec",
     "check_drafter",
@@ -42,7 +40,6 @@ __all__ = [
     "check_method",
     "check_metric",
     "check_policy",
-    "check_recovery",
     "check_reporter",
     "check_source",
     "check_transform",

@@ -13,14 +13,14 @@ from quantkit.formats.level_values import dequantize
 from quantkit.formats.spec import GROUP_SCALES, QuantSpec
 from quantkit.plugins.manager import registry
 from quantkit.quantization.methods.base import LayerStats, Method, MethodOptions
-from quantkit.quantization.methods.scale_rounding import rounded_scale
+from quantkit.quantization.methods.grid import rounded_scale
 from quantkit.quantization.recipe import default_format
 from quantkit.testing.contract import Contract, global_generators, same_bits, threads
 from quantkit.testing.method_weights import WITH_FORMAT, layer_stats, method_weights
 from quantkit.testing.watched import STATISTICS, WatchedStats
 
 MARGIN = 1.05
-"""Times the loss that ``together`` may have: sums in another order decide some levels otherwise."""
+"""Times the loss that ``quantize_batch`` may have: sums in another order decide some levels otherwise."""
 
 SMALLEST_SCALE = 2.0**-23
 """Of float16, with some room: a table of levels may have no zero, so that zeros become one of its levels."""
@@ -142,18 +142,19 @@ def _other_seed() -> Iterator[None]:
         yield
 
 
-def check_together(contract: Contract, method: Method, spec: QuantSpec, options: MethodOptions) -> None:
-    """``together`` gives each weight what ``quantize`` would, in the same order."""
+def check_batch(contract: Contract, method: Method, spec: QuantSpec, options: MethodOptions) -> None:
+    """``quantize_batch`` gives each weight what ``quantize`` would, in the same order."""
     normal = method_weights(spec)["normal"]
     weights = [normal, normal.flip(0) * 2, normal.flip(1)]
     stats = [layer_stats(normal.shape[1], method.needs, seed=seed) for seed in (1, 2, 3)]
-    results = contract.call("together", method.run_together, weights, stats, spec, options)
+    results = contract.call("quantize_batch", method.run_batch, weights, stats, spec, options)
     for number, (weight, known, result) in enumerate(zip(weights, stats, results)):
         alone = contract.call("quantize", method.run, weight, known, spec, options)
         losses = [_loss(dequantized(contract, codes) - weight, known) for codes in (result, alone)]
         contract.must(losses[0] <= MARGIN * losses[1] + 1e-12,
-                      f"together disagrees with quantize: weight {number} of {len(weights)} has a loss of "
-                      f"{losses[0]:.3g}, alone {losses[1]:.3g}", "return the results in the weights' order")
+                      f"quantize_batch disagrees with quantize: weight {number} of {len(weights)} has a loss "
+                      f"of {losses[0]:.3g}, alone {losses[1]:.3g}",
+                      "return the results in the weights' order")
 
 
 def dequantized(contract: Contract, codes: Codes) -> torch.Tensor:

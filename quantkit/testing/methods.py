@@ -10,11 +10,11 @@ from quantkit.formats.spec import GRIDS, Granularity, QuantSpec
 from quantkit.quantization.methods.base import Method, MethodOptions
 from quantkit.testing.contract import Contract, check_name, check_reason
 from quantkit.testing.method_runs import (
+    check_batch,
     check_equal_runs,
     check_run,
     check_statistics,
     check_threads,
-    check_together,
 )
 from quantkit.testing.method_weights import layer_stats, method_weights
 from quantkit.testing.watched import STATISTICS, watched_options
@@ -52,7 +52,7 @@ def check_method(method: Method, specs: Iterable[QuantSpec] = METHOD_SPECS) -> N
     global random generator, the same result twice, after other weights, with other numbers of threads and of
     a weight with other strides, and a result closer to the weight than zeros. Weights with NaN or infinity
     must be refused. Statistics that are read must be declared in ``needs``, ``quick`` must be options, and
-    ``together`` must agree with ``quantize``.
+    ``quantize_batch`` must agree with ``quantize``.
 
     Args:
         method: the method, with default options.
@@ -106,8 +106,8 @@ def _check_spec(contract: Contract, method: Method, spec: QuantSpec, options: Me
     weight = method_weights(spec)["normal"]
     check_statistics(contract, method, spec, weight, options)
     check_equal_runs(contract, method, spec, weight, options)
-    if method.together is not None:
-        check_together(contract, method, spec, options)
+    if method.quantize_batch is not None:
+        check_batch(contract, method, spec, options)
     if method.quick:
         contract.call("quantize with the options that quick says", method.run, weight,
                       layer_stats(weight.shape[1], method.needs), spec, method.options(**method.quick))

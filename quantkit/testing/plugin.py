@@ -14,8 +14,7 @@ from quantkit.plugins.registry import RegistryEntry, described, load_target
 from quantkit.support.errors import PluginError, QuantkitError, RecipeError, UsageError, did_you_mean
 
 CHECKS = {kind: f"quantkit.testing:check_{name}" for kind, name in (
-    ("methods", "method"), ("transforms", "transform"), ("recoveries", "recovery"), ("formats", "format"),
-    ("kernels", "kernel"),
+    ("methods", "method"), ("transforms", "transform"), ("formats", "format"), ("kernels", "kernel"),
     ("kv_policies", "policy"), ("kv_codecs", "codec"), ("drafters", "drafter"),
     ("metrics", "metric"), ("reporters", "reporter"), ("sources", "source"),
     ("architectures", "architecture"))}

@@ -20,7 +20,7 @@ def test_list_names_everything_registered(cli):
 def test_json_has_owner_and_target(cli_json):
     facts = cli_json("plugins", "list")
     methods = {entry["name"]: entry for entry in facts["registered"]["methods"]}
-    assert methods["rtn"]["target"] == "quantkit.quantization.methods.rtn:METHOD"
+    assert methods["rtn"]["target"] == "quantkit.quantization.methods.rounding:RTN"
     assert methods["rtn"]["owner"] == "quantkit"
     assert set(facts["registered"]) == set(current().registries)
 

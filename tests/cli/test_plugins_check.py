@@ -7,7 +7,7 @@ import pytest
 
 from quantkit.plugins.hooks import hookimpl
 from quantkit.plugins.manager import PluginManager
-from quantkit.quantization.methods.rtn import METHOD
+from quantkit.quantization.methods.rounding import RTN as METHOD
 from quantkit.support.errors import PluginError
 from quantkit.testing import check_method
 

@@ -12,8 +12,7 @@ from quantkit.plugins.hooks import Register, hookimpl
 from quantkit.plugins.manager import current, registry
 from quantkit.quantization.methods.autoround import AutoRoundOptions
 from quantkit.quantization.methods.base import MethodOptions
-from quantkit.quantization.methods.rtn import METHOD as RTN
-from quantkit.quantization.methods.rtn import RtnOptions
+from quantkit.quantization.methods.rounding import RTN, RtnOptions
 from quantkit.support.errors import PluginError
 from quantkit.testing import check_method
 
@@ -56,12 +55,12 @@ def test_a_contract_is_checked_on_every_run(change: Callable[[Codes], Codes], me
                    RtnOptions())
 
 
-def test_what_together_returns_is_checked() -> None:
+def test_what_quantize_batch_returns_is_checked() -> None:
     weights = [torch.ones(2, 16)] * 2
     for result, message in (((), "returned a tuple"), ([], "returned a list of 0")):
-        method = replace(RTN, together=lambda *given, result=result: result)
+        method = replace(RTN, quantize_batch=lambda *given, result=result: result)
         with pytest.raises(PluginError, match=message):
-            method.run_together(weights, [None, None], SPEC, RtnOptions())
+            method.run_batch(weights, [None, None], SPEC, RtnOptions())
 
 
 def test_the_message_names_the_distribution(monkeypatch: pytest.MonkeyPatch) -> None:

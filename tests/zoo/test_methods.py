@@ -16,8 +16,7 @@ from quantkit.formats.spec import Granularity, QuantSpec
 from quantkit.plugins.manager import registry
 from quantkit.quantization.methods.base import Method, MethodOptions
 from quantkit.quantization.methods.gptq import METHOD as GPTQ
-from quantkit.quantization.methods.rtn import METHOD as RTN
-from quantkit.quantization.methods.rtn import RtnOptions
+from quantkit.quantization.methods.rounding import RTN, RtnOptions
 from quantkit.support.errors import PluginError
 from quantkit.testing import METHOD_SPECS, check_method
 
@@ -219,8 +218,10 @@ ZOO = {
     "an option without a default": (replace(SOUND, options=Required), "with nothing given raises"),
     "options of another type": (replace(SOUND, options=dict), "no subclass of MethodOptions"),
     "quick names another option": (replace(SOUND, quick={"steps": 1}), "quick names steps"),
-    "together turns the order": (replace(SOUND, together=backwards), "together disagrees with quantize"),
-    "together returns a tuple": (replace(SOUND, together=lambda *given: ()), "together returned a tuple"),
+    "quantize_batch turns the order": (replace(SOUND, quantize_batch=backwards),
+                                       "quantize_batch disagrees with quantize"),
+    "quantize_batch returns a tuple": (replace(SOUND, quantize_batch=lambda *given: ()),
+                                       "quantize_batch returned a tuple"),
     "no name": (replace(SOUND, name=""), "its name is ''"),
     "no paper": (replace(SOUND, paper=""), "paper is ''"),
     "refuses everything": (replace(SOUND, check=lambda spec: "no"), "refuses every spec"),

@@ -9,10 +9,9 @@ import torch
 
 from quantkit.models.scale_groups import scale_groups
 from quantkit.quantization.transforms.base import Transform
-from quantkit.quantization.transforms.rotate import TRANSFORM as ROTATE
-from quantkit.quantization.transforms.rotate import RotatedSource
 from quantkit.support.errors import PluginError
 from quantkit.testing import check_transform
+from tests.helpers.halved import HALVED, HalvedSource
 
 
 def first_group(config, index, tensors, by):
@@ -69,12 +68,12 @@ def raises(config, index, tensors, options):
     raise ValueError("no such layer")
 
 
-class Tied(RotatedSource):
+class Untied(HalvedSource):
     def config(self):
-        return self._source.config()
+        return {**self._source.config(), "head_dim": 7}
 
 
-class Written(RotatedSource):
+class Written(HalvedSource):
     def tensor(self, name):
         return super().tensor(name).double()
 
@@ -91,11 +90,11 @@ ZOO = {
     "changes what there isn't": (replace(SOUND, layer=another_name), "which no such model has"),
     "changes a shape": (replace(SOUND, layer=another_shape), r"input_layernorm.weight \[3\], it was \[64\]"),
     "raises": (replace(SOUND, layer=raises), "layer 0 raises ValueError: no such layer"),
-    "another config": (replace(ROTATE, source=lambda source, config, options: Tied(source, config, True)),
+    "another config": (replace(HALVED, source=lambda source, config, options: Untied(source)),
                        "its config"),
-    "another dtype": (replace(ROTATE, source=lambda source, config, options: Written(source, config, True)),
+    "another dtype": (replace(HALVED, source=lambda source, config, options: Written(source)),
                       "as it is announced"),
-    "no source": (replace(ROTATE, source=lambda source, config, options: None), "source returned a NoneType"),
+    "no source": (replace(HALVED, source=lambda source, config, options: None), "source returned a NoneType"),
     "refuses everything": (replace(SOUND, refuses=lambda config: "no"), "refuses every family"),
     "refuses with True": (replace(SOUND, refuses=lambda config: True), "the reason as a sentence"),
     "refuses by raising": (replace(SOUND, refuses=lambda config: config.no_such_field),
@@ -113,6 +112,7 @@ def test_the_kit_notices(fault: str) -> None:
         check_transform(transform, ["llama", "gemma2"])
 
 
-@pytest.mark.parametrize("transform", [SOUND, replace(SOUND, layer=by_largest)], ids=["fixed", "measured"])
+@pytest.mark.parametrize("transform", [SOUND, replace(SOUND, layer=by_largest), HALVED],
+                         ids=["fixed", "measured", "whole model"])
 def test_a_sound_transform_passes(transform: Transform) -> None:
     check_transform(transform, ["llama", "mixtral"])

@@ -16,8 +16,8 @@ from quantkit.quantization.budget.rules import part_of, rules_of
 from quantkit.quantization.budget.sensitivity import Rows, sensitivities
 from quantkit.quantization.planning.layers import PlanRow
 from quantkit.quantization.planning.plan import Plan, candidate_rows, make_plan
-from quantkit.quantization.planning.recovery_check import check as check_recovery
 from quantkit.quantization.recipe import Candidate, Recipe
+from quantkit.quantization.recovery import check_recovery
 from quantkit.quantization.specs import CalibrationSpec
 from quantkit.sources.base import ModelSource
 from quantkit.support.errors import RecipeError, UsageError
@@ -205,7 +205,7 @@ def _check(recipe: Recipe) -> None:
         raise RecipeError(f"recipe {recipe.name!r} has candidates and the transform {changed[0]}",
                           why="it changes layers once their inputs are measured, and what a layer's error "
                               "costs is measured before",
-                          next="leave it out; rotate, which changes the whole model beforehand, can stay")
+                          next="leave it out; a transform that changes the whole model beforehand can stay")
     packed = [candidate for candidate in recipe.candidates if candidate.spec is not None]
     for candidate in packed:
         assert candidate.spec is not None

@@ -35,8 +35,9 @@ from quantkit.quantization.calibration.finite import (
     require_finite_states,
 )
 from quantkit.quantization.calibration.runner import embeddings
-from quantkit.quantization.calibration.sizes import BACKWARD_LOGITS, BACKWARD_TOKENS
+from quantkit.quantization.calibration.spill import BACKWARD_LOGITS, BACKWARD_TOKENS
 from quantkit.support.errors import CalibrationError
+from quantkit.support.progress import Phases, ProgressEvent
 
 MOST = 20.0
 """Times the mean, to which what a token matters is cut: the gradient of one sampled answer is noisy."""
@@ -46,9 +47,16 @@ NEVER = -1.0
 
 WALKS = "walks"
 """What a run calls the work of :func:`token_gradients`."""
-HIDDEN, SLOPES, SQUARES = "hidden.{}", "slopes.{}", "squares.{}"
-"""What enters a layer; the gradients there; those squared, at its Linears' outputs. The head counts as one
-behind the last layer. Squares are stored after slopes, and so they say that a layer is done."""
+FORWARD = "weighing tokens forward"
+BACKWARD = "weighing tokens backward"
+"""The phases of a run in which that is done."""
+HIDDEN = "hidden.{}"
+"""What enters a layer. The head counts as one behind the last layer."""
+SLOPES = "slopes.{}"
+"""The gradients there."""
+SQUARES = "squares.{}"
+"""The squared gradients at the outputs of a layer's Linears. They are stored after slopes, and so they say
+that a layer is done."""
 
 
 class LayerStore(Protocol):
@@ -131,7 +139,8 @@ class _Walks:
 
     def __init__(self, config: ModelConfig, weights: Weights, tokens: torch.Tensor,
                  store: LayerStore) -> None:
-        self._config, self._weights, self._tokens, self._store = config, weights, tokens, store
+        self._config, self._weights = config, weights
+        self._tokens, self._store = tokens, store
         samples, length = tokens.shape
         self._batch = max(1, BACKWARD_TOKENS // length)
         sizes = [min(self._batch, samples - first) for first in range(0, samples, self._batch)]
@@ -276,6 +285,20 @@ def _watch(squares: torch.Tensor, first: int) -> Callable[..., None]:
         y.register_hook(take)
 
     return watch
+
+
+def tell_weighing(phases: Phases, done: int, layers: int, backward: bool = True) -> None:
+    """Report tokens that are weighed; a layer takes longer backward than forward.
+
+    Args:
+        phases: of the run.
+        done: the number of layers that were walked through, forward and backward together.
+        layers: the number of the model's layers.
+        backward: whether the walk goes back.
+    """
+    name = BACKWARD if backward and done >= layers else FORWARD
+    phases(name)(ProgressEvent(done - layers if name == BACKWARD else done, layers,
+                               "what each token matters"))
 
 
 def weighed_windows(samples: int, count: int) -> list[int]:

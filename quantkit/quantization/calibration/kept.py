@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 
 from quantkit import __version__
 from quantkit.quantization.specs import TransformSpec
-from quantkit.quantization.transforms.apply import resolve
+from quantkit.quantization.transforms.base import resolve
 from quantkit.sources.base import ModelSource
 from quantkit.sources.local import sha256_file
 from quantkit.support.errors import SourceError

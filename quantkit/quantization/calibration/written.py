@@ -22,7 +22,7 @@ from quantkit.models.interfaces import LanguageModel
 from quantkit.models.linear import Weights
 from quantkit.quantization.calibration.finite import NonFiniteError, first_nonfinite, require_finite_states
 from quantkit.quantization.calibration.openings import BEGINNINGS, QUESTIONS
-from quantkit.quantization.calibration.sizes import WRITTEN
+from quantkit.quantization.calibration.spill import WRITTEN
 from quantkit.quantization.specs import CalibrationSpec
 from quantkit.support.errors import CalibrationError, SourceError
 from quantkit.text.tokenizer import Tokenizer

@@ -16,18 +16,16 @@ from quantkit.quantization.methods.grid import (
     at_once,
     costs_of_groups,
     find_grid,
+    multiples,
     require_in_range,
     rising,
-    search_factors,
-    settle_,
-)
-from quantkit.quantization.methods.scale_rounding import (
-    multiples,
     rounded_minimum,
     rounded_multiple,
     rounded_scale,
+    search_factors,
+    settle_,
+    tile_grid,
 )
-from quantkit.quantization.methods.tiles import tile_grid
 
 GRIDS = frozenset({"int", "int minima", "int superblocks", "iq", "fp", "fp tiles", "fp4", "trellis"})
 """The grids that rounding and GPTQ know."""

@@ -7,7 +7,7 @@ import time
 import torch
 
 from quantkit.quantization.planning.plan import Plan
-from quantkit.quantization.transforms import awq
+from quantkit.quantization.transforms.channel_scales import AWQ_ROWS
 
 PROBE = 512
 """Rows and columns of the product that is timed."""
@@ -64,7 +64,7 @@ def expected_seconds(plan: Plan, rate: float) -> tuple[float, float] | None:
         if row.method == "gptq" and row.name in plan.measured:
             total += 2 * SOLVED * weights * row.shape[1]
         if "awq" in transforms and row.layer is not None and row.name in plan.measured:
-            total += 2 * SEARCHED * min(awq.ROWS, row.shape[0]) * row.shape[1] ** 2
+            total += 2 * SEARCHED * min(AWQ_ROWS, row.shape[0]) * row.shape[1] ** 2
         if row.spec is not None and row.spec.kind == "trellis":
             total += TRELLIS * weights
     if spec is not None:

@@ -22,6 +22,18 @@ from quantkit.support.errors import PluginError, QuantkitError, RecipeError, Usa
 
 BATCH = 1 << 22
 """Weights, and values of Hessians, of Linears that are solved together; larger ones are solved alone."""
+PART = 1 << 26
+"""Weights of a part of a Linear with very many rows, at most."""
+PART_ROWS = 64
+"""Rows of a part are a multiple of it, as a trellis's rings are."""
+EMBEDDING_UNIT = "embedding"
+REST_UNIT = "rest"
+"""The units of a checkpoint that are in no decoder layer: a quantized embedding, and everything else."""
+
+
+def layer_unit(index: int) -> str:
+    """The unit of a decoder layer."""
+    return f"layer-{index}"
 
 
 @dataclass(frozen=True)
@@ -62,6 +74,13 @@ class PlanRow:
                         bytes=self.bytes_after, error=error, tokens=tokens, notes=notes)
 
     @property
+    def unit(self) -> str:
+        """The unit that it is stored in: units are made one after another, each whole or not at all."""
+        if self.layer is not None:
+            return layer_unit(self.layer)
+        return EMBEDDING_UNIT if self.name == EMBEDDING else REST_UNIT
+
+    @property
     def bits(self) -> float:
         """Stored bits a weight, scales and zero points included."""
         return 8 * self.bytes_after / (self.shape[0] * self.shape[1])
@@ -73,7 +92,7 @@ class PlanRow:
                 "label": self.spec.label() if self.spec else None, "bits": self.bits}
 
 
-def together(rows: Iterable[PlanRow], needs: Container[str], limit: int) -> list[tuple[PlanRow, ...]]:
+def batch_groups(rows: Iterable[PlanRow], needs: Container[str], limit: int) -> list[tuple[PlanRow, ...]]:
     """Quantized Linears in the groups in which they are solved, each in the place of its first.
 
     Args:
@@ -89,7 +108,7 @@ def together(rows: Iterable[PlanRow], needs: Container[str], limit: int) -> list
         method: Method = registry("methods").get(row.method)
         alike = repr((row.shape, row.dtype, row.method, row.format, row.spec, sorted(row.options.items())))
         size = max(row.shape) * row.shape[1]
-        if method.together is None or row.name not in needs or 2 * size > limit:
+        if method.quantize_batch is None or row.name not in needs or 2 * size > limit:
             groups.append([row])
         elif alike in open_groups and (len(open_groups[alike]) + 1) * size <= limit:
             open_groups[alike].append(row)
@@ -97,6 +116,16 @@ def together(rows: Iterable[PlanRow], needs: Container[str], limit: int) -> list
             groups.append([row])
             open_groups[alike] = groups[-1]
     return [tuple(group) for group in groups]
+
+
+def rows_at_once(spec: QuantSpec, shape: tuple[int, int]) -> int:
+    """The number of rows in a part of a weight ``shape``: all if they fit into one part or share scales."""
+    rows, columns = shape
+    step = max(1, PART // (columns * PART_ROWS)) * PART_ROWS
+    block = spec.granularity.size if spec.granularity.strategy == "block" else None
+    indivisible = (spec.granularity.strategy in ("tensor", "tile") or spec.outer_shape(shape) == (1, 1)
+                   or (block is not None and step * columns % block))
+    return rows if indivisible else min(rows, step)
 
 
 class LayerRefusal(Exception):

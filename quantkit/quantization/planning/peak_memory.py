@@ -8,16 +8,15 @@ from typing import TYPE_CHECKING
 
 from quantkit.models.architecture import EMBEDDING, EXPERT, HEAD
 from quantkit.models.config import ModelConfig
-from quantkit.quantization.calibration.sizes import (
+from quantkit.quantization.calibration.spill import (
     BACKWARD_LOGITS,
     BACKWARD_TOKENS,
     BATCH_TOKENS,
     STATES_IN_MEMORY,
     WRITTEN,
 )
-from quantkit.quantization.methods.gptq import TOGETHER
-from quantkit.quantization.methods.parts import rows_at_once
-from quantkit.quantization.planning.layers import BATCH, together
+from quantkit.quantization.methods.gptq import WEIGHTS_AT_ONCE
+from quantkit.quantization.planning.layers import BATCH, batch_groups, rows_at_once
 from quantkit.quantization.specs import CalibrationSpec
 from quantkit.sources.base import TensorInfo
 
@@ -46,9 +45,9 @@ def peak_bytes(rows: list[PlanRow], needs: set[str], calibration: CalibrationSpe
 
     - a *Linear is solved*: 11 for each weight (itself and its result in float32, and codes) or,
       where its method needs a Hessian, if that is more, ``4 · in²`` for a copy of it, 9 for each
-      weight (itself, its levels, codes) and 32 for each of ``TOGETHER``. Small ones that are alike
+      weight (itself, its levels, codes) and 32 for each of ``WEIGHTS_AT_ONCE``. Small ones that are alike
       (``BATCH``) are one, with a second copy of the Hessians. Squares take 4 more for each weight, or
-      8 and 8 for each of ``TOGETHER``: every weight's scale. Beside that are its unit's
+      8 and 8 for each of ``WEIGHTS_AT_ONCE``: every weight's scale. Beside that are its unit's
       stored results, ``4 · in²`` for each input that Linears of its stage share and that this or a later one
       needs, twice that with drift, which also takes 20 for each weight, and 4 for every weight of the layer's
       later stages;
@@ -56,7 +55,8 @@ def peak_bytes(rows: list[PlanRow], needs: set[str], calibration: CalibrationSpe
       activations of ``BATCH_TOKENS``; or *run* with what is stored, which is there too;
       A transform that changes layers holds one in float32, beside that;
     - the *embedding or the head*, if it is quantized: as it is stored before and after, its codes, and as
-      for a layer's Linear what a part of its rows takes (:mod:`~quantkit.quantization.methods.parts`);
+      for a layer's Linear what a part of its rows takes
+      (:func:`~quantkit.quantization.planning.layers.rows_at_once`);
     - *another tensor* is copied, as it is stored; of the embeddings those that the text needs, in float32;
     - where tokens get an importance, a layer is held with all that its backward pass needs, or the head with
       some of its logits; all layers' inputs are on disk;
@@ -131,7 +131,7 @@ def states_bytes(config: ModelConfig, tokens: int, changed: bool, drift: bool) -
 
 
 def _stages(unit: list[PlanRow], together: bool) -> Iterator[tuple[list[PlanRow], int]]:
-    """A layer's rows in the stages of :mod:`quantkit.quantization.calibration.stages`, or ``together``; and
+    """A layer's rows in the stages of :mod:`quantkit.quantization.calibration.runner`, or ``together``; and
     how many weights the later ones have."""
     stages: dict[str, list[PlanRow]] = defaultdict(list)
     for row in unit:
@@ -145,7 +145,7 @@ def _stages(unit: list[PlanRow], together: bool) -> Iterator[tuple[list[PlanRow]
 def _solving(unit: list[PlanRow], needs: set[str], drift: Collection[str]) -> int:
     """While a unit's Linears are solved, some that are alike at a time."""
     peak = packed = 0
-    groups = together(unit, needs, BATCH)
+    groups = batch_groups(unit, needs, BATCH)
     remaining = [row for group in groups for row in group]
     for group in groups:
         row, count = group[0], len(group)
@@ -155,11 +155,11 @@ def _solving(unit: list[PlanRow], needs: set[str], drift: Collection[str]) -> in
         if row.name in needs:
             copies = 4 * form * (1 if count == 1 else 2)
             exact = 4 * weights * (row.name in drift)  # beside what is solved for
-            working = max(working, copies + exact + 9 * weights + 32 * min(weights, TOGETHER))
+            working = max(working, copies + exact + 9 * weights + 32 * min(weights, WEIGHTS_AT_ONCE))
             if exact:
                 working = max(working, 4 * row.shape[1] ** 2 + 20 * weights)
         if row.spec and row.spec.granularity.strategy == "tile":
-            working += 8 * (weights + min(weights, TOGETHER)) if row.name in needs else 4 * weights
+            working += 8 * (weights + min(weights, WEIGHTS_AT_ONCE)) if row.name in needs else 4 * weights
         if row.spec and row.spec.rotation:
             working += 4 * weights + (8 * form if row.name in needs else 0)
         peak = max(peak, packed + working + _hessians(remaining, needs, drift))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from quantkit.models.architecture import EMBEDDING, HEAD
 from quantkit.models.config import ModelConfig
-from quantkit.quantization.calibration.sizes import BACKWARD_LOGITS, BACKWARD_TOKENS, RECOVERY_STATES
+from quantkit.quantization.calibration.spill import BACKWARD_LOGITS, BACKWARD_TOKENS, RECOVERY_STATES
 from quantkit.quantization.planning.peak_memory import RUNTIME_BYTES
 from quantkit.sources.base import TensorInfo
 

@@ -1,18 +1,23 @@
-"""The interface of transforms, and the decoder layer that they change."""
+"""What a transform is, the decoder layer that it changes, and how a recipe's transforms are applied."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from quantkit.formats.spec import QuantSpec
+from quantkit.models.architecture import parse_config
 from quantkit.models.config import ModelConfig
 from quantkit.models.scale_groups import ScaleGroup
-from quantkit.quantization.methods.base import LayerStats, MethodOptions
+from quantkit.plugins.manager import is_builtin, registry, whose
+from quantkit.quantization.methods.base import LayerStats, MethodOptions, checked_options
+from quantkit.quantization.specs import TransformSpec
 from quantkit.sources.base import ModelSource
+from quantkit.sources.checked import CheckedSource
+from quantkit.support.errors import PluginError, RecipeError
 
 
 class LayerTensors:
@@ -33,7 +38,8 @@ class LayerTensors:
     def __init__(self, read: Callable[[str], torch.Tensor], has: Callable[[str], bool],
                  specs: Mapping[str, QuantSpec], stats: dict[str, LayerStats],
                  offset_norms: bool = False) -> None:
-        self._read, self._has, self.specs, self.stats = read, has, specs, stats
+        self._read, self._has = read, has
+        self.specs, self.stats = specs, stats
         self._offset = 1.0 if offset_norms else 0.0
         self.changed: dict[str, torch.Tensor] = {}
 
@@ -146,3 +152,48 @@ class Transform:
     options: type[MethodOptions] = MethodOptions
     refuses: Callable[[ModelConfig], str | None] = lambda config: None
     idle: Callable[[QuantSpec], str | None] = lambda spec: None
+
+
+def resolve(specs: Iterable[TransformSpec]) -> list[tuple[Transform, MethodOptions]]:
+    """Every transform with its options. Raises UsageError for an unknown one, RecipeError for options,
+    PluginError for one that nothing would call."""
+    table, resolved = registry("transforms"), []
+    for spec in specs:
+        transform: Transform = table.get(spec.name)
+        if transform.layer is not None and not transform.needs:  # it would never be called
+            raise PluginError(f"{whose('transforms', spec.name)} changes layers and needs no statistics",
+                              why="layers are changed once their inputs are measured",
+                              next='declare what it is measured for: needs=frozenset({"largest"})')
+        options = checked_options(f"transform {spec.name}", transform.options, spec.options)
+        resolved.append((transform, options))
+    return resolved
+
+
+def transformed(specs: Iterable[TransformSpec], source: ModelSource) -> ModelSource:
+    """The model of ``source`` as the whole-model transforms present it.
+
+    Raises:
+        RecipeError: one of the transforms, also of those that change layers later, isn't for this model.
+    """
+    for transform, options in resolve(specs):
+        config = parse_config(source.config())
+        if (why := transform.refuses(config)) is not None:
+            raise RecipeError(f"transform {transform.name} can't be used on {source.uri}", why=why,
+                              next="leave it out of the recipe")
+        source = transform.source(source, config, options)
+        if not is_builtin("transforms", transform.name):
+            source = CheckedSource(source, whose("transforms", transform.name))
+    return source
+
+
+def apply_to_layer(transform: Transform, options: MethodOptions, config: ModelConfig, index: int,
+                   tensors: LayerTensors) -> None:
+    """Let a transform change a layer, if it changes layers. Raises PluginError if a plugin's leaves something
+    else than tensors of the model's names and shapes."""
+    if transform.layer is None:
+        return
+    transform.layer(config, index, tensors, options)
+    if not is_builtin("transforms", transform.name) and (fault := tensors.fault()) is not None:
+        raise PluginError(f"{whose('transforms', transform.name)}: in layer {index} {fault}",
+                          why="LayerTensors.changed holds new tensors of the model by their full names",
+                          next="correct it: quantkit.testing.check_transform finds such errors")

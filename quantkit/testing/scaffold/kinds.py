@@ -38,8 +38,6 @@ KINDS: dict[str, TemplateKind] = {kind.name: kind for kind in (
           "quantkit quantize smollm2 --recipe int4-$name --out OUT && quantkit eval smollm2 OUT --windows 4"),
     _kind("transform", "transforms", "equalize", "Evens out the ranges of channels between two layers.",
           "quantkit quantize smollm2 --recipe int4-$name --out OUT && quantkit eval smollm2 OUT --windows 4"),
-    _kind("recovery", "recoveries", "signs", "Trains scales by the signs of their gradients.",
-          "quantkit quantize smollm2 --recipe int2-$name --out OUT && quantkit eval smollm2 OUT --windows 4"),
     _kind("format", "formats", "rowwise", "Stores 8-bit weights with a scale a row.",
           "quantkit quantize smollm2 --recipe int8-$name --out OUT && quantkit eval smollm2 OUT --windows 4"),
     _kind("kernel", "kernels", "blockwise", "Multiplies by 4-bit weights a block of rows at a time.",

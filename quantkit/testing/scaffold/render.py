@@ -19,7 +19,7 @@ from quantkit.testing.scaffold.names import PluginNames, kind_of, plugin_names, 
 
 TEMPLATES = Path(__file__).parent / "templates"
 SUFFIX = ".tmpl"
-RECIPES = {"recovery": "int2-", "method": "int4-", "transform": "int4-", "format": "int8-"}
+RECIPES = {"method": "int4-", "transform": "int4-", "format": "int8-"}
 """Kind → what its recipe's name begins with."""
 
 

@@ -8,9 +8,9 @@ import pytest
 
 from quantkit.evaluation.text import load_text
 from quantkit.quantization.calibration import passages
+from quantkit.quantization.calibration.builtin_text import builtin_documents
 from quantkit.quantization.calibration.data import load_calibration
 from quantkit.quantization.calibration.overlap import Passages
-from quantkit.quantization.calibration.passages import builtin_documents
 from quantkit.quantization.specs import CalibrationSpec
 from quantkit.sources.open import open_source
 from quantkit.support.errors import CalibrationError

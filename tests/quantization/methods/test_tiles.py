@@ -13,9 +13,8 @@ from quantkit.formats.spec import QuantSpec
 from quantkit.quantization.methods.base import LayerStats
 from quantkit.quantization.methods.gptq import METHOD as GPTQ
 from quantkit.quantization.methods.gptq import GptqOptions
-from quantkit.quantization.methods.rtn import METHOD as RTN
-from quantkit.quantization.methods.rtn import RtnOptions
-from quantkit.quantization.methods.tiles import sums_of_tiles
+from quantkit.quantization.methods.grid import sums_of_tiles
+from quantkit.quantization.methods.rounding import RTN, RtnOptions
 from tests.helpers.quantized import quant_spec
 
 
