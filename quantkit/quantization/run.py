@@ -306,7 +306,8 @@ class _UnitMaker:
 
     def __init__(self, run: _Run, writer: CheckpointWriter) -> None:
         self.run, self.writer = run, writer
-        self.source, self.plan, self.config = run.source, run.plan, run.config
+        self.source, self.plan = run.source, run.plan
+        self.config = run.config
         self.transforms = resolve(run.plan.recipe.transforms)
         self.layers = range(run.config.num_layers)
         self.rows: dict[str, list[PlanRow]] = {}

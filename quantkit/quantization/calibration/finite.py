@@ -28,7 +28,8 @@ class NonFiniteError(CalibrationError):
 
     def __init__(self, tensor: str, *, sample: int | None = None, layer: int | None = None,
                  why: str | None = None) -> None:
-        self.tensor, self.sample, self.layer = tensor, sample, layer
+        self.tensor, self.sample = tensor, sample
+        self.layer = layer
         window = "" if sample is None else f" in calibration window {sample}"
         super().__init__(tensor + window, why=why, next=NEXT)
 

@@ -17,11 +17,11 @@ layer gives is on disk before the next one is read: a run that was killed goes o
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
+from quantkit.checkpoint.work import WorkStore
 from quantkit.models.architecture import EMBEDDING, HEAD
 from quantkit.models.config import ModelConfig
 from quantkit.models.decoder import DecoderLayer
@@ -59,32 +59,9 @@ SQUARES = "squares.{}"
 that a layer is done."""
 
 
-class LayerStore(Protocol):
-    """Keeps what the walks find, layer by layer, for the next attempt: ``checkpoint.work.WorkStore``."""
-
-    def has(self, key: str) -> bool:
-        """Whether it was stored and is undamaged."""
-
-    def put(self, key: str, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Store tensors by name; durable when it returns."""
-
-    def get(self, key: str) -> dict[str, torch.Tensor]:
-        """What was put."""
-
-    def put_batches(self, key: str, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype,
-                    batches: Iterable[torch.Tensor]) -> None:
-        """Store tensors one after another, each made when it is written; durable when it returns."""
-
-    def batch(self, key: str, index: int) -> torch.Tensor:
-        """One of them, on the CPU."""
-
-    def drop(self, key: str) -> None:
-        """Forget it."""
-
-
 @torch.inference_mode(False)
 def token_gradients(config: ModelConfig, weights: Weights, tokens: torch.Tensor, wanted: Collection[str],
-                    seed: int, store: LayerStore,
+                    seed: int, store: WorkStore,
                     step: Callable[[], None] = lambda: None) -> dict[str, torch.Tensor]:
     """How strongly the model's answers depend on every token's outputs, for every Linear that is wanted.
 
@@ -138,7 +115,7 @@ class _Walks:
     """One layer at a time, forward and backward; each method stores what the next one needs."""
 
     def __init__(self, config: ModelConfig, weights: Weights, tokens: torch.Tensor,
-                 store: LayerStore) -> None:
+                 store: WorkStore) -> None:
         self._config, self._weights = config, weights
         self._tokens, self._store = tokens, store
         samples, length = tokens.shape

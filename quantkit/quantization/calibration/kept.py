@@ -35,7 +35,9 @@ LEAST = 1 << 16
 """Numbers: fewer are found again as quickly as they are looked for."""
 MOST = 8
 """Files that are kept, the newest; one takes 4 bytes for each token and Linear."""
-HASH, PART, DAY = ".sha256", ".part", 24 * 60 * 60
+HASH = ".sha256"
+PART = ".part"
+DAY = 24 * 60 * 60
 Gradients = dict[str, torch.Tensor]
 
 

@@ -36,7 +36,9 @@ class HessianObserver:
 
     def __init__(self, name: str, importance: torch.Tensor | None = None, size: int | None = None,
                  form: bool = True, correlation: float = 1.0) -> None:
-        self.name, self.importance, self.tokens, self.first, self._size = name, importance, 0, 0, size
+        self.name, self.importance = name, importance
+        self.tokens = self.first = 0
+        self._size = size
         self._form, self._correlation = form, correlation
         self._sum: torch.Tensor | None = None
         self._drift: torch.Tensor | None = None

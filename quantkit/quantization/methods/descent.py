@@ -50,10 +50,11 @@ def descend_levels(weight: torch.Tensor, levels: torch.Tensor, grids: Sequence[G
         Levels as given.
     """
     work = levels.mT.clone(memory_format=torch.contiguous_format)
-    linears, count, out = work.shape
+    linears, out = len(work), work.shape[2]
+    count = work.shape[1]
     scales, zeros = by_column(grids, out)
     size = count // scales.shape[1]
-    off = torch.stack([w - from_grid(v, grid) for w, v, grid in zip(weight, levels, grids, strict=True)])
+    off = weight - torch.stack([from_grid(v, grid) for v, grid in zip(levels, grids, strict=True)])
     slopes = hessian @ off.mT
     del off
     pivots = hessian.diagonal(dim1=1, dim2=2).T.unsqueeze(-1).unbind()
@@ -119,9 +120,9 @@ def descend_scales(weight: torch.Tensor, levels: torch.Tensor, grid: Grid, hessi
 
 def _curves(units: torch.Tensor, hessian: torch.Tensor) -> torch.Tensor:
     """``u_g H u_k`` of every row and pair of groups, ``[rows, groups, groups]``."""
-    rows, groups, size = units.shape
+    rows, groups = units.shape[:2]
     result = torch.empty(rows, groups, groups, device=units.device)
-    for group, part in enumerate(hessian.split(size)):
+    for group, part in enumerate(hessian.split(units.shape[2])):
         torch.sum((units[:, group] @ part).view(units.shape).mul_(units), dim=-1, out=result[:, group])
     return result
 
@@ -169,13 +170,15 @@ class _ScaleDescent:
 
     def __init__(self, weight: torch.Tensor, levels: torch.Tensor, grid: Grid, hessian: torch.Tensor,
                  spec: QuantSpec) -> None:
-        self._spec, self._hessian, self._zero = spec, hessian, grid.zero
+        self._spec, self._hessian = spec, hessian
+        self._zero = grid.zero
         self._size = weight.shape[1] // grid.scale.shape[1]
         self._units = levels.reshape(*grid.scale.shape, -1) - grid.zero.unsqueeze(-1)
         self._slopes = (weight - from_grid(levels, grid)) @ hessian
         self._scale = grid.scale.clone()
-        self._minimum, self._outer, self._depth = (
-            None if part is None else part.clone() for part in (grid.minimum, grid.outer, grid.outer_minimum))
+        self._minimum = None if grid.minimum is None else grid.minimum.clone()
+        self._outer = None if grid.outer is None else grid.outer.clone()
+        self._depth = None if grid.outer_minimum is None else grid.outer_minimum.clone()
 
     def grid(self) -> Grid:
         """As it is now."""
@@ -207,7 +210,8 @@ class _ScaleDescent:
         assert self._minimum is not None
         old, below = self._scale[:, group], self._minimum[:, group]
         target = old + (slope * flat - push * mixed) / (curve * flat - mixed.square())
-        gain, step, lift = (torch.zeros_like(old) for _ in range(3))
+        gain = torch.zeros_like(old)
+        step, lift = torch.zeros_like(old), torch.zeros_like(old)
         for neighbor in NEIGHBORS if self._outer is not None else NEIGHBORS[2:3]:
             near = target if self._outer is None else target + neighbor * self._of(self._outer, group)
             change = self._stored(near, group) - old
@@ -215,8 +219,8 @@ class _ScaleDescent:
             won = 2 * (slope * change + push * rise) - (
                 curve * change.square() + 2 * mixed * change * rise + flat * rise.square())
             better = won > gain  # never where it is NaN
-            gain, step, lift = (torch.where(better, new, kept) for new, kept in (
-                (won, gain), (change, step), (rise, lift)))
+            gain = torch.where(better, won, gain)
+            step, lift = torch.where(better, change, step), torch.where(better, rise, lift)
         return step, lift
 
     def move_superblock(self, number: int) -> None:

@@ -179,10 +179,10 @@ def quantize_batch(weights: Sequence[torch.Tensor], stats: Sequence[LayerStats |
 def _unless_rounded(task: PendingSolve, levels: torch.Tensor, grid: Grid, part: slice,
                     spec: QuantSpec) -> tuple[Codes, torch.Tensor]:
     """Solved rows; rounded where that is no worse, bool ``[out]``."""
-    weight, plain, hessian = task.weight[part], task.plain.rows(part), task.hessian
+    weight, plain = task.weight[part], task.plain.rows(part)
     rounded = round_to_grid(weight, plain, spec)
-    solved = losses(weight - from_grid(levels, grid), hessian)
-    baseline = losses(weight - from_grid(rounded, plain), hessian)
+    solved = losses(weight - from_grid(levels, grid), task.hessian)
+    baseline = losses(weight - from_grid(rounded, plain), task.hessian)
     if spec.granularity.strategy == "tensor":  # one scale for all rows: all or none
         solved, baseline = solved.sum().expand_as(solved), baseline.sum().expand_as(baseline)
     elif spec.granularity.strategy == "tile":  # the same for the rows of a square
@@ -264,7 +264,7 @@ def _descend_tiles(weight: torch.Tensor, levels: torch.Tensor, grid: Grid, form:
     Returns:
         Levels float32 ``[rows, in]`` and their grid.
     """
-    levels, passes, refits = levels.float(), options.descent_passes, options.refit
+    levels, refits = levels.float(), options.refit
     if not has_plain_scales(spec):
         return _descend_in_turns(weight, levels, grid, form, spec, options)
     rows, size = len(weight), weight.shape[1] // grid.scale.shape[1]
@@ -282,10 +282,10 @@ def _descend_tiles(weight: torch.Tensor, levels: torch.Tensor, grid: Grid, form:
         torch.matmul(form, _errors_of_tiles(tiled, levels, scale, zero), out=slopes)
 
     if not refits or size <= columns.LARGEST_GROUP:
-        descend_columns(dtype_name(scale_dtype(spec)) if refits else None, passes, refits)
+        descend_columns(dtype_name(scale_dtype(spec)) if refits else None, options.descent_passes, refits)
     else:
         refit()
-        for _ in range(passes):
+        for _ in range(options.descent_passes):
             descend_columns(None, 1, 0)
             refit()
     return columns.untile(levels, rows), _untiled(scale, zero, rows)
@@ -399,13 +399,13 @@ def _solve_columns(weights: Sequence[torch.Tensor], grids: Sequence[Grid], upper
 def _solve_block(work: torch.Tensor, upper: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor,
                  places: torch.Tensor, spec: QuantSpec, levels: torch.Tensor, errors: torch.Tensor) -> None:
     """Some columns: writes ``levels`` and ``errors``, ``[linears, columns, out]``; uses ``work`` up."""
-    linears, count, out = work.shape
+    linears, count = work.shape[:2]
     lines: slice | torch.Tensor = torch.arange(linears, device=work.device)
     groups: Sequence[int | torch.Tensor] = places.T.unbind()
     if linears == 1:  # spares copies
         lines, groups = slice(None), places[0].tolist()
     pivots = upper.diagonal(dim1=1, dim2=2).T.unsqueeze(-1).unbind()
-    inner = max(1, min(count, at_once(work.device) // (linears * out)))
+    inner = max(1, min(count, at_once(work.device) // work[:, 0].numel()))
     for first in range(0, count, inner):
         last = min(first + inner, count)
         for i in range(first, last):

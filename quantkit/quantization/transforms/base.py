@@ -116,11 +116,11 @@ class LayerTensors:
 
 def _scaled(stats: LayerStats, columns: torch.Tensor) -> LayerStats:
     """The statistics of inputs that are divided by ``columns``."""
-    hessian, largest, drift = stats.hessian, stats.largest, stats.drift
-    return dataclasses.replace(
-        stats, hessian=None if hessian is None else hessian / columns / columns[:, None],
-        drift=None if drift is None else drift / columns / columns[:, None],
-        largest=None if largest is None else largest / columns)
+    def scaled(form: torch.Tensor | None) -> torch.Tensor | None:
+        return None if form is None else form / columns / columns[:, None]
+
+    return dataclasses.replace(stats, hessian=scaled(stats.hessian), drift=scaled(stats.drift),
+                               largest=None if stats.largest is None else stats.largest / columns)
 
 
 def _unchanged(source: ModelSource, config: ModelConfig, options: MethodOptions) -> ModelSource:
