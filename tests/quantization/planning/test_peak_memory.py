@@ -6,6 +6,7 @@ import pytest
 
 from quantkit.quantization.planning.peak_memory import RUNTIME_BYTES, STATES_IN_MEMORY
 from quantkit.quantization.planning.plan import make_plan
+from tests.helpers import shapes
 from tests.helpers.shapes import (
     GROUP4,
     HIDDEN,
@@ -17,7 +18,6 @@ from tests.helpers.shapes import (
     every,
     recipe,
 )
-from tests.support import shapes
 
 
 def test_the_head_is_solved_in_parts_that_bound_the_peak(monkeypatch):
