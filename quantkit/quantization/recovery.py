@@ -59,7 +59,7 @@ class RecoveryJob:
         other: the names of the tensors that aren't quantized.
         source: the original model.
         weights: reads the original model's tensors, in the dtype and on the device of calibration.
-        text: what :meth:`Recovery.read_text` returned.
+        text: the text that :meth:`Recovery.read_text` returned.
         phases: reports progress by the names in :attr:`Recovery.phases`.
         strict: a result that isn't kept is an error.
     """
@@ -145,8 +145,8 @@ def check_recovery(recipe: Recipe, rows: Sequence[PlanRow], config: ModelConfig)
 
     Args:
         recipe: with its calibration filled in.
-        rows: the plan's.
-        config: the model's.
+        rows: the rows of the plan.
+        config: the config of the model.
     """
     if (recovery := find_recovery(recipe)) is None:
         return

@@ -83,13 +83,13 @@ class QuantizeResult:
 
     Attributes:
         out: the checkpoint's folder.
-        plan: what was to be done; exact in bits and bytes.
-        rows: what was done, a row a Linear.
+        plan: says what was to be done; it is exact in bits and bytes.
+        rows: say what was done, a row a Linear.
         fallbacks: every note of every row, with its layer's name, and that on the calibration text.
         resumed: the number of units that an earlier attempt had finished.
         seconds: the time that this attempt took.
-        calibration: what the calibrated methods saw, if there were any.
-        recovery: what training of scales and norms came to, if the recipe asks for it.
+        calibration: describes what the calibrated methods saw, if there were any.
+        recovery: says what training of scales and norms came to, if the recipe asks for it.
     """
 
     out: Path
@@ -389,7 +389,7 @@ class _UnitMaker:
         """Solve and store a layer, unless it is on disk.
 
         Args:
-            index: the layer's.
+            index: the layer's index.
             advance: whether the hidden states go on through it.
         """
         unit = layer_unit(index)
@@ -474,7 +474,7 @@ class _UnitMaker:
         """Write a unit; its packed weights.
 
         Args:
-            unit: its name.
+            unit: the name of the unit.
             planned: the plan's rows.
             other: the names of tensors that are stored as they are, or as a transform left them.
             layer: has what transforms changed.

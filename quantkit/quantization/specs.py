@@ -47,10 +47,10 @@ class CalibrationSpec(Frozen):
             folder of them, a ``.jsonl`` or ``.parquet`` file of texts or conversations,
             ``hub:OWNER/NAME[:SPLIT][:FILE]``; or several of these. Or ``self``: the model writes it. Or
             ``random``: no text at all, but tokens drawn from the vocabulary.
-        windows: how many there are.
+        windows: the number of windows.
         window: tokens in each.
         seed: chooses the windows.
-        importance: what a token's error counts for in a layer: ``gradient`` (how much the model's
+        importance: says what a token's error counts for in a layer: ``gradient`` (how much the model's
             answer depends on that layer there) or ``equal``.
         importance_windows: windows of which gradients are found, evenly spread; any other token counts for
             what theirs do on average at its place in a window.

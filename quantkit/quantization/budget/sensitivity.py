@@ -82,10 +82,10 @@ def sensitivities(source: ModelSource, plan: Plan, candidates: Sequence[Candidat
     budget for the same model, candidates and text measures nothing again.
 
     Args:
-        source: of the model.
+        source: reads the model.
         plan: its recipe says which text.
-        candidates: what is compared.
-        rows: what those that fit make of each Linear, in decoder layers.
+        candidates: the candidates that are compared.
+        rows: say what those that fit make of each Linear, in decoder layers.
         progress: called after each layer, forward and backward, then before it is measured; and at the end.
 
     Returns:

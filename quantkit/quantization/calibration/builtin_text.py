@@ -90,8 +90,8 @@ def prose(characters: int, folder: Path | None = None) -> str:
     """Paragraphs of prose, separated by blank lines; the same text for the same Python.
 
     Args:
-        characters: where to stop. Reading the sources takes about 3 seconds for a million.
-        folder: where ``.py`` files are looked for; the standard library by default.
+        characters: the length at which to stop. Reading the sources takes about 3 seconds for a million.
+        folder: the folder of ``.py`` files; the standard library by default.
 
     Returns:
         The text; empty where a Python is installed without its sources.

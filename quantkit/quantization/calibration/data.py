@@ -61,10 +61,10 @@ class CalibrationData:
 
     Attributes:
         tokens: int64 ``[windows, tokens]``.
-        origins: of each window, where it begins.
+        origins: for each window, the place where it begins.
         packing: ``stream`` or ``documents``.
-        files: what was read; none for the built-in text.
-        coverage: the report.
+        files: the files that were read; none for the built-in text.
+        coverage: the report on the text.
     """
 
     tokens: torch.Tensor
@@ -84,7 +84,7 @@ def prepare(spec: CalibrationSpec | None, source: ModelSource, widest: int, prog
     """Read what a run calibrates on, and warn of everything that is bad about it.
 
     Args:
-        spec: what to read; ``None``: no method needs calibration.
+        spec: says what to read; ``None`` if no method needs calibration.
         source: the model: its tokenizer and chat template.
         widest: inputs of the widest Linear that is solved by its Hessian; 0 if there is none.
         progress: told of downloads.
@@ -151,7 +151,7 @@ def load_calibration(spec: CalibrationSpec, tokenizer: Tokenizer, vocabulary: in
     """Find, encode and cut the text that ``spec`` names.
 
     Args:
-        spec: which text, how many windows of which length.
+        spec: says which text, and how many windows of which length.
         tokenizer: the model's, with its chat template.
         vocabulary: tokens that the model knows.
         widest: inputs of the widest Linear that is calibrated, for the report.

@@ -66,13 +66,13 @@ def token_gradients(config: ModelConfig, weights: Weights, tokens: torch.Tensor,
     """How strongly the model's answers depend on every token's outputs, for every Linear that is wanted.
 
     Args:
-        config: the model's.
+        config: the model's config.
         weights: the original model's; computing happens in its dtype and on its device.
         tokens: int64 ``[windows, tokens]``.
         wanted: full names of Linears of the decoder layers, and of the head (that of the embedding, where the
             embedding is the head).
-        seed: of the answers that are drawn.
-        store: where finished layers are kept, and found if an earlier attempt with the same arguments was
+        seed: the seed of the answers that are drawn.
+        store: keeps finished layers, which are found if an earlier attempt with the same arguments was
             stopped. The caller clears it once the result is kept elsewhere.
         step: called after each layer, twice: forward and backward.
 
@@ -268,7 +268,7 @@ def tell_weighing(phases: Phases, done: int, layers: int, backward: bool = True)
     """Report tokens that are weighed; a layer takes longer backward than forward.
 
     Args:
-        phases: of the run.
+        phases: the phases of the run.
         done: the number of layers that were walked through, forward and backward together.
         layers: the number of the model's layers.
         backward: whether the walk goes back.
@@ -292,9 +292,9 @@ def spread(squares: torch.Tensor, windows: Sequence[int], samples: int) -> torch
     and 3, 4 to 7, … are taken together: attention rests on a text's first tokens.
 
     Args:
-        squares: what :func:`token_gradients` found of a Linear, float32 ``[windows · length]``.
-        windows: their numbers.
-        samples: of all windows.
+        squares: the squares that :func:`token_gradients` found of a Linear, float32 ``[windows · length]``.
+        windows: the numbers of those windows.
+        samples: the number of all windows.
 
     Returns:
         float32 ``[windows · tokens]``, 1 on average.

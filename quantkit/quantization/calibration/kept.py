@@ -46,12 +46,12 @@ def gradients(source: ModelSource, transforms: Sequence[TransformSpec], tokens: 
     """What ``find`` gives, as ``token_gradients`` does; from an earlier run if there was one.
 
     Args:
-        source: of the model, in its changed form.
-        transforms: that changed it.
+        source: reads the model in its changed form.
+        transforms: the transforms that changed it.
         tokens: int64 ``[windows, tokens]``.
-        seed: of the answers that are drawn.
+        seed: the seed of the answers that are drawn.
         wanted: full names of Linears.
-        device: where ``find`` computes: sums are made in another order on another.
+        device: the device on which ``find`` computes: sums are made in another order on another.
         find: walks through the model.
     """
     identity = source.identity()

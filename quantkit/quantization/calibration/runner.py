@@ -117,12 +117,12 @@ class LayerRunner:
     needs it), then :meth:`advance_stage`. :meth:`measure` and :meth:`advance` take a layer as one stage.
 
     Args:
-        config: the model's.
+        config: the model's config.
         weights: the *original* model's; computing happens in its dtype and on its device.
         tokens: int64 ``[windows, tokens]``.
-        importance: of each token for each Linear, float32 ``[windows · tokens]`` by full name;
+        importance: the importance of each token for each Linear, float32 ``[windows · tokens]`` by full name;
             ``None``: all tokens count the same.
-        states: where hidden states are kept; in memory by default.
+        states: keeps the hidden states; in memory by default.
         table: the embedding, if it is quantized already.
         correlation: factor on Hessians beside their diagonals; below 1 where tokens are no text.
         drift: the original model's states are kept too, so that it can be measured how far a stage's inputs
@@ -269,7 +269,7 @@ class LayerRunner:
         have been advanced through.
 
         Args:
-            name: of the head, ``model.embed_tokens`` where it is that.
+            name: the name of the head, ``model.embed_tokens`` where it is that.
 
         Raises:
             NonFiniteError: a value isn't finite; sample and tensor are named.
@@ -342,10 +342,10 @@ class StatesOfBatches:
     """What is between two stages, batch by batch.
 
     Args:
-        spill: where it is kept.
-        prefix: of its keys there.
-        batches: how many there are.
-        device: where it is given back.
+        spill: keeps it.
+        prefix: begins its keys there.
+        batches: the number of batches.
+        device: the device on which it is given back.
     """
 
     def __init__(self, spill: Spill, prefix: str, batches: int, device: torch.device) -> None:

@@ -46,10 +46,10 @@ class Windows:
 
     Attributes:
         tokens: int64 ``[windows, tokens]``.
-        origins: of each window the document that it begins in, and the token there.
+        origins: the document that each window begins in, and the token there.
         available: tokens that there were to choose from.
         cut: documents whose end had no room in their window.
-        lost: how many tokens those ends had.
+        lost: the number of tokens that those ends had.
         avoided: windows (of a stream) or documents left out for what they share with texts to avoid.
     """
 
@@ -66,7 +66,7 @@ class TooFewWindowsError(CalibrationError):
 
     Args:
         what, why, next: see :class:`~quantkit.support.errors.QuantkitError`.
-        windows: how many there are.
+        windows: the number of windows that there are.
     """
 
     def __init__(self, what: str, *, why: str, next: str, windows: int) -> None:
@@ -93,7 +93,7 @@ def cut_windows(spec: CalibrationSpec, documents: Sequence[Encoded], packing: st
 
     Args:
         spec: number and length of windows, seed, the text's name for messages.
-        documents: encoded.
+        documents: the encoded documents.
         packing: ``stream`` or ``documents``.
         avoid: whether some tokens must be left out.
 
@@ -174,7 +174,7 @@ def random_windows(samples: int, length: int, vocabulary: int, left_out: Iterabl
         samples, length: number of windows, and tokens in each.
         vocabulary: tokens are numbers below this.
         left_out: tokens that are never drawn, such as those that begin and end turns.
-        seed: the same one gives the same tokens on every machine.
+        seed: gives the same tokens on every machine.
     """
     chances = 1 / (torch.arange(vocabulary, dtype=torch.float64) + OFFSET)
     chances[[token for token in left_out if token < vocabulary]] = 0

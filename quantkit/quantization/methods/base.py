@@ -28,7 +28,7 @@ class LayerStats:
     """What calibration measured at a Linear's input.
 
     Attributes:
-        tokens: how many rows went in; 0 for an expert that got none, whose Hessian is zeros.
+        tokens: the number of rows that went in; 0 for an expert that got none, whose Hessian is zeros.
         hessian: float32 ``[in, in]``, mean of ``x xᵀ`` over tokens, each weighted by what it matters to
             the Linears that read it if the recipe's calibration says so; if a method asked for it.
         largest: float32 ``[in]``, each input's largest ``|x|`` over all tokens, if a method asked for any.

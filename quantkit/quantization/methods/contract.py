@@ -14,9 +14,9 @@ def codes_fault(result: object, shape: tuple[int, int], spec: QuantSpec) -> tupl
     """What is wrong with a method's result, and what it should have been; ``None`` if nothing.
 
     Args:
-        result: what the method returned.
-        shape: of the weight, ``(out, in)``.
-        spec: what the method was asked for.
+        result: the value that the method returned.
+        shape: the shape of the weight, ``(out, in)``.
+        spec: the spec that the method was asked for.
     """
     if not isinstance(result, Codes):
         return type_fault(result)

@@ -41,7 +41,7 @@ def descend_levels(weight: torch.Tensor, levels: torch.Tensor, grids: Sequence[G
     Args:
         weight: float32 ``[linears, out, in]``.
         levels: float32 ``[linears, out, in]``: where to start.
-        grids: what each one's levels stand for.
+        grids: the grid of each one.
         hessian: float32 ``[linears, in, in]``, its diagonal positive.
         spec: kind and bits.
         block: columns visited before the rest is updated; changes speed, not the result.
@@ -148,10 +148,10 @@ def refit_scales(weight: torch.Tensor, levels: torch.Tensor, grid: Grid, hessian
 
     Args:
         weight, levels: float32 ``[out, in]``.
-        grid: where to start, with a scale for each group of a row.
+        grid: the grid to start from, with a scale for each group of a row.
         hessian: float32 ``[in, in]``, its diagonal positive.
         spec: with superblocks or minima, signed scales, or scales of few bits.
-        rounds: visits.
+        rounds: the number of visits.
     """
     if not rounds:
         return grid

@@ -103,7 +103,7 @@ class PendingSolve:
     Attributes:
         weight: float32 ``[out, in]``.
         hessian: float32 ``[in, in]``.
-        factors: of the damped Hessian. They take as much memory as the Hessian, and so they are dropped once
+        factors: the factors of the damped Hessian. They take as much memory as the Hessian, and so they are dropped once
             the columns are solved.
         plain: the grid of plain rounding.
         grid: the grid to solve on; the CPU's kernels search for one of their own.
@@ -231,9 +231,9 @@ def _solve_tiles(weight: torch.Tensor, factors: HessianFactors, grid: Grid, spec
 
     Args:
         weight: float32 ``[rows, in]``.
-        factors: of the damped Hessian.
-        grid: that of plain rounding, used where there is no search.
-        spec: what :func:`solved_by_kernels`.
+        factors: the factors of the damped Hessian.
+        grid: the grid of plain rounding, used where there is no search.
+        spec: a spec that :func:`solved_by_kernels` takes.
         costs: float32 ``[in]``, of a column's squared error, to search for ranges by; ``None``: no search.
 
     Returns:

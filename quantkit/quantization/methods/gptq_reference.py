@@ -32,11 +32,11 @@ def solve_columns(weight: torch.Tensor, hessian: torch.Tensor, scale: torch.Tens
     """Quantize a weight column by column.
 
     Args:
-        weight: ``[out, in]``.
+        weight: the weight, ``[out, in]``.
         hessian: ``[in, in]``, the mean of ``x xᵀ`` over calibration tokens, damped: the paper has
             ``2 X Xᵀ + λ I``, and a factor changes nothing.
         scale: ``[out, groups]``; a level ``v`` stands for ``(v - zero) * scale``.
-        zero: of the same shape.
+        zero: the level that means 0, of the same shape.
         groups: int64 ``[in]``, the group of each column.
         order: int64 ``[in]``, the columns in the order in which they are quantized: as they stand, or those
             with the largest diagonal of the Hessian first (``act_order``).

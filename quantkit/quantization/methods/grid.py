@@ -61,8 +61,8 @@ class Grid:
     Attributes:
         scale: ``spec.scale_shape``, finite and rounded; positive unless the spec's scales have a sign. Of
             squares of weights: ``[out, in]``, that of every weight (:func:`tile_grid`).
-        zero: of the same shape: the level, or where levels come from a table the value, that means 0.
-        minimum: of the same shape, if the spec has minima.
+        zero: the level, or where levels come from a table the value, that means 0; of the same shape.
+        minimum: the minima, of the same shape, if the spec has minima.
         outer, outer_minimum: ``spec.outer_shape``, if scales are multiples of something.
     """
 
@@ -122,7 +122,7 @@ def find_grid(weight: torch.Tensor, spec: QuantSpec, *, importance: torch.Tensor
 
     Args:
         weight: float32 ``[out, in]``, finite.
-        spec: whose :attr:`~quantkit.formats.spec.QuantSpec.grid` is ``int`` or ``fp``; groups divide *in*.
+        spec: a spec with the grid ``int`` or ``fp``; its groups divide *in*.
         importance: float32 ``[in]``, a weight on each column's squared error in the search, such as
             the diagonal of a Hessian.
         shrinks: factors on the extremes; the one with the least squared error wins in each group.
@@ -315,7 +315,7 @@ def rounded_scale(scale: torch.Tensor, spec: QuantSpec, outer: torch.Tensor | No
     Args:
         scale: float32 of any shape.
         spec: says in what they are stored.
-        outer: what ``e4m3`` scales are multiples of.
+        outer: the number that ``e4m3`` scales are multiples of.
     """
     if spec.scale_dtype == "e4m3":
         assert outer is not None

@@ -20,7 +20,7 @@ def random_codes(spec: QuantSpec, shape: tuple[int, int], random: torch.Generato
 
     Args:
         spec: ``scale_dtype: model`` stands for float32.
-        shape: ``(out, in)``.
+        shape: the shape of the weight, ``(out, in)``.
         random: draws them, on its device.
         scale: the middle one.
     """

@@ -42,15 +42,15 @@ class PlanRow:
 
     Attributes:
         name: full name, without ``.weight``.
-        shape: ``(out, in)``.
+        shape: its shape, ``(out, in)``.
         layer: index of its decoder layer; ``None`` outside.
         shares: layers of equal value see the same input and share statistics.
         method: a registered method; ``None`` keeps the layer as it is.
         format: a registered format; ``None`` for a kept layer.
         spec: with ``scale_dtype`` resolved; ``None`` for a kept layer.
         options: the method's options as plain data, defaults filled in.
-        bytes_before: of the weight in the source.
-        bytes_after: of all tensors that are stored for it; exact.
+        bytes_before: bytes of the weight in the source.
+        bytes_after: bytes of all tensors that are stored for it; exact.
         dtype: the weight's dtype in the source, ``bfloat16``.
     """
 
@@ -96,7 +96,7 @@ def batch_groups(rows: Iterable[PlanRow], needs: Container[str], limit: int) -> 
     """Quantized Linears in the groups in which they are solved, each in the place of its first.
 
     Args:
-        rows: of one unit.
+        rows: the rows of one unit.
         needs: names of those whose methods need statistics.
         limit: weights, and values of Hessians, of a group that is more than one Linear.
     """

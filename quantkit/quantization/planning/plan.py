@@ -48,7 +48,7 @@ class Plan:
     """A recipe × a model.
 
     Attributes:
-        recipe: as given; if a method needs calibration that the recipe doesn't describe, with
+        recipe: the recipe as given; if a method needs calibration that the recipe doesn't describe, with
             the default :class:`~quantkit.quantization.specs.CalibrationSpec` filled in.
         rows: one a Linear, in the model's order; the embedding's comes first, if it is quantized.
         measured: the layers whose inputs are measured, by name, and the statistics that are wanted of them.
@@ -143,7 +143,7 @@ def run_phases(recipe: Recipe, calibration: CalibrationSpec | None, weighed: boo
 
     Args:
         recipe: may have a recovery.
-        calibration: what layers are calibrated on, if they are.
+        calibration: the text that layers are calibrated on, if they are.
         weighed: whether the tokens of that are weighed.
     """
     recovery = find_recovery(recipe)

@@ -26,8 +26,8 @@ class LayerTensors:
     Args:
         read: full name of a tensor → the model's, in the dtype in which it is stored.
         has: whether there is such a tensor.
-        specs: of the Linears that will be quantized, by full name.
-        stats: of their inputs; replaced as the inputs change.
+        specs: the specs of the Linears that will be quantized, by full name.
+        stats: the statistics of their inputs; replaced as the inputs change.
         offset_norms: the norms' weights are stored less 1.
 
     Attributes:
@@ -76,7 +76,7 @@ class LayerTensors:
         divided by: the function stays the same to float32's last bits. A channel with a weight of 0 stays.
 
         Args:
-            seam: of this layer.
+            seam: a seam of this layer.
             by: float32 ``[channels]``, positive.
         """
         if seam.rows is None:

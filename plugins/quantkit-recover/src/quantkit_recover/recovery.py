@@ -178,7 +178,8 @@ def _store_targets(job: RecoveryJob, config: ModelConfig, store: WorkStore, writ
 def _train(job: RecoveryJob, model: _FinishedModel, options: DistillOptions, store: WorkStore,
            spill: Spill) -> None:
     """Store trained values as they would be read back, and the held-out losses before and after."""
-    tokens, held_out, progress = job.text.tokens, job.text.held_out, job.phases(RECOVERING)
+    tokens, held_out = job.text.tokens, job.text.held_out
+    progress = job.phases(RECOVERING)
     batch = parts_of(*tokens.shape)[0]
     parameters = model.parameters()
     starts = {name: parameter.start for name, parameter in parameters.items()}

@@ -38,9 +38,9 @@ class Heads:
     """Matrices ``[vocab, hidden]`` that make logits of normalized hidden states.
 
     Attributes:
-        original: of the original model.
-        quantized: of the quantized model; the same tensor if the head isn't quantized.
-        softcap: of the logits, if the model has any.
+        original: the head of the original model.
+        quantized: the head of the quantized model; the same tensor if the head isn't quantized.
+        softcap: the soft cap of the logits, if the model has any.
     """
 
     original: torch.Tensor
@@ -53,7 +53,7 @@ class Divergence:
     """``KL(original || quantized)``, summed over some tokens and divided by the number of all.
 
     Attributes:
-        loss: its value.
+        loss: the value of the divergence.
         gradient: its gradient at the last layer's states; zeros where none is wanted.
         norm_gradient: its gradient at the final norm's weight, if it is wanted.
     """
@@ -67,12 +67,12 @@ class QuantizedWalk:
     """A quantized model, read a layer at a time.
 
     Args:
-        config: the model's.
+        config: the model's config.
         weights: the original model's; computing happens in its dtype and on its device.
         stored: a decoder layer's packed weights by the full names of their Linears.
         starts: the values that all parameters have in what is stored.
         table: the embedding, if it is quantized.
-        heads: of the original and of the quantized model.
+        heads: the heads of the original and of the quantized model.
         spill: keeps what enters the layers.
     """
 
@@ -89,9 +89,9 @@ class QuantizedWalk:
         """The divergence from the original, a mean over tokens.
 
         Args:
-            values: of all parameters.
+            values: the values of all parameters.
             tokens: int64 ``[windows, length]``.
-            targets: what the original's final norm gives of them, ``[windows, length, hidden]``.
+            targets: the states that the original's final norm gives of them, ``[windows, length, hidden]``.
 
         Raises:
             NonFiniteError: a value isn't finite; layer and tensor are named.
@@ -191,8 +191,8 @@ def divergence(heads: Heads, norm: RMSNorm, states: torch.Tensor, targets: torch
     Args:
         heads: the heads of both models.
         norm: the quantized model's final norm.
-        states: what its last layer leaves, ``[tokens, hidden]``.
-        targets: what the original model's final norm gives, of the same shape.
+        states: the states that its last layer leaves, ``[tokens, hidden]``.
+        targets: the states that the original model's final norm gives, of the same shape.
         count: the number of tokens that the mean is taken over.
         weight: the leaf that ``norm`` was made of, if gradients are wanted.
 
@@ -233,8 +233,8 @@ def original_states(config: ModelConfig, weights: Weights, tokens: torch.Tensor,
     """What the original model's final norm gives, ``[windows, length, hidden]``, some windows at a time.
 
     Args:
-        config: the model's.
-        weights: the original model's.
+        config: the model's config.
+        weights: the original model's weights.
         tokens: int64 ``[windows, length]``.
         spill: keeps hidden states between two layers.
         step: called with each layer's number before it runs.
@@ -305,9 +305,9 @@ class ScaledWeight:
     """A packed weight whose scales are ``scale · ratio``.
 
     Args:
-        packed: the weight.
+        packed: the packed weight.
         start: its scales, as :func:`scale_of` gives them.
-        device: where it is computed.
+        device: the device on which it is computed.
     """
 
     def __init__(self, packed: QuantizedTensor, start: torch.Tensor, device: torch.device) -> None:
