@@ -103,8 +103,8 @@ class PendingSolve:
     Attributes:
         weight: float32 ``[out, in]``.
         hessian: float32 ``[in, in]``.
-        factors: the factors of the damped Hessian. They take as much memory as the Hessian, and so they are dropped once
-            the columns are solved.
+        factors: the factors of the damped Hessian. They take as much memory as the Hessian, and so they are
+            dropped once the columns are solved.
         plain: the grid of plain rounding.
         grid: the grid to solve on; the CPU's kernels search for one of their own.
         notes: fallbacks taken before.

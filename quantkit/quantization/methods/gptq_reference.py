@@ -40,7 +40,10 @@ def solve_columns(weight: torch.Tensor, hessian: torch.Tensor, scale: torch.Tens
         groups: int64 ``[in]``, the group of each column.
         order: int64 ``[in]``, the columns in the order in which they are quantized: as they stand, or those
             with the largest diagonal of the Hessian first (``act_order``).
-        bits: levels are 0 … 2 ** bits - 1.
+        bits: the bits of a level: levels are 0 … 2 ** bits - 1.
+
+    Returns:
+        Levels and errors, as the paper's algorithm has them.
     """
     work = weight.double().clone()
     inverse = torch.linalg.inv(hessian.double())  # [H_F⁻¹], with F all columns
