@@ -12,9 +12,9 @@ from quantkit.quantization.transforms.channel_scales import AWQ_ROWS
 
 PROBE = 512
 """Rows and columns of the product that is timed."""
-OPENING = 1.5
+OPENING = 0.5
 """Seconds that every run takes to open the model and to finish the checkpoint."""
-ROUNDED = 3e3
+ROUNDED = 2.5e3
 """Operations a weight of reading, rounding, packing, writing and rereading."""
 TRELLIS = 7e4
 """Operations a weight of searching a trellis."""
