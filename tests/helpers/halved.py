@@ -1,7 +1,9 @@
-"""A transform that presents a whole model in another form, as a plugin may: values are halved where v writes
-them, and doubled where o reads them."""
+"""A transform that presents a whole model in another form, as a plugin may: every other value is halved
+where v writes it, and doubled where o reads it."""
 
 from __future__ import annotations
+
+import torch
 
 from quantkit.plugins.hooks import hookimpl
 from quantkit.quantization.transforms.base import Transform
@@ -16,8 +18,16 @@ class HalvedSource(SourceWrapper):
         return self._source.tensors()
 
     def tensor(self, name):
-        factor = {"v_proj": 0.5, "o_proj": 2.0}.get(name.split(".")[-2] if "." in name else "", 1.0)
-        return self._source.tensor(name) * factor
+        tensor = self._source.tensor(name)
+        if ".v_proj." in name:
+            return tensor * every_other(tensor.shape[0], 0.5).view(-1, *[1] * (tensor.dim() - 1)).to(tensor)
+        if name.endswith(".o_proj.weight"):
+            return tensor * every_other(tensor.shape[1], 2.0).to(tensor)
+        return tensor
+
+
+def every_other(count, factor):
+    return torch.tensor([factor, 1.0]).repeat(count // 2)
 
 
 HALVED = Transform("halved", "https://example.org",
