@@ -9,7 +9,9 @@ import re
 import pytest
 import torch
 
+import quantkit_recover
 from quantkit.formats.spec import Granularity, QuantSpec
+from quantkit.plugins.manager import current
 from quantkit.quantization.calibration.data import prepare
 from quantkit.quantization.recipe import Recipe, Rule
 from quantkit.quantization.run import quantize
@@ -20,6 +22,14 @@ from quantkit.support.progress import silent
 from quantkit.testing import tiny_model
 from quantkit_recover import walk
 from quantkit_recover.text import reason_against_text, recovery_text
+
+
+@pytest.fixture
+def plugin():
+    current.cache_clear()
+    current().add(quantkit_recover, "quantkit-recover", version="0.1")
+    yield
+    current.cache_clear()
 
 
 @pytest.fixture
@@ -121,7 +131,7 @@ def test_which_texts_are_refused():
 
 
 @pytest.mark.parametrize("place", [0, 15])
-def test_a_window_that_overflows_is_named(tmp_path, monkeypatch, place):
+def test_a_window_that_overflows_is_named(plugin, tmp_path, monkeypatch, place):
     """A training window by the original, a held-out window by the quantized model."""
     source = open_source(str(tiny_model(tmp_path / "tiny")))
     spec = CalibrationSpec(windows=4, window=32)
