@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.formats.pack_quantized import FORMAT
 from quantkit.formats.spec import Granularity, QuantSpec
+from quantkit.memory.quantize import rows_at_once
 from quantkit.models.decoder import CausalLM
 from quantkit.models.linear import Weights
 from quantkit.ops.hadamard import apply_hadamard
@@ -21,7 +22,6 @@ from quantkit.quantization.calibration.data import prepare
 from quantkit.quantization.methods import gptq
 from quantkit.quantization.methods.base import LayerStats
 from quantkit.quantization.methods.rounding import RTN
-from quantkit.quantization.planning import layers
 from quantkit.quantization.planning.plan import make_plan
 from quantkit.quantization.recipe import load_recipe
 from quantkit.quantization.run import quantize
@@ -218,8 +218,8 @@ def test_parts_are_what_the_whole_is(monkeypatch, name):
     form, options = registry("formats").get(layout), method.options()
 
     def solved(rows):
-        monkeypatch.setattr(layers, "PART", rows * 64)
-        assert layers.rows_at_once(spec, (256, 64)) == rows
+        monkeypatch.setattr("quantkit.memory.quantize.PART", rows * 64)
+        assert rows_at_once(spec, (256, 64)) == rows
         packed = module_of_solve.solve_by_parts(weight, method, form, stats, spec, options)
         return packed.tensor, packed.error, packed.notes
 
@@ -234,18 +234,18 @@ def test_parts_are_what_the_whole_is(monkeypatch, name):
 
 
 def test_what_shares_a_scale_with_other_rows_stays_whole(monkeypatch):
-    monkeypatch.setattr(layers, "PART", 64 * 64)
+    monkeypatch.setattr("quantkit.memory.quantize.PART", 64 * 64)
     tensor = QuantSpec(bits=8, granularity=Granularity(strategy="tensor"))
     across = QuantSpec(kind="nf", bits=4, granularity=Granularity(strategy="block", size=4096))
-    assert layers.rows_at_once(tensor, (256, 64)) == 256
-    assert layers.rows_at_once(across, (256, 96)) == 256 and layers.rows_at_once(across, (256, 64)) == 64
+    assert rows_at_once(tensor, (256, 64)) == 256
+    assert rows_at_once(across, (256, 96)) == 256 and rows_at_once(across, (256, 64)) == 64
 
 
 @pytest.mark.parametrize("method", ["gptq", "rtn"])
 def test_a_large_head_goes_in_parts(models, recipe, tmp_path, monkeypatch, method):
     path = recipe(RULES[method], "{match: lm_head, optional: true}", layers='{match: "*"}')
     whole = contents(quantize(str(models[True]), path, tmp_path / "whole").out)
-    monkeypatch.setattr(layers, "PART", 64 * 64)
+    monkeypatch.setattr("quantkit.memory.quantize.PART", 64 * 64)
     seen, solve = [], module_of_solve.solve_by_parts
     monkeypatch.setattr(module_of_solve, "solve_by_parts",
                         lambda weight, *rest: seen.append(tuple(weight.shape)) or solve(weight, *rest))

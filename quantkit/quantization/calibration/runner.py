@@ -18,12 +18,12 @@ from dataclasses import dataclass
 import torch
 
 from quantkit.formats.base import QuantizedTensor
+from quantkit.memory.quantize import BATCH_TOKENS
 from quantkit.models.architecture import EMBEDDING, EXPERT, linear_slots
 from quantkit.models.config import ModelConfig
 from quantkit.models.decoder import DecoderLayer
-from quantkit.models.experts import MixtureOfExperts
 from quantkit.models.forward_context import ForwardContext
-from quantkit.models.layers import RMSNorm, embedded
+from quantkit.models.layers import MixtureOfExperts, RMSNorm, embedded
 from quantkit.models.linear import Linear, Weights
 from quantkit.ops.hadamard import undo_hadamard
 from quantkit.ops.stored_weight import PlainWeight, QuantizedWeight, StoredWeight
@@ -34,7 +34,7 @@ from quantkit.quantization.calibration.finite import (
     first_nonfinite,
     require_finite_states,
 )
-from quantkit.quantization.calibration.spill import BATCH_TOKENS, Spill
+from quantkit.quantization.calibration.spill import Spill
 from quantkit.quantization.calibration.stats import HessianObserver
 from quantkit.quantization.methods.base import LayerStats
 

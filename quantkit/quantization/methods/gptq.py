@@ -29,6 +29,7 @@ from pydantic import Field
 from quantkit.formats.base import Codes
 from quantkit.formats.dtypes import dtype_name, scale_dtype
 from quantkit.formats.spec import QuantSpec
+from quantkit.memory.quantize import WEIGHTS_AT_ONCE
 from quantkit.ops import columns, gpu
 from quantkit.quantization.methods import trellis
 from quantkit.quantization.methods.base import LayerStats, Method, MethodOptions
@@ -65,10 +66,6 @@ from quantkit.quantization.methods.hessian import (
     losses,
     undrifted,
 )
-
-WEIGHTS_AT_ONCE = 1 << 24
-"""Weights that are solved at a time, of one Linear or of several: rows don't depend on each other, and each
-takes working copies."""
 
 
 class GptqOptions(MethodOptions):

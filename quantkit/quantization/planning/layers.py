@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 from pydantic import ValidationError
 
-from quantkit.checkpoint.manifest import LayerRow
 from quantkit.formats.base import Format
 from quantkit.formats.dtypes import FLOATS, dtype_name, resolve
 from quantkit.formats.spec import QuantSpec
+from quantkit.memory.quantize import PlanRow
 from quantkit.models.architecture import EMBEDDING, HEAD, LinearSlot
 from quantkit.ops import packing
 from quantkit.plugins.manager import registry
@@ -19,113 +18,6 @@ from quantkit.quantization.methods.base import Method, options_type
 from quantkit.quantization.recipe import Recipe, Rule, spec_of
 from quantkit.sources.base import TensorInfo
 from quantkit.support.errors import PluginError, QuantkitError, RecipeError, UsageError, did_you_mean, nearest
-
-BATCH = 1 << 22
-"""Weights, and values of Hessians, of Linears that are solved together; larger ones are solved alone."""
-PART = 1 << 26
-"""Weights of a part of a Linear with very many rows, at most."""
-PART_ROWS = 64
-"""Rows of a part are a multiple of it, as a trellis's rings are."""
-EMBEDDING_UNIT = "embedding"
-REST_UNIT = "rest"
-"""The units of a checkpoint that are in no decoder layer: a quantized embedding, and everything else."""
-
-
-def layer_unit(index: int) -> str:
-    """The unit of a decoder layer."""
-    return f"layer-{index}"
-
-
-@dataclass(frozen=True)
-class PlanRow:
-    """What happens to one layer.
-
-    Attributes:
-        name: full name, without ``.weight``.
-        shape: its shape, ``(out, in)``.
-        layer: index of its decoder layer; ``None`` outside.
-        shares: layers of equal value see the same input and share statistics.
-        method: a registered method; ``None`` keeps the layer as it is.
-        format: a registered format; ``None`` for a kept layer.
-        spec: with ``scale_dtype`` resolved; ``None`` for a kept layer.
-        options: the method's options as plain data, defaults filled in.
-        bytes_before: bytes of the weight in the source.
-        bytes_after: bytes of all tensors that are stored for it; exact.
-        dtype: the weight's dtype in the source, ``bfloat16``.
-    """
-
-    name: str
-    shape: tuple[int, int]
-    layer: int | None
-    shares: str
-    method: str | None
-    format: str | None
-    spec: QuantSpec | None
-    options: Mapping[str, Any]
-    bytes_before: int
-    bytes_after: int
-    dtype: str
-
-    def recorded(self, *, error: float | None = None, tokens: int | None = None,
-                 notes: tuple[str, ...] = ()) -> LayerRow:
-        """The row of a manifest, with what was measured."""
-        return LayerRow(name=self.name, shape=self.shape, dtype=self.dtype, method=self.method,
-                        format=self.format, spec=self.spec, options=dict(self.options), bits=self.bits,
-                        bytes=self.bytes_after, error=error, tokens=tokens, notes=notes)
-
-    @property
-    def unit(self) -> str:
-        """The unit that it is stored in: units are made one after another, each whole or not at all."""
-        if self.layer is not None:
-            return layer_unit(self.layer)
-        return EMBEDDING_UNIT if self.name == EMBEDDING else REST_UNIT
-
-    @property
-    def bits(self) -> float:
-        """Stored bits a weight, scales and zero points included."""
-        return 8 * self.bytes_after / (self.shape[0] * self.shape[1])
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for ``--json``."""
-        spec = self.spec.model_dump(mode="json") if self.spec else None
-        return {**asdict(self), "shape": list(self.shape), "spec": spec, "options": dict(self.options),
-                "label": self.spec.label() if self.spec else None, "bits": self.bits}
-
-
-def batch_groups(rows: Iterable[PlanRow], needs: Container[str], limit: int) -> list[tuple[PlanRow, ...]]:
-    """Quantized Linears in the groups in which they are solved, each in the place of its first.
-
-    Args:
-        rows: the rows of one unit.
-        needs: names of those whose methods need statistics.
-        limit: weights, and values of Hessians, of a group that is more than one Linear.
-    """
-    groups: list[list[PlanRow]] = []
-    open_groups: dict[str, list[PlanRow]] = {}
-    for row in rows:
-        if row.method is None:
-            continue
-        method: Method = registry("methods").get(row.method)
-        alike = repr((row.shape, row.dtype, row.method, row.format, row.spec, sorted(row.options.items())))
-        size = max(row.shape) * row.shape[1]
-        if method.quantize_batch is None or row.name not in needs or 2 * size > limit:
-            groups.append([row])
-        elif alike in open_groups and (len(open_groups[alike]) + 1) * size <= limit:
-            open_groups[alike].append(row)
-        else:
-            groups.append([row])
-            open_groups[alike] = groups[-1]
-    return [tuple(group) for group in groups]
-
-
-def rows_at_once(spec: QuantSpec, shape: tuple[int, int]) -> int:
-    """The number of rows in a part of a weight ``shape``: all if they fit into one part or share scales."""
-    rows, columns = shape
-    step = max(1, PART // (columns * PART_ROWS)) * PART_ROWS
-    block = spec.granularity.size if spec.granularity.strategy == "block" else None
-    indivisible = (spec.granularity.strategy in ("tensor", "tile") or spec.outer_shape(shape) == (1, 1)
-                   or (block is not None and step * columns % block))
-    return rows if indivisible else min(rows, step)
 
 
 class LayerRefusal(Exception):

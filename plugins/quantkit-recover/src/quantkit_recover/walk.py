@@ -14,17 +14,18 @@ import torch
 import torch.nn.functional as F
 
 from quantkit.formats.base import Format, QuantizedTensor
+from quantkit.memory.quantize import BACKWARD_LOGITS, BACKWARD_TOKENS
 from quantkit.models.config import ModelConfig
 from quantkit.models.decoder import DecoderLayer
 from quantkit.models.layers import RMSNorm
 from quantkit.models.linear import Weights
 from quantkit.ops import packing
-from quantkit.ops.activation import softcapped
 from quantkit.ops.hadamard import apply_hadamard, undo_hadamard
+from quantkit.ops.rows import softcapped
 from quantkit.plugins.manager import registry
 from quantkit.quantization.calibration.finite import NonFiniteError, behind, require_finite_states
 from quantkit.quantization.calibration.runner import embeddings
-from quantkit.quantization.calibration.spill import BACKWARD_LOGITS, BACKWARD_TOKENS, Spill
+from quantkit.quantization.calibration.spill import Spill
 from quantkit.support.errors import RecipeError
 from quantkit_recover.optimizer import Values
 
