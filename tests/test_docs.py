@@ -77,7 +77,7 @@ def test_every_recipe_is_described_and_no_other():
     assert described == {info.name for info in list_recipes()}
 
 
-@pytest.mark.parametrize("kind", ["methods", "transforms", "recoveries"])
+@pytest.mark.parametrize("kind", ["methods", "transforms"])
 def test_every_method_and_transform_and_its_options_are_described(kind):
     page = text_of("docs/recipes.md")
     for name in registry(kind):

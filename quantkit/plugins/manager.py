@@ -42,7 +42,7 @@ def _registries() -> dict[str, Registry[Any]]:
         "architectures": Registry("architecture", "quantkit.models.architecture:Architecture"),
         "methods": Registry("method", "quantkit.quantization.methods.base:Method", named=True),
         "transforms": Registry("transform", "quantkit.quantization.transforms.base:Transform", named=True),
-        "recoveries": Registry("recovery", "quantkit.quantization.recovery.base:Recovery", named=True),
+        "recoveries": Registry("recovery", "quantkit.quantization.recovery:Recovery", named=True),
         "formats": Registry("format", "quantkit.formats.base:Format", named=True),
         "kernels": Registry("kernel", "quantkit.ops.dispatch:LinearKernel", named=True),
         "kv_policies": policies,

@@ -30,7 +30,9 @@ _NO_STRING = re.compile(r"(?i:null|true|false)|0x[0-9A-Fa-f]+|0o[0-7]+|[0-9]+(\.
 _TARGET = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 
 FIRST_PARTY: dict[str, dict[str, str]] = {
-    "recipe": {"int4-hqq": "quantkit-hqq", "int4-imatrix": "quantkit-imatrix"},
+    "recipe": {"int4-hqq": "quantkit-hqq", "int4-imatrix": "quantkit-imatrix",
+               "trellis2-distill": "quantkit-recover"},
+    "recovery": {"distill": "quantkit-recover"},
     "method": {"hqq": "quantkit-hqq", "imatrix": "quantkit-imatrix"},
     "KV policy": {"keydiff": "quantkit-keydiff"},
     "KV codec": {"int6": "quantkit-int6kv"},

@@ -15,7 +15,7 @@ from quantkit.formats.spec import GRIDS, GROUP_SCALES, Granularity, QuantSpec
 from quantkit.formats.trellis_code import RING
 from quantkit.plugins.manager import registry
 from quantkit.quantization.methods.base import LayerStats, Method, MethodOptions, options_type
-from quantkit.quantization.methods.scale_rounding import rounded_scale
+from quantkit.quantization.methods.grid import rounded_scale
 from quantkit.quantization.recipe import default_format
 from quantkit.testing.contract import Contract
 
@@ -48,7 +48,7 @@ SHAPES = ((5, 96), (3, 128), (200, 48), (2, 32))
 WITH_FORMAT = ("int", "nf", "fp", "trellis")
 """Grids whose standard format takes groups of any size."""
 MARGIN = 1.05
-"""Times the loss that ``together`` may have: sums in another order decide some levels otherwise."""
+"""Times the loss that ``quantize_batch`` may have: sums in another order decide some levels otherwise."""
 SMALLEST_SCALE = 2.0**-23
 """The smallest scale of float16, with some room: in a table of levels without zero, zeros become one of its
 levels."""
@@ -62,7 +62,7 @@ def check_method(method: Method, specs: Iterable[QuantSpec] = METHOD_SPECS) -> N
     For each spec that the method doesn't refuse, and for ordinary and awkward weights of several shapes: what
     every run checks, rounded scales, writing to no argument, no global random generator, the same result
     twice, and a result closer to the weight than zeros. Weights with NaN or infinity must be refused, an
-    expert that no token reached must not, ``quick`` must be options, and ``together`` must agree with
+    expert that no token reached must not, ``quick`` must be options, and ``quantize_batch`` must agree with
     ``quantize``.
 
     Args:
@@ -109,8 +109,8 @@ def _check_spec(contract: Contract, method: Method, spec: QuantSpec, options: Me
         stats = layer_stats(weight.shape[1], method.needs, tokens=0)
         result = unreached.call("quantize", method.run, weight, stats, spec, options)
         _check_closer_than_zeros(unreached, dequantized(unreached, result), weight)
-    if method.together is not None:
-        _check_together(contract, method, spec, options)
+    if method.quantize_batch is not None:
+        _check_batch(contract, method, spec, options)
     stats = layer_stats(weight.shape[1], method.needs)
     if method.quick:
         contract.call("quantize with the options that quick says", method.run, weight, stats, spec,
@@ -171,18 +171,19 @@ def _is_rounded(result: Codes) -> bool:
     return True
 
 
-def _check_together(contract: Contract, method: Method, spec: QuantSpec, options: MethodOptions) -> None:
-    """``together`` gives each weight what ``quantize`` would, in the same order."""
+def _check_batch(contract: Contract, method: Method, spec: QuantSpec, options: MethodOptions) -> None:
+    """``quantize_batch`` gives each weight what ``quantize`` would, in the same order."""
     normal = method_weights(spec)["normal"]
     weights = [normal, normal.flip(0) * 2, normal.flip(1)]
     stats = [layer_stats(normal.shape[1], method.needs, seed=seed) for seed in (1, 2, 3)]
-    results = contract.call("together", method.run_together, weights, stats, spec, options)
+    results = contract.call("quantize_batch", method.run_batch, weights, stats, spec, options)
     for number, (weight, known, result) in enumerate(zip(weights, stats, results)):
         alone = contract.call("quantize", method.run, weight, known, spec, options)
         losses = [_loss(dequantized(contract, codes) - weight, known) for codes in (result, alone)]
         contract.must(losses[0] <= MARGIN * losses[1] + 1e-12,
-                      f"together disagrees with quantize: weight {number} of {len(weights)} has a loss of "
-                      f"{losses[0]:.3g}, alone {losses[1]:.3g}", "return the results in the weights' order")
+                      f"quantize_batch disagrees with quantize: weight {number} of {len(weights)} has a "
+                      f"loss of {losses[0]:.3g}, alone {losses[1]:.3g}",
+                      "return the results in the weights' order")
 
 
 def dequantized(contract: Contract, codes: Codes) -> torch.Tensor:

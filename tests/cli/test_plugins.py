@@ -7,7 +7,7 @@ import pytest
 
 from quantkit.plugins.hooks import hookimpl
 from quantkit.plugins.manager import PluginInfo, PluginManager, current
-from quantkit.quantization.methods.rtn import METHOD
+from quantkit.quantization.methods.rounding import RTN as METHOD
 from quantkit.support.errors import PluginError
 
 
@@ -23,7 +23,7 @@ def test_list_names_everything_registered(cli):
 def test_json_has_owner_and_target(cli_json):
     facts = cli_json("plugins", "list")
     methods = {entry["name"]: entry for entry in facts["registered"]["methods"]}
-    assert methods["rtn"]["target"] == "quantkit.quantization.methods.rtn:METHOD"
+    assert methods["rtn"]["target"] == "quantkit.quantization.methods.rounding:RTN"
     assert methods["rtn"]["owner"] == "quantkit"
     assert set(facts["registered"]) == set(current().registries)
 

@@ -10,7 +10,7 @@ from quantkit.kv.policies.snapkv import SnapKV
 from quantkit.kv.policies.window import WindowPolicy
 from quantkit.plugins.hooks import hookimpl
 from quantkit.plugins.manager import PluginInfo, PluginManager
-from quantkit.quantization.methods.rtn import METHOD
+from quantkit.quantization.methods.rounding import RTN as METHOD
 from quantkit.support.errors import UsageError
 from quantkit.testing import tiny_config
 from quantkit.testing.plugin import check_all

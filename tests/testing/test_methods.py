@@ -14,8 +14,7 @@ from quantkit.plugins.manager import registry
 from quantkit.quantization.methods.autoround import AutoRoundOptions
 from quantkit.quantization.methods.base import Method, MethodOptions
 from quantkit.quantization.methods.gptq import METHOD as GPTQ
-from quantkit.quantization.methods.rtn import METHOD as RTN
-from quantkit.quantization.methods.rtn import RtnOptions
+from quantkit.quantization.methods.rounding import RTN, RtnOptions
 from quantkit.support.errors import PluginError
 from quantkit.testing import METHOD_SPECS, check_method
 
@@ -157,8 +156,10 @@ ZOO = {
     "an option without a default": (replace(SOUND, options=Required), "with nothing given raises"),
     "options of another type": (replace(SOUND, options=dict), "has options of"),
     "quick names another option": (replace(SOUND, quick={"steps": 1}), "quick names steps"),
-    "together turns the order": (replace(SOUND, together=backwards), "together disagrees with quantize"),
-    "together returns a tuple": (replace(SOUND, together=lambda *given: ()), "together returned a tuple"),
+    "quantize_batch turns the order": (replace(SOUND, quantize_batch=backwards),
+                                       "quantize_batch disagrees with quantize"),
+    "quantize_batch returns a tuple": (replace(SOUND, quantize_batch=lambda *given: ()),
+                                       "quantize_batch returned a tuple"),
     "no paper": (replace(SOUND, paper=""), "paper is ''"),
     "refuses everything": (replace(SOUND, check=lambda spec: "no"), "refuses every spec"),
     "refuses with True": (replace(SOUND, check=lambda spec: True), "must be the reason as a sentence"),
@@ -202,8 +203,8 @@ def test_a_run_checks_what_is_returned(fault: str) -> None:
         method.run(torch.arange(384.0).reshape(6, 64).sin(), None, INT4, MethodOptions())
 
 
-def test_what_together_returns_is_checked() -> None:
+def test_what_quantize_batch_returns_is_checked() -> None:
     for result, message in (((), "returned a tuple"), ([], "returned a list of 0")):
-        method = replace(SOUND, together=lambda *given, result=result: result)
+        method = replace(SOUND, quantize_batch=lambda *given, result=result: result)
         with pytest.raises(PluginError, match=message):
-            method.run_together([torch.ones(2, 16)] * 2, [None, None], INT4, MethodOptions())
+            method.run_batch([torch.ones(2, 16)] * 2, [None, None], INT4, MethodOptions())

@@ -1,33 +1,43 @@
-"""Recovery from recipe to checkpoint, on tiny models: kept or not, resumed, refused, a stranger's."""
+"""Recovery from recipe to checkpoint, on tiny models: kept or not, resumed, refused."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import replace as replaced
 
 import pytest
 import torch
 
+import quantkit_recover
+import quantkit_recover.recovery
 from quantkit.checkpoint import durable
 from quantkit.checkpoint.manifest import Manifest
-from quantkit.plugins.hooks import hookimpl
-from quantkit.plugins.manager import current, registry
+from quantkit.plugins.manager import current
+from quantkit.quantization.budget import choose as budget
+from quantkit.quantization.budget.amount import parse_budget
+from quantkit.quantization.budget.choose import choose
 from quantkit.quantization.planning.plan import make_plan
 from quantkit.quantization.recipe import load_recipe
-from quantkit.quantization.recovery.base import Recovery
 from quantkit.quantization.run import quantize
 from quantkit.quantization.specs import CalibrationSpec
 from quantkit.runtime.verify import verify
 from quantkit.sources.open import open_source
 from quantkit.support.errors import (
     CheckpointError,
-    PluginError,
     QuantkitError,
     RecipeError,
     Stopped,
     UsageError,
 )
 from quantkit.testing import tiny_model
+
+
+@pytest.fixture(autouse=True)
+def plugin():
+    current.cache_clear()
+    current().add(quantkit_recover, "quantkit-recover", version="0.1")
+    yield
+    current.cache_clear()
+
 
 RECIPE = """
 name: recovered
@@ -76,6 +86,7 @@ def test_the_loss_falls_and_codes_stay(tmp_path, family, method, spec):
     assert all(before[name].dtype == after[name].dtype for name in before)
     assert [row.error for row in plain.rows] != [row.error for row in result.rows]
     manifest = json.loads((result.out / "quantkit.json").read_bytes())
+    assert manifest["plugins"]["quantkit-recover"] == "0.1"
     assert manifest["recovery"]["after"] == result.recovery.after
     assert "recovery" not in json.loads((plain.out / "quantkit.json").read_bytes())
     assert "recover" not in load_recipe("int4").snapshot()
@@ -279,75 +290,11 @@ def test_the_plan_knows_of_it(tmp_path):
     assert plan.disk_bytes == plain.disk_bytes
 
 
-@pytest.fixture
-def stranger():
-    """``stranger(recovery)`` registers it as ``odd`` of dist-odd, for this test alone."""
-    current.cache_clear()
-
-    class Plugin:
-        recovery = None
-
-        @hookimpl
-        def register_recoveries(self, register):
-            register("odd", self.recovery)
-
-    def add(train):
-        plugin = Plugin()
-        plugin.recovery = replaced(registry("recoveries").get("distill"), name="odd", train=train)
-        current().add(plugin, "dist-odd", version="3")
-
-    yield add
-    current.cache_clear()
-
-
-def signed(task, options):
-    """A step against the sign of the gradient, of the scales alone."""
-    starts = {name: parameter.start for name, parameter in task.parameters.items()
-              if parameter.kind == "scale"}
-    _, gradients = task.gradient(starts, range(task.windows))
-    return {name: start * (1 - 0.01 * gradients[name].sign()) for name, start in starts.items()}
-
-
-def test_a_stranger_trains_scales(tmp_path, stranger):
-    stranger(signed)
-    result = quantize(str(tiny_model(tmp_path / "tiny")), recipe(tmp_path, "{name: odd, windows: 16}"),
-                      tmp_path / "out")
-    assert result.recovery.name == "odd" and result.recovery.kept
-    assert json.loads((result.out / "quantkit.json").read_bytes())["plugins"] == {"dist-odd": "3"} | {
-        name: version for name, version in json.loads((result.out / "quantkit.json").read_bytes())[
-            "plugins"].items() if name != "dist-odd"}
-
-
-@pytest.mark.parametrize(("trained", "words"), [
-    (None, "a NoneType"), ({"bogus": torch.ones(1)}, "'bogus', which is no parameter"),
-    ({"model.norm.weight": torch.ones(3)}, r"became \[3\]"), ({"model.norm.weight": 1}, "became 1")])
-def test_a_stranger_that_returns_something_else(tmp_path, stranger, trained, words):
-    stranger(lambda task, options: trained)
-    with pytest.raises(PluginError, match=words) as caught:
-        quantize(str(tiny_model(tmp_path / "tiny")), recipe(tmp_path, "{name: odd, windows: 16}"),
-                 tmp_path / "out")
-    assert "recovery 'odd' of dist-odd" in caught.value.what
-
-
-def test_a_stranger_that_writes_to_the_parameters(tmp_path, stranger):
-    def train(task, options):
-        values = {}
-        for name, parameter in task.parameters.items():
-            values[name] = parameter.start.mul_(0.5)
-        return values
-
-    stranger(train)
-    with pytest.raises(PluginError, match=r"writes to the start of model\.layers\.0"):
-        quantize(str(tiny_model(tmp_path / "tiny")), recipe(tmp_path, "{name: odd, windows: 16}"),
-                 tmp_path / "out")
-
-
 @pytest.mark.parametrize("value", [torch.nan, 1e38])
-def test_training_that_diverges_is_not_kept(tmp_path, stranger, value):
-    stranger(lambda task, options: {name: torch.full_like(parameter.start, value)
-                                    for name, parameter in task.parameters.items()})
-    result = quantize(str(tiny_model(tmp_path / "tiny")), recipe(tmp_path, "{name: odd, windows: 16}"),
-                      tmp_path / "out")
+def test_training_that_diverges_is_not_kept(tmp_path, monkeypatch, value):
+    monkeypatch.setattr(quantkit_recover.recovery, "train", lambda parameters, *_: {
+        name: torch.full_like(parameter.start, value) for name, parameter in parameters.items()})
+    result = quantize(str(tiny_model(tmp_path / "tiny")), recipe(tmp_path), tmp_path / "out")
     assert not result.recovery.kept and result.recovery.after is None and "diverged" in result.fallbacks[0]
 
 
@@ -362,10 +309,6 @@ def test_a_quantized_embedding_and_head_stay(tmp_path):
         assert result.recovery.kept and verify(result.out).ok
 
 
-def test_a_recovery_is_a_recovery():
-    assert isinstance(registry("recoveries").get("distill"), Recovery)
-
-
 def test_a_run_that_an_earlier_version_began_goes_on(tmp_path, killed):
     """Its identity has no key for a recovery."""
     tiny, path, out = str(tiny_model(tmp_path / "tiny")), recipe(tmp_path, "null"), tmp_path / "out"
@@ -374,9 +317,48 @@ def test_a_run_that_an_earlier_version_began_goes_on(tmp_path, killed):
     assert "recovery" not in state["identity"] and quantize(tiny, path, out).resumed == 1
 
 
-def test_a_rotated_model_is_recovered(tmp_path):
-    path = tmp_path / "recovered.yaml"
-    path.write_text(RECIPE.replace("RECOVER", DISTILL).replace("METHOD", "rtn").replace("SPEC", INT2)
-                    + "transforms: [rotate]\n")
-    result = quantize(str(tiny_model(tmp_path / "tiny")), str(path), tmp_path / "out")
-    assert result.recovery.kept and verify(result.out).ok
+CANDIDATES = """name: recovered
+calibration: {windows: 4, window: 48}
+recover: {name: distill, windows: 8, options: {steps: 2, batch: 2}}
+rules: [{match: lm_head, optional: true}]
+candidates:
+  - {method: rtn, spec: {bits: 2, granularity: {strategy: group, size: 32}}}
+  - {method: rtn, spec: {bits: 8, granularity: {strategy: channel}}}
+"""
+
+
+def test_what_a_budget_chose_is_recovered(tmp_path, monkeypatch):
+    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "mixed.yaml").write_text(CANDIDATES)
+    with_it = load_recipe(str(tmp_path / "mixed.yaml"))
+    source = open_source(str(tiny_model(tmp_path / "tiny")))
+    choice = choose(source, with_it, parse_budget("4bpw"))
+    without = choose(source, with_it.model_copy(update={"recover": None}), parse_budget("4bpw"))
+    assert choice.recipe.recover is not None and choice.chosen == without.chosen
+    assert quantize(source.uri, choice.recipe, tmp_path / "out").recovery.windows == 8
+
+
+@pytest.mark.parametrize(("old", "new", "words"), [
+    ("steps: 2", "stepz: 1", "stepz"), ("windows: 4,", "text: random, windows: 4,", "can't be recovered"),
+    ("{method: rtn, spec: {bits: 8, granularity: {strategy: channel}}}",
+     "{method: nf4, spec: {kind: nf, bits: 4, nested: true, granularity: {strategy: block, size: 64}}}",
+     "can't be recovered")])
+def test_it_is_refused_before_a_budget_measures_anything(tmp_path, monkeypatch, old, new, words):
+    monkeypatch.setattr(budget, "sensitivities", lambda *_: pytest.fail("it was measured"))
+    (tmp_path / "mixed.yaml").write_text(CANDIDATES.replace(old, new))
+    with pytest.raises(RecipeError, match=words):
+        choose(open_source(str(tiny_model(tmp_path / "tiny"))), load_recipe(str(tmp_path / "mixed.yaml")),
+               parse_budget("4bpw"))
+
+
+def test_a_dry_run_tells_of_it_and_reads_its_text(tmp_path, command):
+    tiny, path = tiny_model(tmp_path / "tiny"), recipe(tmp_path, DISTILL)
+    text = " ".join(command("quantize", tiny, "-r", path, "--dry-run").stdout.decode().split())
+    assert "14 training and 2 held-out windows of 32 tokens" in text and "aren't quantized" in text
+    facts = json.loads(command("quantize", tiny, "-r", path, "--dry-run", "--json").stdout)
+    assert facts["recovery"]["windows"] == 16 and facts["calibration"] is None
+
+
+def test_the_recipe_of_the_plugin_is_recovered():
+    found = load_recipe("trellis2-distill")
+    assert found.rules and found.recover.name == "distill" and found.calibration.windows == 64

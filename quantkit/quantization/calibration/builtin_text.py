@@ -3,18 +3,23 @@
 What a model was calibrated on decides where it stays good. So the passages are of the kinds that models meet:
 encyclopedias, novels, news, essays, conversations, mathematics, manuals, source code in several languages,
 German and other languages. They were written for this purpose: nothing that models are evaluated on is in
-them, and they are the same bytes everywhere. Behind them come the docstrings of Python's standard library
-(:mod:`~quantkit.quantization.calibration.docstrings`), for those who ask for more tokens.
+them, and they are the same bytes everywhere. Behind them come the docstrings of Python's standard library,
+for those who ask for more tokens: their prose is wherever Python is, needs no network, and shares nothing
+with ``pydoc_data.topics``, which is the default evaluation text.
 """
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import inspect
 import json
+import re
+import sysconfig
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from quantkit.quantization.calibration.docstrings import prose
 from quantkit.quantization.calibration.rows import Document
 from quantkit.support.errors import CalibrationError, SourceError
 from quantkit.text.tokenizer import Tokenizer
@@ -23,6 +28,11 @@ CHARACTERS_PER_TOKEN = 8
 """So many characters of docstrings are read for every token that is missing: about twice what is needed."""
 _FOLDER = Path(__file__).parent / "passages"
 _CHATS = "chats.jsonl"
+_SKIPPED = frozenset({"pydoc_data", "test", "tests", "idlelib", "lib2to3", "site-packages",
+                      "dist-packages", "encodings", "turtledemo", "__pycache__", "__phello__", "ensurepip"})
+_LARGEST_FILE = 400_000
+_SHORTEST_PARAGRAPH = 40
+_MARKUP = re.compile(r">>>|[=<>{}\[\]|_*/\\]{2}|^\s*[-+*$#%@]|\w\(")
 
 
 def builtin_documents(tokens: int, tokenizer: Tokenizer) -> list[Document]:
@@ -69,3 +79,55 @@ def _passages(tokenizer: Tokenizer) -> Iterator[tuple[str, str]]:
             if tokenizer.has_chat and "strftime_now" not in tokenizer.template_text:
                 text = tokenizer.chat_text(messages, answer=False)
         yield _CHATS, text or "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)
+
+
+def stdlib() -> Path:
+    """The folder of the running Python's standard library."""
+    return Path(sysconfig.get_path("stdlib"))
+
+
+def prose(characters: int, folder: Path | None = None) -> str:
+    """Paragraphs of prose, separated by blank lines; the same text for the same Python.
+
+    Args:
+        characters: the length at which to stop. Reading the sources takes about 3 seconds for a million.
+        folder: the folder of ``.py`` files; the standard library by default.
+
+    Returns:
+        The text; empty where a Python is installed without its sources.
+    """
+    texts: list[str] = []
+    size = 0
+    for path in _modules(folder or stdlib()):
+        for paragraph in _paragraphs(path):
+            texts.append(paragraph)
+            size += len(paragraph) + 2
+        if size >= characters:
+            break
+    return "\n\n".join(dict.fromkeys(texts))[:characters]
+
+
+def _modules(folder: Path) -> list[Path]:
+    """Source files in an order that mixes the alphabet, so that stopping early leaves no letter out."""
+    if not folder.is_dir():
+        return []
+    names = [path.relative_to(folder) for path in folder.glob("*.py")]
+    names += [path.relative_to(folder) for package in sorted(folder.iterdir())
+              if package.is_dir() and package.name not in _SKIPPED for path in package.rglob("*.py")
+              if not _SKIPPED & set(path.relative_to(folder).parts)]
+    return [folder / name for name in sorted(names, key=lambda n: (zlib.crc32(n.as_posix().encode()), n))]
+
+
+def _paragraphs(path: Path) -> Iterator[str]:
+    try:
+        if path.stat().st_size > _LARGEST_FILE:
+            return
+        tree = ast.parse(path.read_bytes())
+    except (OSError, SyntaxError, ValueError, RecursionError):
+        return  # one unreadable module is no loss: the text is a sample anyway
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            for paragraph in re.split(r"\n\s*\n", ast.get_docstring(node) or ""):
+                text = " ".join(inspect.cleandoc(paragraph).split())
+                if len(text) >= _SHORTEST_PARAGRAPH and not _MARKUP.search(paragraph):
+                    yield text

@@ -14,11 +14,17 @@ from quantkit.models.linear import Weights
 from quantkit.ops.hadamard import apply_hadamard, undo_hadamard
 from quantkit.plugins.manager import registry
 from quantkit.quantization.calibration.spill import Spill
-from quantkit.quantization.recovery.divergence import Heads
-from quantkit.quantization.recovery.scaled import ScaledWeight, scale_of, with_scale
-from quantkit.quantization.recovery.walk import SCALE, QuantizedWalk, original_states
 from quantkit.sources.open import open_source
 from quantkit.testing import tiny_model
+from quantkit_recover.walk import (
+    SCALE,
+    Heads,
+    QuantizedWalk,
+    ScaledWeight,
+    original_states,
+    scale_of,
+    with_scale,
+)
 
 INT2 = QuantSpec(bits=2, symmetric=False, granularity=Granularity(strategy="group", size=16),
                  scale_dtype="float32")

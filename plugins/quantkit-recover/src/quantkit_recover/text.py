@@ -6,11 +6,9 @@ were chosen for that text: what would be learned there holds nowhere else.
 
 from __future__ import annotations
 
-import hashlib
 import warnings
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 
@@ -19,44 +17,25 @@ from quantkit.models.architecture import parse_config
 from quantkit.quantization.calibration.data import (
     RANDOM,
     SELF,
-    CalibrationData,
     check_length,
     load_calibration,
     own_calibration,
 )
 from quantkit.quantization.calibration.windows import TooFewWindowsError
-from quantkit.quantization.specs import CalibrationSpec, RecoverySpec
+from quantkit.quantization.recovery import RecoveryText
+from quantkit.quantization.specs import CalibrationSpec
 from quantkit.sources.base import ModelSource
 from quantkit.support.errors import CalibrationError
 from quantkit.support.progress import Listener
 from quantkit.text.tokenizer import Tokenizer
 
 HELD_OUT = 8
-"""Of every eight windows one is held out; those are the last."""
-_GRAM = 8
+"""One of every eight windows is held out; those are the last ones."""
+NGRAM = 8
+"""Windows are compared by what tokens of theirs are the same, so many in a row."""
 
 
-@dataclass(frozen=True)
-class RecoveryText:
-    """What a recovery is trained and judged on.
-
-    Attributes:
-        tokens: int64 ``[windows, length]``, the training windows first.
-        held_out: how many of the last ones judge the result.
-        origins: of each window, where it begins.
-    """
-
-    tokens: torch.Tensor
-    held_out: int
-    origins: tuple[str, ...] = ()
-
-    @property
-    def sha256(self) -> str:
-        """Of the tokens as little-endian int64."""
-        return hashlib.sha256(self.tokens.numpy().astype("<i8").tobytes()).hexdigest()
-
-
-def refuses_text(spec: CalibrationSpec) -> str | None:
+def reason_against_text(spec: CalibrationSpec) -> str | None:
     """Why no recovery can be trained on such a text; ``None`` if one can."""
     if RANDOM in spec.texts:
         return "on tokens drawn at random the original model's answers are those of no text"
@@ -67,22 +46,12 @@ def refuses_text(spec: CalibrationSpec) -> str | None:
 
 def recovery_text(spec: CalibrationSpec, windows: int, seen: torch.Tensor, source: ModelSource,
                   listen: Listener, strict: bool = False) -> RecoveryText:
-    """Windows of the calibration's text beyond those that layers are calibrated on.
-
-    Args:
-        spec: the calibration.
-        windows: how many are wanted.
-        seen: what layers are calibrated on, int64 ``[windows, tokens]``; none if they aren't.
-        source: the model: its tokenizer and chat template.
-        listen: told of downloads.
-        strict: a row that can't be used is an error.
+    """Windows of the calibration's text beyond those that layers are calibrated on; see
+    :meth:`quantkit.quantization.recovery.Recovery.read_text`.
 
     Warns:
         UserWarning: windows share passages with a text that models are evaluated on; or rows can't be used,
             where no layer is calibrated on the text.
-
-    Raises:
-        CalibrationError: there is too little text, or its windows don't fit the model.
     """
     hf = source.config()
     tokenizer, config = Tokenizer(source.side_files(), hf), parse_config(hf)
@@ -92,7 +61,7 @@ def recovery_text(spec: CalibrationSpec, windows: int, seen: torch.Tensor, sourc
         data = load_calibration(more, tokenizer, config.vocab_size, 0, listen, strict)
     except TooFewWindowsError as error:
         raise _too_little(windows, error.why or error.what, error.windows - len(seen)) from None
-    counts = Counter(gram for row in seen.tolist() for gram in _grams(row))
+    counts = Counter(ngram for row in seen.tolist() for ngram in _ngrams(row))
     fresh = [place for place, row in enumerate(data.tokens.tolist()) if _is_new(row, counts)][:windows]
     if len(fresh) < windows:
         total = len(data.tokens)
@@ -108,29 +77,8 @@ def recovery_text(spec: CalibrationSpec, windows: int, seen: torch.Tensor, sourc
                         tuple(data.origins[place] for place in fresh))
 
 
-def recipe_text(recover: RecoverySpec | None, spec: CalibrationSpec | None, source: ModelSource,
-                data: CalibrationData | None, listen: Listener, strict: bool = False) -> RecoveryText | None:
-    """The text of a plan's recovery; ``None`` if it has no recovery.
-
-    Args:
-        recover: of the plan's recipe.
-        spec: its calibration.
-        source: the model.
-        data: what layers are calibrated on, if they are.
-        listen: told of downloads.
-        strict: a row that can't be used is an error.
-
-    Raises:
-        CalibrationError: see :func:`recovery_text`.
-    """
-    if recover is None or spec is None:
-        return None
-    seen = torch.zeros(0, spec.window, dtype=torch.int64) if data is None else data.tokens
-    return recovery_text(spec, recover.windows, seen, source, listen, strict)
-
-
-def _grams(row: list[int]) -> set[tuple[int, ...]]:
-    return {tuple(row[i:i + _GRAM]) for i in range(max(1, len(row) - _GRAM + 1))}
+def _ngrams(row: list[int]) -> set[tuple[int, ...]]:
+    return {tuple(row[i:i + NGRAM]) for i in range(max(1, len(row) - NGRAM + 1))}
 
 
 def _is_new(row: list[int], counts: Mapping[tuple[int, ...], int]) -> bool:
@@ -138,18 +86,18 @@ def _is_new(row: list[int], counts: Mapping[tuple[int, ...], int]) -> bool:
     a system prompt, is left out of the comparison, unless the window has next to nothing beside it.
 
     Args:
-        row: the window.
-        counts: in how many calibration windows each n-gram is.
+        row: the window's tokens.
+        counts: the number of calibration windows that have each n-gram.
     """
-    grams = _grams(row)
-    distinct = [gram for gram in grams if counts.get(gram, 0) < 2]
-    if len(distinct) < SHARED * len(grams):
+    ngrams = _ngrams(row)
+    distinct = [ngram for ngram in ngrams if counts.get(ngram, 0) < 2]
+    if len(distinct) < SHARED * len(ngrams):
         return False
-    return sum(gram in counts for gram in distinct) < SHARED * len(distinct)
+    return sum(ngram in counts for ngram in distinct) < SHARED * len(distinct)
 
 
 def _too_little(windows: int, why: str, enough: int = 0) -> CalibrationError:
-    """The error; ``enough``: a number of windows that would do, if it is known."""
+    """The error; ``enough`` is a number of windows that would do, if it is known."""
     fewer = f": recover: {{name: …, windows: {enough}}}" if enough >= 2 else ""
     return CalibrationError(f"the calibration text is too short for {windows} windows of recovery", why=why,
                             next=f"give more text, or fewer windows in the recipe{fewer}")

@@ -1,14 +1,20 @@
-"""AWQ: gives important channels finer levels, by a scale that the layer before compensates.
+"""Transforms that scale channels between what writes them and what reads them: AWQ and SmoothQuant.
 
-https://arxiv.org/abs/2306.00978. A channel's scale is a power of how large its inputs are; in one of the two
-forms in use it is also divided by the complementary power of how large its weights are. For every seam the
-exponent and form are those with the least loss ``tr(E H Eᵀ)``, where ``E`` is what rounding to nearest
-does to the readers: exact in the calibration's Hessian, so that no activation is kept.
+AWQ, https://arxiv.org/abs/2306.00978, gives important channels finer levels. A channel's scale is a power of
+how large its inputs are; in one of the two forms in use it is also divided by the complementary power of how
+large its weights are. For every seam the exponent and form are those with the least loss ``tr(E H Eᵀ)``,
+where ``E`` is what rounding to nearest does to the readers: exact in the calibration's Hessian, so that no
+activation is kept.
+
+SmoothQuant, https://arxiv.org/abs/2211.10438, moves the outliers of a layer's input into its weights. A
+channel is divided by ``max|x|ᵃ / max|w|¹⁻ᵃ``, and the weights that read it are multiplied: after that both
+are about as hard to round.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Literal
 
 import torch
 from pydantic import Field
@@ -21,7 +27,7 @@ from quantkit.quantization.methods.group_scales import choose_grid
 from quantkit.quantization.methods.hessian import losses
 from quantkit.quantization.transforms.base import LayerTensors, Transform
 
-ROWS = 512
+AWQ_ROWS = 512
 """Rows of a Linear that are tried, evenly spread: enough to rank a few scales."""
 GRIDS = ("int", "fp")
 
@@ -36,7 +42,7 @@ class AwqOptions(MethodOptions):
     steps: int = Field(default=20, ge=1, le=100)
 
 
-def layer(config: ModelConfig, index: int, tensors: LayerTensors, options: MethodOptions) -> None:
+def find_awq_scales(config: ModelConfig, index: int, tensors: LayerTensors, options: MethodOptions) -> None:
     """Scale every seam of a layer whose readers are rounded to a grid, unless nothing improves it."""
     assert isinstance(options, AwqOptions)
     for seam in scale_groups(config, index):
@@ -84,7 +90,7 @@ def _search(seam: ScaleGroup, names: list[str], tensors: LayerTensors, steps: in
 
 
 def _some(weight: torch.Tensor) -> torch.Tensor:
-    return weight[::-(-weight.shape[0] // ROWS)]
+    return weight[::-(-weight.shape[0] // AWQ_ROWS)]
 
 
 def _scales(inputs: torch.Tensor, size: torch.Tensor, steps: int) -> Iterator[torch.Tensor]:
@@ -97,7 +103,44 @@ def _scales(inputs: torch.Tensor, size: torch.Tensor, steps: int) -> Iterator[to
             yield scale / (scale.max() * scale.min()).sqrt()
 
 
-TRANSFORM = Transform(name="awq", paper="https://arxiv.org/abs/2306.00978", layer=layer,
-                      needs=frozenset({"hessian"}), options=AwqOptions,
-                      idle=lambda spec: None if spec.kind in GRIDS else
-                      f"it is for weights of kind {' or '.join(GRIDS)}, not for {spec.label()}")
+class SmoothOptions(MethodOptions):
+    """Options of ``smoothquant``.
+
+    Attributes:
+        strength: the exponent ``a``; 0 evens out the weights, 1 the inputs.
+        where: ``norms``: only what a norm writes, as in the paper; ``all``: what v and up write too.
+    """
+
+    strength: float = Field(default=0.5, ge=0, le=1)
+    where: Literal["norms", "all"] = "all"
+
+
+def smooth_layer(config: ModelConfig, index: int, tensors: LayerTensors, options: MethodOptions) -> None:
+    """Smooth the inputs of all Linears whose inputs will be rounded."""
+    assert isinstance(options, SmoothOptions)
+    for seam in scale_groups(config, index):
+        if seam.rows is not None and options.where == "norms":
+            continue
+        names = [name for name in seam.readers if (spec := tensors.specs.get(name)) and spec.activations]
+        largest = [magnitude for name in names if (stats := tensors.stats.get(name)) is not None
+                   and (magnitude := stats.largest) is not None]
+        if not largest:
+            continue
+        inputs = seam.gather(torch.stack(largest).amax(dim=0))
+        weights = seam.gather(torch.stack(
+            [tensors.tensor(f"{name}.weight").abs().amax(dim=0) for name in names]).amax(dim=0))
+        scale = inputs.clamp(min=1e-5)**options.strength / weights.clamp(min=1e-5)**(1 - options.strength)
+        # a channel that is silent on the calibration text says nothing about itself
+        scale = torch.where((inputs > 0) & (weights > 0), scale, torch.ones_like(scale))
+        tensors.scale(seam, scale.clamp(1e-4, 1e4))
+
+
+AWQ = Transform(name="awq", paper="https://arxiv.org/abs/2306.00978", layer=find_awq_scales,
+                needs=frozenset({"hessian"}), options=AwqOptions,
+                idle=lambda spec: None if spec.kind in GRIDS else
+                f"it is for weights of kind {' or '.join(GRIDS)}, not for {spec.label()}")
+SMOOTHQUANT = Transform(name="smoothquant", paper="https://arxiv.org/abs/2211.10438", layer=smooth_layer,
+                      needs=frozenset({"largest"}), options=SmoothOptions,
+                      idle=lambda spec: None if spec.activations else
+                      f"it is for inputs that are rounded too (spec: activations), not for {spec.label()}; "
+                      "awq is for weights alone")

@@ -5,55 +5,94 @@ Forward, what enters each layer is kept on a spill; backward, a layer runs again
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
-from quantkit.formats.base import QuantizedTensor
-from quantkit.memory.quantize import BACKWARD_TOKENS
+from quantkit.formats.base import Format, QuantizedTensor
+from quantkit.memory.quantize import BACKWARD_LOGITS, BACKWARD_TOKENS
 from quantkit.models.config import ModelConfig
 from quantkit.models.decoder import DecoderLayer
 from quantkit.models.layers import RMSNorm
 from quantkit.models.linear import Weights
-from quantkit.quantization.calibration.finite import behind, require_finite_states
+from quantkit.ops import packing
+from quantkit.ops.hadamard import apply_hadamard, undo_hadamard
+from quantkit.ops.rows import softcapped
+from quantkit.plugins.manager import registry
+from quantkit.quantization.calibration.finite import NonFiniteError, behind, require_finite_states
 from quantkit.quantization.calibration.runner import embeddings
 from quantkit.quantization.calibration.spill import Spill
-from quantkit.quantization.recovery.base import Values
-from quantkit.quantization.recovery.divergence import Heads, divergence
-from quantkit.quantization.recovery.scaled import ScaledWeight
+from quantkit.support.errors import RecipeError
+from quantkit_recover.optimizer import Values
 
 NORM = "model.norm"
 SCALE = ".scale"
 """Ends the name of the scales of a Linear."""
 
 
+@dataclass(frozen=True)
+class Heads:
+    """Matrices ``[vocab, hidden]`` that make logits of normalized hidden states.
+
+    Attributes:
+        original: the head of the original model.
+        quantized: the head of the quantized model; the same tensor if the head isn't quantized.
+        softcap: the soft cap of the logits, if the model has any.
+    """
+
+    original: torch.Tensor
+    quantized: torch.Tensor
+    softcap: float | None
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """``KL(original || quantized)``, summed over some tokens and divided by the number of all.
+
+    Attributes:
+        loss: the value of the divergence.
+        gradient: its gradient at the last layer's states; zeros where none is wanted.
+        norm_gradient: its gradient at the final norm's weight, if it is wanted.
+    """
+
+    loss: float
+    gradient: torch.Tensor
+    norm_gradient: torch.Tensor | None
+
+
 class QuantizedWalk:
     """A quantized model, read a layer at a time.
 
     Args:
-        config: the model's.
+        config: the model's config.
         weights: the original model's; computing happens in its dtype and on its device.
         stored: a decoder layer's packed weights by the full names of their Linears.
         starts: the values that all parameters have in what is stored.
         table: the embedding, if it is quantized.
-        heads: of the original and of the quantized model.
+        heads: the heads of the original and of the quantized model.
         spill: keeps what enters the layers.
     """
 
     def __init__(self, config: ModelConfig, weights: Weights,
                  stored: Callable[[int], Mapping[str, QuantizedTensor]], starts: Values,
                  table: QuantizedTensor | None, heads: Heads, spill: Spill) -> None:
-        self._config, self._weights, self._stored, self._starts = config, weights, stored, starts
-        self._table, self._heads, self._spill = table, heads, spill
+        self._config, self._weights = config, weights
+        self._stored, self._starts = stored, starts
+        self._table, self._heads = table, heads
+        self._spill = spill
 
     @torch.inference_mode(False)
     def loss(self, values: Values, tokens: torch.Tensor, targets: torch.Tensor) -> float:
         """The divergence from the original, a mean over tokens.
 
         Args:
-            values: of all parameters.
+            values: the values of all parameters.
             tokens: int64 ``[windows, length]``.
-            targets: what the original's final norm gives of them, ``[windows, length, hidden]``.
+            targets: the states that the original's final norm gives of them, ``[windows, length, hidden]``.
 
         Raises:
             NonFiniteError: a value isn't finite; layer and tensor are named.
@@ -92,13 +131,12 @@ class QuantizedWalk:
                            self._weights.with_changed({name: leaf}))
         for i, target in zip(parts, targets.split(batch), strict=True):
             x = self._spill.take(_key(layers, i)).to(self._weights.device)
-            part, gradient, norm_gradient = divergence(
-                self._heads, norm, x.flatten(0, 1), target.to(x).flatten(0, 1), tokens.numel(),
-                leaf if wanted else None)
-            loss += part
-            if gradients is not None and norm_gradient is not None:
-                self._spill.put(_gradient_key(layers, i), gradient.view(x.shape))
-                _add(gradients, name, norm_gradient.cpu())
+            part = divergence(self._heads, norm, x.flatten(0, 1), target.to(x).flatten(0, 1), tokens.numel(),
+                              leaf if wanted else None)
+            loss += part.loss
+            if gradients is not None and part.norm_gradient is not None:
+                self._spill.put(_gradient_key(layers, i), part.gradient.view(x.shape))
+                _add(gradients, name, part.norm_gradient.cpu())
         return loss
 
     def _backward(self, index: int, values: Values, tokens: torch.Tensor,
@@ -147,13 +185,57 @@ class QuantizedWalk:
         return torch.arange(x.shape[1], device=self._weights.device).expand(x.shape[:2])
 
 
+def divergence(heads: Heads, norm: RMSNorm, states: torch.Tensor, targets: torch.Tensor, count: int,
+               weight: torch.Tensor | None = None) -> Divergence:
+    """How far the next-token distributions of some tokens are from the original's.
+
+    Args:
+        heads: the heads of both models.
+        norm: the quantized model's final norm.
+        states: the states that its last layer leaves, ``[tokens, hidden]``.
+        targets: the states that the original model's final norm gives, of the same shape.
+        count: the number of tokens that the mean is taken over.
+        weight: the leaf that ``norm`` was made of, if gradients are wanted.
+
+    Raises:
+        NonFiniteError: a logit isn't finite.
+    """
+    rows = max(1, -(-BACKWARD_LOGITS // heads.original.shape[0]))
+    gradients, total = torch.zeros_like(states), 0.0
+    weight_gradient = None if weight is None else torch.zeros_like(weight)
+    for start in range(0, states.shape[0], rows):
+        part = slice(start, start + rows)
+        with torch.set_grad_enabled(weight is not None):
+            entered = states[part].detach().requires_grad_(weight is not None)
+            normed = norm(entered)
+        logits = softcapped((normed.detach() @ heads.quantized.T).float(), heads.softcap)
+        target_logits = softcapped((targets[part] @ heads.original.T).float(), heads.softcap)
+        target_log_probs = F.log_softmax(target_logits, dim=-1)
+        del target_logits
+        log_probs = F.log_softmax(logits, dim=-1)
+        target_probs = target_log_probs.exp()
+        loss = float((target_log_probs.sub_(log_probs).mul_(target_probs)).double().sum())
+        if not math.isfinite(loss):
+            raise NonFiniteError("the model's output is NaN or infinite")
+        total += loss
+        if weight is None or weight_gradient is None:
+            continue
+        logit_gradient = log_probs.exp_().sub_(target_probs).div_(count)
+        if heads.softcap is not None:
+            logit_gradient *= 1 - (logits / heads.softcap).square()
+        gradients[part], more = torch.autograd.grad(normed, (entered, weight),
+                                                    logit_gradient @ heads.quantized)
+        weight_gradient += more
+    return Divergence(total / count, gradients, weight_gradient)
+
+
 def original_states(config: ModelConfig, weights: Weights, tokens: torch.Tensor, spill: Spill,
                     step: Callable[[int], None]) -> Iterator[torch.Tensor]:
     """What the original model's final norm gives, ``[windows, length, hidden]``, some windows at a time.
 
     Args:
-        config: the model's.
-        weights: the original model's.
+        config: the model's config.
+        weights: the original model's weights.
         tokens: int64 ``[windows, length]``.
         spill: keeps hidden states between two layers.
         step: called with each layer's number before it runs.
@@ -196,3 +278,55 @@ def _key(layer: int, batch: int) -> str:
 
 def _gradient_key(layer: int, batch: int) -> str:
     return f"gradient-{layer}.{batch}"
+
+
+def scale_of(packed: QuantizedTensor) -> torch.Tensor:
+    """The scales of a packed weight, float32 of the spec's ``scale_shape``."""
+    form: Format = registry("formats").get(packed.format)
+    return form.unpack(packed).scale.float()
+
+
+def with_scale(packed: QuantizedTensor, scale: torch.Tensor) -> QuantizedTensor:
+    """The same codes under other scales, which are rounded to the dtype that the format stores.
+
+    Raises:
+        RecipeError: the format doesn't keep the codes.
+    """
+    form: Format = registry("formats").get(packed.format)
+    codes = form.unpack(packed)
+    changed = packing.pack(form, dataclasses.replace(codes, scale=scale), packed.dtype)
+    if not torch.equal(form.unpack(changed).codes, codes.codes):
+        raise RecipeError(f"format {packed.format} can't take other scales for the same codes",
+                          why="it packs codes differently under other scales",
+                          next="use another format, or leave 'recover' out of the recipe")
+    return changed
+
+
+class ScaledWeight:
+    """A packed weight whose scales are ``scale · ratio``.
+
+    Args:
+        packed: the packed weight.
+        start: its scales, as :func:`scale_of` gives them.
+        device: the device on which it is computed.
+    """
+
+    def __init__(self, packed: QuantizedTensor, start: torch.Tensor, device: torch.device) -> None:
+        form: Format = registry("formats").get(packed.format)
+        self._stored = packing.dequantize(form, packed).to(device)
+        self._start, self._rotated = start.to(device), packed.spec.rotation is not None
+
+    def weight(self, scale: torch.Tensor) -> torch.Tensor:
+        """``[out, in]`` float32 with these scales, not rotated."""
+        ratio = torch.where(self._start == 0, torch.ones_like(self._start),
+                            scale.to(self._start.device) / self._start)
+        stored = self._stored.view(*self._start.shape, -1) * ratio.unsqueeze(-1)
+        weight = stored.view(self._stored.shape)
+        return undo_hadamard(weight) if self._rotated else weight
+
+    def gradient(self, weight_gradient: torch.Tensor) -> torch.Tensor:
+        """The gradient of the scales, on the CPU, from that of the weight ``[out, in]``."""
+        if self._rotated:
+            weight_gradient = apply_hadamard(weight_gradient)
+        products = (weight_gradient * self._stored).view(*self._start.shape, -1).sum(-1)
+        return torch.where(self._start == 0, torch.zeros_like(products), products / self._start).cpu()

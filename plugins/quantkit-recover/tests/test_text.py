@@ -9,17 +9,27 @@ import re
 import pytest
 import torch
 
+import quantkit_recover
 from quantkit.formats.spec import Granularity, QuantSpec
-from quantkit.quantization.calibration.prepare import prepare
+from quantkit.plugins.manager import current
+from quantkit.quantization.calibration.data import prepare
 from quantkit.quantization.recipe import Recipe, Rule
-from quantkit.quantization.recovery import walk
-from quantkit.quantization.recovery.windows import recovery_text, refuses_text
 from quantkit.quantization.run import quantize
 from quantkit.quantization.specs import CalibrationSpec, RecoverySpec
 from quantkit.sources.open import open_source
 from quantkit.support.errors import CalibrationError
 from quantkit.support.progress import silent
 from quantkit.testing import tiny_model
+from quantkit_recover import walk
+from quantkit_recover.text import reason_against_text, recovery_text
+
+
+@pytest.fixture
+def plugin():
+    current.cache_clear()
+    current().add(quantkit_recover, "quantkit-recover", version="0.1")
+    yield
+    current.cache_clear()
 
 
 @pytest.fixture
@@ -115,13 +125,13 @@ def test_windows_that_were_seen_twice_are_not_new(source):
 
 
 def test_which_texts_are_refused():
-    assert refuses_text(CalibrationSpec()) is None
-    assert "random" in refuses_text(CalibrationSpec(text="random"))
-    assert "writes" in refuses_text(CalibrationSpec(text="self"))
+    assert reason_against_text(CalibrationSpec()) is None
+    assert "random" in reason_against_text(CalibrationSpec(text="random"))
+    assert "writes" in reason_against_text(CalibrationSpec(text="self"))
 
 
 @pytest.mark.parametrize("place", [0, 15])
-def test_a_window_that_overflows_is_named(tmp_path, monkeypatch, place):
+def test_a_window_that_overflows_is_named(plugin, tmp_path, monkeypatch, place):
     """A training window by the original, a held-out window by the quantized model."""
     source = open_source(str(tiny_model(tmp_path / "tiny")))
     spec = CalibrationSpec(windows=4, window=32)
