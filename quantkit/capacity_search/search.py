@@ -21,7 +21,7 @@ from quantkit.models.architecture import parse_config
 from quantkit.models.loadable import dtype_of
 from quantkit.quantization.planning.plan import make_plan, with_own_head
 from quantkit.quantization.recipe import list_recipes, load_recipe
-from quantkit.quantization.transforms.apply import transformed
+from quantkit.quantization.transforms.base import transformed
 from quantkit.runtime.cpu.model import declines
 from quantkit.sources.base import ModelSource
 from quantkit.support.errors import QuantkitError, UsageError

@@ -14,7 +14,7 @@ from typing import Any
 import rich_click as click
 
 from quantkit import __version__
-from quantkit.cli.plugin_facts import plugin_facts
+from quantkit.cli.plugins import plugin_facts
 from quantkit.cli.present import print_json, table, wrapped
 from quantkit.cli.probe import (
     DECLINED_HINT,

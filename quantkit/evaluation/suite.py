@@ -8,7 +8,7 @@ from typing import Annotated, Self
 from pydantic import Field, model_validator
 
 from quantkit.evaluation.text import BUILTIN, HUB
-from quantkit.plugins.manager import current, named_files
+from quantkit.plugins.manager import current
 from quantkit.support.errors import UsageError, did_you_mean
 from quantkit.support.frozen import Frozen
 from quantkit.support.safe_yaml import read_yaml
@@ -95,8 +95,8 @@ def load_suite(name: str) -> EvalSuite:
     if name.endswith(SUFFIXES):
         return _read(Path(name).expanduser())
     files: dict[str, list[tuple[str, Path]]] = {}
-    for owner, path in named_files(current().dirs("eval_dirs")):
-        files.setdefault(path.stem, []).append((owner, path))
+    for info, path in current().files("eval_dirs"):
+        files.setdefault(path.stem, []).append((info.distribution, path))
     if name not in files:
         first = "quick" if "quick" in files else next(iter(sorted(files)), "FILE.yaml")
         raise UsageError(f"no evaluation suite is called {name!r}", why=did_you_mean(name, files),

@@ -18,7 +18,7 @@ import torch
 
 from quantkit.executor.base import Item, Task, TaskNeeds
 from quantkit.executor.cluster import carried_environment, connect, import_ray, named_address
-from quantkit.plugins.manager import plugin_failure
+from quantkit.plugins.blame import plugin_failure
 from quantkit.support.errors import QuantkitError
 
 T = TypeVar("T")

@@ -30,13 +30,23 @@ RECOVERY_STATES = 1 << 28
 """The same while scales and norms are trained, where what enters every layer is kept of some windows."""
 BATCH = 1 << 22
 """Weights, and values of Hessians, of Linears that are solved together; larger ones are solved alone."""
-TOGETHER = 1 << 24
+WEIGHTS_AT_ONCE = 1 << 24
 """Weights that are solved at a time, of one Linear or of several: rows don't depend on each other, and each
 takes working copies."""
 PART = 1 << 26
 """Weights in a part, at most."""
 TILE = 64
 """Rows of a part are a multiple of it, as a trellis's rings are."""
+
+
+EMBEDDING_UNIT = "embedding"
+REST_UNIT = "rest"
+"""The units of a checkpoint that are in no decoder layer: a quantized embedding, and everything else."""
+
+
+def layer_unit(index: int) -> str:
+    """The unit of a decoder layer."""
+    return f"layer-{index}"
 
 
 @dataclass(frozen=True)
@@ -75,6 +85,13 @@ class PlanRow:
         return LayerRow(name=self.name, shape=self.shape, dtype=self.dtype, method=self.method,
                         format=self.format, spec=self.spec, options=dict(self.options), bits=self.bits,
                         bytes=self.bytes_after, error=error, tokens=tokens, notes=notes)
+
+    @property
+    def unit(self) -> str:
+        """The unit that it is stored in: units are made one after another, each whole or not at all."""
+        if self.layer is not None:
+            return layer_unit(self.layer)
+        return EMBEDDING_UNIT if self.name == EMBEDDING else REST_UNIT
 
     @property
     def bits(self) -> float:
@@ -132,7 +149,7 @@ def batch_groups(rows: Iterable[PlanRow], needs: Container[str],
         method = registry("methods").get(row.method)
         alike = repr((row.shape, row.dtype, row.method, row.format, row.spec, sorted(row.options.items())))
         size = max(row.shape) * row.shape[1]
-        if method.together is None or row.name not in needs or 2 * size > limit:
+        if method.quantize_batch is None or row.name not in needs or 2 * size > limit:
             groups.append([row])
         elif alike in open_groups and (len(open_groups[alike]) + 1) * size <= limit:
             open_groups[alike].append(row)
@@ -160,9 +177,9 @@ def peak_bytes(rows: Sequence[PlanRow], needs: set[str], calibration: Calibratio
 
     - a *Linear is solved*: 11 for each weight (itself and its result in float32, and codes) or,
       where its method needs a Hessian, if that is more, ``4 · in²`` for a copy of it, 9 for each
-      weight (itself, its levels, codes) and 32 for each of ``TOGETHER``. Small ones that are alike
+      weight (itself, its levels, codes) and 32 for each of ``WEIGHTS_AT_ONCE``. Small ones that are alike
       (``BATCH``) are one, with a second copy of the Hessians. Squares take 4 more for each weight, or
-      8 and 8 for each of ``TOGETHER``: every weight's scale. Beside that are its unit's
+      8 and 8 for each of ``WEIGHTS_AT_ONCE``: every weight's scale. Beside that are its unit's
       stored results, ``4 · in²`` for each input that Linears of its stage share and that this or a later one
       needs, twice that with drift, which also takes 20 for each weight, and 4 for every weight of the layer's
       later stages;
@@ -170,7 +187,8 @@ def peak_bytes(rows: Sequence[PlanRow], needs: set[str], calibration: Calibratio
       activations of ``BATCH_TOKENS``; or *run* with what is stored, which is there too;
       A transform that changes layers holds one in float32, beside that;
     - the *embedding or the head*, if it is quantized: as it is stored before and after, its codes, and as
-      for a layer's Linear what a part of its rows takes (:mod:`~quantkit.quantization.methods.parts`);
+      for a layer's Linear what a part of its rows takes
+      (:func:`~quantkit.quantization.planning.layers.rows_at_once`);
     - *another tensor* is copied, as it is stored; of the embeddings those that the text needs, in float32;
     - where tokens get an importance, a layer is held with all that its backward pass needs, or the head with
       some of its logits; all layers' inputs are on disk;
@@ -244,7 +262,7 @@ def states_bytes(config: ModelConfig, tokens: int, changed: bool, drift: bool) -
 
 
 def _stages(unit: Sequence[PlanRow], together: bool) -> Iterator[tuple[list[PlanRow], int]]:
-    """A layer's rows in the stages of :mod:`quantkit.quantization.calibration.stages`, or ``together``; and
+    """A layer's rows in the stages of :mod:`quantkit.quantization.calibration.runner`, or ``together``; and
     how many weights the later ones have."""
     stages: dict[str, list[PlanRow]] = defaultdict(list)
     for row in unit:
@@ -268,11 +286,11 @@ def _solving(unit: Sequence[PlanRow], needs: set[str], drift: Collection[str]) -
         if row.name in needs:
             copies = 4 * form * (1 if count == 1 else 2)
             exact = 4 * weights * (row.name in drift)  # beside what is solved for
-            working = max(working, copies + exact + 9 * weights + 32 * min(weights, TOGETHER))
+            working = max(working, copies + exact + 9 * weights + 32 * min(weights, WEIGHTS_AT_ONCE))
             if exact:
                 working = max(working, 4 * row.shape[1] ** 2 + 20 * weights)
         if row.spec and row.spec.granularity.strategy == "tile":
-            working += 8 * (weights + min(weights, TOGETHER)) if row.name in needs else 4 * weights
+            working += 8 * (weights + min(weights, WEIGHTS_AT_ONCE)) if row.name in needs else 4 * weights
         if row.spec and row.spec.rotation:
             working += 4 * weights + (8 * form if row.name in needs else 0)
         peak = max(peak, packed + working + _hessians(remaining, needs, drift))

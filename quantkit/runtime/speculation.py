@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from quantkit.plugins.manager import whose
+from quantkit.plugins.manager import describe_entry
 from quantkit.plugins.registry import described
 from quantkit.runtime.ahead import next_tokens
 from quantkit.runtime.cpu.model import CpuModel
@@ -224,15 +224,15 @@ class Speculator:
                 len(draft) <= limit and all(type(token) is int and token in ids for token in draft)
                 for draft, (_, limit) in zip(drafts, asked)):
             return
-        raise PluginError("what it drafted can't be used", next="see docs/plugins/drafter.md",
+        raise PluginError("what it drafted can't be used", next="see docs/plugin-reference.md",
                           why="a draft is a list of the model's token ids, no longer than its limit, one for "
                               "each text")
 
     def _give_up(self, error: Exception) -> None:
         self._source = None  # and with it all that it keeps
         self._texts.clear()
-        warnings.warn(f"{whose('drafters', self._drafter.name)} failed, and answers go on without drafts: "
-                      f"{described(error)}", stacklevel=2)
+        drafter = describe_entry("drafters", self._drafter.name)
+        warnings.warn(f"{drafter} failed, and answers go on without drafts: {described(error)}", stacklevel=2)
 
 
 class _Text:

@@ -72,7 +72,7 @@ def test_predicted_peak_by_hand():
 def test_the_original_models_states_are_kept_where_drift_is_made_up_for(options, text, drift):
     rules = [{"match": "lm_head"}, {**every("gptq", GROUP4), "options": options}]
     calibration = {"windows": 2, "window": 16, **text}
-    assert make_plan(recipe(*rules, calibration=calibration), Source()).drift == drift
+    assert bool(make_plan(recipe(*rules, calibration=calibration), Source()).drift) == drift
 
 
 def test_nothing_drifts_that_is_rounded_or_is_the_head():

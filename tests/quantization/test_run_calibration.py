@@ -13,7 +13,7 @@ from quantkit.checkpoint.manifest import Manifest
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.memory.machine import RUNTIME_BYTES
 from quantkit.quantization import solve
-from quantkit.quantization.calibration import prepare
+from quantkit.quantization.calibration import data
 from quantkit.quantization.methods import gptq
 from quantkit.quantization.methods.base import LayerStats
 from quantkit.quantization.planning.plan import make_plan
@@ -132,7 +132,7 @@ def test_a_stopped_run_goes_on_with_the_text_that_it_wrote(model, tmp_path, monk
     whole = contents(quantize(model, "int4", tmp_path / "whole", calibration=OWN).out)
     with pytest.raises(Stopped):
         quantize(model, "int4", tmp_path / "out", calibration=OWN, progress=stop_at(label))
-    monkeypatch.setattr(prepare, "write_windows", lambda *a: pytest.fail("it was written again"))
+    monkeypatch.setattr(data, "write_windows", lambda *a: pytest.fail("it was written again"))
     assert contents(quantize(model, "int4", tmp_path / "out", calibration=OWN).out) == whole
 
 

@@ -262,7 +262,7 @@ def _drain(active: int) -> None:
 def _failed(error: BaseException) -> None:
     """A request failed for no fault of its own: say so, and serve on."""
     from quantkit.cli.main import debugging
-    from quantkit.plugins.manager import plugin_failure
+    from quantkit.plugins.blame import plugin_failure
 
     if isinstance(failure := plugin_failure(error) or error, QuantkitError):
         show_error(failure.what, failure.why, failure.next)

@@ -10,7 +10,7 @@ from typing import Any
 from quantkit.evaluation.protocol import machine
 from quantkit.evaluation.speed.results import Spread
 from quantkit.kv.spec import KVSpec
-from quantkit.quantization.calibration.passages import passage
+from quantkit.quantization.calibration.builtin_text import passage
 from quantkit.runtime.drafting.parse import parse_drafter
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.loader import LoadedModel

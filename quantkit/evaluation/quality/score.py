@@ -14,7 +14,7 @@ from quantkit.evaluation.quality.feed import TeacherForcedModel
 from quantkit.evaluation.quality.window_scores import WindowScores
 from quantkit.models.config import ModelConfig
 from quantkit.plugins.manager import BUILTIN
-from quantkit.quantization.calibration.windows import begun
+from quantkit.quantization.calibration.windows import with_bos
 from quantkit.runtime.loader import LoadedModel
 from quantkit.support.errors import QuantkitError, UsageError
 from quantkit.support.progress import Listener, ProgressEvent, silent
@@ -62,7 +62,7 @@ def windows_of(loaded: TokenizedModel, text: str, window: int, windows: int,
                          why=f"{windows} windows of {window} tokens",
                          next=f"{options[1]} {len(ids) // window}" if len(ids) >= window
                          else f"give a longer text, or a smaller {options[0]}")
-    return begun(torch.tensor(ids[:need]).reshape(windows, window), loaded.tokenizer.first_id)
+    return with_bos(torch.tensor(ids[:need]).reshape(windows, window), loaded.tokenizer.first_id)
 
 
 def compare(models: Sequence[LoadedModel | TeacherForcedModel], tokens: torch.Tensor,

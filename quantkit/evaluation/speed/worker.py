@@ -24,7 +24,7 @@ from quantkit.evaluation.speed.results import DecodeSpeed, MemoryUse, SpeedSweep
 from quantkit.kv.spec import KVSpec, parse_kv
 from quantkit.memory.machine import peak_bytes
 from quantkit.ops.dispatch import Phase
-from quantkit.plugins.manager import plugin_failure
+from quantkit.plugins.blame import plugin_failure
 from quantkit.runtime.cpu.model import CpuModel
 from quantkit.runtime.loader import LoadedModel
 from quantkit.runtime.loader import load as load_model

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from quantkit.plugins.manager import current, named_files
+from quantkit.plugins.manager import current
 from quantkit.support.errors import UsageError, did_you_mean
 from quantkit.support.frozen import Frozen
 from quantkit.support.paths import local_path
@@ -233,7 +233,7 @@ def read_task(path: Path) -> TaskFile:
 
 def _files() -> list[tuple[str, Path]]:
     """The owner and the file of every task that can be named."""
-    return named_files(current().dirs("eval_dirs"), FOLDER)
+    return [(info.distribution, path) for info, path in current().files("eval_dirs", FOLDER)]
 
 
 def _only(name: str, files: Sequence[tuple[str, Path]]) -> tuple[str, Path, TaskFile]:

@@ -41,7 +41,7 @@ class WritingPrompt:
     """How a text goes: what is put there for the model, and which tokens end what it writes behind it.
 
     Attributes:
-        first: the beginning.
+        first: the part that comes first.
         then: the parts that follow, again and again.
         fallback: why it is plain text although the model has a chat template.
     """
@@ -134,8 +134,8 @@ def write_windows(model: LanguageModel, weights: Weights, tokenizer: Tokenizer, 
 
     Args:
         model: the whole model, not quantized.
-        weights: of the same model; used to find which tensor isn't finite.
-        tokenizer: the model's.
+        weights: the weights of the same model; used to find which tensor isn't finite.
+        tokenizer: the model's tokenizer.
         spec: number and length of windows, seed.
         step: called after every token of a batch of windows, with the tokens written so far.
 

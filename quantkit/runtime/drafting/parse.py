@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quantkit.plugins.manager import registry, whose
+from quantkit.plugins.manager import describe_entry, registry
 from quantkit.runtime.drafting.base import Drafter
 from quantkit.support.call_text import made_with, named_options, read_call
 from quantkit.support.errors import PluginError
@@ -21,7 +21,7 @@ def parse_drafter(text: str) -> Drafter | None:
         return None
     kind: type[Drafter] = registry("drafters").get(name)
     if (called := getattr(kind, "name", None)) != name:
-        raise PluginError(f"{whose('drafters', name)} calls itself {called!r}",
+        raise PluginError(f"{describe_entry('drafters', name)} calls itself {called!r}",
                           why="a class has the name that it is registered by",
                           next=f'name: ClassVar[str] = "{name}" in {kind.__name__}')
     options = named_options(written, kind.first, text, _NEXT)

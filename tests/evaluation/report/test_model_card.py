@@ -11,18 +11,14 @@ from huggingface_hub import ModelCard
 from quantkit.checkpoint.card_block import CardBlock, with_block
 from quantkit.checkpoint.reader import read_manifest
 from quantkit.evaluation.metrics import Interval
-from quantkit.evaluation.report.model_card import REPORTER, block_of_checkpoint, card_block, render
+from quantkit.evaluation.report.model_card import block_of_checkpoint, card_block, render
 from quantkit.kv.spec import setting_of
 from quantkit.quantization.run import quantize
 from quantkit.support.errors import UsageError
-from quantkit.testing import check_reporter, tiny_model
+from quantkit.testing import tiny_model
 from quantkit.testing.results import sample_results
 
 CARD = b"---\ntags:\n- quantkit\n---\n\n# m\n\n## Recipe\n"
-
-
-def test_the_contract_of_reporters():
-    check_reporter(REPORTER)
 
 
 @pytest.mark.parametrize("name", [name for name in sample_results() if name != "no model"])

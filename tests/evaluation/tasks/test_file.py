@@ -1,9 +1,12 @@
 """Task files: what is shipped is sound, what is broken is an error that names its line."""
 
+from types import SimpleNamespace
+
 import pytest
 
-from quantkit.evaluation.tasks import file as task_file
 from quantkit.evaluation.tasks.file import METRICS, find_task, list_tasks, read_task
+from quantkit.plugins.hooks import hookimpl
+from quantkit.plugins.manager import current
 from quantkit.support.errors import UsageError
 
 GOOD = """\
@@ -23,15 +26,13 @@ metadata: {about: Mine., rows: '{"query": "…"}'}
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
+def folder(tmp_path):
     """A plugin's folder of tasks, beside the shipped ones."""
-    from quantkit.plugins import manager as plugins
-
-    known = plugins.current().dirs("eval_dirs")
-    monkeypatch.setattr(task_file, "current", lambda: type("Manager", (), {
-        "dirs": staticmethod(lambda hook: [*known, ("somebody", tmp_path)])}))
+    current.cache_clear()
+    current().add(SimpleNamespace(eval_dirs=hookimpl(lambda: [tmp_path])), "somebody")
     (tmp_path / "tasks").mkdir()
-    return tmp_path / "tasks"
+    yield tmp_path / "tasks"
+    current.cache_clear()
 
 
 def test_every_shipped_task():
@@ -73,11 +74,9 @@ def test_names_that_clash(folder):
     assert find_task("piqa")[1].parent != folder
 
 
-def test_two_plugins_with_a_task_of_the_same_name(folder, monkeypatch):
+def test_two_plugins_with_a_task_of_the_same_name(folder):
     (folder / "mine.yaml").write_text(GOOD)
-    both = [("somebody", folder.parent), ("somebody-else", folder.parent)]
-    monkeypatch.setattr(task_file, "current", lambda: type("Manager", (), {
-        "dirs": staticmethod(lambda hook: both)}))
+    current().add(SimpleNamespace(eval_dirs=hookimpl(lambda: [folder.parent])), "somebody-else")
     with pytest.raises(UsageError, match="two tasks are called 'mine'"):
         find_task("mine")
 
