@@ -14,7 +14,9 @@ from quantkit.kv.cache import KVCache
 from quantkit.kv.spec import parse_kv
 from quantkit.runtime.loader import load
 
-LENGTHS, CHUNK, DECODED = (576, 1024, 2048, 4096, 8000), 512, 64
+LENGTHS = (576, 1024, 2048, 4096, 8000)
+CHUNK = 512
+DECODED = 64
 SETTINGS = ("none", "window(512, sinks=4)", "window(512, sinks=4)+int8")
 
 

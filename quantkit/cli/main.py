@@ -57,6 +57,7 @@ PANELS: dict[str, dict[str, tuple[str, ...]]] = {
                              "--prompt-tokens", "--max-tokens"),
         "Texts": ("--text", "--filler", "--chat", "--seed"),
         "Model": _MODEL,
+        "How it runs": ("--fresh",),
         "Output": _OUTPUT,
     },
     "generate": {

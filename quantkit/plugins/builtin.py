@@ -109,8 +109,12 @@ def register_metrics(register: Register) -> None:
 
 @hookimpl
 def register_reporters(register: Register) -> None:
-    for name in ("table", "json", "markdown", "html", "junit", "model_card"):
-        register(name, f"quantkit.evaluation.report.{name}:REPORTER")
+    register("table", "quantkit.evaluation.report.table:REPORTER")
+    register("json", "quantkit.evaluation.results_file:REPORTER")
+    register("markdown", "quantkit.evaluation.report.markdown:REPORTER")
+    register("html", "quantkit.evaluation.report.html:REPORTER")
+    register("junit", "quantkit.evaluation.report.gates:REPORTER")
+    register("model_card", "quantkit.evaluation.report.model_card:REPORTER")
     register("svg", "quantkit.evaluation.report.figure:SVG")
     register("png", "quantkit.evaluation.report.figure:PNG")
 

@@ -11,7 +11,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from pydantic import BaseModel, ValidationError
 
-from quantkit.evaluation.feed import prefill
+from quantkit.evaluation.quality.feed import prefill
 from quantkit.kv.base import PAGE, KVCodec, KVCodecs, KVPolicy, PolicyView, SideCodec, is_ours
 from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache

@@ -9,7 +9,7 @@ import torch
 
 from quantkit.evaluation.metric_table import metric_problem, reason_of
 from quantkit.evaluation.metrics import KL, PERPLEXITY, TOP1, Metric
-from quantkit.evaluation.window_scores import scored
+from quantkit.evaluation.quality.window_scores import scored
 from quantkit.support.errors import PluginError
 from quantkit.testing.contract import Contract
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quantkit.evaluation.feed import force, prefill
+from quantkit.evaluation.quality.feed import force, prefill
 from quantkit.kv import store as store_module
 from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache

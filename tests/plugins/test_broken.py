@@ -161,14 +161,14 @@ def test_an_error_of_a_plugins_policy_while_a_model_runs(run, tiny):
 
 
 def test_the_process_that_measures_speed_says_it_in_the_same_words(site, tiny, run):
-    """``quantkit.evaluation.worker`` answers a request."""
+    """``quantkit.evaluation.speed.worker`` answers a request."""
     request = {"uri": str(tiny), "revision": None, "dtype": "auto", "device": "cpu", "ids": [1] * 32,
                "settings": {"contexts": [], "prefill": 32, "decode": 2, "repeats": 1}, "threads": 1,
                "kv": "broken_raises(4)"}
     env = {**os.environ, "QUANTKIT_PLUGINS": "policyraises",
            "PYTHONPATH": os.pathsep.join([os.environ["PYTHONPATH"], str(site)])}
-    done = subprocess.run([sys.executable, "-m", "quantkit.evaluation.worker"], input=json.dumps(request),
-                          env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-m", "quantkit.evaluation.speed.worker"], env=env,
+                          input=json.dumps(request), capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     what, why, then = json.loads(done.stdout.splitlines()[-1])["error"]
     assert what == "plugin 'policyraises' of broken-policyraises 1.0 failed: ZeroDivisionError: no scores"

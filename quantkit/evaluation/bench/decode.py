@@ -8,9 +8,9 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from quantkit.evaluation.bench.machine import machine
-from quantkit.evaluation.decoding import DecodeRunner, step_bytes
-from quantkit.evaluation.speed_sweep import DecodeSpeed
+from quantkit.evaluation.protocol import machine
+from quantkit.evaluation.speed.decoding import DecodeRunner, step_bytes
+from quantkit.evaluation.speed.results import DecodeSpeed
 from quantkit.evaluation.text import load_text
 from quantkit.kv.base import Phase
 from quantkit.kv.batch import Batch
@@ -32,7 +32,7 @@ class DecodeSettings:
     Attributes:
         batches: sequences that decode side by side.
         contexts: tokens that each holds before.
-        kv: KV settings.
+        kv: the KV settings to measure.
         prompt: tokens of the prefill that is timed, from an empty cache; 0: none is.
         tokens: decoded in a timed run.
         repeats: timed runs; read bandwidth is measured before each.
@@ -56,8 +56,8 @@ def bench_decode(loaded: LoadedModel, settings: DecodeSettings, progress: Listen
     """Measure a model.
 
     Args:
-        loaded: the model.
-        settings: what.
+        loaded: the model in memory.
+        settings: the choice of measurements.
         progress: told of every run.
         keep: given what is known so far after every case, so that a run that is stopped leaves something.
 

@@ -31,7 +31,7 @@ class OperatorCost:
     """Bytes and operations of one operator.
 
     Attributes:
-        fixed_bytes: that it reads whatever the number of rows: weights.
+        fixed_bytes: bytes that it reads whatever the number of rows: weights.
         row_bytes: for each row: inputs, outputs, and in attention the keys and values of its sequence.
         row_operations: arithmetic → operations for each row; a multiplication with an addition is two.
     """
@@ -96,8 +96,8 @@ def attention_cost(config: ModelConfig, kv_bytes: int, slots: int) -> OperatorCo
     with each value.
 
     Args:
-        config: of the model.
-        kv_bytes: that it reads of one sequence.
+        config: the shape of the model.
+        kv_bytes: the bytes that it reads of one sequence.
         slots: keys that it sees, all KV heads together.
     """
     heads = config.num_heads * config.head_dim

@@ -4,8 +4,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from quantkit.evaluation.gate import check_gate
-from quantkit.evaluation.report.junit import render
+from quantkit.evaluation.gates.check import check_gate
+from quantkit.evaluation.report.gates import render
 from quantkit.testing.results import sample_results
 
 CHILDREN = {"testsuites": {"testsuite"}, "testsuite": {"properties", "testcase"}, "properties": {"property"},
