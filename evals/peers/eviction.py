@@ -24,6 +24,7 @@ from safetensors.torch import save_file
 
 from quantkit.cli.present import table
 from quantkit.evaluation.bench.machine import machine
+from quantkit.evaluation.feed import prefill as read_prompt
 from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
 from quantkit.kv.spec import parse_kv
@@ -40,7 +41,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "expected": ("expected(0.5)", {"n_future_positions": 512, "n_sink": 4}),
 }
 """Ours, and theirs' options beside the ratio."""
-CHUNK = 512
 
 
 def ours(loaded: LoadedModel, kv: str, prompt: torch.Tensor, answer: torch.Tensor) -> dict[str, Any]:
@@ -49,11 +49,7 @@ def ours(loaded: LoadedModel, kv: str, prompt: torch.Tensor, answer: torch.Tenso
     row = cache.add(len(prompt) + len(answer))
     with torch.inference_mode():
         begin = time.perf_counter()
-        for start in range(0, len(prompt), CHUNK):
-            chunk = prompt[None, start:start + CHUNK]
-            end = start + chunk.shape[1] == len(prompt)
-            batch = Batch(cache, [row], "prefill_end" if end else "prefill")
-            loaded.model(chunk, cache=batch, last=torch.tensor([chunk.shape[1] - 1]))
+        read_prompt(loaded, cache, row, prompt.tolist())
         prefill = time.perf_counter() - begin
         kept = [[[at for at in head if at >= 0] for head in cache.positions(row, layer).tolist()]
                 for layer in range(loaded.config.num_layers)]

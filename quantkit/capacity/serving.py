@@ -16,7 +16,7 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.kv.spec import KVSpec, setting_of
 from quantkit.runtime.cpu.system_memory import available_memory
 from quantkit.runtime.gpu import memory as gpu_memory
-from quantkit.runtime.gpu.model import declines
+from quantkit.runtime.gpu.model import reason_against
 from quantkit.runtime.kernels import unread
 from quantkit.sources.base import ModelSource
 from quantkit.support.errors import QuantkitError
@@ -172,7 +172,7 @@ def _gpu_parts(weights: WeightOption, device: torch.device) -> list[MemoryPart]:
     quantized = {layer.name: unread(layer.row.format, layer.row.spec, layer.shape, layer.row.dtype)
                  for layer in weights.layers if layer.row.format is not None and layer.row.spec is not None}
     size = weights.file_bytes
-    if declines(config, dtype, device, quantized) is None:
+    if reason_against(config, dtype, device, quantized) is None:
         size = gpu_memory.weight_bytes(config, dtype, quantized, device)
     return [MemoryPart("weights", size),
             MemoryPart("runtime", gpu_memory.step_bytes(config, dtype) + gpu_memory.LEFT)]

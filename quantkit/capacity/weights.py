@@ -32,7 +32,7 @@ from quantkit.plugins.manager import registry
 from quantkit.quantization.planning.plan import make_plan, with_own_head
 from quantkit.quantization.recipe import load_recipe
 from quantkit.quantization.transforms.apply import transformed
-from quantkit.runtime.cpu.model import declines
+from quantkit.runtime.cpu.model import reason_against
 from quantkit.runtime.loader import label_of
 from quantkit.sources.base import ModelSource, file_bytes, quantized_types
 
@@ -187,7 +187,7 @@ def _weights(name: str, description: str, config: ModelConfig, dtype: torch.dtyp
                                 dtype=dtype_name(dtype), bits=8.0 * dtype.itemsize))
         other -= size
     samples = {row.name: _sample(row.format, row.spec, row.shape[1], row.dtype) for row in rows}
-    reason = declines(config, dtype, torch.device("cpu"),
+    reason = reason_against(config, dtype, torch.device("cpu"),
                       {name: tensor for name, tensor in samples.items() if tensor is not None})
     kernels = cpu_machine.unavailable() is None
     layers = [_held(row, _packed(row.format, row.spec, row.shape[1], row.dtype, dtype) if kernels else None)

@@ -71,9 +71,8 @@ def load_served(options: ServingOptions) -> list[ServedEngine]:
     rendering.start()
     import_large("quantkit.runtime.loader")
     from quantkit.cli.serving_start import ServingStart
-    from quantkit.runtime.drafting.parse import parse_drafter
-    from quantkit.runtime.engine import Engine
-    from quantkit.runtime.fair_lock import FairLock
+    from quantkit.runtime.drafting.base import parse_drafter
+    from quantkit.runtime.engine import Engine, FairLock
 
     def take_tokenizer(start: ServingStart, tokenizer: Tokenizer) -> None:
         if options.chat_template is not None:

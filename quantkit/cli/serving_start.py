@@ -48,9 +48,8 @@ class ServingStart:
 
 
 def _load_program(engine: Engine) -> None:
-    from quantkit.kv.batch import Batch
     from quantkit.runtime.cpu.model import CpuModel, codecs_of, has_kernels
 
     model = engine.loaded.model
-    if isinstance(model, CpuModel) and model.declines(Batch(engine.cache, [])) is None:
+    if isinstance(model, CpuModel) and model.reason_against(engine.cache) is None:
         model.program(codecs_of(engine.cache), not has_kernels(engine.cache))

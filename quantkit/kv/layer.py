@@ -73,24 +73,11 @@ class LayerCache:
         self._scores.sinks = sinks
         return self._attention(states, counts, q, positions, window, step_cache, sinks)
 
-    def end_step(self, state: LayerState, queries: torch.Tensor | None, count: int, phase: Phase) -> bool:
-        """Note that a step of ``count`` tokens is done.
-
-        Args:
-            state: the sequence.
-            queries: ``[H, n, D]``, rotated, to be kept if the policy tracks them; ``None``: they are kept
-                already.
-            count: tokens of the step.
-            phase: which part of a request it was.
-
-        Returns:
-            Whether the policy is to act now.
-        """
+    def end_step(self, state: LayerState, count: int, phase: Phase) -> bool:
+        """Note that a step of ``count`` tokens is done; returns whether the policy is to act now."""
         policy = self.policy
         if not count:
             return False
-        if queries is not None and policy.tracks_queries(phase):
-            self.record_queries(state, queries)
         acts = policy.acts_after(phase)
         if phase == "prefill_end":
             state.prompt = state.seen

@@ -12,10 +12,10 @@ from pydantic import ValidationError
 from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
 from quantkit.kv.spec import parse_kv
+from quantkit.runtime.core import Completion
 from quantkit.runtime.drafting.base import MAX_DRAFT, DraftedText, Drafter, DraftSource
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.loader import LoadedModel, load
-from quantkit.runtime.request import Completion
 from quantkit.runtime.sampler import Sampling
 from quantkit.testing.contract import Contract, named_class
 from quantkit.testing.tiny import VOCAB, tiny_model

@@ -126,7 +126,7 @@ def grows(texts: list[DraftedText], limits: list[int]) -> list[list[int]]:
 def leaves_tokens(texts: list[DraftedText], limits: list[int]) -> list[list[int]]:
     cache, number = texts[0].cache, texts[0].sequence
     cache.reserve(cache.sequence(number), 1)
-    Batch(cache, [number], "decode", tentative=[0]).settle(0, 1)
+    Batch(cache, [number], "decode", tentative=[0]).advance(0, 1)
     return [[] for _ in texts]
 
 

@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from quantkit.runtime.request import LOGPROB_ROWS, ContextLengthError, Request, TokenInfo, check_request
+from quantkit.runtime.core import LOGPROB_ROWS, ContextLengthError, Request, TokenInfo, check_request
 from quantkit.runtime.sampler import Sampling, sample_tokens
 from quantkit.structure.base import ConstraintError
 from quantkit.support.errors import QuantkitError, UsageError
@@ -117,11 +117,10 @@ def test_the_prompt_is_scored_chunk_by_chunk(loaded, chunks):
     logits = torch.randn(200, 300, generator=random)
     want = logits.log_softmax(-1)
     request = Request(0, loaded, prompt, Sampling(), 2, echo=True)
-    assert request.wants_prompt_logprobs
+    end = 0
     for count in chunks:
-        request.computed_tokens += count
-        request.score_prompt(logits[request.computed_tokens - count:request.computed_tokens],
-                             request.computed_tokens)
+        end += count
+        request.score_prompt(logits[end - count:end], end)
     assert not request.scores_prompt
     first, *scored = request.result.prompt_logprobs
     assert first == TokenInfo(prompt[0], "") and [info.id for info in scored] == prompt[1:]
@@ -132,8 +131,7 @@ def test_the_prompt_is_scored_chunk_by_chunk(loaded, chunks):
 
 def test_without_echo_there_is_nothing_to_score(loaded):
     request = Request(0, loaded, [5], Sampling())
-    assert not request.wants_prompt_logprobs and request.result.prompt_logprobs is None
-    assert (request.prompt_tokens, request.result.prompt_tokens) == (1, 1)
+    assert request.result.prompt_logprobs is None and request.result.prompt_tokens == 1
 
 
 def test_an_error_is_told_or_raised(loaded):

@@ -1,8 +1,10 @@
-"""Rows of activations between a program's operations."""
+"""Rows of activations between a program's operations, and memory that is given back to the system."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ctypes
+import functools
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -74,3 +76,20 @@ def buffer(writers: Sequence[Linear], readers: Sequence[Linear], size: int = 0) 
     width = max([size, *(packed_of(linear).stripes * STRIPE for linear in writers),
                  *(packed_of(linear).columns for linear in readers)])
     return lazy_zeros(MAX_ROWS, -(-width // 16) * 16)
+
+
+def trim_heap() -> None:
+    """Return what the C library keeps of freed memory; where it can't be asked, nothing happens."""
+    if (function := _malloc_trim()) is not None:
+        function(0)
+
+
+@functools.cache
+def _malloc_trim() -> Callable[[int], int] | None:
+    try:
+        trim = ctypes.CDLL(None).malloc_trim  # glibc's
+    except (OSError, AttributeError, TypeError):
+        return None
+    trim.argtypes, trim.restype = [ctypes.c_size_t], ctypes.c_int
+    function: Callable[[int], int] = trim
+    return function

@@ -18,7 +18,7 @@ from quantkit.ops.hadamard import hadamard_factors
 from quantkit.ops.linear_weight import LinearWeight
 from quantkit.ops.stored_weight import StoredWeight
 from quantkit.runtime.gpu.linears import FusedLinear, device_weight
-from quantkit.runtime.rope_tables import rope_tables
+from quantkit.runtime.program_model import rope_tables
 
 if TYPE_CHECKING:
     from quantkit_kernels.triton.cache import LayerPages, SequenceTables, StepTokens

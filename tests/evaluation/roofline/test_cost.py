@@ -10,7 +10,7 @@ from quantkit.evaluation.roofline.cost import OperatorCost, arithmetic_of, atten
 from quantkit.evaluation.roofline.random_weight import packed_weight
 from quantkit.evaluation.roofline.result import MachineCeilings
 from quantkit.ops import cpu_weight
-from quantkit.runtime.cpu.operator_program import LinearOperator
+from quantkit.runtime.cpu.program_variants import LinearOperator
 
 CEILINGS = MachineCeilings(read_bytes_s=100.0, operations_s={"int8": 1000.0, "float32": 250.0})
 
