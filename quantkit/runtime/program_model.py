@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from quantkit.kv.cache import KVCache
 from quantkit.kv.spec import KVSpec
 from quantkit.models.config import ModelConfig
 from quantkit.models.decoder import CausalLM
-from quantkit.models.interfaces import KVCacheProtocol
+from quantkit.models.interfaces import KVCacheProtocol, LanguageModel
 from quantkit.models.linear import Linear
 from quantkit.models.rope_config import RopeConfig
 from quantkit.models.rope_frequencies import inverse_frequencies
@@ -37,7 +37,7 @@ class RowSlice:
     count: int
 
 
-class ProgramModel(ABC):
+class ProgramModel(LanguageModel):
     """A model as a program of kernels, with the calls of :class:`~quantkit.models.decoder.CausalLM`.
 
     A step of the model is cut into steps of the program where it has more tokens than the program takes at
@@ -48,45 +48,20 @@ class ProgramModel(ABC):
         device: where the program runs.
 
     Attributes:
-        config: the model's shape.
-        dtype: the dtype of plain weights.
-        device: where the program runs.
         max_rows: tokens that go through the program at once, at most.
-        decode_rows, runs_ahead, supports_mixed_batches, decode_matches_prefill: see
-            :class:`~quantkit.models.interfaces.LanguageModel`.
     """
 
     max_rows: ClassVar[int]
-    decode_rows: int
-    runs_ahead: bool
-    supports_mixed_batches: bool
-    decode_matches_prefill: bool
 
     def __init__(self, model: CausalLM, device: torch.device) -> None:
-        self.config: ModelConfig = model.config
-        self.dtype: torch.dtype = model.dtype
+        self.config = model.config
+        self.dtype = model.dtype
         self.device = device
         self._model = model
 
     @abstractmethod
     def reason_against(self, cache: KVCache) -> str | None:
         """Why the program can't run over this cache."""
-
-    @abstractmethod
-    def check_cache(self, cache: KVCache) -> None:
-        """See :class:`~quantkit.models.interfaces.LanguageModel`."""
-
-    @abstractmethod
-    def prepare(self, cache: KVCache) -> None:
-        """See :class:`~quantkit.models.interfaces.LanguageModel`."""
-
-    @abstractmethod
-    def chunk_invariant(self, cache: KVCache) -> bool:
-        """See :class:`~quantkit.models.interfaces.LanguageModel`."""
-
-    @abstractmethod
-    def normalized(self, x: torch.Tensor) -> torch.Tensor:
-        """See :class:`~quantkit.models.interfaces.LanguageModel`."""
 
     @abstractmethod
     def token_rows(self, tokens: Sequence[Sequence[int]]) -> Any:

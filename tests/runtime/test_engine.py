@@ -348,7 +348,7 @@ def test_stats_count(small, submit):
 
 
 def test_the_setting_is_the_callers_or_the_models(small):
-    model = dataclasses.replace(small, manifest=SimpleNamespace(kv=parse_kv("window(9)+int8")))
+    model = dataclasses.replace(small, manifest=SimpleNamespace(recipe={"kv": "window(9)+int8"}))
     assert Engine(model).cache.spec == model.kv
     assert str(Engine(model, kv=parse_kv("none")).cache.spec) == "none"
     with pytest.raises(UsageError, match="window"):

@@ -56,13 +56,13 @@ def test_what_was_prepared_is_used_even_if_it_was_dropped_since(small, prompt_of
     assert prepared not in engine._settings.managers
     request = engine.submit(prompt_of(5), SHORT, kv=prepared)
     assert request.kv.manager is prepared and prepared in engine._settings.managers
-    assert engine.submit(prompt_of(5), SHORT, kv=SETTINGS[0]).kv is prepared
+    assert engine.submit(prompt_of(5), SHORT, kv=SETTINGS[0]).kv.manager is prepared
     finish(engine)
     for size in range(200, 200 + MAX_SETTINGS):
         engine.prepare(parse_kv(f"window({size})"))
     other = engine.prepare(SETTINGS[0])
     assert other is not prepared
-    assert engine.submit(prompt_of(5), SHORT, kv=prepared).kv is other, "one setting has one cache"
+    assert engine.submit(prompt_of(5), SHORT, kv=prepared).kv.manager is other, "one setting has one cache"
     finish(engine)
 
 

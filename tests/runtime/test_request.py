@@ -98,7 +98,7 @@ def test_log_probabilities_are_before_temperature_and_penalty(loaded, logprobs):
     request = Request(0, loaded, [5], Sampling(max_tokens=3, temperature=0.3, top_k=2, seed=1,
                                                ignore_eos=True,
                                               repetition_penalty=2.0), logprobs, on_token=heard.append)
-    request.append(request.sampler(row, request.history), row)
+    request.append(request.sampler(row, request.kv.history), row)
     (info,) = heard
     want = row.float().log_softmax(-1)
     if logprobs is None:
@@ -169,7 +169,7 @@ def test_the_prompt_counts_for_the_repetition_penalty(loaded):
         row[7], row[8] = 6.0, 5.0
         request = Request(0, loaded, [7], Sampling(repetition_penalty=penalty, ignore_eos=True))
         assert request.sampler.on_host == (penalty != 1)
-        assert sample_tokens(row[None], [request.sampler], [request.history]) == [chosen]
+        assert sample_tokens(row[None], [request.sampler], [request.kv.history]) == [chosen]
 
 
 def test_check_request(loaded):
