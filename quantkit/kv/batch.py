@@ -135,9 +135,9 @@ class Batch:
         if codecs.values.hadamard:
             out = undo_hadamard(out)
         for row, (state, count) in enumerate(zip(states, self._counts)):
-            cache.settle_layer(layer, state)
+            cache.free_encoded_residual(layer, state)
             if count and layer_cache.policy.tracks_queries(self.phases[row]):
-                layer_cache.record_queries(state, q[row, :, :count])
+                layer_cache.scores.record_queries(state, q[row, :, :count])
         return out
 
     def advance(self, row: int, count: int) -> None:
@@ -145,7 +145,7 @@ class Batch:
         if row in self._tentative:
             self.sequences[row].advance(count)
         else:
-            self.cache.settle(self.sequences[row], count)
+            self.cache.advance(self.sequences[row], count)
 
     def end(self) -> None:
         """End a step: all layers have the tokens that :meth:`begin` announced. Policies act now, unless they
@@ -163,7 +163,7 @@ class Batch:
         self._tentative.remove(row)
         sequence = self.sequences[row]
         sequence.advance(self.starts[row] + kept - int(sequence.seen[-1]))
-        self.cache.settle(sequence, 0)
+        self.cache.advance(sequence, 0)
         self._end_row(row, kept)
         for _ in self.policy_actions():
             pass

@@ -65,10 +65,10 @@ def reread(cache: KVCache, number: int, model: LanguageModel, tokens: Sequence[i
     Args:
         cache: holds the sequence.
         number: id of the sequence.
-        model: that filled the cache.
-        tokens: the prompt.
+        model: the model that filled the cache.
+        tokens: the prompt's token ids.
         size: tokens of a section, at most; each is fed to a fork of its own.
-        token_budget: how many tokens go through the model at once; asked every time.
+        token_budget: asked every time for the number of tokens that go through the model at once.
 
     Yields:
         The number of tokens that just went through the model; other steps may come between.
@@ -112,6 +112,6 @@ def _attention_from(cache: KVCache, fork: int, model: LanguageModel, tokens: Seq
         yield len(part)
     received: list[torch.Tensor | None] = []
     for layer, state in zip(cache.layers, cache.sequence(fork).layers):
-        layer.accumulate(state)
+        layer.scores.accumulate(state, state.seen)
         received.append(state.attention_received)
     return received

@@ -12,6 +12,7 @@ from types import TracebackType
 import torch
 
 from quantkit.kv.spec import KVSpec
+from quantkit.memory.scratch import PREFILL_CHUNK
 from quantkit.runtime.chunk_size import ChunkSizer
 from quantkit.runtime.core import (
     EngineClosed,
@@ -36,8 +37,6 @@ from quantkit.runtime.trace import Timing, Trace
 from quantkit.structure.base import TokenConstraint
 from quantkit.support.errors import UsageError
 
-PREFILL_CHUNK = 512
-"""Prompt tokens that go through the model at once, at most; other requests decode between two chunks."""
 RETRIES = 3
 """Steps with others that may fail until a request that was in all of them fails too."""
 

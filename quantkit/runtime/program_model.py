@@ -15,10 +15,10 @@ from quantkit.kv.cache import KVCache
 from quantkit.kv.spec import KVSpec
 from quantkit.models.config import ModelConfig
 from quantkit.models.decoder import CausalLM
+from quantkit.models.forward_context import inverse_frequencies
 from quantkit.models.interfaces import KVCacheProtocol, LanguageModel
 from quantkit.models.linear import Linear
 from quantkit.models.rope_config import RopeConfig
-from quantkit.models.rope_frequencies import inverse_frequencies
 
 POSITION_BLOCK = 512
 """Positions whose cosines and sines are computed together."""

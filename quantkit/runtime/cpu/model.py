@@ -18,12 +18,13 @@ import torch
 from quantkit.formats.base import QuantizedTensor
 from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
+from quantkit.memory.scratch import packed_of
 from quantkit.models.config import ModelConfig
 from quantkit.models.decoder import CausalLM
 from quantkit.ops import cpu_linear, cpu_machine, cpu_weight
 from quantkit.ops.dispatch import DECODE_ROWS, LinearKernel, choose
 from quantkit.ops.linear import query_for
-from quantkit.runtime.cpu.buffers import MAX_ROWS, packed_of, trim_heap
+from quantkit.runtime.cpu.buffers import MAX_ROWS, trim_heap
 from quantkit.runtime.cpu.program import CpuProgram, TokenIds
 from quantkit.runtime.cpu.program_variants import DecodedCpuProgram, OperatorProgram, TappedCpuProgram
 from quantkit.runtime.program_model import ProgramModel, selected_rows

@@ -17,12 +17,12 @@ from quantkit.formats.base import QuantizedTensor
 from quantkit.kv import gpu as kv_gpu
 from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
+from quantkit.memory.scratch import GPU_ROWS
 from quantkit.models.config import ModelConfig
 from quantkit.models.decoder import CausalLM
 from quantkit.ops import gpu
 from quantkit.runtime.gpu import linears
 from quantkit.runtime.gpu.graphs import BATCHES, GraphCache
-from quantkit.runtime.gpu.memory import MAX_ROWS
 from quantkit.runtime.gpu.program import GpuProgram
 from quantkit.runtime.gpu.tables import DeviceTables
 from quantkit.runtime.program_model import ProgramModel, RowSlice, selected_rows
@@ -133,7 +133,7 @@ class _CacheOnDevice:
             layer_cache = self._cache.layers[layer]
             for state, phase, queries in zip(states, phases, q.split(counts)):
                 if layer_cache.policy.tracks_queries(phase):
-                    layer_cache.record_queries(state.layers[layer], queries.transpose(0, 1))
+                    layer_cache.scores.record_queries(state.layers[layer], queries.transpose(0, 1))
         return x
 
 
@@ -146,7 +146,7 @@ class GpuModel(ProgramModel):
         done: called when some weights are on the device.
     """
 
-    max_rows = MAX_ROWS
+    max_rows = GPU_ROWS
     decode_rows = BATCHES[-1]
     runs_ahead = True
     supports_mixed_batches = False

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from quantkit.cli.serving_replicas import absolute_model
+from quantkit.cli.serve.models import absolute_model
 from quantkit.serving.replicas.failure import LoadFailure, carried_error
 from quantkit.serving.replicas.resources import NodeResources, takes_gpu, threads_each, threads_now
 from quantkit.serving.replicas.starting import LIMIT, wait_until_running
