@@ -164,7 +164,7 @@ def drafts(model: str, drafters: tuple[str, ...], kv: tuple[str, ...], max_token
     that were right, of all.
     """
     from quantkit.evaluation.bench.drafts import DraftSettings, bench_drafts, lines
-    from quantkit.runtime.drafting.parse import parse_drafter
+    from quantkit.runtime.drafting.base import parse_drafter
     from quantkit.runtime.sampler import Sampling
 
     for drafter in drafters:  # refused before anything is loaded

@@ -241,7 +241,8 @@ def _simulate(cache: KVCache, prompt: int, decoded: int, chunk: int,
     context = cache.config.max_position_embeddings
     kept: list[int] = []
     for count, phase, counted in _steps(prompt, decoded, chunk, policy, cycle):
-        batch = Batch(cache, [number], phase)
+        batch = Batch(cache, [number], phase, defers=True)
+        batch.begin([count])
         state = batch.sequences[0].layers[index]
         position, slots = state.seen, store.allocate(state, count)
         during = _usage(cache, state)
@@ -255,7 +256,10 @@ def _simulate(cache: KVCache, prompt: int, decoded: int, chunk: int,
             if not counted and policy.tracks_queries(phase):  # as if all others had been accumulated
                 queries = min(count, state.query_window.size)
                 state.accumulated = state.seen - queries
-            batch.end_layer(index, state, zeros.expand(-1, queries, -1), count, phase)
+            if policy.tracks_queries(phase):
+                layer.scores.record_queries(state, zeros.expand(-1, queries, -1))
+            if layer.end_step(state, count, phase):
+                cache.drop(index, state)
         if (size := cache.policy.reread_prompt) and phase == "prefill_end":
             state.attention_received = torch.zeros(1, int(state.lengths[0])) if policy.reread_prompt else None
             during |= _reread_usage(cache, number, min(prompt, size + OVERLAP, context - prompt), chunk)
@@ -267,7 +271,8 @@ def _simulate(cache: KVCache, prompt: int, decoded: int, chunk: int,
         elif counted:
             filling |= during
         if phase == "prefill_end":  # what the prompt leaves is there while others decode
-            batch.release_queries()
+            for _ in batch.policy_actions():  # which forgets queries
+                pass
             decoding |= _usage(cache, state)
         if phase == "decode" and policy.decode_interval and state.steps % policy.decode_interval == 0:
             kept.append(int(state.lengths[0]))
@@ -282,7 +287,9 @@ def _reread_usage(cache: KVCache, number: int, count: int, chunk: int) -> PeakUs
     fork, usage = cache.fork(number), PeakUsage()
     store = cache.layers[-1].store
     for start in range(0, count, chunk):
-        state = Batch(cache, [fork], "reread").sequences[0].layers[-1]
+        batch = Batch(cache, [fork], "reread")
+        batch.begin([min(chunk, count - start)])
+        state = batch.sequences[0].layers[-1]
         store.allocate(state, min(chunk, count - start))
         usage |= _usage(cache, state)
         store.encode_full_pages(state)

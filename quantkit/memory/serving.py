@@ -216,7 +216,7 @@ class ServerMemory:
 
 
 def server_memory(source: ModelSource | AnyCheckpoint, device: torch.device, free: int | None,
-                  declines: Declines, *, before: Sequence[ServerMemory] = (), kv: KVSpec | None = None,
+                  reason_against: Declines, *, before: Sequence[ServerMemory] = (), kv: KVSpec | None = None,
                   dtype: str = "auto", sequences: int = 8, kv_bytes: int | None = None,
                   also: Sequence[MemoryPart] = ()) -> ServerMemory | None:
     """The memory of a model that is going to be served.
@@ -225,7 +225,7 @@ def server_memory(source: ModelSource | AnyCheckpoint, device: torch.device, fre
         source: an open checkpoint or source.
         device: the model will run there.
         free: :func:`~quantkit.memory.machine.free_memory` before any model was loaded.
-        declines: the function of that name of the runtime for that device.
+        reason_against: the function of that name of the runtime for that device.
         before: the models that the same process loads before this one.
         kv: how keys and values are kept; by default as the checkpoint says.
         dtype: the dtype of activations, as for :func:`~quantkit.runtime.loader.load`.
@@ -242,9 +242,9 @@ def server_memory(source: ModelSource | AnyCheckpoint, device: torch.device, fre
     manifest = None
     try:
         if isinstance(source, Checkpoint | ForeignCheckpoint):
-            weights, manifest = of_checkpoint(source, declines, device, dtype), source.manifest
+            weights, manifest = of_checkpoint(source, reason_against, device, dtype), source.manifest
         else:
-            weights = unquantized(source, declines, device, dtype)
+            weights = unquantized(source, reason_against, device, dtype)
     except QuantkitError:
         return None
     if kv is None:

@@ -136,7 +136,7 @@ class ModelWeights:
         return float(1.0 - (1.0 - experts.chosen / experts.count) ** tokens)
 
 
-def unquantized(source: ModelSource, declines: Declines, device: torch.device = CPU,
+def unquantized(source: ModelSource, reason_against: Declines, device: torch.device = CPU,
                 dtype: str = "auto") -> ModelWeights:
     """The model as it is, in the dtype that it is run in: its own, or another.
 
@@ -153,10 +153,10 @@ def unquantized(source: ModelSource, declines: Declines, device: torch.device = 
     types = quantized_types(source)
     how = f"{', '.join(types)}, run in {name}" if types else f"in {name}"
     return model_weights(UNQUANTIZED, f"as they are, {how}", config, kind, rows,
-                         total - sum(row.bytes for row in rows), file_bytes(source), declines, device)
+                         total - sum(row.bytes for row in rows), file_bytes(source), reason_against, device)
 
 
-def of_checkpoint(checkpoint: AnyCheckpoint, declines: Declines, device: torch.device = CPU,
+def of_checkpoint(checkpoint: AnyCheckpoint, reason_against: Declines, device: torch.device = CPU,
                   dtype: str = "auto") -> ModelWeights:
     """Those of a checkpoint, run in its own dtype or another; called as the recipe that made it, or after
     what was done.
@@ -170,11 +170,11 @@ def of_checkpoint(checkpoint: AnyCheckpoint, declines: Declines, device: torch.d
     rows = checkpoint.layers
     other = sum(info.nbytes for info in checkpoint.infos.values()) - sum(row.bytes for row in rows)
     return model_weights(label, "as the checkpoint has them", parse_config(config), dtype_of(config, dtype),
-                         rows, other, checkpoint.file_bytes, declines, device)
+                         rows, other, checkpoint.file_bytes, reason_against, device)
 
 
 def model_weights(name: str, description: str, config: ModelConfig, dtype: torch.dtype,
-                  rows: Sequence[LayerRow], other: int, file_bytes: int, declines: Declines,
+                  rows: Sequence[LayerRow], other: int, file_bytes: int, reason_against: Declines,
                   device: torch.device = CPU) -> ModelWeights:
     """Count the weights of some layers.
 
@@ -182,7 +182,7 @@ def model_weights(name: str, description: str, config: ModelConfig, dtype: torch
         name, description, config, dtype, file_bytes: see :class:`ModelWeights`.
         rows: the rows of its layers.
         other: bytes of all other tensors.
-        declines: the function of that name of the runtime that would run the model.
+        reason_against: the function of that name of the runtime that would run the model.
         device: the model would run there.
     """
     rows = list(rows)
@@ -197,7 +197,7 @@ def model_weights(name: str, description: str, config: ModelConfig, dtype: torch
                          if kernels else None) for row in rows]
     weights = ModelWeights(name, description, config, dtype, file_bytes, tuple(layers), other)
     return dataclasses.replace(weights,
-                               fallback_reason=declines(config, dtype, device, weights.quantized))
+                               fallback_reason=reason_against(config, dtype, device, weights.quantized))
 
 
 def _in_memory(row: LayerRow, packed: CpuWeight | None) -> LinearMemory:

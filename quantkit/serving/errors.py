@@ -15,8 +15,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from quantkit.plugins.blame import blame
-from quantkit.runtime.engine import EngineClosed, EngineFull
-from quantkit.runtime.request import ContextLengthError
+from quantkit.runtime.core import ContextLengthError, EngineClosed, EngineFull
 from quantkit.structure.base import ConstraintError
 from quantkit.support.errors import QuantkitError, SourceError, UsageError
 from quantkit.text.chat import TemplateError

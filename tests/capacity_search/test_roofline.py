@@ -13,12 +13,12 @@ from quantkit.kv.spec import parse_kv
 from quantkit.memory.kv import footprint
 from quantkit.memory.weights import unquantized
 from quantkit.models.architecture import parse_config
-from quantkit.runtime.cpu.model import declines
+from quantkit.runtime.cpu.model import reason_against
 from quantkit.sources.open import open_source
 
 
 def of(uri, context=512, kv="none"):
-    weights = unquantized(open_source(uri), declines)
+    weights = unquantized(open_source(uri), reason_against)
     return weights, footprint(weights.config, parse_kv(kv), weights.dtype, context, context // 2, 512)
 
 

@@ -12,6 +12,7 @@ from pydantic import Field
 from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
 from quantkit.kv.policies.snapkv import SnapKV
+from quantkit.kv.reread import finish_prompt
 from quantkit.kv.spec import KVSpec, parse_kv
 from quantkit.kv.store import PageStore
 from quantkit.memory import kv as footprint_module
@@ -63,8 +64,11 @@ class Fed:
         ids = torch.randint(4, 200, (1, count), generator=torch.Generator().manual_seed(0))
         for start in range(0, count, CHUNK):
             stop = min(start + CHUNK, count)
-            batch = Batch(self.cache, [row], "prefill_end" if stop == count else "prefill")
+            ends = stop == count
+            batch = Batch(self.cache, [row], "prefill_end" if ends else "prefill", defers=ends)
             self.model(ids[:, start:stop], cache=batch, last=torch.tensor([stop - start - 1]))
+            for _ in finish_prompt(self.model, batch, ids[0].tolist()) if ends else ():
+                pass
         return row
 
     def decode(self, rows, count):
@@ -205,7 +209,8 @@ def test_a_long_sequence_is_no_more_work_and_no_other_result(context, prompt):
                                 "window(1000)+int8"])
 def test_a_long_answer_is_predicted_in_a_few_steps(loaded, kv, monkeypatch):
     steps = []
-    monkeypatch.setattr(footprint_module, "Batch", lambda *given: steps.append(given[2]) or Batch(*given))
+    monkeypatch.setattr(footprint_module, "Batch",
+                        lambda *given, **options: steps.append(given[2]) or Batch(*given, **options))
     config = dataclasses.replace(loaded.config, max_position_embeddings=1 << 17)
     long = footprint(config, parse_kv(kv), loaded.dtype, 100_000, 4_000, CHUNK)
     assert steps.count("decode") < 1000

@@ -21,8 +21,8 @@ CPU = torch.device("cpu")
 def planned(folder, device=CPU, free=10**12, **options):
     source = open_model(str(folder))
     try:
-        declines = (gpu_model if device.type == "cuda" else cpu_model).declines
-        return server_memory(source, device, free, declines, **options)
+        reason_against = (gpu_model if device.type == "cuda" else cpu_model).reason_against
+        return server_memory(source, device, free, reason_against, **options)
     finally:
         source.close()
 

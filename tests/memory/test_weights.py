@@ -16,7 +16,7 @@ from quantkit.memory.weights import of_checkpoint, unquantized
 from quantkit.ops.cpu_weight import CpuWeight
 from quantkit.ops.dispatch import DECODE_ROWS
 from quantkit.quantization.run import quantize
-from quantkit.runtime.cpu.model import CpuModel, declines
+from quantkit.runtime.cpu.model import CpuModel, reason_against
 from quantkit.runtime.loader import load
 from quantkit.sources.open import open_source
 from quantkit.testing import tiny_model
@@ -56,7 +56,7 @@ def test_packed_bytes_are_those_of_the_loaded_model(request, name, model, tmp_pa
         2 * math.prod(t.shape) for n, t in open_source(str(source)).tensors().items() if "norm" in n)
     assert counted.read_bytes(1) == loaded.model.step_bytes
     with open_checkpoint(tmp_path / "out") as opened:
-        again = of_checkpoint(opened, declines)
+        again = of_checkpoint(opened, reason_against)
     assert (again.bytes, again.read_bytes(3)) == (counted.bytes, counted.read_bytes(3))
     assert again.recipe is None and counted.recipe == name
 
@@ -71,7 +71,7 @@ def test_two_bits_are_multiplied_from_four(wide):
 @pytest.mark.parametrize("model", ["tiny", "wide"])
 def test_weights_as_they_are(request, model):
     source = open_source(str(request.getfixturevalue(model)))
-    counted, loaded = unquantized(source, declines), load(str(request.getfixturevalue(model)))
+    counted, loaded = unquantized(source, reason_against), load(str(request.getfixturevalue(model)))
     assert counted.file_bytes == loaded.file_bytes and counted.read_bytes(1) == loaded.model.step_bytes
     assert counted.multiplications() == sum(math.prod(one.shape) for one in counted.multiplied)
 
@@ -91,7 +91,7 @@ def test_a_model_that_is_no_program_holds_packed_weights_alone(tmp_path):
 
 def test_a_token_reads_the_experts_that_it_is_sent_to():
     source = open_source("synthetic:tiny-mixtral")  # two of four
-    counted = unquantized(source, declines)
+    counted = unquantized(source, reason_against)
     experts = [one for one in counted.multiplied if ".experts." in one.name]
     plain = sum(one.read for one in counted.multiplied) - sum(one.read for one in experts)
     assert counted.read_bytes(1) == plain + sum(one.read for one in experts) / 2
@@ -110,7 +110,7 @@ def test_activations_are_those_of_the_program(tmp_path, family):
         rows.append(program._before_norm)
     made = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in rows}
     rooms = sum(CPU_ROWS * one.stride for one in program._activations.values())
-    counted = unquantized(open_source(str(source)), declines)
+    counted = unquantized(open_source(str(source)), reason_against)
     found = footprint(loaded.config, KVSpec(), loaded.dtype, 300, 150, 512)
     scratch = scratch_bytes(counted, found, 300, 40)
     assert scratch["activations"] == sum(made.values()) + rooms

@@ -119,7 +119,7 @@ def command(models: tuple[str, ...], host: str, port: int, hosts: tuple[str, ...
     if revision is not None and len(models) > 1:
         raise UsageError("--revision with several models", why="it is a revision of one of them",
                          next="write it behind each model: NAME@REVISION")
-    from quantkit.runtime.drafting.parse import parse_drafter
+    from quantkit.runtime.drafting.base import parse_drafter
     from quantkit.serving.address import bind, is_loopback, url
     from quantkit.support.device import find_device
 

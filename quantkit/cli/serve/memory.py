@@ -83,8 +83,8 @@ class MemoryForecast:
             # otherwise prefixes take pages that are free
             size = self._prefix_cache or default_prefix_bytes()
             also.append(MemoryPart("prefix cache", size, grows=True))
-        declines = (gpu_model if device.type == "cuda" else cpu_model).declines
-        needed = server_memory(source, device, self._free, declines, before=self._needed, kv=self._kv,
+        reason_against = (gpu_model if device.type == "cuda" else cpu_model).reason_against
+        needed = server_memory(source, device, self._free, reason_against, before=self._needed, kv=self._kv,
                                dtype=self._dtype, sequences=self._max_batch, kv_bytes=self._kv_memory,
                                also=also)
         if needed is not None:

@@ -12,8 +12,6 @@ from quantkit.evaluation.protocol import machine
 from quantkit.evaluation.speed.decoding import DecodeRunner, step_bytes
 from quantkit.evaluation.speed.results import DecodeSpeed
 from quantkit.evaluation.text import load_text
-from quantkit.kv.base import Phase
-from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
 from quantkit.kv.spec import KVSpec
 from quantkit.runtime.cpu import model as cpu_model
@@ -113,10 +111,8 @@ def _falls_back(loaded: LoadedModel, kv: KVSpec) -> str | None:
     if not isinstance(loaded.model, CpuModel | GpuModel):
         return loaded.fallback_reason
     cache = KVCache(loaded.config, kv, loaded.dtype, loaded.model.device)
-    phases: tuple[Phase, ...] = ("prefill", "prefill_end", "decode")
-    for phase in phases:
-        if (reason := loaded.model.declines(Batch(cache, [], phase))) is not None:
-            return reason
+    if (reason := loaded.model.reason_against(cache)) is not None:
+        return reason
     if isinstance(loaded.model, CpuModel) and not cpu_model.has_kernels(cache):
         return "no kernel reads its codec: torch encodes, and attention reads decoded pages"
     return None

@@ -11,10 +11,10 @@ from quantkit.evaluation.protocol import machine
 from quantkit.evaluation.speed.results import Spread
 from quantkit.kv.spec import KVSpec
 from quantkit.quantization.calibration.builtin_text import passage
-from quantkit.runtime.drafting.parse import parse_drafter
+from quantkit.runtime.core import Request
+from quantkit.runtime.drafting.base import parse_drafter
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.loader import LoadedModel
-from quantkit.runtime.request import Request
 from quantkit.runtime.sampler import Sampling
 from quantkit.support.errors import QuantkitError, UsageError
 from quantkit.support.progress import Listener, ProgressEvent, silent

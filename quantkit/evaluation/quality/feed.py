@@ -13,6 +13,7 @@ import torch
 
 from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
+from quantkit.kv.reread import finish_prompt
 from quantkit.kv.spec import KVSpec
 from quantkit.memory.scratch import PREFILL_CHUNK
 from quantkit.ops.sampling import greedy
@@ -41,9 +42,12 @@ def prefill(loaded: LoadedModel, cache: KVCache, row: int, ids: Sequence[int], *
     for start in range(0, len(ids), PREFILL_CHUNK):
         chunk = ids[start:start + PREFILL_CHUNK]
         last = ends and start + len(chunk) == len(ids)
-        batch = Batch(cache, [row], "prefill_end" if last else "prefill")
+        batch = Batch(cache, [row], "prefill_end" if last else "prefill", defers=last)
         logits = loaded.model(torch.tensor([list(chunk)], device=device), cache=batch,
                               last=torch.tensor([len(chunk) - 1]))
+        if last:
+            for _ in finish_prompt(loaded.model, batch, ids):
+                pass
     return _without_codec_fault(logits, cache, row)
 
 

@@ -13,7 +13,7 @@ from typing import Literal
 from quantkit.evaluation.roofline.result import MachineCeilings
 from quantkit.models.config import ModelConfig
 from quantkit.ops.cpu_weight import CpuWeight
-from quantkit.runtime.cpu.operator_program import LinearOperator
+from quantkit.runtime.cpu.program_variants import LinearOperator
 
 FLOAT = 4
 ARITHMETIC = {"bytes": "int8", "int8": "int8", "words": "int16", "floats": "float32", "e4m3": "float32"}

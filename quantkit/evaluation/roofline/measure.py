@@ -27,7 +27,7 @@ from quantkit.kv.spec import KVSpec
 from quantkit.ops.dispatch import DECODE_ROWS
 from quantkit.runtime.cpu.buffers import MAX_ROWS
 from quantkit.runtime.cpu.model import CpuModel
-from quantkit.runtime.cpu.operator_program import HEAD, LinearOperator, OperatorProgram
+from quantkit.runtime.cpu.program_variants import HEAD, LinearOperator, OperatorProgram
 from quantkit.runtime.loader import LoadedModel
 from quantkit.support.errors import UsageError
 from quantkit.support.progress import Listener, ProgressEvent, silent

@@ -13,11 +13,11 @@ from statistics import median
 from quantkit.evaluation.speed.results import PrefillSpeed, Spread, SweepSettings
 from quantkit.kv.spec import KVSpec
 from quantkit.memory.machine import resident_bytes
+from quantkit.runtime.core import TokenInfo
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.loader import LoadedModel
-from quantkit.runtime.request import TokenInfo
 from quantkit.runtime.sampler import Sampling
-from quantkit.runtime.timing import Timing
+from quantkit.runtime.trace import Timing
 
 LEAST_RUNS, SLOW = 3, 10
 """Fewest timed runs, because one has no range, and how much longer than a case should take they may take."""

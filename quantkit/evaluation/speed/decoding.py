@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from quantkit.evaluation.quality.feed import prefill
 from quantkit.evaluation.roofline.ceilings import bandwidth
 from quantkit.evaluation.speed.results import DecodeSpeed, PrefillSpeed, Spread
 from quantkit.kv.base import PAGE
@@ -177,13 +178,7 @@ class DecodeRunner:
     @torch.inference_mode()
     def feed(self, cache: KVCache, row: int, length: int) -> int:
         """Read a prompt; the most likely token after it."""
-        logits = torch.empty(0)
-        for start in range(0, length, PREFILL_CHUNK):
-            chunk = self._ids[start:min(start + PREFILL_CHUNK, length)]
-            batch = Batch(cache, [row], "prefill_end" if start + len(chunk) == length else "prefill")
-            logits = self._loaded.model(torch.tensor([chunk], device=self._device), cache=batch,
-                                        last=torch.tensor([len(chunk) - 1]))
-        return self._best(logits)[0]
+        return self._best(prefill(self._loaded, cache, row, self._ids[:length]))[0]
 
     def _steps(self, cache: KVCache, rows: list[int], tokens: list[int], limit: int) -> tuple[float, int]:
         """Seconds for ``limit`` tokens, or fewer if they take long, after some that warm up; and how many."""

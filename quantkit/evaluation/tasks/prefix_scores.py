@@ -85,7 +85,7 @@ class PrefixScorer:
         """Whether such a cache can do this, and what it gives is what decoding would read."""
         model, plain = self._loaded.model, self._cache.spec == KVSpec()
         return self._cache.divisible and (plain or (
-            model.decodes_as_it_reads and model.chunk_invariant(Batch(self._cache, []))))
+            model.decode_matches_prefill and model.chunk_invariant(self._cache)))
 
     def score(self, sequences: Sequence[Tokens], targets: Sequence[Target],
               done: Callable[[npt.NDArray[np.int64]], None]) -> tuple[npt.NDArray[np.float64],
@@ -155,7 +155,7 @@ class _Walk:
         self._wanted, self._head = wanted, head
         self._active: list[_ActiveRun] = []
         self._budget = budget
-        self._rectangles = not loaded.model.chunk_invariant(Batch(cache, []))
+        self._rectangles = not loaded.model.chunk_invariant(cache)
 
     def run(self) -> None:
         """Go through all sequences."""

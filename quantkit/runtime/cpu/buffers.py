@@ -1,9 +1,11 @@
-"""Rows of activations between a program's operations."""
+"""Rows of activations between a program's operations, and memory that is given back to the system."""
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -59,3 +61,20 @@ def buffers(writers: Sequence[Sequence[Linear]], readers: Sequence[Linear],
 def buffer(writers: Sequence[Linear], readers: Sequence[Linear], size: int = 0) -> torch.Tensor:
     """float32 ``[MAX_ROWS, …]``, wide enough for these Linears; the padding of a row stays 0."""
     return lazy_zeros(MAX_ROWS, buffer_width(writers, readers, size))
+
+
+def trim_heap() -> None:
+    """Return what the C library keeps of freed memory; where it can't be asked, nothing happens."""
+    if (function := _malloc_trim()) is not None:
+        function(0)
+
+
+@functools.cache
+def _malloc_trim() -> Callable[[int], int] | None:
+    try:
+        trim = ctypes.CDLL(None).malloc_trim  # glibc's
+    except (OSError, AttributeError, TypeError):
+        return None
+    trim.argtypes, trim.restype = [ctypes.c_size_t], ctypes.c_int
+    function: Callable[[int], int] = trim
+    return function

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator
 from typing import Any
 
-from quantkit.runtime.request import Completion, TokenInfo, check_ids
+from quantkit.runtime.core import Completion, TokenInfo, check_ids
 from quantkit.serving.conversation import choice_sampling
 from quantkit.serving.models import ServedEngine
 from quantkit.serving.openai.completion_request import CompletionRequest

@@ -12,7 +12,7 @@ from fastapi import Response
 from fastapi.responses import JSONResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from quantkit.runtime.engine import EngineClosed
+from quantkit.runtime.core import EngineClosed
 from quantkit.serving.body import check_structure
 from quantkit.serving.errors import ANTHROPIC, RETRY_AFTER, ApiError, api_error
 from quantkit.serving.guard import TENANT

@@ -17,7 +17,7 @@ from quantkit.evaluation.roofline.result import MachineCeilings, Roofline
 from quantkit.kv.spec import parse_kv
 from quantkit.ops import cpu_linear, cpu_machine, cpu_weight
 from quantkit.quantization.run import quantize
-from quantkit.runtime.cpu.operator_program import LinearOperator
+from quantkit.runtime.cpu.program_variants import LinearOperator
 from quantkit.runtime.loader import load
 from quantkit.support.errors import UsageError
 

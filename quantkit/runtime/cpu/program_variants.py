@@ -1,18 +1,28 @@
-"""The program of a step whose operators can be run alone, for measurements."""
+"""Programs of a step that do more than :class:`CpuProgram`: over decoded pages, with hidden states handed
+out, and with operators that can be run alone."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from quantkit.kv.batch import Batch
+from quantkit.kv.cache import KVCache
+from quantkit.models.decoder import CausalLM, DecoderLayer
+from quantkit.ops.cpu_machine import lazy_zeros
 from quantkit.ops.cpu_weight import CpuWeight
-from quantkit.runtime.chunks import Chunk
-from quantkit.runtime.cpu.program import CpuProgram
+from quantkit.ops.sampling import one_thread
+from quantkit.runtime.cpu.buffers import MAX_ROWS, stride_of
+from quantkit.runtime.cpu.program import CpuProgram, page_addresses
+from quantkit.runtime.program_model import RowSlice
+
+if TYPE_CHECKING:
+    from quantkit_kernels.cpu.kv_pages import PageCodecs
 
 LINEARS = ("q+k+v", "o", "gate+up", "down")
 """Products of a layer in their order. Those with a ``+`` read the same input, and no thread waits for another
@@ -20,6 +30,71 @@ between them."""
 HEAD = "head"
 ALIGNMENT = 64
 """Bytes; of an operation's record."""
+
+
+class DecodedCpuProgram(CpuProgram):
+    """The program of a step over a cache whose codec has no kernel: attention reads decoded pages.
+
+    Between the operation that stores a layer's keys and values and its attention the program stops, and the
+    codec encodes and decodes them in Python (:mod:`quantkit.kv.decoded`). All other operations are the same.
+    """
+
+    encodes = False
+
+    def _run(self, batch: Batch, slices: Sequence[RowSlice], end: int) -> None:
+        decoded, counts = batch.cache.decoded, [part.count for part in slices]
+        sequences = [batch.sequences[part.sequence] for part in slices]
+        begin = 0
+        with one_thread():  # torch's others, once woken, would spin on the cores that the program needs
+            for index, (_, attend, _) in enumerate(self._attention):
+                self._pool.run(self._program.records[begin:attend])
+                decoded.encode(index, [sequence.layers[index] for sequence in sequences], counts)
+                begin = attend
+        self._pool.run(self._program.records[begin:end])
+
+    def _pages(self, cache: KVCache) -> None:
+        cache.decoded.fit()
+        super()._pages(cache)
+
+    def _addresses(self, cache: KVCache, layer: int) -> dict[str, int]:
+        vectors = cache.decoded.vectors(layer)
+        return page_addresses(cache.layers[layer].store) | {
+            f"{side}_values": pages.data_ptr() for side, pages in vectors.items()}
+
+
+class TappedCpuProgram(CpuProgram):
+    """A :class:`CpuProgram` that leaves hidden states in :attr:`Batch.hidden`: drafts go on from them.
+
+    Args:
+        model, codecs, high: as of a :class:`CpuProgram`.
+        layers: as :attr:`Batch.taps`.
+    """
+
+    def __init__(self, model: CausalLM, codecs: PageCodecs, high: bool, layers: Sequence[int]) -> None:
+        self._layers, self._taps = tuple(layers), {layer: torch.empty(0) for layer in layers}
+        super().__init__(model, codecs, high)
+
+    def _layer(self, index: int, layer: DecoderLayer) -> None:
+        from quantkit_kernels.cpu.rows import RowKernel
+        from quantkit_kernels.cpu.weight_decoder import FLOATS, SUB
+
+        if index in self._taps:
+            hidden = self._hidden
+            columns = -(-self._config.hidden_size // SUB) * SUB
+            copy = self._taps[index] = lazy_zeros(max(MAX_ROWS, self._pool.threads), columns)
+            self._prepared.add(self._program.add(
+                RowKernel("plain", FLOATS), units_per_row=1, x=hidden, x_stride=stride_of(hidden), out=copy,
+                out_stride=stride_of(copy), subgroups=columns // SUB))
+        super()._layer(index, layer)
+
+    def _done(self, batch: Batch, slices: Sequence[RowSlice]) -> None:
+        super()._done(batch, slices)
+        self._taps[self._config.num_layers] = self._hidden
+        size, begin = self._config.hidden_size, 0
+        for part in slices:
+            rows = [self._taps[layer][begin:begin + part.count, :size] for layer in self._layers]
+            batch.hidden.setdefault(part.sequence, []).append(torch.stack(rows, 1))
+            begin += part.count
 
 
 @dataclass(frozen=True)
@@ -89,9 +164,10 @@ class OperatorProgram(CpuProgram):
             selected: how many go through the head; ``None``: all.
         """
         ids = [np.array(row, np.int64) for row in tokens]
-        chunks = [Chunk(sequence, 0, len(row)) for sequence, row in enumerate(tokens)]
-        self.step(batch, ids, chunks, range(sum(map(len, tokens)) if selected is None else selected))
-        batch.finish([len(row) for row in tokens])
+        slices = [RowSlice(sequence, 0, len(row)) for sequence, row in enumerate(tokens)]
+        batch.begin([*map(len, tokens)])
+        self.step(batch, ids, slices, range(sum(map(len, tokens)) if selected is None else selected))
+        batch.end()
 
     def records_of(self, operations: Iterable[tuple[int, int]]) -> npt.NDArray[np.int64]:
         """A program of these operations alone, as they are set now. It is valid until the next step."""
