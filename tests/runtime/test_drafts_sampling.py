@@ -127,7 +127,7 @@ def test_draws_have_the_models_distribution(small, asked, monkeypatch):
     def too_kind(part):
         results = exact(part)
         place = len(part.requests[0].result.token_ids) - 1
-        if 0 <= place < len(likely) and torch.rand((), generator=kind) < 0.25:
+        if len(part.requests) == 1 and 0 <= place < len(likely) and torch.rand((), generator=kind) < 0.25:
             return [dataclasses.replace(results[0], token=likely[place])]
         return results
 
