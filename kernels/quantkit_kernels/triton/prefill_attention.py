@@ -15,7 +15,15 @@ import triton
 import triton.language as tl
 
 from quantkit_kernels.triton.attention_arguments import CHANGING, check, constants_of, numbers, pointers
-from quantkit_kernels.triton.cache import PLAIN, LayerPages, SequenceTables, SideLayout, StepTokens, border
+from quantkit_kernels.triton.cache import (
+    HADAMARD,
+    PLAIN,
+    LayerPages,
+    SequenceTables,
+    SideLayout,
+    StepTokens,
+    border,
+)
 from quantkit_kernels.triton.fragment import family_of
 from quantkit_kernels.triton.kv_operands import (
     add_values,
@@ -133,10 +141,10 @@ def options(family: str, k: SideLayout, v: SideLayout, d: int) -> dict[str, int]
     rows, low = ROWS, min(k.bits, v.bits) < 8
     if d > 128:
         rows = (16 if family == "cdna" else 64 if family == "blackwell" else 32) if low else 64
-        if family == "hopper" and k.kind != PLAIN:
+        if family == "ampere" or (family == "hopper" and k.kind != PLAIN):
             rows = 32
     elif family == "ampere":
-        rows = 64
+        rows = 32 if k.kind == HADAMARD else 64
     return {"M": rows, "STAGES": 1, "num_warps": 4} if family == "cdna" else {
         "M": rows, "STAGES": 3, "num_warps": 8}
 
