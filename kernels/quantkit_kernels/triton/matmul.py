@@ -216,7 +216,8 @@ def arguments(w: TritonWeight, m: int) -> tuple[LaunchPlan, dict[str, Any]]:
                "UNROLL": p.unroll, "FRESH": sums_tiles_apart(w), "PDL": p.early, "LAYOUT": w.layout,
                "LOWS": w.layout in MINIMA, "MIDDLE": w.decoder.middle, "BITS": bits(w),
                "INSTRUCTION": w.words.is_cuda or w.words.is_meta}
-    return p, {name: value for name, value in every.items() if name in kernel_of(w).arg_names}
+    names = kernel_of(w).arg_names
+    return p, {name: value for name, value in every.items() if name in names}
 
 
 def kernel_of(w: TritonWeight) -> Any:
