@@ -15,15 +15,7 @@ import triton
 import triton.language as tl
 
 from quantkit_kernels.triton.attention_arguments import CHANGING, check, constants_of, numbers, pointers
-from quantkit_kernels.triton.cache import (
-    HADAMARD,
-    PLAIN,
-    LayerPages,
-    SequenceTables,
-    SideLayout,
-    StepTokens,
-    border,
-)
+from quantkit_kernels.triton.cache import PLAIN, LayerPages, SequenceTables, SideLayout, StepTokens, border
 from quantkit_kernels.triton.fragment import family_of
 from quantkit_kernels.triton.kv_operands import (
     add_values,
@@ -144,9 +136,11 @@ def options(family: str, k: SideLayout, v: SideLayout, d: int) -> dict[str, int]
         if family == "ampere" or (family == "hopper" and k.kind != PLAIN):
             rows = 32
     elif family == "ampere":
-        rows = 32 if k.kind == HADAMARD else 64
-    return {"M": rows, "STAGES": 1, "num_warps": 4} if family == "cdna" else {
-        "M": rows, "STAGES": 3, "num_warps": 8}
+        rows = 32 if low else 64
+    if family == "cdna":
+        return {"M": rows, "STAGES": 1, "num_warps": 4}
+    # without a bound ptxas gives up registers for occupancy there, and spills
+    return {"M": rows, "STAGES": 3, "num_warps": 8} | ({"maxnreg": 255} if family == "ampere" else {})
 
 
 def tokens(group: int) -> int:
