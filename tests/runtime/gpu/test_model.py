@@ -242,6 +242,14 @@ def test_without_a_gpu_they_decline(folder):
         "runs on cuda, not cpu"}
 
 
+@pytest.mark.parametrize(("capability", "reason"), [
+    ((7, 5), "needs a GPU of compute capability 8.0 or newer, not 7.5"), ((8, 0), None), ((12, 0), None)])
+def test_a_gpu_that_is_too_old_is_refused(monkeypatch, capability, reason):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    assert gpu.unavailable("cuda", torch.bfloat16) == reason
+
+
 @pytest.mark.parametrize(("change", "words"), [
     ({"dtype": torch.float64}, "float64"), ({"dim": 30}, "32 divides"), ({"dim": 512}, "256"),
     ({"group": 32}, "16 query heads"), ({"kv": "bf16", "dtype": torch.float16}, "model's dtype")])
