@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 T = TypeVar("T")
 Item = tuple[str, tuple[Any, ...]]
@@ -26,8 +26,18 @@ class TaskNeeds:
     alone: bool = False
 
 
-Task = tuple[str, tuple[Any, ...], TaskNeeds]
-"""What a task is called in messages, its arguments, and what it takes."""
+class Task(NamedTuple):
+    """Work of its own kind among others.
+
+    Attributes:
+        label: what it is called in messages.
+        arguments: of the work.
+        needs: what it takes of its machine.
+    """
+
+    label: str
+    arguments: tuple[Any, ...]
+    needs: TaskNeeds = TaskNeeds()
 
 
 class Executor(Protocol):

@@ -1,12 +1,24 @@
 """The Ray cluster that work runs on, https://www.ray.io: one that is named, or one of this machine.
 
-A cluster of this machine listens on its loopback address alone, without dashboard or usage statistics.
+A cluster of this machine listens on its loopback address alone, without dashboard or usage statistics. Its
+token is made for it and is in no file; its folder is this user's alone and is deleted with it, even if this
+process is killed.
 """
 
 from __future__ import annotations
 
 import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 from quantkit.support.errors import QuantkitError
@@ -16,8 +28,13 @@ ALONE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """Ray's variable that keeps it to this machine, on every system; read when Ray is imported."""
 AUTO_CONNECT = "RAY_ENABLE_AUTO_CONNECT"
 """Ray's variable; with 0 a call after the end starts no cluster anew. Read when Ray is imported."""
+AUTHENTICATION, TOKEN, FOLDER = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_TMPDIR"
+"""Ray's variables for who may use a cluster that is started, and for where its files are."""
 CARRIED = ("QUANTKIT_PLUGINS", "QUANTKIT_ISA", "QUANTKIT_TASK_DATA", "GOMP_SPINCOUNT")
 """Variables that workers have as this process has them."""
+SWEEP = 'cat >/dev/null; sleep 2; rm -rf -- "$1"'
+"""Shell script that deletes a folder once its input ends, because the process that had it was killed. Until
+then the cluster's processes, which notice that too, have ended."""
 
 
 def named_address() -> str:
@@ -36,20 +53,20 @@ def import_ray(address: str, option: str) -> Any:
     Raises:
         QuantkitError: it isn't installed.
     """
-    if address == LOCAL:
+    if address == LOCAL and "ray" not in sys.modules:
         os.environ.setdefault(ALONE, "0")
+        os.environ[AUTHENTICATION] = "token"
     os.environ.setdefault(AUTO_CONNECT, "0")
     try:
         import ray
         import ray.exceptions
     except ImportError as error:
-        raise QuantkitError(f"{option} needs Ray", why=str(error),
-                            next='pip install "ray[serve]"') from error
+        raise QuantkitError(f"{option} needs Ray", why=str(error), next="pip install ray") from error
     return ray
 
 
-def connect(ray: Any, address: str, *, next: str, **local: Any) -> None:
-    """Connect to a cluster, or start one.
+class Cluster:
+    """A connection to a cluster, which is started here if its address says so.
 
     Args:
         ray: the package, of :func:`import_ray`.
@@ -60,23 +77,84 @@ def connect(ray: Any, address: str, *, next: str, **local: Any) -> None:
     Raises:
         QuantkitError: the cluster can't be reached or started.
     """
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    options: dict[str, Any] = {"address": address, "log_to_driver": False, "logging_level": "error"}
-    if address == LOCAL:
-        options |= {"include_dashboard": False, **local}
+
+    def __init__(self, ray: Any, address: str, *, next: str, **local: Any) -> None:
+        self._ray, self._folder = ray, ""
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        options: dict[str, Any] = {"address": address, "log_to_driver": False, "logging_level": "error"}
+        if address == LOCAL:
+            options |= {"include_dashboard": False, **local}
+            os.environ.setdefault(TOKEN, secrets.token_hex(32))
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                if address == LOCAL:
+                    with self._private_folder(), interrupt_deferred():
+                        ray.init(**options)
+                else:
+                    ray.init(**options)
+            if address == LOCAL and ray.util.get_node_ip_address() != LOOPBACK:
+                raise QuantkitError("Ray would listen on the network",
+                                    why="it was imported before it could be told to stay on this machine",
+                                    next=f"set {ALONE}=0, or start a cluster of your own and set RAY_ADDRESS")
+        except BaseException as error:
+            self.close()
+            if isinstance(error, QuantkitError) or not isinstance(error, Exception):
+                raise
+            where = "started" if address == LOCAL else f"reached at {address}"
+            raise QuantkitError(f"a Ray cluster can't be {where}", why=str(error).strip()[:300] or None,
+                                next=next) from error
+
+    def close(self) -> None:
+        """Leave the cluster; end it, and delete its folder, if it was started here."""
+        self._ray.shutdown()
+        if self._folder:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            if self._sweeper is not None:
+                self._sweeper.kill()
+                self._sweeper.communicate()
+
+    @contextmanager
+    def _private_folder(self) -> Iterator[None]:
+        """Files of a cluster that is started in the block are in a folder of this user's."""
+        # names of sockets in it must be short, which those below macOS's usual temporary folder wouldn't be
+        posix = os.name == "posix"
+        self._folder = tempfile.mkdtemp(prefix="quantkit-ray-", dir="/tmp" if posix else None)
+        before = os.environ.get(FOLDER)
+        self._sweeper = subprocess.Popen(["sh", "-c", SWEEP, "sh", self._folder], stdin=subprocess.PIPE,
+                                         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                                         start_new_session=True) if posix else None
+        os.environ[FOLDER] = self._folder
+        try:
+            yield
+        finally:
+            os.environ.pop(FOLDER)
+            if before is not None:
+                os.environ[FOLDER] = before
+
+
+@contextmanager
+def interrupt_deferred() -> Iterator[None]:
+    """Ctrl-C waits for the end of the block, because Ray, interrupted while it starts processes, forgets some
+    of them. A second one doesn't wait."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # signals are another thread's there
+        return
+    pressed = False
+
+    def press(number: int, frame: FrameType | None) -> None:
+        nonlocal pressed
+        if pressed:
+            raise KeyboardInterrupt
+        pressed = True
+
+    before = signal.signal(signal.SIGINT, press)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            ray.init(**options)
-    except Exception as error:  # of many kinds, by what is wrong with the cluster
-        where = "started" if address == LOCAL else f"reached at {address}"
-        raise QuantkitError(f"a Ray cluster can't be {where}", why=str(error).strip()[:300] or None,
-                            next=next) from error
-    if address == LOCAL and ray.util.get_node_ip_address() != LOOPBACK:
-        ray.shutdown()
-        raise QuantkitError("Ray would listen on the network",
-                            why="it was imported before it could be told to stay on this machine",
-                            next=f"set {ALONE}=0, or start a cluster of your own and set RAY_ADDRESS")
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if pressed:
+        raise KeyboardInterrupt
 
 
 def carried_environment() -> dict[str, str]:

@@ -38,7 +38,7 @@ def run_measurements(measurements: Sequence[Measurement], store: MeasurementStor
     tasks: list[Task] = []
     for measurement in measurements:
         listeners = () if executor.remote else (_part(progress, measurement, begun, total), loading)
-        tasks.append((measurement.label, (measurement.job, *listeners), measurement.needs))
+        tasks.append(Task(measurement.label, (measurement.job, *listeners), measurement.needs))
     try:
         for number, result in executor.as_completed(do, tasks):
             measurement = measurements[number]
