@@ -7,6 +7,7 @@ process is killed.
 
 from __future__ import annotations
 
+import functools
 import os
 import secrets
 import shutil
@@ -15,11 +16,15 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
+
+import torch
 
 from quantkit.support.errors import QuantkitError
 
@@ -157,6 +162,43 @@ def interrupt_deferred() -> Iterator[None]:
         raise KeyboardInterrupt
 
 
-def carried_environment() -> dict[str, str]:
-    """The variables that workers get from this process."""
-    return {name: os.environ[name] for name in CARRIED if name in os.environ}
+@dataclass(frozen=True)
+class WorkerSetup:
+    """What a process of the cluster has as the one that started the work has it.
+
+    Attributes:
+        threads: that it computes with.
+        environment: variables.
+        path: ``sys.path``.
+    """
+
+    threads: int
+    environment: Mapping[str, str]
+    path: Sequence[str]
+
+    @classmethod
+    def of_this_process(cls, threads: int) -> WorkerSetup:
+        """As this process is, but for its threads."""
+        environment = {name: os.environ[name] for name in CARRIED if name in os.environ}
+        return cls(threads, environment, list(sys.path))
+
+    def apply(self) -> None:
+        """Set this process up so, and end it when Ray does."""
+        os.environ.update(self.environment)
+        sys.path.extend(entry for entry in self.path if entry not in sys.path)
+        torch.set_num_threads(self.threads)
+        _end_with_parent()
+
+
+@functools.cache
+def _end_with_parent() -> None:
+    """End this process soon after the one that started it, Ray's on this machine, has ended. Ray itself would
+    wait for the work that is under way, for a minute or more."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()

@@ -7,18 +7,15 @@ cluster's own processes; no file is ever read so.
 
 from __future__ import annotations
 
-import os
-import sys
 import warnings
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from quantkit.executor.base import Item, Task
-from quantkit.executor.cluster import Cluster, carried_environment, import_ray, named_address
+from quantkit.executor.cluster import Cluster, WorkerSetup, import_ray, named_address
 from quantkit.plugins.manager import plugin_failure
 from quantkit.support.errors import QuantkitError
 
@@ -50,7 +47,7 @@ class RayExecutor:
         _register_tensors()
         self._function = self._ray.remote(_call)
         self._call = self._function.options(num_cpus=self._threads, max_retries=1)
-        self._setup = _WorkerSetup(carried_environment(), list(sys.path), self._threads)
+        self._setup = WorkerSetup.of_this_process(self._threads)
 
     def put(self, value: T) -> T:
         """A reference, which workers get the value of; it is sent once."""
@@ -134,20 +131,9 @@ class RayExecutor:
                                      "with more OMP_NUM_THREADS, which makes fewer workers") from error
 
 
-@dataclass(frozen=True)
-class _WorkerSetup:
-    """What a worker has as the driver has it."""
-
-    environment: Mapping[str, str]
-    path: Sequence[str]
-    threads: int
-
-
-def _call(setup: _WorkerSetup, work: Callable[..., T], *arguments: Any) -> T:
+def _call(setup: WorkerSetup, work: Callable[..., T], *arguments: Any) -> T:
     """Runs in a worker: set it up like the driver, then do a piece of the work."""
-    os.environ.update(setup.environment)
-    sys.path.extend(entry for entry in setup.path if entry not in sys.path)
-    torch.set_num_threads(setup.threads)
+    setup.apply()
     _register_tensors()
     try:
         return work(*arguments)

@@ -8,14 +8,13 @@ import contextlib
 import gc
 import io
 import os
-import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from starlette.types import Message, Send
 
+from quantkit.executor.cluster import WorkerSetup
 from quantkit.plugins.manager import plugin_failure
 from quantkit.serving.app import create_app, told_once
 from quantkit.serving.errors import api_error
@@ -31,22 +30,6 @@ MAX_MESSAGES = 256
 """Of an answer that wait to be sent; the application waits while there are more."""
 CHECK_SECONDS = 2.0
 """That a replica takes to say that it is well."""
-
-
-@dataclass(frozen=True)
-class ReplicaSetup:
-    """How a replica's process is set up.
-
-    Attributes:
-        threads: that it computes with.
-        environment, path: variables and ``sys.path`` of the server's process.
-        locked: whether the server needs a key, which it checks itself.
-    """
-
-    threads: int
-    environment: Mapping[str, str]
-    path: Sequence[str]
-    locked: bool
 
 
 @dataclass(frozen=True)
@@ -92,14 +75,13 @@ class Replica:
     Args:
         id: its name.
         setup: of the process.
+        locked: whether the server needs a key, which it checks itself.
     """
 
-    def __init__(self, id: str, setup: ReplicaSetup) -> None:
+    def __init__(self, id: str, setup: WorkerSetup, locked: bool) -> None:
+        setup.apply()
         self._id = id
-        self._locked = setup.locked
-        os.environ.update(setup.environment)
-        sys.path.extend(entry for entry in setup.path if entry not in sys.path)
-        torch.set_num_threads(setup.threads)
+        self._locked = locked
         self._models: Sequence[ServedEngine] = ()
         self._api: Any = None
         self._errors: list[QuantkitError] = []

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-import sys
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable
@@ -17,7 +16,7 @@ from typing import Any
 
 import torch
 
-from quantkit.executor.cluster import LOCAL, Cluster, carried_environment, import_ray, named_address
+from quantkit.executor.cluster import LOCAL, Cluster, WorkerSetup, import_ray, named_address
 from quantkit.serving.replicas.forward import ReplicaLostError
 from quantkit.serving.replicas.places import Places, reserve_places
 from quantkit.serving.replicas.replica import (
@@ -26,7 +25,6 @@ from quantkit.serving.replicas.replica import (
     Replica,
     ReplicaAnswer,
     ReplicaInfo,
-    ReplicaSetup,
 )
 from quantkit.support.errors import QuantkitError
 
@@ -89,6 +87,7 @@ class ReplicaSet:
         address = named_address()
         self._ray = import_ray(address, OPTION)
         self._load = load
+        self._locked = locked
         self._closed = threading.Event()
         self._answering = 0
         self._slots: list[_Slot] = []
@@ -101,7 +100,8 @@ class ReplicaSet:
         try:
             self._places = reserve_places(self._ray, replicas, device, threads, tell)
             self.threads = self._places.threads
-            self._start(replicas, ReplicaSetup(self.threads, carried_environment(), list(sys.path), locked))
+            self._setup = WorkerSetup.of_this_process(self.threads)
+            self._start(replicas)
         except BaseException:
             self.close()
             raise
@@ -165,9 +165,8 @@ class ReplicaSet:
         finally:
             self._cluster.close()
 
-    def _start(self, replicas: int, setup: ReplicaSetup) -> None:
+    def _start(self, replicas: int) -> None:
         """Start all replicas and wait until their models are loaded, however long that takes."""
-        self._setup = setup
         self._slots = [_Slot(number) for number in range(replicas)]
         for slot in self._slots:
             self._replace(slot)
@@ -232,7 +231,7 @@ class ReplicaSet:
                                                  placement_group_bundle_index=slot.number)
         options = {"num_cpus": self._places.threads, "num_gpus": self._places.gpus,
                    "max_concurrency": MAX_ONGOING, "scheduling_strategy": where}
-        slot.actor = self._ray.remote(Replica).options(**options).remote(slot.id, self._setup)
+        slot.actor = self._ray.remote(Replica).options(**options).remote(slot.id, self._setup, self._locked)
         slot.pending = slot.actor.load.remote(self._load)
 
 

@@ -9,8 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from quantkit.executor.cluster import WorkerSetup
 from quantkit.serving.replicas import replica as module
-from quantkit.serving.replicas.replica import MAX_MESSAGES, REPORT, ForwardedRequest, Replica, ReplicaSetup
+from quantkit.serving.replicas.replica import MAX_MESSAGES, REPORT, ForwardedRequest, Replica
 from quantkit.support.errors import QuantkitError, UsageError
 
 REQUEST = ForwardedRequest({"type": "http", "method": "POST", "path": "/v1/completions", "headers": []},
@@ -19,7 +20,7 @@ REQUEST = ForwardedRequest({"type": "http", "method": "POST", "path": "/v1/compl
 
 def replica(api, *models):
     """One that isn't in a process of its own."""
-    made = Replica("a", ReplicaSetup(torch.get_num_threads(), {}, (), locked=False))
+    made = Replica("a", WorkerSetup.of_this_process(torch.get_num_threads()), locked=False)
     made._api = api
     made._models = models
     return made
