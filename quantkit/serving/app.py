@@ -38,7 +38,9 @@ class Application:
 
     def __init__(self, api: ASGIApp, guard: GuardMiddleware, *, refuse_more: Callable[[], None],
                  close: Callable[[], None]) -> None:
-        self.api, self.guard, self.close = api, guard, close
+        self.api = api
+        self.guard = guard
+        self.close = close
         self._refuse_more = refuse_more
         self.draining = False
 

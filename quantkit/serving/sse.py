@@ -63,7 +63,9 @@ class EventStream(Response):
     def __init__(self, reply: Reply, work: RequestWork,
                  on_error: Callable[[BaseException], None] | None = None) -> None:
         self.status_code, self.background = 200, None
-        self._reply, self._work, self._on_error = reply, work, on_error
+        self._reply = reply
+        self._work = work
+        self._on_error = on_error
         self._quiet = True
         self.init_headers({"x-accel-buffering": "no"})  # a proxy that collects events defeats their purpose
 

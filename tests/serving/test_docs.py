@@ -6,7 +6,7 @@ import pytest
 
 from quantkit.cli.serve_local import command
 from quantkit.serving.openai.chat_request import ChatRequest
-from quantkit.serving.openai.completion_request import CompletionRequest
+from quantkit.serving.openai.completions import CompletionRequest
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,9 @@ from quantkit.serving.replicas.forward import ReplicaLostError, create_replicate
 from quantkit.serving.replicas.replica import REPORT, ReplicaAnswer
 from quantkit.support.errors import QuantkitError
 
-CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
+CHAT = "/v1/chat/completions"
+MESSAGES = "/v1/messages"
+RESPONSES = "/v1/responses"
 START = {"type": "http.response.start", "status": 200,
          "headers": [(b"content-type", b"text/event-stream"), (b"x-quantkit-replica", b"a")]}
 END = {"type": "http.response.body", "body": b"", "more_body": False}
@@ -164,7 +166,9 @@ def test_a_complete_answer_is_neither_cancelled_nor_called_lost(rest):
     async def run():
         replicas = Scripted([[START, event("data: 1\n\n"), END], *rest])
         bodies = [{"type": "http.request", "body": b"{}", "more_body": False}]
-        sent, complete, errors = [], asyncio.Event(), []
+        sent = []
+        complete = asyncio.Event()
+        errors = []
 
         async def receive():
             if bodies:

@@ -51,7 +51,11 @@ class FullCluster:
     """Ray with machines of so many CPUs, of which some are in use until a number of reservations failed."""
 
     def __init__(self, cpus, free, failures=0):
-        self.cpus, self.free, self.failures, self.asked, self.removed = cpus, free, failures, [], 0
+        self.cpus = cpus
+        self.free = free
+        self.failures = failures
+        self.asked = []
+        self.removed = 0
         self.util = self
 
     def nodes(self):
