@@ -148,7 +148,9 @@ class GuardMiddleware:
 
     def _tenant(self, headers: dict[bytes, bytes]) -> bytes | None:
         """Whose key it is; ``None``: nobody's."""
-        scheme, _, credentials = headers.get(b"authorization", b"").partition(b" ")
+        authorization = headers.get(b"authorization", b"")
+        scheme = authorization.split(b" ", 1)[0]
+        credentials = authorization[len(scheme) + 1:]
         credentials = credentials.strip()
         if not scheme and b"x-api-key" in headers:  # as Anthropic's clients send it
             scheme, credentials = b"bearer", headers[b"x-api-key"].strip()

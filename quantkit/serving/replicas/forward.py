@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message, Receive, Scope, Send
 
 from quantkit.runtime.engine import EngineClosed
@@ -28,7 +29,7 @@ from quantkit.serving.metrics import CONTENT_TYPE
 from quantkit.serving.replicas.balance import PrefixBalancer
 from quantkit.serving.replicas.prefix import WRITING, prefix_blocks
 from quantkit.serving.replicas.replica import REPORT, ForwardedRequest, ReplicaAnswer
-from quantkit.serving.sse import DONE, ClientDisconnected, while_there
+from quantkit.serving.sse import DONE, ClientDisconnected, event_bytes, while_there
 
 ATTEMPTS = 2
 """Replicas that a request is given to: one that ends its replica's process must not end all of them."""
@@ -129,9 +130,10 @@ class Forwarder:
         if path == "/trace":
             raise ApiError(404, "a server of several replicas has no trace: each has a clock of its own",
                            code="not_found")
-        body = await _body(receive)
-        if body is None:
-            return  # the client has left
+        try:
+            body = await Request(scope, receive).body()
+        except ClientDisconnect:
+            return  # nobody reads the answer
         if self.closed and scope["method"] == "POST" and path in ENGINE_PATHS:
             raise _shutting_down()
         check_structure(body)
@@ -255,12 +257,12 @@ class _AnswerStream:
     async def fail(self, error: ApiError) -> None:
         """End the stream with an error, as the API of its path has it."""
         if self._path == ANTHROPIC:
-            event = _named("error", error.anthropic_body())
+            event = event_bytes(error.anthropic_body(), named=True)
         elif self._path == "/v1/responses":
-            event = _named("error", {"type": "error", "sequence_number": self._events, "code": error.code,
-                                     "message": error.detail, "param": error.param})
+            event = event_bytes({"type": "error", "sequence_number": self._events, "code": error.code,
+                                 "message": error.detail, "param": error.param}, named=True)
         else:
-            event = _data(error.body()) + DONE
+            event = event_bytes(error.body(), named=False) + DONE
         await self._send({"type": "http.response.body", "body": event, "more_body": False})
 
 
@@ -270,28 +272,8 @@ def _forwarded_scope(scope: Scope) -> dict[str, Any]:
     return {key: scope[key] for key in SCOPE_KEYS if key in scope} | {"headers": headers}
 
 
-def _named(name: str, body: dict[str, Any]) -> bytes:
-    return f"event: {name}\n".encode() + _data(body)
-
-
-def _data(body: dict[str, Any]) -> bytes:
-    return f"data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
-
-
 def _shutting_down() -> ApiError:
     return api_error(EngineClosed("the server is shutting down"))
-
-
-async def _body(receive: Receive) -> bytes | None:
-    """All of a request's body; ``None`` if its client left before it came."""
-    parts: list[bytes] = []
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            return None
-        parts.append(message.get("body", b""))
-        if not message.get("more_body", False):
-            return b"".join(parts)
 
 
 def combined_state(answers: Sequence[ReplicaAnswer]) -> dict[str, Any]:

@@ -120,7 +120,7 @@ def test_a_signal_lets_answers_end_and_leaves_no_process(replicated, loaded, eve
     mark = f"ends-{os.getpid()}"
     with replicated(mark) as process:
         client = process.client.with_options(api_key=KEY)
-        stream = client.completions.create(model="tiny", prompt="a", max_tokens=400, stream=True,
+        stream = client.completions.create(model="tiny", prompt="a", max_tokens=3000, stream=True,
                                            temperature=0, extra_body={"ignore_eos": True})
         next(iter(stream))
         assert len(marked(MARK, mark)) > 4
