@@ -37,14 +37,19 @@ def wheel(built):
 def test_the_wheel_holds_both_packages_and_the_data(wheel):
     names = set(wheel.namelist())
     recipes = {f"quantkit/_data/recipes/{p.name}" for p in (ROOT / "recipes").glob("*.yaml")}
-    suites = {f"quantkit/_data/evals/{p.name}" for p in (ROOT / "evals").glob("*.yaml")}
-    assert recipes and recipes | suites <= names
+    evals = ROOT / "evals"
+    data = [*evals.glob("*.yaml"), *(evals / "tasks").iterdir(), *(evals / "texts").iterdir(),
+            evals / "losses.json"]
+    suites = {f"quantkit/_data/{p.relative_to(ROOT)}" for p in data}
+    assert recipes and len(suites) > 10 and recipes | suites <= names
+    # results, peers and scripts are for those who have the repository
+    assert {name for name in names if name.startswith("quantkit/_data/evals/")} == suites
     assert {"quantkit/py.typed", "quantkit_kernels/__init__.py", "quantkit/cli/main.py"} <= names
     sources = {p.relative_to(ROOT).as_posix() for p in (ROOT / "quantkit").rglob("*.py")}
     assert sources <= names
     templates = {path.relative_to(ROOT).as_posix() for path in (ROOT / "quantkit").rglob("*.tmpl")}
     assert len(templates) > 40 and templates <= names
-    page = {path.relative_to(ROOT).as_posix() for path in (ROOT / "quantkit" / "serve" / "page").iterdir()
+    page = {path.relative_to(ROOT).as_posix() for path in (ROOT / "quantkit" / "serving" / "page").iterdir()
             if path.is_file()}
     assert len(page) > 15 and page <= names
 
