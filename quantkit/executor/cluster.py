@@ -7,7 +7,6 @@ process is killed.
 
 from __future__ import annotations
 
-import functools
 import os
 import secrets
 import shutil
@@ -16,7 +15,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -39,9 +37,16 @@ FOLDER = "RAY_TMPDIR"
 """Ray's variables for who may use a cluster that is started, and for where its files are."""
 CARRIED = ("QUANTKIT_PLUGINS", "QUANTKIT_ISA", "QUANTKIT_TASK_DATA", "GOMP_SPINCOUNT")
 """Variables that workers have as this process has them."""
-SWEEP = 'cat >/dev/null; sleep 2; rm -rf -- "$1"'
-"""Shell script that deletes a folder once its input ends, because the process that had it was killed. Until
-then the cluster's processes, which notice that too, have ended."""
+SWEEP = """cat >/dev/null
+for round in 1 2; do
+    grep -lsF "$1" /proc/[0-9]*/environ | cut -d/ -f3 | xargs -r kill -9 2>/dev/null
+    sleep 0.3
+done
+rm -rf -- "$2"
+"""
+"""Shell script that waits for the end of its input, which comes with the end of the process that started the
+cluster, even if that is killed. It ends the processes that have a variable ``$1`` (some of Ray's would listen
+for another half minute) and deletes the cluster's folder ``$2``."""
 
 
 def named_address() -> str:
@@ -86,7 +91,9 @@ class Cluster:
     """
 
     def __init__(self, ray: Any, address: str, *, next: str, **local: Any) -> None:
-        self._ray, self._folder = ray, ""
+        self._ray = ray
+        self._folder = ""
+        self._sweeper: subprocess.Popen[bytes] | None = None
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         options: dict[str, Any] = {"address": address, "log_to_driver": False, "logging_level": "error"}
         if address == LOCAL:
@@ -115,11 +122,10 @@ class Cluster:
     def close(self) -> None:
         """Leave the cluster; end it, and delete its folder, if it was started here."""
         self._ray.shutdown()
+        if self._sweeper is not None:
+            self._sweeper.communicate()
         if self._folder:
             shutil.rmtree(self._folder, ignore_errors=True)
-            if self._sweeper is not None:
-                self._sweeper.kill()
-                self._sweeper.communicate()
 
     @contextmanager
     def _private_folder(self) -> Iterator[None]:
@@ -128,9 +134,9 @@ class Cluster:
         posix = os.name == "posix"
         self._folder = tempfile.mkdtemp(prefix="quantkit-ray-", dir="/tmp" if posix else None)
         before = os.environ.get(FOLDER)
-        self._sweeper = subprocess.Popen(["sh", "-c", SWEEP, "sh", self._folder], stdin=subprocess.PIPE,
-                                         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                                         start_new_session=True) if posix else None
+        self._sweeper = subprocess.Popen(
+            ["sh", "-c", SWEEP, "sh", f"{FOLDER}={self._folder}", self._folder], stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True) if posix else None
         os.environ[FOLDER] = self._folder
         try:
             yield
@@ -185,22 +191,7 @@ class WorkerSetup:
         return cls(threads, environment, list(sys.path))
 
     def apply(self) -> None:
-        """Set this process up so, and end it when Ray does."""
+        """Set this process up so."""
         os.environ.update(self.environment)
         sys.path.extend(entry for entry in self.path if entry not in sys.path)
         torch.set_num_threads(self.threads)
-        _end_with_parent()
-
-
-@functools.cache
-def _end_with_parent() -> None:
-    """End this process soon after the one that started it, Ray's on this machine, has ended. Ray itself would
-    wait for the work that is under way, for a minute or more."""
-    parent = os.getppid()
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(0.5)
-        os._exit(1)
-
-    threading.Thread(target=watch, name="parent", daemon=True).start()

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from quantkit.executor.cluster import interrupt_deferred
-from tests.helpers.processes import listening, marked
+from tests.helpers.processes import marked
 
 MARK = "QUANTKIT_TEST_KILLED"
 
@@ -83,5 +83,5 @@ def test_a_killed_process_leaves_nothing_of_its_cluster(root):
     child.wait()
     deadline = time.monotonic() + 20
     while marked(MARK, mark) or folder.exists():
-        assert time.monotonic() < deadline, listening(marked(MARK, mark))
+        assert time.monotonic() < deadline
         time.sleep(0.1)
