@@ -16,9 +16,9 @@ class TaskNeeds:
     """What a task takes of the machine that does it.
 
     Attributes:
-        gpus: GPUs.
-        memory: bytes, estimated; 0: unknown.
-        alone: nothing else may run beside it on its machine, because it is timed.
+        gpus: The number of GPUs.
+        memory: The estimated bytes; 0 if they are unknown.
+        alone: Whether nothing else may run beside it on its machine, because it is timed.
     """
 
     gpus: int = 0
@@ -30,9 +30,9 @@ class Task(NamedTuple):
     """Work of its own kind among others.
 
     Attributes:
-        label: what it is called in messages.
-        arguments: of the work.
-        needs: what it takes of its machine.
+        label: The name of the task in messages.
+        arguments: The arguments of the work.
+        needs: The resources that it takes of its machine.
     """
 
     label: str

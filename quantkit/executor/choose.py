@@ -58,9 +58,9 @@ def check_executor(name: str, device: torch.device, *, gpus: bool = False) -> No
     """Check before any work.
 
     Args:
-        name: of the executor.
-        device: that work is for.
-        gpus: whether tasks ask for GPUs.
+        name: The name of the executor.
+        device: The device that the work is for.
+        gpus: Whether tasks ask for GPUs.
 
     Raises:
         UsageError: there is no such executor, or it can't use a GPU.

@@ -59,8 +59,8 @@ def import_ray(address: str, option: str) -> Any:
     first import decides, so that whoever needs Ray imports it here.
 
     Args:
-        address: of the cluster.
-        option: what needs Ray, as the command line has it.
+        address: The address of the cluster.
+        option: The option of the command line that needs Ray.
 
     Raises:
         QuantkitError: it isn't installed.
@@ -81,10 +81,10 @@ class Cluster:
     """A connection to a cluster, which is started here if its address says so.
 
     Args:
-        ray: the package, of :func:`import_ray`.
-        address: of the cluster.
-        next: what a user can do where that fails.
-        local: options of a cluster that is started here.
+        ray: The package, of :func:`import_ray`.
+        address: The address of the cluster.
+        next: The advice for a user where that fails.
+        local: Options of a cluster that is started here.
 
     Raises:
         QuantkitError: the cluster can't be reached or started.
@@ -175,9 +175,9 @@ class WorkerSetup:
     """What a process of the cluster has as the one that started the work has it.
 
     Attributes:
-        threads: that it computes with.
-        environment: variables.
-        path: ``sys.path``.
+        threads: The threads that it computes with.
+        environment: The variables that it gets.
+        path: The entries of its ``sys.path``.
     """
 
     threads: int

@@ -29,8 +29,8 @@ class RayExecutor:
     """A connection to a cluster, for one run.
 
     Args:
-        address: of a cluster; by default what ``RAY_ADDRESS`` names, else one is started here.
-        workers: pieces at a time, for a cluster that is started here; by default as many as have cores.
+        address: The address of a cluster; by default ``RAY_ADDRESS``, else one is started here.
+        workers: The pieces at a time in a cluster that is started here; by default as many as have cores.
 
     Raises:
         QuantkitError: Ray isn't installed, or the cluster can't be reached or started.

@@ -34,7 +34,7 @@ def test_parameters(text):
 
 
 def test_error_codes(text, root):
-    codes = {code for path in sorted((root / "quantkit" / "serve").glob("*.py"))
+    codes = {code for path in sorted((root / "quantkit" / "serving").rglob("*.py"))
              for code in re.findall(r'code="(\w+)"', path.read_text(encoding="utf-8"))}
     assert "model_not_found" in codes
     assert {code for code in codes if f"`{code}`" not in text} == set()

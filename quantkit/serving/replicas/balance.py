@@ -35,8 +35,8 @@ class PrefixBalancer:
         """The replica for a request, which counts as busy with it until :meth:`ended`.
 
         Args:
-            blocks: names of the prompt's blocks, from its beginning on.
-            replicas: that run; at least one.
+            blocks: The names of the prompt's blocks, from its beginning on.
+            replicas: The replicas that run; there must be one at least.
         """
         replica = self._reader(blocks, replicas) or self._least_busy(replicas)
         self._choices += 1

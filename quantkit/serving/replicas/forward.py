@@ -79,8 +79,8 @@ def create_replicated_app(replicas: Replicas, *, slack: int = 8, loopback: bool 
     """The application over started replicas.
 
     Args:
-        replicas: answer.
-        slack: requests that a replica may have more than the least busy one and still get another.
+        replicas: The started replicas.
+        slack: The requests that a replica may have more than the least busy one and still get another.
         loopback, hosts, keys: who may come in; see :class:`quantkit.serving.guard.GuardMiddleware`.
         on_error: told about errors that are nobody's request's fault.
         on_ignored: told what is ignored in requests: a line for each kind of it and each client.
@@ -99,8 +99,8 @@ class Forwarder:
     them got can't be taken back.
 
     Args:
-        replicas: answer.
-        slack: requests that a replica may have more than the least busy one and still get another.
+        replicas: The started replicas.
+        slack: The requests that a replica may have more than the least busy one and still get another.
         on_error: told about errors of replicas that are nobody's request's fault.
         ignored_log: notes what replicas ignored in requests.
 

@@ -33,12 +33,12 @@ def reserve_places(ray: Any, replicas: int, device: str, threads: int, tell: Cal
     """Reserve a place for each replica, and wait for that if others use the cluster.
 
     Args:
-        ray: the package, connected to the cluster.
-        replicas: how many.
-        device: as ``--device`` names it.
-        threads: of each. 0: the most for which there is room now, or would be if nobody else used the
-            cluster.
-        tell: is told what is waited for.
+        ray: The package, connected to the cluster.
+        replicas: The number of replicas.
+        device: The value of ``--device``.
+        threads: The threads of each replica. 0 takes the most for which there is room now, or would be if
+            nobody else used the cluster.
+        tell: This is told what is waited for.
 
     Raises:
         QuantkitError: they don't fit, or found no place in time.
@@ -76,9 +76,9 @@ def threads_each(nodes: Sequence[Mapping[str, float]], replicas: int, *, gpu: bo
     """The most threads that every replica can have.
 
     Args:
-        nodes: what each machine has of ``CPU`` and ``GPU``. A replica is on one of them.
-        replicas: how many there are.
-        gpu: whether each takes a GPU.
+        nodes: The ``CPU`` and ``GPU`` of each machine. A replica is on one of them.
+        replicas: The number of replicas.
+        gpu: Whether each takes a GPU.
 
     Raises:
         QuantkitError: they don't fit, even with a thread each.
@@ -99,9 +99,9 @@ def takes_gpu(device: str, gpus: int, replicas: int) -> bool:
     """Whether each replica gets a GPU of its own.
 
     Args:
-        device: as ``--device`` names it.
-        gpus: of the cluster.
-        replicas: how many there are.
+        device: The value of ``--device``.
+        gpus: The number of GPUs in the cluster.
+        replicas: The number of replicas.
 
     Raises:
         UsageError: the device is a certain GPU, or there are fewer GPUs than replicas.

@@ -46,11 +46,11 @@ class ReplicaInfo:
     """A replica that has loaded its models.
 
     Attributes:
-        id: as in :data:`HEADER`.
-        pid: of its process.
-        node: address of its machine in the cluster.
-        chat: whether the first model has a chat template.
-        notes: what was said on stderr while it loaded.
+        id: The name that answers have in :data:`HEADER`.
+        pid: The id of its process.
+        node: The address of its machine in the cluster.
+        chat: Whether the first model has a chat template.
+        notes: The lines on stderr while it loaded.
     """
 
     id: str
@@ -73,9 +73,9 @@ class Replica:
     """What runs as a Ray actor, all of whose methods may run at once.
 
     Args:
-        id: its name.
-        setup: of the process.
-        locked: whether the server needs a key, which it checks itself.
+        id: The name of the replica.
+        setup: The settings of its process.
+        locked: Whether the server needs a key, which it checks itself.
     """
 
     def __init__(self, id: str, setup: WorkerSetup, locked: bool) -> None:

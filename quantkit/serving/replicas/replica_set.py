@@ -48,12 +48,12 @@ class _Slot:
     """One of the places on the cluster, and the replica there.
 
     Attributes:
-        number: of the slot.
-        id: the replica's.
-        actor: Ray's handle of it.
+        number: The index of the place, from 0.
+        id: The name of the replica.
+        actor: Ray's handle of the replica.
         pending: Ray's reference to what it was asked last: to load its models, or whether it is well.
-        info: what it is, once its models are loaded.
-        asked: when ``pending`` was asked.
+        info: The replica's description, once its models are loaded.
+        asked: The time at which ``pending`` was asked.
     """
 
     number: int
@@ -68,15 +68,15 @@ class ReplicaSet:
     """Replicas that run until :meth:`close`.
 
     Args:
-        load: loads the models in each replica's process.
-        replicas: how many.
-        device: as ``--device`` names it.
-        locked: whether clients of the server need a key.
-        tell: is told what is waited for while the replicas start.
+        load: The function that loads the models in each replica's process.
+        replicas: The number of replicas.
+        device: The value of ``--device``.
+        locked: Whether clients of the server need a key.
+        tell: This is told what is waited for while the replicas start.
 
     Attributes:
-        infos: of the replicas as they were started; one that is lost is replaced by another.
-        threads: of each.
+        infos: The replicas as they were started. One that is lost is replaced by another.
+        threads: The threads that each replica computes with.
 
     Raises:
         QuantkitError: Ray isn't installed, the cluster can't be used, or a replica can't load its models.
