@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from quantkit.serving.page import document
-from quantkit.serving.page.document import page
+from quantkit.serving.page import document, page
 
 FOLDER = Path(document.__file__).parent
 
