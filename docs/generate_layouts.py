@@ -19,8 +19,9 @@ WORDS = {"same": "same tokens", "loads": "loads: {why}", "refused": "refused: {t
 
 
 def read() -> dict[str, Any]:
-    """The file's engines, notes and layouts."""
-    return read_yaml(DATA).data
+    """The file's engines, notes and layouts, each with a cell for every engine."""
+    data = read_yaml(DATA).data
+    return data | {"layouts": [data["usual"] | layout for layout in data["layouts"]]}
 
 
 def kind_of(cell: dict[str, str]) -> str:

@@ -126,13 +126,13 @@ decode() {  # decode SECONDS NAME RECIPE CONTEXTS [OPTION…]
 }
 
 bench() {
-  step 150 kernels "$PYTHON" -m quantkit_kernels.bench --quick --minutes 2 \
+  step 150 kernels "$PYTHON" -m quantkit_kernels.tools.bench --quick --minutes 2 \
     --only "$all_rows" --json "$WORK/results/kernels.json" "${rehearse[@]}"
   decode 150 decode-int4 int4-rtn "$contexts"
   decode 150 decode-int8 int8 "$contexts"
   decode 60 decode-int4-pdl int4-rtn "${contexts%%,*}" --pdl
   decode 60 decode-int8-pdl int8 "${contexts%%,*}" --pdl
-  step 60 kernels-pdl "$PYTHON" -m quantkit_kernels.bench --quick --minutes 0.7 --pdl --only "$few_rows" \
+  step 60 kernels-pdl "$PYTHON" -m quantkit_kernels.tools.bench --quick --minutes 0.7 --pdl --only "$few_rows" \
     --json "$WORK/results/kernels-pdl.json" "${rehearse[@]}"
 }
 
@@ -144,7 +144,7 @@ same() {
 tune() {  # for as long as is left
   mkdir -p "$WORK/results/tuned"
   local minutes=$((($(left) - 30) / 60))
-  step 1800 tune "$PYTHON" -m quantkit_kernels.tune --folder "$WORK/results/tuned" \
+  step 1800 tune "$PYTHON" -m quantkit_kernels.tools.tune --folder "$WORK/results/tuned" \
     --minutes "${tune_minutes:-$((minutes > 0 ? minutes : 1))}" "${rehearse[@]}"
 }
 

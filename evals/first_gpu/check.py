@@ -20,8 +20,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from quantkit_kernels.bench import COPY, clock_timer, copy_bandwidth, graph_timer, machine
 from quantkit_kernels.reference import dequantize_int, dequantize_nf4
+from quantkit_kernels.tools.bench import COPY, clock_timer, copy_bandwidth, graph_timer, machine
 from quantkit_kernels.triton import fp8, nf4, w4a16, w8a16, w16a16
 from quantkit_kernels.triton.matmul import multiply
 from quantkit_kernels.triton.packed import TritonWeight

@@ -13,7 +13,7 @@ def dequantize_int(codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor 
     Args:
         codes: integers ``[n, k]``.
         scale: ``[n, k / group]``.
-        zero: of the same shape, or one for all.
+        zero: a tensor of the same shape, or one number for all.
     """
     group = codes.shape[1] // scale.shape[1]
     if isinstance(zero, torch.Tensor):
@@ -56,8 +56,8 @@ def encode_grid(x: torch.Tensor, bits: int, at: int) -> tuple[torch.Tensor, torc
 
     Args:
         x: its dimension ``at`` (negative) is a multiple of 32.
-        bits: of a code.
-        at: which numbers share a grid.
+        bits: the bits of a code.
+        at: the dimension along which numbers share a grid.
 
     Returns:
         uint8 in x's shape; ``codes · scale + low`` of what ``unflatten(at, (−1, 32))`` gives, shaped without

@@ -7,8 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from quantkit.checkpoint.engine_rules import DEQUANTIZED
-from quantkit.checkpoint.engines import check_layers
+from quantkit.checkpoint.engines import DEQUANTIZED, check_layers
 from quantkit.checkpoint.manifest import Manifest, reached_experts
 from quantkit.checkpoint.quantization_config import stored_quantization
 from quantkit.models.architecture import EMBEDDING

@@ -15,7 +15,9 @@ OPENING, CLOSING = b"<!-- quantkit:eval -->\n", b"<!-- /quantkit:eval -->\n\n"
 MAX_BLOCK = 2**20
 """Bytes of an evaluation in a card; a real one has a hundredth of that."""
 _YAML_OPENING, _YAML_CLOSING = b"# quantkit:eval\n", b"# /quantkit:eval\n"
-_HEAD, _HEAD_END, _SECTION = b"---\n", b"\n---\n", b"\n## "
+_HEAD = b"---\n"
+_HEAD_END = b"\n---\n"
+_SECTION = b"\n## "
 
 
 @dataclass(frozen=True)

@@ -269,12 +269,13 @@ class Manifest(Frozen):
         return text + recovery + [f"{row.name}: {note}" for row in self.layers for note in row.notes]
 
     def to_bytes(self) -> bytes:
-        """Canonical JSON: sorted keys, an indent of one, a final newline, the digest set."""
+        """Canonical JSON: sorted keys, an indent of one, a final newline, the digest set, no key that isn't
+        used."""
         plain = self.model_dump(mode="json") | {"digest": ""}
         if self.exported is None:
-            del plain["exported"]  # manifests from before there was such a key stay what they are
+            del plain["exported"]
         if self.recovery is None:
-            del plain["recovery"]  # the same
+            del plain["recovery"]
         coverage = (plain["calibration"] or {}).get("coverage")
         if coverage and not coverage["unusable"]:
             del coverage["unusable"], coverage["unusable_first"]
@@ -322,3 +323,10 @@ class Manifest(Frozen):
 
 def _canonical(data: Mapping[str, Any]) -> bytes:
     return (json.dumps(data, sort_keys=True, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
+
+
+def quantization_label(rows: Sequence[LayerRow]) -> str:
+    """``gptq int4 g64 sym``, ``nf4 b64``; several kinds are joined by commas."""
+    kinds = dict.fromkeys(f"{row.method} {row.spec.label().removeprefix(f'{row.method} ')}"
+                          for row in rows if row.method and row.spec)
+    return ", ".join(kinds) or "unquantized"

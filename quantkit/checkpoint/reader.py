@@ -53,7 +53,9 @@ class Checkpoint:
 
     def __init__(self, path: Path, manifest: Manifest, config: Mapping[str, Any] | None = None) -> None:
         """``config``: what ``config.json`` will be, while it isn't written."""
-        self.path, self.manifest, self._config = path, manifest, config
+        self.path = path
+        self.manifest = manifest
+        self._config = config
         self._rows = {row.name: row for row in manifest.layers}
 
     @classmethod

@@ -47,7 +47,9 @@ from quantkit.support.units import human_bytes
 LAYOUT_VERSION = 2
 _UNIT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _PART = re.compile(rf"part-{_UNIT.pattern}\.(safetensors|json)")
-_STATES, _ASSEMBLED, _PUBLISHED = "states", "checkpoint", "published"
+_STATES = "states"
+_ASSEMBLED = "checkpoint"
+_PUBLISHED = "published"
 WORK = "work-"
 """A unit whose name begins so is kept while the run lasts, and is no part of the checkpoint."""
 

@@ -1,31 +1,35 @@
-"""``quantkit bench kernels`` and ``quantkit bench decode MODEL``; the other measurements have files of their
-own."""
+"""``quantkit bench``: measures this machine, its kernels and how fast it runs a model."""
 
 from __future__ import annotations
 
+import importlib.util
+import json
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import rich_click as click
 
-from quantkit.cli.bench_drafts import drafts
-from quantkit.cli.bench_gpu import compile_kernels, tune
-from quantkit.cli.bench_output import print_report, show, write
 from quantkit.cli.loading import load_model
-from quantkit.cli.options import device_option, kv_option, prefill_option, read_kv
-from quantkit.cli.present import table
+from quantkit.cli.options import (
+    TokenCount,
+    TokenCounts,
+    device_option,
+    kv_option,
+    prefill_option,
+    read_kv,
+    temperature_option,
+)
+from quantkit.cli.present import note, print_json, table
 from quantkit.cli.progress import ProgressLine
-from quantkit.cli.tokens import TokenCount, TokenCounts
-from quantkit.support.errors import UsageError
+from quantkit.support.errors import QuantkitError, UsageError
+from quantkit.support.progress import ProgressEvent
 from quantkit.support.units import human_bytes
 
 
 @click.group("bench")
 def command() -> None:
     """Measure this machine: its kernels, or how fast it runs a model."""
-
-
-command.add_command(tune)
-command.add_command(drafts)
 
 
 @command.command("kernels")
@@ -135,6 +139,128 @@ def decode(model: str, batch: str, context: tuple[int, ...], kv: tuple[str, ...]
     if report["unfused"]:
         text += f"\noperation by operation, because: {report['unfused']}"
     show(report, text, out, as_json)
+
+
+@command.command("drafts")
+@click.argument("model")
+@click.option("--draft", "drafters", multiple=True, default=("ngram",), show_default=True, metavar="DRAFTER",
+              help="What drafts: ngram, \"self(CHECKPOINT)\"; may be repeated.")
+@kv_option("KV setting, one only. (The model's own.)")
+@click.option("--max-tokens", "-n", type=TokenCount(2), default=200, show_default=True,
+              help="New tokens of an answer.")
+@temperature_option
+@click.option("--repeats", type=click.IntRange(min=1), default=5, show_default=True, help="Timed runs.")
+@device_option
+@click.option("--out", "-o", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
+              help="Also write the JSON there, after every task.")
+@click.option("--quiet", "-q", is_flag=True, help="No progress on stderr.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
+def drafts(model: str, drafters: tuple[str, ...], kv: tuple[str, ...], max_tokens: int, temperature: float,
+           repeats: int, device: str, out: Path | None, quiet: bool, as_json: bool) -> None:
+    """Measure what drafts gain on a chat, an edit of code and a summary.
+
+    Each answer is generated without drafts and with each drafter in turns; the tokens are compared. `gain`
+    is the speed with drafts over that without in the same turn, with its range; `right` counts drafted tokens
+    that were right, of all.
+    """
+    from quantkit.evaluation.bench.drafts import DraftSettings, bench_drafts, lines
+    from quantkit.runtime.drafting.parse import parse_drafter
+    from quantkit.runtime.sampler import Sampling
+
+    for drafter in drafters:  # refused before anything is loaded
+        parse_drafter(drafter)
+    Sampling(temperature=temperature)
+    (setting,) = read_kv(kv, limit=1) or (None,)
+    settings = DraftSettings(drafters, max_tokens, repeats, temperature, setting)
+    loaded = load_model(model, device=device, quiet=quiet)
+    with ProgressLine("measuring", quiet) as progress:
+        report = bench_drafts(loaded, settings, progress, lambda report: write(report, out))
+    text = table(("task", "drafter", "tok/s", "gain", "tokens/step", "right"), lines(report),
+                 right=(2, 3, 4, 5))
+    show(report, f"{text}\n\n{report['label']}, kv {report['kv']}", out, as_json)
+
+
+@command.command("tune")
+@click.option("--folder", type=click.Path(path_type=Path, file_okay=False), metavar="DIR",
+              help="Folder for the file. (The first place where it is searched: QUANTKIT_TUNED, or the "
+                   "package.)")
+@click.option("--only", default="", metavar="TEXT", help="Only products whose name or shape contains TEXT.")
+@click.option("--minutes", type=click.FloatRange(min=0, min_open=True), default=60, show_default=True,
+              help="Stop after this number of minutes.")
+@click.option("--fresh", is_flag=True, help="Measure anew what was measured before.")
+@click.pass_context
+def tune(ctx: click.Context, folder: Path | None, only: str, minutes: float, fresh: bool) -> None:
+    """Measure launch parameters of the GPU's matrix products, and keep the fastest.
+
+    The result is one JSON file for this kind of GPU, which all commands that run models then use. When you
+    stop the command (Ctrl-C), its measurements are kept, and the same command continues from there.
+    """
+    _require_triton()
+    import torch
+
+    if not torch.cuda.is_available():
+        raise QuantkitError("there is no GPU that torch can use", why="launch parameters are measured on it",
+                            next="quantkit bench kernels --aot compiles and checks the kernels without one")
+    from quantkit_kernels.tools.tune import main
+
+    code = main([*(["--folder", str(folder)] if folder else []), "--only", only, "--minutes", str(minutes),
+                 *(["--fresh"] if fresh else [])])
+    ctx.exit(code)
+
+
+def compile_kernels(quiet: bool) -> tuple[dict[str, Any], str]:
+    """Compile every Triton kernel for every target: all facts, and the table.
+
+    Raises QuantkitError without triton.
+    """
+    _require_triton()
+    from quantkit_kernels.tools.aot import compile_all, verdict
+    from quantkit_kernels.tools.aot import table as kernel_table
+
+    with ProgressLine("compiling", quiet) as progress:
+        rows = compile_all(report=lambda done, total, name: progress(ProgressEvent(done, total, name)))
+    bad = sum(bool(row.faults) for row in rows)
+    return ({"rows": [asdict(row) for row in rows], "faults": bad},
+            f"{kernel_table(rows)}\n\n{verdict(rows)}")
+
+
+def _require_triton() -> None:
+    if importlib.util.find_spec("triton") is None:
+        raise QuantkitError("triton is not installed", why="GPU kernels are written in it",
+                            next="pip install triton, on Linux")
+
+
+def show(report: dict[str, Any], text: str, out: Path | None, as_json: bool) -> None:
+    """Print a report's table, and on which machine it was measured."""
+    machine = report["machine"]
+    where = machine["gpu"] or f"{machine['cpu']}, {machine['threads']} threads, {machine['isa']}"
+    shown = f"{text}\n\n{where}, quantkit {machine['quantkit']}, {machine['date']}"
+    print_report(report, shown, out, as_json)
+
+
+def print_report(report: dict[str, Any], text: str, out: Path | None, as_json: bool) -> None:
+    """Print a text, or the report as JSON, and write the JSON to a file if there is one."""
+    if as_json:
+        print_json(report)
+    else:
+        click.echo(text)
+    if out is not None:
+        write(report, out)
+        note(f"wrote {out}")
+
+
+def write(report: dict[str, Any], out: Path | None) -> None:
+    """A file as a whole or not at all: a run may be stopped while it writes."""
+    if out is None:
+        return
+    special = out.exists() and not out.is_file()  # such as /dev/stdout
+    part = out if special else out.with_name(f"{out.name}.partial")
+    try:
+        part.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        if not special:
+            part.replace(out)
+    except OSError as error:
+        raise UsageError(f"{out} can't be written", why=error.strerror or str(error)) from None
 
 
 def _numbers(option: str, text: str, least: int) -> list[int]:

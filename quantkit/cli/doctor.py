@@ -24,7 +24,7 @@ from quantkit.cli.probe import (
     kernels_for,
     other_lines,
 )
-from quantkit.runtime.cpu.system_memory import system_memory
+from quantkit.memory.machine import system_memory
 from quantkit.support.units import human_bytes
 
 CPU_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx_vnni", "amx_tile", "amx_int8",
@@ -54,7 +54,9 @@ def command(declined: bool, as_json: bool) -> None:
     if as_json:
         print_json(facts)
         return
-    machine, cpu, gpu = facts["machine"], facts["cpu"], facts["gpu"]
+    machine = facts["machine"]
+    cpu = facts["cpu"]
+    gpu = facts["gpu"]
     click.echo(wrapped("quantkit", f"{facts['quantkit']}, Python {machine['python']}, {machine['platform']}"))
     click.echo(wrapped("torch", f"{facts['packages']['torch']}, {cpu['torch_threads']} threads, "
                                 f"vector code {cpu['torch_capability']}"))

@@ -11,6 +11,8 @@ import rich_click as click
 
 from quantkit.cli.loading import loading_line
 from quantkit.cli.options import (
+    TokenCount,
+    command_line_again,
     device_option,
     dtype_option,
     kv_option,
@@ -19,13 +21,15 @@ from quantkit.cli.options import (
     read_kv,
     verify_option,
 )
-from quantkit.cli.present import note
+from quantkit.cli.present import note, table, width, wrapped
 from quantkit.cli.progress import ProgressLine
-from quantkit.cli.tokens import TokenCount
 from quantkit.support.errors import FAILED, PluginError, UsageError
 
 if TYPE_CHECKING:
+    from quantkit.evaluation.gate_result import GateCheck, GateResult
     from quantkit.evaluation.settings import EvalSettings
+
+_MARKS = {True: "ok", False: "FAIL"}
 
 
 @click.command("eval")
@@ -89,8 +93,6 @@ def command(ctx: click.Context, models: tuple[str, ...], text: str | None, suite
     MODEL is a checkpoint or anything that `quantkit quantize` takes. The first model with the first KV
     setting is the reference of KL and top-1 agreement.
     """
-    from quantkit.cli.again import typed
-    from quantkit.cli.gate_output import gate_text
     from quantkit.evaluation.gate import check_gate, require_planned
     from quantkit.evaluation.gate_syntax import parse_gate
     from quantkit.evaluation.machine_load import busy_now
@@ -143,7 +145,7 @@ def command(ctx: click.Context, models: tuple[str, ...], text: str | None, suite
     variants = _made(models, recipes, settings, out, quiet)
     with loading_line("models", quiet) as loading, ProgressLine("evaluating", quiet) as progress:
         result = evaluate([*models, *variants], settings, progress,
-                          typed("quiet", "as_json", "fresh"), loading,
+                          command_line_again("quiet", "as_json", "fresh"), loading,
                           executor=executor, recipes=variants,
                           announce=(lambda text: None) if quiet else note)
     if conditions:
@@ -223,3 +225,27 @@ def _verify(models: Sequence[str], revision: str | None, quiet: bool) -> None:
                 note(f"{model} isn't verified: only checkpoints of quantkit record their files' hashes")
         finally:
             opened.close()
+
+
+def gate_text(gate: GateResult) -> str:
+    """A table of all checks, and a sentence for each that failed or is uncertain."""
+    from quantkit.evaluation.report.gate_words import amount, explained, interval
+
+    rows = [[_MARKS[check.passed] + ("?" if check.verdict == "uncertain" else ""), check.variant,
+             _condition(check), amount(check.value, check), interval(check)] for check in gate.checks]
+    lines = [table(["", "variant", "condition", "value", "95%"], rows, right=(3,), shrink=1)]
+    told = [check for check in gate.checks if not check.passed or check.verdict == "uncertain"]
+    if told:
+        lines += ["", *(wrapped(_MARKS[check.passed] + ("?" if check.verdict == "uncertain" else ""),
+                                explained(check, gate.strict), 7) for check in told)]
+    failed, total = len(gate.failed), len(gate.checks)
+    outcome = f"failed: {failed} of {total} checks" if failed else f"passed: {total} " + (
+        "check" if total == 1 else "checks")
+    return "\n".join([*lines, "", wrapped("gate", outcome + (", strict" if gate.strict else ""), 7)])
+
+
+def _condition(check: GateCheck) -> str:
+    """The condition without the variant that stands beside it, at most a third of the line."""
+    text = check.condition.rpartition(":")[2]
+    room = width() // 3
+    return text if len(text) <= room else text[:room - 1] + "…"

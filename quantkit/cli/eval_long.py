@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import rich_click as click
 
 from quantkit.cli.options import (
+    TokenCount,
+    TokenCounts,
     device_option,
     dtype_option,
     kv_option,
@@ -17,7 +19,6 @@ from quantkit.cli.options import (
 )
 from quantkit.cli.present import note
 from quantkit.cli.progress import ProgressLine
-from quantkit.cli.tokens import TokenCount, TokenCounts
 
 if TYPE_CHECKING:
     from quantkit.evaluation.long.answer import When

@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING, Any
 
 import rich_click as click
 
-from quantkit.cli.imports import import_large
-from quantkit.cli.loading import load_model
+from quantkit.cli.loading import import_large, load_model
 from quantkit.cli.options import (
+    TokenCount,
     device_option,
     dtype_option,
     kv_option,
+    open_trace,
     read_kv,
     revision_option,
     temperature_option,
+    trace_option,
     verify_option,
 )
 from quantkit.cli.present import note, print_json, show_warning
-from quantkit.cli.tokens import TokenCount
-from quantkit.cli.tracing import open_trace, trace_option
 from quantkit.support.errors import UsageError
 
 if TYPE_CHECKING:

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import rich_click as click
 
-from quantkit.cli.layers import group_layers, layers_option
-from quantkit.cli.options import revision_option
-from quantkit.cli.present import print_json, table, wrapped
+from quantkit.cli.options import layers_option, revision_option
+from quantkit.cli.present import group_layers, print_json, table, wrapped
 from quantkit.cli.probe import DECLINED_HINT, PHASES, best_device, declined_option, other_lines
 from quantkit.support.units import human_bytes
 
@@ -122,7 +121,9 @@ def _checkpoint_facts(checkpoint: AnyCheckpoint, uri: str) -> dict[str, Any]:
     from quantkit.models.architecture import parse_config
     from quantkit.runtime.kernels import unread
 
-    manifest, infos, rows = checkpoint.manifest, checkpoint.infos, checkpoint.layers
+    manifest = checkpoint.manifest
+    infos = checkpoint.infos
+    rows = checkpoint.layers
     plain = {k: v for k, v in checkpoint.config().items() if k not in KEYS}
     config, kv = parse_config(plain), setting_of(manifest.recipe) if manifest else KVSpec()
     kernels = _kernels(plain, config, kv, {

@@ -18,14 +18,63 @@ from typing import Any, NoReturn
 import rich_click as click
 
 from quantkit import __version__
-from quantkit.cli.panels import option_groups
 from quantkit.cli.present import show_error, show_warning
 from quantkit.plugins.manager import BUILTIN, current, plugin_failure, registry
 from quantkit.support.errors import FAILED, INTERRUPTED, QuantkitError, UsageError, did_you_mean
 from quantkit.support.progress import Listener, ProgressEvent, compiling
 
 DEBUG_VARIABLE = "QUANTKIT_DEBUG"
-click.rich_click.OPTION_GROUPS.update(option_groups())
+_OUTPUT = ("--out", "--report", "--plot", "--trace", "--quiet", "--json")
+_MODEL = ("--random", "--revision", "--dtype", "--device", "--verify", "--no-fallback", "--pdl")
+PANELS: dict[str, dict[str, tuple[str, ...]]] = {
+    "serve-local": {
+        "Address and access": ("--host", "--port", "--allow-host", "--api-key-file"),
+        "Models": ("--name", *_MODEL, "--draft"),
+        "Requests": ("--strict-requests", "--json-calls", "--chat-template", "--parse-special-tokens"),
+        "Memory": ("--kv", "--kv-memory", "--prefix-cache", "--overcommit"),
+        "Scheduling": ("--max-batch", "--max-queue", "--scheduling-policy", "--max-itl", "--replicas",
+                       "--drain-timeout"),
+        "Output": _OUTPUT,
+    },
+    "quantize": {
+        "What is made": ("--recipe", "--budget", "--out", "--dry-run", "--layers"),
+        "Calibration": ("--calibration", "--windows", "--window", "--packing", "--avoid", "--seed"),
+        "How it runs": ("--device", "--executor", "--strict", "--revision"),
+        "Output": ("--quiet", "--json"),
+    },
+    "eval": {
+        "What is compared": ("--recipe", "--kv", "--peer", *_MODEL),
+        "Quality": ("--suite", "--text", "--window", "--windows", "--prompt-tokens", "--noise-floor",
+                    "--tasks", "--task-data", "--limit"),
+        "Speed": ("--no-speed", "--prefill", "--max-tokens", "--repeats"),
+        "Verdict": ("--gate", "--gate-strict"),
+        "How it runs": ("--executor", "--fresh"),
+        "Output": _OUTPUT,
+    },
+    "eval-long": {
+        "What is measured": ("--kv", "--tasks", "--context", "--depths", "--samples", "--question",
+                             "--prompt-tokens", "--max-tokens"),
+        "Texts": ("--text", "--filler", "--chat", "--seed"),
+        "Model": _MODEL,
+        "Output": _OUTPUT,
+    },
+    "generate": {
+        "Prompt": ("--chat", "--system", "--parse-special-tokens"),
+        "Sampling": ("--max-tokens", "--temperature", "--top-k", "--top-p", "--min-p",
+                     "--repetition-penalty", "--seed", "--stop", "--ignore-eos"),
+        "Model": (*_MODEL, "--kv", "--draft"),
+        "Output": _OUTPUT,
+    },
+    "bench decode": {
+        "What is measured": ("--batch", "--context", "--kv", "--prefill", "--max-tokens", "--repeats"),
+        "Model": _MODEL,
+        "Output": _OUTPUT,
+    },
+}
+"""Command → panel of its ``--help`` → options; what no panel names is in the last one."""
+click.rich_click.OPTION_GROUPS.update({
+    f"quantkit {command}": [{"name": name, "options": [*options]} for name, options in panels.items()]
+    for command, panels in PANELS.items()})
 
 
 class CommandGroup(click.RichGroup):

@@ -8,17 +8,22 @@ from typing import TYPE_CHECKING
 
 import rich_click as click
 
-from quantkit.cli.again import typed
-from quantkit.cli.options import kv_option, prompt_tokens_option, read_kv, revision_option
+from quantkit.cli.options import (
+    TokenCount,
+    command_line_again,
+    kv_option,
+    prompt_tokens_option,
+    read_kv,
+    revision_option,
+)
 from quantkit.cli.present import print_json
 from quantkit.cli.progress import ProgressLine
-from quantkit.cli.tokens import TokenCount
 from quantkit.support.errors import UsageError
 from quantkit.support.units import human_bytes
 
 if TYPE_CHECKING:
-    from quantkit.capacity.combinations import Combination
-    from quantkit.capacity.roofline import Ceilings
+    from quantkit.capacity_search.roofline import Ceilings
+    from quantkit.capacity_search.search import Combination
 
 _FLOPS = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)\s*([gtp])(?:flop/?s)?", re.ASCII | re.IGNORECASE)
 _POWERS = {"g": 1e9, "t": 1e12, "p": 1e15}
@@ -60,8 +65,8 @@ def command(model: str, context: int, concurrency: int, memory: str, recipes: tu
     if prompt_tokens is not None and prompt_tokens > context:
         raise UsageError(f"--prompt-tokens is {prompt_tokens:,}", why=f"a sequence has {context:,} tokens",
                          next=f"--prompt-tokens {context}")
-    from quantkit.capacity.candidates import candidates
-    from quantkit.capacity.combinations import Requirements, combine
+    from quantkit.capacity_search.search import candidates, combine
+    from quantkit.memory.serving import Requirements
 
     settings, named = read_kv(kv), [name.strip() for text in recipes for name in text.split(",")]
     with ProgressLine(f"planning for {model}") as progress:
@@ -72,7 +77,7 @@ def command(model: str, context: int, concurrency: int, memory: str, recipes: tu
         raise _nothing_fits(min(combinations, key=lambda combination: combination.total))
     ceilings = _ceilings(chosen, *rates)
     commands = _commands(chosen, model, revision)
-    from quantkit.cli.planned import facts, lines
+    from quantkit.cli.plan_output import facts, lines
 
     if as_json:
         print_json({"model": model, **facts(chosen, combinations, ceilings), "left_out": possible.left_out,
@@ -88,11 +93,11 @@ def _nothing_fits(closest: Combination) -> UsageError:
     """The error if nothing fits: it names the combination that needs least, and what would make it fit."""
     requirements = closest.requirements
     context, count = closest.most_context(), closest.most_sequences()
-    ways = [f"{typed('memory')} --memory {-(-closest.total // 10**6)}MB"]
+    ways = [f"{command_line_again('memory')} --memory {-(-closest.total // 10**6)}MB"]
     if context:
-        ways.append(f"{typed('context', 'prompt_tokens')} --context {context}")
+        ways.append(f"{command_line_again('context', 'prompt_tokens')} --context {context}")
     if count:
-        ways.append(f"{typed('concurrency')} --concurrency {count}")
+        ways.append(f"{command_line_again('concurrency')} --concurrency {count}")
     many = f"{requirements.concurrency:,} sequences" if requirements.concurrency > 1 else "a sequence"
     return UsageError(
         f"nothing fits: {many} of {requirements.context:,} tokens in {human_bytes(requirements.memory)}",
@@ -104,7 +109,7 @@ def _nothing_fits(closest: Combination) -> UsageError:
 
 def _ceilings(chosen: Combination, bandwidth: float | None, flops: float | None) -> Ceilings | str:
     """The given ceilings, or this machine's; or why there are none."""
-    from quantkit.capacity.roofline import Ceilings
+    from quantkit.capacity_search.roofline import Ceilings
     from quantkit.evaluation.roofline import ceilings
 
     whose = {name: "measured on this CPU now" if rate is None else "given"

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import click
 
 MIN_WIDTH = 80
+Row = TypeVar("Row")
 
 
 def show_error(what: str, why: str | None = None, next: str | None = None) -> None:
@@ -77,3 +78,33 @@ def wrapped(label: str, text: str, indent: int = 14) -> str:
 
     return textwrap.fill(text, width(), initial_indent=label.ljust(indent),
                          subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
+
+
+def short_name(name: str) -> str:
+    """``model.layers.3.mlp.up_proj`` → ``3.mlp.up_proj``."""
+    return name.removeprefix("model.layers.")
+
+
+def kind_of(name: str) -> str:
+    """The same for all layers that stand at one place of the model: ``*.mlp.up_proj``."""
+    return ".".join("*" if part.isdigit() else part for part in short_name(name).split("."))
+
+
+def group_layers(rows: Iterable[Row], name: Callable[[Row], str], key: Callable[[Row], Hashable],
+                 each: bool = False) -> list[tuple[str, list[Row]]]:
+    """Rows of one kind and of equal keys together, in the order of the first of each.
+
+    Args:
+        rows: a row for each layer.
+        name: a row's full name.
+        key: the other facts that rows of a group have in common.
+        each: a group for each row instead.
+
+    Returns:
+        The kind (with ``each`` the short name) and the rows of each group.
+    """
+    groups: dict[Hashable, tuple[str, list[Row]]] = {}
+    for row in rows:
+        label = short_name(name(row)) if each else kind_of(name(row))
+        groups.setdefault((label, key(row)), (label, []))[1].append(row)
+    return list(groups.values())

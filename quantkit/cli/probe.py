@@ -25,9 +25,8 @@ def kernels_for(format: str, spec: QuantSpec, shape: tuple[int, int], dtype: tor
 
     Args:
         format: name of the layout.
-        spec: of the weight.
-        shape: ``(out, in)``.
-        dtype: of the activations.
+        shape: the weight is ``[out, in]``.
+        dtype: the dtype of the activations.
     """
     from quantkit.ops.dispatch import KernelQuery, Phase, choose
     from quantkit.support.errors import QuantkitError

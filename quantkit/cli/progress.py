@@ -47,7 +47,7 @@ class ProgressLine:
 
     Args:
         title: stands before the bar.
-        quiet: say nothing.
+        quiet: nothing is printed.
         clock: seconds that pass.
         after: seconds until something of a phase, or of what is counted, is shown: what is done by then isn't
             worth a line.

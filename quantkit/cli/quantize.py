@@ -12,12 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import rich_click as click
 
-from quantkit.cli.again import typed
-from quantkit.cli.layers import group_layers, layers_option
-from quantkit.cli.options import device_option, revision_option
-from quantkit.cli.present import print_json, show_warning, table, wrapped
+from quantkit.cli.options import TokenCount, command_line_again, device_option, layers_option, revision_option
+from quantkit.cli.present import group_layers, print_json, show_warning, table, wrapped
 from quantkit.cli.progress import ProgressLine
-from quantkit.cli.tokens import TokenCount
 from quantkit.support.errors import UsageError
 from quantkit.support.progress import Listener, between
 from quantkit.support.units import human_bytes
@@ -93,7 +90,7 @@ def command(source: str, recipe_name: str | None, budget: str | None, out: Path 
     if executor == "ray" and device == "auto":
         device = "cpu"  # where workers of a cluster compute
     find_device(device)
-    again = typed("out", "dry_run", "layers", "as_json")
+    again = command_line_again("out", "dry_run", "layers", "as_json")
     if out is None and not dry_run:
         raise UsageError("--out is missing", why="the checkpoint needs a folder",
                          next=f"{again} --out OUT, or --dry-run instead")

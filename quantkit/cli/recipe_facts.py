@@ -30,9 +30,9 @@ class RecipeFacts:
 
     Attributes:
         bits: stored bits a weight of the decoder's Linears; ``None`` where a budget decides.
-        kl: nats a token that it cost the model of :mod:`quantkit.capacity.losses`, if that was measured.
+        kl: nats a token that it cost the model of :mod:`quantkit.capacity_search.losses`, if it was measured.
         calibration: ``text``, ``random`` (tokens), or ``none``.
-        engines: that load such a checkpoint beside quantkit, on a GPU.
+        engines: the engines that load such a checkpoint beside quantkit, on a GPU.
     """
 
     bits: float | None
@@ -43,7 +43,7 @@ class RecipeFacts:
 
 def recipe_facts(recipe: Recipe, source: ModelSource) -> RecipeFacts:
     """Plan the recipe for ``source``, which is :data:`USUAL`; nothing is read or computed."""
-    from quantkit.capacity.losses import losses
+    from quantkit.capacity_search.losses import losses
     from quantkit.checkpoint.engines import check_layers, sort_engines
     from quantkit.checkpoint.quantization_config import config_words
     from quantkit.quantization.planning.plan import make_plan, with_own_head

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from quantkit.evaluation.memory_use import resident_bytes
 from quantkit.evaluation.speed_sweep import PrefillSpeed, Spread, SweepSettings
 from quantkit.kv.spec import KVSpec
+from quantkit.memory.machine import resident_bytes
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.loader import LoadedModel
 from quantkit.runtime.request import TokenInfo

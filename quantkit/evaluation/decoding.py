@@ -12,12 +12,12 @@ from quantkit.evaluation.speed_sweep import DecodeSpeed, PrefillSpeed, Spread
 from quantkit.kv.base import PAGE
 from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
-from quantkit.kv.footprint import footprint
 from quantkit.kv.spec import KVSpec
+from quantkit.memory.kv import footprint
+from quantkit.memory.machine import available_memory
+from quantkit.memory.scratch import PREFILL_CHUNK
+from quantkit.memory.serving import spare_bytes
 from quantkit.runtime.cpu.model import CpuModel
-from quantkit.runtime.cpu.system_memory import available_memory
-from quantkit.runtime.engine import PREFILL_CHUNK
-from quantkit.runtime.gpu.memory import spare_bytes
 from quantkit.runtime.gpu.model import GpuModel
 from quantkit.runtime.loader import LoadedModel
 from quantkit.runtime.sampler import Sampler, Sampling, sample_async, sample_tokens, samples_on_device
@@ -36,6 +36,13 @@ def step_bytes(loaded: LoadedModel) -> int:
     if isinstance(loaded.model, CpuModel | GpuModel):
         return loaded.model.step_bytes
     return loaded.weight_bytes
+
+
+def weights_in_memory(loaded: LoadedModel) -> int:
+    """Bytes of all weights as they lie in memory. Where no program runs the model: before kernels repack
+    them."""
+    model = loaded.model
+    return model.weight_bytes if isinstance(model, CpuModel | GpuModel) else loaded.weight_bytes
 
 
 class DecodeRunner:
@@ -119,7 +126,7 @@ class DecodeRunner:
             if not rows:
                 rows = [cache.fork(first, shared=False) for _ in range(batch)]
                 for pages in cache.pools:  # none is to move
-                    pages.keep(pages.used + batch * cache.heads * (2 + self._tokens // PAGE))
+                    pages.preallocate(pages.used + batch * cache.heads * (2 + self._tokens // PAGE))
             reads.append(self.read_bandwidth())
             before = cache.step_bytes(rows[0])  # layers with a window don't grow
             limit = self._tokens if run else min(LEAST_TOKENS, self._tokens)

@@ -8,8 +8,8 @@ import torch
 
 from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
+from quantkit.memory.scratch import PREFILL_CHUNK
 from quantkit.ops.sampling import greedy
-from quantkit.runtime.engine import PREFILL_CHUNK
 from quantkit.runtime.loader import LoadedModel
 from quantkit.support.errors import QuantkitError
 

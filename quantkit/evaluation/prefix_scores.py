@@ -16,7 +16,7 @@ from quantkit.kv.base import PAGE
 from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
 from quantkit.kv.spec import KVSpec
-from quantkit.models.padding import padded_rows
+from quantkit.models.decoder import padded_rows
 from quantkit.runtime.loader import LoadedModel
 
 STEP_TOKENS = {"cpu": 512, "cuda": 2048}

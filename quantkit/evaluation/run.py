@@ -19,8 +19,8 @@ from quantkit.evaluation.sweep.quality import forget_models
 from quantkit.evaluation.sweep.run import run_measurements
 from quantkit.evaluation.sweep.store import MeasurementResult, MeasurementStore, user_store
 from quantkit.executor.choose import make_executor
+from quantkit.memory.machine import available_memory
 from quantkit.plugins.manager import current
-from quantkit.runtime.cpu.system_memory import available_memory
 from quantkit.support.device import find_device
 from quantkit.support.errors import UsageError, did_you_mean
 from quantkit.support.progress import Listener, silent

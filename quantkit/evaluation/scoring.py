@@ -24,7 +24,7 @@ from quantkit.evaluation.prefix_scores import PrefixScorer, Target, token_logpro
 from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
 from quantkit.kv.spec import KVSpec
-from quantkit.models.padding import padded_rows
+from quantkit.models.decoder import padded_rows
 from quantkit.ops.dispatch import DECODE_ROWS
 from quantkit.runtime.loader import LoadedModel
 from quantkit.support.errors import UsageError

@@ -17,13 +17,14 @@ from typing import Any
 import torch
 
 from quantkit.evaluation.answering import EngineSpeed, answer_speed
-from quantkit.evaluation.decoding import DecodeRunner
+from quantkit.evaluation.decoding import DecodeRunner, weights_in_memory
 from quantkit.evaluation.machine_load import timed_quietly
-from quantkit.evaluation.memory_use import peak_bytes, weights_in_memory, workspace_bytes
 from quantkit.evaluation.speed_sweep import DecodeSpeed, MemoryUse, SpeedSweep, SweepSettings
 from quantkit.kv.spec import KVSpec, parse_kv
+from quantkit.memory.machine import peak_bytes
 from quantkit.ops.dispatch import Phase
 from quantkit.plugins.manager import plugin_failure
+from quantkit.runtime.cpu.model import CpuModel
 from quantkit.runtime.loader import LoadedModel
 from quantkit.runtime.loader import load as load_model
 from quantkit.support.errors import QuantkitError
@@ -49,8 +50,9 @@ def measure(request: dict[str, Any]) -> SpeedSweep:
     prompt = (ids * -(-settings.prefill // len(ids)))[:settings.prefill]
     threads = torch.get_num_threads() if loaded.model.device.type == "cpu" else None
     answers, load = timed_quietly(lambda: answer_speed(loaded, prompt, settings, kv), _spread, threads)
-    memory = MemoryUse(weights=weights_in_memory(loaded), workspace=workspace_bytes(loaded),
-                       steady=answers.resident, peak=peak_bytes())
+    workspace = loaded.model.workspace_bytes if isinstance(loaded.model, CpuModel) else None
+    memory = MemoryUse(weights=weights_in_memory(loaded), workspace=workspace, steady=answers.resident,
+                       peak=peak_bytes())
     runner = DecodeRunner(loaded, ids, tokens=settings.decode, repeats=settings.repeats,
                           case_s=settings.case_s)
     cases, decode_load = timed_quietly(

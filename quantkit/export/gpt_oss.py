@@ -159,7 +159,9 @@ def _joined(checkpoint: AnyCheckpoint, name: str, rows: Sequence[LayerRow],
             others: Sequence[LayerRow]) -> Iterator[tuple[str, LazyTensor]]:
     """A projection of all experts of a layer, by suffix; ``others``: the up projections beside gates."""
     first = rows[0]
-    count, outputs, inputs = len(rows), first.shape[0] * (1 + bool(others)), first.shape[1]
+    count = len(rows)
+    outputs = first.shape[0] * (1 + bool(others))
+    inputs = first.shape[1]
 
     def lazy(suffix: str, shape: tuple[int, ...], dtype: torch.dtype,
              read: Callable[[str], torch.Tensor]) -> tuple[str, LazyTensor]:

@@ -17,10 +17,9 @@ from __future__ import annotations
 import torch
 
 from quantkit.formats import bits as stream
-from quantkit.formats.affine import fault
 from quantkit.formats.base import Codes, QuantizedTensor
 from quantkit.formats.dtypes import resolve
-from quantkit.formats.fit import require_fit
+from quantkit.formats.fit import reason_against_integers, require_fit
 from quantkit.formats.level_values import dequantize
 from quantkit.formats.spec import QuantSpec
 
@@ -38,7 +37,7 @@ class AwqFormat:
 
     def refuses(self, spec: QuantSpec, shape: tuple[int, int]) -> str | None:
         """Anything but 4-bit integers with zero points, a multiple of eight rows of them."""
-        if (reason := fault(self.name, spec, shape)) is not None:
+        if (reason := reason_against_integers(self.name, spec, shape)) is not None:
             return reason
         if spec.bits != 4:
             return f"{self.name} holds 4 bits, not {spec.bits}; use format gptq"

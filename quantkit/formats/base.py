@@ -24,7 +24,7 @@ class Codes:
     """A quantized weight before packing.
 
     Attributes:
-        spec: what it is; ``scale_dtype`` is never ``"model"`` here.
+        spec: says how it is quantized; ``scale_dtype`` is never ``"model"`` here.
         codes: uint8 ``[out, in]``, levels in ``[0, 2 ** bits - 1]``; for ``fp`` the bit patterns, none of
             them NaN's.
         scale: float32 ``spec.scale_shape([out, in])``, already rounded to what the spec says.
@@ -63,7 +63,6 @@ class Codes:
                        outer_minimum=changed("outer_minimum"), input_factor=changed("input_factor"))
 
     def to(self, device: torch.device) -> Codes:
-        """The same on another device."""
         return self.mapped(lambda tensor: tensor.to(device))
 
     @classmethod
@@ -88,7 +87,7 @@ class QuantizedTensor:
 
     Attributes:
         format: name of its format.
-        spec: what it is.
+        spec: says how it is quantized.
         shape: logical ``(out, in)``.
         dtype: logical dtype, that of the model.
         tensors: stored tensors by the suffix they have on disk (``weight_packed``); the full name
@@ -118,7 +117,7 @@ class Format(Protocol):
     """A layout. Implementations are stateless; a registered target is an instance.
 
     Attributes:
-        name: what the manifest calls it.
+        name: the name in the manifest.
         quant_method: the Hugging Face ``quant_method`` that can say it (``compressed-tensors``,
             ``bitsandbytes``), or ``quantkit`` when none can.
 

@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import torch
 
-from quantkit.formats.affine import fault
 from quantkit.formats.base import Codes, QuantizedTensor
 from quantkit.formats.dtypes import resolve
+from quantkit.formats.fit import reason_against_integers
 from quantkit.formats.spec import QuantSpec
 from quantkit.support.errors import CheckpointError, SpecError
 
@@ -38,7 +38,7 @@ class BnbInt8Format:
 
     def refuses(self, spec: QuantSpec, shape: tuple[int, int]) -> str | None:
         """Anything but symmetric 8-bit integers with a scale a row."""
-        if (reason := fault(self.name, spec, shape, ("channel",))) is not None:
+        if (reason := reason_against_integers(self.name, spec, shape, ("channel",))) is not None:
             return reason
         if spec.bits != 8:
             return f"{self.name} holds 8 bits, not {spec.bits}; use format pack-quantized"

@@ -30,7 +30,7 @@ import torch
 
 from quantkit.formats.base import Codes, QuantizedTensor
 from quantkit.formats.dtypes import dtype_name, resolve
-from quantkit.formats.nf4_table import CELLS, ZERO, codebook, dynamic_map, nearest_cells
+from quantkit.formats.level_values import CELLS, ZERO, codebook, dynamic_map, nearest_cells
 from quantkit.formats.spec import QuantSpec
 from quantkit.support.errors import CheckpointError, SpecError
 from quantkit.support.strict_json import parse_object

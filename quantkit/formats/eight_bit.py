@@ -1,4 +1,4 @@
-"""What the plain 8-bit layouts share: a byte a weight, and one scale a row, a tensor or a square of weights.
+"""The plain 8-bit layouts: a byte a weight, and one scale a row, a tensor or a square of weights.
 
 ================  ============  =====================================
 suffix            dtype         shape
@@ -17,6 +17,7 @@ from abc import ABC, abstractmethod
 
 import torch
 
+from quantkit.formats import e4m3
 from quantkit.formats.base import Codes, QuantizedTensor
 from quantkit.formats.dtypes import FLOATS, resolve
 from quantkit.formats.fit import require_fit
@@ -28,12 +29,12 @@ class EightBitFormat(ABC):
     """Base of the layouts.
 
     Attributes:
-        name: of the layout.
-        kind: of the specs that it holds.
-        strategies: of granularity, that it has a place for.
-        stored: dtype of ``weight``.
-        suffix: of the scales.
-        scales: their dtype; ``None``: the model's.
+        name: the layout's name.
+        kind: the kind of the specs that it holds.
+        strategies: the granularities that it has a place for.
+        stored: the dtype of ``weight``.
+        suffix: how the scales' tensor is called.
+        scales: the scales' dtype; ``None`` stands for the model's.
     """
 
     quant_method = "compressed-tensors"
@@ -98,3 +99,66 @@ class EightBitFormat(ABC):
     @abstractmethod
     def _swapped(self, codes: torch.Tensor) -> torch.Tensor:
         """Codes ⇄ stored bytes, uint8; the way there is the way back."""
+
+
+class IntQuantizedFormat(EightBitFormat):
+    """compressed-tensors' ``int-quantized``: int8 weights, the level minus 128, for engines that quantize
+    activations too (W8A8). Weights whose activations stay as they are (W8A16) belong into ``pack-quantized``:
+    that is where engines look for them."""
+
+    name = "int-quantized"
+    kind = "int"
+    stored = torch.int8
+
+    def refuses(self, spec: QuantSpec, shape: tuple[int, int]) -> str | None:
+        """What :class:`EightBitFormat` refuses, and weights that go without quantized activations."""
+        if (reason := super().refuses(spec, shape)) is not None:
+            return reason
+        if spec.activations is None:
+            return (f"{self.name} is for quantized activations; write 'activations: token' into the spec, "
+                    "or use format pack-quantized")
+        return None
+
+    def _swapped(self, codes: torch.Tensor) -> torch.Tensor:
+        return codes ^ 128
+
+
+INT = IntQuantizedFormat()
+
+
+class FloatQuantizedFormat(EightBitFormat):
+    """compressed-tensors' ``float-quantized``: e4m3 weights, with quantized activations or without. Without
+    them the standard calls the same tensors ``naive-quantized``, and so does ``config.json``. A scale a tile
+    is the standard's strategy ``block``."""
+
+    name = "float-quantized"
+    kind = "fp"
+    stored = e4m3.DTYPE
+    strategies: tuple[str, ...] = ("channel", "tensor", "tile")
+
+    def _swapped(self, codes: torch.Tensor) -> torch.Tensor:
+        return codes
+
+
+FLOAT = FloatQuantizedFormat()
+
+
+class FineGrainedFP8Format(FloatQuantizedFormat):
+    """DeepSeek's fp8 (``quant_method: fp8``), https://arxiv.org/abs/2412.19437, section 3.3: e4m3 weights
+    with a float32 scale for each square in ``weight_scale_inv``, which in spite of its name is what weights
+    are multiplied by. Engines round activations to e4m3 with a scale for each ``t`` values of a token."""
+
+    name, quant_method = "fine-grained-fp8", "fp8"
+    strategies = ("tile",)
+    suffix = "weight_scale_inv"
+    scales = "float32"
+    alone = True
+
+    def refuses(self, spec: QuantSpec, shape: tuple[int, int]) -> str | None:
+        """The same, and activations as they are: the standard can't say that they aren't rounded."""
+        if (reason := super().refuses(spec, shape)) is None and spec.activations != "group":
+            return f"{self.name} is for rounded activations; use activations: group"
+        return reason
+
+
+FINE_GRAINED = FineGrainedFP8Format()

@@ -36,8 +36,8 @@ class Fp4Format:
     """One of the two layouts.
 
     Attributes:
-        name: of the layout.
-        scale_dtype: that of the specs that it holds.
+        name: the layout's name.
+        scale_dtype: the scale dtype of the specs that it holds.
         size: weights in a group.
         stored: dtype of ``weight_scale``.
     """
@@ -45,7 +45,10 @@ class Fp4Format:
     quant_method = "compressed-tensors"
 
     def __init__(self, name: str, scale_dtype: str, size: int, stored: torch.dtype) -> None:
-        self.name, self.scale_dtype, self.size, self.stored = name, scale_dtype, size, stored
+        self.name = name
+        self.scale_dtype = scale_dtype
+        self.size = size
+        self.stored = stored
 
     def refuses(self, spec: QuantSpec, shape: tuple[int, int]) -> str | None:
         """Anything but e2m1 in groups of its size with its scales."""

@@ -152,6 +152,8 @@ def _six_bits(multiples: torch.Tensor, depths: torch.Tensor) -> torch.Tensor:
 
 
 def _from_six_bits(data: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    first, second, third = data[:, :4], data[:, 4:8], data[:, 8:]
+    first = data[:, :4]
+    second = data[:, 4:8]
+    third = data[:, 8:]
     return (torch.cat([first & 63, third & 15 | first >> 6 << 4], dim=1),
             torch.cat([second & 63, third >> 4 | second >> 6 << 4], dim=1))

@@ -37,7 +37,9 @@ class GgufFormat:
     scales = "float16"
 
     def __init__(self, ggml_type: str, block_bytes: int, spec: QuantSpec) -> None:
-        self.name, self.ggml_type, self.spec = f"gguf-{ggml_type.lower()}", ggml_type, spec
+        self.name = f"gguf-{ggml_type.lower()}"
+        self.ggml_type = ggml_type
+        self.spec = spec
         self.block, self.block_bytes = spec.superblock or spec.granularity.size or 0, block_bytes
 
     def refuses(self, spec: QuantSpec, shape: tuple[int, int]) -> str | None:

@@ -20,10 +20,9 @@ from __future__ import annotations
 import torch
 
 from quantkit.formats import bits as stream
-from quantkit.formats.affine import fault
 from quantkit.formats.base import Codes, QuantizedTensor
 from quantkit.formats.dtypes import resolve
-from quantkit.formats.fit import require_fit
+from quantkit.formats.fit import reason_against_integers, require_fit
 from quantkit.formats.level_values import dequantize, middle
 from quantkit.formats.spec import QuantSpec
 from quantkit.support.errors import CheckpointError, SpecError
@@ -35,8 +34,8 @@ class GptqFormat:
     """See the module's docstring.
 
     Args:
-        name: of the format.
-        below: what is taken off a zero point before it is stored: 1 in the first version, 0 in the second.
+        name: the format's name.
+        below: is taken off a zero point before it is stored: 1 in the first version, 0 in the second.
     """
 
     quant_method = "gptq"
@@ -48,7 +47,7 @@ class GptqFormat:
 
     def refuses(self, spec: QuantSpec, shape: tuple[int, int]) -> str | None:
         """Anything but integers of 2, 3, 4 or 8 bits whose rows and columns fill whole words."""
-        if (reason := fault(self.name, spec, shape)) is not None:
+        if (reason := reason_against_integers(self.name, spec, shape)) is not None:
             return reason
         if spec.bits not in BITS:
             return f"{self.name} holds 2, 3, 4 or 8 bits, not {spec.bits}; use format pack-quantized"

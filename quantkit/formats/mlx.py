@@ -21,10 +21,9 @@ from collections.abc import Mapping
 import torch
 
 from quantkit.formats import bits as stream
-from quantkit.formats.affine import fault
 from quantkit.formats.base import Codes, QuantizedTensor
 from quantkit.formats.dtypes import resolve
-from quantkit.formats.fit import require_fit
+from quantkit.formats.fit import reason_against_integers, require_fit
 from quantkit.formats.level_values import dequantize, middle
 from quantkit.formats.spec import QuantSpec
 from quantkit.support.errors import CheckpointError, SpecError
@@ -42,7 +41,7 @@ class MlxFormat:
     def refuses(self, spec: QuantSpec, shape: tuple[int, int]) -> str | None:
         """Anything but integers of its bits in its groups, symmetric or with minima."""
         plain = spec.model_copy(update={"minimum": False}) if spec.minimum else spec
-        if (reason := fault(self.name, plain, shape, ("group",))) is not None:
+        if (reason := reason_against_integers(self.name, plain, shape, ("group",))) is not None:
             return reason
         if spec.bits not in BITS:
             return f"{self.name} holds {', '.join(map(str, BITS))} bits, not {spec.bits}"

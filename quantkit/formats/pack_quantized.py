@@ -18,10 +18,9 @@ from __future__ import annotations
 import torch
 
 from quantkit.formats import bits as stream
-from quantkit.formats.affine import fault
 from quantkit.formats.base import Codes, QuantizedTensor
 from quantkit.formats.dtypes import resolve
-from quantkit.formats.fit import require_fit
+from quantkit.formats.fit import reason_against_integers, require_fit
 from quantkit.formats.level_values import dequantize
 from quantkit.formats.spec import QuantSpec
 
@@ -36,7 +35,7 @@ class PackQuantizedFormat:
         """Anything but integers; a group size that doesn't divide *in*; an asymmetric whole tensor."""
         if spec.granularity.strategy == "tensor" and not spec.symmetric:
             return f"{self.name} has no place for one zero point a tensor; use strategy channel or symmetric"
-        return fault(self.name, spec, shape, ("tensor", "channel", "group"))
+        return reason_against_integers(self.name, spec, shape, ("tensor", "channel", "group"))
 
     def layout(self, spec: QuantSpec, shape: tuple[int, int],
                dtype: torch.dtype) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:

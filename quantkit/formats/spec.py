@@ -15,8 +15,8 @@ GRIDS = ("int", "int minima", "int superblocks", "nf", "iq", "fp", "fp tiles", "
 GROUP_SCALES = ("e4m3", "e8m0")
 """Dtypes of the scales of 4-bit floating-point groups: NVFP4's and MXFP4's."""
 
-NEWER = ("activations", "rotation", "window", "signed", "minimum", "superblock",
-         "scale_bits")
+LEFT_OUT = ("activations", "rotation", "window", "signed", "minimum", "superblock", "scale_bits")
+"""Fields that aren't written where they aren't used."""
 
 
 class Granularity(Frozen):
@@ -58,8 +58,9 @@ class QuantSpec(Frozen):
             code in which neighbors decide too).
         bits: bits a code.
         symmetric: no zero point; the level ``2 ** (bits - 1)`` means 0.
-        granularity: which weights share a scale.
-        scale_dtype: what scales are stored and rounded in; ``model`` follows the weight's dtype. ``e4m3`` are
+        granularity: says which weights share a scale.
+        scale_dtype: the dtype in which scales are stored and rounded; ``model`` follows the weight's dtype.
+            ``e4m3`` are
             floating-point numbers of 8 bits times a float32 of the tensor's, ``e8m0`` powers of 2.
         nested: scales are themselves quantized to 8 bits (``nf`` only).
         signed: scales may be negative, so that the level that is farther from 0 than all others lies on the
@@ -72,7 +73,7 @@ class QuantSpec(Frozen):
         rotation: ``hadamard``: the columns are rotated (:mod:`quantkit.ops.hadamard`), and inputs must be.
         window: bits that decide a weight (``trellis`` only): the wider, the better, and twice the work to
             quantize for each.
-        activations: what the weight is multiplied with is rounded too, as it comes, to the same kind and
+        activations: inputs of the product are rounded too, as they come, to the same kind and
             bits and without zero points. ``token``: with one scale a token. ``group``: with a scale for as
             many values of a token as share one in the weight. ``None``: it isn't.
     """
@@ -145,10 +146,10 @@ class QuantSpec(Frozen):
 
     @model_serializer(mode="wrap")
     def _brief(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """The spec without unused newer fields, so that older manifests and hashes stay the same."""
+        """The spec without what it doesn't use of :data:`LEFT_OUT`."""
         data: dict[str, Any] = serialize(self)
         return {name: value for name, value in data.items()
-                if name not in NEWER or value not in (None, False)}
+                if name not in LEFT_OUT or value not in (None, False)}
 
     def scale_shape(self, shape: tuple[int, int]) -> tuple[int, ...]:
         """Shape of the scales of a weight ``[out, in]``."""

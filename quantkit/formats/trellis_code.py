@@ -68,7 +68,7 @@ def states(symbols: torch.Tensor, bits: int, window: int) -> torch.Tensor:
 
     Args:
         symbols: uint8 ``[…, 64]``, a ring along the last dimension.
-        bits: of a symbol.
+        bits: the bits of a symbol.
         window: bits of a state.
 
     Returns:

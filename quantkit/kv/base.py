@@ -151,12 +151,12 @@ class KVPolicy(Frozen):
     :class:`~quantkit.kv.policies.score_policy.ScorePolicy` and implement ``score`` alone.
 
     Attributes:
-        on_prefill: when the policy acts on a prompt: after every chunk, after the last one, or never.
-        tracks: what the cache accumulates over all queries for this policy, if anything.
+        on_prefill: the policy acts on a prompt after every ``chunk``, at its ``end``, or never.
+        tracks: the cache accumulates this over all queries for the policy.
         keeps_all: the policy never drops anything.
         uniform_budget: all heads of all layers keep the same number of slots.
         release_granularity: with a residual, slots outside of ``visible`` are released this many at a time.
-        query_window: how many of the last queries the policy needs (SnapKV's observation window).
+        query_window: the number of last queries that the policy needs (SnapKV's observation window).
         reread_prompt: the prompt is fed again in chunks of this many tokens before the policy acts, and only
             those queries are tracked. ``None``: it isn't.
         decode_interval: the policy acts every this many decode steps. ``None``: never while decoding.
@@ -218,3 +218,16 @@ class KVPolicy(Frozen):
             return phase == "reread"
         needs_queries = bool(self.query_window or self.tracks)
         return needs_queries and not (phase == "decode" and self.decode_interval is None)
+
+
+OURS = "quantkit.kv.codecs."
+"""Modules of the codecs that kernels read."""
+KERNEL_NAMES = frozenset({"none", "bf16", "f16", "f32", "f32_hadamard", "int8", "fp8"} | {
+    f"{kind}{bits}{mean}" for bits in (2, 3, 4)
+    for kind, means in (("token", ("",)), ("channel", ("",)), ("hadamard", ("", "c"))) for mean in means})
+"""Names by which a kernel chooses its code, so that no other codec may have them."""
+
+
+def is_ours(codec: SideCodec) -> bool:
+    """Whether a side's codec is a built-in one, which kernels read."""
+    return type(codec).__module__.startswith(OURS)

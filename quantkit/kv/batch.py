@@ -111,7 +111,7 @@ class Batch:
         if codecs.values.hadamard:
             out = undo_hadamard(out)
         for row, (state, count, phase) in enumerate(zip(states, counts, self.phases)):
-            cache.settle_layer(layer, state)
+            cache.free_encoded_residual(layer, state)
             self.end_layer(layer, state, q[row, :, :count], count, phase)
         return out
 
@@ -130,7 +130,7 @@ class Batch:
         if row in self._tentative:
             self.sequences[row].advance(count)
         else:
-            self.cache.settle(self.sequences[row], count)
+            self.cache.advance(self.sequences[row], count)
 
     def accept(self, row: int, kept: int) -> None:
         """Keep the first ``kept`` tokens that a tentative row got, and take the others back: the sequence is
@@ -138,7 +138,7 @@ class Batch:
         self._tentative.remove(row)
         sequence = self.sequences[row]
         sequence.advance(self._starts[row] + kept - int(sequence.seen[-1]))
-        self.cache.settle(sequence, 0)
+        self.cache.advance(sequence, 0)
         self._act(row, kept)
 
     def finish(self, counts: Sequence[int]) -> None:
@@ -162,7 +162,6 @@ class Batch:
                     sequence.track(None)
 
     def done(self, model: LanguageModel, ids: torch.Tensor, positions: torch.Tensor | None) -> None:
-        """See :class:`~quantkit.models.interfaces.KVCacheProtocol`."""
         tokens: list[list[int]] = [[] for _ in self.phases]
         if self.cache.policy.reread_prompt and any(phase.startswith("prefill") for phase in self.phases):
             counts = [ids.shape[1]] * len(ids) if positions is None else (positions >= 0).sum(1).tolist()

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from quantkit.kv.attention_scores import LayerGeometry
 from quantkit.kv.base import PAGE, KVPolicy, Layout
 from quantkit.kv.build import build_kv_codecs, build_policy, by_layer
 from quantkit.kv.checked import check_codecs, codec_fault
 from quantkit.kv.decoded import DecodedPages
-from quantkit.kv.geometry import LayerGeometry
 from quantkit.kv.layer import LayerCache
 from quantkit.kv.page_pool import MoveCounter, PagePool
 from quantkit.kv.query_window import QueryWindow
@@ -34,16 +34,17 @@ class KVCache:
         config: the model's; it gives layers, KV heads and the head dimension.
         spec: policy and codec.
         dtype: in which the model computes keys and values.
-        device: where pages lie.
+        device: the device of the pages.
 
     Attributes:
         dtype, device: of keys and values as they are computed; where pages lie.
-        codecs: of keys and values.
+        codecs: the codecs of keys and values.
         policy: the policy of the spec.
         layers: the cache of each layer, with the policy of the spec or the window that the model has there.
-        decoded: of pages whose codec has no kernel, for the CPU program.
+        decoded: the decoded pages that the CPU program reads where a codec has no kernel.
         keeps_all: whether no layer's policy drops anything.
-        bytes_per_token: of codes, scales and positions, in all layers and heads; a page's share where 64
+        bytes_per_token: bytes of codes, scales and positions, in all layers and heads; a page's share where
+            64
             tokens are encoded together. Unencoded vectors take :attr:`residual_bytes_per_token`.
 
     Raises:
@@ -57,7 +58,9 @@ class KVCache:
         self.codecs = build_kv_codecs(self.spec)
         self.config, self.heads = config, config.num_kv_heads
         check_codecs(self.codecs, self.spec, config.head_dim, dtype)
-        self.dtype, self.device, self.move_counter = dtype, torch.device(device), MoveCounter()
+        self.dtype = dtype
+        self.device = torch.device(device)
+        self.move_counter = MoveCounter()
         stores = [PageStore(self.codecs, self.heads, config.head_dim, dtype, not policy.keeps_all,
                             self.device, self.move_counter)
                   for policy in self._by_layer(build_policy(self.spec))]
@@ -75,7 +78,7 @@ class KVCache:
             geometry = LayerGeometry(config, index, dtype, self.device)
             self.layers.append(LayerCache(geometry, self.codecs, policy, store,
                                           (managed.index(index), len(managed))))
-        self.decoded = DecodedPages(self.layers, self.move_counter, self.heads, config.head_dim)
+        self.decoded = DecodedPages(self.layers, self.move_counter, config.head_dim)
 
     def _by_layer(self, policy: KVPolicy) -> list[KVPolicy]:
         return by_layer(policy, self.config, self.codecs.first)
@@ -193,15 +196,16 @@ class KVCache:
             parts: a sequence's number with the first of its pages and the one behind its last, one part
                 behind the other. Together they are the beginning of a text, or of what follows on one, if
                 the new sequence is for holding pages only.
-            max_length: see :meth:`add`.
+            max_length: the argument of :meth:`add`.
 
         Raises:
             KeyError: a number is unknown.
         """
-        states = [(self._sequences[number].layers, begin, end) for number, begin, end in parts]
+        sequences = [self._sequences[part[0]] for part in parts]
         fork = self.add(max_length)
         for index, (layer, copy) in enumerate(zip(self.layers, self._sequences[fork].layers)):
-            layer.store.fork_pages([(layers[index], begin, end) for layers, begin, end in states], copy)
+            layer.store.fork_pages([(sequence.layers[index], slice(*part[1:]))
+                                    for sequence, part in zip(sequences, parts)], copy)
         return fork
 
     def truncate(self, number: int, pages: int) -> None:
@@ -220,7 +224,7 @@ class KVCache:
         """End sequences and give back their memory. Raises KeyError for an unknown one."""
         for number in ids:
             for layer, state in zip(self.layers, self._sequences.pop(number).layers):
-                layer.release(state)
+                layer.store.free(state)
         for index in range(len(self.layers)):
             self._shrink(index)
 
@@ -283,22 +287,22 @@ class KVCache:
         """Before a step in all layers: take pages for ``count`` more tokens, and lay out all tables."""
         if sequence.query_window is not None:
             for layer, state in zip(self.layers, sequence.layers):
-                layer.make_room_for_queries(state, count)
+                layer.scores.make_room(state, state.seen, count)
         if sequence.table is None or sequence.free_slots < count:
             for layer, state in zip(self.layers, sequence.layers):
-                layer.reserve(state, count)
+                layer.store.reserve(state, count)
             sequence.lay_out(self.codecs.residual_length if self.has_residual else None)
 
-    def settle(self, sequence: SequenceState, count: int) -> None:
+    def advance(self, sequence: SequenceState, count: int) -> None:
         """After a step of ``count`` tokens in all layers: give back pages whose vectors it has encoded."""
         sequence.advance(count)
         if self.has_residual and sequence.has_stale_residual(self.codecs.residual_length):
             for index, state in enumerate(sequence.layers):
-                self.settle_layer(index, state)
+                self.free_encoded_residual(index, state)
 
-    def settle_layer(self, index: int, state: LayerState) -> None:
-        """:meth:`settle` for one layer."""
-        if self.layers[index].settle(state):
+    def free_encoded_residual(self, index: int, state: LayerState) -> None:
+        """What :meth:`advance` frees, in one layer."""
+        if self.layers[index].store.free_encoded_residual(state):
             self._shrink(index)
 
     def drop(self, index: int, state: LayerState) -> None:

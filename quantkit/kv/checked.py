@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from quantkit.kv.base import PAGE, KVCodecs, KVPolicy, SideCodec
-from quantkit.kv.kernel_names import KERNEL_NAMES, is_ours
+from quantkit.kv.base import KERNEL_NAMES, PAGE, KVCodecs, KVPolicy, SideCodec, is_ours
 from quantkit.kv.sequence import SequenceState
 from quantkit.kv.spec import KVSpec
 from quantkit.kv.store import PageStore
@@ -25,7 +24,7 @@ def checked_slots(policy: KVPolicy, kept: Any, lengths: Sequence[int]) -> list[t
     """What :meth:`~quantkit.kv.base.KVPolicy.keep` returned, as a list of a tensor for each head.
 
     Args:
-        policy: whose.
+        policy: the policy that returned it.
         kept: a tensor ``[Hkv, n]`` or a sequence of Hkv tensors ``[n]``.
         lengths: slots that each head holds.
 
@@ -68,7 +67,9 @@ def policy_fault(policy: KVPolicy) -> str | None:
     def counts(value: object, least: int) -> bool:
         return type(value) is int and value >= least
 
-    interval, reread, visible = policy.decode_interval, policy.reread_prompt, policy.visible
+    interval = policy.decode_interval
+    reread = policy.reread_prompt
+    visible = policy.visible
     acts = policy.on_prefill is not None or interval is not None or reread is not None
     promises = {
         f"on_prefill is {policy.on_prefill!r}: chunk, end or None":
@@ -109,9 +110,9 @@ def check_codecs(codecs: KVCodecs, spec: KVSpec, dim: int, dtype: torch.dtype) -
     """Put a plugin's codecs to one page of vectors, once in a process. Built-in ones have tests for that.
 
     Args:
-        codecs: of a cache.
-        spec: that named them.
-        dim: head dimension.
+        codecs: the codecs of a cache.
+        spec: the setting that named them.
+        dim: the head dimension.
         dtype: in which keys and values are computed.
 
     Raises:
@@ -187,7 +188,7 @@ def codec_fault(stores: Sequence[PageStore], sequence: SequenceState, codecs: KV
 
     Args:
         stores: pages of all layers.
-        sequence: that the output belongs to.
+        sequence: the sequence that the output belongs to.
         codecs, spec: of the cache.
     """
     sides = {"k": (spec.codec, codecs.keys), "v": (spec.values or spec.codec, codecs.values)}
@@ -198,7 +199,7 @@ def codec_fault(stores: Sequence[PageStore], sequence: SequenceState, codecs: KV
             if bool(torch.isfinite(store.read(state, side)).all()):
                 continue
             what = "keys" if side == "k" else "values"
-            finite = store.coded.stored_finite(side, store.table(state))
+            finite = store.stored_finite(side, store.table(state))
             return PluginError(
                 f"{whose('kv_codecs', name)}: decode() gives {what} that aren't finite",
                 why=f"in layer {index}, of codes that are finite: the model's weights are not the cause"

@@ -15,10 +15,10 @@ from collections.abc import Sequence
 import torch
 
 from quantkit.kv.base import PAGE
-from quantkit.kv.coded_pages import CodedPages
 from quantkit.kv.layer import LayerCache
 from quantkit.kv.page_pool import MoveCounter, slots_of
 from quantkit.kv.sequence import LayerState
+from quantkit.kv.store import PageStore
 
 LIMIT = 1 << 30
 """Bytes of pages that a cache keeps decoded, at most, where its memory has no limit."""
@@ -30,16 +30,19 @@ class DecodedPages:
     """The decoded pages of a cache on a CPU.
 
     Args:
-        layers: of the cache.
-        move_counter: of their pages.
-        heads, dim: KV heads and head dimension.
+        layers: the layers of the cache.
+        move_counter: counts how often their pages moved.
+        dim: the head dimension.
         limit: bytes of pages that are kept decoded, at most.
     """
 
-    def __init__(self, layers: Sequence[LayerCache], move_counter: MoveCounter, heads: int, dim: int,
+    def __init__(self, layers: Sequence[LayerCache], move_counter: MoveCounter, dim: int,
                  limit: int = LIMIT) -> None:
-        self._layers, self._move_counter, self._moves = layers, move_counter, -1
-        self._heads, self._dim, self._limit = heads, dim, limit
+        self._layers = layers
+        self._move_counter = move_counter
+        self._moves = -1
+        self._dim = dim
+        self._limit = limit
         self._shared = self._memory(0)
 
     def bound(self, limit: int) -> None:
@@ -49,7 +52,7 @@ class DecodedPages:
     @property
     def kept_layers(self) -> int:
         """Layers that keep their pages decoded: the first ones."""
-        return sum(layer.store.coded.keeps_decoded for layer in self._layers)
+        return sum(layer.store.keeps_decoded for layer in self._layers)
 
     @property
     def shared_bytes(self) -> int:
@@ -60,17 +63,18 @@ class DecodedPages:
         """After pages were taken: choose the layers that keep theirs decoded; make room for the others."""
         if self._moves == self._move_counter.count:
             return
-        stores, total, kept = [layer.store for layer in self._layers], 0, 0
+        stores = [layer.store for layer in self._layers]
+        total = kept = 0
         for store in stores:
-            total += store.coded.decoded_bytes
-            if total > self._limit * (1.0 if store.coded.keeps_decoded else REGAIN):
+            total += store.decoded_bytes
+            if total > self._limit * (1.0 if store.keeps_decoded else REGAIN):
                 break
             kept += 1
         for index, store in enumerate(stores):
-            if store.coded.keeps_decoded and index >= kept:
-                store.coded.forget_decoded()
-            elif not store.coded.keeps_decoded and index < kept:
-                store.coded.keep_decoded()
+            if store.keeps_decoded and index >= kept:
+                store.forget_decoded()
+            elif not store.keeps_decoded and index < kept:
+                store.keep_decoded()
         pages = max((store.pages.total for store in stores[kept:]), default=0)
         if len(self._shared["k"]) != pages:
             self._shared = self._memory(pages)
@@ -79,34 +83,34 @@ class DecodedPages:
 
     def vectors(self, layer: int) -> dict[str, torch.Tensor]:
         """What the program writes to and reads from, by side: float32 ``[pages, PAGE, D]``."""
-        coded = self._layers[layer].store.coded
-        return {side: coded.decoded(side) for side in "kv"} if coded.keeps_decoded else self._shared
+        store = self._layers[layer].store
+        return {side: store.decoded(side) for side in "kv"} if store.keeps_decoded else self._shared
 
     def encode(self, layer: int, states: Sequence[LayerState], counts: Sequence[int]) -> None:
         """Encode the tokens that a layer of a step has just stored, a sequence at a time: what torch computes
         for one may depend on what else is in a tensor.
 
         Args:
-            layer: index of the layer.
+            layer: the layer's index.
             states: the step's sequences in this layer; their lengths don't count the step's tokens yet.
             counts: tokens that each of them adds.
         """
         store = self._layers[layer].store
         for state, count in zip(states, counts):
             if store.residual is not None:
-                store.close(state, count)
+                store.encode_full_pages(state, count)
             else:
                 slots = [slot for pages, length in zip(state.pages, state.lengths.tolist())
                          for slot in slots_of(pages, length, count)]
-                store.coded.replace(slots, self._heads, self.vectors(layer))
-            if not store.coded.keeps_decoded:
-                self._decode(store.coded, state)
+                store.encode_decoded(slots, self.vectors(layer))
+            if not store.keeps_decoded:
+                self._decode(store, state)
 
-    def _decode(self, coded: CodedPages, state: LayerState) -> None:
+    def _decode(self, store: PageStore, state: LayerState) -> None:
         """Decode all pages of a sequence into the memory that layers share."""
         pages = torch.tensor([page for head in state.pages for page in head], dtype=torch.int64)
         for side, vectors in self._shared.items():
-            vectors.index_copy_(0, pages, coded.decode(side, pages).float())
+            vectors.index_copy_(0, pages, store.decode_pages(side, pages).float())
 
     def _memory(self, pages: int) -> dict[str, torch.Tensor]:
         return {side: torch.zeros(pages, PAGE, self._dim) for side in "kv"}

@@ -5,13 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 
 from quantkit.kv.base import KVCodecs
-from quantkit.kv.geometry import LayerGeometry
-from quantkit.kv.sequence import LayerState
 from quantkit.kv.store import PageStore
 from quantkit.ops import gpu
 
@@ -19,11 +17,8 @@ if TYPE_CHECKING:
     from quantkit_kernels.triton.cache import LayerPages, SideLayout
 
 MAX_GROUP, MAX_HEAD = 16, 256
-MAX_WEIGHTS = 1 << 26
-"""Weights that are in memory at once, at most."""
 OPERATIONS = ("rms_norm", "rope + KV write", "decode attention", "prefill attention")
 """What isn't a matrix product, for people."""
-Reduction = Literal["sum", "mean", "max"]
 _NAMES = re.compile(r"(?:(none|bf16)|(int8)|(fp8)|(channel|token|hadamard)([234])(c?))$")
 
 
@@ -56,11 +51,11 @@ def declines(codecs: KVCodecs, dtype: torch.dtype, dim: int, group: int, device:
     """Why no kernel writes and reads such a cache; ``None`` if they do.
 
     Args:
-        codecs: of keys and values.
-        dtype: of queries, keys and values.
-        dim: of a head.
+        codecs: the codecs of keys and values.
+        dtype: the dtype of queries, keys and values.
+        dim: the head dimension.
         group: query heads that share a key head.
-        device: where pages lie.
+        device: the device of the pages.
     """
     if (reason := gpu.unavailable(device, dtype)) is not None:
         return reason
@@ -110,53 +105,3 @@ def pages_of(store: PageStore, codecs: KVCodecs, dtype: torch.dtype) -> LayerPag
 
     return LayerPages(side("k", codecs.keys.name), side("v", codecs.values.name), parts.get("positions"),
                       residual.get("positions"))
-
-
-def reads(codecs: KVCodecs, geometry: LayerGeometry) -> bool:
-    """Whether kernels read pages of these codecs in such a layer."""
-    return declines(codecs, geometry.dtype, geometry.config.head_dim, geometry.group,
-                    geometry.device.type) is None
-
-
-def attention_received(store: PageStore, codecs: KVCodecs, geometry: LayerGeometry, state: LayerState,
-                       queries: torch.Tensor, end: int, reduction: Reduction) -> torch.Tensor:
-    """The attention that slots receive from some queries.
-
-    Args:
-        store, codecs, geometry: of a layer.
-        state: a sequence there; nothing was dropped since the first of these queries.
-        queries: ``[H, n, D]`` of the positions before ``end``, rotated and scaled.
-        end: the position after the last one.
-        reduction: of the weights over queries the sum or mean, averaged over a KV head's query heads; or the
-            largest.
-
-    Returns:
-        float32 ``[Hkv, S]``.
-    """
-    from quantkit_kernels.triton.attention_weights import attention_weights
-    from quantkit_kernels.triton.cache import SequenceTables, StepTokens
-
-    count, longest, device = queries.shape[1], int(state.lengths.max()), geometry.device
-
-    def table(values: object) -> torch.Tensor:
-        return torch.as_tensor(values, dtype=torch.int32, device=device)[None, None].contiguous()
-
-    has_residual = store.residual is not None
-    seen = torch.full((1,), end, dtype=torch.int32, device=device)
-    tables = SequenceTables(table(store.table(state)), table(state.lengths.copy()), seen,
-                            table(store.table(state, "residual")) if has_residual else None,
-                            table(state.starts.copy()) if has_residual else None,
-                            codecs.residual_length, codecs.first)
-    # as they were computed: the scale is divided out again, which undoes the rounding
-    rows = (queries / geometry.scale).to(geometry.dtype).transpose(0, 1).contiguous()
-    pages = pages_of(store, codecs, geometry.dtype)
-    total = torch.zeros(geometry.kv_heads, longest, device=device)
-    for start in range(0, count, portion := max(1, MAX_WEIGHTS // (geometry.kv_heads * longest))):
-        part = rows[start:start + portion]
-        places = torch.arange(start - count, start - count + len(part), dtype=torch.int32, device=device)
-        step = StepTokens(torch.stack((torch.zeros_like(places), places), 1).contiguous(), longest)
-        weights = attention_weights(part, pages, tables, step, 0, scale=geometry.scale,
-                                    softcap=geometry.config.attention_softcap, window=geometry.window,
-                                    peaks=reduction == "max")
-        total = torch.maximum(total, weights.amax(0)) if reduction == "max" else total + weights.sum(0)
-    return total / count if reduction == "mean" else total

@@ -30,10 +30,10 @@ class PagePool:
     only masked, and NaN times 0 is NaN.
 
     Args:
-        layout: what a slot holds.
-        device: where.
+        layout: the parts that each slot holds.
+        device: the device of the pages.
         moves: counts how often ``parts`` were replaced; several may share one.
-        shared: what a page holds beside that.
+        shared: the parts that a page holds beside those of its slots.
 
     Attributes:
         parts: by name, ``[pages, PAGE, *shape]`` or, shared, ``[pages, *shape]``; another object after any
@@ -51,8 +51,9 @@ class PagePool:
         self._released: set[int] = set()  # free pages whose memory was given back
         self._derived: frozenset[str] = frozenset()
         self._free: list[int] = []  # a heap: the lowest is taken
-        self._more: dict[int, int] = {}  # holders of a page beside its first
-        self._total = self._least = 0
+        self._extra_refs: dict[int, int] = {}  # references to a page beside the first
+        self._total = 0
+        self._preallocated = 0  # pages that stay allocated
         self._moves = moves or MoveCounter()
 
     @property
@@ -63,7 +64,7 @@ class PagePool:
     @property
     def shared_pages(self) -> int:
         """Pages that have more than one holder."""
-        return len(self._more)
+        return len(self._extra_refs)
 
     @property
     def page_bytes(self) -> int:
@@ -79,15 +80,17 @@ class PagePool:
     @property
     def allocated_bytes(self) -> int:
         """Bytes that exist, free pages included."""
-        parts, memory, released = self.parts, self._memory, len(self._released)
+        parts = self.parts  # another thread may ask
+        memory = self._memory
+        released = len(self._released)
         return sum(part.untyped_storage().nbytes() - (_page_bytes(part) * released if name in memory else 0)
                    for name, part in parts.items())
 
-    def taken(self) -> list[int]:
+    def pages_in_use(self) -> list[int]:
         """Pages that belong to somebody."""
         return sorted(set(range(self._total)) - set(self._free))
 
-    def take(self, count: int) -> list[int]:
+    def allocate(self, count: int) -> list[int]:
         """Take ``count`` pages, the lowest free ones."""
         if count > len(self._free):
             self._resize(_grown(self._total, self.used + count))
@@ -95,23 +98,23 @@ class PagePool:
         self._released.difference_update(taken)
         return taken
 
-    def keep(self, total: int) -> None:
+    def preallocate(self, total: int) -> None:
         """Keep ``total`` pages allocated from now on, in use or not; they move only if more are taken. Their
         memory is allocated now, because the system may have none left later."""
-        self._least = total
+        self._preallocated = total
         if (before := self._total) < total:
             self._resize(total)
             for part in self.parts.values():
                 part[before:].zero_()
 
-    def derive(self, layout: Layout) -> None:
+    def add_derived(self, layout: Layout) -> None:
         """Give each slot more parts, whose numbers follow from those of the others: zero until they are
         written. They move with their page and count in :attr:`allocated_bytes` alone."""
         like, memory = next(iter(self.parts.values())), dict(self._memory)
         new = {name: _grown_part(name, like.new_zeros(0, PAGE, *shape, dtype=dtype), 0, self._total, memory)
                for name, (shape, dtype) in layout.items()}
-        for part in new.values() if self._least else ():
-            part.zero_()  # as keep() does: allocate its memory now
+        for part in new.values() if self._preallocated else ():
+            part.zero_()  # as preallocate() does: allocate its memory now
         self._derived |= new.keys()  # before the parts are there
         self.parts, self._memory = {**self.parts, **new}, memory
         self._moves.count += 1
@@ -126,36 +129,36 @@ class PagePool:
     def share(self, pages: Iterable[int]) -> None:
         """One more holder of each: nobody's to write now, and free when all have given it back."""
         for page in pages:
-            self._more[page] = self._more.get(page, 0) + 1
+            self._extra_refs[page] = self._extra_refs.get(page, 0) + 1
 
-    def give(self, pages: Iterable[int]) -> None:
+    def free(self, pages: Iterable[int]) -> None:
         """A holder's pages back."""
         for page in pages:
-            if page not in self._more:
+            if page not in self._extra_refs:
                 heapq.heappush(self._free, page)
-            elif self._more[page] == 1:
-                del self._more[page]
+            elif self._extra_refs[page] == 1:
+                del self._extra_refs[page]
             else:
-                self._more[page] -= 1
+                self._extra_refs[page] -= 1
 
     def holders(self, page: int) -> int:
         """Number of holders of a page that is taken."""
-        return 1 + self._more.get(page, 0)
+        return 1 + self._extra_refs.get(page, 0)
 
-    def owned(self, pages: Sequence[int]) -> int:
+    def count_unshared(self, pages: Sequence[int]) -> int:
         """How many of these pages have one holder."""
-        return sum(page not in self._more for page in pages) if self._more else len(pages)
+        return sum(page not in self._extra_refs for page in pages) if self._extra_refs else len(pages)
 
-    def own(self, pages: list[int], begin: int) -> bool:
+    def unshare(self, pages: list[int], begin: int) -> bool:
         """Make a holder's pages from the ``begin``-th on its own, in place; whether any was shared."""
-        if not self._more:
+        if not self._extra_refs:
             return False
-        places = [at for at in range(begin, len(pages)) if pages[at] in self._more]
+        places = [at for at in range(begin, len(pages)) if pages[at] in self._extra_refs]
         if places:
-            old, new = [pages[at] for at in places], self.take(len(places))
+            old, new = [pages[at] for at in places], self.allocate(len(places))
             for part in self.parts.values():
                 part[new] = part[old]
-            self.give(old)
+            self.free(old)
             for at, page in zip(places, new):
                 pages[at] = page
         return bool(places)
@@ -166,7 +169,7 @@ class PagePool:
         Returns:
             old → new number of every page that moved, or ``None`` if none did. Tables must follow.
         """
-        size, total = max(self.used, self._least), self._total - len(self._released)
+        size, total = max(self.used, self._preallocated), self._total - len(self._released)
         if (total - size) * 4 <= total:
             return None
         if self._memory and size:
@@ -182,7 +185,7 @@ class PagePool:
         self._free, self._total = holes[len(high):], size
         self._moves.count += 1
         moved = dict(zip(high, holes))
-        self._more = {moved.get(page, page): count for page, count in self._more.items()}
+        self._extra_refs = {moved.get(page, page): count for page, count in self._extra_refs.items()}
         return moved or None
 
     def _release(self, count: int) -> None:
@@ -213,11 +216,11 @@ class PagePool:
             part = self.parts[name]
             part.view(-1, *part.shape[2:]).index_copy_(0, slots, value.to(part.dtype))
 
-    def fill(self, pages: torch.Tensor, values: Mapping[str, torch.Tensor]) -> None:
+    def write_pages(self, pages: torch.Tensor, values: Mapping[str, torch.Tensor]) -> None:
         """Store whole pages.
 
         Args:
-            pages: int64 ``[n]``.
+            pages: the pages' numbers, int64 ``[n]``.
             values: by name, ``[n, PAGE, *shape]`` or, shared, ``[n, *shape]``.
         """
         for name, value in values.items():

@@ -20,10 +20,10 @@ class QueryWindow:
         layers, size, heads, dim: number of layers, of positions that are kept, of query heads; head
             dimension.
         begin: the position of the first query that will come.
-        device: where the queries are kept.
+        device: the device of the queries.
 
     Attributes:
-        size: how many positions' queries are kept.
+        size: the number of positions whose queries are kept.
         ring: float32 ``[layers, size, H, D]``, rotated and scaled; position p is at ``[:, p % size]``.
     """
 
@@ -47,8 +47,8 @@ class QueryWindow:
 
     def copy(self) -> QueryWindow:
         """An independent copy."""
-        layers, size, heads, dim = self.ring.shape
-        window = QueryWindow(layers, size, heads, dim, self._begin, self.ring.device)
+        shape = self.ring.shape
+        window = QueryWindow(shape[0], shape[1], shape[2], shape[3], self._begin, self.ring.device)
         window.ring.copy_(self.ring)
         return window
 

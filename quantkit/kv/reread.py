@@ -34,10 +34,10 @@ def reread(cache: KVCache, number: int, batch_of: Callable[[int], KVCacheProtoco
         cache: holds the sequence.
         number: id of the sequence.
         batch_of: a fork's id → it as the one row of a step of the phase ``reread``.
-        model: that filled the cache.
-        tokens: the prompt.
+        model: the model that filled the cache.
+        tokens: the prompt's token ids.
         size: tokens of a chunk, at most; each is fed to a fork of its own.
-        token_budget: how many tokens go through the model at once; asked every time.
+        token_budget: asked every time for the number of tokens that go through the model at once.
 
     Yields:
         The number of tokens that just went through the model; other steps may come between.
@@ -82,6 +82,6 @@ def _attention_from(cache: KVCache, fork: int, batch_of: Callable[[int], KVCache
         yield len(chunk)
     received: list[torch.Tensor | None] = []
     for layer, state in zip(cache.layers, cache.sequence(fork).layers):
-        layer.accumulate(state)
+        layer.scores.accumulate(state, state.seen)
         received.append(state.attention_received)
     return received

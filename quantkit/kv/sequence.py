@@ -19,15 +19,17 @@ class LayerState:
 
     Attributes:
         pages: page numbers of each KV head, in the order of its slots.
-        residual: of each KV head, the pages of unencoded slots: first those of slots that are never encoded,
+        residual: page numbers of each KV head for the pages of unencoded slots: first those of slots that are
+            never encoded,
             then those from slot ``starts[head]`` on.
         lengths: slots that each head holds, int32 ``[Hkv]``; a row of the sequence's array, as ``starts`` is.
         steps: decode steps so far.
         prompt: tokens at the end of the sequence's prompt.
         accumulated: tokens whose queries are in ``attention_received`` and ``query_moments``.
-        attention_received: see :attr:`quantkit.kv.base.PolicyView.attention_received`, of the slots that
+        attention_received: the tensor of :attr:`quantkit.kv.base.PolicyView.attention_received` for the slots
+            that
             there were when it was accumulated.
-        query_moments: of all queries, if the policy tracks them.
+        query_moments: the moments of all queries, if the policy tracks them.
         tables: ``pages`` and ``residual`` as int64 ``[Hkv, n]``, cached once they were asked for.
     """
 
@@ -88,8 +90,6 @@ class SequenceState:
         query_window: the last queries, while a policy tracks them.
         tokens: the prompt's token ids, if the policy wants it fed again.
         free_slots: tokens that fit before a page is missing, where there is a table.
-        addresses: addresses of table, lengths, residual table and queries, each table's width behind it, and
-            how many queries are kept, and of ``starts``, where there is a table.
     """
 
     def __init__(self, layers: int, heads: int, max_length: int = 0, first: int = 0) -> None:
@@ -102,7 +102,7 @@ class SequenceState:
         self.query_window: QueryWindow | None = None
         self.tokens: list[int] = []
         self.free_slots = 0
-        self.addresses = 0, 0, 0, 0, 0, 0, 0, 0
+        self._record: npt.NDArray[np.void] | None = None
 
     @property
     def tracked_bytes(self) -> int:
@@ -117,7 +117,7 @@ class SequenceState:
         """Make the tables if there are none.
 
         Args:
-            residual_length: how many of the newest slots stay unencoded; ``None``: there is no residual.
+            residual_length: this many of the newest slots stay unencoded; ``None``: there is no residual.
         """
         if self.table is not None:
             return
@@ -129,17 +129,35 @@ class SequenceState:
             coded + (self.first + PAGE - 1 + residual_length) - self.lengths,
             self.starts - self.first + residual - self.lengths)
         self.free_slots = int(free.min())
-        window = self.query_window
-        self.addresses = (self.table.ctypes.data, self.table.shape[2], self.lengths.ctypes.data,
-                          self.residual.ctypes.data, self.residual.shape[2],
-                          *((0, 0) if window is None else (window.ring.data_ptr(), window.size)),
-                          self.starts.ctypes.data)
+        self._record = None
+
+    @property
+    def record(self) -> npt.NDArray[np.void]:
+        """The sequence as the CPU's kernels read it, but for a step's tokens; there is a table."""
+        from quantkit_kernels.cpu.kv_pages import SEQUENCE
+
+        if self._record is None:
+            assert self.table is not None and self.residual is not None
+            record = np.zeros((), SEQUENCE)
+            record["table"] = self.table.ctypes.data
+            record["table_width"] = self.table.shape[2]
+            record["lengths"] = self.lengths.ctypes.data
+            record["residual"] = self.residual.ctypes.data
+            record["residual_width"] = self.residual.shape[2]
+            record["starts"] = self.starts.ctypes.data
+            if self.query_window is not None:
+                record["queries"] = self.query_window.ring.data_ptr()
+                record["query_window"] = self.query_window.size
+            self._record = record
+        return self._record
 
     def track(self, window: QueryWindow | None) -> None:
         """Keep queries in ``window`` from now on (``None``: keep none) and forget what was accumulated."""
         self.query_window, self.table = window, None
         for layer in self.layers:
-            layer.accumulated, layer.attention_received, layer.query_moments = layer.seen, None, None
+            layer.accumulated = layer.seen
+            layer.attention_received = None
+            layer.query_moments = None
 
     def pages_to_encode(self, codecs: KVCodecs, count: int) -> int:
         """Pages of a head that are to be encoded when ``count`` more tokens come, at most."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import Field
 
@@ -63,18 +63,17 @@ def parse_kv(text: str) -> KVSpec:
     fields: dict[str, object] = {}
     for part in (_PLUS.split(text) if text.strip() != "none" else []):
         sides = [_read(side) for side in _SLASH.split(part)]
-        kinds = {kind for kind, _, _ in sides}
-        kind, name, options = sides[0]
-        if len(sides) > 2 or (len(sides) == 2 and kinds != {"codec"}):
+        first = sides[0]
+        if len(sides) > 2 or (len(sides) == 2 and {side.kind for side in sides} != {"codec"}):
             raise UsageError(f"the KV setting {text!r} can't be read", next=_NEXT,
                              why=f"{part.strip()!r} is not a codec of keys, a slash and a codec of values")
-        if kind in fields:
+        if first.kind in fields:
             raise UsageError(f"the KV setting {text!r} names two of a kind", next=_NEXT,
-                             why=f"{fields[kind]!r} and {name!r} are both a {kind}")
-        fields[kind] = name
-        fields["options" if kind == "policy" else "codec_options"] = options
+                             why=f"{fields[first.kind]!r} and {first.name!r} are both a {first.kind}")
+        fields[first.kind] = first.name
+        fields["options" if first.kind == "policy" else "codec_options"] = first.options
         if len(sides) == 2:
-            _, fields["values"], fields["value_options"] = sides[1]
+            fields |= {"values": sides[1].name, "value_options": sides[1].options}
     return KVSpec.model_validate(fields)
 
 
@@ -100,8 +99,15 @@ def split_settings(text: str) -> list[str]:
     return [part.strip() for part in parts]
 
 
-def _read(part: str) -> tuple[str, str, Options]:
-    """``policy`` or ``codec``, its name, its options."""
+class _Call(NamedTuple):
+    """A ``policy`` or ``codec``, with its options."""
+
+    kind: str
+    name: str
+    options: Options
+
+
+def _read(part: str) -> _Call:
     name, options = read_call(part, _NEXT)
     policies, codecs = registry("kv_policies"), registry("kv_codecs")
     kind = "policy" if name in policies else "codec"
@@ -109,7 +115,7 @@ def _read(part: str) -> tuple[str, str, Options]:
         absent = explain_absent("KV policy", name) or explain_absent("KV codec", name)
         why, then = absent or (did_you_mean(name, [*policies, *codecs]), "quantkit plugins list")
         raise UsageError(f"no KV policy or codec is called {name!r}", why=why, next=then)
-    return kind, name, named_options(options, "budget" if kind == "policy" else "bits", part, _NEXT)
+    return _Call(kind, name, named_options(options, "budget" if kind == "policy" else "bits", part, _NEXT))
 
 
 def _call(name: str, options: dict[str, int | float | str | bool], first: str) -> str:

@@ -4,6 +4,9 @@ A codec that encodes each token alone writes its codes at once. Where 64 tokens 
 newest tokens stay unencoded, vectors are first written to the *residual*: pages of their own, in the dtype in
 which they were computed. Of the n slots that a query sees it reads those below ``border(n)`` as codes,
 however the text was cut into steps.
+
+Decoding a whole cache in each step takes far longer than attention. So for codecs without a kernel a page may
+keep what it decodes to beside its codes: it is decoded once, when it is written, and moves with its codes.
 """
 
 from __future__ import annotations
@@ -14,26 +17,27 @@ from copy import deepcopy
 
 import torch
 
-from quantkit.kv.base import PAGE, KVCodecs, Layout, SideCodec
-from quantkit.kv.coded_pages import CodedPages
+from quantkit.kv.base import PAGE, KVCodecs, Layout, SideCodec, is_ours
 from quantkit.kv.page_pool import MoveCounter, PagePool, slots_of
 from quantkit.kv.sequence import LayerState
+
+DECODED = {"k": "k.decoded", "v": "v.decoded"}
+"""Names of the parts that hold a page's keys and values decoded."""
 
 
 class PageStore:
     """The pages of one layer, for all sequences.
 
     Args:
-        codecs: of keys and values.
+        codecs: the codecs of keys and values.
         heads, dim: KV heads and head dimension.
         dtype: in which keys and values are computed.
         numbered: whether each slot stores its original position; otherwise a slot's number is its position.
-        device: where pages lie.
+        device: the device of the pages.
         move_counter: counts how often the pages' memory moved.
 
     Attributes:
         pages: the pages of codes.
-        coded: encodes into them and decodes them.
         residual: the pages of unencoded vectors; ``None`` if the codecs need none.
 
     Raises:
@@ -42,13 +46,20 @@ class PageStore:
 
     def __init__(self, codecs: KVCodecs, heads: int, dim: int, dtype: torch.dtype, numbered: bool,
                  device: torch.device, move_counter: MoveCounter) -> None:
-        self._codecs, self._heads, self._device, self._numbered = codecs, heads, device, numbered
+        self._codecs = codecs
+        self._heads = heads
+        self._dim = dim
+        self._device = device
+        self._numbered = numbered
         self._sides = {"k": codecs.keys, "v": codecs.values}
+        self._alike = codecs.keys.name == codecs.values.name  # which says everything about the bytes
+        self._wide = not (is_ours(codecs.keys) and is_ours(codecs.values))
         places = {"positions": ((), torch.int32)} if numbered else {}
         layout: Layout = {**self._by_side(lambda codec: codec.layout(dim, dtype)), **places}
         self.pages = PagePool(layout, device, move_counter,
                               self._by_side(lambda codec: codec.shared(dim, dtype)))
-        self.coded = CodedPages(self.pages, codecs, dim)
+        self._names = {side: [name for name in self.pages.parts if name.startswith(f"{side}.")]
+                       for side in self._sides}
         self.residual: PagePool | None = None
         if codecs.has_residual(dim, dtype):
             vectors: Layout = {f"{side}.values": ((dim,), dtype) for side in self._sides}
@@ -96,7 +107,7 @@ class PageStore:
         state.advance(count)
         return slots
 
-    def settle(self, state: LayerState) -> bool:
+    def free_encoded_residual(self, state: LayerState) -> bool:
         """Give back residual pages whose vectors have been encoded; returns whether there were any."""
         if self.residual is None:
             return False
@@ -106,33 +117,35 @@ class PageStore:
             count = (self._codecs.border(length) - start) // PAGE
             if count > 0:
                 encoded = self._next_pages(count)
-                self.residual.give(state.residual[head][encoded])
+                self.residual.free(state.residual[head][encoded])
                 del state.residual[head][encoded]
                 state.starts[head] = start + count * PAGE
                 state.pages_changed()
         return self.residual.used < before
 
-    def release(self, state: LayerState) -> None:
+    def free(self, state: LayerState) -> None:
         """Give back all pages of a sequence."""
-        self.pages.give(itertools.chain.from_iterable(state.pages))
+        self.pages.free(itertools.chain.from_iterable(state.pages))
         if self.residual is not None:
-            self.residual.give(itertools.chain.from_iterable(state.residual))
+            self.residual.free(itertools.chain.from_iterable(state.residual))
 
     def fork(self, state: LayerState, copy: LayerState, shared: bool) -> None:
         """Give the empty ``copy`` what ``state`` holds: the same pages if ``shared``, else copies of them."""
         self._copy_pages(state, copy, shared)
         copy.lengths[:], copy.starts[:] = state.lengths, state.starts
-        copy.seen, copy.steps, copy.prompt = state.seen, state.steps, state.prompt
+        copy.seen = state.seen
+        copy.steps = state.steps
+        copy.prompt = state.prompt
         copy.accumulated = state.accumulated
         copy.attention_received = state.attention_received  # a new tensor replaces it
         copy.query_moments = deepcopy(state.query_moments)
         state.pages_changed()  # its next token is written to a page that is shared now
         copy.pages_changed()
 
-    def fork_pages(self, parts: Sequence[tuple[LayerState, int, int]], copy: LayerState) -> None:
-        """Give the empty ``copy`` pages ``begin … end - 1`` of each part's heads, shared. Nothing was dropped
+    def fork_pages(self, parts: Sequence[tuple[LayerState, slice]], copy: LayerState) -> None:
+        """Give the empty ``copy`` these pages of each part's heads, shared. Nothing was dropped
         from those states, and they have no residual."""
-        copy.pages = [[page for state, begin, end in parts for page in state.pages[head][begin:end]]
+        copy.pages = [[page for state, span in parts for page in state.pages[head][span]]
                       for head in range(len(copy.pages))]
         self.pages.share(itertools.chain.from_iterable(copy.pages))
         copy.lengths[:] = copy.seen = PAGE * len(copy.pages[0])
@@ -141,7 +154,7 @@ class PageStore:
     def truncate(self, state: LayerState, pages: int) -> None:
         """Give back all but the first ``pages`` pages of each head; as :meth:`fork_pages`."""
         for head in state.pages:
-            self.pages.give(head[pages:])
+            self.pages.free(head[pages:])
             del head[pages:]
         state.lengths[:] = state.seen = pages * PAGE
         state.pages_changed()
@@ -151,7 +164,7 @@ class PageStore:
             heads = [list(pages) for pages in getattr(state, name)]
             pool.share(itertools.chain.from_iterable(heads))
             for pages in () if shared else heads:
-                pool.own(pages, 0)
+                pool.unshare(pages, 0)
             setattr(copy, name, heads)
 
     def shrink(self, holders: Callable[[], Iterable[LayerState]]) -> None:
@@ -174,7 +187,7 @@ class PageStore:
         where = torch.tensor(slots, dtype=torch.int64, device=self._device)
         pages, values = self.pages, {"k.values": k, "v.values": v}
         if self.residual is None:
-            values = self.coded.encode(k, v)
+            values = self.encode(k, v)
         else:
             pages, values = self.residual, {name: self._clamped(x) for name, x in values.items()}
         if self._numbered:
@@ -188,11 +201,12 @@ class PageStore:
         largest = torch.finfo(dtype).max
         return x.clamp(-largest, largest).to(dtype)
 
-    def close(self, state: LayerState, count: int = 0) -> None:
-        """Encode the vectors that are older than the residual window; they stay there until :meth:`settle`.
+    def encode_full_pages(self, state: LayerState, count: int = 0) -> None:
+        """Encode the vectors that are older than the residual window. They stay there until
+        :meth:`free_encoded_residual`.
 
         Args:
-            state: the sequence.
+            state: the sequence in this layer.
             count: tokens of this step that the residual holds beyond the state's lengths.
         """
         if self.residual is None:
@@ -209,15 +223,51 @@ class PageStore:
             return
         pages = torch.tensor(source, device=self._device)
         k, v = (self.residual.parts[f"{side}.values"][pages] for side in "kv")
-        values = self.coded.encode(k, v)
+        values = self.encode(k, v)
         if self._numbered:
             values["positions"] = self.residual.parts["positions"][pages]
-        self.pages.fill(torch.tensor(target, device=self._device), values)
+        self.pages.write_pages(torch.tensor(target, device=self._device), values)
 
     def _next_pages(self, count: int) -> slice:
         """Where in a head's residual the next ``count`` pages to be encoded are."""
         kept = self._codecs.first // PAGE
         return slice(kept, kept + max(0, count))
+
+    # -- codes
+
+    def encode(self, k: torch.Tensor, v: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What pages hold of ``k, v [..., n, D]``, by name: codes, and what they decode to where that is
+        kept."""
+        if self._alike:  # one call for both: a token's few numbers cost less than the calls
+            both = self._encode_side("k", torch.stack((k, v)))
+            return {f"{side}.{name}": part[i] for name, part in both.items()
+                    for i, side in enumerate(self._sides)}
+        return {f"{side}.{name}": part for side, x in (("k", k), ("v", v))
+                for name, part in self._encode_side(side, x).items()}
+
+    def _encode_side(self, side: str, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What a side's codec stores of ``x``, and ``decoded`` where that is kept."""
+        parts = dict(self._sides[side].encode(x))
+        return parts | {"decoded": self._sides[side].decode(parts)} if self.keeps_decoded else parts
+
+    def read_pages(self, side: str, table: torch.Tensor) -> torch.Tensor:
+        """Pages int64 ``[..., n]`` of one side (``k`` or ``v``) as vectors: ``[..., n, PAGE, D]``."""
+        if self.keeps_decoded:
+            return self.pages.read(DECODED[side], table)
+        return self.decode_pages(side, table)
+
+    def decode_pages(self, side: str, table: torch.Tensor) -> torch.Tensor:
+        """The same from codes in any case; float32, as decoded pages are, if a codec is a plugin's."""
+        if self._wide and not table.numel():
+            return torch.zeros(*table.shape, PAGE, self._dim, device=table.device)
+        vectors = self._sides[side].decode({name.removeprefix(f"{side}."): self.pages.read(name, table)
+                                            for name in self._names[side]})
+        return vectors.float() if self._wide else vectors
+
+    def stored_finite(self, side: str, table: torch.Tensor) -> bool:
+        """Whether all that pages store in floating point is finite."""
+        parts = (self.pages.read(name, table) for name in self._names[side])
+        return all(bool(torch.isfinite(part).all()) for part in parts if part.dtype.is_floating_point)
 
     # -- reading
 
@@ -225,13 +275,13 @@ class PageStore:
         """All vectors of one side, decoded: ``[Hkv, S, D]``; beyond a head's length anything finite.
 
         Args:
-            state: the sequence.
+            state: the sequence in this layer.
             side: ``k`` or ``v``.
             borders: with a residual, how many slots of each head to read as codes; by default all that are
                 older than the residual window.
         """
         longest, table = int(state.lengths.max()), self.table(state)
-        codes = self.coded.read(side, table).flatten(1, 2)
+        codes = self.read_pages(side, table).flatten(1, 2)
         if self.residual is None:
             return codes[:, :longest]
         lengths = state.lengths.tolist()
@@ -279,9 +329,49 @@ class PageStore:
             state.tables[name] = table.view(self._heads, width)  # which may be 0
         return state.tables[name]
 
+    # -- decoded pages
+
+    @property
+    def keeps_decoded(self) -> bool:
+        """Whether each page is also there as float32 vectors."""
+        return DECODED["k"] in self.pages.parts
+
+    @property
+    def decoded_bytes(self) -> int:
+        """Bytes of float32 vectors of all pages that exist."""
+        return 2 * 4 * self.pages.total * PAGE * self._dim
+
+    def decoded(self, side: str) -> torch.Tensor:
+        """Decoded pages float32 ``[pages, PAGE, D]``. Raises KeyError if they aren't kept."""
+        return self.pages.parts[DECODED[side]]
+
+    def keep_decoded(self) -> None:
+        """From now on keep each page decoded too. Those that belong to somebody are decoded now."""
+        self.pages.add_derived(dict.fromkeys(DECODED.values(), ((self._dim,), torch.float32)))
+        pages = torch.tensor(self.pages.pages_in_use(), dtype=torch.int64)
+        for side in DECODED:
+            self.decoded(side)[pages] = self.decode_pages(side, pages).float()
+
+    def forget_decoded(self) -> None:
+        """Keep codes alone."""
+        self.pages.forget_derived()
+
+    def encode_decoded(self, slots: Sequence[int], vectors: dict[str, torch.Tensor]) -> None:
+        """Encode tokens whose vectors a kernel has left in decoded pages.
+
+        Args:
+            slots: the tokens' slots, by head, then token.
+            vectors: decoded pages of each side, float32 ``[pages, PAGE, D]``; only kept ones are decoded
+                into.
+        """
+        where = torch.tensor(slots, dtype=torch.int64)
+        k, v = (vectors[side].view(-1, self._dim).index_select(0, where).view(self._heads, -1, self._dim)
+                for side in DECODED)
+        self.pages.write(where, {name: part.flatten(0, 1) for name, part in self.encode(k, v).items()})
+
     # -- dropping
 
-    def keep(self, state: LayerState, kept: Sequence[torch.Tensor]) -> None:
+    def keep_slots(self, state: LayerState, kept: Sequence[torch.Tensor]) -> None:
         """Drop all slots but these: of each head int64 ``[n]`` in rising order."""
         if state.attention_received is not None:
             new = state.attention_received.new_zeros(self._heads, max(map(len, kept)))
@@ -294,12 +384,13 @@ class PageStore:
             self._keep_vectors(state, kept)
         state.pages_changed()
 
-    def thin(self, state: LayerState, kept: Sequence[torch.Tensor], pages: int = 1) -> None:
+    def free_unneeded_pages(self, state: LayerState, kept: Sequence[torch.Tensor],
+                            pages: int = 1) -> None:
         """With a residual: give back pages of codes of which no slot is kept, without moving the others.
 
         Args:
-            state: the sequence.
-            kept: as for :meth:`keep`.
+            state: the sequence in this layer.
+            kept: the argument of :meth:`keep_slots`.
             pages: give back multiples of this many pages only.
         """
         first = self._codecs.first
@@ -309,7 +400,7 @@ class PageStore:
             released = [page for page in range((end - first) // PAGE) if page not in needed]
             del released[len(released) // pages * pages:]
             head_pages = state.pages[head]
-            self.pages.give([head_pages[page] for page in released])
+            self.pages.free([head_pages[page] for page in released])
             for page in reversed(released):
                 del head_pages[page]
             state.lengths[head] -= PAGE * len(released)
@@ -358,10 +449,10 @@ class PageStore:
             return
         k, v, at = (torch.cat(parts) for parts in zip(*coded))
         k, v = (self._clamped(x).unflatten(0, (-1, PAGE)) for x in (k, v))
-        values = self.coded.encode(k, v)
+        values = self.encode(k, v)
         if self._numbered:
             values["positions"] = at.view(-1, PAGE)
-        self.pages.fill(torch.tensor(target, device=self._device), values)
+        self.pages.write_pages(torch.tensor(target, device=self._device), values)
 
 
 def _grow(pool: PagePool, heads: Sequence[list[int]], begins: Iterable[int], ends: Iterable[int]) -> bool:
@@ -371,17 +462,17 @@ def _grow(pool: PagePool, heads: Sequence[list[int]], begins: Iterable[int], end
         Whether any page is new.
     """
     missing = [max(0, -(-end // PAGE) - len(head_pages)) for head_pages, end in zip(heads, ends)]
-    new = iter(pool.take(sum(missing)))
+    new = iter(pool.allocate(sum(missing)))
     for head_pages, more in zip(heads, missing):
         head_pages += itertools.islice(new, more)
-    copied = [pool.own(head_pages, begin // PAGE) for head_pages, begin in zip(heads, begins)]
+    copied = [pool.unshare(head_pages, begin // PAGE) for head_pages, begin in zip(heads, begins)]
     return any(missing) or any(copied)
 
 
 def _replace(pool: PagePool, head_pages: list[int], stay: int, more: int) -> None:
     """Keep the first ``stay`` of a head's pages; exchange the others for ``more`` new ones."""
-    pool.give(head_pages[stay:])
-    head_pages[stay:] = pool.take(more)
+    pool.free(head_pages[stay:])
+    head_pages[stay:] = pool.allocate(more)
 
 
 def _unmoved(slots: torch.Tensor) -> int:

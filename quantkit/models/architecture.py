@@ -13,7 +13,9 @@ from quantkit.sources.base import TensorInfo
 from quantkit.sources.text_part import CLASSES
 from quantkit.support.errors import PluginError, UnsupportedModelError
 
-EMBEDDING, HEAD, EXPERT = "model.embed_tokens", "lm_head", ".experts."
+EMBEDDING = "model.embed_tokens"
+HEAD = "lm_head"
+EXPERT = ".experts."
 """What is outside of the decoder layers; where embeddings are tied, the first is both."""
 
 
@@ -40,7 +42,7 @@ class Architecture:
     """A registered model family.
 
     Attributes:
-        model_type: of ``config.json``; also the registered name.
+        model_type: the key of ``config.json``; also the registered name.
         classes: names in ``architectures`` that mean this causal language model.
         parse: ``config.json`` → ModelConfig; raises UnsupportedModelError.
     """
@@ -55,7 +57,7 @@ def parse_config(hf_config: Mapping[str, Any],
     """Find the family by ``model_type`` and let it read the config.
 
     Args:
-        hf_config: the ``config.json``.
+        hf_config: the parsed ``config.json``.
         infos: every stored tensor, if they are known: of an unknown family's model another name is only
             suggested if all of it fits.
 
@@ -164,7 +166,9 @@ def _attention_slots(config: ModelConfig, index: int) -> Iterator[LinearSlot]:
 
 def _mlp_slots(config: ModelConfig, index: int) -> Iterator[LinearSlot]:
     """The slots of a layer's MLP, or of each of its experts, whose inputs differ."""
-    prefix, hidden, experts = f"model.layers.{index}", config.hidden_size, config.experts
+    prefix = f"model.layers.{index}"
+    hidden = config.hidden_size
+    experts = config.experts
     if experts is not None and experts.layers[index]:
         gate, up, down = experts.projections
         for number in range(experts.count):

@@ -26,12 +26,12 @@ class Experts:
     """MLPs of which a router chooses some for every token, https://arxiv.org/abs/1701.06538.
 
     Attributes:
-        count: of a layer; each is a Linear of its own.
-        chosen: of them, for a token.
-        intermediate_size: of each.
+        count: the number of experts of a layer; each is a Linear of its own.
+        chosen: the number of experts that a token gets.
+        intermediate_size: the size of each expert.
         normalized: the chosen ones' weights sum to 1.
         layers: one a layer, whether it has experts or an MLP.
-        module: what they are called in the file, beside ``self_attn``.
+        module: their name in the file, beside ``self_attn``.
         projections: gate, up and down of an expert, as they are called there.
         router, router_bias: what the router is called there, and whether it has a bias.
     """
@@ -60,14 +60,15 @@ class ModelConfig:
         qk_norm: queries and keys are normalized a head before they are rotated.
         fused_projections: q, k and v are one Linear, gate and up another.
         experts: in place of some or all layers' MLP.
-        activation: of the MLP's gate; ``gelu_tanh`` is GELU's approximation by tanh, ``clamped_silu``
-            :func:`~quantkit.ops.activation.clamped_silu_mul`, which changes the other factor too.
-        activation_limit: of ``clamped_silu``.
-        local_rope: of layers with a window; ``None``: the same as of all others.
-        sandwich_norms: what attention and MLP give is normalized too before it is added.
+        activation: the function of the MLP's gate; ``gelu_tanh`` is GELU's approximation by tanh,
+            ``clamped_silu``
+            :func:`~quantkit.ops.rows.clamped_silu_mul`, which changes the other factor too.
+        activation_limit: the limit of ``clamped_silu``.
+        local_rope: the rope of layers with a window; ``None``: the same as of all others.
+        sandwich_norms: results of attention and MLP are normalized too before they are added.
         offset_norms: the norms' weights are stored less 1.
         embedding_scale: embeddings are multiplied by it.
-        attention_scale: of the scores, in place of ``head_dim ** -0.5``.
+        attention_scale: multiplies the scores, in place of ``head_dim ** -0.5``.
         attention_sinks: each query head has a learned number that joins its softmax as a score would, and
             weighs no value.
         attention_softcap, logit_softcap: ``c``, where scores or logits ``x`` become ``c · tanh(x / c)``.
@@ -116,7 +117,7 @@ def parse_dense(config: ConfigReader, model_type: str, *, windows: tuple[int | N
     """What all families share. The keyword arguments after ``qk_norm`` are the family's defaults.
 
     Args:
-        rope: if the family has read it already.
+        rope: the rope, if the family has read it already.
         ignored: the family's own keys that say nothing about the maths.
         differences: from Llama: fields of :class:`ModelConfig` after ``sliding_windows``.
 
@@ -157,7 +158,7 @@ def expert_counts(config: ConfigReader, count: int, chosen: int) -> tuple[int, i
     """Experts of a layer, ``num_local_experts`` or ``num_experts``, and how many of them a token gets.
 
     Args:
-        config: the model's.
+        config: reads the model's config.
         count, chosen: the family's defaults.
 
     Raises:

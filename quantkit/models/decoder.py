@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from quantkit.models.architecture import EMBEDDING, HEAD
 from quantkit.models.config import ModelConfig
-from quantkit.models.experts import MixtureOfExperts
 from quantkit.models.forward_context import ForwardContext
-from quantkit.models.interfaces import KVCacheProtocol
-from quantkit.models.layers import MLP, Attention, RMSNorm, check_shape, embedded, linear
+from quantkit.models.interfaces import KVCacheProtocol, LanguageModel
+from quantkit.models.layers import MLP, Attention, MixtureOfExperts, RMSNorm, check_shape, embedded, linear
 from quantkit.models.linear import Linear, Weights
-from quantkit.models.padding import wanted_rows
-from quantkit.ops.activation import softcapped
 from quantkit.ops.dispatch import DECODE_ROWS
 from quantkit.ops.linear_weight import LinearWeight
-from quantkit.ops.sequences import by_sequence
+from quantkit.ops.rows import by_sequence, softcapped
 
 
 class DecoderLayer:
@@ -76,9 +73,9 @@ class CausalLM:
     """Embedding, decoder layers, final norm and head: ``CausalLM(config, weights)``.
 
     Attributes:
-        config: its shape.
-        dtype: of plain weights, hidden states and logits.
-        device: where it computes.
+        config: the model's shape.
+        dtype: the dtype of plain weights, hidden states and logits.
+        device: the device that computes.
         embedding: ``[vocab, hidden]``, plain, quantized, or packed as a Linear is: where it is also the head,
             the two are one.
         decode_rows, runs_ahead, mixes: as :class:`~quantkit.models.interfaces.LanguageModel` says.
@@ -87,7 +84,9 @@ class CausalLM:
         SourceError: a tensor is missing or of another shape than the config says.
     """
 
-    decode_rows, runs_ahead, mixes = DECODE_ROWS, False, False
+    decode_rows = DECODE_ROWS
+    runs_ahead = False
+    mixes = False
     decodes_as_it_reads = False
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
@@ -129,11 +128,9 @@ class CausalLM:
         return x
 
     def forward(self, tokens: Sequence[Sequence[int]], batch: Any, wanted: Sequence[int]) -> torch.Tensor:
-        """See :class:`~quantkit.models.interfaces.LanguageModel`."""
         return wanted_rows(self, tokens, batch, wanted)
 
     def normalized(self, x: torch.Tensor) -> torch.Tensor:
-        """See :class:`~quantkit.models.interfaces.LanguageModel`."""
         return self.norm(x)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
@@ -165,3 +162,39 @@ class CausalLM:
         """Every Linear by full name, as :func:`~quantkit.models.architecture.linear_slots` orders them."""
         linears = {name: linear for layer in self.layers for name, linear in layer.linears().items()}
         return linears if self.config.tie_word_embeddings else linears | {HEAD: self.head}
+
+
+class PaddedRows(NamedTuple):
+    """Rows of different lengths as one rectangle: ids int64 ``[B, T]``, positions int64 ``[B, T]`` (−1:
+    padding), and the index of each row's last token, int64 ``[B]``."""
+
+    ids: torch.Tensor
+    positions: torch.Tensor
+    last: torch.Tensor
+
+
+def padded_rows(tokens: Sequence[Sequence[int]], cache: KVCacheProtocol, device: torch.device) -> PaddedRows:
+    """Pad rows at their ends.
+
+    Args:
+        tokens: ids of each row; none is empty.
+        cache: says at which position each row goes on.
+        device: the device of the model's inputs.
+    """
+    longest = max(map(len, tokens))
+    ids = torch.tensor([[*row, *[0] * (longest - len(row))] for row in tokens], device=device)
+    lengths = torch.tensor([len(row) for row in tokens], device=device)
+    inside = torch.arange(longest, device=device) < lengths[:, None]
+    return PaddedRows(ids, cache.next_positions(longest).masked_fill(~inside, -1), lengths - 1)
+
+
+def wanted_rows(model: LanguageModel, tokens: Sequence[Sequence[int]], batch: KVCacheProtocol,
+                wanted: Sequence[int]) -> torch.Tensor:
+    """:meth:`~quantkit.models.interfaces.LanguageModel.forward` of a model that takes rectangles."""
+    padded = padded_rows(tokens, batch, model.device)
+    if max(wanted) < 2:
+        return model(padded.ids, padded.positions, batch, padded.last)[
+            torch.tensor(wanted, device=model.device) > 0].float()
+    logits = model(padded.ids, padded.positions, batch)
+    return torch.cat([logits[row, len(ids) - count:len(ids)]
+                      for row, (ids, count) in enumerate(zip(tokens, wanted))]).float()

@@ -1,16 +1,45 @@
-"""What all layers of one forward pass share."""
+"""What all layers of one forward pass share, and the frequencies of its rotations."""
 
 from __future__ import annotations
 
+import functools
 from typing import Protocol
 
 import torch
 
 from quantkit.models.config import ModelConfig
 from quantkit.models.rope_config import RopeConfig
-from quantkit.models.rope_frequencies import inverse_frequencies
+from quantkit.ops import rope
 from quantkit.ops.attention import Visibility
 from quantkit.ops.rope import tables
+
+
+@functools.lru_cache(maxsize=64)
+def inverse_frequencies(config: RopeConfig, head_dim: int, device: torch.device,
+                        long: bool = False) -> torch.Tensor:
+    """float32 ``[rotated / 2]``, radians a position; shared by all layers and not to be written.
+
+    Args:
+        config: the rope's parameters.
+        head_dim: the head dimension; some or all dimensions are rotated.
+        device: the device of the result.
+        long: longrope's frequencies for sequences beyond the trained context.
+    """
+    dim = config.rotated(head_dim)
+    if config.kind == "linear":
+        frequencies = rope.linear_frequencies(config.theta, dim, config.factor)
+    elif config.kind == "llama3":
+        frequencies = rope.llama3_frequencies(config.theta, dim, config.factor, config.low_freq_factor,
+                                              config.high_freq_factor, config.original_max_positions)
+    elif config.kind == "yarn":
+        frequencies = rope.yarn_frequencies(config.theta, dim, config.factor, config.beta_fast,
+                                            config.beta_slow, config.original_max_positions, config.truncate)
+    elif config.kind == "longrope":
+        frequencies = rope.longrope_frequencies(config.theta, dim,
+                                                config.long_factors if long else config.short_factors)
+    else:
+        frequencies = rope.frequencies(config.theta, dim)
+    return frequencies.to(device)
 
 
 class HasMaxLengths(Protocol):
@@ -23,16 +52,18 @@ class ForwardContext:
     """What all layers of one forward pass share: rotation tables and who sees whom.
 
     Args:
-        config: the model's.
+        config: the model's config.
         positions: int64 ``[B, T]``, −1: padding.
-        dtype: of the hidden states.
-        cache: where the sequences go on; without one they end with this step.
+        dtype: the dtype of the hidden states.
+        cache: holds the sequences that go on; without one they end with this step.
     """
 
     def __init__(self, config: ModelConfig, positions: torch.Tensor, dtype: torch.dtype,
                  cache: HasMaxLengths | None = None) -> None:
         self.positions = positions
-        self._config, self._dtype, self._cache = config, dtype, cache
+        self._config = config
+        self._dtype = dtype
+        self._cache = cache
         self._rope_tables: dict[RopeConfig, tuple[torch.Tensor, torch.Tensor]] = {}
         self._seen: dict[int | None, Visibility] = {}
 

@@ -17,7 +17,7 @@ class LanguageModel(Protocol):
     that computes the same.
 
     Attributes:
-        config: its shape.
+        config: the model's shape.
         dtype, device: of its plain weights.
         decode_rows: sequences that decode side by side without an effect on each other, at most.
         runs_ahead: whether the next step can be launched before the host has read this one's tokens.
@@ -59,8 +59,8 @@ class LanguageModel(Protocol):
 
         Args:
             tokens: ids, one list a sequence; lengths may differ.
-            batch: the sequences.
-            wanted: of each sequence, of how many of its last tokens the logits are needed.
+            batch: the sequences of the step.
+            wanted: for each sequence the number of its last tokens whose logits are needed.
 
         Returns:
             float32 ``[n, vocab]``, as many rows for each sequence as it wants.
@@ -97,7 +97,7 @@ class KVCacheProtocol(Protocol):
             k, v: ``[B, Hkv, T, D]``, not yet rotated.
             context: rotation tables and positions; padding is not kept.
             window: the layer's own sliding window.
-            sinks: as for :func:`~quantkit.ops.attention.attention`.
+            sinks: the argument of :func:`~quantkit.ops.attention.attention`.
 
         Returns:
             ``[B, H, T, D]`` in q's dtype; finite at padding.

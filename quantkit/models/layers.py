@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
@@ -11,19 +11,17 @@ from quantkit.models.config import ModelConfig
 from quantkit.models.forward_context import ForwardContext
 from quantkit.models.interfaces import KVCacheProtocol
 from quantkit.models.linear import Linear, Weights
-from quantkit.ops.activation import clamped_silu_mul, gelu_tanh_mul, silu_mul
 from quantkit.ops.attention import attention
-from quantkit.ops.embedding import embed
-from quantkit.ops.linear_weight import LinearWeight
-from quantkit.ops.norm import rms_norm
+from quantkit.ops.linear_weight import LinearWeight, embed
 from quantkit.ops.rope import apply_rope
+from quantkit.ops.rows import by_sequence, clamped_silu_mul, gelu_tanh_mul, rms_norm, silu_mul
 from quantkit.support.errors import SourceError
 
 ACTIVATIONS = {"silu": silu_mul, "gelu_tanh": gelu_tanh_mul}
 
 
 class RMSNorm:
-    """Holds the weight of one normalization; see :func:`quantkit.ops.norm.rms_norm`."""
+    """Holds the weight of one normalization; see :func:`quantkit.ops.rows.rms_norm`."""
 
     __slots__ = ("_eps", "weight")
 
@@ -44,11 +42,11 @@ class Attention:
 
     Args:
         config, index, weights: as for a layer.
-        size: of the input, if it isn't the hidden size.
+        size: the input's size, if it isn't the hidden size.
 
     Attributes:
         inputs: the Linears that see the layer's input: q, k and v, or all three as one.
-        sizes: of q, k and v.
+        sizes: the sizes of q, k and v.
         sinks: float32 ``[heads]``, of a model with attention sinks.
     """
 
@@ -85,7 +83,9 @@ class Attention:
         q, k, v = (y.view(batch, length, -1, self._dim) for y in project(self.inputs, x, self.sizes))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        q = q.transpose(1, 2)
+        k = k.transpose(1, 2)
+        v = v.transpose(1, 2)
         if cache is not None:
             out = cache.attend(self._index, q, k, v, context, self._window, self.sinks)
         else:
@@ -105,15 +105,15 @@ class MLP:
 
     Args:
         config: says which activation.
-        weights: the model's.
+        weights: the model's tensors.
         inputs: full names of gate and up, or of one Linear that is both.
         down: its full name.
-        size: of what the activation gives.
+        size: the size of what the activation gives.
         bias: whether all have one.
 
     Attributes:
         inputs: the Linears that see the layer's input.
-        sizes: of gate and up.
+        sizes: the sizes of gate and up.
     """
 
     def __init__(self, config: ModelConfig, weights: Weights, inputs: Sequence[str], down: str, size: int,
@@ -179,3 +179,77 @@ def check_shape(name: str, tensor: torch.Tensor | LinearWeight | Linear, expecte
         raise SourceError(f"tensor {name} has shape {list(tensor.shape)}, config.json says {list(expected)}",
                           why="config.json and the weights don't belong together",
                           next="get both from the same place again")
+
+
+def route(scores: torch.Tensor, chosen: int, normalized: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """The most likely experts of each token, https://arxiv.org/abs/2101.03961.
+
+    Args:
+        scores: ``[n, experts]`` of the router, any floating dtype.
+        chosen: experts a token; of equals the first.
+        normalized: their weights are made to sum to 1.
+
+    Returns:
+        int64 ``[n, chosen]`` and their weights, float32 ``[n, chosen]``: shares of a softmax over all.
+    """
+    shares = scores.float().softmax(-1)
+    best, order = shares.sort(dim=-1, descending=True, stable=True)
+    best = best[:, :chosen]
+    if normalized:
+        best = best / best.sum(-1, keepdim=True)
+    return order[:, :chosen], best
+
+
+def by_expert(chosen: torch.Tensor) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    """For each expert that a token chose, in rising order: its number, the tokens that chose it in rising
+    order, and as which of their choices, both int64.
+
+    Args:
+        chosen: int64 ``[n, k]``, no number twice in a row.
+    """
+    flat = chosen.reshape(-1)
+    order = flat.argsort(stable=True)
+    numbers, counts = flat[order].unique_consecutive(return_counts=True)
+    for number, places in zip(numbers.tolist(), order.split(counts.tolist())):
+        yield number, places // chosen.shape[1], places % chosen.shape[1]
+
+
+class MixtureOfExperts:
+    """The chosen experts' results, weighed by the router.
+
+    What a token gets depends on no other token: each expert multiplies its tokens row by row, and their
+    results are added in the experts' order.
+
+    Attributes:
+        router: ``[experts, hidden]``, perhaps with a bias, never quantized.
+        experts: one by one.
+    """
+
+    def __init__(self, config: ModelConfig, index: int, weights: Weights) -> None:
+        experts = config.experts
+        assert experts is not None and experts.layers[index]
+        name = f"model.layers.{index}.{experts.module}"
+        self._chosen, self._normalized = experts.chosen, experts.normalized
+        self.router = linear(weights, f"{name}.{experts.router}", (experts.count, config.hidden_size),
+                             experts.router_bias)
+        self.experts = []
+        for number in range(experts.count):
+            gate, up, down = (f"{name}.experts.{number}.{part}" for part in experts.projections)
+            self.experts.append(MLP(config, weights, (gate, up), down, experts.intermediate_size,
+                                    config.mlp_bias))
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """``[B, T, hidden]`` → ``[B, T, hidden]``."""
+        tokens = x.reshape(-1, x.shape[-1])
+        routed = [route(scores.flatten(0, 1), self._chosen, self._normalized)
+                  for scores in by_sequence(self.router(x))]
+        chosen, shares = (torch.cat(parts) for parts in zip(*routed))
+        out = torch.zeros_like(tokens, dtype=torch.float32)
+        for number, rows, places in by_expert(chosen):
+            result = self.experts[number](tokens[rows], rows)
+            out.index_add_(0, rows, result.float() * shares[rows, places, None])
+        return out.to(x.dtype).view_as(x)
+
+    def linears(self) -> list[Linear]:
+        """The experts' Linears, in the order of the model's slots."""
+        return [linear for expert in self.experts for linear in expert.linears()]

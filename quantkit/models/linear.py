@@ -25,7 +25,9 @@ class Linear:
     __slots__ = ("bias", "name", "observer", "on_output", "weight")
 
     def __init__(self, name: str, weight: LinearWeight, bias: torch.Tensor | None = None) -> None:
-        self.name, self.weight, self.bias = name, weight, bias
+        self.name = name
+        self.weight = weight
+        self.bias = bias
         self.observer: Watcher | None = None
         self.on_output: Watcher | None = None
 
@@ -51,7 +53,7 @@ class Weights:
         dtype: every plain tensor is converted to it.
         quantized: layer name → its packed weight, or ``None`` if that layer isn't quantized.
         has: whether a tensor exists.
-        device: where tensors are put.
+        device: the device on which tensors are put.
         pack: turns a stored weight into the one that a Linear keeps; without it they are the same.
     """
 
@@ -59,7 +61,10 @@ class Weights:
                  dtype: torch.dtype, quantized: Callable[[str], QuantizedTensor | None] = lambda n: None,
                  device: torch.device | str = "cpu",
                  pack: Callable[[StoredWeight], LinearWeight] | None = None) -> None:
-        self._tensor, self.has, self._quantized, self._pack = tensor, has, quantized, pack
+        self._tensor = tensor
+        self.has = has
+        self._quantized = quantized
+        self._pack = pack
         self.dtype, self.device = dtype, torch.device(device)
 
     def with_changed(self, changed: Mapping[str, torch.Tensor]) -> Weights:

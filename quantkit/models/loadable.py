@@ -61,13 +61,13 @@ def check_loadable(uri: str, hf: Mapping[str, Any], infos: Mapping[str, TensorIn
     """Check all that can be told without reading a weight.
 
     Args:
-        uri: what the model is called.
-        hf: its ``config.json``.
+        uri: the model's name.
+        hf: the model's ``config.json``.
         infos: every stored tensor.
         files: the tokenizer's and generation files by name.
-        rows: of a checkpoint, every layer; those with a format are quantized.
-        dtype: what activations are to have; ``auto``: what ``hf`` says.
-        error: what is raised if tensors are missing, unused, or of another shape or dtype.
+        rows: every layer of a checkpoint; those with a format are quantized.
+        dtype: the dtype of activations; ``auto``: what ``hf`` says.
+        error: the class that is raised if tensors are missing, unused, or of another shape or dtype.
 
     Raises:
         UnsupportedModelError: the architecture, or a key of the config that changes its maths, isn't known.

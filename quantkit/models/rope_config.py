@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from quantkit.models.reader import ConfigReader
 
@@ -67,12 +67,13 @@ def parse_rope(config: ConfigReader, max_positions: int, default_theta: float = 
     Raises:
         UnsupportedModelError: an unknown kind, key or value, or two spellings that disagree.
     """
-    reader, kind, theta = open_table(config)
+    table = _open_table(config)
+    reader, kind = table.reader, table.kind
     outer_original = config.raw("original_max_position_embeddings")
     if kind not in KINDS:
         reason = _WHY_NOT.get(str(kind)) or f"implemented kinds: {', '.join(KINDS)}"
         raise reader.wrong("rope_type", kind, reason)
-    fields: dict[str, Any] = {"theta": theta or default_theta, "kind": kind}
+    fields: dict[str, Any] = {"theta": table.theta or default_theta, "kind": kind}
     if kind != "default":
         fields["factor"] = _factor(reader, kind, max_positions)
     if kind in ("llama3", "yarn"):
@@ -98,8 +99,16 @@ def parse_rope(config: ConfigReader, max_positions: int, default_theta: float = 
     return RopeConfig(**fields)
 
 
-def open_table(config: ConfigReader) -> tuple[ConfigReader, str, float | None]:
-    """The rope's table in either spelling, its kind, and theta if it is given.
+class _RopeTable(NamedTuple):
+    """A rope's table, its kind, and theta if it is given."""
+
+    reader: ConfigReader
+    kind: str
+    theta: float | None
+
+
+def _open_table(config: ConfigReader) -> _RopeTable:
+    """The rope's table in either spelling.
 
     Raises:
         UnsupportedModelError: it is no table, or two spellings disagree.
@@ -117,7 +126,7 @@ def open_table(config: ConfigReader) -> tuple[ConfigReader, str, float | None]:
     kind, legacy = reader.raw("rope_type"), reader.raw("type")
     if kind is not None and legacy is not None and kind != legacy:
         raise reader.wrong("type", legacy, f"rope_type says {kind!r}")
-    return reader, kind or legacy or "default", theta
+    return _RopeTable(reader, kind or legacy or "default", theta)
 
 
 def _table(config: ConfigReader, old: object, new: object) -> Mapping[str, Any]:
@@ -141,9 +150,8 @@ def _factor(reader: ConfigReader, kind: str, max_positions: int) -> float:
 
 
 def _yarn_attention(reader: ConfigReader, factor: float) -> float:
-    attention_factor, mscale, all_dim = (reader.raw(k)
-                                         for k in ("attention_factor", "mscale", "mscale_all_dim"))
-    if attention_factor is not None:
+    mscale, all_dim = reader.raw("mscale"), reader.raw("mscale_all_dim")
+    if reader.raw("attention_factor") is not None:
         return reader.number("attention_factor")
 
     def magnitude(scale: float) -> float:
@@ -152,3 +160,67 @@ def _yarn_attention(reader: ConfigReader, factor: float) -> float:
     if mscale and all_dim:
         return magnitude(reader.number("mscale")) / magnitude(reader.number("mscale_all_dim"))
     return magnitude(1.0)
+
+
+LONG_KINDS = ("default", "longrope", "su")
+"""``su`` is longrope's first name."""
+
+
+def parse_longrope(config: ConfigReader, max_positions: int, head_dim: int,
+                   original_default: int) -> RopeConfig:
+    """Read a rope that may be long (https://arxiv.org/abs/2402.13753, as Phi-3's config describes it), and
+    may turn a share of each head's dimensions only.
+
+    Sequences that end within the trained context have one set of wavelengths, longer ones another.
+
+    Args:
+        config: reads the model's config.
+        max_positions: the model's context.
+        head_dim: dimensions of a head; there is a factor for each pair of rotated ones.
+        original_default: ``original_max_position_embeddings`` where it is missing.
+
+    Raises:
+        UnsupportedModelError: another kind, a list of another length, or spellings that disagree.
+    """
+    table = _open_table(config)
+    reader, kind = table.reader, table.kind
+    if kind not in LONG_KINDS:
+        raise reader.wrong("rope_type", kind, f"implemented kinds here: {', '.join(LONG_KINDS[:2])}")
+    original = config.integer("original_max_position_embeddings", original_default, minimum=2)
+    if reader.integer("original_max_position_embeddings", original, minimum=2) != original:
+        raise reader.wrong("original_max_position_embeddings",
+                           reader.raw("original_max_position_embeddings"), f"beside it is {original}")
+    partial = _partial(config, reader)
+    rotated = int(head_dim * partial)
+    if rotated < 2 or rotated % 2:
+        raise config.wrong("partial_rotary_factor", partial,
+                           f"of {head_dim} dimensions an even number must be rotated")
+    if kind == "default":
+        reader.finish(harmless=(), inert={})
+        return RopeConfig(table.theta or DEFAULT_THETA, partial=partial)
+    factor = reader.number("factor", max_positions / original)
+    stretch = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    short, long = (_factors(reader, f"{reach}_factor", rotated // 2) for reach in ("short", "long"))
+    rope = RopeConfig(table.theta or DEFAULT_THETA, "longrope", factor, original, partial=partial,
+                      attention_factor=reader.number("attention_factor", stretch), short_factors=short,
+                      long_factors=long)
+    reader.finish(harmless=(), inert={})
+    return rope
+
+
+def _partial(config: ConfigReader, reader: ConfigReader) -> float:
+    outer, inner = config.raw("partial_rotary_factor"), reader.raw("partial_rotary_factor")
+    if outer is not None and inner is not None and outer != inner:
+        raise config.wrong("partial_rotary_factor", outer, f"the rope table says {inner}")
+    where = config if inner is None else reader
+    share = where.number("partial_rotary_factor", 1.0)
+    if share > 1:
+        raise where.wrong("partial_rotary_factor", share, "it is a share, at most 1")
+    return share
+
+
+def _factors(reader: ConfigReader, key: str, count: int) -> tuple[float, ...]:
+    values = reader.raw(key)
+    if not isinstance(values, list) or len(values) != count:
+        raise reader.wrong(key, values, f"it must list {count} numbers")
+    return tuple(ConfigReader({key: value}, reader.where).number(key) for value in values)

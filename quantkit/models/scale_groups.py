@@ -22,9 +22,9 @@ class ScaleGroup:
 
     Attributes:
         writer: full name, without ``.weight``, of a norm or a Linear.
-        rows: of the Linear that writes them, first and end; ``None``: the writer is a norm.
+        rows: first and end of the rows of the Linear that writes them; ``None``: the writer is a norm.
         readers: full names of Linears whose columns are these channels.
-        router: of experts, if they read the channels too; never quantized.
+        router: the experts' router, if it reads the channels too; it is never quantized.
         heads: ``(key heads, query heads a key head, head_dim)`` where each channel is read by several
             columns.
     """
@@ -39,15 +39,14 @@ class ScaleGroup:
         """``[channels]`` → ``[columns]`` of the readers."""
         if self.heads is None:
             return channels
-        keys, times, dim = self.heads
-        return channels.view(keys, 1, dim).expand(keys, times, dim).reshape(-1)
+        keys, _, dim = self.heads
+        return channels.view(keys, 1, dim).expand(self.heads).reshape(-1)
 
     def gather(self, columns: torch.Tensor) -> torch.Tensor:
         """``[columns]`` → ``[channels]``: the largest value of each channel's columns."""
         if self.heads is None:
             return columns
-        keys, times, dim = self.heads
-        return columns.view(keys, times, dim).amax(dim=1).reshape(-1)
+        return columns.view(self.heads).amax(dim=1).reshape(-1)
 
 
 def scale_groups(config: ModelConfig, index: int) -> Iterator[ScaleGroup]:
@@ -63,7 +62,8 @@ def scale_groups(config: ModelConfig, index: int) -> Iterator[ScaleGroup]:
                      heads=(config.num_kv_heads, config.num_heads // config.num_kv_heads, dim))
     norm = f"{layer}.{'pre_feedforward' if config.sandwich_norms else 'post_attention'}_layernorm"
     if experts is not None and experts.layers[index]:
-        module, (gate, up, down) = f"{layer}.{experts.module}", experts.projections
+        module = f"{layer}.{experts.module}"
+        gate, up, down = experts.projections
         names = [f"{module}.experts.{number}" for number in range(experts.count)]
         yield ScaleGroup(norm, None, tuple(f"{name}.{part}" for name in names for part in (gate, up)),
                          router=f"{module}.{experts.router}")

@@ -6,16 +6,27 @@ hold sequences of different lengths side by side. https://arxiv.org/abs/2305.132
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 
-from quantkit.ops.activation import softcapped
+from quantkit.ops.rows import softcapped
 
 CHUNK = 256
 """Queries handled at a time; keys that none of them sees are skipped."""
 MASK_ELEMENTS = 2**22
 """Most elements of a chunk's mask: with long contexts chunks get shorter."""
 EMPTY = -1
+
+
+class VisibleKeys(NamedTuple):
+    """The keys that a chunk of queries sees: those outside of ``[low, high)`` are invisible to all of them;
+    ``bias`` is ``[B, 1, rows, high - low]`` of 0 and −inf, or ``None`` if all is visible."""
+
+    low: int
+    high: int
+    bias: torch.Tensor | None = None
 
 
 class Visibility:
@@ -35,19 +46,16 @@ class Visibility:
 
     def __init__(self, positions: torch.Tensor, keys: torch.Tensor, window: int | None = None,
                  limit: int | None = None, sinks: int = 0) -> None:
-        self._positions, self._keys, self._window = positions, keys, window
+        self._positions = positions
+        self._keys = keys
+        self._window = window
         self._limit, self._sinks = limit, sinks
         batch, self.queries = positions.shape
         self.rows = max(1, min(CHUNK, MASK_ELEMENTS // max(1, batch * keys.shape[1])))
-        self._kept: dict[tuple[int, torch.dtype], tuple[int, int, torch.Tensor | None]] = {}
+        self._kept: dict[tuple[int, torch.dtype], VisibleKeys] = {}
 
-    def chunk(self, start: int, dtype: torch.dtype) -> tuple[int, int, torch.Tensor | None]:
-        """What queries ``[start, start + rows)`` see.
-
-        Returns:
-            ``low, high, bias``: keys outside of ``[low, high)`` are invisible to all of them; ``bias``
-            is ``[B, 1, rows, high - low]`` of 0 and −inf in ``dtype``, or ``None`` if all is visible.
-        """
+    def chunk(self, start: int, dtype: torch.dtype) -> VisibleKeys:
+        """What queries ``[start, start + rows)`` see, with a bias in ``dtype``."""
         if (hit := self._kept.get((start, dtype))) is not None:
             return hit
         mask = self._make(start, dtype)
@@ -55,7 +63,7 @@ class Visibility:
             self._kept[start, dtype] = mask
         return mask
 
-    def _make(self, start: int, dtype: torch.dtype) -> tuple[int, int, torch.Tensor | None]:
+    def _make(self, start: int, dtype: torch.dtype) -> VisibleKeys:
         query = self._positions[:, start: start + self.rows, None]
         key = self._keys[:, None, :]
         seen = (key <= query) & (key != EMPTY)
@@ -64,15 +72,15 @@ class Visibility:
         if self._limit is not None:
             seen &= (key > query - self._limit) | (key < self._sinks)
         if bool(seen.all()):
-            return 0, key.shape[2], None
+            return VisibleKeys(0, key.shape[2])
         columns = seen.any(1).any(0).nonzero()
         low, high = (int(columns[0]), int(columns[-1]) + 1) if columns.numel() else (0, key.shape[2])
         seen = seen[:, :, low:high]
         seen = seen | ~seen.any(-1, keepdim=True)  # some backends make NaN of a softmax over nothing
         if bool(seen.all()):
-            return low, high, None
+            return VisibleKeys(low, high)
         bias = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, float("-inf"))
-        return low, high, bias.unsqueeze(1)
+        return VisibleKeys(low, high, bias.unsqueeze(1))
 
 
 def attention(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: Visibility,
@@ -100,12 +108,15 @@ def attention(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: V
         return _decode(q, keys, values, seen, scale)
     dtype = q.dtype
     if q.device.type == "cpu" and dtype != torch.float64:
-        q, keys, values = q.float(), keys.float(), values.float()  # half-precision products are slow there
+        q = q.float()
+        keys = keys.float()
+        values = values.float()  # half-precision products are slow there
     out = torch.empty_like(q, dtype=dtype)
     for start in range(0, q.shape[2], seen.rows):
         stop = start + seen.rows
-        low, high, bias = seen.chunk(start, q.dtype)
-        block = q[:, :, start:stop], keys[:, :, low:high], values[:, :, low:high]
+        seen_keys = seen.chunk(start, q.dtype)
+        bias, span = seen_keys.bias, slice(seen_keys.low, seen_keys.high)
+        block = q[:, :, start:stop], keys[:, :, span], values[:, :, span]
         out[:, :, start:stop] = F.scaled_dot_product_attention(
             *block, attn_mask=bias, scale=scale, enable_gqa=q.shape[1] != keys.shape[1]
         ) if not by_hand else _by_hand(*block, bias, scale, softcap, sinks)
@@ -115,7 +126,9 @@ def attention(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: V
 def _by_hand(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor | None,
              scale: float | None, softcap: float | None, sinks: torch.Tensor | None) -> torch.Tensor:
     """What torch's attention can't do, a key head at a time: that bounds the scores in memory."""
-    scale, results, group = q.shape[-1] ** -0.5 if scale is None else scale, [], q.shape[1] // keys.shape[1]
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    results = []
+    group = q.shape[1] // keys.shape[1]
     for head, (key, value) in enumerate(zip(keys.split(1, 1), values.split(1, 1))):
         mine = slice(head * group, (head + 1) * group)
         scores = softcapped(q[:, mine].float() @ key.float().mT * scale, softcap)
@@ -133,11 +146,12 @@ def _decode(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: Vis
     """One query a sequence. The heads that share keys become the rows of one product: each key is
     then read once, in the cache's own dtype, and nothing of the cache is copied."""
     batch, heads, _, dim = q.shape
-    low, high, bias = seen.chunk(0, q.dtype)
-    if high - low < keys.shape[2]:
-        keys, values = keys[:, :, low:high], values[:, :, low:high]
+    seen_keys = seen.chunk(0, q.dtype)
+    if seen_keys.high - seen_keys.low < keys.shape[2]:
+        span = slice(seen_keys.low, seen_keys.high)
+        keys, values = keys[:, :, span], values[:, :, span]
     rows = q.reshape(batch, keys.shape[1], -1, dim)
-    out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=bias, scale=scale)
+    out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=seen_keys.bias, scale=scale)
     return out.reshape(batch, heads, 1, dim)
 
 
@@ -152,8 +166,8 @@ def attention_weights(q: torch.Tensor, keys: torch.Tensor, positions: torch.Tens
         positions: int ``[Hkv, S]``, rising, then −1: empty.
         seen: tokens of the sequence so far.
         scale, softcap: as for :func:`attention`.
-        window: as for :class:`Visibility`.
-        sinks: as for :func:`attention`, ``[H]``.
+        window: the argument of :class:`Visibility`.
+        sinks: the argument of :func:`attention`, ``[H]``.
 
     Returns:
         float32 ``[Hkv, H / Hkv, w, S]``.

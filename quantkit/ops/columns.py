@@ -48,7 +48,7 @@ def search_ranges(weight: torch.Tensor, cost: torch.Tensor, size: int, factors: 
         weight: float32 ``[tiles, in, 64]``.
         cost: float32 ``[in]``, of a column's squared error.
         size: columns of a group.
-        factors: that are tried.
+        factors: the factors that are tried.
         bits, symmetric, dtype: of the grid, and of its scales.
 
     Returns:
@@ -75,7 +75,7 @@ def solve_columns(work: torch.Tensor, upper: torch.Tensor, scale: torch.Tensor, 
             contiguous.
         scale, zero: float32 ``[tiles, groups, 64]``.
         groups: int64 ``[in]``, the group of each column.
-        bits: of a level.
+        bits: the bits of a level.
         pull: share of a column's move by earlier errors that is taken back before it is rounded.
         table: the values of levels, rising, where they aren't equal steps.
 
@@ -100,9 +100,9 @@ def descend_columns(slopes: torch.Tensor, levels: torch.Tensor, scale: torch.Ten
         slopes: float32 ``[tiles, in, 64]``, ``H e`` of the weights' errors ``e``; kept up to date.
         levels: float32 ``[tiles, in, 64]``, changed in place.
         scale: float32 ``[tiles, groups, 64]``, changed in place where ``dtype`` isn't ``None``.
-        zero: of the same shape.
+        zero: a tensor of the same shape.
         hessian: float32 ``[in, in]``, its diagonal positive.
-        bits: of a level.
+        bits: the bits of a level.
         dtype: in which scales are stored; ``None``: they stay as they are.
         descent_passes: passes over all groups, each with its scale and then its levels.
         refits: passes over the scales alone, afterwards.

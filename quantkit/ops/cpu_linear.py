@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from quantkit.formats.base import Codes, QuantizedTensor
-from quantkit.formats.nf4_table import codebook
+from quantkit.formats.level_values import codebook, level_table
+from quantkit.formats.spec import Kind
 from quantkit.formats.trellis_code import HIGH, LOW, MIDDLE
 from quantkit.ops import gpu
 from quantkit.ops.cpu_machine import isa, unavailable
-from quantkit.ops.cpu_scales import packed_scales
+from quantkit.ops.cpu_scales import packed_scales, tile_scales
 from quantkit.ops.cpu_weight import CpuWeight, multiply, padded
 from quantkit.ops.dispatch import KernelQuery, codes_of
 
@@ -80,7 +81,9 @@ class CpuInt8(CpuKernel):
 
         if codes.spec.bits in (5, 6):
             return self._narrow(codes, weight)
-        middle, zero, decoder = 2 ** (codes.spec.bits - 1), None, decoders.INT8
+        middle = 2 ** (codes.spec.bits - 1)
+        zero = None
+        decoder = decoders.INT8
         if codes.zero is not None:
             zero = (codes.zero.to(torch.int16) - middle).to(torch.int8).view(torch.uint8)
         elif codes.spec.minimum and codes.spec.bits == 8:
@@ -187,13 +190,13 @@ def grouped(name: str, codes: Codes, weight: QuantizedTensor, decoder: WeightDec
     """A weight with a scale a tensor, a row or a group.
 
     Args:
-        name: of the kernel.
-        codes: the weight.
-        weight: the same as it is stored.
-        decoder: its kernel's.
+        name: the kernel's name.
+        codes: the weight before packing.
+        weight: the weight as it is stored.
+        decoder: the decoder of its kernel.
         packed: lanes and the multiple to which columns are padded → codes in the decoder's order.
         zero: zero points as the kernel wants them, shape of the scales.
-        factor: of scales.
+        factor: multiplies scales.
     """
     from quantkit_kernels.cpu import matmul, pack
     from quantkit_kernels.cpu.weight_decoder import SUB
@@ -210,4 +213,96 @@ def grouped(name: str, codes: Codes, weight: QuantizedTensor, decoder: WeightDec
                      columns, packed(lanes, max(group, SUB)), scales.scales, zeros, outer=scales.outer)
 
 
-INT8, INT4, NF, TRELLIS = CpuInt8(), CpuInt4(), CpuNF4(), CpuTrellis()
+class CpuW8A8(CpuKernel):
+    """int8 weights with a scale a row by int8 activations with a scale a token."""
+
+    name = "cpu-w8a8"
+
+    def _declines(self, query: KernelQuery) -> str | None:
+        from quantkit_kernels.cpu.matmul import MOST_COLUMNS
+
+        if query.spec.kind != "int" or query.spec.activations is None:
+            return "multiplies int8 weights by int8 activations"
+        if query.k > MOST_COLUMNS:
+            return f"adds up to {MOST_COLUMNS} products in 32 bits, not {query.k}"
+        return None
+
+    def _pack(self, codes: Codes, weight: QuantizedTensor) -> CpuWeight:
+        from quantkit_kernels.cpu import decoders, pack
+
+        return grouped(self.name, codes, weight, decoders.W8A8,
+                       lambda lanes, _: pack.w8a8(codes.codes, lanes))
+
+
+class CpuFP8(CpuKernel):
+    """e4m3 weights with a scale a row, or for each tile without rounding activations, by float32 activations
+    or by e4m3 ones with a scale a token."""
+
+    name = "cpu-fp8"
+
+    def _declines(self, query: KernelQuery) -> str | None:
+        from quantkit_kernels.cpu.weight_decoder import SUB
+
+        spec = query.spec
+        if spec.kind != "fp" or spec.bits != 8:
+            return f"multiplies fp8, not {spec.kind}{spec.bits}"
+        if spec.activations == "group":
+            return "rounds activations with one scale a token, or not at all"
+        if (spec.granularity.size or 0) % SUB:
+            return f"takes tiles of a multiple of {SUB}, not {spec.granularity}"
+        return None
+
+    def _pack(self, codes: Codes, weight: QuantizedTensor) -> CpuWeight:
+        from quantkit_kernels.cpu import decoders, matmul, pack
+
+        size = codes.spec.granularity.size
+        if size is None:
+            decoder = decoders.E4M3_TOKENS if codes.spec.activations else decoders.E4M3
+            return grouped(self.name, codes, weight, decoder,
+                           lambda lanes, _: pack.e4m3(codes.codes, lanes))
+        columns = padded(weight.shape[1], size)
+        scales = tile_scales(codes.scale, weight.shape[0], columns, size)
+        return CpuWeight(self.name, matmul.Matmul(decoders.E4M3, size, scales.layout), weight.shape, columns,
+                         pack.e4m3(codes.codes, isa().lanes, size), scales.scales)
+
+
+class CpuTable(CpuKernel):
+    """A table whose levels are whole numbers, or halves of them, activations as int8 with a scale for each
+    32.
+
+    That is as exact as :class:`CpuInt4` is: every level is an int8 as it is, unlike
+    those of NF4.
+
+    Args:
+        name: the kernel's name.
+        kind: the kind of the specs that have such a table.
+    """
+
+    def __init__(self, name: str, kind: Kind) -> None:
+        self.name, self._kind = name, kind
+
+    def _declines(self, query: KernelQuery) -> str | None:
+        spec = query.spec
+        if spec.kind != self._kind or spec.bits != 4:
+            return f"multiplies {self._kind}4, not {spec.kind}{spec.bits}"
+        if spec.activations:
+            return "leaves activations as they are"
+        return group_declines(query)
+
+    def _pack(self, codes: Codes, weight: QuantizedTensor) -> CpuWeight:
+        from quantkit_kernels.cpu import decoders, pack
+
+        table = level_table(codes.spec)
+        assert table is not None
+        times = 1 if all(level.is_integer() for level in table) else 2
+        decoder = decoders.int_table(tuple(int(level * times) for level in table))
+        return grouped(self.name, codes, weight, decoder,
+                       lambda lanes, multiple: pack.int4(codes.codes, lanes, multiple), factor=1 / times)
+
+
+INT8 = CpuInt8()
+INT4 = CpuInt4()
+NF = CpuNF4()
+TRELLIS = CpuTrellis()
+INT, FP = CpuW8A8(), CpuFP8()
+FP4, IQ4 = CpuTable("cpu-fp4", "fp"), CpuTable("cpu-iq4", "iq")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -40,7 +40,7 @@ def packed_scales(codes: Codes, columns: int, factor: float = 1.0) -> PackedScal
     Args:
         codes: a weight ``[n, k]``, of whose scales there is one for the tensor, a row or a group.
         columns: k, padded to whole groups of the kernel.
-        factor: of scales alone.
+        factor: multiplies scales alone.
     """
     rows, k = codes.codes.shape
     scale = codes.scale.expand(rows, -1) * factor
@@ -49,7 +49,7 @@ def packed_scales(codes: Codes, columns: int, factor: float = 1.0) -> PackedScal
     small = _multiples(codes, parts, factor)
     if small is None:
         small = _powers(codes, scale) or _floats(codes, parts)
-    return _laid(*small, missing)
+    return _laid(small, missing)
 
 
 def tile_scales(scale: torch.Tensor, rows: int, columns: int, size: int) -> PackedScales:
@@ -62,21 +62,25 @@ def tile_scales(scale: torch.Tensor, rows: int, columns: int, size: int) -> Pack
     return PackedScales(ScaleLayout("f32", shared=True), blocks.contiguous())
 
 
-def _laid(layout: ScaleLayout, numbers: list[torch.Tensor], outer: list[torch.Tensor],
-          missing: int) -> PackedScales:
-    """Numbers ``[n, groups]`` each in a kernel's order, padded by ``missing`` groups."""
+def _laid(stored: _StoredScales, missing: int) -> PackedScales:
+    """Scales in a kernel's order, padded by ``missing`` groups."""
     from quantkit_kernels.cpu import pack
 
-    padded = [F.pad(part, (0, missing)) for part in numbers]
-    return PackedScales(layout, pack.scales(padded, isa().lanes),
-                        pack.scales(outer, isa().lanes) if outer else None)
+    padded = [F.pad(part, (0, missing)) for part in stored.numbers]
+    return PackedScales(stored.layout, pack.scales(padded, isa().lanes),
+                        pack.scales(stored.outer, isa().lanes) if stored.outer else None)
 
 
-Choice = tuple["ScaleLayout", list[torch.Tensor], list[torch.Tensor]]
-"""A layout, the numbers that are stored, and what those are multiples of."""
+@dataclass(frozen=True)
+class _StoredScales:
+    """Numbers ``[n, groups]`` each in a layout, and what those are multiples of."""
+
+    layout: ScaleLayout
+    numbers: list[torch.Tensor]
+    outer: list[torch.Tensor] = field(default_factory=list)
 
 
-def _multiples(codes: Codes, parts: list[torch.Tensor], factor: float) -> Choice | None:
+def _multiples(codes: Codes, parts: list[torch.Tensor], factor: float) -> _StoredScales | None:
     """Scales as small numbers that multiply those of superblocks or of the tensor; ``None`` if they aren't
     exactly that."""
     from quantkit_kernels.cpu.scales import ScaleLayout
@@ -103,10 +107,10 @@ def _multiples(codes: Codes, parts: list[torch.Tensor], factor: float) -> Choice
     short = all(torch.equal(half.float(), outer) for half, outer in zip(halves, outers))
     layout = ScaleLayout("e4m3" if spec.superblock is None else "u8" if spec.minimum else "i8", spec.minimum,
                          spec.superblock or 0, "f16" if short else "f32")
-    return layout, numbers, halves if short else outers
+    return _StoredScales(layout, numbers, halves if short else outers)
 
 
-def _powers(codes: Codes, scale: torch.Tensor) -> Choice | None:
+def _powers(codes: Codes, scale: torch.Tensor) -> _StoredScales | None:
     """Powers of 2 as their exponents. A group of which all is 0 may have any scale."""
     from quantkit_kernels.cpu.scales import ScaleLayout
 
@@ -118,10 +122,10 @@ def _powers(codes: Codes, scale: torch.Tensor) -> Choice | None:
     exact = (exponents << _EXPONENT).clamp(min=_SMALLEST).view(torch.float32)
     if not torch.equal(exact, scale):
         return None
-    return ScaleLayout("e8m0"), [exponents.to(torch.uint8)], []
+    return _StoredScales(ScaleLayout("e8m0"), [exponents.to(torch.uint8)])
 
 
-def _floats(codes: Codes, parts: list[torch.Tensor]) -> Choice:
+def _floats(codes: Codes, parts: list[torch.Tensor]) -> _StoredScales:
     """Numbers in the 16 bits that the spec says, if nothing is lost by it, else in 32."""
     from quantkit_kernels.cpu.scales import ScaleLayout
 
@@ -129,5 +133,5 @@ def _floats(codes: Codes, parts: list[torch.Tensor]) -> Choice:
         halves = [part.to(dtype) for part in parts]
         if codes.spec.scale_dtype == name and all(
                 torch.equal(half.float(), part) for half, part in zip(halves, parts)):
-            return ScaleLayout(stored, len(parts) == 2), halves, []
-    return ScaleLayout("f32", len(parts) == 2), [part.float() for part in parts], []
+            return _StoredScales(ScaleLayout(stored, len(parts) == 2), halves)
+    return _StoredScales(ScaleLayout("f32", len(parts) == 2), [part.float() for part in parts])

@@ -10,7 +10,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
@@ -21,6 +21,7 @@ from quantkit.support.progress import tell_compiling
 
 if TYPE_CHECKING:
     from quantkit_kernels.cpu.matmul import Matmul
+    from quantkit_kernels.cpu.weight_decoder import Family
 
 ROWS = 128
 """Rows of activations in a unit: their codes stay in a core's own cache."""
@@ -30,13 +31,30 @@ KEPT = 8
 """Shapes of weights whose products with few rows a thread keeps ready."""
 
 
+class InputKey(NamedTuple):
+    """Weights with the same key read the same activations: the kernel's family, the columns, and the width
+    that is rotated, or 0."""
+
+    family: Family
+    columns: int
+    rotated: int
+
+
+class ProductUnits(NamedTuple):
+    """How a product is cut: the number of units, and stripes and rows in each."""
+
+    units: int
+    stripes: int
+    rows: int
+
+
 @dataclass(frozen=True)
 class CpuWeight:
     """A weight as a kernel reads it.
 
     Attributes:
-        name: of the kernel, as it is shown.
-        kernel: which multiplies by it.
+        name: the kernel's name, as it is shown.
+        kernel: the kernel that multiplies by it.
         shape: logical ``(out, in)``.
         columns: padded to whole groups; activations must have as many.
         weights, scales, zeros: as ``quantkit_kernels.cpu.matmul`` wants them.
@@ -61,10 +79,9 @@ class CpuWeight:
                    if t is not None)
 
     @property
-    def input_key(self) -> tuple[Any, int, int]:
-        """The kernel's family, the columns, and the width that is rotated or 0: weights with the same key
-        read the same activations."""
-        return self.kernel.decoder.family, self.columns, self.shape[1] if self.rotated else 0
+    def input_key(self) -> InputKey:
+        """What activations it reads."""
+        return InputKey(self.kernel.decoder.family, self.columns, self.shape[1] if self.rotated else 0)
 
     @property
     def stripes(self) -> int:
@@ -117,7 +134,6 @@ class CpuWeight:
         return self.name
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """See :class:`~quantkit.ops.linear_weight.LinearWeight`."""
         rows = x.reshape(-1, x.shape[-1])
         y = multiply(apply_hadamard(rows) if self.rotated else rows, self)
         if bias is not None:
@@ -138,15 +154,15 @@ class CpuWeight:
         pool().run(program.records)
         return out[:, :self.shape[1]]
 
-    def units(self, rows: int, threads: int) -> tuple[int, int, int]:
-        """How a product is cut: units, stripes in each, rows in each."""
+    def units(self, rows: int, threads: int) -> ProductUnits:
+        """How a product with this number of rows is cut."""
         from quantkit_kernels.cpu.weight_decoder import STRIPE
 
         wide = rows if rows <= 16 else ROWS
         wanted = UNITS * threads if rows <= 16 else 4 * threads
         least = max(1, self.kernel.decoder.rows // STRIPE)  # what is unpacked together is not cut
         each = -(-self.stripes // (wanted * least)) * least
-        return -(-self.stripes // each) * -(-rows // wide), each, wide
+        return ProductUnits(-(-self.stripes // each) * -(-rows // wide), each, wide)
 
 
 class Activations:
@@ -155,16 +171,16 @@ class Activations:
 
     Args:
         packed: a weight; all of its family and width take the same.
-        rows: of activations.
+        rows: the number of rows of activations.
 
     Attributes:
         stride: bytes from row to row.
     """
 
     def __init__(self, packed: CpuWeight, rows: int) -> None:
-        from quantkit_kernels.cpu.weight_decoder import SUB, WIDTH
+        from quantkit_kernels.cpu.weight_decoder import SUB
 
-        width, subgroups = packed.columns * WIDTH[packed.kernel.decoder.family], packed.columns // SUB
+        width, subgroups = packed.columns * packed.kernel.decoder.family.width, packed.columns // SUB
         self.stride = -(-(width + 16 * subgroups) // 64) * 64
         self._room = lazy_zeros(rows * self.stride // 4 + 16).view(torch.uint8)
         base = -self._room.data_ptr() % 64
@@ -209,7 +225,7 @@ class CpuProduct:
 
     Args:
         packed: the weight, which whoever calls keeps alive.
-        rows: of activations, at most.
+        rows: the largest number of rows of activations.
     """
 
     @torch.inference_mode(False)  # else its memory couldn't be written to outside of that mode
@@ -249,12 +265,12 @@ class CpuProduct:
         """Set the number of rows. A single row is quantized by every thread for itself."""
         if rows == self._rows:
             return
-        units, stripes, each = self._like.units(rows, self._threads)
+        cut = self._like.units(rows, self._threads)
         private = self._stride if rows == 1 else 0
         self._program.set(0, units=rows, out_private=private)
         self._program.alone(0, rows == 1)
-        self._program.set(1, units=units, stripes_a_unit=stripes, rows=rows, rows_a_unit=each,
-                          x_private=private)
+        self._program.set(1, units=cut.units, stripes_a_unit=cut.stripes, rows=rows,
+                          rows_a_unit=cut.rows, x_private=private)
         self._rows = rows
 
     @torch.no_grad()

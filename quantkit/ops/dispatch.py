@@ -36,7 +36,7 @@ class LinearKernel(Protocol):
     """A kernel for ``y = x Wᵀ`` with quantized W. Registered targets are instances.
 
     Attributes:
-        name: as ``inspect`` and ``doctor`` print it.
+        name: the name that ``inspect`` and ``doctor`` print.
         order: kernels are asked in this order, the reference last.
     """
 

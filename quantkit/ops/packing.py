@@ -6,13 +6,15 @@ The checks compare names, dtypes and shapes; they read no value of a weight.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
 from quantkit.formats.base import Codes, Format, QuantizedTensor
 from quantkit.formats.dtypes import plain_name
 from quantkit.formats.spec import QuantSpec
-from quantkit.plugins.manager import whose
+from quantkit.plugins.manager import registry, whose
 from quantkit.support.errors import PluginError
 
 Layout = dict[str, tuple[torch.dtype, tuple[int, ...]]]
@@ -105,3 +107,33 @@ def _broken(form: Format, fault: str) -> PluginError:
     return PluginError(f"{whose('formats', form.name)}: {fault}",
                        why="quantkit.formats.base says what a format promises",
                        next="correct the format: quantkit.testing.check_format finds such errors")
+
+
+def with_one_outer(weights: Sequence[QuantizedTensor]) -> list[QuantizedTensor]:
+    """Weights whose e4m3 scales are multiples of one number each, under the largest of these numbers; as they
+    were if one would lose by it, or has none.
+
+    Engines fuse Linears that see the same input, such as q, k and v, and their kernels multiply all of a
+    fused weight by one number. A number that is a power of 2 can be moved: the scales beside it are divided
+    by what it grows by, which loses nothing as long as they stay normal e4m3 numbers.
+
+    Args:
+        weights: some have e4m3 scales, others may have any.
+
+    Raises:
+        PluginError: a format breaks its promises.
+    """
+    unchanged = list(weights)
+    if len(weights) < 2 or any(weight.spec.scale_dtype != "e4m3" for weight in weights):
+        return unchanged
+    forms: list[Format] = [registry("formats").get(weight.format) for weight in weights]
+    all_codes: list[Codes] = [form.unpack(weight) for form, weight in zip(forms, weights, strict=True)]
+    outer = torch.stack([codes.outer for codes in all_codes if codes.outer is not None]).amax(dim=0)
+    moved = []
+    for form, weight, codes in zip(forms, weights, all_codes, strict=True):
+        if codes.outer is not None and not torch.equal(codes.outer, outer):
+            weight = pack(form, replace(codes, outer=outer), weight.dtype)
+            if not torch.equal(form.unpack(weight).scale, codes.scale):
+                return unchanged
+        moved.append(weight)
+    return moved

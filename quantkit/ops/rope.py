@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from quantkit.ops.sequences import by_sequence
+from quantkit.ops.rows import by_sequence
 
 
 def frequencies(theta: float, dim: int) -> torch.Tensor:
@@ -30,7 +30,7 @@ def llama3_frequencies(theta: float, dim: int, factor: float, low: float, high: 
 
     Args:
         theta: base of the wavelengths.
-        dim: head dimension.
+        dim: the head dimension.
         factor: by how much wavelengths above ``original / low`` are stretched.
         low, high: between ``original / high`` and ``original / low`` the two are blended.
         original: positions it was trained with.
@@ -47,7 +47,7 @@ def yarn_frequencies(theta: float, dim: int, factor: float, fast: float, slow: f
 
     Args:
         theta: base of the wavelengths.
-        dim: head dimension.
+        dim: the head dimension.
         factor: by how much long wavelengths are stretched.
         fast, slow: the ramp runs between the dimensions that turn this often in ``original`` positions.
         original: positions it was trained with.
@@ -82,7 +82,7 @@ def tables(positions: torch.Tensor, inverse: torch.Tensor, scale: float,
         positions: int64 ``[B, T]``; what stands at padding (−1) has no effect on other positions.
         inverse: float32 ``[R / 2]``, or ``[B, 1, 1, R / 2]`` where sequences differ.
         scale: both are multiplied by it.
-        dtype: of the result; angles are always float32.
+        dtype: the result's dtype; angles are always float32.
 
     Returns:
         ``cos`` and ``sin``, ``[B, 1, T, R]``; the first half of ``sin`` is negated.

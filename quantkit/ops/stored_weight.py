@@ -20,36 +20,14 @@ from quantkit.ops.linear import dense, query_for
 from quantkit.ops.linear_weight import LinearWeight
 
 
-class StoredWeight(ABC):
-    """A :class:`~quantkit.ops.linear_weight.LinearWeight` that a runtime can move or pack.
+class StoredWeight(LinearWeight, ABC):
+    """A weight that a runtime can move or pack.
 
     Attributes:
         spec: how it is quantized; ``None``: it is plain.
     """
 
     spec: QuantSpec | None = None
-
-    @property
-    @abstractmethod
-    def shape(self) -> tuple[int, int]:
-        """``(out, in)``."""
-
-    @property
-    @abstractmethod
-    def nbytes(self) -> int:
-        """Bytes in memory."""
-
-    @abstractmethod
-    def kernel_name(self, dtype: torch.dtype, device: torch.device, phase: Phase) -> str:
-        """See :class:`~quantkit.ops.linear_weight.LinearWeight`."""
-
-    @abstractmethod
-    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """See :class:`~quantkit.ops.linear_weight.LinearWeight`."""
-
-    @abstractmethod
-    def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """See :class:`~quantkit.ops.linear_weight.LinearWeight`."""
 
     @abstractmethod
     def to(self, device: torch.device) -> StoredWeight:
@@ -60,7 +38,7 @@ class StoredWeight(ABC):
         """The weight as our CPU kernels multiply activations of ``dtype`` by it.
 
         Args:
-            dtype: of activations: one of ``cpu_weight.PLAIN``.
+            dtype: the dtype of activations, one of ``cpu_weight.PLAIN``.
             read: called now and then, when a part of a plain weight has been read.
 
         Returns:

@@ -35,7 +35,7 @@ def quantize_tokens(x: torch.Tensor, spec: QuantSpec) -> tuple[torch.Tensor, tor
 
     Args:
         x: ``[m, k]``, any floating dtype.
-        spec: of the weight that they are multiplied with; it has ``activations``.
+        spec: the spec of the weight that they are multiplied with; it has ``activations``.
 
     Returns:
         Levels float32 ``[m, k]`` (whole numbers within ±127, or e4m3's) and scales float32 ``[m, 1]``. In a
@@ -56,7 +56,7 @@ def round_groups(x: torch.Tensor, spec: QuantSpec, factor: torch.Tensor | None =
 
     Args:
         x: ``[m, k]``, any floating dtype.
-        spec: of the weight that they are multiplied with; its ``activations`` are ``group``.
+        spec: the spec of the weight that they are multiplied with; its ``activations`` are ``group``.
         factor: float32 ``[1, 1]``: what NVFP4's scales are multiplied by before they are rounded to e4m3.
 
     Returns:

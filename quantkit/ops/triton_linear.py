@@ -313,5 +313,11 @@ def _by_row(codes: Codes) -> torch.Tensor:
     return codes.scale.expand(codes.codes.shape[0], 1).reshape(-1)
 
 
-W8, W4, NF, FP, INT = TritonW8A16(), TritonW4A16(), TritonNF4(), TritonFP8(), TritonW8A8()
-FP4, FP4A4, IQ4 = TritonFP4(), TritonW4A4(), TritonIQ4()
+W8 = TritonW8A16()
+W4 = TritonW4A16()
+NF = TritonNF4()
+FP = TritonFP8()
+INT = TritonW8A8()
+FP4 = TritonFP4()
+FP4A4 = TritonW4A4()
+IQ4 = TritonIQ4()

@@ -29,8 +29,8 @@ def nearest(target: torch.Tensor, weight: torch.Tensor, bits: int,
     Args:
         target: float32 ``[n, 64]``.
         weight: float32 ``[n, 64]``, not negative.
-        bits: of a symbol.
-        window: of a state.
+        bits: the bits of a symbol.
+        window: the bits of a state.
 
     Returns:
         Symbols uint8 and values float32, ``[n, 64]``.
@@ -58,8 +58,8 @@ def feed_back(work: torch.Tensor, upper: torch.Tensor, scale: torch.Tensor, bits
         work: float32 ``[tiles, in, 64]``, the weights; overwritten.
         upper: float32 ``[in, in]`` with ``H⁻¹ = Uᵀ U``.
         scale: float32 ``[tiles, 64]``, positive.
-        bits: of a symbol.
-        window: of a state.
+        bits: the bits of a symbol.
+        window: the bits of a state.
 
     Returns:
         Symbols uint8 and values float32, ``[tiles, in, 64]``.
@@ -85,8 +85,8 @@ def visit(slopes: torch.Tensor, hessian: torch.Tensor, scale: torch.Tensor, bits
         slopes: float32 ``[tiles, in, 64]``, ``H e`` of the weights' errors ``e``; overwritten.
         hessian: float32 ``[in, in]``, its diagonal positive.
         scale: float32 ``[tiles, 64]``, positive.
-        bits: of a symbol.
-        window: of a state.
+        bits: the bits of a symbol.
+        window: the bits of a state.
         symbols, values: as :func:`feed_back` returns them; changed in place.
     """
     if _by_kernel(slopes):

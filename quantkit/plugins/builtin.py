@@ -19,10 +19,9 @@ def register_sources(register: Register) -> None:
 
 @hookimpl
 def register_architectures(register: Register) -> None:
-    for name in ("gemma2", "gemma3_text", "gpt_oss", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen3",
-                 "qwen3_moe"):
-        register(name, f"quantkit.models.{name}:ARCHITECTURE")
-    register("mimo", "quantkit.models.qwen2:MIMO")
+    for name in ("gemma2", "gemma3_text", "gpt_oss", "llama", "mimo", "mistral", "mixtral", "phi3", "qwen2",
+                 "qwen3", "qwen3_moe"):
+        register(name, f"quantkit.models.families:{name.upper()}")
 
 
 @hookimpl
@@ -54,9 +53,9 @@ def register_formats(register: Register) -> None:
     register("gptq-v2", "quantkit.formats.gptq:V2")
     register("awq", "quantkit.formats.awq:FORMAT")
     register("mlx", "quantkit.formats.mlx:FORMAT")
-    register("int-quantized", "quantkit.formats.int_quantized:FORMAT")
-    register("float-quantized", "quantkit.formats.float_quantized:FORMAT")
-    register("fine-grained-fp8", "quantkit.formats.fine_grained_fp8:FORMAT")
+    register("int-quantized", "quantkit.formats.eight_bit:INT")
+    register("float-quantized", "quantkit.formats.eight_bit:FLOAT")
+    register("fine-grained-fp8", "quantkit.formats.eight_bit:FINE_GRAINED")
     register("nvfp4-pack-quantized", "quantkit.formats.fp4:NVFP4")
     register("mxfp4-pack-quantized", "quantkit.formats.fp4:MXFP4")
     for name in ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL"):
@@ -68,34 +67,31 @@ def register_kernels(register: Register) -> None:
     for name, target in (("w8a16", "W8"), ("w4a16", "W4"), ("nf4", "NF"), ("fp8", "FP"), ("w8a8", "INT"),
                          ("fp4", "FP4"), ("w4a4", "FP4A4"), ("iq4", "IQ4")):
         register(f"triton-{name}", f"quantkit.ops.triton_linear:{target}")
-    for name, target in (("int8", "INT8"), ("int4", "INT4"), ("nf4", "NF"), ("trellis", "TRELLIS")):
+    for name, target in (("int8", "INT8"), ("int4", "INT4"), ("nf4", "NF"), ("trellis", "TRELLIS"),
+                         ("w8a8", "INT"), ("fp8", "FP"), ("fp4", "FP4"), ("iq4", "IQ4")):
         register(f"cpu-{name}", f"quantkit.ops.cpu_linear:{target}")
-    for name, target in (("w8a8", "INT"), ("fp8", "FP")):
-        register(f"cpu-{name}", f"quantkit.ops.cpu_eight_bit:{target}")
-    for name, target in (("fp4", "FP4"), ("iq4", "IQ4")):
-        register(f"cpu-{name}", f"quantkit.ops.cpu_table:{target}")
     register("reference", "quantkit.ops.reference:REFERENCE")
 
 
 @hookimpl
 def register_kv_policies(register: Register) -> None:
-    register("all", "quantkit.kv.policies.keep_all:KeepAll")
+    register("all", "quantkit.kv.policies.window:KeepAll")
     register("window", "quantkit.kv.policies.window:WindowPolicy")
     register("snapkv", "quantkit.kv.policies.snapkv:SnapKV")
-    register("pyramidkv", "quantkit.kv.policies.pyramidkv:PyramidKV")
-    register("adakv", "quantkit.kv.policies.adakv:AdaKV")
-    register("h2o", "quantkit.kv.policies.h2o:H2O")
-    register("tova", "quantkit.kv.policies.tova:Tova")
-    register("expected", "quantkit.kv.policies.expected:ExpectedAttention")
-    register("kvzip", "quantkit.kv.policies.kvzip:KVzip")
+    register("pyramidkv", "quantkit.kv.policies.snapkv:PyramidKV")
+    register("adakv", "quantkit.kv.policies.snapkv:AdaKV")
+    register("h2o", "quantkit.kv.policies.decoding:H2O")
+    register("tova", "quantkit.kv.policies.decoding:Tova")
+    register("expected", "quantkit.kv.policies.query_agnostic:ExpectedAttention")
+    register("kvzip", "quantkit.kv.policies.query_agnostic:KVzip")
 
 
 @hookimpl
 def register_kv_codecs(register: Register) -> None:
     register("none", "quantkit.kv.codecs.plain:PlainCodec")
     register("bf16", "quantkit.kv.codecs.plain:BFloat16Codec")
-    register("int8", "quantkit.kv.codecs.int8:Int8Codec")
-    register("fp8", "quantkit.kv.codecs.fp8:Fp8Codec")
+    register("int8", "quantkit.kv.codecs.eight_bit:Int8Codec")
+    register("fp8", "quantkit.kv.codecs.eight_bit:Fp8Codec")
     register("int4", "quantkit.kv.codecs.kivi:Int4Codec")
     register("int3", "quantkit.kv.codecs.kivi:Int3Codec")
     register("int2", "quantkit.kv.codecs.kivi:Int2Codec")
@@ -145,7 +141,9 @@ def register_commands(register: Register) -> None:
         ("bench", "Measure the CPU kernels, or how fast a model runs here."),
         ("doctor", "Show this machine, its kernels, and what is missing."),
     ):
-        register(name, f"quantkit.cli.{name.replace('-', '_')}:command", help=line)
+        place = {"serve-local": "serve.command:command", "push": "export:push_command"}.get(
+            name, f"{name.replace('-', '_')}:command")
+        register(name, f"quantkit.cli.{place}", help=line)
 
 
 @hookimpl

@@ -168,19 +168,20 @@ class Recipe(Frozen):
         return {"name": value} if isinstance(value, str) else value
 
     def snapshot(self) -> dict[str, Any]:
-        """The recipe as plain data for the manifest: ``extends`` resolved, no folder of this machine."""
+        """The recipe as plain data for the manifest: ``extends`` resolved, no folder of this machine, no
+        key that it doesn't use."""
         data = self.model_dump(mode="json")
         for choice in (*data["rules"], *data["candidates"]):
             if choice["fallback"] is None:
-                del choice["fallback"]  # older manifests stay what they are
+                del choice["fallback"]
         if not self.candidates:
-            del data["candidates"]  # the same
+            del data["candidates"]
         if self.calibration is not None:
             data["calibration"] = self.calibration.without_folders().model_dump(mode="json")
         if not self.transforms:
-            del data["transforms"]  # recipes from before there was such a key stay what they are
+            del data["transforms"]
         if self.recover is None:
-            del data["recover"]  # the same
+            del data["recover"]
         return data
 
 

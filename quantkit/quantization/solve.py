@@ -14,17 +14,18 @@ from quantkit.executor.base import Executor, Item
 from quantkit.formats.base import Format, QuantizedTensor
 from quantkit.formats.finite import squares
 from quantkit.formats.spec import QuantSpec
+from quantkit.memory.quantize import batch_groups
 from quantkit.models.architecture import EXPERT
 from quantkit.ops import packing
 from quantkit.ops.hadamard import apply_hadamard, rotate_hessian
-from quantkit.ops.one_outer import with_one_outer
+from quantkit.ops.packing import with_one_outer
 from quantkit.plugins.manager import registry
 from quantkit.quantization.calibration.runner import LayerRunner
 from quantkit.quantization.methods import parts
 from quantkit.quantization.methods.base import LayerStats, Method
 from quantkit.quantization.methods.grid import require_finite
 from quantkit.quantization.methods.static_inputs import with_input_factor
-from quantkit.quantization.planning.layers import BATCH, PlanRow, together
+from quantkit.quantization.planning.layers import PlanRow
 from quantkit.quantization.planning.plan import with_own_head
 from quantkit.quantization.recipe import Recipe
 from quantkit.quantization.transforms.apply import transformed
@@ -134,7 +135,7 @@ def solve_rows(rows: Sequence[PlanRow], layer: LayerTensors, needs: Container[st
         needs: names of those whose methods need statistics.
         executor: where they are solved.
     """
-    groups = together(rows, needs, BATCH)
+    groups = batch_groups(rows, needs)
     waiting: dict[str, Solved] = {}
     solved = itertools.chain.from_iterable(executor.map(solve, _unsolved(groups, layer, executor)))
     for names in fused([row for row in rows if row.method]):

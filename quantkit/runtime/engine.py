@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from quantkit.kv.spec import KVSpec
+from quantkit.memory.scratch import PREFILL_CHUNK
 from quantkit.runtime.ahead import AheadDecoder, next_tokens
 from quantkit.runtime.chunk_size import ChunkSizer
 from quantkit.runtime.drafting.base import Drafter
@@ -29,8 +30,6 @@ from quantkit.runtime.trace import RequestLabel, Trace
 from quantkit.structure.base import TokenConstraint
 from quantkit.support.errors import QuantkitError, UsageError
 
-PREFILL_CHUNK = 512
-"""Prompt tokens that go through the model at once, at most; other requests decode between two chunks."""
 RETRIES = 3
 """Steps with others that may fail until a request that was in all of them fails too."""
 

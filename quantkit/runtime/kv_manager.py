@@ -6,24 +6,15 @@ from quantkit.kv.base import PAGE
 from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
 from quantkit.kv.prefix import PrefixBudget, PrefixMatch, block_names, build_prefix_cache
-from quantkit.kv.reservation import LOOKAHEAD, PageReservation
 from quantkit.kv.spec import KVSpec
-from quantkit.runtime.cpu.system_memory import memory_limit
-from quantkit.runtime.gpu.memory import spare_bytes
+from quantkit.memory.kv import LOOKAHEAD
+from quantkit.memory.serving import spare_bytes
 from quantkit.runtime.loader import LoadedModel
+from quantkit.runtime.page_reservation import PageReservation
 from quantkit.runtime.request import Request
 
-PREFIX_SHARE = 16
-"""By default prefixes take at most this part of the process's memory where the cache grows."""
-MAX_PREFIX_BYTES = 4 << 30
-"""And at most this number of bytes."""
 STATES = 8
 """States that a prefix cache of a fixed size holds where texts can't be taken up at every block."""
-
-
-def default_prefix_bytes() -> int:
-    """Bytes of prefixes that are kept by default, where the cache's size isn't fixed."""
-    return min(MAX_PREFIX_BYTES, memory_limit() // PREFIX_SHARE)
 
 
 class KVCacheManager:

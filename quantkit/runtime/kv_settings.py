@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from quantkit.kv.build import build_policy
 from quantkit.kv.prefix import PrefixBudget
 from quantkit.kv.spec import KVSpec
-from quantkit.runtime.kv_manager import KVCacheManager, default_prefix_bytes
+from quantkit.memory.kv import default_prefix_bytes
+from quantkit.runtime.kv_manager import KVCacheManager
 from quantkit.runtime.loader import LoadedModel
 from quantkit.runtime.request import Request
 from quantkit.runtime.scheduler import EngineFull

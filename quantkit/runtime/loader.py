@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
@@ -12,12 +12,14 @@ import torch
 
 from quantkit.checkpoint.foreign.checkpoint import ForeignCheckpoint
 from quantkit.checkpoint.integrity import check_files, check_sample
-from quantkit.checkpoint.manifest import LayerRow, Manifest
+from quantkit.checkpoint.manifest import Manifest, quantization_label
 from quantkit.checkpoint.open import AnyCheckpoint, open_model
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.formats.base import QuantizedTensor
 from quantkit.formats.dtypes import FLOATS
 from quantkit.kv.spec import KVSpec, setting_of
+from quantkit.memory.serving import check_gpu_memory
+from quantkit.memory.weights import stored_bytes
 from quantkit.models.architecture import all_slots, linear_slots, tensor_shapes
 from quantkit.models.config import ModelConfig
 from quantkit.models.decoder import CausalLM
@@ -30,7 +32,6 @@ from quantkit.ops.stored_weight import StoredWeight
 from quantkit.runtime.choose import choose_runtime
 from quantkit.runtime.cpu.malloc import trim_heap
 from quantkit.runtime.cpu.model import CpuModel
-from quantkit.runtime.gpu import memory
 from quantkit.runtime.gpu.model import GpuModel
 from quantkit.sources.base import ModelSource, file_bytes, quantized_types, stored_tensors
 from quantkit.support.device import find_device
@@ -159,13 +160,6 @@ def _beside_check(checkpoint: Checkpoint, build: Callable[[], LoadedModel]) -> L
             check.result()
 
 
-def label_of(rows: Sequence[LayerRow]) -> str:
-    """``gptq int4 g64 sym``, ``nf4 b64``; several kinds are joined by commas."""
-    kinds = dict.fromkeys(f"{row.method} {row.spec.label().removeprefix(f'{row.method} ')}"
-                          for row in rows if row.method and row.spec)
-    return ", ".join(kinds) or "unquantized"
-
-
 def load_source(source: ModelSource, device: torch.device) -> LanguageModel:
     """A model's network, from a source that stays open; activations in the model's own dtype.
 
@@ -211,7 +205,7 @@ def _checkpoint(checkpoint: AnyCheckpoint, uri: str, dtype: str, device: torch.d
     model, reason = build_model(config, checkpoint, checkpoint.has, kind, packed, device, uri, loading)
     resident = kind.itemsize * sum(map(math.prod, plain)) + sum(
         t.nbytes for q in packed.values() for t in q.tensors.values())
-    return LoadedModel(model, config, checked.tokenizer, uri, label_of(checkpoint.layers),
+    return LoadedModel(model, config, checked.tokenizer, uri, quantization_label(checkpoint.layers),
                        checkpoint.manifest, checkpoint.file_bytes, checkpoint.bits_per_weight, resident,
                        reason)
 
@@ -270,10 +264,10 @@ def build_model(config: ModelConfig, files: TensorFiles, has: Callable[[str], bo
     Raises:
         QuantkitError: it doesn't fit on the device, or a tensor is missing.
     """
-    loaded = _LoadedBytes(memory.stored_bytes(config, dtype, quantized), loading)
+    loaded = _LoadedBytes(stored_bytes(config, dtype, quantized), loading)
     release = getattr(files, "release", lambda: None)
     choice = choose_runtime(config, dtype, device, quantized)
-    memory.check(config, dtype, quantized, device, uri, choice.runtime == "gpu")
+    check_gpu_memory(config, dtype, quantized, device, uri, choice.runtime == "gpu")
     if choice.runtime == "gpu":  # weights are taken from the file's pages a layer at a time
         weights = Weights(files.tensor, has, dtype, quantized.get)
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import torch
 
 from quantkit.models.config import ModelConfig
+from quantkit.models.forward_context import inverse_frequencies
 from quantkit.models.rope_config import RopeConfig
-from quantkit.models.rope_frequencies import inverse_frequencies
 
 POSITION_BLOCK = 512
 """Positions whose cosines and sines are computed together."""

@@ -18,15 +18,22 @@ import numpy as np
 
 from quantkit.support.errors import SourceError
 
-MAX_HEADER, MAX_TENSORS, MAX_KEYS = 128 * 2**20, 100_000, 10_000
+MAX_HEADER = 128 * 2**20
+MAX_TENSORS = 100_000
+MAX_KEYS = 10_000
 MAX_VALUES = 4_000_000
 """Elements of all arrays together; a tokenizer of 262,144 tokens with its merges has 1.3 million."""
-MAX_NAME, MAX_DIMS, MAX_NESTING = 512, 4, 2
+MAX_NAME = 512
+MAX_DIMS = 4
+MAX_NESTING = 2
 MAX_SIZE = 2**48
 _FORMS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8",
           12: "<f8"}
 _LENGTH = struct.Struct("<Q")
-_UINT32, _BOOL, _STRING, _ARRAY = 4, 7, 8, 9
+_UINT32 = 4
+_BOOL = 7
+_STRING = 8
+_ARRAY = 9
 _ALIGNMENT = "general.alignment"
 
 
@@ -91,8 +98,12 @@ class _Reader:
     """A position in the file, and where that is in words."""
 
     def __init__(self, name: str, data: mmap.mmap, size: int) -> None:
-        self.name, self.data, self.size = name, data, size
-        self.at, self.where, self.values = 0, "the header", 0
+        self.name = name
+        self.data = data
+        self.size = size
+        self.at = 0
+        self.where = "the header"
+        self.values = 0
 
     def bad(self, what: str) -> SourceError:
         return SourceError(f"{self.name} is malformed: {self.where}, offset {self.at}: {what}",
@@ -128,7 +139,10 @@ class _Reader:
 
     def strings(self, count: int) -> list[str]:
         """Texts one after another, as :meth:`string` reads each: a vocabulary has a hundred thousand."""
-        data, end, length, texts = self.data, min(self.size, MAX_HEADER), _LENGTH.unpack_from, []
+        data = self.data
+        end = min(self.size, MAX_HEADER)
+        length = _LENGTH.unpack_from
+        texts = []
         for _ in range(count):
             start = self.at + _LENGTH.size
             if start > end or (stop := start + length(data, self.at)[0]) > end:

@@ -32,7 +32,9 @@ class GGUFMetadata:
     """
 
     def __init__(self, metadata: Mapping[str, Any], where: str, architecture: str, known: Set[str]) -> None:
-        self.metadata, self.where, self.architecture = metadata, where, architecture
+        self.metadata = metadata
+        self.where = where
+        self.architecture = architecture
         prefix = f"{architecture}."
         mine = {key.removeprefix(prefix) for key in metadata if key.startswith(prefix)}
         if unknown := sorted(mine - known):

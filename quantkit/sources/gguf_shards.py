@@ -16,7 +16,9 @@ from typing import Any
 from quantkit.sources.gguf_header import GGUFHeader, GGUFTensor, open_gguf
 from quantkit.support.errors import SourceError
 
-COUNT, NUMBER, TENSORS = "split.count", "split.no", "split.tensors.count"
+COUNT = "split.count"
+NUMBER = "split.no"
+TENSORS = "split.tensors.count"
 MAX_SHARDS = 10_000
 _NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<suffix>\.gguf)", re.IGNORECASE)
 

@@ -16,14 +16,20 @@ from quantkit.sources.gguf_metadata import HF_FOLDER
 from quantkit.sources.gguf_pretokenizers import PRE_TOKENIZERS, PreTokenizer
 from quantkit.support.errors import SourceError
 
-MAX_TOKENS, MAX_TOKEN, MAX_TEXT = 1_000_000, 512, 2**24
+MAX_TOKENS = 1_000_000
+MAX_TOKEN = 512
+MAX_TEXT = 2**24
 """Tokens, characters of one and of all: they bound the time that finding SentencePiece's merges takes."""
 _SPACE = "▁"
 PHI3 = re.compile("phi-?3", re.IGNORECASE)
 """Name of a model whose special tokens take the white space behind them, as in its ``tokenizer.json``: GGUF
 doesn't say so, and llama.cpp goes by the name too."""
 UNSTRIPPED = ("<unk>", "<s>", "<|endoftext|>")
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
+_NORMAL = 1
+_UNKNOWN = 2
+_CONTROL = 3
+_USER_DEFINED = 4
+_BYTE = 6
 _MARK, _BRACKETED = re.compile(r"<[|｜].+[|｜]>"), re.compile(r"<.+>|\[.+\]")
 """How control tokens look: most of them, and all."""
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")

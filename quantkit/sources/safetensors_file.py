@@ -167,7 +167,9 @@ class SafetensorsFile:
             raise self._bad(f"{label} has a name that no tensor needs")
         if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
             raise self._bad(f"{label} needs exactly dtype, shape and data_offsets")
-        dtype, shape, span = entry["dtype"], entry["shape"], entry["data_offsets"]
+        dtype = entry["dtype"]
+        shape = entry["shape"]
+        span = entry["data_offsets"]
         if not isinstance(dtype, str) or dtype not in DTYPES:
             raise self._bad(f"{label} has dtype {str(dtype)[:40]!r}", f"known: {', '.join(DTYPES)}")
         if not _naturals(shape) or len(shape) > MAX_DIMS or math.prod(max(n, 1) for n in shape) > MAX_SIZE:

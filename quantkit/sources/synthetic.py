@@ -26,7 +26,9 @@ class SyntheticSource:
     same bytes. Of fewer ``layers``, the first ones."""
 
     def __init__(self, name: str, seed: int, uri: str, layers: int | None = None) -> None:
-        self.uri, self._seed, self._config = uri, seed, dict(CONFIGS[name])
+        self.uri = uri
+        self._seed = seed
+        self._config = dict(CONFIGS[name])
         if layers is not None:
             self._config["num_hidden_layers"] = layers
         self._infos = {n: TensorInfo(n, shape, torch.bfloat16) for n, shape in shapes(self._config).items()}

@@ -26,7 +26,9 @@ from quantkit.support import isolation
 from quantkit.support.errors import UsageError
 from quantkit.text.tokenizer import Tokenizer
 
-MAX_SCHEMA, MAX_DEPTH, MAX_VALUES = 128 * 2**10, 48, 20_000
+MAX_SCHEMA = 128 * 2**10
+MAX_DEPTH = 48
+MAX_VALUES = 20_000
 """Characters of a JSON schema, objects and lists within each other, and values in all."""
 MAX_REGEX, MAX_GRAMMAR = 8 * 2**10, 64 * 2**10
 """Characters."""
@@ -154,7 +156,9 @@ class Compiler:
         except ImportError:
             raise UsageError("structured output needs llguidance", why="it is not installed",
                              next="pip install llguidance") from None
-        self._library, self._tokenizer, self._format = llguidance, tokenizer, format
+        self._library = llguidance
+        self._tokenizer = tokenizer
+        self._format = format
         self._vocab_size = max(vocab_size, tokenizer.vocab_size)
         special = tokenizer.special_tokens
         # for llguidance, an added token in angle brackets is never part of a text, special or not
@@ -347,7 +351,9 @@ def check_structure(structure: Structure) -> None:
 
 def check_schema(schema: Any, what: str) -> None:
     """Raises UsageError: a schema is too large or too deep, or has options of the compiler in it."""
-    depth, values, level = 0, 0, [schema]
+    depth = 0
+    values = 0
+    level = [schema]
     while level:
         depth, values = depth + 1, values + len(level)
         if depth > MAX_DEPTH + 1 or values > MAX_VALUES:

@@ -23,7 +23,10 @@ class JsonScanner:
     """
 
     def __init__(self) -> None:
-        self.depth, self.done, self.key, self.string = 0, False, "", ""
+        self.depth = 0
+        self.done = False
+        self.key = ""
+        self.string = ""
         self.ended_value = False
         self._open = ""  # "{" and "[" of what is open
         self._expects = "object"

@@ -24,7 +24,9 @@ COMBINED = {"allOf", "anyOf", "oneOf", "not", "if", "$ref", "$dynamicRef", "patt
 FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid",
                      "uri", "unknown"})
 """Formats that llguidance knows."""
-_MAPS, _LISTS, _SINGLE = ("properties", "patternProperties"), ("allOf", "anyOf", "oneOf", "prefixItems"), (
+_MAPS = ("properties", "patternProperties")
+_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
+_SINGLE = (
     "items", "additionalProperties", "additionalItems")
 _TYPES = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
 _UNSUPPORTED = {"not": "", "if": "", "then": "", "else": "", "contains": "array", "minContains": "array",
@@ -35,7 +37,9 @@ _UNSUPPORTED = {"not": "", "if": "", "then": "", "else": "", "contains": "array"
 """Keywords that llguidance refuses, with the type of the values that they are about."""
 _COUNTS = {"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"}
 _ABOUT_KEYS = COMBINED | {"properties", "required", "minProperties", "propertyNames", "enum", "const"}
-_EXACT, _INT64, _LARGEST_NUMBER = 2**53, 2**63, 10**18
+_EXACT = 2**53
+_INT64 = 2**63
+_LARGEST_NUMBER = 10**18
 """llguidance computes bounds of integers as doubles and 64-bit integers, and those of numbers as doubles."""
 _NAME = re.compile(r"[A-Za-z_$][A-Za-z0-9_$-]*")
 _REGEX_TOKEN = re.compile(r"\\(?P<back>[1-9k])|\\(?P<edge>[bB])|\\.|\[\^?\]?(?:\\.|[^\]\\])*\]"
@@ -203,7 +207,9 @@ class _Widening:
     """Takes out of one schema, not of those within it, what llguidance can't keep."""
 
     def __init__(self, node: dict[str, Any], path: Path, faults: list[Fault]) -> None:
-        self._node, self._path, self._faults = node, path, faults
+        self._node = node
+        self._path = path
+        self._faults = faults
         kinds = node.get("type")
         self._kinds = frozenset(kind for kind in (kinds if isinstance(kinds, list) else [kinds])
                                 if isinstance(kind, str))

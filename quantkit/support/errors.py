@@ -11,7 +11,11 @@ from collections.abc import Iterable
 
 LISTED = 12
 """Names that a message lists at most."""
-DONE, FAILED, USAGE, RESUMABLE, INTERRUPTED = 0, 1, 2, 75, 130
+DONE = 0
+FAILED = 1
+USAGE = 2
+RESUMABLE = 75
+INTERRUPTED = 130
 
 
 class QuantkitError(Exception):
@@ -26,7 +30,9 @@ class QuantkitError(Exception):
     exit_code = FAILED
 
     def __init__(self, what: str, *, why: str | None = None, next: str | None = None) -> None:
-        self.what, self.why, self.next = what, why, next
+        self.what = what
+        self.why = why
+        self.next = next
         super().__init__("\n".join(filter(None, (what, why, next))))
 
 

@@ -193,7 +193,9 @@ def _take(key: tuple[str, int]) -> _Process:
 def _forget() -> None:
     """In a fork the processes are the parent's, and locks may be held by threads that don't exist."""
     global _slots, _lock, _idle
-    _slots, _lock, _idle = threading.BoundedSemaphore(MAX_PROCESSES), threading.Lock(), {}
+    _slots = threading.BoundedSemaphore(MAX_PROCESSES)
+    _lock = threading.Lock()
+    _idle = {}
 
 
 def _end_all() -> None:

@@ -17,7 +17,9 @@ from __future__ import annotations
 import re
 from math import comb
 
-LONGEST, NAME, DIGITS = 1000, 64, 10
+LONGEST = 1000
+NAME = 64
+DIGITS = 10
 """Characters of a pattern, of a layer's name, of a number in it."""
 WAYS = 1 << 20
 _TOKEN = re.compile(r"""
@@ -80,7 +82,9 @@ def _repeated(ways: Ways, quantifier: str, single: bool, number: bool) -> Ways:
         return _plus(ways, [1])
     if not single:
         raise ValueError("repeats so much that it may never be done with a name: a group is repeated")
-    least, comma, highest = "", ",", ""
+    least = ""
+    comma = ","
+    highest = ""
     if quantifier[0] == "{":
         least, comma, highest = quantifier.rstrip("?+").strip("{}").partition(",")
     choices = int(highest or NAME + int(least or 0)) - int(least or 0) + 1 if comma else 1

@@ -28,7 +28,10 @@ from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from quantkit.support.errors import QuantkitError, RecipeError, did_you_mean
 
-MAX_BYTES, MAX_NODES, MAX_ANCHORS, MAX_DEPTH = 256 * 1024, 20_000, 32, 32
+MAX_BYTES = 256 * 1024
+MAX_NODES = 20_000
+MAX_ANCHORS = 32
+MAX_DEPTH = 32
 SHOWN = 5
 
 M = TypeVar("M", bound=BaseModel)
@@ -45,7 +48,10 @@ class YamlDocument:
 
     def __init__(self, label: str, data: dict[str, Any], lines: dict[Loc, int],
                  error: type[QuantkitError]) -> None:
-        self.label, self.data, self._lines, self._error = label, data, lines, error
+        self.label = label
+        self.data = data
+        self._lines = lines
+        self._error = error
 
     def line(self, loc: Loc) -> int:
         """The line, from 1, of the deepest part of ``loc`` that the file holds."""

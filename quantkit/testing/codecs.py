@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
-from quantkit.kv.base import MAX_RESIDUAL, PAGE, KVCodec, KVCodecs, SideCodec
+from quantkit.kv.base import MAX_RESIDUAL, PAGE, KVCodec, KVCodecs, SideCodec, is_ours
 from quantkit.kv.checked import check_codecs
-from quantkit.kv.kernel_names import is_ours
 from quantkit.kv.spec import KVSpec
 from quantkit.support.errors import UsageError
 from quantkit.testing.contract import Contract, named_class

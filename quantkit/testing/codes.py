@@ -6,8 +6,7 @@ import torch
 
 from quantkit.formats import e4m3, trellis_code
 from quantkit.formats.base import Codes
-from quantkit.formats.level_values import level_table
-from quantkit.formats.nf4_table import codebook
+from quantkit.formats.level_values import codebook, level_table
 from quantkit.formats.spec import QuantSpec
 from quantkit.quantization.methods.random_codes import random_codes as random_codes_from
 

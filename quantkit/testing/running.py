@@ -11,9 +11,9 @@ import torch
 from quantkit.evaluation.feed import prefill
 from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
-from quantkit.kv.footprint import footprint
 from quantkit.kv.spec import KVSpec
-from quantkit.runtime.engine import PREFILL_CHUNK
+from quantkit.memory.kv import footprint
+from quantkit.memory.scratch import PREFILL_CHUNK
 from quantkit.runtime.loader import LoadedModel, load
 from quantkit.testing.contract import Contract
 from quantkit.testing.tiny import VOCAB, tiny_model

@@ -194,7 +194,9 @@ class Tokenizer:
         """The tokens that mean something beside their text. Those that ``tokenizer.json`` calls special, that
         end a text, that ``tokenizer_config.json`` names or that the chat template writes around messages
         begin and end turns; what else is written in the template marks parts of them."""
-        turns, answer, source = self._usual(False), self._usual(True), ""
+        turns = self._usual(False)
+        answer = self._usual(True)
+        source = ""
         with contextlib.suppress(SourceError):  # whoever chats is told
             source = self.template_text
         added = self._inner.get_added_tokens_decoder()

@@ -1,21 +1,33 @@
-"""Which engine loads what: each rule is broken once, and named with the layer."""
+"""Which engine loads what: each rule that ``docs/layouts.yaml`` doesn't break is broken here, once."""
 
 from __future__ import annotations
 
 import json
-import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from quantkit.checkpoint.engines import check_engine, check_layers
+from quantkit.checkpoint.engines import ENGINES, VERSIONS, check_engine, check_layers
 from quantkit.checkpoint.open import open_checkpoint
+from quantkit.checkpoint.quantization_config import config_words
+from quantkit.quantization.planning.plan import make_plan
 from quantkit.quantization.run import quantize
 from quantkit.runtime.verify import verify
+from quantkit.sources.open import open_source
 from quantkit.support.errors import CheckpointError, UsageError
 from quantkit.testing import tiny_model
+from tests.helpers.shapes import recipe
 
 CHANNEL = {"strategy": "channel"}
+TENSOR = {"bits": 8, "granularity": {"strategy": "tensor"}}
+NF4 = {"kind": "nf", "bits": 4, "granularity": {"strategy": "block", "size": 64}, "scale_dtype": "float32"}
+W8A8 = {"bits": 8, "granularity": CHANNEL, "activations": "token"}
+FP8 = W8A8 | {"kind": "fp"}
+NVFP4 = {"kind": "fp", "bits": 4, "granularity": {"strategy": "group", "size": 16}, "scale_dtype": "e4m3"}
+A = {"activations": "group"}
+FINE = "fine-grained-fp8"
+EMBEDDING = "model.embed_tokens"
 
 
 def spec(bits: int, size: int | None = 32, **more) -> dict:
@@ -23,111 +35,120 @@ def spec(bits: int, size: int | None = 32, **more) -> dict:
     return {"bits": bits, "granularity": granularity, **more}
 
 
-@pytest.fixture
-def said(tiny, tmp_path):
-    """``said(engine, device, spec, format, *rules before)`` → failed checks by name."""
-    count = iter(range(99))
+def zeros(bits: int, size: int | None = 32) -> dict:
+    return spec(bits, size, symmetric=False)
 
-    def call(engine, device, spec, form=None, *before) -> dict[str, str]:
-        method = "nf4" if spec.get("kind") == "nf" else "rtn"
-        rule = {"match": "*", "method": method, "spec": spec, **({"format": form} if form else {})}
-        out = tiny.write(tmp_path / f"out{next(count)}", {"match": "lm_head"}, *before, rule)
-        with open_checkpoint(out) as opened:
-            checks = check_engine(engine, opened, device)
+
+def squares(size: int) -> dict:
+    return {"kind": "fp", "bits": 8, "granularity": {"strategy": "tile", "size": size}}
+
+
+def rule(spec: dict | None, form: str | None = None, match: str = "*") -> dict:
+    """Of a recipe; without a spec layers are kept."""
+    if spec is None:
+        return {"match": match}
+    return {"match": match, "method": "nf4" if spec.get("kind") == "nf" else "rtn", "spec": spec,
+            **({"format": form} if form else {})}
+
+
+HEAD = {"match": "lm_head", "optional": True}
+MLX = rule(spec(4, symmetric=False, minimum=True), "mlx")
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory):
+    """``told(engine, device, *rules, family=…, status=…, …)`` → checks of that status by name, of a tiny
+    model with this config by these rules. Nothing is quantized. Queries have 64 rows, keys and values 32,
+    gate and up 128."""
+    sources = {}
+
+    def call(engine, device, *rules, family="llama", status="failed", without=(), **config) -> dict[str, str]:
+        key = json.dumps([family, config])
+        if key not in sources:
+            own_head = {"tie_word_embeddings": False} if family == "llama" else {}
+            sources[key] = open_source(str(tiny_model(tmp_path_factory.mktemp("model") / "tiny", family,
+                                                      **own_head | config)))
+        source = sources[key]
+        text = {"windows": 2, "window": 32}
+        rows = [row.recorded() for row in make_plan(recipe(*rules, calibration=text), source).rows]
+        words = {name: value for name, value in {**source.config(), **config_words(rows)}.items()
+                 if name not in without}
+        checks = check_layers(engine, words, rows, device)
         assert all(check.detail for check in checks)
-        return {check.name: check.detail for check in checks if check.status == "failed"}
+        return {check.name: check.detail for check in checks if check.status == status}
 
     return call
 
 
-NF4 = {"kind": "nf", "bits": 4, "granularity": {"strategy": "block", "size": 64}, "scale_dtype": "float32"}
+@pytest.mark.parametrize(("engine", "device", "rules", "name", "words"), [
+    ("vllm", "cuda", [rule(spec(4, 16))], "kernel on cuda", ": group size 16"),
+    ("vllm", "cuda", [rule(spec(3))], "kernel on cuda", "humming"),
+    ("vllm", "cuda", [rule(TENSOR)], "strategy", "one scale a tensor"),
+    ("vllm", "cuda", [rule(squares(48) | A)], "inputs", "in_features 64 is no multiple of the 48"),
+    ("vllm", "cuda", [rule(squares(64) | A)], "fused rows", "k_proj: out_features 32 is no multiple of 64"),
+    ("vllm", "cpu", [rule(squares(32) | A, FINE)], "kernel on cpu", "takes those of 128"),
+    ("vllm", "cpu", [rule(NVFP4)], "kernel on cpu", "for GPUs"),
+    ("vllm", "cpu", [rule(spec(8, None), "gptq")], "kernel on cpu", "4-bit weights only"),
+    ("sglang", "cuda", [rule(spec(4))], "kernel on cuda", "[64, 128] or [128, 64]"),
+    ("sglang", "cuda", [rule(zeros(4), "awq")], "kernel on cuda", "[64, 128]"),
+    ("sglang", "cuda", [rule(squares(48) | A, FINE)], "inputs", "in_features 64"),
+    ("sglang", "cuda", [rule(squares(64) | A, FINE)], "fused rows", "k_proj"),
+    ("transformers", "cpu", [rule(squares(48) | A)], "inputs", "in_features 64"),
+    ("transformers", "cpu", [rule(squares(48) | A, FINE)], "squares", "[64, 64] isn't whole squares of 48"),
+    ("transformers", "cpu", [rule(None, match="*.0.mlp.down_proj"), rule(spec(4), "gptq")], "kept layers",
+     "0.mlp.down_proj: is kept"),
+    ("mlx", "cpu", [rule(zeros(4, None), "awq")], "groups", "groups are 32, 64, 128"),
+    ("mlx", "cpu", [rule(spec(4))], "quant_method", "quantkit export DIR --to mlx OUT"),
+    ("vllm", "cuda", [rule(spec(8, None), match="*.1.self_attn.k_proj"), rule(spec(4))], "fused layers",
+     "layers.1.self_attn.k_proj: is int8 channel sym"),
+    ("vllm", "cuda", [rule(None, match="*.0.mlp.up_proj"), rule(spec(4), "gptq")], "fused layers",
+     "mlp.up_proj: is kept"),
+    ("sglang", "cuda", [rule(None, match="*.0.self_attn.q_proj"), rule(NF4)], "fused layers",
+     "q_proj is kept: fused"),
+    *((engine, "cuda", [rule(NF4, match="*.mlp.*"), rule(spec(4))], "quant_method", "not quantkit")
+      for engine in ENGINES)], ids=str)
+def test_checkpoints_that_an_engine_refuses(told, engine, device, rules, name, words):
+    assert words in told(engine, device, HEAD, *rules)[name]
 
 
-W8A8 = spec(8, None, activations="token")
-FP8 = W8A8 | {"kind": "fp"}
+@pytest.mark.parametrize(("engine", "device", "rules"), [
+    ("vllm", "cuda", [rule(None, match="*.0.mlp.down_proj"), rule(spec(4), "gptq")]),
+    ("vllm", "cpu", [rule(TENSOR | W8A8)]), ("vllm", "cuda", [rule(squares(32))]),
+    ("sglang", "cuda", [rule(None, match="*.0.self_attn.[qkv]_proj"), rule(NF4)]),
+    ("transformers", "cpu", [rule(squares(32))]), ("transformers", "cpu", [rule(squares(256) | A, FINE)]),
+    ("mlx", "cuda", [rule(spec(4), "mlx")]), ("mlx", "cpu", [rule(zeros(4), "awq")])], ids=str)
+def test_what_loads(told, engine, device, rules):
+    assert told(engine, device, HEAD, *rules) == {}
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize(("engine", "device", "what", "form"), [
-    ("vllm", "cuda", spec(4), None), ("vllm", "cuda", spec(8, None), None),
-    ("vllm", "cpu", spec(4, 64), None), ("vllm", "cpu", W8A8, None), ("vllm", "cpu", FP8, None),
-    ("vllm", "cuda", W8A8, None),
-    ("vllm", "cuda", FP8, None), ("sglang", "cuda", W8A8, None), ("sglang", "cuda", FP8, None),
-    ("transformers", "cpu", W8A8, None), ("transformers", "cpu", FP8, None),
-    ("vllm", "cpu", W8A8 | {"granularity": {"strategy": "tensor"}}, None),
-    ("vllm", "cuda", spec(4, symmetric=False), None), ("vllm", "cpu", spec(4, symmetric=False), None),
-    ("vllm", "cuda", spec(8, None), "gptq"), ("vllm", "cpu", spec(4), "gptq"),
-    ("vllm", "cuda", spec(4), "gptq-v2"),
-    ("vllm", "cuda", spec(4, symmetric=False), "awq"), ("sglang", "cuda", NF4, None),
-    ("transformers", "cpu", NF4, None), ("transformers", "cpu", spec(4), None),
-    ("transformers", "cpu", spec(8, None), "bnb-int8"), ("transformers", "cpu", spec(3), "gptq"),
-    ("transformers", "cuda", spec(4, symmetric=False), "awq"), ("transformers", "cpu", spec(2), "gptq-v2"),
-    ("sglang", "cuda", spec(4), "gptq")], ids=str)
-def test_what_loads(said, engine, device, what, form):
-    assert said(engine, device, what, form) == {}
+@pytest.mark.parametrize("inexact", [zeros(4), spec(7), spec(8, None), W8A8, FP8], ids=str)
+def test_no_export_to_mlx_is_offered_that_would_round(told, inexact):
+    assert told("mlx", "cpu", HEAD, rule(inexact))["quant_method"].endswith("not compressed-tensors")
 
 
-@pytest.mark.parametrize("other", [
-    spec(8, symmetric=False), spec(8, None), spec(4, 64, symmetric=False), W8A8], ids=str)
-def test_no_option_loads_zero_points_among_several_schemes(said, other):
-    rule = {"match": "*.down_proj", "method": "rtn", "spec": other}
-    found = said("transformers", "cpu", spec(4, symmetric=False), None, rule)["zero points"]
-    assert "no option loads these" in found and "with symmetric: true" in found
-    assert "CompressedTensors" not in found
+@pytest.mark.parametrize("other", [zeros(8), spec(8, None), zeros(4, 64), W8A8], ids=str)
+def test_no_option_loads_zero_points_among_several_schemes(told, other):
+    words = told("transformers", "cpu", HEAD, rule(other, match="*.down_proj"), rule(zeros(4)))["zero points"]
+    assert "no option loads these" in words and "with symmetric: true" in words
+    assert "CompressedTensors" not in words
 
 
-def test_zero_points_beside_kept_layers_are_of_one_scheme(said):
-    found = said("transformers", "cpu", spec(4, symmetric=False), None, {"match": "*.down_proj"})
-    assert "CompressedTensorsConfig(dequantize=True)" in found["zero points"]
+def test_zero_points_beside_kept_layers_are_of_one_scheme(told):
+    words = told("transformers", "cpu", HEAD, rule(None, match="*.down_proj"), rule(zeros(4)))["zero points"]
+    assert "CompressedTensorsConfig(dequantize=True)" in words
 
 
 @pytest.mark.parametrize(("device", "what", "noted"), [
     ("cpu", W8A8, True), ("cuda", W8A8, False), ("cpu", FP8, False), ("cpu", spec(4, 64), False)], ids=str)
-def test_w8a8_on_a_cpu_runs_in_bfloat16(tiny, tmp_path, device, what, noted):
-    out = tiny.write(tmp_path / "out", {"match": "lm_head"}, {"match": "*", "method": "rtn", "spec": what})
-    with open_checkpoint(out) as opened:
-        notes = {check.name: check.detail for check in check_engine("vllm", opened, device)
-                 if check.status == "note"}
+def test_w8a8_on_a_cpu_runs_in_bfloat16(told, device, what, noted):
+    notes = told("vllm", device, HEAD, rule(what), status="note")
     assert ("--dtype bfloat16" in notes.get("dtype", "")) is noted
 
 
-@pytest.mark.parametrize(("engine", "device", "what", "form", "name", "words"), [
-    ("vllm", "cpu", spec(8, None), None, "kernel on cpu", "4-bit weights only"),
-    ("vllm", "cpu", FP8 | {"activations": None}, None, "kernel on cpu", "without fp8 activations"),
-    ("sglang", "cpu", W8A8, None, "kernel on cpu", "GPUs"),
-    ("vllm", "cpu", spec(8, None), "gptq", "kernel on cpu", "4-bit weights only"),
-    ("vllm", "cuda", spec(3), None, "kernel on cuda", "humming"),
-    ("vllm", "cuda", spec(8, None, symmetric=False), None, "kernel on cuda", "8 bits symmetric"),
-    ("vllm", "cuda", spec(4, 16), None, "kernel on cuda", "group size 16"),
-    ("vllm", "cuda", spec(4, symmetric=False), "gptq", "GPTQ's bits", "symmetric"),
-    ("vllm", "cuda", spec(3), "gptq", "GPTQ's bits", "4 or 8 bits"),
-    ("vllm", "cuda", {"bits": 8, "granularity": {"strategy": "tensor"}}, None, "strategy", "a tensor"),
-    ("vllm", "cuda", NF4, None, "quant_method", "plugin"),
-    ("vllm", "cuda", spec(8, None), "bnb-int8", "quant_method", "plugin"),
-    ("sglang", "cpu", spec(4), None, "kernel on cpu", "for GPUs"),
-    ("sglang", "cuda", spec(4), None, "kernel on cuda", "[64, 128] or [128, 64]"),
-    ("sglang", "cuda", spec(4, symmetric=False), "awq", "kernel on cuda", "[64, 128]"),
-    ("sglang", "cuda", spec(3), "gptq", "GPTQ's bits", "float16 activations"),
-    ("transformers", "cpu", spec(4, symmetric=False), None, "zero points", "dequantize=True")], ids=str)
-def test_checkpoints_that_an_engine_refuses(said, engine, device, what, form, name, words):
-    found = said(engine, device, what, form)
-    assert words in found[name]
-    if name != "quant_method":
-        assert "layers" in found[name] or "kernels" in found[name]
-
-
-MLX = spec(4, symmetric=False, minimum=True)
-
-
-def test_mlx_lm_reads_its_own_layout_and_awq(said):
-    assert said("mlx", "cpu", MLX, "mlx") == {} == said("mlx", "cuda", spec(4), "mlx")
-    assert said("mlx", "cpu", spec(4, symmetric=False), "awq") == {}
-    assert "groups are 32, 64, 128" in said("mlx", "cpu", spec(4, None, symmetric=False), "awq")["groups"]
-    assert said("mlx", "cpu", spec(4))["quant_method"].endswith("quantkit export DIR --to mlx OUT")
-    for inexact in (spec(4, symmetric=False), spec(7), spec(8, None), W8A8, FP8):
-        assert said("mlx", "cpu", inexact)["quant_method"].endswith("not compressed-tensors")
-    for engine in ("vllm", "sglang", "transformers"):
-        assert "not mlx" in said(engine, "cuda", MLX, "mlx")["quant_method"]
+def test_sglang_runs_other_gptq_in_float16_and_awq_on_cpus_with_amx(told):
+    notes = told("sglang", "cuda", HEAD, rule(spec(3), "gptq"), status="note", dtype="float16")
+    assert "float16 activations" in notes["GPTQ's bits"]
+    assert "AMX" in told("sglang", "cpu", HEAD, rule(zeros(4), "awq"), status="note")["kernel on cpu"]
 
 
 @pytest.mark.parametrize(("family", "change", "name", "words"), [
@@ -151,160 +172,116 @@ def test_mlx_lm_reads_its_own_layout_and_awq(said):
     ("qwen3", {"head_dim": None}, "family", "lacks head_dim"),
     ("gemma3_text", {"sliding_window_pattern": None, "layer_types": ["full_attention"] * 2}, "windows",
      "but every 6th")], ids=str)
-def test_what_mlx_lm_reads_otherwise(tmp_path, family, change, name, words):
-    given = {key: False if value is ... and key.startswith("tie") else value for key, value in change.items()
-             if value is not ... or key.startswith("tie")}
-    source = tiny_model(tmp_path / "model", family, **given)
-    rule = {"match": "*", "method": "rtn", "format": "mlx", "spec": MLX}
-    (tmp_path / "r.yaml").write_text("rules: " + json.dumps([{"match": "lm_head", "optional": True}, rule]))
-    with open_checkpoint(quantize(str(source), str(tmp_path / "r.yaml"), tmp_path / "out").out) as opened:
-        config = {key: value for key, value in opened.config().items() if change.get(key) is not ...}
-        failed = {check.name: check.detail for check in check_layers("mlx", config, opened.layers)
-                  if check.status == "failed"}
-    assert words in failed[name]
+def test_what_mlx_lm_reads_otherwise(told, family, change, name, words):
+    without = [key for key, value in change.items() if value is ...]
+    given = {key: False if value is ... else value for key, value in change.items()}
+    assert words in told("mlx", "cuda", HEAD, MLX, family=family, without=without, **given)[name]
 
 
-def test_mlx_lm_puts_experts_of_mixtral_together_where_they_share_a_scheme(tmp_path):
-    source = tiny_model(tmp_path / "model", "mixtral")
-    rule = {"match": "*", "method": "rtn", "format": "mlx", "spec": MLX}
-    for number, before in enumerate(([], [{"match": "*.1.*.experts.2.w2"}])):
-        (tmp_path / "r.yaml").write_text("rules: " + json.dumps([*before, rule]))
-        out = quantize(str(source), str(tmp_path / "r.yaml"), tmp_path / f"out{number}").out
-        with open_checkpoint(out) as opened:
-            (check,) = [check for check in check_engine("mlx", opened) if check.name == "experts"]
-        assert check.status == ("failed" if before else "ok")
-    assert "layers.1.block_sparse_moe.experts.*.w2: experts of a projection share a scheme" in check.detail
+def test_mlx_lm_notes_windows_that_it_ignores(told):
+    notes = told("mlx", "cuda", MLX, family="mistral", status="note", sliding_window=100)
+    assert "more than 100 tokens" in notes["windows"]
 
 
-def test_mlx_lm_notes_windows_that_it_ignores(tmp_path):
-    source = tiny_model(tmp_path / "model", "mistral", sliding_window=100)
-    rule = {"match": "*", "method": "rtn", "format": "mlx", "spec": MLX}
-    (tmp_path / "r.yaml").write_text("rules: " + json.dumps([rule]))
-    with open_checkpoint(quantize(str(source), str(tmp_path / "r.yaml"), tmp_path / "out").out) as opened:
-        (check,) = [check for check in check_engine("mlx", opened) if check.name == "windows"]
-    assert check.status == "note" and "more than 100 tokens" in check.detail
+def test_experts_of_a_layer_share_a_scheme(told):
+    def failed(engine, *rules, family="qwen3_moe"):
+        return told(engine, "cuda", HEAD, *rules, family=family)
 
-
-def test_fused_layers_share_a_scheme(said):
-    other = {"match": "*.1.self_attn.k_proj", "method": "rtn", "spec": spec(8, None)}
-    found = said("vllm", "cuda", spec(4), None, other)
-    assert "layers.1.self_attn.k_proj: is int8 channel sym" in found["fused layers"]
-    kept = {"match": "*.0.mlp.up_proj"}
-    assert "mlp.up_proj: is kept" in said("vllm", "cuda", spec(4), "gptq", kept)["fused layers"]
-    assert said("vllm", "cuda", spec(4), "gptq", {"match": "*.0.mlp.down_proj"}) == {}
-
-
-def test_sglang_fuses_in_bitsandbytes_too(said):
-    kept = {"match": "*.0.self_attn.q_proj"}
-    assert "q_proj is kept: fused" in said("sglang", "cuda", NF4, None, kept)["fused layers"]
-    assert said("sglang", "cuda", NF4, None, {"match": "*.0.self_attn.[qkv]_proj"}) == {}
-
-
-@pytest.fixture(scope="module")
-def mixture(tmp_path_factory):
-    return tiny_model(tmp_path_factory.mktemp("mixture") / "model", "qwen3_moe")
-
-
-def test_experts_of_a_layer_share_a_scheme(mixture, tmp_path):
-    def failed(engine, *rules):
-        recipe = tmp_path / f"{engine}.yaml"
-        recipe.write_text("rules: " + json.dumps([{"match": "lm_head", "optional": True}, *rules]))
-        out = quantize(str(mixture), str(recipe), tmp_path / f"out-{recipe.stem}").out
-        with open_checkpoint(out) as opened:
-            found = check_engine(engine, opened)
-        shutil.rmtree(out)
-        return {check.name: check.detail for check in found if check.status == "failed"}
-
-    rest = {"match": "*", "method": "rtn", "spec": spec(8, None)}
-    one = {"match": "*.experts.1.*", "method": "rtn", "spec": spec(4)}
-    found = failed("vllm", one, rest)["fused layers"]
-    assert "experts.1." in found and "is int4" in found and "experts.0." in found
-    assert "fused layers" in failed("sglang", {"match": "*.experts.*.down_proj"}, rest)
-    assert "fused layers" not in failed("vllm", {"match": "*.1.mlp.experts.*"}, rest)
-    mlx = {"match": "*", "method": "rtn", "format": "mlx", "spec": MLX}
-    assert "only plain experts" in failed("mlx", mlx)["experts"]
-    assert failed("mlx", {"match": "*.experts.*"}, mlx) == {}
-    nf4 = {"match": "*", "method": "nf4", "spec": NF4}
-    assert "is an expert by bnb-nf4" in failed("transformers", nf4)["experts"]
-    assert failed("transformers", {"match": "*.experts.*"}, nf4) == {}
+    rest = rule(spec(8, None))
+    words = failed("vllm", rule(spec(4), match="*.experts.1.*"), rest)["fused layers"]
+    assert "experts.1." in words and "is int4" in words and "experts.0." in words
+    assert "fused layers" in failed("sglang", rule(None, match="*.experts.*.down_proj"), rest)
+    assert "fused layers" not in failed("vllm", rule(None, match="*.1.mlp.experts.*"), rest)
+    assert "only plain experts" in failed("mlx", MLX)["experts"]
+    assert failed("mlx", rule(None, match="*.experts.*"), MLX) == {}
+    assert "is an expert by bnb-nf4" in failed("transformers", rule(NF4))["experts"]
+    assert failed("transformers", rule(None, match="*.experts.*"), rule(NF4)) == {}
+    assert "experts" not in failed("mlx", MLX, family="mixtral")
+    words = failed("mlx", rule(None, match="*.1.*.experts.2.w2"), MLX, family="mixtral")["experts"]
+    assert "layers.1.block_sparse_moe.experts.*.w2: experts of a projection share a scheme" in words
 
 
 @pytest.mark.parametrize("form", ["gptq", "awq"])
-def test_a_quantized_head_of_transformers(tiny, tmp_path, form):
-    rule = {"match": "*", "method": "rtn", "format": form, "spec": spec(4, symmetric=form == "gptq")}
-    with open_checkpoint(tiny.write(tmp_path / "out", rule)) as opened:
-        failed = [check for check in check_engine("transformers", opened) if check.status == "failed"]
-        assert opened.config()["quantization_config"]["lm_head"] is True
-    assert [check.name for check in failed] == ["head"] and "random weights" in failed[0].detail
+def test_a_quantized_head_of_transformers(told, form):
+    what = spec(4) if form == "gptq" else zeros(4)
+    failed = told("transformers", "cuda", rule(what, form), vocab_size=320)
+    assert list(failed) == ["head"] and "random weights" in failed["head"]
 
 
-def test_bytes_whose_inputs_are_not_rounded(tiny, tmp_path):
-    """As others write W8A16 now and then; here it is read as pack-quantized, which engines can't do."""
-    out = tiny.write(tmp_path / "out", {"match": "lm_head"}, {"match": "*", "method": "rtn", "spec": W8A8})
-    (out / "quantkit.json").unlink()
-    config = json.loads((out / "config.json").read_text())
-    config["quantization_config"]["config_groups"]["group_0"]["input_activations"] = None
-    (out / "config.json").write_text(json.dumps(config))
-    with open_checkpoint(out) as opened:
-        for engine in ("vllm", "sglang"):
-            (check,) = [one for one in check_engine(engine, opened) if "no kernel" in one.detail]
-            assert check.status == "failed" and check.name == "layout" and "group_0" in check.detail
-        assert all(one.status != "failed" for one in check_engine("transformers", opened))
+def test_a_head_in_squares(told):
+    words = told("sglang", "cuda", rule(squares(32) | A))["kernel for floats"]
+    assert words.startswith("lm_head") and "strategy channel" in words
 
 
-def test_gptq_in_float16_of_sglang(make_tiny, tmp_path):
-    out = make_tiny(dtype=torch.float16).write(
-        tmp_path / "out", {"match": "lm_head"},
-        {"match": "*", "method": "rtn", "format": "gptq", "spec": spec(3)})
-    with open_checkpoint(out) as opened:
-        (check,) = [one for one in check_engine("sglang", opened) if one.name == "GPTQ's bits"]
-    assert check.status == "note" and "float16 activations" in check.detail
+@pytest.mark.parametrize(("engine", "device", "what", "words"), [
+    ("vllm", "cuda", spec(8, None), None), ("vllm", "cuda", spec(4), None), ("vllm", "cuda", spec(2), None),
+    ("vllm", "cpu", spec(4), "is for GPUs"), ("vllm", "cuda", spec(3), "2, 4 or 8 bits"),
+    ("vllm", "cuda", zeros(4), "symmetric integers"), ("vllm", "cuda", TENSOR, "tensor"),
+    ("vllm", "cuda", {"kind": "fp", "bits": 8, "granularity": CHANNEL}, "by float-quantized"),
+    ("sglang", "cuda", spec(4), "takes plain ones only"),
+    ("transformers", "cpu", spec(4), "only with quantization_config=CompressedTensorsConfig(dequantize"),
+    ("transformers", "cpu", spec(8, None), "only where all layers are of one scheme")], ids=str)
+def test_a_quantized_embedding(told, engine, device, what, words):
+    failed = told(engine, device, HEAD, rule(what, match=EMBEDDING), rule(spec(4)))
+    if words is None:
+        assert failed == {}
+    else:
+        assert failed["embedding"].startswith(EMBEDDING) and words in failed["embedding"]
 
 
-def test_awq_on_a_cpu_of_sglang(tiny, tmp_path):
-    out = tiny.write(tmp_path / "out", {"match": "lm_head"},
-                     {"match": "*", "method": "rtn", "format": "awq", "spec": spec(4, symmetric=False)})
-    with open_checkpoint(out) as opened:
-        (check,) = [one for one in check_engine("sglang", opened, "cpu") if "kernel" in one.name]
-    assert (check.name, check.status) == ("kernel on cpu", "note") and "AMX" in check.detail
-
-
-def test_optimum_expects_whole_blocks(said):
-    found = said("transformers", "cpu", spec(4), "gptq", {"match": "*.0.mlp.down_proj"})
-    assert "0.mlp.down_proj" in found["kept layers"] and "random" in found["kept layers"]
-
-
-def test_a_mix_that_no_standard_says(said):
-    nf = {"match": "*.mlp.*", "method": "nf4", "spec": NF4}
+def test_an_embedding_that_is_the_head(told):
+    for engine, words in (("vllm", "is the head too"), ("transformers", "dequantize=True")):
+        failed = told(engine, "cuda", rule(spec(4), match=EMBEDDING), rule(spec(4)), tie_word_embeddings=True)
+        assert list(failed) == ["embedding"] and words in failed["embedding"]
     for engine in ("vllm", "sglang", "transformers"):
-        assert "not quantkit" in said(engine, "cuda", spec(4), None, nf)["quant_method"]
+        failed = told(engine, "cuda", rule(spec(8, None), match=EMBEDDING), rule(spec(4)),
+                      tie_word_embeddings=True)
+        assert "not quantkit" in failed["quant_method"]
 
 
-def test_another_tools_checkpoint_and_order(tiny, tmp_path):
-    out = tiny.write(tmp_path / "out", {"match": "lm_head"},
-                     {"match": "*", "method": "rtn", "spec": spec(4), "format": "gptq"})
-    (out / "quantkit.json").unlink()
-    config = json.loads((out / "config.json").read_text())
-    config["quantization_config"]["desc_act"] = True
-    (out / "config.json").write_text(json.dumps(config))
-    with open_checkpoint(out) as opened:
-        failed = [check for check in check_engine("vllm", opened) if check.status == "failed"]
-    assert [check.name for check in failed] == ["desc_act"]
-
+# -- of checkpoints as they lie there
 
 def test_usage(tiny, tmp_path):
+    assert VERSIONS.keys() == ENGINES.keys()
     out = tiny.write(tmp_path / "out", {"match": "*"})
     with open_checkpoint(out) as opened:
-        assert [c.status for c in check_engine("vllm", opened)] == ["ok"]
+        assert [check.status for check in check_engine("vllm", opened)] == ["ok"]
         with pytest.raises(UsageError, match="no engine is called 'vlm'"):
             check_engine("vlm", opened)
         with pytest.raises(UsageError, match="no device is called 'tpu'"):
             check_engine("vllm", opened, "tpu")
 
 
+def change_config(folder, change) -> None:
+    """Another tool's checkpoint: no manifest, and another ``quantization_config``."""
+    (folder / "quantkit.json").unlink()
+    config = json.loads((folder / "config.json").read_text())
+    change(config["quantization_config"])
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def test_bytes_whose_inputs_are_not_rounded(tiny, tmp_path):
+    """As others write W8A16 now and then; here it is read as pack-quantized, which engines can't do."""
+    out = tiny.write(tmp_path / "out", {"match": "lm_head"}, rule(W8A8))
+    change_config(out, lambda words: words["config_groups"]["group_0"].update(input_activations=None))
+    with open_checkpoint(out) as opened:
+        for engine in ("vllm", "sglang"):
+            (check,) = [check for check in check_engine(engine, opened) if "no kernel" in check.detail]
+            assert check.status == "failed" and check.name == "layout" and "group_0" in check.detail
+        assert all(check.status != "failed" for check in check_engine("transformers", opened))
+
+
+def test_another_tools_order(tiny, tmp_path):
+    out = tiny.write(tmp_path / "out", {"match": "lm_head"}, rule(spec(4), "gptq"))
+    change_config(out, lambda words: words.update(desc_act=True))
+    with open_checkpoint(out) as opened:
+        failed = [check for check in check_engine("vllm", opened) if check.status == "failed"]
+    assert [check.name for check in failed] == ["desc_act"]
+
+
 @pytest.mark.parametrize("value", ["aaaa", [1], {"bits": 4}, {"quant_method": ["gptq"]}])
 def test_a_quantization_config_that_is_no_table(tiny, tmp_path, value):
-    out = tiny.write(tmp_path / "out", {"match": "lm_head"}, {"match": "*", "method": "rtn", "spec": spec(4)})
+    out = tiny.write(tmp_path / "out", {"match": "lm_head"}, rule(spec(4)))
     config = json.loads((out / "config.json").read_text())
     size = (out / "config.json").stat().st_size
     text = json.dumps(config | {"quantization_config": value})
@@ -314,41 +291,26 @@ def test_a_quantization_config_that_is_no_table(tiny, tmp_path, value):
     assert [check.name for check in verify(out).failed] == ["config.json"]
 
 
-TABLE = {"match": "model.embed_tokens", "method": "rtn"}
+@pytest.mark.parametrize("suffix", ["weight_global_scale", "input_global_scale"])
+def test_fused_layers_must_share_global_scales(tmp_path, suffix):
+    model = tiny_model(tmp_path / "model", tie_word_embeddings=False)
+    (tmp_path / "r.yaml").write_text(json.dumps({"calibration": {"windows": 2, "window": 32},
+                                                 "rules": [HEAD, rule(NVFP4 | A)]}))
+    folder = quantize(str(model), str(tmp_path / "r.yaml"), tmp_path / "out").out
+    (folder / "quantkit.json").unlink()
+    stored = load_file(folder / "model.safetensors")
+    stored[f"model.layers.1.self_attn.k_proj.{suffix}"] *= 2
+    stored[f"model.layers.0.mlp.down_proj.{suffix}"] *= torch.tensor(3.0)
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    with open_checkpoint(folder) as opened:
+        for engine in ("vllm", "sglang"):
+            (fault,) = [check.detail for check in check_engine(engine, opened) if check.status == "failed"]
+            assert "layers.1.self_attn.k_proj: has global scales" in fault and "more)" not in fault
+        assert all(check.status != "failed" for check in check_engine("transformers", opened))
 
 
-@pytest.mark.parametrize(("engine", "device", "what", "words"), [
-    ("vllm", "cuda", spec(8, None), None), ("vllm", "cuda", spec(4), None), ("vllm", "cuda", spec(2), None),
-    ("vllm", "cpu", spec(4), "is for GPUs"), ("vllm", "cuda", spec(3), "2, 4 or 8 bits"),
-    ("vllm", "cuda", spec(4, symmetric=False), "symmetric integers"),
-    ("vllm", "cuda", {"bits": 8, "granularity": {"strategy": "tensor"}}, "tensor"),
-    ("vllm", "cuda", {"kind": "fp", "bits": 8, "granularity": CHANNEL}, "by float-quantized"),
-    ("sglang", "cuda", spec(4), "takes plain ones only"),
-    ("transformers", "cpu", spec(4), "only with quantization_config=CompressedTensorsConfig(dequantize"),
-    ("transformers", "cpu", spec(8, None), "only where all layers are of one scheme")], ids=str)
-def test_a_quantized_embedding(said, engine, device, what, words):
-    found = said(engine, device, spec(4), None, {**TABLE, "spec": what})
-    if words is None:
-        assert found == {}
-    else:
-        assert found["embedding"].startswith("model.embed_tokens") and words in found["embedding"]
-
-
-@pytest.mark.parametrize(("engine", "words"),
-                         [("vllm", "is the head too"), ("transformers", "dequantize=True")])
-def test_an_embedding_that_is_the_head(make_tiny, tmp_path, engine, words):
-    out = make_tiny(tied=True).write(tmp_path / "out", {**TABLE, "spec": spec(4)},
-                                     {"match": "*", "method": "rtn", "spec": spec(4)})
-    with open_checkpoint(out) as opened:
-        failed = {check.name: check.detail for check in check_engine(engine, opened)
-                  if check.status == "failed"}
-    assert list(failed) == ["embedding"] and words in failed["embedding"]
-
-
-def test_an_embedding_that_no_standard_says(make_tiny, tmp_path):
-    out = make_tiny(tied=True).write(tmp_path / "out", {**TABLE, "spec": spec(8, None)},
-                                     {"match": "*", "method": "rtn", "spec": spec(4)})
-    with open_checkpoint(out) as opened:
-        for engine in ("vllm", "sglang", "transformers"):
-            (check,) = check_engine(engine, opened)
-            assert check.status == "failed" and "not quantkit" in check.detail
+def test_the_card_says_how_to_load(tmp_path):
+    model = tiny_model(tmp_path / "model", tie_word_embeddings=False)
+    (tmp_path / "r.yaml").write_text(json.dumps({"rules": [HEAD, rule(squares(32) | A, FINE)]}))
+    text = (quantize(str(model), str(tmp_path / "r.yaml"), tmp_path / "out").out / "README.md").read_text()
+    assert "vllm serve" in text and "pip install transformers accelerate" in text

@@ -16,9 +16,9 @@ from quantkit.ops import cpu_linear, cpu_machine
 from quantkit.quantization.run import quantize
 from quantkit.runtime.loader import load
 from quantkit_kernels import tuned
-from quantkit_kernels.aot import AotRow
 from quantkit_kernels.cpu.isa import ALL
 from quantkit_kernels.cpu.kv_codecs import CODECS
+from quantkit_kernels.tools.aot import AotRow
 
 QUICK = ("--prefill", 40, "--max-tokens", 4, "--repeats", 2, "-q")
 
@@ -178,7 +178,7 @@ def test_without_kernels_the_next_command_is_given(cli, tiny, monkeypatch):
 @pytest.fixture
 def compiled(monkeypatch):
     """``compiled(*rows)``: what compiling all GPU kernels is taken to give."""
-    from quantkit_kernels import aot
+    from quantkit_kernels.tools import aot
 
     def put(*rows):
         def compile_all(report):
@@ -214,7 +214,7 @@ def test_without_triton_it_says_what_is_missing(cli, monkeypatch, arguments):
 def test_tuning_needs_a_gpu_and_passes_everything_on(cli, monkeypatch, tmp_path):
     import torch
 
-    from quantkit_kernels import tune
+    from quantkit_kernels.tools import tune
 
     if not torch.cuda.is_available():
         result = cli("bench", "tune")

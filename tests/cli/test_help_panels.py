@@ -2,7 +2,7 @@
 
 import pytest
 
-from quantkit.cli.panels import PANELS
+from quantkit.cli.main import PANELS
 from tests.helpers.options import OPTIONS, long_name
 
 MANY = 16

@@ -13,7 +13,7 @@ import pytest
 
 from quantkit import __version__
 from quantkit.cli import main as module
-from quantkit.cli.again import typed
+from quantkit.cli.options import command_line_again
 from quantkit.plugins.manager import PluginInfo, registry
 from quantkit.support.errors import PluginError, QuantkitError, RecipeError, Stopped
 
@@ -126,7 +126,7 @@ def test_a_plugin_that_ends_the_process_is_named(command_that, monkeypatch):
 
 
 def test_the_command_can_be_said_again_with_debug(command_that):
-    result = command_that(lambda: click.echo(typed()), "probe", "--debug")
+    result = command_that(lambda: click.echo(command_line_again()), "probe", "--debug")
     assert (result.exit_code, result.stdout) == (0, "quantkit probe\n")
 
 

@@ -8,7 +8,7 @@ from collections import defaultdict
 import click
 import pytest
 
-from quantkit.cli.tokens import TokenCount, TokenCounts
+from quantkit.cli.options import TokenCount, TokenCounts
 from tests.helpers.options import OPTIONS, long_name
 
 MEANINGS = {

@@ -88,12 +88,6 @@ def test_what_is_named_is_all_there_is_to_choose_from(cli_json):
     assert dropping["expected_kl"] is None and dropping["kv_bytes"] < plan["chosen"]["kv_bytes"] / 4
 
 
-def test_nothing_is_dropped_unless_it_is_asked_for(cli_json):
-    plan = cli_json(*BIG, "--memory", "16GB", *RATES)
-    settings = {one["kv"] for one in plan["combinations"]}
-    assert not [kv for kv in settings if "(" in kv and not kv.startswith("rotation")]
-
-
 def test_a_policy_says_for_which_prompt(cli):
     result = cli(*BIG, "--memory", "16GB", "--recipe", "int4", "--kv", "snapkv(0.5)", "--prompt-tokens", 6000,
                  *RATES)

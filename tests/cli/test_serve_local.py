@@ -18,7 +18,7 @@ import openai
 import pytest
 
 from quantkit.cli.main import main
-from quantkit.cli.serve_local import _called, _keys, _names, _template
+from quantkit.cli.serve.command import _called, _keys, _names, _template
 from quantkit.runtime.generate import generate
 from quantkit.runtime.loader import load
 from quantkit.runtime.sampler import Sampling
@@ -240,7 +240,7 @@ def test_where_the_key_comes_from(monkeypatch, tmp_path):
 
 
 def test_its_help_imports_no_server():
-    done = subprocess.run([sys.executable, "-c", "import quantkit.cli.serve_local, sys; print([m for m in ("
+    done = subprocess.run([sys.executable, "-c", "import quantkit.cli.serve.command, sys; print([m for m in ("
                            "'torch', 'fastapi', 'uvicorn') if m in sys.modules])"],
                           capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "[]" and "serve-local" in main.list_commands(None)

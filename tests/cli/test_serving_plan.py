@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quantkit.capacity import serving
 from quantkit.checkpoint.open import open_model
-from quantkit.cli.serving_plan import MemoryPlan
+from quantkit.cli.serve.memory import MemoryForecast
+from quantkit.memory import machine
 from quantkit.support.errors import QuantkitError
 
 
@@ -18,8 +18,8 @@ def said(tiny, checkpoint, capsys, monkeypatch):
 
     def plan(available, *folders, **options):
         folders, left = folders or (tiny,), iter([available])  # asked for once, before any is loaded
-        monkeypatch.setattr(serving, "available_memory", lambda: next(left))
-        made = MemoryPlan(len(folders), **options)
+        monkeypatch.setattr(machine, "available_memory", lambda: next(left))
+        made = MemoryForecast(len(folders), **options)
         for folder in folders:
             source = open_model(str(folder))
             try:
@@ -90,7 +90,7 @@ def test_weights_that_do_not_fit_are_refused(said, tiny, checkpoint):
 
 
 def test_the_command_refuses_before_it_loads(cli, tiny, monkeypatch):
-    monkeypatch.setattr(serving, "available_memory", lambda: 10_000)
+    monkeypatch.setattr(machine, "available_memory", lambda: 10_000)
     monkeypatch.setattr("quantkit.runtime.loader.build_model", lambda *_: pytest.fail("it was loaded"))
     result = cli("serve-local", tiny, "--port", "0")
     assert result.exit_code == 1 and "don't fit into the memory" in result.stderr

@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from quantkit.cli.imports import collector_paused, import_large
-from quantkit.cli.serving_start import ServingStart
+from quantkit.cli.loading import collector_paused, import_large
+from quantkit.cli.serve.models import ServingStart
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.loader import load
 from quantkit.support.errors import SourceError
@@ -108,7 +108,7 @@ def test_an_error_while_a_model_loads_ends_the_command(cli, tiny, monkeypatch, e
         assert not gc.isenabled()
         raise error
 
-    monkeypatch.setattr("quantkit.cli.serving_start.ServingStart", Watched)
+    monkeypatch.setattr("quantkit.cli.serve.models.ServingStart", Watched)
     monkeypatch.setattr("quantkit.runtime.loader.build_model", broken)
     result = cli("serve-local", tiny, "--port", "0")
     assert result.exit_code == code and ("the weights are broken" in result.stderr or code == 130)

@@ -6,7 +6,7 @@ import click
 import pytest
 
 from quantkit.cli.main import main
-from quantkit.cli.tokens import TokenCount, TokenCounts
+from quantkit.cli.options import TokenCount, TokenCounts
 from quantkit.testing import tiny_model
 
 # every option whose help counts tokens

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from quantkit.cli.gate_output import gate_text
+from quantkit.cli.eval import gate_text
 from quantkit.evaluation.gate import check_gate, require_planned
 from quantkit.evaluation.gate_syntax import parse_gate
 from quantkit.evaluation.metrics import Interval

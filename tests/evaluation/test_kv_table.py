@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from quantkit.kv.footprint import footprint
 from quantkit.kv.spec import parse_kv
+from quantkit.memory.kv import footprint
 from quantkit.models.architecture import parse_config
 
 SCRIPT = Path(__file__).resolve().parents[2] / "evals" / "kv_table.py"

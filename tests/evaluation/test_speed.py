@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 import quantkit
 from quantkit.evaluation import speed
-from quantkit.evaluation.memory_use import weights_in_memory
+from quantkit.evaluation.decoding import weights_in_memory
 from quantkit.evaluation.speed_sweep import SpeedSweep, Spread, SweepSettings
 from quantkit.kv.cache import KVCache
 from quantkit.kv.spec import parse_kv

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from quantkit.formats.base import Codes, Format, QuantizedTensor
 from quantkit.formats.bnb_nf4 import FORMAT, STATE
-from quantkit.formats.nf4_table import CODEBOOK, dynamic_map
+from quantkit.formats.level_values import CODEBOOK, dynamic_map
 from quantkit.formats.spec import Granularity, QuantSpec
 from quantkit.support.errors import CheckpointError, SpecError
 from tests.helpers.quantized import nf4_spec, random_codes

@@ -3,17 +3,14 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from quantkit.formats import float_quantized, int_quantized
-from quantkit.formats.base import Format
+from quantkit.formats import eight_bit
 from quantkit.formats.spec import Granularity, QuantSpec
 from quantkit.plugins.manager import registry
 from quantkit.support.errors import SpecError
 from tests.helpers.quantized import random_codes
 
-FORMATS = {"int": int_quantized.FORMAT, "fp": float_quantized.FORMAT}
+FORMATS = {"int": eight_bit.INT, "fp": eight_bit.FLOAT}
 KINDS = pytest.mark.parametrize("kind", FORMATS)
 
 
@@ -21,29 +18,6 @@ def eight_bit_spec(kind: str, strategy: str = "channel", dtype: str = "bfloat16"
                    **keys: object) -> QuantSpec:
     return QuantSpec.model_validate({"kind": kind, "bits": 8, "granularity": {"strategy": strategy},
                                      "scale_dtype": dtype, "activations": "token", **keys})
-
-
-@KINDS
-def test_is_a_registered_format(kind: str) -> None:
-    form = FORMATS[kind]
-    assert isinstance(form, Format) and registry("formats").get(form.name) is form
-    assert form.quant_method == "compressed-tensors"
-
-
-@settings(max_examples=60, deadline=None, derandomize=True)
-@given(kind=st.sampled_from(sorted(FORMATS)), strategy=st.sampled_from(["tensor", "channel"]),
-       rows=st.sampled_from([1, 2, 7, 33]), cols=st.sampled_from([1, 5, 32, 97]), seed=st.integers(0, 999))
-def test_round_trip_is_exact(kind: str, strategy: str, rows: int, cols: int, seed: int) -> None:
-    form, spec = FORMATS[kind], eight_bit_spec(kind, strategy)
-    codes = random_codes(spec, rows, cols, seed)
-    packed = form.pack(codes, torch.bfloat16)
-    layout = form.layout(spec, packed.shape, torch.bfloat16)
-    assert {k: (t.dtype, tuple(t.shape)) for k, t in packed.tensors.items()} == layout
-    assert layout == {"weight": (torch.int8 if kind == "int" else torch.float8_e4m3fn, (rows, cols)),
-                      "weight_scale": (torch.bfloat16, (1,) if strategy == "tensor" else (rows, 1))}
-    back = form.unpack(packed)
-    assert torch.equal(back.codes, codes.codes) and torch.equal(back.scale, codes.scale)
-    assert back.zero is None and back.spec == spec
 
 
 @KINDS

@@ -6,11 +6,9 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from quantkit.formats import pack_quantized
-from quantkit.formats.base import Codes, Format
+from quantkit.formats.base import Codes
 from quantkit.formats.gptq import FORMAT, V2
 from quantkit.formats.spec import Granularity, QuantSpec
 from quantkit.support.errors import CheckpointError, SpecError
@@ -19,30 +17,6 @@ from tests.helpers.quantized import integer_spec, random_codes
 gptq_spec = partial(integer_spec, scale_dtype="float16")
 gptq_codes = partial(random_codes, lowest_zero=1)
 VERSIONS = pytest.mark.parametrize("form", [FORMAT, V2], ids=["v1", "v2"])
-
-
-@VERSIONS
-def test_is_a_format(form) -> None:
-    assert isinstance(form, Format) and form.quant_method == "gptq"
-
-
-@settings(max_examples=60, deadline=None, derandomize=True)
-@given(bits=st.sampled_from([2, 3, 4, 8]), rows=st.sampled_from([32, 64, 96]), groups=st.integers(1, 5),
-       size=st.sampled_from([None, 32, 64]), symmetric=st.booleans(), second=st.booleans(),
-       seed=st.integers(0, 999))
-def test_round_trip_is_exact(bits, rows, groups, size, symmetric, second, seed) -> None:
-    form = V2 if second else FORMAT
-    spec = gptq_spec(bits, size, symmetric)
-    codes = gptq_codes(spec, rows, groups * (size or 32), seed)
-    packed = form.pack(codes, torch.bfloat16)
-    assert {k: (t.dtype, tuple(t.shape)) for k, t in packed.tensors.items()} == form.layout(
-        spec, packed.shape, torch.bfloat16)
-    assert all(t.is_contiguous() for t in packed.tensors.values())
-    back = form.unpack(packed)
-    assert torch.equal(back.codes, codes.codes) and torch.equal(back.scale, codes.scale)
-    assert (back.zero is None) == symmetric
-    if codes.zero is not None and back.zero is not None:
-        assert torch.equal(back.zero, codes.zero)
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])

@@ -7,10 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from quantkit.formats.base import Codes, Format
+from quantkit.formats.base import Codes
 from quantkit.formats.mlx import BITS, FORMAT, GROUPS
 from quantkit.formats.spec import Granularity, QuantSpec
 from quantkit.support.errors import CheckpointError, SpecError
@@ -38,33 +36,6 @@ def mlx_codes(bits: int, size: int, rows: int, cols: int, minimum: bool, seed: i
 
 def biases(codes: Codes) -> np.ndarray:
     return (codes.scale * -2.0 ** (codes.spec.bits - 1) if codes.minimum is None else codes.minimum).numpy()
-
-
-def test_is_a_format() -> None:
-    assert isinstance(FORMAT, Format)
-    assert (FORMAT.name, FORMAT.quant_method) == ("mlx", "mlx")
-
-
-@settings(max_examples=60, deadline=None, derandomize=True)
-@given(bits=st.sampled_from(BITS), rows=st.sampled_from([1, 2, 7, 33]), groups=st.integers(1, 5),
-       size=st.sampled_from(GROUPS), minimum=st.booleans(), seed=st.integers(0, 999),
-       name=st.sampled_from(["bfloat16", "float16", "float32"]))
-def test_round_trip_is_exact(bits: int, rows: int, groups: int, size: int, minimum: bool, seed: int,
-                             name: str) -> None:
-    codes = mlx_codes(bits, size, rows, groups * size, minimum, seed, name)
-    dtype = getattr(torch, name)
-    packed = FORMAT.pack(codes, dtype)
-    assert {k: (t.dtype, tuple(t.shape)) for k, t in packed.tensors.items()} == FORMAT.layout(
-        codes.spec, packed.shape, dtype)
-    assert all(t.is_contiguous() for t in packed.tensors.values())
-    back = FORMAT.unpack(packed)
-    assert back.spec == codes.spec and back.zero is None
-    assert torch.equal(back.codes, codes.codes) and torch.equal(back.scale, codes.scale)
-    assert (back.minimum is None) == (codes.minimum is None)
-    if back.minimum is not None and codes.minimum is not None:
-        assert torch.equal(back.minimum, codes.minimum)
-    ids = torch.tensor([rows - 1, 0, rows - 1])
-    assert torch.equal(FORMAT.rows(packed, ids), FORMAT.dequantize(packed)[ids])
 
 
 @pytest.mark.parametrize("bits", BITS)

@@ -3,39 +3,12 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from quantkit.formats.base import Codes, Format
+from quantkit.formats.base import Codes
 from quantkit.formats.pack_quantized import FORMAT
 from quantkit.formats.spec import Granularity, QuantSpec
 from quantkit.support.errors import SpecError
 from tests.helpers.quantized import integer_spec, random_codes
-
-
-def test_is_a_format() -> None:
-    assert isinstance(FORMAT, Format)
-    assert (FORMAT.name, FORMAT.quant_method) == ("pack-quantized", "compressed-tensors")
-
-
-@settings(max_examples=80, deadline=None, derandomize=True)
-@given(bits=st.integers(2, 8), rows=st.sampled_from([1, 2, 7, 11, 32, 33]), groups=st.integers(1, 5),
-       size=st.sampled_from([None, 2, 3, 13, 32]), symmetric=st.booleans(), seed=st.integers(0, 999))
-def test_round_trip_is_exact(bits: int, rows: int, groups: int, size: int | None, symmetric: bool,
-                             seed: int) -> None:
-    spec = integer_spec(bits, size, symmetric)
-    codes = random_codes(spec, rows, groups * (size or 7), seed)
-    packed = FORMAT.pack(codes, torch.bfloat16)
-    layout = FORMAT.layout(spec, packed.shape, torch.bfloat16)
-    assert {k: (t.dtype, tuple(t.shape)) for k, t in packed.tensors.items()} == layout
-    assert all(t.is_contiguous() for t in packed.tensors.values())
-    back = FORMAT.unpack(packed)
-    assert torch.equal(back.codes, codes.codes) and torch.equal(back.scale, codes.scale)
-    assert (back.zero is None) == symmetric
-    if codes.zero is not None and back.zero is not None:
-        assert torch.equal(back.zero, codes.zero)
-    again = FORMAT.pack(back, torch.bfloat16)
-    assert all(torch.equal(again.tensors[k], t) for k, t in packed.tensors.items())
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])

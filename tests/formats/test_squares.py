@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quantkit.formats.base import Format
-from quantkit.formats.fine_grained_fp8 import FORMAT as DEEPSEEK
-from quantkit.formats.float_quantized import FORMAT as FLOATS
+from quantkit.formats.eight_bit import FINE_GRAINED as DEEPSEEK
+from quantkit.formats.eight_bit import FLOAT as FLOATS
 from quantkit.formats.spec import QuantSpec
 from quantkit.plugins.manager import registry
 from quantkit.support.errors import SpecError

@@ -8,8 +8,7 @@ import math
 import torch
 
 from quantkit.kv.base import PAGE
-from quantkit.kv.codecs.fp8 import Float8Vectors
-from quantkit.kv.codecs.int8 import Int8Vectors
+from quantkit.kv.codecs.eight_bit import Float8Vectors, Int8Vectors
 from quantkit.kv.codecs.kivi import GroupedGrid
 from quantkit.kv.codecs.plain import PlainVectors
 from quantkit.kv.codecs.rotation import HadamardVectors

@@ -9,14 +9,14 @@ import sys
 
 import pytest
 
-from quantkit_kernels import aot
-from quantkit_kernels.aot_cases import FAMILIES, cases
+from quantkit_kernels.tools import aot
+from quantkit_kernels.tools.aot_cases import FAMILIES, cases
 
 
 def run(*arguments):
     """In a process of its own: in this one kernels are interpreted."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    return subprocess.run([sys.executable, "-m", "quantkit_kernels.aot", *arguments], env=environment,
+    return subprocess.run([sys.executable, "-m", "quantkit_kernels.tools.aot", *arguments], env=environment,
                           capture_output=True, text=True, timeout=3600)
 
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from quantkit_kernels import assembly
+from quantkit_kernels.tools import assembly
 
 SASS = """
         /*0000*/                   LDC R1, c[0x0][0x28] ;

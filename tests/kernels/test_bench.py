@@ -10,9 +10,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from quantkit_kernels import bench
-from quantkit_kernels.bench_cases import LLAMA_8B, QUICK, ModelShapes, cases
-from quantkit_kernels.bench_peers import PEERS, PeerKernel, Peers, PeerWeight
+from quantkit_kernels.tools import bench
+from quantkit_kernels.tools.bench_cases import LLAMA_8B, QUICK, ModelShapes, cases
+from quantkit_kernels.tools.bench_peers import PEERS, PeerKernel, Peers, PeerWeight
 
 TINY = ModelShapes((("o", 200, 128), ("head", 130, 128)), (1, 20, 65), ((1, 70), (2, 130)), 4, 2, 32,
                    flush=40000)
@@ -187,8 +187,8 @@ def test_it_needs_torch_and_triton_only():
     missing = ("quantkit", "pydantic", "ruamel", "rich", "rich_click", "gguf", "fastapi", "scipy", "llvmlite",
                "huggingface_hub", "jinja2", "transformers")
     code = (f"import sys; sys.modules.update(dict.fromkeys({missing}))\n"
-            "import pkgutil, importlib, quantkit_kernels.bench, quantkit_kernels.tune, quantkit_kernels.aot\n"
-            "for name in ('bench_cases', 'aot_cases', 'triton'):\n"
+            "import pkgutil, importlib\n"
+            "for name in ('tools', 'tools.bench_cases', 'tools.aot_cases', 'triton'):\n"
             "    whole = importlib.import_module('quantkit_kernels.' + name)\n"
             "    for one in pkgutil.iter_modules(whole.__path__, whole.__name__ + '.'):\n"
             "        importlib.import_module(one.name)")
@@ -211,7 +211,7 @@ def test_the_shapes_exist(shapes):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_what_it_needs(capsys):
     assert bench.main([]) == 2
-    assert "CUDA and ROCm" in (err := capsys.readouterr().err) and "quantkit_kernels.aot" in err
+    assert "CUDA and ROCm" in (err := capsys.readouterr().err) and "quantkit_kernels.tools.aot" in err
 
 
 @pytest.mark.gpu

@@ -10,8 +10,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from quantkit_kernels import tune, tuned
-from quantkit_kernels.bench_cases import REHEARSAL, BenchCase
+from quantkit_kernels import tuned
+from quantkit_kernels.tools import tune
+from quantkit_kernels.tools.bench_cases import REHEARSAL, BenchCase
 from quantkit_kernels.tuned import ProductKey, TunedEntry
 
 KEY = ProductKey("int4 symmetric", 4096, 4096, 128)
@@ -196,7 +197,7 @@ def test_what_was_measured_is_kept_when_it_is_stopped(monkeypatch, capsys, tmp_p
         yield kernel.case(1)
         raise KeyboardInterrupt
 
-    from quantkit_kernels.bench_cases import products
+    from quantkit_kernels.tools.bench_cases import products
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     about = dict.fromkeys(("date", "torch", "triton"), "1") | {"gpu": GPU}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 
@@ -55,12 +53,6 @@ def test_every_code_comes_to_its_place(on, kind):
     rows = quantize(torch.eye(128, dtype=on[1], device=on[0]), packed.decoder.takes[0])
     plain = rows.values.cpu().float().amax() * codes.float().T * rows.scale[:, None].cpu()
     assert torch.allclose(multiply(rows, packed).cpu().float(), plain, rtol=2e-3)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_row_does_not_depend_on_the_others(on, randn, rows_stand_alone, kind):
-    packed = pack(*(part.to(on[0]) for part in weight(kind, 150, 1152)))
-    rows_stand_alone(packed, randn(16, 1152, on=on), partial(quantize, kind=packed.decoder.takes[0]))
 
 
 def test_w8a8_refuses_wrong_shapes_and_dtypes():

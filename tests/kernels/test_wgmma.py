@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import triton
 
-from quantkit_kernels import assembly, wgmma
+from quantkit_kernels.tools import assembly, wgmma
 
 LOOP = """
 .L_x_0:
@@ -152,8 +152,8 @@ def test_what_ptxas_makes_of_a_kernel(tmp_path, left, race):
 
 JUDGE = """
 import dataclasses, json
-from quantkit_kernels.aot import judge
-from quantkit_kernels.aot_cases import cases
+from quantkit_kernels.tools.aot import judge
+from quantkit_kernels.tools.aot_cases import cases
 every = {case.name: case for case in cases("sm_90")}
 print(json.dumps({f"{name} {apart}": judge(dataclasses.replace(every[name],
     constants=every[name].constants | {"FRESH": apart}), "sm_90").faults

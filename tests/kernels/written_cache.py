@@ -8,8 +8,7 @@ import torch
 
 from quantkit.kv.base import KVCodecs
 from quantkit.kv.batch import rotated_for_codec
-from quantkit.kv.codecs.fp8 import Float8Vectors
-from quantkit.kv.codecs.int8 import Int8Vectors
+from quantkit.kv.codecs.eight_bit import Float8Vectors, Int8Vectors
 from quantkit.kv.codecs.kivi import GroupedGrid
 from quantkit.kv.codecs.plain import PlainVectors
 from quantkit.kv.codecs.rotation import HadamardVectors
@@ -113,7 +112,7 @@ class Cache:
             spread = positions[own].repeat(HKV).cpu()
             both = (x[own].transpose(0, 1).reshape(-1, self.dim).cpu() for x in (k, v))
             self.expected.write(slots, *both, spread)
-            self.expected.close(state)
+            self.expected.encode_full_pages(state)
             self.store.allocate(self.stored[1][row].layers[0], count)
         if not run:
             return None
@@ -140,7 +139,7 @@ class Cache:
         """Both stores give back what is encoded."""
         for store, sequences in zip((self.expected, self.store), self.stored):
             for sequence in sequences:
-                store.settle(sequence.layers[0])
+                store.free_encoded_residual(sequence.layers[0])
 
     def same(self):
         """Every byte of both stores."""

@@ -9,9 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quantkit.evaluation.feed import prefill
-from quantkit.kv.base import KVCodec, KVPolicy
+from quantkit.kv.base import KERNEL_NAMES, KVCodec, KVPolicy, is_ours
 from quantkit.kv.cache import KVCache
-from quantkit.kv.kernel_names import KERNEL_NAMES, is_ours
 from quantkit.kv.spec import parse_kv
 from quantkit.plugins.hooks import hookimpl
 from quantkit.plugins.manager import current, registry

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from quantkit.evaluation.feed import force, prefill
-from quantkit.kv import coded_pages as coded_pages_module
-from quantkit.kv import footprint as footprint_module
+from quantkit.kv import store as store_module
 from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
-from quantkit.kv.coded_pages import CodedPages
 from quantkit.kv.decoded import DecodedPages
 from quantkit.kv.spec import parse_kv
+from quantkit.kv.store import PageStore
+from quantkit.memory import kv as footprint_module
 from quantkit.runtime.cpu import model as cpu_model
 from quantkit.runtime.cpu.model import CpuModel
 from quantkit.runtime.engine import Engine
@@ -46,7 +46,7 @@ def without_kernels(monkeypatch):
 def cache_of(loaded, kv, limit=None):
     cache = KVCache(loaded.config, parse_kv(kv), loaded.dtype)
     if limit is not None:
-        cache.decoded = DecodedPages(cache.layers, cache.move_counter, cache.heads, loaded.config.head_dim,
+        cache.decoded = DecodedPages(cache.layers, cache.move_counter, loaded.config.head_dim,
                                      limit)
     return cache
 
@@ -62,14 +62,14 @@ def check_pages(cache, rows):
     """What is kept decoded is what the codes decode to, in every page that belongs to a sequence."""
     checked = 0
     for index, layer in enumerate(cache.layers):
-        coded = layer.store.coded
+        store = layer.store
         for row in rows:
             state = cache.sequence(row).layers[index]
             pages = torch.tensor([page for head in state.pages for page in head], dtype=torch.int64)
             # of the last page some slots may not be written yet
             last = [] if cache.has_residual else [page for head in state.pages for page in head[-1:]]
             for side in "kv":
-                kept, codes = coded.decoded(side)[pages], coded.decode(side, pages)
+                kept, codes = store.decoded(side)[pages], store.decode_pages(side, pages)
                 whole = torch.tensor([int(page) not in last for page in pages])
                 assert torch.equal(kept[whole], codes[whole])
                 checked += int(whole.sum())
@@ -104,7 +104,7 @@ def test_layers_beyond_the_limit_give_the_same_bits(loaded, ids, kv, layers, wit
     expected, _ = run(loaded, ids, cache_of(loaded, kv))
     some = cache_of(loaded, kv)
     run(loaded, ids, some)
-    limit = layers * int(some.layers[0].store.coded.decoded_bytes * 1.5)
+    limit = layers * int(some.layers[0].store.decoded_bytes * 1.5)
     cache = cache_of(loaded, kv, limit)
     actual, _ = run(loaded, ids, cache)
     assert torch.equal(actual, expected)
@@ -126,7 +126,7 @@ def test_memory_is_counted_and_what_is_claimed_a_token_is_codes(loaded, ids, wit
 def test_a_fixed_memory_is_not_exceeded(loaded, ids, monkeypatch):
     """Decoded pages get what the pages of codes leave, in a cache whose codec has no kernel."""
     monkeypatch.setattr(cpu_model, "has_kernels", lambda cache: False)
-    for module in (footprint_module, coded_pages_module):
+    for module in (footprint_module, store_module):
         monkeypatch.setattr(module, "is_ours", lambda codec: False)
     for size in (130_000, 300_000, 2_000_000):
         engine = Engine(loaded, kv=parse_kv("int8"), max_batch=2, context=256, memory=size)
@@ -138,10 +138,10 @@ def test_a_fixed_memory_is_not_exceeded(loaded, ids, monkeypatch):
 def test_free_pages_are_not_decoded(loaded, without_kernels, monkeypatch):
     cache = cache_of(loaded, "int8")
     for layer in cache.layers:
-        layer.store.pages.keep(1000)
+        layer.store.pages.preallocate(1000)
     decoded = []
-    decode = CodedPages.decode
-    monkeypatch.setattr(CodedPages, "decode", lambda self, side, table: (
+    decode = PageStore.decode_pages
+    monkeypatch.setattr(PageStore, "decode_pages", lambda self, side, table: (
         decoded.append(table.numel()), decode(self, side, table))[1])
     row = cache.add(TOKENS)
     prefill(loaded, cache, row, list(range(4, 40)))
@@ -158,7 +158,7 @@ def test_another_thread_may_ask_while_parts_come_and_go(loaded, ids, without_ker
     pool.forget_derived()
     assert len(list(names)) == len(pool.parts) + 1
     names = iter(pool.parts.items())
-    cache.layers[0].store.coded.keep_decoded()
+    cache.layers[0].store.keep_decoded()
     assert len(list(names)) == len(pool.parts) - 2
 
 

@@ -52,7 +52,7 @@ def random_steps(steps, random, moves):
         total = pages.allocated_bytes // PAGE_BYTES
         if what == "take":
             free, ever = total - len(owned), pages.total
-            got = pages.take(count)
+            got = pages.allocate(count)
             assert len(set(got)) == count and not owned.keys() & set(got)
             if count <= free:
                 assert pages.total == ever, "it grew for no reason"
@@ -66,7 +66,7 @@ def random_steps(steps, random, moves):
                 owned[page] = name
         elif what == "give":
             gone = random.sample(sorted(owned), min(count, len(owned)))
-            pages.give(gone)
+            pages.free(gone)
             for page in gone:
                 del owned[page]
         else:
@@ -86,15 +86,15 @@ def random_steps(steps, random, moves):
 
 def test_the_lowest_pages_are_taken_first():
     pages = PagePool(LAYOUT)
-    assert pages.take(5) == [0, 1, 2, 3, 4]
-    pages.give([3, 1])
-    assert pages.take(2) == [1, 3]
+    assert pages.allocate(5) == [0, 1, 2, 3, 4]
+    pages.free([3, 1])
+    assert pages.allocate(2) == [1, 3]
 
 
 def test_bytes_are_those_of_the_tensors():
     pages = PagePool(LAYOUT)
     assert (pages.allocated_bytes, pages.used, pages.page_bytes) == (0, 0, PAGE_BYTES)
-    pages.take(3)
+    pages.allocate(3)
     assert pages.allocated_bytes == 3 * PAGE_BYTES == sum(p.nbytes for p in pages.parts.values())
     assert {name: (p.shape, p.dtype) for name, p in pages.parts.items()} == {
         name: (torch.Size((3, PAGE, *shape)), dtype) for name, (shape, dtype) in LAYOUT.items()}
@@ -102,15 +102,15 @@ def test_bytes_are_those_of_the_tensors():
 
 def test_growth_is_an_eighth_and_shrinking_residual_for_a_quarter():
     pages = PagePool(LAYOUT)
-    pages.take(80)
-    pages.take(1)
+    pages.allocate(80)
+    pages.allocate(1)
     assert pages.allocated_bytes == 90 * PAGE_BYTES
-    pages.give(range(60, 73))
+    pages.free(range(60, 73))
     assert pages.used == 68 and pages.shrink() is None and pages.allocated_bytes == 90 * PAGE_BYTES
-    pages.give([73])
+    pages.free([73])
     assert pages.shrink() == dict(zip(range(74, 81), range(60, 67), strict=True))
     assert pages.allocated_bytes == 67 * PAGE_BYTES == 67 * pages.page_bytes
-    pages.give(range(67))
+    pages.free(range(67))
     assert pages.shrink() is None and pages.allocated_bytes == 0
 
 
@@ -121,9 +121,9 @@ def test_without_memory_everything_stays_as_it_was(monkeypatch, operation, lacki
     """The allocator keeps its parts in step: all of them grow or shrink, or none."""
     monkeypatch.setattr(reserved_memory, "SMALLEST", smallest)
     pages = PagePool(LAYOUT)
-    for page in pages.take(8):
+    for page in pages.allocate(8):
         write(pages, page, page + 1)
-    pages.give([0, 1, 2])
+    pages.free([0, 1, 2])
     made, allocate = [], getattr(torch.Tensor, operation)
 
     def short(*arguments):
@@ -135,30 +135,30 @@ def test_without_memory_everything_stays_as_it_was(monkeypatch, operation, lacki
     with monkeypatch.context() as patched:
         patched.setattr(torch.Tensor, operation, short)
         with pytest.raises(MemoryError):
-            pages.take(9) if operation == "new_zeros" else pages.shrink()
+            pages.allocate(9) if operation == "new_zeros" else pages.shrink()
     assert pages.used == 5 and pages.allocated_bytes == 8 * PAGE_BYTES
     assert [content(pages, page) for page in range(3, 8)] == [4, 5, 6, 7, 8]
-    assert pages.take(3) == [0, 1, 2] and pages.take(2) == [8, 9]
+    assert pages.allocate(3) == [0, 1, 2] and pages.allocate(2) == [8, 9]
 
 
 @on_linux
 def test_a_large_block_grows_and_shrinks_where_it_is():
     pages, process = PagePool({"x": ((4096,), torch.float32)}), psutil.Process()  # 1 MiB a page
-    pages.take(8)
+    pages.allocate(8)
     place, before = pages.parts["x"].data_ptr(), process.memory_info().rss
-    taken = pages.take(120)
+    taken = pages.allocate(120)
     assert process.memory_info().rss - before < 16 << 20, "memory that nobody has written"
     pages.parts["x"][taken] = 1.0
     assert process.memory_info().rss - before > 100 << 20
-    pages.give(taken[20:100])
+    pages.free(taken[20:100])
     assert pages.shrink() is None and pages.used == 48
     assert (pages.total, pages.allocated_bytes) == (128, 48 << 20)
     assert process.memory_info().rss - before < 60 << 20, "what is free went back to the system"
     assert all(bool((pages.parts["x"][page] == 1.0).all()) for page in [*taken[:20], *taken[100:]])
     assert not bool(pages.parts["x"][taken[20:100]].any())
-    pages.give(taken[100:])
+    pages.free(taken[100:])
     assert pages.shrink() is None and pages.total == 28, "what was behind is gone too"
-    new = pages.take(60)
+    new = pages.allocate(60)
     assert pages.parts["x"].data_ptr() == place and not bool(pages.parts["x"][new].any())
     assert pages.allocated_bytes == pages.total << 20
 
@@ -171,10 +171,10 @@ def test_memory_that_is_locked_is_overwritten(monkeypatch):
 
     monkeypatch.setattr(mmap, "mmap", Locked)
     pages = PagePool({"x": ((4096,), torch.float32)})
-    taken = pages.take(8)
+    taken = pages.allocate(8)
     pages.parts["x"][taken] = 1.0
-    pages.give([5, 6, 7, 1])
-    assert pages.shrink() is None and pages.total == 5 and pages.take(5) == [1, 5, 6, 7, 8]
+    pages.free([5, 6, 7, 1])
+    assert pages.shrink() is None and pages.total == 5 and pages.allocate(5) == [1, 5, 6, 7, 8]
     assert [bool(page.any()) for page in pages.parts["x"][:9]] == [*[True, False, True, True, True],
                                                                    *[False] * 4]
 
@@ -201,9 +201,9 @@ def test_where_addresses_are_limited_none_are_reserved(monkeypatch, tmp_path):
 @on_linux
 def test_memory_that_is_kept_is_taken_at_once():
     pages, before = PagePool({"x": ((4096,), torch.float32)}), psutil.Process().memory_info().rss
-    pages.keep(100)
+    pages.preallocate(100)
     assert psutil.Process().memory_info().rss - before > 90 << 20
-    pages.give(pages.take(40))
+    pages.free(pages.allocate(40))
     assert pages.shrink() is None and psutil.Process().memory_info().rss - before > 90 << 20
 
 
@@ -212,9 +212,9 @@ def test_memory_that_is_kept_is_taken_at_once():
 def test_where_no_addresses_can_be_reserved_a_block_is_copied(monkeypatch, error):
     monkeypatch.setattr(mmap, "mmap", mock.Mock(side_effect=error("no")))
     pages = PagePool({"x": ((4096,), torch.float32)})
-    for page in pages.take(8):
+    for page in pages.allocate(8):
         pages.parts["x"][page] = page
-    pages.take(8)
+    pages.allocate(8)
     assert pages.parts["x"][:, 0, 0].tolist() == [*map(float, range(8)), *[0.0] * (pages.total - 8)]
 
 
@@ -224,7 +224,7 @@ def test_a_block_outgrows_its_addresses(monkeypatch):
     monkeypatch.setattr(reserved_memory, "GROWTH", 1)
     pages, places = PagePool({"x": ((4096,), torch.float32)}), set()
     for count in range(1, 12):
-        (page,) = pages.take(1)
+        (page,) = pages.allocate(1)
         pages.parts["x"][page] = count
         places.add(pages.parts["x"].data_ptr())
     assert len(places) > 1 and pages.parts["x"][:11, 0, 0].tolist() == [*map(float, range(1, 12))]
@@ -233,14 +233,14 @@ def test_a_block_outgrows_its_addresses(monkeypatch):
 @on_linux
 def test_derived_parts_and_what_is_left_of_them():
     pages = PagePool({"x": ((4096,), torch.float32)})
-    pages.take(4)
-    pages.derive({"y": ((4096,), torch.float32)})
+    pages.allocate(4)
+    pages.add_derived({"y": ((4096,), torch.float32)})
     pages.parts["y"][3] = 1.0
-    pages.take(4)
+    pages.allocate(4)
     assert bool((pages.parts["y"][3] == 1.0).all()) and not bool(pages.parts["y"][4:].any())
     pages.forget_derived()
     assert set(pages.parts) == {"x"} and pages.allocated_bytes == pages.total * pages.page_bytes
-    pages.derive({"y": ((4096,), torch.float32)})
+    pages.add_derived({"y": ((4096,), torch.float32)})
     assert not bool(pages.parts["y"].any())
 
 
@@ -250,9 +250,9 @@ def test_memory_of_inference_mode_can_be_given_back_outside_of_it(inside, smalle
     monkeypatch.setattr(reserved_memory, "SMALLEST", smallest)
     with torch.inference_mode():
         pages = PagePool(LAYOUT)
-        for page in pages.take(8):
+        for page in pages.allocate(8):
             write(pages, page, page + 1)
-        pages.give([0, 1, 2])
+        pages.free([0, 1, 2])
     with torch.inference_mode(inside):
         moved = pages.shrink()
     assert pages.allocated_bytes == 5 * PAGE_BYTES
@@ -267,7 +267,7 @@ def test_slots_of_pages():
 
 def test_pages_in_a_row():
     pages = PagePool({"x": ((1,), torch.float32)})
-    pages.take(3)
+    pages.allocate(3)
     pages.write(torch.arange(3 * PAGE), {"x": torch.arange(3.0 * PAGE)[:, None]})
     got = pages.read("x", torch.tensor([[2, 0], [1, 1]]))
     assert got.shape == (2, 2, PAGE, 1)
@@ -278,10 +278,10 @@ def test_pages_in_a_row():
 
 def test_what_a_page_holds_beside_its_slots_moves_with_it():
     pages = PagePool({"x": ((), torch.float32)}, shared={"scale": ((3,), torch.bfloat16)})
-    assert pages.take(6) == list(range(6)) and pages.page_bytes == PAGE * 4 + 3 * 2
+    assert pages.allocate(6) == list(range(6)) and pages.page_bytes == PAGE * 4 + 3 * 2
     values = {name: torch.arange(6.0)[:, None].expand(6, size) for name, size in (("x", PAGE), ("scale", 3))}
-    pages.fill(torch.arange(6), values)
-    pages.give([0, 1, 2, 4])
+    pages.write_pages(torch.arange(6), values)
+    pages.free([0, 1, 2, 4])
     moved = pages.shrink()
     assert moved == {3: 0, 5: 1}
     table = torch.tensor([[0, 1]])

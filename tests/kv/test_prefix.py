@@ -28,7 +28,7 @@ def begun(cache, count):
     (sequence,) = Batch(cache, [number]).sequences
     if count:
         cache.reserve(sequence, count)
-        cache.settle(sequence, count)
+        cache.advance(sequence, count)
     return number
 
 
@@ -108,7 +108,7 @@ def test_branches_hold_what_they_share_once_and_the_oldest_leaf_goes_first(confi
     number = prefixes.take(prefixes.match(block_names(second), 191), 0)
     (sequence,) = Batch(cache, [number]).sequences
     cache.reserve(sequence, 64)
-    cache.settle(sequence, 64)
+    cache.advance(sequence, 64)
     prefixes.insert(block_names(second), number)
     ended(prefixes, cache, number)
     assert len(prefixes) == 4 and cache.used_bytes == prefixes.held_bytes == 4 * block
@@ -193,7 +193,7 @@ def test_of_a_long_text_s_states_the_last_ones_stay(config):
     (sequence,) = Batch(cache, [number]).sequences
     for blocks in range(1, 7):
         cache.reserve(sequence, 64)
-        cache.settle(sequence, 64)
+        cache.advance(sequence, 64)
         prefixes.insert(names[:blocks], number)
     ended(prefixes, cache, number)
     assert [(match := prefixes.match(names, tokens)) and match.tokens for tokens in (384, 320, 256, 192)] == [
@@ -220,7 +220,7 @@ def test_whatever_comes_and_goes_the_count_is_right(config, steps, kv, limit):
         (sequence,) = Batch(cache, [number]).sequences
         if len(tokens) > known:
             cache.reserve(sequence, len(tokens) - known)
-            cache.settle(sequence, len(tokens) - known)
+            cache.advance(sequence, len(tokens) - known)
         prefixes.insert(names, number)
         inserted |= {tuple(tokens[:end]) for end in range(64, len(tokens) + 1, 64)}
         taken.append(number)

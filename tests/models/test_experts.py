@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from quantkit.models.architecture import parse_config
-from quantkit.models.experts import MixtureOfExperts
+from quantkit.models.layers import MixtureOfExperts, by_expert, route
 from quantkit.models.linear import Weights
-from quantkit.ops.experts import by_expert, route
 from quantkit.ops.stored_weight import PlainWeight
 from quantkit.support.errors import SourceError
 from quantkit.testing import tiny_weights

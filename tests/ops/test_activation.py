@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from quantkit.ops.activation import clamped_silu_mul, gelu_tanh_mul, silu_mul, softcapped
+from quantkit.ops.rows import clamped_silu_mul, gelu_tanh_mul, silu_mul, softcapped
 
 
 def test_formula_and_untouched_arguments(obeys_the_rule):

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from quantkit.formats.spec import Granularity
-from quantkit.ops.cpu_eight_bit import FP, INT
-from quantkit.ops.cpu_linear import INT8
+from quantkit.ops.cpu_linear import FP, INT, INT8
 from quantkit.ops.dispatch import choose
 from quantkit.ops.linear import query_for
 from quantkit.ops.reference import REFERENCE

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quantkit.ops.norm import rms_norm
+from quantkit.ops.rows import rms_norm
 
 
 def formula(x, weight, eps):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from quantkit.formats.fp4 import MXFP4, NVFP4
-from quantkit.ops.one_outer import with_one_outer
+from quantkit.ops.packing import with_one_outer
 from quantkit.testing.codes import random_codes
 from tests.helpers.quantized import quant_spec
 

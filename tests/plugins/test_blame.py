@@ -144,7 +144,7 @@ def test_a_client_is_told_who_failed_but_not_what_it_said(plugin):
 
 
 def test_a_server_says_it_on_its_terminal(plugin, capsys):
-    from quantkit.cli.serve_local import _failed
+    from quantkit.cli.serve.command import _failed
 
     _failed(error_of(plugin.fail))
     said = capsys.readouterr().err

@@ -13,7 +13,7 @@ import torch
 from quantkit.formats.bnb_int8 import FORMAT
 from quantkit.kv.policies.snapkv import SnapKV
 from quantkit.kv.spec import parse_kv
-from quantkit.models.llama import ARCHITECTURE
+from quantkit.models.families import LLAMA
 from quantkit.plugins.hooks import hookimpl
 from quantkit.plugins.manager import current, registry
 from quantkit.quantization.methods.base import Method
@@ -98,7 +98,7 @@ def test_an_architecture(stranger, tmp_path):
     folder = tiny_model(tmp_path / "odd")
     config = folder / "config.json"
     config.write_text(config.read_text().replace('"llama"', '"odd"'))
-    stranger("architectures", replace(ARCHITECTURE, model_type="odd", parse=lambda config: None))
+    stranger("architectures", replace(LLAMA, model_type="odd", parse=lambda config: None))
     with pytest.raises(PluginError, match="'odd' of dist-odd: parse returned a NoneType"):
         load(str(folder))
 

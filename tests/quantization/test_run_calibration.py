@@ -11,11 +11,11 @@ from safetensors.torch import load_file, save_file
 
 from quantkit.checkpoint.manifest import Manifest
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.memory.machine import RUNTIME_BYTES
 from quantkit.quantization import solve
 from quantkit.quantization.calibration import prepare
 from quantkit.quantization.methods import gptq
 from quantkit.quantization.methods.base import LayerStats
-from quantkit.quantization.planning.peak_memory import RUNTIME_BYTES
 from quantkit.quantization.planning.plan import make_plan
 from quantkit.quantization.recipe import load_recipe
 from quantkit.quantization.run import quantize

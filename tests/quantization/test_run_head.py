@@ -215,7 +215,7 @@ def test_parts_are_what_the_whole_is(monkeypatch, name):
     form, options = registry("formats").get(layout), method.options()
 
     def solved(rows):
-        monkeypatch.setattr(parts, "PART", rows * 64)
+        monkeypatch.setattr("quantkit.memory.quantize.PART", rows * 64)
         assert parts.rows_at_once(spec, (256, 64)) == rows
         return parts.solve(weight, method, form, stats, spec, options)
 
@@ -230,7 +230,7 @@ def test_parts_are_what_the_whole_is(monkeypatch, name):
 
 
 def test_what_shares_a_scale_with_other_rows_stays_whole(monkeypatch):
-    monkeypatch.setattr(parts, "PART", 64 * 64)
+    monkeypatch.setattr("quantkit.memory.quantize.PART", 64 * 64)
     tensor = QuantSpec(bits=8, granularity=Granularity(strategy="tensor"))
     across = QuantSpec(kind="nf", bits=4, granularity=Granularity(strategy="block", size=4096))
     assert parts.rows_at_once(tensor, (256, 64)) == 256
@@ -241,7 +241,7 @@ def test_what_shares_a_scale_with_other_rows_stays_whole(monkeypatch):
 def test_a_large_head_goes_in_parts(models, recipe, tmp_path, monkeypatch, method):
     path = recipe(RULES[method], "{match: lm_head, optional: true}", layers='{match: "*"}')
     whole = contents(quantize(str(models[True]), path, tmp_path / "whole").out)
-    monkeypatch.setattr(parts, "PART", 64 * 64)
+    monkeypatch.setattr("quantkit.memory.quantize.PART", 64 * 64)
     seen, solve = [], parts.solve
     monkeypatch.setattr(parts, "solve", lambda weight, *rest: seen.append(tuple(weight.shape)) or solve(
         weight, *rest))

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from quantkit.cli.serve_local import command
+from quantkit.cli.serve.command import command
 from quantkit.serving.openai.chat_request import ChatRequest
 from quantkit.serving.openai.completions import CompletionRequest
 

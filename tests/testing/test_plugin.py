@@ -63,8 +63,8 @@ def test_an_architecture_is_checked_with_its_config(monkeypatch):
     class Plugin:
         @hookimpl
         def register_architectures(self, register):
-            register("told", "quantkit.models.llama:ARCHITECTURE", check_config=family_config("llama"))
-            register("mute", "quantkit.models.llama:ARCHITECTURE")
+            register("told", "quantkit.models.families:LLAMA", check_config=family_config("llama"))
+            register("mute", "quantkit.models.families:LLAMA")
 
     monkeypatch.setattr("quantkit.testing.check_architecture",
                         lambda architecture, *, config: architecture.parse(config), raising=False)

@@ -7,15 +7,16 @@ however the prompt was cut. https://arxiv.org/abs/2205.14135
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import ClassVar
 
 from llvmlite import ir
 
 from quantkit_kernels.cpu.driver import begin
-from quantkit_kernels.cpu.emit import Emitter
-from quantkit_kernels.cpu.exp import exp
+from quantkit_kernels.cpu.emit import Emitter, exp
+from quantkit_kernels.cpu.isa import Isa
 from quantkit_kernels.cpu.kv_codecs import PAGE, lanes
 from quantkit_kernels.cpu.kv_pages import CACHE, HeadPages, PageCodecs
 from quantkit_kernels.cpu.values import F32, I32, I64, Value, vec
@@ -34,7 +35,7 @@ ATTEND_ARGUMENTS = (*CACHE, "*q", "*out", "*tiles", "*scratch", "*partial", "q_s
                     "window", "limit", "sinks", "splits", "scratch_private")
 """``tiles`` int64 ``[T, 3]``: first row, rows, sequence; ``splits``: units that a tile's head has, 1: all of
 its splits are one unit; ``partial``: float32 ``[rows, query heads, splits, D + 2]`` if there are more."""
-COMBINE_ARGUMENTS = ("*partial", "*out", "out_stride", "query_heads", "splits")
+REDUCE_ARGUMENTS = ("*partial", "*out", "out_stride", "query_heads", "splits")
 
 
 def scratch_bytes(dim: int, queries: int) -> int:
@@ -48,14 +49,13 @@ class Attend:
 
     codecs: PageCodecs
     dim: int
+    arguments: ClassVar[Sequence[str]] = ATTEND_ARGUMENTS
 
     @property
     def name(self) -> str:
-        """The function's name."""
         return f"attend_{self.codecs.name}_d{self.dim}"
 
-    def emit(self, module: ir.Module) -> None:
-        """Write the kernel into a module."""
+    def emit(self, module: ir.Module, isa: Isa) -> None:
         e, a, unit, thread = begin(module, self.name, ATTEND_ARGUMENTS)
         _Attend(e, a, self.codecs, self.dim).write(unit, thread)
 
@@ -309,15 +309,14 @@ class ReduceSplits:
     """Splits that were units of their own become one result; a unit is a query head of a row."""
 
     dim: int
+    arguments: ClassVar[Sequence[str]] = REDUCE_ARGUMENTS
 
     @property
     def name(self) -> str:
-        """The function's name."""
-        return f"combine_d{self.dim}"
+        return f"reduce_splits_d{self.dim}"
 
-    def emit(self, module: ir.Module) -> None:
-        """Write the kernel into a module."""
-        e, a, unit, _ = begin(module, self.name, COMBINE_ARGUMENTS)
+    def emit(self, module: ir.Module, isa: Isa) -> None:
+        e, a, unit, _ = begin(module, self.name, REDUCE_ARGUMENTS)
         size, width = (self.dim + 2) * 4, lanes(self.dim)
         out = a.out + unit // a.query_heads * a.out_stride + unit % a.query_heads * (self.dim * 4)
         partial = a.partial + unit * a.splits * size

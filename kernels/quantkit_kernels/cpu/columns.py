@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from llvmlite import ir
 
 from quantkit_kernels.cpu.driver import begin
 from quantkit_kernels.cpu.emit import Emitter
+from quantkit_kernels.cpu.isa import Isa
 from quantkit_kernels.cpu.values import F32, I64, Value, vec
 
 ROWS = 64
@@ -54,7 +56,7 @@ class SearchRanges:
     """Finds every group's range: of some factors on its extremes the one with the least weighted error.
 
     Attributes:
-        bits: of a level.
+        bits: the bits of a level.
         symmetric: whether the zero is the middle level.
         dtype: in which scales are stored.
     """
@@ -62,14 +64,13 @@ class SearchRanges:
     bits: int
     symmetric: bool
     dtype: str
+    arguments: ClassVar[Sequence[str]] = SEARCH_ARGUMENTS
 
     @property
     def name(self) -> str:
-        """The function's name."""
         return f"search_ranges_{self.bits}_{'' if self.symmetric else 'a'}symmetric_{self.dtype}"
 
-    def emit(self, module: ir.Module) -> None:
-        """Write the kernel into a module."""
+    def emit(self, module: ir.Module, isa: Isa) -> None:
         e, a, unit, _ = begin(module, self.name, SEARCH_ARGUMENTS)
         tile, grids = a.weight + unit * a.columns * _SIZE, unit * a.groups * _SIZE
         with e.loop(0, a.groups) as group:
@@ -124,16 +125,16 @@ class SolveColumns:
     left of its move isn't counted as error: FOEM, https://arxiv.org/abs/2507.11017.
 
     Attributes:
-        bits: of a level.
+        bits: the bits of a level.
         table: the values of levels, rising, where they aren't equal steps from 0.
     """
 
     bits: int
     table: tuple[float, ...] | None = None
+    arguments: ClassVar[Sequence[str]] = SOLVE_ARGUMENTS
 
     @property
     def name(self) -> str:
-        """The function's name."""
         return f"solve_columns_{self.bits}{_digest(self.table)}"
 
     @property
@@ -141,8 +142,7 @@ class SolveColumns:
         """What a thread needs."""
         return BLOCK * _SIZE
 
-    def emit(self, module: ir.Module) -> None:
-        """Write the kernel into a module."""
+    def emit(self, module: ir.Module, isa: Isa) -> None:
         e, a, unit, thread = begin(module, self.name, SOLVE_ARGUMENTS)
         work, exact, levels = (start + unit * a.columns * _SIZE for start in (a.work, a.weight, a.levels))
         pull = -e.load(a.pull, F32, 0).spread(LANES)
@@ -173,7 +173,7 @@ class DescendColumns:
     """Coordinate descent on ``eᵀ H e`` over the scales of a block's groups and over its levels.
 
     Attributes:
-        bits: of a level.
+        bits: the bits of a level.
         dtype: in which scales are stored; ``None``: they stay as they are. Otherwise a block is a group.
         table: the values of levels, rising, where they aren't equal steps from 0.
     """
@@ -181,10 +181,10 @@ class DescendColumns:
     bits: int
     dtype: str | None
     table: tuple[float, ...] | None = None
+    arguments: ClassVar[Sequence[str]] = DESCEND_ARGUMENTS
 
     @property
     def name(self) -> str:
-        """The function's name."""
         return f"descend_columns_{self.bits}_{self.dtype}{_digest(self.table)}"
 
     @staticmethod
@@ -192,8 +192,7 @@ class DescendColumns:
         """What a thread needs."""
         return (3 * block + 1) * _SIZE
 
-    def emit(self, module: ir.Module) -> None:
-        """Write the kernel into a module."""
+    def emit(self, module: ir.Module, isa: Isa) -> None:
         e, a, unit, thread = begin(module, self.name, DESCEND_ARGUMENTS)
         slopes, levels = (start + unit * a.columns * _SIZE for start in (a.slopes, a.levels))
         grids, moved = unit * a.groups * _SIZE, a.room + thread * a.room_private

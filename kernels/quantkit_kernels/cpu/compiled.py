@@ -29,8 +29,9 @@ def address(name: str, isa: Isa, emit: Callable[[ir.Module], None]) -> int:
     """The address of a compiled function; its code is in memory once, until the process ends.
 
     Args:
-        name: of the function; it must say everything that ``emit`` depends on besides the instruction set.
-        isa: what it was written for.
+        name: the function's name; it must say everything that ``emit`` depends on besides the instruction
+            set.
+        isa: the instruction set that it was written for.
         emit: writes the function ``name`` into a module. Called only if the machine code isn't on disk.
 
     Raises:
@@ -62,7 +63,7 @@ def assembly(name: str, isa: Isa, emit: Callable[[ir.Module], None], cpu: str, f
     Args:
         name, isa, emit: as for :func:`address`.
         cpu, features: as LLVM names them.
-        triple: of the machine; this one's by default.
+        triple: the machine's triple; this one's by default.
     """
     _llvm().initialize_all_targets()
     _llvm().initialize_all_asmprinters()

@@ -8,10 +8,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 
+from quantkit_kernels.cpu import weight_decoder
 from quantkit_kernels.cpu.emit import Emitter
 from quantkit_kernels.cpu.isa import Isa
 from quantkit_kernels.cpu.values import F32, I8, I16, I32, Value, vec
-from quantkit_kernels.cpu.weight_decoder import SUB, WeightDecoder
+from quantkit_kernels.cpu.weight_decoder import BYTES, FLOATS, SUB, WORDS, WeightDecoder
 
 NF4_LEVELS = 8191
 """NF4's table is rounded to whole multiples of 1/8191: nearer than bfloat16 would be."""
@@ -132,7 +133,7 @@ def nf4(table: tuple[float, ...]) -> WeightDecoder:
                     order = [place for at in half for place in (at, at + count)]
                     yield (least.shuffle(order, high_bytes).bits(vec(I16, 2 * isa.lanes)),)
 
-    return WeightDecoder(f"nf4_{_digest(words)}", "words", SUB // 2, unpack)
+    return WeightDecoder(f"nf4_{_digest(words)}", WORDS, SUB // 2, unpack)
 
 
 def int_table(levels: tuple[int, ...]) -> WeightDecoder:
@@ -149,8 +150,8 @@ def int_table(levels: tuple[int, ...]) -> WeightDecoder:
         for (codes,) in _int4(e, isa, source):
             yield (isa.lookup(e, table, codes),)
 
-    return WeightDecoder(f"table4_{_digest(levels)}", "bytes", SUB // 2, unpack, middle=-low if narrow else 0,
-                         narrow=narrow, signed=not narrow)
+    return WeightDecoder(f"table4_{_digest(levels)}", BYTES, SUB // 2, unpack,
+                         zero_level=-low if narrow else 0, fits_int16=narrow, signed=not narrow)
 
 
 def _digest(table: Sequence[int]) -> str:
@@ -188,7 +189,7 @@ def trellis(bits: int, window: int, code: tuple[int, int, int]) -> WeightDecoder
                 levels += [value.shuffle(range(at, at + 2 * isa.lanes)) for at in range(0, 32, 2 * isa.lanes)]
             yield levels
 
-    return WeightDecoder(f"trellis{bits}_{window}_{low}_{high}_{middle}", "words", SUB * bits // 8, unpack,
+    return WeightDecoder(f"trellis{bits}_{window}_{low}_{high}_{middle}", WORDS, SUB * bits // 8, unpack,
                          64)
 
 
@@ -209,19 +210,19 @@ def _turned(words: Value, places: int) -> Value:
     return words.shuffle([(i - 2 * places) % 32 for i in range(32)])
 
 
-INT4 = WeightDecoder("int4", "bytes", SUB // 2, _int4, middle=8)
-UINT4 = WeightDecoder("uint4", "bytes", SUB // 2, _int4)
-INT8 = WeightDecoder("int8", "words", SUB, _int8)
-UINT8 = WeightDecoder("uint8", "words", SUB, _int8, middle=-128)
+INT4 = WeightDecoder("int4", BYTES, SUB // 2, _int4, zero_level=8)
+UINT4 = WeightDecoder("uint4", BYTES, SUB // 2, _int4)
+INT8 = WeightDecoder("int8", WORDS, SUB, _int8)
+UINT8 = WeightDecoder("uint8", WORDS, SUB, _int8, zero_level=-128)
 """Unsigned codes, which lie as int8 of which −128 means 0."""
 INT5, UINT5, INT6, UINT6 = (
-    WeightDecoder(f"{'u' * (not signed)}int{bits}", "words", SUB * bits // 8, _wide_integers(bits),
-                  middle=signed << (bits - 1))
+    WeightDecoder(f"{'u' * (not signed)}int{bits}", WORDS, SUB * bits // 8, _wide_integers(bits),
+                  zero_level=signed << (bits - 1))
     for bits in (5, 6) for signed in (1, 0))
-INT8_PLANES = WeightDecoder("int8_planes", "words", SUB // 2, _int8_planes, planes=2)
-W8A8 = WeightDecoder("w8a8", "int8", SUB, _w8a8)
-E4M3 = WeightDecoder("e4m3", "floats", SUB, _e4m3)
-E4M3_TOKENS = WeightDecoder("e4m3_tokens", "e4m3", SUB, _e4m3)
-BF16 = WeightDecoder("bf16", "floats", 2 * SUB, _bf16)
-FP16 = WeightDecoder("f16", "floats", 2 * SUB, _f16)
-FP32 = WeightDecoder("f32", "floats", 4 * SUB, _f32, parts=True)
+INT8_PLANES = WeightDecoder("int8_planes", WORDS, SUB // 2, _int8_planes, planes=2)
+W8A8 = WeightDecoder("w8a8", weight_decoder.INT8, SUB, _w8a8)
+E4M3 = WeightDecoder("e4m3", FLOATS, SUB, _e4m3)
+E4M3_TOKENS = WeightDecoder("e4m3_tokens", weight_decoder.E4M3, SUB, _e4m3)
+BF16 = WeightDecoder("bf16", FLOATS, 2 * SUB, _bf16)
+FP16 = WeightDecoder("f16", FLOATS, 2 * SUB, _f16)
+FP32 = WeightDecoder("f32", FLOATS, 4 * SUB, _f32, split_sums=True)

@@ -43,9 +43,9 @@ def begin(module: ir.Module, name: str,
     """Begin a kernel.
 
     Args:
-        module: where it goes.
-        name: of its function.
-        names: of its arguments, in the record's order; ``*name`` is a pointer.
+        module: the module that gets it.
+        name: the function's name.
+        names: the arguments' names, in the record's order; ``*name`` is a pointer.
 
     Returns:
         What writes it, its arguments by name, the unit and the thread.

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Literal
+from typing import ClassVar, Literal
 
 from llvmlite import ir
 
 from quantkit_kernels.cpu.driver import begin
 from quantkit_kernels.cpu.emit import Emitter
 from quantkit_kernels.cpu.isa import Isa
-from quantkit_kernels.cpu.matmul import Matmul
+from quantkit_kernels.cpu.product_spec import ProductSpec
 from quantkit_kernels.cpu.scales import ScaleReader
 from quantkit_kernels.cpu.values import F32, I8, I16, I32, I64, Value, vec
-from quantkit_kernels.cpu.weight_decoder import FLOATS, STEP, SUB, WIDTH, WeightDecoder
+from quantkit_kernels.cpu.weight_decoder import SUB, WeightDecoder
 
 ARGUMENTS = ("*ids", "*table", "*scales", "*outer", "*zeros", "*out", "columns", "size", "padded",
              "out_stride")
@@ -33,26 +33,22 @@ class Embed:
     Attributes:
         packed: the product that multiplies by the table too, which says how it is packed; ``None``: a plain
             table ``[vocab, size]``.
-        scale: the number.
+        scale: multiplies the row.
         plain: the dtype of a plain table.
     """
 
-    packed: Matmul | None
+    packed: ProductSpec | None
     scale: float = 1.0
     plain: Plain = "bf16"
+    arguments: ClassVar[Sequence[str]] = ARGUMENTS
 
     @property
     def name(self) -> str:
-        """The function's name."""
         times = "" if self.scale == 1.0 else f"_times_{self.scale!r}"
         table = f"table_{self.plain}" if self.packed is None else self.packed.name.removeprefix("matmul_")
         return f"embed_{table}{times}"
 
-    def emit(self, isa: Isa) -> Callable[[ir.Module], None]:
-        """What writes the kernel into a module."""
-        return lambda module: self._write(module, isa)
-
-    def _write(self, module: ir.Module, isa: Isa) -> None:
+    def emit(self, module: ir.Module, isa: Isa) -> None:
         e, a, unit, _ = begin(module, self.name, ARGUMENTS)
         token, out = e.load(a.ids, I64, unit * 8), a.out + unit * a.out_stride
         if self.packed is None:
@@ -66,18 +62,19 @@ class Embed:
             e.store(out + k * 4, e.const(F32, 0.0))
         e.ret()
 
-    def _decode(self, e: Emitter, isa: Isa, packed: Matmul, a: SimpleNamespace, token: Value,
+    def _decode(self, e: Emitter, isa: Isa, packed: ProductSpec, a: SimpleNamespace, token: Value,
                 out: Value) -> None:
         """A subgroup of all rows of the block is unpacked, as for a product, and one row of it kept."""
         decoder, lanes = packed.decoder, isa.lanes
-        assert decoder.together(isa) == 1, "rows of several blocks lie side by side"
-        step, width = STEP[decoder.family], WIDTH[decoder.family]
+        assert decoder.blocks_per_unpack(isa) == 1, "rows of several blocks lie side by side"
+        step, width = decoder.family.step, decoder.family.width
         block, lane = token // lanes, token % lanes
-        group, outer, single = packed.group or 0, packed.scales.outer, e.const(I64, 1)
+        group, outer = packed.group or 0, packed.scales.outer
+        single = e.const(I64, 1)
         groups = a.columns // group if group else single
         scales = ScaleReader(e, packed.scales, lanes, a.scales, a.outer, groups,
                              a.columns // outer if outer else single)
-        kind = {1: vec(I8, step), 2: vec(I16, step), 4: F32}[width]
+        kind = F32 if decoder.family.real else decoder.family.vector(1)
         room, each = e.room(SUB * lanes * width), lanes * step * width
         lane_room = e.room(2 * lanes * 4)
         span = min(group or SUB, SUB)
@@ -96,7 +93,7 @@ class Embed:
                 zero = e.load(a.zeros, I8, (block * groups + place) * lanes + lane) if packed.zeros else None
                 for i in range(first // step, (first + span) // step):
                     values = e.load(room + lane * (step * width), kind, i * each)
-                    if decoder.family not in FLOATS:
+                    if not decoder.family.real:
                         values = self._level(values, decoder, isa, zero)
                     for n, number in enumerate(numbers):
                         other = number.spread(step) if values.lanes > 1 else number
@@ -108,7 +105,7 @@ class Embed:
         """Unpacked integers → levels, float32. Those of the family ``bytes`` and their zero points are
         unsigned."""
         step = values.lanes
-        unsigned = decoder.family == "bytes" and (not decoder.signed or isa.offset > 0)
+        unsigned = decoder.family.unsigned and (not decoder.signed or isa.offset > 0)
         wide = vec(I32, step)
         integers = values.zext(wide) if unsigned else values.sext(wide)
         if zero is not None:

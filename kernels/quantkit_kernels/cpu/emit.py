@@ -1,4 +1,4 @@
-"""A small language for vector kernels: Python runs while the kernel is written, ``Value``\\ s when it runs.
+"""A small language for vector kernels: Python runs while the kernel is written, values when it runs.
 
 A Python ``for`` unrolls; :meth:`Emitter.loop` loops. Arithmetic on values emits LLVM instructions, one to
 one: nothing is reassociated and nothing fused unless :meth:`Emitter.fma` says so, so a kernel gives the same
@@ -20,9 +20,9 @@ class Emitter:
     """Writes one function of a module.
 
     Args:
-        module: where it goes.
-        name: of the function.
-        arguments: their types.
+        module: the module that gets it.
+        name: the function's name.
+        arguments: the arguments' types.
         result: type of what it returns; ``None``: nothing.
     """
 
@@ -50,10 +50,6 @@ class Emitter:
             memory = self.b.alloca(ir.ArrayType(I8, size))
         memory.align, memory.type = 8, PTR
         return Value(self.b, memory)
-
-    def splat(self, value: Value, lanes: int) -> Value:
-        """A scalar in every lane."""
-        return value.spread(lanes)
 
     def load(self, pointer: Value, kind: Type, offset: Any = 0) -> Value:
         """Read, at any alignment."""
@@ -270,3 +266,26 @@ class _Callee(ir.Value):
 
 def _suffix(kind: Type) -> str:
     return f"v{kind.count}f32" if isinstance(kind, ir.VectorType) else "f32"
+
+
+LOWEST, HIGHEST = -87.0, 88.0
+"""Below, the result is that of LOWEST (1.6e-38); above, that of HIGHEST (1.7e38)."""
+LOG2E = 1.4426950408889634
+LN2_HIGH, LN2_LOW = 0.693359375, -2.12194440e-4
+POLYNOMIAL = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1,
+              5.0000001201e-1)
+"""Of Cephes' expf: (exp(r) - 1 - r) / r² for |r| ≤ ln(2) / 2; at most 2 units in the last place in all."""
+
+
+def exp(e: Emitter, x: Value) -> Value:
+    """``exp(x)``, lane by lane; x is finite."""
+    kind = x.type
+    x = e.max(e.min(x, e.const(kind, HIGHEST)), e.const(kind, LOWEST))
+    exponent = e.round(x * LOG2E)
+    rest = e.fma(exponent, e.const(kind, -LN2_LOW), e.fma(exponent, e.const(kind, -LN2_HIGH), x))
+    result = e.const(kind, POLYNOMIAL[0])
+    for factor in POLYNOMIAL[1:]:
+        result = e.fma(result, rest, e.const(kind, factor))
+    result = e.fma(result, rest * rest, rest + 1.0)
+    words = vec(I32, x.lanes) if x.lanes > 1 else I32
+    return (result.bits(words) + (e.whole(exponent) << 23)).bits(vec(F32, x.lanes) if x.lanes > 1 else F32)

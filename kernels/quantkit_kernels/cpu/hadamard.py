@@ -37,10 +37,10 @@ def emit(e: Emitter, room: Value, mix: Value, width: int) -> Value:
     """Rotate the row that lies in ``room``; where the result lies.
 
     Args:
-        e: the kernel.
+        e: writes the kernel.
         room: float32 ``[2, width + PADDING]``.
         mix: float32 ``[m, m]``, symmetric.
-        width: of the row, which :func:`refuses` doesn't.
+        width: the row's width, which :func:`refuses` doesn't.
     """
     count, span = parts(width)
     wide = vec(F32, LANES)

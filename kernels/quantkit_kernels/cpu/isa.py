@@ -18,8 +18,8 @@ class Isa:
     """An instruction set.
 
     Attributes:
-        name: as it is shown, and as ``QUANTKIT_ISA`` names it.
-        lanes: of 32 bits in a vector: rows of a weight that are multiplied at once.
+        name: the name that is shown and that ``QUANTKIT_ISA`` takes.
+        lanes: the lanes of 32 bits in a vector: rows of a weight that are multiplied at once.
         needs: features of the CPU, as LLVM names them.
     """
 
@@ -28,19 +28,19 @@ class Isa:
     needs: tuple[str, ...] = ()
 
     @property
-    def narrow(self) -> bool:
+    def sums_int16(self) -> bool:
         """Whether sums of :meth:`bytes_dot` have 16 bits."""
         return self.name == "avx2"
 
     def nothing(self, e: Emitter) -> Value:
         """A sum of :meth:`bytes_dot` that holds nothing yet."""
-        return e.const(vec(I16, 2 * self.lanes) if self.narrow else vec(I32, self.lanes), 0)
+        return e.const(vec(I16, 2 * self.lanes) if self.sums_int16 else vec(I32, self.lanes), 0)
 
     def bytes_dot(self, e: Emitter, total: Value, unsigned: Value, signed: Value) -> Value:
         """``total + Σ unsigned · signed`` over each lane's four bytes.
 
         Args:
-            e: the kernel.
+            e: writes the kernel.
             total: from :meth:`nothing` or this; at most eight additions before :meth:`finished`, which is as
                 many as 16 bits hold of 15 · 127, or four of at most 24 · 127.
             unsigned: uint8 ``[4 · lanes]``, at most 24.
@@ -57,7 +57,7 @@ class Isa:
 
     def finished(self, e: Emitter, total: Value) -> Value:
         """A sum of :meth:`bytes_dot` as int32 ``[lanes]``."""
-        if self.narrow:
+        if self.sums_int16:
             return self._pairs(e, total, e.const(total.type, 1))
         return total
 
@@ -75,8 +75,8 @@ class Isa:
         """``total + Σ weight · x`` over each lane's four bytes; total is int32 ``[lanes]``.
 
         Args:
-            e: the kernel.
-            total: modulo 2³².
+            e: writes the kernel.
+            total: the sum so far, modulo 2³².
             weight: int8 plus :attr:`offset`, ``[4 · lanes]``.
             x: int8 ``[4 · lanes]``, at least −127: two products then just fit the 16 bits in which AVX2 adds
                 them.

@@ -32,7 +32,7 @@ class PageCodec:
     """A codec of one side.
 
     Attributes:
-        name: as the cache knows it.
+        name: the codec's name in the cache.
         bytes: head dimension → bytes that a slot takes, by part.
         store: ``(e, parts, values)`` or, where a page shares something, ``(e, parts, values, common)``.
         load: ``(e, parts, head dimension, common)`` → values.

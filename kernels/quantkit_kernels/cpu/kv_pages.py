@@ -5,27 +5,31 @@ from __future__ import annotations
 from dataclasses import dataclass
 from types import SimpleNamespace
 
+import numpy as np
+
 from quantkit_kernels.cpu.emit import Emitter
 from quantkit_kernels.cpu.kv_codecs import CODECS, PAGE, PARTS, PageCodec
 from quantkit_kernels.cpu.values import I32, I64, PTR, Value
 
-SEQUENCE = 9
-"""Words of a sequence's record."""
+FIELDS = ("table", "table_width", "lengths", "residual", "residual_width", "queries", "query_window",
+          "starts", "count")
+SEQUENCE = np.dtype([(name, np.int64) for name in FIELDS])
+"""A sequence's record. ``table``: address of page numbers int32 ``[layers, heads, table_width]``;
+``lengths``: of the slots held before this step int32 ``[layers, heads]``; ``residual``: of the numbers of
+pages that wait; ``queries``: of kept queries float32 ``[layers, query_window, query heads, D]``, 0 if none
+are kept; ``starts``: of the first slots that wait int32 ``[layers, heads]``; ``count``: tokens of this
+step."""
 CACHE = (*(f"*{side}_{part}" for side in "kv" for part in PARTS), "*k_residual", "*v_residual", "*positions",
          "*residual_positions", "*rows", "*sequences", "layer", "heads", "residual_length", "first")
 """Arguments that say where keys and values lie: the layer's pages; those of vectors that wait;
-``rows`` int64 ``[M, 3]``: sequence, place in this step, position; ``sequences`` int64 ``[B, 9]``: pointer to
-page numbers int32 ``[layers, heads, width]``, width, pointer to slots held before this step int32
-``[layers, heads]``, pointer to numbers of pages that wait and their width, pointer to kept queries float32
-``[layers, kept, query heads, D]`` (null: none are) and how many positions' are kept, pointer to the first
-slots that wait int32 ``[layers, heads]``, tokens of this step;
+``rows`` int64 ``[M, 3]``: sequence, place in this step, position; ``sequences``: records of :data:`SEQUENCE`;
 ``positions``: null if a slot's number is its position; ``heads``: of keys; ``residual_length`` newest slots
 wait, and the ``first``."""
 
 
 @dataclass(frozen=True)
 class PageCodecs:
-    """Of keys and of values.
+    """How keys and values are stored.
 
     Attributes:
         residual: the codec in which the newest vectors wait in pages of their own: ``bf16``, ``f16`` or
@@ -53,14 +57,30 @@ class PageCodecs:
         return CODECS[self.keys if side == "k" else self.values]
 
 
+class SequenceRecord:
+    """Reads a sequence's record."""
+
+    def __init__(self, e: Emitter, a: SimpleNamespace, sequence: Value) -> None:
+        self._e = e
+        self._record = a.sequences + sequence * SEQUENCE.itemsize
+
+    def address(self, name: str) -> Value:
+        """A field that is an address."""
+        return self._e.load(self._record, PTR, 8 * FIELDS.index(name))
+
+    def number(self, name: str) -> Value:
+        """A field that is a number."""
+        return self._e.load(self._record, I64, 8 * FIELDS.index(name))
+
+
 class HeadPages:
     """A head's pages of a sequence.
 
     Args:
         e, a: the kernel and its arguments.
-        codecs: of the pages.
-        dim: of a head.
-        sequence, head: whose.
+        codecs: how the pages are stored.
+        dim: the head dimension.
+        sequence, head: whose pages they are.
 
     Attributes:
         length: slots that it held before this step.
@@ -70,13 +90,14 @@ class HeadPages:
     def __init__(self, e: Emitter, a: SimpleNamespace, codecs: PageCodecs, dim: int, sequence: Value,
                  head: Value) -> None:
         self._e, self._a, self._codecs, self._dim = e, a, codecs, dim
-        record, index = a.sequences + sequence * (8 * SEQUENCE), a.layer * a.heads + head
-        self._table = e.load(record, PTR) + index * e.load(record, I64, 8) * 4
-        self.length = e.load(e.load(record, PTR, 16) + index * 4, I32).sext(I64)
+        record = SequenceRecord(e, a, sequence)
+        index = a.layer * a.heads + head
+        self._table = record.address("table") + index * record.number("table_width") * 4
+        self.length = e.load(record.address("lengths") + index * 4, I32).sext(I64)
         if codecs.residual:
-            self._residual = e.load(record, PTR, 24) + index * e.load(record, I64, 32) * 4
-            self._start = e.load(e.load(record, PTR, 56) + index * 4, I32).sext(I64)
-        self.count = e.load(record, I64, 64)
+            self._residual = record.address("residual") + index * record.number("residual_width") * 4
+            self._start = e.load(record.address("starts") + index * 4, I32).sext(I64)
+        self.count = record.number("count")
 
     def border(self, length: Value) -> Value:
         """The slots in ``[first, border)`` are read as codes."""

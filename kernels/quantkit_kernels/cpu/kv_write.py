@@ -5,29 +5,31 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import ClassVar
 
 from llvmlite import ir
 
 from quantkit_kernels.cpu import hadamard, kv_bits
 from quantkit_kernels.cpu.driver import begin
 from quantkit_kernels.cpu.emit import Emitter
+from quantkit_kernels.cpu.isa import Isa
 from quantkit_kernels.cpu.kv_codecs import GROUP, PAGE, lanes
-from quantkit_kernels.cpu.kv_pages import CACHE, SEQUENCE, HeadPages, PageCodecs
-from quantkit_kernels.cpu.values import F32, I32, I64, PTR, Value, vec
+from quantkit_kernels.cpu.kv_pages import CACHE, HeadPages, PageCodecs, SequenceRecord
+from quantkit_kernels.cpu.values import F32, I32, I64, Value, vec
 
 ROPE_ARGUMENTS = (*CACHE, "*q", "*k", "*v", "*cos", "*sin", "*q_norm", "*k_norm", "*signs", "*mix",
                   "q_stride", "kv_stride", "group", "eps")
 """``cos`` and ``sin``: float32 ``[positions, D / 2]``; norms: float32 ``[D]`` or null; ``signs`` and ``mix``:
 of the rotation, if a codec wants it; ``eps``: a float32's bits."""
-CLOSE_ARGUMENTS = (*CACHE, "*scratch", "blocks", "scratch_private")
+ENCODE_ARGUMENTS = (*CACHE, "*scratch", "blocks", "scratch_private")
 """``blocks``: pages of a head that may be done, at most."""
 KEEP_ARGUMENTS = ("*rows", "*sequences", "*q", "q_stride", "layer", "query_heads")
-UNTURN_ARGUMENTS = ("*x", "*signs", "*mix", "x_stride", "heads")
+UNDO_HADAMARD_ARGUMENTS = ("*x", "*signs", "*mix", "x_stride", "heads")
 FARTHEST = 2.0**100
 """What is farther from 0 is taken for that where vectors are rotated: their sums are finite."""
 
 
-def close_bytes(dim: int) -> int:
+def encode_bytes(dim: int) -> int:
     """Scratch memory that a thread needs to encode a page."""
     return 4 * PAGE * dim
 
@@ -42,14 +44,13 @@ class RopeStore:
 
     codecs: PageCodecs
     dim: int
+    arguments: ClassVar[Sequence[str]] = ROPE_ARGUMENTS
 
     @property
     def name(self) -> str:
-        """The function's name."""
         return f"rope_store_{self.codecs.name}_d{self.dim}"
 
-    def emit(self, module: ir.Module) -> None:
-        """Write the kernel into a module."""
+    def emit(self, module: ir.Module, isa: Isa) -> None:
         e, a, unit, _ = begin(module, self.name, ROPE_ARGUMENTS)
         row, head = unit // a.heads, unit % a.heads
         sequence, place, position = (e.load(a.rows, I64, row * 24 + 8 * i) for i in range(3))
@@ -107,15 +108,14 @@ class EncodePages:
 
     codecs: PageCodecs
     dim: int
+    arguments: ClassVar[Sequence[str]] = ENCODE_ARGUMENTS
 
     @property
     def name(self) -> str:
-        """The function's name."""
-        return f"close_{self.codecs.name}_d{self.dim}"
+        return f"encode_pages_{self.codecs.name}_d{self.dim}"
 
-    def emit(self, module: ir.Module) -> None:
-        """Write the kernel into a module."""
-        e, a, unit, thread = begin(module, self.name, CLOSE_ARGUMENTS)
+    def emit(self, module: ir.Module, isa: Isa) -> None:
+        e, a, unit, thread = begin(module, self.name, ENCODE_ARGUMENTS)
         block, pair = unit % a.blocks, unit // a.blocks
         pages = HeadPages(e, a, self.codecs, self.dim, pair // a.heads, pair % a.heads)
         at = pages.start + block * PAGE
@@ -149,20 +149,19 @@ class KeepQueries:
     """Copy a row's queries to where its sequence keeps the last ones, if it does; a unit is a row."""
 
     dim: int
+    arguments: ClassVar[Sequence[str]] = KEEP_ARGUMENTS
 
     @property
     def name(self) -> str:
-        """The function's name."""
         return f"keep_queries_d{self.dim}"
 
-    def emit(self, module: ir.Module) -> None:
-        """Write the kernel into a module."""
+    def emit(self, module: ir.Module, isa: Isa) -> None:
         e, a, unit, _ = begin(module, self.name, KEEP_ARGUMENTS)
         sequence, place, position = (e.load(a.rows, I64, unit * 24 + 8 * i) for i in range(3))
-        record = a.sequences + sequence * (8 * SEQUENCE)
-        ring, size, count = e.load(record, PTR, 40), e.load(record, I64, 48), e.load(record, I64, 64)
+        record = SequenceRecord(e, a, sequence)
+        ring, size = record.address("queries"), record.number("query_window")
         # a later row of the step would write to the same place
-        with e.when(e.present(ring)), e.when(place + size >= count):
+        with e.when(e.present(ring)), e.when(place + size >= record.number("count")):
             row = self.dim * 4
             target = ring + (a.layer * size + position % size) * (a.query_heads * row)
             source, width = a.q + unit * a.q_stride, lanes(self.dim)
@@ -176,15 +175,14 @@ class UndoHadamard:
     """Rotate the heads of a row back, in place; a unit is a row."""
 
     dim: int
+    arguments: ClassVar[Sequence[str]] = UNDO_HADAMARD_ARGUMENTS
 
     @property
     def name(self) -> str:
-        """The function's name."""
-        return f"unturn_d{self.dim}"
+        return f"undo_hadamard_d{self.dim}"
 
-    def emit(self, module: ir.Module) -> None:
-        """Write the kernel into a module."""
-        e, a, unit, _ = begin(module, self.name, UNTURN_ARGUMENTS)
+    def emit(self, module: ir.Module, isa: Isa) -> None:
+        e, a, unit, _ = begin(module, self.name, UNDO_HADAMARD_ARGUMENTS)
         room = e.room(hadamard.room_bytes(self.dim))
         with e.loop(0, a.heads) as head:
             _mixed(e, a, a.x + unit * a.x_stride + head * (self.dim * 4), room, self.dim, back=True)

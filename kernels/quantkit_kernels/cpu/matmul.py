@@ -13,17 +13,17 @@ into this thread's scratch memory, and all rows are multiplied from there, a til
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import ClassVar
 
 from llvmlite import ir
 
 from quantkit_kernels.cpu.driver import begin
 from quantkit_kernels.cpu.isa import Isa
+from quantkit_kernels.cpu.product_spec import ProductSpec
 from quantkit_kernels.cpu.product_tile import TileWriter
-from quantkit_kernels.cpu.scales import FLOAT32, ScaleLayout
 from quantkit_kernels.cpu.values import Value
-from quantkit_kernels.cpu.weight_decoder import FLOATS, STRIPE, SUB, WIDTH, WeightDecoder
+from quantkit_kernels.cpu.weight_decoder import STRIPE, SUB
 
 ARGUMENTS = ("*weights", "*scales", "*outer", "*zeros", "*x", "*x_scales", "*x_sums", "*out", "*bias",
              "*scratch", "add", "x_stride", "out_stride", "stripes", "subgroups", "stripes_a_unit", "rows",
@@ -32,43 +32,17 @@ ARGUMENTS = ("*weights", "*scales", "*outer", "*zeros", "*x", "*x_scales", "*x_s
 subgroups lie behind a row's sums. ``x_private`` and ``scratch_private`` are those from thread to thread."""
 FEW = 4
 """Rows of activations that are multiplied at once while weights are unpacked in registers, at most."""
-DIRECT = {"bytes": 16, "words": 8, "floats": 16, "int8": 8, "e4m3": 16}
-"""Rows up to which weights are unpacked for every :data:`FEW` of them. For more, unpacking once is faster."""
 MOST_COLUMNS = 1 << 17
 """The most columns of the family ``int8``: that many products of −128 and 127 just fit an int32."""
 
 
-@dataclass(frozen=True)
-class Matmul:
-    """A kernel: a format and how it is scaled.
+class Matmul(ProductSpec):
+    """The kernel of a product."""
 
-    Attributes:
-        decoder: the format.
-        group: values that share a scale: 16, or a multiple of 32; 0: a whole row; ``None``: there are no
-            scales.
-        scales: how scales are stored.
-        zeros: whether each group has a zero point, in place of the decoder's: uint8 for the family ``bytes``,
-            int8 for ``words``, whose codes are signed.
-        high: whether 4-bit codes are the high halves of int8: code c means 16 c − 120, the middle of the 16
-            int8 that begin so.
-    """
+    arguments: ClassVar[Sequence[str]] = ARGUMENTS
 
-    decoder: WeightDecoder
-    group: int | None
-    scales: ScaleLayout = FLOAT32
-    zeros: bool = False
-    high: bool = False
-
-    @property
-    def name(self) -> str:
-        """The function's name, which contains all that its code depends on."""
-        group = {None: "", 0: "_channel"}.get(self.group, f"_g{self.group}")
-        return f"matmul_{self.decoder.name}{group}_{self.scales.name}{'_zp' if self.zeros else ''}" + (
-            "_high" if self.high else "")
-
-    def emit(self, isa: Isa) -> Callable[[ir.Module], None]:
-        """What writes the kernel into a module."""
-        return lambda module: _Writer(module, isa, self).write()
+    def emit(self, module: ir.Module, isa: Isa) -> None:
+        _Writer(module, isa, self).write()
 
 
 def tile(isa: Isa) -> tuple[int, int]:
@@ -76,32 +50,35 @@ def tile(isa: Isa) -> tuple[int, int]:
     return 2, isa.lanes // 2
 
 
-def scratch_bytes(matmul: Matmul, isa: Isa, subgroups: int) -> int:
+def scratch_bytes(product: ProductSpec, isa: Isa, subgroups: int) -> int:
     """Scratch memory that a thread needs."""
-    blocks = max(tile(isa)[0], matmul.decoder.together(isa))
-    return blocks * subgroups * SUB * isa.lanes * WIDTH[matmul.decoder.family]
+    blocks = max(tile(isa)[0], product.decoder.blocks_per_unpack(isa))
+    return blocks * subgroups * SUB * isa.lanes * product.decoder.family.width
 
 
 class _Writer:
-    def __init__(self, module: ir.Module, isa: Isa, spec: Matmul) -> None:
+    def __init__(self, module: ir.Module, isa: Isa, spec: ProductSpec) -> None:
         self.e, self.a, self.unit, thread = begin(module, spec.name, ARGUMENTS)
-        self.isa, self.decoder, a = isa, spec.decoder, self.a
+        self.isa = isa
+        self.decoder = spec.decoder
+        a = self.a
         a.x, a.x_scales, a.x_sums = (p + thread * a.x_private for p in (a.x, a.x_scales, a.x_sums))
         a.scratch = a.scratch + thread * a.scratch_private
         self.tiles = TileWriter(self.e, a, isa, spec)
 
     def write(self) -> None:
-        e, a, lanes, together = self.e, self.a, self.isa.lanes, self.tiles.together
+        e, a = self.e, self.a
+        together = self.tiles.blocks_per_unpack
         blocks, rows = tile(self.isa)
         unit = self.unit
         across = (a.stripes + a.stripes_a_unit - 1) // a.stripes_a_unit
         first = unit % across * a.stripes_a_unit
-        per = STRIPE // lanes
+        per = STRIPE // self.isa.lanes
         begin, end = first * per, e.min(first + a.stripes_a_unit, a.stripes) * per
         top = unit // across * a.rows_a_unit
         bottom = e.min(top + a.rows_a_unit, a.rows)
         count = bottom - top
-        few, limit = (1, 1) if together > 1 else (FEW, DIRECT[self.decoder.family])
+        few, limit = (1, 1) if together > 1 else (FEW, self.decoder.family.direct_rows)
         with e.either(count <= limit) as otherwise:
             for number in range(1, few):
                 with e.when(count.equals(number)), e.loop(begin, end, self._alone(number)) as block:
@@ -128,14 +105,14 @@ class _Writer:
     def _alone(self, rows: int) -> int:
         """Blocks that this number of rows is multiplied by at once, straight from their codes: of floats so
         many that no sum waits for itself."""
-        if self.decoder.family in FLOATS and self.isa.lanes == 8:
+        if self.decoder.family.real and self.isa.lanes == 8:
             return 4 if rows == 1 else 2
-        return self.tiles.together
+        return self.tiles.blocks_per_unpack
 
     def _unpack(self, block: Value, count: int) -> None:
         e = self.e
         with e.loop(0, self.a.subgroups) as s:
-            for b in range(0, count, self.tiles.together):
+            for b in range(0, count, self.tiles.blocks_per_unpack):
                 for i, values in enumerate(self.tiles.steps([self.tiles.packed(block + b, s)])):
                     for j, value in enumerate(values):
                         e.store(self.tiles.scratch(b + j, s), value, i * self.isa.lanes * 4)

@@ -30,7 +30,7 @@ class Pool:
         threads: at most; 0: one a core that this process may use.
 
     Attributes:
-        threads: that it has.
+        threads: the number of its threads.
 
     Raises:
         ValueError: a negative number of threads.

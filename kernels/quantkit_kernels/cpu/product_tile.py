@@ -6,16 +6,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from quantkit_kernels.cpu.emit import Emitter
 from quantkit_kernels.cpu.isa import Isa
+from quantkit_kernels.cpu.product_spec import ProductSpec
 from quantkit_kernels.cpu.scales import ScaleReader
-from quantkit_kernels.cpu.values import F32, I8, I16, I32, I64, Type, Value, Var, vec
-from quantkit_kernels.cpu.weight_decoder import CHAIN, FLOATS, STEP, STRIPE, SUB, TOKENS, WIDTH
-
-if TYPE_CHECKING:
-    from quantkit_kernels.cpu.matmul import Matmul
+from quantkit_kernels.cpu.values import F32, I8, I32, I64, Value, Var, vec
+from quantkit_kernels.cpu.weight_decoder import CHAIN, STRIPE, SUB
 
 AHEAD = 1024
 """Bytes by which weights are fetched before they are needed."""
@@ -35,7 +33,7 @@ class GroupNumbers(NamedTuple):
 
 @dataclass(frozen=True)
 class _Tile:
-    """``unpacked``: where the blocks lie, unpacked, if they do."""
+    """Some blocks by some rows. ``unpacked`` says where the blocks lie if they were unpacked before."""
 
     blocks: Sequence[Value]
     rows: Sequence[Value]
@@ -52,34 +50,41 @@ class TileWriter:
     """Emits tiles of a product.
 
     Args:
-        e: the kernel.
-        a: its arguments.
+        e: writes the kernel.
+        a: the kernel's arguments.
         isa: the instruction set.
-        spec: the product.
+        spec: says which product it is.
     """
 
-    def __init__(self, e: Emitter, a: SimpleNamespace, isa: Isa, spec: Matmul) -> None:
-        self.e, self.a, self.isa, self.spec = e, a, isa, spec
-        self.decoder, self.family = spec.decoder, spec.decoder.family
-        self.lanes, self.reals, self.together = isa.lanes, vec(F32, isa.lanes), self.decoder.together(isa)
+    def __init__(self, e: Emitter, a: SimpleNamespace, isa: Isa, spec: ProductSpec) -> None:
+        self.e = e
+        self.a = a
+        self.isa = isa
+        self.spec = spec
+        self.decoder = spec.decoder
+        self.family = spec.decoder.family
+        self.lanes = isa.lanes
+        self.reals = vec(F32, isa.lanes)
+        self.blocks_per_unpack = self.decoder.blocks_per_unpack(isa)
         self.block_bytes = a.subgroups * (self.decoder.bytes * self.lanes)
         self.plane_bytes = a.stripes * a.subgroups * (self.decoder.bytes * STRIPE)
         self.span = min(spec.group or SUB, SUB)
-        columns, outer, single = a.subgroups * SUB, spec.scales.outer, e.const(I64, 1)
+        columns, outer = a.subgroups * SUB, spec.scales.outer
+        single = e.const(I64, 1)
         self.groups = columns // spec.group if spec.group else single
         self.superblocks = columns // outer if outer else single
         self.scales = ScaleReader(e, spec.scales, isa.lanes, a.scales, a.outer, self.groups, self.superblocks)
-        self.narrow = self.decoder.narrow and isa.narrow
+        self.sums_int16 = self.decoder.fits_int16 and isa.sums_int16
 
     def scratch(self, block: Any, subgroup: Value) -> Value:
         """Where a block's unpacked subgroup lies."""
-        size = SUB * self.lanes * WIDTH[self.family]
+        size = SUB * self.lanes * self.family.width
         place: Value = self.a.subgroups * block + subgroup
         return self.a.scratch + place * size
 
     def packed(self, block: Value, subgroup: Value) -> Value:
         """Where a block's subgroup lies as it is stored."""
-        size = self.decoder.bytes * self.lanes * self.together
+        size = self.decoder.bytes * self.lanes * self.blocks_per_unpack
         return self.a.weights + block * self.block_bytes + subgroup * size
 
     def steps(self, sources: Sequence[Value]) -> Iterator[list[Value]]:
@@ -99,13 +104,13 @@ class TileWriter:
         if scratch is not None:
             unpacked, block = [self.scratch(scratch + b, e.const(I64, 0)) for b in range(blocks)], (
                 block + scratch)
-        start = e.const(vec(I32, self.lanes), 0) if self.family == "int8" else e.const(self.reals, 0.0)
+        start = e.const(vec(I32, self.lanes), 0) if self.family.sums_rows else e.const(self.reals, 0.0)
         tile = _Tile([block + b for b in range(blocks)], [row + m for m in range(rows)],
                      [a.x + (row + m) * a.x_stride for m in range(rows)],
                      [[e.var(start) for _ in range(rows)] for _ in range(blocks)], unpacked)
-        if self.family in FLOATS:
+        if self.family.real:
             self._floats(tile)
-        elif self.family == "int8":
+        elif self.family.sums_rows:
             with e.loop(0, a.subgroups) as s:
                 sums = self._subgroup_sums(tile, s)
                 for b, m in tile.each():
@@ -124,18 +129,17 @@ class TileWriter:
     def _weights(self, tile: _Tile, s: Value) -> Iterator[list[Value]]:
         """The steps of a subgroup."""
         if tile.unpacked is not None:
-            at = s * (SUB * self.lanes * WIDTH[self.family])
-            return self._loaded([source + at for source in tile.unpacked], SUB // STEP[self.family])
-        sources = [self.packed(block, s) for block in tile.blocks[::self.together]]
+            at = s * (SUB * self.lanes * self.family.width)
+            return self._loaded([source + at for source in tile.unpacked], SUB // self.family.step)
+        sources = [self.packed(block, s) for block in tile.blocks[::self.blocks_per_unpack]]
         for source in (part for block_source in sources for part in self._planes(block_source)):
-            for line in range(0, self.decoder.bytes * self.lanes * self.together, 64):
+            for line in range(0, self.decoder.bytes * self.lanes * self.blocks_per_unpack, 64):
                 self.e.prefetch(source + (AHEAD + line))
         return self.steps(sources)
 
     def _loaded(self, sources: Sequence[Value], count: int) -> Iterator[list[Value]]:
         """The unpacked vectors of ``count`` steps."""
-        kind: Type = {1: vec(I8, 4 * self.lanes), 2: vec(I16, 2 * self.lanes), 4: self.reals}[
-            WIDTH[self.family]]
+        kind = self.family.vector(self.lanes)
         for i in range(count):
             yield [self.e.load(source, kind, i * self.lanes * 4) for source in sources]
 
@@ -162,9 +166,9 @@ class TileWriter:
         parts: dict[tuple[int, int], Value] = {}
         sums: dict[tuple[int, int], Value] = {}
         for i, weights in enumerate(self._weights(tile, s)):
-            factors = self._factors(tile, s * (SUB * WIDTH[self.family]), i)
+            factors = self._factors(tile, s * (SUB * self.family.width), i)
             for b, m in tile.each():
-                if not self.decoder.parts:
+                if not self.decoder.split_sums:
                     totals[b][m].set(e.fma(weights[b], factors[m], totals[b][m].get()))
                     continue
                 part = weights[b] * factors[m] if i % CHAIN == 0 else e.fma(
@@ -189,8 +193,8 @@ class TileWriter:
         def subgroup(s: Value, scales: Sequence[Sequence[GroupNumbers]]) -> None:
             steps = self._weights(tile, s)
             for part in range(parts):
-                at = s * (SUB * WIDTH[self.family]) + part * span * WIDTH[self.family]
-                sums = self._sums(tile, steps, at, span // STEP[self.family])
+                at = s * (SUB * self.family.width) + part * span * self.family.width
+                sums = self._sums(tile, steps, at, span // self.family.step)
                 self._scale(tile, sums, s, s * parts + part, scales[part])
 
         with self._groups(tile, parts) as (group, scales):
@@ -235,19 +239,19 @@ class TileWriter:
             return None
         where = self.a.zeros + (block * self.groups + group) * self.lanes
         zeros, wide = self.e.load(where, vec(I8, self.lanes)), vec(I32, self.lanes)
-        return zeros.zext(wide) if self.family == "bytes" else zeros.sext(wide)
+        return zeros.zext(wide) if self.family.unsigned else zeros.sext(wide)
 
     def _subgroup_sums(self, tile: _Tile, s: Value) -> Sums:
         """A subgroup's sums, int32."""
         if tile.unpacked is not None:
             return self._unpacked_sums(tile, s)
-        at = s * (SUB * WIDTH[self.family])
-        return self._sums(tile, self._weights(tile, s), at, SUB // STEP[self.family])
+        at = s * (SUB * self.family.width)
+        return self._sums(tile, self._weights(tile, s), at, SUB // self.family.step)
 
     def _sums(self, tile: _Tile, steps: Iterator[list[Value]], at: Value, count: int) -> Sums:
         """The sums of the next ``count`` steps, int32; activations lie ``at`` bytes from a row's begin."""
         total: Sums | None = None
-        every = TOGETHER if self.narrow else count
+        every = TOGETHER if self.sums_int16 else count
         for first in range(0, count, every):
             sums = [[self._nothing() for _ in tile.rows] for _ in tile.blocks]
             for i in range(first, first + every):
@@ -260,16 +264,16 @@ class TileWriter:
     def _unpacked_sums(self, tile: _Tile, run: Value) -> Sums:
         """The same of unpacked weights, some steps at a time: over more of them the compiler runs out of
         registers. ``run``: which subgroup, or half of one."""
-        e, count, size = self.e, self.span // STEP[self.family], self.span * WIDTH[self.family]
+        e, count, size = self.e, self.span // self.family.step, self.span * self.family.width
         assert tile.unpacked is not None
         sources = [source + run * (size * self.lanes) for source in tile.unpacked]
         if count <= TOGETHER:
             return self._sums(tile, self._loaded(sources, count), run * size, count)
-        start = e.const(vec(I32, self.lanes), 0) if self.narrow else self._nothing()
+        start = e.const(vec(I32, self.lanes), 0) if self.sums_int16 else self._nothing()
         variables = [[e.var(start) for _ in tile.rows] for _ in tile.blocks]
         with e.loop(0, count * 4, 4 * TOGETHER) as at:
             steps = self._loaded([source + at * self.lanes for source in sources], TOGETHER)
-            if self.narrow:
+            if self.sums_int16:
                 new = self._sums(tile, steps, run * size + at, TOGETHER)
                 for b, m in tile.each():
                     variables[b][m].set(variables[b][m].get() + new[b][m])
@@ -280,32 +284,29 @@ class TileWriter:
                 for b, m in tile.each():
                     variables[b][m].set(now[b][m])
         sums = [[variable.get() for variable in line] for line in variables]
-        return sums if self.narrow else self._finished(sums)
+        return sums if self.sums_int16 else self._finished(sums)
 
     def _add(self, tile: _Tile, sums: list[list[Value]], weights: Sequence[Value],
              factors: Sequence[Value]) -> None:
         """Add a step to its sums."""
-        isa = self.isa
-        add = {"bytes": isa.offset_dot if self.decoder.signed else isa.bytes_dot, "words": isa.words_dot,
-               "int8": isa.int8_dot}[self.family]
+        add = self.family.dot(self.isa, self.decoder.signed)
         for b, m in tile.each():
             sums[b][m] = add(self.e, sums[b][m], weights[b], factors[m])
 
     def _factors(self, tile: _Tile, at: Value, step: int) -> list[Value]:
         """The step's values of each row of activations, in every lane."""
-        if self.family in FLOATS:
+        if self.family.real:
             return [self.e.load(x + at, F32, step * 4).spread(self.lanes) for x in tile.x]
-        kind = vec(I16, 2 * self.lanes) if self.family == "words" else vec(I8, 4 * self.lanes)
+        kind = self.family.vector(self.lanes)
         return [self.e.load(x + at, I32, step * 4).spread(self.lanes).bits(kind) for x in tile.x]
 
     def _nothing(self) -> Value:
         """A sum that holds nothing yet."""
-        unsigned = self.family == "bytes" and not self.decoder.signed
-        return self.isa.nothing(self.e) if unsigned else self.e.const(vec(I32, self.lanes), 0)
+        return self.isa.nothing(self.e) if self.decoder.unsigned else self.e.const(vec(I32, self.lanes), 0)
 
     def _finished(self, sums: Sums) -> Sums:
         """Sums as int32."""
-        if self.family != "bytes" or self.decoder.signed:
+        if not self.decoder.unsigned:
             return sums
         return [[self.isa.finished(self.e, total) for total in line] for line in sums]
 
@@ -344,11 +345,11 @@ class TileWriter:
     def _finish(self, block: Value, row: Value, total: Value, scale: Value | None) -> None:
         """Scale a sum over all of k, and store it."""
         e, a = self.e, self.a
-        if self.family == "int8":
+        if self.family.sums_rows:
             if self.isa.offset:
                 total = total - e.load(a.x_sums, I32, row * a.x_stride).spread(self.lanes) * self.isa.offset
             total = total.real()
-        if self.family in TOKENS:
+        if self.family.by_token:
             total = total * e.load(a.x_scales, F32, row * a.x_stride).spread(self.lanes)
         if scale is not None:
             total = total * scale

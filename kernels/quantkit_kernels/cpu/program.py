@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from llvmlite import ir
 
-from quantkit_kernels.cpu import attention, columns, embedding, kv_write, matmul, read, rows, viterbi
 from quantkit_kernels.cpu.compiled import address, on_disk
 from quantkit_kernels.cpu.driver import ARGUMENTS, EACH, FLAGS, KERNEL, NO_BARRIER, RECORD, RING, UNITS
 from quantkit_kernels.cpu.isa import Isa
@@ -17,57 +18,60 @@ from quantkit_kernels.cpu.isa import Isa
 ALIGNMENT = 64
 KNOWN = 128
 """Changes that are remembered, at most."""
-KERNELS: dict[type, Sequence[str]] = {
-    matmul.Matmul: matmul.ARGUMENTS, rows.RowKernel: rows.ARGUMENTS,
-    rows.NormAdd: rows.ADD_ARGUMENTS, embedding.Embed: embedding.ARGUMENTS,
-    kv_write.RopeStore: kv_write.ROPE_ARGUMENTS, kv_write.EncodePages: kv_write.CLOSE_ARGUMENTS,
-    kv_write.KeepQueries: kv_write.KEEP_ARGUMENTS,
-    kv_write.UndoHadamard: kv_write.UNTURN_ARGUMENTS, attention.Attend: attention.ATTEND_ARGUMENTS,
-    attention.ReduceSplits: attention.COMBINE_ARGUMENTS, read.ReadKernel: read.ARGUMENTS,
-    columns.SearchRanges: columns.SEARCH_ARGUMENTS, columns.SolveColumns: columns.SOLVE_ARGUMENTS,
-    columns.DescendColumns: columns.DESCEND_ARGUMENTS,
-    viterbi.Viterbi: viterbi.ARGUMENTS, viterbi.ColumnSearch: viterbi.COLUMN_ARGUMENTS}
-"""The kernels that a program may have, and their arguments in a record's order; ``*name`` is a pointer."""
-
-
 Report = Callable[[int, int, str], None]
 """Hears how many kernels are compiled, of how many, and which is next."""
 
 
 class ProgramKernel(Protocol):
-    """What all of them have: the name of their function, which says all that its code depends on."""
+    """A kernel that a program may have.
+
+    Attributes:
+        arguments: names of its arguments in a record's order; ``*name`` is a pointer.
+    """
+
+    arguments: ClassVar[Sequence[str]]
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """The name of its function, which says all that its code depends on."""
+
+    def emit(self, module: ir.Module, isa: Isa) -> None:
+        """Write it into a module."""
 
 
 class Program:
     """Operations, in order. Arguments may be changed between runs.
 
     Args:
-        isa: what kernels are compiled for.
+        isa: the instruction set that kernels are compiled for.
 
     Attributes:
-        names: of the operations' kernels.
+        units_per_row: for each operation how many units a row of activations is; 0 where units depend on
+            more.
     """
 
     def __init__(self, isa: Isa) -> None:
         self._isa = isa
-        self._kernels: list[Any] = []
+        self._kernels: list[ProgramKernel] = []
         self._initial: list[dict[str, Any]] = []
         self._flags: list[int] = []
         self._kept: dict[tuple[int, str], torch.Tensor] = {}
         self._changes: dict[Hashable, tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = {}
         self._log: dict[int, int] | None = None
-        self.names: list[str] = []
+        self.units_per_row: list[int] = []
 
-    def add(self, kernel: ProgramKernel, units: int = 1, *, barrier: bool = True, each: bool = False,
-            **values: Any) -> int:
+    def __len__(self) -> int:
+        """How many operations there are."""
+        return len(self._kernels)
+
+    def add(self, kernel: ProgramKernel, units: int = 1, *, units_per_row: int = 0, barrier: bool = True,
+            each: bool = False, **values: Any) -> int:
         """Append an operation.
 
         Args:
-            kernel: one of this package's.
-            units: how many it has.
+            kernel: what the operation runs.
+            units: the number of units until another is set.
+            units_per_row: the units of a row of activations, for :attr:`units_per_row`.
             barrier: whether the next operation needs its results.
             each: every thread does all units, for itself.
             values: arguments by name: a tensor gives its address and is kept; what is left out is 0.
@@ -84,7 +88,7 @@ class Program:
         self._kernels.append(kernel)
         self._initial.append({"units": units, **values})
         self._flags.append(EACH | NO_BARRIER if each else 0 if barrier else NO_BARRIER)
-        self.names.append(kernel.name)
+        self.units_per_row.append(units_per_row)
         return len(self._kernels) - 1
 
     def finish(self, report: Report | None = None) -> None:
@@ -101,7 +105,8 @@ class Program:
         addresses = self._addresses(report)
         self._columns: list[dict[str, int]] = []
         for i, kernel in enumerate(self._kernels):
-            self.records[i, KERNEL // 8], self.records[i, FLAGS // 8] = addresses[kernel.name], self._flags[i]
+            self.records[i, KERNEL // 8] = addresses[kernel.name]
+            self.records[i, FLAGS // 8] = self._flags[i]
             self._columns.append({"units": UNITS // 8} | {
                 name: ARGUMENTS // 8 + j for j, name in enumerate(_arguments(kernel))})
             self.set(i, **self._initial[i])
@@ -118,9 +123,7 @@ class Program:
         for name, kernel in kernels.items():
             if report is not None and name in new:
                 report(new.index(name), len(new), name)
-            emit = kernel.emit(self._isa) if isinstance(kernel, matmul.Matmul
-                                                        | embedding.Embed) else kernel.emit
-            addresses[name] = address(name, self._isa, emit)
+            addresses[name] = address(name, self._isa, functools.partial(kernel.emit, isa=self._isa))
         if report is not None and new:
             report(len(new), len(new), "compiled")
         return addresses
@@ -149,7 +152,7 @@ class Program:
 
         Args:
             key: says all that the numbers depend on; none of them is a tensor's address.
-            write: changes them.
+            write: changes them by calls.
         """
         flat = self.records.reshape(-1)
         if (known := self._changes.get(key)) is not None:
@@ -171,5 +174,5 @@ class Program:
             self._log[index * self.records.shape[1] + column] = value
 
 
-def _arguments(kernel: object) -> list[str]:
-    return [name.lstrip("*") for name in KERNELS[type(kernel)]]
+def _arguments(kernel: ProgramKernel) -> list[str]:
+    return [name.lstrip("*") for name in kernel.arguments]

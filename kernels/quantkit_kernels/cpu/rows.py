@@ -7,23 +7,21 @@ scale for the row; rotated before (:mod:`~quantkit_kernels.cpu.hadamard`) if the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from llvmlite import ir
 
 from quantkit_kernels.cpu import hadamard
 from quantkit_kernels.cpu.driver import begin
-from quantkit_kernels.cpu.emit import Emitter
-from quantkit_kernels.cpu.exp import exp
-from quantkit_kernels.cpu.values import F32, I8, I16, I32, I64, Value, vec
-from quantkit_kernels.cpu.weight_decoder import SUB, TOKENS, Family
+from quantkit_kernels.cpu.emit import Emitter, exp
+from quantkit_kernels.cpu.isa import Isa
+from quantkit_kernels.cpu.values import F32, I8, I32, I64, Value, vec
+from quantkit_kernels.cpu.weight_decoder import SUB, Family
 
 LANES = 16
 """Of this module's vectors, whatever the instruction set's are: sums then have one order everywhere."""
-LEVELS = {"bytes": 127, "words": 8191, "int8": 127, "e4m3": 448}
-"""Largest codes. A subgroup's 32 products of 8191 · 8191 just fit an int32."""
 SMALLEST = 2.0**-100
 """A subgroup's, or row's, largest value is taken to be at least this: its inverse stays finite."""
 ARGUMENTS = ("*x", "*second", "*weight", "*picked", "*out", "*scales", "*sums", "x_stride", "size",
@@ -49,20 +47,19 @@ class RowKernel:
             https://arxiv.org/abs/2002.05202; ``gelu`` is ``gelu(x) · second`` with GELU's approximation by
             tanh, https://arxiv.org/abs/1606.08415.
         family: how the row is left.
-        rotation: the rotation's width, which is the row's; 0: none.
+        rotation: the rotation's width, which is the row's; 0 stands for none.
     """
 
     source: Source
     family: Family
     rotation: int = 0
+    arguments: ClassVar[Sequence[str]] = ARGUMENTS
 
     @property
     def name(self) -> str:
-        """The function's name."""
         return f"rows_{self.source}_{self.family}{f'_rotated{self.rotation}' if self.rotation else ''}"
 
-    def emit(self, module: ir.Module) -> None:
-        """Write the kernel into a module."""
+    def emit(self, module: ir.Module, isa: Isa) -> None:
         e, a, unit, thread = begin(module, self.name, ARGUMENTS)
         row = e.var(unit)
         with e.when(e.present(a.picked)):
@@ -97,7 +94,7 @@ class RowKernel:
             places = [s * (SUB * 4) + half * LANES * 4 for half in range(SUB // LANES)]
             return [e.load(turned, wide, at) if self.rotation else value(at) for at in places]
 
-        if self.family in TOKENS:
+        if self.family.by_token:
             _leave_row(e, self.family, values, a.subgroups, out, scales, sums)
         else:
             with e.loop(0, a.subgroups) as s:
@@ -110,9 +107,9 @@ class NormAdd:
     """``out + x / sqrt(mean(x²) + eps) · weight`` in place of out; a unit is a row."""
 
     name = "norm_add"
+    arguments: ClassVar[Sequence[str]] = ADD_ARGUMENTS
 
-    def emit(self, module: ir.Module) -> None:
-        """Write the kernel into a module."""
+    def emit(self, module: ir.Module, isa: Isa) -> None:
         e, a, unit, _ = begin(module, self.name, ADD_ARGUMENTS)
         x, out = a.x + unit * a.x_stride, a.out + unit * a.out_stride
         factor, wide = _norm_factor(e, x, a.size, a.eps).spread(LANES), vec(F32, LANES)
@@ -142,18 +139,18 @@ def _leave_row(e: Emitter, family: Family, values: Callable[[Value], list[Value]
         for value in values(s):
             largest.set(e.max(largest.get(), e.abs(value)))
             wrong.set(wrong.get() + value * 0.0)
-    scale = e.max(e.highest(largest.get()), e.const(F32, SMALLEST)) / float(LEVELS[family])
+    scale = e.max(e.highest(largest.get()), e.const(F32, SMALLEST)) / float(family.levels)
     with e.loop(0, subgroups) as s:
         for half, value in enumerate(values(s)):
             exact = value / scale.spread(LANES)
-            if family == "e4m3":
+            if family.real:
                 e.store(out + s * (SUB * 4), _e4m3(e, exact), half * LANES * 4)
                 continue
             code = e.whole(e.round(exact))
             total.set(total.get() + code)
             e.store(out + s * SUB, code.trunc(vec(I8, LANES)), half * LANES)
     e.store(scales, scale + e.sum(wrong.get()))  # NaN and infinity end up here, as below
-    if family == "int8":
+    if family.sums_rows:
         e.store(sums, e.sum(total.get()))
 
 
@@ -168,18 +165,18 @@ def _e4m3(e: Emitter, value: Value) -> Value:
 def _leave(e: Emitter, family: Family, values: list[Value], subgroups: Value, out: Value, scales: Value,
            sums: Value, index: Value) -> None:
     """Store the subgroup ``index`` of a row."""
-    if family == "floats":
+    if family.real:
         for half, value in enumerate(values):
             e.store(out + index * (SUB * 4), value, half * LANES * 4)
         return
-    levels, width = LEVELS[family], 1 if family == "bytes" else 2
+    levels, width = family.levels, family.width
     largest = e.max(e.abs(values[0]), e.abs(values[1]))
     top = e.max(e.highest(largest), e.const(F32, SMALLEST))
     inverse = (e.const(F32, float(levels)) / top).spread(LANES)
     halves, total = sums + subgroups * 4, e.const(I32, 0)
     for half, value in enumerate(values):
         code = e.whole(e.round(value * inverse))
-        e.store(out + index * (SUB * width), code.trunc(vec(I8 if width == 1 else I16, LANES)),
+        e.store(out + index * (SUB * width), code.trunc(vec(family.element(), LANES)),
                 half * LANES * width)
         part = e.sum(code)
         e.store(halves, part, index * 8 + half * 4)

@@ -54,7 +54,7 @@ class ScaleReader:
     """Emits the reading of scales.
 
     Args:
-        e: the kernel.
+        e: writes the kernel.
         layout: how they are stored.
         lanes: rows of a block.
         scales, outer: where they lie.

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 from llvmlite import ir
 
-I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
+I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 F16, F32 = ir.HalfType(), ir.FloatType()
 PTR = ir.PointerType()
 Type: TypeAlias = Any

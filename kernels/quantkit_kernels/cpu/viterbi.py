@@ -10,12 +10,15 @@ where the ring is cut; what it passes there is then both the beginning and the e
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from llvmlite import ir
 
 from quantkit_kernels.cpu.driver import begin
 from quantkit_kernels.cpu.emit import Emitter
+from quantkit_kernels.cpu.isa import Isa
 from quantkit_kernels.cpu.values import F32, I8, I64, Value, vec
 
 RING = 64
@@ -41,16 +44,16 @@ class Viterbi:
     """A search.
 
     Attributes:
-        bits: of a symbol, 2 to 4.
-        window: of a state, in bits.
+        bits: the bits of a symbol, 2 to 4.
+        window: the bits of a state.
     """
 
     bits: int
     window: int
+    arguments: ClassVar[Sequence[str]] = ARGUMENTS
 
     @property
     def name(self) -> str:
-        """The function's name."""
         return f"viterbi_{self.bits}_{self.window}"
 
     @property
@@ -63,8 +66,7 @@ class Viterbi:
         """What a thread needs."""
         return (RING + 1) * self.ends * 4
 
-    def emit(self, module: ir.Module) -> None:
-        """Write the kernel into a module."""
+    def emit(self, module: ir.Module, isa: Isa) -> None:
         e, a, unit, thread = begin(module, self.name, ARGUMENTS)
         at = unit * (RING * 4)
         ring = _Ring(e, self, a.values, a.room + thread * a.room_private)
@@ -77,7 +79,7 @@ class ColumnSearch:
     """Searches a tile's rings column by column, and tells the columns that are left.
 
     Attributes:
-        search: of a ring.
+        search: the search of a ring.
         visit: whether there are rings already. If not, ``work`` is what is left of the weights and
             ``matrix`` the upper factor of the inverse Hessian: https://arxiv.org/abs/2210.17323. If so,
             ``work`` is the loss's slope, ``matrix`` the Hessian, and a ring is changed where the loss gets
@@ -86,10 +88,10 @@ class ColumnSearch:
 
     search: Viterbi
     visit: bool
+    arguments: ClassVar[Sequence[str]] = COLUMN_ARGUMENTS
 
     @property
     def name(self) -> str:
-        """The function's name."""
         return f"columns_{'visit_' if self.visit else ''}{self.search.name}"
 
     @property
@@ -97,8 +99,7 @@ class ColumnSearch:
         """What a thread needs."""
         return self.search.room_bytes + (BLOCK + 2) * RING * 4 + RING
 
-    def emit(self, module: ir.Module) -> None:
-        """Write the kernel into a module."""
+    def emit(self, module: ir.Module, isa: Isa) -> None:
         e, a, unit, thread = begin(module, self.name, COLUMN_ARGUMENTS)
         size, wide = RING * 4, vec(F32, LANES)
         tile = unit * a.columns

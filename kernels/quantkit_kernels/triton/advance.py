@@ -34,7 +34,7 @@ def advance(tables: SequenceTables, step: StepTokens) -> None:
     """Add 1 to ``lengths`` of all layers and heads, and to ``seen``, of every token's sequence.
 
     Args:
-        tables: of a step whose tokens have been written to the pages of all layers.
+        tables: the tables of a step whose tokens have been written to the pages of all layers.
         step: at most one token per sequence. Tokens that belong to no sequence are skipped.
 
     Raises:

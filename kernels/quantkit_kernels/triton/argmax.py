@@ -67,7 +67,7 @@ class LogitSplits:
 
     Attributes:
         parts: number of parts of a row.
-        pad: that number rounded up to a power of two.
+        pad: the number rounded up to a power of two.
         size: logits in a part.
     """
 

@@ -138,7 +138,7 @@ def pack(codes: torch.Tensor, scale: torch.Tensor, outer: torch.Tensor | None, h
         scale: uint8 ``[n, k / group]``: bytes of e4m3 (groups of 16) or e8m0 (of 32).
         outer: float32 ``[n]`` or one number: what e4m3 scales are multiples of.
         how: rows of x are rounded; packed, in columns of :data:`BK`.
-        family: of GPUs.
+        family: the GPUs' family.
         gated: rows are a gate's, then as many of what it opens.
     """
     n, k = codes.shape

@@ -68,7 +68,7 @@ class LayerPages:
     Attributes:
         k, v: both sides; either both have ``residual`` or neither.
         positions: int32 ``[P, 64]``, or ``None`` where a slot's number is its position.
-        residual_positions: the same for the residual, int32 ``[Q, 64]``.
+        residual_positions: the residual's positions, int32 ``[Q, 64]``.
     """
 
     k: Side

@@ -79,7 +79,7 @@ def close_pages(pages: LayerPages, tables: SequenceTables, step: StepTokens, lay
     residual vectors stay in place, because earlier queries of the step still read them.
 
     Args:
-        pages: of the layer; codes, and positions if slots have them, are written.
+        pages: the layer's pages; codes, and positions if slots have them, are written.
         tables, step: as for ``rope_store``.
         layer: index in the tables.
 

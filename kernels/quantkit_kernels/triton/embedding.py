@@ -57,7 +57,7 @@ def embed(ids: torch.Tensor, w: TritonWeight, dtype: torch.dtype, *,
     Args:
         ids: integers ``[m]`` from 0 to n − 1; the range isn't checked.
         w: a weight that isn't gated.
-        dtype: of the result. Codes are scaled in float32 and rounded to it once.
+        dtype: the result's dtype. Codes are scaled in float32 and rounded to it once.
         out: ``[m, k]`` of that dtype, where the result is written; its rows may be further apart than k.
 
     Returns:
@@ -84,5 +84,5 @@ def constants(w: TritonWeight) -> dict[str, object]:
     """Return the kernel's compile-time arguments."""
     return {"K": w.k, "BK": w.bk, "WORDS": w.words.shape[2], "TILES": w.words.shape[1], "GROUP": w.group,
             "NPAD": w.words.shape[0] * ROWS, "NUMBER": w.decoder.number, "MODE": w.mode,
-            "WIDE": lane_columns(w.family), "BLOCK": BLOCK, "LAYOUT": w.layout, "MIDDLE": w.decoder.middle,
-            "BITS": bits(w)}
+            "WIDE": lane_columns(w.family), "BLOCK": BLOCK, "LAYOUT": w.layout, "MIDDLE":
+            w.decoder.zero_level, "BITS": bits(w)}

@@ -110,7 +110,7 @@ def pack(codes: torch.Tensor, scale: torch.Tensor, family: str | None = None,
     Args:
         codes: uint8 ``[n, k]``, 0 to 15.
         scale: float32 ``[n, k / group]``, group 32, 64 or a multiple of 128.
-        family: of GPUs; by default that of the tensors' device.
+        family: the GPUs' family; by default that of the tensors' device.
         gated: rows are a gate's, then as many of what it opens.
 
     Raises:
@@ -136,7 +136,7 @@ def pack_fine(codes: torch.Tensor, scale: torch.Tensor, outer: torch.Tensor, fam
         codes: uint8 ``[n, k]``, 0 to 15.
         scale: float8_e4m3fn ``[n, k / 16]``, none negative.
         outer: float32 ``[n]`` or one number: what scales are multiples of.
-        family: of GPUs; by default that of the tensors' device.
+        family: the GPUs' family; by default that of the tensors' device.
         gated: rows are a gate's, then as many of what it opens.
     """
     n, k = codes.shape

@@ -109,7 +109,7 @@ def pack_scales(scale: torch.Tensor, minimum: torch.Tensor | None = None, *, gat
 
     Args:
         scale: float32 ``[n, groups]``.
-        minimum: of the same shape.
+        minimum: a tensor of the same shape.
         gated: rows are a gate's, then as many of what it opens.
         powers: scales are powers of 2.
 
@@ -139,7 +139,7 @@ def pack_superblocks(multiples: Sequence[torch.Tensor], numbers: Sequence[torch.
     """Scales and minima as multiples of their superblock's numbers.
 
     Args:
-        multiples: of scales and of minima: whole numbers up to 255 ``[n, groups]``.
+        multiples: those of scales and of minima are whole numbers up to 255 ``[n, groups]``.
         numbers: float16 ``[n, groups / 8]``.
         gated: rows are a gate's, then as many of what it opens.
 
@@ -160,9 +160,9 @@ def fine_scales(fine: torch.Tensor, row_scale: torch.Tensor, bk: int, bits: int,
 
     Args:
         fine: ``[n, k / 16]`` of 1 or 2 bytes.
-        row_scale: float32 ``[n]``.
+        row_scale: the rows' numbers, float32 ``[n]``.
         bk: columns of a tile.
-        bits: of a code.
+        bits: the bits of a code.
         gated: rows are a gate's, then as many of what it opens.
 
     Returns:

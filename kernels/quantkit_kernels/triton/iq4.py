@@ -78,9 +78,9 @@ def pack(codes: torch.Tensor, scales: tuple[torch.Tensor, str], group: int, fami
 
     Args:
         codes: uint8 ``[n, k]``, 0 to 15.
-        scales: what :mod:`~quantkit_kernels.triton.group_scales` made of them.
+        scales: the result of :mod:`~quantkit_kernels.triton.group_scales`.
         group: columns that share a scale: 32, 64 or a multiple of 128.
-        family: of GPUs; by default that of the tensors' device.
+        family: the GPUs' family; by default that of the tensors' device.
         mode: ``prmt`` (NVIDIA only) or ``select``; by default what the device runs.
         gated: rows are a gate's, then as many of what it opens.
     """

@@ -26,8 +26,8 @@ class QuantizedActivations:
 
     Attributes:
         values: ``[m, k]``: int8, e4m3, or e4m3's numbers as float16, for GPUs that don't multiply e4m3.
-        scale: float32 ``[m]``.
-        dtype: of the activations that were rounded, and of a product with them.
+        scale: the rows' scales, float32 ``[m]``.
+        dtype: the dtype of the activations that were rounded, and of a product with them.
     """
 
     values: torch.Tensor

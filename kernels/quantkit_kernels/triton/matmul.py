@@ -214,7 +214,7 @@ def arguments(w: TritonWeight, m: int) -> tuple[LaunchPlan, dict[str, Any]]:
                "SPLIT": p.split, "GROUP": w.group, "NPAD": w.words.shape[0] * ROWS, "DECODE": w.decoder.tile,
                "MODE": w.mode, "WIDE": lane_columns(w.family), "STAGES": p.stages,
                "UNROLL": p.unroll, "FRESH": sums_tiles_apart(w), "PDL": p.early, "LAYOUT": w.layout,
-               "LOWS": w.layout in MINIMA, "MIDDLE": w.decoder.middle, "BITS": bits(w),
+               "LOWS": w.layout in MINIMA, "MIDDLE": w.decoder.zero_level, "BITS": bits(w),
                "INSTRUCTION": w.words.is_cuda or w.words.is_meta}
     return p, {name: value for name, value in every.items() if name in kernel_of(w).arg_names}
 
@@ -236,9 +236,9 @@ def multiply(x: torch.Tensor | QuantizedActivations, w: TritonWeight, *, out: to
     Args:
         x: ``[m, k]``, bfloat16, float16 or float32 (plain weights: of their dtype), or
             ``QuantizedActivations`` for weights that take them. Rows may lie further apart than k.
-        w: what a format's ``pack`` gave.
+        w: the result of a format's ``pack``.
         out: ``[m, outputs]``, where y goes; its rows may lie further apart. Nothing else is allocated for y.
-        bias: ``[n]``.
+        bias: the bias, ``[n]``.
         residual: like y; may be ``out`` itself.
         gated: ``silu`` or ``gelu_tanh``, for weights that were packed ``gated``.
 

@@ -200,7 +200,7 @@ def pack(codes: torch.Tensor, absmax: torch.Tensor, family: str | None = None, m
     Args:
         codes: uint8 ``[n, k]``, 0 to 15, k a multiple of 64.
         absmax: float32 ``[n * k / 64]``, a block of the flattened weight each.
-        family: of GPUs; by default that of the tensors' device.
+        family: the GPUs' family; by default that of the tensors' device.
         mode: ``prmt`` (NVIDIA only) or ``select``; by default what the device runs.
         gated: rows are a gate's, then as many of what it opens.
 

@@ -25,7 +25,7 @@ class TritonDecoder:
             scales are its own affair.
         takes: dtypes of the activations.
         levels: activations are :class:`~quantkit_kernels.triton.levels.QuantizedActivations` of these dtypes.
-        middle: what numbers are less than levels, of weights with minima.
+        zero_level: numbers of weights with minima are less than levels by it.
         product: a kernel of its own instead of :func:`~quantkit_kernels.triton.matmul.matmul_kernel`, with
             the same runtime arguments.
     """
@@ -34,7 +34,7 @@ class TritonDecoder:
     number: Any
     takes: tuple[torch.dtype, ...] = FLOATS
     levels: bool = False
-    middle: float = 0.0
+    zero_level: float = 0.0
     product: Any = None
 
 
@@ -50,10 +50,11 @@ class TritonWeight:
         bk: columns of a tile.
         group: columns that share a scale; 0: a scale a row, or none.
         mode: the decoder's own choice.
-        family: of GPUs it was packed for, see :func:`~quantkit_kernels.triton.fragment.family_of`.
-        decoder: see there.
+        family: the GPUs it was packed for, as :func:`~quantkit_kernels.triton.fragment.family_of` names them.
+        decoder: unpacks the words.
         gated: rows of a gate and of what it opens lie in turn: y has half as many columns.
-        layout: of scales. ``word``: the decoder's own. ``fine``: float32 ``[rows]``, then those of 16 columns
+        layout: the scales' layout. ``word`` is the decoder's own. ``fine``: float32 ``[rows]``, then those of
+            16 columns
             each. Others: see :mod:`~quantkit_kernels.triton.group_scales`.
         inputs: how rows of x are rounded in groups before they are multiplied; ``None``: they aren't.
     """

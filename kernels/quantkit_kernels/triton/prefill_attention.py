@@ -150,7 +150,7 @@ def tiles_of(rows: Sequence[int], counts: Sequence[int], group: int) -> list[tup
     """The tiles of a step whose sequences have these numbers of tokens, one after another.
 
     Args:
-        rows: which of the R sequences of :class:`~quantkit_kernels.triton.cache.SequenceTables`.
+        rows: the numbers of the R sequences of :class:`~quantkit_kernels.triton.cache.SequenceTables`.
         counts: tokens of each.
         group: query heads that share a key head.
     """

@@ -145,12 +145,12 @@ def rope_store(qkv: torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tenso
         qkv: ``[N, (H + 2 Hkv) D]``, bfloat16, float16 or float32, or queries ``[N, H D]``, keys and values
             ``[N, Hkv D]`` of one dtype. Rows may lie apart.
         cos, sin: float32 ``[positions, R / 2]``, R even and at most D: what is behind R isn't rotated.
-        pages: of the layer.
+        pages: the layer's pages.
         tables, step: whose tokens these are.
         layer: index in the tables.
         heads, kv_heads, dim: H, Hkv and D.
         q_norm, k_norm: ``[D]``, weights of a root-mean-square normalization of each head, before it is
-            rotated: of the same dtype as q, which is rounded before they multiply it, or float32.
+            rotated: tables of q's dtype, which is rounded before they multiply it, or float32.
         eps: added to the mean square.
         rotation: signs float32 ``[D]`` and the small matrix of :func:`~.hadamard.rotate`, on the device:
             keys, and queries with them, or values are multiplied by it if their coding is turned.

@@ -40,7 +40,7 @@ def pack(weight: torch.Tensor, family: str | None = None, gated: bool = False) -
     Args:
         weight: ``[n, k]``, bfloat16, float16 or float32 (slow: for the interpreter); activations have the
             same dtype.
-        family: of GPUs; by default that of the tensors' device.
+        family: the GPUs' family; by default that of the tensors' device.
         gated: rows are a gate's, then as many of what it opens.
 
     Raises:

@@ -138,7 +138,7 @@ def pack(codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None = N
         codes: uint8 ``[n, k]``, 0 to 15.
         scale: float ``[n, k / group]``, group 32, 64 or a multiple of 128, or the whole row.
         zero: integers of the same shape, 0 to 15; ``None``: 8 everywhere.
-        family: of GPUs; by default that of the tensors' device.
+        family: the GPUs' family; by default that of the tensors' device.
         gated: rows are a gate's, then as many of what it opens.
 
     Raises:
@@ -165,9 +165,9 @@ def pack_minima(codes: torch.Tensor, scales: tuple[torch.Tensor, str], group: in
 
     Args:
         codes: uint8 ``[n, k]``, 0 to 15.
-        scales: what :mod:`~quantkit_kernels.triton.group_scales` made of scales and minima.
+        scales: the result of :mod:`~quantkit_kernels.triton.group_scales` for scales and minima.
         group: columns that share them: 32, 64 or a multiple of 128.
-        family: of GPUs; by default that of the tensors' device.
+        family: the GPUs' family; by default that of the tensors' device.
         gated: rows are a gate's, then as many of what it opens.
     """
     (n, k), bk, family = codes.shape, min(group, 128), family or family_of(codes.device)
@@ -182,7 +182,7 @@ def pack_fine(codes: torch.Tensor, scale: torch.Tensor, family: str | None = Non
     Args:
         codes: uint8 ``[n, k]``, 0 to 15.
         scale: float32 ``[n, k / 16]``, of which float16 holds as much as it does.
-        family: of GPUs; by default that of the tensors' device.
+        family: the GPUs' family; by default that of the tensors' device.
         gated: rows are a gate's, then as many of what it opens.
     """
     (n, k), family = codes.shape, family or family_of(codes.device)

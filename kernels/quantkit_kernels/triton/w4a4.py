@@ -33,7 +33,7 @@ def pack(codes: torch.Tensor, scale: torch.Tensor, outer: torch.Tensor | None = 
             ``[n, k / 16]``, none negative.
         outer: float32 ``[n]`` or one number: what e4m3 scales are multiples of.
         factor: float32, one number: what e4m3 scales of x are multiplied by before they are rounded.
-        family: of GPUs; by default that of the tensors' device.
+        family: the GPUs' family; by default that of the tensors' device.
         gated: rows are a gate's, then as many of what it opens.
 
     Raises:

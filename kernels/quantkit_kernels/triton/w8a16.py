@@ -74,7 +74,7 @@ def fine_number(tile_ptr: tl.tensor, s: tl.tensor, row: tl.tensor, col: tl.tenso
 
 INT8 = TritonDecoder(decode_int8, number)
 INT8_GROUPS = TritonDecoder(decode_int8, code)
-UINT8_GROUPS = TritonDecoder(decode_int8, code, middle=128.0)
+UINT8_GROUPS = TritonDecoder(decode_int8, code, zero_level=128.0)
 INT8_FINE = TritonDecoder(decode_int8_fine, fine_number)
 
 
@@ -84,8 +84,8 @@ def pack(codes: torch.Tensor, scale: torch.Tensor, family: str | None = None,
 
     Args:
         codes: int8 ``[n, k]``.
-        scale: float ``[n]``.
-        family: of GPUs; by default that of the tensors' device.
+        scale: the rows' scales, float ``[n]``.
+        family: the GPUs' family; by default that of the tensors' device.
         gated: rows are a gate's, then as many of what it opens.
     """
     n, k = codes.shape
@@ -101,9 +101,9 @@ def pack_groups(codes: torch.Tensor, scales: tuple[torch.Tensor, str], group: in
 
     Args:
         codes: int8 ``[n, k]``.
-        scales: what :mod:`~quantkit_kernels.triton.group_scales` made of scales, and of minima.
+        scales: the result of :mod:`~quantkit_kernels.triton.group_scales` for scales, and of minima.
         group: columns that share a scale: 32, or a multiple of 64.
-        family: of GPUs; by default that of the tensors' device.
+        family: the GPUs' family; by default that of the tensors' device.
         gated: rows are a gate's, then as many of what it opens.
         unsigned: minima are of codes that are 128 more.
     """
@@ -120,7 +120,7 @@ def pack_fine(codes: torch.Tensor, scale: torch.Tensor, family: str | None = Non
     Args:
         codes: int8 ``[n, k]``.
         scale: float32 ``[n, k / 16]``, of which float16 holds as much as it does.
-        family: of GPUs; by default that of the tensors' device.
+        family: the GPUs' family; by default that of the tensors' device.
         gated: rows are a gate's, then as many of what it opens.
     """
     (n, k), family = codes.shape, family or family_of(codes.device)

@@ -47,9 +47,9 @@ def pack(codes: torch.Tensor, scale: torch.Tensor, family: str | None = None, mo
 
     Args:
         codes: int8 or float8_e4m3fn ``[n, k]``, none of them NaN.
-        scale: float ``[n]``.
-        family: of GPUs; by default that of the tensors' device.
-        mode: of e4m3, ``e4m3`` or ``float16``; by default what the device runs.
+        scale: the rows' scales, float ``[n]``.
+        family: the GPUs' family; by default that of the tensors' device.
+        mode: how e4m3 is multiplied, ``e4m3`` or ``float16``; by default what the device runs.
         gated: rows are a gate's, then as many of what it opens.
 
     Raises:

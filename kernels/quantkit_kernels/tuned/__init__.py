@@ -1,7 +1,8 @@
 """Launch parameters of matrix products that were measured: one JSON file for each GPU, ``h200.json``.
 
 Without a file, or for a shape that isn't in it, whoever asks goes by rules of its own. Files are made by
-``python -m quantkit_kernels.tune`` and looked for in the folder that ``QUANTKIT_TUNED`` names, then here.
+``python -m quantkit_kernels.tools.tune`` and looked for in the folder that ``QUANTKIT_TUNED`` names, then
+here.
 
 A row's bits must not depend on how many rows there are. So the segments that K is cut into are one number
 for a weight's shape, and only the shape of a program goes by the number of rows.
@@ -64,8 +65,8 @@ def lookup(device: torch.device, kernel: str, n: int, k: int, group: int, m: int
     """Parameters for m rows of activations.
 
     Args:
-        device: where the product runs.
-        kernel: see :func:`kernel_name`.
+        device: the device of the product.
+        kernel: the result of :func:`kernel_name`.
         n, k: of the weight.
         group: columns that share a scale; 0: all.
         m: rows of activations.

@@ -21,7 +21,7 @@ from quantkit.checkpoint.foreign.base import (
 )
 from quantkit.formats.bnb_nf4 import NESTED_BLOCK, STATE, quant_state
 from quantkit.formats.dtypes import FLOATS, dtype_name
-from quantkit.formats.nf4_table import codebook
+from quantkit.formats.level_values import codebook
 from quantkit.formats.spec import Granularity, QuantSpec
 from quantkit.models.architecture import LinearSlot
 from quantkit.models.reader import ConfigReader

@@ -23,7 +23,6 @@ from quantkit.checkpoint.foreign.base import (
     square,
     unchanged,
 )
-from quantkit.checkpoint.foreign.patterns import compiled
 from quantkit.checkpoint.quantization_config import SCALE_DTYPES
 from quantkit.formats import bits as stream
 from quantkit.formats import e4m3
@@ -201,7 +200,7 @@ def _targets(config: ConfigReader, key: str, names: Any) -> Targets:
     texts = [name[3:] for name in names if name.startswith("re:")]
     exact = {text: name for text in texts if (name := _only_name(text)) is not None}
     return Targets(frozenset(name for name in names if not name.startswith("re:")), frozenset(exact.values()),
-                   tuple(compiled(config, key, text) for text in texts if text not in exact))
+                   tuple(config.pattern(key, text) for text in texts if text not in exact))
 
 
 def _only_name(pattern: str) -> str | None:

@@ -21,7 +21,6 @@ from quantkit.checkpoint.foreign.base import (
     group_size,
     missing,
 )
-from quantkit.checkpoint.foreign.patterns import compiled
 from quantkit.formats.gptq import group_index
 from quantkit.formats.spec import QuantSpec
 from quantkit.models.architecture import LinearSlot
@@ -102,7 +101,7 @@ def _rules(config: ConfigReader) -> Rules:
         if not isinstance(change, dict) or (sign == "+:" and change.keys() - DYNAMIC):
             raise config.wrong("dynamic", {pattern: change},
                                f"a rule may change {', '.join(sorted(DYNAMIC))}")
-        rules.append((sign, compiled(config, "dynamic", text), change))
+        rules.append((sign, config.pattern("dynamic", text), change))
     return rules
 
 

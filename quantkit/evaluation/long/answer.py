@@ -12,7 +12,7 @@ from quantkit.evaluation.feed import force, likeliest, prefill
 from quantkit.evaluation.long.items import LongItem, Question
 from quantkit.kv.cache import KVCache
 from quantkit.kv.spec import KVSpec
-from quantkit.runtime.engine import PREFILL_CHUNK
+from quantkit.memory.scratch import PREFILL_CHUNK
 from quantkit.runtime.loader import LoadedModel
 
 When = Literal["known", "later"]

@@ -35,7 +35,7 @@ def bandwidth(device: torch.device, size: int = 1 << 30) -> Callable[[], float]:
     all threads' reads of ``size`` bytes; on a GPU a copy's reads and writes. 0 where nothing can be
     measured."""
     if device.type == "cuda":
-        from quantkit_kernels.bench import copy_bandwidth, graph_timer
+        from quantkit_kernels.tools.bench import copy_bandwidth, graph_timer
 
         return lambda: copy_bandwidth(graph_timer, REPEATS, device)
     if cpu_machine.unavailable() is not None:

@@ -23,7 +23,7 @@ meet activations of 14 bits in 16; plain and fp8 weights are widened."""
 
 def arithmetic_of(weight: CpuWeight) -> str:
     """A key of :attr:`MachineCeilings.operations_s`."""
-    return ARITHMETIC[weight.kernel.decoder.family]
+    return ARITHMETIC[weight.kernel.decoder.family.name]
 
 
 @dataclass(frozen=True)

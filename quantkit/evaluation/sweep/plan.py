@@ -34,6 +34,7 @@ from quantkit.executor.base import TaskNeeds
 from quantkit.formats.dtypes import FLOATS
 from quantkit.kv.cache import KVCache
 from quantkit.kv.spec import KVSpec
+from quantkit.memory.scratch import comparison_bytes
 from quantkit.ops import cpu_machine
 from quantkit.plugins.manager import current
 from quantkit.support.device import find_device, gpu_name
@@ -43,8 +44,6 @@ SPARE = 4096
 """Letters of a text beyond those that its windows need."""
 WEIGHT_BYTES, MEMORY_BESIDE = 2, 10 ** 9
 """Bytes of a parameter in 16 bits, and of a process beside its weights."""
-RUNTIME_BYTES, LOGIT_BYTES = 600_000_000, 12
-"""Bytes of Python, torch and the kernels; and of a logit with its copies while a window is scored."""
 WHOLE = 1 << 20
 """Letters of a text that is used as it is."""
 LETTERS = 24
@@ -147,13 +146,10 @@ def _needs(measurement: Measurement, model: ModelFacts, gpus: int) -> TaskNeeds:
 
 
 def memory_bytes(models: Sequence[ModelFacts], settings: EvalSettings) -> int:
-    """What a comparison takes of memory at most, about: the reference and the scored model in 16 bits, with a
-    noise floor the reference in float32 too, and the logits of a window."""
-    parameters = max(model.parameters for model in models)
-    floor = settings.floor or settings.noise_floor
-    weights = WEIGHT_BYTES * parameters * (min(len(models), 2) + 2 * floor)
-    logits = settings.window * models[0].config.vocab_size * LOGIT_BYTES * (2 + floor)
-    return RUNTIME_BYTES + weights + logits
+    """What a comparison takes of memory at most, about."""
+    return comparison_bytes(max(model.parameters for model in models), len(models),
+                            settings.floor or settings.noise_floor,
+                            settings.window * models[0].config.vocab_size)
 
 
 def _quality(models: Sequence[ModelFacts], settings: EvalSettings, texts: Sequence[PlannedText],

@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 import numpy as np
 
+from quantkit.evaluation.decoding import weights_in_memory
 from quantkit.evaluation.forced import TeacherForcedModel
 from quantkit.evaluation.keys import EXACT
-from quantkit.evaluation.memory_use import weights_in_memory
 from quantkit.evaluation.metric_table import registered_metrics
 from quantkit.evaluation.quality import score, windows_of
 from quantkit.evaluation.sweep.store import MeasurementResult

@@ -15,7 +15,12 @@ import numpy as np
 VERSION, ALIGNMENT = 3, 32
 Value = bool | int | float | str | Sequence[str] | Sequence[int] | Sequence[float]
 """Of a key. Whole numbers are written as uint32, and lists of them as int32; other numbers as float32."""
-_UINT32, _INT32, _FLOAT32, _BOOL, _STRING, _ARRAY = 4, 5, 6, 7, 8, 9
+_UINT32 = 4
+_INT32 = 5
+_FLOAT32 = 6
+_BOOL = 7
+_STRING = 8
+_ARRAY = 9
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ import torch
 from quantkit.export.gguf.file import Value
 from quantkit.models.architecture import parse_config, tensor_shapes
 from quantkit.models.config import ModelConfig
+from quantkit.models.forward_context import inverse_frequencies
 from quantkit.models.rope_config import RopeConfig
-from quantkit.models.rope_frequencies import inverse_frequencies
 from quantkit.sources.gguf_config import hf_config
 from quantkit.sources.gguf_families import FAMILIES, LONG_FACTORS, ROPE_FREQS, SHORT_FACTORS, GGUFFamily
 from quantkit.sources.gguf_rope import yarn_magnitude

@@ -18,7 +18,12 @@ from quantkit.sources.gguf_tokenizer import UNSTRIPPED
 from quantkit.support.errors import UnsupportedModelError
 from quantkit.text.tokenizer import Tokenizer
 
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+NORMAL = 1
+UNKNOWN = 2
+CONTROL = 3
+USER_DEFINED = 4
+UNUSED = 5
+BYTE = 6
 _SPACE = "▁"
 _BYTES = tuple(f"<0x{value:02X}>" for value in range(256))
 _ENDS = ("eos", "eot", "eom")

@@ -2,6 +2,7 @@
 
 A channel of a head's keys is about equally large in all tokens, and some are far larger than others; values
 have no such channels. So 32 tokens share the grid of a channel of keys, 32 channels that of a token's value.
+Codes lie in bytes, lowest first; those of 3 bits are all low pairs, then all high bits.
 """
 
 from __future__ import annotations
@@ -13,9 +14,39 @@ import torch
 from pydantic import Field
 
 from quantkit.kv.base import MAX_RESIDUAL, PAGE, KVCodec, Layout, SideCodec
-from quantkit.kv.codecs.packing import pack, packed_bytes, unpack
-from quantkit.kv.codecs.rounding import LARGEST, rounded_down, rounded_up
+from quantkit.kv.codecs.eight_bit import LARGEST, rounded_down, rounded_up
 from quantkit.support.errors import UsageError
+
+
+def packed_bytes(dim: int, bits: int) -> int:
+    """Bytes that ``dim`` codes take; 8 divides ``dim``."""
+    return dim * bits // 8
+
+
+def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """uint8 ``[..., D]`` → uint8 ``[..., D · bits / 8]``."""
+    if bits == 3:
+        return torch.cat((_pack(codes & 3, 2), _pack(codes >> 2, 1)), -1)
+    return _pack(codes, bits)
+
+
+def unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
+    """The inverse of :func:`pack`."""
+    if bits == 3:
+        pairs = packed.shape[-1] // 3 * 2
+        return _unpack(packed[..., :pairs], 2) | _unpack(packed[..., pairs:], 1) << 2
+    return _unpack(packed, bits)
+
+
+def _pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    places = torch.arange(0, 8, bits, dtype=torch.uint8, device=codes.device)
+    return (codes.unflatten(-1, (-1, 8 // bits)) << places).sum(-1, dtype=torch.uint8)
+
+
+def _unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
+    places = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
+    return (packed[..., None] >> places & 2**bits - 1).flatten(-2)
+
 
 GROUP = 32
 """Numbers that share a grid."""
@@ -25,7 +56,7 @@ class GroupedGrid:
     """``x ≈ codes · scale + low`` in groups of 32, scale and low bfloat16.
 
     Args:
-        bits: of a code.
+        bits: the bits of a code.
         channels: groups lie along tokens, a grid for each channel; else along channels, one for each token.
     """
 

@@ -14,7 +14,7 @@ class PlainVectors:
     """Stores the vector itself.
 
     Args:
-        dtype: what it is rounded to; ``None``: the dtype that it was computed in.
+        dtype: vectors are rounded to it; ``None`` stands for the dtype that they were computed in.
     """
 
     hadamard = False
@@ -28,7 +28,6 @@ class PlainVectors:
         return {"values": ((dim,), self._dtype or dtype)}
 
     def shared(self, dim: int, dtype: torch.dtype) -> Layout:
-        """Nothing."""
         return {}
 
     def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -13,7 +13,7 @@ import torch
 from pydantic import Field
 
 from quantkit.kv.base import MAX_RESIDUAL, KVCodec, Layout, SideCodec
-from quantkit.kv.codecs.packing import pack, packed_bytes, unpack
+from quantkit.kv.codecs.kivi import pack, packed_bytes, unpack
 from quantkit.support.errors import UsageError
 
 LARGEST, SMALLEST = 2.0**60, 2.0**-60
@@ -34,7 +34,7 @@ class HadamardVectors:
     """``x ≈ level(codes) · scale + mean``, of vectors that are rotated already.
 
     Args:
-        bits: of a code.
+        bits: the bits of a code.
         centered: 64 tokens share a mean; else there is none.
     """
 
@@ -81,7 +81,7 @@ class RotationCodec(KVCodec):
     """Keys centered; the newest tokens and the first stay as they were computed.
 
     Attributes:
-        bits: of a code; halves are keys of one bit more than values.
+        bits: the bits of a code; halves are keys of one bit more than values.
     """
 
     name: ClassVar[str] = "rotation"

@@ -36,7 +36,7 @@ class ScorePolicy(KVPolicy):
 
         Args:
             scores: float32 ``[Hkv, S]``; −∞ beyond a head's length.
-            counts: how many stay in each head.
+            counts: the number of slots that stay in each head.
         """
         return top_slots(scores, counts)
 
@@ -94,3 +94,20 @@ def top_slots_of_all_heads(scores: torch.Tensor, counts: Sequence[int], floor: f
     chosen = torch.zeros_like(scores, dtype=torch.bool).flatten()
     chosen[scores.flatten().topk(sum(counts)).indices] = True
     return [row.nonzero()[:, 0] for row in chosen.view_as(scores)]
+
+
+class DecodingPolicy(ScorePolicy):
+    """``budget`` positions stay after the prompt and after every ``interval``-th decode step.
+
+    The papers drop one position a step. Here ``interval`` positions are dropped at a time; between two times
+    the cache holds up to ``interval`` more.
+
+    Attributes:
+        interval: decode steps between two times.
+    """
+
+    interval: int = Field(default=32, ge=1, le=MAX_TOKENS)
+
+    @property
+    def decode_interval(self) -> int | None:
+        return self.interval

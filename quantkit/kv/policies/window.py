@@ -1,7 +1,7 @@
 """Attention sinks and a sliding window: StreamingLLM, https://arxiv.org/abs/2309.17453.
 
 Keys stay rotated by their original positions. The file also has the window that a model itself has in some of
-its layers.
+its layers, and the policy that keeps everything.
 """
 
 from __future__ import annotations
@@ -12,6 +12,14 @@ import torch
 from pydantic import Field
 
 from quantkit.kv.base import MAX_TOKENS, PAGE, KVPolicy, PolicyView
+
+
+class KeepAll(KVPolicy):
+    """Nothing is ever dropped."""
+
+    name: ClassVar[str] = "all"
+    keeps_all: ClassVar[bool] = True
+
 
 SPLIT = 256
 """Slots that attention on a CPU sums up before it adds them to others."""

@@ -16,9 +16,10 @@ def build_prefix_cache(cache: KVCache, budget: PrefixBudget, max_states: int | N
     """The kind of prefix cache that a KV cache can have.
 
     Args:
-        cache: whose pages it holds.
+        cache: the cache whose pages it holds.
         budget: bytes that it may hold beside running sequences, shared with others.
-        max_states: that it may hold where texts can't be taken up at every block; ``None``: no limit.
+        max_states: the largest number of states that it holds where texts can't be taken up at every block;
+            ``None``: no limit.
     """
     return BlockPrefixes(cache, budget) if cache.divisible else StatePrefixes(cache, budget, max_states)
 

@@ -37,8 +37,8 @@ class PrefixMatch:
     """The longest beginning of a text that is there.
 
     Attributes:
-        tokens: of it.
-        name: of its last block.
+        tokens: the number of its tokens.
+        name: the name of its last block.
     """
 
     tokens: int
@@ -77,8 +77,8 @@ class PrefixCache(ABC):
     """Beginnings of texts, kept in a KV cache for other texts that begin in the same way.
 
     Args:
-        cache: whose pages it holds.
-        budget: that it shares with others.
+        cache: the cache whose pages it holds.
+        budget: the memory that it shares with others.
     """
 
     def __init__(self, cache: KVCache, budget: PrefixBudget) -> None:
@@ -95,8 +95,8 @@ class PrefixCache(ABC):
         """The longest beginning that can be taken up; it counts as used now.
 
         Args:
-            names: of the text's blocks.
-            tokens: of the beginning, at most.
+            names: the names of the text's blocks.
+            tokens: the largest number of tokens of the beginning.
             step: its number of tokens is a multiple of this one.
         """
 
@@ -115,8 +115,8 @@ class PrefixCache(ABC):
         :meth:`release` it.
 
         Args:
-            names: of the blocks that its tokens fill.
-            number: of the sequence.
+            names: the names of the blocks that its tokens fill.
+            number: the sequence's number.
         """
 
     @abstractmethod

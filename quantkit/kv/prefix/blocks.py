@@ -21,7 +21,7 @@ class _Segment:
     """Neighboring blocks whose pages one sequence of the cache holds, and nothing else.
 
     Attributes:
-        number: of the sequence.
+        number: the sequence's number.
         begin: blocks before its first.
     """
 
@@ -39,7 +39,7 @@ class _Block:
         segment: holds its pages.
         children: number of blocks right behind it.
         readers: number of running sequences that begin with it.
-        used: when it was last used.
+        used: the time of its last use.
     """
 
     name: bytes

@@ -17,9 +17,9 @@ class _State:
     """A fork of a sequence at the end of a block.
 
     Attributes:
-        number: of the fork in the cache.
-        tokens: that it has had.
-        bytes: of its pages and of what is tracked.
+        number: the fork's number in the cache.
+        tokens: the number of tokens that it has had.
+        bytes: the size of its pages and of what is tracked.
     """
 
     number: int
@@ -32,7 +32,7 @@ class StatePrefixes(PrefixCache):
 
     Args:
         cache, budget: see :class:`~quantkit.kv.prefix.base.PrefixCache`.
-        max_states: that it may hold; ``None``: as many as the budget allows.
+        max_states: the largest number of states that it holds; ``None``: as many as the budget allows.
     """
 
     def __init__(self, cache: KVCache, budget: PrefixBudget, max_states: int | None = None) -> None:

@@ -24,6 +24,7 @@ from quantkit import __version__
 from quantkit.checkpoint.manifest import SourceRecord
 from quantkit.checkpoint.work import WorkStore
 from quantkit.checkpoint.writer import WORK, CheckpointWriter
+from quantkit.memory.quantize import walks_bytes
 from quantkit.models.architecture import parse_config
 from quantkit.models.linear import Weights
 from quantkit.ops import packing
@@ -44,7 +45,6 @@ from quantkit.quantization.calibration.runner import LayerRunner
 from quantkit.quantization.calibration.spill import Spill
 from quantkit.quantization.methods.base import LayerStats
 from quantkit.quantization.planning.layers import PlanRow
-from quantkit.quantization.planning.peak_memory import walks_bytes
 from quantkit.quantization.planning.phases import MEASURING, WRITING, budget_phases, tell_weighing
 from quantkit.quantization.planning.plan import Plan
 from quantkit.quantization.recipe import Candidate, Recipe

@@ -22,12 +22,13 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
+from quantkit.memory.quantize import BACKWARD_LOGITS, BACKWARD_TOKENS
 from quantkit.models.architecture import EMBEDDING, HEAD
 from quantkit.models.config import ModelConfig
 from quantkit.models.decoder import DecoderLayer
 from quantkit.models.layers import RMSNorm
 from quantkit.models.linear import Weights
-from quantkit.ops.activation import softcapped
+from quantkit.ops.rows import softcapped
 from quantkit.quantization.calibration.finite import (
     NonFiniteError,
     behind,
@@ -35,7 +36,6 @@ from quantkit.quantization.calibration.finite import (
     require_finite_states,
 )
 from quantkit.quantization.calibration.runner import embeddings
-from quantkit.quantization.calibration.sizes import BACKWARD_LOGITS, BACKWARD_TOKENS
 from quantkit.support.errors import CalibrationError
 
 MOST = 20.0

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 import torch
 
 from quantkit.formats.base import QuantizedTensor
+from quantkit.memory.quantize import BATCH_TOKENS
 from quantkit.models.architecture import EMBEDDING, EXPERT, linear_slots
 from quantkit.models.config import ModelConfig
 from quantkit.models.decoder import DecoderLayer
@@ -20,7 +21,6 @@ from quantkit.models.linear import Weights
 from quantkit.ops.hadamard import undo_hadamard
 from quantkit.ops.stored_weight import PlainWeight, QuantizedWeight, StoredWeight
 from quantkit.quantization.calibration.finite import NonFiniteError, first_nonfinite, require_finite_states
-from quantkit.quantization.calibration.sizes import BATCH_TOKENS
 from quantkit.quantization.calibration.spill import Spill
 from quantkit.quantization.calibration.stages import Stage, States, stages, whole
 from quantkit.quantization.calibration.stats import HessianObserver

@@ -14,8 +14,8 @@ import torch
 
 from quantkit.models.config import ModelConfig
 from quantkit.models.decoder import DecoderLayer
-from quantkit.models.experts import MixtureOfExperts
 from quantkit.models.forward_context import ForwardContext
+from quantkit.models.layers import MixtureOfExperts
 from quantkit.models.linear import Linear
 from quantkit.quantization.calibration.finite import behind
 

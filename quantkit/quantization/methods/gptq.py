@@ -30,6 +30,7 @@ from pydantic import Field
 
 from quantkit.formats.base import Codes
 from quantkit.formats.spec import QuantSpec
+from quantkit.memory.quantize import TOGETHER
 from quantkit.ops import columns, gpu
 from quantkit.quantization.methods import gptq_tiles, trellis
 from quantkit.quantization.methods.base import LayerStats, Method, MethodOptions
@@ -60,10 +61,6 @@ from quantkit.quantization.methods.hessian import (
 from quantkit.quantization.methods.learning import learn_levels
 from quantkit.quantization.methods.refit import refit_scales
 from quantkit.quantization.methods.tiles import sums_of_tiles
-
-TOGETHER = 1 << 24
-"""Weights that are solved at a time, of one Linear or of several: rows don't depend on each other, and each
-takes working copies."""
 
 
 class GptqOptions(MethodOptions):

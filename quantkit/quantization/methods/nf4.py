@@ -10,7 +10,7 @@ import torch
 
 from quantkit.formats.base import Codes
 from quantkit.formats.dtypes import resolve, scale_dtype
-from quantkit.formats.nf4_table import codebook
+from quantkit.formats.level_values import codebook
 from quantkit.formats.spec import QuantSpec
 from quantkit.quantization.methods.base import LayerStats, Method, MethodOptions
 from quantkit.quantization.methods.grid import require_finite

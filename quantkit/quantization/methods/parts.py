@@ -13,25 +13,11 @@ import torch
 from quantkit.formats.base import Codes, Format, QuantizedTensor
 from quantkit.formats.finite import squares
 from quantkit.formats.spec import QuantSpec
+from quantkit.memory.quantize import rows_at_once
 from quantkit.ops import packing
 from quantkit.ops.hadamard import apply_hadamard
 from quantkit.quantization.methods.base import LayerStats, Method, MethodOptions
 from quantkit.quantization.methods.static_inputs import with_input_factor
-
-PART = 1 << 26
-"""Weights in a part, at most."""
-TILE = 64
-"""Rows of a part are a multiple of it, as a trellis's rings are."""
-
-
-def rows_at_once(spec: QuantSpec, shape: tuple[int, int]) -> int:
-    """The number of rows in a part of a weight ``shape``: all if they fit into one part or share scales."""
-    rows, columns = shape
-    step = max(1, PART // (columns * TILE)) * TILE
-    block = spec.granularity.size if spec.granularity.strategy == "block" else None
-    indivisible = (spec.granularity.strategy in ("tensor", "tile") or spec.outer_shape(shape) == (1, 1)
-                   or (block is not None and step * columns % block))
-    return rows if indivisible else min(rows, step)
 
 
 def solve(weight: torch.Tensor, method: Method, form: Format, stats: LayerStats | None, spec: QuantSpec,

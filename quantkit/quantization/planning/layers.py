@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 from pydantic import ValidationError
 
-from quantkit.checkpoint.manifest import LayerRow
 from quantkit.formats.base import Format
 from quantkit.formats.dtypes import FLOATS, dtype_name, resolve
 from quantkit.formats.spec import QuantSpec
+from quantkit.memory.quantize import PlanRow
 from quantkit.models.architecture import EMBEDDING, HEAD, LinearSlot
 from quantkit.ops import packing
 from quantkit.plugins.manager import registry
@@ -19,84 +18,6 @@ from quantkit.quantization.methods.base import Method, options_type
 from quantkit.quantization.recipe import Recipe, Rule, spec_of
 from quantkit.sources.base import TensorInfo
 from quantkit.support.errors import PluginError, QuantkitError, RecipeError, UsageError, did_you_mean, nearest
-
-BATCH = 1 << 22
-"""Weights, and values of Hessians, of Linears that are solved together; larger ones are solved alone."""
-
-
-@dataclass(frozen=True)
-class PlanRow:
-    """What happens to one layer.
-
-    Attributes:
-        name: full name, without ``.weight``.
-        shape: ``(out, in)``.
-        layer: index of its decoder layer; ``None`` outside.
-        shares: layers of equal value see the same input and share statistics.
-        method: a registered method; ``None`` keeps the layer as it is.
-        format: a registered format; ``None`` for a kept layer.
-        spec: with ``scale_dtype`` resolved; ``None`` for a kept layer.
-        options: the method's options as plain data, defaults filled in.
-        bytes_before: of the weight in the source.
-        bytes_after: of all tensors that are stored for it; exact.
-        dtype: the weight's dtype in the source, ``bfloat16``.
-    """
-
-    name: str
-    shape: tuple[int, int]
-    layer: int | None
-    shares: str
-    method: str | None
-    format: str | None
-    spec: QuantSpec | None
-    options: Mapping[str, Any]
-    bytes_before: int
-    bytes_after: int
-    dtype: str
-
-    def recorded(self, *, error: float | None = None, tokens: int | None = None,
-                 notes: tuple[str, ...] = ()) -> LayerRow:
-        """The row of a manifest, with what was measured."""
-        return LayerRow(name=self.name, shape=self.shape, dtype=self.dtype, method=self.method,
-                        format=self.format, spec=self.spec, options=dict(self.options), bits=self.bits,
-                        bytes=self.bytes_after, error=error, tokens=tokens, notes=notes)
-
-    @property
-    def bits(self) -> float:
-        """Stored bits a weight, scales and zero points included."""
-        return 8 * self.bytes_after / (self.shape[0] * self.shape[1])
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for ``--json``."""
-        spec = self.spec.model_dump(mode="json") if self.spec else None
-        return {**asdict(self), "shape": list(self.shape), "spec": spec, "options": dict(self.options),
-                "label": self.spec.label() if self.spec else None, "bits": self.bits}
-
-
-def together(rows: Iterable[PlanRow], needs: Container[str], limit: int) -> list[tuple[PlanRow, ...]]:
-    """Quantized Linears in the groups in which they are solved, each in the place of its first.
-
-    Args:
-        rows: of one unit.
-        needs: names of those whose methods need statistics.
-        limit: weights, and values of Hessians, of a group that is more than one Linear.
-    """
-    groups: list[list[PlanRow]] = []
-    open_groups: dict[str, list[PlanRow]] = {}
-    for row in rows:
-        if row.method is None:
-            continue
-        method: Method = registry("methods").get(row.method)
-        alike = repr((row.shape, row.dtype, row.method, row.format, row.spec, sorted(row.options.items())))
-        size = max(row.shape) * row.shape[1]
-        if method.together is None or row.name not in needs or 2 * size > limit:
-            groups.append([row])
-        elif alike in open_groups and (len(open_groups[alike]) + 1) * size <= limit:
-            open_groups[alike].append(row)
-        else:
-            groups.append([row])
-            open_groups[alike] = groups[-1]
-    return [tuple(group) for group in groups]
 
 
 class LayerRefusal(Exception):

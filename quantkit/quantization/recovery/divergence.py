@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from quantkit.memory.quantize import BACKWARD_LOGITS
 from quantkit.models.layers import RMSNorm
-from quantkit.ops.activation import softcapped
+from quantkit.ops.rows import softcapped
 from quantkit.quantization.calibration.finite import NonFiniteError
-from quantkit.quantization.calibration.sizes import BACKWARD_LOGITS
 
 
 @dataclass(frozen=True)

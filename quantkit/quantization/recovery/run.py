@@ -18,6 +18,7 @@ from quantkit.checkpoint.work import WorkStore
 from quantkit.checkpoint.writer import CheckpointWriter
 from quantkit.formats.base import QuantizedTensor
 from quantkit.formats.finite import squares
+from quantkit.memory.quantize import RECOVERY_STATES
 from quantkit.models.architecture import EMBEDDING, HEAD, layer_of
 from quantkit.models.config import ModelConfig
 from quantkit.models.linear import Weights
@@ -26,7 +27,6 @@ from quantkit.ops import packing
 from quantkit.ops.hadamard import apply_hadamard, undo_hadamard
 from quantkit.plugins.manager import registry, whose
 from quantkit.quantization.calibration.finite import NonFiniteError, blame
-from quantkit.quantization.calibration.sizes import RECOVERY_STATES
 from quantkit.quantization.calibration.spill import Spill
 from quantkit.quantization.planning.phases import READING, RECOVERING
 from quantkit.quantization.planning.plan import Plan

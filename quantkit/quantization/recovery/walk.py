@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 
 from quantkit.formats.base import QuantizedTensor
+from quantkit.memory.quantize import BACKWARD_TOKENS
 from quantkit.models.config import ModelConfig
 from quantkit.models.decoder import DecoderLayer
 from quantkit.models.layers import RMSNorm
 from quantkit.models.linear import Weights
 from quantkit.quantization.calibration.finite import behind, require_finite_states
 from quantkit.quantization.calibration.runner import embeddings
-from quantkit.quantization.calibration.sizes import BACKWARD_TOKENS
 from quantkit.quantization.calibration.spill import Spill
 from quantkit.quantization.recovery.base import Values
 from quantkit.quantization.recovery.divergence import Heads, divergence

@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
 
+from quantkit.memory.scratch import CPU_ROWS as MAX_ROWS
+from quantkit.memory.scratch import buffer_width, result_widths
 from quantkit.models.decoder import DecoderLayer
 from quantkit.models.layers import MLP
 from quantkit.models.linear import Linear
 from quantkit.ops.cpu_machine import lazy_zeros
-from quantkit.ops.cpu_weight import CpuWeight
 from quantkit.ops.linear_weight import LinearWeight
 from quantkit.ops.stored_weight import PlainWeight
-
-MAX_ROWS = 512
-"""Tokens that go through the program at once, at most."""
-
-
-def packed_of(linear: Linear, high: bool = False) -> CpuWeight:
-    """A Linear's packed weight, or with ``high`` its high halves if it has any. Raises TypeError if it isn't
-    packed."""
-    if not isinstance(linear.weight, CpuWeight):
-        raise TypeError(f"{linear.name} isn't packed")
-    return linear.weight.high() if high else linear.weight
 
 
 def plain_of(table: LinearWeight) -> torch.Tensor:
@@ -58,19 +49,13 @@ def buffers(writers: Sequence[Sequence[Linear]], readers: Sequence[Linear],
     Returns:
         float32 ``[MAX_ROWS, …]`` each.
     """
-    if len(writers[0]) == len(sizes):
-        return [buffer([linears[i] for linears in writers], readers) for i in range(len(sizes))]
-    assert all(len(linears) == 1 for linears in writers)
-    starts = [sum(sizes[:i]) for i in range(len(sizes))]
-    width = max([starts[-1], *(starts[-1] + packed_of(linear).columns for linear in readers)])
-    joined = buffer([linears[0] for linears in writers], [], width)
-    return [joined[:, start:] for start in starts]
+    widths = result_widths(writers, readers, sizes)
+    if len(widths) == len(sizes):
+        return [lazy_zeros(MAX_ROWS, width) for width in widths]
+    joined = lazy_zeros(MAX_ROWS, widths[0])
+    return [joined[:, start:] for start in itertools.accumulate(sizes[:-1], initial=0)]
 
 
 def buffer(writers: Sequence[Linear], readers: Sequence[Linear], size: int = 0) -> torch.Tensor:
     """float32 ``[MAX_ROWS, …]``, wide enough for these Linears; the padding of a row stays 0."""
-    from quantkit_kernels.cpu.weight_decoder import STRIPE
-
-    width = max([size, *(packed_of(linear).stripes * STRIPE for linear in writers),
-                 *(packed_of(linear).columns for linear in readers)])
-    return lazy_zeros(MAX_ROWS, -(-width // 16) * 16)
+    return lazy_zeros(MAX_ROWS, buffer_width(writers, readers, size))

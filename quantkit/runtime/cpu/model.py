@@ -18,6 +18,7 @@ from quantkit.formats.base import QuantizedTensor
 from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
 from quantkit.kv.spec import KVSpec
+from quantkit.memory.scratch import packed_of
 from quantkit.models.config import ModelConfig
 from quantkit.models.decoder import CausalLM
 from quantkit.models.interfaces import KVCacheProtocol
@@ -26,7 +27,7 @@ from quantkit.ops import cpu_linear, cpu_machine, cpu_weight
 from quantkit.ops.dispatch import DECODE_ROWS, LinearKernel, choose
 from quantkit.ops.linear import query_for
 from quantkit.runtime.chunks import chunks_of, join_rows, pad_rows, selected_rows, single_position
-from quantkit.runtime.cpu.buffers import MAX_ROWS, packed_of
+from quantkit.runtime.cpu.buffers import MAX_ROWS
 from quantkit.runtime.cpu.decoded_program import DecodedCpuProgram
 from quantkit.runtime.cpu.malloc import trim_heap
 from quantkit.runtime.cpu.operator_program import OperatorProgram

@@ -13,15 +13,16 @@ import torch
 
 from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
+from quantkit.memory.scratch import MIN_POSITIONS, packed_of
 from quantkit.models.decoder import CausalLM, DecoderLayer
 from quantkit.models.layers import RMSNorm
 from quantkit.models.linear import Linear
 from quantkit.ops import cpu_machine, cpu_weight
-from quantkit.ops.cpu_weight import Activations, CpuWeight, widened
+from quantkit.ops.cpu_weight import Activations, CpuWeight, InputKey, widened
 from quantkit.ops.hadamard import hadamard_factors
 from quantkit.ops.sampling import capped_rows
 from quantkit.runtime.chunks import Chunk
-from quantkit.runtime.cpu.buffers import MAX_ROWS, buffer, buffers, mlp_of, packed_of, plain_of, stride_of
+from quantkit.runtime.cpu.buffers import MAX_ROWS, buffer, buffers, mlp_of, plain_of, stride_of
 from quantkit.runtime.cpu.tables import page_addresses
 from quantkit.runtime.rope_tables import rope_tables
 from quantkit.support.progress import tell_compiling
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
 QUERIES = 48
 """Queries of a KV head (rows times the heads that share it) in a unit of attention."""
 TokenIds = Sequence[npt.NDArray[np.int64]] | npt.NDArray[np.int64]  # of each sequence of a batch
-MIN_POSITIONS = 512
-"""Positions for which RoPE tables are made at once, at least."""
 
 
 class CpuProgram:
@@ -54,7 +53,7 @@ class CpuProgram:
         from quantkit_kernels.cpu.attention import scratch_bytes
         from quantkit_kernels.cpu.hadamard import room_bytes as hadamard_bytes
         from quantkit_kernels.cpu.kv_pages import SEQUENCE
-        from quantkit_kernels.cpu.kv_write import close_bytes
+        from quantkit_kernels.cpu.kv_write import encode_bytes
         from quantkit_kernels.cpu.matmul import scratch_bytes as product_bytes
         from quantkit_kernels.cpu.program import Program
         from quantkit_kernels.cpu.weight_decoder import STRIPE, SUB
@@ -67,26 +66,27 @@ class CpuProgram:
         self._eps = struct.unpack("<i", struct.pack("<f", config.rms_norm_eps))[0]
         self._tile = max(1, QUERIES // self._group)
         packed = [packed_of(linear, high) for linear in (*model.linears().values(), model.head)]
-        scratch = max(scratch_bytes(config.head_dim, self._tile * self._group), close_bytes(config.head_dim),
+        scratch = max(scratch_bytes(config.head_dim, self._tile * self._group), encode_bytes(config.head_dim),
                    *(product_bytes(weight.kernel, isa, weight.columns // SUB) for weight in packed),
                    *(hadamard_bytes(weight.shape[1]) for weight in packed if weight.rotated))
         self._scratch = torch.empty(threads, -(-scratch // 64) * 64, dtype=torch.uint8)
         self._ids, self._selected = (torch.zeros(MAX_ROWS, dtype=torch.int64) for _ in range(2))
-        self._rows, self._tiles, self._sequences = (
-            torch.zeros(MAX_ROWS, width, dtype=torch.int64) for width in (3, 3, SEQUENCE))
-        self._views = tuple(t.numpy() for t in (self._ids, self._rows, self._tiles, self._sequences))
+        self._rows, self._tiles = (torch.zeros(MAX_ROWS, 3, dtype=torch.int64) for _ in range(2))
+        records = np.zeros(MAX_ROWS, SEQUENCE)
+        self._sequences = torch.from_numpy(records.view(np.int64))
+        self._views = (self._ids.numpy(), self._rows.numpy(), self._tiles.numpy(), records)
         self._selected_view = self._selected.numpy()
         self._partial = torch.empty(0)
         self._width = packed[-1].stripes * STRIPE
-        self._activations: dict[tuple[str, str, int, int], Activations] = {}
+        self._activations: dict[tuple[str, InputKey], Activations] = {}
         self._packed: dict[int, tuple[CpuWeight, int]] = {}
+        self._prepared: set[int] = set()  # operations that prepare rows for products
         self._attention: list[tuple[int, int, int]] = []  # operations store, attend, reduce: by layer
         self._encode: list[int] = []  # by layer, if there is a residual
         self._record_queries: list[int] = []  # by layer
         self._program = Program(isa)
         self._build(model)
         self._program.finish(tell_compiling)
-        self._names = self._program.names
         self._rope_positions, self._current_tiles, self._current_pages = 0, (-1, -1), (-1, -1)
         self._current_rows = self._current_selected = self._current_blocks = self._recorded_rows = -1
 
@@ -115,12 +115,12 @@ class CpuProgram:
         scale = float(torch.tensor(config.embedding_scale, dtype=model.dtype))
         kernel, parts = (table.kernel, table.table) if isinstance(table, CpuWeight) else (
             None, {"table": plain_of(table)})
-        self._program.add(Embed(kernel, scale, cpu_weight.PLAIN[model.dtype]), ids=self._ids,
-                          out=self._hidden, size=config.hidden_size, out_stride=stride_of(self._hidden),
-                          padded=self._hidden.shape[1], **parts)
+        self._program.add(Embed(kernel, scale, cpu_weight.PLAIN[model.dtype]), units_per_row=1,
+                          ids=self._ids, out=self._hidden, size=config.hidden_size,
+                          out_stride=stride_of(self._hidden), padded=self._hidden.shape[1], **parts)
         for index, layer in enumerate(layers):
             self._layer(index, layer)
-        self._head_at = len(self._program.names)
+        self._head_at = len(self._program)
         self._norm(model.norm.weight, [model.head], selected=self._selected)
         self._multiply(model.head, "hidden", None, self._width * 4)
 
@@ -139,8 +139,9 @@ class CpuProgram:
         window = config.sliding_windows[index]
         scratch: dict[str, Any] = {"scratch": self._scratch, "scratch_private": self._scratch.shape[1]}
         hadamard_arguments: dict[str, Any] = dict(zip(("signs", "mix"), hadamard_factors(dim)))
-        store = program.add(RopeStore(self._codecs, dim), **where, **hadamard_arguments, q=q, k=k, v=v,
-                            q_norm=q_norm, k_norm=k_norm, q_stride=stride_of(q), kv_stride=stride_of(k),
+        store = program.add(RopeStore(self._codecs, dim), units_per_row=config.num_kv_heads, **where,
+                            **hadamard_arguments, q=q, k=k, v=v, q_norm=q_norm, k_norm=k_norm,
+                            q_stride=stride_of(q), kv_stride=stride_of(k),
                             group=self._group, eps=self._eps)
         self._record_queries.append(program.add(
             KeepQueries(dim), 0, rows=self._rows, sequences=self._sequences, layer=index, q=q,
@@ -155,8 +156,8 @@ class CpuProgram:
             program.add(ReduceSplits(dim), out=mixed, out_stride=stride_of(mixed),
                         query_heads=config.num_heads)))
         if self._codecs.side("v").hadamard:
-            program.add(UndoHadamard(dim), **hadamard_arguments, x=mixed, x_stride=stride_of(mixed),
-                        heads=config.num_heads)
+            program.add(UndoHadamard(dim), units_per_row=1, **hadamard_arguments, x=mixed,
+                        x_stride=stride_of(mixed), heads=config.num_heads)
         self._prepare("plain", "mixed", mixed, [attention.o_proj])
         self._add(attention.o_proj, "mixed", layer.after_attention)
         self._norm(layer.before_mlp.weight, mlp.inputs)
@@ -178,11 +179,12 @@ class CpuProgram:
 
         weights = (packed_of(linear, self._high) for linear in linears)
         for weight in {weight.input_key: weight for weight in weights}.values():
-            family, columns, rotated = key = weight.input_key
-            rows = self._activations.setdefault((role, *key),
+            key = weight.input_key
+            rows = self._activations.setdefault((role, key),
                                                 Activations(weight, max(MAX_ROWS, self._pool.threads)))
-            self._program.add(RowKernel(source, family, rotated), x=x, x_stride=stride_of(x),
-                              subgroups=columns // SUB, **rows.written, **self._hadamard(rotated), **values)
+            self._prepared.add(self._program.add(
+                RowKernel(source, key.family, key.rotated), units_per_row=1, x=x, x_stride=stride_of(x),
+                subgroups=key.columns // SUB, **rows.written, **self._hadamard(key.rotated), **values))
 
     def _hadamard(self, width: int) -> dict[str, Any]:
         """The arguments with which a row operation rotates rows of this width; none if it is 0."""
@@ -203,16 +205,17 @@ class CpuProgram:
             self._multiply(linear, role, self._hidden, add=1)
             return
         self._multiply(linear, role, self._before_norm)
-        self._program.add(NormAdd(), x=self._before_norm, x_stride=stride_of(self._before_norm),
-                          out=self._hidden, out_stride=stride_of(self._hidden), size=self._config.hidden_size,
-                          eps=self._eps, weight=widened(norm.weight, self._before_norm.shape[1]))
+        self._program.add(NormAdd(), units_per_row=1, x=self._before_norm,
+                          x_stride=stride_of(self._before_norm), out=self._hidden,
+                          out_stride=stride_of(self._hidden), size=self._config.hidden_size, eps=self._eps,
+                          weight=widened(norm.weight, self._before_norm.shape[1]))
 
     def _multiply(self, linear: Linear, role: str, out: torch.Tensor | None, stride: int = 0, *, add: int = 0,
                   barrier: bool = True) -> None:
         from quantkit_kernels.cpu.weight_decoder import STRIPE
 
         weight = packed_of(linear, self._high)
-        activations = self._activations[role, *weight.input_key]
+        activations = self._activations[role, weight.input_key]
         bias = None if linear.bias is None else widened(linear.bias, weight.stripes * STRIPE)
         index = self._program.add(weight.kernel, **weight.arguments, **activations.read, out=out, bias=bias,
                                   add=add, scratch=self._scratch,
@@ -248,7 +251,7 @@ class CpuProgram:
         """
         self._place(batch, ids, chunks)
         logits = self._select(selected)
-        self._run(batch, chunks, len(self._names) if selected else self._head_at)
+        self._run(batch, chunks, len(self._program) if selected else self._head_at)
         self._done(batch, chunks)
         return capped_rows(logits[:, :self._config.vocab_size], self._config.logit_softcap)
 
@@ -273,7 +276,9 @@ class CpuProgram:
         for number, chunk in enumerate(chunks):
             start, count, sequence = chunk.start, chunk.count, batch.sequences[chunk.sequence]
             cache.reserve(sequence, count)
-            seen, sequences[number] = sequence.layers[-1].seen, (*sequence.addresses, count)
+            seen = sequence.layers[-1].seen
+            sequences[number] = sequence.record
+            sequences["count"][number] = count
             tokens[row:row + count] = ids[chunk.sequence][start:start + count]
             if count == 1:
                 rows[row] = number, 0, seen
@@ -319,9 +324,9 @@ class CpuProgram:
         self._selected_view[:count] = selected
         if count and count != self._current_selected:
             self._current_selected = count
-            self._units(range(self._head_at, len(self._names)), count)
+            self._units(range(self._head_at, len(self._program)), count)
         rows = torch.empty(count, self._width)
-        self._program.set(len(self._names) - 1, out=rows.data_ptr())
+        self._program.set(len(self._program) - 1, out=rows.data_ptr())
         return rows
 
     def _shape(self, count: int, tiles: int, longest: int) -> None:
@@ -353,20 +358,17 @@ class CpuProgram:
         """One row is prepared by every thread for itself; more rows are shared out."""
         program = self._program
         for index in operations:
-            name = self._names[index]
             if index in self._packed:
                 weight, stride = self._packed[index]
-                units, stripes, each = weight.units(rows, self._pool.threads)
-                program.set(index, units=units, rows=rows, stripes_a_unit=stripes, rows_a_unit=each,
-                            x_private=stride if rows == 1 else 0)
-            elif name.startswith("rows"):
+                cut = weight.units(rows, self._pool.threads)
+                program.set(index, units=cut.units, rows=rows, stripes_a_unit=cut.stripes,
+                            rows_a_unit=cut.rows, x_private=stride if rows == 1 else 0)
+            elif per_row := program.units_per_row[index]:
+                program.set(index, units=rows * per_row)
+            if index in self._prepared:
                 stride = program.get(index, "out_stride")
-                program.set(index, units=rows, out_private=stride if rows == 1 else 0)
+                program.set(index, out_private=stride if rows == 1 else 0)
                 program.alone(index, rows == 1)
-            elif name.startswith(("embed", "norm_add", "unturn")):
-                program.set(index, units=rows)
-            elif name.startswith("rope"):
-                program.set(index, units=rows * self._config.num_kv_heads)
 
     def _angles(self, longest: int) -> None:
         """Make the RoPE tables of at least ``longest`` positions."""

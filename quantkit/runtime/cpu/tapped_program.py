@@ -32,14 +32,15 @@ class TappedCpuProgram(CpuProgram):
 
     def _layer(self, index: int, layer: DecoderLayer) -> None:
         from quantkit_kernels.cpu.rows import RowKernel
-        from quantkit_kernels.cpu.weight_decoder import SUB
+        from quantkit_kernels.cpu.weight_decoder import FLOATS, SUB
 
         if index in self._taps:
             hidden = self._hidden
             columns = -(-self._config.hidden_size // SUB) * SUB
             copy = self._taps[index] = lazy_zeros(max(MAX_ROWS, self._pool.threads), columns)
-            self._program.add(RowKernel("plain", "floats"), x=hidden, x_stride=stride_of(hidden), out=copy,
-                              out_stride=stride_of(copy), subgroups=columns // SUB)
+            self._prepared.add(self._program.add(
+                RowKernel("plain", FLOATS), units_per_row=1, x=hidden, x_stride=stride_of(hidden), out=copy,
+                out_stride=stride_of(copy), subgroups=columns // SUB))
         super()._layer(index, layer)
 
     def _done(self, batch: Batch, chunks: Sequence[Chunk]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -10,14 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from quantkit.formats.base import Codes, QuantizedTensor
-from quantkit.formats.dtypes import FLOATS
-from quantkit.formats.spec import QuantSpec
 from quantkit.models.linear import Linear
-from quantkit.ops.activation import gelu_tanh_mul, silu_mul
-from quantkit.ops.device_weight import DeviceWeight
 from quantkit.ops.dispatch import choose, codes_of
 from quantkit.ops.hadamard import hadamard_factors
 from quantkit.ops.linear import query_for
+from quantkit.ops.linear_weight import DeviceWeight
+from quantkit.ops.rows import gelu_tanh_mul, silu_mul
 from quantkit.ops.stored_weight import PlainWeight, QuantizedWeight, StoredWeight
 from quantkit.ops.triton_linear import TritonKernel
 
@@ -26,8 +23,6 @@ if TYPE_CHECKING:
     from quantkit_kernels.triton.packed import TritonWeight
     from quantkit_kernels.triton.token_groups import GroupRounding
 
-ROWS = 128
-"""Rows of a tile: a weight's are filled up to whole ones."""
 ACTIVATIONS = {"silu": silu_mul, "gelu_tanh": gelu_tanh_mul}
 
 
@@ -35,34 +30,6 @@ def declines(weight: QuantizedTensor, dtype: torch.dtype, device: torch.device) 
     """Why no kernel of ours multiplies it there; ``None`` if one does."""
     kernel = choose(query_for(weight, dtype, device, "decode")).kernel
     return None if isinstance(kernel, TritonKernel) else f"is multiplied by {kernel.name}"
-
-
-def packed_bytes(weight: QuantizedTensor, dtype: torch.dtype, device: torch.device) -> int:
-    """What a weight takes there in a kernel's order: as 128 rows of nothing do."""
-    kernel = choose(query_for(weight, dtype, device, "decode")).kernel
-    assert isinstance(kernel, TritonKernel)
-    rows, k = weight.shape
-    return -(-rows // ROWS) * _tile_bytes(kernel, weight.spec, kernel.filled(k, device))
-
-
-@functools.lru_cache(maxsize=256)
-def _tile_bytes(kernel: TritonKernel, spec: QuantSpec, k: int) -> int:
-    shape = ROWS, k
-    # a third has as many digits as the dtype: kernels keep scales in as few bytes as hold them exactly
-    outer_shape = spec.outer_shape(shape)
-    number = 1 / 3 if spec.scale_dtype in FLOATS and outer_shape is None else 1.0
-    dtype = FLOATS.get(spec.scale_dtype, torch.float32)
-    scale = torch.full(spec.scale_shape(shape), number).to(dtype).float()
-    zero = minimum = None
-    if spec.minimum:
-        minimum = -scale
-    elif spec.kind == "int" and not spec.symmetric:
-        zero = torch.full(scale.shape, 2**spec.bits - 1, dtype=torch.uint8)
-    outer = torch.ones(outer_shape) if outer_shape else None
-    factor = torch.ones(1, 1) if spec.static_inputs else None
-    return kernel.pack(Codes(spec, torch.zeros(shape, dtype=torch.uint8), scale, zero, minimum=minimum,
-                             outer=outer, outer_minimum=outer if spec.minimum else None,
-                             input_factor=factor)).nbytes
 
 
 @dataclass(frozen=True)

@@ -17,16 +17,15 @@ from quantkit.kv import gpu as kv_gpu
 from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
 from quantkit.kv.spec import KVSpec
+from quantkit.memory.scratch import GPU_ROWS
 from quantkit.models.config import ModelConfig
-from quantkit.models.decoder import CausalLM
+from quantkit.models.decoder import CausalLM, wanted_rows
 from quantkit.models.interfaces import KVCacheProtocol
 from quantkit.models.linear import Linear
-from quantkit.models.padding import wanted_rows
 from quantkit.ops import gpu
 from quantkit.runtime.chunks import Chunk, chunks_of, join_rows, pad_rows, selected_rows, single_position
 from quantkit.runtime.gpu import linears
 from quantkit.runtime.gpu.graphs import BATCHES, GraphCache
-from quantkit.runtime.gpu.memory import MAX_ROWS
 from quantkit.runtime.gpu.program import GpuProgram
 from quantkit.runtime.gpu.tables import DeviceTables
 from quantkit.support.errors import UsageError
@@ -130,7 +129,7 @@ class _Running:
         x = self._program.run(flat, StepTokens(whose, longest), self.tables.tables, self.pages, self._cache,
                               tiles, query_rows if tracks else None)
         for state, count in zip(part.sequences, counts):
-            self._cache.settle(state, count)
+            self._cache.advance(state, count)
         for layer, q in enumerate(query_rows):
             layer_cache = self._cache.layers[layer]
             for sequence, phase, queries in zip(part.sequences, part.phases, q.split(counts)):
@@ -220,7 +219,7 @@ class GpuModel:
             wanted = [range(count) for count in counts] if last is None else [
                 single_position(int(at), count) for at, count in zip(last, counts, strict=True)]
             rows = join_rows([self._some(running.prefill(batch, ids, chunks), selected_rows(chunks, wanted))
-                              for chunks in chunks_of(counts, MAX_ROWS, batch.block, batch.starts)],
+                              for chunks in chunks_of(counts, GPU_ROWS, batch.block, batch.starts)],
                              self.config.vocab_size)
         batch.finish(counts)
         batch.done(self, ids, positions)
@@ -250,7 +249,7 @@ class GpuModel:
             counts = batch.counts(ids.shape, positions)
             running = self._of(batch.cache)
             parts = [running.prefill(batch, ids, chunks)
-                     for chunks in chunks_of(counts, MAX_ROWS, batch.block, batch.starts)]
+                     for chunks in chunks_of(counts, GPU_ROWS, batch.block, batch.starts)]
             batch.finish(counts)
             batch.done(self, ids, positions)
             return pad_rows(join_rows(parts, self.config.hidden_size), counts, ids.shape[1])
@@ -259,7 +258,7 @@ class GpuModel:
         """See :meth:`CausalLM.logits`."""
         rows = x.reshape(-1, x.shape[-1])
         with gpu.current(self.device):
-            flat = join_rows([self._program.logits(part) for part in rows.split(MAX_ROWS)],
+            flat = join_rows([self._program.logits(part) for part in rows.split(GPU_ROWS)],
                              self.config.vocab_size)
         return flat.reshape(*x.shape[:-1], self.config.vocab_size)
 

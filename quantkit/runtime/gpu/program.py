@@ -12,10 +12,9 @@ from quantkit.kv.gpu import pages_of
 from quantkit.models.config import ModelConfig
 from quantkit.models.decoder import CausalLM, DecoderLayer
 from quantkit.models.layers import MLP, RMSNorm
-from quantkit.ops.activation import softcapped
-from quantkit.ops.embedding import embed
 from quantkit.ops.hadamard import hadamard_factors
-from quantkit.ops.linear_weight import LinearWeight
+from quantkit.ops.linear_weight import LinearWeight, embed
+from quantkit.ops.rows import softcapped
 from quantkit.ops.stored_weight import StoredWeight
 from quantkit.runtime.gpu.linears import FusedLinear, device_weight
 from quantkit.runtime.rope_tables import rope_tables
@@ -45,7 +44,7 @@ class _Layer:
             ("after_mlp", layer.after_mlp)) if isinstance(norm, RMSNorm)}
 
     @property
-    def joints(self) -> tuple[FusedLinear, ...]:
+    def products(self) -> tuple[FusedLinear, ...]:
         return self.qkv, self.o, self.gate_up, self.down
 
 
@@ -81,7 +80,8 @@ class GpuProgram:
         model.head.weight = device_weight(model.head, model.dtype, device)
         model.embedding = model.head.weight if self._table is None else self._table
         done()
-        self.step_bytes = self._head.nbytes + sum(j.nbytes for block in self._layers for j in block.joints)
+        self.step_bytes = self._head.nbytes + sum(
+            product.nbytes for block in self._layers for product in block.products)
         signs, mix = hadamard_factors(config.head_dim)
         self._hadamard = signs.to(device), mix.to(device)
         self._cos_sin: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -146,16 +146,16 @@ class GpuProgram:
 
         return rms_norm(x, weight, self._eps)[0]
 
-    def _normed_for(self, joint: FusedLinear, x: torch.Tensor,
+    def _normed_for(self, product: FusedLinear, x: torch.Tensor,
                     weight: torch.Tensor) -> torch.Tensor | QuantizedActivations:
         """Rounded on the way, to 8 bits or in groups, if that is what they multiply."""
         from quantkit_kernels.triton.rms_norm import rms_norm_groups, rms_norm_levels
 
-        if joint.inputs is not None:
-            return rms_norm_groups(x, weight, self._eps, joint.inputs)
-        if joint.takes is None:
+        if product.inputs is not None:
+            return rms_norm_groups(x, weight, self._eps, product.inputs)
+        if product.takes is None:
             return self._normed(x, weight)
-        return rms_norm_levels(x, weight, self._eps, joint.takes)[0]
+        return rms_norm_levels(x, weight, self._eps, product.takes)[0]
 
     def _attend(self, index: int, layer: _Layer, x: torch.Tensor, step: StepTokens, tables: SequenceTables,
                 pages: LayerPages, cache: KVCache, tiles: torch.Tensor | None,

@@ -9,27 +9,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from quantkit.kv.base import PAGE
 from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
-from quantkit.kv.reservation import LOOKAHEAD
 from quantkit.kv.sequence import PageTable, SequenceState
+from quantkit.memory.kv import LOOKAHEAD
+from quantkit.memory.scratch import TABLE_WIDTH, table_size
 from quantkit.ops import gpu
 
 if TYPE_CHECKING:
     from quantkit_kernels.triton.cache import SequenceTables
 
-ROWS, WIDTH = 16, 16
-"""Sequences, and pages of a head, for which there is room at first."""
-
-
-def table_bytes(cache: KVCache, sequences: int, context: int) -> int:
-    """What :class:`DeviceTables` of so many sequences, and of one that policies try things with, take, one of
-    them of ``context`` tokens; half of it once more while they grow."""
-    entries = _power(-(-context // PAGE)) + 1
-    if cache.has_residual:
-        entries += _power(-(-(cache.codecs.first + cache.codecs.residual_length) // PAGE) + WIDTH) + 1
-    return 4 * _power(sequences + 1) * len(cache.layers) * cache.heads * entries * 3 // 2
+ROWS = 16
+"""Sequences for which there is room at first."""
 
 
 @dataclass
@@ -65,7 +56,7 @@ class DeviceTables:
         self._cache = cache
         self._rows: dict[int, _Row] = {}
         self.moves = 0
-        self.tables = self._made(ROWS, WIDTH, WIDTH)
+        self.tables = self._made(ROWS, TABLE_WIDTH, TABLE_WIDTH)
 
     def place(self, batch: Batch, counts: Sequence[int]) -> list[int]:
         """Reserve pages for a step's tokens. Returns the device's rows of the batch's sequences."""
@@ -90,7 +81,7 @@ class DeviceTables:
         while the device computes."""
         for number, state in zip(batch.numbers, batch.sequences):
             self._rows[number].seen += 1
-            self._cache.settle(state, 1)
+            self._cache.advance(state, 1)
             if state.table is None or state.free_slots < 1:
                 more = min(LOOKAHEAD, state.max_length - int(state.seen[-1]))
                 if more > 0:
@@ -115,7 +106,7 @@ class DeviceTables:
                                                                           state.residual.shape[2])
         before = 0 if tables.residual is None else tables.residual.shape[3]
         if rows > tables.pages.shape[0] or width > tables.pages.shape[3] or residual_width > before:
-            self.tables = self._made(rows, _power(width), _power(max(residual_width, before)))
+            self.tables = self._made(rows, table_size(width), table_size(max(residual_width, before)))
             self.moves += 1
             for row in self._rows.values():
                 row.table = None
@@ -132,7 +123,7 @@ class DeviceTables:
 
         residual = starts = None
         if cache.has_residual:
-            residual, starts = zeros(*shape, max(residual_width, WIDTH)), zeros(*shape)
+            residual, starts = zeros(*shape, max(residual_width, TABLE_WIDTH)), zeros(*shape)
         return SequenceTables(zeros(*shape, width), zeros(*shape), zeros(rows), residual, starts,
                               cache.codecs.residual_length, cache.codecs.first)
 
@@ -156,7 +147,3 @@ class DeviceTables:
     def _sent(self, values: np.ndarray) -> torch.Tensor:
         """Copy to the device without waiting; the host continues to count in the original."""
         return gpu.sent(torch.tensor(values, dtype=torch.int32), self._cache.device)
-
-
-def _power(size: int) -> int:
-    return max(WIDTH, 1 << (size - 1).bit_length())

@@ -93,8 +93,6 @@ class Replica:
         Raises:
             QuantkitError: a model can't be loaded, for a reason that a person can act on.
         """
-        import ray.util
-
         notes = io.StringIO()
         with contextlib.redirect_stderr(notes):
             try:
@@ -108,6 +106,8 @@ class Replica:
         gc.freeze()  # what is there stays: collections needn't look through it while answers wait
         for model in self._models:
             model.engine.start()
+        import ray.util  # here, because whoever imports it first decides where Ray listens
+
         try:
             chat = self._models[0].loaded.tokenizer.has_chat
         except SourceError:  # there is a template and it can't be used; a request to chat is told why

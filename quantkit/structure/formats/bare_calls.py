@@ -81,7 +81,9 @@ class BareCalls:
 
     def _released(self) -> list[TurnDelta]:
         """What was held back, now that it is text. From now on all text is."""
-        text, self._held, self._message = "".join(self._held), [], None
+        text = "".join(self._held)
+        self._held = []
+        self._message = None
         return [TextDelta(text)] if text else []
 
     def _calls(self, text: str) -> list[tuple[str, str]]:

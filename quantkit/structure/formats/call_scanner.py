@@ -20,7 +20,9 @@ class CallScanner(TurnScanner, ABC):
 
     def _begin_call(self, char: str = "") -> None:
         """A call's object begins, perhaps with ``char``."""
-        self._object, self._state, self._begun = JsonCall(self._names), self._call_text, False
+        self._object = JsonCall(self._names)
+        self._state = self._call_text
+        self._begun = False
         if char:
             self._object.feed(char)
 

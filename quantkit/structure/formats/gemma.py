@@ -65,7 +65,9 @@ class ArgumentsReader:
             return char
         if char in "}]" and self._open[-1:] == {"}": "{", "]": "["}[char] and (
                 self._expects == "next" or self._fresh):
-            self._open, self._expects, self._fresh = self._open[:-1], "next", False
+            self._open = self._open[:-1]
+            self._expects = "next"
+            self._fresh = False
             self.done = not self._open
             return char
         if char == "," and self._expects == "next" and self._open:
@@ -89,12 +91,16 @@ class ArgumentsReader:
             if char != ":":
                 self.broken = char in "{}[]," or len(self._word) > 1000
                 return ""
-            key, self._word, self._expects = self._word[:-1].strip(), "", "value"
+            key = self._word[:-1].strip()
+            self._word = ""
+            self._expects = "value"
             return json.dumps(key) + ":"
         if char not in ",}]":
             self.broken = char in "{[" or len(self._word) > 1000
             return ""
-        word, self._word, self._expects = self._word[:-1].strip(), "", "next"
+        word = self._word[:-1].strip()
+        self._word = ""
+        self._expects = "next"
         text = word if _WORD.fullmatch(word) else json.dumps(word)
         return text + self.feed(char)
 

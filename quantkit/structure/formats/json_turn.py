@@ -89,7 +89,9 @@ class JsonTurn(CallScanner):
 
     def _end(self) -> bool:
         if self._state == self._between and self._raw.strip(" \t\r\n,;]`"):
-            raw, self._raw, self._state = self._raw, "", self._text
+            raw = self._raw
+            self._raw = ""
+            self._state = self._text
             self._again(raw)
             return False
         return super()._end()

@@ -10,7 +10,9 @@ from quantkit.structure.formats.call_scanner import CallScanner
 from quantkit.structure.formats.scanner import MAX_SPACE
 from quantkit.structure.json_scanner import JsonScanner
 
-OPEN, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+OPEN = "[TOOL_CALLS]"
+ARGS = "[ARGS]"
+CALL_ID = "[CALL_ID]"
 ID_LENGTH = 9
 """Characters of a call's id; the templates refuse others."""
 _ALPHABET = string.ascii_letters + string.digits
@@ -60,7 +62,9 @@ class MistralTurn(CallScanner):
         elif char == "]":
             self._raw, self._state = "", self._text
         elif (not char.isspace() and char != ",") or len(self._raw) > MAX_SPACE:
-            raw, self._raw, self._state = self._raw, "", self._text
+            raw = self._raw
+            self._raw = ""
+            self._state = self._text
             self._again(raw.lstrip(", \t\r\n"))
 
     def _named(self, char: str) -> None:

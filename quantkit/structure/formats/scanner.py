@@ -89,7 +89,9 @@ class TurnScanner:
         self._held += char
         begun = self._held.lstrip()
         if begun == self._think[0]:
-            self._held, self._state, self._skips_space = "", self._reasoning, True
+            self._held = ""
+            self._state = self._reasoning
+            self._skips_space = True
         elif not self._think[0].startswith(begun) or len(self._held) > MAX_SPACE:
             text, self._held, self._state = self._held, "", self._answer()
             self._again(text)
@@ -176,7 +178,9 @@ class TurnScanner:
 
     def _broken(self) -> None:
         """What was read is no call: all of it is text. A marker can begin in it, but not at its beginning."""
-        raw, self._raw, self._state = self._raw + "".join(self._head_parts), "", self._text
+        raw = self._raw + "".join(self._head_parts)
+        self._raw = ""
+        self._state = self._text
         self._head_parts.clear()
         mark = next((mark for mark in self._marks if raw.lstrip().startswith(mark)), raw.lstrip()[:1])
         begin = len(raw) - len(raw.lstrip()) + len(mark)
@@ -190,13 +194,17 @@ class TurnScanner:
         if begun == self._close:
             self._raw, self._state = "", self._text
         elif not self._close.startswith(begun) or len(self._raw) > MAX_SPACE:
-            raw, self._raw, self._state = self._raw, "", self._text
+            raw = self._raw
+            self._raw = ""
+            self._state = self._text
             self._again(raw)
 
     def _end(self) -> bool:
         """Nothing follows: what is held comes out as what it is so far. Returns whether that is all."""
         if self._state == self._closing and self._raw.strip():
-            raw, self._raw, self._state = self._raw, "", self._text
+            raw = self._raw
+            self._raw = ""
+            self._state = self._text
             self._again(raw)
             return False
         if self._state == self._begin:

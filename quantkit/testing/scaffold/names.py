@@ -100,7 +100,7 @@ def _problem(names: PluginNames, kind: TemplateKind, manager: PluginManager) -> 
     if kind.name == "metric":
         return key_problem(names.registered)
     if kind.name == "codec":
-        from quantkit.kv.kernel_names import KERNEL_NAMES  # imports torch
+        from quantkit.kv.base import KERNEL_NAMES  # imports torch
 
         if names.registered in KERNEL_NAMES:
             return "kernels know a built-in codec by that name, and would read other bytes"

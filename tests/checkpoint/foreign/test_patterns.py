@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from quantkit.checkpoint.foreign.compressed_tensors import layers
-from quantkit.checkpoint.foreign.patterns import compiled
 from quantkit.models.architecture import LinearSlot
 from quantkit.models.reader import ConfigReader
 from quantkit.sources.base import TensorInfo
@@ -17,7 +16,7 @@ NAME = "model.layers.10.mlp.experts.100.down_proj".ljust(64, "y")
 
 
 def read(text: str) -> re.Pattern[str]:
-    return compiled(ConfigReader({"targets": [text]}, "config.json"), "targets", text)
+    return ConfigReader({"targets": [text]}, "config.json").pattern("targets", text)
 
 
 @pytest.mark.parametrize(("text", "name"), [

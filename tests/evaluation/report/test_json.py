@@ -3,9 +3,8 @@
 import json
 import math
 
-from quantkit.report.json import render
-
 from quantkit.evaluation.metrics import Interval
+from quantkit.evaluation.report.json import render
 
 KEYS = ("model", "method", "bits_per_weight", "file_bytes", "peak_bytes", "perplexity", "kl_mean", "top1",
         "prefill_tok_s", "decode_tok_s")

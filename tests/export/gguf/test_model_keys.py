@@ -10,8 +10,8 @@ import pytest
 
 from quantkit.export.gguf.model_keys import model_keys
 from quantkit.models.architecture import parse_config, tensor_shapes
+from quantkit.models.forward_context import inverse_frequencies
 from quantkit.models.rope_config import RopeConfig
-from quantkit.models.rope_frequencies import inverse_frequencies
 from quantkit.sources.gguf_config import hf_config
 from quantkit.sources.gguf_families import FAMILIES
 from quantkit.support.errors import UnsupportedModelError

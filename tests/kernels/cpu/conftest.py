@@ -14,7 +14,7 @@ from quantkit_kernels.cpu.matmul import Matmul, scratch_bytes
 from quantkit_kernels.cpu.pool import Pool
 from quantkit_kernels.cpu.program import Program
 from quantkit_kernels.cpu.rows import RowKernel
-from quantkit_kernels.cpu.weight_decoder import STRIPE, SUB, WIDTH
+from quantkit_kernels.cpu.weight_decoder import STRIPE, SUB
 
 GUARD, BYTE = 256, 0xA5
 WIDE = isas.Isa("plain", 16)
@@ -83,7 +83,7 @@ def leave(pools, room):
     their halves."""
     def run(isa, rows: RowKernel, x, threads=1, **values):
         m, k = x.shape
-        subgroups, width = k // SUB, WIDTH[rows.family]
+        subgroups, width = k // SUB, rows.family.width
         kind = {1: torch.int8, 2: torch.int16, 4: torch.float32}[width]
         codes = room(m, k, dtype=kind)
         scales, sums = room(m, subgroups), room(m, 3 * subgroups, dtype=torch.int32)
@@ -111,9 +111,9 @@ def multiply(pools, room):
         family, together = matmul.decoder.family, max(1, matmul.decoder.rows // STRIPE)
         subgroups, stripes = k // SUB, -(-n // (STRIPE * together)) * together
         stripes_a_unit *= together
-        stride = -(-(k * WIDTH[family] + 16 * subgroups) // 64) * 64
+        stride = -(-(k * family.width + 16 * subgroups) // 64) * 64
         codes = room(m * stride, dtype=torch.uint8)
-        places = [codes[at:] for at in (0, k * WIDTH[family], k * WIDTH[family] + 4 * subgroups)]
+        places = [codes[at:] for at in (0, k * family.width, k * family.width + 4 * subgroups)]
         out = room(m, stripes * STRIPE)
         if add is not None:
             out[:, :n], out[:, n:] = add, 0

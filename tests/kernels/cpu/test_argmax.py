@@ -7,8 +7,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from quantkit_kernels.cpu import reference
 from quantkit_kernels.cpu.argmax import argmax
+from tests.kernels.cpu import reference
 
 FEW = st.sampled_from([-3e38, -2.0, -1e-45, -0.0, 0.0, 1.0, 2.0, 3e38])
 ANY = st.floats(width=32)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
-from quantkit.kv.codecs.fp8 import Float8Vectors
-from quantkit.kv.codecs.int8 import Int8Vectors
+from quantkit.kv.codecs.eight_bit import Float8Vectors, Int8Vectors
 from quantkit.kv.codecs.kivi import GroupedGrid
 from quantkit.kv.codecs.plain import PlainVectors
-from quantkit_kernels.cpu import attention, kv_codecs, kv_write, reference
-from quantkit_kernels.cpu.kv_pages import PageCodecs
+from quantkit_kernels.cpu import attention, kv_codecs, kv_write
+from quantkit_kernels.cpu.kv_pages import SEQUENCE, PageCodecs
 from quantkit_kernels.cpu.program import Program
+from tests.kernels.cpu import reference
 
 CODECS = {"bf16": PlainVectors(torch.bfloat16), "f16": PlainVectors(torch.float16),
           "f32": PlainVectors(torch.float32), "int8": Int8Vectors(), "fp8": Float8Vectors(),
@@ -43,7 +44,10 @@ class Pages:
         begin, end = self.seen, self.seen + count
         lengths = torch.full((1, self.heads), begin, dtype=torch.int32)
         table, codecs = self.table, PageCodecs(self.codec, self.codec)
-        sequences = torch.tensor([[table.data_ptr(), table.shape[1], lengths.data_ptr(), 0, 0, 0, 0, count]])
+        record = np.zeros(1, SEQUENCE)
+        record["table"], record["table_width"] = table.data_ptr(), table.shape[1]
+        record["lengths"], record["count"] = lengths.data_ptr(), count
+        sequences = torch.from_numpy(record.view(np.int64))
         rows = torch.tensor([[0, i, begin + i] for i in range(count)])
         tiles = torch.tensor([[i, min(tile, count - i), 0] for i in range(0, count, tile)])
         q, k, v = (x[begin:end].clone().contiguous() for x in (self.q, self.k, self.v))

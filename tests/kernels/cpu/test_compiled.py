@@ -6,6 +6,7 @@ import ctypes
 import os
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 
@@ -152,10 +153,11 @@ def test_the_wide_kernels_use_the_instructions_they_are_named_for():
                                    (decoders.W8A8, 0, "vpdpbusd"), (decoders.E4M3, 0, "vfmadd231ps"),
                                    (decoders.BF16, None, "vfmadd231ps")):
         spec = Matmul(decoder, group)
-        text = compiled.assembly(spec.name, isa.VNNI, spec.emit(isa.VNNI), "sapphirerapids", triple=X86)
+        text = compiled.assembly(spec.name, isa.VNNI, partial(spec.emit, isa=isa.VNNI), "sapphirerapids",
+                                 triple=X86)
         assert wanted in text and "zmm" in text
     for spec in (Matmul(decoders.INT4, 64), Matmul(decoders.W8A8, 0)):
-        text = compiled.assembly(spec.name, isa.AVX2, spec.emit(isa.AVX2), "haswell", triple=X86)
+        text = compiled.assembly(spec.name, isa.AVX2, partial(spec.emit, isa=isa.AVX2), "haswell", triple=X86)
         assert "vpmaddubsw" in text and "zmm" not in text
 
 
@@ -164,7 +166,7 @@ def test_plain_kernels_compile_for_other_processors():
     from quantkit_kernels.cpu.matmul import Matmul
 
     spec = Matmul(decoders.INT4, 64)
-    assert "fmla" in compiled.assembly(spec.name, isa.PLAIN, spec.emit(isa.PLAIN), "apple-m1",
+    assert "fmla" in compiled.assembly(spec.name, isa.PLAIN, partial(spec.emit, isa=isa.PLAIN), "apple-m1",
                                        triple="aarch64-unknown-linux-gnu")
 
 

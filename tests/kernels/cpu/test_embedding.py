@@ -6,15 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from quantkit_kernels.cpu import decoders, pack, reference
+from quantkit_kernels.cpu import decoders, pack
 from quantkit_kernels.cpu.embedding import Embed
 from quantkit_kernels.cpu.matmul import Matmul
 from quantkit_kernels.cpu.program import Program
-from quantkit_kernels.cpu.scales import ScaleLayout
+from tests.kernels.cpu import reference
 
 VOCABULARY = 70
 TOKENS = [0, VOCABULARY - 1, 31, 32, 33, 5, 5, 7]
-TABLE = tuple(np.linspace(-1, 1, 16).tolist())
 PLAIN = {"bf16": (torch.bfloat16, decoders.BF16, pack.bf16),
          "f16": (torch.float16, decoders.FP16, pack.floats),
          "f32": (torch.float32, decoders.FP32, pack.floats)}
@@ -69,51 +68,6 @@ def test_rows_times_a_number(isa, look_up, packed, kind):
     found = look_up(isa, ids, Matmul(decoder, None) if packed else None, 64, 64, laid, scale=33.75,
                     plain=kind, columns=64)
     assert torch.equal(found, table[ids].float() * 33.75)
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("scales", ["bf16", "f32"])
-@pytest.mark.parametrize("group", [0, 32, 96])
-@pytest.mark.parametrize("kind", ["int4", "int4 with zeros", "int8", "int8 with zeros", "w8a8", "nf4",
-                                  "e4m3"])
-def test_levels_times_scales(isa, look_up, kind, group, scales):
-    """Groups of 96 are of three subgroups; a row of 90 is padded, with what must not show."""
-    if group and kind in ("w8a8", "e4m3"):
-        group = 0
-    size, columns, random = (192 if group else 90), (192 if group else 96), np.random.default_rng(3)
-    codes = random.integers(0, 16 if "4" in kind else 256, (VOCABULARY, size), "u1")
-    if kind == "e4m3":
-        codes[codes & 0x7F == 0x7F] = 0
-    groups = size // group if group else 1
-    scale = torch.from_numpy(random.uniform(0.5, 2, (VOCABULARY, groups)).astype("f4"))
-    scale = scale.bfloat16() if scales == "bf16" else scale
-    zero = torch.from_numpy(random.integers(0, 16 if "4" in kind else 256, (VOCABULARY, groups), "u1"))
-    level = codes.astype("f4")
-    given, width = torch.from_numpy(codes), group or 32
-    if kind.startswith("int4"):
-        laid, decoder = pack.int4(given, isa.lanes, width), decoders.INT4
-        level -= np.repeat(zero.numpy(), size // groups, 1) if "zeros" in kind else 8
-    elif kind.startswith("int8"):
-        laid, decoder = pack.int8(given, isa.lanes, width, 128), decoders.INT8
-        level -= np.repeat(zero.numpy(), size // groups, 1) if "zeros" in kind else 128
-        zero = zero ^ 128  # signed, as the codes are
-    elif kind == "w8a8":
-        laid, decoder, level = pack.w8a8(given, isa.lanes), decoders.W8A8, level - 128
-    elif kind == "nf4":
-        laid, decoder = pack.nf4(given, isa.lanes, width), decoders.nf4(TABLE)
-        level = np.rint(np.float32(TABLE)[codes] * decoders.NF4_LEVELS)
-    else:
-        laid, decoder = pack.e4m3(given, isa.lanes), decoders.E4M3
-        level = given.view(torch.float8_e4m3fn).float().numpy()
-    kernel = Matmul(decoder, group, ScaleLayout(scales), "zeros" in kind)
-    ids = torch.tensor(TOKENS)
-    found = look_up(isa, ids, kernel, size, columns + 16, laid, columns=columns, scale=0.5,
-                    scales=pack.scales(scale, isa.lanes),
-                    zeros=pack.scales(zero, isa.lanes) if kernel.zeros else None)
-    wide = np.repeat(scale.float().numpy(), size // groups, 1)
-    expected = level[TOKENS].astype("f4") * wide[TOKENS] * np.float32(0.5)
-    np.testing.assert_array_equal(found[:, :size], expected)
-    assert (found[:, size:] == 0).all()
 
 
 def test_what_lies_in_several_blocks_is_not_looked_up(fastest):

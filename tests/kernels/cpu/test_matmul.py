@@ -10,11 +10,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from quantkit_kernels.cpu import decoders, pack, reference
+from quantkit_kernels.cpu import decoders, pack
+from quantkit_kernels.cpu.embedding import Embed
 from quantkit_kernels.cpu.isa import PLAIN
 from quantkit_kernels.cpu.matmul import MOST_COLUMNS, Matmul
+from quantkit_kernels.cpu.program import Program
 from quantkit_kernels.cpu.scales import ScaleLayout
-from quantkit_kernels.cpu.weight_decoder import SUB
+from quantkit_kernels.cpu.weight_decoder import BYTES, FLOATS, SUB, WORDS
+from tests.kernels.cpu import reference
 
 TABLE = (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
          -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
@@ -59,7 +62,7 @@ class Case:
         scale = torch.rand(n, groups, generator=make) * 0.1 + 0.01
         if zero_groups:
             scale[torch.rand(n, groups, generator=make) < 0.3] = 0
-        self.zeros = None
+        self.zeros = self.levels = self.scale = None
         if name == "bf16":
             weight = torch.randn(n, k, generator=make).bfloat16()
             self.matmul, self.weight = Matmul(decoders.BF16, None), weight.double()
@@ -73,12 +76,12 @@ class Case:
             self.matmul, self.weight = Matmul(decoder, None), weight.double()
             self.pack = lambda lanes: (pack.floats(weight, lanes), None, None)
             self.exact = lambda x: reference.float_matmul(
-                x, _pad(weight.float(), self.k).numpy(), decoder.parts)
+                x, _pad(weight.float(), self.k).numpy(), decoder.split_sums)
             return
         if name in ("w8a8", "e4m3", "e4m3_tokens"):
             self._eight_bit(name, n, k, scale, make)
             return
-        family, dtype = "words", torch.float32
+        family, dtype = WORDS, torch.float32
         if name.startswith("trellis"):
             width, window = int(name[-1]), int(rest[0][1:])
             codes = torch.randint(0, 2**width, (-(-n // 64) * 64, k), generator=make, dtype=torch.uint8)
@@ -95,7 +98,7 @@ class Case:
                 levels, decoder = (torch.tensor(TABLE)[codes.long()] * decoders.NF4_LEVELS).round().int(), NF4
                 scale = scale / decoders.NF4_LEVELS
             else:
-                family, decoder, dtype = "bytes", decoders.INT4, torch.bfloat16
+                family, decoder, dtype = BYTES, decoders.INT4, torch.bfloat16
                 zero = torch.randint(0, 16, (n, groups), generator=make, dtype=torch.uint8) if zp else None
                 if zero is not None:
                     self.zeros = zero
@@ -105,6 +108,7 @@ class Case:
         scale = scale.to(dtype)
         self.matmul = Matmul(decoder, group, ScaleLayout("bf16" if dtype == torch.bfloat16 else "f32"), zp)
         wide = scale.double().repeat_interleave(group or self.k, 1)[:, :k]
+        self.levels, self.scale = levels, wide.float()
         if name == "nf4":
             self.weight = torch.tensor(TABLE, dtype=torch.float64)[codes.long()] * decoders.NF4_LEVELS * wide
         else:
@@ -114,6 +118,14 @@ class Case:
                                    None if self.zeros is None else pack.scales(self.zeros, lanes))
         self.exact = lambda x: reference.integer_matmul(x, _pad(levels, self.k).numpy(),
                                                         scale.float().numpy(), family, group)
+
+    def arguments(self, lanes):
+        """Weights, scales and zero points in a kernel's order."""
+        return dict(zip(("weights", "scales", "zeros"), self.pack(lanes)))
+
+    def rows(self):
+        """What the weight means, float32: of codes that are looked up their level times the scale."""
+        return self.weight.float() if self.levels is None else self.levels.float() * self.scale
 
     def _wide(self, zero, group, k):
         return zero.int().repeat_interleave(group or self.k, 1)[:, :k]
@@ -129,12 +141,136 @@ class Case:
             decoder = decoders.E4M3 if name == "e4m3" else decoders.E4M3_TOKENS
         self.matmul = Matmul(decoder, 0)
         self.weight = levels.double() * scale.double()
+        self.levels, self.scale = levels, scale
         self.pack = lambda lanes: (packer(codes, lanes), pack.scales(scale, lanes), None)
         padded = _pad(levels, self.k).numpy()
         if name == "e4m3":
             self.exact = lambda x: reference.float_matmul(x, padded) * scale.numpy()[:, 0]
         else:
             self.exact = lambda x: reference.token_matmul(x, padded, scale.numpy(), decoder.family)
+
+
+E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+WIDE = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+GROUPED = {
+    # codes, columns that share a scale, how it is stored, and whether there are zero points
+    "int4 in 16": ("int4", 16, ScaleLayout("bf16"), False),
+    "int4 in 16 with zero points": ("int4", 16, ScaleLayout("f32"), True),
+    "int4 with minima": ("uint4", 32, ScaleLayout("f16", minima=True), False),
+    "int4 in 16 with minima": ("uint4", 16, ScaleLayout("bf16", minima=True), False),
+    "int4 in 96 with minima": ("uint4", 96, ScaleLayout("f32", minima=True), False),
+    "int4 in superblocks": ("uint4", 32, ScaleLayout("u8", minima=True, outer=96, outer_stored="f16"), False),
+    "int8 in 16": ("int8", 16, ScaleLayout("f16"), False),
+    "int8 in 16 with zero points": ("int8", 16, ScaleLayout("bf16"), True),
+    "int8 with minima": ("uint8", 64, ScaleLayout("bf16", minima=True), False),
+    "int8 in superblocks": ("int8", 16, ScaleLayout("i8", outer=64, outer_stored="f16"), False),
+    "int5 in 32": ("int5", 32, ScaleLayout("f16"), False),
+    "int5 with minima": ("uint5", 64, ScaleLayout("f16", minima=True), False),
+    "int6 in superblocks": ("int6", 16, ScaleLayout("i8", outer=64, outer_stored="f16"), False),
+    "int6 with zero points": ("int6", 32, ScaleLayout("bf16"), True),
+    "int8 in superblocks with minima": ("int8", 32, ScaleLayout("u8", minima=True, outer=64), False),
+    "e2m1 in 16": (E2M1, 16, ScaleLayout("e4m3", outer=0), False),
+    "e2m1 in 32": (E2M1, 32, ScaleLayout("e8m0"), False),
+    "e2m1 in 64": (E2M1, 64, ScaleLayout("bf16"), False),
+    "a wide table": (WIDE, 32, ScaleLayout("f16"), False),
+    "a wide table in 16": (WIDE, 16, ScaleLayout("f32"), False),
+    "e4m3 in tiles": ("e4m3", 64, ScaleLayout("f32", shared=True), False),
+}
+COLUMNS = 192
+
+
+class GroupedCase:
+    """Random codes ``[n, 192]``; ``levels`` and ``scale`` (and ``minimum``) are what they mean, float32."""
+
+    k = COLUMNS
+
+    def __init__(self, kind, n, seed=0):
+        codes, self.group, self.layout, zeros = GROUPED[kind]
+        self.n, make = n, torch.Generator().manual_seed(seed)
+        groups = COLUMNS // self.group
+        self.zeros = self.outer = self.minimum = None
+        self.family = WORDS if codes[-1] in ("5", "6", "8") else BYTES
+        self.packed(codes, make)
+        if zeros:
+            middle, top = (128 if codes == "int8" else 0), 2 ** int(codes[-1])
+            zero = torch.randint(0, top, (n, groups), generator=make)
+            shift = zero - top // 2  # from what means 0 without
+            self.levels = self.levels - shift.repeat_interleave(self.group, 1)
+            self.zeros = (zero - middle).to(torch.int8).view(torch.uint8)
+        self.stored = [self.numbers(groups, make) for _ in range(1 + self.layout.minima)]
+        values = [self.value(part) for part in self.stored]
+        if self.layout.outer is not None:
+            blocks = COLUMNS // self.layout.outer if self.layout.outer else 1
+            dtype = torch.float16 if self.layout.outer_stored == "f16" else torch.float32
+            self.outer = [(torch.rand(n, blocks, generator=make) - 0.3).to(dtype) for _ in self.stored]
+            values = [value * outer.float().repeat_interleave(groups // blocks, 1)
+                      for value, outer in zip(values, self.outer)]
+        self.scale, self.minimum = values[0], values[1] if self.layout.minima else None
+        self.matmul = Matmul(self.decoder, self.group, self.layout, zeros)
+
+    def packed(self, codes, make):
+        """Draws codes; sets ``pack``, ``decoder`` and ``levels``."""
+        bits = 4 if isinstance(codes, tuple) else 8 if codes == "e4m3" else int(codes[-1])
+        top = 2**bits
+        drawn = torch.randint(0, top, (self.n, COLUMNS), generator=make, dtype=torch.uint8)
+        if codes == "e4m3":
+            drawn[drawn & 0x7F == 0x7F] = 1
+            self.pack, self.decoder = lambda lanes: pack.e4m3(drawn, lanes, self.group), decoders.E4M3
+            self.levels, self.family = drawn.view(torch.float8_e4m3fn).float(), FLOATS
+        elif codes in ("int8", "uint8"):
+            self.pack = lambda lanes: pack.int8(drawn, lanes, self.group, 128)
+            self.decoder = {"int8": decoders.INT8, "uint8": decoders.UINT8}[codes]
+            self.levels = drawn.int() - (128 if codes == "int8" else 0)
+        elif bits in (5, 6):
+            self.pack = lambda lanes: pack.wide_integers(drawn, lanes, bits, self.group)
+            self.decoder = getattr(decoders, codes.upper())
+            self.levels = drawn.int() - (0 if codes[0] == "u" else top // 2)
+        else:
+            self.pack = lambda lanes: pack.int4(drawn, lanes, self.group)
+            self.decoder = {"int4": decoders.INT4, "uint4": decoders.UINT4}.get(codes) or (
+                decoders.int_table(codes))
+            self.levels = (torch.tensor(codes, dtype=torch.int32)[drawn.long()] if isinstance(codes, tuple)
+                           else drawn.int() - (8 if codes == "int4" else 0))
+
+    def numbers(self, groups, make):
+        """What is stored of scales, or of minima: every byte, or floats."""
+        shape = (self.n, groups)
+        if self.layout.stored in ("u8", "i8", "e8m0", "e4m3"):
+            top = {"e8m0": 150, "e4m3": 127}.get(self.layout.stored, 256)
+            return torch.randint(0, top, shape, generator=make, dtype=torch.uint8)
+        dtype = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}[self.layout.stored]
+        number = torch.randn(shape, generator=make)
+        return (number[:1].expand(shape) if self.layout.shared else number).to(dtype)
+
+    def value(self, part):
+        """What a stored number means."""
+        if self.layout.stored == "e8m0":
+            return torch.ldexp(torch.ones(part.shape), part.int() - 127)
+        views = {"i8": torch.int8, "e4m3": torch.float8_e4m3fn}
+        return part.view(views.get(self.layout.stored, part.dtype)).float()
+
+    def arguments(self, lanes):
+        """Weights, scales, zero points and what scales are multiples of, in a kernel's order."""
+        if self.layout.shared:
+            scales = self.stored[0][:1].expand(-(-self.n // 32) * 32 // lanes, -1).contiguous()
+        else:
+            scales = pack.scales(self.stored, lanes)
+        return {"weights": self.pack(lanes), "scales": scales,
+                "zeros": None if self.zeros is None else pack.scales(self.zeros, lanes),
+                "outer": None if self.outer is None else pack.scales(self.outer, lanes)}
+
+    def rows(self):
+        """What the weight means, float32."""
+        rows = self.levels.float() * self.scale.repeat_interleave(self.group, 1)
+        return rows if self.minimum is None else rows + self.minimum.repeat_interleave(self.group, 1)
+
+    def exact(self, x):
+        """The reference's product."""
+        levels, scale = self.levels.numpy(), self.scale.numpy()
+        if self.family is FLOATS:
+            return reference.tile_matmul(x, levels, scale, self.group)
+        minimum = None if self.minimum is None else self.minimum.numpy()
+        return reference.integer_matmul(x, levels, scale, self.family, self.group, minimum)
 
 
 def _pad(x, k):
@@ -150,13 +286,20 @@ def activations(m, k, padded, seed, outlier=False, zeros=False):
     return _pad(x, padded).contiguous()
 
 
+def case_of(kind, n, k):
+    return GroupedCase(kind, n) if kind in GROUPED else Case(kind, n, k, 0)
+
+
+ALL = pytest.mark.parametrize("kind", [*KINDS, *GROUPED])
+
+
 @pytest.mark.sampled(12)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("m", [1, 2, 9])
+@ALL
+@pytest.mark.parametrize("m", [1, 2, 9, 20])
 def test_the_bits_of_the_reference(isa, multiply, same, kind, m):
-    case = Case(kind, 65, 192, 0)
-    x = activations(m, 192, case.k, 1)
-    found = multiply(isa, case.matmul, x, *case.pack(isa.lanes), 65)
+    case = case_of(kind, 65, 192)
+    x = activations(m, 192, case.k, 1, outlier=True)
+    found = multiply(isa, case.matmul, x, **case.arguments(isa.lanes), n=65)
     same(found, case.exact(x.numpy())[:, :65])
 
 
@@ -167,7 +310,7 @@ def test_near_float64_over_random_shapes(multiply, fastest, kind, n, k, m, seed,
     """At most twice what torch loses in bfloat16; int8 activations lose what their step says."""
     case = Case(kind, n, k, seed, zero_groups=zero_groups)
     x = activations(m, k, case.k, seed + 1, outlier, zeros)
-    found = multiply(fastest, case.matmul, x, *case.pack(fastest.lanes), n).double()
+    found = multiply(fastest, case.matmul, x, **case.arguments(fastest.lanes), n=n).double()
     true = x[:, :k].double() @ case.weight.T
     assert torch.isfinite(found).all()
     if kind in TOKENS:  # half a step of integers, or of the last of four bits
@@ -175,7 +318,7 @@ def test_near_float64_over_random_shapes(multiply, fastest, kind, n, k, m, seed,
         step = size / 16 if kind == "e4m3_tokens" else torch.zeros_like(size)
         least = size.amax(1, keepdim=True).clamp_min(1e-30) / (127 if kind == "w8a8" else 448 * 2**9) / 2
         allowed = torch.maximum(step, least) @ case.weight.abs().T + 1e-5 * (size @ case.weight.abs().T)
-    elif case.matmul.decoder.family == "bytes":
+    elif case.matmul.decoder.family is BYTES:
         groups = x.abs().unflatten(1, (-1, SUB)).amax(-1).clamp_min(1e-30).double()
         step = (groups / 127).repeat_interleave(SUB, 1)[:, :k]
         allowed = 0.5 * step @ case.weight.abs().T + 1e-5 * (x[:, :k].double().abs() @ case.weight.abs().T)
@@ -206,41 +349,62 @@ def test_the_error_beside_that_of_torch(multiply, fastest, kind, most, m):
 
     dtype = {"f16": torch.float16, "f32": torch.float32}.get(kind, torch.bfloat16)
     theirs = error(torch.nn.functional.linear(x.to(dtype), case.weight.to(dtype)))
-    ours = error(multiply(fastest, case.matmul, x, *case.pack(fastest.lanes), 256))
+    ours = error(multiply(fastest, case.matmul, x, **case.arguments(fastest.lanes), n=256))
     assert ours <= most * theirs
     if most > 2:  # half a step of 16 levels, evenly spread
         rounding = (12**-0.5 * case.weight.abs().amax() / 8) / case.weight.square().mean().sqrt()
         assert ours < rounding / 8
 
 
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.sampled(5)
+@ALL
 def test_a_row_has_the_same_bits_in_any_company_and_on_any_thread(isa, multiply, kind):
-    case = Case(kind, 97, 224, 3)
-    x = activations(23, 224, case.k, 4)
-    packed = case.pack(isa.lanes)
-    alone = torch.cat([multiply(isa, case.matmul, x[i:i + 1], *packed, 97) for i in range(23)])
+    case = case_of(kind, 97, 224)
+    x = activations(23, case.k, case.k, 4)
+
+    def product(x, **how):
+        return multiply(isa, case.matmul, x, **arguments, n=97, **how)
+
+    arguments = case.arguments(isa.lanes)
+    alone = torch.cat([product(x[i:i + 1]) for i in range(23)])
     for rows in (2, 3, 4, 5, 8, 9, 16, 23):
-        assert torch.equal(multiply(isa, case.matmul, x[:rows], *packed, 97), alone[:rows])
+        assert torch.equal(product(x[:rows]), alone[:rows])
     for units in ({"stripes_a_unit": 3}, {"rows_a_unit": 5}, {"stripes_a_unit": 2, "rows_a_unit": 8}):
-        assert torch.equal(multiply(isa, case.matmul, x, *packed, 97, threads=2, **units), alone)
+        assert torch.equal(product(x, threads=2, **units), alone)
 
 
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.sampled(6)
+@ALL
 def test_all_instruction_sets_agree(isa, multiply, kind):
-    case = Case(kind, 33, 160, 5)
-    x = activations(6, 160, case.k, 6, outlier=True)
-    assert torch.equal(multiply(isa, case.matmul, x, *case.pack(isa.lanes), 33),
-                       multiply(PLAIN, case.matmul, x, *case.pack(PLAIN.lanes), 33))
+    case = case_of(kind, 33, 160)
+    x = activations(6, case.k, case.k, 6, outlier=True)
+    mine, plain = (multiply(each, case.matmul, x, **case.arguments(each.lanes), n=33)
+                   for each in (isa, PLAIN))
+    assert torch.equal(mine, plain)
+
+
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize("kind", [kind for kind in (*KINDS, *GROUPED) if not kind.startswith("trellis")])
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+def test_rows_of_an_embedding_are_what_codes_mean(isa, pools, room, kind, scale):
+    """A row of 190 is padded, with what must not show."""
+    case, ids = case_of(kind, 70, 190), torch.tensor([0, 69, 31, 32, 33, 5, 5])
+    parts, expected = case.arguments(isa.lanes), case.rows()[ids] * scale
+    size, out, program = expected.shape[1], room(len(ids), case.k + 16), Program(isa)
+    program.add(Embed(case.matmul, scale), len(ids), ids=ids, out=out, padded=case.k + 16,
+                table=parts.pop("weights"), out_stride=(case.k + 16) * 4, size=size, columns=case.k, **parts)
+    program.finish()
+    pools[2].run(program.records)
+    np.testing.assert_array_equal(out[:, :size], expected)
+    assert (out[:, size:] == 0).all()
 
 
 @pytest.mark.parametrize("kind", ("bf16", "f16", "f32", "int4 g32"))
 def test_bias_and_residual_are_added_last(isa, multiply, same, kind):
     case = Case(kind, 40, 64, 7)
     x, bias, held = activations(5, 64, case.k, 8), torch.randn(64), torch.randn(5, 40)
-    plain = multiply(isa, case.matmul, x, *case.pack(isa.lanes), 40)
-    found = multiply(isa, case.matmul, x, *case.pack(isa.lanes), 40, bias=bias, add=held)
+    plain = multiply(isa, case.matmul, x, **case.arguments(isa.lanes), n=40)
+    found = multiply(isa, case.matmul, x, **case.arguments(isa.lanes), n=40, bias=bias, add=held)
     same(found, held + (plain + bias[:40]))
 
 
@@ -271,8 +435,31 @@ def test_the_largest_sums_fit(isa, multiply, same):
         scale = pack.scales(torch.ones(32, 1), isa.lanes)
         product = multiply(isa, matmul, x, packed, scale, *zeros, n=32)
         family = matmul.decoder.family
-        exact = (reference.token_matmul if family == "int8" else
+        exact = (reference.token_matmul if family.sums_rows else
                  functools.partial(reference.integer_matmul, group=0))
         full, ones = np.full((32, 64), levels, np.int32), np.ones((32, 1), np.float32)
         same(product, exact(x.numpy(), full, ones, family))
         assert torch.allclose(product, torch.full((1, 32), 64 * 3.0 * levels))
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("m", [1, 9])
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("levels", [(-12,) * 15 + (12,), (-127,) * 15 + (113,), (-24,) + (0,) * 15])
+def test_the_largest_sums_of_tables_fit(isa, multiply, same, levels, sign, m):
+    """Integers that overflow would change sign, and saturated ones lose what is beyond."""
+    decoder = decoders.int_table(levels)
+    for code in (0, 15):
+        codes = torch.full((32, 64), code, dtype=torch.uint8)
+        x = torch.full((m, 64), 3.0 * sign)
+        for group in (16, 32):
+            result = multiply(isa, Matmul(decoder, group), x, pack.int4(codes, isa.lanes),
+                              pack.scales(torch.ones(32, 64 // group), isa.lanes), n=32)
+            same(result, reference.integer_matmul(x.numpy(), np.full((32, 64), levels[code], np.int32),
+                                                  np.ones((32, 64 // group), np.float32), BYTES, group))
+
+
+def test_a_tables_name_says_what_is_in_it():
+    names = {decoders.int_table(levels).name for levels in (E2M1, WIDE, WIDE[::-1])}
+    assert len(names) == 3
+    assert Matmul(decoders.INT4, 32).name != Matmul(decoders.UINT4, 32).name

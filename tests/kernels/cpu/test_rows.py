@@ -8,13 +8,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from quantkit_kernels.cpu import hadamard, reference
+from quantkit_kernels.cpu import hadamard
 from quantkit_kernels.cpu.program import Program
-from quantkit_kernels.cpu.rows import LEVELS, NormAdd, RowKernel
-from quantkit_kernels.cpu.weight_decoder import SUB
+from quantkit_kernels.cpu.rows import NormAdd, RowKernel
+from quantkit_kernels.cpu.weight_decoder import BYTES, E4M3, FLOATS, INT8, SUB, WORDS
+from tests.kernels.cpu import reference
 
-FAMILIES = ("bytes", "words", "floats")
-TOKENS = ("int8", "e4m3")
+FAMILIES = (BYTES, WORDS, FLOATS)
+TOKENS = (INT8, E4M3)
 
 
 def rows_of(m, k, seed=0):
@@ -22,7 +23,7 @@ def rows_of(m, k, seed=0):
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES, ids=str)
 @pytest.mark.parametrize("source", ["plain", "norm", "silu", "gelu"])
 def test_the_bits_of_the_reference(isa, leave, same, source, family):
     x, second, weight = rows_of(3, 96), rows_of(3, 96, 1), rows_of(1, 96, 2)[0]
@@ -32,7 +33,7 @@ def test_the_bits_of_the_reference(isa, leave, same, source, family):
     expected = {"plain": lambda: x.numpy(), "norm": lambda: reference.norm(x.numpy(), weight.numpy(), 1e-5),
                 "silu": lambda: reference.silu_mul(x.numpy(), second.numpy()),
                 "gelu": lambda: reference.gelu_mul(x.numpy(), second.numpy())}[source]()
-    if family == "floats":
+    if family is FLOATS:
         same(found[0], expected)
         return
     codes, scales, sums = reference.quantize(expected, family)
@@ -41,7 +42,7 @@ def test_the_bits_of_the_reference(isa, leave, same, source, family):
     same(found[2], sums)
 
 
-@pytest.mark.parametrize("family", TOKENS)
+@pytest.mark.parametrize("family", TOKENS, ids=str)
 @pytest.mark.parametrize("source", ["plain", "norm", "silu"])
 def test_one_scale_a_row_has_the_bits_of_the_reference(isa, leave, same, source, family):
     x, second, weight = rows_of(3, 96), rows_of(3, 96, 1), rows_of(1, 96, 2)[0]
@@ -53,7 +54,7 @@ def test_one_scale_a_row_has_the_bits_of_the_reference(isa, leave, same, source,
     levels, steps = reference.quantize_row(expected, family)
     same(codes, levels)
     same(scales[:, :1], steps)
-    if family == "int8":
+    if family is INT8:
         same(sums[:, 0], levels.sum(1))
 
 
@@ -61,14 +62,14 @@ def test_one_scale_a_row_has_the_bits_of_the_reference(isa, leave, same, source,
 @given(scale=st.sampled_from([0.0, 1e-42, 1e-30, 1.0, 1e4, 1e30]), seed=st.integers(0, 50))
 def test_e4m3_is_torchs(fastest, leave, scale, seed):
     x = rows_of(1, 64, seed) * scale
-    values, scales, _ = leave(fastest, RowKernel("plain", "e4m3"), x)
+    values, scales, _ = leave(fastest, RowKernel("plain", E4M3), x)
     exact = x / scales[:, :1]
     assert torch.equal(values, exact.clamp(-448, 448).to(torch.float8_e4m3fn).float())
     assert scales[0, 0] == max(x.abs().max(), torch.tensor(2.0**-100)) / 448
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize("family", TOKENS)
+@pytest.mark.parametrize("family", TOKENS, ids=str)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("at", [0, 40, 63])
 def test_a_broken_row_has_no_scale(isa, leave, family, bad, at):
@@ -82,7 +83,7 @@ def bits(x):
     return int(np.float32(x).view(np.int32))
 
 
-@pytest.mark.parametrize("family", ("bytes", "words"))
+@pytest.mark.parametrize("family", (BYTES, WORDS), ids=str)
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(scale=st.sampled_from([0.0, 1e-42, 1e-30, 1.0, 1e4, 1e30]), seed=st.integers(0, 50),
        at=st.integers(0, 31))
@@ -90,7 +91,7 @@ def test_no_code_is_off_by_more_than_half_a_step(fastest, leave, family, scale, 
     x = rows_of(1, 64, seed) * scale
     x[0, at] = 50 * scale  # an outlier in the first subgroup leaves the second as it is
     codes, scales, sums = leave(fastest, RowKernel("plain", family), x)
-    assert codes.abs().max() <= LEVELS[family] and torch.isfinite(scales).all() and (scales > 0).all()
+    assert codes.abs().max() <= family.levels and torch.isfinite(scales).all() and (scales > 0).all()
     back = codes.double().view(-1, SUB) * scales.double().view(-1, 1)
     step = scales.double().view(-1, 1)
     assert ((back - x.double().view(-1, SUB)).abs() <= 0.5001 * step).all()
@@ -100,14 +101,14 @@ def test_no_code_is_off_by_more_than_half_a_step(fastest, leave, family, scale, 
 
 def test_the_norm_is_torchs(fastest, leave):
     x, weight = rows_of(4, 576), rows_of(1, 576, 3)[0]
-    found = leave(fastest, RowKernel("norm", "floats"), x, weight=weight, eps=bits(1e-6))[0]
+    found = leave(fastest, RowKernel("norm", FLOATS), x, weight=weight, eps=bits(1e-6))[0]
     true = torch.nn.functional.rms_norm(x.double(), (576,), weight.double(), 1e-6)
     assert torch.allclose(found.double(), true, rtol=5e-7, atol=1e-7)
 
 
 def test_what_pads_a_row_is_no_part_of_its_mean(fastest, leave):
     x, weight = (torch.nn.functional.pad(one, (0, 24)) for one in (rows_of(2, 40), rows_of(1, 40)[0]))
-    found = leave(fastest, RowKernel("norm", "floats"), x, weight=weight, eps=bits(1e-6), size=40)[0]
+    found = leave(fastest, RowKernel("norm", FLOATS), x, weight=weight, eps=bits(1e-6), size=40)[0]
     true = torch.nn.functional.rms_norm(x[:, :40].double(), (40,), weight[:40].double(), 1e-6)
     assert torch.allclose(found[:, :40].double(), true, rtol=1e-6, atol=1e-7) and (found[:, 40:] == 0).all()
 
@@ -116,7 +117,7 @@ def test_what_pads_a_row_is_no_part_of_its_mean(fastest, leave):
 @given(values=st.lists(st.floats(-120, 120, width=32), min_size=32, max_size=32))
 def test_silu_holds_at_any_size(fastest, leave, values):
     x, ones = torch.tensor([values]), torch.ones(1, 32)
-    found = leave(fastest, RowKernel("silu", "floats"), x, second=ones)[0]
+    found = leave(fastest, RowKernel("silu", FLOATS), x, second=ones)[0]
     true = torch.nn.functional.silu(x.double())
     assert torch.allclose(found.double(), true, rtol=1e-6, atol=1e-30)
 
@@ -125,7 +126,7 @@ def test_silu_holds_at_any_size(fastest, leave, values):
 @given(values=st.lists(st.floats(-120, 120, width=32), min_size=32, max_size=32))
 def test_gelu_holds_at_any_size(fastest, leave, values):
     x, ones = torch.tensor([values]), torch.ones(1, 32)
-    found = leave(fastest, RowKernel("gelu", "floats"), x, second=ones)[0]
+    found = leave(fastest, RowKernel("gelu", FLOATS), x, second=ones)[0]
     true = torch.nn.functional.gelu(x.double(), approximate="tanh")
     assert torch.allclose(found.double(), true, rtol=1e-5, atol=1e-7)
 
@@ -173,7 +174,7 @@ def test_the_references_fma_rounds_once():
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("width", [16, 48, 96, 112, 128])
 @pytest.mark.parametrize("source", ["plain", "norm", "silu"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES, ids=str)
 def test_rotated_rows_have_the_bits_of_the_reference(isa, leave, same, room, source, width, family):
     padded = -(-width // SUB) * SUB
     count, _ = hadamard.parts(width)
@@ -189,7 +190,7 @@ def test_rotated_rows_have_the_bits_of_the_reference(isa, leave, same, room, sou
                 "norm": lambda: reference.norm(own, weight[0, :width].numpy(), 1e-5),
                 "silu": lambda: reference.silu_mul(own, second[:, :width].numpy())}[source]()
     turned = np.pad(reference.turn(expected, signs.numpy(), mix.numpy()), ((0, 0), (0, padded - width)))
-    if family == "floats":
+    if family is FLOATS:
         same(found[0], turned)
         return
     codes, scales, _ = reference.quantize(turned, family)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -54,12 +55,14 @@ class Kernels:
         store = cache.layers[0].store
         codecs = kv_pages.PageCodecs(codings.keys.name, codings.values.name, self.plain)
         blocks = held.pages_to_encode(codings, count)
+        record = held.record.copy().reshape(1)
+        record["count"] = count
         q, k, v = (x[0, :, begin:end].transpose(0, 1).clone().contiguous() for x in (self.q, self.k, self.v))
         context = ForwardContext(self.config, torch.arange(end)[None], torch.float32)
         cos, sin = (one[0, 0, :, self.dim // 2:].contiguous() for one in context.rope_tables(None))
         width, queries = HEADS * GROUP * self.dim * 4, HEADS * GROUP
         out, partial = self.room(count, queries, self.dim), self.room(count, queries, splits, self.dim + 2)
-        size = max(attention.scratch_bytes(self.dim, tile * GROUP), kv_write.close_bytes(self.dim))
+        size = max(attention.scratch_bytes(self.dim, tile * GROUP), kv_write.encode_bytes(self.dim))
         scratch = self.room(self.pool.threads, size, dtype=torch.uint8)
         parts = {name.replace(".", "_"): part for name, part in store.pages.parts.items()}
         waits = store.residual.parts
@@ -68,7 +71,7 @@ class Kernels:
                  "positions": parts.get("positions"), "residual_positions": waits.get("positions"),
                  "k_residual": waits["k.values"], "v_residual": waits["v.values"], "layer": 0, "heads": HEADS,
                  "rows": torch.tensor([[0, i, begin + i] for i in range(count)]),
-                 "sequences": torch.tensor([[*held.addresses, count]]),
+                 "sequences": torch.from_numpy(record.view(np.int64)),
                  "residual_length": codings.residual_length, "first": codings.first}
         tiles = torch.tensor([[i, min(tile, count - i), 0] for i in range(0, count, tile)])
         program = Program(self.isa)
@@ -86,7 +89,7 @@ class Kernels:
                         heads=queries)
         program.finish()
         self.pool.run(program.records)
-        cache.settle(held, count)
+        cache.advance(held, count)
         self.seen = end
         return out
 

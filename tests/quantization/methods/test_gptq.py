@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from quantkit.formats.base import Codes
-from quantkit.formats.float_quantized import FORMAT as FLOATS
+from quantkit.formats.eight_bit import FLOAT as FLOATS
 from quantkit.formats.level_values import dequantize
 from quantkit.formats.spec import Granularity, QuantSpec
 from quantkit.quantization.methods import gptq_tiles

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from quantkit.formats.bnb_nf4 import FORMAT
-from quantkit.formats.nf4_table import CODEBOOK
+from quantkit.formats.level_values import CODEBOOK
 from quantkit.formats.spec import Granularity, QuantSpec
 from quantkit.quantization.methods.base import MethodOptions
 from quantkit.quantization.methods.nf4 import METHOD

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from quantkit.formats.float_quantized import FORMAT as FLOATS
+from quantkit.formats.eight_bit import FLOAT as FLOATS
 from quantkit.formats.pack_quantized import FORMAT
 from quantkit.formats.spec import Granularity, QuantSpec
 from quantkit.quantization.methods.rtn import METHOD, RtnOptions

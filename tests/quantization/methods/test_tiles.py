@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantkit.formats.float_quantized import FORMAT
+from quantkit.formats.eight_bit import FLOAT as FORMAT
 from quantkit.formats.spec import QuantSpec
 from quantkit.quantization.methods.base import LayerStats
 from quantkit.quantization.methods.gptq import METHOD as GPTQ

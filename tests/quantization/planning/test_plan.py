@@ -12,6 +12,7 @@ from quantkit.quantization.recipe import Recipe, load_recipe
 from quantkit.quantization.specs import CalibrationSpec
 from quantkit.sources.base import TensorInfo
 from quantkit.support.errors import RecipeError, SourceError, UnsupportedModelError, UsageError
+from tests.helpers import shapes
 from tests.helpers.shapes import (
     CHANNEL8,
     GROUP4,
@@ -27,7 +28,6 @@ from tests.helpers.shapes import (
     every,
     recipe,
 )
-from tests.support import shapes
 
 
 def refused(rules: Recipe, source: Source | None = None) -> RecipeError:

@@ -8,20 +8,21 @@ import torch
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.kv import gpu as kv_gpu
-from quantkit.kv import reservation
 from quantkit.kv.batch import Batch
 from quantkit.kv.build import build_kv_codecs
 from quantkit.kv.cache import KVCache
-from quantkit.kv.footprint import footprint
 from quantkit.kv.spec import parse_kv
+from quantkit.memory import kv as kv_memory
+from quantkit.memory import scratch
+from quantkit.memory import weights as weight_memory
+from quantkit.memory.kv import footprint
 from quantkit.models.architecture import parse_config, tensor_shapes
 from quantkit.ops import gpu
 from quantkit.quantization.run import quantize
 from quantkit.runtime.engine import Engine
-from quantkit.runtime.gpu import memory
 from quantkit.runtime.gpu.graphs import slots_of
 from quantkit.runtime.gpu.model import GpuModel, declines, other_maths
-from quantkit.runtime.gpu.tables import DeviceTables, table_bytes
+from quantkit.runtime.gpu.tables import DeviceTables
 from quantkit.runtime.loader import load
 from quantkit.runtime.sampler import Sampling
 from quantkit.support.errors import QuantkitError, UsageError
@@ -57,7 +58,7 @@ def simulated(monkeypatch):
 
     def switch():
         monkeypatch.setattr(gpu, "SIMULATE", True)
-        monkeypatch.setattr(reservation, "footprint", foreseen)
+        monkeypatch.setattr(kv_memory, "footprint", foreseen)
 
     return switch
 
@@ -149,12 +150,13 @@ def test_what_weights_will_take_is_known_before(tmp_path, simulated, recipe):
     simulated()
     model = load(str(folder), dtype="float16", device="cpu")
     program = model.model._program
-    packed = [part.weight.nbytes for joint in (program._head, *(one for layer in program._layers
-                                                                for one in layer.joints))
-              for part, _, _ in joint._parts]
+    packed = [part.weight.nbytes for product in (program._head, *(one for layer in program._layers
+                                                                for one in layer.products))
+              for part, _, _ in product._parts]
     norms = sum(torch.Size(shape).numel() * 2 for shape in tensor_shapes(model.config).values()
                 if len(shape) == 1)
-    assert memory.weight_bytes(model.config, torch.float16, held, torch.device("cpu")) == sum(packed) + norms
+    counted = weight_memory.gpu_weight_bytes(model.config, torch.float16, held, torch.device("cpu"))
+    assert counted == sum(packed) + norms
 
 
 @pytest.mark.parametrize("kv", ["none", "int4", "rotation(4, sinks=200)"])
@@ -166,7 +168,7 @@ def test_what_page_tables_will_take_is_known_before(folder, kv):
         tables.place(Batch(cache, [row]), [count])
     held = [getattr(tables.tables, name) for name in ("pages", "lengths", "seen", "residual", "starts")]
     taken = sum(one.nbytes for one in held if one is not None)
-    assert taken <= table_bytes(cache, 20, 4000) < 3 * taken
+    assert taken <= scratch.gpu_table_bytes(cache, 20, 4000) < 3 * taken
 
 
 @pytest.mark.parametrize("longest", [1, 1536, 1537, 2048, 2049, 3072, 3073, 5000])
@@ -178,12 +180,12 @@ def test_a_graph_has_room_for_the_longest(longest):
 def test_loading_and_steps_are_counted_before():
     """By hand: an 8B Llama's gate and up, the head, and rows of activations."""
     config = parse_config(LLAMA_8B)
-    assert memory.packing_bytes(config) == memory.PACKING * 128256 * 4096
+    assert scratch.packing_bytes(config) == scratch.PACKING * 128256 * 4096
     tied = parse_config(LLAMA_8B | {"vocab_size": 1000})
-    assert memory.packing_bytes(tied) == memory.PACKING * 2 * 14336 * 4096
-    assert memory.stored_bytes(config, torch.bfloat16, {}) == 2 * 8_030_261_248
-    step = memory.step_bytes(config, torch.bfloat16)
-    assert memory.MAX_ROWS * 2 * 3 * 14336 + 256 * 2 * 128256 < step < 2 << 30
+    assert scratch.packing_bytes(tied) == scratch.PACKING * 2 * 14336 * 4096
+    assert weight_memory.stored_bytes(config, torch.bfloat16, {}) == 2 * 8_030_261_248
+    step = scratch.gpu_step_bytes(config, torch.bfloat16)
+    assert scratch.GPU_ROWS * 2 * 3 * 14336 + 256 * 2 * 128256 < step < 2 << 30
 
 
 def tokens(loaded, kv, prompts, together):

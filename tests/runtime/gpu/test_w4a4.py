@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from quantkit.formats.fp4 import MXFP4, NVFP4
+from quantkit.memory.weights import gpu_packed_bytes
 from quantkit.models.linear import Linear
 from quantkit.ops import gpu, triton_linear
 from quantkit.ops.dispatch import codes_of
@@ -15,7 +16,7 @@ from quantkit.ops.hadamard import apply_hadamard
 from quantkit.ops.reference import REFERENCE
 from quantkit.ops.stored_weight import QuantizedWeight
 from quantkit.ops.tokens import round_groups
-from quantkit.runtime.gpu.linears import FusedLinear, packed_bytes
+from quantkit.runtime.gpu.linears import FusedLinear
 from quantkit.testing.codes import formula, random_codes
 from tests.helpers.quantized import quant_spec
 
@@ -71,7 +72,7 @@ def test_as_the_reference(family, stored, rows):
 def test_bytes_are_known_before_it_is_packed(family, stored):
     for columns in (256, 320):
         weight = stored(200, columns)
-        assert packed_bytes(weight, torch.float32, CPU) == KERNEL.prepare(weight).nbytes
+        assert gpu_packed_bytes(weight, torch.float32, CPU) == KERNEL.prepare(weight).nbytes
 
 
 def test_linears_that_round_their_input_alike_are_one_product(family, stored):

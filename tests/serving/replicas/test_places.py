@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from quantkit.cli.serving_replicas import absolute_model
+from quantkit.cli.serve.models import absolute_model
 from quantkit.serving.replicas import places
 from quantkit.serving.replicas.places import reserve_places, takes_gpu, threads_each
 from quantkit.support.errors import QuantkitError, UsageError
