@@ -131,7 +131,7 @@ def run_measurements(measurements: Sequence[Measurement], store: MeasurementStor
     tasks: list[Task] = []
     for measurement in measurements:
         here = () if executor.remote else (_part(progress, measurement, begun, total), loading, models)
-        tasks.append((measurement.label, (measurement.job, *here), measurement.needs))
+        tasks.append(Task(measurement.label, (measurement.job, *here), measurement.needs))
     try:
         for number, result in executor.as_completed(run_job, tasks):
             measurement = measurements[number]
