@@ -24,7 +24,7 @@ from quantkit.cli.probe import (
     kernels_for,
     other_lines,
 )
-from quantkit.memory.machine import system_memory
+from quantkit.runtime.memory.machine import system_memory
 from quantkit.support.units import human_bytes
 
 CPU_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx_vnni", "amx_tile", "amx_int8",

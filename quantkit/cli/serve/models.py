@@ -237,7 +237,7 @@ def has_chat(model: ServedEngine) -> bool:
 
 def _tell(loaded: LoadedModel, engine: Engine, drafts: bool) -> None:
     """Say what was loaded, and what doesn't apply to it."""
-    from quantkit.memory.scratch import PREFILL_CHUNK
+    from quantkit.runtime.memory.scratch import PREFILL_CHUNK
 
     note(_about(loaded, engine))
     if engine.max_itl is None:

@@ -14,14 +14,14 @@ from quantkit.kv.base import PAGE
 from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
 from quantkit.kv.spec import KVSpec
-from quantkit.memory.kv import footprint
-from quantkit.memory.machine import available_memory
-from quantkit.memory.scratch import PREFILL_CHUNK
-from quantkit.memory.serving import spare_bytes
 from quantkit.runtime.cpu.model import CpuModel
 from quantkit.runtime.gpu.model import GpuModel
 from quantkit.runtime.gpu.random_context import fill
 from quantkit.runtime.loader import LoadedModel
+from quantkit.runtime.memory.kv import footprint
+from quantkit.runtime.memory.machine import available_memory
+from quantkit.runtime.memory.scratch import PREFILL_CHUNK
+from quantkit.runtime.memory.serving import spare_bytes
 from quantkit.runtime.sampler import Sampler, Sampling, sample_async, sample_tokens, samples_on_device
 from quantkit.support.errors import QuantkitError
 from quantkit.support.units import human_bytes

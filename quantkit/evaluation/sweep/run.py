@@ -21,8 +21,8 @@ from quantkit.evaluation.sweep.store import (
 )
 from quantkit.executor.base import Executor, Task
 from quantkit.executor.choose import make_executor
-from quantkit.memory.machine import available_memory
 from quantkit.quantization.planning.duration import operations
+from quantkit.runtime.memory.machine import available_memory
 from quantkit.support.device import find_device
 from quantkit.support.errors import QuantkitError, Stopped
 from quantkit.support.progress import Listener, ProgressEvent, silent
