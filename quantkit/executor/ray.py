@@ -7,17 +7,15 @@ cluster's own processes; no file is ever read so.
 
 from __future__ import annotations
 
-import os
-import sys
 import warnings
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Generator, Iterable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from quantkit.executor.base import Item, Task, TaskNeeds
-from quantkit.executor.cluster import carried_environment, connect, import_ray, named_address
+from quantkit.executor.base import Item, Task
+from quantkit.executor.cluster import Cluster, WorkerSetup, import_ray, named_address
 from quantkit.plugins.blame import plugin_failure
 from quantkit.support.errors import QuantkitError
 
@@ -31,8 +29,8 @@ class RayExecutor:
     """A connection to a cluster, for one run.
 
     Args:
-        address: of a cluster; by default what ``RAY_ADDRESS`` names, else one is started here.
-        workers: pieces at a time, for a cluster that is started here; by default as many as have cores.
+        address: The address of a cluster; by default ``RAY_ADDRESS``, else one is started here.
+        workers: The pieces at a time in a cluster that is started here; by default as many as have cores.
 
     Raises:
         QuantkitError: Ray isn't installed, or the cluster can't be reached or started.
@@ -44,14 +42,12 @@ class RayExecutor:
         address = address or named_address()
         self._ray = import_ray(address, OPTION)
         self._threads = torch.get_num_threads()
-        self._started = not self._ray.is_initialized()
-        if self._started:
-            connect(self._ray, address, next="--executor local",
-                    num_cpus=workers and workers * self._threads)
+        self._cluster = None if self._ray.is_initialized() else Cluster(
+            self._ray, address, next="--executor local", num_cpus=workers and workers * self._threads)
         _register_tensors()
         self._function = self._ray.remote(_call)
         self._call = self._function.options(num_cpus=self._threads, max_retries=1)
-        self._here = (carried_environment(), list(sys.path), self._threads)
+        self._setup = WorkerSetup.of_this_process(self._threads)
 
     def put(self, value: T) -> T:
         """A reference, which workers get the value of; it is sent once."""
@@ -66,7 +62,7 @@ class RayExecutor:
             for label, arguments in items:
                 if len(running) >= limit:
                     yield self._result(*running.popleft())
-                running.append((label, self._call.remote(self._here, work, *arguments)))
+                running.append((label, self._call.remote(self._setup, work, *arguments)))
                 del arguments
             while running:
                 yield self._result(*running.popleft())
@@ -79,30 +75,30 @@ class RayExecutor:
         """See :meth:`Executor.as_completed`. The cluster decides where and in which order; what is timed has
         a machine with the most CPUs to itself."""
         self._largest()
-        running = {self._task(label, work, arguments, needs): number
-                   for number, (label, arguments, needs) in enumerate(tasks)}
+        running = {self._begin(work, task): number for number, task in enumerate(tasks)}
         try:
             while running:
                 (piece, *_), _ = self._ray.wait(list(running), num_returns=1)
                 number = running.pop(piece)
-                yield number, self._result(tasks[number][0], piece)
+                yield number, self._result(tasks[number].label, piece)
         finally:
             for piece in running:
                 self._ray.cancel(piece, force=True)
 
-    def _task(self, label: str, work: Callable[..., T], arguments: tuple[Any, ...], needs: TaskNeeds) -> Any:
+    def _begin(self, work: Callable[..., T], task: Task) -> Any:
+        needs = task.needs
         machines = [node["Resources"] for node in self._ray.nodes() if node["Alive"]
                     and node["Resources"].get("GPU", 0) >= needs.gpus
                     and node["Resources"].get("CPU", 0) >= self._threads]
         if not machines:
-            raise QuantkitError(f"{label} fits no machine of the cluster", next="--executor local",
+            raise QuantkitError(f"{task.label} fits no machine of the cluster", next="--executor local",
                                 why=f"it takes {needs.gpus} GPUs and {self._threads} CPUs of one")
         cpus = max(int(machine["CPU"]) for machine in machines) if needs.alone else self._threads
         options: dict[str, Any] = {"num_cpus": cpus, "num_gpus": needs.gpus, "max_retries": LOST}
         if needs.memory:  # an estimate: at most all that a machine has, or it would wait forever
             largest_memory = max(int(machine.get("memory", 0)) for machine in machines)
             options["memory"] = min(needs.memory, largest_memory)
-        return self._function.options(**options).remote(self._here, work, *arguments)
+        return self._function.options(**options).remote(self._setup, work, *task.arguments)
 
     def _largest(self) -> int:
         """CPUs of the largest worker. Raises QuantkitError: torch has more threads here."""
@@ -116,8 +112,8 @@ class RayExecutor:
 
     def close(self) -> None:
         """Leave the cluster; end it if it was started here."""
-        if self._started:
-            self._ray.shutdown()
+        if self._cluster is not None:
+            self._cluster.close()
 
     def _result(self, label: str, piece: Any) -> Any:
         errors = self._ray.exceptions
@@ -135,12 +131,9 @@ class RayExecutor:
                                      "with more OMP_NUM_THREADS, which makes fewer workers") from error
 
 
-def _call(setup: tuple[Mapping[str, str], list[str], int], work: Callable[..., T], *arguments: Any) -> T:
+def _call(setup: WorkerSetup, work: Callable[..., T], *arguments: Any) -> T:
     """Runs in a worker: set it up like the driver, then do a piece of the work."""
-    carried, path, threads = setup
-    os.environ.update(carried)
-    sys.path.extend(entry for entry in path if entry not in sys.path)
-    torch.set_num_threads(threads)
+    setup.apply()
     _register_tensors()
     try:
         return work(*arguments)
@@ -157,15 +150,20 @@ def _register_tensors() -> None:
     ray.util.register_serializer(torch.Tensor, serializer=_bytes_of, deserializer=_tensor_of)
 
 
-def _bytes_of(tensor: torch.Tensor) -> tuple[Any, torch.dtype, tuple[int, ...]]:
+class _TensorBytes(NamedTuple):
+    data: Any
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+def _bytes_of(tensor: torch.Tensor) -> _TensorBytes:
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy(), flat.dtype, tuple(tensor.shape)
+    return _TensorBytes(flat.view(torch.uint8).numpy(), flat.dtype, tuple(tensor.shape))
 
 
-def _tensor_of(parts: tuple[Any, torch.dtype, tuple[int, ...]]) -> torch.Tensor:
-    data, dtype, shape = parts
-    if not data.size:
-        return torch.empty(shape, dtype=dtype)
+def _tensor_of(stored: _TensorBytes) -> torch.Tensor:
+    if not stored.data.size:
+        return torch.empty(stored.shape, dtype=stored.dtype)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
-        return torch.frombuffer(data, dtype=dtype).view(shape)
+        return torch.frombuffer(stored.data, dtype=stored.dtype).view(stored.shape)

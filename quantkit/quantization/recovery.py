@@ -15,11 +15,11 @@ import torch
 
 from quantkit.checkpoint.manifest import RecoveryRecord
 from quantkit.checkpoint.writer import CheckpointWriter
-from quantkit.memory.quantize import PlanRow
 from quantkit.models.config import ModelConfig
 from quantkit.models.linear import Weights
 from quantkit.plugins.manager import registry
 from quantkit.quantization.calibration.data import CalibrationData
+from quantkit.quantization.memory import PlanRow
 from quantkit.quantization.methods.base import MethodOptions, checked_options
 from quantkit.quantization.recipe import Recipe
 from quantkit.quantization.specs import CalibrationSpec
@@ -54,7 +54,7 @@ class RecoveryJob:
 
     Attributes:
         recipe: the plan's recipe, which has a recovery.
-        rows: the plan's rows. A row's :attr:`~quantkit.memory.quantize.PlanRow.unit` names the
+        rows: the plan's rows. A row's :attr:`~quantkit.quantization.memory.PlanRow.unit` names the
             unit of the writer that its tensors are in.
         other: the names of the tensors that aren't quantized.
         source: the original model.

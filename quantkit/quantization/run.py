@@ -28,7 +28,6 @@ from quantkit.checkpoint.writer import WORK, CheckpointWriter, refuse_existing
 from quantkit.executor.base import Executor
 from quantkit.executor.choose import make_executor
 from quantkit.formats.base import QuantizedTensor
-from quantkit.memory.quantize import EMBEDDING_UNIT, REST_UNIT, PlanRow, layer_unit
 from quantkit.models.architecture import EMBEDDING, layer_of, parse_config
 from quantkit.models.linear import Weights
 from quantkit.plugins.manager import current, registry
@@ -50,6 +49,7 @@ from quantkit.quantization.calibration.importance import (
 from quantkit.quantization.calibration.kept import gradients
 from quantkit.quantization.calibration.runner import LayerRunner
 from quantkit.quantization.calibration.spill import Spill
+from quantkit.quantization.memory import EMBEDDING_UNIT, REST_UNIT, PlanRow, layer_unit
 from quantkit.quantization.methods.base import LayerStats
 from quantkit.quantization.planning.plan import ASSEMBLING, QUANTIZING, WRITING, Plan, make_plan
 from quantkit.quantization.recipe import Recipe, load_recipe

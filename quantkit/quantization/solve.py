@@ -22,13 +22,13 @@ from quantkit.formats import e2m1, e4m3
 from quantkit.formats.base import Codes, Format, QuantizedTensor
 from quantkit.formats.finite import squares
 from quantkit.formats.spec import QuantSpec
-from quantkit.memory.quantize import batch_groups, rows_at_once
 from quantkit.models.architecture import EXPERT
 from quantkit.ops import packing
 from quantkit.ops.hadamard import apply_hadamard, rotate_hessian
 from quantkit.ops.packing import with_one_outer
 from quantkit.plugins.manager import registry
 from quantkit.quantization.calibration.runner import LayerRunner
+from quantkit.quantization.memory import batch_groups, rows_at_once
 from quantkit.quantization.methods.base import LayerStats, Method, MethodOptions
 from quantkit.quantization.methods.grid import require_finite
 from quantkit.quantization.planning.layers import PlanRow

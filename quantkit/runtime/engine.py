@@ -12,7 +12,6 @@ from types import TracebackType
 import torch
 
 from quantkit.kv.spec import KVSpec
-from quantkit.memory.scratch import PREFILL_CHUNK
 from quantkit.runtime.chunk_size import ChunkSizer
 from quantkit.runtime.core import (
     EngineClosed,
@@ -28,6 +27,7 @@ from quantkit.runtime.drafting.base import Drafter
 from quantkit.runtime.kv_manager import KVCacheManager
 from quantkit.runtime.kv_settings import KVSettings
 from quantkit.runtime.loader import LoadedModel
+from quantkit.runtime.memory.scratch import PREFILL_CHUNK
 from quantkit.runtime.pipelined import PipelinedDecoder
 from quantkit.runtime.runner import ModelRunner
 from quantkit.runtime.sampler import Sampling

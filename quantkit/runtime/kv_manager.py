@@ -7,9 +7,9 @@ from quantkit.kv.batch import block_of
 from quantkit.kv.cache import KVCache
 from quantkit.kv.prefix import PrefixBudget, PrefixMatch, block_names, build_prefix_cache
 from quantkit.kv.spec import KVSpec
-from quantkit.memory.kv import LOOKAHEAD
-from quantkit.memory.serving import spare_bytes
 from quantkit.runtime.loader import LoadedModel
+from quantkit.runtime.memory.kv import LOOKAHEAD
+from quantkit.runtime.memory.serving import spare_bytes
 from quantkit.runtime.page_reservation import PageReservation
 from quantkit.support.errors import QuantkitError
 

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from quantkit.kv.build import build_policy
 from quantkit.kv.prefix import PrefixBudget
 from quantkit.kv.spec import KVSpec
-from quantkit.memory.kv import default_prefix_bytes
 from quantkit.runtime.core import EngineFull
 from quantkit.runtime.kv_manager import CachedText, KVCacheManager
 from quantkit.runtime.loader import LoadedModel
+from quantkit.runtime.memory.kv import default_prefix_bytes
 from quantkit.support.errors import UsageError
 
 MAX_QUERIES = 256

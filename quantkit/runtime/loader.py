@@ -18,8 +18,6 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.formats.base import QuantizedTensor
 from quantkit.formats.dtypes import FLOATS
 from quantkit.kv.spec import KVSpec, setting_of
-from quantkit.memory.serving import check_gpu_memory
-from quantkit.memory.weights import stored_bytes
 from quantkit.models.architecture import all_slots, linear_slots, tensor_shapes
 from quantkit.models.config import ModelConfig
 from quantkit.models.decoder import CausalLM
@@ -33,6 +31,8 @@ from quantkit.runtime.cpu.buffers import trim_heap
 from quantkit.runtime.cpu.model import CpuModel
 from quantkit.runtime.gpu.model import GpuModel
 from quantkit.runtime.kernels import choose_runtime
+from quantkit.runtime.memory.serving import check_gpu_memory
+from quantkit.runtime.memory.weights import stored_bytes
 from quantkit.sources.base import ModelSource, file_bytes, quantized_types, stored_tensors
 from quantkit.support.device import find_device
 from quantkit.support.errors import CheckpointError, UsageError, did_you_mean

@@ -18,7 +18,7 @@ from quantkit.serving.ignored import IgnoredLog
 from quantkit.serving.metrics import Metrics
 from quantkit.serving.models import ServedEngine, ServedModels
 from quantkit.serving.openapi import describe
-from quantkit.serving.page.document import page
+from quantkit.serving.page import page
 from quantkit.serving.respond import Responder
 from quantkit.serving.routes import add_generation, add_state, add_tokens
 from quantkit.serving.timeline import Timeline
@@ -38,7 +38,9 @@ class Application:
 
     def __init__(self, api: ASGIApp, guard: GuardMiddleware, *, refuse_more: Callable[[], None],
                  close: Callable[[], None]) -> None:
-        self.api, self.guard, self.close = api, guard, close
+        self.api = api
+        self.guard = guard
+        self.close = close
         self._refuse_more = refuse_more
         self.draining = False
 

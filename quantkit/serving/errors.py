@@ -75,7 +75,9 @@ class RefusedValue(ValueError):
     def __init__(self, param: str, reason: str, code: str = "unsupported_parameter",
                  placed: bool = False) -> None:
         super().__init__(reason)
-        self.param, self.code, self.placed = param, code, placed
+        self.param = param
+        self.code = code
+        self.placed = placed
 
 
 def api_error(error: BaseException) -> ApiError:

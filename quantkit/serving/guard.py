@@ -55,7 +55,9 @@ class GuardMiddleware:
 
     def __init__(self, app: ASGIApp, *, loopback: bool = True, hosts: Collection[str] = (),
                  keys: Collection[str] = (), on_error: Callable[[BaseException], None] | None = None) -> None:
-        self._app, self._loopback, self._on_error = app, loopback, on_error
+        self._app = app
+        self._loopback = loopback
+        self._on_error = on_error
         self._hosts = {_listed(name) for name in hosts} | {"localhost"}
         self._tenants = {key.encode(): hashlib.sha256(b"tenant:" + key.encode()).digest() for key in keys}
         self.active = 0
@@ -146,7 +148,9 @@ class GuardMiddleware:
 
     def _tenant(self, headers: dict[bytes, bytes]) -> bytes | None:
         """Whose key it is; ``None``: nobody's."""
-        scheme, _, credentials = headers.get(b"authorization", b"").partition(b" ")
+        authorization = headers.get(b"authorization", b"")
+        scheme = authorization.split(b" ", 1)[0]
+        credentials = authorization[len(scheme) + 1:]
         credentials = credentials.strip()
         if not scheme and b"x-api-key" in headers:  # as Anthropic's clients send it
             scheme, credentials = b"bearer", headers[b"x-api-key"].strip()
@@ -168,7 +172,9 @@ class _Measured:
     """``receive`` of one request, counting the body as it streams."""
 
     def __init__(self, scope: Scope, receive: Receive) -> None:
-        self._receive, self._count, self._more = receive, 0, True
+        self._receive = receive
+        self._count = 0
+        self._more = True
         self._until = asyncio.get_running_loop().time() + BODY_SECONDS
         self._waiting: asyncio.Timeout | None = None
         self._stopped = False

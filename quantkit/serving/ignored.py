@@ -14,7 +14,9 @@ from typing import Any
 from quantkit.serving.errors import ApiError
 
 HEADER = "quantkit-ignored"
-MAX_NOTED, MAX_NAME, MAX_HEADER = 256, 64, 1024
+MAX_NOTED = 256
+MAX_NAME = 64
+MAX_HEADER = 1024
 """Of one request: keys that are noted, characters of one of them, and characters of the header."""
 MAX_TOLD = 1024
 """Kinds of ignored keys, by client, that the log remembers."""

@@ -6,8 +6,10 @@ observed at its end, and of each token the gap before it, which takes about a mi
 
 from __future__ import annotations
 
+import dataclasses
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -123,6 +125,37 @@ class RequestClock:
             observed[name].observe(max(value, 0))
 
 
+class _Number(NamedTuple):
+    """A number that an engine counts: its key there, its name in vLLM, and what it is."""
+
+    key: str
+    name: str
+    about: str
+
+
+GAUGES = (_Number("running", "num_requests_running", "Requests that are read or decoded."),
+          _Number("waiting", "num_requests_waiting", "Requests that wait."))
+COUNTERS = (
+    _Number("prefix_queries", "prefix_cache_queries",
+            "Prompt tokens that were looked up in the prefix cache."),
+    _Number("prefix_hits", "prefix_cache_hits", "Prompt tokens that were found there."),
+    _Number("preemptions", "num_preemptions", "Requests that gave their memory back to go on later."),
+    _Number("prompt_tokens", "prompt_tokens", "Prompt tokens that were read."),
+    _Number("tokens_generated", "generation_tokens", "Tokens that were generated."))
+DRAFT_COUNTERS = (_Number("drafts", "spec_decode_num_drafts", "Drafts that were checked."),
+                  _Number("tokens", "spec_decode_num_draft_tokens", "Tokens of drafts."),
+                  _Number("accepted", "spec_decode_num_accepted_tokens", "Tokens of drafts that were right."))
+
+
+def _family(kind: type[GaugeMetricFamily | CounterMetricFamily], number: _Number,
+            counted: Iterable[tuple[tuple[str, str], Mapping[str, Any]]]) -> Metric:
+    """A number of all engines, by their labels."""
+    family = kind(f"vllm:{number.name}", number.about, labels=LABELS)
+    for labels, values in counted:
+        family.add_metric(labels, values[number.key])
+    return family
+
+
 class _EngineCollector(Collector):
     """Reads what the engines count."""
 
@@ -132,24 +165,8 @@ class _EngineCollector(Collector):
     def collect(self) -> Iterable[Metric]:
         """All of it, as it is now."""
         stats = [((name, str(i)), engine.stats()) for i, (name, engine) in enumerate(self._engines)]
-        for key, name, about in (
-                ("running", "num_requests_running", "Requests that are read or decoded."),
-                ("waiting", "num_requests_waiting", "Requests that wait.")):
-            gauge = GaugeMetricFamily(f"vllm:{name}", about, labels=LABELS)
-            for labels, values in stats:
-                gauge.add_metric(labels, values[key])
-            yield gauge
-        for key, name, about in (
-                ("prefix_queries", "prefix_cache_queries", "Prompt tokens that were looked up in the prefix "
-                                                           "cache."),
-                ("prefix_hits", "prefix_cache_hits", "Prompt tokens that were found there."),
-                ("preemptions", "num_preemptions", "Requests that gave their memory back to go on later."),
-                ("prompt_tokens", "prompt_tokens", "Prompt tokens that were read."),
-                ("tokens_generated", "generation_tokens", "Tokens that were generated.")):
-            counter = CounterMetricFamily(f"vllm:{name}", about, labels=LABELS)
-            for labels, values in stats:
-                counter.add_metric(labels, values[key])
-            yield counter
+        yield from (_family(GaugeMetricFamily, number, stats) for number in GAUGES)
+        yield from (_family(CounterMetricFamily, number, stats) for number in COUNTERS)
         yield from self._drafts()
         yield from self._memory(stats)
         yield self._steps(stats)
@@ -157,15 +174,8 @@ class _EngineCollector(Collector):
     def _drafts(self) -> Iterator[Metric]:
         counted = [((name, str(i)), engine.speculator.counts if engine.speculator else None)
                    for i, (name, engine) in enumerate(self._engines)]
-        for key, name, about in (
-                ("drafts", "num_drafts", "Drafts that were checked."),
-                ("tokens", "num_draft_tokens", "Tokens of drafts."),
-                ("accepted", "num_accepted_tokens", "Tokens of drafts that were right.")):
-            counter = CounterMetricFamily(f"vllm:spec_decode_{name}", about, labels=LABELS)
-            for labels, counts in counted:
-                if counts is not None:
-                    counter.add_metric(labels, getattr(counts, key))
-            yield counter
+        drafted = [(labels, dataclasses.asdict(counts)) for labels, counts in counted if counts is not None]
+        yield from (_family(CounterMetricFamily, number, drafted) for number in DRAFT_COUNTERS)
         places = CounterMetricFamily("vllm:spec_decode_num_accepted_tokens_per_pos",
                                      "Tokens of drafts that were right, by their place in the draft.",
                                      labels=(*LABELS, "position"))

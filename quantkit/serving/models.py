@@ -12,10 +12,32 @@ from quantkit.runtime.engine import Engine
 from quantkit.runtime.kv_manager import KVCacheManager
 from quantkit.runtime.loader import LoadedModel
 from quantkit.serving.errors import ApiError
-from quantkit.serving.token_texts import TokenTexts
 from quantkit.structure.grammar import CompiledStructure, Compiler, Structure
 from quantkit.structure.turns import TurnFormat, turn_format
 from quantkit.support.errors import SourceError, UsageError
+from quantkit.text.tokenizer import Tokenizer
+
+_BROKEN = "\ufffd"
+
+
+class TokenTexts:
+    """What single tokens look like, special ones written out."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        # behind another token, because some decoders drop a text's leading space
+        self._before = tokenizer.encode("a", special=False)[-1:]
+        self._prefix = len(tokenizer.decode(self._before, skip_special=False))
+        self.text = functools.lru_cache(maxsize=2**16)(self._text)
+
+    def _text(self, token: int) -> str:
+        return self._tokenizer.decode([*self._before, token], skip_special=False)[self._prefix:]
+
+    def bytes(self, token: int) -> list[int] | None:
+        """UTF-8 of a token's text; ``None`` if it is a part of a character, and so has no text."""
+        text = self.text(token)
+        return None if _BROKEN in text else list(text.encode())
+
 
 SchedulingPolicy = Literal["fcfs", "priority"]
 MAX_LISTED = 10
@@ -45,7 +67,10 @@ class ServedEngine:
     def __init__(self, engine: Engine, loaded: LoadedModel, name: str, parse_special: bool = False,
                  scheduling_policy: SchedulingPolicy = "fcfs", strict_requests: bool = False,
                  bare_json_calls: bool = True) -> None:
-        self.engine, self.loaded, self.name, self.parse_special = engine, loaded, name, parse_special
+        self.engine = engine
+        self.loaded = loaded
+        self.name = name
+        self.parse_special = parse_special
         self.strict_requests, self.bare_json_calls = strict_requests, bare_json_calls
         self.scheduling_policy: SchedulingPolicy = scheduling_policy
         self.texts, self.created = TokenTexts(loaded.tokenizer), int(time.time())

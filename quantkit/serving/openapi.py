@@ -14,9 +14,8 @@ from quantkit.serving.answers import ErrorResponse
 from quantkit.serving.anthropic.answers import AnthropicErrorResponse, AnthropicEvent
 from quantkit.serving.ignored import IGNORED, Ignored
 from quantkit.serving.models import ServedModels
-from quantkit.serving.openai.answers import ChatChunk, TextChunk
+from quantkit.serving.openai.answers import ChatChunk, ResponseEvent, TextChunk
 from quantkit.serving.openai.embeddings import MAX_INPUTS
-from quantkit.serving.openai.response_answers import ResponseEvent
 from quantkit.serving.schema import INT64
 
 Responses = dict[int | str, dict[str, Any]]

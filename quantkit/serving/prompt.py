@@ -21,7 +21,10 @@ class PromptReader:
     """
 
     def __init__(self, tokenizer: Tokenizer, context: int, answer: int, param: str) -> None:
-        self._tokenizer, self._context, self._answer, self._param = tokenizer, context, answer, param
+        self._tokenizer = tokenizer
+        self._context = context
+        self._answer = answer
+        self._param = param
 
     def encode(self, text: str) -> list[int]:
         """Ids of a plain prompt.

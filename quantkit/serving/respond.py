@@ -34,7 +34,9 @@ class Responder:
 
     def __init__(self, models: ServedModels, metrics: Metrics,
                  on_error: Callable[[BaseException], None] | None) -> None:
-        self.models, self._metrics, self._on_error = models, metrics, on_error
+        self.models = models
+        self._metrics = metrics
+        self._on_error = on_error
         self._max_waiting = max(model.max_queue for model in models)
         self._preparing = BoundedThreads(PREPARING, self._max_waiting)
         self._compiling = BoundedThreads(COMPILING, self._max_waiting)

@@ -21,16 +21,16 @@ from quantkit.serving.openai.answers import (
     ChatCompletion,
     Detokenized,
     EmbeddingList,
+    ResponseAnswer,
+    ResponseEvent,
     TextChunk,
     TextCompletion,
     Tokenized,
 )
 from quantkit.serving.openai.chat import ChatReply
 from quantkit.serving.openai.chat_request import ChatRequest
-from quantkit.serving.openai.completion_request import CompletionRequest
-from quantkit.serving.openai.completions import CompletionReply
+from quantkit.serving.openai.completions import CompletionReply, CompletionRequest
 from quantkit.serving.openai.embeddings import EmbeddingReply, EmbeddingRequest
-from quantkit.serving.openai.response_answers import ResponseAnswer, ResponseEvent
 from quantkit.serving.openai.responses import ResponsesReply
 from quantkit.serving.openai.responses_request import ResponsesRequest
 from quantkit.serving.openai.tokens import DetokenizeRequest, TokenizeRequest, detokenize, tokenize

@@ -121,7 +121,9 @@ class RequestPart(BaseModel):
         if len(data) > MAX_KEYS:
             raise ValueError(f"{len(data)} keys; at most {MAX_KEYS} are read")
         cls._first(data)
-        kept, fields, ignored = {}, cls._fields(), IGNORED.get()
+        kept = {}
+        fields = cls._fields()
+        ignored = IGNORED.get()
         for name, value in data.items():
             field = fields.get(name)
             if value is None:

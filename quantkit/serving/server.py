@@ -77,7 +77,9 @@ class Server(uvicorn.Server):
         if self._ending is None:
             self._ending = asyncio.ensure_future(self._end())
             return
-        self.outcome, self.force_exit, self.should_exit = "forced", True, True
+        self.outcome = "forced"
+        self.force_exit = True
+        self.should_exit = True
         self._ending.cancel()
         for connection in list(self.server_state.connections):
             if (transport := getattr(connection, "transport", None)) is not None:

@@ -19,7 +19,6 @@ DONE, COMMENT = b"data: [DONE]\n\n", b": keep-alive\n\n"
 QUIET_SECONDS = 15.0
 """Time without an event after which clients are told that the answer is under way. Many give up after 300
 seconds."""
-_CLOSE = (",", ":")
 
 
 class ClientDisconnected(Exception):
@@ -63,7 +62,9 @@ class EventStream(Response):
     def __init__(self, reply: Reply, work: RequestWork,
                  on_error: Callable[[BaseException], None] | None = None) -> None:
         self.status_code, self.background = 200, None
-        self._reply, self._work, self._on_error = reply, work, on_error
+        self._reply = reply
+        self._work = work
+        self._on_error = on_error
         self._quiet = True
         self.init_headers({"x-accel-buffering": "no"})  # a proxy that collects events defeats their purpose
 
@@ -77,12 +78,12 @@ class EventStream(Response):
             try:
                 async for event in reply.events(self._work):
                     self._quiet = False
-                    await _chunk(send, _data(event, reply.event_names))
+                    await _chunk(send, event_bytes(event, reply.event_names))
             except Exception as error:
                 known = api_error(error)
                 if known.status_code == 500 and self._on_error is not None:
                     self._on_error(error)
-                await _chunk(send, _data(reply.error(known), reply.event_names))
+                await _chunk(send, event_bytes(reply.error(known), reply.event_names))
             finally:
                 waiting.cancel()
             if reply.ends_with_done:
@@ -102,7 +103,7 @@ class EventStream(Response):
             await asyncio.sleep(QUIET_SECONDS)
             if self._quiet:
                 event = self._reply.keep_alive()
-                await _chunk(send, COMMENT if event is None else _data(event, self._reply.event_names))
+                await _chunk(send, COMMENT if event is None else event_bytes(event, self._reply.event_names))
 
 
 async def _left(receive: Receive) -> None:
@@ -114,7 +115,8 @@ def _chunk(send: Send, body: bytes) -> Awaitable[None]:
     return send({"type": "http.response.body", "body": body, "more_body": True})
 
 
-def _data(event: dict[str, Any], named: bool) -> bytes:
+def event_bytes(event: dict[str, Any], named: bool) -> bytes:
+    """An event as it is sent. ``named``: whether its type is its name."""
     name = f"event: {event['type']}\n" if named else ""
-    text = json.dumps(event, ensure_ascii=False, allow_nan=False, separators=_CLOSE)
+    text = json.dumps(event, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return f"{name}data: {text}\n\n".encode()

@@ -23,7 +23,9 @@ class BoundedThreads:
     """
 
     def __init__(self, running: int, waiting: int) -> None:
-        self._free, self._max_waiting, self._waiting = asyncio.Semaphore(running), waiting, 0
+        self._free = asyncio.Semaphore(running)
+        self._max_waiting = waiting
+        self._waiting = 0
 
     async def run(self, function: Callable[[], T]) -> T:
         """What ``function`` returns or raises; it sees the caller's context variables. Who is cancelled while

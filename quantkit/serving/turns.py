@@ -205,7 +205,9 @@ class _Choice:
     """What one choice's tokens mean."""
 
     def __init__(self, turns: NextTurn, number: int, work: RequestWork) -> None:
-        self._number, self._work, self._asked = number, work, turns._asked
+        self._number = number
+        self._work = work
+        self._asked = turns._asked
         structure = turns._asked.structure
         # JSON that was asked for is an answer
         bare = turns._model.bare_json_calls and not (structure is not None and structure.describes_text)

@@ -18,9 +18,9 @@ from quantkit.kv.cache import KVCache
 from quantkit.kv.checked import check_codecs, checked_scores, checked_slots, policy_fault
 from quantkit.kv.policies.score_policy import ScorePolicy
 from quantkit.kv.spec import KVSpec
-from quantkit.memory.kv import footprint
-from quantkit.memory.scratch import PREFILL_CHUNK
 from quantkit.runtime.loader import LoadedModel, load
+from quantkit.runtime.memory.kv import footprint
+from quantkit.runtime.memory.scratch import PREFILL_CHUNK
 from quantkit.support.errors import PluginError, UsageError
 from quantkit.testing.contract import Contract, named_class, registered, same
 from quantkit.testing.tiny import VOCAB, tiny_model

@@ -10,10 +10,10 @@ import torch
 from quantkit.capacity_search.roofline import Ceilings, compute_bound_batch, decode_step
 from quantkit.kv.cache import KVCache
 from quantkit.kv.spec import parse_kv
-from quantkit.memory.kv import footprint
-from quantkit.memory.weights import unquantized
 from quantkit.models.architecture import parse_config
 from quantkit.runtime.cpu.model import reason_against
+from quantkit.runtime.memory.kv import footprint
+from quantkit.runtime.memory.weights import unquantized
 from quantkit.sources.open import open_source
 
 

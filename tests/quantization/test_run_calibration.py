@@ -11,7 +11,6 @@ from safetensors.torch import load_file, save_file
 
 from quantkit.checkpoint.manifest import Manifest
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.memory.machine import RUNTIME_BYTES
 from quantkit.quantization import solve
 from quantkit.quantization.calibration import data
 from quantkit.quantization.methods import gptq
@@ -20,6 +19,7 @@ from quantkit.quantization.planning.plan import make_plan
 from quantkit.quantization.recipe import load_recipe
 from quantkit.quantization.run import quantize
 from quantkit.quantization.specs import CalibrationSpec
+from quantkit.runtime.memory.machine import RUNTIME_BYTES
 from quantkit.runtime.verify import verify
 from quantkit.sources.open import open_source
 from quantkit.support.errors import QuantkitError, Stopped

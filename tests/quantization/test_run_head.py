@@ -11,7 +11,6 @@ from safetensors.torch import load_file, save_file
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.formats.pack_quantized import FORMAT
 from quantkit.formats.spec import Granularity, QuantSpec
-from quantkit.memory.quantize import rows_at_once
 from quantkit.models.decoder import CausalLM
 from quantkit.models.linear import Weights
 from quantkit.ops.hadamard import apply_hadamard
@@ -19,6 +18,7 @@ from quantkit.plugins.manager import registry
 from quantkit.quantization import run as module
 from quantkit.quantization import solve as module_of_solve
 from quantkit.quantization.calibration.data import prepare
+from quantkit.quantization.memory import rows_at_once
 from quantkit.quantization.methods import gptq
 from quantkit.quantization.methods.base import LayerStats
 from quantkit.quantization.methods.rounding import RTN
@@ -218,7 +218,7 @@ def test_parts_are_what_the_whole_is(monkeypatch, name):
     form, options = registry("formats").get(layout), method.options()
 
     def solved(rows):
-        monkeypatch.setattr("quantkit.memory.quantize.PART", rows * 64)
+        monkeypatch.setattr("quantkit.quantization.memory.PART", rows * 64)
         assert rows_at_once(spec, (256, 64)) == rows
         packed = module_of_solve.solve_by_parts(weight, method, form, stats, spec, options)
         return packed.tensor, packed.error, packed.notes
@@ -234,7 +234,7 @@ def test_parts_are_what_the_whole_is(monkeypatch, name):
 
 
 def test_what_shares_a_scale_with_other_rows_stays_whole(monkeypatch):
-    monkeypatch.setattr("quantkit.memory.quantize.PART", 64 * 64)
+    monkeypatch.setattr("quantkit.quantization.memory.PART", 64 * 64)
     tensor = QuantSpec(bits=8, granularity=Granularity(strategy="tensor"))
     across = QuantSpec(kind="nf", bits=4, granularity=Granularity(strategy="block", size=4096))
     assert rows_at_once(tensor, (256, 64)) == 256
@@ -245,7 +245,7 @@ def test_what_shares_a_scale_with_other_rows_stays_whole(monkeypatch):
 def test_a_large_head_goes_in_parts(models, recipe, tmp_path, monkeypatch, method):
     path = recipe(RULES[method], "{match: lm_head, optional: true}", layers='{match: "*"}')
     whole = contents(quantize(str(models[True]), path, tmp_path / "whole").out)
-    monkeypatch.setattr("quantkit.memory.quantize.PART", 64 * 64)
+    monkeypatch.setattr("quantkit.quantization.memory.PART", 64 * 64)
     seen, solve = [], module_of_solve.solve_by_parts
     monkeypatch.setattr(module_of_solve, "solve_by_parts",
                         lambda weight, *rest: seen.append(tuple(weight.shape)) or solve(weight, *rest))

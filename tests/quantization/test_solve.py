@@ -37,7 +37,7 @@ def test_the_error_of_a_weight_of_any_size(size, monkeypatch):
     ((_, made),) = solve([row()], torch.float32, exact, None)
     ((_, usual),) = solve([row()], torch.float32, exact / size, None)
     assert made.error == pytest.approx(usual.error, rel=1e-4) and 0 < made.error < 0.01
-    monkeypatch.setattr("quantkit.memory.quantize.PART", 1)
+    monkeypatch.setattr("quantkit.quantization.memory.PART", 1)
     off = solve_by_parts(torch.cat([exact, exact]), METHOD, FORMAT, None, SPEC, METHOD.options()).error
     assert off == pytest.approx(made.error, rel=1e-6)
 

@@ -10,7 +10,10 @@ from typing import Any
 
 import schemathesis
 
-MOST, CONTEXT, QUEUE, VOCABULARY = 3, 8192, 64, 300
+MOST = 3
+CONTEXT = 8192
+QUEUE = 64
+VOCABULARY = 300
 """Tokens of an answer, few so that it is short, and of the context; requests that may wait; token ids."""
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}}
 SIMPLE = {"kv": (256, "int8"), "regex": (2**13, "[a-z]+"), "guided_regex": (2**13, "[a-z]+"),

@@ -90,7 +90,7 @@ def test_json_in_texts_counts_together_and_is_not_parsed(shared, monkeypatch, pa
     def parse(*args, **options):
         raise AssertionError("it was parsed")
 
-    monkeypatch.setattr("quantkit.serving.tools.parse_object", parse)
+    monkeypatch.setattr("quantkit.serving.conversation.parse_object", parse)
     monkeypatch.setattr("quantkit.serving.openai.structured.parse_object", parse)
     with shared.http as client:
         answer = client.post(path, content=write({"model": "tiny", **body}), headers=KIND)

@@ -6,7 +6,7 @@ import pytest
 
 from quantkit.cli.serve.command import command
 from quantkit.serving.openai.chat_request import ChatRequest
-from quantkit.serving.openai.completion_request import CompletionRequest
+from quantkit.serving.openai.completions import CompletionRequest
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def test_parameters(text):
 
 
 def test_error_codes(text, root):
-    codes = {code for path in sorted((root / "quantkit" / "serve").glob("*.py"))
+    codes = {code for path in sorted((root / "quantkit" / "serving").rglob("*.py"))
              for code in re.findall(r'code="(\w+)"', path.read_text(encoding="utf-8"))}
     assert "model_not_found" in codes
     assert {code for code in codes if f"`{code}`" not in text} == set()

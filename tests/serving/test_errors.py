@@ -325,7 +325,9 @@ def test_greedy_in_all_but_name(shared, almost):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_engine_that_fails_by_itself_is_told_once_and_no_shutdown(live, eventually, monkeypatch, stream):
-    made, failure, submit = live(), ZeroDivisionError("secret"), Engine.submit
+    made = live()
+    failure = ZeroDivisionError("secret")
+    submit = Engine.submit
 
     def fails(self, *args, on_error, **options):
         request = submit(self, *args, on_error=on_error, **options)

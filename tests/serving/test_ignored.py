@@ -11,7 +11,9 @@ from quantkit.serving.anthropic.request import CountRequest, MessagesRequest
 from quantkit.serving.ignored import MAX_HEADER, MAX_TOLD, Ignored, IgnoredLog, header
 from quantkit.serving.template_options import ThinkingHint, thinking_options
 
-CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
+CHAT = "/v1/chat/completions"
+RESPONSES = "/v1/responses"
+MESSAGES = "/v1/messages"
 USER = [{"role": "user", "content": "hi"}]
 TEMPLATE = "the chat template has no such setting"
 CODEX = {

@@ -115,10 +115,15 @@ def test_a_real_model_streams_calls_while_another_is_under_load(live, loaded, sm
              "max_tokens": 60}
     plain = {"model": "tiny", "prompt": "the cat", "max_tokens": 80, "temperature": 0}
     whole = client.chat.completions.create(**asked).choices[0]
-    text, streamed, texts, errors = client.completions.create(**plain).choices[0].text, [], [], []
+    text = client.completions.create(**plain).choices[0].text
+    streamed = []
+    texts = []
+    errors = []
 
     def call():
-        name, arguments, ends = "", "", []
+        name = ""
+        arguments = ""
+        ends = []
         for chunk in client.chat.completions.create(**asked, stream=True):
             (choice,) = chunk.choices
             for part in choice.delta.tool_calls or []:

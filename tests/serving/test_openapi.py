@@ -45,11 +45,11 @@ def url(tmp_path_factory, request):
 def test_schemathesis_finds_nothing(url, root, tmp_path, options):
     if importlib.util.find_spec("schemathesis") is None:
         pytest.skip("schemathesis is not installed: pip install -c constraints.txt schemathesis")
-    config = root / "tests" / "serve" / "schemathesis.toml"
+    config = root / "tests" / "serving" / "schemathesis.toml"
     command = [sys.executable, "-m", "schemathesis.cli", "--config-file", str(config), "run",
                f"{url}/openapi.json", "--no-color", "--mode", "all", "--checks", "all", "--request-timeout",
                "60", "--max-response-time", "60", *options]
-    path = os.pathsep.join([str(root / "tests" / "serve"), os.environ["PYTHONPATH"]])
+    path = os.pathsep.join([str(root / "tests" / "serving"), os.environ["PYTHONPATH"]])
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False,
                           env={**os.environ, "SCHEMATHESIS_HOOKS": "rules", "PYTHONPATH": path})
     print(done.stdout)

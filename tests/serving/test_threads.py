@@ -19,7 +19,10 @@ PATH = "/v1/completions"
 
 def test_so_many_run_at_once_and_all_are_answered():
     async def run():
-        threads, running, max_running, lock = BoundedThreads(2, 20), 0, 0, threading.Lock()
+        threads = BoundedThreads(2, 20)
+        running = 0
+        max_running = 0
+        lock = threading.Lock()
 
         def work(number):
             nonlocal running, max_running
@@ -66,7 +69,9 @@ def test_a_thread_that_cant_be_started_takes_no_place(monkeypatch):
 
 def test_who_leaves_while_waiting_is_dropped_and_what_has_begun_counts_on():
     async def run():
-        threads, going, ran = BoundedThreads(1, 2), threading.Event(), []
+        threads = BoundedThreads(1, 2)
+        going = threading.Event()
+        ran = []
         first = asyncio.ensure_future(threads.run(going.wait))
         await asyncio.sleep(0)
         waiting = [asyncio.ensure_future(threads.run(lambda i=i: ran.append(i))) for i in range(2)]
@@ -89,7 +94,9 @@ def test_who_leaves_while_waiting_is_dropped_and_what_has_begun_counts_on():
 @pytest.fixture
 def held(monkeypatch):
     """Tokenizers that wait; the texts that they were given, and what lets them go on."""
-    texts, going, encode = [], threading.Event(), Tokenizer.encode
+    texts = []
+    going = threading.Event()
+    encode = Tokenizer.encode
 
     def wait(self, text, special=True):
         if "hold" in text:

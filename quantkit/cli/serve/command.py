@@ -65,7 +65,7 @@ MAX_NAME = 200
               help="Guess tokens that a step confirms: ngram, \"self(CHECKPOINT)\"; answers stay the same. "
                    "Below break-even nothing is drafted.")
 @click.option("--replicas", type=click.IntRange(min=1), metavar="N",
-              help="Run N copies of the models by Ray Serve: on the cluster that RAY_ADDRESS names, else on "
+              help="Run N copies of the models on Ray: on the cluster that RAY_ADDRESS names, else on "
                    "this machine, whose cores they share; on GPUs one each. A conversation stays with the "
                    "replica that has read it.")
 @overcommit_option

@@ -190,9 +190,9 @@ def serve_replicas(options: ServingOptions, replicas: int, **access: Any) -> Ser
     Raises:
         QuantkitError: the cluster can't be used, or a replica can't load a model.
     """
-    import_large("quantkit.serving.replicas.replica_set", "quantkit.serving.replicas.app")
+    import_large("quantkit.serving.replicas.replica_set", "quantkit.serving.replicas.forward")
     from quantkit.executor.cluster import LOCAL, named_address
-    from quantkit.serving.replicas.app import create_replicated_app
+    from quantkit.serving.replicas.forward import create_replicated_app
     from quantkit.serving.replicas.replica_set import ReplicaSet
 
     if named_address() == LOCAL and options.device != "cuda":
@@ -201,8 +201,7 @@ def serve_replicas(options: ServingOptions, replicas: int, **access: Any) -> Ser
     options = replace(options, models=tuple(map(absolute_model, options.models)))
     with contextlib.ExitStack() as stack:
         started = ReplicaSet(functools.partial(load_served, options), replicas, device=options.device,
-                             slack=max(1, options.max_batch // 2), locked=bool(access["keys"]),
-                             tell=note)
+                             locked=bool(access["keys"]), tell=note)
         stack.callback(started.close)
         first = started.infos[0]
         note(first.notes.rstrip())
@@ -211,7 +210,8 @@ def serve_replicas(options: ServingOptions, replicas: int, **access: Any) -> Ser
             note(f"replica {info.id}: process {info.pid} on {info.node}, {threads}")
         announced = [{key: value for key, value in asdict(info).items() if key in ("id", "pid", "node")}
                      for info in started.infos]
-        application = create_replicated_app(started, on_ignored=note, **access)
+        application = create_replicated_app(started, slack=max(1, options.max_batch // 2), on_ignored=note,
+                                            **access)
         served = Served(application, first.chat, {"replicas": announced})
         stack.pop_all()  # from now on the application ends them
     return served
@@ -237,7 +237,7 @@ def has_chat(model: ServedEngine) -> bool:
 
 def _tell(loaded: LoadedModel, engine: Engine, drafts: bool) -> None:
     """Say what was loaded, and what doesn't apply to it."""
-    from quantkit.memory.scratch import PREFILL_CHUNK
+    from quantkit.runtime.memory.scratch import PREFILL_CHUNK
 
     note(_about(loaded, engine))
     if engine.max_itl is None:

@@ -12,8 +12,8 @@ from quantkit.evaluation.long.items import LongItem, Question
 from quantkit.evaluation.quality.feed import force, likeliest, prefill
 from quantkit.kv.cache import KVCache
 from quantkit.kv.spec import KVSpec
-from quantkit.memory.scratch import PREFILL_CHUNK
 from quantkit.runtime.loader import LoadedModel
+from quantkit.runtime.memory.scratch import PREFILL_CHUNK
 
 When = Literal["known", "later"]
 """The question is part of the prompt at whose end policies act, or comes when they have acted: they could not

@@ -10,7 +10,7 @@ import torch
 
 from quantkit.evaluation.peers.base import PeerPrediction
 from quantkit.evaluation.peers.http_client import RefusedError
-from quantkit.serving.token_texts import TokenTexts
+from quantkit.serving.models import TokenTexts
 from quantkit.support.errors import QuantkitError, UsageError
 from quantkit.text.tokenizer import Tokenizer
 

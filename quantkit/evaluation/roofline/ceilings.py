@@ -38,12 +38,12 @@ def read_bandwidth() -> float:
 
 def bandwidth(device: torch.device, size: int = 1 << 30) -> Callable[[], float]:
     """What measures, each time it is called, the bytes a second that a program can have of a device's memory:
-    all threads' reads of ``size`` bytes; on a GPU a copy's reads and writes. 0 where nothing can be
+    all threads' or a GPU's reads of ``size`` bytes. 0 where nothing can be
     measured."""
     if device.type == "cuda":
-        from quantkit_kernels.tools.bench import copy_bandwidth, graph_timer
+        from quantkit_kernels.tools.bench import graph_timer, read_bandwidth
 
-        return lambda: copy_bandwidth(graph_timer, REPEATS, device)
+        return lambda: read_bandwidth(graph_timer, REPEATS, device, size)
     if cpu_machine.unavailable() is not None:
         return lambda: 0.0
     from quantkit_kernels.cpu.bandwidth import Bandwidth

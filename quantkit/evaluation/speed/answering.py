@@ -12,10 +12,10 @@ from statistics import median
 
 from quantkit.evaluation.speed.results import PrefillSpeed, Spread, SweepSettings
 from quantkit.kv.spec import KVSpec
-from quantkit.memory.machine import resident_bytes
 from quantkit.runtime.core import TokenInfo
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.loader import LoadedModel
+from quantkit.runtime.memory.machine import resident_bytes
 from quantkit.runtime.sampler import Sampling
 from quantkit.runtime.trace import Timing
 

@@ -14,13 +14,14 @@ from quantkit.kv.base import PAGE
 from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
 from quantkit.kv.spec import KVSpec
-from quantkit.memory.kv import footprint
-from quantkit.memory.machine import available_memory
-from quantkit.memory.scratch import PREFILL_CHUNK
-from quantkit.memory.serving import spare_bytes
 from quantkit.runtime.cpu.model import CpuModel
 from quantkit.runtime.gpu.model import GpuModel
+from quantkit.runtime.gpu.random_context import fill
 from quantkit.runtime.loader import LoadedModel
+from quantkit.runtime.memory.kv import footprint
+from quantkit.runtime.memory.machine import available_memory
+from quantkit.runtime.memory.scratch import PREFILL_CHUNK
+from quantkit.runtime.memory.serving import spare_bytes
 from quantkit.runtime.sampler import Sampler, Sampling, sample_async, sample_tokens, samples_on_device
 from quantkit.support.errors import QuantkitError
 from quantkit.support.units import human_bytes
@@ -61,6 +62,7 @@ class DecodeRunner:
         read: measures the read bandwidth; by default of a gigabyte.
 
     Attributes:
+        loaded: the model.
         reads: bytes a second of every measurement of the read bandwidth so far.
     """
 
@@ -68,7 +70,7 @@ class DecodeRunner:
                  case_s: float | None = None, tell: Callable[[str], None] = lambda label: None,
                  read: Callable[[], float] | None = None) -> None:
         limit = loaded.config.max_position_embeddings
-        self._loaded = loaded
+        self.loaded = loaded
         self._tokens = tokens
         self._repeats = repeats
         self._case_s = case_s
@@ -89,7 +91,9 @@ class DecodeRunner:
         """A prompt from an empty cache, after one that nobody times."""
         speeds = []
         for run in range(self._repeats + 1):
-            cache = self._cache(kv)
+            cache = self.cache(kv)
+            if self._device.type != "cpu":  # where pages exist from the beginning
+                keep_pages(cache, 1, length)
             begin = time.perf_counter()
             self.feed(cache, cache.add(length), length)
             if run:
@@ -98,7 +102,8 @@ class DecodeRunner:
         return PrefillSpeed(tokens=length, tok_s=Spread.of(speeds), runs=len(speeds))
 
     def decode(self, kv: KVSpec, batches: Sequence[int], context: int) -> Iterator[DecodeSpeed]:
-        """Sequences with the same context decode greedily, each on its own. The context is read once.
+        """Sequences with the same context decode greedily, each on its own. The context is read once,
+        or random.
 
         Yields:
             For each batch its speed, or why it doesn't fit into memory.
@@ -109,9 +114,9 @@ class DecodeRunner:
                         for batch, reason in zip(batches, reasons))
             return
         with torch.inference_mode():
-            cache = self._cache(kv)
+            cache = self.cache(kv)
             first = cache.add(context + self._tokens)
-            token = self.feed(cache, first, max(1, context))
+            token = self.hold(cache, first, max(1, context))
         for batch, reason in zip(batches, reasons):
             if reason is not None:
                 yield DecodeSpeed(batch=batch, context=context, left_out=reason)
@@ -127,19 +132,18 @@ class DecodeRunner:
         counts = []
         begin = time.perf_counter()
         # copying pages takes longer than decoding: where tokens can be taken back, it is done once
-        rows, reuse = list[int](), cache.divisible and self._device.type == "cpu"
+        rows, reuse = list[int](), cache.divisible
         for run in range(self._repeats + 1):
             if not rows:
                 rows = [cache.fork(first, shared=False) for _ in range(batch)]
-                for pages in cache.pools:  # none is to move
-                    pages.preallocate(pages.used + batch * cache.heads * (2 + self._tokens // PAGE))
+                keep_pages(cache, batch, self._tokens)
             reads.append(self.read_bandwidth())
             before = cache.step_bytes(rows[0])  # layers with a window don't grow
             limit = self._tokens if run else min(LEAST_TOKENS, self._tokens)
-            spent, tokens = self._steps(cache, rows, [token] * batch, limit)
+            spent, tokens = self.steps(cache, rows, [token] * batch, limit)
             after = cache.step_bytes(rows[0])
             mean_length = after - (after - before) / (tokens + WARM_UP) * tokens / 2
-            moved = step_bytes(self._loaded) + batch * mean_length
+            moved = step_bytes(self.loaded) + batch * mean_length
             for row in rows if reuse else ():
                 cache.take_back(row, tokens + WARM_UP)
             if not reuse:
@@ -158,19 +162,20 @@ class DecodeRunner:
                            bytes_s=Spread.of(rates), read_bytes_s=read, runs=len(speeds), tokens=min(counts),
                            of_read=Spread.of(rates).median / read.median if read.median else None)
 
-    def _cache(self, kv: KVSpec) -> KVCache:
-        return KVCache(self._loaded.config, kv, self._loaded.dtype, self._device)
+    def cache(self, kv: KVSpec) -> KVCache:
+        """An empty one for this model."""
+        return KVCache(self.loaded.config, kv, self.loaded.dtype, self._device)
 
     def _too_large(self, kv: KVSpec, batch: int, context: int) -> str | None:
         """Why these sequences don't fit beside the model. One more is the one that all are copies of, and
         blocks of pages are there twice while they grow."""
-        model = self._loaded.model
+        model = self.loaded.model
         room = (available_memory() if model.device.type == "cpu"
-                else spare_bytes(model, self._cache(kv), batch + 1, PREFILL_CHUNK))
+                else spare_bytes(model, self.cache(kv), batch + 1, PREFILL_CHUNK))
         if room is None:
             return None
         end = context + self._tokens + WARM_UP
-        memory = footprint(self._loaded.config, kv, self._loaded.dtype, end, max(1, context), PREFILL_CHUNK)
+        memory = footprint(self.loaded.config, kv, self.loaded.dtype, end, max(1, context), PREFILL_CHUNK)
         needed = memory.allocated_bytes(batch + 1) + memory.moving_bytes(batch + 1)
         return None if needed <= room else (
             f"its KV cache takes {human_bytes(needed)}, {human_bytes(room)} are left")
@@ -178,9 +183,17 @@ class DecodeRunner:
     @torch.inference_mode()
     def feed(self, cache: KVCache, row: int, length: int) -> int:
         """Read a prompt; the most likely token after it."""
-        return self._best(prefill(self._loaded, cache, row, self._ids[:length]))[0]
+        return self._best(prefill(self.loaded, cache, row, self._ids[:length]))[0]
 
-    def _steps(self, cache: KVCache, rows: list[int], tokens: list[int], limit: int) -> tuple[float, int]:
+    def hold(self, cache: KVCache, row: int, length: int) -> int:
+        """Let a sequence hold a context; returns a token that follows. On a GPU its keys and values are
+        random where nothing is dropped, because reading 128,000 tokens takes longer than what is measured."""
+        if self._device.type == "cpu" or not cache.keeps_all:
+            return self.feed(cache, row, length)
+        fill(cache, row, length)
+        return self._ids[0]
+
+    def steps(self, cache: KVCache, rows: list[int], tokens: list[int], limit: int) -> tuple[float, int]:
         """Seconds for ``limit`` tokens, or fewer if they take long, after some that warm up; and how many."""
         begin = time.perf_counter()
         samplers = [self._greedy] * len(rows)
@@ -193,7 +206,7 @@ class DecodeRunner:
                 begin = time.perf_counter()
             batch = Batch(cache, rows, "decode")
             ids = torch.tensor([[token] for token in tokens]) if flying is None else flying.ids[:, None]
-            logits = self._loaded.model(ids.to(self._device), cache=batch)[:, -1]
+            logits = self.loaded.model(ids.to(self._device), cache=batch)[:, -1]
             if not samples_on_device(logits, samplers):
                 tokens = self._best(logits)
             else:
@@ -212,6 +225,12 @@ class DecodeRunner:
     def _best(self, logits: torch.Tensor) -> list[int]:
         """The most likely token of every row."""
         return _finite(sample_tokens(logits, [self._greedy] * len(logits), [[]] * len(logits)))
+
+
+def keep_pages(cache: KVCache, sequences: int, tokens: int) -> None:
+    """Take memory for more tokens of each of some sequences, so that no page moves."""
+    for pages in cache.pools:
+        pages.preallocate(pages.used + sequences * cache.heads * (2 + tokens // PAGE))
 
 
 def _finite(tokens: list[int | QuantkitError]) -> list[int]:

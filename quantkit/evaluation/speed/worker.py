@@ -22,12 +22,12 @@ from quantkit.evaluation.speed.decoding import DecodeRunner, weights_in_memory
 from quantkit.evaluation.speed.machine_load import timed_quietly
 from quantkit.evaluation.speed.results import DecodeSpeed, MemoryUse, SpeedSweep, SweepSettings
 from quantkit.kv.spec import KVSpec, parse_kv
-from quantkit.memory.machine import peak_bytes
 from quantkit.ops.dispatch import Phase
 from quantkit.plugins.blame import plugin_failure
 from quantkit.runtime.cpu.model import CpuModel
 from quantkit.runtime.loader import LoadedModel
 from quantkit.runtime.loader import load as load_model
+from quantkit.runtime.memory.machine import peak_bytes
 from quantkit.support.errors import QuantkitError
 
 

@@ -35,9 +35,9 @@ from quantkit.executor.base import TaskNeeds
 from quantkit.formats.dtypes import FLOATS
 from quantkit.kv.cache import KVCache
 from quantkit.kv.spec import KVSpec
-from quantkit.memory.scratch import comparison_bytes
 from quantkit.ops import cpu_machine
 from quantkit.plugins.manager import current
+from quantkit.runtime.memory.scratch import comparison_bytes
 from quantkit.support.device import find_device, gpu_name
 from quantkit.support.errors import UsageError
 

@@ -21,8 +21,8 @@ from quantkit.evaluation.sweep.store import (
 )
 from quantkit.executor.base import Executor, Task
 from quantkit.executor.choose import make_executor
-from quantkit.memory.machine import available_memory
 from quantkit.quantization.planning.duration import operations
+from quantkit.runtime.memory.machine import available_memory
 from quantkit.support.device import find_device
 from quantkit.support.errors import QuantkitError, Stopped
 from quantkit.support.progress import Listener, ProgressEvent, silent
@@ -131,7 +131,7 @@ def run_measurements(measurements: Sequence[Measurement], store: MeasurementStor
     tasks: list[Task] = []
     for measurement in measurements:
         here = () if executor.remote else (_part(progress, measurement, begun, total), loading, models)
-        tasks.append((measurement.label, (measurement.job, *here), measurement.needs))
+        tasks.append(Task(measurement.label, (measurement.job, *here), measurement.needs))
     try:
         for number, result in executor.as_completed(run_job, tasks):
             measurement = measurements[number]

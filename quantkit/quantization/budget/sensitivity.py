@@ -24,7 +24,6 @@ from quantkit import __version__
 from quantkit.checkpoint.manifest import SourceRecord
 from quantkit.checkpoint.work import WorkStore
 from quantkit.checkpoint.writer import WORK, CheckpointWriter
-from quantkit.memory.quantize import walks_bytes
 from quantkit.models.architecture import parse_config
 from quantkit.models.linear import Weights
 from quantkit.ops import packing
@@ -45,6 +44,7 @@ from quantkit.quantization.calibration.importance import (
 from quantkit.quantization.calibration.kept import gradients
 from quantkit.quantization.calibration.runner import LayerRunner
 from quantkit.quantization.calibration.spill import Spill
+from quantkit.quantization.memory import walks_bytes
 from quantkit.quantization.methods.base import LayerStats
 from quantkit.quantization.planning.layers import PlanRow
 from quantkit.quantization.planning.plan import WRITING, Plan

@@ -22,7 +22,6 @@ import torch
 import torch.nn.functional as F
 
 from quantkit.checkpoint.work import WorkStore
-from quantkit.memory.quantize import BACKWARD_LOGITS, BACKWARD_TOKENS
 from quantkit.models.architecture import EMBEDDING, HEAD
 from quantkit.models.config import ModelConfig
 from quantkit.models.decoder import DecoderLayer
@@ -36,6 +35,7 @@ from quantkit.quantization.calibration.finite import (
     require_finite_states,
 )
 from quantkit.quantization.calibration.runner import embeddings
+from quantkit.quantization.memory import BACKWARD_LOGITS, BACKWARD_TOKENS
 from quantkit.support.errors import CalibrationError
 from quantkit.support.progress import Phases, ProgressEvent
 

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 import torch
 
 from quantkit.formats.base import QuantizedTensor
-from quantkit.memory.quantize import BATCH_TOKENS
 from quantkit.models.architecture import EMBEDDING, EXPERT, linear_slots
 from quantkit.models.config import ModelConfig
 from quantkit.models.decoder import DecoderLayer
@@ -36,6 +35,7 @@ from quantkit.quantization.calibration.finite import (
 )
 from quantkit.quantization.calibration.spill import Spill
 from quantkit.quantization.calibration.stats import HessianObserver
+from quantkit.quantization.memory import BATCH_TOKENS
 from quantkit.quantization.methods.base import LayerStats
 
 States = tuple[torch.Tensor, ...]

@@ -9,7 +9,7 @@ from types import TracebackType
 
 import torch
 
-from quantkit.memory.quantize import STATES_IN_MEMORY
+from quantkit.quantization.memory import STATES_IN_MEMORY
 from quantkit.support.errors import QuantkitError
 
 

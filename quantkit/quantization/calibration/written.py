@@ -17,12 +17,12 @@ import torch
 from quantkit.formats.finite import all_finite
 from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
-from quantkit.memory.quantize import WRITTEN
 from quantkit.models.decoder import CausalLM, DecoderLayer
 from quantkit.models.interfaces import LanguageModel
 from quantkit.models.linear import Weights
 from quantkit.quantization.calibration.finite import NonFiniteError, first_nonfinite, require_finite_states
 from quantkit.quantization.calibration.openings import BEGINNINGS, QUESTIONS
+from quantkit.quantization.memory import WRITTEN
 from quantkit.quantization.specs import CalibrationSpec
 from quantkit.support.errors import CalibrationError, SourceError
 from quantkit.text.tokenizer import Tokenizer

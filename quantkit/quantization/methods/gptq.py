@@ -29,8 +29,8 @@ from pydantic import Field
 from quantkit.formats.base import Codes
 from quantkit.formats.dtypes import dtype_name, scale_dtype
 from quantkit.formats.spec import QuantSpec
-from quantkit.memory.quantize import WEIGHTS_AT_ONCE
 from quantkit.ops import columns, gpu
+from quantkit.quantization.memory import WEIGHTS_AT_ONCE
 from quantkit.quantization.methods import trellis
 from quantkit.quantization.methods.base import LayerStats, Method, MethodOptions
 from quantkit.quantization.methods.descent import (

@@ -12,7 +12,6 @@ from typing import Any, cast
 
 from quantkit.kv.build import build_kv_codecs, build_policy
 from quantkit.kv.spec import parse_kv
-from quantkit.memory.quantize import STATES_IN_MEMORY, peak_bytes, states_bytes, walks_bytes
 from quantkit.models.architecture import (
     EMBEDDING,
     EXPERT,
@@ -24,6 +23,7 @@ from quantkit.models.architecture import (
 from quantkit.models.loadable import check_loadable
 from quantkit.plugins.manager import registry
 from quantkit.quantization.calibration.importance import BACKWARD, FORWARD
+from quantkit.quantization.memory import STATES_IN_MEMORY, peak_bytes, states_bytes, walks_bytes
 from quantkit.quantization.planning.layers import LayerRefusal, PlanRow, RowResolver, assign
 from quantkit.quantization.planning.recovery_memory import recovery_disk_bytes, recovery_memory_bytes
 from quantkit.quantization.recipe import Recipe, Rule

@@ -9,14 +9,14 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from quantkit.memory.scratch import CPU_ROWS as MAX_ROWS
-from quantkit.memory.scratch import buffer_width, result_widths
 from quantkit.models.decoder import DecoderLayer
 from quantkit.models.layers import MLP
 from quantkit.models.linear import Linear
 from quantkit.ops.cpu_machine import lazy_zeros
 from quantkit.ops.linear_weight import LinearWeight
 from quantkit.ops.stored_weight import PlainWeight
+from quantkit.runtime.memory.scratch import CPU_ROWS as MAX_ROWS
+from quantkit.runtime.memory.scratch import buffer_width, result_widths
 
 
 def plain_of(table: LinearWeight) -> torch.Tensor:

@@ -18,7 +18,6 @@ import torch
 from quantkit.formats.base import QuantizedTensor
 from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
-from quantkit.memory.scratch import packed_of
 from quantkit.models.config import ModelConfig
 from quantkit.models.decoder import CausalLM
 from quantkit.ops import cpu_linear, cpu_machine, cpu_weight
@@ -27,6 +26,7 @@ from quantkit.ops.linear import query_for
 from quantkit.runtime.cpu.buffers import MAX_ROWS, trim_heap
 from quantkit.runtime.cpu.program import CpuProgram, TokenIds
 from quantkit.runtime.cpu.program_variants import DecodedCpuProgram, OperatorProgram, TappedCpuProgram
+from quantkit.runtime.memory.scratch import packed_of
 from quantkit.runtime.program_model import ProgramModel, selected_rows
 from quantkit.support.errors import UsageError
 

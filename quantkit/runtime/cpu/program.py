@@ -14,7 +14,6 @@ import torch
 from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
 from quantkit.kv.store import PageStore
-from quantkit.memory.scratch import MIN_POSITIONS, packed_of
 from quantkit.models.decoder import CausalLM, DecoderLayer
 from quantkit.models.layers import RMSNorm
 from quantkit.models.linear import Linear
@@ -23,6 +22,7 @@ from quantkit.ops.cpu_weight import Activations, CpuWeight, InputKey, widened
 from quantkit.ops.hadamard import hadamard_factors
 from quantkit.ops.sampling import capped_rows
 from quantkit.runtime.cpu.buffers import MAX_ROWS, buffer, buffers, mlp_of, plain_of, stride_of
+from quantkit.runtime.memory.scratch import MIN_POSITIONS, packed_of
 from quantkit.runtime.program_model import RowSlice, rope_tables
 from quantkit.support.progress import tell_compiling
 

@@ -17,7 +17,6 @@ from quantkit.formats.base import QuantizedTensor
 from quantkit.kv import gpu as kv_gpu
 from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
-from quantkit.memory.scratch import GPU_ROWS
 from quantkit.models.config import ModelConfig
 from quantkit.models.decoder import CausalLM
 from quantkit.ops import gpu
@@ -25,6 +24,7 @@ from quantkit.runtime.gpu import linears
 from quantkit.runtime.gpu.graphs import BATCHES, GraphCache
 from quantkit.runtime.gpu.program import GpuProgram
 from quantkit.runtime.gpu.tables import DeviceTables
+from quantkit.runtime.memory.scratch import GPU_ROWS
 from quantkit.runtime.program_model import ProgramModel, RowSlice, selected_rows
 from quantkit.support.errors import UsageError
 

@@ -12,9 +12,9 @@ import torch
 from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
 from quantkit.kv.sequence import PageTable, SequenceState
-from quantkit.memory.kv import LOOKAHEAD
-from quantkit.memory.scratch import TABLE_WIDTH, table_size
 from quantkit.ops import gpu
+from quantkit.runtime.memory.kv import LOOKAHEAD
+from quantkit.runtime.memory.scratch import TABLE_WIDTH, table_size
 
 if TYPE_CHECKING:
     from quantkit_kernels.triton.cache import SequenceTables

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from quantkit.serving.conversation import called
+from quantkit.serving.conversation import CallId, ToolName, called
 from quantkit.serving.errors import RefusedValue
 from quantkit.serving.schema import (
     ATTACHMENTS,
@@ -18,7 +18,6 @@ from quantkit.serving.schema import (
     kind_tag,
     printable,
 )
-from quantkit.serving.tools import CallId, ToolName
 
 MAX_BLOCKS = 1024
 

@@ -12,7 +12,14 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from quantkit.serving.anthropic.blocks import MessageParam, Text, TextBlock, plain_text
-from quantkit.serving.conversation import MAX_MESSAGES, MAX_TOOLS, Conversation
+from quantkit.serving.conversation import (
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    Conversation,
+    Description,
+    ToolName,
+    choose_tools,
+)
 from quantkit.serving.errors import RefusedValue
 from quantkit.serving.ignored import IGNORED
 from quantkit.serving.schema import JsonObject, LeftOutPart, RequestPart, String, kind_tag
@@ -28,7 +35,6 @@ from quantkit.serving.settings import (
     token_limit,
 )
 from quantkit.serving.template_options import Effort, TemplateOptions, ThinkingHint, check_options
-from quantkit.serving.tools import Description, ToolName, choose_tools
 from quantkit.structure.grammar import Structure
 from quantkit.structure.turns import Tool
 

@@ -11,18 +11,29 @@ from quantkit.runtime.core import TokenInfo
 from quantkit.serving.models import ServedEngine
 from quantkit.serving.openai.chat_request import ChatRequest
 from quantkit.serving.openai.logprobs import chat_logprobs
-from quantkit.serving.openai.usage import completion_usage
 from quantkit.serving.reply import FINISH, Reply
-from quantkit.serving.turns import NextTurn, Turn, TurnCall, TurnEnd
+from quantkit.serving.turns import NextTurn, Turn, TurnCall, TurnEnd, TurnUsage
 from quantkit.serving.work import RequestWork
 from quantkit.structure.base import ReasoningDelta, ToolCallDelta, TurnDelta
+
+
+def completion_usage(usage: TurnUsage) -> dict[str, Any]:
+    """``usage`` of the chat and text completions."""
+    return {"prompt_tokens": usage.prompt, "completion_tokens": usage.completion,
+            "total_tokens": usage.prompt + usage.completion,
+            "prompt_tokens_details": {"cached_tokens": usage.cached},
+            "completion_tokens_details": {"reasoning_tokens": usage.reasoning,
+                                          "accepted_prediction_tokens": usage.accepted,
+                                          "rejected_prediction_tokens": usage.rejected}}
 
 
 class ChatReply(Reply):
     """The assistant's next turn. Raises what :class:`NextTurn` does."""
 
     def __init__(self, model: ServedEngine, body: ChatRequest) -> None:
-        self.model, self.stream, self._body = model, body.stream, body
+        self.model = model
+        self.stream = body.stream
+        self._body = body
         self._turns = NextTurn(model, body.conversation())
         self.jobs, self.structure = self._turns.jobs, self._turns.structure
         self.id = f"chatcmpl-{uuid.uuid4().hex}"

@@ -7,14 +7,20 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from quantkit.serving.conversation import MAX_MESSAGES, Conversation, called
+from quantkit.serving.conversation import (
+    MAX_MESSAGES,
+    CallId,
+    Conversation,
+    called,
+    choose_tools,
+    read_arguments,
+)
 from quantkit.serving.errors import RefusedValue
 from quantkit.serving.openai.generation import MAX_LOGPROBS, GenerationRequest
 from quantkit.serving.openai.tools import FunctionChoice, ToolCall, ToolChoice, Tools, plain_tools
 from quantkit.serving.schema import ATTACHMENTS, RequestPart, String, Unicode, printable
 from quantkit.serving.settings import TokenLimit, token_limit
 from quantkit.serving.template_options import Effort, TemplateOptions, ThinkingHint, check_options
-from quantkit.serving.tools import CallId, choose_tools, read_arguments
 from quantkit.structure.grammar import Structure
 from quantkit.structure.turns import Tool
 

@@ -54,7 +54,9 @@ class EmbeddingReply:
 
     def __init__(self, model: ServedEngine, body: EmbeddingRequest) -> None:
         inputs, width = split_inputs(body.input), model.loaded.config.hidden_size
-        self._model, self._body, self._size = model, body, body.dimensions or width
+        self._model = model
+        self._body = body
+        self._size = body.dimensions or width
         if self._size > width:
             raise ApiError(400, f"dimensions is {self._size}; the model's vectors have {width}",
                            param="dimensions", code="invalid_value")

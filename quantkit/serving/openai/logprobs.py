@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from quantkit.runtime.core import TokenInfo
-from quantkit.serving.token_texts import TokenTexts
+from quantkit.serving.models import TokenTexts
 from quantkit.text.stream import StreamDecoder
 from quantkit.text.tokenizer import Tokenizer
 

@@ -8,14 +8,13 @@ from pydantic import Field, model_validator
 
 from quantkit.runtime.core import check_ids
 from quantkit.runtime.sampler import Sampling
-from quantkit.serving.conversation import MAX_MESSAGES, Conversation
+from quantkit.serving.conversation import MAX_MESSAGES, Conversation, choose_tools
 from quantkit.serving.errors import RefusedValue
 from quantkit.serving.models import ServedEngine
 from quantkit.serving.openai.chat_request import Message, TemplateOptions, check_options
 from quantkit.serving.openai.tools import Tools, plain_tools
 from quantkit.serving.prompt import PromptReader
 from quantkit.serving.schema import Ids, RequestPart, String
-from quantkit.serving.tools import choose_tools
 from quantkit.serving.turns import render
 
 MAX_TOKENS = 2**18

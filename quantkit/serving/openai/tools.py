@@ -7,9 +7,8 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from quantkit.serving.conversation import MAX_TOOLS
+from quantkit.serving.conversation import MAX_TOOLS, Arguments, CallId, Description, ToolName
 from quantkit.serving.schema import JsonObject, LeftOutPart, RequestPart, kind_tag
-from quantkit.serving.tools import Arguments, CallId, Description, ToolName
 from quantkit.structure.turns import Tool
 
 

@@ -5,30 +5,31 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from typing import Any
+import time
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any, Protocol
 
 from fastapi import Response
 from fastapi.responses import JSONResponse
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message, Receive, Scope, Send
 
 from quantkit.runtime.core import EngineClosed
+from quantkit.serving.answers import ModelState
+from quantkit.serving.app import Application, OnError
 from quantkit.serving.body import check_structure
 from quantkit.serving.errors import ANTHROPIC, RETRY_AFTER, ApiError, api_error
-from quantkit.serving.guard import TENANT
+from quantkit.serving.guard import TENANT, GuardMiddleware
 from quantkit.serving.ignored import HEADER, IgnoredLog
 from quantkit.serving.metrics import CONTENT_TYPE
-from quantkit.serving.replicas.base import (
-    REPORT,
-    ForwardedRequest,
-    ReplicaAnswer,
-    ReplicaLostError,
-    Replicas,
-)
-from quantkit.serving.replicas.combine import combined_metrics, combined_state
+from quantkit.serving.replicas.balance import PrefixBalancer
 from quantkit.serving.replicas.prefix import WRITING, prefix_blocks
-from quantkit.serving.sse import DONE, ClientDisconnected, while_there
-from quantkit.support.errors import QuantkitError
+from quantkit.serving.replicas.replica import REPORT, ForwardedRequest, ReplicaAnswer
+from quantkit.serving.sse import DONE, ClientDisconnected, event_bytes, while_there
 
 ATTEMPTS = 2
 """Replicas that a request is given to: one that ends its replica's process must not end all of them."""
@@ -38,11 +39,55 @@ SCOPE_KEYS = ("type", "asgi", "http_version", "method", "scheme", "path", "raw_p
               "root_path", "headers", "client", "server", TENANT)
 SECRET_HEADERS = {b"authorization", b"cookie", b"proxy-authorization", b"x-api-key"}
 """Headers for the server alone, which has checked them."""
-PATIENCE = 60.0
-"""Seconds that a request waits for a replica while none runs."""
+PATIENCE, POLL = 60.0, 0.02
+"""Seconds that a request waits for a replica while none runs, and between two looks."""
 PREAMBLE = frozenset(f"event: {name}".encode()
                      for name in ("message_start", "response.created", "response.in_progress"))
 """First lines of the events that a stream has before its first token, each of them once."""
+
+
+class ReplicaLostError(Exception):
+    """The replica that was answering is gone: its process or its machine ended."""
+
+
+class Replicas(Protocol):
+    """All replicas of a server, wherever they run."""
+
+    @property
+    def running(self) -> list[str]:
+        """Names of those that answer, as far as is known."""
+
+    def answer(self, replica: str, request: ForwardedRequest) -> AsyncGenerator[list[Any], None]:
+        """ASGI messages of a replica's answer, as many at a time as there are. Closing the generator cancels
+        the request.
+
+        Raises:
+            ReplicaLostError: the replica ended before its answer did.
+        """
+
+    async def get(self, path: str) -> list[ReplicaAnswer]:
+        """What replicas answer to ``GET path``; those that don't in time are left out."""
+
+    def close(self) -> None:
+        """End them."""
+
+
+def create_replicated_app(replicas: Replicas, *, slack: int = 8, loopback: bool = True,
+                          hosts: Collection[str] = (), keys: Collection[str] = (),
+                          on_error: OnError | None = None,
+                          on_ignored: Callable[[str], None] | None = None) -> Application:
+    """The application over started replicas.
+
+    Args:
+        replicas: The started replicas.
+        slack: The requests that a replica may have more than the least busy one and still get another.
+        loopback, hosts, keys: who may come in; see :class:`quantkit.serving.guard.GuardMiddleware`.
+        on_error: told about errors that are nobody's request's fault.
+        on_ignored: told what is ignored in requests: a line for each kind of it and each client.
+    """
+    forwarder = Forwarder(replicas, slack, on_error, None if on_ignored is None else IgnoredLog(on_ignored))
+    guard = GuardMiddleware(forwarder, loopback=loopback, hosts=hosts, keys=keys, on_error=on_error)
+    return Application(forwarder, guard, refuse_more=forwarder.close, close=replicas.close)
 
 
 class Forwarder:
@@ -54,7 +99,8 @@ class Forwarder:
     them got can't be taken back.
 
     Args:
-        replicas: answer.
+        replicas: The started replicas.
+        slack: The requests that a replica may have more than the least busy one and still get another.
         on_error: told about errors of replicas that are nobody's request's fault.
         ignored_log: notes what replicas ignored in requests.
 
@@ -62,9 +108,12 @@ class Forwarder:
         closed: whether requests for an engine are refused, because the server is ending.
     """
 
-    def __init__(self, replicas: Replicas, on_error: Callable[[BaseException], None] | None = None,
+    def __init__(self, replicas: Replicas, slack: int, on_error: OnError | None = None,
                  ignored_log: IgnoredLog | None = None) -> None:
-        self._replicas, self._on_error, self._ignored_log = replicas, on_error, ignored_log
+        self._replicas = replicas
+        self._balancer = PrefixBalancer(slack)
+        self._on_error = on_error
+        self._ignored_log = ignored_log
         self.closed = False
 
     def close(self) -> None:
@@ -81,28 +130,42 @@ class Forwarder:
         if path == "/trace":
             raise ApiError(404, "a server of several replicas has no trace: each has a clock of its own",
                            code="not_found")
-        body = await _body(receive)
-        if body is None:
-            return  # the client has left
+        try:
+            body = await Request(scope, receive).body()
+        except ClientDisconnect:
+            return  # nobody reads the answer
         if self.closed and scope["method"] == "POST" and path in ENGINE_PATHS:
             raise _shutting_down()
         check_structure(body)
         blocks = prefix_blocks(path, body, scope.get(TENANT, b""))
-        request = ForwardedRequest(_forwarded_scope(scope), body, blocks)
+        request = ForwardedRequest(_forwarded_scope(scope), body)
         with contextlib.suppress(ClientDisconnected):
-            await while_there(receive, self._answer(request, send))
+            await while_there(receive, self._answer(request, blocks, send))
 
-    async def _answer(self, request: ForwardedRequest, send: Send) -> None:
+    async def _answer(self, request: ForwardedRequest, blocks: Sequence[int], send: Send) -> None:
         for _ in range(ATTEMPTS):
             answer = _AnswerStream(request.scope["path"], send)
+            replica = self._balancer.choose(blocks, await self._running())
             try:
-                await self._forward(request, answer)
+                await self._forward(replica, request, answer)
                 return
             except ReplicaLostError:
                 if answer.begun:
                     await answer.fail(self._lost())
                     return
+            finally:
+                self._balancer.ended(replica)
         raise self._lost()
+
+    async def _running(self) -> list[str]:
+        """The replicas that run, once there is one."""
+        deadline = time.monotonic() + PATIENCE
+        while not (running := self._replicas.running):
+            if time.monotonic() > deadline:
+                raise ApiError(503, "no replica runs; send the request again later", code="replica_lost",
+                               headers=RETRY_AFTER)
+            await asyncio.sleep(POLL)
+        return running
 
     def _lost(self) -> ApiError:
         """What a client is told whose replica ended."""
@@ -111,12 +174,12 @@ class Forwarder:
         return ApiError(503, "the replica that was answering has ended; send the request again",
                         code="replica_lost", headers=RETRY_AFTER)
 
-    async def _forward(self, request: ForwardedRequest, answer: _AnswerStream) -> None:
+    async def _forward(self, replica: str, request: ForwardedRequest, answer: _AnswerStream) -> None:
         # a client that has all of its answer leaves, which must not cancel what the replica has yet to say
         last: Message | None = None
         try:
-            async with contextlib.aclosing(self._replicas.answer(request)) as batches:
-                async for batch in self._started(batches):
+            async with contextlib.aclosing(self._replicas.answer(replica, request)) as batches:
+                async for batch in batches:
                     for message in batch:
                         if message["type"] == REPORT:
                             self._report(message)
@@ -131,21 +194,6 @@ class Forwarder:
         if last is not None:
             await answer.send(last)
 
-    async def _started(self, batches: AsyncGenerator[list[Any], None]) -> AsyncIterator[list[Any]]:
-        """All batches. The first isn't waited for while no replica runs."""
-        first = asyncio.ensure_future(anext(batches, []))
-        try:
-            while not (await asyncio.wait({first}, timeout=PATIENCE))[0]:
-                if not await self._replicas.any_runs():
-                    raise ApiError(503, "no replica runs; send the request again later", code="replica_lost",
-                                   headers=RETRY_AFTER)
-        finally:
-            first.cancel()
-            await asyncio.wait({first})
-        yield first.result()
-        async for batch in batches:
-            yield batch
-
     def _log_ignored(self, request: ForwardedRequest, message: Message) -> None:
         if self._ignored_log is None or message["type"] != "http.response.start":
             return
@@ -156,8 +204,8 @@ class Forwarder:
 
     def _report(self, message: Message) -> None:
         if self._on_error is not None:
-            for what, why, next in message["errors"]:
-                self._on_error(QuantkitError(what, why=why, next=next))
+            for error in message["errors"]:
+                self._on_error(error)
 
     async def _health(self) -> Response:
         return JSONResponse({"status": "ok"})
@@ -209,12 +257,12 @@ class _AnswerStream:
     async def fail(self, error: ApiError) -> None:
         """End the stream with an error, as the API of its path has it."""
         if self._path == ANTHROPIC:
-            event = _named("error", error.anthropic_body())
+            event = event_bytes(error.anthropic_body(), named=True)
         elif self._path == "/v1/responses":
-            event = _named("error", {"type": "error", "sequence_number": self._events, "code": error.code,
-                                     "message": error.detail, "param": error.param})
+            event = event_bytes({"type": "error", "sequence_number": self._events, "code": error.code,
+                                 "message": error.detail, "param": error.param}, named=True)
         else:
-            event = _data(error.body()) + DONE
+            event = event_bytes(error.body(), named=False) + DONE
         await self._send({"type": "http.response.body", "body": event, "more_body": False})
 
 
@@ -224,25 +272,44 @@ def _forwarded_scope(scope: Scope) -> dict[str, Any]:
     return {key: scope[key] for key in SCOPE_KEYS if key in scope} | {"headers": headers}
 
 
-def _named(name: str, body: dict[str, Any]) -> bytes:
-    return f"event: {name}\n".encode() + _data(body)
-
-
-def _data(body: dict[str, Any]) -> bytes:
-    return f"data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
-
-
 def _shutting_down() -> ApiError:
     return api_error(EngineClosed("the server is shutting down"))
 
 
-async def _body(receive: Receive) -> bytes | None:
-    """All of a request's body; ``None`` if its client left before it came."""
-    parts: list[bytes] = []
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            return None
-        parts.append(message.get("body", b""))
-        if not message.get("more_body", False):
-            return b"".join(parts)
+def combined_state(answers: Sequence[ReplicaAnswer]) -> dict[str, Any]:
+    """``/ready`` of the server: sums over the replicas, of all models and of each."""
+    states = [json.loads(answer.body) for answer in answers]
+    names = list(dict.fromkeys(name for state in states for name in state["models"]))
+    return {"status": "ready", **_sum(states),
+            "models": {name: _sum([state["models"][name] for state in states]) for name in names}}
+
+
+def combined_metrics(answers: Sequence[ReplicaAnswer]) -> bytes:
+    """``/metrics`` of the server: those of every replica, with its name as the label ``replica``."""
+    registry = CollectorRegistry()
+    registry.register(_Collected(answers))
+    return generate_latest(registry)
+
+
+class _Collected(Collector):
+    def __init__(self, answers: Sequence[ReplicaAnswer]) -> None:
+        self._answers = answers
+
+    def collect(self) -> Iterable[Metric]:
+        """Each family once, with the samples of all replicas."""
+        families: dict[str, Metric] = {}
+        for answer in self._answers:
+            for family in text_string_to_metric_families(answer.body.decode()):
+                merged = families.setdefault(family.name, Metric(family.name, family.documentation,
+                                                                 family.type, family.unit))
+                for sample in family.samples:
+                    merged.add_sample(sample.name, {**sample.labels, "replica": answer.id}, sample.value)
+        return families.values()
+
+    def describe(self) -> Iterator[Metric]:
+        """Nothing is known before it is collected."""
+        return iter(())
+
+
+def _sum(states: Sequence[dict[str, Any]]) -> dict[str, int]:
+    return {key: sum(state[key] for state in states) for key in ModelState.model_fields}

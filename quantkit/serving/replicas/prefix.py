@@ -22,9 +22,9 @@ def prefix_blocks(path: str, body: bytes, tenant: bytes = b"") -> tuple[int, ...
     the tokenizer and the chat template.
 
     Args:
-        path: of the request.
-        body: its bytes.
-        tenant: whose it is, see :data:`~quantkit.serving.guard.TENANT`.
+        path: The path of the request.
+        body: The bytes of its body.
+        tenant: The owner of the request, see :data:`~quantkit.serving.guard.TENANT`.
 
     Returns:
         One name for each complete block; none for what isn't a prompt.

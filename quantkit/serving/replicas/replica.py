@@ -1,4 +1,5 @@
-"""A replica: the server's application with engines of its own, in a process of the cluster."""
+"""A replica: the server's application with engines of its own, in a process of the cluster; and what the
+server's process and a replica say to each other."""
 
 from __future__ import annotations
 
@@ -7,105 +8,119 @@ import contextlib
 import gc
 import io
 import os
-import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from starlette.types import Message, Send
 
+from quantkit.executor.cluster import WorkerSetup
 from quantkit.plugins.blame import plugin_failure
 from quantkit.serving.app import create_app, told_once
 from quantkit.serving.errors import api_error
 from quantkit.serving.models import ServedEngine
-from quantkit.serving.replicas.base import HEADER, REPORT, ForwardedRequest, ReplicaAnswer, ReplicaInfo
-from quantkit.serving.replicas.failure import LoadFailure
 from quantkit.support.errors import QuantkitError, SourceError
 
 Load = Callable[[], Sequence[ServedEngine]]
+HEADER = b"x-quantkit-replica"
+"""Header of an answer that names the replica that gave it."""
+REPORT = "quantkit.report"
+"""Type of a message among ASGI's, with errors that the server's terminal is told of."""
 MAX_MESSAGES = 256
 """Of an answer that wait to be sent; the application waits while there are more."""
+CHECK_SECONDS = 2.0
+"""That a replica takes to say that it is well."""
 
 
 @dataclass(frozen=True)
-class ReplicaSetup:
-    """How a replica's process is set up.
+class ForwardedRequest:
+    """An HTTP request on its way to a replica: ASGI's scope without what belongs to the server's process, and
+    the body."""
+
+    scope: Mapping[str, Any]
+    body: bytes
+
+
+@dataclass(frozen=True)
+class ReplicaInfo:
+    """A replica that has loaded its models.
 
     Attributes:
-        threads: that it computes with.
-        environment, path: variables and ``sys.path`` of the server's process.
-        loopback: whether it must not be reached from other machines.
-        locked: whether the server needs a key, which it checks itself.
+        id: The name that answers have in :data:`HEADER`.
+        pid: The id of its process.
+        node: The address of its machine in the cluster.
+        chat: Whether the first model has a chat template.
+        notes: The lines on stderr while it loaded.
     """
 
-    threads: int
-    environment: Mapping[str, str]
-    path: Sequence[str]
-    loopback: bool
-    locked: bool
+    id: str
+    pid: int
+    node: str
+    chat: bool
+    notes: str
+
+
+@dataclass(frozen=True)
+class ReplicaAnswer:
+    """What one replica answers to a ``GET`` that all of them get."""
+
+    id: str
+    status: int
+    body: bytes
 
 
 class Replica:
-    """What Ray Serve runs in each replica.
+    """What runs as a Ray actor, all of whose methods may run at once.
 
     Args:
-        load: loads the models.
-        setup: of the process.
-
-    Raises:
-        LoadFailure: a model can't be loaded, for a reason that a person can act on.
+        id: The name of the replica.
+        setup: The settings of its process.
+        locked: Whether the server needs a key, which it checks itself.
     """
 
-    def __init__(self, load: Load, setup: ReplicaSetup) -> None:
-        os.environ.update(setup.environment)
-        sys.path.extend(entry for entry in setup.path if entry not in sys.path)
-        torch.set_num_threads(setup.threads)
-        if setup.loopback:
-            _stay_on_loopback()
-        import ray
-        from ray import serve
-
-        self._id = serve.get_replica_context().replica_id.unique_id
-        self._node = ray.util.get_node_ip_address()
-        self._errors: list[tuple[str, str | None, str | None]] = []
+    def __init__(self, id: str, setup: WorkerSetup, locked: bool) -> None:
+        setup.apply()
+        self._id = id
+        self._locked = locked
+        self._models: Sequence[ServedEngine] = ()
+        self._api: Any = None
+        self._errors: list[QuantkitError] = []
         self._tell = told_once(self._on_error)
+
+    async def load(self, load: Load) -> ReplicaInfo:
+        """Load the models and start their engines.
+
+        Raises:
+            QuantkitError: a model can't be loaded, for a reason that a person can act on.
+        """
         notes = io.StringIO()
         with contextlib.redirect_stderr(notes):
             try:
                 self._models = load()
             except Exception as error:
                 failure = plugin_failure(error) or error
-                if not isinstance(failure, QuantkitError):
-                    raise
-                raise LoadFailure.of(failure) from None
-        self._notes = notes.getvalue()
+                raise (_without_class(failure) if isinstance(failure, QuantkitError) else error) from None
         # whoever reaches this process is the server, which has checked host and key
-        self._api: Any = create_app(self._models, keys=["checked"] if setup.locked else [],
-                                    on_error=self._on_error).api
+        self._api = create_app(self._models, keys=["checked"] if self._locked else [],
+                               on_error=self._on_error).api
         gc.freeze()  # what is there stays: collections needn't look through it while answers wait
         for model in self._models:
             model.engine.start()
+        import ray.util  # here, because whoever imports it first decides where Ray listens
 
-    def __del__(self) -> None:
-        """Called by Ray Serve when the replica is to end."""
-        for model in getattr(self, "_models", ()):
-            model.engine.close()
-
-    async def info(self) -> ReplicaInfo:
-        """What this replica is."""
         try:
             chat = self._models[0].loaded.tokenizer.has_chat
         except SourceError:  # there is a template and it can't be used; a request to chat is told why
             chat = False
-        return ReplicaInfo(self._id, os.getpid(), self._node, chat, self._notes)
+        return ReplicaInfo(self._id, os.getpid(), ray.util.get_node_ip_address(), chat, notes.getvalue())
 
-    async def check_health(self) -> None:
-        """Asked by Ray Serve, which replaces a replica that raises.
+    async def check(self) -> None:
+        """Returns after a while in which the replica was well.
 
         Raises:
             RuntimeError: an engine doesn't run any more.
         """
+        await asyncio.sleep(CHECK_SECONDS)
         for model in self._models:
             if model.engine.thread is None or not model.engine.thread.is_alive():
                 raise RuntimeError(f"the engine of {model.name} has ended")
@@ -123,14 +138,8 @@ class Replica:
         await self._run(ForwardedRequest(scope, b""), send)
         return ReplicaAnswer(self._id, status, body)
 
-    async def answer(self, request: ForwardedRequest, blocks: Sequence[int] = ()) -> AsyncIterator[
-            list[Message]]:
-        """ASGI messages of the answer, as many at a time as there are. Cancelling it ends the request.
-
-        Args:
-            request: what is asked.
-            blocks: for the router alone.
-        """
+    async def answer(self, request: ForwardedRequest) -> AsyncIterator[list[Message]]:
+        """ASGI messages of the answer, as many at a time as there are. Cancelling it ends the request."""
         messages: asyncio.Queue[Message | None] = asyncio.Queue(MAX_MESSAGES)
 
         async def run() -> None:
@@ -185,17 +194,15 @@ class Replica:
     def _on_error(self, error: BaseException) -> None:
         """Keep an error for the server's terminal."""
         if isinstance(failure := plugin_failure(error) or error, QuantkitError):
-            self._errors.append((failure.what, failure.why, failure.next))
+            self._errors.append(_without_class(failure))
         else:
             first = str(error).strip().splitlines()[:1]
-            self._errors.append((f"internal error: {': '.join([type(error).__name__, *first])}", None, None))
+            self._errors.append(QuantkitError(
+                f"internal error: {': '.join([type(error).__name__, *first])}"))
 
 
-def _stay_on_loopback() -> None:
-    """Bind the port of Ray Serve's replica on this machine only. By itself it takes every interface, and
-    there is no setting for it."""
-    from ray.serve._private import replica
-
-    bind = replica.add_port_to_grpc_server
-    replica.add_port_to_grpc_server = lambda server, address: bind(
-        server, address.replace("[::]", "127.0.0.1"))
+def _without_class(error: QuantkitError) -> QuantkitError:
+    """An error with the same parts, which the server's process can read whatever class this one is of."""
+    plain = QuantkitError(error.what, why=error.why, next=error.next)
+    plain.exit_code = error.exit_code
+    return plain

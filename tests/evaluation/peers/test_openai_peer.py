@@ -10,7 +10,7 @@ import torch
 
 from quantkit.evaluation.peers.run import PeerSpeedSettings
 from quantkit.evaluation.quality.score import compare
-from quantkit.serving.token_texts import TokenTexts
+from quantkit.serving.models import TokenTexts
 from quantkit.support.errors import QuantkitError, UsageError
 from tests.helpers.server_process import Process
 

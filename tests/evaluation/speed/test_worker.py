@@ -15,8 +15,8 @@ from quantkit.evaluation.speed.machine_load import MachineLoad, busy_reason
 from quantkit.evaluation.speed.results import Spread, SweepSettings
 from quantkit.evaluation.speed.worker import by_context, kernels, measure
 from quantkit.kv.spec import KVSpec, parse_kv
-from quantkit.memory.machine import peak_bytes
 from quantkit.runtime.loader import load
+from quantkit.runtime.memory.machine import peak_bytes
 
 SETTINGS = SweepSettings(batches=(1,), contexts=(), prefill=20, decode=3, repeats=2)
 REQUEST = {"revision": None, "dtype": "auto", "device": "cpu", "ids": list(range(5, 12)),
@@ -120,10 +120,10 @@ def test_the_kernel_of_every_linear_is_named(tiny, int4):
 @pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="Linux's account of memory")
 def test_the_peak_is_of_this_process_and_not_of_its_parent():
     """Linux's ru_maxrss is inherited through exec."""
-    ask = "from quantkit.memory.machine import peak_bytes; print(peak_bytes())"
+    ask = "from quantkit.runtime.memory.machine import peak_bytes; print(peak_bytes())"
     code = (f"import subprocess, sys\nheld = b'x' * (400 << 20)\ndel held\n"
             f"print(subprocess.run([sys.executable, '-c', {ask!r}], capture_output=True, text=True).stdout)\n"
-            "from quantkit.memory.machine import peak_bytes\nprint(peak_bytes())")
+            "from quantkit.runtime.memory.machine import peak_bytes\nprint(peak_bytes())")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     child, parent = map(int, done.stdout.split())
     assert parent > 400 << 20
@@ -132,7 +132,7 @@ def test_the_peak_is_of_this_process_and_not_of_its_parent():
 
 def test_the_peak_grows_with_what_is_used():
     before = peak_bytes()
-    code = ("from quantkit.memory.machine import peak_bytes\nbefore = peak_bytes()\n"
+    code = ("from quantkit.runtime.memory.machine import peak_bytes\nbefore = peak_bytes()\n"
             "held = b'x' * (200 << 20)\ndel held\nprint(peak_bytes() - before)")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert int(done.stdout) > 190 << 20

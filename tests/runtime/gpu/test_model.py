@@ -13,10 +13,6 @@ from quantkit.kv.build import build_kv_codecs
 from quantkit.kv.cache import KVCache
 from quantkit.kv.reread import finish_prompt
 from quantkit.kv.spec import parse_kv
-from quantkit.memory import kv as kv_memory
-from quantkit.memory import scratch
-from quantkit.memory import weights as weight_memory
-from quantkit.memory.kv import footprint
 from quantkit.models.architecture import parse_config, tensor_shapes
 from quantkit.ops import gpu
 from quantkit.quantization.run import quantize
@@ -25,6 +21,10 @@ from quantkit.runtime.gpu.graphs import slots_of
 from quantkit.runtime.gpu.model import GpuModel, reason_against, reason_against_shape
 from quantkit.runtime.gpu.tables import DeviceTables
 from quantkit.runtime.loader import load
+from quantkit.runtime.memory import kv as kv_memory
+from quantkit.runtime.memory import scratch
+from quantkit.runtime.memory import weights as weight_memory
+from quantkit.runtime.memory.kv import footprint
 from quantkit.runtime.sampler import Sampling
 from quantkit.support.errors import QuantkitError, UsageError
 from quantkit.testing import tiny_model
@@ -240,6 +240,14 @@ def test_without_a_gpu_they_decline(folder):
     found = list(kv_gpu.choices(codings, model.dtype, 64, 32, 2, "cpu"))
     assert [one.kernel for one in found] == ["torch"] * 4 and {one.reason for one in found} == {
         "runs on cuda, not cpu"}
+
+
+@pytest.mark.parametrize(("capability", "reason"), [
+    ((7, 5), "needs a GPU of compute capability 8.0 or newer, not 7.5"), ((8, 0), None), ((12, 0), None)])
+def test_a_gpu_that_is_too_old_is_refused(monkeypatch, capability, reason):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    assert gpu.unavailable("cuda", torch.bfloat16) == reason
 
 
 @pytest.mark.parametrize(("change", "words"), [

@@ -93,7 +93,9 @@ def test_no_other_thread_waits_for_more_than_one_vector(shared, monkeypatch, kin
 @pytest.mark.parametrize("disturb", ["drain", "full"])
 def test_what_was_begun_is_completed(live, eventually, monkeypatch, disturb):
     """Also if the server is asked to end meanwhile, or others fill the queue."""
-    made, parts, work = live(max_batch=2, max_queue=2), [], embeddings.RequestWork
+    made = live(max_batch=2, max_queue=2)
+    parts = []
+    work = embeddings.RequestWork
     draining = []
 
     def disturbed(engine, jobs, *rest):

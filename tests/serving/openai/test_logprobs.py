@@ -5,8 +5,8 @@ import math
 import pytest
 
 from quantkit.runtime.core import TokenInfo
+from quantkit.serving.models import TokenTexts
 from quantkit.serving.openai.logprobs import TextOffsets, chat_logprobs, text_logprobs
-from quantkit.serving.token_texts import TokenTexts
 
 
 @pytest.fixture(scope="module")

@@ -29,7 +29,10 @@ def browser() -> Iterator[Any]:
 def visit(browser) -> Iterator[Visit]:
     """``visit(url, width=…, height=…, tokens=…, refused=…, **context)`` → the open page. Its answers are
     greedy and have ``tokens`` tokens; ``refused`` is the status of requests that the test wants refused."""
-    contexts, problems, asked, servers = [], [], set(), set()
+    contexts = []
+    problems = []
+    asked = set()
+    servers = set()
 
     def open_page(url: str, width: int = 1280, height: int = 800, tokens: int = 12, refused: int = 0,
                   **options: Any) -> Any:

@@ -34,7 +34,7 @@ def test_it_says_who_the_replicas_are(server):
     ids = [replica["id"] for replica in server.where["replicas"]]
     assert len(set(ids)) == 2 and {replica["node"] for replica in server.where["replicas"]} == {"127.0.0.1"}
     for replica in server.where["replicas"]:
-        assert b"ServeReplica" in Path(f"/proc/{replica['pid']}/cmdline").read_bytes()
+        assert b"ray::Replica" in Path(f"/proc/{replica['pid']}/cmdline").read_bytes()
 
 
 def test_answers_are_those_of_one_server(server, http, loaded):
@@ -90,7 +90,13 @@ def test_a_client_that_leaves_ends_its_request(http, eventually):
     eventually(lambda: http.get("/ready").json()["running"] == 0)
 
 
-def test_all_of_it_listens_on_the_loopback_address_only(server):
+def test_nobody_else_can_use_what_it_started(server):
     addresses = listening(marked(MARK, f"shared-{os.getpid()}"))
-    assert len(addresses) > 6
-    assert set(addresses) <= LOOPBACK
+    assert len(addresses) > 4 and set(addresses) <= LOOPBACK
+    environment = Path(f"/proc/{server.where['replicas'][0]['pid']}/environ").read_text().split("\0")
+    values = dict(line.split("=", 1) for line in environment if line)
+    folder = Path(values["RAY_TMPDIR"])
+    assert folder.stat().st_mode & 0o777 == 0o700 and values["RAY_AUTH_MODE"] == "token"
+    token = values["RAY_AUTH_TOKEN"].encode()
+    files = [*folder.rglob("*"), Path.home() / ".ray" / "auth_token"]
+    assert len(token) == 64 and not any(token in file.read_bytes() for file in files if file.is_file())

@@ -8,13 +8,15 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import httpx
 import pytest
 
-from tests.helpers.processes import marked
+from tests.helpers.processes import listening, marked
 from tests.serving.replicas.conftest import KEY, MARK, MAX_BATCH, chat, greedy
 
 pytestmark = pytest.mark.slow
@@ -118,7 +120,7 @@ def test_a_signal_lets_answers_end_and_leaves_no_process(replicated, loaded, eve
     mark = f"ends-{os.getpid()}"
     with replicated(mark) as process:
         client = process.client.with_options(api_key=KEY)
-        stream = client.completions.create(model="tiny", prompt="a", max_tokens=400, stream=True,
+        stream = client.completions.create(model="tiny", prompt="a", max_tokens=3000, stream=True,
                                            temperature=0, extra_body={"ignore_eos": True})
         next(iter(stream))
         assert len(marked(MARK, mark)) > 4
@@ -149,6 +151,22 @@ def test_answers_that_take_too_long_are_cut(replicated, eventually):
         assert not last or (json.loads(last[0].removeprefix("data: "))["error"]["code"] == "shutting_down"
                             and last[1] == "data: [DONE]")
         eventually(lambda: not marked(MARK, mark))
+
+
+def test_a_killed_server_leaves_nothing(replicated, eventually):
+    mark = f"sigkill-{os.getpid()}"
+    with replicated(mark) as process:
+        environment = Path(f"/proc/{process.where['replicas'][0]['pid']}/environ").read_bytes().split(b"\0")
+        (folder,) = (Path(line[11:].decode()) for line in environment if line.startswith(b"RAY_TMPDIR="))
+        stream = process.client.with_options(api_key=KEY).completions.create(
+            model="tiny", prompt="a", max_tokens=60_000, stream=True, extra_body={"ignore_eos": True})
+        next(iter(stream))
+        assert folder.is_dir()
+        process.child.kill()
+        killed = time.monotonic()
+        eventually(lambda: not listening(marked(MARK, mark)))
+        eventually(lambda: not marked(MARK, mark) and not folder.exists())
+        print(f"all of it was gone after {time.monotonic() - killed:.1f} seconds")
 
 
 def test_an_interrupted_start_leaves_no_process(replicated, folder, eventually):

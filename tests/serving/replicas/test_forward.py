@@ -10,10 +10,13 @@ import pytest
 
 from quantkit.serving.guard import TENANT
 from quantkit.serving.replicas import forward
-from quantkit.serving.replicas.app import create_replicated_app
-from quantkit.serving.replicas.base import REPORT, ReplicaAnswer, ReplicaLostError
+from quantkit.serving.replicas.forward import ReplicaLostError, create_replicated_app
+from quantkit.serving.replicas.replica import REPORT, ReplicaAnswer
+from quantkit.support.errors import QuantkitError
 
-CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
+CHAT = "/v1/chat/completions"
+MESSAGES = "/v1/messages"
+RESPONSES = "/v1/responses"
 START = {"type": "http.response.start", "status": 200,
          "headers": [(b"content-type", b"text/event-stream"), (b"x-quantkit-replica", b"a")]}
 END = {"type": "http.response.body", "body": b"", "more_body": False}
@@ -30,9 +33,9 @@ class Scripted:
     def __init__(self, *scripts):
         self.scripts, self.requests = list(scripts), []
         self.states: list[ReplicaAnswer] = []
-        self.cancelled, self.run = 0, True
+        self.cancelled, self.running = 0, ["a"]
 
-    async def answer(self, request):
+    async def answer(self, replica, request):
         self.requests.append(request)
         try:
             for part in self.scripts.pop(0):
@@ -45,9 +48,6 @@ class Scripted:
 
     async def get(self, path):
         return self.states
-
-    async def any_runs(self):
-        return self.run
 
     def close(self):
         """Nothing runs."""
@@ -78,7 +78,7 @@ def test_an_answer_comes_as_the_replica_gave_it():
     assert answer.headers["x-quantkit-replica"] == "a" and answer.headers["cache-control"] == "no-store"
     (request,) = replicas.requests
     assert json.loads(request.body) == BODY["json"] and request.scope["path"] == CHAT
-    assert len(request.blocks) >= 4 and not replicas.cancelled
+    assert not replicas.cancelled
     assert "app" not in request.scope and "extensions" not in request.scope
 
 
@@ -160,13 +160,15 @@ def test_a_client_that_leaves_cancels_the_request():
     assert replicas.cancelled == 1 and len(replicas.requests) == 1
 
 
-@pytest.mark.parametrize("rest", [[], [[{"type": REPORT, "errors": [("it failed", None, None)]}]], [LOST]])
+@pytest.mark.parametrize("rest", [[], [[{"type": REPORT, "errors": [QuantkitError("it failed")]}]], [LOST]])
 def test_a_complete_answer_is_neither_cancelled_nor_called_lost(rest):
     """A client that has all of its answer leaves before the replica's generator has ended."""
     async def run():
         replicas = Scripted([[START, event("data: 1\n\n"), END], *rest])
         bodies = [{"type": "http.request", "body": b"{}", "more_body": False}]
-        sent, complete, errors = [], asyncio.Event(), []
+        sent = []
+        complete = asyncio.Event()
+        errors = []
 
         async def receive():
             if bodies:
@@ -205,33 +207,28 @@ def test_an_unstreamed_answer_is_complete_with_its_last_message():
     assert ask(replicas, **BODY).text == "{}" and len(replicas.requests) == 1
 
 
-def test_no_replica_is_waited_for_only_so_long(monkeypatch):
-    monkeypatch.setattr(forward, "PATIENCE", 0.01)
-    replicas = Scripted([asyncio.Event()])
-    replicas.run = False
-    answer = ask(replicas, **BODY)
-    assert answer.status_code == 503 and answer.headers["retry-after"]
-    assert answer.json()["error"]["code"] == "replica_lost"
-    assert answer.json()["error"]["message"] == "no replica runs; send the request again later"
-    assert len(replicas.requests) == replicas.cancelled == 1
+@pytest.mark.parametrize("comes", [False, True])
+def test_a_replica_is_waited_for_only_so_long(monkeypatch, comes):
+    looks = []
 
-
-def test_a_replica_that_runs_is_waited_for(monkeypatch):
-    monkeypatch.setattr(forward, "PATIENCE", 0.01)
-    looks, ready = [], asyncio.Event()
-
-    class Slow(Scripted):
-        async def answer(self, request):
-            await ready.wait()
-            yield [START, END]
-
-        async def any_runs(self):
+    class Starting(Scripted):
+        @property
+        def running(self):
             looks.append(None)
-            if len(looks) == 3:
-                ready.set()
-            return True
+            return ["a"] if comes and len(looks) == 3 else []
 
-    assert ask(Slow(), **BODY).status_code == 200 and len(looks) >= 3
+        @running.setter
+        def running(self, names):
+            """They come when they do."""
+
+    monkeypatch.setattr(forward, "PATIENCE", 60 if comes else 0.05)
+    replicas = Starting([[START, END]])
+    answer = ask(replicas, **BODY)
+    assert len(replicas.requests) == comes and len(looks) >= 3
+    assert answer.status_code == (200 if comes else 503)
+    if not comes:
+        assert answer.headers["retry-after"] and answer.json()["error"]["code"] == "replica_lost"
+        assert answer.json()["error"]["message"] == "no replica runs; send the request again later"
 
 
 def test_secrets_stay_in_the_server():
@@ -251,7 +248,6 @@ def test_a_replica_is_told_whose_request_it_is_and_not_by_which_key():
         ask(replicas, keys=("sesame", "poppy"), headers={"Authorization": f"Bearer {key}"}, **BODY)
     first, other, again = replicas.requests
     assert first.scope[TENANT] == again.scope[TENANT] != other.scope[TENANT]
-    assert first.blocks == again.blocks and not set(first.blocks) & set(other.blocks)
     assert b"sesame" not in first.scope[TENANT]
 
 
@@ -282,7 +278,7 @@ def test_a_server_that_ends_takes_no_new_work():
 
 def test_errors_of_a_replica_reach_the_server_s_terminal():
     errors = []
-    report = {"type": REPORT, "errors": [("a plugin failed", "it divides", None)]}
+    report = {"type": REPORT, "errors": [QuantkitError("a plugin failed", why="it divides")]}
     assert ask(Scripted([[report, START, END]]), errors=errors, **BODY).status_code == 200
     (error,) = errors
     assert (error.what, error.why, error.next) == ("a plugin failed", "it divides", None)

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-from quantkit.serving.app import told_once
-from quantkit.serving.replicas.base import REPORT, ForwardedRequest
-from quantkit.serving.replicas.replica import MAX_MESSAGES, Replica
-from quantkit.support.errors import QuantkitError
+from quantkit.executor.cluster import WorkerSetup
+from quantkit.serving.replicas import replica as module
+from quantkit.serving.replicas.replica import MAX_MESSAGES, REPORT, ForwardedRequest, Replica
+from quantkit.support.errors import QuantkitError, UsageError
 
 REQUEST = ForwardedRequest({"type": "http", "method": "POST", "path": "/v1/completions", "headers": []},
                            b"{}")
 
 
 def replica(api, *models):
-    """One that Ray Serve hasn't made."""
-    made = Replica.__new__(Replica)
-    made._id, made._errors, made._api, made._models = "a", [], api, models
-    made._tell = told_once(made._on_error)
+    """One that isn't in a process of its own."""
+    made = Replica("a", WorkerSetup.of_this_process(torch.get_num_threads()), locked=False)
+    made._api = api
+    made._models = models
     return made
 
 
@@ -29,7 +31,8 @@ async def everything(made):
 
 
 def reported(messages):
-    return [error for message in messages if message["type"] == REPORT for error in message["errors"]]
+    return [(error.what, error.why, error.next) for message in messages if message["type"] == REPORT
+            for error in message["errors"]]
 
 
 def test_an_error_that_ends_several_requests_is_told_once():
@@ -88,12 +91,32 @@ def test_an_application_waits_for_a_slow_reader():
     assert MAX_MESSAGES <= waiting <= 2 * MAX_MESSAGES + 1 and count == 4 * MAX_MESSAGES + 2
 
 
-def test_a_replica_whose_engine_has_ended_isn_t_healthy():
+def test_a_replica_whose_engine_has_ended_isn_t_healthy(monkeypatch):
+    monkeypatch.setattr(module, "CHECK_SECONDS", 0)
+
     def model(alive):
         thread = None if alive is None else SimpleNamespace(is_alive=lambda: alive)
         return SimpleNamespace(name="m", engine=SimpleNamespace(thread=thread, close=lambda: None))
 
-    asyncio.run(replica(None, model(True), model(True)).check_health())
+    asyncio.run(replica(None, model(True), model(True)).check())
     for ended in (False, None):
         with pytest.raises(RuntimeError, match="the engine of m has ended"):
-            asyncio.run(replica(None, model(True), model(ended)).check_health())
+            asyncio.run(replica(None, model(True), model(ended)).check())
+
+
+def test_an_error_of_loading_arrives_with_all_its_parts():
+    """Whatever its class is: the server's process may not have it."""
+    class OfPluginError(UsageError):
+        def __init__(self):
+            super().__init__("the model isn't there", why=why, next="ls")
+
+    why = "no such folder: \"ä\"\n"
+
+    def load():
+        raise OfPluginError
+
+    with pytest.raises(QuantkitError) as caught:
+        asyncio.run(replica(None).load(load))
+    arrived = pickle.loads(pickle.dumps(caught.value))
+    assert type(arrived) is QuantkitError and arrived.exit_code == UsageError.exit_code
+    assert (arrived.what, arrived.why, arrived.next) == ("the model isn't there", why, "ls")

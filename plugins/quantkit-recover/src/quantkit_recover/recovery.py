@@ -21,7 +21,6 @@ from quantkit.checkpoint.writer import WORK, CheckpointWriter
 from quantkit.formats.base import QuantizedTensor
 from quantkit.formats.finite import squares
 from quantkit.formats.spec import QuantSpec
-from quantkit.memory.quantize import RECOVERY_STATES, REST_UNIT, PlanRow, layer_unit
 from quantkit.models.architecture import EMBEDDING, HEAD, layer_of, parse_config
 from quantkit.models.config import ModelConfig
 from quantkit.models.loadable import DERIVED
@@ -30,6 +29,7 @@ from quantkit.ops.hadamard import apply_hadamard, undo_hadamard
 from quantkit.plugins.manager import registry
 from quantkit.quantization.calibration.finite import NonFiniteError, blame
 from quantkit.quantization.calibration.spill import Spill
+from quantkit.quantization.memory import RECOVERY_STATES, REST_UNIT, PlanRow, layer_unit
 from quantkit.quantization.recipe import Recipe
 from quantkit.quantization.recovery import Recovery, RecoveryJob, RecoveryText, recovery_options
 from quantkit.quantization.solve import stored_weight

@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 
 from quantkit.formats.base import Format, QuantizedTensor
-from quantkit.memory.quantize import BACKWARD_LOGITS, BACKWARD_TOKENS
 from quantkit.models.config import ModelConfig
 from quantkit.models.decoder import DecoderLayer
 from quantkit.models.layers import RMSNorm
@@ -26,6 +25,7 @@ from quantkit.plugins.manager import registry
 from quantkit.quantization.calibration.finite import NonFiniteError, behind, require_finite_states
 from quantkit.quantization.calibration.runner import embeddings
 from quantkit.quantization.calibration.spill import Spill
+from quantkit.quantization.memory import BACKWARD_LOGITS, BACKWARD_TOKENS
 from quantkit.support.errors import RecipeError
 from quantkit_recover.optimizer import Values
 

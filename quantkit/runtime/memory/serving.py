@@ -19,10 +19,12 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.formats.base import QuantizedTensor
 from quantkit.kv.cache import KVCache
 from quantkit.kv.spec import KVSpec, setting_of
-from quantkit.memory import scratch
-from quantkit.memory.kv import Footprint, footprint
-from quantkit.memory.machine import GPU_RUNTIME_BYTES, RUNTIME_BYTES
-from quantkit.memory.weights import (
+from quantkit.models.config import ModelConfig
+from quantkit.models.interfaces import LanguageModel
+from quantkit.runtime.memory import scratch
+from quantkit.runtime.memory.kv import Footprint, footprint
+from quantkit.runtime.memory.machine import GPU_RUNTIME_BYTES, RUNTIME_BYTES
+from quantkit.runtime.memory.weights import (
     Declines,
     ModelWeights,
     gpu_weight_bytes,
@@ -30,8 +32,6 @@ from quantkit.memory.weights import (
     stored_bytes,
     unquantized,
 )
-from quantkit.models.config import ModelConfig
-from quantkit.models.interfaces import LanguageModel
 from quantkit.sources.base import ModelSource
 from quantkit.support.errors import QuantkitError
 from quantkit.support.units import human_bytes
@@ -224,7 +224,7 @@ def server_memory(source: ModelSource | AnyCheckpoint, device: torch.device, fre
     Args:
         source: an open checkpoint or source.
         device: the model will run there.
-        free: :func:`~quantkit.memory.machine.free_memory` before any model was loaded.
+        free: :func:`~quantkit.runtime.memory.machine.free_memory` before any model was loaded.
         reason_against: the function of that name of the runtime for that device.
         before: the models that the same process loads before this one.
         kv: how keys and values are kept; by default as the checkpoint says.

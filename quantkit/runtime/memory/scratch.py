@@ -12,14 +12,14 @@ import torch
 
 from quantkit.kv.base import PAGE
 from quantkit.kv.cache import KVCache
-from quantkit.memory.kv import Footprint
-from quantkit.memory.machine import RUNTIME_BYTES
-from quantkit.memory.weights import ModelWeights
 from quantkit.models.architecture import EMBEDDING, HEAD, all_slots, linear_slots
 from quantkit.models.config import ModelConfig
 from quantkit.models.linear import Linear
 from quantkit.ops.cpu_weight import Activations, CpuWeight
 from quantkit.ops.dispatch import DECODE_ROWS
+from quantkit.runtime.memory.kv import Footprint
+from quantkit.runtime.memory.machine import RUNTIME_BYTES
+from quantkit.runtime.memory.weights import ModelWeights
 
 PREFILL_CHUNK = 512
 """Prompt tokens that go through a model at once, at most; other requests decode between two chunks."""

@@ -2,7 +2,7 @@
 
 import pytest
 
-from quantkit.memory import machine as memory
+from quantkit.runtime.memory import machine as memory
 
 
 @pytest.fixture

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from quantkit.memory.machine import RUNTIME_BYTES
-from quantkit.memory.quantize import STATES_IN_MEMORY
+from quantkit.quantization.memory import STATES_IN_MEMORY
 from quantkit.quantization.planning.plan import make_plan
+from quantkit.runtime.memory.machine import RUNTIME_BYTES
 from tests.helpers import shapes
 from tests.helpers.shapes import (
     GROUP4,

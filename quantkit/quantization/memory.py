@@ -9,10 +9,10 @@ from typing import Any, Protocol
 
 from quantkit.checkpoint.manifest import LayerRow
 from quantkit.formats.spec import QuantSpec
-from quantkit.memory.machine import RUNTIME_BYTES
 from quantkit.models.architecture import EMBEDDING, EXPERT, HEAD
 from quantkit.models.config import ModelConfig
 from quantkit.plugins.manager import registry
+from quantkit.runtime.memory.machine import RUNTIME_BYTES
 from quantkit.sources.base import TensorInfo
 
 BATCH_TOKENS = 4096

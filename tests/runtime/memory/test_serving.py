@@ -7,12 +7,12 @@ import torch
 
 from quantkit.checkpoint.open import open_model
 from quantkit.kv.spec import KVSpec, parse_kv
-from quantkit.memory.machine import RUNTIME_BYTES
-from quantkit.memory.serving import MemoryPart, server_memory
 from quantkit.runtime.cpu import model as cpu_model
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.gpu import model as gpu_model
 from quantkit.runtime.loader import load
+from quantkit.runtime.memory.machine import RUNTIME_BYTES
+from quantkit.runtime.memory.serving import MemoryPart, server_memory
 from quantkit.support.errors import UsageError
 
 CPU = torch.device("cpu")

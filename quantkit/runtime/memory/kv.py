@@ -24,8 +24,8 @@ from quantkit.kv.page_pool import most_pages
 from quantkit.kv.reread import OVERLAP
 from quantkit.kv.sequence import LayerState
 from quantkit.kv.spec import KVSpec
-from quantkit.memory.machine import memory_limit
 from quantkit.models.config import ModelConfig
+from quantkit.runtime.memory.machine import memory_limit
 from quantkit.support.errors import UsageError
 from quantkit.support.units import human_bytes
 

@@ -10,14 +10,14 @@ import torch
 from quantkit.capacity_search.search import by_recipe
 from quantkit.checkpoint.open import open_checkpoint
 from quantkit.kv.spec import KVSpec
-from quantkit.memory.kv import footprint
-from quantkit.memory.scratch import CPU_ROWS, scratch_bytes
-from quantkit.memory.weights import of_checkpoint, unquantized
 from quantkit.ops.cpu_weight import CpuWeight
 from quantkit.ops.dispatch import DECODE_ROWS
 from quantkit.quantization.run import quantize
 from quantkit.runtime.cpu.model import CpuModel, reason_against
 from quantkit.runtime.loader import load
+from quantkit.runtime.memory.kv import footprint
+from quantkit.runtime.memory.scratch import CPU_ROWS, scratch_bytes
+from quantkit.runtime.memory.weights import of_checkpoint, unquantized
 from quantkit.sources.open import open_source
 from quantkit.testing import tiny_model
 

@@ -15,11 +15,11 @@ from quantkit.kv.policies.snapkv import SnapKV
 from quantkit.kv.reread import finish_prompt
 from quantkit.kv.spec import KVSpec, parse_kv
 from quantkit.kv.store import PageStore
-from quantkit.memory import kv as footprint_module
-from quantkit.memory.kv import footprint
 from quantkit.models.architecture import parse_config
 from quantkit.plugins.manager import registry
 from quantkit.runtime.loader import load
+from quantkit.runtime.memory import kv as footprint_module
+from quantkit.runtime.memory.kv import footprint
 from quantkit.testing import tiny_model
 
 CHUNK = 128
