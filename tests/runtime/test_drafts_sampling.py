@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from itertools import product
 from typing import ClassVar
@@ -12,6 +13,7 @@ from safetensors.torch import save_file
 
 from quantkit.quantization.run import quantize
 from quantkit.runtime import speculation
+from quantkit.runtime.core import NextLogits
 from quantkit.runtime.drafting.base import Drafter, DraftSource, parse_drafter
 from quantkit.runtime.drafting.mtp import layouts
 from quantkit.runtime.engine import Engine
@@ -120,16 +122,16 @@ def test_draws_have_the_models_distribution(small, asked, monkeypatch):
 
     # the same test finds a sampler that is too kind to drafts
     kind = torch.Generator().manual_seed(0)
-    exact = speculation.next_tokens
+    exact = NextLogits.sample
 
-    def too_kind(rows, logits):
-        (token,) = exact(rows, logits)
-        place = len(rows[0].result.token_ids) - 1
-        if place < len(likely) and torch.rand((), generator=kind) < 0.25:
-            return [likely[place]]
-        return [token]
+    def too_kind(part):
+        results = exact(part)
+        place = len(part.requests[0].result.token_ids) - 1
+        if len(part.requests) == 1 and 0 <= place < len(likely) and torch.rand((), generator=kind) < 0.25:
+            return [dataclasses.replace(results[0], token=likely[place])]
+        return results
 
-    monkeypatch.setattr(speculation, "next_tokens", too_kind)
+    monkeypatch.setattr(NextLogits, "sample", too_kind)
     counts, requests = drawn(small, prompt, Fixed(draft=likely))
     first = Counter(request.result.token_ids[0] for request in requests)
     value, cells = statistic(counts, chances(small, prompt, first))
