@@ -7,7 +7,7 @@
 #   OUT=results bash evals/first_gpu.sh same tune
 #   bash evals/first_gpu.sh --rehearse all        anywhere: the same at tiny sizes, without a GPU
 #
-# check: versions, the bandwidth of a copy, gated products against float64, one test of each function
+# check: versions, the bandwidth of a read and a copy, gated products against float64, one test of each function
 # bench: the kernels, and an 8B model at contexts of 1k and 128k; without and with programmatic dependent launch
 # same:  whether a GPU computes what the CPU does, with a real model
 # tune:  launch parameters of products

@@ -9,12 +9,14 @@ import sys
 
 import torch
 
+from quantkit.evaluation.quality.feed import prefill
 from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
 from quantkit.kv.spec import parse_kv
 from quantkit.runtime.loader import load
 
-LENGTHS, CHUNK, DECODED = (576, 1024, 2048, 4096, 8000), 512, 64
+LENGTHS = (576, 1024, 2048, 4096, 8000)
+DECODED = 64
 SETTINGS = ("none", "window(512, sinks=4)", "window(512, sinks=4)+int8")
 
 
@@ -22,7 +24,7 @@ SETTINGS = ("none", "window(512, sinks=4)", "window(512, sinks=4)+int8")
 def main() -> None:
     """Prints a line a setting."""
     loaded = load(sys.argv[1] if len(sys.argv) > 1 else "smollm2")
-    model, last = loaded.model, torch.zeros(1, dtype=torch.int64)
+    model = loaded.model
     print(f"{'tokens':<28}" + "".join(f"{length:>9}   " for length in LENGTHS))
     for kv in SETTINGS:
         sizes = []
@@ -30,10 +32,7 @@ def main() -> None:
             cache = KVCache(loaded.config, parse_kv(kv), loaded.dtype, model.device)
             row, prompt = cache.add(), length - DECODED
             ids = torch.randint(0, loaded.config.vocab_size, (1, length))
-            for start in range(0, prompt, CHUNK):
-                stop = min(start + CHUNK, prompt)
-                batch = Batch(cache, [row], "prefill_end" if stop == prompt else "prefill")
-                model(ids[:, start:stop], cache=batch, last=last)
+            prefill(loaded, cache, row, ids[0, :prompt].tolist())
             for at in range(prompt, length):
                 batch = Batch(cache, [row], "decode")
                 model(ids[:, at:at + 1], cache=batch)

@@ -15,7 +15,9 @@ from typing import Any
 from quantkit.kv.codecs.kivi import GROUP
 from quantkit.kv.spec import KVSpec, parse_kv
 
-HALF, PAGE, POSITION = 16, 64, 32
+HALF = 16
+PAGE = 64
+POSITION = 32
 """Bits of a number of the full cache, tokens of a page, bits of a slot's position where a policy drops."""
 DIM = 64
 """Of SmolLM2's heads."""
@@ -43,7 +45,9 @@ def claimed(spec: KVSpec, tokens: int) -> float:
     """
     if {"residual_length", "sinks"} & {*spec.codec_options, *spec.value_options}:
         raise ValueError(f"{spec}: only the default pages that stay plain are counted")
-    budget, kept, more = spec.options.get("budget"), float(tokens), 0.0
+    budget = spec.options.get("budget")
+    kept = float(tokens)
+    more = 0.0
     if isinstance(budget, str):
         raise ValueError(f"{spec}: what a budget in bytes claims is that many bytes")
     if budget is not None:

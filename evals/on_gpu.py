@@ -18,10 +18,9 @@ from typing import Any
 
 import torch
 
-from quantkit.evaluation.bench.machine import machine
-from quantkit.evaluation.feed import force, prefill
-from quantkit.evaluation.forced import TeacherForcedModel
-from quantkit.evaluation.quality import compare, windows_of
+from quantkit.evaluation.protocol import machine
+from quantkit.evaluation.quality.feed import TeacherForcedModel, force, prefill
+from quantkit.evaluation.quality.score import compare, windows_of
 from quantkit.evaluation.text import load_text
 from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache

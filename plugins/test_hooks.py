@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from quantkit.plugins import manager as plugins
-from quantkit.plugins.first_party import NAMES
+from quantkit.plugins.registry import FIRST_PARTY
 from quantkit.quantization.recipe import load_recipe
 
 FOLDERS = sorted(Path(__file__).parent.glob("quantkit-*"))
@@ -45,7 +45,7 @@ def test_it_registers_what_is_said_of_it(folder: Path, monkeypatch: pytest.Monke
     manager.add(importlib.import_module(package_of(folder)), folder.name, name="mine", version="0")
     monkeypatch.setattr("quantkit.quantization.recipe.current", lambda: manager)
     kinds = {table.kind: table for table in manager.registries.values()}
-    for kind, names in NAMES.items():
+    for kind, names in FIRST_PARTY.items():
         for name in (name for name, owner in names.items() if owner == folder.name):
             if kind != "recipe":
                 assert kinds[kind].entry(name).owner == folder.name and kinds[kind].get(name).name == name

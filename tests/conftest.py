@@ -110,7 +110,7 @@ def llama_cpp() -> Callable[[Path], contextlib.AbstractContextManager[Any]]:
 
     @contextlib.contextmanager
     def opened(path: Path) -> Iterator[Any]:
-        from quantkit.evaluation.peers.worker_session import WorkerSession
+        from quantkit.evaluation.peers.process import WorkerSession
 
         options = {"file": str(path), "bin": library, "context": 512, "threads": 1}
         session = WorkerSession("llama.cpp", sys.executable, "llama_worker.py", options, "see what it says")

@@ -12,31 +12,21 @@ import pytest
 
 from quantkit import __version__
 from quantkit.evaluation.metrics import Metric
-from quantkit.evaluation.report.base import Reporter
-from quantkit.evaluation.result import EvalResult, ModelResult
 from quantkit.evaluation.suite import EvalSuite
 from quantkit.formats.base import Codes, Format, QuantizedTensor
 from quantkit.kv.base import KVCodec, KVPolicy, PolicyView, SideCodec
 from quantkit.kv.policies.score_policy import ScorePolicy
 from quantkit.models.architecture import Architecture
-from quantkit.models.reader import ConfigReader
-from quantkit.models.scale_groups import ScaleGroup
-from quantkit.ops.dispatch import KernelQuery, LinearKernel
 from quantkit.plugins import hooks
 from quantkit.plugins.manager import PluginManager, registry
 from quantkit.quantization.methods.base import LayerStats, Method
 from quantkit.quantization.methods.grid import Grid
 from quantkit.quantization.planning.plan import make_plan
 from quantkit.quantization.recipe import list_recipes, load_recipe
-from quantkit.quantization.recovery.base import Parameter, Recovery, RecoveryTask
-from quantkit.quantization.transforms.base import LayerTensors, Transform
-from quantkit.sources.base import ModelSource, SourceIdentity, SourceKind
 from quantkit.sources.open import open_source
 from quantkit.support.errors import DONE, FAILED, INTERRUPTED, RESUMABLE, USAGE
 from quantkit.testing import tiny_model
-from quantkit.testing.scaffold.kinds import KINDS
-from quantkit.testing.scaffold.names import plugin_names
-from quantkit.testing.scaffold.render import render
+from quantkit.testing.scaffold import KINDS, render
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -63,11 +53,12 @@ def module_of(name: str) -> types.ModuleType:
 @pytest.mark.parametrize("hook", sorted(HOOKS))
 def test_every_hook_is_described_with_its_arguments(hook):
     arguments = ", ".join(inspect.signature(HOOKS[hook]).parameters)
-    assert f"`{hook}({arguments})`" in text_of("docs/plugins.md")
+    assert f"`{hook}({arguments})`" in text_of("docs/plugin-reference.md")
 
 
 def test_no_hook_is_described_that_does_not_exist():
-    described = set(re.findall(r"^\| `(\w+)\(", text_of("docs/plugins.md"), re.MULTILINE))
+    hooks_part = text_of("docs/plugin-reference.md").split("## Names")[0]
+    described = set(re.findall(r"^\| `(\w+)\(", hooks_part, re.MULTILINE))
     assert described == set(HOOKS)
 
 
@@ -86,7 +77,7 @@ def test_every_recipe_is_described_and_no_other():
     assert described == {info.name for info in list_recipes()}
 
 
-@pytest.mark.parametrize("kind", ["methods", "transforms", "recoveries"])
+@pytest.mark.parametrize("kind", ["methods", "transforms"])
 def test_every_method_and_transform_and_its_options_are_described(kind):
     page = text_of("docs/recipes.md")
     for name in registry(kind):
@@ -120,36 +111,31 @@ def test_the_recipe_of_the_page_is_a_recipe(tmp_path):
 
 
 def test_the_examples_of_plugins_are_what_plugins_new_makes():
-    generator = module_of("generate_plugins")
-    assert {path.stem for path in (DOCS / "plugins").glob("*.md")} == set(KINDS)
-    for kind, about in KINDS.items():
-        page = text_of(f"docs/plugins/{kind}.md")
-        assert generator.filled(kind, page) == page, "run: python docs/generate_plugins.py"
-        files = render(plugin_names(about.example, about), about)
-        package = [content for path, content in files.items() if path.startswith("src/")]
-        shown = [match.group(0) for match in generator.BLOCK.finditer(page)]
-        assert len(shown) == 2 and all(any(content in block for content in package) for block in shown)
-        assert f"](plugins/{kind}.md)" in text_of("docs/plugins.md") and f"| `{kind}` |" in text_of(
-            "docs/plugins.md")
+    files = render("method", "clipped").files
+    examples = re.findall(r"<!-- example: (\S+) -->\n```\w+\n(.*?)^```", text_of("docs/plugins.md"),
+                          re.MULTILINE | re.DOTALL)
+    assert len(examples) == 4
+    for path, content in examples:
+        assert content == files[path], path
 
 
-@pytest.mark.parametrize("kind", list(KINDS))
-def test_the_page_of_a_kind_says_what_is_called_when(kind):
-    page = text_of(f"docs/plugins/{kind}.md")
-    assert f"--kind {kind}\n" in page
-    rows = page.partition("## What is called when")[2]
-    assert "| what | when, how often | on which thread | with what |" in rows and rows.count("\n| ") >= 2
-    if kind not in ("command", "recipe", "suite"):
-        assert f"`check_{kind}(" in page and f"`check_{kind}(" in text_of("docs/plugins.md")
+def test_the_other_examples_of_plugins_work(tmp_path):
+    """Each is registered, loads as the reference says, and has the type that its registry expects."""
+    examples = blocks("docs/plugin-reference.md", "python")
+    names = {"KIND": "sources", "TRANSFORM": "transforms", "RECOVERY": "recoveries", "KERNEL": "kernels",
+             "Repeat": "drafters", "REPORTER": "reporters", "command": "commands"}
+    assert len(examples) == len(names)
+    tables = PluginManager(only=()).registries
+    for code, (target, kind) in zip(examples, names.items()):
+        exec(compile(code, "docs/plugin-reference.md", "exec"), made := {})
+        name = getattr(made[target], "name", "mine")
+        tables[kind].register(name, made[target], owner="dist-mine")
+        assert tables[kind].get(name) is made[target]
 
 
-AUTHORS_MEET = {
-    "method": (Method, LayerStats, Codes, Grid), "transform": (Transform, LayerTensors, ScaleGroup),
-    "recovery": (Recovery, RecoveryTask, Parameter),
-    "format": (Format, QuantizedTensor), "kernel": (LinearKernel, KernelQuery),
-    "policy": (PolicyView, KVPolicy, ScorePolicy), "codec": (KVCodec, SideCodec), "metric": (Metric,),
-    "reporter": (Reporter, EvalResult, ModelResult), "source": (SourceKind, ModelSource, SourceIdentity),
-    "architecture": (Architecture, ConfigReader), "suite": (EvalSuite,)}
+AUTHORS_MEET = (
+    Method, LayerStats, Codes, Grid, Format, QuantizedTensor, PolicyView, KVPolicy, ScorePolicy, KVCodec,
+    SideCodec, Metric, Architecture, EvalSuite)
 NOT_FOR_AUTHORS = {"model_config", "where", "null", "wrong", "rows", "Phase"}
 """What pydantic has, and details that the docstrings are enough for."""
 
@@ -162,33 +148,22 @@ def attributes(thing: type) -> set[str]:
     return {name for name in fields | methods if not name.startswith("_")} - NOT_FOR_AUTHORS
 
 
-@pytest.mark.parametrize("thing", [thing for things in AUTHORS_MEET.values() for thing in things])
+@pytest.mark.parametrize("thing", AUTHORS_MEET)
 def test_everything_that_an_author_meets_is_described(thing):
-    (kind,) = (kind for kind, things in AUTHORS_MEET.items() if thing in things)
-    page = text_of(f"docs/plugins/{kind}.md")
-    page = re.sub(r"```.*?^```", "", page, flags=re.MULTILINE | re.DOTALL)
+    page = re.sub(r"```.*?^```", "", text_of("docs/plugin-reference.md"), flags=re.MULTILINE | re.DOTALL)
     assert thing.__name__ in page
     missing = {name for name in attributes(thing) if not re.search(rf"`(\w+\.)*{name}[`(]", page)}
     assert not missing, missing
 
 
-def test_the_package_of_the_page_registers_the_example():
-    hook_code, observer_code, test_code = blocks("docs/plugins.md", "python")
-    files = render(plugin_names("clipped", KINDS["method"]), KINDS["method"])
-    toml = tomllib.loads(blocks("docs/plugins.md", "toml")[0])
-    made = tomllib.loads(files["pyproject.toml"])
-    assert toml["project"].items() <= made["project"].items()
-    exec(compile(hook_code, "docs/plugins.md", "exec"), hooks := {})
-    seen = []
-    hooks["register_methods"](lambda name, target: seen.append((name, target)))
-    (package,) = toml["project"]["entry-points"]["quantkit"].values()
-    assert seen == [("clipped", f"{package}.method:METHOD")] and hooks["QUANTKIT_API"] == 1
-    assert f"src/{package}/method.py" in files
-    assert "check_method(METHOD)" in test_code and "on_run_finished" in observer_code
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_a_kind_that_has_a_template_has_a_check(kind):
+    assert f"`check_{kind}(" in text_of("docs/plugin-reference.md")
+    assert f"`{kind}`" in text_of("docs/plugins.md")
 
 
 def test_the_observer_of_the_page_observes(tmp_path, monkeypatch):
-    observer_code = blocks("docs/plugins.md", "python")[1]
+    observer_code = blocks("docs/plugins.md", "python")[-1]
     plugin = types.ModuleType("observer")
     exec(compile(observer_code, "docs/plugins.md", "exec"), vars(plugin))
     monkeypatch.chdir(tmp_path)

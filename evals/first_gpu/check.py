@@ -1,9 +1,9 @@
 """What a GPU is and whether products are right on it: ``python check.py --out FILE``.
 
-Writes a line of JSON for each of these, as soon as it is known: versions; the bandwidth of a copy; and, for
-each kind of weight, a gated product of 512 rows, computed 20 times: whether all have the same bits, and how
-far they are from float64, beside torch in bfloat16. Needs torch and triton only. Exit code 1 if anything is
-wrong.
+Writes a line of JSON for each of these, as soon as it is known: versions; the bandwidth of a read and of a
+copy; and, for each kind of weight, a gated product of 512 rows, computed 20 times: whether all have the same
+bits, and how far they are from float64, beside torch in bfloat16. Needs torch and triton only. Exit code 1 if
+anything is wrong.
 """
 
 from __future__ import annotations
@@ -21,7 +21,14 @@ import torch
 import torch.nn.functional as F
 
 from quantkit_kernels.reference import dequantize_int, dequantize_nf4
-from quantkit_kernels.tools.bench import COPY, clock_timer, copy_bandwidth, graph_timer, machine
+from quantkit_kernels.tools.bench import (
+    COPY,
+    clock_timer,
+    copy_bandwidth,
+    graph_timer,
+    machine,
+    read_bandwidth,
+)
 from quantkit_kernels.triton import fp8, nf4, w4a16, w8a16, w16a16
 from quantkit_kernels.triton.matmul import multiply
 from quantkit_kernels.triton.packed import TritonWeight
@@ -73,7 +80,8 @@ def facts(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         timer, times, size = clock_timer, 2, 1 << 20
     smi = None if args.rehearse else subprocess.run(["nvidia-smi"], capture_output=True, text=True).stdout
     yield {**machine(device), "python": sys.version, "system": platform.platform(), "nvidia_smi": smi}
-    yield {"copy_bytes_per_second": copy_bandwidth(timer, 9, device, size)}
+    yield {"read_bytes_per_second": read_bandwidth(timer, 9, device, size),
+           "copy_bytes_per_second": copy_bandwidth(timer, 9, device, size)}
     x = torch.randn(rows, k, dtype=dtype, device=device)
     for kind, packed, exact in weights(n, k, device, dtype):
         yield product(kind, packed, exact, x, times)

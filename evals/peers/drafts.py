@@ -28,6 +28,7 @@ from statistics import median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
+from commands import quantkit
 from llama_cpp import LlamaCpp
 
 from quantkit.evaluation.bench.drafts import tasks
@@ -91,13 +92,10 @@ def _ours(model: str, drafters: Sequence[str], tokens: int, threads: int
     arguments = ["bench", "drafts", model, "--repeats", "1", "--max-tokens", str(tokens), "--json", "--quiet"]
     for drafter in drafters:
         arguments += ["--draft", drafter]
-    done = subprocess.run([sys.executable, "-m", "quantkit.cli.main", *arguments], capture_output=True,
-                          text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": str(threads)})
-    if done.returncode:
-        sys.exit(f"quantkit {' '.join(arguments)} failed: {done.stderr.strip()[-500:]}")
+    report = json.loads(quantkit(*arguments, threads=threads))
     return {(case["task"], re.sub(r"[^(,]*/", "", case["drafter"])): {
         "tok_s": case["tok_s"]["median"], "drafted": case["drafted"], "accepted": case["accepted"]}
-        for case in json.loads(done.stdout)["cases"]}
+        for case in report["cases"]}
 
 
 def _theirs(programs: LlamaCpp, model: str, options: Sequence[str], args: argparse.Namespace

@@ -23,7 +23,8 @@ import torch
 from safetensors.torch import save_file
 
 from quantkit.cli.present import table
-from quantkit.evaluation.bench.machine import machine
+from quantkit.evaluation.protocol import machine
+from quantkit.evaluation.quality.feed import prefill
 from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
 from quantkit.kv.spec import parse_kv
@@ -40,7 +41,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "expected": ("expected(0.5)", {"n_future_positions": 512, "n_sink": 4}),
 }
 """Ours, and theirs' options beside the ratio."""
-CHUNK = 512
 
 
 def ours(loaded: LoadedModel, kv: str, prompt: torch.Tensor, answer: torch.Tensor) -> dict[str, Any]:
@@ -49,12 +49,8 @@ def ours(loaded: LoadedModel, kv: str, prompt: torch.Tensor, answer: torch.Tenso
     row = cache.add(len(prompt) + len(answer))
     with torch.inference_mode():
         begin = time.perf_counter()
-        for start in range(0, len(prompt), CHUNK):
-            chunk = prompt[None, start:start + CHUNK]
-            end = start + chunk.shape[1] == len(prompt)
-            batch = Batch(cache, [row], "prefill_end" if end else "prefill")
-            loaded.model(chunk, cache=batch, last=torch.tensor([chunk.shape[1] - 1]))
-        prefill = time.perf_counter() - begin
+        prefill(loaded, cache, row, prompt.tolist())
+        prefill_s = time.perf_counter() - begin
         kept = [[[at for at in head if at >= 0] for head in cache.positions(row, layer).tolist()]
                 for layer in range(loaded.config.num_layers)]
         cache_bytes = sum(store.pages.used * store.pages.page_bytes for store in cache.stores)
@@ -62,7 +58,7 @@ def ours(loaded: LoadedModel, kv: str, prompt: torch.Tensor, answer: torch.Tenso
         for token in answer:
             loaded.model(token[None, None], cache=Batch(cache, [row], "decode"))
         decode = (time.perf_counter() - begin) / len(answer)
-    return {"kept": kept, "bytes": cache_bytes, "prefill_s": prefill, "decode_s": decode}
+    return {"kept": kept, "bytes": cache_bytes, "prefill_s": prefill_s, "decode_s": decode}
 
 
 def theirs(args: argparse.Namespace, name: str, options: dict[str, Any], tokens: Path) -> dict[str, Any]:

@@ -22,6 +22,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from commands import quantkit
+
 RECIPE = """name: {name}
 description: by rounding, for speed
 rules:
@@ -94,7 +96,10 @@ class LlamaCpp:
     """llama.cpp's programs."""
 
     def __init__(self, folder: Path, work: Path, threads: int, tokens: int) -> None:
-        self._folder, self._work, self._threads, self._tokens = folder.resolve(), work, threads, tokens
+        self._folder = folder.resolve()
+        self._work = work
+        self._threads = threads
+        self._tokens = tokens
         links = (work / "lib").resolve()
         links.mkdir(exist_ok=True)
         for library in self._folder.glob("*.so*"):  # the package has no links by the names that are linked to
@@ -144,13 +149,13 @@ def _make(name: str, gguf: Path, work: Path) -> Path:
     if not out.exists():
         recipe = work / f"{out.name}.yaml"
         recipe.write_text(RECIPE.format(name=out.name, rule=RULES[name]), encoding="utf-8")
-        _quantkit("quantize", str(gguf), "--recipe", str(recipe), "--out", str(out), "--quiet")
+        quantkit("quantize", str(gguf), "--recipe", str(recipe), "--out", str(out), "--quiet")
     return out
 
 
 def _bench(model: Path, row: SpeedRow, threads: int, tokens: int) -> dict[str, Any]:
     prompt = "0" if row.depth else "512"
-    report = json.loads(_quantkit(
+    report = json.loads(quantkit(
         "bench", "decode", str(model), "--context", str(row.depth), "--kv", row.kv, "--max-tokens",
         str(tokens), "--prefill", prompt, "--repeats", "1", "--no-fallback", "--json", "--quiet",
         threads=threads))
@@ -158,15 +163,6 @@ def _bench(model: Path, row: SpeedRow, threads: int, tokens: int) -> dict[str, A
     return {"prefill": report["prefill"][0]["tok_s"]["median"] if report["prefill"] else 0.0,
             "decode": case["tok_s"]["median"], "of_read": case["of_read"], "bytes": report["bytes"],
             "machine": report["machine"]}
-
-
-def _quantkit(*arguments: str, threads: int | None = None) -> str:
-    env = dict(os.environ) if threads is None else {**os.environ, "OMP_NUM_THREADS": str(threads)}
-    done = subprocess.run([sys.executable, "-m", "quantkit.cli.main", *arguments], capture_output=True,
-                          text=True, check=False, env=env)
-    if done.returncode:
-        sys.exit(f"quantkit {' '.join(arguments)} failed: {done.stderr.strip()[-500:]}")
-    return done.stdout
 
 
 def _line(row: dict[str, Any]) -> str:

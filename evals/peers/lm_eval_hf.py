@@ -24,14 +24,13 @@ from typing import Any
 
 import torch
 import transformers
+from commands import plain_folder
 from lm_eval.models.huggingface import HFLM
-from safetensors.torch import save_file
 
-from quantkit.evaluation.lm_eval_model import lm_eval_model
 from quantkit.evaluation.protocol import cpu_cores, cpu_name
-from quantkit.evaluation.tasks import ReadyTask, chosen, prepare_tasks
+from quantkit.evaluation.tasks.lm_eval_model import lm_eval_model
+from quantkit.evaluation.tasks.run import ReadyTask, chosen, prepare_tasks
 from quantkit.runtime.loader import load
-from quantkit.sources.open import open_source
 
 OURS = "quantkit"
 
@@ -43,17 +42,6 @@ class SideResult:
     answers: list[tuple[float, bool]] = field(default_factory=list)
     wall: list[float] = field(default_factory=list)
     cpu: list[float] = field(default_factory=list)
-
-
-def write(uri: str, folder: Path) -> None:
-    """The model as transformers reads it: plain tensors, as the source yields them."""
-    source = open_source(uri)
-    for name, raw in source.side_files().items():
-        (folder / name).write_bytes(raw)
-    (folder / "config.json").write_text(json.dumps(source.config()), encoding="utf-8")
-    save_file({name: source.tensor(name).clone() for name in source.tensors()}, folder / "model.safetensors",
-              metadata={"format": "pt"})
-    source.close()
 
 
 def theirs(folder: Path, dtype: str, batch: str) -> Any:
@@ -164,7 +152,7 @@ def main() -> int:
     answers: dict[tuple[str, str], list[tuple[float, bool]]] = {}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        write(args.model, folder)
+        plain_folder(args.model, folder)
         for dtype in args.dtypes.split(","):
             sides = {f"hf batch {batch}": theirs(folder, dtype, batch) for batch in args.hf_batch.split(",")}
             sides[OURS] = lm_eval_model(load(args.model, dtype=dtype))

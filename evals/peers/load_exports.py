@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from commands import quantkit
 
 from quantkit.runtime.generate import generate
 from quantkit.runtime.loader import LoadedModel, load
@@ -133,7 +134,7 @@ def make(args: argparse.Namespace, name: str) -> Path:
     if not out.exists():
         recipe = args.work / f"{name}.yaml"
         recipe.write_text(RECIPE.format(spec=MADE[name]), encoding="utf-8")
-        _quantkit("quantize", args.model, "--recipe", str(recipe), "--out", str(out), "--quiet")
+        quantkit("quantize", args.model, "--recipe", str(recipe), "--out", str(out), "--quiet")
     return out
 
 
@@ -141,7 +142,7 @@ def export(args: argparse.Namespace, base: Path, form: str) -> Path:
     """A checkpoint in another layout, unless it is there."""
     out: Path = args.work / f"{base.name}-{form}"
     if not out.exists():
-        _quantkit("export", str(base), "--to", form, str(out), "--quiet")
+        quantkit("export", str(base), "--to", form, str(out), "--quiet")
     return out
 
 
@@ -167,7 +168,7 @@ def compare(folder: Path, engine: str, python: Path, prompts: list[list[int]],
             ours: dict[str, list[list[int]]],
             models: dict[str, Any], count: int) -> dict[str, Any]:
     """What was predicted, whether it loads, and how near its answers are."""
-    report = json.loads(_quantkit("verify", str(folder), "--for", engine, "--for-device", "cpu", "--json",
+    report = json.loads(quantkit("verify", str(folder), "--for", engine, "--for-device", "cpu", "--json",
                                   fails=True))
     row: dict[str, Any] = {"predicted": report["loads"],
                            "why": [f"{c['name']}: {c['detail']}" for c in report["checks"]
@@ -214,14 +215,6 @@ def theirs(engine: str, python: Path, folder: Path, prompts: list[list[int]],
         return None, " ".join((causes or errors or [done.stderr.strip()[-300:]])[0].split())[:400]
     answers: list[dict[str, Any]] = json.loads(line.removeprefix("made "))
     return answers, ""
-
-
-def _quantkit(*arguments: str, fails: bool = False) -> str:
-    done = subprocess.run([sys.executable, "-m", "quantkit.cli.main", *arguments], capture_output=True,
-                          text=True, check=False)
-    if done.returncode and not fails:
-        sys.exit(f"quantkit {' '.join(arguments)} failed: {done.stderr.strip()[-500:]}")
-    return done.stdout
 
 
 def line(row: dict[str, Any]) -> str:

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from llama_cpp import LlamaCpp
-from quality_models import gguf_bits
+
+from quantkit.evaluation.peers.process import gguf_bits
 
 PLAIN = {"Q8_0": 8, "Q4_0": 4, "Q4_K_M": 4}
 IMATRIX = {"Q4_K_M": 4, "IQ4_XS": 4, "Q3_K_M": 3, "IQ3_XXS": 3, "Q2_K": 2, "IQ2_XS": 2}
@@ -31,7 +32,9 @@ class LlamaQuality:
 
     def __init__(self, theirs: LlamaCpp, base: Path, work: Path, args: argparse.Namespace,
                  text: Path) -> None:
-        self._theirs, self._base, self._work = theirs, base, work
+        self._theirs = theirs
+        self._base = base
+        self._work = work
         self._given, self._calibration = args, text
 
     def types(self) -> list[tuple[str, int, bool]]:
@@ -56,7 +59,7 @@ class LlamaQuality:
                          keep, str(self._base), str(file), kind, str(self._given.threads))
         wall, cpu = time.perf_counter() - begin, cpu_seconds(before)
         texts = {text.name: {"served": {"half": self._scores(file, text)}} for text in self._given.text}
-        bits = gguf_bits(file)
+        bits = gguf_bits(file, head=False)
         file.unlink()
         if calibrated:
             cpu += float(self._imatrix().with_suffix(".cpu_s").read_text(encoding="utf-8"))

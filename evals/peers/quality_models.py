@@ -87,11 +87,3 @@ def check_tokens(folder: Path, file: Path, text: Path, theirs: LlamaCpp) -> None
     output = theirs.run("llama-tokenize", "-m", str(file), "-f", str(text), "--ids", "--no-bos")
     if json.loads(output) != ours:
         raise SystemExit(f"llama.cpp splits {text.name} into other tokens")
-
-
-def gguf_bits(file: Path) -> float:
-    """Stored bits a weight of the matrices of all decoder layers."""
-    tensors = [tensor for tensor in gguf.GGUFReader(file).tensors
-               if tensor.name.startswith("blk.") and len(tensor.shape) == 2]
-    return 8 * sum(int(tensor.n_bytes) for tensor in tensors) / sum(int(tensor.n_elements)
-                                                                    for tensor in tensors)

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from quantkit.evaluation.metrics import KL, PERPLEXITY, TOP1, Metric
-from quantkit.evaluation.quality import windows_of
+from quantkit.evaluation.quality.score import windows_of
+from quantkit.evaluation.quality.window_scores import ROWS
 from quantkit.evaluation.text import load_text
-from quantkit.evaluation.window_scores import ROWS
 from quantkit.runtime.loader import LoadedModel, load
 
 METRICS: dict[str, Metric] = {"perplexity": PERPLEXITY, "kl": KL, "top1": TOP1}
@@ -30,7 +30,9 @@ class PeerScorer:
     """
 
     def __init__(self, base: Path, text: Path, windows: int, window: int, work: Path) -> None:
-        self._base, self._text, self._shape = base, text, (windows, window)
+        self._base = base
+        self._text = text
+        self._shape = (windows, window)
         self._file = work / f"{text.stem}.f32"
         self._tokens: torch.Tensor | None = None
 

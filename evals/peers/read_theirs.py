@@ -28,11 +28,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from commands import plain_folder
 from load_exports import PROMPTS, greedy, theirs
-from safetensors.torch import save_file
 
 from quantkit.runtime.loader import load
-from quantkit.sources.open import open_source
 from quantkit.support.errors import QuantkitError
 from quantkit.testing import tiny_model
 
@@ -138,13 +137,7 @@ def original(args: argparse.Namespace) -> Path:
         return out
     if args.model == "tiny":
         return tiny_model(out, hidden_size=128, intermediate_size=256, tie_word_embeddings=False)
-    source = open_source(args.model)
-    out.mkdir()
-    for name, content in source.side_files().items():
-        (out / name).write_bytes(content)
-    (out / "config.json").write_text(json.dumps(source.config()), encoding="utf-8")
-    save_file({name: source.tensor(name).clone() for name in source.tensors()}, out / "model.safetensors",
-              {"format": "pt"})
+    plain_folder(args.model, out)
     return out
 
 

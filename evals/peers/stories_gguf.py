@@ -67,7 +67,11 @@ def convert(weights: Path, tokens: Path, out: Path) -> None:
 
 def add_vocabulary(writer: gguf.GGUFWriter, content: bytes, vocabulary: int) -> None:
     """Tokens, scores and kinds, as llama.cpp's own conversion has them."""
-    tokens, scores, kinds, place = [], [], [], 4  # the longest token's length comes first
+    # the longest token's length comes first
+    tokens = []
+    scores = []
+    kinds = []
+    place = 4
     for number in range(vocabulary):
         score, length = struct.unpack_from("<fi", content, place)
         text = content[place + 8:place + 8 + length].decode("utf-8")

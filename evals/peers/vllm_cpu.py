@@ -22,6 +22,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from commands import quantkit
+
 THEIRS = """
 import json, sys, time
 from vllm import LLM, SamplingParams
@@ -86,27 +88,20 @@ def _theirs(args: argparse.Namespace, dtype: str) -> float:
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "theirs.py"  # its workers import it, so it must be a file
         script.write_text(THEIRS, encoding="utf-8")
-        text = _run([str(args.python), str(script), str(args.model), dtype, str(args.batch),
-                     str(args.max_tokens)], env)
-    line = next(line for line in text.splitlines() if line.startswith("speeds "))
+        done = subprocess.run([str(args.python), str(script), str(args.model), dtype, str(args.batch),
+                               str(args.max_tokens)], capture_output=True, text=True, check=False, env=env)
+    if done.returncode:
+        sys.exit(f"vLLM failed: {done.stderr.strip()[-500:]}")
+    line = next(line for line in done.stdout.splitlines() if line.startswith("speeds "))
     speeds: list[float] = json.loads(line.removeprefix("speeds "))
     return median(speeds)
 
 
 def _ours(args: argparse.Namespace, model: str) -> dict[str, Any]:
-    env = {**os.environ, "OMP_NUM_THREADS": str(args.threads)}
-    report: dict[str, Any] = json.loads(_run(
-        [sys.executable, "-m", "quantkit.cli.main", "bench", "decode", model, "--batch", str(args.batch),
-         "--context", "16", "--prefill", "0", "--max-tokens", str(args.max_tokens), "--no-fallback", "--json",
-         "--quiet"], env))
+    report: dict[str, Any] = json.loads(quantkit(
+        "bench", "decode", model, "--batch", str(args.batch), "--context", "16", "--prefill", "0",
+        "--max-tokens", str(args.max_tokens), "--no-fallback", "--json", "--quiet", threads=args.threads))
     return report
-
-
-def _run(command: list[str], env: dict[str, str]) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
-    if done.returncode:
-        sys.exit(f"{command[0]} failed: {done.stderr.strip()[-500:]}")
-    return done.stdout
 
 
 def _range(speeds: list[float]) -> str:

@@ -31,7 +31,10 @@ class ClientResponse(NamedTuple):
 
 def ask(client: openai.OpenAI, model: str, question: str, tokens: int) -> ClientResponse:
     """Stream one greedy answer of exactly so many tokens."""
-    begin, first, text, count = time.perf_counter(), 0.0, "", 0
+    begin = time.perf_counter()
+    first = 0.0
+    text = ""
+    count = 0
     for chunk in client.chat.completions.create(
             model=model, messages=[{"role": "user", "content": question}], max_tokens=tokens, temperature=0,
             stream=True, stream_options={"include_usage": True}, extra_body={"ignore_eos": True}):

@@ -25,7 +25,7 @@ from typing import Any
 from prompts import text
 from stream_client import Clock, Response, model_of, named, quantile, send, stream_times
 
-from quantkit.evaluation.bench.machine import machine
+from quantkit.evaluation.protocol import machine
 
 LONGEST = 3500
 """Tokens of a stream at most; it is left when the prompt's first token is there."""

@@ -35,7 +35,7 @@ from overload_kinds import LoadCase, WrongBodyError, answer_of, cases, check_ref
 from processes import resident, server_process
 from stream_client import Clock, Response, model_of, quantile, send
 
-from quantkit.evaluation.bench.machine import machine
+from quantkit.evaluation.protocol import machine
 
 LATE = 100
 """Milliseconds within which a request must be refused."""
@@ -176,7 +176,9 @@ def main() -> int:
     parser.add_argument("--seed", default="1")
     parser.add_argument("--out", type=Path, metavar="FILE", help="the summary and all samples as JSON")
     args = parser.parse_args()
-    url, seconds, tally = args.url.rstrip("/"), 60 * args.minutes, Tally()
+    url = args.url.rstrip("/")
+    seconds = 60 * args.minutes
+    tally = Tally()
     known = asyncio.run(alone(url, cases(model_of(url), args.seed)))
     able = asyncio.run(capacity(url, known, 8, min(20.0, seconds / 4)))
     print(f"capacity {able:.1f} requests a second; {args.clients} clients send {args.times * able:.1f} "

@@ -24,7 +24,7 @@ from typing import Any
 from prompts import text
 from stream_client import StreamTimes, model_of, named, send, stream_times
 
-from quantkit.evaluation.bench.machine import machine
+from quantkit.evaluation.protocol import machine
 
 QUESTIONS = ("Summarize it.", "Which words appear often?", "What is the first sentence about?",
              "Who wrote this, and for whom?", "What is missing?", "Name one number in it.")

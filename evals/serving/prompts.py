@@ -36,7 +36,9 @@ def words() -> tuple[str, ...]:
 def text(random_: random.Random, characters: int) -> str:
     """A stretch of the documents of about this length, at a place that is drawn."""
     source = words()
-    place, taken, length = random_.randrange(len(source)), [], 0
+    place = random_.randrange(len(source))
+    taken = []
+    length = 0
     while length < characters:
         taken.append(source[place % len(source)])
         length += len(taken[-1]) + 1

@@ -50,7 +50,9 @@ def main() -> None:
     needed = {"llama": ("bin", args.bin), "vllm": ("python", args.python)}.get(args.kind)
     if needed and not needed[1]:
         parser.error(f"{args.kind} needs --{needed[0]}")
-    port, sequences, threads = str(args.port), str(args.sequences), str(args.threads)
+    port = str(args.port)
+    sequences = str(args.sequences)
+    threads = str(args.threads)
     env = dict(os.environ)
     if args.kind == "quantkit":
         env["OMP_NUM_THREADS"] = threads

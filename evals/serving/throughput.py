@@ -29,7 +29,7 @@ from processes import cpu_seconds, server_process
 from prompts import PromptRequest, requests
 from stream_client import Clock, StreamTimes, model_of, named, quantile, send, stream_times
 
-from quantkit.evaluation.bench.machine import machine
+from quantkit.evaluation.protocol import machine
 
 Point = dict[str, Any]
 """What one server did for one number of clients in one round."""

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from quantkit.kv.base import PAGE
-from quantkit.memory.kv import Footprint
-from quantkit.memory.weights import ModelWeights
+from quantkit.runtime.memory.kv import Footprint
+from quantkit.runtime.memory.weights import ModelWeights
 
 MOST_BATCH = 1 << 20
 """A larger batch is treated as never."""

@@ -13,16 +13,22 @@ from quantkit.checkpoint.open import open_model
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.kv.cache import KVCache
 from quantkit.kv.spec import KVSpec, parse_kv
-from quantkit.memory.kv import Footprint
-from quantkit.memory.scratch import scratch_bytes
-from quantkit.memory.serving import ModelMemory, Requirements, kv_footprint
-from quantkit.memory.weights import UNQUANTIZED, ModelWeights, model_weights, of_checkpoint, unquantized
 from quantkit.models.architecture import parse_config
 from quantkit.models.loadable import dtype_of
 from quantkit.quantization.planning.plan import make_plan, with_own_head
 from quantkit.quantization.recipe import list_recipes, load_recipe
-from quantkit.quantization.transforms.apply import transformed
-from quantkit.runtime.cpu.model import declines
+from quantkit.quantization.transforms.base import transformed
+from quantkit.runtime.cpu.model import reason_against
+from quantkit.runtime.memory.kv import Footprint
+from quantkit.runtime.memory.scratch import scratch_bytes
+from quantkit.runtime.memory.serving import ModelMemory, Requirements, kv_footprint
+from quantkit.runtime.memory.weights import (
+    UNQUANTIZED,
+    ModelWeights,
+    model_weights,
+    of_checkpoint,
+    unquantized,
+)
 from quantkit.sources.base import ModelSource
 from quantkit.support.errors import QuantkitError, UsageError
 from quantkit.support.progress import Listener, ProgressEvent, silent
@@ -68,7 +74,7 @@ def candidates(uri: str, revision: str | None = None, recipes: Sequence[str] = (
             if recipes:
                 raise UsageError(f"{uri} is quantized already", why="a recipe is for weights as they were",
                                  next="leave out --recipe, or name the original")
-            weights = [of_checkpoint(source, declines)]
+            weights = [of_checkpoint(source, reason_against)]
         elif recipes:
             weights = [_named(name, source, uri) for name in dict.fromkeys(recipes)]
         else:
@@ -90,7 +96,7 @@ def candidates(uri: str, revision: str | None = None, recipes: Sequence[str] = (
 
 def _named(name: str, source: ModelSource, uri: str) -> ModelWeights:
     if name == UNQUANTIZED:
-        return unquantized(source, declines)
+        return unquantized(source, reason_against)
     if load_recipe(name).candidates:
         raise UsageError(f"recipe {name!r} leaves a choice", why="its widths follow from a budget",
                          next=f"quantkit quantize {uri} --recipe {name} --budget 4.25bpw --dry-run")
@@ -98,7 +104,7 @@ def _named(name: str, source: ModelSource, uri: str) -> ModelWeights:
 
 
 def _all(source: ModelSource, left_out: dict[str, str], progress: Listener) -> list[ModelWeights]:
-    options = [unquantized(source, declines)]
+    options = [unquantized(source, reason_against)]
     recipes = list_recipes()
     for number, info in enumerate(recipes):
         progress(ProgressEvent(number, len(recipes), info.name, unit="recipes"))
@@ -123,7 +129,7 @@ def by_recipe(name: str, source: ModelSource) -> ModelWeights:
     rows = [row.recorded() for row in plan.rows]
     weights = model_weights(recipe.name, recipe.description, parse_config(seen.config()),
                             dtype_of(seen.config(), "auto"), rows, plan.other_bytes, plan.disk_bytes,
-                            declines)
+                            reason_against)
     return dataclasses.replace(weights, recipe=name, kv=recipe.kv)
 
 

@@ -8,10 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.formats import e4m3
 from quantkit.formats.base import Codes, Format, QuantizedTensor
 from quantkit.plugins.manager import registry
 from quantkit.support.errors import QuantkitError
@@ -63,22 +60,5 @@ def packed_fault(packed: QuantizedTensor) -> str | None:
     if (shape := packed.tensors.get("weight_shape")) is not None and shape.tolist() != list(packed.shape):
         return f"weight_shape says {shape.tolist()}, the layer is {list(packed.shape)}"
     form: Format = registry("formats").get(packed.format)
-    return _codes_fault(form.unpack(packed))
-
-
-def _codes_fault(codes: Codes) -> str | None:
-    for name in ("scale", "minimum", "outer"):
-        values = getattr(codes, name)
-        if values is not None and not bool(torch.isfinite(values).all()):
-            return f"a {name} is not finite"
-    if codes.spec.grid == "fp4":
-        for name in ("scale", "outer", "input_factor"):
-            values = getattr(codes, name)
-            if values is not None and bool((values < 0).any() if name == "scale" else (values <= 0).any()):
-                return f"a value of {name} is not positive"
-    for kind, levels in (("code", codes.codes), ("zero point", codes.zero)):
-        if levels is not None and levels.numel() and int(levels.max()) >= 2 ** codes.spec.bits:
-            return f"a {kind} is above {2 ** codes.spec.bits - 1}"
-    if codes.spec.kind == "fp" and codes.spec.bits == 8 and e4m3.has_nan(codes.codes):
-        return "a code is NaN"
-    return None
+    codes: Codes = form.unpack(packed)
+    return codes.fault(packed.shape)

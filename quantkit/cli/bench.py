@@ -100,7 +100,7 @@ def decode(model: str, batch: str, context: tuple[int, ...], kv: tuple[str, ...]
 
     tok/s counts all sequences together. GB/s counts the weights and the KV cache that a step must read, and
     `of read` is their share of the bandwidth at which memory was read in the same minute: by all threads of
-    a CPU, by a copy on a GPU.
+    a CPU, by a kernel that does nothing else on a GPU.
     """
     from quantkit.evaluation.bench.decode import DecodeSettings, bench_decode
     from quantkit.quantization.recipe import load_recipe
@@ -164,7 +164,7 @@ def drafts(model: str, drafters: tuple[str, ...], kv: tuple[str, ...], max_token
     that were right, of all.
     """
     from quantkit.evaluation.bench.drafts import DraftSettings, bench_drafts, lines
-    from quantkit.runtime.drafting.parse import parse_drafter
+    from quantkit.runtime.drafting.base import parse_drafter
     from quantkit.runtime.sampler import Sampling
 
     for drafter in drafters:  # refused before anything is loaded

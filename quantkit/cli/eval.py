@@ -26,7 +26,7 @@ from quantkit.cli.progress import ProgressLine
 from quantkit.support.errors import FAILED, PluginError, UsageError
 
 if TYPE_CHECKING:
-    from quantkit.evaluation.gate_result import GateCheck, GateResult
+    from quantkit.evaluation.gates.result import GateCheck, GateResult
     from quantkit.evaluation.settings import EvalSettings
 
 _MARKS = {True: "ok", False: "FAIL"}
@@ -50,8 +50,8 @@ _MARKS = {True: "ok", False: "FAIL"}
 @click.option("--no-speed", is_flag=True, help="Quality only.")
 @kv_option("KV settings; every model runs with each of them: none,int8,\"window(512, sinks=4)\". (Each "
            "model's own.)")
-@prompt_tokens_option("With KV settings: tokens at the beginning of a window that go through the cache as a "
-                      "prompt; the rest is scored. (Half.)")
+@prompt_tokens_option("Prompt tokens of a window, with KV settings: they go through the cache and aren't "
+                      "scored (default: half).")
 @click.option("--tasks", metavar="LIST", help="Also run these lm-eval tasks: arc_easy,piqa, or YAML files.")
 @click.option("--task-data", type=click.Path(path_type=Path, file_okay=False), metavar="DIR",
               help="The folder with the tasks' JSONL files. [env: QUANTKIT_TASK_DATA]",
@@ -75,7 +75,8 @@ _MARKS = {True: "ok", False: "FAIL"}
               help="Also write report.html, report.md, frontier.svg and .png, results.json and what plugins "
                    "report there; what is measured is kept, and after a stop the same command goes on.")
 @click.option("--report", multiple=True, metavar="LIST",
-              help="Reporters: with --out, write exactly these; else print this one instead of the table.")
+              help="Reporters. With --out, only their files are written. Without it, the one that is named "
+                   "prints in place of the table.")
 @click.option("--plot", metavar="LIST", help="Metrics that frontier.svg also shows, against bytes.")
 @click.option("--quiet", "-q", is_flag=True, help="No progress on stderr.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
@@ -93,15 +94,15 @@ def command(ctx: click.Context, models: tuple[str, ...], text: str | None, suite
     MODEL is a checkpoint or anything that `quantkit quantize` takes. The first model with the first KV
     setting is the reference of KL and top-1 agreement.
     """
-    from quantkit.evaluation.gate import check_gate, require_planned
-    from quantkit.evaluation.gate_syntax import parse_gate
-    from quantkit.evaluation.machine_load import busy_now
-    from quantkit.evaluation.peers.parse import parse_peer
+    from quantkit.evaluation.gates.check import check_gate, require_planned
+    from quantkit.evaluation.gates.syntax import parse_gate
+    from quantkit.evaluation.peers.run import parse_peer
     from quantkit.evaluation.report.folder import reporters, require_writable, write_report
     from quantkit.evaluation.run import check_plot, evaluate
     from quantkit.evaluation.settings import EvalSettings, of_suite
+    from quantkit.evaluation.speed.machine_load import busy_now
     from quantkit.evaluation.suite import load_suite
-    from quantkit.evaluation.task_file import find_task
+    from quantkit.evaluation.tasks.file import find_task
     from quantkit.executor.choose import check_executor
     from quantkit.support.device import find_device
 
@@ -229,7 +230,7 @@ def _verify(models: Sequence[str], revision: str | None, quiet: bool) -> None:
 
 def gate_text(gate: GateResult) -> str:
     """A table of all checks, and a sentence for each that failed or is uncertain."""
-    from quantkit.evaluation.report.gate_words import amount, explained, interval
+    from quantkit.evaluation.report.gates import amount, explained, interval
 
     rows = [[_MARKS[check.passed] + ("?" if check.verdict == "uncertain" else ""), check.variant,
              _condition(check), amount(check.value, check), interval(check)] for check in gate.checks]

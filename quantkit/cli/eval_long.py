@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import rich_click as click
 
+from quantkit.cli.loading import loading_line
 from quantkit.cli.options import (
     TokenCount,
     TokenCounts,
@@ -55,19 +56,19 @@ _DEFAULT = "passkey,needle,multikey,variables,positions,generated"
 @revision_option
 @click.option("--out", "-o", type=click.Path(path_type=Path, file_okay=False), metavar="DIR",
               help="Also write report.md and results.json there; after a stop the same command goes on.")
+@click.option("--fresh", is_flag=True, help="With --out, measure anew what was measured before.")
 @click.option("--quiet", "-q", is_flag=True, help="No progress on stderr.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
 def command(model: str, kv: tuple[str, ...], tasks: str, context: tuple[int, ...], depths: int, samples: int,
             question: str, text: str, filler: bool, chat: bool, prompt_tokens: int, max_tokens: int,
             seed: int,
-            dtype: str, device: str, revision: str | None, out: Path | None, quiet: bool,
-            as_json: bool) -> None:
+            dtype: str, device: str, revision: str | None, out: Path | None, fresh: bool,
+            quiet: bool, as_json: bool) -> None:
     """Compare KV cache settings on long contexts.
 
     MODEL is a checkpoint or anything that `quantkit quantize` takes. The full cache always runs first,
     because a question that it can't answer says nothing about the other settings.
     """
-    from quantkit.evaluation.long.journal import forget
     from quantkit.evaluation.long.run import LongSettings, evaluate_long
     from quantkit.evaluation.report import long
     from quantkit.evaluation.report.folder import require_writable
@@ -80,11 +81,11 @@ def command(model: str, kv: tuple[str, ...], tasks: str, context: tuple[int, ...
         kv=read_kv(kv),
         tasks=tuple(name.strip() for name in tasks.split(",")), lengths=context, depths=depths,
         samples=samples, text=text, filler=filler, chat=chat, questions=whens[question], prompt=prompt_tokens,
-        new_tokens=max_tokens, seed=seed, dtype=dtype, device=device, revision=revision)
-    with ProgressLine("evaluating", quiet) as progress:
-        result = evaluate_long(model, settings, progress, out)
+        new_tokens=max_tokens, seed=seed, dtype=dtype, device=device, revision=revision,
+        keep=out is not None, fresh=fresh)
+    with loading_line("model", quiet) as loading, ProgressLine("evaluating", quiet) as progress:
+        result = evaluate_long(model, settings, progress, loading)
     click.echo(long.as_json(result) if as_json else long.table(result), nl=False)
     if out is not None:
         for path in long.write(result, out):
             note(f"wrote {path}")
-        forget(out)

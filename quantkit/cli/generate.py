@@ -25,10 +25,10 @@ from quantkit.cli.present import note, print_json, show_warning
 from quantkit.support.errors import UsageError
 
 if TYPE_CHECKING:
+    from quantkit.runtime.core import Completion
     from quantkit.runtime.loader import LoadedModel
-    from quantkit.runtime.request import Completion
     from quantkit.runtime.sampler import Sampling
-    from quantkit.runtime.timing import Timing
+    from quantkit.runtime.trace import Timing
 
 MAX_PROMPT = 64 * 2**20
 _NEEDS_CHANCE = ("top_k", "top_p", "min_p", "seed")
@@ -94,7 +94,7 @@ def command(ctx: click.Context, model: str, prompt: str, chat: bool, system: str
     import_large("quantkit.runtime.generate")
     sampling = _sampling(ctx, options)
     text = _prompt(prompt)
-    from quantkit.runtime.drafting.parse import parse_drafter
+    from quantkit.runtime.drafting.base import parse_drafter
     from quantkit.runtime.generate import generate
 
     (setting,), drafter = read_kv(kv, limit=1) or (None,), parse_drafter(draft)

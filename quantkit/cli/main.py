@@ -19,7 +19,8 @@ import rich_click as click
 
 from quantkit import __version__
 from quantkit.cli.present import show_error, show_warning
-from quantkit.plugins.manager import BUILTIN, current, plugin_failure, registry
+from quantkit.plugins.blame import plugin_failure
+from quantkit.plugins.manager import BUILTIN, current, registry
 from quantkit.support.errors import FAILED, INTERRUPTED, QuantkitError, UsageError, did_you_mean
 from quantkit.support.progress import Listener, ProgressEvent, compiling
 
@@ -56,6 +57,7 @@ PANELS: dict[str, dict[str, tuple[str, ...]]] = {
                              "--prompt-tokens", "--max-tokens"),
         "Texts": ("--text", "--filler", "--chat", "--seed"),
         "Model": _MODEL,
+        "How it runs": ("--fresh",),
         "Output": _OUTPUT,
     },
     "generate": {

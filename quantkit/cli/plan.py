@@ -66,7 +66,7 @@ def command(model: str, context: int, concurrency: int, memory: str, recipes: tu
         raise UsageError(f"--prompt-tokens is {prompt_tokens:,}", why=f"a sequence has {context:,} tokens",
                          next=f"--prompt-tokens {context}")
     from quantkit.capacity_search.search import candidates, combine
-    from quantkit.memory.serving import Requirements
+    from quantkit.runtime.memory.serving import Requirements
 
     settings, named = read_kv(kv), [name.strip() for text in recipes for name in text.split(",")]
     with ProgressLine(f"planning for {model}") as progress:

@@ -11,7 +11,7 @@ from quantkit.capacity_search.search import Combination, pareto_front
 from quantkit.cli.present import table, wrapped
 from quantkit.kv.base import PAGE
 from quantkit.kv.build import build_kv_codecs, build_policy
-from quantkit.memory.scratch import CPU_ROWS
+from quantkit.runtime.memory.scratch import CPU_ROWS
 from quantkit.support.units import human_bytes
 
 BETTER, WORSE = 3, 5

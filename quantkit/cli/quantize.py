@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from quantkit.quantization.planning.layers import PlanRow
     from quantkit.quantization.planning.plan import Plan
     from quantkit.quantization.recipe import Recipe
-    from quantkit.quantization.recovery.windows import RecoveryText
+    from quantkit.quantization.recovery import RecoveryText
     from quantkit.quantization.specs import CalibrationSpec
 
 MIXED = "mixed"
@@ -165,12 +165,12 @@ def _calibration(recipe: Recipe, changes: dict[str, Any]) -> CalibrationSpec | N
 
 def _phases_of_all(recipe: Recipe) -> int:
     """Of a run that measures, chooses and quantizes, if no phase turns out to be needless."""
-    from quantkit.quantization.planning.phases import budget_phases, run_phases
+    from quantkit.quantization.budget.sensitivity import budget_phases
+    from quantkit.quantization.planning.plan import run_phases
     from quantkit.quantization.specs import CalibrationSpec
 
     spec = recipe.calibration or CalibrationSpec()
-    return len(budget_phases(spec)) + len(run_phases(spec, spec.importance == "gradient",
-                                                         recipe.recover is not None))
+    return len(budget_phases(spec)) + len(run_phases(recipe, spec, spec.importance == "gradient"))
 
 
 def _choose(source: str, recipe: Recipe, text: str, revision: str | None, quiet: bool,
@@ -192,10 +192,9 @@ def _choose(source: str, recipe: Recipe, text: str, revision: str | None, quiet:
 
 def _plan(source: str, recipe: Recipe, revision: str | None,
           strict: bool, quiet: bool) -> tuple[Plan, CalibrationFacts | None, RecoveryText | None]:
-    from quantkit.quantization.calibration.data import calibration_facts
-    from quantkit.quantization.calibration.prepare import prepare
+    from quantkit.quantization.calibration.data import calibration_facts, prepare
     from quantkit.quantization.planning.plan import make_plan
-    from quantkit.quantization.recovery.windows import recipe_text
+    from quantkit.quantization.recovery import read_recovery_text
     from quantkit.quantization.solve import ModelOrigin
     from quantkit.sources.base import warn_if_quantized
 
@@ -205,8 +204,7 @@ def _plan(source: str, recipe: Recipe, revision: str | None,
         warn_if_quantized(opened)
         with ProgressLine("calibration data", quiet=quiet) as progress:
             data = prepare(plan.calibration, opened, plan.widest_hessian, progress, strict)
-            text = recipe_text(plan.recipe.recover, plan.recipe.calibration, opened, data, progress,
-                               strict)
+            text = read_recovery_text(plan.recipe, opened, data, progress, strict)
             return plan, calibration_facts(plan.recipe.calibration, data), text
     finally:
         opened.close()
@@ -326,7 +324,6 @@ def _run(source: str, recipe: Recipe, out: Path, revision: str | None, calibrati
          executor: str, device: str, strict: bool, quiet: bool, as_json: bool,
          choice: BudgetChoice | None) -> None:
     from quantkit.checkpoint.manifest import reached_experts
-    from quantkit.quantization.planning.phases import run_phases
     from quantkit.quantization.run import quantize
 
     if choice and not as_json:
@@ -335,9 +332,7 @@ def _run(source: str, recipe: Recipe, out: Path, revision: str | None, calibrati
         listener: Listener = progress
         if choice:  # its phases come after those in which layers were measured
             total = _phases_of_all(recipe)
-            listener = between(progress, total - len(run_phases(choice.plan.calibration,
-                                                                choice.plan.weighed,
-                                                                recipe.recover is not None)), total)
+            listener = between(progress, total - len(choice.plan.phases), total)
         result = quantize(source, recipe, out, revision=revision, strict=strict, progress=listener,
                           executor=executor, device=device)
     _warn_of_no_effect(result.plan, calibration)

@@ -9,11 +9,17 @@ from typing import Any
 from quantkit.evaluation.keys import PER_RUN
 from quantkit.evaluation.metric_table import task_info
 from quantkit.evaluation.metrics import Interval
-from quantkit.evaluation.paired import DISTANCES, PairedDifference, Verdict, differences, ratio
+from quantkit.evaluation.paired import DISTANCES, differences, ratio
 from quantkit.evaluation.paired_statistics import unpaired
 from quantkit.evaluation.protocol import Protocol
-from quantkit.evaluation.result import EvalResult, ModelResult
-from quantkit.evaluation.variants import printable, short_names
+from quantkit.evaluation.result import (
+    EvalResult,
+    ModelResult,
+    PairedDifference,
+    Verdict,
+    printable,
+    short_names,
+)
 from quantkit.support.errors import UsageError
 
 _MACHINE = ("cpu", "gpu", "threads", "prefill", "decode", "batch")
@@ -27,13 +33,13 @@ class MetricChange:
 
     Attributes:
         metric: its key; ``file_bytes`` and ``peak_bytes`` too.
-        text: that it is of; ``""``: all together, or none.
+        text: the text that was scored; ``""``: all together, or none.
         before, after: its values in the first and the second result.
         change: after less before; of perplexity, where windows are paired, the difference of the negative
             log-likelihoods in nats; of speeds and bytes the ratio.
         low, high: the change's 95% interval, of speeds the range; ``None``: it has none.
         p, test, epsilon, verdict: of the paired comparison, as of a
-            :class:`~quantkit.evaluation.paired.PairedDifference`; ``None`` and ``""`` where nothing is
+            :class:`~quantkit.evaluation.result.PairedDifference`; ``None`` and ``""`` where nothing is
             paired: then the interval is that of two unrelated values, and too wide.
     """
 
@@ -55,10 +61,10 @@ class VariantChange:
     """A variant that both results have.
 
     Attributes:
-        name: as reports show it.
+        name: its name in reports.
         kv: its KV setting.
         same_checkpoint: whether both are of one manifest; ``None``: one of them has none.
-        changes: of every metric that both have.
+        changes: the changes of all metrics that both have.
     """
 
     name: str
@@ -72,10 +78,10 @@ class Comparison:
     """Two results side by side.
 
     Attributes:
-        fingerprint: that both have.
-        variants: that both have, in the second's order.
+        fingerprint: the fingerprint that both have.
+        variants: the variants that both have, in the second's order.
         only_before, only_after: names of those that one has.
-        notes: what isn't compared, and why; and which versions differ.
+        notes: sentences about what isn't compared, and why; and about versions that differ.
     """
 
     fingerprint: str
@@ -187,8 +193,8 @@ def _change(key: str, text: str, before: Interval, after: Interval,
     if pair is not None:
         return MetricChange(key, text, before.value, after.value, pair.difference, pair.low, pair.high,
                             pair.p, pair.test, pair.epsilon, pair.verdict)
-    low, high = unpaired((before.value, before.low, before.high), (after.value, after.low, after.high))
-    return MetricChange(key, text, before.value, after.value, after.value - before.value, low, high)
+    change = unpaired(before, after)
+    return MetricChange(key, text, before.value, after.value, change.value, change.low, change.high)
 
 
 def _unlike_items(name: str, before: ModelResult, after: ModelResult) -> list[str]:

@@ -28,7 +28,7 @@ def effect_of(metric: str, low: float, high: float) -> Effect | None:
     never make a model look better than many would.
 
     Args:
-        metric: its key.
+        metric: the key of the metric.
         low, high: the ends of the difference's interval: nats, of ``top1`` and ``flips`` a share.
 
     Returns:

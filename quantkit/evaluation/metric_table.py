@@ -16,7 +16,7 @@ from quantkit.evaluation.keys import (
     key_problem,
 )
 from quantkit.evaluation.metrics import KL, PERPLEXITY, TOP1, Interval, Metric
-from quantkit.evaluation.task_score import PROPORTIONS
+from quantkit.evaluation.tasks.score import PROPORTIONS
 from quantkit.plugins.manager import BUILTIN, registry
 from quantkit.plugins.registry import described
 from quantkit.support.errors import QuantkitError

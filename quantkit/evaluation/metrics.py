@@ -79,7 +79,7 @@ class Metric:
             means: the mean score of each window, ``[windows]``; per run ``[windows, K]``. Windows are of
                 equal length. With a single one nothing is known about the spread, and the interval is the
                 value itself.
-            seed: of the bootstrap.
+            seed: the seed of the bootstrap.
 
         Raises:
             ValueError: no windows, or ``of_mean`` returned another shape, NaN, or less for more.

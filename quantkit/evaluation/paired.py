@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from quantkit.evaluation.keys import TAILS
-from quantkit.evaluation.metrics import Interval
+from quantkit.evaluation.metric_table import MetricInfo, builtin_infos, task_info
+from quantkit.evaluation.metrics import Interval, Metric
 from quantkit.evaluation.paired_statistics import (
     EQUIVALENCE,
     mcnemar,
@@ -17,51 +20,16 @@ from quantkit.evaluation.paired_statistics import (
     resampled_means,
     sign_flips,
 )
-from quantkit.support.frozen import Frozen
+from quantkit.evaluation.result import ModelResult, PairedDifference, Verdict
 
-if TYPE_CHECKING:
-    from quantkit.evaluation.metric_table import MetricInfo
-    from quantkit.evaluation.result import ModelResult
-
-Verdict = Literal["better", "worse", "indistinguishable", "undecided"]
 DISTANCES = {"kl_mean": 0.0, **dict.fromkeys(TAILS, 0.0), "top1": 1.0}
 """Metrics that already compare with the reference, and what they are for the reference itself."""
 EPSILONS = {"kl_mean": 1e-3, "kl_median": 1e-3, "kl_p99": 1e-3, "kl_p999": 1e-3, "flips": 0.01, "top1": 0.01,
             "perplexity": 0.005}
 """Differences that count as none: nats; shares; 0.5% of perplexity, as nats of log-likelihood."""
+CHANGE = Metric("logprob_change", lambda reference, candidate, targets: candidate - reference)
 SHARE_EPSILON = 0.01
 """That of tasks whose items are right or wrong."""
-
-
-class PairedDifference(Frozen):
-    """A variant's metric less the reference's, over the same items.
-
-    Attributes:
-        metric: key of the metric, such as ``kl_mean`` or ``arc_easy/acc``.
-        text: name of the text that it is of; ``""``: all texts, or a task.
-        difference: mean over items. Of ``perplexity`` it is that of the negative log-likelihood, in nats:
-            exp of it is the ratio of perplexities.
-        low, high: its 95% interval.
-        p: of the paired test, two-sided; of a distance from the reference one-sided, against ``epsilon``.
-            ``None`` where there is none.
-        test: which one: ``McNemar, exact``, ``sign flips over windows``.
-        items: pairs.
-        epsilon: the difference that counts as none.
-        verdict: ``indistinguishable``: the 90% interval lies within ±epsilon (two one-sided tests at 5%);
-            ``better`` and ``worse``: the 95% interval excludes 0, that of a distance everything up to
-            epsilon; else ``undecided``.
-    """
-
-    metric: str
-    text: str = ""
-    difference: float
-    low: float
-    high: float
-    p: float | None = None
-    test: str = ""
-    items: int = 0
-    epsilon: float | None = None
-    verdict: Verdict = "undecided"
 
 
 def differences(reference: ModelResult, candidate: ModelResult, infos: Mapping[str, MetricInfo] | None = None,
@@ -81,22 +49,20 @@ def differences(reference: ModelResult, candidate: ModelResult, infos: Mapping[s
 
     Args:
         reference, candidate: whose ``window_means`` and ``items`` are compared.
-        infos: of the metrics; by default the built-in ones.
+        infos: the metrics' descriptions; by default the built-in ones.
         floors: noise floor of a metric, which is its epsilon if ``epsilons`` doesn't have it.
         epsilons: by key of a metric or name of a task; see :data:`EPSILONS` for the defaults.
-        seed: of bootstrap and sign flips.
+        seed: the seed of bootstrap and sign flips.
     """
-    from quantkit.evaluation.metric_table import builtin_infos, task_info
-
     known = builtin_infos() | dict(infos or {})
     result = []
-    for key, text, first, second in _windows(reference, candidate):
-        if key in DISTANCES:
-            direction = "higher" if key == "top1" else "lower"
+    for pair in _windows(reference, candidate):
+        if pair.key in DISTANCES:
+            direction = "higher" if pair.key == "top1" else "lower"
         else:
-            direction = known[key].direction if key in known else ""
-        epsilon = epsilon_of(key, floors, epsilons)
-        result.append(of_windows(key, text, first, second, direction, epsilon, seed))
+            direction = known[pair.key].direction if pair.key in known else ""
+        epsilon = epsilon_of(pair.key, floors, epsilons)
+        result.append(of_windows(*pair, direction, epsilon, seed))
     for key, values in candidate.items.items():
         before = np.asarray(reference.items.get(key, ()), dtype=float)
         after = np.asarray(values, dtype=float)
@@ -113,7 +79,7 @@ def epsilon_of(key: str, floors: Mapping[str, Interval] | None, epsilons: Mappin
     """The difference in a metric that counts as none; ``None`` if nobody says.
 
     Args:
-        key: of the metric.
+        key: the key of the metric.
         floors, epsilons: as in :func:`differences`.
         share: whether it is a task's share of right answers.
     """
@@ -128,9 +94,16 @@ def epsilon_of(key: str, floors: Mapping[str, Interval] | None, epsilons: Mappin
     return SHARE_EPSILON if share else EPSILONS.get(key)
 
 
-def _windows(reference: ModelResult, candidate: ModelResult
-             ) -> Iterator[tuple[str, str, list[np.ndarray], list[np.ndarray]]]:
-    """Key, text, and the two sides' windows, an array a text."""
+class _WindowPair(NamedTuple):
+    """A metric on a text, and the two sides' windows, an array a text."""
+
+    key: str
+    text: str
+    before: list[np.ndarray]
+    after: list[np.ndarray]
+
+
+def _windows(reference: ModelResult, candidate: ModelResult) -> Iterator[_WindowPair]:
     texts = candidate.window_means
     pooled: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {}
     complete: dict[str, int] = {}
@@ -145,10 +118,10 @@ def _windows(reference: ModelResult, candidate: ModelResult
             if len(after) and len(before) == len(after) and np.isfinite(after - before).all():
                 pooled.setdefault(key, []).append((before, after))
                 if len(texts) > 1:
-                    yield key, text, [before], [after]
+                    yield _WindowPair(key, text, [before], [after])
     for key, pairs in pooled.items():
         if len(pairs) == complete[key]:
-            yield key, "", [before for before, _ in pairs], [after for _, after in pairs]
+            yield _WindowPair(key, "", [before for before, _ in pairs], [after for _, after in pairs])
 
 
 def of_windows(key: str, text: str, before: Sequence[np.ndarray], after: Sequence[np.ndarray], direction: str,
@@ -160,24 +133,23 @@ def of_windows(key: str, text: str, before: Sequence[np.ndarray], after: Sequenc
         before, after: the reference's and the variant's, ``[windows]`` of each text.
         direction: ``lower`` or ``higher`` is better; ``""``: neither.
         epsilon: the difference that counts as none.
-        seed: of bootstrap and sign flips.
+        seed: the seed of bootstrap and sign flips.
     """
     strata = [second - first for first, second in zip(before, after)]
     values = np.concatenate(strata)
     distance = key in DISTANCES and all((first == DISTANCES[key]).all() for first in before)
-    difference, low, high, inner = _bootstrap(strata, seed)
-    verdict = _distance_verdict(inner, (low, high), epsilon) if distance else _verdict(
-        inner, (low, high), direction, epsilon)
+    mean = _bootstrap(strata, seed)
+    verdict = _distance_verdict(mean, epsilon) if distance else _verdict(mean, direction, epsilon)
     if distance:
         sign = -1.0 if direction == "higher" else 1.0
         p = sign_flips(sign * values - (epsilon or 0.0), "greater", seed)
         test = "sign flips over windows, one-sided against epsilon"
     else:
         p, test = sign_flips(values, seed=seed), "sign flips over windows"
-    return PairedDifference(metric=key, text=text, difference=difference, low=low, high=high,
-                            p=p if len(values) > 1 else None, test=test if len(values) > 1 else "",
-                            items=len(values), epsilon=epsilon,
-                            verdict=verdict if len(values) > 1 else "undecided")
+    several = len(values) > 1
+    return PairedDifference(metric=key, text=text, difference=mean.value, low=mean.outer[0],
+                            high=mean.outer[1], p=p if several else None, test=test if several else "",
+                            items=len(values), epsilon=epsilon, verdict=verdict if several else "undecided")
 
 
 def of_items(key: str, before: np.ndarray, after: np.ndarray, direction: str, epsilon: float | None,
@@ -185,26 +157,80 @@ def of_items(key: str, before: np.ndarray, after: np.ndarray, direction: str, ep
     """Compare the values of the same items of a task.
 
     Args:
-        key: of the score.
+        key: the key of the score.
         before, after: the reference's and the variant's, ``[items]``.
         direction: ``lower`` or ``higher`` is better.
         epsilon: the difference that counts as none.
-        seed: of the bootstrap, where answers aren't right or wrong.
+        seed: the seed of the bootstrap, where answers aren't right or wrong.
     """
     if np.isin(before, (0, 1)).all() and np.isin(after, (0, 1)).all():
-        both, lost, gained = (int((first & second).sum()) for first, second in (
-            (before == 1, after == 1), (before == 1, after == 0), (before == 0, after == 1)))
+        both = int(((before == 1) & (after == 1)).sum())
+        lost = int(((before == 1) & (after == 0)).sum())
+        gained = int(((before == 0) & (after == 1)).sum())
         counts = both, lost, gained, len(before) - both - lost - gained
-        difference = (gained - lost) / len(before)
-        low, high = newcombe(*counts)
-        inner = newcombe(*counts, confidence=EQUIVALENCE)
+        mean = _Mean((gained - lost) / len(before), newcombe(*counts),
+                     newcombe(*counts, confidence=EQUIVALENCE))
         p, test = mcnemar(lost, gained), "McNemar, exact"
     else:
-        difference, low, high, inner = _bootstrap([after - before], seed)
+        mean = _bootstrap([after - before], seed)
         p, test = sign_flips(after - before, seed=seed), "sign flips over items"
-    return PairedDifference(metric=key, difference=difference, low=low, high=high, p=p, test=test,
-                            items=len(before), epsilon=epsilon,
-                            verdict=_verdict(inner, (low, high), direction, epsilon))
+    return PairedDifference(metric=key, difference=mean.value, low=mean.outer[0], high=mean.outer[1], p=p,
+                            test=test, items=len(before), epsilon=epsilon,
+                            verdict=_verdict(mean, direction, epsilon))
+
+
+@dataclass(frozen=True)
+class AnswerPair:
+    """One question, answered with the full cache and with a KV setting.
+
+    Attributes:
+        context: the context that it is about: questions that share one aren't independent.
+        full, own: whether the full cache's, the setting's answer was right.
+        change: log-probability of the right answer, the setting's less the full cache's, in nats.
+    """
+
+    context: object
+    full: bool
+    own: bool
+    change: float
+
+
+@dataclass(frozen=True)
+class PairedAnswers:
+    """A KV setting against the full cache.
+
+    Attributes:
+        asked: the number of questions.
+        full, own: how many each answered.
+        lost: the full cache answered, the setting didn't; ``gained``: the other way round.
+        p: McNemar's exact test. It takes questions for independent, which those about one context aren't:
+            with few contexts it is too small.
+        change: mean change of the right answer's log-probability in nats, 95% by a bootstrap over contexts.
+    """
+
+    asked: int
+    full: int
+    own: int
+    lost: int
+    gained: int
+    p: float
+    change: Interval
+
+
+def of_answers(pairs: Sequence[AnswerPair]) -> PairedAnswers:
+    """Compare the answers to the same questions.
+
+    Raises:
+        ValueError: no pairs.
+    """
+    contexts: dict[object, list[float]] = {}
+    for pair in pairs:
+        contexts.setdefault(pair.context, []).append(pair.change)
+    means = [math.fsum(changes) / len(changes) for changes in contexts.values()]
+    lost = sum(pair.full and not pair.own for pair in pairs)
+    gained = sum(pair.own and not pair.full for pair in pairs)
+    return PairedAnswers(len(pairs), sum(pair.full for pair in pairs), sum(pair.own for pair in pairs), lost,
+                         gained, mcnemar(lost, gained), CHANGE.summarize(means))
 
 
 def ratio(reference: Interval, candidate: Interval) -> Interval:
@@ -216,28 +242,38 @@ def ratio(reference: Interval, candidate: Interval) -> Interval:
                     candidate.high / reference.low)
 
 
-def _bootstrap(strata: Sequence[np.ndarray], seed: int) -> tuple[float, float, float, tuple[float, float]]:
-    """Mean, its 95% interval, and its 90% interval."""
+class _Mean(NamedTuple):
+    """A mean difference with its 95% and its 90% interval."""
+
+    value: float
+    outer: tuple[float, float]
+    inner: tuple[float, float]
+
+    def within(self, epsilon: float | None) -> bool:
+        """Whether the 90% interval lies within ±epsilon."""
+        return epsilon is not None and -epsilon <= self.inner[0] and self.inner[1] <= epsilon
+
+
+def _bootstrap(strata: Sequence[np.ndarray], seed: int) -> _Mean:
     values, means = np.concatenate(strata), resampled_means(strata, seed)
     value, freedom = float(values.mean()), len(values) - len(strata)
-    return (value, *percentile_interval(means, value, freedom),
-            percentile_interval(means, value, freedom, EQUIVALENCE))
+    return _Mean(value, percentile_interval(means, value, freedom),
+                 percentile_interval(means, value, freedom, EQUIVALENCE))
 
 
-def _verdict(inner: tuple[float, float], outer: tuple[float, float], direction: str,
-             epsilon: float | None) -> Verdict:
-    if epsilon is not None and -epsilon <= inner[0] and inner[1] <= epsilon:
+def _verdict(mean: _Mean, direction: str, epsilon: float | None) -> Verdict:
+    outer = mean.outer
+    if mean.within(epsilon):
         return "indistinguishable"
     if direction and (outer[0] > 0 or outer[1] < 0):
         return "better" if (outer[1] < 0) == (direction == "lower") else "worse"
     return "undecided"
 
 
-def _distance_verdict(inner: tuple[float, float], outer: tuple[float, float],
-                      epsilon: float | None) -> Verdict:
+def _distance_verdict(mean: _Mean, epsilon: float | None) -> Verdict:
     """A distance can only be worse. Both signs: top-1 falls where KL rises."""
     if epsilon is None:
         return "undecided"
-    if -epsilon <= inner[0] and inner[1] <= epsilon:
+    if mean.within(epsilon):
         return "indistinguishable"
-    return "worse" if outer[0] > epsilon or outer[1] < -epsilon else "undecided"
+    return "worse" if mean.outer[0] > epsilon or mean.outer[1] < -epsilon else "undecided"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from quantkit.evaluation.metrics import CONFIDENCE, RESAMPLES
+from quantkit.evaluation.metrics import CONFIDENCE, RESAMPLES, Interval
 
 FLIPS = 9999
 """Sign flips that are drawn where not all of them are tried: with 13 pairs there are 8192 in all."""
@@ -38,7 +38,7 @@ def newcombe(both: int, lost: int, gained: int, neither: int,
 
     Args:
         both, lost, gained, neither: pairs where both, only the first, only the second, none is right.
-        confidence: of the interval.
+        confidence: the confidence of the interval.
     """
     from scipy.stats import binomtest
 
@@ -62,18 +62,15 @@ def newcombe(both: int, lost: int, gained: int, neither: int,
             difference + reach(share1 - low1, high2 - share2))
 
 
-def unpaired(reference: tuple[float, float, float], candidate: tuple[float, float, float]) -> tuple[float,
-                                                                                                    float]:
-    """An interval for a difference of two values whose items can't be paired, from their own intervals.
+def unpaired(reference: Interval, candidate: Interval) -> Interval:
+    """The difference of two values whose items can't be paired, from their own intervals.
 
     Too wide where the items are in fact the same. Zou and Donner 2008: https://doi.org/10.1002/sim.3095
-
-    Args:
-        reference, candidate: value, low and high end.
     """
-    (value1, low1, high1), (value2, low2, high2) = reference, candidate
-    return (value2 - value1 - math.hypot(value2 - low2, high1 - value1),
-            value2 - value1 + math.hypot(high2 - value2, value1 - low1))
+    change = candidate.value - reference.value
+    return Interval(change,
+                    change - math.hypot(candidate.value - candidate.low, reference.high - reference.value),
+                    change + math.hypot(candidate.high - candidate.value, reference.value - reference.low))
 
 
 def resampled_means(strata: Sequence[np.ndarray], seed: int = 0) -> np.ndarray:
@@ -81,7 +78,7 @@ def resampled_means(strata: Sequence[np.ndarray], seed: int = 0) -> np.ndarray:
 
     Args:
         strata: values, such as the differences of each window; a text each.
-        seed: of the draws.
+        seed: the seed of the draws.
     """
     random = np.random.default_rng(seed)
     total = np.zeros(RESAMPLES)
@@ -99,10 +96,10 @@ def percentile_interval(means: np.ndarray, value: float, freedom: int,
     ends; it always contains the value. Hesterberg 2015: https://doi.org/10.1080/00031305.2015.1089789
 
     Args:
-        means: of resamples.
+        means: the means of resamples.
         value: the mean itself.
         freedom: values less strata. At 0 nothing is known about the spread, and the interval is the value.
-        confidence: of the interval.
+        confidence: the confidence of the interval.
     """
     if freedom < 1:
         return value, value
@@ -124,7 +121,7 @@ def sign_flips(values: np.ndarray, alternative: str = "two-sided", seed: int = 0
     Args:
         values: differences of pairs, ``[pairs]``.
         alternative: ``two-sided``; ``greater`` and ``less`` than 0.
-        seed: of the draws.
+        seed: the seed of the draws.
     """
     if len(values) < 2 or not values.any():
         return 1.0

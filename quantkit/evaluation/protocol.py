@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import json
 import os
@@ -10,6 +11,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from quantkit import __version__
+from quantkit.ops import cpu_machine
+from quantkit.support.device import gpu_name
+
 
 @dataclass(frozen=True)
 class Protocol:
@@ -17,27 +24,27 @@ class Protocol:
 
     Attributes:
         text, text_sha256: what was read.
-        tokens_sha256: of the scored token ids; equal tokenizers give equal ones.
+        tokens_sha256: the hash of the scored token ids; equal tokenizers give equal ones.
         window, stride: tokens a window, and from one's start to the next's: they never overlap, and
             each starts afresh.
-        windows: how many windows of the text are used, from its beginning.
+        windows: the number of windows that are used, from the text's beginning.
         prompt: tokens of a window that go through the KV cache as its prompt, and aren't scored; the
             rest reads what decoding would. ``None``: no cache was involved, all is scored.
         scored: predictions a model: ``windows * (window - 1 - prompt)``; a window's first token is not one.
         words: whitespace-separated words in the windows, for the perplexity a word.
-        tasks: which were run, with their numbers of items.
+        tasks: the names of the tasks, with their numbers of items.
         bos: ``first``: a window's first token gave its place to the BOS that the tokenizer puts in front of
             texts; ``none``: it puts none.
-        dtype: of activations; several names if models differ, the reference's first.
+        dtype: the dtype of activations; several names if models differ, the reference's first.
         batch: windows that go through a model at once, and prompts in the speed test.
-        seed: of the bootstrap.
+        seed: the seed of the bootstrap.
         prefill, decode, repeats: prompt tokens, new tokens and timed runs of the speed test, as asked for; 0
             if speed was not measured.
         runs: the fewest and the most timed runs that a model really had; 0: no speed is shown, because the
             machine was busy; ``None``: not known.
         quantkit, torch: versions.
         cpu, cores, threads: the machine, and how many threads torch was given.
-        gpu: that the models ran on; ``None``: on none.
+        gpu: the GPU that the models ran on; ``None``: on none.
         texts: of several texts each one's name in reports, its own name, sha256 and windows; then ``text``
             names all, and the hashes are of all hashes.
     """
@@ -128,3 +135,12 @@ def cpu_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def machine(device: torch.device | None = None) -> dict[str, Any]:
+    """CPU, cores, threads, instruction set, the GPU if that is the device, versions and the date."""
+    available = cpu_machine.unavailable() is None
+    return {"cpu": cpu_name(), "gpu": None if device is None else gpu_name(device), "cores": cpu_cores(),
+            "threads": cpu_machine.pool().threads if available else torch.get_num_threads(),
+            "isa": cpu_machine.isa().name if available else None, "torch": torch.__version__,
+            "quantkit": __version__, "date": datetime.datetime.now(datetime.UTC).date().isoformat()}

@@ -3,27 +3,62 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
-from quantkit.evaluation.gate_result import GateResult
+from quantkit.evaluation.gates.result import GateResult
 from quantkit.evaluation.keys import EXACT, MEASURED
 from quantkit.evaluation.metric_table import MetricInfo, builtin_infos, task_info
 from quantkit.evaluation.metrics import Interval
-from quantkit.evaluation.paired import PairedDifference
 from quantkit.evaluation.protocol import Protocol
 from quantkit.evaluation.roofline.result import Roofline
-from quantkit.evaluation.speed_sweep import SpeedSweep
+from quantkit.evaluation.speed.results import SpeedSweep
 from quantkit.support.frozen import Frozen
+
+Verdict = Literal["better", "worse", "indistinguishable", "undecided"]
+
+
+class PairedDifference(Frozen):
+    """A variant's metric less the reference's, over the same items.
+
+    Attributes:
+        metric: key of the metric, such as ``kl_mean`` or ``arc_easy/acc``.
+        text: the name of its text; ``""``: all texts, or a task.
+        difference: mean over items. Of ``perplexity`` it is that of the negative log-likelihood, in nats:
+            exp of it is the ratio of perplexities.
+        low, high: its 95% interval.
+        p: the paired test's p, two-sided; for a distance from the reference one-sided, against ``epsilon``.
+            ``None`` where there is none.
+        test: the name of the test: ``McNemar, exact``, ``sign flips over windows``.
+        items: the number of pairs.
+        epsilon: the difference that counts as none.
+        verdict: ``indistinguishable``: the 90% interval lies within ±epsilon (two one-sided tests at 5%);
+            ``better`` and ``worse``: the 95% interval excludes 0, that of a distance everything up to
+            epsilon; else ``undecided``.
+    """
+
+    metric: str
+    text: str = ""
+    difference: float
+    low: float
+    high: float
+    p: float | None = None
+    test: str = ""
+    items: int = 0
+    epsilon: float | None = None
+    verdict: Verdict = "undecided"
 
 
 class TokenDiff(Frozen):
     """A text, token by token, as two variants see it.
 
     Attributes:
-        text: its name.
+        text: the name of the text.
         reference, candidate: names of the variants.
-        tokens: as texts, in their order; the first is predicted too.
+        tokens: the tokens as texts, in their order; the first is predicted too.
         kl: nats between what the two predict, for each token.
         loss: nats that the candidate's negative log-likelihood is above the reference's.
         expected: what the two find likeliest where they disagree, as texts; ``None`` where they agree.
@@ -49,26 +84,26 @@ class ModelResult:
     """One model's results.
 
     Attributes:
-        model: as it was named.
+        model: its name as the user gave it.
         method: ``bf16``, ``gptq int4 g64 sym``, …
         bits_per_weight: stored bits of all Linears over their parameters; ``None``: a tool that doesn't tell.
-        file_bytes: of all weights on disk; ``None``: there is no file, or a tool that doesn't tell.
-        weight_bytes: of all weights in memory when it runs; ``None``: not known.
+        file_bytes: the bytes of all weights on disk; ``None``: there is no file, or a tool that doesn't tell.
+        weight_bytes: the bytes of all weights in memory when it runs; ``None``: not known.
         peak_bytes: largest resident set of the speed test's process.
         load_s: seconds that it took to open the model there.
         metrics: by key, with intervals.
         kernels: phase → kernel → how many Linears it runs.
-        manifest_sha256: of a checkpoint's manifest.
+        manifest_sha256: the hash of a checkpoint's manifest.
         answer: a generated text, for those who want to see one.
         kv: the KV setting it ran with; ``None``: no cache was involved in its quality.
         kv_bytes_per_token: codes and scales of one token, all layers and heads.
         kv_bytes: allocated for the KV cache at the end of a window.
-        recipe: that it was quantized by; ``None``: it was named as it is.
+        recipe: the recipe that made it; ``None``: it was there.
         tool: other than quantkit that ran it, with its version: ``llama.cpp b9821``.
         texts: name of a text → metrics on it alone; ``metrics`` are over all texts together.
         window_means: name of a text → key → the metric's mean over each window, for paired tests.
         items: ``task/metric`` → the value of each item, for paired tests.
-        differences: what it is to the reference, tested in pairs.
+        differences: its differences from the reference, tested in pairs.
         speed: by batch and context; ``None`` if that wasn't measured.
         measured: what was measured (``quality``, ``tasks``, ``speed``) → when, as ISO 8601.
     """
@@ -136,14 +171,14 @@ class EvalResult:
         question: what the answers in ``rows`` answer.
         metrics: what each key of the rows' metrics is, in the order in which reports show them; plugins' are
             added to quantkit's own.
-        command: what was typed to get this; ``None``: nothing was.
+        command: the command that gave this; ``None``: there was none.
         plotted: keys of the metrics that a plot shows.
-        suite: that was run; ``None``: none was named.
+        suite: the name of the suite; ``None``: none was named.
         floors: key of a metric → its noise floor: what arithmetic alone makes of it.
-        roofline: of models, each without KV settings.
+        roofline: the rooflines of models, each without KV settings.
         sensitivity: what 4 bits cost in each Linear, in nats: ``("model.layers.0.mlp.up_proj", 0.0012)``.
         diff: tokens of a text with what the reference and another variant make of each.
-        other_diffs: the same with further variants.
+        other_diffs: the same text with further variants.
         gate: what was demanded and what came of it; ``None``: nothing was.
     """
 
@@ -197,3 +232,44 @@ def _ends(value: Interval) -> list[float | None]:
 
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
+
+
+def short_names(rows: Sequence[ModelResult]) -> list[str]:
+    """A name for each row, on one line: its recipe, or the last part of its model's path or name. Models that
+    share that get more of theirs. Another tool's name stands before, and its method follows where it runs one
+    model in several ways. Where the KV cache was varied or compressed, its setting follows."""
+    recipes: dict[str, set[str]] = {}
+    for row in rows:
+        if row.recipe:
+            recipes.setdefault(row.recipe, set()).add(row.model)
+    named = [row.recipe if row.recipe and len(recipes[row.recipe]) == 1 else None for row in rows]
+    paths = {row.model: Path(row.model).parts or (row.model,) for row, name in zip(rows, named) if not name}
+    short = {}
+    for model, parts in paths.items():
+        depth = 1
+        while depth < len(parts) and sum(other[-depth:] == parts[-depth:] for other in paths.values()) > 1:
+            depth += 1
+        short[model] = str(Path(*parts[-depth:]))
+    names = [(f"{row.tool.split()[0]} " if row.tool else "") + (name or short[row.model])
+             for row, name in zip(rows, named)]
+    repeated = {name for name, count in Counter(names).items() if count > 1}
+    return [printable(f"{name} {row.method}" if row.tool and name in repeated else name)
+            + (f" kv {row.kv}" if row.kv is not None else "") for row, name in zip(rows, names)]
+
+
+def names_of(row: ModelResult, short: str) -> frozenset[str]:
+    """Everything that a person may call a row: the name that reports show, the same without its KV setting,
+    its recipe, its model, and the last part of that. Another tool's row has the first alone: the model may be
+    a row of quantkit's too."""
+    if row.tool:
+        return frozenset({short})
+    base = short.removesuffix(f" kv {row.kv}")
+    names = {base, row.model, Path(row.model).name, row.recipe or base}
+    if row.kv is not None:
+        names |= {f"{name} kv {row.kv}" for name in names}
+    return frozenset(names | {short} - {""})
+
+
+def printable(name: str) -> str:
+    """A stranger's text on one line, without what XML can't hold and a terminal would obey."""
+    return "".join(char if char.isprintable() else "?" for char in " ".join(name.split()))

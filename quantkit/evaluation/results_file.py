@@ -15,8 +15,8 @@ from quantkit.evaluation.keys import MEASURED, RESERVED_KEYS
 from quantkit.evaluation.metric_table import MetricInfo, builtin_infos
 from quantkit.evaluation.metrics import Interval
 from quantkit.evaluation.protocol import Protocol
-from quantkit.evaluation.result import VERSION, EvalResult, ModelResult
-from quantkit.evaluation.variants import printable
+from quantkit.evaluation.report.base import Reporter
+from quantkit.evaluation.result import VERSION, EvalResult, ModelResult, printable
 from quantkit.plugins.manager import BUILTIN
 from quantkit.support.errors import UsageError
 from quantkit.support.strict_json import read_object
@@ -178,3 +178,11 @@ class _Reader:
             if info.owner != BUILTIN:
                 infos[key] = info
         return infos
+
+
+def render(result: EvalResult) -> str:
+    """One object: ``results``, ``protocol``, ``noise_floor_kl``, ``metrics``, ``question``, ``command``."""
+    return json.dumps(result.to_dict(), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+REPORTER = Reporter("json", "results.json", render)

@@ -3,28 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
-
-import torch
 
 from quantkit.evaluation.keys import EXACT, PER_RUN
 from quantkit.evaluation.metric_table import MetricInfo, RegisteredMetric, builtin_infos, registered_metrics
 from quantkit.evaluation.result import EvalResult
 from quantkit.evaluation.settings import EvalSettings
-from quantkit.evaluation.sweep.assemble import assemble, by_place
-from quantkit.evaluation.sweep.estimate import estimated
-from quantkit.evaluation.sweep.facts import facts_of
+from quantkit.evaluation.sweep.assemble import assemble
+from quantkit.evaluation.sweep.models import facts_of
 from quantkit.evaluation.sweep.plan import make_plan, memory_bytes, planned_texts
-from quantkit.evaluation.sweep.quality import forget_models
-from quantkit.evaluation.sweep.run import run_measurements
-from quantkit.evaluation.sweep.store import MeasurementResult, MeasurementStore, user_store
-from quantkit.executor.choose import make_executor
-from quantkit.memory.machine import available_memory
+from quantkit.evaluation.sweep.run import SweepResults, measured
 from quantkit.plugins.manager import current
-from quantkit.support.device import find_device
 from quantkit.support.errors import UsageError, did_you_mean
 from quantkit.support.progress import Listener, silent
-from quantkit.support.units import human_bytes
 
 
 def evaluate(uris: Sequence[str], settings: EvalSettings, progress: Listener = silent,
@@ -35,9 +25,9 @@ def evaluate(uris: Sequence[str], settings: EvalSettings, progress: Listener = s
 
     Args:
         uris: checkpoints or sources, the reference first.
-        settings: protocol.
+        settings: the choices of the caller.
         progress: told of every measurement, and of its parts.
-        command: what was typed, for the report.
+        command: the command line, for the report.
         loading: told of the weights of each model that is loaded, in MiB.
         executor: where measurements are done: ``local`` or ``ray``.
         recipes: checkpoint → the recipe that made it.
@@ -58,27 +48,10 @@ def evaluate(uris: Sequence[str], settings: EvalSettings, progress: Listener = s
     models = [facts_of(uri, settings.revision_of(number), settings.dtype, (recipes or {}).get(uri),
                        settings.keep) for number, uri in enumerate(uris)]
     plan = make_plan(models, settings, texts)
-    store = user_store() if settings.keep else MeasurementStore(None)
-    results: dict[int, MeasurementResult] = {}
-    for number, measurement in enumerate(plan.measurements):
-        if not settings.fresh and (known := store.get(measurement.key)) is not None:
-            results[number] = known
-    numbers = [number for number in range(len(plan.measurements)) if number not in results]
-    missing = estimated(plan, [plan.measurements[number] for number in numbers])
-    forget_models()  # of another comparison: a folder may hold another model since
-    if missing:
-        needed, free = memory_bytes(models, settings), available_memory()
-        short = f", and {human_bytes(free)} are free" if free is not None and free < needed else ""
-        announce(f"this takes about {human_bytes(needed)} of memory{short}")
-        try:
-            with closing(make_executor(executor, find_device(settings.device), gpus=True)) as runs:
-                for number, measured in run_measurements(missing, store, runs, progress, loading):
-                    results[numbers[number]] = measured
-        finally:
-            forget_models()
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
-    result = assemble(plan, settings, by_place(results, plan.measurements))
+    results = measured(plan.measurements, models[0], keep=settings.keep, fresh=settings.fresh,
+                       device=settings.device, executor=executor, progress=progress, loading=loading,
+                       memory=memory_bytes(models, settings), announce=announce)
+    result = assemble(plan, settings, SweepResults(plan.measurements, results))
     result.metrics, result.command = infos, command
     result.plotted = settings.plot or result.plotted
     current().notify("on_run_finished", kind="eval", summary=result.to_dict())

@@ -8,7 +8,7 @@ from typing import Annotated, Self
 from pydantic import Field, model_validator
 
 from quantkit.evaluation.text import BUILTIN, HUB
-from quantkit.plugins.manager import current, named_files
+from quantkit.plugins.manager import current
 from quantkit.support.errors import UsageError, did_you_mean
 from quantkit.support.frozen import Frozen
 from quantkit.support.safe_yaml import read_yaml
@@ -22,7 +22,7 @@ class SuiteText(Frozen):
     Attributes:
         name: how reports call it.
         text: ``builtin:code``, ``hf://datasets/…`` or the name of a file beside the suite's.
-        windows: of it that are used; ``None``: as many as the suite says.
+        windows: the windows of it that are used; ``None``: as many as the suite says.
     """
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._-]{0,31}$")
@@ -36,7 +36,7 @@ class SuiteSpeed(Frozen):
     Attributes:
         batches, contexts: of decoding.
         prefill, max_tokens: tokens of a prompt, and new ones of a timed run.
-        repeats: timed runs.
+        repeats: the number of timed runs.
     """
 
     batches: tuple[Annotated[int, Field(ge=1, le=4096)], ...] = Field(default=(1,), strict=False,
@@ -57,7 +57,7 @@ class EvalSuite(Frozen):
         window, windows: tokens a window, and windows of a text.
         prompt_tokens: tokens at the beginning of a window that go through the KV cache as its prompt.
         floor: whether the reference is compared with its weights in float32 arithmetic: the noise floor.
-        tasks: that are asked if there is a folder with their data.
+        tasks: the tasks that are asked if there is a folder with their data.
         limit: items of a task.
         speed: what is timed.
         roofline: whether operators are timed below the machine's ceilings.
@@ -95,8 +95,8 @@ def load_suite(name: str) -> EvalSuite:
     if name.endswith(SUFFIXES):
         return _read(Path(name).expanduser())
     files: dict[str, list[tuple[str, Path]]] = {}
-    for owner, path in named_files(current().dirs("eval_dirs")):
-        files.setdefault(path.stem, []).append((owner, path))
+    for info, path in current().files("eval_dirs"):
+        files.setdefault(path.stem, []).append((info.distribution, path))
     if name not in files:
         first = "quick" if "quick" in files else next(iter(sorted(files)), "FILE.yaml")
         raise UsageError(f"no evaluation suite is called {name!r}", why=did_you_mean(name, files),

@@ -16,7 +16,7 @@ import torch
 
 from quantkit.executor.base import Item, Task
 from quantkit.executor.cluster import Cluster, WorkerSetup, import_ray, named_address
-from quantkit.plugins.manager import plugin_failure
+from quantkit.plugins.blame import plugin_failure
 from quantkit.support.errors import QuantkitError
 
 T = TypeVar("T")

@@ -13,6 +13,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from quantkit.formats import e4m3
+from quantkit.formats.dtypes import plain_name
 from quantkit.formats.spec import QuantSpec
 
 TENSORS = ("codes", "scale", "zero", "minimum", "outer", "outer_minimum", "input_factor")
@@ -64,6 +66,48 @@ class Codes:
 
     def to(self, device: torch.device) -> Codes:
         return self.mapped(lambda tensor: tensor.to(device))
+
+    def fault(self, shape: tuple[int, int]) -> str | None:
+        """What is wrong with the codes of a weight of this shape: a tensor's type, dtype, shape or values;
+        ``None`` if nothing."""
+        spec, scales, outer = self.spec, self.spec.scale_shape(shape), self.spec.outer_shape(shape)
+        has_zeros = spec.kind == "int" and not spec.symmetric and not spec.minimum
+        wanted: dict[str, tuple[torch.dtype, tuple[int, ...]] | None] = {
+            "codes": (torch.uint8, shape),
+            "scale": (torch.float32, scales),
+            "zero": (torch.uint8, scales) if has_zeros else None,
+            "minimum": (torch.float32, scales) if spec.minimum else None,
+            "outer": (torch.float32, outer) if outer else None,
+            "outer_minimum": (torch.float32, outer) if outer and spec.minimum else None,
+        }
+        for name, about in wanted.items():
+            tensor = getattr(self, name)
+            if about is None:
+                if tensor is not None:
+                    return f"there is a tensor {name}, which {spec.label()} doesn't have"
+            elif tensor is None:
+                return f"there is no {name}, which {spec.label()} has"
+            elif not isinstance(tensor, torch.Tensor):
+                return f"{name} is a {type(tensor).__name__}, not a tensor"
+            elif (tensor.dtype, tuple(tensor.shape)) != (about[0], tuple(about[1])):
+                return (f"{name} is {plain_name(tensor.dtype)} {list(tensor.shape)}, not "
+                        f"{plain_name(about[0])} {list(about[1])}")
+            elif about[0].is_floating_point and not bool(torch.isfinite(tensor).all()):
+                return f"a {name} is not finite"
+        return self._value_fault()
+
+    def _value_fault(self) -> str | None:
+        if self.spec.grid == "fp4":
+            for name in ("scale", "outer", "input_factor"):
+                values = getattr(self, name)
+                if values is not None and bool((values < 0 if name == "scale" else values <= 0).any()):
+                    return f"a value of {name} is not positive"
+        for kind, levels in (("code", self.codes), ("zero point", self.zero)):
+            if levels is not None and levels.numel() and int(levels.max()) >= 2**self.spec.bits:
+                return f"a {kind} is above {2**self.spec.bits - 1}"
+        if self.spec.kind == "fp" and self.spec.bits == 8 and e4m3.has_nan(self.codes):
+            return "a code is NaN"
+        return None
 
     @classmethod
     def joined(cls, parts: Sequence[Codes], notes: tuple[str, ...] = ()) -> Codes:

@@ -11,7 +11,7 @@ from quantkit.kv.checked import check_policy_declarations
 from quantkit.kv.policies.window import ModelWindow
 from quantkit.kv.spec import KVSpec
 from quantkit.models.config import ModelConfig
-from quantkit.plugins.manager import registry, whose
+from quantkit.plugins.manager import describe_entry, registry
 from quantkit.support.call_text import made_with
 from quantkit.support.errors import PluginError, UsageError
 from quantkit.support.units import bytes_of
@@ -80,7 +80,7 @@ def build_codec(name: str, options: Mapping[str, object]) -> KVCodec:
     codec = _built(kind, KVCodec, "codec", name, options, "3")
     for field in ("residual_length", "sinks"):
         if not (type(value := getattr(codec, field)) is int and 0 <= value <= MAX_RESIDUAL):
-            raise PluginError(f"{whose('kv_codecs', name)}: {field} is {value!r}",
+            raise PluginError(f"{describe_entry('kv_codecs', name)}: {field} is {value!r}",
                               why="it is a number of tokens", next=f"quantkit plugins check {name}")
     return codec
 
@@ -106,7 +106,7 @@ def _built(kind: type[Made], base: type[KVCodec] | type[KVPolicy], what: str, na
                          why=f"what is registered as {name!r} isn't a {base.__name__}",
                          next="see docs/plugins.md, and update the plugin")
     if (called := getattr(kind, "name", None)) != name:
-        raise PluginError(f"{whose(f'kv_{plural}', name)} calls itself {called!r}",
+        raise PluginError(f"{describe_entry(f'kv_{plural}', name)} calls itself {called!r}",
                           why="a class has the name that it is registered by",
                           next=f'name: ClassVar[str] = "{name}" in {kind.__name__}')
     hint = f'write for instance --kv "{name}({example})"' if kind.model_fields else None

@@ -162,7 +162,6 @@ class KVCache:
         try:
             for layer, source_state, target_state in zip(self.layers, source.layers, target.layers):
                 layer.store.fork(source_state, target_state, shared)
-            target.tokens = list(source.tokens)
             target.query_window = None if source.query_window is None else source.query_window.copy()
         except BaseException:  # there is no memory for it
             self.free([fork])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from quantkit.kv.base import KERNEL_NAMES, PAGE, KVCodecs, KVPolicy, SideCodec, 
 from quantkit.kv.sequence import SequenceState
 from quantkit.kv.spec import KVSpec
 from quantkit.kv.store import PageStore
-from quantkit.plugins.manager import registry, whose
+from quantkit.plugins.manager import describe_entry, registry
 from quantkit.support.errors import PluginError
 
 OWN_POLICIES = "quantkit.kv.policies."
@@ -26,16 +27,15 @@ def checked_slots(policy: KVPolicy, kept: Any, lengths: Sequence[int]) -> list[t
     Args:
         policy: the policy that returned it.
         kept: a tensor ``[Hkv, n]`` or a sequence of Hkv tensors ``[n]``.
-        lengths: slots that each head holds.
+        lengths: the slots that each head holds.
 
     Raises:
         PluginError: it isn't int64, of that shape, in rising order, within a head's length and at least one
             slot a head; or heads keep different numbers though the policy promises equal ones.
     """
     def refuse(what: str) -> PluginError:
-        return PluginError(f"{whose('kv_policies', policy.name)}: keep() returned {what}",
-                           why="for each KV head it returns int64 [n], slots in rising order; or None",
-                           next=_remedy("kv_policies", policy.name))
+        return _error("kv_policies", policy.name, f"keep() returned {what}",
+                      "for each KV head it returns int64 [n], slots in rising order; or None")
 
     if type(policy).__module__.startswith(OWN_POLICIES):
         return list(kept)
@@ -63,47 +63,42 @@ def checked_slots(policy: KVPolicy, kept: Any, lengths: Sequence[int]) -> list[t
 
 
 def policy_fault(policy: KVPolicy) -> str | None:
-    """What is wrong with what a policy declares; ``None``: nothing."""
-    def counts(value: object, least: int) -> bool:
-        return type(value) is int and value >= least
-
-    interval = policy.decode_interval
-    reread = policy.reread_prompt
-    visible = policy.visible
-    acts = policy.on_prefill is not None or interval is not None or reread is not None
-    promises = {
-        f"on_prefill is {policy.on_prefill!r}: chunk, end or None":
-            policy.on_prefill in (None, "chunk", "end"),
-        f"tracks is {policy.tracks!r}: attention_sum, attention_max, query_moments or None":
-            policy.tracks in (None, "attention_sum", "attention_max", "query_moments"),
-        f"query_window is {policy.query_window!r}: a number of queries": counts(policy.query_window, 0),
-        f"decode_interval is {interval!r}: a number of steps, or None":
-            interval is None or counts(interval, 1),
-        f"reread_prompt is {reread!r}: a number of tokens, or None": reread is None or counts(reread, 1),
-        f"slack is {policy.slack!r}: a number of slots": counts(policy.slack, 0),
-        f"release_granularity is {policy.release_granularity!r}: a multiple of {PAGE}":
-            counts(policy.release_granularity, 1) and policy.release_granularity % PAGE == 0,
-        f"visible is {visible!r}: (window, sinks) or None": visible is None or (
-            isinstance(visible, tuple) and len(visible) == 2 and all(counts(size, 0) for size in visible)),
-        "it never acts: on_prefill and decode_interval are None": policy.keeps_all or acts,
-        f"it tracks {policy.tracks} in blocks of query_window queries, which is 0":
-            policy.tracks is None or reread is not None or policy.query_window != 0}
-    return next((promise for promise, holds in promises.items() if not holds), None)
+    """What is wrong with what a policy declares; ``None`` if nothing."""
+    if policy.on_prefill not in (None, "chunk", "end"):
+        return f"on_prefill is {policy.on_prefill!r}: chunk, end or None"
+    if policy.tracks not in (None, "attention_sum", "attention_max", "query_moments"):
+        return f"tracks is {policy.tracks!r}: attention_sum, attention_max, query_moments or None"
+    least = {"query_window": 0, "decode_interval": 1, "slack": 0, "reread_prompt": 1,
+             "release_granularity": PAGE}
+    for name, number in least.items():
+        value = getattr(policy, name)
+        if value is not None and (type(value) is not int or value < number):
+            return f"{name} is {value!r}: a number from {number} on"
+    if policy.visible is not None and (not isinstance(policy.visible, tuple) or len(policy.visible) != 2):
+        return f"visible is {policy.visible!r}: (window, sinks) or None"
+    if policy.release_granularity % PAGE:
+        return f"release_granularity is {policy.release_granularity!r}: a multiple of {PAGE}"
+    acts = (policy.on_prefill, policy.decode_interval, policy.reread_prompt) != (None, None, None)
+    if not policy.keeps_all and not acts:
+        return "it never acts: on_prefill and decode_interval are None"
+    if policy.tracks is not None and policy.reread_prompt is None and policy.query_window == 0:
+        return f"it tracks {policy.tracks} in blocks of query_window queries, which is 0"
+    return None
 
 
 def check_policy_declarations(policy: KVPolicy) -> None:
     """Raises PluginError for a plugin's policy whose declarations can't be followed."""
     builtin = type(policy).__module__.startswith(OWN_POLICIES)
     if not builtin and (fault := policy_fault(policy)) is not None:
-        raise PluginError(f"{whose('kv_policies', policy.name)}: {fault}",
-                          why="quantkit.kv.base.KVPolicy says what a policy declares",
-                          next=_remedy("kv_policies", policy.name))
+        raise _error("kv_policies", policy.name, fault,
+                     "quantkit.kv.base.KVPolicy says what a policy declares")
 
 
-def _remedy(kind: str, name: str) -> str:
+def _error(kind: str, name: str, what: str, why: str, next: str | None = None) -> PluginError:
     table = registry(kind)
     owner = table.entry(name).owner if name in table else "NAME"
-    return f"quantkit plugins check {owner}, or use another --kv"
+    return PluginError(f"{describe_entry(kind, name)}: {what}", why=why,
+                       next=next or f"quantkit plugins check {owner}, or use another --kv")
 
 
 def check_codecs(codecs: KVCodecs, spec: KVSpec, dim: int, dtype: torch.dtype) -> None:
@@ -113,7 +108,7 @@ def check_codecs(codecs: KVCodecs, spec: KVSpec, dim: int, dtype: torch.dtype) -
         codecs: the codecs of a cache.
         spec: the setting that named them.
         dim: the head dimension.
-        dtype: in which keys and values are computed.
+        dtype: the dtype in which keys and values are computed.
 
     Raises:
         PluginError: a layout isn't one, what is encoded differs from it, or what is decoded isn't finite.
@@ -127,10 +122,9 @@ def check_codecs(codecs: KVCodecs, spec: KVSpec, dim: int, dtype: torch.dtype) -
         if not is_ours(side):
             _check_side(side, name, dim, dtype)
     if codecs.keys.name == codecs.values.name and not _alike(codecs, dim, dtype):
-        raise PluginError(f"{whose('kv_codecs', spec.codec)}: its keys and values are stored in other bytes "
-                          f"under the same name {codecs.keys.name!r}",
-                          why="a side's name identifies its bytes",
-                          next="say everything that the bytes depend on in the side's name")
+        raise _error("kv_codecs", spec.codec, "its keys and values are stored in other bytes under the same "
+                     f"name {codecs.keys.name!r}",
+                     "a side's name identifies its bytes: it must say everything that they depend on")
     _sound.add(key)
 
 
@@ -143,10 +137,7 @@ def _alike(codecs: KVCodecs, dim: int, dtype: torch.dtype) -> bool:
 
 
 def _check_side(codec: SideCodec, registered: str, dim: int, dtype: torch.dtype) -> None:
-    def refuse(what: str, why: str) -> PluginError:
-        return PluginError(f"{whose('kv_codecs', registered)}: {what}", why=why,
-                           next=_remedy("kv_codecs", registered))
-
+    refuse = partial(_error, "kv_codecs", registered)
     if not isinstance(codec.name, str) or not codec.name or not isinstance(codec.hadamard, bool):
         raise refuse(f"its name is {codec.name!r} and hadamard is {codec.hadamard!r}",
                      "a SideCodec's name is text that says everything about its bytes, and hadamard a bool")
@@ -187,9 +178,9 @@ def codec_fault(stores: Sequence[PageStore], sequence: SequenceState, codecs: KV
     """Why a plugin's codec may be to blame for output that isn't finite; ``None`` if it isn't.
 
     Args:
-        stores: pages of all layers.
+        stores: the pages of all layers.
         sequence: the sequence that the output belongs to.
-        codecs, spec: of the cache.
+        codecs, spec: the cache's codecs and setting.
     """
     sides = {"k": (spec.codec, codecs.keys), "v": (spec.values or spec.codec, codecs.values)}
     for side, (name, codec) in sides.items():
@@ -200,13 +191,14 @@ def codec_fault(stores: Sequence[PageStore], sequence: SequenceState, codecs: KV
                 continue
             what = "keys" if side == "k" else "values"
             finite = store.stored_finite(side, store.table(state))
-            return PluginError(
-                f"{whose('kv_codecs', name)}: decode() gives {what} that aren't finite",
-                why=f"in layer {index}, of codes that are finite: the model's weights are not the cause"
-                if finite else f"in layer {index}: encode() made codes that aren't finite, or the model's "
-                f"{what} weren't, because its dtype overflows",
-                next=_remedy("kv_codecs", name) if finite
-                else "--kv none shows which: then --dtype float32")
+            if finite:
+                return _error("kv_codecs", name, f"decode() gives {what} that aren't finite",
+                              f"in layer {index}, of codes that are finite: the model's weights are not the "
+                              "cause")
+            return _error("kv_codecs", name, f"decode() gives {what} that aren't finite",
+                          f"in layer {index}: encode() made codes that aren't finite, or the model's {what} "
+                          "weren't, because its dtype overflows",
+                          "--kv none shows which: then --dtype float32")
     return None
 
 
@@ -235,9 +227,8 @@ def checked_budget(policy: KVPolicy, budget: Any) -> int:
     PluginError if it isn't a number of slots."""
     if type(budget) is int and budget > 0:
         return budget
-    raise PluginError(f"{whose('kv_policies', policy.name)}: layer_budget() returned {budget!r:.60}",
-                      why="it is how many slots stay in each head, an int from 1 on",
-                      next=_remedy("kv_policies", policy.name))
+    raise _error("kv_policies", policy.name, f"layer_budget() returned {budget!r:.60}",
+                 "it is how many slots stay in each head, an int from 1 on")
 
 
 def checked_scores(policy: KVPolicy, scores: Any, lengths: Sequence[int]) -> torch.Tensor:
@@ -256,6 +247,5 @@ def checked_scores(policy: KVPolicy, scores: Any, lengths: Sequence[int]) -> tor
         if not bool(torch.isnan(scores).any()):
             return scores
         what = "NaN"
-    raise PluginError(f"{whose('kv_policies', policy.name)}: score() returned {what}",
-                      why=f"it returns float32 {list(shape)}: a number for each slot of each KV head",
-                      next=_remedy("kv_policies", policy.name))
+    raise _error("kv_policies", policy.name, f"score() returned {what}",
+                 f"it returns float32 {list(shape)}: a number for each slot of each KV head")

@@ -133,24 +133,11 @@ class LayerCache:
         limit, sinks = self.policy.visible or (None, 0)
         return Visibility(queries, keys, window, limit, sinks)
 
-    def end_step(self, state: LayerState, queries: torch.Tensor | None, count: int, phase: Phase) -> bool:
-        """Note that a step of ``count`` tokens is done.
-
-        Args:
-            state: the sequence in this layer.
-            queries: ``[H, n, D]``, rotated, to be kept if the policy tracks them; ``None``: they are kept
-                already.
-            count: tokens of the step.
-            phase: the part of a request that the step was.
-
-        Returns:
-            Whether the policy is to act now.
-        """
+    def end_step(self, state: LayerState, count: int, phase: Phase) -> bool:
+        """Note that a step of ``count`` tokens is done; returns whether the policy is to act now."""
         policy = self.policy
         if not count:
             return False
-        if queries is not None and policy.tracks_queries(phase):
-            self.scores.record_queries(state, queries)
         acts = policy.acts_after(phase)
         if phase == "prefill_end":
             state.prompt = state.seen

@@ -88,7 +88,6 @@ class SequenceState:
         seen: tokens that each layer has had, int64 ``[layers]``.
         table, residual: page numbers int32 ``[layers, Hkv, width]``; ``None`` until they are laid out.
         query_window: the last queries, while a policy tracks them.
-        tokens: the prompt's token ids, if the policy wants it fed again.
         free_slots: tokens that fit before a page is missing, where there is a table.
     """
 
@@ -100,7 +99,6 @@ class SequenceState:
         self.table: PageTable | None = None
         self.residual: PageTable | None = None
         self.query_window: QueryWindow | None = None
-        self.tokens: list[int] = []
         self.free_slots = 0
         self._record: npt.NDArray[np.void] | None = None
 

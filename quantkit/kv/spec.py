@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from pydantic import Field
 
-from quantkit.plugins.first_party import explain_absent
 from quantkit.plugins.manager import registry
+from quantkit.plugins.registry import explain_absent
 from quantkit.support.call_text import Options, named_options, read_call
 from quantkit.support.errors import UsageError, did_you_mean
 from quantkit.support.frozen import Frozen

@@ -65,7 +65,7 @@ def parse_config(hf_config: Mapping[str, Any],
         UnsupportedModelError: unknown family, another head than a language model's, or a key that
             changes the maths and is not implemented.
     """
-    from quantkit.plugins.manager import registry, whose
+    from quantkit.plugins.manager import describe_entry, registry
     from quantkit.plugins.registry import a_type
 
     table = registry("architectures")
@@ -85,7 +85,7 @@ def parse_config(hf_config: Mapping[str, Any],
                                     next="use the causal language model of this family")
     config = architecture.parse(hf_config)
     if not isinstance(config, ModelConfig):
-        raise PluginError(f"{whose('architectures', model_type)}: parse returned {a_type(config)}",
+        raise PluginError(f"{describe_entry('architectures', model_type)}: parse returned {a_type(config)}",
                           why="it must be a quantkit.models.config.ModelConfig",
                           next="correct it: quantkit.testing.check_architecture finds such errors")
     return config

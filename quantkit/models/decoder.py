@@ -78,7 +78,8 @@ class CausalLM:
         device: the device that computes.
         embedding: ``[vocab, hidden]``, plain, quantized, or packed as a Linear is: where it is also the head,
             the two are one.
-        decode_rows, runs_ahead, mixes: as :class:`~quantkit.models.interfaces.LanguageModel` says.
+        decode_rows, runs_ahead, supports_mixed_batches, decode_matches_prefill: as
+            :class:`~quantkit.models.interfaces.LanguageModel` says.
 
     Raises:
         SourceError: a tensor is missing or of another shape than the config says.
@@ -86,8 +87,8 @@ class CausalLM:
 
     decode_rows = DECODE_ROWS
     runs_ahead = False
-    mixes = False
-    decodes_as_it_reads = False
+    supports_mixed_batches = False
+    decode_matches_prefill = False
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         self.config = config
@@ -105,7 +106,7 @@ class CausalLM:
     def prepare(self, cache: Any) -> None:
         """See :class:`~quantkit.models.interfaces.LanguageModel`: operations need nothing."""
 
-    def chunk_invariant(self, cache: KVCacheProtocol) -> bool:
+    def chunk_invariant(self, cache: Any) -> bool:
         """It isn't: a library's product and attention round differently for another number of tokens."""
         return False
 
@@ -119,12 +120,14 @@ class CausalLM:
         if positions is None:
             positions = (torch.arange(ids.shape[1], device=ids.device).expand(ids.shape) if cache is None
                          else cache.next_positions(ids.shape[1]))
+        if cache is not None:
+            cache.begin(cache.counts(ids.shape, positions))
         x = self.embed(ids)
         context = ForwardContext(self.config, positions, x.dtype, cache)
         for layer in self.layers:
             x = layer(x, positions, cache, context)
         if cache is not None:
-            cache.done(self, ids, positions)
+            cache.end()
         return x
 
     def forward(self, tokens: Sequence[Sequence[int]], batch: Any, wanted: Sequence[int]) -> torch.Tensor:

@@ -21,10 +21,10 @@ class LanguageModel(Protocol):
         dtype, device: of its plain weights.
         decode_rows: sequences that decode side by side without an effect on each other, at most.
         runs_ahead: whether the next step can be launched before the host has read this one's tokens.
-        decodes_as_it_reads: whether a token gives the same bits decoded as in a prompt's chunk, with caches
-            for which the model is :meth:`chunk_invariant`.
-        mixes: whether :meth:`forward` takes prompts and decoding sequences together, without an effect on
-            each other, with caches for which the model is :meth:`chunk_invariant`.
+        decode_matches_prefill: whether a token gives the same bits decoded as in a prompt's chunk, with
+            caches for which the model is :meth:`chunk_invariant`.
+        supports_mixed_batches: whether :meth:`forward` takes prompts and decoding sequences together, without
+            an effect on each other, with caches for which the model is :meth:`chunk_invariant`.
     """
 
     config: ModelConfig
@@ -32,8 +32,8 @@ class LanguageModel(Protocol):
     device: torch.device
     decode_rows: int
     runs_ahead: bool
-    decodes_as_it_reads: bool
-    mixes: bool
+    decode_matches_prefill: bool
+    supports_mixed_batches: bool
 
     def check_cache(self, cache: Any) -> None:
         """Raises UsageError: the model can't be run with such a KVCache."""
@@ -47,8 +47,8 @@ class LanguageModel(Protocol):
         """See :meth:`~quantkit.models.decoder.CausalLM.__call__`. The result may be a buffer of the
         model, which its next call overwrites."""
 
-    def chunk_invariant(self, cache: KVCacheProtocol) -> bool:
-        """Whether a prompt that goes into such a cache gives the same bits however it is cut into chunks."""
+    def chunk_invariant(self, cache: Any) -> bool:
+        """Whether a prompt in such a KVCache gives the same bits however it is cut into chunks."""
 
     def hidden(self, ids: torch.Tensor, positions: torch.Tensor | None = None,
                cache: KVCacheProtocol | None = None) -> torch.Tensor:
@@ -85,6 +85,13 @@ class KVCacheProtocol(Protocol):
     def max_lengths(self) -> torch.Tensor:
         """How many tokens each sequence is announced to have in the end, int64 ``[B]``; 0: unknown."""
 
+    def counts(self, shape: Sequence[int], positions: torch.Tensor | None) -> list[int]:
+        """Tokens of each row of ids of this ``shape`` (B, T). Raises ValueError: the positions aren't those
+        that follow."""
+
+    def begin(self, counts: Sequence[int]) -> None:
+        """Begin a step in which the rows get ``counts`` tokens."""
+
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: ForwardContext,
                window: int | None, sinks: torch.Tensor | None = None) -> torch.Tensor:
         """Store a step's keys and values of one layer, and attend over all that its queries may see.
@@ -103,10 +110,5 @@ class KVCacheProtocol(Protocol):
             ``[B, H, T, D]`` in q's dtype; finite at padding.
         """
 
-    def done(self, model: LanguageModel, ids: torch.Tensor, positions: torch.Tensor | None) -> None:
-        """Tell the cache that a step has passed all layers; it may now call the model for steps of its own.
-
-        Args:
-            model: the one that was called.
-            ids, positions: int64 ``[B, T]``, the step's.
-        """
+    def end(self) -> None:
+        """End a step: it has passed all layers."""

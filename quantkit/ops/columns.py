@@ -65,7 +65,7 @@ def search_ranges(weight: torch.Tensor, cost: torch.Tensor, size: int, factors: 
 
 
 def solve_columns(work: torch.Tensor, upper: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor,
-                  groups: torch.Tensor, bits: int, pull: float = 0.0,
+                  groups: torch.Tensor, bits: int,
                   table: tuple[float, ...] | None = None) -> torch.Tensor:
     """Round a column, spread its error over those left, and so on.
 
@@ -76,7 +76,6 @@ def solve_columns(work: torch.Tensor, upper: torch.Tensor, scale: torch.Tensor, 
         scale, zero: float32 ``[tiles, groups, 64]``.
         groups: int64 ``[in]``, the group of each column.
         bits: the bits of a level.
-        pull: share of a column's move by earlier errors that is taken back before it is rounded.
         table: the values of levels, rising, where they aren't equal steps.
 
     Returns:
@@ -85,8 +84,7 @@ def solve_columns(work: torch.Tensor, upper: torch.Tensor, scale: torch.Tensor, 
     from quantkit_kernels.cpu.columns import SolveColumns
 
     levels, kernel = torch.empty_like(work), SolveColumns(bits, table)
-    _run(kernel, len(work), kernel.room_bytes, work=work, weight=work.clone() if pull else work,
-         pull=torch.tensor([pull], dtype=torch.float32), lower=upper.mT.contiguous(), scale=scale, zero=zero,
+    _run(kernel, len(work), kernel.room_bytes, work=work, lower=upper.mT.contiguous(), scale=scale, zero=zero,
          group=groups.contiguous(), levels=levels, columns=work.shape[1], groups=scale.shape[1])
     return levels
 

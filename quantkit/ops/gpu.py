@@ -14,6 +14,9 @@ MAX_ROW = 32768
 """Numbers of a row that is normalized."""
 MAX_GROUP = 128
 """Numbers of a group of activations that is rounded to 4 bits."""
+OLDEST = (8, 0)
+"""The compute capability that a GPU of NVIDIA needs: older ones lack bfloat16 and asynchronous copies, and
+kernels spill their registers there."""
 
 
 def unavailable(device: str, dtype: torch.dtype) -> str | None:
@@ -22,6 +25,8 @@ def unavailable(device: str, dtype: torch.dtype) -> str | None:
         return f"runs on cuda, not {device}"
     if not _installed():
         return "triton is not installed"
+    if device == "cuda" and (capability := _capability()) is not None and capability < OLDEST:
+        return "needs a GPU of compute capability {}.{} or newer, not {}.{}".format(*OLDEST, *capability)
     if dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"computes in float32, float16 and bfloat16, not {str(dtype).removeprefix('torch.')}"
     if SIMULATE and device == "cpu" and dtype == torch.bfloat16:
@@ -47,6 +52,13 @@ def norm_declines(device: str, dtype: torch.dtype, size: int) -> str | None:
     if (reason := unavailable(device, dtype)) is not None:
         return reason
     return f"takes rows of at most {MAX_ROW} numbers, not {size}" if size > MAX_ROW else None
+
+
+def _capability() -> tuple[int, int] | None:
+    """NVIDIA's compute capability of the current GPU; ``None`` if it isn't one of theirs."""
+    if not torch.cuda.is_available() or torch.version.hip is not None:
+        return None
+    return torch.cuda.get_device_capability()
 
 
 @functools.cache

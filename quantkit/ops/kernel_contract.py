@@ -17,7 +17,7 @@ from quantkit.formats.base import QuantizedTensor
 from quantkit.formats.dtypes import plain_name
 from quantkit.ops.dispatch import DECODE_ROWS, LinearKernel, Phase
 from quantkit.ops.tokens import quantize_tokens, round_groups
-from quantkit.plugins.manager import is_builtin, registry, whose
+from quantkit.plugins.manager import describe_entry, is_builtin, registry
 from quantkit.plugins.registry import described
 from quantkit.support.errors import PluginError, QuantkitError
 
@@ -48,7 +48,7 @@ def prepare(kernel: LinearKernel, weight: QuantizedTensor, dtype: torch.dtype, d
             y = kernel.run(x, prepared)
             fault = "run wrote to its input" if not torch.equal(x, given) else product_fault(x, y, weight)
             if fault is not None:
-                raise PluginError(f"{whose('kernels', kernel.name)}: {fault}",
+                raise PluginError(f"{describe_entry('kernels', kernel.name)}: {fault}",
                                   why=f"it was asked for {weight.format} {weight.spec.label()} "
                                       f"{list(weight.shape)} by {plain_name(dtype)}",
                                   next="correct the kernel: quantkit.testing.check_kernel finds such errors")
@@ -56,7 +56,7 @@ def prepare(kernel: LinearKernel, weight: QuantizedTensor, dtype: torch.dtype, d
     except (QuantkitError, MemoryError, torch.OutOfMemoryError):  # the kernel isn't what to mend
         raise
     except Exception as error:  # a stranger's kernel may raise anything
-        raise PluginError(f"{whose('kernels', kernel.name)} raises {described(error)}",
+        raise PluginError(f"{describe_entry('kernels', kernel.name)} raises {described(error)}",
                           why=f"it took {weight.format} {weight.spec.label()} {list(weight.shape)}",
                           next="decline what it can't run") from error
     return prepared

@@ -14,7 +14,7 @@ import torch
 from quantkit.formats.base import Codes, Format, QuantizedTensor
 from quantkit.formats.dtypes import plain_name
 from quantkit.formats.spec import QuantSpec
-from quantkit.plugins.manager import registry, whose
+from quantkit.plugins.manager import describe_entry, registry
 from quantkit.support.errors import PluginError
 
 Layout = dict[str, tuple[torch.dtype, tuple[int, ...]]]
@@ -104,7 +104,7 @@ def weight_fault(packed: QuantizedTensor, values: object) -> str | None:
 
 
 def _broken(form: Format, fault: str) -> PluginError:
-    return PluginError(f"{whose('formats', form.name)}: {fault}",
+    return PluginError(f"{describe_entry('formats', form.name)}: {fault}",
                        why="quantkit.formats.base says what a format promises",
                        next="correct the format: quantkit.testing.check_format finds such errors")
 

@@ -9,11 +9,10 @@ from quantkit.plugins.hooks import Register, hookimpl
 
 @hookimpl
 def register_sources(register: Register) -> None:
-    register("synthetic", "quantkit.sources.synthetic:KIND",
-             check_uri="quantkit.testing.examples:synthetic_model")
+    register("synthetic", "quantkit.sources.synthetic:KIND")
     register("package", "quantkit.sources.package:KIND")
     register("gguf", "quantkit.sources.gguf:KIND")
-    register("local", "quantkit.sources.local:KIND", check_uri="quantkit.testing.examples:model_folder")
+    register("local", "quantkit.sources.local:KIND")
     register("hub", "quantkit.sources.hub:KIND")
 
 
@@ -26,21 +25,16 @@ def register_architectures(register: Register) -> None:
 
 @hookimpl
 def register_methods(register: Register) -> None:
-    register("rtn", "quantkit.quantization.methods.rtn:METHOD")
-    register("nf4", "quantkit.quantization.methods.nf4:METHOD")
+    register("rtn", "quantkit.quantization.methods.rounding:RTN")
+    register("nf4", "quantkit.quantization.methods.rounding:NF4")
     register("gptq", "quantkit.quantization.methods.gptq:METHOD")
     register("autoround", "quantkit.quantization.methods.autoround:METHOD")
 
 
 @hookimpl
 def register_transforms(register: Register) -> None:
-    for name in ("awq", "rotate", "smoothquant"):
-        register(name, f"quantkit.quantization.transforms.{name}:TRANSFORM")
-
-
-@hookimpl
-def register_recoveries(register: Register) -> None:
-    register("distill", "quantkit.quantization.recovery.distill:RECOVERY")
+    register("awq", "quantkit.quantization.transforms.channel_scales:AWQ")
+    register("smoothquant", "quantkit.quantization.transforms.channel_scales:SMOOTHQUANT")
 
 
 @hookimpl
@@ -115,8 +109,12 @@ def register_metrics(register: Register) -> None:
 
 @hookimpl
 def register_reporters(register: Register) -> None:
-    for name in ("table", "json", "markdown", "html", "junit", "model_card"):
-        register(name, f"quantkit.evaluation.report.{name}:REPORTER")
+    register("table", "quantkit.evaluation.report.table:REPORTER")
+    register("json", "quantkit.evaluation.results_file:REPORTER")
+    register("markdown", "quantkit.evaluation.report.markdown:REPORTER")
+    register("html", "quantkit.evaluation.report.html:REPORTER")
+    register("junit", "quantkit.evaluation.report.gates:REPORTER")
+    register("model_card", "quantkit.evaluation.report.model_card:REPORTER")
     register("svg", "quantkit.evaluation.report.figure:SVG")
     register("png", "quantkit.evaluation.report.figure:PNG")
 

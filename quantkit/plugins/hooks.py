@@ -49,7 +49,7 @@ def register_transforms(register: Register) -> None:
 
 @hookspec
 def register_recoveries(register: Register) -> None:
-    """Training of scales and norms. Target: a ``quantkit.quantization.recovery.base.Recovery``."""
+    """Training of scales and norms. Target: a ``quantkit.quantization.recovery.Recovery``."""
 
 
 @hookspec

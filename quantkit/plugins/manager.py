@@ -9,59 +9,49 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.metadata
+import importlib.util
+import inspect
 import os
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pluggy
 
 from quantkit.plugins import hooks
-from quantkit.plugins.checks import HOOKS, Registrations, api_of, check_marks, collect
-from quantkit.plugins.code import anothers, belongs, frames, module_file, package_of
-from quantkit.plugins.entry_points import distribution_of, entry_points
-from quantkit.plugins.registry import BUILTIN, Registry, RegistryEntry, a_type, described, is_ctrl_c
-from quantkit.support.errors import PluginError, QuantkitError, did_you_mean
+from quantkit.plugins.hooks import API_VERSION, OLDEST_API_VERSION
+from quantkit.plugins.registry import BUILTIN, FAILURES, Registry, RegistryEntry, a_type, described
+from quantkit.support.errors import PluginError, did_you_mean
 
-OBSERVERS = tuple(name for name in HOOKS if name.startswith("on_"))
-
-
-@dataclass(frozen=True)
-class PluginKind:
-    """What is registered by the hook ``register_<kind>``.
-
-    Attributes:
-        singular: for messages.
-        expects: the ``"module:Class"`` that a target must be an instance of, or, if ``subclass``, a subclass.
-        named: whether a thing's ``name`` must be the registered one.
-        beside: another kind that shares its names, as ``--kv`` writes both in the same way.
-    """
-
-    singular: str
-    expects: str
-    subclass: bool = False
-    named: bool = False
-    beside: str | None = None
+ENTRY_POINTS = "quantkit"
+"""The group of entry points."""
+HOOKS = tuple(name for name, function in inspect.getmembers(hooks, inspect.isfunction)
+              if hasattr(function, "quantkit_spec"))
 
 
-KINDS: dict[str, PluginKind] = {
-    "sources": PluginKind("source", "quantkit.sources.base:SourceKind"),
-    "architectures": PluginKind("architecture", "quantkit.models.architecture:Architecture"),
-    "methods": PluginKind("method", "quantkit.quantization.methods.base:Method", named=True),
-    "transforms": PluginKind("transform", "quantkit.quantization.transforms.base:Transform", named=True),
-    "recoveries": PluginKind("recovery", "quantkit.quantization.recovery.base:Recovery", named=True),
-    "formats": PluginKind("format", "quantkit.formats.base:Format", named=True),
-    "kernels": PluginKind("kernel", "quantkit.ops.dispatch:LinearKernel", named=True),
-    "kv_policies": PluginKind("KV policy", "quantkit.kv.base:KVPolicy", subclass=True),
-    "kv_codecs": PluginKind("KV codec", "quantkit.kv.base:KVCodec", subclass=True, beside="kv_policies"),
-    "drafters": PluginKind("drafter", "quantkit.runtime.drafting.base:Drafter", subclass=True),
-    "metrics": PluginKind("metric", "quantkit.evaluation.metrics:Metric"),
-    "reporters": PluginKind("reporter", "quantkit.evaluation.report.base:Reporter"),
-    "commands": PluginKind("command", "click:Command"),
-}
+def _registries() -> dict[str, Registry[Any]]:
+    """Empty tables; the hook ``register_<key>`` fills each."""
+    policies: Registry[Any] = Registry("KV policy", "quantkit.kv.base:KVPolicy", subclass=True)
+    return {
+        "sources": Registry("source", "quantkit.sources.base:SourceKind"),
+        "architectures": Registry("architecture", "quantkit.models.architecture:Architecture"),
+        "methods": Registry("method", "quantkit.quantization.methods.base:Method", named=True),
+        "transforms": Registry("transform", "quantkit.quantization.transforms.base:Transform", named=True),
+        "recoveries": Registry("recovery", "quantkit.quantization.recovery:Recovery", named=True),
+        "formats": Registry("format", "quantkit.formats.base:Format", named=True),
+        "kernels": Registry("kernel", "quantkit.ops.dispatch:LinearKernel", named=True),
+        "kv_policies": policies,
+        "kv_codecs": Registry("KV codec", "quantkit.kv.base:KVCodec", subclass=True, beside=policies),
+        "drafters": Registry("drafter", "quantkit.runtime.drafting.base:Drafter", subclass=True),
+        "metrics": Registry("metric", "quantkit.evaluation.metrics:Metric"),
+        "reporters": Registry("reporter", "quantkit.evaluation.report.base:Reporter"),
+        "commands": Registry("command", "click:Command"),
+    }
 
 
 @dataclass(frozen=True)
@@ -69,12 +59,11 @@ class PluginInfo:
     """One plugin as ``quantkit plugins list`` shows it.
 
     Attributes:
-        name: of its entry point.
-        distribution, version: who brings it.
+        name: the name of its entry point.
+        distribution, version: the distribution that brings it.
         error: why it was left out; ``None`` if it wasn't.
-        refused: what of it is not used though the plugin is, a sentence each.
-        module: where its hooks are.
-        file: of that module, if it is known.
+        module: the module that has its hooks.
+        file: the file of that module, if it is known.
         api: the version of the hooks that it was written for, if it is known.
     """
 
@@ -82,24 +71,12 @@ class PluginInfo:
     distribution: str
     version: str
     error: str | None = None
-    refused: tuple[str, ...] = ()
     module: str = ""
     file: str | None = None
     api: int | None = None
 
-
-def whose(kind: str, name: str) -> str:
-    """A registered thing for messages: ``method 'hqq' of quantkit-hqq``; without its distribution if it isn't
-    registered."""
-    table = registry(kind)
-    owner = f" of {table.entry(name).owner}" if name in table else ""
-    return f"{KINDS[kind].singular} {name!r}{owner}"
-
-
-def is_builtin(kind: str, name: str) -> bool:
-    """Whether the thing called ``name`` is quantkit's own."""
-    table = registry(kind)
-    return name in table and table.entry(name).owner == BUILTIN
+    def __str__(self) -> str:
+        return f"plugin {self.name!r} of {self.distribution} {self.version}"
 
 
 class PluginManager:
@@ -118,55 +95,42 @@ class PluginManager:
 
         self._pluggy = pluggy.PluginManager("quantkit")
         self._pluggy.add_hookspecs(hooks)
-        self.registries: dict[str, Registry[Any]] = {}
-        for kind, about in KINDS.items():
-            self.registries[kind] = Registry(
-                about.singular, about.expects, subclass=about.subclass, named=about.named,
-                beside=self.registries[about.beside] if about.beside else None)
+        self.registries = _registries()
         self.plugins: list[PluginInfo] = []
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
         self.add(builtin, BUILTIN, version=__version__)
         wanted = None if only is None else set(only)
-        names = set()
-        for point in () if wanted == set() else sorted(entry_points(), key=lambda point: point.name):
-            names.add(point.name)
+        points = [] if wanted == set() else sorted(self._entry_points(), key=lambda point: point.name)
+        for point in points:
             if wanted is None or point.name in wanted:
                 self._load(point)
+        names = {point.name for point in points}
         for missing in sorted((wanted or set()) - names):
             raise PluginError(f"QUANTKIT_PLUGINS names {missing!r}, which is not installed",
                               why=did_you_mean(missing, names),
                               next="env -u QUANTKIT_PLUGINS quantkit plugins list")
 
+    def _entry_points(self) -> Iterable[importlib.metadata.EntryPoint]:
+        try:
+            return importlib.metadata.entry_points(group=ENTRY_POINTS)
+        except Exception as error:  # a file of entry points that can't be parsed, of any distribution
+            self._warn(f"no plugin was loaded, as entry points can't be read: {described(error)}")
+            return ()
+
     def _load(self, point: importlib.metadata.EntryPoint) -> None:
         """Load an entry point. Whatever goes wrong costs one warning."""
-        module = str(getattr(point, "value", "")).partition(":")[0].strip()
-        info = PluginInfo(point.name, *distribution_of(point, module), module=module)
+        module = point.value.partition(":")[0]
+        name, version = (point.dist.name, point.dist.version) if point.dist else (module, "unknown")
+        info = PluginInfo(point.name, name, version, module=module)
         try:
             with contextlib.redirect_stdout(sys.stderr):  # stdout is for the command's data
-                if isinstance(point, importlib.metadata.EntryPoint) and not point.pattern.match(point.value):
-                    raise PluginError(f"has the entry point {point.value!r}",
-                                      why='an entry point is written "module" or "module:attr"')
-                plugin = point.load()
-                info, entries = self._examine(plugin, info)
-        except BaseException as error:  # a stranger's module may raise anything, SystemExit too
-            if is_ctrl_c(error):
-                raise
-            reason = _reason(error, info.distribution)
-            self._warn(f"plugin {info.name!r} of {info.distribution} {info.version} was left out: {reason}")
+                self._add(point.load(), info)
+        except FAILURES as error:
+            reason = described(error)
+            if isinstance(error, ImportError) and str(error.name).partition(".")[0] == BUILTIN:
+                reason += f"; it may be for another quantkit: pip install --upgrade {name}"
+            self._warn(f"{info} was left out: {reason}")
             self.plugins.append(replace(info, error=reason, file=module_file(module)))
-            return
-        refused = []
-        for kind, entry in entries:
-            table = self.registries[kind]
-            others = {other.owner for other in table.claimed(entry.name)}
-            if others:
-                refused.append(table.collision(entry).what)
-            if BUILTIN not in others:
-                table.add(entry)
-        if refused:
-            self._warn(f"of plugin {info.name!r} of {info.distribution} {info.version} not all can be used: "
-                       + "; ".join(refused))
-        self.plugins.append(replace(info, refused=tuple(refused)))
 
     def add(self, plugin: object, distribution: str, *, name: str | None = None,
             version: str = "unknown") -> None:
@@ -174,157 +138,159 @@ class PluginManager:
 
         Raises:
             PluginError: nothing in it is marked as a hook; a misspelled hook, a wrong signature, a hook that
-                raises; another API version; a name that is malformed or already taken. Nothing of it is
-                registered then.
+                raises; another API version; a malformed name. Nothing of it is registered then.
         """
-        info = PluginInfo(name or distribution, distribution, version, module=_module_of(plugin))
+        module = getattr(plugin, "__name__", None) or type(plugin).__module__
+        info = PluginInfo(name or distribution, distribution, version, module=module)
         try:
-            info, entries = self._examine(plugin, info)
+            self._add(plugin, info)
         except PluginError as error:
-            then = error.next and error.next.replace("{distribution}", distribution)
             raise PluginError(f"plugin {info.name!r} of {distribution} {error.what}", why=error.why,
-                              next=then) from error
-        for kind, entry in entries:
-            if self.registries[kind].claimed(entry.name):
-                self._pluggy.unregister(plugin)
-                raise self.registries[kind].collision(entry)
-        for kind, entry in entries:
-            self.registries[kind].add(entry)
-        self.plugins.append(info)
+                              next=error.next) from error
 
-    def _examine(self, plugin: object, info: PluginInfo) -> tuple[PluginInfo, Registrations]:
-        """Let pluggy know the plugin, and call its hooks for what it registers.
-
-        Raises:
-            PluginError: it isn't a plugin as it must be; the message goes on after its name.
-        """
-        info = replace(info, api=api_of(plugin, info.module), file=getattr(plugin, "__file__", None)
-                       or module_file(info.module))
-        check_marks(plugin)
-        make = functools.partial(RegistryEntry, owner=info.distribution, plugin=info.name,
-                                 version="" if info.version == "unknown" else info.version)
-        name = f"{info.distribution}:{info.name}"
+    def _add(self, plugin: object, info: PluginInfo) -> None:
+        """Register a plugin, and warn of the names that others have. Raises PluginError with a message that
+        goes on after the plugin's name; nothing is registered then."""
+        info = replace(info, api=_checked_api(plugin, info.distribution),
+                       file=getattr(plugin, "__file__", None) or module_file(info.module))
+        _check_hooks(plugin)
         try:
-            self._pluggy.register(plugin, name=name)
-            self._pluggy.check_pending()
-            return info, collect(lambda hook: self._impls(hook, plugin), self.registries, make)
-        except BaseException as error:
-            if self._pluggy.get_plugin(name) is plugin:
-                self._pluggy.unregister(plugin)
-            if isinstance(error, pluggy.PluginValidationError | ValueError | TypeError):
-                raise PluginError("doesn't fit quantkit's hooks", why=str(error).strip().splitlines()[-1],
-                                  next="pip install --upgrade {distribution}") from error
-            raise
+            self._pluggy.register(plugin, name=_key(info))
+        except (pluggy.PluginValidationError, ValueError) as error:
+            raise PluginError("doesn't fit quantkit's hooks", why=str(error).strip().splitlines()[-1],
+                              next=f"pip install --upgrade {info.distribution}") from error
+        entries: list[tuple[Registry[Any], RegistryEntry]] = []
+        for kind, table in self.registries.items():
+            for impl in self._implementations(f"register_{kind}", info):
+                register = functools.partial(_collect, entries, table, info)
+                try:
+                    impl.function(*[register for _ in impl.argnames])
+                except FAILURES as error:
+                    self._pluggy.unregister(plugin)
+                    if isinstance(error, PluginError):
+                        raise
+                    raise PluginError(f"fails in its hook register_{kind}", why=described(error)) from error
+        for table, entry in entries:
+            table.add(entry)
+        self.plugins.append(info)
+        if taken := self.collisions(info):
+            self._warn(f"of {info} not all can be used: {'; '.join(error.what for error in taken)}")
 
-    def _impls(self, hook: str, plugin: object) -> list[pluggy.HookImpl]:
-        return [i for i in getattr(self._pluggy.hook, hook).get_hookimpls() if i.plugin is plugin]
+    def collisions(self, info: PluginInfo) -> list[PluginError]:
+        """An error for each name of a plugin's that others have registered too, so that it can't be used."""
+        if info.distribution == BUILTIN:
+            return []
+        errors = [error for table in self.registries.values()
+                  for error in table.collisions(info.name, info.distribution)]
+        return list({error.what: error for error in errors}.values())
 
-    def _all_impls(self, hook: str) -> Iterator[tuple[PluginInfo, pluggy.HookImpl]]:
-        """A hook's implementations in the order in which their plugins were loaded."""
-        known = {f"{info.distribution}:{info.name}": (number, info)
-                 for number, info in enumerate(self.plugins)}
-        impls = getattr(self._pluggy.hook, hook).get_hookimpls()
-        for impl in sorted(impls, key=lambda impl: known[impl.plugin_name][0]):
-            yield known[impl.plugin_name][1], impl
+    def _implementations(self, hook: str, info: PluginInfo) -> list[pluggy.HookImpl]:
+        return [impl for impl in getattr(self._pluggy.hook, hook).get_hookimpls()
+                if impl.plugin_name == _key(info)]
 
-    def folders(self, hook: str) -> list[tuple[PluginInfo, Path]]:
+    def folders(self, hook: str) -> Iterator[tuple[PluginInfo, Path]]:
         """Folders given by ``recipe_dirs`` or ``eval_dirs``. A hook that raises, or gives what is no list of
         folders, costs one warning and only what is wrong."""
-        folders = []
-        for info, impl in self._all_impls(hook):
-            try:
-                answer = impl.function()
-                if not isinstance(answer, list | tuple):
-                    raise PluginError(f"it returned {a_type(answer)}, not a list of folders")
-                given = list(answer)
-            except BaseException as error:
-                if is_ctrl_c(error):
-                    raise
-                self._warn(f"{hook} of plugin {info.name!r} of {info.distribution} {info.version} failed: "
-                           f"{described(error)}")
-                continue
-            for folder in given:
-                if not isinstance(folder, str | os.PathLike) or not Path(folder).is_absolute():
-                    problem = "is not an absolute path"
-                elif not Path(folder).is_dir():
-                    problem = "is not a folder" if Path(folder).exists() else "doesn't exist"
-                else:
-                    folders.append((info, Path(folder)))
+        for info in list(self.plugins):
+            for impl in self._implementations(hook, info):
+                try:
+                    if not isinstance(folders := impl.function(), list | tuple):
+                        raise TypeError(f"it returned {a_type(folders)}, not a list of folders")
+                    paths = [Path(folder) for folder in folders]
+                except FAILURES as error:
+                    self._warn(f"{hook} of {info} failed: {described(error)}")
                     continue
-                self._warn(f"{hook} of plugin {info.name!r} of {info.distribution} {info.version}: "
-                           f"{str(folder)!r} {problem}")
-        return folders
+                for path in paths:
+                    if path.is_absolute() and path.is_dir():
+                        yield info, path
+                    else:
+                        self._warn(f"{hook} of {info}: {str(path)!r} is not the absolute path of a folder")
 
-    def dirs(self, hook: str) -> list[tuple[str, Path]]:
-        """:meth:`folders`, each with its distribution's name."""
-        return [(info.distribution, folder) for info, folder in self.folders(hook)]
+    def files(self, hook: str, below: str = ".") -> list[tuple[PluginInfo, Path]]:
+        """The YAML files in :meth:`folders`, which are named by their stems, each with its plugin. A plugin's
+        file that has a built-in's name costs a warning and is left out; those of several plugins all stay.
+
+        Args:
+            hook: the hook that names the folders.
+            below: the place in each folder.
+        """
+        files = [(info, path) for info, folder in self.folders(hook)
+                 for path in sorted((folder / below).glob("*.yaml"))]
+        builtin = {path.stem for info, path in files if info.distribution == BUILTIN}
+        taken = [(info, path) for info, path in files
+                 if info.distribution != BUILTIN and path.stem in builtin]
+        for info, path in taken:
+            warnings.warn(f"{path} of {info.distribution} is left out: {path.stem!r} is a name of quantkit's "
+                          "own", stacklevel=2)
+        return [file for file in files if file not in taken]
 
     def notify(self, hook: str, **facts: Any) -> None:
         """Tell observers. An observer that raises costs one warning, never the run."""
-        for info, impl in self._all_impls(hook):
-            try:
-                impl.function(*[facts[n] for n in impl.argnames])
-            except BaseException as error:  # SystemExit too: what an observer does never ends the run
-                if is_ctrl_c(error):
-                    raise
-                if (key := f"{impl.plugin_name} {hook}") not in self._told:
-                    self._told.add(key)
-                    warnings.warn(f"{info.distribution}:{info.name} failed in {hook}: {described(error)}",
-                                  stacklevel=2)
+        for info in self.plugins:
+            for impl in self._implementations(hook, info):
+                try:
+                    impl.function(*[facts[name] for name in impl.argnames])
+                except FAILURES as error:
+                    self._warn(f"{info.distribution}:{info.name} failed in {hook}: {described(error)}",
+                               key=f"{_key(info)} {hook}")
 
     def observed(self, info: PluginInfo) -> list[str]:
         """The observers that a plugin implements."""
-        return [hook for hook in OBSERVERS if any(owner is info for owner, _ in self._all_impls(hook))]
+        return [hook for hook in HOOKS if hook.startswith("on_") and self._implementations(hook, info)]
 
-    def blame(self, error: BaseException) -> tuple[PluginInfo, str] | None:
-        """The plugin whose code raised an error, and where: ``file:line in function``; ``None`` if no
-        plugin's frame is on the way."""
-        strangers = [(info, package) for info in self.plugins if info.distribution != BUILTIN
-                     for package in self._packages(info)]
-        for frame, line in frames(error) if strangers else ():
-            for info, package in strangers:
-                if belongs(frame, package, info.file if package == package_of(info.module) else None):
-                    return info, f"{frame.f_code.co_filename}:{line} in {frame.f_code.co_name}"
-        return None
-
-    def _packages(self, info: PluginInfo) -> set[str]:
-        """The package of a plugin's hooks, and the modules of what it registered, where they are its own."""
-        targets = [entry.target for table in self.registries.values()
-                   for entry in table.entries(info.name, info.distribution)]
-        modules = {target.partition(":")[0] for target in targets if isinstance(target, str)}
-        packages = {package_of(info.module), *modules}
-        return {name for name in packages if name and not anothers(name, info.distribution)}
-
-    def without(self, info: PluginInfo) -> str:
-        """What to write before a command so that it runs without a plugin."""
-        others = {other.name for other in self.plugins if other.distribution != BUILTIN} - {info.name}
-        return f"QUANTKIT_PLUGINS={','.join(sorted(others))}"
-
-    def _warn(self, text: str) -> None:
-        """Each text once."""
-        if text not in self._told:
-            self._told.add(text)
+    def _warn(self, text: str, key: str | None = None) -> None:
+        """Warn once for each text, or for each ``key``."""
+        if (key or text) not in self._warned:
+            self._warned.add(key or text)
             warnings.warn(text, stacklevel=3)
 
 
-def _module_of(plugin: object) -> str:
-    name = getattr(plugin, "__name__", None)
-    return name if isinstance(name, str) else type(plugin).__module__
+def _key(info: PluginInfo) -> str:
+    """The name by which pluggy knows a plugin."""
+    return f"{info.distribution}:{info.name}"
 
 
-def _reason(error: BaseException, distribution: str) -> str:
-    """Why a plugin was left out, in one line."""
-    module = error.name if isinstance(error, ImportError) else None
-    missing = isinstance(module, str) and module.split(".")[0] == BUILTIN
-    hint = f"; it may be for another quantkit: pip install --upgrade {distribution}"
-    return described(error).replace("{distribution}", distribution) + (hint if missing else "")
+def _checked_api(plugin: object, distribution: str) -> int:
+    """The version of the hooks that a plugin was written for. Raises PluginError if this quantkit doesn't
+    offer it."""
+    version: Any = getattr(plugin, "QUANTKIT_API", 1)
+    if version in range(OLDEST_API_VERSION, API_VERSION + 1):
+        return int(version)
+    old = isinstance(version, int) and version < OLDEST_API_VERSION
+    raise PluginError(f"is for version {version!r} of the plugin API",
+                      why=f"this quantkit offers {OLDEST_API_VERSION} to {API_VERSION}",
+                      next=f"pip install --upgrade {distribution}" if old
+                      else "run pip install . in a newer checkout of quantkit")
+
+
+def _check_hooks(plugin: object) -> None:
+    """Raise PluginError if nothing is marked with ``@hookimpl``, or something that is no hook."""
+    marked = [name for name in dir(plugin) if hasattr(getattr(plugin, name, None), "quantkit_impl")]
+    if not marked:
+        unmarked = [name for name in HOOKS if callable(getattr(plugin, name, None))]
+        raise PluginError("marks no function with @hookimpl", next="see docs/plugins.md",
+                          why=f"{', '.join(unmarked)} must be marked to be called" if unmarked
+                          else "hooks are functions marked with @hookimpl of quantkit.plugins.hooks")
+    for name in marked:
+        if name not in HOOKS:
+            raise PluginError(f"implements a hook {name!r} that doesn't exist in quantkit",
+                              why=did_you_mean(name, HOOKS))
+
+
+def _collect(entries: list[tuple[Registry[Any], RegistryEntry]], table: Registry[Any], info: PluginInfo,
+             name: str, target: object, /, **about: Any) -> None:
+    """The ``register`` that a hook is given: nothing is in a table before all hooks have returned."""
+    entry = RegistryEntry(table.kind, name, target, info.distribution, MappingProxyType(about), info.name,
+                          "" if info.version == "unknown" else info.version)
+    entry.check()
+    entries.append((table, entry))
 
 
 @functools.cache
 def current() -> PluginManager:
     """The process's manager, made on first use. ``QUANTKIT_PLUGINS=a,b`` loads only those plugins."""
     value = os.environ.get("QUANTKIT_PLUGINS")
-    only = None if value is None else [n.strip() for n in value.split(",") if n.strip()]
+    only = None if value is None else [name.strip() for name in value.split(",") if name.strip()]
     return PluginManager(only)
 
 
@@ -333,42 +299,31 @@ def registry(kind: str) -> Registry[Any]:
     return current().registries[kind]
 
 
-def named_files(folders: Iterable[tuple[str, Path]], below: str = ".") -> list[tuple[str, Path]]:
-    """The YAML files of folders, which are named by their stems, each with its owner. A stranger's file that
-    has a built-in's name costs a warning and is left out; those of several strangers all stay.
-
-    Args:
-        folders: as :meth:`PluginManager.dirs` gives them.
-        below: where in each folder.
-    """
-    files = [(owner, path) for owner, folder in folders for path in sorted((folder / below).glob("*.yaml"))]
-    builtin = {path.stem for owner, path in files if owner == BUILTIN}
-    for owner, path in files:
-        if owner != BUILTIN and path.stem in builtin:
-            warnings.warn(f"{path} of {owner} is left out: {path.stem!r} is a name of quantkit's own",
-                          stacklevel=2)
-    return [(owner, path) for owner, path in files if owner == BUILTIN or path.stem not in builtin]
+def describe_entry(kind: str, name: str) -> str:
+    """A registered thing for messages: ``method 'hqq' of quantkit-hqq``; without its distribution if it isn't
+    registered."""
+    table = registry(kind)
+    owner = f" of {table.entry(name).owner}" if name in table else ""
+    return f"{table.kind} {name!r}{owner}"
 
 
-def blame(error: BaseException) -> PluginInfo | None:
-    """The plugin whose code raised an error; ``None`` if it came from nobody's but quantkit's own."""
-    culprit = _culprit(error)
-    return culprit[0] if culprit else None
+def is_builtin(kind: str, name: str) -> bool:
+    """Whether the thing called ``name`` is quantkit's own."""
+    table = registry(kind)
+    return name in table and table.entry(name).owner == BUILTIN
 
 
-def plugin_failure(error: BaseException) -> PluginError | None:
-    """What to say of an error that a plugin's code raised, which isn't one of quantkit's own kinds; ``None``
-    if no plugin did."""
-    if isinstance(error, QuantkitError) or (culprit := _culprit(error)) is None:
-        return None
-    info, where = culprit
-    return PluginError(
-        f"plugin {info.name!r} of {info.distribution} {info.version} failed: {described(error)}", why=where,
-        next=f"quantkit plugins check {info.name}, or leave it out: {current().without(info)} quantkit …")
-
-
-def _culprit(error: BaseException) -> tuple[PluginInfo, str] | None:
+def module_file(module: str) -> str | None:
+    """The file of a module that may not be imported yet; ``None`` if that can't be told without importing."""
+    if (loaded := sys.modules.get(module)) is not None:
+        return getattr(loaded, "__file__", None)
+    parts = module.split(".")
     try:
-        return current().blame(error)
-    except Exception:  # plugins can't even be loaded
+        spec: ModuleSpec | None = importlib.util.find_spec(parts[0])  # without dots: imports nothing
+        for size in range(2, len(parts) + 1):
+            if spec is None or spec.submodule_search_locations is None:
+                return None
+            spec = PathFinder.find_spec(".".join(parts[:size]), spec.submodule_search_locations)
+    except (ImportError, ValueError, AttributeError):
         return None
+    return spec.origin if spec is not None and spec.has_location else None

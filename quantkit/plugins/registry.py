@@ -1,33 +1,45 @@
 """Tables of names whose targets are imported lazily.
 
-A thing is registered as an object or as ``"module:attr"``, which is imported the first time that
-somebody asks for it. Listing names imports nothing.
+A thing is registered as an object or as ``"module:attr"``, which is imported the first time that somebody
+asks for it. Listing names imports nothing.
 """
 
 from __future__ import annotations
 
-import dis
 import importlib
+import importlib.metadata
 import inspect
 import re
-import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
-from quantkit.plugins.first_party import explain_absent
 from quantkit.support.errors import PluginError, QuantkitError, UsageError, did_you_mean
 
 T = TypeVar("T")
-_RAISE = dis.opmap["RAISE_VARARGS"]
 BUILTIN = "quantkit"
-"""The distribution whose names stay its own."""
+"""The distribution whose names can't be taken."""
+FAILURES = (Exception, SystemExit)
+"""What a plugin's code may raise at the cost of that plugin alone. An interrupt is the user's."""
 SPELLING = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 """Names that a recipe, a command line and ``--kv`` can spell."""
 _NO_STRING = re.compile(r"(?i:null|true|false)|0x[0-9A-Fa-f]+|0o[0-7]+|[0-9]+(\.[0-9]*)?([eE]-?[0-9]+)?")
-"""Of those, what YAML reads as something other than a string."""
+"""Of those, the ones that YAML reads as something other than a string."""
+_TARGET = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
+
+FIRST_PARTY: dict[str, dict[str, str]] = {
+    "recipe": {"int4-hqq": "quantkit-hqq", "int4-imatrix": "quantkit-imatrix",
+               "trellis2-distill": "quantkit-recover"},
+    "recovery": {"distill": "quantkit-recover"},
+    "method": {"hqq": "quantkit-hqq", "imatrix": "quantkit-imatrix"},
+    "KV policy": {"keydiff": "quantkit-keydiff"},
+    "KV codec": {"int6": "quantkit-int6kv"},
+    "metric": {"ece": "quantkit-ece"},
+    "reporter": {"csv": "quantkit-csv"},
+}
+"""Kind → name → the distribution in ``plugins/`` of the repository that registers it."""
 
 
 @dataclass(frozen=True)
@@ -35,14 +47,16 @@ class RegistryEntry:
     """One registration.
 
     Attributes:
-        name: by which it is asked for.
-        target: the thing itself, or where it is, ``"module:attr"``.
+        kind: the kind of thing, as messages say it: ``"KV codec"``.
+        name: the name by which it is asked for.
+        target: the thing itself, or the place where it is, ``"module:attr"``.
         owner: the distribution that registered it.
-        about: what its owner says about it.
+        about: further facts that the owner gives about the target.
         plugin: the name of the owner's entry point; empty if it wasn't loaded from one.
-        version: of the distribution, if it is known.
+        version: the version of the distribution, if it is known.
     """
 
+    kind: str
     name: str
     target: object
     owner: str
@@ -56,6 +70,21 @@ class RegistryEntry:
         plugin = f" (plugin {self.plugin!r})" if self.plugin not in ("", self.owner) else ""
         return " ".join(filter(None, (self.owner, self.version))) + plugin
 
+    def check(self) -> None:
+        """Raise PluginError if nobody can spell the name, or the target is no ``"module:attr"``."""
+        what = f"{self.kind} {self.name!r} of {self.by}"
+        if not SPELLING.fullmatch(self.name) or _NO_STRING.fullmatch(self.name):
+            raise PluginError(f"{what} can't have this name", next="give it another name",
+                              why="recipes and command lines spell names [A-Za-z0-9][A-Za-z0-9._-]*, with 64 "
+                                  "characters at most, which YAML reads as a text")
+        if isinstance(self.target, str) and not _TARGET.fullmatch(self.target):
+            raise PluginError(f"{what} has target {self.target!r}",
+                              why='a lazy target is written "module:attr"')
+
+    def load(self) -> Any:
+        """The thing, imported now if its target is a text. Raises PluginError."""
+        return load_target(self.target, f"{self.kind} {self.name!r} of {self.by}", self.plugin)
+
 
 class Registry(Generic[T]):
     """A table of one kind of thing.
@@ -64,93 +93,80 @@ class Registry(Generic[T]):
     without it, and asking for it is an error.
 
     Args:
-        kind: what it holds, for messages: ``"method"``.
+        kind: the kind of thing, for messages: ``"method"``.
         expects: the ``"module:Class"`` that a loaded target must be an instance of.
         subclass: a target must be a concrete subclass of ``expects`` instead.
-        named: a thing's ``name`` must be the one under which it is registered: what runs is chosen, told and
-            blamed by it.
-        beside: another table in which no name of this one may stand: whoever writes a name doesn't say which
+        named: a thing's ``name`` must be the one under which it is registered.
+        beside: another table that shares its names with this one: a user who writes a name doesn't say which
             of the two is meant.
     """
 
     def __init__(self, kind: str, expects: str | None = None, *, subclass: bool = False,
                  named: bool = False, beside: Registry[Any] | None = None) -> None:
-        self.kind, self._expects, self._subclass, self._named = kind, expects, subclass, named
-        self._entries: dict[str, RegistryEntry] = {}
+        self.kind = kind
+        self._expects = expects
+        self._subclass = subclass
+        self._named = named
+        self._claims: dict[str, list[RegistryEntry]] = {} if beside is None else beside._claims
         self._loaded: dict[str, T] = {}
         self._broken: dict[str, str] = {}
         self._warned: set[str] = set()
-        self._contested: set[str] = set() if beside is None else beside._contested
-        self._claims: dict[str, list[tuple[str, RegistryEntry]]] = {} if beside is None else beside._claims
 
-    def register(self, name: str, target: object, *, owner: str, **about: Any) -> None:
-        """Add a name. Raises PluginError if it is taken, naming both owners, or as :meth:`check`."""
-        entry = RegistryEntry(name, target, owner, MappingProxyType(dict(about)))
-        self.check(entry)
-        if self.claimed(name):
-            raise self.collision(entry)
+    def register(self, name: str, target: object, *, owner: str, **details: Any) -> None:
+        """Add a registration. Raises PluginError if its name or target is malformed, not if the name is
+        taken.
+
+        Args:
+            name, target, owner, details: the fields of :class:`RegistryEntry`.
+        """
+        entry = RegistryEntry(self.kind, name, target, owner, **details)
+        entry.check()
         self.add(entry)
 
-    def check(self, entry: RegistryEntry) -> None:
-        """Look at a name and its target; whether the name is free isn't asked.
-
-        Raises:
-            PluginError: nobody can spell the name, or the target can't be one.
-        """
-        name, target = entry.name, entry.target
-        what = f"{self.kind} {name!r} of {entry.by}"
-        if not isinstance(name, str):
-            raise PluginError(f"a {self.kind} of {entry.by} is registered as {a_type(name)}",
-                              why="register(name, target) takes the name first, a text")
-        if not SPELLING.fullmatch(name):
-            raise PluginError(f"{what} can't have this name", next="give it a name that is spelled so",
-                              why="recipes, --kv and command lines spell names [A-Za-z0-9][A-Za-z0-9._-]*, "
-                                  "with 64 characters at most")
-        if _NO_STRING.fullmatch(name):
-            raise PluginError(f"{what} can't have this name", next="give it another name",
-                              why="a recipe doesn't read it as a text")
-        if target is None:
-            raise PluginError(f"{what} has no target", why='a target is an object or "module:attr"')
-        if isinstance(target, str):
-            module, colon, attr = target.partition(":")
-            if not (colon and attr.isidentifier() and all(map(str.isidentifier, module.split(".")))):
-                raise PluginError(f"{what} has target {target!r}",
-                                  why='a lazy target is written "module:attr"')
-
-    def claimed(self, name: str) -> tuple[RegistryEntry, ...]:
-        """Who registered ``name`` here, or in the table beside, in order."""
-        return tuple(entry for _, entry in self._claims.get(name, ()))
-
-    def shares_names(self, other: Registry[Any]) -> bool:
-        """Whether a name may stand in only one of the two tables."""
-        return self._claims is other._claims
-
     def add(self, entry: RegistryEntry) -> None:
-        """Add a checked entry. If the name is taken, it is contested from now on."""
-        claims = self._claims.setdefault(entry.name, [])
-        claims.append((self.kind, entry))
-        if len(claims) > 1:
-            self._contested.add(entry.name)
-        self._entries.setdefault(entry.name, entry)
+        """Add a checked registration."""
+        self._claims.setdefault(entry.name, []).append(entry)
         self._loaded.pop(entry.name, None)
 
-    def collision(self, entry: RegistryEntry | None = None, name: str = "") -> PluginError:
-        """The error that says who else has the name of ``entry``; or, without one, who contest ``name``."""
-        claims = list(self._claims.get(entry.name if entry else name, ()))
-        claims += [(self.kind, entry)] if entry else []
-        name, owners = claims[0][1].name, [claim.owner for _, claim in claims]
-        kinds = {kind for kind, _ in claims}
-        by = [f"{f'as {kind} ' if len(kinds) > 1 else ''}by "
-              f"{claim.owner if owners.count(claim.owner) == 1 else claim.by}" for kind, claim in claims]
-        last = claims[-1][1]
-        if owners[0] == BUILTIN:
-            then = "register it under another name"
-        else:
-            then = (f"uninstall one, or leave one out by naming the others in QUANTKIT_PLUGINS: "
-                    f"pip uninstall {last.owner}")
+    def _claims_to(self, name: object) -> list[RegistryEntry]:
+        """Who claims a name that can be asked for here; a built-in's name has that one claim."""
+        claims = self._claims.get(name, []) if isinstance(name, str) else []
+        claims = claims[:1] if claims and claims[0].owner == BUILTIN else claims
+        return claims if any(claim.kind == self.kind for claim in claims) else []
+
+    def collision(self, name: str) -> PluginError:
+        """The error that says who claims ``name``."""
+        claims = self._claims[name]
+        owners = [claim.owner for claim in claims]
+        several_kinds = len({claim.kind for claim in claims}) > 1
+        by = [f"{f'as {claim.kind} ' if several_kinds else ''}by "
+              f"{claim.owner if owners.count(claim.owner) == 1 else claim.by}" for claim in claims]
+        then = "register it under another name" if owners[0] == BUILTIN else (
+            f"uninstall one, or leave one out by naming the others in QUANTKIT_PLUGINS: "
+            f"pip uninstall {owners[-1]}")
         times = "twice" if len(claims) == 2 else f"{len(claims)} times"
         return PluginError(f"{self.kind} {name!r} is registered {times}, {', '.join(by[:-1])} and {by[-1]}",
                            why="a name means one thing; neither wins silently", next=then)
+
+    def collisions(self, plugin: str, owner: str) -> list[PluginError]:
+        """An error for each name of a plugin's that isn't its own, or not its alone."""
+        return [self.collision(name) for name, claims in self._claims.items() if len(claims) > 1 and any(
+            claim.kind == self.kind and (claim.plugin, claim.owner) == (plugin, owner) for claim in claims)]
+
+    def entry(self, name: str) -> RegistryEntry:
+        """The registration itself, importing nothing. Raises PluginError if the name is contested, KeyError
+        if there is none."""
+        claims = self._claims_to(name)
+        if not claims:
+            raise KeyError(name)
+        if len(claims) > 1:
+            raise self.collision(name)
+        return claims[0]
+
+    def entries(self, plugin: str, owner: str) -> list[RegistryEntry]:
+        """The registrations of a plugin, contested names too."""
+        return [claim for name in self._claims for claim in self._claims_to(name)
+                if claim.kind == self.kind and (claim.plugin, claim.owner) == (plugin, owner)]
 
     def get(self, name: str) -> T:
         """The thing called ``name``, imported now if needed.
@@ -160,39 +176,34 @@ class Registry(Generic[T]):
             PluginError: several plugins registered the name, its module fails to import, it is of the wrong
                 type or has another name.
         """
-        if name in self._loaded:
-            return self._loaded[name]
-        if self._is_contested(name):
-            raise self.collision(name=name)
-        if name not in self._entries:
+        if name not in self:
             why, then = explain_absent(self.kind, name) or (did_you_mean(name, self), "quantkit plugins list")
             raise UsageError(f"no {self.kind} is called {name!r}", why=why, next=then)
-        entry = self._entries[name]
-        whose = f"{self.kind} {name!r} of {entry.by}"
-        thing = load_target(entry.target, whose, entry.plugin)
+        entry = self.entry(name)
+        if name in self._loaded:
+            return self._loaded[name]
+        thing: T = entry.load()
+        whose, check = f"{self.kind} {name!r} of {entry.by}", _check_command(entry.plugin)
         if self._expects and (problem := self._misfit(thing, load_target(self._expects, self.kind))):
-            raise PluginError(f"{whose} is {problem}", next=_check(entry.plugin),
+            raise PluginError(f"{whose} is {problem}", next=check,
                               why=f"it must be a {'subclass of ' if self._subclass else ''}"
                                   f"{self._expects.replace(':', '.')}")
-        if self._named and (name_of := _name_of(thing)) != repr(name):
-            raise PluginError(f"{whose} has name {name_of}", next=_check(entry.plugin),
+        if self._named and (named := getattr(thing, "name", None)) != name:
+            raise PluginError(f"{whose} has name {named!r}", next=check,
                               why="a thing has the name under which it is registered")
         self._loaded[name] = thing
         return thing
 
     def _misfit(self, thing: Any, expected: type) -> str | None:
         """What a thing is instead of what is expected; ``None`` if it fits."""
-        actual = f"the class {thing.__name__}" if isinstance(thing, type) else a_type(thing)
-        try:
-            if not self._subclass:
-                return None if isinstance(thing, expected) and not isinstance(thing, type) else actual
-            if not (isinstance(thing, type) and issubclass(thing, expected)):
-                return actual
-        except Exception as error:  # its attributes may be properties, which run a stranger's code
-            return f"{actual} that raises {described(error)}"
+        is_class = isinstance(thing, type)
+        actual = f"the class {thing.__name__}" if is_class else a_type(thing)
+        if not self._subclass:
+            return None if isinstance(thing, expected) and not is_class else actual
+        if not (is_class and issubclass(thing, expected)):
+            return actual
         if inspect.isabstract(thing):
-            lacking = sorted(getattr(thing, "__abstractmethods__", ()))
-            return f"{actual}, which lacks {', '.join(lacking)}"
+            return f"{actual}, which lacks {', '.join(sorted(thing.__abstractmethods__))}"
         return None
 
     def usable(self) -> Iterator[tuple[str, T]]:
@@ -209,7 +220,7 @@ class Registry(Generic[T]):
             try:
                 thing = self.get(name)
             except PluginError as error:
-                if self._entries[name].owner == BUILTIN:
+                if self.entry(name).owner == BUILTIN:
                     raise
                 self._broken[name] = "; ".join(filter(None, (error.what, error.why)))
                 self.warn(name, self._broken[name])
@@ -217,13 +228,13 @@ class Registry(Generic[T]):
             yield name, thing
 
     def reject(self, name: str, problem: str) -> None:
-        """A loaded thing turns out to be unusable: :meth:`usable` passes it over from now on. Warns once.
+        """Have :meth:`usable` pass over a loaded thing that turns out to be unusable. Warns once.
 
         Args:
-            name: of the thing.
-            problem: goes on after its name: ``"has no order"``.
+            name: the thing's name.
+            problem: the sentence that goes on after its name: ``"has no order"``.
         """
-        self._broken[name] = f"{self.kind} {name!r} of {self._entries[name].by} {problem}"
+        self._broken[name] = f"{self.kind} {name!r} of {self.entry(name).by} {problem}"
         self.warn(name, self._broken[name])
 
     def warn(self, name: str, text: str) -> None:
@@ -237,97 +248,56 @@ class Registry(Generic[T]):
         """Names that :meth:`usable` passes over, with the reason."""
         return MappingProxyType(self._broken)
 
-    @property
-    def contested(self) -> Mapping[str, tuple[RegistryEntry, ...]]:
-        """Names of this table that several registered, with all their entries."""
-        return {name: self.claimed(name) for name in self._entries if name in self._contested}
-
-    def _is_contested(self, name: str) -> bool:
-        return name in self._contested and name in self._entries  # the table beside has names of its own
-
-    def entry(self, name: str) -> RegistryEntry:
-        """The registration itself, importing nothing. Raises PluginError if the name is contested."""
-        if self._is_contested(name):
-            raise self.collision(name=name)
-        return self._entries[name]
-
-    def entries(self, plugin: str, owner: str) -> list[RegistryEntry]:
-        """What a plugin registered, contested names too."""
-        claims = (entry for name in self._entries for kind, entry in self._claims.get(name, ())
-                  if kind == self.kind)
-        return [entry for entry in claims if (entry.plugin, entry.owner) == (plugin, owner)]
-
-    def disputes(self, plugin: str, owner: str) -> list[PluginError]:
-        """Of each name of a plugin's that is contested, who contest it."""
-        return [self.collision(name=entry.name) for entry in self.entries(plugin, owner)
-                if self._is_contested(entry.name)]
-
     def drop_owner(self, owner: str) -> None:
         """Forget everything that ``owner`` registered."""
-        for name in [name for name, entry in self._entries.items()
-                     if owner in (entry.owner, *(claim.owner for claim in self.claimed(name)))]:
-            self._claims[name] = [(kind, entry) for kind, entry in self._claims.get(name, ())
-                                  if (kind, entry.owner) != (self.kind, owner)]
-            if len(self._claims[name]) < 2:
-                self._contested.discard(name)
-            rest = [entry for kind, entry in self._claims[name] if kind == self.kind]
-            self._entries = {**self._entries, name: rest[0]} if rest else {
-                key: entry for key, entry in self._entries.items() if key != name}
+        for name, claims in self._claims.items():
+            self._claims[name] = [claim for claim in claims
+                                  if (claim.kind, claim.owner) != (self.kind, owner)]
             self._loaded.pop(name, None)
 
     def __iter__(self) -> Iterator[str]:
-        return iter([name for name in self._entries if name not in self._contested])
+        return iter([name for name in self._claims if len(self._claims_to(name)) == 1])
 
     def __contains__(self, name: object) -> bool:
         """Whether it can be asked for; a contested name can, and :meth:`get` says who contest it."""
-        return name in self._entries
-
-    def __len__(self) -> int:
-        return len(self._entries)
+        return bool(self._claims_to(name))
 
 
 def load_target(target: object, whose: str, plugin: str = "") -> Any:
     """Import ``"module:attr"``; any other object is returned as it is.
 
     Args:
-        target: what was registered.
+        target: the object or text that was registered.
         whose: kind, name and distribution, for messages.
-        plugin: whose check is suggested when it fails.
+        plugin: the plugin whose check is suggested when it fails.
 
     Raises:
-        PluginError: importing it raises anything at all, or the module has no such attribute.
+        PluginError: importing it raises anything, or the module has no such attribute.
     """
     if not isinstance(target, str):
         return target
-    module, attr = target.split(":")
+    module, _, attr = target.partition(":")
     try:
         return getattr(importlib.import_module(module), attr)
-    except BaseException as error:  # a stranger's module may raise what it likes, SystemExit too
-        if is_ctrl_c(error):
-            raise
+    except FAILURES as error:
         raise PluginError(f"{whose} can't be loaded from {target!r}", why=described(error),
-                          next=_check(plugin)) from error
+                          next=_check_command(plugin)) from error
 
 
-def is_ctrl_c(error: BaseException) -> bool:
-    """Whether somebody pressed Ctrl-C. A stranger's code may raise KeyboardInterrupt itself; the innermost
-    frame has then stopped at a ``raise``, where no signal is ever handled. The standard library's own raise
-    is an answer to the signal: that of ``asyncio.run``."""
-    following: BaseException | None = error
-    seen: list[BaseException] = []  # a stranger can also make a circle of causes
-    while following is not None and not any(following is other for other in seen):
-        if isinstance(following, KeyboardInterrupt):
-            place = following.__traceback__
-            while place is not None and place.tb_next is not None:
-                place = place.tb_next
-            if place is None or place.tb_frame.f_code.co_code[place.tb_lasti] != _RAISE:
-                return True
-            module = str(place.tb_frame.f_globals.get("__name__"))
-            if module.partition(".")[0] in sys.stdlib_module_names:
-                return True
-        seen.append(following)
-        following = following.__cause__ or following.__context__
-    return False
+def explain_absent(kind: str, name: str) -> tuple[str, str] | None:
+    """Why a name of a plugin in ``plugins/`` isn't registered, and the next command; ``None`` if none of them
+    has that name."""
+    distribution = FIRST_PARTY.get(kind, {}).get(name)
+    if distribution is None:
+        return None
+    try:
+        importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return (f"it belongs to the plugin {distribution}, which isn't installed",
+                f"pip install plugins/{distribution}")
+    return (f"it belongs to the plugin {distribution}, which is installed but not loaded",
+            f"add {distribution.removeprefix('quantkit-')} to QUANTKIT_PLUGINS, or see what is wrong: "
+            "quantkit plugins list")
 
 
 def a_type(thing: object) -> str:
@@ -337,26 +307,11 @@ def a_type(thing: object) -> str:
 
 
 def described(error: BaseException) -> str:
-    """An exception in one line: what it says, and its type unless it is one of ours. Whatever a stranger's
-    exception does when it is turned to text, this one raises nothing."""
-    try:
-        if isinstance(error, QuantkitError):
-            return " ".join("; ".join(filter(None, (error.what, error.why, error.next))).split())
-        text = " ".join(str(error).split())
-    except BaseException as other:  # its __str__ is a stranger's code, too
-        if is_ctrl_c(other):
-            raise
-        text = f"its text can't be had, which raises {type(other).__name__}"
-    return ": ".join(filter(None, (type(error).__name__, text)))[:1000]
+    """An exception in one line: what it says, and its type unless it is one of ours."""
+    if isinstance(error, QuantkitError):
+        return " ".join("; ".join(filter(None, (error.what, error.why, error.next))).split())
+    return ": ".join(filter(None, (type(error).__name__, " ".join(str(error).split()))))[:1000]
 
 
-def _name_of(thing: Any) -> str:
-    """``thing.name``, as Python writes it; or why it has none."""
-    try:
-        return repr(thing.name)[:100]
-    except Exception as error:  # the attribute may be a property, which runs a stranger's code
-        return f"that can't be read: {described(error)}"
-
-
-def _check(plugin: str) -> str | None:
+def _check_command(plugin: str) -> str | None:
     return f"quantkit plugins check {plugin}" if plugin and plugin != BUILTIN else None

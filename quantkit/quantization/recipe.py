@@ -13,9 +13,8 @@ from pydantic import Field, field_validator, model_validator
 from quantkit.formats.spec import QuantSpec
 from quantkit.kv.spec import parse_kv
 from quantkit.models.architecture import EMBEDDING
-from quantkit.plugins.first_party import explain_absent
-from quantkit.plugins.manager import current, named_files, registry
-from quantkit.plugins.registry import described
+from quantkit.plugins.manager import current, registry
+from quantkit.plugins.registry import described, explain_absent
 from quantkit.quantization.specs import CalibrationSpec, RecoverySpec, TransformSpec
 from quantkit.support.errors import QuantkitError, RecipeError, UsageError, did_you_mean
 from quantkit.support.frozen import Frozen
@@ -226,7 +225,7 @@ def _is_path(text: str) -> bool:
 
 
 def _files() -> list[tuple[str, Path]]:
-    return named_files(current().dirs("recipe_dirs"))
+    return [(info.distribution, path) for info, path in current().files("recipe_dirs")]
 
 
 def _find(name: str) -> Path:

@@ -10,15 +10,17 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import time
-from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from quantkit import __version__
-from quantkit.checkpoint.manifest import LayerRow, Manifest, SourceRecord
+from quantkit.checkpoint.manifest import CalibrationFacts, LayerRow, Manifest, RecoveryRecord, SourceRecord
 from quantkit.checkpoint.reader import read_manifest
 from quantkit.checkpoint.shards import LazyTensor
 from quantkit.checkpoint.work import WorkStore
@@ -29,21 +31,29 @@ from quantkit.formats.base import QuantizedTensor
 from quantkit.models.architecture import EMBEDDING, layer_of, parse_config
 from quantkit.models.linear import Weights
 from quantkit.plugins.manager import current, registry
-from quantkit.quantization.calibration.data import calibration_facts
+from quantkit.quantization.calibration.data import (
+    calibration_facts,
+    correlation,
+    prepare,
+    self_written_data,
+    write,
+)
 from quantkit.quantization.calibration.finite import NonFiniteError, blame
-from quantkit.quantization.calibration.importance import WALKS, spread, token_gradients, weighed_windows
+from quantkit.quantization.calibration.importance import (
+    WALKS,
+    spread,
+    tell_weighing,
+    token_gradients,
+    weighed_windows,
+)
 from quantkit.quantization.calibration.kept import gradients
-from quantkit.quantization.calibration.prepare import correlation, own, prepare, write, writes_itself
 from quantkit.quantization.calibration.runner import LayerRunner
 from quantkit.quantization.calibration.spill import Spill
+from quantkit.quantization.memory import EMBEDDING_UNIT, REST_UNIT, PlanRow, layer_unit
 from quantkit.quantization.methods.base import LayerStats
-from quantkit.quantization.planning.layers import PlanRow
-from quantkit.quantization.planning.phases import ASSEMBLING, QUANTIZING, WRITING, run_phases, tell_weighing
-from quantkit.quantization.planning.plan import Plan, make_plan
+from quantkit.quantization.planning.plan import ASSEMBLING, QUANTIZING, WRITING, Plan, make_plan
 from quantkit.quantization.recipe import Recipe, load_recipe
-from quantkit.quantization.recovery.run import RecoveryRun, Units
-from quantkit.quantization.recovery.windows import recipe_text
-from quantkit.quantization.result import QuantizeResult
+from quantkit.quantization.recovery import RecoveryJob, find_recovery, read_recovery_text
 from quantkit.quantization.solve import (
     ModelOrigin,
     Solved,
@@ -53,8 +63,7 @@ from quantkit.quantization.solve import (
     stored_weight,
 )
 from quantkit.quantization.specs import CalibrationSpec
-from quantkit.quantization.transforms.apply import apply_to_layer, resolve
-from quantkit.quantization.transforms.base import LayerTensors
+from quantkit.quantization.transforms.base import LayerTensors, apply_to_layer, resolve
 from quantkit.runtime.loader import load_source
 from quantkit.sources.base import ModelSource, prefetch, release, tensor_alone, warn_if_quantized
 from quantkit.support.device import find_device
@@ -62,9 +71,44 @@ from quantkit.support.errors import QuantkitError, Stopped
 from quantkit.support.progress import Listener, Phases, ProgressEvent, silent
 
 LAYERS = "model.layers."
-UNIT, TABLE, REST = "layer-{}", "embedding", "rest"
-"""Units: of a decoder layer; outside of them, in the checkpoint's order."""
-IMPORTANCE, OWN_TEXT = f"{WORK}importance", f"{WORK}text"
+IMPORTANCE = f"{WORK}importance"
+WRITTEN_TEXT = f"{WORK}text"
+"""Units of the run that aren't part of the checkpoint: each token's importance, and text that the model
+wrote."""
+
+
+@dataclass(frozen=True)
+class QuantizeResult:
+    """What a run made.
+
+    Attributes:
+        out: the checkpoint's folder.
+        plan: says what was to be done; it is exact in bits and bytes.
+        rows: say what was done, a row a Linear.
+        fallbacks: every note of every row, with its layer's name, and that on the calibration text.
+        resumed: the number of units that an earlier attempt had finished.
+        seconds: the time that this attempt took.
+        calibration: describes what the calibrated methods saw, if there were any.
+        recovery: says what training of scales and norms came to, if the recipe asks for it.
+    """
+
+    out: Path
+    plan: Plan
+    rows: tuple[LayerRow, ...]
+    fallbacks: tuple[str, ...]
+    resumed: int
+    seconds: float
+    calibration: CalibrationFacts | None = None
+    recovery: RecoveryRecord | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for ``--json``."""
+        facts = self.calibration.model_dump(mode="json") if self.calibration else None
+        recovery = {"recovery": self.recovery.model_dump(mode="json")} if self.recovery else {}
+        return {"out": str(self.out), "bits_per_weight": self.plan.bits_per_weight,
+                "tensor_bytes": self.plan.disk_bytes, "resumed_units": self.resumed,
+                "seconds": self.seconds, "fallbacks": list(self.fallbacks), "calibration": facts,
+                "layers": [row.to_dict() for row in self.rows]} | recovery
 
 
 def quantize(uri: str, recipe: str | Recipe, out: str | Path, *, revision: str | None = None,
@@ -74,15 +118,15 @@ def quantize(uri: str, recipe: str | Recipe, out: str | Path, *, revision: str |
     """Quantize a model into a checkpoint folder.
 
     Args:
-        uri: where the model is: folder, hub name, ``.gguf`` file, ``pkg:NAME``, ``synthetic:NAME``.
+        uri: names the model: a folder, hub name, ``.gguf`` file, ``pkg:NAME``, ``synthetic:NAME``.
         recipe: a recipe's name, a YAML file, or what one of them was loaded as.
         out: the folder to make; nothing may be there.
         revision: commit or tag, for a hub model.
-        calibration: instead of the recipe's.
+        calibration: replaces the recipe's calibration.
         strict: a fallback is an error.
         progress: called before each unit and once at the end.
-        executor: where Linears are solved: ``local``, ``ray``, or one that stays open.
-        device: what calibrated recipes compute on: ``cpu``, ``cuda``, or ``auto``.
+        executor: solves the Linears: ``local``, ``ray``, or one that stays open.
+        device: the device on which calibrated recipes compute: ``cpu``, ``cuda``, or ``auto``.
 
     Warns:
         UserWarning: of what is bad about the calibration data, of sources that aren't pinned, and of a model
@@ -112,58 +156,62 @@ def quantize(uri: str, recipe: str | Recipe, out: str | Path, *, revision: str |
 
 
 class _Run:
+    """One attempt at a run: what it reads before any work, and the order of its work."""
+
     def __init__(self, source: ModelSource, plan: Plan, out: Path, strict: bool,
                  progress: Listener, origin: ModelOrigin, executor: Executor, device: torch.device) -> None:
-        self.source, self.plan, self.out, self.strict = source, plan, out, strict
-        self.phases = Phases(progress, run_phases(plan.calibration, plan.weighed,
-                                                  plan.recipe.recover is not None))
-        self.origin, self.executor, self.device = origin, executor, device
-        self.raw_config, self._tensor = source.config(), partial(tensor_alone, source)
+        self.source = source
+        self.plan = plan
+        self.out = out
+        self.strict = strict
+        self.phases = Phases(progress, plan.phases)
+        self.origin = origin
+        self.executor = executor
+        self.device = device
+        self.raw_config = source.config()
         self.config = parse_config(self.raw_config)
-        self.formats, self.methods = registry("formats"), registry("methods")
+        self.read = partial(tensor_alone, source)
         # what stays as it is would else be read, and found to hold NaN, when the work is done
         for name in (*plan.other, *(f"{row.name}.weight" for row in plan.rows if row.method is None)):
-            self._tensor(name)
+            self.read(name)
         release(source)
-        self.transforms, self.measured = resolve(plan.recipe.transforms), plan.measured
         self.data = prepare(plan.calibration, source, plan.widest_hessian, progress, strict)
-        text = recipe_text(plan.recipe.recover, plan.recipe.calibration, source, self.data, progress,
-                           strict)
-        self.recovery = None if text is None else RecoveryRun(
-            plan, source, text, self.phases, Units(UNIT, TABLE, REST), strict)
+        self.recovery = find_recovery(plan.recipe)
+        self.job = None
+        if (text := read_recovery_text(plan.recipe, source, self.data, progress, strict)) is not None:
+            self.job = RecoveryJob(plan.recipe, plan.rows, plan.other, source, self.weights(), text,
+                                   self.phases, strict)
 
     def __call__(self, start: float) -> QuantizeResult:
         manifest = self._manifest()
-        # sums are made in another order elsewhere, so that a run ends where it was begun; the recovery's key
-        # is empty here, and unfinished runs of earlier versions haven't got it
-        identity = manifest.model_dump(mode="json", exclude={"recovery"}) | {
-            "torch": torch.__version__, "device": self.device.type if self.plan.calibrated else "cpu"}
-        if self.recovery is not None:
-            identity["recovery_text"] = self.recovery.text.sha256
-        with CheckpointWriter(self.out, identity, needed_bytes=self.plan.needed_disk_bytes) as writer:
+        with CheckpointWriter(self.out, self._identity(manifest),
+                              needed_bytes=self.plan.needed_disk_bytes) as writer:
+            units = _UnitMaker(self, writer)
             resumed = len(writer.units())
-            total = self.config.num_layers + 1 + bool(self._outside(TABLE))
             try:
                 if not writer.finished:
-                    self._write_text(writer)
-                    if self.recovery is not None:
-                        self.recovery.mend(writer, self.config)
-                    self._units(writer, total)
-                    facts = calibration_facts(self.plan.recipe.calibration, self.data)
-                    record = None
-                    if self.recovery is not None:
-                        record = self.recovery(writer, self.config, self._weights())
-                    manifest = manifest.model_copy(update={"calibration": facts, "recovery": record})
-                self.phases(ASSEMBLING)(ProgressEvent(total, total, "assembling and rereading"))
+                    manifest = self._make(writer, units, manifest)
+                self.phases(ASSEMBLING)(ProgressEvent(units.total, units.total, "assembling and rereading"))
                 out = writer.finish(self.raw_config, self.source.side_files(), manifest)
             except KeyboardInterrupt:
                 done = len(writer.units())
-                raise Stopped(f"stopped; {done} of {total} units are kept in {writer.partial}",
+                raise Stopped(f"stopped; {done} of {units.total} units are kept in {writer.partial}",
                               next="run the same command again to go on") from None
         made = read_manifest(out)
-        notes, seconds = tuple(made.fallbacks()), time.monotonic() - start
-        return QuantizeResult(out, self.plan, made.layers, notes, resumed, seconds, made.calibration,
-                              made.recovery)
+        return QuantizeResult(out, self.plan, made.layers, tuple(made.fallbacks()), resumed,
+                              time.monotonic() - start, made.calibration, made.recovery)
+
+    def _make(self, writer: CheckpointWriter, units: _UnitMaker, manifest: Manifest) -> Manifest:
+        """Make all units; the manifest with what that has found out."""
+        self._write_text(writer)
+        if self.recovery is not None and self.job is not None:
+            self.recovery.mend(self.job, writer)
+        units.make_all()
+        record = None
+        if self.recovery is not None and self.job is not None:
+            record = self.recovery.recover(self.job, writer)
+        facts = calibration_facts(self.plan.recipe.calibration, self.data)
+        return manifest.model_copy(update={"calibration": facts, "recovery": record})
 
     def _manifest(self) -> Manifest:
         """The manifest before the run: all that identifies it, and nothing that it will measure."""
@@ -171,108 +219,51 @@ class _Run:
         # of the hub the commit that was found, for whoever opens it again
         revision = identity.revision if identity.kind == "hub" else self.origin.revision
         self.origin = dataclasses.replace(self.origin, revision=revision, identity=identity)
-        owners = {table.entry(name).owner for row in self.plan.rows
-                  for table, name in ((self.methods, row.method), (self.formats, row.format)) if name}
-        owners |= {registry("transforms").entry(spec.name).owner for spec in self.plan.recipe.transforms}
-        if (recover := self.plan.recipe.recover) is not None:
-            owners.add(registry("recoveries").entry(recover.name).owner)
-        return Manifest(quantkit_version=__version__, recipe=self.plan.recipe.snapshot(),
+        recipe = self.plan.recipe
+        owners = {registry("transforms").entry(spec.name).owner for spec in recipe.transforms}
+        for row in self.plan.rows:
+            owners |= {registry(kind).entry(name).owner
+                       for kind, name in (("methods", row.method), ("formats", row.format)) if name}
+        if recipe.recover is not None:
+            owners.add(registry("recoveries").entry(recipe.recover.name).owner)
+        return Manifest(quantkit_version=__version__, recipe=recipe.snapshot(),
                         source=SourceRecord.of(identity),
-                        calibration=calibration_facts(self.plan.recipe.calibration, self.data),
+                        calibration=calibration_facts(recipe.calibration, self.data),
                         plugins={p.distribution: p.version for p in current().plugins
                                  if p.distribution in owners})
 
-    def _weights(self) -> Weights:
-        return Weights(self._tensor, self.source.tensors().__contains__, torch.float32, device=self.device)
+    def _identity(self, manifest: Manifest) -> dict[str, Any]:
+        """Everything that the checkpoint's bytes depend on: only such a run is gone on with."""
+        # sums are made in another order elsewhere, so that a run ends where it was begun; the recovery's key
+        # is empty here, and unfinished runs of earlier versions haven't got it
+        identity = manifest.model_dump(mode="json", exclude={"recovery"}) | {
+            "torch": torch.__version__, "device": self.device.type if self.plan.calibrated else "cpu"}
+        return identity if self.job is None else identity | {"recovery_text": self.job.text.sha256}
+
+    def weights(self) -> Weights:
+        """The original model's, in float32 on the run's device."""
+        return Weights(self.read, self.source.tensors().__contains__, torch.float32, device=self.device)
 
     def _write_text(self, writer: CheckpointWriter) -> None:
         """Let the model write what it is calibrated on, if it shall; once a run."""
-        if (spec := self.plan.calibration) is None or not writes_itself(spec):
+        if (spec := self.plan.calibration) is None or not spec.self_written:
             return
-        if not writer.has(OWN_TEXT):
-            with self._tracing():
-                tokens = write(spec, self.source, load_source(self.source, self.device), self._weights(),
+        if not writer.has(WRITTEN_TEXT):
+            with self.blaming():
+                tokens = write(spec, self.source, load_source(self.source, self.device), self.weights(),
                                self.phases(WRITING))
-            writer.put(OWN_TEXT, {"tokens": tokens}, [])
-        self.data = own(spec, self.source, writer.get(OWN_TEXT)[0]["tokens"], self.plan.widest_hessian)
+            writer.put(WRITTEN_TEXT, {"tokens": tokens}, [])
+        self.data = self_written_data(spec, self.source, writer.get(WRITTEN_TEXT)[0]["tokens"],
+                                      self.plan.widest_hessian)
 
-    def _units(self, writer: CheckpointWriter, total: int) -> None:
-        weights, layers = self._weights(), self.config.num_layers
-        outside = [unit for unit in (TABLE, REST) if unit == REST or self._outside(unit)]
-        # layers are calibrated behind an embedding that is rounded without them
-        first = any(row.name not in self.measured for row in self._outside(TABLE))
-        missing = [index for index in range(layers) if not writer.has(UNIT.format(index))]
-        with ExitStack() as ends:
-            elsewhere = None
-            if self.executor.remote and not self.measured:
-                work = [(f"layer {index}", self._inside(index)) for index in missing]
-                before, after = ([(unit, self._outside(unit))] if wanted and not writer.has(unit) else []
-                                 for unit, wanted in ((TABLE, first), (REST, True)))
-                elsewhere = ends.enter_context(closing(self._elsewhere([*before, *work, *after])))
-            head = next((row.name for unit in outside if not writer.has(unit) for row in self._outside(unit)
-                         if row.name in self.measured), None)
-            # hidden states are wanted up to the last layer that is still to be measured, and no further
-            last = max(missing, default=-1) if head is None else layers
-            runner = None
-            table, done, progress = None, 0, self.phases(QUANTIZING)
-            tokens = self.data.tokens if self.data is not None and self.measured and last >= 0 else None
-            importance = None if tokens is None else self._importance(writer, weights, tokens)
-            if first:
-                progress(ProgressEvent(0, total, TABLE, kept=writer.has(TABLE)))
-                table, done = self._whole(writer, outside.pop(0), {}, elsewhere)[EMBEDDING], 1
-            if tokens is not None:
-                states = ends.enter_context(Spill(writer.states))
-                with self._tracing():
-                    runner = LayerRunner(self.config, weights, tokens, importance, states, table,
-                                         correlation(self.plan.calibration), self.plan.drift)
-            for index in range(layers):
-                progress(ProgressEvent(done + index, total, f"layer {index}", kept=index not in missing))
-                self._layer(writer, index, runner, elsewhere, index < last)
-            stats: dict[str, LayerStats] = {}
-            if runner is not None and head is not None:
-                with self._tracing():
-                    stats[head] = runner.measure_head(head)
-            del runner
-            for remaining, unit in zip(range(len(outside), 0, -1), outside, strict=True):
-                progress(ProgressEvent(total - remaining, total, TABLE
-                                       if unit == TABLE else "embeddings and head"))
-                self._whole(writer, unit, stats, elsewhere)
-
-    def _elsewhere(self, units: Iterable[tuple[str, list[PlanRow]]]) -> Generator[list[Solved], None, None]:
-        """Units that depend on nothing, solved by processes that open the model themselves."""
-        return self.executor.map(solve_data_free, (
-            (label, (self.origin, tuple(row for row in rows if row.method))) for label, rows in units))
-
-    def _other(self, index: int | None) -> list[str]:
-        return [name for name in self.plan.other if layer_of(name, self.config.num_layers) == index]
-
-    def _inside(self, index: int) -> list[PlanRow]:
-        return [row for row in self.plan.rows if row.layer == index]
-
-    def _outside(self, unit: str) -> list[PlanRow]:
-        """What is in no decoder layer: the embedding, if it is quantized, or the rest."""
-        return [r for r in self.plan.rows if r.layer is None and (r.name == EMBEDDING) == (unit == TABLE)]
-
-    def _whole(self, writer: CheckpointWriter, unit: str, stats: dict[str, LayerStats],
-               elsewhere: Iterator[list[Solved]] | None) -> dict[str, QuantizedTensor]:
-        """A unit outside of the layers, made now or by an earlier attempt."""
-        planned = self._outside(unit)
-        if writer.has(unit):
-            tensors, rows = writer.get(unit)
-            self._refuse_notes(LayerRow.model_validate(row) for row in rows)
-            return {row.name: stored_weight(row, tensors) for row in planned if row.method}
-        other = [] if unit == TABLE else self._other(None)
-        layer = self._tensors(planned, stats)
-        return self._store(writer, unit, planned, other, layer, self._solved(planned, layer, elsewhere))
-
-    def _importance(self, writer: CheckpointWriter, weights: Weights,
-                    tokens: torch.Tensor) -> dict[str, torch.Tensor] | None:
+    def importance(self, writer: CheckpointWriter, weights: Weights,
+                   tokens: torch.Tensor) -> dict[str, torch.Tensor] | None:
         """The importance of every token for every Linear, if the recipe asks for it; computed once a run."""
-        if not self.plan.weighed or (spec := self.plan.recipe.calibration) is None:
+        if not self.plan.weighed or (spec := self.plan.calibration) is None:
             return None
         walks = WorkStore(writer, WALKS)
         if not writer.has(IMPORTANCE):
-            wanted = [name for name, needs in self.measured.items() if "hessian" in needs]
+            wanted = [name for name, needs in self.plan.measured.items() if "hessian" in needs]
             backward = any(row.layer is not None for row in self.plan.rows if row.name in wanted)
             count = itertools.count()
 
@@ -282,7 +273,7 @@ class _Run:
             step()
             windows = weighed_windows(len(tokens), spec.importance_windows)
             some = tokens[windows]
-            with self._tracing(windows):
+            with self.blaming(windows):
                 squares = gradients(
                     self.source, self.plan.recipe.transforms, some, spec.seed, wanted, self.device,
                     lambda: token_gradients(self.config, weights, some, wanted, spec.seed, walks, step))
@@ -291,66 +282,13 @@ class _Run:
         walks.clear()
         return writer.get(IMPORTANCE)[0]
 
-    def _layer(self, writer: CheckpointWriter, index: int, runner: LayerRunner | None,
-               elsewhere: Iterator[list[Solved]] | None, on: bool) -> None:
-        """Solve and store a layer, unless it is on disk; the hidden states go on through it if ``on``."""
-        unit = UNIT.format(index)
-        planned = self._inside(index)
-        if writer.has(unit):
-            tensors, rows = writer.get(unit)
-            self._refuse_notes(LayerRow.model_validate(row) for row in rows)
-            packed = {row.name: stored_weight(row, tensors) for row in planned if row.method}
-            if runner is not None and on:
-                with self._tracing():
-                    if self.plan.changes_layers:
-                        runner.advance(index, packed, {name: tensors[name]
-                                                       for name in self._may_change(index, tensors)})
-                    else:
-                        for stage in runner.stages(index):
-                            runner.advance_stage(stage, packed)
-            return
-        wanted = {row.name: self.measured[row.name] for row in planned if row.name in self.measured}
-        if elsewhere is None:
-            following = f"{LAYERS}{index + 1}."
-            prefetch(self.source, [name for name in self.source.tensors() if name.startswith(following)])
-        if runner is not None and wanted and not self.plan.changes_layers:
-            layer = self._tensors(planned, {})
-            with self._tracing():
-                solved = [*solve_stages(planned, layer, wanted, self.executor, runner, on)]
-            self._store(writer, unit, planned, self._other(index), layer, iter(solved))
-            return
-        stats: dict[str, LayerStats] = {}
-        if runner is not None and wanted:
-            with self._tracing():
-                stats = runner.measure(index, wanted)
-            runner.forget([row.name for row in planned if row.method])
-            stats = {name: stat.to(torch.device("cpu")) for name, stat in stats.items()}  # where weights are
-        layer = self._tensors(planned, stats)
-        for transform, options in self.transforms if stats else ():
-            apply_to_layer(transform, options, self.config, index, layer)
-        packed = self._store(writer, unit, planned, self._other(index), layer,
-                             self._solved(planned, layer, elsewhere))
-        if runner is not None and on:
-            with self._tracing():
-                runner.advance(index, packed, {name: layer.stored(name)
-                                               for name in self._may_change(index, layer.changed)})
-
-    def _tensors(self, planned: list[PlanRow], stats: dict[str, LayerStats]) -> LayerTensors:
-        return LayerTensors(self._tensor, self.source.tensors().__contains__,
-                            {row.name: row.spec for row in planned if row.spec}, stats,
-                            self.config.offset_norms)
-
-    def _may_change(self, index: int, names: Collection[str]) -> list[str]:
-        """Those of a layer's tensors that aren't quantized, if there are transforms that change layers."""
-        if not self.plan.changes_layers:
-            return []
-        kept = {f"{row.name}.weight" for row in self.plan.rows if row.layer == index and row.method is None}
-        return [name for name in (*self.plan.other, *kept) if name in names]
-
     @contextmanager
-    def _tracing(self, windows: Sequence[int] | None = None) -> Iterator[None]:
-        """If a value isn't finite, name the window that it came from, and the weight that is to blame;
-        ``windows``: the numbers of those that are under way, if they aren't all."""
+    def blaming(self, windows: Sequence[int] | None = None) -> Iterator[None]:
+        """If a value isn't finite, name the window that it came from, and the weight that is to blame.
+
+        Args:
+            windows: the numbers of the windows that are under way, if they aren't all.
+        """
         try:
             yield
         except NonFiniteError as error:
@@ -358,8 +296,190 @@ class _Run:
                 error = error.in_window(windows[error.sample])
             raise blame(error, self.data.origins if self.data else ()) from error
 
-    def _store(self, writer: CheckpointWriter, unit: str, planned: list[PlanRow], other: list[str],
-               layer: LayerTensors, solved: Iterator[Solved]) -> dict[str, QuantizedTensor]:
+
+class _UnitMaker:
+    """Makes the units of a run, in order, unless they are on disk.
+
+    Layers are calibrated behind an embedding that is rounded without them: it comes first then. An embedding
+    that is measured as the model's head comes after the layers.
+    """
+
+    def __init__(self, run: _Run, writer: CheckpointWriter) -> None:
+        self.run, self.writer = run, writer
+        self.source, self.plan = run.source, run.plan
+        self.config = run.config
+        self.transforms = resolve(run.plan.recipe.transforms)
+        self.layers = range(run.config.num_layers)
+        self.rows: dict[str, list[PlanRow]] = {}
+        for row in run.plan.rows:
+            self.rows.setdefault(row.unit, []).append(row)
+        self.embedding_first = any(row.name not in run.plan.measured
+                                   for row in self.rows.get(EMBEDDING_UNIT, ()))
+        after = [REST_UNIT]
+        if EMBEDDING_UNIT in self.rows and not self.embedding_first:
+            after = [EMBEDDING_UNIT, REST_UNIT]
+        self.before, self.after = [EMBEDDING_UNIT] * self.embedding_first, after
+        self.total = len(self.before) + len(self.layers) + len(self.after)
+        self.runner: LayerRunner | None = None
+        """Pushes the calibration text through the layers; ``None`` if nothing is left to be measured."""
+        self.remote: Iterator[list[Solved]] | None = None
+        """The Linears of each missing unit, as processes elsewhere have solved them."""
+
+    def make_all(self) -> None:
+        """Make what isn't on disk."""
+        progress = self.run.phases(QUANTIZING)
+        missing = [index for index in self.layers if not self.writer.has(layer_unit(index))]
+        measured_head = next((row.name for unit in self.after if not self.writer.has(unit)
+                              for row in self.rows.get(unit, ()) if row.name in self.plan.measured), None)
+        # hidden states go through the layers before the last one that is still to be measured
+        last = len(self.layers) if measured_head is not None else max(missing, default=-1)
+        with ExitStack() as ends:
+            if self.run.executor.remote and not self.plan.measured:
+                self.remote = ends.enter_context(closing(self._solve_elsewhere()))
+            weights, tokens = self.run.weights(), None
+            if self.run.data is not None and self.plan.measured and last >= 0:
+                tokens = self.run.data.tokens
+            importance = None if tokens is None else self.run.importance(self.writer, weights, tokens)
+            table = None
+            if self.embedding_first:
+                progress(ProgressEvent(0, self.total, EMBEDDING_UNIT, kept=self.writer.has(EMBEDDING_UNIT)))
+                table = self._make_outer(EMBEDDING_UNIT, {})[EMBEDDING]
+            if tokens is not None:
+                states = ends.enter_context(Spill(self.writer.states))
+                with self.run.blaming():
+                    self.runner = LayerRunner(self.config, weights, tokens, importance, states, table,
+                                              correlation(self.plan.calibration), bool(self.plan.drift))
+            for index in self.layers:
+                progress(ProgressEvent(len(self.before) + index, self.total, f"layer {index}",
+                                       kept=index not in missing))
+                self._make_layer(index, advance=index < last)
+            stats = self._measure_head(measured_head)
+            for number, unit in enumerate(self.after, self.total - len(self.after)):
+                progress(ProgressEvent(number, self.total,
+                                       unit if unit == EMBEDDING_UNIT else "embeddings and head"))
+                self._make_outer(unit, stats)
+
+    def _solve_elsewhere(self) -> Generator[list[Solved], None, None]:
+        """The Linears of all missing units, which depend on nothing: processes open the model themselves."""
+        order = [*self.before, *map(layer_unit, self.layers), *self.after]
+        return self.run.executor.map(solve_data_free, (
+            (unit.replace("-", " "), (self.run.origin, tuple(row for row in self.rows.get(unit, ())
+                                                             if row.method)))
+            for unit in order if not self.writer.has(unit)))
+
+    def _make_outer(self, unit: str, stats: dict[str, LayerStats]) -> dict[str, QuantizedTensor]:
+        """A unit outside of the layers: its quantized weights, made now or by an earlier attempt."""
+        if self.writer.has(unit):
+            return self._stored(unit)[1]
+        rows = self.rows.get(unit, [])
+        other = [] if unit == EMBEDDING_UNIT else self._other(None)
+        layer = self._tensors(rows, stats)
+        return self._store(unit, rows, other, layer, self._solve(rows, layer))
+
+    def _measure_head(self, name: str | None) -> dict[str, LayerStats]:
+        """The statistics of the head, if it is still to be measured. The hidden states have done their
+        work."""
+        runner, self.runner = self.runner, None
+        if runner is None or name is None:
+            return {}
+        with self.run.blaming():
+            return {name: runner.measure_head(name)}
+
+    def _make_layer(self, index: int, advance: bool) -> None:
+        """Solve and store a layer, unless it is on disk.
+
+        Args:
+            index: the layer's index.
+            advance: whether the hidden states go on through it.
+        """
+        unit = layer_unit(index)
+        rows = self.rows.get(unit, [])
+        if self.writer.has(unit):
+            tensors, packed = self._stored(unit)
+            if self.runner is not None and advance:
+                self._advance_stored(self.runner, index, tensors, packed)
+            return
+        if self.remote is None:
+            following = f"{LAYERS}{index + 1}."
+            prefetch(self.source, [name for name in self.source.tensors() if name.startswith(following)])
+        wanted = {row.name: self.plan.measured[row.name] for row in rows if row.name in self.plan.measured}
+        if self.runner is not None and wanted and not self.plan.changes_layers:
+            layer = self._tensors(rows, {})
+            with self.run.blaming():
+                solved = [*solve_stages(rows, layer, wanted, self.run.executor, self.runner, advance)]
+            self._store(unit, rows, self._other(index), layer, iter(solved))
+        else:
+            self._make_whole_layer(index, wanted, advance)
+
+    def _make_whole_layer(self, index: int, wanted: Mapping[str, Collection[str]], advance: bool) -> None:
+        """A layer whose Linears are all measured before any is solved, so that transforms can change it; or
+        one in which nothing is measured."""
+        unit, runner = layer_unit(index), self.runner
+        rows = self.rows.get(unit, [])
+        stats: dict[str, LayerStats] = {}
+        if runner is not None and wanted:
+            with self.run.blaming():
+                stats = runner.measure(index, wanted)
+            runner.forget([row.name for row in rows if row.method])
+            stats = {name: stat.to(torch.device("cpu")) for name, stat in stats.items()}  # where weights are
+        layer = self._tensors(rows, stats)
+        for transform, options in self.transforms if stats else ():
+            apply_to_layer(transform, options, self.config, index, layer)
+        packed = self._store(unit, rows, self._other(index), layer, self._solve(rows, layer))
+        if runner is not None and advance:
+            with self.run.blaming():
+                runner.advance(index, packed, {name: layer.stored(name)
+                                               for name in self._changed(index, layer.changed)})
+
+    def _advance_stored(self, runner: LayerRunner, index: int, tensors: Mapping[str, torch.Tensor],
+                        packed: Mapping[str, QuantizedTensor]) -> None:
+        """Push the hidden states through a layer that an earlier attempt has made."""
+        with self.run.blaming():
+            if self.plan.changes_layers:
+                runner.advance(index, packed, {name: tensors[name] for name in self._changed(index, tensors)})
+            else:
+                for stage in runner.stages(index):
+                    runner.advance_stage(stage, packed)
+
+    def _stored(self, unit: str) -> tuple[dict[str, torch.Tensor], dict[str, QuantizedTensor]]:
+        """The tensors of a unit that is on disk, and its packed weights."""
+        tensors, stored_rows = self.writer.get(unit)
+        self._refuse_notes(LayerRow.model_validate(row) for row in stored_rows)
+        return tensors, {row.name: stored_weight(row, tensors)
+                         for row in self.rows.get(unit, ()) if row.method}
+
+    def _solve(self, rows: list[PlanRow], layer: LayerTensors) -> Iterator[Solved]:
+        """A unit's Linears in order."""
+        if self.remote is not None:
+            return iter(next(self.remote))
+        return solve_rows(rows, layer, self.plan.measured, self.run.executor)
+
+    def _tensors(self, rows: list[PlanRow], stats: dict[str, LayerStats]) -> LayerTensors:
+        return LayerTensors(self.run.read, self.source.tensors().__contains__,
+                            {row.name: row.spec for row in rows if row.spec}, stats, self.config.offset_norms)
+
+    def _other(self, index: int | None) -> list[str]:
+        """Names of a layer's tensors that aren't a Linear's weight; ``None`` stands for outside of layers."""
+        return [name for name in self.plan.other if layer_of(name, self.config.num_layers) == index]
+
+    def _changed(self, index: int, names: Collection[str]) -> list[str]:
+        """Those of a layer's tensors that aren't quantized, if there are transforms that change layers."""
+        if not self.plan.changes_layers:
+            return []
+        kept = {f"{row.name}.weight" for row in self.rows.get(layer_unit(index), ()) if row.method is None}
+        return [name for name in (*self.plan.other, *kept) if name in names]
+
+    def _store(self, unit: str, planned: list[PlanRow], other: list[str], layer: LayerTensors,
+               solved: Iterator[Solved]) -> dict[str, QuantizedTensor]:
+        """Write a unit; its packed weights.
+
+        Args:
+            unit: the name of the unit.
+            planned: the plan's rows.
+            other: the names of tensors that are stored as they are, or as a transform left them.
+            layer: has what transforms changed.
+            solved: gives the quantized Linears in order.
+        """
         tensors: dict[str, torch.Tensor | LazyTensor] = {}
         rows: list[LayerRow] = []
         packed: dict[str, QuantizedTensor] = {}
@@ -376,24 +496,17 @@ class _Run:
             rows.append(row)
         infos = self.source.tensors()
         tensors |= {name: layer.stored(name) if name in layer.changed else
-                    LazyTensor(infos[name], partial(self._tensor, name)) for name in other}
-        writer.put(unit, tensors, [row.to_dict() for row in rows])
+                    LazyTensor(infos[name], partial(self.run.read, name)) for name in other}
+        self.writer.put(unit, tensors, [row.to_dict() for row in rows])
         release(self.source)
         for row in rows:
             current().notify("on_layer_quantized", name=row.name, row=row.to_dict())
         return packed
 
-    def _solved(self, planned: list[PlanRow], layer: LayerTensors,
-                elsewhere: Iterator[list[Solved]] | None) -> Iterator[Solved]:
-        """A unit's Linears in order."""
-        if elsewhere is not None:
-            return iter(next(elsewhere))
-        return solve_rows(planned, layer, self.measured, self.executor)
-
     def _refuse_notes(self, rows: Iterable[LayerRow]) -> None:
         """Refuse notes of layers made now, and of those that an earlier, less strict attempt left."""
         for row in rows:
-            if self.strict and row.notes:
+            if self.run.strict and row.notes:
                 raise QuantkitError(f"{row.name}: {'; '.join(row.notes)}",
                                     why="--strict makes every fallback an error",
                                     next="raise the damping or the calibration's size, or leave out --strict")

@@ -1,4 +1,9 @@
-"""Quantizes and packs one Linear, in this process or on a cluster."""
+"""Quantizes and packs Linears, in this process or on a cluster.
+
+A weight with very many rows, such as the head of a large vocabulary, is solved some rows at a time. Rows
+don't depend on one another: under one Hessian each has a loss of its own. What is in memory in float32 is a
+part; of the rest there are codes, a byte a weight, until they are packed.
+"""
 
 from __future__ import annotations
 
@@ -6,43 +11,47 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from quantkit.checkpoint.manifest import FEW_TOKENS, LayerRow
 from quantkit.executor.base import Executor, Item
-from quantkit.formats.base import Format, QuantizedTensor
+from quantkit.formats import e2m1, e4m3
+from quantkit.formats.base import Codes, Format, QuantizedTensor
 from quantkit.formats.finite import squares
 from quantkit.formats.spec import QuantSpec
-from quantkit.memory.quantize import batch_groups
 from quantkit.models.architecture import EXPERT
 from quantkit.ops import packing
 from quantkit.ops.hadamard import apply_hadamard, rotate_hessian
 from quantkit.ops.packing import with_one_outer
 from quantkit.plugins.manager import registry
 from quantkit.quantization.calibration.runner import LayerRunner
-from quantkit.quantization.methods import parts
-from quantkit.quantization.methods.base import LayerStats, Method
+from quantkit.quantization.memory import batch_groups, rows_at_once
+from quantkit.quantization.methods.base import LayerStats, Method, MethodOptions
 from quantkit.quantization.methods.grid import require_finite
-from quantkit.quantization.methods.static_inputs import with_input_factor
 from quantkit.quantization.planning.layers import PlanRow
 from quantkit.quantization.planning.plan import with_own_head
 from quantkit.quantization.recipe import Recipe
-from quantkit.quantization.transforms.apply import transformed
-from quantkit.quantization.transforms.base import LayerTensors
+from quantkit.quantization.transforms.base import LayerTensors, transformed
 from quantkit.sources.base import ModelSource, SourceIdentity, release
 from quantkit.sources.open import open_source
-from quantkit.support.errors import QuantkitError, SourceError
+from quantkit.support.errors import CalibrationError, QuantkitError, SourceError
+
+UNREACHED_FACTOR = 1.0
+"""The input factor of an expert that no calibration token has reached."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class ModelOrigin:
     """A model, for a process that has to open it itself.
 
     Attributes:
-        uri, revision: its name.
-        recipe: that is applied to it.
-        identity: what was planned; another is refused.
+        uri: names the model.
+        revision: the commit or tag of a hub model.
+        recipe: the recipe that is applied to it.
+        identity: the identity of the model that was planned; another one is refused.
     """
 
     uri: str
@@ -66,22 +75,38 @@ class ModelOrigin:
 
 
 Solved = tuple[QuantizedTensor, LayerRow]
+"""A packed weight, and its row of the manifest."""
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A weight as it is stored.
+
+    Attributes:
+        tensor: the packed weight.
+        error: ``‖W − Ŵ‖ / ‖W‖``.
+        notes: every fallback taken, once.
+    """
+
+    tensor: QuantizedTensor
+    error: float
+    notes: tuple[str, ...]
 
 
 def solve(plans: Sequence[PlanRow], dtype: torch.dtype,
           *tensors_and_stats: torch.Tensor | LayerStats | None) -> list[Solved]:
-    """Linears by their method, in their format, and their rows of the manifest.
+    """Quantize Linears by their method and pack them in their format.
 
     Args:
-        plans: what is to be done: one, or several that differ in their names only.
-        dtype: in which the model stores them.
+        plans: their rows of the plan: one, or several that differ in their names only.
+        dtype: the dtype in which the model stores them.
         tensors_and_stats: their weights ``[out, in]``, of any floating dtype, which aren't written to; then
             as many statistics of their inputs, ``None`` if the method needs none.
 
     Raises:
         QuantkitError: of method or format, with a Linear's name.
     """
-    exacts = [item for item in tensors_and_stats[:len(plans)] if isinstance(item, torch.Tensor)]
+    weights = [item for item in tensors_and_stats[:len(plans)] if isinstance(item, torch.Tensor)]
     stats = [item if isinstance(item, LayerStats) else None for item in tensors_and_stats[len(plans):]]
     plan, spec = plans[0], plans[0].spec
     assert plan.method and plan.format and spec
@@ -92,37 +117,96 @@ def solve(plans: Sequence[PlanRow], dtype: torch.dtype,
     stats = [stat and stat.to(device) for stat in stats]
     if spec.rotation:
         stats = [stat and _rotated(stat) for stat in stats]
-    results: list[tuple[QuantizedTensor, float, tuple[str, ...]]] = []
+    packed: list[Packed] = []
     blamed = everyone = plan.name if len(plans) == 1 else f"{plan.name} … {plans[-1].name}"
     try:
-        if plan.layer is None and parts.rows_at_once(spec, plan.shape) < plan.shape[0]:
-            results = [parts.solve(exact, method, form, stat, spec, options)
-                       for exact, stat in zip(exacts, stats, strict=True)]
+        if plan.layer is None and rows_at_once(spec, plan.shape) < plan.shape[0]:
+            packed = [solve_by_parts(weight, method, form, stat, spec, options)
+                      for weight, stat in zip(weights, stats, strict=True)]
         else:
-            exacts = [exact.to(device).float() for exact in exacts]
-            for plan, exact in zip(plans, exacts, strict=True):
+            weights = [weight.to(device).float() for weight in weights]
+            for plan, weight in zip(plans, weights, strict=True):
                 blamed = plan.name
-                require_finite(exact)
+                require_finite(weight)
             blamed = everyone
-            if spec.rotation:
-                exacts = [apply_hadamard(exact) for exact in exacts]
-            codes_together = method.run_together(exacts, stats, spec, options)
-            for exact in exacts:
-                codes = with_input_factor(codes_together.pop(0), stats[len(results)])
-                result, notes = packing.pack(form, codes, dtype), codes.notes
+            weights = [_exact(weight, spec) for weight in weights]
+            batch = method.run_batch(weights, stats, spec, options)
+            for weight, stat in zip(weights, stats, strict=True):
+                codes = with_input_factor(batch.pop(0), stat)
+                tensor, notes = packing.pack(form, codes, dtype), codes.notes
                 del codes
-                off = squares(packing.dequantize(form, result).sub_(exact)) / max(squares(exact), 1e-60)
+                off = squares(packing.dequantize(form, tensor).sub_(weight)) / max(squares(weight), 1e-60)
                 packing.require_finite_error(form, off)
-                results.append((result.to(torch.device("cpu")), off ** 0.5, notes))
+                packed.append(Packed(tensor.to(torch.device("cpu")), off ** 0.5, notes))
     except QuantkitError as error:
         raise type(error)(f"{blamed}: {error.what}", why=error.why, next=error.next) from error
-    rows = []
-    for plan, (_, off, notes), stat in zip(plans, results, stats, strict=True):
-        tokens = None
-        if stat is not None:
-            tokens, notes = stat.tokens, stat.notes + _few(plan.name, stat) + notes
-        rows.append(plan.recorded(error=off, tokens=tokens, notes=notes))
-    return [(result, row) for (result, _, _), row in zip(results, rows, strict=True)]
+    return [(result.tensor, _recorded(plan, result, stat))
+            for plan, result, stat in zip(plans, packed, stats, strict=True)]
+
+
+def _recorded(plan: PlanRow, result: Packed, stats: LayerStats | None) -> LayerRow:
+    if stats is None:
+        return plan.recorded(error=result.error, notes=result.notes)
+    return plan.recorded(error=result.error, tokens=stats.tokens,
+                         notes=stats.notes + _few(plan.name, stats) + result.notes)
+
+
+def solve_by_parts(weight: torch.Tensor, method: Method, form: Format, stats: LayerStats | None,
+                    spec: QuantSpec, options: MethodOptions) -> Packed:
+    """Quantize and pack ``weight`` ``[out, in]``, of any floating dtype, some rows at a time; ``stats`` are
+    rotated if the spec says so."""
+    step = rows_at_once(spec, (weight.shape[0], weight.shape[1]))
+    device = stats.device if stats else weight.device
+    results = [method.run(_exact(part.to(device), spec), stats, spec, options).to(weight.device)
+               for part in weight.split(step)]
+    codes = Codes.joined(results, tuple(dict.fromkeys(note for result in results for note in result.notes)))
+    del results
+    codes = with_input_factor(codes, stats)
+    packed = packing.pack(form, codes, weight.dtype)
+    off = of = 0.0
+    rows: Any = getattr(form, "rows", None)
+    stored = packing.dequantize(form, packed) if rows is None else None
+    for start in range(0, weight.shape[0], step):
+        part = _exact(weight[start:start + step], spec)
+        back = rows(packed, torch.arange(start, start + len(part))) if stored is None else stored[
+            start:start + step]
+        off += squares(back - part)
+        of += squares(part)
+    packing.require_finite_error(form, off)
+    return Packed(packed, (off / max(of, 1e-60)) ** 0.5, codes.notes)
+
+
+def _exact(part: torch.Tensor, spec: QuantSpec) -> torch.Tensor:
+    """What is quantized, float32: rotated if the spec says so."""
+    exact = part.float()
+    return apply_hadamard(exact) if spec.rotation else exact
+
+
+def with_input_factor(codes: Codes, stats: LayerStats | None) -> Codes:
+    """The codes with ``input_factor``, if their spec has ``static_inputs``; else as they are.
+
+    It is the one number of a Linear's inputs that NVFP4's activations need before a model runs. A token's
+    groups get e4m3 scales as they come. What those are multiples of is the layer's, and found in calibration,
+    so that the largest group has a scale near e4m3's largest number, 448.
+
+    The number is the largest power of 2 with which the largest input keeps below e4m3's range. Larger inputs
+    than calibration's are clipped, so a power of 2, rounded down, leaves them room, half a binade on average.
+
+    Raises:
+        CalibrationError: nothing was measured.
+    """
+    if not codes.spec.static_inputs:
+        return codes
+    if stats is None or stats.largest is None:
+        raise CalibrationError(f"{codes.spec.label()} was given no sizes of its inputs",
+                               why="its activations' scales are multiples of a number that is calibrated",
+                               next="add a calibration section to the recipe")
+    largest = stats.largest.max().reshape(1, 1)
+    quotient = e2m1.LARGEST * e4m3.LARGEST / largest
+    power = torch.ldexp(torch.ones_like(quotient), torch.frexp(quotient).exponent - 1)
+    usable = (largest > 0) & torch.isfinite(quotient)
+    factor = torch.where(usable, power, UNREACHED_FACTOR).to(codes.codes.device)
+    return dataclasses.replace(codes, input_factor=factor)
 
 
 def solve_rows(rows: Sequence[PlanRow], layer: LayerTensors, needs: Container[str],
@@ -130,10 +214,10 @@ def solve_rows(rows: Sequence[PlanRow], layer: LayerTensors, needs: Container[st
     """Quantized Linears in order; statistics are taken out of ``layer`` and go with their last user.
 
     Args:
-        rows: the plan's, of one unit or a part of it.
-        layer: their weights and statistics.
-        needs: names of those whose methods need statistics.
-        executor: where they are solved.
+        rows: the plan's rows of one unit, or some of them.
+        layer: has their weights and statistics.
+        needs: the names of those whose methods need statistics.
+        executor: solves them.
     """
     groups = batch_groups(rows, needs)
     waiting: dict[str, Solved] = {}
@@ -167,16 +251,16 @@ def _with_one_outer(solved: Sequence[Solved]) -> list[Solved]:
 
 
 def solve_stages(rows: Sequence[PlanRow], layer: LayerTensors, needs: Mapping[str, Collection[str]],
-                 executor: Executor, runner: LayerRunner, on: bool) -> Iterator[Solved]:
+                 executor: Executor, runner: LayerRunner, advance: bool) -> Iterator[Solved]:
     """A decoder layer's Linears in order, each stage measured behind those before it as they are stored.
 
     Args:
-        rows: of the layer, which is the runner's next.
-        layer: their weights.
-        needs: statistics that their methods need, by name.
-        executor: where they are solved.
-        runner: measures; its hidden states go on from stage to stage.
-        on: also through the last one.
+        rows: the plan's rows of the layer, which is the runner's next.
+        layer: has their weights.
+        needs: the statistics that their methods need, by name.
+        executor: solves them.
+        runner: measures their inputs; its hidden states go on from stage to stage.
+        advance: whether the hidden states also go through the last stage.
 
     Raises:
         NonFiniteError: while measuring; sample, layer and tensor are named.
@@ -189,7 +273,7 @@ def solve_stages(rows: Sequence[PlanRow], layer: LayerTensors, needs: Mapping[st
         layer.stats.update(runner.measure_stage(stage, wanted))
         runner.forget(names)
         solved = list(solve_rows(stage_rows, layer, needs, executor))
-        if on or not stage.last:
+        if advance or not stage.last:
             runner.advance_stage(stage, {row.name: result for result, row in solved})
         yield from solved
 

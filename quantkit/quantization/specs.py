@@ -28,8 +28,8 @@ class RecoverySpec(Frozen):
 
     Attributes:
         name: a registered recovery.
-        windows: of the calibration's text, beyond those that layers are calibrated on; the last eighth isn't
-            trained on and decides whether the result is kept.
+        windows: the number of windows of the calibration's text, beyond those that layers are calibrated on;
+            some of them aren't trained on and decide whether the result is kept.
         options: its own, checked when a plan is made.
     """
 
@@ -47,10 +47,10 @@ class CalibrationSpec(Frozen):
             folder of them, a ``.jsonl`` or ``.parquet`` file of texts or conversations,
             ``hub:OWNER/NAME[:SPLIT][:FILE]``; or several of these. Or ``self``: the model writes it. Or
             ``random``: no text at all, but tokens drawn from the vocabulary.
-        windows: how many there are.
+        windows: the number of windows.
         window: tokens in each.
         seed: chooses the windows.
-        importance: what a token's error counts for in a layer: ``gradient`` (how much the model's
+        importance: says what a token's error counts for in a layer: ``gradient`` (how much the model's
             answer depends on that layer there) or ``equal``.
         importance_windows: windows of which gradients are found, evenly spread; any other token counts for
             what theirs do on average at its place in a window.
@@ -79,6 +79,11 @@ class CalibrationSpec(Frozen):
         if text != "random" and "random" in text and not isinstance(text, str):
             raise ValueError("random tokens can't be mixed with texts")
         return text
+
+    @property
+    def self_written(self) -> bool:
+        """Whether the model writes the text that it is calibrated on."""
+        return self.text == "self"
 
     @property
     def texts(self) -> tuple[str, ...]:

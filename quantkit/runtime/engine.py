@@ -6,32 +6,71 @@ import functools
 import itertools
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from types import TracebackType
 
 import torch
 
 from quantkit.kv.spec import KVSpec
-from quantkit.memory.scratch import PREFILL_CHUNK
-from quantkit.runtime.ahead import AheadDecoder, next_tokens
 from quantkit.runtime.chunk_size import ChunkSizer
+from quantkit.runtime.core import (
+    EngineClosed,
+    Pooling,
+    Request,
+    RequestLabel,
+    StepOutput,
+    TokenInfo,
+    TokenResult,
+    check_request,
+)
 from quantkit.runtime.drafting.base import Drafter
-from quantkit.runtime.fair_lock import FairLock
 from quantkit.runtime.kv_manager import KVCacheManager
 from quantkit.runtime.kv_settings import KVSettings
 from quantkit.runtime.loader import LoadedModel
-from quantkit.runtime.pooling import Pooling
-from quantkit.runtime.request import Request, TokenInfo, check_request
-from quantkit.runtime.runner import ModelRunner, StepOutput
+from quantkit.runtime.memory.scratch import PREFILL_CHUNK
+from quantkit.runtime.pipelined import PipelinedDecoder
+from quantkit.runtime.runner import ModelRunner
 from quantkit.runtime.sampler import Sampling
-from quantkit.runtime.scheduler import EngineClosed, EngineFull, Scheduler
+from quantkit.runtime.scheduler import Scheduler
 from quantkit.runtime.speculation import DraftCounts, Speculator
-from quantkit.runtime.timing import Timing
-from quantkit.runtime.trace import RequestLabel, Trace
+from quantkit.runtime.trace import Timing, Trace
 from quantkit.structure.base import TokenConstraint
-from quantkit.support.errors import QuantkitError, UsageError
+from quantkit.support.errors import UsageError
 
 RETRIES = 3
 """Steps with others that may fail until a request that was in all of them fails too."""
+
+
+class FairLock:
+    """Held by an engine during a step. Whoever lets go of it gets it back after somebody who waits; a plain
+    lock could go to the same thread again and again, because that one is awake and can take it before
+    another wakes up.
+
+    It also says whose requests decode, so that an engine can keep its prompts' chunks small beside them.
+    """
+
+    def __init__(self) -> None:
+        self._running, self._next = threading.Lock(), threading.Lock()
+        self._decoding: set[object] = set()
+
+    def __enter__(self) -> None:
+        with self._next:  # one of those who wait holds this one, so that who lets go can't overtake it
+            self._running.acquire()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        self._running.release()
+
+    def decodes(self, engine: object, whether: bool) -> None:
+        """Note at the end of a step whether requests of an engine will decode in its next one."""
+        if whether:
+            self._decoding.add(engine)
+        else:
+            self._decoding.discard(engine)
+
+    def others_decode(self, engine: object) -> bool:
+        """Whether requests of another engine wait for their next token meanwhile."""
+        return bool(self._decoding - {engine})
 
 
 class Engine:
@@ -88,20 +127,24 @@ class Engine:
         for name, value in (("max_batch", max_batch), ("max_queue", max_queue)):
             if value < 1:
                 raise UsageError(f"{name} is {value}", why="it must be at least 1")
-        self.loaded, self._max_batch, self._max_queue = loaded, max_batch, max_queue
+        self.loaded = loaded
+        self._max_batch = max_batch
+        self._max_queue = max_queue
         self._settings = KVSettings(loaded, kv or loaded.kv, more_kv, memory=memory, sequences=max_batch,
                                     context=context or loaded.config.max_position_embeddings,
                                     chunk=PREFILL_CHUNK, prefix_bytes=prefix_cache)
         default = self._settings.default
         self.cache, self.reservation = default.cache, default.reservation
-        self.timing, self.trace, self._clock = Timing(), Trace(clock), clock
+        self._clock = clock
+        self.timing = Timing()
+        self.trace = Trace(clock)
         self.max_itl = max_itl if default.invariant else None
         self._sizer = ChunkSizer(PREFILL_CHUNK, self.max_itl)
         self._scheduler = Scheduler(max_batch, max_queue, PREFILL_CHUNK, self.trace)
         self.speculator = None if drafter is None or not default.drafts else Speculator(drafter, loaded,
                                                                                         clock)
         self._runner = ModelRunner(loaded, PREFILL_CHUNK, self._sizer, clock, self.speculator)
-        self._ahead = AheadDecoder(loaded.model, self._runner, self.timing, self._append_token, self._fail)
+        self._decoder = PipelinedDecoder(loaded.model, self._runner, self.timing)
         self._lock = lock or FairLock()
         self._numbers = itertools.count()
         self.thread: threading.Thread | None = None
@@ -155,12 +198,13 @@ class Engine:
         check_request(self.loaded, prompt, sampling)
         request = Request(next(self._numbers), self.loaded, prompt, sampling, logprobs, echo, pooling,
                           priority, on_token, on_done, on_error, constraint, keep_special, label, cache_salt)
-        self._settings.use(request, kv)
+        text = request.kv
+        self._settings.use(text, kv)
         try:
-            request.kv.check(request.max_length)
+            text.manager.check(text.max_length)
             self._scheduler.submit(request)
         except BaseException:
-            request.kv.requests.discard(request)
+            text.manager.texts.discard(text)
             raise
         return request
 
@@ -256,11 +300,12 @@ class Engine:
         scheduler = self._scheduler
         if scheduler.may_preempt:
             # tokens that were drawn belong to their requests, whatever becomes of their pages
-            self._end([request for request in self._ahead.flush() if request.done])
+            self._give(self._decoder.flush())
+            self._end([request for request in scheduler.decoding if request.done])
             scheduler.preempt_for_pages()
         while (failure := scheduler.admit()) is not None:
             self._fail(*failure)
-        begin, launched = self._clock(), self._ahead.pending
+        begin, launched = self._clock(), self._decoder.pending
         decoding = bool(scheduler.decoding)
         awaited = decoding or self._lock.others_decode(self)  # somebody waits for a token meanwhile
         self._sizer.begin(len(scheduler.decoding))
@@ -269,7 +314,7 @@ class Engine:
             return False
         self._steps += 1
         self.trace.begin_step(begin, step)
-        mixed = [request for request in step.decode if request.kv.mixes]
+        mixed = [request for request in step.decode if request.kv.manager.supports_mixed_batches]
         speculator = self.speculator if mixed and not scheduler.prefilling else None
         drafts = {} if speculator is None else speculator.propose(mixed)
         drafted = self._clock()
@@ -285,14 +330,15 @@ class Engine:
                         self._clock() - begin)
         apart: dict[object, list[Request]] = {}
         for request in step.decode:
-            if not request.kv.mixes and not request.done:
-                apart.setdefault(request.kv, []).append(request)
+            if not request.kv.manager.supports_mixed_batches and not request.done:
+                apart.setdefault(request.kv.manager, []).append(request)
         for requests in apart.values():
             # no more rows at once than are independent of each other
             limit = self.loaded.model.decode_rows
             for start in range(0, len(requests), limit):
                 before = self._clock()
-                self._ahead.decode(requests[start:start + limit], len(apart) == 1 and len(requests) <= limit)
+                self._give(self._decoder.decode(requests[start:start + limit],
+                                                len(apart) == 1 and len(requests) <= limit))
                 self.timing.decode_s += self._clock() - before
         self.trace.end_step(step, output)
         self._end([request for request in (*scheduler.decoding, *scheduler.prefilling) if request.done])
@@ -311,50 +357,58 @@ class Engine:
 
     def _finish(self, output: StepOutput) -> None:
         """Give requests what came of a step."""
-        for requests, keep in ((output.advanced, KVCacheManager.after_chunk),
-                               (output.ended, KVCacheManager.prompt_ended)):
-            for request in requests:
-                try:
-                    keep(request.kv, request)
-                except Exception as failure:  # there is no memory for what is kept
-                    output.failed.append((request, failure))
+        for request, end in output.advanced:
+            try:
+                request.kv.manager.advance(request.kv, end, request.schedule.is_awaited)
+            except Exception as failure:  # there is no memory for what is kept
+                output.failed.append((request, failure))
+        for request in output.ended:
+            try:
+                request.kv.manager.prompt_ended(request.kv)
+            except Exception as failure:
+                output.failed.append((request, failure))
         for request, error in output.failed:
             self._fail(request, error)
         for request, error in output.lost:
-            request.retries += 1
-            if request.retries > RETRIES:
+            request.fault.isolated = True
+            request.fault.retries += 1
+            if request.fault.retries > RETRIES:
                 self._fail(request, error)
             else:
-                self._scheduler.preempt(request)
+                self._scheduler.preempt(request, keep=False)
         prompts = {id(request) for request in self._scheduler.prefilling}
-        for request in (*output.advanced, *output.ended):
-            if (id(request) in prompts and request.deferred is None
-                    and request.computed_tokens >= request.length):
+        for request in (*(request for request, _ in output.advanced), *output.ended):
+            if (id(request) in prompts and request.prefill.deferred is None
+                    and request.kv.computed_tokens >= request.kv.length):
                 prompts.discard(id(request))
+                request.fault.isolated = False
                 self._scheduler.start_decoding(request)
-                if request.pool is not None:
-                    request.result.embedding = request.pool.result()
+                if request.prefill.pooler is not None:
+                    request.result.embedding = request.prefill.pooler.result()
                     self._heard(functools.partial(request.finish, "stop"))
         for part in output.logits:
             if part.batch is None:
-                for request, token, row in zip(part.requests, next_tokens(part.requests, part.logits),
-                                               part.logits, strict=True):
-                    if not request.done:
-                        self._append_token(request, token, row)
+                self._give(part.sample())
             else:
                 assert self.speculator is not None
-                self.speculator.verify(part, self._append_token, self._fail)
+                self._give(self.speculator.verify(part))
 
-    def _append_token(self, request: Request, token: int | QuantkitError, logits: torch.Tensor
-                      | None) -> None:
-        """Give a request its token, or the reason why there is none."""
-        try:
-            if isinstance(token, QuantkitError):
-                raise request.kv.cache.codec_fault(request.sequence) or token
-            request.append(token, logits)
-            self._generated += 1
-        except Exception as error:
-            self._fail(request, error)
+    def _give(self, results: Iterable[TokenResult]) -> None:
+        """Give requests their tokens, or the reasons why there are none, one by one as they come."""
+        for result in results:
+            request, error = result.request, result.error
+            if error is None:
+                try:
+                    request.append(result.token, result.logits)
+                    self._generated += 1
+                except Exception as failure:
+                    error = failure
+            if error is None:
+                continue
+            if request.done and result.error is not None:  # it has all its tokens, and its policy failed
+                self._end([request], keep=False)
+            else:
+                self._fail(request, error)
 
     def _end_cancelled(self) -> None:
         """End requests that were cancelled."""
@@ -374,25 +428,21 @@ class Engine:
 
     def _fail(self, request: Request, error: Exception) -> None:
         """End a request because of an error and tell its listener."""
-        request.spoiled = True
         try:
-            self._end([request])
+            self._end([request], keep=False)
         finally:  # even if what it holds can't be given back
             self._heard(functools.partial(request.fail, error))  # nobody listens, or the listener fails
 
-    def _end(self, requests: Sequence[Request]) -> None:
-        """Give back what requests hold."""
+    def _end(self, requests: Sequence[Request], *, keep: bool = True) -> None:
+        """Give back what requests hold. ``keep``: others may begin with what was computed of them."""
         if requests:
             if self.speculator is not None:
                 self.speculator.end(requests)
-            self._scheduler.end(requests)
+            self._scheduler.end(requests, keep=keep)
         if not self._scheduler.decoding:
-            self._ahead.forget()
+            self._decoder.forget()
 
     def _raise_unheard(self) -> None:
         if self._unheard:
             error, self._unheard = self._unheard[0], []
             raise error
-
-
-__all__ = ["PREFILL_CHUNK", "Engine", "EngineClosed", "EngineFull"]

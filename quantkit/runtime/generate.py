@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 
 from quantkit.kv.spec import KVSpec
 from quantkit.ops.dispatch import DECODE_ROWS
+from quantkit.runtime.core import Completion, Request, TokenInfo, check_request
 from quantkit.runtime.drafting.base import Drafter
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.loader import LoadedModel
-from quantkit.runtime.request import Completion, Request, TokenInfo, check_request
 from quantkit.runtime.sampler import Sampling
-from quantkit.runtime.timing import Timing
+from quantkit.runtime.trace import Timing
 from quantkit.runtime.trace_file import TraceFile
 from quantkit.support.errors import UsageError
 

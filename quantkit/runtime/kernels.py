@@ -1,8 +1,10 @@
-"""Which kernels will run a model here, without loading it: the same choices that loading makes."""
+"""Which runtime and kernels run a model here: the choices that loading makes, also without loading it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -20,15 +22,48 @@ from quantkit.ops.cpu_machine import unavailable
 from quantkit.ops.dispatch import Phase, choose
 from quantkit.ops.linear import query_for
 from quantkit.ops.stored_weight import PlainWeight
-from quantkit.runtime.choose import RuntimeChoice, choose_runtime
 from quantkit.runtime.cpu import model as cpu_model
 from quantkit.runtime.gpu import linears
+from quantkit.runtime.gpu import model as gpu_model
 from quantkit.support.errors import QuantkitError
 
 PHASES: tuple[Phase, ...] = ("decode", "prefill")
 Declined = tuple[tuple[str, str], ...]
 Layer = QuantizedTensor | tuple[int, int]
 """A layer of a model: its quantized weight without the numbers, or the shape of an unquantized one."""
+
+
+@dataclass(frozen=True)
+class RuntimeChoice:
+    """Which runtime runs a model.
+
+    Attributes:
+        runtime: ``gpu``: kernels on a GPU (``runtime/gpu/``). ``cpu``: one program of kernels on a CPU
+            (``runtime/cpu/``). ``eager``: one operation after another through ``ops/``.
+        reason: why it isn't one of the first two; ``None`` if it is.
+    """
+
+    runtime: Literal["gpu", "cpu", "eager"]
+    reason: str | None = None
+
+
+def choose_runtime(config: ModelConfig, dtype: torch.dtype, device: torch.device,
+                   quantized: Mapping[str, QuantizedTensor]) -> RuntimeChoice:
+    """The fastest runtime that can run a model.
+
+    Args:
+        config: the model's shape.
+        dtype: of activations and plain weights.
+        device: where it is to run.
+        quantized: its quantized weights by name.
+    """
+    gpu_reason = gpu_model.reason_against(config, dtype, device, quantized)
+    if gpu_reason is None:
+        return RuntimeChoice("gpu")
+    if device.type == "cuda":
+        return RuntimeChoice("eager", gpu_reason)
+    cpu_reason = cpu_model.reason_against(config, dtype, device, quantized)
+    return RuntimeChoice("cpu") if cpu_reason is None else RuntimeChoice("eager", cpu_reason)
 
 
 def unread(format: str, spec: QuantSpec, shape: tuple[int, int], dtype: str) -> QuantizedTensor:
@@ -69,7 +104,7 @@ def other_kernels(config: ModelConfig, kv: KVSpec, dtype: torch.dtype, device: t
         return list(kv_gpu.choices(build_kv_codecs(kv), dtype, config.hidden_size, config.head_dim,
                                    config.num_heads // config.num_kv_heads, device.type, reason))
     if choice.runtime == "cpu":
-        reason = cpu_model.cache_declines(KVCache(config, kv, dtype))
+        reason = cpu_model.reason_against_cache(KVCache(config, kv, dtype))
     return [kv_gpu.OperationChoice(op, "torch" if reason else "cpu", reason) for op in kv_gpu.OPERATIONS]
 
 

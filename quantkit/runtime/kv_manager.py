@@ -3,18 +3,76 @@
 from __future__ import annotations
 
 from quantkit.kv.base import PAGE
-from quantkit.kv.batch import Batch
+from quantkit.kv.batch import block_of
 from quantkit.kv.cache import KVCache
 from quantkit.kv.prefix import PrefixBudget, PrefixMatch, block_names, build_prefix_cache
 from quantkit.kv.spec import KVSpec
-from quantkit.memory.kv import LOOKAHEAD
-from quantkit.memory.serving import spare_bytes
 from quantkit.runtime.loader import LoadedModel
+from quantkit.runtime.memory.kv import LOOKAHEAD
+from quantkit.runtime.memory.serving import spare_bytes
 from quantkit.runtime.page_reservation import PageReservation
-from quantkit.runtime.request import Request
+from quantkit.support.errors import QuantkitError
 
 STATES = 8
 """States that a prefix cache of a fixed size holds where texts can't be taken up at every block."""
+
+
+class CachedText:
+    """A request's text, and what of it is in a KV cache. The cache's manager alone writes it.
+
+    Args:
+        prompt, answer: token ids; the answer grows.
+        max_length: tokens of both, at most.
+        reuses_prefix: whether it may begin with keys and values that are there: nothing else of its prompt is
+            needed.
+        salt: only texts with the same salt share prefixes.
+
+    Attributes:
+        manager: the manager of its KV setting.
+        sequence: its number in the KV cache; −1 until it is admitted.
+        computed_tokens: tokens of :attr:`tokens` whose keys and values are in the cache.
+        cached_tokens: prompt tokens whose keys and values were there when it began.
+        preemptions: how often it gave up its pages.
+        block_names: names of its blocks, see :func:`quantkit.kv.prefix.block_names`.
+    """
+
+    def __init__(self, prompt: list[int], answer: list[int], max_length: int, *, reuses_prefix: bool = True,
+                 salt: bytes = b"") -> None:
+        self.prompt, self.answer, self.max_length = prompt, answer, max_length
+        self.reuses_prefix, self.salt = reuses_prefix, salt
+        self.manager: KVCacheManager
+        self.sequence = -1
+        self.computed_tokens = self.cached_tokens = self.preemptions = 0
+        self.block_names: list[bytes] = []
+
+    @property
+    def history(self) -> list[int]:
+        """Prompt and answer so far."""
+        return self.prompt + self.answer
+
+    @property
+    def tokens(self) -> list[int]:
+        """The tokens that must be in the cache before the next one can be chosen, but for the one that is fed
+        for it."""
+        return self.prompt + self.answer[:-1]
+
+    @property
+    def length(self) -> int:
+        """Number of :attr:`tokens`."""
+        return len(self.prompt) + max(0, len(self.answer) - 1)
+
+    @property
+    def begun(self) -> bool:
+        """Whether something of the prompt was computed for it."""
+        return self.computed_tokens > self.cached_tokens or self.preemptions > 0
+
+    def tokens_between(self, start: int, end: int) -> list[int]:
+        """``tokens[start:end]``."""
+        return self.prompt[start:end] if end <= len(self.prompt) else self.tokens[start:end]
+
+    def codec_fault(self) -> QuantkitError | None:
+        """Why a plugin's codec is to blame if the model's output isn't finite; ``None`` if it isn't."""
+        return None if self.sequence < 0 else self.manager.cache.codec_fault(self.sequence)
 
 
 class KVCacheManager:
@@ -36,13 +94,13 @@ class KVCacheManager:
         reservation: which request has how many of its pages, if its size is fixed.
         prefixes: what is kept of texts that were read; ``None``: nothing.
         invariant: whether a text gives the same bits however it is cut into chunks.
-        mixes: whether prompts and decoding requests go through the model together.
+        supports_mixed_batches: whether prompts and decoding requests go through the model together.
         ends_alone: whether the last chunk of a prompt goes through the model by itself, because its policy
             then has work to do.
         one_prompt: whether one prompt is read at a time.
         drafts: whether several tokens of a text that decodes may go through the model at once, without an
             effect on each other.
-        requests: that use it and haven't ended, those that wait included.
+        texts: the texts that use it and haven't ended, those that wait included.
         prefix_queries, prefix_hits: prompt tokens that were looked up, and those of them that were found.
 
     Raises:
@@ -56,10 +114,11 @@ class KVCacheManager:
         model.check_cache(cache)
         self._chunk, self._rope = chunk, loaded.config.rope
         self._ahead = LOOKAHEAD if model.runs_ahead else 0
-        self.invariant = model.chunk_invariant(Batch(cache, []))
-        self.mixes = model.mixes and self.invariant
-        self._one_text = model.decodes_as_it_reads and self.invariant  # an answer is as if it had been read
-        self.drafts = self.mixes and self._one_text
+        self.invariant = model.chunk_invariant(cache)
+        self.supports_mixed_batches = model.supports_mixed_batches and self.invariant
+        # an answer is as if it had been read
+        self._one_text = model.decode_matches_prefill and self.invariant
+        self.drafts = self.supports_mixed_batches and self._one_text
         if memory is None:
             memory = spare_bytes(model, cache, sequences, chunk)
         self.reservation = None
@@ -73,7 +132,7 @@ class KVCacheManager:
                                                        and policy.visible is None) for policy in policies)
         self.one_prompt = self.reservation is not None and not cache.divisible
         self._acts_on_chunks = any(policy.on_prefill == "chunk" for policy in policies)
-        self.requests: set[Request] = set()
+        self.texts: set[CachedText] = set()
         self.prefix_queries = self.prefix_hits = 0
 
     @property
@@ -88,14 +147,14 @@ class KVCacheManager:
         if self.reservation is not None:
             self.reservation.check(tokens)
 
-    def begin(self, request: Request) -> bool:
+    def begin(self, text: CachedText) -> bool:
         """Begin a request's sequence with the longest prefix that is there; returns whether there are pages
         for its text so far."""
-        match = self._match(request)
-        number, fits = self._add(request, match), True
+        match = self._match(text)
+        number, fits = self._add(text, match), True
         try:
             if self.reservation is not None:
-                self.reservation.reserve(number, min(request.max_length, request.length + LOOKAHEAD))
+                self.reservation.reserve(number, min(text.max_length, text.length + LOOKAHEAD))
                 # what it begins with is its own by now, and isn't given up
                 fits = self.reservation.make_room(self.prefixes)
         except BaseException:
@@ -104,108 +163,120 @@ class KVCacheManager:
         if not fits:
             self._end(number)
             return False
-        request.sequence, request.computed_tokens = number, 0 if match is None else match.tokens
-        if not request.preemptions:
-            request.result.cached_tokens = request.computed_tokens
-            if self.prefixes is not None and request.reuses_prefix:
-                self.prefix_queries += len(request.prompt)
-                self.prefix_hits += request.computed_tokens
+        text.sequence, text.computed_tokens = number, 0 if match is None else match.tokens
+        if not text.preemptions:
+            text.cached_tokens = text.computed_tokens
+            if self.prefixes is not None and text.reuses_prefix:
+                self.prefix_queries += len(text.prompt)
+                self.prefix_hits += text.computed_tokens
         return True
 
-    def extend(self, request: Request) -> bool:
+    def extend(self, text: CachedText) -> bool:
         """Before a decoding request's next token: whether there is a page for it."""
         if (reservation := self.reservation) is None:
             return True
-        number, limit = request.sequence, request.max_length
+        number, limit = text.sequence, text.max_length
         least = min(limit, self.cache.seen(number) + 1 + self._ahead)
         return (reservation.reserved(number) >= least
                 or reservation.extend(number, min(limit, least + LOOKAHEAD))
                 or reservation.extend(number, least, self.prefixes))
 
-    def room_for_draft(self, request: Request, count: int) -> int:
+    def room_for_draft(self, text: CachedText, count: int) -> int:
         """How many of ``count`` drafted tokens a decoding request can take beside its next token.
 
         A step ends where a policy acts, and where queries that are accumulated together end: what comes then
         depends on which tokens were kept.
         """
-        cache, number = self.cache, request.sequence
+        cache, number = self.cache, text.sequence
         sequence = cache.sequence(number)
         for layer, state in zip(cache.layers, sequence.layers):
             if (interval := layer.policy.decode_interval) is not None:
                 count = min(count, interval - state.steps % interval - 1)
-        if (block := Batch(cache, [number], "decode").block) is not None:
+        if (block := block_of(cache, ["decode"])) is not None:
             count = min(count, block - cache.seen(number) % block - 1)
         if count > 0 and (reservation := self.reservation) is not None:
             room = reservation.reserved(number) - cache.seen(number) - 1
             if count > room and not reservation.extend(
-                    number, min(request.max_length, cache.seen(number) + 1 + count)):
+                    number, min(text.max_length, cache.seen(number) + 1 + count)):
                 count = room
         return max(count, 0)
 
-    def restart(self, request: Request) -> None:
+    def restart(self, text: CachedText) -> None:
         """A request that hasn't computed anything itself: begin with a longer prefix if there is one now."""
-        match = self._match(request)
-        if match is None or match.tokens <= request.computed_tokens:
+        match = self._match(text)
+        if match is None or match.tokens <= text.computed_tokens:
             return
-        before, request.sequence = request.sequence, self._add(request, match)
+        before, text.sequence = text.sequence, self._add(text, match)
         if self.reservation is not None:
-            self.reservation.reserve(request.sequence, self.reservation.reserved(before))
+            self.reservation.reserve(text.sequence, self.reservation.reserved(before))
         self._end(before)
-        self.prefix_hits += match.tokens - request.computed_tokens
-        request.computed_tokens = request.result.cached_tokens = match.tokens
+        self.prefix_hits += match.tokens - text.computed_tokens
+        text.computed_tokens = text.cached_tokens = match.tokens
 
-    def prompt_ended(self, request: Request) -> None:
+    def prompt_ended(self, text: CachedText) -> None:
         """A request's prompt was read, and its policy has done what it does then."""
         if self.reservation is not None:
-            self.reservation.shrink_to_answer(request.sequence)
-        self.keep_prefix(request)
+            self.reservation.shrink_to_answer(text.sequence)
+        self.keep_prefix(text)
 
-    def keep_prefix(self, request: Request) -> None:
+    def keep_prefix(self, text: CachedText) -> None:
         """Keep what was computed of a request's text so far, if another text may begin with it."""
-        if self.prefixes is None or request.sequence < 0 or request.spoiled or not request.reuses_prefix:
+        if self.prefixes is None or text.sequence < 0 or not text.reuses_prefix:
             return
-        cache, number = self.cache, request.sequence
-        seen = min(cache.seen(number), len(request.history))
+        cache, number = self.cache, text.sequence
+        seen = min(cache.seen(number), len(text.history))
         if not self._one_text:
-            seen = min(seen, len(request.prompt))
+            seen = min(seen, len(text.prompt))
         if not self.invariant:  # a chunk that wasn't whole would have had other bits in a longer text
             seen = seen // self._chunk * self._chunk
         if seen < PAGE or not cache.reusable(number):
             return
-        names = block_names(request.history[:seen], request.block_names, self._salt(request))
-        request.block_names = max(names, request.block_names, key=len)
+        names = block_names(text.history[:seen], text.block_names, self._salt(text))
+        text.block_names = max(names, text.block_names, key=len)
         self.prefixes.insert(names[:seen // PAGE], number)
         # pages that a state holds too must be copied before they are written to
         if self.reservation is not None and not cache.divisible and not self.reservation.make_room(
                 self.prefixes):
             self.prefixes.clear()
 
-    def keep_beginning(self, other: Request, request: Request) -> None:
+    def keep_beginning(self, other: CachedText, text: CachedText) -> None:
         """Keep what was read so far of another's prompt if a request that comes now begins like it."""
-        if self.prefixes is not None and self.cache.divisible and request.reuses_prefix and other.begun and (
-                self._names(other)[:1] == self._names(request)[:1] != []):
+        if self.prefixes is not None and self.cache.divisible and text.reuses_prefix and other.begun and (
+                self._names(other)[:1] == self._names(text)[:1] != []):
             self.keep_prefix(other)
 
-    def free(self, request: Request) -> None:
-        """A request has ended, or waits again: give back its pages."""
-        if request.sequence < 0:
+    def preempt(self, text: CachedText, *, keep: bool = True) -> None:
+        """A request gives up its pages and waits again; arguments as for :meth:`free`."""
+        self.free(text, keep=keep)
+        text.computed_tokens = 0
+        text.preemptions += 1
+
+    def free(self, text: CachedText, *, keep: bool = True) -> None:
+        """Give back a request's pages.
+
+        Args:
+            text: the request's.
+            keep: keep what others may begin with. Not after a step that failed in the middle.
+        """
+        if text.sequence < 0:
             return
         try:
-            self.keep_prefix(request)
+            if keep:
+                self.keep_prefix(text)
         finally:  # whatever fails there, the pages are given back
-            number, request.sequence = request.sequence, -1
+            number, text.sequence = text.sequence, -1
             self._end(number)
 
     # -- chunks
 
-    def chunk_end(self, request: Request, limit: int) -> int:
+    def chunk_end(self, text: CachedText, limit: int) -> int:
         """Where a request's next chunk ends, of at most ``limit`` tokens.
 
         A chunk ends where a policy acts, where a state is kept for other texts, and, if results depend on
         chunks, always at the same places. What a request had generated before it was preempted is decoded
         again in chunks; one token at a time where results depend on that.
         """
-        start, length, total = request.computed_tokens, len(request.prompt), request.length
+        start, length, total = text.computed_tokens, len(text.prompt), text.length
         if start >= length:
             interval = self.cache.policy.decode_interval
             if not self._one_text:
@@ -219,67 +290,73 @@ class KVCacheManager:
         keeps_states = self.prefixes is not None and not self.cache.divisible
         if self._acts_on_chunks or keeps_states:
             end = min(end, boundary)
-        if keeps_states and start < (last := _last_block(request)):
+        if keeps_states and start < (last := _last_block(text)):
             end = min(end, last)
         return end
 
-    def after_chunk(self, request: Request) -> None:
-        """A chunk of a prompt went through the model: keep what another text can begin with. Blocks can be
-        kept at the prompt's end, all at once, if nobody waits for them."""
-        at = request.computed_tokens
-        if self.prefixes is None or at >= len(request.prompt):
-            return
-        if request.awaited if self.cache.divisible else (at % self._chunk == 0 or at == _last_block(request)):
-            self.keep_prefix(request)
+    def advance(self, text: CachedText, end: int, is_awaited: bool) -> None:
+        """A chunk went through the model: keep what another text can begin with. Blocks can be kept at the
+        prompt's end, all at once, if nobody waits for them.
 
-    def waits_for(self, request: Request, other: Request) -> bool:
+        Args:
+            text: the request's.
+            end: tokens of it that are computed now.
+            is_awaited: whether another request waits for its prompt.
+        """
+        text.computed_tokens = end
+        if self.prefixes is None or end >= len(text.prompt):
+            return
+        if is_awaited if self.cache.divisible else (end % self._chunk == 0 or end == _last_block(text)):
+            self.keep_prefix(text)
+
+    def waits_for(self, text: CachedText, other: CachedText) -> bool:
         """Whether a request of which nothing is computed should wait because another's prompt, which is being
         read, begins like its own and that part isn't read yet: it can then begin behind that."""
-        if self.prefixes is None or not request.reuses_prefix or not other.reuses_prefix:
+        if self.prefixes is None or not text.reuses_prefix or not other.reuses_prefix:
             return False
-        names, others = self._names(request), self._names(other)
+        names, others = self._names(text), self._names(other)
         shared = 0
         for name, other_name in zip(names, others):
             if name != other_name:
                 break
             shared += 1
-        usable = min(shared * PAGE, len(request.prompt) - 1, len(other.prompt))
+        usable = min(shared * PAGE, len(text.prompt) - 1, len(other.prompt))
         last = _last_block(other)  # where its last state is kept
         if not self.invariant or (not self.cache.divisible and usable < last):
             usable = usable // self._chunk * self._chunk
         elif not self.cache.divisible:
             usable = last
-        return usable >= request.computed_tokens + PAGE and other.computed_tokens < usable
+        return usable >= text.computed_tokens + PAGE and other.computed_tokens < usable
 
-    def _match(self, request: Request) -> PrefixMatch | None:
+    def _match(self, text: CachedText) -> PrefixMatch | None:
         """The longest prefix of a request's text so far. Its last token must be computed for its logits, if
         there is no answer yet."""
-        if self.prefixes is None or not request.reuses_prefix:
+        if self.prefixes is None or not text.reuses_prefix:
             return None
-        limit, names = len(request.prompt) - 1, self._names(request)
-        if request.result.token_ids and self.cache.divisible and self._one_text:
-            limit = request.length
-            names = request.block_names = block_names(request.tokens, names, self._salt(request))
+        limit, names = len(text.prompt) - 1, self._names(text)
+        if text.answer and self.cache.divisible and self._one_text:
+            limit = text.length
+            names = text.block_names = block_names(text.tokens, names, self._salt(text))
         return self.prefixes.match(names, limit, PAGE if self.invariant else self._chunk)
 
-    def _names(self, request: Request) -> list[bytes]:
+    def _names(self, text: CachedText) -> list[bytes]:
         """Of a request's blocks, those of its prompt at least."""
-        if len(request.block_names) < len(request.prompt) // PAGE:
-            request.block_names = block_names(request.prompt, (), self._salt(request))
-        return request.block_names
+        if len(text.block_names) < len(text.prompt) // PAGE:
+            text.block_names = block_names(text.prompt, (), self._salt(text))
+        return text.block_names
 
-    def _salt(self, request: Request) -> bytes:
+    def _salt(self, text: CachedText) -> bytes:
         """What its blocks' names depend on beside its tokens. Keys of a text whose rotation is for long ones
         differ, and who has another salt shares nothing."""
         rope = self._rope
-        long = rope.kind == "longrope" and request.max_length > rope.original_max_positions
-        return (b"long" if long else b"") + request.cache_salt
+        long = rope.kind == "longrope" and text.max_length > rope.original_max_positions
+        return (b"long" if long else b"") + text.salt
 
-    def _add(self, request: Request, match: PrefixMatch | None) -> int:
+    def _add(self, text: CachedText, match: PrefixMatch | None) -> int:
         """Begin a sequence for a request, with what was found for it."""
         if match is None or self.prefixes is None:
-            return self.cache.add(request.max_length)
-        return self.prefixes.take(match, request.max_length)
+            return self.cache.add(text.max_length)
+        return self.prefixes.take(match, text.max_length)
 
     def _end(self, number: int) -> None:
         """Give back a sequence's pages."""
@@ -290,6 +367,6 @@ class KVCacheManager:
         self.cache.free([number])
 
 
-def _last_block(request: Request) -> int:
+def _last_block(text: CachedText) -> int:
     """Where a prompt's last whole block ends that has a token behind it: that one must be computed."""
-    return (len(request.prompt) - 1) // PAGE * PAGE
+    return (len(text.prompt) - 1) // PAGE * PAGE

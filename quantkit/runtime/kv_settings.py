@@ -8,11 +8,10 @@ from collections.abc import Sequence
 from quantkit.kv.build import build_policy
 from quantkit.kv.prefix import PrefixBudget
 from quantkit.kv.spec import KVSpec
-from quantkit.memory.kv import default_prefix_bytes
-from quantkit.runtime.kv_manager import KVCacheManager
+from quantkit.runtime.core import EngineFull
+from quantkit.runtime.kv_manager import CachedText, KVCacheManager
 from quantkit.runtime.loader import LoadedModel
-from quantkit.runtime.request import Request
-from quantkit.runtime.scheduler import EngineFull
+from quantkit.runtime.memory.kv import default_prefix_bytes
 from quantkit.support.errors import UsageError
 
 MAX_QUERIES = 256
@@ -42,7 +41,10 @@ class KVSettings:
 
     def __init__(self, loaded: LoadedModel, default: KVSpec, more: Sequence[KVSpec], *, memory: int | None,
                  sequences: int, context: int, chunk: int, prefix_bytes: int | None) -> None:
-        self._loaded, self._sequences, self._context, self._chunk = loaded, sequences, context, chunk
+        self._loaded = loaded
+        self._sequences = sequences
+        self._context = context
+        self._chunk = chunk
         grows = memory is None and loaded.model.device.type != "cuda"
         if prefix_bytes is None and grows:
             prefix_bytes = default_prefix_bytes()
@@ -84,12 +86,12 @@ class KVSettings:
         self._loaded.model.prepare(manager.cache)
         return manager
 
-    def use(self, request: Request, kv: KVSpec | KVCacheManager | None) -> None:
-        """Give a request its manager; from now on the manager is in use, until the request is removed from
-        its ``requests``.
+    def use(self, text: CachedText, kv: KVSpec | KVCacheManager | None) -> None:
+        """Give a text its manager; from now on the manager is in use, until the text is removed from its
+        ``texts``.
 
         Args:
-            request: that begins to wait.
+            text: a request's, which begins to wait.
             kv: its setting, or the manager from :meth:`prepare`, which spares the making of one.
 
         Raises:
@@ -103,8 +105,8 @@ class KVSettings:
             if name not in self._managers:  # it was dropped, and comes back
                 self._make_room()
             manager = self._managers.setdefault(name, manager)
-            manager.requests.add(request)
-        request.kv = manager
+            manager.texts.add(text)
+        text.manager = manager
 
     def _of(self, spec: KVSpec) -> KVCacheManager:
         """The manager of a setting, made if it is new. Whoever needs none that is made doesn't wait."""
@@ -145,7 +147,7 @@ class KVSettings:
         for name, manager in list(self._managers.items())[self._kept:]:
             if len(self._managers) - self._kept < MAX_SETTINGS:
                 return
-            if not manager.requests:
+            if not manager.texts:
                 self._dropped_queries += manager.prefix_queries
                 self._dropped_hits += manager.prefix_hits
                 del self._managers[name]

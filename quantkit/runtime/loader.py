@@ -18,8 +18,6 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.formats.base import QuantizedTensor
 from quantkit.formats.dtypes import FLOATS
 from quantkit.kv.spec import KVSpec, setting_of
-from quantkit.memory.serving import check_gpu_memory
-from quantkit.memory.weights import stored_bytes
 from quantkit.models.architecture import all_slots, linear_slots, tensor_shapes
 from quantkit.models.config import ModelConfig
 from quantkit.models.decoder import CausalLM
@@ -29,10 +27,12 @@ from quantkit.models.loadable import check_loadable
 from quantkit.ops.cpu_machine import pool, unavailable
 from quantkit.ops.linear_weight import LinearWeight
 from quantkit.ops.stored_weight import StoredWeight
-from quantkit.runtime.choose import choose_runtime
-from quantkit.runtime.cpu.malloc import trim_heap
+from quantkit.runtime.cpu.buffers import trim_heap
 from quantkit.runtime.cpu.model import CpuModel
 from quantkit.runtime.gpu.model import GpuModel
+from quantkit.runtime.kernels import choose_runtime
+from quantkit.runtime.memory.serving import check_gpu_memory
+from quantkit.runtime.memory.weights import stored_bytes
 from quantkit.sources.base import ModelSource, file_bytes, quantized_types, stored_tensors
 from quantkit.support.device import find_device
 from quantkit.support.errors import CheckpointError, UsageError, did_you_mean
@@ -246,7 +246,7 @@ class _LoadedBytes:
 def build_model(config: ModelConfig, files: TensorFiles, has: Callable[[str], bool], dtype: torch.dtype,
                 quantized: Mapping[str, QuantizedTensor], device: torch.device,
                 uri: str, loading: Listener = silent) -> tuple[LanguageModel, str | None]:
-    """Build the network for the runtime that :func:`~quantkit.runtime.choose.choose_runtime` names.
+    """Build the network for the runtime that :func:`~quantkit.runtime.kernels.choose_runtime` names.
 
     On a CPU weights are packed whatever the runtime: what torch computes for a row may depend on other rows.
 

@@ -9,7 +9,7 @@ from quantkit.kv.base import PAGE
 from quantkit.kv.cache import KVCache
 from quantkit.kv.prefix import PrefixCache
 from quantkit.kv.reread import OVERLAP
-from quantkit.memory.kv import Footprint, available_pages, reserved_footprint
+from quantkit.runtime.memory.kv import Footprint, available_pages, reserved_footprint
 from quantkit.support.errors import UsageError
 from quantkit.support.units import human_bytes
 

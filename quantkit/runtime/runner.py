@@ -3,67 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING
 
 import torch
 
 from quantkit.kv.base import Phase
 from quantkit.kv.batch import Batch
+from quantkit.kv.reread import finish_prompt
 from quantkit.ops import gpu
 from quantkit.runtime.chunk_size import ChunkSizer
+from quantkit.runtime.core import NextLogits, Request, StepOutput, StepPlan
 from quantkit.runtime.kv_manager import KVCacheManager
 from quantkit.runtime.loader import LoadedModel
-from quantkit.runtime.request import Request
-from quantkit.runtime.scheduler import StepPlan
-
-if TYPE_CHECKING:
-    from quantkit.runtime.speculation import Speculator
-
-
-@dataclass
-class NextLogits:
-    """What tokens are chosen from.
-
-    Attributes:
-        requests: that get a token now.
-        logits: ``[n, vocab]``: a row for each of them, and behind it those of its draft.
-        drafts: of each request, what was drafted for it.
-        batch: where the step's tokens are, and the rows of these requests there, if any have drafts: some may
-            have to be taken back.
-    """
-
-    requests: list[Request]
-    logits: torch.Tensor
-    drafts: list[list[int]] | None = None
-    batch: tuple[Batch, list[int]] | None = None
-
-
-@dataclass
-class StepOutput:
-    """What came of a step.
-
-    Attributes:
-        logits: what tokens are chosen from now.
-        advanced: requests whose chunk went through the model.
-        ended: requests whose prompt has been read, and whose policy has acted.
-        failed: requests that failed, and why.
-        lost: requests that shared a step which failed, and why; what they had in the cache must be computed
-            anew.
-        prompt_tokens: tokens of prompts that went through the model.
-        acted: whether policies acted, so that the step's time says nothing about tokens.
-        computed_at: when the model was done; seconds of the engine's clock.
-    """
-
-    logits: list[NextLogits] = field(default_factory=list)
-    advanced: list[Request] = field(default_factory=list)
-    ended: list[Request] = field(default_factory=list)
-    failed: list[tuple[Request, Exception]] = field(default_factory=list)
-    lost: list[tuple[Request, Exception]] = field(default_factory=list)
-    prompt_tokens: int = 0
-    acted: bool = False
-    computed_at: float = 0.0
+from quantkit.runtime.speculation import Speculator
 
 
 class ModelRunner:
@@ -72,15 +24,18 @@ class ModelRunner:
     Args:
         loaded: the model.
         chunk: tokens after which policies act that act on chunks.
-        sizer: says how long a policy's work at a prompt's end may take while others decode.
-        clock: tells seconds.
-        speculator: is told of hidden states that its drafts go on from.
+        sizer: decides how long a policy's work at a prompt's end may take while others decode.
+        clock: returns seconds.
+        speculator: observes hidden states that its drafts go on from.
     """
 
     def __init__(self, loaded: LoadedModel, chunk: int, sizer: ChunkSizer,
                  clock: Callable[[], float], speculator: Speculator | None = None) -> None:
         self._speculator = speculator
-        self._loaded, self._chunk, self._sizer, self._clock = loaded, chunk, sizer, clock
+        self._loaded = loaded
+        self._chunk = chunk
+        self._sizer = sizer
+        self._clock = clock
         self._awaited, self._deadline = False, 0.0  # whether others wait, and when their next tokens are due
 
     def run(self, step: StepPlan, decode: Sequence[Request], awaited: bool,
@@ -89,7 +44,8 @@ class ModelRunner:
         their keys and values where steps are mixed.
 
         Args:
-            step, decode: as said.
+            step: the chunks, or the policy that goes on.
+            decode: the requests that decode.
             awaited: others wait for a token meanwhile.
             drafts: by a request's id, tokens that may be the next ones.
         """
@@ -97,38 +53,38 @@ class ModelRunner:
         self._awaited, self._deadline = awaited, self._clock() + self._sizer.spare
         if step.deferred is not None:
             self._go_on(step.deferred, output)
-        together: dict[KVCacheManager, list[tuple[Request, int]]] = {}
+        by_setting: dict[KVCacheManager, list[tuple[Request, int]]] = {}
         for request in decode:
-            together.setdefault(request.kv, []).append((request, -1))
+            by_setting.setdefault(request.kv.manager, []).append((request, -1))
         for request, end in step.chunks:
             if self._goes_alone(request, end):
                 self._chunk_alone(request, end, output)
             else:
-                together.setdefault(request.kv, []).append((request, end))
-        for kv, rows in together.items():
-            self._mixed(kv, rows, drafts, output)
+                by_setting.setdefault(request.kv.manager, []).append((request, end))
+        for manager, rows in by_setting.items():
+            self._mixed(manager, rows, drafts, output)
         output.computed_at = self._clock()
         return output
 
     def logits(self, requests: Sequence[Request], ids: torch.Tensor) -> torch.Tensor:
         """Decode one token ``ids [n, 1]`` of requests with one KV setting: logits ``[n, vocab]``."""
-        kv = requests[0].kv
-        batch = Batch(kv.cache, [request.sequence for request in requests], "decode")
+        batch = Batch(requests[0].kv.manager.cache, [request.kv.sequence for request in requests], "decode")
         return self._loaded.model(ids, cache=batch)[:, -1]
 
     def _goes_alone(self, request: Request, end: int) -> bool:
         """Whether more is needed of a chunk than its last logits, or its policy acts afterwards."""
-        ends = request.computed_tokens < len(request.prompt) == end
-        return (not request.kv.mixes or request.isolated or not request.reuses_prefix
-                or (ends and request.kv.ends_alone))
+        text, manager = request.kv, request.kv.manager
+        ends = text.computed_tokens < len(text.prompt) == end
+        return (not manager.supports_mixed_batches or request.fault.isolated or not text.reuses_prefix
+                or (ends and manager.ends_alone))
 
     def _phase(self, request: Request, end: int) -> Phase:
-        if request.computed_tokens >= len(request.prompt):
+        if request.kv.computed_tokens >= len(request.prompt):
             return "decode"  # what it had generated before it was preempted
         return ("prefill_end" if end == len(request.prompt) else
                 "prefill" if end % self._chunk == 0 else "prefill_part")
 
-    def _mixed(self, kv: KVCacheManager, rows: Sequence[tuple[Request, int]],
+    def _mixed(self, manager: KVCacheManager, rows: Sequence[tuple[Request, int]],
                drafts: Mapping[int, list[int]], output: StepOutput) -> None:
         """Take rows of one KV setting through the model at once; an end of −1 is a request that decodes."""
         tokens: list[Sequence[int]] = []
@@ -140,12 +96,13 @@ class ModelRunner:
                 phases.append("decode")
                 wanted.append(len(tokens[-1]))
             else:
-                tokens.append(request.tokens_between(request.computed_tokens, end))
+                tokens.append(request.kv.tokens_between(request.kv.computed_tokens, end))
                 phases.append(self._phase(request, end))
                 wanted.append(end == len(request.prompt) and not request.result.token_ids)
         tentative = [row for row, (request, end) in enumerate(rows) if end < 0 and request.id in drafts]
         try:
-            batch = Batch(kv.cache, [request.sequence for request, _ in rows], phases, tentative=tentative)
+            batch = Batch(manager.cache, [request.kv.sequence for request, _ in rows], phases,
+                          tentative=tentative)
             batch.taps = self._taps
             logits = self._loaded.model.forward(tokens, batch, wanted)
         except Exception as error:
@@ -154,9 +111,8 @@ class ModelRunner:
         self._tell_hidden(batch, [request for request, _ in rows])
         for request, end in rows:
             if end >= 0:
-                output.prompt_tokens += end - request.computed_tokens
-                request.computed_tokens = end
-                output.advanced.append(request)
+                output.prompt_tokens += end - request.kv.computed_tokens
+                output.advanced.append((request, end))
                 if end == len(request.prompt):
                     output.ended.append(request)
         places = [row for row, wants in enumerate(wanted) if wants]
@@ -164,7 +120,7 @@ class ModelRunner:
             requests = [rows[row][0] for row in places]
             output.logits.append(NextLogits(
                 requests, logits, [drafts.get(request.id, []) for request in requests] if tentative else None,
-                (batch, places) if tentative else None))
+                batch if tentative else None, places))
 
     @property
     def _taps(self) -> tuple[int, ...]:
@@ -176,34 +132,35 @@ class ModelRunner:
                 self._speculator.observe(requests[row], batch.starts[row], torch.cat(parts))
 
     def _take_apart(self, rows: Sequence[tuple[Request, int]], error: Exception, output: StepOutput) -> None:
-        """A step failed, and nobody knows whose fault it was: those with a chunk go by themselves from now
-        on. Where nobody had one, all of them fail."""
+        """A step failed, and nobody knows whose fault it was: all lose what they have in the cache. Where
+        nobody had a chunk, all of them fail."""
         if len(rows) == 1 or all(end < 0 for _, end in rows):
             output.failed += [(request, error) for request, _ in rows]
             return
-        for request, _ in rows:
-            request.isolated = request.spoiled = True
-            output.lost.append((request, error))
+        output.lost += [(request, error) for request, _ in rows]
 
     def _chunk_alone(self, request: Request, end: int, output: StepOutput) -> None:
         """Take one request's chunk through the model, and let its policy act."""
-        model, start, prompt = self._loaded.model, request.computed_tokens, len(request.prompt)
-        ends = start < prompt == end
+        model, text, start = self._loaded.model, request.kv, request.kv.computed_tokens
+        ends = start < len(text.prompt) == end
         try:
-            defer = self._token_budget if self._awaited and ends else None
-            batch = Batch(request.kv.cache, [request.sequence], self._phase(request, end), defer)
+            batch = Batch(text.manager.cache, [text.sequence], self._phase(request, end), defers=ends)
             batch.taps = self._taps
-            ids = gpu.sent(torch.tensor([request.tokens_between(start, end)]), model.device)
+            ids = gpu.sent(torch.tensor([text.tokens_between(start, end)]), model.device)
             logits = self._logits_of(request, ids, batch, end)
             self._tell_hidden(batch, [request])
-            request.computed_tokens, output.acted = end, output.acted or ends
+            if ends:
+                request.prefill.last_logits = None if logits is None else logits.clone()
+                work = finish_prompt(model, batch, text.prompt, self._token_budget)
+                if self._awaited and (batch.has_actions or batch.cache.policy.reread_prompt):
+                    request.prefill.deferred = work
+                else:
+                    for _ in work:
+                        pass
+            output.acted = output.acted or ends
             output.prompt_tokens += end - start
-            output.advanced.append(request)
-            if not ends:
-                return
-            request.last_logits = None if logits is None else logits.clone()
-            request.deferred = batch.deferred
-            if request.deferred is None:
+            output.advanced.append((request, end))
+            if ends and request.prefill.deferred is None:
                 self._prompt_done(request, output)
         except Exception as error:  # of one request; the others go on
             output.failed.append((request, error))
@@ -213,8 +170,8 @@ class ModelRunner:
         """Take ``ids [1, n]`` through the model. Returns the last token's logits ``[vocab]`` if they are
         needed."""
         model = self._loaded.model
-        if request.pool is not None:
-            request.pool.add(model.normalized(model.hidden(ids, cache=batch))[0])
+        if request.prefill.pooler is not None:
+            request.prefill.pooler.add(model.normalized(model.hidden(ids, cache=batch))[0])
             return None
         if request.scores_prompt:
             rows = model(ids, cache=batch)[0]
@@ -231,17 +188,19 @@ class ModelRunner:
 
     def _go_on(self, request: Request, output: StepOutput) -> None:
         """Go on with what a policy does at a prompt's end, as long as others don't wait too long for it."""
-        assert request.deferred is not None
+        assert request.prefill.deferred is not None
         before = self._clock()
         try:
-            for tokens in request.deferred:
+            for tokens in request.prefill.deferred:
                 if tokens:
                     output.prompt_tokens += tokens
                     return
-                output.acted, duration, before = True, self._clock() - before, self._clock()
+                output.acted = True
+                now = self._clock()
+                duration, before = now - before, now
                 if before + duration > self._deadline:  # the next layer takes as long
                     return
-            output.acted, request.deferred = True, None
+            output.acted, request.prefill.deferred = True, None
             self._prompt_done(request, output)
         except Exception as error:
             output.failed.append((request, error))
@@ -249,9 +208,9 @@ class ModelRunner:
     def _prompt_done(self, request: Request, output: StepOutput) -> None:
         """A prompt's policy has done all that it does at its end."""
         output.ended.append(request)
-        if request.last_logits is not None and not request.result.token_ids:
-            output.logits.append(NextLogits([request], request.last_logits[None]))
-        request.last_logits = None
+        last_logits, request.prefill.last_logits = request.prefill.last_logits, None
+        if last_logits is not None and not request.result.token_ids:
+            output.logits.append(NextLogits([request], last_logits[None]))
 
     def _token_budget(self) -> int:
         """Tokens that may go through the model now, in what is left of the gap."""

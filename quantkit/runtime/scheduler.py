@@ -13,38 +13,13 @@ import bisect
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
-from quantkit.runtime.request import Request, Status
+from quantkit.runtime.core import EngineClosed, EngineFull, Request, StepPlan
 from quantkit.runtime.trace import Trace
-from quantkit.support.errors import QuantkitError
 
 PATIENCE = 3
 """A prompt that is n tokens shorter passes another one if it arrives before 3 · n further tokens have been
 read. A larger factor shortens the median time to the first token and lengthens that of long prompts."""
-
-
-class EngineFull(QuantkitError):
-    """The queue is full."""
-
-
-class EngineClosed(QuantkitError):
-    """The engine takes no more requests."""
-
-
-@dataclass
-class StepPlan:
-    """What runs in a step.
-
-    Attributes:
-        decode: requests that get a token.
-        chunks: requests whose text goes on, and where their chunks end in it.
-        deferred: a request whose KV policy goes on with what it does at the prompt's end.
-    """
-
-    decode: list[Request] = field(default_factory=list)
-    chunks: list[tuple[Request, int]] = field(default_factory=list)
-    deferred: Request | None = None
 
 
 class Scheduler:
@@ -60,7 +35,7 @@ class Scheduler:
         trace: is told which requests give up their pages, and which end.
 
     Attributes:
-        prefilling: requests whose prompt is read, in the order of :attr:`Request.due`.
+        prefilling: requests whose prompt is read, in the order of their deadlines.
         decoding: requests that decode, in the order in which their prompts ended.
         preemptions: how often a request gave up its pages.
         changed: notified when requests come or end, and when the engine is closed.
@@ -68,7 +43,10 @@ class Scheduler:
     """
 
     def __init__(self, max_batch: int, max_queue: int, chunk: int, trace: Trace) -> None:
-        self._max_batch, self._max_queue, self._chunk, self._trace = max_batch, max_queue, chunk, trace
+        self._max_batch = max_batch
+        self._max_queue = max_queue
+        self._chunk = chunk
+        self._trace = trace
         self._waiting: list[Request] = []
         self.prefilling: list[Request] = []
         self.decoding: list[Request] = []
@@ -112,7 +90,7 @@ class Scheduler:
             if len(self._waiting) >= self._max_queue:
                 raise EngineFull(f"{len(self._waiting)} requests wait already", why="the queue is full",
                                  next="try again in a moment, or start with a larger --max-queue")
-            request.came = self._read
+            request.schedule.arrival_tokens = self._read
             self._queue(request)
             self.changed.notify_all()
 
@@ -157,21 +135,26 @@ class Scheduler:
         have run out, or one of a higher priority waits."""
         with self.changed:
             first = self._waiting[0] if self._waiting else None
-        return any(not request.kv.extend(request) for request in self.decoding) or (
+        return any(not request.kv.manager.extend(request.kv) for request in self.decoding) or (
             first is not None and any(request.priority > first.priority for request in self.decoding))
 
     def preempt_for_pages(self) -> None:
         """Until all that decode have a page for their next token, let the last one wait again."""
         for request in sorted(self.decoding, key=lambda request: request.order):
-            while request in self.decoding and not request.kv.extend(request):
+            while request in self.decoding and not request.kv.manager.extend(request.kv):
                 self.preempt(max((other for other in (*self.prefilling, *self.decoding)
-                                  if other.kv is request.kv), key=lambda other: other.order))
+                                  if other.kv.manager is request.kv.manager), key=lambda other: other.order))
 
-    def preempt(self, request: Request) -> None:
-        """Let a running request give up its pages and wait again, before all that came after it."""
+    def preempt(self, request: Request, *, keep: bool = True) -> None:
+        """Let a running request give up its pages and wait again, before all that came after it.
+
+        Args:
+            request: the request.
+            keep: others may begin with what was computed of it. Not if a step failed in the middle.
+        """
         self._trace.preempted(request)
-        _give_up(request)
-        request.kv.free(request)
+        request.prefill.abandon()
+        request.kv.manager.preempt(request.kv, keep=keep)
         request.restart()
         self.preemptions += 1
         self._version += 1
@@ -188,19 +171,20 @@ class Scheduler:
         step = StepPlan(decode=list(self.decoding))
         if budget <= 0:
             return step
-        step.deferred = next((request for request in self.prefilling if request.deferred is not None), None)
+        step.deferred = next((request for request in self.prefilling
+                              if request.prefill.deferred is not None), None)
         if step.deferred is not None:
             return step
         budget = max(1, min(budget, self._chunk - len(step.decode)))
         for request in self._reading():
-            alone = request.isolated or not request.kv.mixes
+            alone = request.fault.isolated or not request.kv.manager.supports_mixed_batches
             if budget <= 0 or (step.chunks and alone):
                 budget = 0
                 continue
-            end = request.kv.chunk_end(request, budget)
+            end = request.kv.manager.chunk_end(request.kv, budget)
             step.chunks.append((request, end))
-            self._read += end - request.computed_tokens
-            budget = 0 if alone else budget - (end - request.computed_tokens)
+            self._read += end - request.kv.computed_tokens
+            budget = 0 if alone else budget - (end - request.kv.computed_tokens)
         return step
 
     def _reading(self) -> list[Request]:
@@ -210,67 +194,70 @@ class Scheduler:
         there is always one that goes on.
         """
         for request in self.prefilling:
-            request.awaited = False
+            request.schedule.is_awaited = False
         order: dict[int, Request] = {}
         for place, request in enumerate(self.prefilling):
-            ahead = [] if request.begun else [
-                other for at, other in enumerate(self.prefilling) if other.kv is request.kv
-                and (at < place or other.begun) and request.kv.waits_for(request, other)]
+            text, manager = request.kv, request.kv.manager
+            ahead = [] if text.begun else [
+                other for at, other in enumerate(self.prefilling) if other.kv.manager is manager
+                and (at < place or other.kv.begun) and manager.waits_for(text, other.kv)]
             for other in ahead:
-                request.waited = other.awaited = True
-                if other.begun:
+                request.schedule.waits_for_prefix = other.schedule.is_awaited = True
+                if other.kv.begun:
                     order.setdefault(other.id, other)
             if not ahead:
-                if request.waited:  # even if its turn comes later: what it waited for may be gone then
-                    request.waited = False
-                    request.kv.restart(request)
+                if request.schedule.waits_for_prefix:  # even if its turn comes later: what it waited for may
+                    request.schedule.waits_for_prefix = False  # be gone then
+                    manager.restart(text)
+                    request.result.cached_tokens = text.cached_tokens
                 order.setdefault(request.id, request)
         return list(order.values())
 
     def start_decoding(self, request: Request) -> None:
         """A request's text has been computed: it decodes from now on."""
-        request.status, request.isolated = Status.DECODE, False
         with self.changed:
             self.prefilling.remove(request)
             self.decoding.append(request)
         self._version += 1
 
-    def end(self, requests: Sequence[Request]) -> None:
-        """Forget requests and give back their memory."""
+    def end(self, requests: Sequence[Request], *, keep: bool = True) -> None:
+        """Forget requests and give back their memory. ``keep`` as for :meth:`preempt`."""
         self._trace.ended(requests)
         ended = set(map(id, requests))
         with self.changed:
             self._waiting = [request for request in self._waiting if id(request) not in ended]
         for request in requests:
             self._forget(request)
-            request.kv.requests.discard(request)
-            request.kv.free(request)
+            request.kv.manager.texts.discard(request.kv)
+            request.kv.manager.free(request.kv, keep=keep)
         self._version += 1
 
     def _begin(self, request: Request) -> bool:
         """Begin with the first waiting request if there is room for it."""
-        kv = request.kv
+        manager = request.kv.manager
         if self._no_room == (request.id, self._version) or (
-                kv.one_prompt and any(other.kv is kv for other in self.prefilling)):
+                manager.one_prompt and any(other.kv.manager is manager for other in self.prefilling)):
             return False
         for other in self.prefilling:
-            if other.kv is kv:
-                kv.keep_beginning(other, request)
-        while not kv.begin(request):
-            running = [other for other in (*self.prefilling, *self.decoding) if other.kv is kv]
+            if other.kv.manager is manager:
+                manager.keep_beginning(other.kv, request.kv)
+        while not manager.begin(request.kv):
+            running = [other for other in (*self.prefilling, *self.decoding) if other.kv.manager is manager]
             last = max(running, key=lambda other: other.order, default=None)
             if last is None or last.priority <= request.priority:
                 self._no_room = request.id, self._version
                 return False
             self.preempt(last)
+        request.result.cached_tokens = request.kv.cached_tokens
+        schedule = request.schedule
         with self.changed:
             self._waiting.remove(request)
-            request.status = Status.PREFILL
-            request.due = request.came + PATIENCE * (request.length - request.computed_tokens)
+            schedule.deadline_tokens = schedule.arrival_tokens + PATIENCE * (
+                request.kv.length - request.kv.computed_tokens)
             bisect.insort(self.prefilling, request,
-                          key=lambda other: (other.priority, other.due, other.id))
-        if not request.admitted_at:
-            request.admitted_at = time.perf_counter()
+                          key=lambda other: (other.priority, other.schedule.deadline_tokens, other.id))
+        if not schedule.admitted_at:
+            schedule.admitted_at = time.perf_counter()
         return True
 
     def _queue(self, request: Request) -> None:
@@ -278,14 +265,7 @@ class Scheduler:
 
     def _forget(self, request: Request) -> None:
         """Let go of a running request's place and of what its policy had left to do."""
-        _give_up(request)
+        request.prefill.abandon()
         for requests in (self.prefilling, self.decoding):
             if request in requests:
                 requests.remove(request)
-
-
-def _give_up(request: Request) -> None:
-    """Leave what a request's policy had left to do."""
-    if request.deferred is not None:
-        request.deferred.close()
-        request.deferred = None

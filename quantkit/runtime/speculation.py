@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from quantkit.plugins.manager import whose
+from quantkit.plugins.manager import describe_entry
 from quantkit.plugins.registry import described
-from quantkit.runtime.ahead import next_tokens
+from quantkit.runtime.core import NextLogits, Request, TokenResult
 from quantkit.runtime.cpu.model import CpuModel
 from quantkit.runtime.drafting.base import DraftedText, Drafter, DraftSource
 from quantkit.runtime.drafting.length import (
@@ -22,9 +22,7 @@ from quantkit.runtime.drafting.length import (
     trial_length,
 )
 from quantkit.runtime.loader import LoadedModel
-from quantkit.runtime.request import Request
-from quantkit.runtime.runner import NextLogits
-from quantkit.support.errors import PluginError, QuantkitError, UsageError
+from quantkit.support.errors import PluginError, UsageError
 
 
 @dataclass
@@ -32,8 +30,8 @@ class DraftCounts:
     """What became of drafts.
 
     Attributes:
-        drafts: that were checked.
-        tokens, accepted: of their tokens, all and those that were right.
+        drafts: number of drafts that were checked.
+        tokens, accepted: number of their tokens, and of those that were right.
         accepted_at: how often the token at each place was right.
     """
 
@@ -58,16 +56,16 @@ class Speculator:
     A drafter that fails is not asked again, and answers go on without drafts.
 
     Args:
-        drafter: that drafts.
+        drafter: proposes tokens that the model then confirms.
         loaded: the model.
-        clock: tells seconds.
+        clock: returns seconds.
 
     Attributes:
-        times: what steps take.
-        counts: of all drafts so far.
+        times: measured times of steps and drafts.
+        counts: results of all drafts so far.
 
     Raises:
-        UsageError: it can't draft for this model.
+        UsageError: the drafter can't draft for this model.
     """
 
     def __init__(self, drafter: Drafter, loaded: LoadedModel,
@@ -95,7 +93,7 @@ class Speculator:
     def observe(self, request: Request, start: int, hidden: torch.Tensor) -> None:
         """Tokens of a request went through the model; see
         :meth:`~quantkit.runtime.drafting.base.DraftSource.observe`."""
-        if self._source is None or not request.kv.drafts or request.pool is not None or (
+        if self._source is None or not request.kv.manager.drafts or request.prefill.pooler is not None or (
                 request.sampling.max_tokens < 2):  # the only token comes of the prompt
             return
         if (text := self._texts.get(request.id) or self._begin(request)) is None:
@@ -119,7 +117,7 @@ class Speculator:
     def _drafts(self, requests: Sequence[Request]) -> dict[int, list[int]]:
         asked: list[tuple[_Text, int]] = []
         for request in requests:
-            if self._source is None or not request.kv.drafts:
+            if self._source is None or not request.kv.manager.drafts:
                 continue
             text = self._texts.get(request.id) or self._begin(request)
             if text is not None and (length := self._length(text, request, len(requests) - 1)):
@@ -139,31 +137,32 @@ class Speculator:
             self.times.observe_draft(max([1, *map(len, drafts)]), self._clock() - begin)
         return {text.id: list(draft) for (text, _), draft in zip(asked, drafts) if draft}
 
-    def verify(self, part: NextLogits,
-               append: Callable[[Request, int | QuantkitError, torch.Tensor | None], None],
-               fail: Callable[[Request, Exception], None]) -> None:
-        """Give requests those tokens of their drafts that are right, and the one behind them.
+    def verify(self, part: NextLogits) -> Iterator[TokenResult]:
+        """Choose tokens as long as requests' drafts are right, and the one behind them.
+
+        Results come one by one. Whoever takes them gives each to its request before taking the next one: a
+        token is chosen by those before it, and an answer may end in the middle of a draft.
 
         Args:
-            part: of a step with drafts.
-            append: gives a request a token, or the reason why there is none.
-            fail: ends a request by an error.
+            part: the logits of a step with drafts.
         """
         assert part.drafts is not None and part.batch is not None
-        batch, places = part.batch
         parts = part.logits.split([1 + len(draft) for draft in part.drafts])
-        for request, draft, logits, place in zip(part.requests, part.drafts, parts, places, strict=True):
+        for request, draft, logits, place in zip(part.requests, part.drafts, parts, part.places, strict=True):
+            if request.done:
+                continue
             right = judged = 0
             ended = False
             for row, drafted in zip(logits, [*draft, None]):
-                (token,) = next_tokens([request], row[None])
-                right, judged = right + (token == drafted), judged + (drafted is not None)
+                (result,) = NextLogits([request], row[None]).sample()
+                right += result.token == drafted
+                judged += drafted is not None
                 # before its listener hears of the last token
-                request.result.accepted_tokens += token == drafted
+                request.result.accepted_tokens += result.token == drafted
                 request.result.drafted_tokens += drafted is not None
-                append(request, token, row)
+                yield result
                 ended = request.done or request.cancelled  # its listener may want no more
-                if ended or token != drafted:
+                if ended or result.token != drafted:
                     break
             if not draft:
                 continue
@@ -171,15 +170,12 @@ class Speculator:
                 request.result.drafted_tokens += len(draft) - judged
                 judged = len(draft)
             self._checked(request, judged, right)
-            if request.sequence < 0:  # it failed
+            if request.kv.sequence < 0:  # it failed
                 continue
             try:
-                batch.accept(place, 1 + right)
+                part.batch.accept(place, 1 + right)
             except Exception as error:  # of its policy
-                if request.done:
-                    request.spoiled = True
-                else:
-                    fail(request, error)
+                yield TokenResult(request, error=error)
 
     def _checked(self, request: Request, drafted: int, accepted: int) -> None:
         """A request's draft was checked."""
@@ -215,7 +211,7 @@ class Speculator:
             return 0
         best = 0 if text.acceptance.pause else best_length(text.acceptance, self.times, others, limit)
         wanted = text.acceptance.length(best, trial_length(self.times, limit), limit)
-        return request.kv.room_for_draft(request, wanted) if wanted else 0
+        return request.kv.manager.room_for_draft(request.kv, wanted) if wanted else 0
 
     def _check(self, drafts: Sequence[Sequence[int]], asked: Sequence[tuple[_Text, int]]) -> None:
         """Raises PluginError: these aren't drafts as they were asked for."""
@@ -224,35 +220,35 @@ class Speculator:
                 len(draft) <= limit and all(type(token) is int and token in ids for token in draft)
                 for draft, (_, limit) in zip(drafts, asked)):
             return
-        raise PluginError("what it drafted can't be used", next="see docs/plugins/drafter.md",
+        raise PluginError("what it drafted can't be used", next="see docs/plugin-reference.md",
                           why="a draft is a list of the model's token ids, no longer than its limit, one for "
                               "each text")
 
     def _give_up(self, error: Exception) -> None:
         self._source = None  # and with it all that it keeps
         self._texts.clear()
-        warnings.warn(f"{whose('drafters', self._drafter.name)} failed, and answers go on without drafts: "
-                      f"{described(error)}", stacklevel=2)
+        drafter = describe_entry("drafters", self._drafter.name)
+        warnings.warn(f"{drafter} failed, and answers go on without drafts: {described(error)}", stacklevel=2)
 
 
 class _Text:
     """A request as its drafter sees it.
 
     Attributes:
-        id: the request's.
-        drafted: what the drafter gets.
+        id: number of the request.
+        drafted: the text that the drafter gets.
         acceptance: how often its drafts were right.
     """
 
     def __init__(self, request: Request) -> None:
         self.id, self.acceptance = request.id, Acceptance()
-        self._tokens = request.history
-        self.drafted = DraftedText(self._tokens, request.kv.cache, request.sequence, _first)
+        self._tokens = request.kv.history
+        self.drafted = DraftedText(self._tokens, request.kv.manager.cache, request.kv.sequence, _first)
 
     def note(self, request: Request) -> None:
         """Note what was generated since, and where it is."""
         self._tokens += request.result.token_ids[len(self._tokens) - len(request.prompt):]
-        self.drafted.sequence = request.sequence
+        self.drafted.sequence = request.kv.sequence
 
     def update(self, request: Request) -> None:
         """The same, and what will be chosen from."""

@@ -8,30 +8,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
-if TYPE_CHECKING:
-    from quantkit.runtime.request import Request
-    from quantkit.runtime.runner import StepOutput
-    from quantkit.runtime.scheduler import StepPlan
+from quantkit.runtime.core import Request, RequestLabel, StepOutput, StepPlan
 
 TRACE_SIZE = 2**16
 """Spans and steps that a trace keeps."""
 SpanKind = Literal["queue", "prefill", "decode", "preempted", "end"]
-
-
-class RequestLabel(NamedTuple):
-    """Names a request in the trace.
-
-    Attributes:
-        id: what a client knows it by.
-        choice: which of several choices with this id; ``None``: there is one.
-        tenant: whose request it is, where a server tells its clients apart.
-    """
-
-    id: str
-    choice: int | None = None
-    tenant: bytes = b""
 
 
 class RequestSpan(NamedTuple):
@@ -96,23 +79,29 @@ class StepSpan(NamedTuple):
         return self.end
 
 
-@dataclass(slots=True)
-class TracedState:
-    """What of a request is in the trace so far.
+@dataclass
+class Timing:
+    """Seconds and tokens: all prompts' prefill, and the decode steps. What a prompt waits for on a GPU while
+    others decode there counts as the prompt's."""
 
-    Attributes:
-        since: when its last span ended, at first when it was submitted; seconds.
-        waits: whether it waits for a chunk of its text.
-        ended: whether its end is there.
-        tokens, drafted, accepted: of its answer.
-    """
+    prefill_tokens: int = 0
+    prefill_s: float = 0.0
+    decode_tokens: int = 0
+    decode_s: float = 0.0
 
-    since: float
-    waits: bool = True
-    ended: bool = False
-    tokens: int = 0
-    drafted: int = 0
-    accepted: int = 0
+    def add(self, reads: bool, prompt_tokens: int, decoded: int, seconds: float) -> None:
+        """Add a step, shared out by tokens where it had both kinds.
+
+        Args:
+            reads: whether it took prompts further.
+            prompt_tokens, decoded: tokens of prompts, and of answers.
+            seconds: that it took.
+        """
+        share = prompt_tokens / ((prompt_tokens + decoded) or 1) if decoded else float(reads)
+        self.prefill_tokens += prompt_tokens
+        self.prefill_s += share * seconds
+        self.decode_tokens += decoded
+        self.decode_s += (1 - share) * seconds
 
 
 class Trace:
@@ -151,15 +140,15 @@ class Trace:
     def begin_step(self, begin: float, step: StepPlan) -> None:
         """A step runs from ``begin`` on."""
         self._begin = begin
-        self._chunks = {request.id: request.computed_tokens for request in _reading(step)}
+        self._chunks = {request.id: request.kv.computed_tokens for request in step.reading}
 
     def end_step(self, step: StepPlan, output: StepOutput) -> None:
         """The step has ended, but for requests that end with it: what came of it."""
         with self._lock:
             now = self._now = self._clock()
             for request in step.decode:
-                self._decoded(request, max(self._begin, request.traced.since), now)
-            for request in _reading(step):
+                self._decoded(request, max(self._begin, request.trace.since), now)
+            for request in step.reading:
                 self._advance(request, output.computed_at)
             self._append(StepSpan(self._begin, now, len(step.decode), output.prompt_tokens, self._drafted,
                                   self._accepted, self._tokens))
@@ -170,14 +159,14 @@ class Trace:
         with self._lock:
             self._leave(request)
             self._add(request, "preempted", self._now, self._now)
-            request.traced.waits = True
+            request.trace.waits = True
 
     def ended(self, requests: Sequence[Request]) -> None:
         """Requests have ended. One that isn't finished has failed."""
         with self._lock:
             for request in requests:
-                if not request.traced.ended:
-                    request.traced.ended = True
+                if not request.trace.ended:
+                    request.trace.ended = True
                     self._leave(request)
                     reason = request.result.finish_reason if request.done else "error"
                     self._add(request, "end", self._now, self._now,
@@ -187,8 +176,8 @@ class Trace:
         """Record what a request did until now."""
         self._now = self._clock()
         self._advance(request, self._now)
-        if request.traced.waits:
-            self._add(request, "queue", request.traced.since, self._now)
+        if request.trace.waits:
+            self._add(request, "queue", request.trace.since, self._now)
 
     def _advance(self, request: Request, computed_at: float) -> None:
         """Record what a request got until now in the step that is under way, or between two steps.
@@ -197,7 +186,7 @@ class Trace:
             request: that may have been in it.
             computed_at: when a chunk of its text had been computed; what follows is the choice of a token.
         """
-        state = request.traced
+        state = request.trace
         start = max(self._begin, state.since)
         before = self._chunks.pop(request.id, None)
         if before is not None:
@@ -205,13 +194,13 @@ class Trace:
             if state.waits:
                 self._add(request, "queue", state.since, start)
                 state.waits, cached = False, before
-            self._add(request, "prefill", start, computed_at, request.computed_tokens - before, cached)
+            self._add(request, "prefill", start, computed_at, request.kv.computed_tokens - before, cached)
             start = computed_at
         self._decoded(request, start, self._now)
 
     def _decoded(self, request: Request, start: float, end: float) -> None:
         """Record tokens that a request got since its last span."""
-        state, result = request.traced, request.result
+        state, result = request.trace, request.result
         tokens, drafted = len(result.token_ids) - state.tokens, result.drafted_tokens - state.drafted
         if not tokens and not drafted:
             return
@@ -230,15 +219,10 @@ class Trace:
     def _add(self, request: Request, kind: SpanKind, start: float, end: float, tokens: int | None = None,
              cached: int | None = None, drafted: int | None = None, accepted: int | None = None,
              reason: str | None = None) -> None:
-        request.traced.since = end
+        request.trace.since = end
         self._append(RequestSpan(request.id, request.label, kind, start, end, self._now, tokens, cached,
                                  drafted, accepted, reason))
 
     def _append(self, span: RequestSpan | StepSpan) -> None:
         self._ring.append(span)
         self.recorded += 1
-
-
-def _reading(step: StepPlan) -> list[Request]:
-    """Requests whose text goes on in a step, or whose policy acts at its prompt's end."""
-    return [request for request, _ in step.chunks] + ([] if step.deferred is None else [step.deferred])

@@ -14,9 +14,8 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from quantkit.plugins.manager import blame
-from quantkit.runtime.engine import EngineClosed, EngineFull
-from quantkit.runtime.request import ContextLengthError
+from quantkit.plugins.blame import blame
+from quantkit.runtime.core import ContextLengthError, EngineClosed, EngineFull
 from quantkit.structure.base import ConstraintError
 from quantkit.support.errors import QuantkitError, SourceError, UsageError
 from quantkit.text.chat import TemplateError
@@ -105,9 +104,8 @@ def api_error(error: BaseException) -> ApiError:
         return ApiError(400, _text(error), code="tokenizer_error")
     if isinstance(error, QuantkitError):
         return ApiError(500, _text(error), code="internal_error")
-    if (info := blame(error)) is not None:  # what it says is for the terminal: it may hold anything
-        return ApiError(500, f"the plugin {info.name!r} of {info.distribution} {info.version} failed: "
-                             f"{type(error).__name__}", code="plugin_error")
+    if (culprit := blame(error)) is not None:  # what it says is for the terminal: it may hold anything
+        return ApiError(500, f"the {culprit[0]} failed: {type(error).__name__}", code="plugin_error")
     return ApiError(500, "internal error", code="internal_error")
 
 

@@ -15,8 +15,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from quantkit.runtime.core import Request
 from quantkit.runtime.engine import Engine
-from quantkit.runtime.request import Request
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 LABELS = ("model_name", "engine")
@@ -118,10 +118,10 @@ class RequestClock:
         if request.result.finish_reason == "cancelled":
             return
         first = now if self._first is None else self._first
-        admitted = request.admitted_at
+        admitted = request.schedule.admitted_at
         for name, value in (("whole", now - self._arrived), ("queue", admitted - self._arrived),
                             ("prefill", first - admitted), ("decode", self._last - first),
-                            ("prompt", request.prompt_tokens), ("answer", len(request.result.token_ids))):
+                            ("prompt", len(request.prompt)), ("answer", len(request.result.token_ids))):
             observed[name].observe(max(value, 0))
 
 

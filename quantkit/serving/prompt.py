@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quantkit.runtime.request import ContextLengthError
+from quantkit.runtime.core import ContextLengthError
 from quantkit.serving.errors import ApiError
 from quantkit.text.tokenizer import Tokenizer
 

@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
-from quantkit.runtime.engine import EngineClosed, EngineFull
+from quantkit.runtime.core import EngineClosed, EngineFull
 from quantkit.serving.guard import tenant
 from quantkit.serving.metrics import Metrics
 from quantkit.serving.models import ServedEngine, ServedModels

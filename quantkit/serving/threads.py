@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
-from quantkit.runtime.engine import EngineFull
+from quantkit.runtime.core import EngineFull
 
 T = TypeVar("T")
 

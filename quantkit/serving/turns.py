@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from quantkit.runtime.request import Completion, TokenInfo
+from quantkit.runtime.core import Completion, TokenInfo
 from quantkit.serving.conversation import Conversation, choice_sampling
 from quantkit.serving.errors import ApiError
 from quantkit.serving.ignored import IGNORED

@@ -8,13 +8,19 @@ import hashlib
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
-from quantkit.runtime.engine import Engine, EngineClosed
+from quantkit.runtime.core import (
+    Completion,
+    ContextLengthError,
+    EngineClosed,
+    Pooling,
+    Request,
+    RequestLabel,
+    TokenInfo,
+)
+from quantkit.runtime.engine import Engine
 from quantkit.runtime.kv_manager import KVCacheManager
 from quantkit.runtime.loader import LoadedModel
-from quantkit.runtime.pooling import Pooling
-from quantkit.runtime.request import Completion, ContextLengthError, Request, TokenInfo
 from quantkit.runtime.sampler import Sampling
-from quantkit.runtime.trace import RequestLabel
 from quantkit.serving.errors import ApiError
 from quantkit.serving.metrics import ModelMetrics
 from quantkit.structure.base import TokenConstraint

@@ -12,14 +12,13 @@ from quantkit.sources.base import (
     ModelSource,
     SourceIdentity,
     TensorInfo,
-    TensorStorage,
     require_finite,
 )
 from quantkit.sources.wrapper import SourceWrapper
 from quantkit.support.errors import PluginError
 
 METHODS = ("config", "tensors", "tensor", "side_files", "identity", "close")
-"""What every source has."""
+"""The methods that every source has."""
 
 
 class CheckedSource(SourceWrapper):
@@ -27,8 +26,8 @@ class CheckedSource(SourceWrapper):
     :class:`~quantkit.sources.base.ModelSource` says.
 
     Args:
-        source: a plugin's.
-        maker: who made it, for messages: ``source 'zip' of quantkit-zip``.
+        source: the plugin's source.
+        maker: the thing that made it, for messages: ``source 'zip' of quantkit-zip``.
     """
 
     def __init__(self, source: ModelSource, maker: str) -> None:
@@ -40,24 +39,20 @@ class CheckedSource(SourceWrapper):
         self._infos: Mapping[str, TensorInfo] | None = None
 
     def config(self) -> dict[str, Any]:
-        """The source's."""
         config = self._source.config()
         self._must(isinstance(config, dict), "config()", config, "a dictionary")
         return config
 
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """The source's, asked for once."""
-        if self._infos is None:
+        if self._infos is None:  # it is asked for once
             infos = self._source.tensors()
-            self._must(isinstance(infos, Mapping), "tensors()", infos, "a mapping of names to TensorInfo")
-            for name, info in infos.items():
-                self._must(isinstance(name, str) and isinstance(info, TensorInfo), f"tensors()[{name!r}]",
-                           info, "a TensorInfo by the name of its tensor")
+            self._must(isinstance(infos, Mapping) and all(
+                isinstance(info, TensorInfo) for info in infos.values()),
+                       "tensors()", infos, "a mapping of names to TensorInfo")
             self._infos = infos
         return self._infos
 
     def tensor(self, name: str) -> torch.Tensor:
-        """The source's."""
         tensor, info = self._source.tensor(name), self.tensors().get(name)
         self._must(isinstance(tensor, torch.Tensor), f"tensor({name!r})", tensor, "a tensor")
         if info is not None and (tensor.dtype, tuple(tensor.shape)) != (info.dtype, tuple(info.shape)):
@@ -67,28 +62,17 @@ class CheckedSource(SourceWrapper):
         return tensor
 
     def side_files(self) -> Mapping[str, bytes]:
-        """The source's."""
         files = self._source.side_files()
-        self._must(isinstance(files, Mapping) and all(
-            isinstance(name, str) and isinstance(content, bytes) for name, content in files.items()),
-            "side_files()", files, "a mapping of file names to bytes")
+        self._must(isinstance(files, Mapping) and all(isinstance(file, bytes) for file in files.values()),
+                   "side_files()", files, "a mapping of file names to bytes")
         return files
 
-    def stored(self) -> Mapping[str, TensorStorage] | None:
-        """The source's."""
-        stored = super().stored()
-        self._must(stored is None or all(isinstance(tensor, TensorStorage) for tensor in stored.values()),
-                   "stored()", stored, "a mapping of names to TensorStorage")
-        return stored
-
     def identity(self) -> SourceIdentity:
-        """The source's."""
         identity = self._source.identity()
         self._must(isinstance(identity, SourceIdentity), "identity()", identity, "a SourceIdentity")
         return identity
 
     def _must(self, holds: bool, call: str, returned: object, wanted: str) -> None:
         if not holds:
-            raise PluginError(f"{self._maker}: {call} returned {a_type(returned)}",
-                              why=f"it must be {wanted}",
-                              next="correct it: quantkit.sources.base.ModelSource says what a source gives")
+            raise PluginError(f"{self._maker}: {call} returned {a_type(returned)}, not {wanted}",
+                              why="quantkit.sources.base.ModelSource says what a source gives")

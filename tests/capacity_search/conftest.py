@@ -1,3 +1,3 @@
 """The models of the tests of memory."""
 
-from tests.memory.conftest import checkpoint, tiny  # noqa: F401
+from tests.runtime.memory.conftest import checkpoint, tiny  # noqa: F401

@@ -10,15 +10,15 @@ import torch
 from quantkit.capacity_search.roofline import Ceilings, compute_bound_batch, decode_step
 from quantkit.kv.cache import KVCache
 from quantkit.kv.spec import parse_kv
-from quantkit.memory.kv import footprint
-from quantkit.memory.weights import unquantized
 from quantkit.models.architecture import parse_config
-from quantkit.runtime.cpu.model import declines
+from quantkit.runtime.cpu.model import reason_against
+from quantkit.runtime.memory.kv import footprint
+from quantkit.runtime.memory.weights import unquantized
 from quantkit.sources.open import open_source
 
 
 def of(uri, context=512, kv="none"):
-    weights = unquantized(open_source(uri), declines)
+    weights = unquantized(open_source(uri), reason_against)
     return weights, footprint(weights.config, parse_kv(kv), weights.dtype, context, context // 2, 512)
 
 

@@ -8,8 +8,8 @@ import pytest
 
 from quantkit.capacity_search.search import candidates, combine, pareto_front
 from quantkit.kv.spec import parse_kv
-from quantkit.memory.serving import Requirements
 from quantkit.quantization.recipe import list_recipes
+from quantkit.runtime.memory.serving import Requirements
 from quantkit.support.errors import RecipeError, UsageError
 from quantkit.testing import tiny_model
 

@@ -11,9 +11,9 @@ from quantkit.checkpoint.manifest import Manifest, SourceRecord
 from quantkit.checkpoint.writer import CheckpointWriter
 from quantkit.plugins.manager import registry
 from quantkit.quantization.methods.base import LayerStats
-from quantkit.quantization.methods.static_inputs import with_input_factor
 from quantkit.quantization.planning.plan import make_plan
 from quantkit.quantization.recipe import Recipe
+from quantkit.quantization.solve import with_input_factor
 from quantkit.sources.base import SourceIdentity, TensorInfo
 from quantkit.testing import tiny_tokenizer
 

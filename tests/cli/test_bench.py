@@ -10,8 +10,8 @@ import torch
 
 from quantkit.evaluation.bench import decode as module
 from quantkit.evaluation.bench.kernels import SPECS
-from quantkit.evaluation.decoding import step_bytes
-from quantkit.evaluation.speed_sweep import DecodeSpeed
+from quantkit.evaluation.speed.decoding import step_bytes
+from quantkit.evaluation.speed.results import DecodeSpeed
 from quantkit.ops import cpu_linear, cpu_machine
 from quantkit.quantization.run import quantize
 from quantkit.runtime.loader import load

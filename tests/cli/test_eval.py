@@ -6,7 +6,7 @@ import shlex
 import pytest
 
 from quantkit.evaluation.report.base import Reporter
-from quantkit.testing.purity import registered
+from quantkit.testing.contract import registered
 
 KEYS = {"model", "method", "bits_per_weight", "file_bytes", "peak_bytes", "perplexity", "kl_mean", "top1",
         "prefill_tok_s", "decode_tok_s"}

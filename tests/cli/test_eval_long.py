@@ -15,7 +15,7 @@ def model(tmp_path_factory):
 
 def test_table_and_report(cli, model, tmp_path):
     result = cli("eval-long", model, "--kv", "none,int8,snapkv(0.5)", "--tasks",
-                 "passkey,positions,generated", *SMALL, "--out", tmp_path / "report")
+                 "passkey,positions,generated", *SMALL, "--fresh", "--out", tmp_path / "report")
     assert result.exit_code == 0, result.stderr
     assert max(map(len, result.stdout.splitlines())) <= 80
     for words in ("what the full cache answers", "snapkv(0.5), later", "by position",

@@ -3,7 +3,6 @@
 import pytest
 
 from quantkit.cli.inspect import inspect_facts
-from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
 from quantkit.quantization.run import quantize
 from quantkit.runtime.loader import load
@@ -94,8 +93,8 @@ def test_the_kernels_that_are_named_are_those_that_run(tmp_path, family, dtype, 
             assert named[name][phase]["kernel"] == runs, (name, phase)
             if plain is not None and name.endswith("down_proj"):
                 assert runs == plain
-    program = getattr(loaded.model, "declines", lambda batch: loaded.fallback_reason)
-    declined = program(Batch(KVCache(loaded.config, loaded.kv, loaded.dtype), [], "decode"))
+    program = getattr(loaded.model, "reason_against", lambda cache: loaded.fallback_reason)
+    declined = program(KVCache(loaded.config, loaded.kv, loaded.dtype))
     assert {(one["kernel"], one["reason"]) for one in facts["operations"]} == {
         ("torch" if declined else "cpu", declined)}
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -274,30 +273,6 @@ def test_a_stop_is_resumable_and_the_same_command_finishes(cli, tiny, tmp_path, 
     again = cli(*command)
     assert again.exit_code == 0, again.stderr
     assert verify(tmp_path / "OUT").ok
-
-
-RECOVERED = """name: recovered
-calibration: {windows: 4, window: 32}
-recover: {name: distill, windows: 16, options: {steps: 2}}
-rules:
-  - {match: lm_head, optional: true}
-  - {match: "*", method: rtn, spec: {bits: 2, granularity: {strategy: group, size: 16}}}
-"""
-
-
-def test_dry_run_tells_of_a_recovery_and_reads_its_text(cli, cli_json, tiny, tmp_path):
-    path, short = tmp_path / "recovered.yaml", tmp_path / "short.txt"
-    path.write_text(RECOVERED)
-    result = cli("quantize", tiny, "-r", path, "--dry-run")
-    line = "recovery      distill, steps 2: 14 training and 2 held-out windows of 32 tokens"
-    assert line in " ".join(re.split(r"\n {14}", result.stdout))
-    assert "\ncalibration" not in result.stdout and "aren't quantized" in result.stdout
-    facts = cli_json("quantize", tiny, "-r", path, "--dry-run")
-    assert facts["recovery"]["windows"] == 16 and facts["calibration"] is None
-    short.write_text("word " * 100)
-    for options in (("--dry-run",), ("-o", tmp_path / "OUT")):
-        refused(cli("quantize", tiny, "-r", path, "--calibration", short, *options), 1,
-                "too short for 16 windows of recovery")
 
 
 def test_a_quantized_gguf_file_is_warned_of_and_never_called_smaller(cli, cli_json, gguf, tmp_path):

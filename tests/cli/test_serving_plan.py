@@ -7,7 +7,7 @@ import torch
 
 from quantkit.checkpoint.open import open_model
 from quantkit.cli.serve.memory import MemoryForecast
-from quantkit.memory import machine
+from quantkit.runtime.memory import machine
 from quantkit.support.errors import QuantkitError
 
 

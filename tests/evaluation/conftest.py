@@ -24,7 +24,7 @@ rules:
 def _idle_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Speeds are shown however busy the machine is that runs the tests."""
     monkeypatch.setattr("quantkit.evaluation.sweep.jobs.busy_reason", lambda load: None)
-    monkeypatch.setattr("quantkit.evaluation.machine_load.busy_now", lambda: None)
+    monkeypatch.setattr("quantkit.evaluation.speed.machine_load.busy_now", lambda: None)
 
 
 @pytest.fixture(scope="session")

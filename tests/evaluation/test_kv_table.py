@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from quantkit.kv.spec import parse_kv
-from quantkit.memory.kv import footprint
 from quantkit.models.architecture import parse_config
+from quantkit.runtime.memory.kv import footprint
 
 SCRIPT = Path(__file__).resolve().parents[2] / "evals" / "kv_table.py"
 CODECS = ("none", "int8", "fp8", "int4", "int3", "int2", "rotation(4)", "rotation(2.5)", "int8/int4")

@@ -7,7 +7,7 @@ import pytest
 
 from quantkit.evaluation.metric_table import MetricInfo
 from quantkit.evaluation.metrics import Interval
-from quantkit.evaluation.paired import EPSILONS, differences, epsilon_of, ratio
+from quantkit.evaluation.paired import EPSILONS, AnswerPair, differences, epsilon_of, of_answers, ratio
 from quantkit.evaluation.paired_statistics import mcnemar, newcombe
 from quantkit.evaluation.result import ModelResult
 
@@ -132,3 +132,15 @@ def test_a_ratio_of_speeds_has_the_widest_range():
     outcome = ratio(Interval(10, 8, 12), Interval(20, 18, 24))
     assert (outcome.value, outcome.low, outcome.high) == (2, 1.5, 3)
     assert math.isnan(ratio(Interval(0, 0, 0), Interval(1, 1, 1)).value)
+
+
+def test_answers_are_counted_by_question_and_changes_by_context():
+    answers = of_answers([AnswerPair(0, True, False, -3.0), AnswerPair(0, True, True, -1.0),
+                          AnswerPair(1, False, True, 1.0), AnswerPair(1, False, False, 0.0),
+                          AnswerPair(2, True, False, -4.0)])
+    assert (answers.asked, answers.full, answers.own, answers.lost, answers.gained) == (5, 3, 2, 2, 1)
+    assert answers.change.value == pytest.approx((-2.0 + 0.5 - 4.0) / 3), "contexts weigh alike"
+    once, often = (of_answers([AnswerPair(context, True, True, change)
+                               for context, change in enumerate((-1.0, 0.0, 2.0)) for _ in range(times)])
+                   for times in (1, 50))
+    assert often.change == once.change, "questions about one context don't narrow the interval"

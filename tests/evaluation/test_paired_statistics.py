@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from quantkit.evaluation.metrics import Interval
 from quantkit.evaluation.paired_statistics import (
     EQUIVALENCE,
     mcnemar,
@@ -58,7 +59,9 @@ def test_newcombes_interval_covers_the_truth():
 
 @pytest.mark.parametrize(("pairs", "texts"), [(8, 1), (16, 1), (40, 1), (10, 4)])
 def test_the_bootstrap_covers_the_truth_of_skewed_differences(pairs, texts):
-    random, covered, runs = np.random.default_rng(11), 0, 600
+    random = np.random.default_rng(11)
+    covered = 0
+    runs = 600
     for run in range(runs):
         # texts with means of their own: the truth is the mean over all windows
         strata = [random.gamma(4, 0.25, pairs) + text for text in range(texts)]
@@ -110,4 +113,5 @@ def test_sign_flips_call_chance_a_difference_no_more_often_than_they_say(pairs, 
 
 
 def test_unpaired_intervals_of_equal_width_add_like_variances():
-    assert unpaired((1.0, 0.7, 1.3), (3.0, 2.6, 3.4)) == pytest.approx((1.5, 2.5))
+    change = unpaired(Interval(1.0, 0.7, 1.3), Interval(3.0, 2.6, 3.4))
+    assert (change.value, change.low, change.high) == pytest.approx((2.0, 1.5, 2.5))

@@ -17,7 +17,12 @@ from quantkit.quantization.recipe import load_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 PEERS = ROOT / "evals" / "peers"
-DIM, HIDDEN, LAYERS, HEADS, KV_HEADS, VOCABULARY = 32, 64, 1, 2, 1, 270
+DIM = 32
+HIDDEN = 64
+LAYERS = 1
+HEADS = 2
+KV_HEADS = 1
+VOCABULARY = 270
 TEXTS = ["wiki.txt", "novel.txt", "chats.txt", "code.txt", "german.txt"]
 FAKE = """#!{python}
 import json, sys

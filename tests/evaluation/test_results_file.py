@@ -1,5 +1,6 @@
 """Results that are written and read again, and files that are no results."""
 
+
 import copy
 import dataclasses
 import json
@@ -10,13 +11,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from quantkit.evaluation.gate import check_gate
+from quantkit.evaluation.gates.check import check_gate
 from quantkit.evaluation.metrics import Interval
-from quantkit.evaluation.paired import PairedDifference
-from quantkit.evaluation.result import EvalResult, TokenDiff
+from quantkit.evaluation.result import EvalResult, PairedDifference, TokenDiff
 from quantkit.evaluation.results_file import read_results, result_from_dict
 from quantkit.evaluation.roofline.result import MachineCeilings, OperatorSpeed, Roofline
-from quantkit.evaluation.speed_sweep import DecodeSpeed, MemoryUse, PrefillSpeed, SpeedSweep, Spread
+from quantkit.evaluation.speed.results import DecodeSpeed, MemoryUse, PrefillSpeed, SpeedSweep, Spread
 from quantkit.support.errors import UsageError
 from quantkit.testing.results import sample_results
 
@@ -29,7 +29,10 @@ def full() -> EvalResult:
     row = result.rows[1]
     row.texts = {"prose": {"kl_mean": Interval(0.1, 0.05, 0.2)}}
     row.window_means = {"prose": {"kl_mean": [0.1, 0.2], "perplexity": [3.0, 4]}}
-    row.items, row.recipe, row.tool, row.kv = {"arc_easy/acc": [1.0, 0.0]}, "int8", "llama.cpp b1", "int8"
+    row.items = {"arc_easy/acc": [1.0, 0.0]}
+    row.recipe = "int8"
+    row.tool = "llama.cpp b1"
+    row.kv = "int8"
     row.differences = [PairedDifference(metric="kl_mean", difference=0.1, low=0.0, high=0.2, verdict="worse")]
     row.speed = SpeedSweep(decode=(DecodeSpeed(batch=1, context=8, tok_s=spread),), gap_ms={"p99": 3.0},
                            prefill=(PrefillSpeed(tokens=8, tok_s=spread),), load_s=1.0,

@@ -5,6 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from quantkit.evaluation.suite import load_suite
+from quantkit.plugins.hooks import hookimpl
+from quantkit.plugins.manager import current
 from quantkit.support.errors import UsageError
 
 
@@ -22,22 +24,6 @@ def test_an_unknown_one_names_the_nearest():
     assert "'standard'" in caught.value.why and "quick" in caught.value.why and caught.value.next
 
 
-def test_a_malformed_one(tmp_path, monkeypatch):
-    from quantkit.evaluation import suite
-
-    class Manager:
-        def dirs(self, hook):
-            return [("test", tmp_path)]
-
-    monkeypatch.setattr(suite, "current", Manager)
-    (tmp_path / "bad.yaml").write_text("name: bad\ndescription: x\nwindowz: 5\n")
-    with pytest.raises(UsageError, match="windowz"):
-        load_suite("bad")
-    (tmp_path / "bad.yaml").write_text("name: bad\ndescription: x\nwindow: 1\n")
-    with pytest.raises(UsageError):
-        load_suite("bad")
-
-
 def test_every_shipped_suite_is_called_as_its_file(root):
     for path in sorted((root / "evals").glob("*.yaml")):
         found = load_suite(path.stem)
@@ -45,15 +31,12 @@ def test_every_shipped_suite_is_called_as_its_file(root):
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
+def folder(tmp_path):
     """A plugin's folder of suites, beside the shipped ones."""
-    from quantkit.evaluation import suite
-    from quantkit.plugins import manager as plugins
-
-    known = plugins.current().dirs("eval_dirs")
-    monkeypatch.setattr(suite, "current", lambda: type("Manager", (), {
-        "dirs": staticmethod(lambda hook: [*known, ("somebody", tmp_path)])}))
-    return tmp_path
+    current.cache_clear()
+    current().add(SimpleNamespace(eval_dirs=hookimpl(lambda: [tmp_path])), "somebody")
+    yield tmp_path
+    current.cache_clear()
 
 
 def test_a_plugins_suite_is_found(folder):
@@ -62,12 +45,11 @@ def test_a_plugins_suite_is_found(folder):
     assert (found.text, found.window, found.windows) == ("builtin", 32, 2)
 
 
-def test_two_of_a_name_are_refused(folder, monkeypatch):
+def test_two_of_a_name_are_refused(folder):
     (folder / "mine.yaml").write_text("name: mine\ndescription: Mine.\n")
     (folder / "other").mkdir()
     (folder / "other" / "mine.yaml").write_text("name: mine\ndescription: Mine too.\n")
-    both = [("somebody", folder), ("somebody-else", folder / "other")]
-    monkeypatch.setattr("quantkit.evaluation.suite.current", lambda: SimpleNamespace(dirs=lambda hook: both))
+    current().add(SimpleNamespace(eval_dirs=hookimpl(lambda: [folder / "other"])), "somebody-else")
     with pytest.raises(UsageError) as caught:
         load_suite("mine")
     assert "two suites" in caught.value.what and str(folder) in caught.value.why
@@ -86,6 +68,7 @@ def test_a_shipped_suite_stays_what_it_is(folder):
     ("name: bad\ndescription: x\nwindow: '512'\n", "window"),
     ("name: bad\n", "description"),
     ("name: bad\nname: bad\ndescription: x\n", "name"),
+    ("name: bad\ndescription: x\nwindowz: 5\n", "windowz"),
     ("- 1\n", "bad.yaml"),
     ("name: !!python/object:os.system x\n", "bad.yaml")])
 def test_a_malformed_one_says_where(folder, content, said):

@@ -14,7 +14,7 @@ from quantkit.formats import gguf_blocks
 from quantkit.formats.base import Codes
 from quantkit.formats.spec import Granularity, QuantSpec
 from quantkit.plugins.manager import registry
-from quantkit.quantization.methods.rtn import METHOD as RTN
+from quantkit.quantization.methods.rounding import RTN
 from quantkit.support.errors import SpecError
 from quantkit.testing.codes import random_codes
 from quantkit.testing.contract import same_bits

@@ -8,8 +8,8 @@ import json
 import pytest
 from ruamel.yaml import YAML
 
-from quantkit.evaluation.task_data import load_prompts
-from quantkit.evaluation.task_file import TaskFile
+from quantkit.evaluation.tasks.data import load_prompts
+from quantkit.evaluation.tasks.file import TaskFile
 from quantkit.support.errors import UsageError
 from quantkit.support.safe_yaml import parse_yaml
 
@@ -44,7 +44,7 @@ def use(tmp_path):
         lines = map(json.dumps, rows if isinstance(rows, list) else [rows])
         (tmp_path / "a.jsonl").write_text("\n".join(lines))
         prompts = load_prompts(task, "t.yaml", tmp_path)
-        tasks = pytest.importorskip("quantkit.evaluation.tasks")
+        tasks = pytest.importorskip("quantkit.evaluation.tasks.run")
         pytest.importorskip("lm_eval")
         for part in prompts:
             made = tasks._make(task, part)

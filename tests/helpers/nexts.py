@@ -11,12 +11,12 @@ from pathlib import Path
 import click
 
 from quantkit.cli.options import read_kv
-from quantkit.plugins.first_party import NAMES
 from quantkit.plugins.manager import registry
+from quantkit.plugins.registry import FIRST_PARTY
 from quantkit.quantization.recipe import load_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
-PLUGIN_RECIPES = set(NAMES["recipe"])
+PLUGIN_RECIPES = set(FIRST_PARTY["recipe"])
 HOLE = "HOLE"
 """Stands for what is only known when the message is made."""
 _COMMAND = re.compile(r"(?<![\w./-])quantkit (?=[a-z-])([^\n`]*)")

@@ -16,6 +16,7 @@ SASS = """
         /*0030*/                   LDG.E.U16 R7, desc[UR4][R2.64] ;
         /*0040*/                   HGMMA.64x16x16.F32.BF16 R8, R4, gdesc[UR8] ;
         /*0050*/                   STL [R1], R4 ;
+        /*0058*/                   LDGSTS.E [R3+0x40], desc[UR4][R2.64] ;
         /*0060*/              @P1  BRA `(.L_x_1) ;
         /*0070*/                   EXIT ;
 """
@@ -36,7 +37,8 @@ def test_nvidia(monkeypatch):
                         "Function k:\n  REG:71 STACK:8 SHARED:0 LOCAL:0 CONSTANT[0]:572")
     facts = assembly.read(SimpleNamespace(asm={"cubin": b""}, metadata=SimpleNamespace(shared=512)))
     assert facts == assembly.KernelFacts(registers=71, spills=1, shared=512, widest=128, wide_loads=1,
-                                         matrix=True, loop=5, hazards=("LDG.E.U16 R7, desc[UR4][R2.64]",))
+                                         matrix=True, loop=6, hazards=("LDG.E.U16 R7, desc[UR4][R2.64]",),
+                                         narrow=1)
 
 
 @pytest.mark.parametrize(("scratch", "spills"), [(0, 0), (64, 64)])

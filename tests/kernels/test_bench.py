@@ -7,18 +7,22 @@ import subprocess
 import sys
 from dataclasses import replace
 
+import numpy
 import pytest
 import torch
 
 from quantkit_kernels.tools import bench
 from quantkit_kernels.tools.bench_cases import LLAMA_8B, QUICK, ModelShapes, cases
 from quantkit_kernels.tools.bench_peers import PEERS, PeerKernel, Peers, PeerWeight
+from quantkit_kernels.triton.read import BLOCK, read
 
 TINY = ModelShapes((("o", 200, 128), ("head", 130, 128)), (1, 20, 65), ((1, 70), (2, 130)), 4, 2, 32,
                    flush=40000)
 
 
-ABOUT = {"gpu": "none", "date": "2030-01-01T00", "torch": "2", "triton": "3", "copy_bytes_per_second": 1e12}
+ABOUT = {"gpu": "none", "date": "2030-01-01T00", "torch": "2", "triton": "3", "copy_bytes_per_second": 1e12,
+         "read_bytes_per_second": 2e12, "matmul_flops": 3e14}
+CEILINGS = bench.Ceilings(read=2e12, copy=1e12)
 
 
 def fixed(seconds):
@@ -41,14 +45,15 @@ def small(on):
 def test_both_sides_compute_the_same(small, on):
     if on[1] == torch.float16 and on[0].type == "cpu":
         pytest.skip("once is enough in the interpreter, where it takes a minute")
-    found = [bench.measure(case, fixed(1e-6), 1e12, 3) for case in small()
+    found = [bench.measure(case, fixed(1e-6), CEILINGS, 3) for case in small()
              if (case.kernel, case.shape) != ("sample", "m20")]  # takes long in the interpreter
     assert [row.fault for row in found] == [None] * len(found)
     assert {row.kernel for row in found} == {
-        "w16a16", "w4a16 g128", "w4a16 g128 zp", "w8a16", "fp8", "nf4 b64", "w8a8", "fp8 by fp8",
+        "w16a16", "w4a16 g128", "w4a16 g64", "w4a16 g128 zp", "w8a16", "fp8", "nf4 b64", "w8a8", "fp8 by fp8",
         "rms_norm add", "rms_norm int8", "quantize int8", "hadamard", "rope", "rope int8", "close int4",
         "attention", "attention int8", "attention fp8", "attention int4", "attention hadamard4", "prefill",
-        "prefill int8", "argmax", "sample", "gptq"}
+        "prefill int8", "argmax", "sample", "gptq", "iq4 g32", "mxfp4 g32", "mxfp4 by mxfp4", "nvfp4 g16",
+            "nvfp4 by nvfp4"}
     assert all(row.speedup == (1, 1, 1) for row in found)
     assert "head m65" not in {row.shape for row in found} and "o m65" in {row.shape for row in found}
 
@@ -71,7 +76,7 @@ def test_a_wrong_or_failing_kernel_is_said_and_the_others_go_on(small, tmp_path,
 
     every = [replace(first, ours=lambda at: first.ours(at) * 1.1), replace(second, ours=fails), third]
     file = tmp_path / "found.json"
-    rows = bench.bench(every, fixed(1e-6), 1e12, 3, bench.BenchReport(ABOUT, file, tmp_path / "found.md"))
+    rows = bench.bench(every, fixed(1e-6), CEILINGS, 3, bench.BenchReport(ABOUT, file, tmp_path / "found.md"))
     assert [row.fault is None for row in rows] == [False, False, True]
     assert "differs from torch's by 0.1" in rows[0].fault and rows[1].fault == "RuntimeError: out of memory"
     text = capsys.readouterr().out
@@ -80,13 +85,13 @@ def test_a_wrong_or_failing_kernel_is_said_and_the_others_go_on(small, tmp_path,
     assert found["gpu"] == "none" and [row["fault"] for row in found["rows"]] == [row.fault for row in rows]
     assert {one.name for one in tmp_path.iterdir()} == {"found.json", "found.md"}
     table = (tmp_path / "found.md").read_text()
-    assert table.startswith("none, 2030-01-01") and table.count("\n| ") == 4 and "copy: 1.00 TB/s" in table
+    assert table.startswith("none, 2030-01-01") and table.count("\n| ") == 4 and "read: 2.00 TB/s" in table
 
 
 def test_what_is_written_to_pages_is_compared(small):
     case = next(case for case in small() if case.kernel == "rope int8")
     mine, other = case.check()
-    row = bench.measure(replace(case, check=lambda: (mine * 1.1, other)), fixed(1), 1, 1)
+    row = bench.measure(replace(case, check=lambda: (mine * 1.1, other)), fixed(1), CEILINGS, 1)
     assert len(other) > case.ours(0).numel() and "differs" in row.fault
 
 
@@ -95,14 +100,14 @@ def test_a_case_that_cannot_be_made_ends_it_with_a_fault(small):
         yield next(case for case in small() if case.kernel == "rms_norm add")
         raise torch.OutOfMemoryError("no memory")
 
-    rows = bench.bench(every(), fixed(1), 1, 1, bench.BenchReport(ABOUT))
+    rows = bench.bench(every(), fixed(1), CEILINGS, 1, bench.BenchReport(ABOUT))
     assert [row.fault for row in rows] == [None, "not measured: OutOfMemoryError: no memory"]
-    assert rows[0].of_copy is None and "cached" in bench.line(rows[0])
+    assert rows[0].of_read is rows[0].of_copy is None and "cached" in bench.line(rows[0])
 
 
 def test_what_is_not_a_number_is_a_fault(small):
     case = next(case for case in small() if case.kernel == "rms_norm add")
-    row = bench.measure(replace(case, ours=lambda at: case.ours(at) * float("nan")), fixed(1), 1, 1)
+    row = bench.measure(replace(case, ours=lambda at: case.ours(at) * float("nan")), fixed(1), CEILINGS, 1)
     assert "differs" in row.fault
 
 
@@ -114,7 +119,7 @@ def test_each_row_is_kept_as_soon_as_it_is_measured(small, tmp_path):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        bench.bench(stopped(), fixed(1), 1, 1, bench.BenchReport(ABOUT, file))
+        bench.bench(stopped(), fixed(1), CEILINGS, 1, bench.BenchReport(ABOUT, file))
     assert len(json.loads(file.read_text())["rows"]) == 1
 
 
@@ -127,7 +132,7 @@ def test_the_most_important_rows_are_first(on):
 
 def test_it_stops_in_time(small, tmp_path, capsys):
     report = bench.BenchReport(ABOUT, tmp_path / "found.json")
-    assert bench.bench(small(), fixed(1), 1, 1, report, deadline=0) == []
+    assert bench.bench(small(), fixed(1), CEILINGS, 1, report, deadline=0) == []
     assert "out of time: w16a16 o m1" in json.loads(report.file.read_text())["notes"][0]
 
 
@@ -145,7 +150,7 @@ def peers_of(on, weight=None, **change):
 def test_peers_take_turns_too(small, on, tmp_path):
     peers = peers_of(on)
     report = bench.BenchReport(ABOUT, tmp_path / "found.json", tmp_path / "found.md", peers)
-    rows = bench.bench((case for case in small() if case.kernel == "w8a16"), fixed(1e-6), 1e12, 3, report)
+    rows = bench.bench((case for case in small() if case.kernel == "w8a16"), fixed(1e-6), CEILINGS, 3, report)
     assert {row.shape: set(row.peers) for row in rows} == {
         "o m1": {"there"}, "o m20": {"there"}, "o m65": set(), "head m1": {"there"}, "head m20": {"there"}}
     assert rows[0].peers["there"] == (pytest.approx(1), 1) and "there 1 |" in bench.line(rows[0])
@@ -163,7 +168,8 @@ def test_a_peer_that_fails_is_no_fault(small, on):
 
     for weight, why in ((broken, "o m1: RuntimeError: not on this GPU"), (wrong, "differs from torch's")):
         peers = peers_of(on, weight)
-        found = [bench.measure(case, fixed(1), 1, 1, peers) for case in small() if case.kernel == "w8a16"]
+        found = [bench.measure(case, fixed(1), CEILINGS, 1, peers) for case in small()
+                 if case.kernel == "w8a16"]
         assert all(row.fault is None and not row.peers for row in found) and why in peers.left_out["there"]
 
 
@@ -180,6 +186,14 @@ def test_calls_fill_a_turn_and_use_every_copy():
 
 def test_the_copy_counts_both_ways(on):
     assert bench.copy_bandwidth(fixed(0.5), 3, on[0], size=100) == 400
+    assert bench.read_bandwidth(fixed(0.5), 3, on[0], size=100) == 200
+    assert bench.matmul_flops(fixed(0.5), 3, *on, size=10) == 4000
+
+
+def test_the_read_reaches_every_word(on):
+    words = torch.randint(-2**31, 2**31 - 1, (BLOCK + 70,), device=on[0]).to(torch.int32)
+    wanted = [int(numpy.bitwise_xor.reduce(part.cpu().numpy())) for part in words.split(BLOCK)]
+    assert read(words).tolist() == wanted
 
 
 def test_it_needs_torch_and_triton_only():

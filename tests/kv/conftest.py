@@ -41,10 +41,12 @@ class Feeder:
         for row, count in enumerate(counts):
             positions[row, count:] = -1
         context = ForwardContext(self.config, positions, self.dtype, batch)
+        batch.begin(counts)
         done = []
         for layer in range(LAYERS):
             q, k, v = drawn[layer] if drawn else self.draw(len(ids), max(counts))
             done.append((q, k, v, positions, batch.attend(layer, q, k, v, context, window, self.sinks)))
+        batch.end()
         return done
 
 

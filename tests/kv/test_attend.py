@@ -41,7 +41,13 @@ class Masked:
     def __init__(self, limit, sinks):
         self._limit, self._sinks = limit, sinks
 
-    def done(self, model, ids, positions):
+    def counts(self, shape, positions):
+        return [shape[1]]
+
+    def begin(self, counts):
+        pass
+
+    def end(self):
         pass
 
     def attend(self, layer, q, k, v, context, window, sinks=None):
@@ -123,6 +129,7 @@ def test_heads_that_keep_different_positions_in_a_model_with_a_window(sliding, i
         positions = batch.next_positions(stop - start)
         held = [cache.positions(number, layer).clone() for layer in range(2)]
         context = ForwardContext(sliding.config, positions, torch.float32)
+        batch.begin([stop - start])
         for layer in range(2):
             random = torch.Generator().manual_seed(1000 * layer + start)
             q, k, v = (torch.randn(1, h, stop - start, 32, generator=random) for h in (4, 2, 2))
@@ -138,4 +145,5 @@ def test_heads_that_keep_different_positions_in_a_model_with_a_window(sliding, i
                 sees = (key <= positions[0][:, None]) & (key > positions[0][:, None] - 40)
                 scores = (q[0, head] @ keys.T / 32**0.5).masked_fill(~sees, -torch.inf)
                 assert torch.allclose(out[0, head], scores.softmax(-1) @ values, atol=1e-5), (layer, head)
+        batch.end()
     assert not torch.equal(*cache.positions(number, 0)), "all heads kept the same: this test shows nothing"

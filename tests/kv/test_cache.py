@@ -284,10 +284,8 @@ def test_positions_must_follow(feeder):
     for positions, said in (([[0]], "follow"), ([[4]], "follow"), ([[-1, 3]], "padding"),
                             ([[3, -1, 4]], "padding"), ([[3], [3]], "2 rows for 1 sequences")):
         positions = torch.tensor(positions)
-        q, k, v = one.draw(*positions.shape)
         with pytest.raises(ValueError, match=said):
-            Batch(one.cache, [number]).attend(0, q, k, v, ForwardContext(one.config, positions, one.dtype),
-                                             None)
+            Batch(one.cache, [number]).counts(positions.shape, positions)
     assert one.cache.seen(number) == 3
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quantkit.evaluation.feed import prefill
+from quantkit.evaluation.quality.feed import prefill
 from quantkit.kv.base import KERNEL_NAMES, KVCodec, KVPolicy, is_ours
 from quantkit.kv.cache import KVCache
 from quantkit.kv.spec import parse_kv

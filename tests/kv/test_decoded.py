@@ -5,18 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quantkit.evaluation.feed import force, prefill
+from quantkit.evaluation.quality.feed import force, prefill
 from quantkit.kv import store as store_module
 from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
 from quantkit.kv.decoded import DecodedPages
 from quantkit.kv.spec import parse_kv
 from quantkit.kv.store import PageStore
-from quantkit.memory import kv as footprint_module
 from quantkit.runtime.cpu import model as cpu_model
 from quantkit.runtime.cpu.model import CpuModel
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.loader import load
+from quantkit.runtime.memory import kv as footprint_module
 from quantkit.runtime.sampler import Sampling
 from quantkit.testing import VOCAB, tiny_model
 

@@ -7,6 +7,7 @@ import torch
 
 from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
+from quantkit.kv.reread import finish_prompt
 from quantkit.kv.spec import parse_kv
 from quantkit.runtime.loader import load
 from quantkit.testing import tiny_model
@@ -28,10 +29,15 @@ def served(tmp_path_factory):
     return one
 
 
-def feed(model, cache, row, ids, phase):
+def feed(model, cache, row, ids, phase, before=()):
+    """``before``: tokens of the prompt that were fed before these."""
+    ends = phase == "prefill_end"
     with torch.inference_mode():
-        batch = Batch(cache, [row], phase)
-        return model.model(ids[None], batch.next_positions(len(ids)), batch)[0]
+        batch = Batch(cache, [row], phase, defers=ends)
+        logits = model.model(ids[None], batch.next_positions(len(ids)), batch)[0]
+        for _ in finish_prompt(model.model, batch, [*map(int, before), *ids.tolist()]) if ends else ():
+            pass
+    return logits
 
 
 @pytest.mark.parametrize("kv", SETTINGS)
@@ -133,7 +139,7 @@ def test_a_beginning_is_shared_until_a_policy_dropped_of_it(model, kv):
     feed(model, cache, row, first, "prefill")
     early = cache.fork(row)
     assert cache.reusable(row)
-    feed(model, cache, row, rest, "prefill_end")
+    feed(model, cache, row, rest, "prefill_end", first)
     rows = [early]
     if cache.policy.keeps_all:
         assert cache.reusable(row)
@@ -152,8 +158,8 @@ def test_a_beginning_is_shared_until_a_policy_dropped_of_it(model, kv):
         if len(start) > 140:
             feed(model, alone, own, rest, "prefill")
         for ids, phase in ((other, "prefill_end"), (other[:1], "decode")):
-            got = feed(model, cache, number, ids, phase)
-            assert torch.equal(got, feed(model, alone, own, ids, phase))
+            got = feed(model, cache, number, ids, phase, start)
+            assert torch.equal(got, feed(model, alone, own, ids, phase, start))
         assert cache.slots(number) == alone.slots(own)
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from quantkit.evaluation.quality.feed import prefill
 from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
+from quantkit.kv.reread import finish_prompt
 from quantkit.kv.spec import parse_kv
 from quantkit.models.forward_context import ForwardContext
 from quantkit.ops.rope import apply_rope
@@ -30,8 +32,10 @@ def run(model, kv, tokens, cuts, dtype=torch.float32, config=None):
     for count in cuts:
         start += count
         phase = "prefill" if start < tokens.shape[1] else "prefill_end"
-        batch = Batch(cache, [number], phase)
+        batch = Batch(cache, [number], phase, defers=True)
         out = model(tokens[:, start - count:start], batch.next_positions(count), batch)
+    for _ in finish_prompt(model, batch, tokens[0].tolist()):
+        pass
     return cache, number, out
 
 
@@ -50,7 +54,13 @@ class Watcher:
         self.weights[layer] = weights = scores.masked_fill(later, -torch.inf).softmax(-1)
         return (weights @ v[0].double().repeat_interleave(q.shape[1] // v.shape[1], 0))[None].to(q.dtype)
 
-    def done(self, model, ids, positions):
+    def counts(self, shape, positions):
+        return [shape[1]]
+
+    def begin(self, counts):
+        pass
+
+    def end(self):
         pass
 
 
@@ -88,7 +98,7 @@ def test_the_sequence_goes_on_as_if_nothing_had_come_again(loaded, kv):
     cache, number, out = run(loaded.model, kv, tokens, [130, 70])
     plain, other, expected = run(loaded.model, "all" + kv[kv.index(")") + 1:], tokens, [130, 70])
     assert torch.equal(out, expected)
-    assert cache.seen(number) == 200 and cache.sequence(number).tokens == []
+    assert cache.seen(number) == 200
     pages = sum(store.pages.used * store.pages.page_bytes
                 for store in [layer.store for layer in cache.layers])
     if kv == "kvzip(1000)":
@@ -102,13 +112,13 @@ def test_the_sequence_goes_on_as_if_nothing_had_come_again(loaded, kv):
 
 
 @torch.inference_mode()
-def test_several_prompts_in_one_step(loaded):
-    """Of two sequences one has its prompt's end, and each is looked at by itself."""
+def test_several_prompts_in_one_cache(loaded):
+    """Each is looked at by itself."""
     tokens = torch.cat((ids(120, seed=3), ids(120, seed=4)))
     cache = KVCache(loaded.config, parse_kv("kvzip(0.5)"), torch.float32)
     rows = [cache.add(), cache.add()]
-    batch = Batch(cache, rows, "prefill_end")
-    loaded.model(tokens, batch.next_positions(120), batch)
+    for row, some in zip(rows, tokens.tolist()):
+        prefill(loaded, cache, row, some)
     for row, some in zip(rows, tokens):
         alone, number, _ = run(loaded.model, "kvzip(0.5)", some[None], [120])
         for layer in range(loaded.config.num_layers):
@@ -135,9 +145,8 @@ def test_a_failure_leaves_nothing_behind(loaded, monkeypatch):
     monkeypatch.setattr("quantkit.kv.attention_scores.AttentionScores.accumulate", fail)
     cache = KVCache(loaded.config, parse_kv("kvzip(0.5)"), torch.float32)
     number = cache.add()
-    batch = Batch(cache, [number], "prefill_end")
     with pytest.raises(MemoryError):
-        loaded.model(ids(100), batch.next_positions(100), batch)
+        prefill(loaded, cache, number, ids(100)[0].tolist())
     cache.free([number])
     assert cache.used_bytes == cache.allocated_bytes == 0
 

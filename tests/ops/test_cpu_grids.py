@@ -11,7 +11,7 @@ from quantkit.formats.base import QuantizedTensor
 from quantkit.ops import cpu_linear
 from quantkit.ops.cpu_weight import multiply
 from quantkit.ops.dispatch import KernelQuery
-from quantkit.quantization.methods import rtn
+from quantkit.quantization.methods import rounding as rtn
 from quantkit.testing.codes import formula, random_codes
 from tests.helpers.quantized import quant_spec
 

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 import torch
 
-from quantkit.evaluation.lm_eval_model import lm_eval_model
-from quantkit.evaluation.tasks import chosen, prepare_tasks
+from quantkit.evaluation.tasks.lm_eval_model import lm_eval_model
+from quantkit.evaluation.tasks.run import chosen, prepare_tasks
 from quantkit.kv.spec import parse_kv
 from quantkit.runtime.loader import load
 from quantkit.sources.open import open_source

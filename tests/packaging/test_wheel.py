@@ -87,6 +87,6 @@ def test_the_sdist_can_be_built_and_tested_again(built):
         names = {name.partition("/")[2] for name in opened.getnames()}
     assert {"pyproject.toml", "Makefile", "constraints.txt", "LICENSE", "README.md", "CHANGELOG.md",
             "quantkit/cli/main.py", "kernels/quantkit_kernels/__init__.py", "recipes/int8.yaml",
-            "tests/conftest.py", "docs/plugins.md", "docs/plugins/method.md",
+            "tests/conftest.py", "docs/plugins.md", "docs/plugin-reference.md",
             "quantkit/testing/scaffold/templates/method/method.py.tmpl",
             "plugins/quantkit-hqq/pyproject.toml"} <= names

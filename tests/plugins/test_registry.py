@@ -9,8 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from quantkit.kv.spec import parse_kv
-from quantkit.plugins.first_party import NAMES
-from quantkit.plugins.registry import Registry, RegistryEntry, described, load_target
+from quantkit.plugins.registry import FIRST_PARTY, Registry, load_target
 from quantkit.support.errors import PluginError, UsageError
 
 
@@ -27,8 +26,8 @@ def module(tmp_path, monkeypatch):
 
 def test_a_lazy_target_is_imported_on_first_get_only(module):
     table = Registry("thing")
-    table.register("a", "qk_lazy_target:THING", owner="dist-a", help="one line")
-    assert list(table) == ["a"] and "a" in table and len(table) == 1
+    table.register("a", "qk_lazy_target:THING", owner="dist-a", about={"help": "one line"})
+    assert list(table) == ["a"] and "a" in table
     assert table.entry("a").about["help"] == "one line"
     assert not module.exists()
     assert table.get("a") == 42
@@ -39,15 +38,6 @@ def test_an_object_is_its_own_target():
     table, thing = Registry("thing"), object()
     table.register("a", thing, owner="dist-a")
     assert table.get("a") is thing
-
-
-def test_a_collision_names_both_distributions():
-    table = Registry("method")
-    table.register("rtn", 1, owner="dist-one")
-    with pytest.raises(PluginError, match=r"'rtn'.*dist-one.*dist-two") as caught:
-        table.register("rtn", 2, owner="dist-two")
-    assert "QUANTKIT_PLUGINS" in caught.value.next
-    assert table.get("rtn") == 1
 
 
 def test_an_unknown_name_gets_the_nearest():
@@ -101,35 +91,35 @@ def test_other_names_are_taken(name):
     assert table.get(name) == 1
 
 
-def entry(name, owner, target=1):
-    return RegistryEntry(name, target, owner, plugin=owner.removeprefix("dist-"), version="1")
-
-
 def test_a_contested_name_is_left_out_and_asking_names_all():
     table = Registry("method")
     for owner in ("dist-a", "dist-b", "dist-c"):
-        table.add(entry("same", owner))
-    table.add(entry("other", "dist-a", 2))
+        table.register("same", 1, owner=owner)
+    table.register("other", 2, owner="dist-a")
     assert list(table) == ["other"] and "same" in table
     assert dict(table.usable()) == {"other": 2}
     for ask in (table.get, table.entry):
-        with pytest.raises(PluginError, match="registered 3 times, by dist-a, by dist-b and by dist-c"):
+        with pytest.raises(PluginError, match="3 times, by dist-a, by dist-b and by dist-c") as caught:
             ask("same")
+    assert "QUANTKIT_PLUGINS" in caught.value.next
     table.drop_owner("dist-b")
     table.drop_owner("dist-a")
     assert table.get("same") == 1 and table.entry("same").owner == "dist-c"
 
 
 def test_tables_beside_each_other_share_their_names():
-    policies = Registry("KV policy")
-    codecs = Registry("KV codec", beside=policies)
-    policies.register("x", 1, owner="dist-a")
-    with pytest.raises(PluginError, match="as KV policy by dist-a and as KV codec by dist-b"):
-        codecs.register("x", 2, owner="dist-b")
-    codecs.add(entry("x", "dist-b"))
-    assert list(policies) == list(codecs) == []
-    with pytest.raises(PluginError, match="dist-b"):
-        policies.get("x")
+    policies = Registry("policy")
+    codecs = Registry("codec", beside=policies)
+    policies.register("same", 1, owner="dist-a")
+    codecs.register("same", 2, owner="dist-b")
+    codecs.register("theirs", 3, owner="dist-b")
+    assert list(policies) == [] and list(codecs) == ["theirs"]
+    with pytest.raises(PluginError, match=r"'same' .* as policy by dist-a and as codec by dist-b"):
+        policies.get("same")
+    with pytest.raises(UsageError, match="no policy is called 'theirs'"):
+        policies.get("theirs")
+    codecs.drop_owner("dist-b")
+    assert list(policies) == ["same"] and list(codecs) == []
 
 
 def test_usable_warns_once_and_passes_over():
@@ -194,7 +184,7 @@ def test_whatever_an_import_raises_names_its_plugin(tmp_path, monkeypatch, code,
     (tmp_path / "qk_raises.py").write_text(code)
     monkeypatch.syspath_prepend(str(tmp_path))
     table = Registry("thing")
-    table.add(entry("a", "dist-a", "qk_raises:X"))
+    table.register("a", "qk_raises:X", owner="dist-a", plugin="a", version="1")
     with pytest.raises(PluginError, match="thing 'a' of dist-a 1 \\(plugin 'a'\\)") as caught:
         table.get("a")
     assert caught.value.why == says and caught.value.next == "quantkit plugins check a"
@@ -210,7 +200,7 @@ def absent(monkeypatch):
 
 
 @pytest.mark.parametrize(("kind", "name", "distribution"), [
-    (kind, name, distribution) for kind, names in NAMES.items() for name, distribution in names.items()])
+    (kind, name, owner) for kind, names in FIRST_PARTY.items() for name, owner in names.items()])
 def test_a_name_of_a_plugin_of_the_repository_says_what_to_install(absent, kind, name, distribution):
     with pytest.raises(UsageError) as caught:
         Registry(kind).get(name)
@@ -236,75 +226,13 @@ def test_load_target_returns_objects_and_imports_strings():
     assert load_target("quantkit.support.errors:DONE", "x") == 0
 
 
-class Unprintable(RuntimeError):
-    """An exception whose text can't be had."""
-
-    def __str__(self):
-        raise SystemExit("no text")
-
-
-@pytest.mark.parametrize("error", [Unprintable(), PluginError("")])
-def test_an_exception_without_a_text_is_described_by_its_type(error):
-    error.what = 7  # of ours, a plugin may make what it likes
-    assert described(error).startswith(f"{type(error).__name__}: its text can't be had")
-
-
-def test_a_target_whose_import_raises_what_has_no_text_is_refused(tmp_path, monkeypatch):
-    (tmp_path / "qk_unprintable.py").write_text(
-        "class Odd(Exception):\n    def __str__(self):\n        raise ValueError\nraise Odd\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(PluginError, match="Odd: its text can't be had"):
-        load_target("qk_unprintable:X", "thing 'a' of dist-a")
-
-
-class Nameless:
-    """A thing whose name can't be read."""
-
-    @property
-    def name(self):
-        raise ValueError("odd")
-
-
-@pytest.mark.parametrize(("thing", "says"), [
-    (SimpleNamespace(name="theirs"), "has name 'theirs'"), (SimpleNamespace(name=5), "has name 5"),
-    (SimpleNamespace(), "has name that can't be read: AttributeError"),
-    (Nameless(), "has name that can't be read: ValueError: odd")])
-def test_a_thing_has_the_name_under_which_it_is_registered(thing, says):
+def test_a_thing_has_the_name_under_which_it_is_registered():
     table = Registry("thing", named=True)
-    table.register("mine", thing, owner="dist-a")
-    with pytest.raises(PluginError, match=f"thing 'mine' of dist-a {says}"):
-        table.get("mine")
+    for thing, says in ((SimpleNamespace(name="theirs"), "name 'theirs'"), (SimpleNamespace(), "name None")):
+        table.register("mine", thing, owner="dist-a")
+        with pytest.raises(PluginError, match=f"thing 'mine' of dist-a .*{says}"):
+            table.get("mine")
+        table.drop_owner("dist-a")
     right = SimpleNamespace(name="right")
     table.register("right", right, owner="dist-a")
     assert table.get("right") is right
-
-
-def test_whether_a_name_is_contested_is_not_counted_anew(monkeypatch):
-    """Kernels are walked for every weight."""
-    table = Registry("method")
-    for name, owner in (("same", "dist-a"), ("same", "dist-b"), ("other", "dist-a")):
-        table.add(entry(name, owner))
-
-    def counted(*arguments):
-        raise AssertionError("walks the whole table")
-
-    monkeypatch.setattr(Registry, "claimed", counted)
-    assert list(table) == ["other"] and table.get("other") == 1 and table.entry("other").owner == "dist-a"
-    with pytest.raises(PluginError, match="registered twice"):
-        table.entry("same")
-
-
-def test_names_are_contested_between_tables_that_share_them():
-    policies = Registry("policy")
-    codecs = Registry("codec", beside=policies)
-    policies.add(entry("same", "dist-a"))
-    codecs.add(entry("same", "dist-b"))
-    codecs.add(entry("twice", "dist-a"))
-    codecs.add(entry("twice", "dist-b"))
-    assert list(policies) == list(codecs) == []
-    assert [dispute.what for dispute in policies.disputes("a", "dist-a")] == [
-        "policy 'same' is registered twice, as policy by dist-a and as codec by dist-b"]
-    with pytest.raises(UsageError, match="no policy is called 'twice'"):
-        policies.get("twice")
-    codecs.drop_owner("dist-b")
-    assert list(policies) == ["same"] and list(codecs) == ["twice"]

@@ -16,8 +16,8 @@ from quantkit.models.decoder import CausalLM
 from quantkit.models.linear import Weights
 from quantkit.plugins.manager import registry
 from quantkit.quantization import run as module
+from quantkit.quantization.calibration.data import prepare
 from quantkit.quantization.calibration.importance import weighed_windows
-from quantkit.quantization.calibration.prepare import prepare
 from quantkit.quantization.planning.plan import make_plan
 from quantkit.quantization.recipe import load_recipe
 from quantkit.quantization.run import quantize

@@ -11,15 +11,15 @@ from safetensors.torch import load_file, save_file
 
 from quantkit.checkpoint.manifest import Manifest
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.memory.machine import RUNTIME_BYTES
 from quantkit.quantization import solve
-from quantkit.quantization.calibration import prepare
+from quantkit.quantization.calibration import data
 from quantkit.quantization.methods import gptq
 from quantkit.quantization.methods.base import LayerStats
 from quantkit.quantization.planning.plan import make_plan
 from quantkit.quantization.recipe import load_recipe
 from quantkit.quantization.run import quantize
 from quantkit.quantization.specs import CalibrationSpec
+from quantkit.runtime.memory.machine import RUNTIME_BYTES
 from quantkit.runtime.verify import verify
 from quantkit.sources.open import open_source
 from quantkit.support.errors import QuantkitError, Stopped
@@ -132,7 +132,7 @@ def test_a_stopped_run_goes_on_with_the_text_that_it_wrote(model, tmp_path, monk
     whole = contents(quantize(model, "int4", tmp_path / "whole", calibration=OWN).out)
     with pytest.raises(Stopped):
         quantize(model, "int4", tmp_path / "out", calibration=OWN, progress=stop_at(label))
-    monkeypatch.setattr(prepare, "write_windows", lambda *a: pytest.fail("it was written again"))
+    monkeypatch.setattr(data, "write_windows", lambda *a: pytest.fail("it was written again"))
     assert contents(quantize(model, "int4", tmp_path / "out", calibration=OWN).out) == whole
 
 

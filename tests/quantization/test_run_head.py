@@ -16,9 +16,12 @@ from quantkit.models.linear import Weights
 from quantkit.ops.hadamard import apply_hadamard
 from quantkit.plugins.manager import registry
 from quantkit.quantization import run as module
-from quantkit.quantization.calibration.prepare import prepare
-from quantkit.quantization.methods import gptq, parts, rtn
+from quantkit.quantization import solve as module_of_solve
+from quantkit.quantization.calibration.data import prepare
+from quantkit.quantization.memory import rows_at_once
+from quantkit.quantization.methods import gptq
 from quantkit.quantization.methods.base import LayerStats
+from quantkit.quantization.methods.rounding import RTN
 from quantkit.quantization.planning.plan import make_plan
 from quantkit.quantization.recipe import load_recipe
 from quantkit.quantization.run import quantize
@@ -195,10 +198,10 @@ def test_the_shipped_recipe(models, tmp_path):
 SPECS = {"int4": (gptq.METHOD, "pack-quantized", {"bits": 4, "granularity": ("group", 32)}),
          "int4-asym": (gptq.METHOD, "pack-quantized",
                        {"bits": 4, "symmetric": False, "granularity": ("group", 32)}),
-         "int8": (rtn.METHOD, "pack-quantized", {"bits": 8, "granularity": ("channel", None)}),
+         "int8": (RTN, "pack-quantized", {"bits": 8, "granularity": ("channel", None)}),
          "gptq layout": (gptq.METHOD, "gptq", {"bits": 4, "granularity": ("group", 32)}),
-         "fp8": (rtn.METHOD, "float-quantized", {"kind": "fp", "bits": 8, "granularity": ("channel", None)}),
-         "trellis": (rtn.METHOD, "trellis", {"kind": "trellis", "bits": 2, "window": 10,
+         "fp8": (RTN, "float-quantized", {"kind": "fp", "bits": 8, "granularity": ("channel", None)}),
+         "trellis": (RTN, "trellis", {"kind": "trellis", "bits": 2, "window": 10,
                                              "granularity": ("channel", None), "rotation": "hadamard"})}
 
 
@@ -215,9 +218,10 @@ def test_parts_are_what_the_whole_is(monkeypatch, name):
     form, options = registry("formats").get(layout), method.options()
 
     def solved(rows):
-        monkeypatch.setattr("quantkit.memory.quantize.PART", rows * 64)
-        assert parts.rows_at_once(spec, (256, 64)) == rows
-        return parts.solve(weight, method, form, stats, spec, options)
+        monkeypatch.setattr("quantkit.quantization.memory.PART", rows * 64)
+        assert rows_at_once(spec, (256, 64)) == rows
+        packed = module_of_solve.solve_by_parts(weight, method, form, stats, spec, options)
+        return packed.tensor, packed.error, packed.notes
 
     whole, loss, _ = solved(256)
     for rows in (64, 128, 192):
@@ -230,21 +234,21 @@ def test_parts_are_what_the_whole_is(monkeypatch, name):
 
 
 def test_what_shares_a_scale_with_other_rows_stays_whole(monkeypatch):
-    monkeypatch.setattr("quantkit.memory.quantize.PART", 64 * 64)
+    monkeypatch.setattr("quantkit.quantization.memory.PART", 64 * 64)
     tensor = QuantSpec(bits=8, granularity=Granularity(strategy="tensor"))
     across = QuantSpec(kind="nf", bits=4, granularity=Granularity(strategy="block", size=4096))
-    assert parts.rows_at_once(tensor, (256, 64)) == 256
-    assert parts.rows_at_once(across, (256, 96)) == 256 and parts.rows_at_once(across, (256, 64)) == 64
+    assert rows_at_once(tensor, (256, 64)) == 256
+    assert rows_at_once(across, (256, 96)) == 256 and rows_at_once(across, (256, 64)) == 64
 
 
 @pytest.mark.parametrize("method", ["gptq", "rtn"])
 def test_a_large_head_goes_in_parts(models, recipe, tmp_path, monkeypatch, method):
     path = recipe(RULES[method], "{match: lm_head, optional: true}", layers='{match: "*"}')
     whole = contents(quantize(str(models[True]), path, tmp_path / "whole").out)
-    monkeypatch.setattr("quantkit.memory.quantize.PART", 64 * 64)
-    seen, solve = [], parts.solve
-    monkeypatch.setattr(parts, "solve", lambda weight, *rest: seen.append(tuple(weight.shape)) or solve(
-        weight, *rest))
+    monkeypatch.setattr("quantkit.quantization.memory.PART", 64 * 64)
+    seen, solve = [], module_of_solve.solve_by_parts
+    monkeypatch.setattr(module_of_solve, "solve_by_parts",
+                        lambda weight, *rest: seen.append(tuple(weight.shape)) or solve(weight, *rest))
     made = quantize(str(models[True]), path, tmp_path / "parts")
     assert seen == [(300, 64)] and verify(made.out).ok
     if method == "rtn":

@@ -11,12 +11,11 @@ from safetensors.torch import load_file
 from quantkit.formats.finite import squares
 from quantkit.formats.pack_quantized import FORMAT
 from quantkit.formats.spec import Granularity, QuantSpec
-from quantkit.quantization.methods import parts
 from quantkit.quantization.methods.base import LayerStats
-from quantkit.quantization.methods.rtn import METHOD
+from quantkit.quantization.methods.rounding import RTN as METHOD
 from quantkit.quantization.planning.layers import PlanRow
 from quantkit.quantization.recipe import Recipe
-from quantkit.quantization.solve import ModelOrigin, fused, solve, solve_data_free
+from quantkit.quantization.solve import ModelOrigin, fused, solve, solve_by_parts, solve_data_free
 from quantkit.support.errors import SpecError
 from quantkit.testing import tiny_model
 
@@ -38,8 +37,8 @@ def test_the_error_of_a_weight_of_any_size(size, monkeypatch):
     ((_, made),) = solve([row()], torch.float32, exact, None)
     ((_, usual),) = solve([row()], torch.float32, exact / size, None)
     assert made.error == pytest.approx(usual.error, rel=1e-4) and 0 < made.error < 0.01
-    monkeypatch.setattr("quantkit.memory.quantize.PART", 1)
-    _, off, _ = parts.solve(torch.cat([exact, exact]), METHOD, FORMAT, None, SPEC, METHOD.options())
+    monkeypatch.setattr("quantkit.quantization.memory.PART", 1)
+    off = solve_by_parts(torch.cat([exact, exact]), METHOD, FORMAT, None, SPEC, METHOD.options()).error
     assert off == pytest.approx(made.error, rel=1e-6)
 
 

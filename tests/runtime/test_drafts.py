@@ -13,10 +13,9 @@ import torch
 from quantkit.kv.spec import parse_kv
 from quantkit.quantization.run import quantize
 from quantkit.runtime import speculation
-from quantkit.runtime.drafting.base import Drafter, DraftSource
+from quantkit.runtime.drafting.base import Drafter, DraftSource, parse_drafter
 from quantkit.runtime.drafting.low_bit import LowBitDrafter
 from quantkit.runtime.drafting.ngram import NgramDrafter
-from quantkit.runtime.drafting.parse import parse_drafter
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.generate import generate
 from quantkit.runtime.loader import load
@@ -330,7 +329,7 @@ def test_a_policy_that_fails_behind_a_draft_ends_its_request_alone(small, prompt
     def keep(policy, view):
         raise RuntimeError("the policy broke")
 
-    monkeypatch.setattr(type(breaks.kv.cache.policy), "keep", keep)
+    monkeypatch.setattr(type(breaks.kv.manager.cache.policy), "keep", keep)
     while engine.step():
         pass
     assert [str(error) for error in failures] == ["the policy broke"]
@@ -342,7 +341,8 @@ def test_a_step_without_any_request_that_can_be_drafted_for(small, prompt_of, mo
     prompts = [prompt_of(9), prompt_of(30, 2)]
     engine = Engine(small, drafter=NgramDrafter())
     apart = engine.submit(prompts[0], GREEDY, kv=parse_kv("int8"))
-    apart.kv.mixes = apart.kv.drafts = False  # as with a codec that has no kernel
+    manager = apart.kv.manager
+    manager.supports_mixed_batches = manager.drafts = False  # as with a codec that has no kernel
     while engine.step():
         pass
     assert len(apart.result.token_ids) == 60 and not apart.result.drafted_tokens

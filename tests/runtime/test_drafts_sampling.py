@@ -12,9 +12,8 @@ from safetensors.torch import save_file
 
 from quantkit.quantization.run import quantize
 from quantkit.runtime import speculation
-from quantkit.runtime.drafting.base import Drafter, DraftSource
+from quantkit.runtime.drafting.base import Drafter, DraftSource, parse_drafter
 from quantkit.runtime.drafting.mtp import layouts
-from quantkit.runtime.drafting.parse import parse_drafter
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.generate import generate
 from quantkit.runtime.sampler import Sampling

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from quantkit.kv.spec import parse_kv
+from quantkit.runtime.core import ContextLengthError, EngineClosed, EngineFull, TokenInfo
 from quantkit.runtime.cpu.program import CpuProgram
-from quantkit.runtime.engine import Engine, EngineClosed, EngineFull
+from quantkit.runtime.engine import Engine
 from quantkit.runtime.generate import generate
-from quantkit.runtime.request import ContextLengthError, TokenInfo
 from quantkit.runtime.sampler import Sampling
 from quantkit.runtime.scheduler import PATIENCE
 from quantkit.support.errors import QuantkitError, UsageError
@@ -116,7 +116,7 @@ def test_a_short_prompt_goes_before_a_long_one_that_came_a_little_earlier(small,
     behind, _ = submit(engine, 100 - 16 // PATIENCE + 1, only)  # its patience ends behind that of the first
     short, _ = submit(engine, 16, only)
     engine.step()
-    assert short.done and long.computed_tokens == 16 and not behind.computed_tokens
+    assert short.done and long.kv.computed_tokens == 16 and not behind.kv.computed_tokens
     steps = 0
     while not long.done:  # all that come meanwhile are shorter
         submit(engine, 16, only)
@@ -348,7 +348,7 @@ def test_stats_count(small, submit):
 
 
 def test_the_setting_is_the_callers_or_the_models(small):
-    model = dataclasses.replace(small, manifest=SimpleNamespace(kv=parse_kv("window(9)+int8")))
+    model = dataclasses.replace(small, manifest=SimpleNamespace(recipe={"kv": "window(9)+int8"}))
     assert Engine(model).cache.spec == model.kv
     assert str(Engine(model, kv=parse_kv("none")).cache.spec) == "none"
     with pytest.raises(UsageError, match="window"):

@@ -235,7 +235,7 @@ def test_an_answer_that_grows_gives_up_prefixes_that_nobody_reads(models):
     assert engine.stats()["running"] == 2 and engine.stats()["prefix_cache_bytes"] == 0
     reservation = engine.reservation
     before = dict(reservation._reserved)
-    assert not reservation.extend(growing[0].sequence, 500, engine._settings.default.prefixes)
+    assert not reservation.extend(growing[0].kv.sequence, 500, engine._settings.default.prefixes)
     assert reservation._reserved == before
     while engine.step():
         pass
@@ -299,8 +299,8 @@ def test_a_higher_priority_goes_first_and_takes_pages(models):
     high = Request(3, 0, 0, 250, 2, Sampling(max_tokens=20, ignore_eos=True), priority=-1)
     last = Request(2, 0, 0, 250, 3, Sampling(max_tokens=4, ignore_eos=True), priority=5)
     heard, submitted = run(engine, [low, high, last])
-    assert submitted[0].preemptions == 1 and submitted[1].preemptions == 0 == submitted[2].preemptions
-    assert submitted[1].admitted_at < submitted[2].admitted_at
+    assert [request.kv.preemptions for request in submitted] == [1, 0, 0]
+    assert submitted[1].schedule.admitted_at < submitted[2].schedule.admitted_at
     assert heard == [alone(loaded, "none", request) for request in (low, high, last)]
 
 

@@ -59,7 +59,7 @@ def test_who_waits_for_a_long_prompt_s_beginning_goes_on_when_that_is_read(model
     engine.step()
     short = engine.submit(text(256, 20, 2), sampling)
     engine.step()
-    assert long.computed_tokens == 2 * CHUNK and short.computed_tokens <= CHUNK
+    assert long.kv.computed_tokens == 2 * CHUNK and short.kv.computed_tokens <= CHUNK
     engine.step()
     assert short.done and short.result.cached_tokens == 256 and not long.done
     later = engine.submit(text(256, 20, 3), sampling)
@@ -78,7 +78,7 @@ def test_who_waits_gives_its_place_to_what_it_waits_for(model):
         for seed in range(2):
             engine.submit(text(0, CHUNK, 10 + 2 * step + seed), sampling)
         engine.step()
-    assert waits.done and waits.result.cached_tokens == 512 and long.computed_tokens == 512
+    assert waits.done and waits.result.cached_tokens == 512 and long.kv.computed_tokens == 512
     while engine.step():
         pass
     assert long.done

@@ -7,7 +7,8 @@ import threading
 import pytest
 
 from quantkit.kv.spec import parse_kv
-from quantkit.runtime.engine import Engine, EngineFull
+from quantkit.runtime.core import EngineFull
+from quantkit.runtime.engine import Engine
 from quantkit.runtime.kv_settings import MAX_SETTINGS
 from quantkit.runtime.sampler import Sampling
 from quantkit.support.errors import UsageError
@@ -31,10 +32,10 @@ def test_a_setting_is_in_use_from_the_moment_a_request_waits_with_it(small, prom
     waiting[3].cancel()
     engine.step()
     assert engine.submit(prompt_of(5), SHORT, kv=SETTINGS[-1]).kv not in managers
-    assert waiting[3].kv not in engine._settings.managers
+    assert waiting[3].kv.manager not in engine._settings.managers
     finish(engine)
     assert all(request.done for request in waiting) and not any(
-        manager.requests for manager in engine._settings.managers)
+        manager.texts for manager in engine._settings.managers)
 
 
 def test_a_request_that_is_refused_uses_nothing(small, prompt_of):
@@ -44,7 +45,7 @@ def test_a_request_that_is_refused_uses_nothing(small, prompt_of):
         engine.submit(prompt_of(5), SHORT, kv=SETTINGS[0])
     with pytest.raises(UsageError):
         engine.submit([], SHORT, kv=SETTINGS[0])
-    assert [len(manager.requests) for manager in engine._settings.managers] == [1, 0]
+    assert [len(manager.texts) for manager in engine._settings.managers] == [1, 0]
 
 
 def test_what_was_prepared_is_used_even_if_it_was_dropped_since(small, prompt_of):
@@ -54,14 +55,14 @@ def test_what_was_prepared_is_used_even_if_it_was_dropped_since(small, prompt_of
         engine.prepare(setting)
     assert prepared not in engine._settings.managers
     request = engine.submit(prompt_of(5), SHORT, kv=prepared)
-    assert request.kv is prepared and prepared in engine._settings.managers
-    assert engine.submit(prompt_of(5), SHORT, kv=SETTINGS[0]).kv is prepared
+    assert request.kv.manager is prepared and prepared in engine._settings.managers
+    assert engine.submit(prompt_of(5), SHORT, kv=SETTINGS[0]).kv.manager is prepared
     finish(engine)
     for size in range(200, 200 + MAX_SETTINGS):
         engine.prepare(parse_kv(f"window({size})"))
     other = engine.prepare(SETTINGS[0])
     assert other is not prepared
-    assert engine.submit(prompt_of(5), SHORT, kv=prepared).kv is other, "one setting has one cache"
+    assert engine.submit(prompt_of(5), SHORT, kv=prepared).kv.manager is other, "one setting has one cache"
     finish(engine)
 
 

@@ -7,8 +7,10 @@ import torch
 
 from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
+from quantkit.models.architecture import parse_config
 from quantkit.runtime.generate import generate
 from quantkit.runtime.loader import load
+from quantkit.runtime.program_model import rope_tables
 from quantkit.runtime.sampler import Sampling
 from quantkit.testing import tiny_model
 
@@ -40,3 +42,16 @@ def test_what_is_announced_is_what_decides(loaded, length, limit):
     assert tokens == greedy(loaded, prompt, tokens, length + limit)
     others = [[5, 6, 7], [*range(10, 60)]]
     assert generate(loaded, [others[0], prompt, others[1]], sampling)[1].token_ids == tokens
+
+
+# -- what a program is told of positions
+
+@pytest.mark.parametrize("dim", [64, 36])
+def test_a_positions_angles_do_not_depend_on_how_many_are_worked_out(dim):
+    """A request beside a longer one reads the same."""
+    config = parse_config({"model_type": "llama", "vocab_size": 10, "hidden_size": 32, "intermediate_size": 8,
+                           "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": dim})
+    (longest,) = rope_tables(config, 5000)
+    for size in (1, 511, 512, 1024, 2500):
+        for few, many in zip(next(iter(rope_tables(config, size))), longest):
+            assert few.shape == (size, dim // 2) and torch.equal(few, many[:size])

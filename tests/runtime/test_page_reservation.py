@@ -9,8 +9,8 @@ import torch
 
 from quantkit.kv.cache import KVCache
 from quantkit.kv.spec import parse_kv
-from quantkit.memory.kv import footprint
 from quantkit.models.architecture import parse_config
+from quantkit.runtime.memory.kv import footprint
 from quantkit.runtime.page_reservation import PageReservation
 from quantkit.support.errors import UsageError
 

@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from quantkit.runtime.request import LOGPROB_ROWS, ContextLengthError, Request, TokenInfo, check_request
+from quantkit.runtime.core import LOGPROB_ROWS, ContextLengthError, Request, TokenInfo, check_request
 from quantkit.runtime.sampler import Sampling, sample_tokens
 from quantkit.structure.base import ConstraintError
 from quantkit.support.errors import QuantkitError, UsageError
@@ -98,7 +98,7 @@ def test_log_probabilities_are_before_temperature_and_penalty(loaded, logprobs):
     request = Request(0, loaded, [5], Sampling(max_tokens=3, temperature=0.3, top_k=2, seed=1,
                                                ignore_eos=True,
                                               repetition_penalty=2.0), logprobs, on_token=heard.append)
-    request.append(request.sampler(row, request.history), row)
+    request.append(request.sampler(row, request.kv.history), row)
     (info,) = heard
     want = row.float().log_softmax(-1)
     if logprobs is None:
@@ -117,11 +117,10 @@ def test_the_prompt_is_scored_chunk_by_chunk(loaded, chunks):
     logits = torch.randn(200, 300, generator=random)
     want = logits.log_softmax(-1)
     request = Request(0, loaded, prompt, Sampling(), 2, echo=True)
-    assert request.wants_prompt_logprobs
+    end = 0
     for count in chunks:
-        request.computed_tokens += count
-        request.score_prompt(logits[request.computed_tokens - count:request.computed_tokens],
-                             request.computed_tokens)
+        end += count
+        request.score_prompt(logits[end - count:end], end)
     assert not request.scores_prompt
     first, *scored = request.result.prompt_logprobs
     assert first == TokenInfo(prompt[0], "") and [info.id for info in scored] == prompt[1:]
@@ -132,8 +131,7 @@ def test_the_prompt_is_scored_chunk_by_chunk(loaded, chunks):
 
 def test_without_echo_there_is_nothing_to_score(loaded):
     request = Request(0, loaded, [5], Sampling())
-    assert not request.wants_prompt_logprobs and request.result.prompt_logprobs is None
-    assert (request.prompt_tokens, request.result.prompt_tokens) == (1, 1)
+    assert request.result.prompt_logprobs is None and request.result.prompt_tokens == 1
 
 
 def test_an_error_is_told_or_raised(loaded):
@@ -171,7 +169,7 @@ def test_the_prompt_counts_for_the_repetition_penalty(loaded):
         row[7], row[8] = 6.0, 5.0
         request = Request(0, loaded, [7], Sampling(repetition_penalty=penalty, ignore_eos=True))
         assert request.sampler.on_host == (penalty != 1)
-        assert sample_tokens(row[None], [request.sampler], [request.history]) == [chosen]
+        assert sample_tokens(row[None], [request.sampler], [request.kv.history]) == [chosen]
 
 
 def test_check_request(loaded):

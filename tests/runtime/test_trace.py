@@ -9,10 +9,11 @@ from collections import defaultdict
 import pytest
 
 from quantkit.runtime import speculation
+from quantkit.runtime.core import RequestLabel
 from quantkit.runtime.drafting.ngram import NgramDrafter
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.sampler import Sampling
-from quantkit.runtime.trace import RequestLabel, RequestSpan, StepSpan, Trace
+from quantkit.runtime.trace import RequestSpan, StepSpan, Trace
 
 pytestmark = pytest.mark.usefixtures("short_chunks")
 SHORT = Sampling(max_tokens=30, ignore_eos=True)
@@ -59,7 +60,7 @@ def test_a_request_from_its_arrival_to_its_end(loaded, prompt_of):
     for request in requests:
         line = spans[request.id]
         assert kinds(line) == ["queue", "prefill", "decode", "end"]
-        assert line[0].start == request.arrived_at and line[-1].reason == "length"
+        assert line[0].start == request.schedule.arrived_at and line[-1].reason == "length"
         chunks = [span for span in line if span.kind == "prefill"]
         assert sum(span.tokens for span in chunks) == len(request.prompt)
         assert [span.cached for span in chunks] == [0, *[None] * (len(chunks) - 1)]
@@ -115,14 +116,14 @@ def test_who_gives_up_pages_waits_again(small, prompt_of):
     assert len(gave_up) == engine.stats()["preemptions"] > 0
     for request in requests:
         line = spans[request.id]
-        assert gave_up.count(request.id) == request.preemptions
-        assert sum(span.kind == "queue" for span in line) == 1 + request.preemptions
+        assert gave_up.count(request.id) == request.kv.preemptions
+        assert sum(span.kind == "queue" for span in line) == 1 + request.kv.preemptions
         for span, following in itertools.pairwise(line):
             assert (following.kind == "queue") == (span.kind == "preempted")
             assert span.kind != "preempted" or span.end == following.start
         assert total({0: line}, "decode") == request.sampling.max_tokens
         # what it had is computed again
-        assert (total({0: line}, "prefill") > len(request.prompt)) == (request.preemptions > 0)
+        assert (total({0: line}, "prefill") > len(request.prompt)) == (request.kv.preemptions > 0)
 
 
 @pytest.mark.parametrize("steps", [0, 1, 8])
@@ -167,10 +168,10 @@ def test_a_step_that_fails_for_all_is_done_again(loaded, prompt_of, monkeypatch)
     assert not failures and engine.stats()["preemptions"] > 0
     for request in requests:
         line = spans[request.id]
-        assert sum(span.kind == "preempted" for span in line) == request.preemptions
+        assert sum(span.kind == "preempted" for span in line) == request.kv.preemptions
         assert total({0: line}, "decode") == 30 and total({0: line}, "prefill") >= 40
         failed = [span for span in line if span.kind == "prefill" and not span.tokens]
-        assert len(failed) == request.preemptions, "nothing came of the step that failed"
+        assert len(failed) == request.kv.preemptions, "nothing came of the step that failed"
 
 
 def test_a_text_for_a_vector_gets_no_token(loaded, prompt_of):

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from quantkit.runtime import trace_file
+from quantkit.runtime.core import RequestLabel
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.generate import generate
 from quantkit.runtime.sampler import Sampling
-from quantkit.runtime.trace import RequestLabel, Trace
+from quantkit.runtime.trace import Trace
 from quantkit.runtime.trace_file import TraceFile
 from quantkit.support.errors import QuantkitError, UsageError
 

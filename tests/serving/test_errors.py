@@ -7,8 +7,8 @@ import threading
 import openai
 import pytest
 
-from quantkit.runtime.engine import Engine, EngineClosed, EngineFull
-from quantkit.runtime.request import ContextLengthError
+from quantkit.runtime.core import ContextLengthError, EngineClosed, EngineFull
+from quantkit.runtime.engine import Engine
 from quantkit.serving import guard
 from quantkit.serving.errors import api_error
 from quantkit.serving.prompt import PromptReader

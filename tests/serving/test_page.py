@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from quantkit.serving.page import document, page
+import quantkit.serving.page
+from quantkit.serving.page import page
 
-FOLDER = Path(document.__file__).parent
+FOLDER = Path(quantkit.serving.page.__file__).parent
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@
 import pytest
 from tokenizers import normalizers
 
-from quantkit.runtime.request import ContextLengthError
+from quantkit.runtime.core import ContextLengthError
 from quantkit.serving import prompt
 from quantkit.serving.errors import ApiError
 from quantkit.serving.prompt import PromptReader

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from quantkit.runtime.engine import EngineFull
+from quantkit.runtime.core import EngineFull
 from quantkit.serving import respond
 from quantkit.serving.errors import ApiError
 from quantkit.serving.models import ServedEngine

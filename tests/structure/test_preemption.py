@@ -40,7 +40,7 @@ def test_the_same_tokens_after_a_preemption(tiny, compilers, form, temperature):
     urgent = engine.submit(OTHER, Sampling(max_tokens=20, ignore_eos=True), priority=-1)
     while engine.step():
         pass
-    assert request.preemptions == 1 and urgent.preemptions == 0
+    assert request.kv.preemptions == 1 and urgent.kv.preemptions == 0
     assert request.result.token_ids == expected.result.token_ids
     assert request.result.finish_reason == expected.result.finish_reason
     if form == "regex":

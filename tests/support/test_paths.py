@@ -7,8 +7,7 @@ import pytest
 
 from quantkit.checkpoint.durable import hash_file
 from quantkit.checkpoint.writer import refuse_existing
-from quantkit.evaluation.long.journal import FILE, Journal
-from quantkit.evaluation.task_file import find_task
+from quantkit.evaluation.tasks.file import find_task
 from quantkit.quantization.calibration.files import DataFile
 from quantkit.quantization.recipe import load_recipe
 from quantkit.quantization.specs import CalibrationSpec
@@ -16,7 +15,6 @@ from quantkit.sources.local import sha256_file
 from quantkit.support.errors import (
     CalibrationError,
     CheckpointError,
-    QuantkitError,
     RecipeError,
     SourceError,
     UsageError,
@@ -59,8 +57,7 @@ READERS = {
     "hash_file": (OSError, "any.json", hash_file), "sha256_file": (SourceError, "any.json", sha256_file),
     "calibration": (CalibrationError, "any.jsonl", lambda path: DataFile("any", path).size),
     "state": (CheckpointError, "out.partial/state.json",
-              lambda path: ((path.parents[1] / "out").mkdir(), refuse_existing(path.parents[1] / "out"))),
-    "journal": (QuantkitError, FILE, lambda path: Journal(path.parent, {}))}
+              lambda path: ((path.parents[1] / "out").mkdir(), refuse_existing(path.parents[1] / "out")))}
 
 
 @pytest.mark.parametrize("reader", READERS)

@@ -101,7 +101,7 @@ print(sum(map(len, isolation._idle.values())))
 
 
 def test_the_process_imports_nothing_heavy():
-    code = ("import sys; import quantkit.text.rendering, quantkit.evaluation.task_rendering, json; "
+    code = ("import sys; import quantkit.text.rendering, quantkit.evaluation.tasks.sandbox, json; "
             "print(json.dumps([m for m in ('torch', 'numpy', 'tokenizers') if m in sys.modules]))")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert json.loads(done.stdout) == []

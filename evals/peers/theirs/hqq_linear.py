@@ -13,7 +13,9 @@ from safetensors.torch import load_file
 
 def make(model: Path, tokens: torch.Tensor | None, spec: dict[str, Any], scratch: Path) -> common.Found:
     """Data-free."""
-    tensors, weights, bits = load_file(model / "model.safetensors"), {}, 0
+    tensors = load_file(model / "model.safetensors")
+    weights = {}
+    bits = 0
     group = None if spec["group"] < 0 else spec["group"]
     config = BaseQuantizeConfig(nbits=spec["bits"], group_size=group, axis=1)
     for layer, (rows, columns) in common.linears(model).items():

@@ -13,7 +13,9 @@ from safetensors.torch import load_file
 
 def make(model: Path, tokens: torch.Tensor | None, spec: dict[str, Any], scratch: Path) -> common.Found:
     """Data-free."""
-    tensors, weights, bits = load_file(model / "model.safetensors"), {}, 0
+    tensors = load_file(model / "model.safetensors")
+    weights = {}
+    bits = 0
     for layer in common.linears(model):
         codes, state = quantize_4bit(tensors[f"{layer}.weight"], blocksize=64, quant_type="nf4",
                                      compress_statistics=False)

@@ -23,7 +23,9 @@ from sinq.sinqlinear import BaseQuantizeConfig, SINQLinear
 
 def make(model: Path, tokens: torch.Tensor | None, spec: dict[str, Any], scratch: Path) -> common.Found:
     """Data-free."""
-    tensors, weights, bits = load_file(model / "model.safetensors"), {}, 0
+    tensors = load_file(model / "model.safetensors")
+    weights = {}
+    bits = 0
     for layer, (rows, columns) in common.linears(model).items():
         config = BaseQuantizeConfig(nbits=spec["bits"], tiling_mode="1D", method=spec["method"],
                                     group_size=None if spec["group"] < 0 else spec["group"])

@@ -37,12 +37,11 @@ _WIDE = vec(F32, LANES)
 SEARCH_ARGUMENTS = ("*weight", "*cost", "*factors", "*scale", "*zero", "columns", "groups", "size", "count")
 """Of a record: ``weight`` float32 ``[units, columns, 64]``, ``cost`` ``[columns]``, ``factors`` ``[count]``;
 results are ``scale`` and ``zero``, float32 ``[units, groups, 64]``; ``size`` columns are a group."""
-SOLVE_ARGUMENTS = ("*work", "*weight", "*pull", "*lower", "*scale", "*zero", "*group", "*levels", "*room",
-                   "room_private", "columns", "groups")
-"""Of a record: ``work`` float32 ``[units, columns, 64]`` in solving order, overwritten; ``weight``, the same
-in memory of its own (without a pull it may be ``work``); ``pull`` float32, how much of the way back to
-``weight`` a column goes; ``lower`` float32 ``[columns, columns]``, the transpose of ``U`` with
-``H⁻¹ = Uᵀ U``; ``group`` int64 ``[columns]``; results are ``levels``, float32 like ``work``."""
+SOLVE_ARGUMENTS = ("*work", "*lower", "*scale", "*zero", "*group", "*levels", "*room", "room_private",
+                   "columns", "groups")
+"""Of a record: ``work`` float32 ``[units, columns, 64]`` in solving order, overwritten; ``lower`` float32
+``[columns, columns]``, the transpose of ``U`` with ``H⁻¹ = Uᵀ U``; ``group`` int64 ``[columns]``; results are
+``levels``, float32 like ``work``."""
 DESCEND_ARGUMENTS = ("*slopes", "*levels", "*scale", "*zero", "*hessian", "*room", "room_private", "columns",
                      "groups", "size", "block", "passes", "level_passes")
 """Of a record: ``slopes`` and ``levels`` float32 ``[units, columns, 64]``, ``scale`` and ``zero`` float32
@@ -121,9 +120,6 @@ class SearchRanges:
 class SolveColumns:
     """Rounds a column and spreads its error over the columns that are left, again and again.
 
-    A column that earlier errors have moved first goes ``pull`` of the way back, and as much of what then is
-    left of its move isn't counted as error: FOEM, https://arxiv.org/abs/2507.11017.
-
     Attributes:
         bits: the bits of a level.
         table: the values of levels, rising, where they aren't equal steps from 0.
@@ -144,8 +140,7 @@ class SolveColumns:
 
     def emit(self, module: ir.Module, isa: Isa) -> None:
         e, a, unit, thread = begin(module, self.name, SOLVE_ARGUMENTS)
-        work, exact, levels = (start + unit * a.columns * _SIZE for start in (a.work, a.weight, a.levels))
-        pull = -e.load(a.pull, F32, 0).spread(LANES)
+        work, levels = (start + unit * a.columns * _SIZE for start in (a.work, a.levels))
         grids, errors, top = unit * a.groups * _SIZE, a.room + thread * a.room_private, 2.0**self.bits - 1
         with e.loop(0, a.columns, BLOCK) as start:
             stop = e.min(start + BLOCK, a.columns)
@@ -156,11 +151,9 @@ class SolveColumns:
                 for at in range(0, _SIZE, _STEP):
                     scale, zero = e.load(a.scale + grid, _WIDE, at), e.load(a.zero + grid, _WIDE, at)
                     weight = e.load(work + i * _SIZE, _WIDE, at)
-                    original = e.load(exact + i * _SIZE, _WIDE, at)
-                    weight = e.fma(pull, weight - original, weight)
                     level = nearest_level(e, weight / scale, zero, top, self.table)
                     e.store(levels + i * _SIZE, level, at)
-                    error = e.fma(pull, weight - original, weight - (level - zero) * scale)
+                    error = weight - (level - zero) * scale
                     e.store(errors + (i - start) * _SIZE, error / pivot, at)
                 _subtract(e, work, i + 1, stop, factors, a.columns * 4, errors + (i - start) * _SIZE)
             with e.loop(stop, a.columns) as j:

@@ -2,8 +2,9 @@
 
 ``python -m quantkit_kernels.tools.aot [--json] [--only TEXT] [--target NAME]``. Exit code 1 if a kernel fails
 to compile, spills registers, needs more shared memory than the target has, loads weights or KV pages in less
-than 128 bits, lacks the tensor-core instructions that are meant, needs more instructions a weight than its
-limit, overwrites registers that Hopper's tensor cores still read, or if ptxas warns of anything.
+than 128 bits or copies them so, lacks the tensor-core instructions that are meant, needs more instructions a
+weight than its limit, overwrites registers that Hopper's tensor cores still read, or if ptxas warns of
+anything.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from quantkit_kernels.tools.aot_cases.case import AotCase
 
-TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
+TARGETS = ("sm_80", "sm_89", "sm_120", "sm_90", "sm_100", "gfx942")
+"""GPUs of 8.6 have the registers and the shared memory of those of 8.9."""
 NOTE = ("regs: a thread; load: bits of the widest;\n"
         "mma: tensor-core instructions; ins/w: instructions a weight in the loop")
 
@@ -84,6 +86,8 @@ def judge(case: AotCase, target: str) -> AotRow:
         faults.append(f"{facts.shared} bytes of shared memory, the limit is {SHARED[target]}")
     if facts.wide_loads < case.wide_loads:
         faults.append(f"{facts.wide_loads} loads of 128 bits, {case.wide_loads} are meant")
+    if case.narrow is not None and facts.narrow > case.narrow:
+        faults.append(f"{facts.narrow} copies of less than 128 bits, {case.narrow} are allowed")
     if case.matrix and not facts.matrix:
         faults.append("no tensor-core instructions")
     faults += [f"no {word} in the PTX" for word in case.ptx if word not in compiled.asm["ptx"]]

@@ -34,6 +34,7 @@ class KernelFacts:
         wide_loads: 128-bit loads in the largest loop; in the whole kernel if it has none.
         matrix: whether it has tensor-core instructions.
         loop: instructions in the largest loop; ``None`` without one, and on AMD.
+        narrow: copies to shared memory of less than 128 bits in the largest loop.
         hazards: instructions that touch registers of a matrix instruction that may still run: see
             :mod:`~quantkit_kernels.tools.wgmma`.
     """
@@ -46,6 +47,7 @@ class KernelFacts:
     matrix: bool
     loop: int | None
     hazards: tuple[str, ...] = ()
+    narrow: int = 0
 
 
 def complaints(log: str) -> tuple[str, ...]:
@@ -103,7 +105,9 @@ def machine_code(cubin: bytes, shared: int) -> KernelFacts:
                        sum(_bits(line_of_code.split()[0]) == 128 for line_of_code in loop or code
                            if line_of_code.split(".")[0] in ("LDG", "LDGSTS")),
                        any(count[name] for name in MATRIX["cuda"]), len(loop) or None,
-                       wgmma.hazards(guarded, labels))
+                       wgmma.hazards(guarded, labels),
+                       sum(_bits(line_of_code.split()[0]) < 128 for line_of_code in loop
+                           if line_of_code.startswith("LDGSTS")))
 
 
 def _largest_loop(code: list[str], labels: dict[str, int]) -> list[str]:

@@ -1,7 +1,7 @@
-"""Measure every kernel on this machine's GPU, beside torch, other libraries and the GPU's own copy bandwidth.
+"""Measure every kernel on this machine's GPU, beside torch, other libraries and the GPU's own read bandwidth.
 
 ``python -m quantkit_kernels.tools.bench [--json FILE] [--markdown FILE] [--minutes N] [--quick] [--pdl]
-[--only TEXT,…]``.
+[--only TEXT,…] [--rows LIST] [--contexts LIST]``.
 Needs torch and triton only; the libraries of :mod:`~quantkit_kernels.tools.bench_peers` are measured where
 they are installed.
 
@@ -21,7 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -33,9 +33,12 @@ import torch
 from quantkit_kernels import tuned
 from quantkit_kernels.tools.bench_cases import LLAMA_8B, QUICK, REHEARSAL, BenchCase, Run, cases
 from quantkit_kernels.tools.bench_peers import TOLERANCE, Peers
+from quantkit_kernels.triton.read import read
 
-COPY = 1 << 30
-"""Bytes of the copy that is the ceiling."""
+COPY, READ = 1 << 30, 4 << 30
+"""Bytes of the copy and of the read that are the ceilings."""
+SQUARE = 8192
+"""Rows, columns and depth of the product of plain matrices that is the ceiling of arithmetic."""
 TURN = 1e-3
 """Seconds that one turn of a kernel takes, about."""
 MOST_CALLS = 500
@@ -45,8 +48,9 @@ MOST_CALLS = 500
 class BenchRow:
     """What was measured. Times in microseconds, medians; ratios with their quartiles.
 
-    ``of_copy``: bytes a second that the kernel must move, over those of the copy; ``None`` if they lie in a
-    cache. ``peers``: of other libraries by name the time, and how much longer it is.
+    ``of_read`` and ``of_copy``: bytes a second that the kernel must move, over those of a read and a copy;
+    ``None`` if they lie in a cache. ``peers``: of other libraries by name the time, and how many times ours
+    that is.
     """
 
     kernel: str
@@ -55,6 +59,7 @@ class BenchRow:
     ours_us: float | None = None
     theirs_us: float | None = None
     speedup: tuple[float, float, float] | None = None
+    of_read: float | None = None
     of_copy: float | None = None
     their_of_copy: float | None = None
     tflops: float | None = None
@@ -112,8 +117,17 @@ def calls_for(size: int, flops: int, copies: int) -> int:
     return -(-min(MOST_CALLS, max(copies, round(TURN / duration))) // copies) * copies
 
 
-def measure(case: BenchCase, timer: Timer, copy: float, rounds: int, peers: Peers | None = None) -> BenchRow:
-    """Compare the results, then time all sides in turn; ``copy`` in bytes a second."""
+@dataclass(frozen=True)
+class Ceilings:
+    """What a device can do: bytes a second of a large read, and of a large copy, read and written."""
+
+    read: float
+    copy: float
+
+
+def measure(case: BenchCase, timer: Timer, ceilings: Ceilings, rounds: int,
+            peers: Peers | None = None) -> BenchRow:
+    """Compare the results, then time all sides in turn."""
     row = partial(BenchRow, case.kernel, case.shape, case.baseline)
     try:
         ours, theirs = case.check() if case.check else (case.ours(0), case.theirs(0))
@@ -136,8 +150,9 @@ def measure(case: BenchCase, timer: Timer, copy: float, rounds: int, peers: Peer
               for at, name in enumerate(others)}
     return row(ours_us=mine * 1e6, theirs_us=other * 1e6,
                speedup=(median(ratios), ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]),
-               of_copy=case.bytes / mine / copy if case.cold else None,
-               their_of_copy=case.their_bytes / other / copy if case.cold else None,
+               of_read=case.bytes / mine / ceilings.read if case.cold else None,
+               of_copy=case.bytes / mine / ceilings.copy if case.cold else None,
+               their_of_copy=case.their_bytes / other / ceilings.copy if case.cold else None,
                tflops=case.flops / mine / 1e12 if case.flops else None, difference=difference, peers=beside)
 
 
@@ -164,7 +179,24 @@ def copy_bandwidth(timer: Timer, rounds: int, device: torch.device, size: int = 
     return 2 * size / median(turn() for _ in range(rounds))
 
 
-HEADER = (f"| {'kernel':<14} | {'shape':<13} | {'µs':>7} | {'× torch':>7} | {'of copy':>7} "
+def read_bandwidth(timer: Timer, rounds: int, device: torch.device, size: int = COPY) -> float:
+    """Bytes a second of a large read."""
+    source = torch.ones(size // 4, dtype=torch.int32, device=device)
+    turn = timer(lambda at: read(source), 1, 1)
+    turn()
+    return size / median(turn() for _ in range(rounds))
+
+
+def matmul_flops(timer: Timer, rounds: int, device: torch.device, dtype: torch.dtype,
+                 size: int = SQUARE) -> float:
+    """Multiplications and additions a second of torch's product of two square matrices of random numbers."""
+    a, b = (torch.randn(size, size, dtype=dtype, device=device) for _ in range(2))
+    turn = timer(lambda at: a @ b, 1, 1)
+    turn()
+    return 2 * size**3 / median(turn() for _ in range(rounds))
+
+
+HEADER = (f"| {'kernel':<14} | {'shape':<13} | {'µs':>7} | {'× torch':>7} | {'of read':>7} "
           f"| {'× best peer':>13} |\n|{'-' * 16}|{'-' * 15}|{'-' * 8}:|{'-' * 8}:|{'-' * 8}:|{'-' * 14}:|")
 
 
@@ -173,7 +205,7 @@ def line(row: BenchRow) -> str:
     head = f"| {row.kernel:<14} | {row.shape:<13} |"
     if row.fault or row.speedup is None:
         return f"{head} {row.fault} |"
-    share = "cached" if row.of_copy is None else f"{row.of_copy:.0%}"
+    share = "cached" if row.of_read is None else f"{row.of_read:.0%}"
     best = min(row.peers, key=lambda name: row.peers[name][1], default=None)
     peer = "" if best is None else f"{best} {row.peers[best][1]:.3g}"
     return f"{head} {row.ours_us:>7.1f} | {row.speedup[0]:>7.2f} | {share:>7} | {peer:>13} |"
@@ -213,10 +245,12 @@ class BenchReport:
     notes: list[str] = field(default_factory=list)
 
     def title(self) -> str:
-        """The machine and its copy."""
+        """The machine and its ceilings."""
         about = self.about
         return (f"{about['gpu']}, {about['date'][:10]}, torch {about['torch']}, triton {about['triton']}\n"
-                f"copy: {about['copy_bytes_per_second'] / 1e12:.2f} TB/s read and written")
+                f"read: {about['read_bytes_per_second'] / 1e12:.2f} TB/s, copy: "
+                f"{about['copy_bytes_per_second'] / 1e12:.2f} TB/s read and written, product of plain "
+                f"matrices: {about['matmul_flops'] / 1e12:.0f} TFLOP/s")
 
     def said(self) -> list[str]:
         """Peers that are left out, and notes."""
@@ -240,12 +274,12 @@ def _write(file: Path, text: str) -> None:
     part.replace(file)
 
 
-def bench(every: Iterable[BenchCase], timer: Timer, copy: float, rounds: int, report: BenchReport,
+def bench(every: Iterable[BenchCase], timer: Timer, ceilings: Ceilings, rounds: int, report: BenchReport,
           deadline: float = math.inf) -> list[BenchRow]:
     """Measure until ``time.monotonic()`` reaches the deadline, printing a line and keeping the report after
     each case."""
     print(HEADER, flush=True)
-    for row in _rows(every, timer, copy, rounds, report, deadline):
+    for row in _rows(every, timer, ceilings, rounds, report, deadline):
         report.rows.append(row)
         print(line(row), flush=True)
         report.keep()
@@ -253,7 +287,7 @@ def bench(every: Iterable[BenchCase], timer: Timer, copy: float, rounds: int, re
     return report.rows
 
 
-def _rows(every: Iterable[BenchCase], timer: Timer, copy: float, rounds: int, report: BenchReport,
+def _rows(every: Iterable[BenchCase], timer: Timer, ceilings: Ceilings, rounds: int, report: BenchReport,
           deadline: float) -> Iterator[BenchRow]:
     try:
         for case in every:
@@ -261,7 +295,7 @@ def _rows(every: Iterable[BenchCase], timer: Timer, copy: float, rounds: int, re
                 report.notes.append(f"out of time: {case.kernel} {case.shape} and what comes after it "
                                     "was not measured")
                 return
-            yield measure(case, timer, copy, rounds, report.peers)
+            yield measure(case, timer, ceilings, rounds, report.peers)
     except Exception as error:  # while a case was made: no memory, or a kernel has broken the GPU's state
         first = (str(error).strip().splitlines() or [""])[0]
         yield BenchRow("all others", "", "", fault=f"not measured: {type(error).__name__}: {first}")
@@ -281,6 +315,9 @@ def main(arguments: list[str] | None = None) -> int:
                         help="products begin before the kernel before them has ended (Hopper and newer)")
     parser.add_argument("--only", default="", metavar="TEXT,…",
                         help="rows whose name and shape contain one of these")
+    parser.add_argument("--rows", metavar="LIST", help="numbers of rows of activations: 1,32,256")
+    parser.add_argument("--contexts", metavar="LIST",
+                        help="sequences that attend, and tokens of each: 1x32768,64x1100")
     parser.add_argument("--rehearse", action="store_true", help="tiny shapes, interpreted, without a GPU")
     chosen = parser.parse_args(arguments)
     begun = time.monotonic()
@@ -294,14 +331,23 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"No folder {file.parent}: make it, or give {option} another path.", file=sys.stderr)
             return 2
     device, timer, dtype = torch.device("cuda"), graph_timer, torch.bfloat16
-    rounds, shapes, size = 9 if chosen.quick else 25, QUICK if chosen.quick else LLAMA_8B, COPY
+    rounds, shapes = 9 if chosen.quick else 25, QUICK if chosen.quick else LLAMA_8B
+    sizes = READ, COPY, SQUARE
     if chosen.rehearse:  # the interpreter is wrong in bfloat16
         device, timer, dtype = torch.device("cpu"), clock_timer, torch.float16
-        rounds, shapes, size = 1, REHEARSAL, 1 << 20
+        rounds, shapes, sizes = 1, REHEARSAL, (1 << 18, 1 << 20, 64)
+    if chosen.rows:
+        shapes = replace(shapes, rows=tuple(map(int, chosen.rows.split(","))))
+    if chosen.contexts:
+        pairs = (pair.split("x") for pair in chosen.contexts.split(","))
+        shapes = replace(shapes, contexts=tuple((int(batch), int(length)) for batch, length in pairs))
     torch.manual_seed(0)
-    copy = copy_bandwidth(timer, rounds, device, size)
-    report = BenchReport({**machine(device), "copy_bytes_per_second": copy, "rounds": rounds,
-                          "pdl": chosen.pdl},
+    ceilings = Ceilings(read_bandwidth(timer, rounds, device, sizes[0]),
+                        copy_bandwidth(timer, rounds, device, sizes[1]))
+    report = BenchReport({**machine(device), "read_bytes_per_second": ceilings.read,
+                          "copy_bytes_per_second": ceilings.copy,
+                          "matmul_flops": matmul_flops(timer, rounds, device, dtype, sizes[2]),
+                          "rounds": rounds, "pdl": chosen.pdl},
                          chosen.json, markdown, None if chosen.rehearse else Peers(shapes, device, dtype))
     print(report.title(), end="\n\n")
     only = chosen.only.split(",")
@@ -309,7 +355,7 @@ def main(arguments: list[str] | None = None) -> int:
              if any(text in f"{case.kernel} {case.shape}" for text in only))
     try:
         with tuned.trial({"pdl": 1}) if chosen.pdl and not chosen.rehearse else nullcontext():
-            bench(every, timer, copy, rounds, report,
+            bench(every, timer, ceilings, rounds, report,
                   begun + 60 * chosen.minutes if chosen.minutes else math.inf)
     except KeyboardInterrupt:
         print("\nStopped; what was measured is above" + (f" and in {chosen.json}." if chosen.json else "."),

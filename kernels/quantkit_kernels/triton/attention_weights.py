@@ -13,10 +13,13 @@ import triton.language as tl
 
 from quantkit_kernels.triton.attention_arguments import CHANGING, check, constants_of, numbers, pointers
 from quantkit_kernels.triton.cache import LayerPages, SequenceTables, StepTokens
-from quantkit_kernels.triton.decode_attention import JOIN, PIECE, SplitResults, run_pieces
+from quantkit_kernels.triton.decode_attention import PIECE, SplitResults, run_pieces
 from quantkit_kernels.triton.fragment import family_of
 from quantkit_kernels.triton.kv_operands import key_dims, scores, vector_scores
 from quantkit_kernels.triton.softmax import residual_page, scaled, visible, walk
+
+JOIN = 16
+"""Splits whose maxima and sums are read at a time."""
 
 
 @triton.jit

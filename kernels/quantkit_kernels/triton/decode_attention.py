@@ -35,8 +35,8 @@ from quantkit_kernels.triton.softmax import residual_page, scaled, update, visib
 
 PIECE = 8
 """Pages of a split, which one program reads: 512 slots."""
-JOIN = 16
-"""Pieces that are joined at a time."""
+JOIN, WIDTH = 16, 64
+"""Pieces that are joined at a time, and dimensions that a program, a single warp, joins."""
 
 
 @triton.jit(do_not_specialize=CHANGING)
@@ -128,36 +128,41 @@ def split_kv_kernel(q_ptr: tl.tensor, k_ptr: tl.tensor, k_scale_ptr: tl.tensor, 
 def reduce_kernel(o_ptr: tl.tensor, m_ptr: tl.tensor, l_ptr: tl.tensor, length_ptr: tl.tensor,
                   rows_ptr: tl.tensor, y_ptr: tl.tensor, layer: tl.tensor, layers: tl.tensor,
                   y_step: tl.tensor, splits: tl.tensor, HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
-                  DP: tl.constexpr, COUNT: tl.constexpr, JOIN: tl.constexpr, EARLY: tl.constexpr) -> None:
-    """Combine the splits of one query head for one token.
+                  DP: tl.constexpr, COUNT: tl.constexpr, JOIN: tl.constexpr, WIDTH: tl.constexpr,
+                  EARLY: tl.constexpr) -> None:
+    """Combine the splits of WIDTH dimensions of one query head for one token.
 
     y is ``[N, HKV * G, D]``; the other arguments are as in :func:`split_kv_kernel`.
     """
     if EARLY:
         let_next_begin()
-    token, head, g = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    PARTS: tl.constexpr = DP // WIDTH
+    token, head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    g, part = part // PARTS, part % PARTS
     sequence, place = tl.load(rows_ptr + 2 * token).to(tl.int64), tl.load(rows_ptr + 2 * token + 1)
-    rj, rd = tl.arange(0, JOIN), tl.arange(0, DP)
+    rj, rd = tl.arange(0, JOIN), part * WIDTH + tl.arange(0, WIDTH)
     used = 0
     if sequence >= 0:
         length = tl.load(length_ptr + (sequence * layers + layer) * HKV + head) + place + 1
         used = tl.minimum((tl.maximum(length, 0) + 64 * COUNT - 1) // (64 * COUNT), splits)
     row = (token * HKV + head) * splits
-    maxima = tl.full([JOIN], float("-inf"), tl.float32)
-    for i in range(0, used, JOIN):
-        index = (row + i + rj) * G + g
-        maxima = tl.maximum(maxima, tl.load(m_ptr + index, mask=i + rj < used, other=float("-inf")))
+    every = tl.arange(0, 8 * JOIN)
+    maxima = tl.full([8 * JOIN], float("-inf"), tl.float32)
+    for i in range(0, used, 8 * JOIN):
+        maxima = tl.maximum(maxima, tl.load(m_ptr + (row + i + every) * G + g, mask=i + every < used,
+                                            other=float("-inf")))
     base = tl.max(maxima, 0)
     base = tl.where(base == float("-inf"), 0.0, base)
     total = tl.full([JOIN], 0.0, tl.float32)
-    acc = tl.full([DP], 0.0, tl.float32)
-    for i in range(0, used, JOIN):
-        index = (row + i + rj) * G + g
-        weight = tl.exp2(tl.load(m_ptr + index, mask=i + rj < used, other=float("-inf")) - base)
-        total += weight * tl.load(l_ptr + index, mask=i + rj < used, other=0.0)
-        o = tl.load(o_ptr + index[:, None] * D + rd[None, :], mask=(weight > 0)[:, None] & (rd < D)[None, :],
-                    other=0.0)
-        acc += tl.sum(o * weight[:, None], 0)
+    acc = tl.full([WIDTH], 0.0, tl.float32)
+    for i in tl.range(0, used, JOIN, loop_unroll_factor=4):  # 4 loads on their way at once
+        index, inside = (row + i + rj) * G + g, i + rj < used
+        weight = tl.exp2(tl.load(m_ptr + index, mask=inside, other=float("-inf")) - base)
+        total += weight * tl.load(l_ptr + index, mask=inside, other=0.0)
+        # loaded without waiting for the weights; what was never written may be NaN
+        at = o_ptr + ((row + tl.minimum(i + rj, used - 1)) * G + g)[:, None] * D + rd[None, :]
+        o = tl.load(at) if D == DP else tl.load(at, mask=(rd < D)[None, :], other=0.0)
+        acc += tl.sum(tl.where((weight > 0)[:, None], o * weight[:, None], 0.0), 0)
     denominator = tl.sum(total, 0)
     y = tl.where(denominator > 0, acc / tl.where(denominator > 0, denominator, 1.0), 0.0)
     tl.store(y_ptr + token * y_step + (head * G + g) * D + rd, y.to(y_ptr.dtype.element_ty), mask=rd < D)
@@ -168,8 +173,17 @@ def options(family: str, k: SideLayout, v: SideLayout, d: int) -> dict[str, int]
     if family == "cdna":  # a warp has 64 lanes
         return {"STAGES": 1, "num_warps": 2}
     # a page's number is loaded before the page: 5 stages keep 2 loads in flight, 7 stages keep 3
-    wide = d > 128 or k.kind == v.kind == PLAIN or (k.kind == HADAMARD and k.bits < 4)
-    return {"STAGES": 7 if k.bits < 8 and v.bits < 8 else 5, "num_warps": 4 if wide else 2}
+    plain = k.kind == v.kind == PLAIN
+    wide = d > 128 or plain or (k.kind == HADAMARD and k.bits < 4)
+    stages = 7 if k.bits < 8 and v.bits < 8 else 5
+    # plain pages are large: one on its way is enough on Hopper, and GPUs of 8.6, 8.9 and 12.0 have no room
+    # for more where vectors are long
+    if plain and (family == "hopper" or (family == "ampere" and d > 128)):
+        stages = 3
+    options = {"STAGES": stages, "num_warps": 4 if wide else 2}
+    # without a bound ptxas gives up registers for occupancy there, and spills
+    eight = family == "blackwell" and k.bits == v.bits == 8 and not wide
+    return options | ({"maxnreg": 255} if eight else {})
 
 
 @dataclass(frozen=True)
@@ -243,8 +257,9 @@ def decode_attention(q: torch.Tensor, pages: LayerPages, tables: SequenceTables,
     hkv = tables.pages.shape[2]
     splits = splits or SplitResults.of(q, hkv, step.longest)
     common = run_pieces(splits, q, pages, tables, step, layer, scale, window, limit, sinks, softcap)
-    reduce_kernel[(n, hkv, h // hkv)](
+    width = min(WIDTH, common["DP"])
+    reduce_kernel[(n, hkv, h // hkv * common["DP"] // width)](
         splits.o, splits.m, splits.l, tables.lengths, step.rows, out, layer, tables.pages.shape[1],
         out.stride(0), splits.m.shape[2], **{name: common[name] for name in ("HKV", "G", "D", "DP")},
-        COUNT=PIECE, JOIN=JOIN, EARLY=starts(q.device))
+        COUNT=PIECE, JOIN=JOIN, WIDTH=width, EARLY=starts(q.device), num_warps=1)
     return out

@@ -32,15 +32,14 @@ def _column(corner_ptr: tl.tensor, scale_ptr: tl.tensor, zero_ptr: tl.tensor, gr
 
 
 @triton.jit(do_not_specialize=["n"])
-def solve_block_kernel(work_ptr: tl.tensor, weight_ptr: tl.tensor, corner_ptr: tl.tensor,
-                       scale_ptr: tl.tensor, zero_ptr: tl.tensor, group_ptr: tl.tensor, level_ptr: tl.tensor,
-                       error_ptr: tl.tensor, n: tl.tensor, out: tl.tensor, groups: tl.tensor,
-                       work_step: tl.tensor, weight_step: tl.tensor, level_step: tl.tensor,
-                       error_step: tl.tensor, pull: tl.tensor, TOP: tl.constexpr, COLUMNS: tl.constexpr,
+def solve_block_kernel(work_ptr: tl.tensor, corner_ptr: tl.tensor, scale_ptr: tl.tensor, zero_ptr: tl.tensor,
+                       group_ptr: tl.tensor, level_ptr: tl.tensor, error_ptr: tl.tensor, n: tl.tensor,
+                       out: tl.tensor, groups: tl.tensor, work_step: tl.tensor, level_step: tl.tensor,
+                       error_step: tl.tensor, TOP: tl.constexpr, COLUMNS: tl.constexpr,
                        ROWS: tl.constexpr) -> None:
     """Solve n columns of ROWS rows of one weight.
 
-    work, weight, level and error are ``[linears, n, out]`` with ``*_step`` elements from one weight to the
+    work, level and error are ``[linears, n, out]`` with ``*_step`` elements from one weight to the
     next; corner is ``[linears, n, n]``; scale and zero are ``[linears, groups, out]``; all of them float32.
     group is int64 ``[linears, n]``.
     """
@@ -61,11 +60,9 @@ def solve_block_kernel(work_ptr: tl.tensor, weight_ptr: tl.tensor, corner_ptr: t
         factor1, pivot1, scale1, zero1 = _column(corner_ptr, scale_ptr, zero_ptr, group_ptr, following, n,
                                                  out, rn, rj)
         column = tl.sum(tl.where((rj == i)[:, None], work, 0.0), 0)
-        weight = tl.load(weight_ptr + linear * weight_step + i * out + rn, mask=rn < out, other=0.0)
-        column -= pull * (column - weight)
         level = tl.minimum(tl.maximum(tl.math.div_rn(column, scale), -FARTHEST), FARTHEST)
         level = tl.minimum(tl.maximum((level + WHOLE) - WHOLE + zero, 0.0), TOP)
-        error = column - (level - zero) * scale - pull * (column - weight)
+        error = column - (level - zero) * scale
         error = tl.math.div_rn(error, tl.zeros_like(column) + pivot)
         work -= factor[:, None] * error[None, :]
         tl.store(level_ptr + linear * level_step + i * out + rn, level, mask=rn < out)
@@ -79,32 +76,27 @@ def constants(n: int, bits: int) -> dict[str, float | bool]:
             "num_warps": WARPS, "enable_fp_fusion": False}
 
 
-def solve_block(work: torch.Tensor, weight: torch.Tensor, corner: torch.Tensor, scale: torch.Tensor,
-                zero: torch.Tensor, groups: torch.Tensor, bits: int, pull: float, levels: torch.Tensor,
-                errors: torch.Tensor) -> None:
+def solve_block(work: torch.Tensor, corner: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor,
+                groups: torch.Tensor, bits: int, levels: torch.Tensor, errors: torch.Tensor) -> None:
     """Solve n columns of several weights.
 
-    Column i goes ``pull`` of the way from where it is to ``weight`` and is rounded to the nearest level of
-    its grid. Its error, less ``pull`` of what it still is away from ``weight`` (FOEM,
-    https://arxiv.org/abs/2507.11017), divided by ``corner[i, i]``, is stored in ``errors``; that times
-    ``corner[i, j]`` is subtracted from each later column j.
+    Column i is rounded to the nearest level of its grid. Its error, divided by ``corner[i, i]``, is stored in
+    ``errors``; that times ``corner[i, j]`` is subtracted from each later column j.
 
     Args:
         work: float32 ``[linears, n, out]``, n at most :data:`LONGEST`, with a weight's columns contiguous;
             it isn't modified.
-        weight: float32 with work's shape: what the columns were before earlier errors moved them.
         corner: float32 ``[linears, n, n]``: the block of ``U``, with ``H⁻¹ = Uᵀ U``, for these columns.
         scale, zero: float32 ``[linears, groups, out]``: level v stands for ``(v - zero) * scale``.
         groups: int64 ``[linears, n]``, the group of each column.
         bits: levels are 0 … 2^bits - 1.
-        pull: from 0 to 1.
         levels, errors: float32 with work's shape, where the results are written.
 
     Raises:
         ValueError: shapes or dtypes don't match.
     """
     linears, n, out = work.shape
-    tensors, columns = (work, weight, corner, scale, zero, levels, errors), (weight, levels, errors)
+    tensors, columns = (work, corner, scale, zero, levels, errors), (levels, errors)
     if (not 0 < n <= LONGEST or corner.shape != (linears, n, n)
             or any(tensor.shape != work.shape for tensor in columns)
             or scale.shape != zero.shape or scale.shape[::2] != (linears, out)
@@ -114,6 +106,5 @@ def solve_block(work: torch.Tensor, weight: torch.Tensor, corner: torch.Tensor, 
         raise ValueError(f"work {list(work.shape)}, corner {list(corner.shape)}, grids {list(scale.shape)} "
                          f"and groups {list(groups.shape)} don't fit together")
     solve_block_kernel[(-(-out // ROWS), linears)](
-        work, weight, corner.contiguous(), scale.contiguous(), zero.contiguous(), groups.contiguous(), levels,
-        errors, n, out, scale.shape[1], work.stride(0), weight.stride(0), levels.stride(0), errors.stride(0),
-        float(pull), **constants(n, bits))
+        work, corner.contiguous(), scale.contiguous(), zero.contiguous(), groups.contiguous(), levels, errors,
+        n, out, scale.shape[1], work.stride(0), levels.stride(0), errors.stride(0), **constants(n, bits))

@@ -154,13 +154,12 @@ class LaunchPlan:
 
 
 def plan(n: int, tiles: int, m: int, bk: int, family: str, grouped: bool = False,
-         measured: dict[str, int] | None = None, wide: bool = False, bound: bool = False) -> LaunchPlan:
+         measured: dict[str, int] | None = None, wide: bool = False) -> LaunchPlan:
     """Segments of K by ``n`` and ``tiles`` (along K); the shape of a program by ``m``. What was ``measured``
     comes first: see :func:`quantkit_kernels.tuned.lookup`.
 
     A program's registers hold float32 sums: of a segment, of all segments before it, and ``grouped`` those of
     a tile. That is what bounds ``bm``. ``wide``: weights have 8 bits, and scales that aren't of rows alone.
-    ``bound``: ptxas is told on Ampere too how many registers there are.
     """
     measured = measured or {}
     blocks = -(-n // ROWS)
@@ -179,10 +178,10 @@ def plan(n: int, tiles: int, m: int, bk: int, family: str, grouped: bool = False
                           {"num_warps": warps, "matrix_instr_nonkdim": 16})
     options = {"num_warps": warps}
     # without a bound ptxas gives up registers for occupancy, and spills
-    if family == "blackwell" or (bound and family == "ampere"):
+    if family in ("ampere", "blackwell"):
         options["maxnreg"] = 255
-    # Ampere has no room in registers for two tiles of 8-bit weights and this number of rows
-    unroll = unroll if bm <= (16 if family == "ampere" and not grouped else 32) else 1
+    # Ampere has no room in registers for two tiles and this number of rows
+    unroll = unroll if bm <= (16 if family == "ampere" else 32) else 1
     stages = measured.get("stages", 4 if unroll == 1 else 3)
     early = bool(measured.get("pdl", 0)) and family in dependent.FAMILIES
     if early:
@@ -209,14 +208,15 @@ def arguments(w: TritonWeight, m: int) -> tuple[LaunchPlan, dict[str, Any]]:
     name = tuned.kernel_name(w.decoder.tile, w.mode)
     wide = bits(w) == 8 and (w.group > 0 or w.layout == "fine")
     p = plan(w.n, tiles, m, w.bk, w.family, grouped,
-             tuned.lookup(w.words.device, name, w.n, w.k, w.group, m), wide, wide or w.layout != "word")
+             tuned.lookup(w.words.device, name, w.n, w.k, w.group, m), wide)
     every = {"K": w.k, "BM": p.bm, "BK": w.bk, "WORDS": w.words.shape[2], "TILES": tiles, "PER": p.per,
                "SPLIT": p.split, "GROUP": w.group, "NPAD": w.words.shape[0] * ROWS, "DECODE": w.decoder.tile,
                "MODE": w.mode, "WIDE": lane_columns(w.family), "STAGES": p.stages,
                "UNROLL": p.unroll, "FRESH": sums_tiles_apart(w), "PDL": p.early, "LAYOUT": w.layout,
                "LOWS": w.layout in MINIMA, "MIDDLE": w.decoder.zero_level, "BITS": bits(w),
                "INSTRUCTION": w.words.is_cuda or w.words.is_meta}
-    return p, {name: value for name, value in every.items() if name in kernel_of(w).arg_names}
+    names = kernel_of(w).arg_names
+    return p, {name: value for name, value in every.items() if name in names}
 
 
 def kernel_of(w: TritonWeight) -> Any:

@@ -133,12 +133,14 @@ def options(family: str, k: SideLayout, v: SideLayout, d: int) -> dict[str, int]
     rows, low = ROWS, min(k.bits, v.bits) < 8
     if d > 128:
         rows = (16 if family == "cdna" else 64 if family == "blackwell" else 32) if low else 64
-        if family == "hopper" and k.kind != PLAIN:
+        if family == "ampere" or (family == "hopper" and k.kind != PLAIN):
             rows = 32
     elif family == "ampere":
-        rows = 64
-    return {"M": rows, "STAGES": 1, "num_warps": 4} if family == "cdna" else {
-        "M": rows, "STAGES": 3, "num_warps": 8}
+        rows = 32 if low else 64
+    if family == "cdna":
+        return {"M": rows, "STAGES": 1, "num_warps": 4}
+    # without a bound ptxas gives up registers for occupancy there, and spills
+    return {"M": rows, "STAGES": 3, "num_warps": 8} | ({"maxnreg": 255} if family == "ampere" else {})
 
 
 def tokens(group: int) -> int:

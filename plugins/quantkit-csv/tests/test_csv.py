@@ -10,8 +10,8 @@ from subprocess import CompletedProcess
 import pytest
 
 from quantkit.evaluation.metrics import Interval
-from quantkit.testing import check_reporter, sample_results, tiny_model
-from quantkit_csv.reporter import FIELDS, REPORTER, render
+from quantkit.testing import sample_results, tiny_model
+from quantkit_csv.reporter import FIELDS, render
 
 RESULTS = sample_results()
 
@@ -57,10 +57,6 @@ def test_a_negative_number_stays_a_number() -> None:
     result.rows[0].metrics["kl_mean"] = Interval(-0.5, -1.0, math.inf)
     row = reread(render(result))[0]
     assert (row["kl_mean"], row["kl_mean_low"], row["kl_mean_high"]) == ("-0.5", "-1.0", "inf")
-
-
-def test_the_kit() -> None:
-    check_reporter(REPORTER)
 
 
 def test_eval_writes_and_prints_it(command: Callable[..., CompletedProcess[bytes]], tmp_path: Path) -> None:

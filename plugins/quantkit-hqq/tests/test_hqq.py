@@ -9,8 +9,7 @@ from pydantic import ValidationError
 from quantkit.formats.base import Codes
 from quantkit.formats.pack_quantized import FORMAT
 from quantkit.formats.spec import Granularity, QuantSpec
-from quantkit.quantization.methods.rtn import METHOD as RTN
-from quantkit.quantization.methods.rtn import RtnOptions
+from quantkit.quantization.methods.rounding import RTN, RtnOptions
 from quantkit.support.errors import SpecError
 from quantkit.testing import check_method
 from quantkit_hqq.method import METHOD, HqqOptions

@@ -10,8 +10,7 @@ from quantkit.formats.level_values import dequantize
 from quantkit.formats.spec import Granularity, QuantSpec
 from quantkit.quantization.methods.base import LayerStats
 from quantkit.quantization.methods.grid import SHRINKS, find_grid, round_to_grid, to_codes
-from quantkit.quantization.methods.rtn import METHOD as RTN
-from quantkit.quantization.methods.rtn import RtnOptions
+from quantkit.quantization.methods.rounding import RTN, RtnOptions
 from quantkit.support.errors import CalibrationError, SpecError
 from quantkit.testing import check_method
 from quantkit_imatrix.method import METHOD, ImatrixOptions

@@ -119,7 +119,7 @@ def command(models: tuple[str, ...], host: str, port: int, hosts: tuple[str, ...
     if revision is not None and len(models) > 1:
         raise UsageError("--revision with several models", why="it is a revision of one of them",
                          next="write it behind each model: NAME@REVISION")
-    from quantkit.runtime.drafting.parse import parse_drafter
+    from quantkit.runtime.drafting.base import parse_drafter
     from quantkit.serving.address import bind, is_loopback, url
     from quantkit.support.device import find_device
 
@@ -262,7 +262,7 @@ def _drain(active: int) -> None:
 def _failed(error: BaseException) -> None:
     """A request failed for no fault of its own: say so, and serve on."""
     from quantkit.cli.main import debugging
-    from quantkit.plugins.manager import plugin_failure
+    from quantkit.plugins.blame import plugin_failure
 
     if isinstance(failure := plugin_failure(error) or error, QuantkitError):
         show_error(failure.what, failure.why, failure.next)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from quantkit.checkpoint.open import AnyCheckpoint
-    from quantkit.memory.serving import ServerMemory
+    from quantkit.runtime.memory.serving import ServerMemory
     from quantkit.sources.base import ModelSource
 
 overcommit_option = click.option(
@@ -31,7 +31,7 @@ class MemoryForecast:
 
     Args:
         models: the number of models that will be opened.
-        kv, dtype: of all of them, as for :func:`quantkit.memory.serving.server_memory`.
+        kv, dtype: of all of them, as for :func:`quantkit.runtime.memory.serving.server_memory`.
         max_batch: sequences of a model that decode side by side, at most.
         kv_memory: bytes that the KV cache of each may take, if that is fixed.
         prefix_cache: bytes of prefixes that each keeps beside running sequences; 0: none; ``None``: the
@@ -68,11 +68,11 @@ class MemoryForecast:
             QuantkitError: the weights don't fit into the memory that the models before it leave.
             UsageError: the KV setting doesn't fit the model.
         """
-        from quantkit.memory.kv import default_prefix_bytes
-        from quantkit.memory.machine import free_memory
-        from quantkit.memory.serving import MemoryPart, server_memory
         from quantkit.runtime.cpu import model as cpu_model
         from quantkit.runtime.gpu import model as gpu_model
+        from quantkit.runtime.memory.kv import default_prefix_bytes
+        from quantkit.runtime.memory.machine import free_memory
+        from quantkit.runtime.memory.serving import MemoryPart, server_memory
 
         if not self._opened:  # later, the models before it have taken some
             free = free_memory(device)
@@ -83,8 +83,8 @@ class MemoryForecast:
             # otherwise prefixes take pages that are free
             size = self._prefix_cache or default_prefix_bytes()
             also.append(MemoryPart("prefix cache", size, grows=True))
-        declines = (gpu_model if device.type == "cuda" else cpu_model).declines
-        needed = server_memory(source, device, self._free, declines, before=self._needed, kv=self._kv,
+        reason_against = (gpu_model if device.type == "cuda" else cpu_model).reason_against
+        needed = server_memory(source, device, self._free, reason_against, before=self._needed, kv=self._kv,
                                dtype=self._dtype, sequences=self._max_batch, kv_bytes=self._kv_memory,
                                also=also)
         if needed is not None:

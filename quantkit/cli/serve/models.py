@@ -98,11 +98,10 @@ class ServingStart:
 
 
 def _load_program(engine: Engine) -> None:
-    from quantkit.kv.batch import Batch
     from quantkit.runtime.cpu.model import CpuModel, codecs_of, has_kernels
 
     model = engine.loaded.model
-    if isinstance(model, CpuModel) and model.declines(Batch(engine.cache, [])) is None:
+    if isinstance(model, CpuModel) and model.reason_against(engine.cache) is None:
         model.program(codecs_of(engine.cache), not has_kernels(engine.cache))
 
 
@@ -116,9 +115,8 @@ def load_served(options: ServingOptions) -> list[ServedEngine]:
 
     rendering.start()
     import_large("quantkit.runtime.loader")
-    from quantkit.runtime.drafting.parse import parse_drafter
-    from quantkit.runtime.engine import Engine
-    from quantkit.runtime.fair_lock import FairLock
+    from quantkit.runtime.drafting.base import parse_drafter
+    from quantkit.runtime.engine import Engine, FairLock
 
     def take_tokenizer(start: ServingStart, tokenizer: Tokenizer) -> None:
         if options.chat_template is not None:
@@ -239,7 +237,7 @@ def has_chat(model: ServedEngine) -> bool:
 
 def _tell(loaded: LoadedModel, engine: Engine, drafts: bool) -> None:
     """Say what was loaded, and what doesn't apply to it."""
-    from quantkit.memory.scratch import PREFILL_CHUNK
+    from quantkit.runtime.memory.scratch import PREFILL_CHUNK
 
     note(_about(loaded, engine))
     if engine.max_itl is None:

@@ -8,12 +8,10 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from quantkit.evaluation.bench.machine import machine
-from quantkit.evaluation.decoding import DecodeRunner, step_bytes
-from quantkit.evaluation.speed_sweep import DecodeSpeed
+from quantkit.evaluation.protocol import machine
+from quantkit.evaluation.speed.decoding import DecodeRunner, step_bytes
+from quantkit.evaluation.speed.results import DecodeSpeed
 from quantkit.evaluation.text import load_text
-from quantkit.kv.base import Phase
-from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
 from quantkit.kv.spec import KVSpec
 from quantkit.runtime.cpu import model as cpu_model
@@ -32,7 +30,7 @@ class DecodeSettings:
     Attributes:
         batches: sequences that decode side by side.
         contexts: tokens that each holds before.
-        kv: KV settings.
+        kv: the KV settings to measure.
         prompt: tokens of the prefill that is timed, from an empty cache; 0: none is.
         tokens: decoded in a timed run.
         repeats: timed runs; read bandwidth is measured before each.
@@ -56,8 +54,8 @@ def bench_decode(loaded: LoadedModel, settings: DecodeSettings, progress: Listen
     """Measure a model.
 
     Args:
-        loaded: the model.
-        settings: what.
+        loaded: the model in memory.
+        settings: the choice of measurements.
         progress: told of every run.
         keep: given what is known so far after every case, so that a run that is stopped leaves something.
 
@@ -113,10 +111,8 @@ def _falls_back(loaded: LoadedModel, kv: KVSpec) -> str | None:
     if not isinstance(loaded.model, CpuModel | GpuModel):
         return loaded.fallback_reason
     cache = KVCache(loaded.config, kv, loaded.dtype, loaded.model.device)
-    phases: tuple[Phase, ...] = ("prefill", "prefill_end", "decode")
-    for phase in phases:
-        if (reason := loaded.model.declines(Batch(cache, [], phase))) is not None:
-            return reason
+    if (reason := loaded.model.reason_against(cache)) is not None:
+        return reason
     if isinstance(loaded.model, CpuModel) and not cpu_model.has_kernels(cache):
         return "no kernel reads its codec: torch encodes, and attention reads decoded pages"
     return None

@@ -7,14 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from quantkit.evaluation.bench.machine import machine
-from quantkit.evaluation.speed_sweep import Spread
+from quantkit.evaluation.protocol import machine
+from quantkit.evaluation.speed.results import Spread
 from quantkit.kv.spec import KVSpec
-from quantkit.quantization.calibration.passages import passage
-from quantkit.runtime.drafting.parse import parse_drafter
+from quantkit.quantization.calibration.builtin_text import passage
+from quantkit.runtime.core import Request
+from quantkit.runtime.drafting.base import parse_drafter
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.loader import LoadedModel
-from quantkit.runtime.request import Request
 from quantkit.runtime.sampler import Sampling
 from quantkit.support.errors import QuantkitError, UsageError
 from quantkit.support.progress import Listener, ProgressEvent, silent
@@ -27,8 +27,8 @@ class DraftSettings:
     """What is measured.
 
     Attributes:
-        drafters: as ``--draft`` takes them.
-        tokens: of each answer.
+        drafters: the drafters, as ``--draft`` takes them.
+        tokens: the tokens of each answer.
         repeats: timed runs of each.
         temperature: 0 is greedy.
         kv: the KV setting; ``None``: the model's own.
@@ -58,7 +58,7 @@ def bench_drafts(loaded: LoadedModel, settings: DraftSettings, progress: Listene
 
     Args:
         loaded: the model; drafters start anew for each task.
-        settings: what.
+        settings: the choice of measurements.
         progress: told of every run.
         keep: given what is known so far after every task.
 

@@ -9,8 +9,8 @@ from typing import Any, Literal, cast
 
 import torch
 
-from quantkit.evaluation.bench.machine import machine
-from quantkit.evaluation.roofline.random_weight import packed_weight
+from quantkit.evaluation.protocol import machine
+from quantkit.evaluation.roofline.ceilings import packed_weight
 from quantkit.formats.base import Format
 from quantkit.formats.spec import Granularity, QuantSpec, ScaleDtype
 from quantkit.ops import cpu_machine
@@ -63,7 +63,7 @@ def bench_kernels(shapes: Sequence[tuple[int, int]], rows: Sequence[int], repeat
 
     Args:
         shapes: ``(out, in)`` of weights.
-        rows: of activations.
+        rows: the numbers of rows of activations.
         repeats: timed runs; read bandwidth is measured before each.
         progress: told of every case.
 

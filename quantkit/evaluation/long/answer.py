@@ -8,12 +8,12 @@ from typing import Literal
 
 import torch
 
-from quantkit.evaluation.feed import force, likeliest, prefill
 from quantkit.evaluation.long.items import LongItem, Question
+from quantkit.evaluation.quality.feed import force, likeliest, prefill
 from quantkit.kv.cache import KVCache
 from quantkit.kv.spec import KVSpec
-from quantkit.memory.scratch import PREFILL_CHUNK
 from quantkit.runtime.loader import LoadedModel
+from quantkit.runtime.memory.scratch import PREFILL_CHUNK
 
 When = Literal["known", "later"]
 """The question is part of the prompt at whose end policies act, or comes when they have acted: they could not
@@ -42,7 +42,7 @@ class Answers:
     """Of all questions about a context, in their order.
 
     Attributes:
-        when: which of the two.
+        when: the moment at which the questions came.
         answers: one a question.
         kv_bytes: of the pages that the cache held for the prompt at its end, policies and codecs included;
             for ``known`` with the first question.
@@ -61,7 +61,7 @@ class LongContextModel:
     after every chunk with a codec whose tokens wait).
 
     Args:
-        loaded: the model.
+        loaded: the model in memory.
         kv: how keys and values are kept.
     """
 
@@ -75,7 +75,7 @@ class LongContextModel:
         """Answer every question of a context.
 
         Args:
-            item: the context.
+            item: the context and its questions.
             whens: when the questions come. Where nothing is ever dropped both are the same, and only the
                 first is asked.
             fed: told how many tokens of the context were read.
@@ -109,7 +109,8 @@ class LongContextModel:
 
     def _ask(self, cache: KVCache, context: int, question: Question, when: When) -> tuple[Answer, int]:
         """The answer to one question, and the bytes of its sequence at the question's end."""
-        row, last, kv_bytes = self._question(cache, context, question, when)
+        row, last = self._question(cache, context, question, when)
+        kv_bytes = cache.bytes_of(row)
         done = len(question.ids) if when == "later" else 0
         after = force(self.loaded, cache, row, question.answer, done)
         cache.free([row])
@@ -126,18 +127,18 @@ class LongContextModel:
         return Answer(_begins(text, question.text), logprob, text), kv_bytes
 
     def _question(self, cache: KVCache, context: int, question: Question,
-                  when: When) -> tuple[int, torch.Tensor, int]:
-        """A copy of the context with the question, logits ``[1, vocab]`` after it, and the copy's bytes."""
+                  when: When) -> tuple[int, torch.Tensor]:
+        """A copy of the context with the question, and logits ``[1, vocab]`` after it."""
         row = cache.fork(context)
         if when == "known":
             logits = prefill(self.loaded, cache, row, question.ids)
         else:
             logits = force(self.loaded, cache, row, question.ids)[-1:]
-        return row, logits, cache.bytes_of(row)
+        return row, logits
 
     def _greedy(self, cache: KVCache, context: int, question: Question, when: When) -> list[int]:
         """What the model writes, as long as an answer may be."""
-        row, logits, _ = self._question(cache, context, question, when)
+        row, logits = self._question(cache, context, question, when)
         ids: list[int] = []
         while len(ids) < len(question.answer) + MORE:
             ids.append(likeliest(self.loaded, logits[-1]))

@@ -45,8 +45,8 @@ class TextHaystack:
     """Sentences of a text, in order, from a random one on; white space becomes single spaces.
 
     Args:
-        name: of the text.
-        content: the text.
+        name: the name of the text.
+        content: the text itself.
     """
 
     def __init__(self, name: str, content: str) -> None:

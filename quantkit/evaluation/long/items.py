@@ -39,10 +39,10 @@ class LongItem:
     """A context and its questions.
 
     Attributes:
-        task: its name.
+        task: the name of the task.
         length: tokens of the context with the longest question and answer, exactly.
         sample: its number among those of the same task and length.
-        context: ids.
+        context: the context's token ids.
         questions: at least one.
     """
 

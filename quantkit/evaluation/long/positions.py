@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
-from typing import Any
 
 import torch
 
-from quantkit.evaluation.feed import MOST, finite, force, prefill
-from quantkit.evaluation.long.journal import Journal
 from quantkit.evaluation.metrics import KL, PERPLEXITY, TOP1, Interval
+from quantkit.evaluation.quality.feed import MOST, finite, force, prefill
 from quantkit.kv.cache import KVCache
 from quantkit.kv.spec import KVSpec
 from quantkit.runtime.loader import LoadedModel
 from quantkit.support.errors import UsageError
 
 METRICS = (PERPLEXITY, KL, TOP1)
+BucketMeans = tuple[tuple[float, ...], ...]
+"""Bucket → the mean of each metric."""
 
 
 @dataclass(frozen=True)
@@ -26,10 +25,10 @@ class PositionBucket:
     """One setting over a range of positions.
 
     Attributes:
-        kv: the setting.
+        kv: the KV setting.
         low, high: the queries that were scored: ``low ≤ tokens before the query < high``.
-        values: ``perplexity``, ``kl_mean`` and ``top1``, the last two against the full cache; intervals over
-            windows.
+        values: ``perplexity``, ``kl_mean`` and ``top1``, the last two against the full cache; intervals are
+            over windows.
         kl_windows: mean KL of each window, for comparing settings window by window.
     """
 
@@ -40,8 +39,21 @@ class PositionBucket:
     kl_windows: tuple[float, ...]
 
 
+@dataclass(frozen=True)
+class WindowSums:
+    """A window through all settings.
+
+    Attributes:
+        means: setting → bucket → the mean of each of :data:`METRICS`.
+        kv_bytes: each setting's bytes of KV cache at the window's end.
+    """
+
+    means: tuple[BucketMeans, ...]
+    kv_bytes: tuple[int, ...]
+
+
 class PositionSums:
-    """Sums scores by bucket, of one window.
+    """Sums the scores of one window by bucket.
 
     Args:
         edges: where buckets begin and end.
@@ -55,20 +67,19 @@ class PositionSums:
         """Score the log-probabilities ``logprobs`` against ``reference``, float32 ``[T, vocab]``, of queries
         from position ``at`` on, whose next tokens are ``targets`` int64 ``[T]``."""
         scores = [metric.score(reference, logprobs, targets).double() for metric in METRICS]
-        for sums, low, high in zip(self._sums, self.edges, self.edges[1:]):
+        for sums, (low, high) in zip(self._sums, pairwise(self.edges)):
             part = slice(max(0, low - at), max(0, high - at))
             for index, score in enumerate(scores):
                 sums[index] += float(score[part].sum())
 
-    def means(self) -> list[list[float]]:
+    def means(self) -> BucketMeans:
         """The means by bucket and metric."""
-        return [[total / (high - low) for total in sums]
-                for sums, low, high in zip(self._sums, self.edges, self.edges[1:])]
+        return tuple(tuple(total / (high - low) for total in sums)
+                     for sums, (low, high) in zip(self._sums, pairwise(self.edges)))
 
 
-def buckets_of(kv: str, edges: Sequence[int],
-               windows: Sequence[Sequence[Sequence[float]]]) -> list[PositionBucket]:
-    """What all windows' :meth:`PositionSums.means` say of a setting."""
+def buckets_of(kv: str, edges: Sequence[int], windows: Sequence[BucketMeans]) -> list[PositionBucket]:
+    """The buckets of a setting over all windows."""
     buckets = []
     for index, (low, high) in enumerate(pairwise(edges)):
         means = {metric: [window[index][number] for window in windows]
@@ -92,62 +103,40 @@ def edges_of(prompt: int, lengths: Sequence[int]) -> list[int]:
     return sorted({prompt, *ends[:-1], ends[-1] - 1})
 
 
-def by_position(loaded: LoadedModel, settings: Sequence[KVSpec], windows: torch.Tensor, prompt: int,
-                edges: Sequence[int], fed: Callable[[int, str], None] = lambda count, kv: None,
-                journal: Journal | None = None) -> tuple[list[PositionBucket], list[int]]:
-    """Teacher-force texts through every setting, side by side, and score them by position.
+@torch.inference_mode()
+def score_window(loaded: LoadedModel, settings: Sequence[KVSpec], ids: Sequence[int], prompt: int,
+                 edges: Sequence[int], fed: Callable[[int], None] = lambda count: None) -> WindowSums:
+    """Teacher-force a window through every setting, side by side, and score it by position.
 
-    A window's first tokens are its prompt, at whose end policies act; the rest is fed as if it had been
+    The window's first tokens are its prompt, at whose end policies act; the rest is fed as if it had been
     generated. All settings are kept at once, so that no window's logits are.
 
     Args:
-        loaded: the model.
+        loaded: the model in memory.
         settings: the full cache first: it is the reference.
-        windows: int64 ``[n, T]``.
+        ids: the tokens of the window.
         prompt: tokens that aren't scored.
         edges: see :func:`edges_of`.
-        fed: told how many tokens went through a setting.
-        journal: windows that an earlier run has read.
-
-    Returns:
-        Buckets, setting by setting; and each setting's bytes of KV cache at a window's end.
+        fed: hears how many tokens went through a setting.
 
     Raises:
         QuantkitError: the model's output is not finite.
     """
-    journal, windows_done = journal or Journal(None, {}), []
-    for number, window in enumerate(windows):
-        name = f"positions {number}"
-        if journal.has(name):
-            fed((len(window) - 1) * len(settings), str(settings[-1]))
-        windows_done.append(journal.piece(name, partial(_window, loaded, settings, window, prompt, edges,
-                                                        fed)))
-    kv_bytes = windows_done[-1]["bytes"] if windows_done else [0] * len(settings)
-    return [bucket for index, kv in enumerate(settings)
-            for bucket in buckets_of(str(kv), edges,
-                                     [window["means"][index] for window in windows_done])], kv_bytes
-
-
-@torch.inference_mode()
-def _window(loaded: LoadedModel, settings: Sequence[KVSpec], window: torch.Tensor, prompt: int,
-            edges: Sequence[int], fed: Callable[[int, str], None]) -> dict[str, Any]:
-    """``means`` and ``bytes``, by setting."""
-    tallies, kv_bytes = [PositionSums(edges) for _ in settings], [0] * len(settings)
-    ids: list[int] = window.tolist()
+    sums, kv_bytes = [PositionSums(edges) for _ in settings], [0] * len(settings)
     caches = [KVCache(loaded.config, kv, loaded.dtype, loaded.model.device) for kv in settings]
     rows = [cache.add(len(ids)) for cache in caches]
-    for kv, cache, row in zip(settings, caches, rows):
+    for cache, row in zip(caches, rows):
         prefill(loaded, cache, row, ids[:prompt])
-        fed(prompt, str(kv))
+        fed(prompt)
     for start in range(prompt, len(ids) - 1, MOST):
         chunk = ids[start:min(start + MOST, len(ids) - 1)]
-        targets = window[start + 1:start + 1 + len(chunk)]
+        targets = torch.tensor(ids[start + 1:start + 1 + len(chunk)])
         reference: torch.Tensor | None = None
-        for index, (kv, cache, row) in enumerate(zip(settings, caches, rows)):
+        for index, (cache, row) in enumerate(zip(caches, rows)):
             logits = finite(loaded, force(loaded, cache, row, chunk, start - prompt))
             logprobs = logits.float().log_softmax(-1).cpu()
             reference = logprobs if reference is None else reference
-            tallies[index].add(start, reference, logprobs, targets)
+            sums[index].add(start, reference, logprobs, targets)
             kv_bytes[index] = cache.allocated_bytes
-            fed(len(chunk), str(kv))
-    return {"means": [tally.means() for tally in tallies], "bytes": kv_bytes}
+            fed(len(chunk))
+    return WindowSums(tuple(each.means() for each in sums), tuple(kv_bytes))

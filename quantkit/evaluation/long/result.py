@@ -11,9 +11,9 @@ from typing import Any
 
 from quantkit.evaluation.long.answer import When
 from quantkit.evaluation.long.generated import Drift
-from quantkit.evaluation.long.paired_test import AnswerPair, PairedTest, compare
 from quantkit.evaluation.long.positions import PositionBucket
 from quantkit.evaluation.metrics import Interval
+from quantkit.evaluation.paired import AnswerPair, PairedAnswers, of_answers
 
 SOLVED = 0.75
 """A cell in which the full cache answers a smaller share says nothing about a setting."""
@@ -32,7 +32,7 @@ class LongProtocol:
         chat: asked by the model's chat template; else the user's text is continued.
         questions: when they came.
         prompt, new_tokens: of the texts that were read by position and generated.
-        dtype: of activations.
+        dtype: the dtype of activations.
         quantkit, torch, cpu, cores, threads, gpu: what it ran on.
     """
 
@@ -118,7 +118,7 @@ class SettingVariant:
     Attributes:
         kv: the setting; the first of all is the full cache.
         when: ``None`` where nothing is ever dropped, or nothing was asked: it makes no difference.
-        bytes_per_token: of codes and scales, all layers and heads.
+        bytes_per_token: the bytes of codes and scales, all layers and heads.
         bytes: by length, of what the cache held at a prompt's end, at most.
         text_bytes: allocated when a text by position was all there.
     """
@@ -141,7 +141,7 @@ class LongResult:
 
     Attributes:
         model, method: what ran.
-        protocol: how.
+        protocol: how the numbers were made.
         variants: the full cache first.
         replies: to every question, of every variant.
         buckets: by position, setting by setting.
@@ -174,15 +174,14 @@ class LongResult:
                 cells.setdefault(reply.cell, []).append(reply.right)
         return {cell for cell, right in cells.items() if sum(right) >= SOLVED * len(right)}
 
-    def paired(self, variant: SettingVariant, task: str) -> PairedTest | None:
+    def paired(self, variant: SettingVariant, task: str) -> PairedAnswers | None:
         """A variant against the full cache, over all questions: a choice of those that the full cache
         answers would be one against every setting. ``None`` if it solves no cell of the task."""
         if not any(reply.cell in self.solved() for reply in self.of(self.variants[0], task)):
             return None
-        return compare([AnswerPair(full.context, full.right, compressed.right,
-                                   compressed.logprob - full.logprob)
-                        for full, compressed in
-                        zip(self.of(self.variants[0], task), self.of(variant, task), strict=True)])
+        replies = zip(self.of(self.variants[0], task), self.of(variant, task), strict=True)
+        return of_answers([AnswerPair(full.context, full.right, reply.right, reply.logprob - full.logprob)
+                           for full, reply in replies])
 
     def to_dict(self) -> dict[str, Any]:
         """The object that ``--json`` prints."""

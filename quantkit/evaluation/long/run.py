@@ -1,36 +1,44 @@
-"""Runs one comparison on long contexts: loads once, and runs every setting, the full cache first."""
+"""Runs one comparison on long contexts: plans it, does what isn't there yet, and puts it together."""
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from quantkit import __version__
-from quantkit.evaluation.feed import prefill
-from quantkit.evaluation.long.answer import Answer, Answers, LongContextModel, When
-from quantkit.evaluation.long.generated import by_step
+from quantkit.evaluation.long.answer import When
+from quantkit.evaluation.long.generated import drifts_of
 from quantkit.evaluation.long.haystack import FillerHaystack, Haystack, TextHaystack
 from quantkit.evaluation.long.items import LongItem, make_items
-from quantkit.evaluation.long.journal import Journal
-from quantkit.evaluation.long.positions import by_position, edges_of
+from quantkit.evaluation.long.jobs import (
+    AnswersData,
+    AnswersJob,
+    LongData,
+    LongJob,
+    TextData,
+    TextJob,
+    WindowData,
+    WindowJob,
+)
+from quantkit.evaluation.long.positions import buckets_of, edges_of
 from quantkit.evaluation.long.result import LongProtocol, LongResult, RecordedAnswer, SettingVariant
 from quantkit.evaluation.long.tasks import TASKS
 from quantkit.evaluation.protocol import cpu_cores, cpu_name
-from quantkit.evaluation.quality import windows_of
+from quantkit.evaluation.quality.score import windows_of
+from quantkit.evaluation.sweep.jobs import Measurement, Place
+from quantkit.evaluation.sweep.models import ModelFacts, facts_of
+from quantkit.evaluation.sweep.plan import base_key, machine_key, with_needs
+from quantkit.evaluation.sweep.run import SweepResults, measured
 from quantkit.evaluation.text import BUILTIN, EvalText, load_text
+from quantkit.formats.dtypes import FLOATS
 from quantkit.kv.cache import KVCache
 from quantkit.kv.spec import KVSpec
 from quantkit.plugins.manager import current
-from quantkit.runtime.loader import LoadedModel, load
-from quantkit.support.device import gpu_name
+from quantkit.support.device import find_device, gpu_name
 from quantkit.support.errors import UsageError, did_you_mean
-from quantkit.support.progress import Listener, ProgressEvent, silent
+from quantkit.support.progress import Listener, silent
 
 POSITIONS, GENERATED = "positions", "generated"
 ALL = (*TASKS, POSITIONS, GENERATED)
@@ -43,18 +51,20 @@ class LongSettings:
 
     Attributes:
         kv: settings to compare with the full cache, which always runs first; empty: the model's own.
-        tasks: of :data:`ALL`.
-        lengths: tokens, of prompts with questions and answers, and where buckets of positions end.
-        depths: places that answers stand in, from the beginning to the end.
+        tasks: some of :data:`ALL`.
+        lengths: tokens of prompts with questions and answers, and where buckets of positions end.
+        depths: places where answers stand, from the beginning to the end.
         samples: contexts a cell, texts by position, texts that are generated.
         text: what is read, and what things are hidden in.
-        filler: hide them in generated sentences instead.
-        chat: ask by the chat template.
+        filler: whether they are hidden in generated sentences instead.
+        chat: whether the chat template asks.
         questions: when they come, see :data:`~quantkit.evaluation.long.answer.When`.
         prompt: tokens of a text that are its prompt, by position and generated.
-        new_tokens: generated.
-        seed: of everything that is drawn.
-        dtype, device, revision: as for ``load``.
+        new_tokens: tokens that are generated.
+        seed: seed of everything that is drawn.
+        dtype, device, revision: arguments of :func:`~quantkit.runtime.loader.load`.
+        keep: whether what is measured is kept in the user's cache folder and used again.
+        fresh: whether what was kept before is measured anew.
     """
 
     kv: tuple[KVSpec, ...] = ()
@@ -72,6 +82,8 @@ class LongSettings:
     dtype: str = "auto"
     device: str = "auto"
     revision: str | None = None
+    keep: bool = False
+    fresh: bool = False
 
     def __post_init__(self) -> None:
         for name in ("depths", "samples", "prompt", "new_tokens"):
@@ -88,140 +100,150 @@ class LongSettings:
 
 
 def evaluate_long(uri: str, settings: LongSettings, progress: Listener = silent,
-                  folder: Path | None = None) -> LongResult:
+                  loading: Listener = silent) -> LongResult:
     """Compare KV settings with the full cache, at length.
 
     Args:
         uri: a checkpoint or source.
-        settings: see there.
-        progress: told of tokens that went through the model.
-        folder: what is finished is kept there, and taken from there when the same is asked for again, until
-            :func:`~quantkit.evaluation.long.journal.forget`.
+        settings: what is measured, and how.
+        progress: hears of every measurement, and of its parts.
+        loading: hears of the model's weights.
 
     Raises:
-        QuantkitError: the model can't be loaded, the text is unusable, a length doesn't fit, the model's
-            output is not finite, or the folder has an unfinished comparison of something else.
+        QuantkitError: the model can't be loaded, the text is unusable, a length doesn't fit, or the model's
+            output is not finite. What was measured before is kept if the settings say so.
+        Stopped: interrupted, likewise.
     """
     text = load_text(settings.text)
-    loaded = load(uri, revision=settings.revision, dtype=settings.dtype, device=settings.device)
-    _check(loaded, settings)
-    specs = [KVSpec(), *(kv for kv in settings.kv or (loaded.kv,) if kv != KVSpec())]
-    items = _items(loaded, settings, text)
-    windows = windows_of(loaded, text.content, max(settings.lengths), settings.samples,
-                         ("--context", "--samples")) \
-        if POSITIONS in settings.tasks else torch.empty(0, 0)
-    prompts = windows_of(loaded, text.content, settings.prompt, settings.samples,
-                         ("--prompt-tokens", "--samples")) \
-        if GENERATED in settings.tasks else torch.empty(0, 0)
-    edges = edges_of(settings.prompt, settings.lengths) if POSITIONS in settings.tasks else []
-    each = sum(len(item.context) for item in items) + windows.numel() - len(windows)
-    each += prompts.numel() + len(prompts) * settings.new_tokens
-    fed = _Fed(progress, each * len(specs))
-    readers = [LongContextModel(loaded, kv) for kv in specs]
-    whens: Sequence[When | None] = settings.questions if items else (None,)
-    result = LongResult(loaded.uri, loaded.label, _protocol(loaded, settings, text), [
-        variant for reader in readers for variant in _variants(reader, whens)])
-    key = _key(loaded, result.protocol, specs, (items, windows.tolist(), prompts.tolist()))
-    with contextlib.closing(Journal(folder, key)) as journal:
-        for number, item in enumerate(items):
-            for reader in readers:
-                result.replies += _ask(result, reader, item, number, settings.questions, journal,
-                                       fed.to(f"{item.task} of {item.length} kv {reader.kv}"))
-        if POSITIONS in settings.tasks:
-            result.buckets, kv_bytes = by_position(loaded, specs, windows, settings.prompt, edges,
-                                                   lambda count, kv: fed.to(f"positions kv {kv}")(count),
-                                                   journal)
-            for kv, count in zip(specs, kv_bytes):
-                for variant in result.variants:
-                    variant.text_bytes = count if variant.kv == str(kv) else variant.text_bytes
-        if GENERATED in settings.tasks:
-            result.drifts = by_step(loaded, specs, prompts, settings.new_tokens,
-                                    lambda count, kv: fed.to(f"generated kv {kv}")(count), journal)
+    model = facts_of(uri, settings.revision, settings.dtype, hashed=settings.keep)
+    _check(model, settings)
+    specs = [KVSpec(), *(kv for kv in settings.kv or (model.kv,) if kv != KVSpec())]
+    items = _items(model, settings, text)
+    variants = _variants(model, specs, settings.questions if items else (None,))
+    measurements = with_needs([*_answers(model, settings, specs, items),
+                               *_windows(model, settings, specs, text),
+                               *_texts(model, settings, specs, text)], [model], settings.device)
+    done = measured(measurements, model, keep=settings.keep, fresh=settings.fresh, device=settings.device,
+                    progress=progress, loading=loading)
+    results, first = SweepResults(measurements, done), done[0].data
+    assert isinstance(first, LongData)
+    result = LongResult(uri, first.label, _protocol(model, settings, text), variants)
+    _add_answers(result, results, items, specs)
+    _add_windows(result, results, settings, specs)
+    if texts := results.of(GENERATED, TextData):
+        result.drifts = drifts_of(list(map(str, specs)), settings.new_tokens,
+                                  [text.data.texts for text in texts.values()])
     current().notify("on_run_finished", kind="eval-long", summary=result.to_dict())
     return result
 
 
-def _check(loaded: LoadedModel, settings: LongSettings) -> None:
-    limit = loaded.config.max_position_embeddings
+def _check(model: ModelFacts, settings: LongSettings) -> None:
+    limit = model.config.max_position_embeddings
     if max(settings.lengths) > limit and set(settings.tasks) != {GENERATED}:
         raise UsageError(f"a length of {max(settings.lengths)} is longer than the model's context",
-                         why=f"{loaded.uri} was made for {limit} tokens", next=f"--context {limit}")
+                         why=f"{model.uri} was made for {limit} tokens", next=f"--context {limit}")
     if GENERATED in settings.tasks and settings.prompt + settings.new_tokens > limit:
         raise UsageError(f"a prompt of {settings.prompt} and {settings.new_tokens} new tokens are too long",
-                         why=f"{loaded.uri} was made for {limit} tokens",
+                         why=f"{model.uri} was made for {limit} tokens",
                          next="give a smaller --prompt-tokens or --max-tokens")
 
 
-def _items(loaded: LoadedModel, settings: LongSettings, text: EvalText) -> list[LongItem]:
+def _items(model: ModelFacts, settings: LongSettings, text: EvalText) -> list[LongItem]:
     """Build all contexts before any model runs, so that one that doesn't fit is an error at once."""
     tasks = [task for task in settings.tasks if task in TASKS]
     if not tasks:
         return []
     hay: Haystack = FillerHaystack() if settings.filler else TextHaystack(text.name, text.content)
     return [item for task in tasks for length in sorted(settings.lengths)
-            for item in make_items(loaded.tokenizer, task, hay, length=length, depths=settings.depths,
+            for item in make_items(model.tokenizer, task, hay, length=length, depths=settings.depths,
                                    samples=settings.samples, seed=settings.seed, chat=settings.chat)]
 
 
-def _variants(reader: LongContextModel, questions: Sequence[When | None]) -> list[SettingVariant]:
-    cache = KVCache(reader.loaded.config, reader.kv, reader.loaded.dtype, reader.loaded.model.device)
-    return [SettingVariant(str(reader.kv), when, cache.bytes_per_token)
-            for when in (questions if reader.policy_acts else (None,))]
+def _variants(model: ModelFacts, specs: Sequence[KVSpec],
+              questions: Sequence[When | None]) -> list[SettingVariant]:
+    """Each setting; those that drop something once for each moment at which questions come."""
+    variants = []
+    for kv in specs:
+        cache = KVCache(model.config, kv, FLOATS[model.dtype], torch.device("cpu"))
+        moments = (None,) if cache.policy.keeps_all else questions
+        variants += [SettingVariant(str(kv), when, cache.bytes_per_token) for when in moments]
+    return variants
 
 
-def _key(loaded: LoadedModel, protocol: LongProtocol, specs: Sequence[KVSpec], fed: object) -> dict[str, Any]:
-    """Everything that changes a number. Weights count by content: files may change under the same name."""
-    cache = KVCache(loaded.config, KVSpec(), loaded.dtype, loaded.model.device)
-    with torch.inference_mode():
-        logits = prefill(loaded, cache, cache.add(), [min(id, loaded.config.vocab_size - 1)
-                                                      for id in range(3, 300, 11)])
-    says = hashlib.sha256(logits.float().cpu().numpy().tobytes()).hexdigest()
-    return {"model": [loaded.uri, loaded.label, says, repr(loaded.config), sorted(loaded.tokenizer.eos_ids)],
-            "kv": [str(kv) for kv in specs], "protocol": asdict(protocol),
-            "fed": hashlib.sha256(repr(fed).encode()).hexdigest()}
+def _measurement(kind: str, label: str, job: LongJob[LongData], model: ModelFacts, settings: LongSettings,
+                 place: Place) -> Measurement:
+    """The job with everything that its numbers depend on; of a text that is generated also the machine."""
+    key = {**base_key(settings.dtype, settings.device), **(machine_key() if job.timed else {}), "kind": kind,
+           "model": model.identity, **job.key()}
+    return Measurement(kind, label, job, key, place)
 
 
-def _ask(result: LongResult, reader: LongContextModel, item: LongItem, number: int, questions: Sequence[When],
-         journal: Journal, fed: Callable[[int], None]) -> list[RecordedAnswer]:
-    """A setting's replies to all questions of a context; bytes go to its variants."""
-    replies, name = [], f"context {number} kv {reader.kv}"
-    if journal.has(name):
-        fed(len(item.context))
-    for record in journal.piece(name, lambda: [asdict(answers)
-                                               for answers in reader.read(item, questions, fed)]):
-        answers = Answers(record["when"], tuple(Answer(**answer) for answer in record["answers"]),
-                          record["kv_bytes"])
-        for variant in result.variants:
-            if variant.kv == str(reader.kv) and variant.when in (None, answers.when):
-                # the most that a prompt of this length needed: windows of codecs that wait differ a little
-                variant.bytes[item.length] = max(variant.bytes.get(item.length, 0), answers.kv_bytes)
-        for index, (question, answer) in enumerate(zip(item.questions, answers.answers, strict=True)):
-            replies.append(RecordedAnswer(item.task, item.length, item.sample, question.depth, question.hops,
-                                          number, index, str(reader.kv), answers.when, answer.right,
-                                          answer.logprob, answer.text, question.text, len(question.answer)))
-    return replies
+def _answers(model: ModelFacts, settings: LongSettings, specs: Sequence[KVSpec],
+             items: Sequence[LongItem]) -> list[Measurement]:
+    ref = model.ref(settings.dtype, settings.device)
+    return [_measurement("answers", f"{item.task} of {item.length} kv {kv}",
+                         AnswersJob(ref, (str(kv),), item, settings.questions), model, settings,
+                         Place(number, setting))
+            for number, item in enumerate(items) for setting, kv in enumerate(specs)]
 
 
-def _protocol(loaded: LoadedModel, settings: LongSettings, text: EvalText) -> LongProtocol:
+def _windows(model: ModelFacts, settings: LongSettings, specs: Sequence[KVSpec],
+             text: EvalText) -> list[Measurement]:
+    if POSITIONS not in settings.tasks:
+        return []
+    windows = windows_of(model, text.content, max(settings.lengths), settings.samples,
+                         ("--context", "--samples"))
+    ref = model.ref(settings.dtype, settings.device)
+    edges = tuple(edges_of(settings.prompt, settings.lengths))
+    return [_measurement(POSITIONS, f"{POSITIONS} of text {number + 1}",
+                         WindowJob(ref, tuple(map(str, specs)), tuple(ids), settings.prompt, edges),
+                         model, settings, Place(number)) for number, ids in enumerate(windows.tolist())]
+
+
+def _texts(model: ModelFacts, settings: LongSettings, specs: Sequence[KVSpec],
+           text: EvalText) -> list[Measurement]:
+    if GENERATED not in settings.tasks:
+        return []
+    prompts = windows_of(model, text.content, settings.prompt, settings.samples,
+                         ("--prompt-tokens", "--samples"))
+    ref = model.ref(settings.dtype, settings.device)
+    return [_measurement(GENERATED, f"{GENERATED} text {number + 1}",
+                         TextJob(ref, tuple(map(str, specs)), tuple(ids), settings.new_tokens),
+                         model, settings, Place(number)) for number, ids in enumerate(prompts.tolist())]
+
+
+def _add_answers(result: LongResult, results: SweepResults, items: Sequence[LongItem],
+                 specs: Sequence[KVSpec]) -> None:
+    """Every reply goes to the result, bytes to its variants."""
+    for place, answered in results.of("answers", AnswersData).items():
+        item, kv = items[place.model], str(specs[place.part])
+        for moment in answered.data.moments:
+            for variant in result.variants:
+                if variant.kv == kv and variant.when in (None, moment.when):
+                    # at most: how many vectors of a codec wait to be encoded differs a little
+                    variant.bytes[item.length] = max(variant.bytes.get(item.length, 0), moment.kv_bytes)
+            for index, (question, answer) in enumerate(zip(item.questions, moment.answers, strict=True)):
+                result.replies.append(RecordedAnswer(
+                    item.task, item.length, item.sample, question.depth, question.hops, place.model, index,
+                    kv, moment.when, answer.right, answer.logprob, answer.text, question.text,
+                    len(question.answer)))
+
+
+def _add_windows(result: LongResult, results: SweepResults, settings: LongSettings,
+                 specs: Sequence[KVSpec]) -> None:
+    windows = [done.data.window for done in results.of(POSITIONS, WindowData).values()]
+    if windows:
+        edges = edges_of(settings.prompt, settings.lengths)
+        for index, kv in enumerate(map(str, specs)):
+            result.buckets += buckets_of(kv, edges, [window.means[index] for window in windows])
+            for variant in result.variants:
+                if variant.kv == kv:
+                    variant.text_bytes = windows[-1].kv_bytes[index]
+
+
+def _protocol(model: ModelFacts, settings: LongSettings, text: EvalText) -> LongProtocol:
     return LongProtocol(
         text.name, text.sha256, settings.filler, settings.tasks, tuple(sorted(settings.lengths)),
         settings.depths, settings.samples, settings.seed, settings.chat, settings.questions, settings.prompt,
-        settings.new_tokens, str(loaded.dtype).removeprefix("torch."), __version__, torch.__version__,
-        cpu_name(), cpu_cores(), torch.get_num_threads(), gpu_name(loaded.model.device))
-
-
-class _Fed:
-    """Turns counts of tokens into progress events."""
-
-    def __init__(self, progress: Listener, total: int) -> None:
-        self._progress, self._total, self._done = progress, total, 0
-
-    def to(self, label: str) -> Callable[[int], None]:
-        """A counter for what is worked on now."""
-        self._progress(ProgressEvent(self._done, self._total, label))
-
-        def count(tokens: int) -> None:
-            self._done += tokens
-            self._progress(ProgressEvent(self._done, self._total, label))
-
-        return count
+        settings.new_tokens, model.dtype, __version__, torch.__version__,
+        cpu_name(), cpu_cores(), torch.get_num_threads(), gpu_name(find_device(settings.device)))

@@ -71,7 +71,7 @@ class LongTask:
     """A kind of question.
 
     Attributes:
-        name: as it is asked for.
+        name: its name in ``--tasks``.
         drafts: depths, chance → the contexts of one sample.
         filler: its hay is always generated.
     """

@@ -25,8 +25,8 @@ class PeerFacts(Frozen):
         method: how its weights are kept: ``Q4_K - Medium``, ``bitsandbytes nf4``.
         vocab_size: tokens that it predicts.
         bits_per_weight: stored bits of all Linears, scales included, over their parameters.
-        file_bytes: of all weights on disk.
-        weight_bytes: of all weights in memory.
+        file_bytes: the bytes of all weights on disk.
+        weight_bytes: the bytes of all weights in memory.
         load_s: seconds to open the model.
     """
 
@@ -119,7 +119,7 @@ class Peer(Frozen, ABC):
     """Another tool and its options, as they are written in a ``--peer``.
 
     Attributes:
-        name: that it is called by.
+        name: the name that it is called by.
         first: the option that may stand without its name.
     """
 
@@ -137,8 +137,8 @@ class Peer(Frozen, ABC):
 
         Args:
             context: tokens that it must take at once.
-            threads: that it computes with, if that isn't a server's own matter.
-            tokenizer: of the reference, for tools that take texts only.
+            threads: the threads that it computes with, if that isn't a server's own matter.
+            tokenizer: the reference's tokenizer, for tools that take texts only.
 
         Raises:
             QuantkitError: the tool or the model isn't there, or refuses.

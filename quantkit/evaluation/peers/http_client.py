@@ -49,7 +49,9 @@ class ServerClient:
         if parts.scheme not in ("http", "https") or not self._host or parts.username or parts.query:
             raise UsageError(f"{url!r:.200} is not the URL of a server", next=_HINT,
                              why="it is http:// or https://, a host, and perhaps a port and a path")
-        self.url, self._secure, self._timeout = url, parts.scheme == "https", timeout
+        self.url = url
+        self._secure = parts.scheme == "https"
+        self._timeout = timeout
         self._root = parts.path.rstrip("/").removesuffix("/v1")
         self._headers = {"Content-Type": "application/json", "Accept": "application/json"}
         if key_variable:

@@ -75,7 +75,9 @@ class LlamaModel:
         if not self._model:
             raise RuntimeError(f"llama.cpp can't open {options['file']}")
         size = max(options["context"], CHUNK)  # in a smaller one a batch would be smaller, too
-        parameters.words[0], parameters.words[1], parameters.words[2] = size, CHUNK, CHUNK
+        parameters.words[0] = size
+        parameters.words[1] = CHUNK
+        parameters.words[2] = CHUNK
         self._context = lib.llama_init_from_model(self._model, parameters)
         if not self._context:
             raise RuntimeError(f"llama.cpp can't make a context of {size} tokens")
@@ -152,7 +154,9 @@ class LlamaModel:
         batch.n_tokens = len(ids)
         for row, token in enumerate(ids):
             batch.token[row], batch.pos[row] = token, self._place + row
-            batch.n_seq_id[row], batch.seq_id[row][0], batch.logits[row] = 1, 0, 0
+            batch.n_seq_id[row] = 1
+            batch.seq_id[row][0] = 0
+            batch.logits[row] = 0
         for row in wanted:
             batch.logits[row] = 1
         if code := self._library.llama_decode(self._context, batch):

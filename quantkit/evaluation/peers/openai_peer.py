@@ -21,7 +21,7 @@ class OpenAIPeer(Peer):
     """A model behind ``/v1/completions``.
 
     Attributes:
-        url: of the server, with or without ``/v1``.
+        url: the server's address, with or without ``/v1``.
         model: its name there; empty: the only one.
         key_env: variable of the environment that has the API key. It is in no report, as a key would be.
         timeout: seconds that the server may be silent.
@@ -49,9 +49,9 @@ class OpenAISession(PeerSession):
     """A model of a server.
 
     Args:
-        client: the server.
+        client: the connection to the server.
         model: the model's name; empty: the only one.
-        tokenizer: of the reference, for servers that take or give texts only.
+        tokenizer: the reference's tokenizer, for servers that take or give texts only.
     """
 
     def __init__(self, client: ServerClient, model: str, tokenizer: Tokenizer) -> None:

@@ -33,13 +33,15 @@ class PromptScores:
 
     Args:
         complete: body of a completion → its answer; raises RefusedError.
-        tokenizer: of the reference.
-        tool: for messages.
+        tokenizer: the reference's tokenizer.
+        tool: the tool's name for messages.
     """
 
     def __init__(self, complete: Callable[[dict[str, Any]], dict[str, Any]], tokenizer: Tokenizer,
                  tool: str) -> None:
-        self._complete, self._tokenizer, self._tool = complete, tokenizer, tool
+        self._complete = complete
+        self._tokenizer = tokenizer
+        self._tool = tool
         self._texts = TokenTexts(tokenizer)
         self._ways, self._settled = list(WAYS), False
 

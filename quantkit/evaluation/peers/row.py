@@ -3,47 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from statistics import median
 from typing import Any
 
 import numpy as np
+from pydantic import Field
 
 from quantkit.evaluation.metric_table import RegisteredMetric, registered_metrics, summarized
 from quantkit.evaluation.metrics import TOP1, Interval
 from quantkit.evaluation.peers.base import PeerFacts, PeerTimes
+from quantkit.evaluation.quality.token_scores import TokenScores, joined, tails
 from quantkit.evaluation.result import ModelResult
-from quantkit.evaluation.speed_sweep import DecodeSpeed, MemoryUse, PrefillSpeed, SpeedSweep, Spread
-from quantkit.evaluation.token_scores import TokenScores, joined, tails
+from quantkit.evaluation.speed.results import DecodeSpeed, MemoryUse, PrefillSpeed, SpeedSweep, Spread
+from quantkit.evaluation.sweep.store import MeasuredData, MeasurementResult
 
 SCORES = ("kl", "loss", "likeliest", "agrees")
 """Of each token, ``[windows, n]``; the arrays of a text are called ``TEXT/kl`` and so on."""
 FLIPS = "flips"
 
 
-@dataclass(frozen=True)
-class PeerMeasurement:
-    """What was measured of a peer.
+class PeerData(MeasuredData):
+    """What was measured of a peer. Beside it stand arrays: of each text with logits, :data:`SCORES`.
 
     Attributes:
-        data: dicts, lists, texts and numbers: ``uri``, ``facts``, ``texts`` (name → key → each window's
-            mean), and ``times`` with the ``prefill`` that they are of, or ``None``.
-        arrays: of each text with logits, :data:`SCORES`.
+        uri: the name of its model.
+        facts: what it says about itself.
+        texts: name → metric → its mean over each window.
+        times: what timed runs took; ``None``: it wasn't timed.
+        prefill: tokens of the prompt of those runs.
     """
 
-    data: dict[str, Any]
-    arrays: dict[str, np.ndarray] = field(default_factory=dict)
+    uri: str
+    facts: PeerFacts
+    texts: dict[str, dict[str, list[Any]]] = Field(default_factory=dict)
+    times: PeerTimes | None = None
+    prefill: int = 0
 
 
-def peer_row(measurement: PeerMeasurement) -> ModelResult:
-    """The row: what the tool can't report is ``None`` or absent. When it was measured is for the caller to
-    say."""
+def peer_row(measurement: MeasurementResult[PeerData]) -> ModelResult:
+    """The row of a peer: what the tool can't report is ``None`` or absent."""
     data = measurement.data
-    facts = PeerFacts.model_validate(data["facts"], strict=False)
-    row = ModelResult(data["uri"], facts.method, facts.bits_per_weight, facts.file_bytes, tool=facts.tool,
+    facts = data.facts
+    row = ModelResult(data.uri, facts.method, facts.bits_per_weight, facts.file_bytes, tool=facts.tool,
                       load_s=facts.load_s)
     metrics = {registered.metric.name: registered for registered in registered_metrics()}
-    texts: dict[str, Mapping[str, Any]] = data["texts"]
+    texts = data.texts
     scores = {name: tokens for name in texts if (tokens := _tokens(measurement, name)) is not None}
     for name, means in texts.items():
         row.texts[name] = _summary([means], metrics, [scores[name]] if name in scores else [])
@@ -54,12 +57,13 @@ def peer_row(measurement: PeerMeasurement) -> ModelResult:
     if texts:
         row.metrics |= _summary(list(texts.values()), metrics,
                                 list(scores.values()) if len(scores) == len(texts) else [])
-    if data["times"] is not None:
-        _add_speed(row, PeerTimes.model_validate(data["times"], strict=False), facts, data["prefill"])
+    if data.times is not None:
+        _add_speed(row, data.times, facts, data.prefill)
+    row.measured = dict.fromkeys(("quality", "speed") if row.speed else ("quality",), measurement.measured)
     return row
 
 
-def _tokens(measurement: PeerMeasurement, text: str) -> TokenScores | None:
+def _tokens(measurement: MeasurementResult[PeerData], text: str) -> TokenScores | None:
     if f"{text}/{SCORES[0]}" not in measurement.arrays:
         return None
     return TokenScores(*(measurement.arrays[f"{text}/{name}"] for name in SCORES))
@@ -82,21 +86,14 @@ def _add_speed(row: ModelResult, times: PeerTimes, facts: PeerFacts, tokens: int
     prefill: tuple[PrefillSpeed, ...] = ()
     decode: tuple[DecodeSpeed, ...] = ()
     if times.prefill_tok_s:
-        row.metrics["prefill_tok_s"] = Interval(*_range(times.prefill_tok_s))
-        prefill = (PrefillSpeed(tokens=tokens, tok_s=_spread(times.prefill_tok_s),
-                                first_token_s=_spread(times.first_token_s)),)
+        tok_s = Spread.of(times.prefill_tok_s)
+        row.metrics["prefill_tok_s"] = tok_s.interval
+        prefill = (PrefillSpeed(tokens=tokens, tok_s=tok_s, first_token_s=Spread.of(times.first_token_s)),)
     if times.decode_tok_s:
-        row.metrics["decode_tok_s"] = Interval(*_range(times.decode_tok_s))
-        decode = (DecodeSpeed(batch=1, context=tokens, tok_s=_spread(times.decode_tok_s)),)
+        tok_s = Spread.of(times.decode_tok_s)
+        row.metrics["decode_tok_s"] = tok_s.interval
+        decode = (DecodeSpeed(batch=1, context=tokens, tok_s=tok_s),)
     weights = facts.weight_bytes
     memory = MemoryUse(weights=weights, peak=times.peak_bytes) if weights is not None else None
     row.speed = SpeedSweep(decode=decode, prefill=prefill, memory=memory, load_s=facts.load_s)
 
-
-def _range(values: Sequence[float]) -> tuple[float, float, float]:
-    return median(values), min(values), max(values)
-
-
-def _spread(values: Sequence[float]) -> Spread:
-    middle, low, high = _range(values)
-    return Spread(median=middle, low=low, high=high)

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import closing
-from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
 import torch
 
-from quantkit.evaluation.forced import TeacherForcedModel
 from quantkit.evaluation.metric_table import registered_metrics
 from quantkit.evaluation.peers.base import Peer, PeerPrediction, PeerSession
-from quantkit.evaluation.peers.parse import parse_peer
-from quantkit.evaluation.peers.row import PeerMeasurement, peer_row
+from quantkit.evaluation.peers.openai_peer import OpenAIPeer
+from quantkit.evaluation.peers.process import LlamaPeer, TransformersPeer
+from quantkit.evaluation.peers.row import PeerData
 from quantkit.evaluation.peers.scores import PeerScores
-from quantkit.evaluation.result import ModelResult
+from quantkit.evaluation.quality.feed import TeacherForcedModel
+from quantkit.evaluation.sweep.store import MeasurementResult
 from quantkit.runtime.loader import LoadedModel
-from quantkit.support.errors import QuantkitError, UsageError
+from quantkit.support.call_text import made_with, named_options, read_call
+from quantkit.support.errors import QuantkitError, UsageError, did_you_mean
 from quantkit.support.frozen import Frozen
 from quantkit.support.progress import Listener, ProgressEvent, silent
 
@@ -33,7 +34,7 @@ class PeerSpeedSettings(Frozen):
         prefill: tokens of a prompt.
         decode: tokens after it.
         repeats: timed runs, after a warm-up.
-        threads: that the tool computes with.
+        threads: the threads that the tool computes with.
     """
 
     prefill: int
@@ -42,27 +43,13 @@ class PeerSpeedSettings(Frozen):
     threads: int
 
 
-def run_peer(peer: str, texts: Mapping[str, torch.Tensor], prompt: int,
-             reference: LoadedModel | TeacherForcedModel, speed: PeerSpeedSettings | None = None,
-             progress: Listener = silent) -> ModelResult:
-    """Measure a peer, as :func:`measure_peer` does.
-
-    Returns:
-        A row: what the tool can't report is ``None`` or absent.
-    """
-    row = peer_row(measure_peer(peer, texts, prompt, reference, speed, progress))
-    now = datetime.now(UTC).isoformat(timespec="seconds")
-    row.measured = {kind: now for kind, there in (("quality", row.texts), ("speed", row.speed)) if there}
-    return row
-
-
 def measure_peer(peer: str, texts: Mapping[str, torch.Tensor], prompt: int,
                  reference: LoadedModel | TeacherForcedModel, speed: PeerSpeedSettings | None = None,
-                 progress: Listener = silent) -> PeerMeasurement:
+                 progress: Listener = silent) -> MeasurementResult[PeerData]:
     """Measure a peer.
 
     Args:
-        peer: as it is written in ``--peer``.
+        peer: the tool as it is written in ``--peer``.
         texts: name → windows of token ids, int64 ``[windows, window]``; none: only speed is measured.
         prompt: tokens at the beginning of a window that aren't scored.
         reference: what it is scored against; a :class:`TeacherForcedModel` has this ``prompt``.
@@ -70,7 +57,7 @@ def measure_peer(peer: str, texts: Mapping[str, torch.Tensor], prompt: int,
         progress: told before each window and the speed test.
 
     Returns:
-        Plain data, which :func:`~quantkit.evaluation.peers.row.peer_row` makes a row of.
+        What :func:`~quantkit.evaluation.peers.row.peer_row` makes a row of.
 
     Raises:
         UsageError: the peer can't be read, or its tokens are others.
@@ -87,19 +74,20 @@ def measure_peer(peer: str, texts: Mapping[str, torch.Tensor], prompt: int,
     with closing(tool.open(max(lengths, default=1), threads, loaded.tokenizer)) as session:
         facts = session.facts
         _check_tokens(tool, session, texts, loaded)
-        data: dict[str, Any] = {"uri": tool.uri, "facts": facts.model_dump(), "texts": {}, "times": None}
+        data = PeerData(uri=tool.uri, facts=facts)
         arrays: dict[str, np.ndarray] = {}
         done = 0
         if speed:  # first, while the process's largest memory is that of running, not of logits
             progress(ProgressEvent(done, total, f"speed of {tool.name}"))
             times = session.time(_ids(texts, loaded, speed), speed.decode)
-            data |= {"times": times.model_dump(mode="json"), "prefill": speed.prefill}
+            data = data.model_copy(update={"times": times, "prefill": speed.prefill})
             done += 1
         if texts:
-            data["texts"], arrays = _scored(tool, session, texts, prompt, reference, lambda number: progress(
+            means, arrays = _scored(tool, session, texts, prompt, reference, lambda number: progress(
                 ProgressEvent(done + number, total, f"{tool.name} {facts.method}")))
+            data = data.model_copy(update={"texts": means})
     progress(ProgressEvent(total, total, "scored"))
-    return PeerMeasurement(data, arrays)
+    return MeasurementResult(data, arrays)
 
 
 def _check_tokens(tool: Peer, session: PeerSession, texts: Mapping[str, torch.Tensor],
@@ -169,3 +157,23 @@ def _ids(texts: Mapping[str, torch.Tensor], loaded: LoadedModel, speed: PeerSpee
     ids = (ids * (2 + speed.prefill // len(ids)))[:speed.prefill + len(ids)]
     return [ids[run:run + speed.prefill] for run in range(speed.repeats + 1)]
 
+
+MAX_LENGTH = 2048
+PEERS: dict[str, type[Peer]] = {kind.name: kind for kind in (TransformersPeer, LlamaPeer, OpenAIPeer)}
+_NEXT = 'quantkit eval MODEL --peer "llama.cpp(FILE.gguf, bin=FOLDER)"'
+_SEE = "docs/evaluation.md"
+
+
+def parse_peer(text: str) -> Peer:
+    """A peer with its options.
+
+    Raises:
+        UsageError: it can't be read, names another tool, or an option is off.
+    """
+    if len(text) > MAX_LENGTH:
+        raise UsageError(f"a peer of {len(text)} characters", why=f"{MAX_LENGTH} are allowed", next=_NEXT)
+    name, written = read_call(text, _NEXT)
+    if name not in PEERS:
+        raise UsageError(f"no peer is called {name!r}", why=did_you_mean(name, PEERS), next=_NEXT)
+    options = named_options(written, PEERS[name].first, text, _NEXT)
+    return made_with(PEERS[name], options, f"peer {name!r}", _SEE, f"see {_SEE}")

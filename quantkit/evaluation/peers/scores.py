@@ -10,7 +10,7 @@ import torch
 from quantkit.evaluation.metric_table import RegisteredMetric
 from quantkit.evaluation.metrics import PERPLEXITY, TOP1
 from quantkit.evaluation.peers.base import PeerPrediction
-from quantkit.evaluation.window_scores import WindowScores
+from quantkit.evaluation.quality.window_scores import WindowScores
 
 Means = Mapping[str, Sequence[float] | Sequence[Sequence[float]]]
 """Key of a metric → its mean over each window; per run the K statistics of each."""
@@ -36,7 +36,7 @@ class PeerScores:
 
         Args:
             reference: logits ``[T, vocab]``.
-            prediction: of T tokens.
+            prediction: the prediction of T tokens.
             targets: the tokens that came, int64 ``[T]``.
         """
         self._windows += 1

@@ -54,7 +54,9 @@ def main() -> None:
 
 def timed(model: Any, prompts: list[list[int]], decode: int) -> dict[str, Any]:
     """Prefill and greedy decoding of every prompt; the first is a warm-up."""
-    prefill, steps, first = [], [], []
+    prefill = []
+    steps = []
+    first = []
     for ids in prompts:
         begin = time.perf_counter()
         token = model.prefill(ids)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from quantkit.evaluation.keys import PER_ITEM, TAILS
-from quantkit.evaluation.machine_load import MachineLoad, busy_reason
 from quantkit.evaluation.metric_table import MetricInfo
 from quantkit.evaluation.metrics import Interval
-from quantkit.evaluation.result import EvalResult
-from quantkit.evaluation.variants import short_names
+from quantkit.evaluation.result import EvalResult, short_names
+from quantkit.evaluation.speed.machine_load import MachineLoad, busy_reason
 
 __all__ = ["Reporter", "columns_of", "head", "kilobytes", "megabytes", "number", "short_names", "shown",
            "spread", "tasks_of", "text_name", "withheld"]
@@ -26,7 +25,7 @@ class Reporter:
     """A registered way to write results.
 
     Attributes:
-        name: as registered.
+        name: its name in the registry.
         file: the file name it has in a report folder, without a folder of its own.
         render: result → the file's content; text is written as UTF-8. It must not change the result, nor
             write anything itself. Rows may lack any metric, and values may be infinite.
@@ -121,3 +120,36 @@ def withheld(result: EvalResult) -> list[str]:
     names = ", ".join(busy) if len(busy) <= _NAMED else f"{len(busy)} of {len(result.rows)} variants"
     whose = "No speed is shown" if len(busy) == len(result.rows) else f"No speed of {names}"
     return [f"{whose}: {reason}. Run it again when the machine is idle."]
+
+
+@dataclass(frozen=True)
+class TextGrid:
+    """A table.
+
+    Attributes:
+        title: the title above it.
+        heads: of all columns; the first has the rows' names. What follows a line break is small: a unit.
+        rows: their cells. What follows a line break is small: an interval.
+        notes: sentences below it.
+        dimmed: indices of rows that recede, because others are better in everything.
+    """
+
+    title: str
+    heads: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    notes: tuple[str, ...] = ()
+    dimmed: frozenset[int] = field(default_factory=frozenset)
+
+    @property
+    def filled(self) -> TextGrid:
+        """Without columns that have no value, the first aside."""
+        kept = [index for index in range(len(self.heads))
+                if not index or any(row[index] not in ("", "–") for row in self.rows)]
+        return TextGrid(self.title, tuple(self.heads[index] for index in kept),
+                        tuple(tuple(row[index] for index in kept) for row in self.rows),
+                        self.notes, self.dimmed)
+
+
+def pair(value: str, below: str = "") -> str:
+    """A cell: a value, and what stands small below it."""
+    return f"{value}\n{below}" if below else value

@@ -118,7 +118,7 @@ def write_report(result: EvalResult, folder: Path, names: Sequence[str] | None =
     """Write a file a reporter; each replaces an older one whole.
 
     Args:
-        result: the comparison.
+        result: the comparison's results.
         folder: made if it is missing.
         names: of reporters; by default every one that belongs into a folder (see :func:`reporters`). One of a
             plugin that fails then costs one warning and its own file.

@@ -20,7 +20,7 @@ class QualityFloor:
     """Where a logarithmic axis of KL ends; the reference, whose KL is 0, and all below it stand there.
 
     Attributes:
-        value: nats.
+        value: the KL in nats.
         noise: its interval, if it is the noise floor that was measured; ``None``: it is half the smallest KL.
     """
 
@@ -31,13 +31,6 @@ class QualityFloor:
     def name(self) -> str:
         """What its line is called."""
         return "KL 0" if self.noise is None else f"noise floor {number(self.value)}"
-
-    @property
-    def label(self) -> str:
-        """What a figure says about it."""
-        if self.noise is None:
-            return "KL 0 is drawn here"
-        return f"{self.name}: what is not above it is drawn here"
 
     @property
     def sentence(self) -> str:
@@ -58,7 +51,7 @@ class FrontierPoint:
     """A variant in one of the two pictures.
 
     Attributes:
-        index: of its row.
+        index: the index of its row.
         quality: KL, in nats.
         cost: tokens a second, or GB.
         dominated: whether another is at least as good in both and better in one.
@@ -76,10 +69,10 @@ class Frontier:
 
     Attributes:
         key: ``speed`` or ``bytes``.
-        title: of the quantity.
+        title: the title of the quantity.
         higher: whether more of it is better.
         points: in the order of the rows; a row without one of the two values has none.
-        floor: of KL.
+        floor: where the axis of KL ends.
     """
 
     key: str

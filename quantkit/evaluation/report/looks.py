@@ -13,9 +13,9 @@ from quantkit.evaluation.report.base import short_names
 from quantkit.evaluation.result import ModelResult
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F")
-SHAPES = (("o", "circle"), ("s", "square"), ("^", "triangle-up"), ("D", "diamond"), ("v", "triangle-down"),
-          ("P", "cross"), ("<", "triangle-left"), (">", "triangle-right"))
-"""As matplotlib and Vega call them."""
+SHAPES = ("circle", "square", "triangle-up", "diamond", "triangle-down", "cross", "triangle-left",
+          "triangle-right")
+"""Vega's names."""
 _NAME = 40
 
 
@@ -24,19 +24,17 @@ class VariantLook:
     """One row of results in figures.
 
     Attributes:
-        name: of the variant, its KV setting included.
-        model: its name without that.
+        name: the variant's name, its KV setting included.
+        model: the name without that.
         setting: the KV setting; ``""``: none was given.
-        color: ``#rrggbb``.
-        marker: matplotlib's name of the shape.
-        shape: Vega's.
+        color: its color as ``#rrggbb``.
+        shape: Vega's name of the shape.
     """
 
     name: str
     model: str
     setting: str
     color: str
-    marker: str
     shape: str
 
 
@@ -48,9 +46,9 @@ def variant_looks(rows: Sequence[ModelResult]) -> list[VariantLook]:
     models, settings = list(dict.fromkeys(of_rows)), list(dict.fromkeys(row.kv for row in rows))
     looks = []
     for row, name, model in zip(rows, names, of_rows):
-        marker, shape = SHAPES[settings.index(row.kv) % len(SHAPES)]
         looks.append(VariantLook(shortened(name), shortened(model), shortened(row.kv or ""),
-                                 COLORS[models.index(model) % len(COLORS)], marker, shape))
+                                 COLORS[models.index(model) % len(COLORS)],
+                                 SHAPES[settings.index(row.kv) % len(SHAPES)]))
     return looks
 
 

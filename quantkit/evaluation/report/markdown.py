@@ -9,6 +9,7 @@ from quantkit.evaluation.metric_table import MetricInfo
 from quantkit.evaluation.report import quality_grids, speed_grids
 from quantkit.evaluation.report.base import (
     Reporter,
+    TextGrid,
     columns_of,
     head,
     kilobytes,
@@ -20,7 +21,6 @@ from quantkit.evaluation.report.base import (
     withheld,
 )
 from quantkit.evaluation.report.frontier import QUALITY
-from quantkit.evaluation.report.grid import TextGrid
 from quantkit.evaluation.report.headline import headline
 from quantkit.evaluation.report.markdown_tables import cell, fitting, grid_lines, plain, short, table, tables
 from quantkit.evaluation.result import EvalResult, ModelResult

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from html import escape
 
-from quantkit.evaluation.report.grid import TextGrid
+from quantkit.evaluation.report.base import TextGrid
 
 _MARKUP = re.compile(r"[\\`*_\[\]|#~]")
 _COLUMNS, _LETTERS = 3, 20

@@ -12,11 +12,10 @@ from quantkit.checkpoint.card_block import CLOSING, OPENING, CardBlock
 from quantkit.checkpoint.reader import read_manifest
 from quantkit.evaluation.keys import PER_ITEM, PER_RUN
 from quantkit.evaluation.metric_table import MetricInfo
-from quantkit.evaluation.paired import DISTANCES, PairedDifference, differences
+from quantkit.evaluation.paired import DISTANCES, differences
 from quantkit.evaluation.report import quality_grids
 from quantkit.evaluation.report.base import Reporter, head, megabytes, number, shown
-from quantkit.evaluation.result import EvalResult, ModelResult
-from quantkit.evaluation.variants import short_names
+from quantkit.evaluation.result import EvalResult, ModelResult, PairedDifference, short_names
 from quantkit.kv.spec import setting_of
 from quantkit.support.errors import UsageError
 

@@ -6,20 +6,20 @@ from quantkit.evaluation.effect import effect_of, effect_of_row
 from quantkit.evaluation.keys import PER_ITEM, TAILS
 from quantkit.evaluation.metric_table import MetricInfo
 from quantkit.evaluation.metrics import KL, PERPLEXITY, TOP1
-from quantkit.evaluation.paired import PairedDifference
 from quantkit.evaluation.report.base import (
+    TextGrid,
     head,
     kilobytes,
     megabytes,
     number,
+    pair,
     short_names,
     shown,
     tasks_of,
     text_name,
 )
 from quantkit.evaluation.report.frontier import dominated_rows
-from quantkit.evaluation.report.grid import TextGrid, pair
-from quantkit.evaluation.result import EvalResult, ModelResult
+from quantkit.evaluation.result import EvalResult, ModelResult, PairedDifference
 
 _TAIL_INFOS = {"kl_median": MetricInfo("KL median", "nats", "lower"),
                "kl_p99": MetricInfo("KL 99%", "nats", "lower"),

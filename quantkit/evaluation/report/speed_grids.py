@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from quantkit.evaluation.report.base import megabytes, number, short_names
-from quantkit.evaluation.report.grid import TextGrid, pair
+from quantkit.evaluation.report.base import TextGrid, megabytes, number, pair, short_names
 from quantkit.evaluation.result import EvalResult
 from quantkit.evaluation.roofline.result import OperatorSpeed, Roofline
-from quantkit.evaluation.speed_sweep import DecodeSpeed, SpeedSweep, Spread
+from quantkit.evaluation.speed.results import DecodeSpeed, SpeedSweep, Spread
 
 
 def sweeps(result: EvalResult) -> Iterator[tuple[str, SpeedSweep]]:

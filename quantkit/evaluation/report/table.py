@@ -12,6 +12,7 @@ from quantkit.evaluation.metric_table import MetricInfo
 from quantkit.evaluation.report import quality_grids
 from quantkit.evaluation.report.base import (
     Reporter,
+    TextGrid,
     columns_of,
     head,
     kilobytes,
@@ -23,7 +24,6 @@ from quantkit.evaluation.report.base import (
     tasks_of,
     withheld,
 )
-from quantkit.evaluation.report.grid import TextGrid
 from quantkit.evaluation.report.headline import headline
 from quantkit.evaluation.report.terminal import WIDTH, columns, cut, fold, grid_lines, safe, title_line
 from quantkit.evaluation.result import EvalResult

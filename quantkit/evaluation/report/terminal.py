@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from unicodedata import combining, east_asian_width
 
-from quantkit.evaluation.report.grid import TextGrid
+from quantkit.evaluation.report.base import TextGrid
 
 WIDTH = 80
 _NAMES = 36

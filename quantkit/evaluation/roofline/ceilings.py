@@ -8,8 +8,14 @@ from collections.abc import Callable
 
 import torch
 
-from quantkit.ops import cpu_machine
+from quantkit.formats.spec import QuantSpec
+from quantkit.ops import cpu_machine, cpu_weight
 from quantkit.ops.cpu_weight import CpuProduct, CpuWeight
+from quantkit.ops.dispatch import choose
+from quantkit.ops.linear import query_for
+from quantkit.plugins.manager import registry
+from quantkit.quantization.methods.random_codes import random_codes
+from quantkit.quantization.recipe import default_format
 from quantkit.support.errors import UsageError
 
 ROWS = 512
@@ -32,12 +38,12 @@ def read_bandwidth() -> float:
 
 def bandwidth(device: torch.device, size: int = 1 << 30) -> Callable[[], float]:
     """What measures, each time it is called, the bytes a second that a program can have of a device's memory:
-    all threads' reads of ``size`` bytes; on a GPU a copy's reads and writes. 0 where nothing can be
+    all threads' or a GPU's reads of ``size`` bytes. 0 where nothing can be
     measured."""
     if device.type == "cuda":
-        from quantkit_kernels.tools.bench import copy_bandwidth, graph_timer
+        from quantkit_kernels.tools.bench import graph_timer, read_bandwidth
 
-        return lambda: copy_bandwidth(graph_timer, REPEATS, device)
+        return lambda: read_bandwidth(graph_timer, REPEATS, device, size)
     if cpu_machine.unavailable() is not None:
         return lambda: 0.0
     from quantkit_kernels.cpu.bandwidth import Bandwidth
@@ -55,7 +61,9 @@ def flops(packed: CpuWeight) -> float:
         UsageError: there are no CPU kernels here.
     """
     _require()
-    product, fastest, begin = CpuProduct(packed, ROWS), math.inf, time.perf_counter()
+    product = CpuProduct(packed, ROWS)
+    fastest = math.inf
+    begin = time.perf_counter()
     product(torch.randn(ROWS, packed.shape[1], generator=torch.Generator().manual_seed(0)))
     while math.isinf(fastest) or time.perf_counter() - begin < SECONDS:
         start = time.perf_counter()
@@ -68,3 +76,14 @@ def _require() -> None:
     if (reason := cpu_machine.unavailable()) is not None:
         raise UsageError("this machine's ceilings can't be measured", why=reason,
                          next="pip install llvmlite, or give --bandwidth and --flops")
+
+
+def packed_weight(shape: tuple[int, int], spec: QuantSpec | None) -> CpuWeight:
+    """A weight ``(out, in)`` of random codes as a CPU kernel reads it; ``None``: of plain bf16 numbers."""
+    if spec is None:
+        return cpu_weight.pack_plain(torch.randn(shape).to(torch.bfloat16))
+    codes = random_codes(spec, shape, torch.Generator())
+    weight = registry("formats").get(default_format(spec)).pack(codes, torch.bfloat16)
+    kernel = choose(query_for(weight, torch.bfloat16, torch.device("cpu"), "decode")).kernel
+    packed: CpuWeight = kernel.prepare(weight)
+    return packed

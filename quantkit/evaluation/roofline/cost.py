@@ -13,7 +13,7 @@ from typing import Literal
 from quantkit.evaluation.roofline.result import MachineCeilings
 from quantkit.models.config import ModelConfig
 from quantkit.ops.cpu_weight import CpuWeight
-from quantkit.runtime.cpu.operator_program import LinearOperator
+from quantkit.runtime.cpu.program_variants import LinearOperator
 
 FLOAT = 4
 ARITHMETIC = {"bytes": "int8", "int8": "int8", "words": "int16", "floats": "float32", "e4m3": "float32"}
@@ -31,7 +31,7 @@ class OperatorCost:
     """Bytes and operations of one operator.
 
     Attributes:
-        fixed_bytes: that it reads whatever the number of rows: weights.
+        fixed_bytes: bytes that it reads whatever the number of rows: weights.
         row_bytes: for each row: inputs, outputs, and in attention the keys and values of its sequence.
         row_operations: arithmetic → operations for each row; a multiplication with an addition is two.
     """
@@ -96,8 +96,8 @@ def attention_cost(config: ModelConfig, kv_bytes: int, slots: int) -> OperatorCo
     with each value.
 
     Args:
-        config: of the model.
-        kv_bytes: that it reads of one sequence.
+        config: the shape of the model.
+        kv_bytes: the bytes that it reads of one sequence.
         slots: keys that it sees, all KV heads together.
     """
     heads = config.num_heads * config.head_dim

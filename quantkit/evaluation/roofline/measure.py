@@ -9,8 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from quantkit.evaluation.decoding import DecodeRunner
-from quantkit.evaluation.roofline.ceilings import bandwidth, flops
+from quantkit.evaluation.roofline.ceilings import bandwidth, flops, packed_weight
 from quantkit.evaluation.roofline.cost import (
     OperatorCost,
     arithmetic_of,
@@ -18,9 +17,9 @@ from quantkit.evaluation.roofline.cost import (
     linear_cost,
     rest_cost,
 )
-from quantkit.evaluation.roofline.random_weight import packed_weight
 from quantkit.evaluation.roofline.result import MachineCeilings, OperatorSpeed, Roofline
-from quantkit.evaluation.speed_sweep import Spread
+from quantkit.evaluation.speed.decoding import DecodeRunner
+from quantkit.evaluation.speed.results import Spread
 from quantkit.formats.spec import Granularity, QuantSpec
 from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
@@ -28,7 +27,7 @@ from quantkit.kv.spec import KVSpec
 from quantkit.ops.dispatch import DECODE_ROWS
 from quantkit.runtime.cpu.buffers import MAX_ROWS
 from quantkit.runtime.cpu.model import CpuModel
-from quantkit.runtime.cpu.operator_program import HEAD, LinearOperator, OperatorProgram
+from quantkit.runtime.cpu.program_variants import HEAD, LinearOperator, OperatorProgram
 from quantkit.runtime.loader import LoadedModel
 from quantkit.support.errors import UsageError
 from quantkit.support.progress import Listener, ProgressEvent, silent
@@ -86,7 +85,10 @@ def measure_roofline(loaded: LoadedModel, rows: Sequence[int] = ROWS, contexts: 
 
 class _Measurement:
     def __init__(self, loaded: LoadedModel, model: CpuModel, kv: KVSpec, progress: Listener) -> None:
-        self._loaded, self._model, self._kv, self._progress = loaded, model, kv, progress
+        self._loaded = loaded
+        self._model = model
+        self._kv = kv
+        self._progress = progress
         self._config = loaded.config
         self._runner = DecodeRunner(loaded, [0], tokens=TOKENS, repeats=REPEATS, case_s=CASE_S,
                                     read=bandwidth(model.device, BUDGET))

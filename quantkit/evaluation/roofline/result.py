@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from quantkit.evaluation.speed_sweep import Spread
+from quantkit.evaluation.speed.results import Spread
 from quantkit.support.frozen import Frozen
 
 
@@ -31,14 +31,14 @@ class OperatorSpeed(Frozen):
         arithmetic: which of :attr:`MachineCeilings.operations_s` most of its operations are.
         rows: tokens that go through it at once; for attention and the rest, sequences with one token each.
         context: tokens in the cache of each sequence, for attention and the rest; else 0.
-        bytes: that it moves: weights or keys and values, inputs and outputs.
+        bytes: the bytes that it moves: weights or keys and values, inputs and outputs.
         operations: two for each multiplication with an addition.
         seconds: measured, of one layer's.
         predicted_s: the larger of bytes over bandwidth and operations over arithmetic.
         bound: by which of the two.
         bound_from: rows from which on it is bound by arithmetic instead of memory; ``None``: never, or
             unknown.
-        layers: how many of it a step has.
+        layers: the number of layers that have it.
     """
 
     operator: str
@@ -64,7 +64,7 @@ class Roofline(Frozen):
 
     Attributes:
         model, label: which.
-        ceilings: of the machine.
+        ceilings: the limits of the machine.
         operators: each at every number of rows.
     """
 

@@ -8,10 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from quantkit.evaluation.settings import EvalSettings
-from quantkit.evaluation.sweep.estimate import estimated
-from quantkit.evaluation.sweep.facts import ModelFacts, facts_of
+from quantkit.evaluation.sweep.models import ModelFacts, facts_of
 from quantkit.evaluation.sweep.plan import make_plan, planned_texts
-from quantkit.evaluation.sweep.store import MeasurementStore, user_store
+from quantkit.evaluation.sweep.run import store_of, with_seconds
 from quantkit.quantization.planning.duration import expected_seconds, operations
 from quantkit.quantization.planning.plan import make_plan as plan_layers
 from quantkit.quantization.planning.plan import with_own_head
@@ -24,10 +23,10 @@ class Outlook:
     """What lies ahead.
 
     Attributes:
-        models, settings, texts: how many.
-        measurements, kept: measurements, and how many of them are there.
+        models, settings, texts: the number of each.
+        measurements, kept: the number of measurements, and of those that are there.
         missing: recipes whose checkpoints are to be made.
-        seconds: that all this may take.
+        seconds: the time that all this may take.
     """
 
     models: int
@@ -58,7 +57,7 @@ def look_ahead(uris: Sequence[str], settings: EvalSettings, recipes: Mapping[str
 
     Args:
         uris: models that are there, the reference first.
-        settings: of the comparison.
+        settings: the settings of the comparison.
         recipes: recipe → the folder of its checkpoint, which may be missing.
 
     Raises:
@@ -73,9 +72,9 @@ def look_ahead(uris: Sequence[str], settings: EvalSettings, recipes: Mapping[str
                       else facts_of(str(folder), dtype=settings.dtype, recipe=folder.name,
                                     hashed=settings.keep))
     plan = make_plan(models, settings, planned_texts(settings))
-    store = user_store() if settings.keep and not settings.fresh else MeasurementStore(None)
+    store = store_of(settings.keep and not settings.fresh)
     missing = [measurement for measurement in plan.measurements if not store.has(measurement.key)]
-    seconds = sum(measurement.seconds for measurement in estimated(plan, missing))
+    seconds = sum(measurement.seconds for measurement in with_seconds(missing, models[0]))
     seconds += _quantize_seconds(models[0], absent)
     return Outlook(len(models), len(plan.kv), len(plan.texts), len(plan.measurements),
                    len(plan.measurements) - len(missing), absent, seconds)

@@ -51,9 +51,9 @@ def made(model: str, recipe: str, folder: Path, *, revision: str | None = None,
     Args:
         model, revision: the source.
         recipe: a name or a file.
-        folder: of the checkpoint.
+        folder: the place of the checkpoint.
         calibration: instead of the recipe's, if it has one.
-        progress: of quantizing.
+        progress: hears how quantizing goes on.
         begins: told whether the folder is there.
         device: what calibrated recipes compute on.
 

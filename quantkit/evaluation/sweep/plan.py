@@ -13,30 +13,31 @@ from typing import Any
 import torch
 
 from quantkit import __version__
-from quantkit.evaluation.peers.parse import parse_peer
-from quantkit.evaluation.peers.run import PeerSpeedSettings
+from quantkit.evaluation.peers.run import PeerSpeedSettings, parse_peer
 from quantkit.evaluation.protocol import cpu_cores, cpu_name
-from quantkit.evaluation.quality import windows_of
+from quantkit.evaluation.quality.score import windows_of
 from quantkit.evaluation.settings import EvalSettings
-from quantkit.evaluation.speed_sweep import SweepSettings
-from quantkit.evaluation.sweep.facts import ModelFacts, hash_of
+from quantkit.evaluation.speed.results import SweepSettings
 from quantkit.evaluation.sweep.jobs import (
     Measurement,
     PeerJob,
+    PeerText,
+    Place,
     RooflineJob,
     SensitivityJob,
     SpeedJob,
     TasksJob,
 )
+from quantkit.evaluation.sweep.models import ModelFacts, hash_of
 from quantkit.evaluation.sweep.quality import Floor, QualityJob, metric_names
 from quantkit.evaluation.text import EvalText, load_text
 from quantkit.executor.base import TaskNeeds
 from quantkit.formats.dtypes import FLOATS
 from quantkit.kv.cache import KVCache
 from quantkit.kv.spec import KVSpec
-from quantkit.memory.scratch import comparison_bytes
 from quantkit.ops import cpu_machine
 from quantkit.plugins.manager import current
+from quantkit.runtime.memory.scratch import comparison_bytes
 from quantkit.support.device import find_device, gpu_name
 from quantkit.support.errors import UsageError
 
@@ -55,9 +56,9 @@ class PlannedText:
     """A text and how many windows of it are used.
 
     Attributes:
-        name: how reports call it; ``""``: it is the only one.
-        text: content.
-        windows: how many.
+        name: its name in reports; ``""``: it is the only one.
+        text: the text's content.
+        windows: the number of windows.
     """
 
     name: str
@@ -70,19 +71,17 @@ class SweepPlan:
     """Everything that is to be measured.
 
     Attributes:
-        models: the reference first.
+        models: all models, the reference first.
         kv: settings of each model, as texts; ``(None,)``: its own.
-        texts: that are scored.
+        texts: the texts that are scored.
         prompt: tokens of a window that go through the cache; ``None``: no cache is involved.
-        ids: of the prompt of the speed tests.
-        measurements: in the order in which they are done.
+        measurements: all of them, in the order in which they are done.
     """
 
     models: tuple[ModelFacts, ...]
     kv: tuple[str | None, ...]
     texts: tuple[PlannedText, ...]
     prompt: int | None
-    ids: tuple[int, ...]
     measurements: tuple[Measurement, ...]
 
 
@@ -101,7 +100,7 @@ def make_plan(models: Sequence[ModelFacts], settings: EvalSettings,
     Args:
         models: the reference first.
         settings: what is measured.
-        texts: that are scored.
+        texts: the texts that are scored.
 
     Raises:
         UsageError: models can't be compared, a text is too short, or a test longer than a model's context.
@@ -110,39 +109,49 @@ def make_plan(models: Sequence[ModelFacts], settings: EvalSettings,
     prompt = _prompt(models, settings)
     _check(models, settings)
     _check_texts(models, settings, texts)
-    ids = _prompt_ids(models[0], settings, texts) if settings.speed else ()
-    base = {"quantkit": __version__, "torch": torch.__version__, "dtype": settings.dtype,
-            "arithmetic": _arithmetic(settings.device),
-            "plugins": {plugin.distribution: plugin.version for plugin in current().plugins}}
-    machine = {"cpu": cpu_name(), "cores": cpu_cores(), "threads": torch.get_num_threads()}
+    base = base_key(settings.dtype, settings.device)
+    machine = machine_key()
     measurements = [*_quality(models, settings, texts, kv, prompt, base), *_tasks(models, settings, kv, base)]
     measurements += _peers(models[0], settings, texts, kv[0], prompt, base | machine)
     if settings.sensitivity and not models[0].quantized:
         first = models[0]
         measurements.append(Measurement("sensitivity", f"what 4 bits cost in each layer of {first.name}",
-                            SensitivityJob(first.place, first.revision),
+                            SensitivityJob(first.ref(settings.dtype, settings.device)),
                             {**base, "kind": "sensitivity", "model": first.identity,
-                             "python": sys.version}, 0.0))
+                             "python": sys.version}, Place(0)))
     if settings.roofline:
-        for number, model in enumerate(models):
-            measurements.append(Measurement("roofline", f"operators of {model.name}", RooflineJob(
-                model.place, model.revision, settings.dtype, settings.device), base | machine | {
-                    "kind": "roofline", "model": model.identity}, 0.0, (number, 0)))
+        measurements += [Measurement("roofline", f"operators of {model.name}",
+                                     RooflineJob(model.ref(settings.dtype, settings.device)),
+                                     base | machine | {"kind": "roofline", "model": model.identity},
+                                     Place(number)) for number, model in enumerate(models)]
     if settings.speed:
+        ids = _prompt_ids(models[0], settings, texts)
         measurements += _speed(models, settings, kv, ids, base | machine)
-    gpus = int(find_device(settings.device).type == "cuda")
-    return SweepPlan(tuple(models), kv, tuple(texts), prompt, ids, tuple(
-        replace(measurement, needs=_needs(measurement, models[0], gpus),
-                key=measurement.key if all(model.identity for model in models) else None)
-        for measurement in measurements))
+    return SweepPlan(tuple(models), kv, tuple(texts), prompt, tuple(
+        with_needs(measurements, models, settings.device)))
 
 
-def _needs(measurement: Measurement, model: ModelFacts, gpus: int) -> TaskNeeds:
-    """Two models in memory and a third in float32 for quality; what is timed is alone."""
-    weights, kind, job = WEIGHT_BYTES * model.parameters, measurement.kind, measurement.job
-    timed = kind in ("speed", "roofline") or (isinstance(job, PeerJob) and job.speed is not None)
-    wide = kind in ("quality", "sensitivity", "exact_tasks")
-    return TaskNeeds(gpus, MEMORY_BESIDE + weights * (4 if wide else 2), timed)
+def base_key(dtype: str, device: str) -> dict[str, Any]:
+    """What every number depends on."""
+    return {"quantkit": __version__, "torch": torch.__version__, "dtype": dtype,
+            "arithmetic": _arithmetic(device),
+            "plugins": {plugin.distribution: plugin.version for plugin in current().plugins}}
+
+
+def machine_key() -> dict[str, Any]:
+    """What every speed depends on."""
+    return {"cpu": cpu_name(), "cores": cpu_cores(), "threads": torch.get_num_threads()}
+
+
+def with_needs(measurements: Sequence[Measurement], models: Sequence[ModelFacts],
+               device: str) -> list[Measurement]:
+    """Measurements with what each takes of a machine; without keys, if of a model nothing says which bytes
+    it is."""
+    gpus, weights = int(find_device(device).type == "cuda"), WEIGHT_BYTES * models[0].parameters
+    known = all(model.identity for model in models)
+    return [replace(measurement, key=measurement.key if known else None,
+                    needs=TaskNeeds(gpus, MEMORY_BESIDE + weights * measurement.job.copies,
+                                    measurement.job.timed)) for measurement in measurements]
 
 
 def memory_bytes(models: Sequence[ModelFacts], settings: EvalSettings) -> int:
@@ -158,9 +167,9 @@ def _quality(models: Sequence[ModelFacts], settings: EvalSettings, texts: Sequen
     reference, measurements = models[0], []
     for number, model in enumerate(models):
         for place, text in enumerate(texts):
-            job = QualityJob(reference.place, reference.revision, kv[0], model.place, model.revision, kv,
-                             _content(text, settings), settings.window, text.windows, prompt,
-                             settings.dtype, settings.device, floor)
+            job = QualityJob(reference.ref(settings.dtype, settings.device), kv[0],
+                             model.ref(settings.dtype, settings.device), kv, _content(text, settings),
+                             settings.window, text.windows, prompt, floor)
             key = {**base, "kind": "quality", "reference": reference.identity, "model": model.identity,
                    "kv": [setting if setting is not None else str(model.kv) for setting in kv],
                    "reference_kv": kv[0] if kv[0] is not None else str(reference.kv),
@@ -169,7 +178,7 @@ def _quality(models: Sequence[ModelFacts], settings: EvalSettings, texts: Sequen
                    "prompt": prompt, "floor": floor if number == 0 or floor == "all" else "none",
                    "metrics": metric_names()}
             label = f"quality of {model.name}" + (f" on {text.name}" if text.name else "")
-            measurements.append(Measurement("quality", label, job, key, 0.0, (number, place)))
+            measurements.append(Measurement("quality", label, job, key, Place(number, place)))
     return measurements
 
 
@@ -180,9 +189,10 @@ def _peers(reference: ModelFacts, settings: EvalSettings, texts: Sequence[Planne
                               threads=torch.get_num_threads()) if settings.speed else None
     measurements = []
     for number, peer in enumerate(settings.peers):
-        parts = tuple((text.name or text.text.name, _content(text, settings), text.windows) for text in texts)
-        job = PeerJob(peer, reference.place, reference.revision, settings.dtype, settings.device, kv, parts,
-                      settings.window, prompt, speed)
+        parts = tuple(PeerText(text.name or text.text.name, _content(text, settings), text.windows)
+                      for text in texts)
+        job = PeerJob(peer, reference.ref(settings.dtype, settings.device), kv, parts, settings.window,
+                      prompt, speed)
         identity = hash_of(Path(parse_peer(peer).uri).expanduser())
         key = None if identity is None else {
             **base, "kind": "peer", "peer": peer, "identity": identity, "reference": reference.identity,
@@ -191,7 +201,7 @@ def _peers(reference: ModelFacts, settings: EvalSettings, texts: Sequence[Planne
             # what the tool's version is, only the tool knows: a run that was stopped today goes on
             "date": datetime.now(UTC).date().isoformat(), "window": settings.window,
             "prompt": prompt, "speed": speed and speed.model_dump(mode="json")}
-        measurements.append(Measurement("peer", peer, job, key, 0.0, (number, 0)))
+        measurements.append(Measurement("peer", peer, job, key, Place(number)))
     return measurements
 
 
@@ -204,7 +214,7 @@ def _tasks(models: Sequence[ModelFacts], settings: EvalSettings, kv: tuple[str |
            base: Mapping[str, Any]) -> list[Measurement]:
     if not settings.tasks:
         return []
-    from quantkit.evaluation.tasks import prepare_tasks
+    from quantkit.evaluation.tasks.run import prepare_tasks
 
     # before any model is loaded: what is missing shows at once
     ready = prepare_tasks(settings.tasks, data=settings.task_data, limit=settings.limit)
@@ -212,19 +222,19 @@ def _tasks(models: Sequence[ModelFacts], settings: EvalSettings, kv: tuple[str |
     base = {**base, "lm_eval": version("lm_eval")}
 
     def measurement(kind: str, model: ModelFacts, setting: str | None, dtype: str, label: str,
-                    variant: tuple[int, int]) -> Measurement:
-        job = TasksJob(model.place, model.revision, dtype, settings.device, setting, settings.tasks,
-                       settings.task_data, settings.limit)
+                    place: Place) -> Measurement:
+        job = TasksJob(model.ref(dtype, settings.device), setting, settings.tasks, settings.task_data,
+                       settings.limit)
         key = {**base, "dtype": dtype, "kind": "tasks", "model": model.identity, "asked": asked,
                "kv": setting if setting is not None else str(model.kv)}
-        return Measurement(kind, label, job, key, 0.0, variant)
+        return Measurement(kind, label, job, key, place)
 
     measurements = [measurement("tasks", model, setting, settings.dtype, _label("tasks for", model, setting),
-                                (number, place))
+                                Place(number, place))
                     for number, model in enumerate(models) for place, setting in enumerate(kv)]
     if (settings.floor or settings.noise_floor) and models[0].dtype != "float32":
         measurements.append(measurement("exact_tasks", models[0], kv[0], "float32",
-                                        f"tasks for {models[0].name} in float32", (0, 0)))
+                                        f"tasks for {models[0].name} in float32", Place(0)))
     return measurements
 
 
@@ -235,13 +245,13 @@ def _speed(models: Sequence[ModelFacts], settings: EvalSettings, kv: tuple[str |
     measurements = []
     for number, model in enumerate(models):
         for place, setting in enumerate(kv):
-            job = SpeedJob(model.place, model.revision, settings.dtype, settings.device, setting, ids,
-                           sweep, torch.get_num_threads())
+            job = SpeedJob(model.ref(settings.dtype, settings.device), setting, ids, sweep,
+                           torch.get_num_threads())
             key = {**base, "kind": "speed", "model": model.identity,
                    "settings": sweep.model_dump(mode="json"),
                    "kv": setting if setting is not None else str(model.kv)}
-            measurements.append(Measurement("speed", _label("speed of", model, setting), job, key, 0.0,
-                                            (number, place)))
+            measurements.append(Measurement("speed", _label("speed of", model, setting), job, key,
+                                            Place(number, place)))
     return measurements
 
 

@@ -3,144 +3,157 @@
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 
-from quantkit.evaluation.decoding import weights_in_memory
-from quantkit.evaluation.forced import TeacherForcedModel
 from quantkit.evaluation.keys import EXACT
 from quantkit.evaluation.metric_table import registered_metrics
-from quantkit.evaluation.quality import score, windows_of
-from quantkit.evaluation.sweep.store import MeasurementResult
-from quantkit.evaluation.window_scores import WindowScores
-from quantkit.kv.spec import parse_kv
-from quantkit.runtime.loader import LoadedModel, load
-from quantkit.support.progress import Listener
+from quantkit.evaluation.quality.feed import TeacherForcedModel
+from quantkit.evaluation.quality.score import score, windows_of
+from quantkit.evaluation.quality.window_scores import WindowScores
+from quantkit.evaluation.speed.decoding import weights_in_memory
+from quantkit.evaluation.sweep.jobs import Job, JobRun, with_kv
+from quantkit.evaluation.sweep.models import KEPT, ModelRef
+from quantkit.evaluation.sweep.store import MeasuredData, MeasurementResult
+from quantkit.runtime.loader import LoadedModel
+from quantkit.support.frozen import Frozen
 
 Floor = Literal["none", "reference", "all"]
-MODELS = 2
-"""Models that stay in memory, the reference among them: a model is scored on every text before the next one
-comes. With a noise floor there is one more, the reference in float32."""
+CACHED = 1.2
+"""How many times as long a window takes that goes through a compressed cache."""
+
+
+class QualityRow(Frozen):
+    """A model with one KV setting on one text.
+
+    Attributes:
+        label: how its weights are kept.
+        bits_per_weight, file_bytes, weight_bytes, manifest_sha256, kv, kv_bytes, kv_bytes_per_token: see
+            :class:`~quantkit.evaluation.result.ModelResult`.
+        dtype: the dtype of its activations.
+        means: metric → its mean over each window; of a metric per run its statistics.
+    """
+
+    label: str
+    bits_per_weight: float
+    file_bytes: int
+    weight_bytes: int
+    manifest_sha256: str | None
+    dtype: str
+    means: dict[str, list[Any]]
+    kv: str | None = None
+    kv_bytes: int | None = None
+    kv_bytes_per_token: int | None = None
+
+
+class QualityData(MeasuredData):
+    """A model on one text. Beside it stand arrays: ``N/kl``, … of row N, and the text's ``ids``.
+
+    Attributes:
+        tokens: sha256 of the ids.
+        bos: whether windows begin with a BOS.
+        words: whitespace-separated words of the windows.
+        rows: one for each KV setting.
+    """
+
+    tokens: str
+    bos: bool
+    words: int
+    rows: tuple[QualityRow, ...]
 
 
 @dataclass(frozen=True)
-class QualityJob:
+class QualityJob(Job[QualityData]):
     """What is scored.
 
     Attributes:
-        reference, reference_revision: the model that others are compared with.
+        reference: the model that others are compared with.
         reference_kv: its setting, as text; ``None``: its own.
-        model, revision: that is scored.
+        model: the model that is scored.
         kv: its settings; ``(None,)``: its own.
         text: content, so far as it is needed.
         window, windows, prompt: see :class:`~quantkit.evaluation.protocol.Protocol`.
-        dtype, device: as for ``load``.
         floor: whose rows are compared with the reference's weights in float32 arithmetic, too.
     """
 
-    reference: str
-    reference_revision: str | None
+    data, copies = QualityData, 4
+
+    reference: ModelRef
     reference_kv: str | None
-    model: str
-    revision: str | None
+    model: ModelRef
     kv: tuple[str | None, ...]
     text: str
     window: int
     windows: int
     prompt: int | None
-    dtype: str = "auto"
-    device: str = "auto"
     floor: Floor = "none"
 
     @property
     def of_reference(self) -> bool:
         """Whether the model is the reference itself; its first setting is then the reference."""
-        return (self.model, self.revision) == (self.reference, self.reference_revision)
+        return self.model == self.reference
 
+    @property
+    def exact(self) -> bool:
+        """Whether it is compared with float32 arithmetic."""
+        return self.floor == "all" or (self.floor == "reference" and self.of_reference)
 
-_loaded: OrderedDict[tuple[str, str | None, str, str], LoadedModel] = OrderedDict()
+    def seconds(self, tok_s: float) -> float:
+        """By the number of passes through a model; that in float32 counts twice."""
+        passes = len(self.kv) * (CACHED if self.prompt is not None else 1.0)
+        passes += not self.of_reference
+        passes += 2.0 * self.exact
+        return self.window * self.windows * passes / tok_s
 
+    def measure(self, run: JobRun) -> MeasurementResult[QualityData]:
+        """Score a model on a text.
 
-def forget_models() -> None:
-    """Drop the models that are kept for the next measurement."""
-    _loaded.clear()
-
-
-def kept_model(uri: str, revision: str | None, dtype: str, device: str, loading: Listener,
-               models: int = MODELS) -> LoadedModel:
-    """A model; the last ones stay in memory."""
-    key = (uri, revision, dtype, device)
-    if key not in _loaded:
-        while len(_loaded) >= models:
-            _loaded.popitem(last=False)
-        _loaded[key] = load(uri, revision=revision, dtype=dtype, device=device, loading=loading)
-    _loaded.move_to_end(key)
-    return _loaded[key]
-
-
-def score_text(job: QualityJob, progress: Listener, loading: Listener) -> MeasurementResult:
-    """Score a model on a text.
-
-    Returns:
-        ``rows``, one for each KV setting: what is known of the model, each window's mean of every metric
-        (``means``), bytes of the cache. ``tokens``: sha256 of the ids; ``words``. Arrays: ``N/kl``, … of
-        row N, and ``ids``.
-
-    Raises:
-        UsageError: the text is too short.
-        QuantkitError: a model can't be loaded, or its logits aren't finite.
-    """
-    floor = job.floor == "all" or (job.floor == "reference" and job.of_reference)
-    models = MODELS + floor
-    reference = kept_model(job.reference, job.reference_revision, job.dtype, job.device, loading, models)
-    model = reference if job.of_reference else kept_model(job.model, job.revision, job.dtype, job.device,
-                                                          loading, models)
-    ids = windows_of(reference, job.text, job.window, job.windows)
-    exact = None
-    if floor:
-        exact = kept_model(job.reference, job.reference_revision, "float32", job.device, loading, models)
-    runners = [runner_of(model, kv, job.prompt) for kv in job.kv]
-    if not job.of_reference:
-        runners.insert(0, runner_of(reference, job.reference_kv, job.prompt))
-    truth = exact and runner_of(exact, job.reference_kv, job.prompt)
-    scores, distances = score(runners, ids, progress, job.prompt or 0, truth)
-    first = 0 if job.of_reference else 1
-    data: dict[str, Any] = {"tokens": hashlib.sha256(ids.numpy().astype("<i8").tobytes()).hexdigest(),
-                            "bos": reference.tokenizer.first_id is not None,
-                            "words": sum(len(reference.tokenizer.decode(window, skip_special=False).split())
-                                         for window in ids.tolist()), "rows": []}
-    arrays: dict[str, np.ndarray] = {"ids": ids.numpy().astype(np.int32)}
-    for number, place in enumerate(range(first, len(runners))):
-        data["rows"].append(_row(runners[place], model, scores, distances, place))
-        arrays |= _named(number, "", scores, place)
-        if distances is not None and job.of_reference and number == 0:
-            arrays |= _named(number, "exact_", distances, place)
-    return MeasurementResult(data, arrays)
-
-
-def runner_of(model: LoadedModel, kv: str | None, prompt: int | None) -> LoadedModel | TeacherForcedModel:
-    """A model with its setting, as text; as it is, if no cache is involved."""
-    if prompt is None:
-        return model
-    return TeacherForcedModel(model, model.kv if kv is None else parse_kv(kv), prompt)
+        Raises:
+            UsageError: the text is too short.
+            QuantkitError: a model can't be loaded, or its logits aren't finite.
+        """
+        limit = KEPT + self.exact
+        reference = run.models.get(self.reference, run.loading, limit)
+        model = reference if self.of_reference else run.models.get(self.model, run.loading, limit)
+        ids = windows_of(reference, self.text, self.window, self.windows)
+        truth = None
+        if self.exact:
+            wide = run.models.get(replace(self.reference, dtype="float32"), run.loading, limit)
+            truth = with_kv(wide, self.reference_kv, self.prompt)
+        runners = [with_kv(model, kv, self.prompt) for kv in self.kv]
+        if not self.of_reference:
+            runners.insert(0, with_kv(reference, self.reference_kv, self.prompt))
+        scores, distances = score(runners, ids, run.progress, self.prompt or 0, truth)
+        first = 0 if self.of_reference else 1
+        rows = []
+        arrays: dict[str, np.ndarray] = {"ids": ids.numpy().astype(np.int32)}
+        for number, place in enumerate(range(first, len(runners))):
+            rows.append(_row(runners[place], model, scores, distances, place))
+            arrays |= _named(number, "", scores, place)
+            if distances is not None and self.of_reference and number == 0:
+                arrays |= _named(number, "exact_", distances, place)
+        tokenizer = reference.tokenizer
+        return MeasurementResult(QualityData(
+            tokens=hashlib.sha256(ids.numpy().astype("<i8").tobytes()).hexdigest(),
+            bos=tokenizer.first_id is not None, rows=tuple(rows),
+            words=sum(len(tokenizer.decode(window, skip_special=False).split()) for window in ids.tolist())),
+            arrays)
 
 
 def _row(runner: LoadedModel | TeacherForcedModel, model: LoadedModel, scores: WindowScores,
-         distances: WindowScores | None, place: int) -> dict[str, Any]:
+         distances: WindowScores | None, place: int) -> QualityRow:
     means = {name: np.stack(values).tolist() for name, values in scores.means[place].items()}
     if distances is not None:
         means[EXACT] = np.stack(distances.means[place][EXACT]).tolist()
     digest = None if model.manifest is None else hashlib.sha256(model.manifest.to_bytes()).hexdigest()
-    row = {"label": model.label, "bits_per_weight": model.bits_per_weight, "file_bytes": model.file_bytes,
-           "weight_bytes": weights_in_memory(model), "manifest_sha256": digest,
-           "dtype": str(model.dtype).removeprefix("torch."), "means": means, "kv": None,
-           "kv_bytes": None, "kv_bytes_per_token": None}
+    row = QualityRow(label=model.label, bits_per_weight=model.bits_per_weight, file_bytes=model.file_bytes,
+                     weight_bytes=weights_in_memory(model), manifest_sha256=digest,
+                     dtype=str(model.dtype).removeprefix("torch."), means=means)
     if isinstance(runner, TeacherForcedModel):
-        row |= {"kv": str(runner.kv), "kv_bytes": runner.kv_bytes,
-                "kv_bytes_per_token": runner.kv_bytes_per_token}
+        return row.model_copy(update={"kv": str(runner.kv), "kv_bytes": runner.kv_bytes,
+                                      "kv_bytes_per_token": runner.kv_bytes_per_token})
     return row
 
 

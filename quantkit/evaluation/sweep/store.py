@@ -1,4 +1,4 @@
-"""Keeps what measurements gave, by everything that it depends on, in the user's cache folder."""
+"""Keeps the results of measurements in the user's cache folder, by everything that they depend on."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from safetensors.numpy import load, save
 
 from quantkit.checkpoint.durable import sync_folder, write_file
 from quantkit.support.errors import QuantkitError
+from quantkit.support.frozen import Frozen
 from quantkit.support.paths import read_regular
 from quantkit_kernels.kept import cache_folder
 
@@ -31,19 +32,32 @@ MAX_BYTES, MAX_ARRAYS = 2**28, 2**32
 _DATA, _ARRAYS = "measurement.json", "tokens.safetensors"
 
 
+class MeasuredData(Frozen):
+    """The numbers of a measurement; each kind of job has a class of its own.
+
+    Attributes:
+        cpu: name of the processor that did it.
+    """
+
+    cpu: str = ""
+
+
+Data = TypeVar("Data", bound=MeasuredData, covariant=True)
+
+
 @dataclass(frozen=True)
-class MeasurementResult:
+class MeasurementResult(Generic[Data]):
     """What a measurement gave.
 
     Attributes:
-        data: dicts, lists, texts and numbers.
+        data: the numbers of the measurement.
         arrays: numpy arrays by name.
-        measured: when, as ISO 8601 in UTC.
-        seconds: that it took.
+        measured: its date and time, as ISO 8601 in UTC.
+        seconds: the time that it took.
         lasting: whether it is kept; what was spoiled by other work on the machine is made again.
     """
 
-    data: dict[str, Any]
+    data: Data
     arrays: dict[str, np.ndarray] = field(default_factory=dict)
     measured: str = ""
     seconds: float = 0.0
@@ -54,10 +68,10 @@ class MeasurementStore:
     """A folder a measurement, made whole or not at all.
 
     Args:
-        folder: of all measurements; ``None``: nothing is kept.
+        folder: holds all measurements; ``None``: nothing is kept.
 
     Attributes:
-        keeps: whether anything is.
+        keeps: whether measurements are kept.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -67,20 +81,20 @@ class MeasurementStore:
         """Whether this measurement was made before, as far as a look at its folder tells."""
         return self._folder is not None and key is not None and (self._place(key) / _DATA).is_file()
 
-    def get(self, key: Mapping[str, Any] | None) -> MeasurementResult | None:
+    def get(self, key: Mapping[str, Any] | None, kind: type[Data]) -> MeasurementResult[Data] | None:
         """What this measurement gave before; ``None`` if it wasn't made. What can't be read is dropped, with
         a warning, and made again."""
         if self._folder is None or key is None or not (place := self._place(key)).is_dir():
             return None
         try:
-            return _read(place, key)
+            return _read(place, key, kind)
         except Exception as error:  # damaged by whatever: its content is worth nothing then
             warnings.warn(f"a kept measurement is damaged and is made again: {type(error).__name__}: "
                           f"{str(error)[:200]}", stacklevel=2)
             shutil.rmtree(place, ignore_errors=True)
             return None
 
-    def put(self, key: Mapping[str, Any] | None, result: MeasurementResult) -> None:
+    def put(self, key: Mapping[str, Any] | None, result: MeasurementResult[MeasuredData]) -> None:
         """Keep what a measurement gave. Raises QuantkitError if that can't be written."""
         if self._folder is None or key is None or not result.lasting:
             return
@@ -92,7 +106,8 @@ class MeasurementStore:
             fresh = Path(tempfile.mkdtemp(prefix=NEW, dir=self._folder))
             arrays = save({name: np.ascontiguousarray(array) for name, array in result.arrays.items()})
             write_file(fresh / _ARRAYS, [arrays])
-            content = json.dumps({"key": dict(key), "data": result.data, "measured": result.measured,
+            content = json.dumps({"key": dict(key), "data": result.data.model_dump(),
+                                  "measured": result.measured,
                                   "seconds": result.seconds, "arrays": hashlib.sha256(arrays).hexdigest()})
             digest = hashlib.sha256(content.encode()).hexdigest()
             write_file(fresh / _DATA, [f"{digest}\n{content}".encode()])
@@ -125,7 +140,7 @@ def _rename(fresh: Path, place: Path) -> None:
         raise
 
 
-def _read(place: Path, key: Mapping[str, Any]) -> MeasurementResult:
+def _read(place: Path, key: Mapping[str, Any], kind: type[Data]) -> MeasurementResult[Data]:
     """Raises ValueError and others if it is damaged, or of another measurement."""
     digest, _, text = read_regular(place / _DATA, MAX_BYTES).decode().partition("\n")
     arrays = read_regular(place / _ARRAYS, MAX_ARRAYS)
@@ -136,7 +151,8 @@ def _read(place: Path, key: Mapping[str, Any]) -> MeasurementResult:
         raise ValueError("it is of another measurement")
     if content["arrays"] != hashlib.sha256(arrays).hexdigest():
         raise ValueError("the hash of its arrays is another")
-    return MeasurementResult(content["data"], load(arrays), content["measured"], content["seconds"])
+    data = kind.model_validate(content["data"], strict=False)  # JSON has lists in the place of tuples
+    return MeasurementResult(data, load(arrays), content["measured"], content["seconds"])
 
 
 def user_store() -> MeasurementStore:

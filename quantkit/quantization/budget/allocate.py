@@ -28,9 +28,9 @@ def allocate(costs: Sequence[Sequence[float]], sizes: Sequence[Sequence[int]],
     """Choose.
 
     Args:
-        costs: of each group's options, finite.
-        sizes: the same of what they take, whole numbers.
-        limit: what all chosen options together may take.
+        costs: the costs of each group's options, finite.
+        sizes: the sizes of the same, whole numbers.
+        limit: the size that all chosen options together may have.
 
     Returns:
         The option of each group; ``None`` if even the smallest don't fit.

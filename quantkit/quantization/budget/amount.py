@@ -14,9 +14,9 @@ class Budget:
     """How large a checkpoint may be.
 
     Attributes:
-        text: as it was given, ``4.25bpw``.
+        text: the budget as it was given, ``4.25bpw``.
         bits: stored bits a weight, over all Linears, kept ones too; or ``None``.
-        bytes: of all the checkpoint's tensors, embeddings and norms too; or ``None``.
+        bytes: bytes of all the checkpoint's tensors, embeddings and norms too; or ``None``.
     """
 
     text: str
@@ -27,8 +27,8 @@ class Budget:
         """What all Linears together may take.
 
         Args:
-            weights: how many numbers they hold.
-            other_bytes: of all other tensors.
+            weights: the number of their weights.
+            other_bytes: bytes of all other tensors.
         """
         if self.bits is not None:
             return int(self.bits * weights / 8)

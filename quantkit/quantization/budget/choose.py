@@ -16,8 +16,8 @@ from quantkit.quantization.budget.rules import part_of, rules_of
 from quantkit.quantization.budget.sensitivity import Rows, sensitivities
 from quantkit.quantization.planning.layers import PlanRow
 from quantkit.quantization.planning.plan import Plan, candidate_rows, make_plan
-from quantkit.quantization.planning.recovery_check import check as check_recovery
 from quantkit.quantization.recipe import Candidate, Recipe
+from quantkit.quantization.recovery import check_recovery
 from quantkit.quantization.specs import CalibrationSpec
 from quantkit.sources.base import ModelSource
 from quantkit.support.errors import RecipeError, UsageError
@@ -29,9 +29,9 @@ class UniformCandidate:
     """One candidate in all layers that are free to choose.
 
     Attributes:
-        label: the candidate's.
+        label: the candidate's label.
         bits: stored bits a weight, over all Linears.
-        disk_bytes: of all the checkpoint's tensors.
+        disk_bytes: bytes of all the checkpoint's tensors.
         kl: predicted, nats a token.
     """
 
@@ -63,10 +63,10 @@ class BudgetChoice:
     """What fits a budget.
 
     Attributes:
-        budget: as asked for.
+        budget: the budget that was asked for.
         recipe: an ordinary one: the given rules, then one for each choice.
-        plan: of that recipe.
-        candidates: what there was to choose from.
+        plan: the plan of that recipe.
+        candidates: the candidates that there were to choose from.
         chosen: by Linear, the candidate's number.
         costs: by Linear, then candidate: the KL that it should cause, nats a token.
         uniform: each candidate that fits all layers, alone; the smallest first.
@@ -123,8 +123,8 @@ def choose(source: ModelSource, recipe: Recipe, budget: Budget, progress: Listen
     Layers that engines fuse (q, k and v; gate and up; all experts of a layer) get the same.
 
     Args:
-        source: of the model.
-        recipe: with candidates.
+        source: reads the model.
+        recipe: a recipe with candidates.
         budget: for all Linears (``bpw``) or all tensors (bytes); what rules decide counts too.
         progress: called while sensitivities are measured.
 
@@ -205,7 +205,7 @@ def _check(recipe: Recipe) -> None:
         raise RecipeError(f"recipe {recipe.name!r} has candidates and the transform {changed[0]}",
                           why="it changes layers once their inputs are measured, and what a layer's error "
                               "costs is measured before",
-                          next="leave it out; rotate, which changes the whole model beforehand, can stay")
+                          next="leave it out; a transform that changes the whole model beforehand can stay")
     packed = [candidate for candidate in recipe.candidates if candidate.spec is not None]
     for candidate in packed:
         assert candidate.spec is not None

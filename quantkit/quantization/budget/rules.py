@@ -27,7 +27,7 @@ def rules_of(chosen: Mapping[str, int], candidates: Sequence[Candidate]) -> tupl
 
     Args:
         chosen: full name → number of its candidate; experts of one layer have the same.
-        candidates: by number.
+        candidates: the candidates by number.
     """
     last: list[tuple[int, str]] = []
     layers: dict[tuple[str, str], dict[int, int]] = defaultdict(dict)

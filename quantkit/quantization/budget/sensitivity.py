@@ -24,30 +24,32 @@ from quantkit import __version__
 from quantkit.checkpoint.manifest import SourceRecord
 from quantkit.checkpoint.work import WorkStore
 from quantkit.checkpoint.writer import WORK, CheckpointWriter
-from quantkit.memory.quantize import walks_bytes
 from quantkit.models.architecture import parse_config
 from quantkit.models.linear import Weights
 from quantkit.ops import packing
 from quantkit.ops.hadamard import apply_hadamard, rotate_hessian
 from quantkit.plugins.manager import current, registry
-from quantkit.quantization.calibration.data import CalibrationData
+from quantkit.quantization.calibration.data import CalibrationData, correlation, prepare, write
 from quantkit.quantization.calibration.finite import NonFiniteError, blame
 from quantkit.quantization.calibration.importance import (
+    BACKWARD,
+    FORWARD,
     NEVER,
     WALKS,
     spread,
+    tell_weighing,
     token_gradients,
     weighed_windows,
 )
 from quantkit.quantization.calibration.kept import gradients
-from quantkit.quantization.calibration.prepare import correlation, prepare, write
 from quantkit.quantization.calibration.runner import LayerRunner
 from quantkit.quantization.calibration.spill import Spill
+from quantkit.quantization.memory import walks_bytes
 from quantkit.quantization.methods.base import LayerStats
 from quantkit.quantization.planning.layers import PlanRow
-from quantkit.quantization.planning.phases import MEASURING, WRITING, budget_phases, tell_weighing
-from quantkit.quantization.planning.plan import Plan
+from quantkit.quantization.planning.plan import WRITING, Plan
 from quantkit.quantization.recipe import Candidate, Recipe
+from quantkit.quantization.specs import CalibrationSpec
 from quantkit.runtime.loader import load_source
 from quantkit.sources.base import ModelSource, tensor_alone
 from quantkit.support.errors import CheckpointError, QuantkitError, Stopped
@@ -55,12 +57,21 @@ from quantkit.support.progress import Listener, Phases, ProgressEvent, silent
 from quantkit_kernels.kept import cache_folder
 
 VERSION = 3
-"""Of what is measured: another one finds nothing of what was kept."""
+"""The version of what is measured: another one finds nothing of what was kept."""
+MEASURING = "measuring candidates"
+"""The phase in which candidates are measured."""
 ELSEWHERE = ("free some space, wait for another run to end, or keep what is measured elsewhere: "
              "QUANTKIT_CACHE=DIR quantkit quantize …")
-TEXT, GRADIENTS, LAYER = f"{WORK}text", f"{WORK}gradients", f"{WORK}layer."
+TEXT = f"{WORK}text"
+GRADIENTS = f"{WORK}gradients"
+LAYER = f"{WORK}layer."
 Rows = Mapping[str, Mapping[int, PlanRow]]
 """By Linear, then by the candidate's number."""
+
+
+def budget_phases(spec: CalibrationSpec) -> tuple[str, ...]:
+    """The phases of measuring what each layer costs at each width."""
+    return (*([WRITING] if spec.self_written else []), FORWARD, BACKWARD, MEASURING)
 
 
 def sensitivities(source: ModelSource, plan: Plan, candidates: Sequence[Candidate], rows: Rows,
@@ -71,10 +82,10 @@ def sensitivities(source: ModelSource, plan: Plan, candidates: Sequence[Candidat
     budget for the same model, candidates and text measures nothing again.
 
     Args:
-        source: of the model.
+        source: reads the model.
         plan: its recipe says which text.
-        candidates: what is compared.
-        rows: what those that fit make of each Linear, in decoder layers.
+        candidates: the candidates that are compared.
+        rows: say what those that fit make of each Linear, in decoder layers.
         progress: called after each layer, forward and backward, then before it is measured; and at the end.
 
     Returns:
@@ -104,7 +115,8 @@ class _Run:
                  progress: Listener) -> None:
         spec = plan.recipe.calibration
         assert spec is not None
-        self.source, self.plan, self.spec, self.rows = source, plan, spec, rows
+        self.source, self.plan = source, plan
+        self.spec, self.rows = spec, rows
         self.phases, self.done = Phases(progress, budget_phases(spec)), 0
         self.seed, self.tokens = spec.seed, spec.windows * spec.window
         widest = max(row.shape[1] for choices in rows.values() for row in choices.values())

@@ -1,9 +1,13 @@
-"""Calibration data: finds what the recipe names, renders and encodes it, and cuts it into windows."""
+"""Calibration data: finds what the recipe names, renders and encodes it, and cuts it into windows.
+
+It is read before any work, or written by the model when the run begins.
+"""
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,28 +17,37 @@ import torch
 
 from quantkit.checkpoint.coverage import SHARED, Coverage, Overlap, SourceFile
 from quantkit.checkpoint.manifest import CalibrationFacts
+from quantkit.models.architecture import parse_config
+from quantkit.models.interfaces import LanguageModel
+from quantkit.models.linear import Weights
 from quantkit.quantization.calibration import hub
+from quantkit.quantization.calibration.builtin_text import builtin_documents
 from quantkit.quantization.calibration.files import DataFile, local_files, read_files, some_of
 from quantkit.quantization.calibration.overlap import Passages, repeated
-from quantkit.quantization.calibration.passages import builtin_documents
 from quantkit.quantization.calibration.rows import Document
 from quantkit.quantization.calibration.windows import (
+    CORRELATION,
     SEPARATOR,
     Encoded,
     Ids,
     TooFewWindowsError,
     Windows,
-    begun,
     cut_windows,
+    random_windows,
+    with_bos,
 )
+from quantkit.quantization.calibration.written import WritingPrompt, write_windows
 from quantkit.quantization.specs import CalibrationSpec
+from quantkit.sources.base import ModelSource
 from quantkit.structure.conversation import Message, conversation
 from quantkit.structure.turns import Tool, turn_format
 from quantkit.support.errors import CalibrationError, SourceError
-from quantkit.support.progress import Listener, silent
+from quantkit.support.progress import Listener, ProgressEvent, silent
 from quantkit.text.tokenizer import Tokenizer
 
-BUILTIN, SELF, RANDOM = "builtin", "self", "random"
+BUILTIN = "builtin"
+SELF = "self"
+RANDOM = "random"
 EVALUATION = "eval's built-in text"
 BYTES_PER_TOKEN = 64
 """Bytes of files that are read for every requested token: no tokenizer needs more."""
@@ -48,10 +61,10 @@ class CalibrationData:
 
     Attributes:
         tokens: int64 ``[windows, tokens]``.
-        origins: of each window, where it begins.
+        origins: for each window, the place where it begins.
         packing: ``stream`` or ``documents``.
-        files: what was read; none for the built-in text.
-        coverage: the report.
+        files: the files that were read; none for the built-in text.
+        coverage: the report on the text.
     """
 
     tokens: torch.Tensor
@@ -66,6 +79,66 @@ class CalibrationData:
         return hashlib.sha256(self.tokens.numpy().astype("<i8").tobytes()).hexdigest()
 
 
+def prepare(spec: CalibrationSpec | None, source: ModelSource, widest: int, progress: Listener = silent,
+            strict: bool = False) -> CalibrationData | None:
+    """Read what a run calibrates on, and warn of everything that is bad about it.
+
+    Args:
+        spec: says what to read; ``None`` if no method needs calibration.
+        source: the model: its tokenizer and chat template.
+        widest: inputs of the widest Linear that is solved by its Hessian; 0 if there is none.
+        progress: told of downloads.
+        strict: a fallback, or a row that can't be used, is an error.
+
+    Returns:
+        ``None`` if ``spec`` is, or if the model has yet to write its text.
+
+    Raises:
+        CalibrationError: the text can't be had, is malformed, or doesn't fit the model.
+    """
+    if spec is None:
+        return None
+    config = source.config()
+    check_length(spec, parse_config(config).max_position_embeddings)
+    tokenizer = Tokenizer(source.side_files(), config)
+    if spec.self_written:
+        form = WritingPrompt.of(tokenizer)  # raises where it can't
+        if strict and form.fallback:
+            raise CalibrationError(form.fallback, why="--strict makes every fallback an error",
+                                   next="--calibration builtin, a template that works, or leave out --strict")
+        return None
+    vocabulary = parse_config(config).vocab_size
+    if spec.text == RANDOM:
+        left_out = tokenizer.added_tokens.values()
+        tokens = random_windows(spec.windows, spec.window, min(tokenizer.vocab_size, vocabulary), left_out,
+                                spec.seed)
+        # few tokens are enough: with the factor below, a Hessian has full rank whatever their number
+        return _warned(own_calibration(spec, tokenizer, tokens, vocabulary, widest=0))
+    return _warned(load_calibration(spec, tokenizer, vocabulary, widest, progress, strict))
+
+
+def correlation(spec: CalibrationSpec | None) -> float:
+    """The factor on what the Hessians of a calibration have beside their diagonals."""
+    return CORRELATION if spec is not None and spec.text == RANDOM else 1.0
+
+
+def write(spec: CalibrationSpec, source: ModelSource, model: LanguageModel, weights: Weights,
+          progress: Listener) -> torch.Tensor:
+    """Let the model write the windows, int64 ``[windows, tokens]``. Raises CalibrationError."""
+    tokenizer, total = Tokenizer(source.side_files(), source.config()), spec.windows * spec.window
+    return write_windows(model, weights, tokenizer, spec,
+                         lambda done: progress(ProgressEvent(done, total, "writing its calibration text")))
+
+
+def self_written_data(spec: CalibrationSpec, source: ModelSource, tokens: torch.Tensor,
+                      widest: int) -> CalibrationData:
+    """Like :func:`prepare`, for the windows ``tokens`` that the model has written."""
+    config = source.config()
+    tokenizer = Tokenizer(source.side_files(), config)
+    return _warned(own_calibration(spec, tokenizer, tokens, parse_config(config).vocab_size, widest,
+                                   WritingPrompt.of(tokenizer).fallback))
+
+
 def check_length(spec: CalibrationSpec, context: int) -> None:
     """Raise CalibrationError for windows that are longer than the model's context."""
     if spec.window > context:
@@ -78,7 +151,7 @@ def load_calibration(spec: CalibrationSpec, tokenizer: Tokenizer, vocabulary: in
     """Find, encode and cut the text that ``spec`` names.
 
     Args:
-        spec: which text, how many windows of which length.
+        spec: says which text, and how many windows of which length.
         tokenizer: the model's, with its chat template.
         vocabulary: tokens that the model knows.
         widest: inputs of the widest Linear that is calibrated, for the report.
@@ -97,7 +170,7 @@ def load_calibration(spec: CalibrationSpec, tokenizer: Tokenizer, vocabulary: in
     encoded, left_out = _encode(documents, tokenizer, packing, unusable)
     exams = _Exams(spec, tokenizer)
     windows = _windows(spec, encoded, packing, exams, unusable or [])
-    tokens = begun(windows.tokens, tokenizer.first_id)
+    tokens = with_bos(windows.tokens, tokenizer.first_id)
     if (largest := int(tokens.max())) >= vocabulary:
         raise CalibrationError(f"the tokenizer yields token {largest}, the model knows {vocabulary}",
                                why="tokenizer.json and config.json are of different models",
@@ -294,3 +367,9 @@ def calibration_facts(spec: CalibrationSpec | None, data: CalibrationData | None
                             window=spec.window, seed=spec.seed, importance=spec.importance,
                             tokens=data.tokens.numel(), sha256=data.sha256, packing=data.packing,
                             files=data.files, coverage=data.coverage)
+
+
+def _warned(data: CalibrationData) -> CalibrationData:
+    for text in data.coverage.warnings(data.tokens.shape[1]):
+        warnings.warn(text, stacklevel=3)
+    return data

@@ -107,7 +107,8 @@ def read_files(files: Sequence[DataFile], limit: int,
 def some_of(files: Sequence[DataFile], limit: int, seed: int) -> list[DataFile]:
     """Choose as many files of a folder or data set as hold ``limit`` bytes, where none counts for more than
     ``SHARE``; in the order given. Raises CalibrationError if one isn't there."""
-    order, remaining, taken = list(range(len(files))), limit, set()
+    order, remaining = list(range(len(files))), limit
+    taken = set[int]()
     random.Random(seed).shuffle(order)
     for i in order:
         if remaining <= 0:

@@ -20,15 +20,16 @@ class NonFiniteError(CalibrationError):
     """A value that calibration met is NaN, infinite, or too large to be squared.
 
     Args:
-        tensor: which tensor, and what is wrong with it.
+        tensor: names the tensor and what is wrong with it.
         sample: the calibration window, if it is known.
         layer: index of the decoder layer; ``None`` before and after them.
-        why: the numbers.
+        why: gives the numbers.
     """
 
     def __init__(self, tensor: str, *, sample: int | None = None, layer: int | None = None,
                  why: str | None = None) -> None:
-        self.tensor, self.sample, self.layer = tensor, sample, layer
+        self.tensor, self.sample = tensor, sample
+        self.layer = layer
         window = "" if sample is None else f" in calibration window {sample}"
         super().__init__(tensor + window, why=why, next=NEXT)
 
@@ -75,10 +76,10 @@ def first_nonfinite(run: Callable[[int], torch.Tensor], linears: Mapping[str, Li
     Args:
         run: the layer: a sample's place → what leaves, ``[1, T, …]``.
         linears: the layer's, by full name; their observers are replaced meanwhile.
-        samples: how many there are.
+        samples: the number of samples.
         first: the first one's number.
         layer: the layer's index.
-        what: what leaves, if that isn't the layer's hidden state.
+        what: names what leaves, if that isn't the layer's hidden state.
 
     Returns:
         An error that names window, layer and tensor; ``None`` if all is finite.
@@ -122,9 +123,9 @@ def blame(error: NonFiniteError, origins: Sequence[str],
     when it is read.
 
     Args:
-        error: what was met.
-        origins: of each window, if they are known.
-        kind: what the windows are called.
+        error: the error that was met.
+        origins: the place where each window begins, if that is known.
+        kind: names the windows.
     """
     window = ""
     if error.sample is not None:

@@ -17,12 +17,11 @@ layer gives is on disk before the next one is read: a run that was killed goes o
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
-from quantkit.memory.quantize import BACKWARD_LOGITS, BACKWARD_TOKENS
+from quantkit.checkpoint.work import WorkStore
 from quantkit.models.architecture import EMBEDDING, HEAD
 from quantkit.models.config import ModelConfig
 from quantkit.models.decoder import DecoderLayer
@@ -36,7 +35,9 @@ from quantkit.quantization.calibration.finite import (
     require_finite_states,
 )
 from quantkit.quantization.calibration.runner import embeddings
+from quantkit.quantization.memory import BACKWARD_LOGITS, BACKWARD_TOKENS
 from quantkit.support.errors import CalibrationError
+from quantkit.support.progress import Phases, ProgressEvent
 
 MOST = 20.0
 """Times the mean, to which what a token matters is cut: the gradient of one sampled answer is noisy."""
@@ -46,48 +47,32 @@ NEVER = -1.0
 
 WALKS = "walks"
 """What a run calls the work of :func:`token_gradients`."""
-HIDDEN, SLOPES, SQUARES = "hidden.{}", "slopes.{}", "squares.{}"
-"""What enters a layer; the gradients there; those squared, at its Linears' outputs. The head counts as one
-behind the last layer. Squares are stored after slopes, and so they say that a layer is done."""
-
-
-class LayerStore(Protocol):
-    """Keeps what the walks find, layer by layer, for the next attempt: ``checkpoint.work.WorkStore``."""
-
-    def has(self, key: str) -> bool:
-        """Whether it was stored and is undamaged."""
-
-    def put(self, key: str, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Store tensors by name; durable when it returns."""
-
-    def get(self, key: str) -> dict[str, torch.Tensor]:
-        """What was put."""
-
-    def put_batches(self, key: str, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype,
-                    batches: Iterable[torch.Tensor]) -> None:
-        """Store tensors one after another, each made when it is written; durable when it returns."""
-
-    def batch(self, key: str, index: int) -> torch.Tensor:
-        """One of them, on the CPU."""
-
-    def drop(self, key: str) -> None:
-        """Forget it."""
+FORWARD = "weighing tokens forward"
+BACKWARD = "weighing tokens backward"
+"""The phases of a run in which that is done."""
+HIDDEN = "hidden.{}"
+"""What enters a layer. The head counts as one behind the last layer."""
+SLOPES = "slopes.{}"
+"""The gradients there."""
+SQUARES = "squares.{}"
+"""The squared gradients at the outputs of a layer's Linears. They are stored after slopes, and so they say
+that a layer is done."""
 
 
 @torch.inference_mode(False)
 def token_gradients(config: ModelConfig, weights: Weights, tokens: torch.Tensor, wanted: Collection[str],
-                    seed: int, store: LayerStore,
+                    seed: int, store: WorkStore,
                     step: Callable[[], None] = lambda: None) -> dict[str, torch.Tensor]:
     """How strongly the model's answers depend on every token's outputs, for every Linear that is wanted.
 
     Args:
-        config: the model's.
+        config: the model's config.
         weights: the original model's; computing happens in its dtype and on its device.
         tokens: int64 ``[windows, tokens]``.
         wanted: full names of Linears of the decoder layers, and of the head (that of the embedding, where the
             embedding is the head).
-        seed: of the answers that are drawn.
-        store: where finished layers are kept, and found if an earlier attempt with the same arguments was
+        seed: the seed of the answers that are drawn.
+        store: keeps finished layers, which are found if an earlier attempt with the same arguments was
             stopped. The caller clears it once the result is kept elsewhere.
         step: called after each layer, twice: forward and backward.
 
@@ -130,8 +115,9 @@ class _Walks:
     """One layer at a time, forward and backward; each method stores what the next one needs."""
 
     def __init__(self, config: ModelConfig, weights: Weights, tokens: torch.Tensor,
-                 store: LayerStore) -> None:
-        self._config, self._weights, self._tokens, self._store = config, weights, tokens, store
+                 store: WorkStore) -> None:
+        self._config, self._weights = config, weights
+        self._tokens, self._store = tokens, store
         samples, length = tokens.shape
         self._batch = max(1, BACKWARD_TOKENS // length)
         sizes = [min(self._batch, samples - first) for first in range(0, samples, self._batch)]
@@ -278,6 +264,20 @@ def _watch(squares: torch.Tensor, first: int) -> Callable[..., None]:
     return watch
 
 
+def tell_weighing(phases: Phases, done: int, layers: int, backward: bool = True) -> None:
+    """Report tokens that are weighed; a layer takes longer backward than forward.
+
+    Args:
+        phases: the phases of the run.
+        done: the number of layers that were walked through, forward and backward together.
+        layers: the number of the model's layers.
+        backward: whether the walk goes back.
+    """
+    name = BACKWARD if backward and done >= layers else FORWARD
+    phases(name)(ProgressEvent(done - layers if name == BACKWARD else done, layers,
+                               "what each token matters"))
+
+
 def weighed_windows(samples: int, count: int) -> list[int]:
     """The numbers of ``count`` of the windows, evenly spread; all if they are no more."""
     if count >= samples:
@@ -292,9 +292,9 @@ def spread(squares: torch.Tensor, windows: Sequence[int], samples: int) -> torch
     and 3, 4 to 7, … are taken together: attention rests on a text's first tokens.
 
     Args:
-        squares: what :func:`token_gradients` found of a Linear, float32 ``[windows · length]``.
-        windows: their numbers.
-        samples: of all windows.
+        squares: the squares that :func:`token_gradients` found of a Linear, float32 ``[windows · length]``.
+        windows: the numbers of those windows.
+        samples: the number of all windows.
 
     Returns:
         float32 ``[windows · tokens]``, 1 on average.

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 
 from quantkit import __version__
 from quantkit.quantization.specs import TransformSpec
-from quantkit.quantization.transforms.apply import resolve
+from quantkit.quantization.transforms.base import resolve
 from quantkit.sources.base import ModelSource
 from quantkit.sources.local import sha256_file
 from quantkit.support.errors import SourceError
@@ -35,7 +35,9 @@ LEAST = 1 << 16
 """Numbers: fewer are found again as quickly as they are looked for."""
 MOST = 8
 """Files that are kept, the newest; one takes 4 bytes for each token and Linear."""
-HASH, PART, DAY = ".sha256", ".part", 24 * 60 * 60
+HASH = ".sha256"
+PART = ".part"
+DAY = 24 * 60 * 60
 Gradients = dict[str, torch.Tensor]
 
 
@@ -44,12 +46,12 @@ def gradients(source: ModelSource, transforms: Sequence[TransformSpec], tokens: 
     """What ``find`` gives, as ``token_gradients`` does; from an earlier run if there was one.
 
     Args:
-        source: of the model, in its changed form.
-        transforms: that changed it.
+        source: reads the model in its changed form.
+        transforms: the transforms that changed it.
         tokens: int64 ``[windows, tokens]``.
-        seed: of the answers that are drawn.
+        seed: the seed of the answers that are drawn.
         wanted: full names of Linears.
-        device: where ``find`` computes: sums are made in another order on another.
+        device: the device on which ``find`` computes: sums are made in another order on another.
         find: walks through the model.
     """
     identity = source.identity()

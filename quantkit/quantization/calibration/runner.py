@@ -3,30 +3,111 @@
 Each layer sees what the *quantized* layers before it produce, so that it can answer for their
 errors, as in GPTQ, https://arxiv.org/abs/2210.17323. In memory are one layer and the hidden states; these
 are on disk where memory has no room for them.
+
+A layer is quantized in stages: Linears that see the same input, then what follows them. A stage's Linears are
+solved before the next stage is measured, so that what the next one sees has passed through them as they are
+stored; and the layer is run once, where measuring all of it before any is solved takes two runs. Experts are
+one stage: which of them see a token is known only while they run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from quantkit.formats.base import QuantizedTensor
-from quantkit.memory.quantize import BATCH_TOKENS
 from quantkit.models.architecture import EMBEDDING, EXPERT, linear_slots
 from quantkit.models.config import ModelConfig
 from quantkit.models.decoder import DecoderLayer
-from quantkit.models.layers import RMSNorm, embedded
-from quantkit.models.linear import Weights
+from quantkit.models.forward_context import ForwardContext
+from quantkit.models.layers import MixtureOfExperts, RMSNorm, embedded
+from quantkit.models.linear import Linear, Weights
 from quantkit.ops.hadamard import undo_hadamard
 from quantkit.ops.stored_weight import PlainWeight, QuantizedWeight, StoredWeight
-from quantkit.quantization.calibration.finite import NonFiniteError, first_nonfinite, require_finite_states
+from quantkit.plugins.manager import registry
+from quantkit.quantization.calibration.finite import (
+    NonFiniteError,
+    behind,
+    first_nonfinite,
+    require_finite_states,
+)
 from quantkit.quantization.calibration.spill import Spill
-from quantkit.quantization.calibration.stages import Stage, States, stages, whole
 from quantkit.quantization.calibration.stats import HessianObserver
+from quantkit.quantization.memory import BATCH_TOKENS
 from quantkit.quantization.methods.base import LayerStats
 
-"""What the names of an expert's layers hold."""
+States = tuple[torch.Tensor, ...]
+"""Between two stages: hidden states ``[B, T, hidden]`` and, within attention or MLP, what its last Linear
+multiplies, ``[B, T, in]``."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Linears of a decoder layer that are measured, solved and run together.
+
+    Attributes:
+        index: the layer's index.
+        result: names what it computes, for messages.
+        linears: the Linears by full name.
+        run: computes the states behind it from ``(states, positions int64 [B, T])``.
+        inputs: computes what enters every one of the Linears from the states before it; ``None`` where that
+            is known only while it runs.
+        last: whether it is the layer's last stage.
+    """
+
+    index: int
+    result: str
+    linears: Mapping[str, Linear]
+    run: Callable[[States, torch.Tensor], States]
+    inputs: Callable[[States], torch.Tensor] | None = None
+    last: bool = False
+
+
+def stages(config: ModelConfig, index: int, layer: DecoderLayer) -> list[Stage]:
+    """Those of a layer, in order."""
+    attention, mlp = layer.self_attn, layer.mlp
+
+    def attend(states: States, positions: torch.Tensor) -> States:
+        context = ForwardContext(config, positions, states[0].dtype)
+        return states[0], attention.attend(layer.before_attention(states[0]), context, None)
+
+    def add_attention(states: States, positions: torch.Tensor) -> States:
+        return (layer.add_attention(states[0], attention.o_proj(states[1])),)
+
+    first = [Stage(index, f"the input of {attention.o_proj.name}", _by_name(attention.inputs), attend,
+                   lambda states: layer.before_attention(states[0])),
+             Stage(index, f"the hidden state after model.layers.{index}.self_attn",
+                   _by_name([attention.o_proj]), add_attention, lambda states: states[1])]
+    if isinstance(mlp, MixtureOfExperts):
+        def route(states: States, positions: torch.Tensor) -> States:
+            return (layer.add_mlp(states[0], mlp(layer.before_mlp(states[0]))),)
+
+        return [*first, Stage(index, behind(index), _by_name(mlp.linears()), route, last=True)]
+
+    def activate(states: States, positions: torch.Tensor) -> States:
+        return states[0], mlp.activate(layer.before_mlp(states[0]))
+
+    def add_mlp(states: States, positions: torch.Tensor) -> States:
+        return (layer.add_mlp(states[0], mlp.down_proj(states[1])),)
+
+    return [*first, Stage(index, f"the input of {mlp.down_proj.name}", _by_name(mlp.inputs), activate,
+                          lambda states: layer.before_mlp(states[0])),
+            Stage(index, behind(index), _by_name([mlp.down_proj]), add_mlp, lambda states: states[1],
+                  last=True)]
+
+
+def whole(index: int, layer: DecoderLayer) -> Stage:
+    """A layer as a single stage: for transforms, which change it once all of it was measured."""
+    def run(states: States, positions: torch.Tensor) -> States:
+        return (layer(states[0], positions, None),)
+
+    return Stage(index, behind(index), layer.linears(), run, last=True)
+
+
+def _by_name(linears: list[Linear]) -> dict[str, Linear]:
+    return {linear.name: linear for linear in linears}
 
 
 class LayerRunner:
@@ -36,12 +117,12 @@ class LayerRunner:
     needs it), then :meth:`advance_stage`. :meth:`measure` and :meth:`advance` take a layer as one stage.
 
     Args:
-        config: the model's.
+        config: the model's config.
         weights: the *original* model's; computing happens in its dtype and on its device.
         tokens: int64 ``[windows, tokens]``.
-        importance: of each token for each Linear, float32 ``[windows · tokens]`` by full name;
+        importance: the importance of each token for each Linear, float32 ``[windows · tokens]`` by full name;
             ``None``: all tokens count the same.
-        states: where hidden states are kept; in memory by default.
+        states: keeps the hidden states; in memory by default.
         table: the embedding, if it is quantized already.
         correlation: factor on Hessians beside their diagonals; below 1 where tokens are no text.
         drift: the original model's states are kept too, so that it can be measured how far a stage's inputs
@@ -54,8 +135,8 @@ class LayerRunner:
     def __init__(self, config: ModelConfig, weights: Weights, tokens: torch.Tensor,
                  importance: Mapping[str, torch.Tensor] | None = None, states: Spill | None = None,
                  table: QuantizedTensor | None = None, correlation: float = 1.0, drift: bool = False) -> None:
-        self._config, self._weights, self._importance = config, weights, importance
-        self._correlation = correlation
+        self._config, self._weights = config, weights
+        self._importance, self._correlation = importance, correlation
         self._shares = {slot.name: slot.shares for slot in linear_slots(config)}
         self._layer: DecoderLayer | None = None
         self.next = 0
@@ -75,7 +156,7 @@ class LayerRunner:
             for i, x in enumerate(embeddings(config, weights, tokens, self._batch)):
                 self._original.put(i, (x,))
 
-    def stages(self, index: int) -> tuple[Stage, ...]:
+    def stages(self, index: int) -> list[Stage]:
         """Those of layer ``index``, which must be :attr:`next`."""
         return stages(self._config, index, self._current(index))
 
@@ -188,7 +269,7 @@ class LayerRunner:
         have been advanced through.
 
         Args:
-            name: of the head, ``model.embed_tokens`` where it is that.
+            name: the name of the head, ``model.embed_tokens`` where it is that.
 
         Raises:
             NonFiniteError: a value isn't finite; sample and tensor are named.
@@ -242,8 +323,6 @@ class LayerRunner:
 
     def _plain(self, weight: torch.Tensor | QuantizedTensor) -> torch.Tensor:
         if isinstance(weight, QuantizedTensor):
-            from quantkit.plugins.manager import registry
-
             rotated = weight.spec.rotation is not None
             weight = registry("formats").get(weight.format).dequantize(weight)
             assert isinstance(weight, torch.Tensor)
@@ -263,14 +342,15 @@ class StatesOfBatches:
     """What is between two stages, batch by batch.
 
     Args:
-        spill: where it is kept.
-        prefix: of its keys there.
-        batches: how many there are.
-        device: where it is given back.
+        spill: keeps it.
+        prefix: begins its keys there.
+        batches: the number of batches.
+        device: the device on which it is given back.
     """
 
     def __init__(self, spill: Spill, prefix: str, batches: int, device: torch.device) -> None:
-        self._spill, self._prefix, self._device = spill, prefix, device
+        self._spill, self._prefix = spill, prefix
+        self._device = device
         self._sizes = [0] * batches
 
     def __len__(self) -> int:

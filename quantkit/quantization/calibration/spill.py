@@ -9,7 +9,7 @@ from types import TracebackType
 
 import torch
 
-from quantkit.memory.quantize import STATES_IN_MEMORY
+from quantkit.quantization.memory import STATES_IN_MEMORY
 from quantkit.support.errors import QuantkitError
 
 
@@ -19,8 +19,7 @@ class Spill:
     Args:
         folder: made when the first tensor doesn't fit; removed at the end. What an earlier run left
             there is removed at the beginning. ``None``: memory has room for all.
-        limit: bytes kept in memory; :data:`~quantkit.quantization.planning.peak_memory.STATES_IN_MEMORY` by
-        default.
+        limit: the number of bytes kept in memory; :data:`STATES_IN_MEMORY` by default.
     """
 
     def __init__(self, folder: Path | None, limit: int | None = None) -> None:

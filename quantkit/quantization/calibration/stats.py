@@ -28,15 +28,17 @@ class HessianObserver:
         correlation: factor on the Hessian beside its diagonal; below 1 where tokens are no text.
 
     Attributes:
-        original: what the layer is entered by in the original model for the tokens of the next call,
+        original: the input of the layer in the original model for the tokens of the next call,
             ``[…, in]``: how far the two are apart is summed too. A call uses it up.
-        tokens: how many entered the layer so far.
+        tokens: the number of tokens that entered the layer so far.
         first: number of the first token of the forward pass that is under way.
     """
 
     def __init__(self, name: str, importance: torch.Tensor | None = None, size: int | None = None,
                  form: bool = True, correlation: float = 1.0) -> None:
-        self.name, self.importance, self.tokens, self.first, self._size = name, importance, 0, 0, size
+        self.name, self.importance = name, importance
+        self.tokens = self.first = 0
+        self._size = size
         self._form, self._correlation = form, correlation
         self._sum: torch.Tensor | None = None
         self._drift: torch.Tensor | None = None
@@ -47,7 +49,7 @@ class HessianObserver:
         """Take ``x [..., in]``, any floating dtype. Raises NonFiniteError if a value isn't finite.
 
         Args:
-            x: what enters the layer.
+            x: the input of the layer.
             tokens: int64 ``[n]``, which of the pass's tokens these are; by default all, in order.
         """
         rows = x.detach().reshape(-1, x.shape[-1]).to(torch.float32)

@@ -1,9 +1,19 @@
-"""Documents → windows of tokens."""
+"""Windows of tokens: cut from documents, or drawn at random.
+
+What enters a model's Linears depends on its weights more than on the text: channels that are large on text
+are large on random tokens too. Statistics of random tokens are therefore good enough to choose ranges and
+scales. They need no data set and no text that the model writes, only a forward pass. ZeroQuant,
+https://arxiv.org/abs/2206.01861, trains layers on random tokens where there is no data; here they make
+Hessians.
+
+Tokens of a byte-pair encoding are numbered in the order of their merges, frequent ones first. They are drawn
+by Zipf's law in that order, which is closer to text than equal chances.
+"""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +23,11 @@ from quantkit.support.errors import CalibrationError
 
 SEPARATOR = "\n\n"
 """Between documents of a stream."""
+OFFSET = 50.0
+"""Added to a token's number in Zipf's law, as in Mandelbrot's form of it: flattens the beginning."""
+CORRELATION = 0.4
+"""Factor on what a Hessian of random tokens has beside its diagonal. The diagonal says how large inputs are,
+and that is much the same on text. How inputs go together is only partly so."""
 
 Ids = list[int]
 
@@ -31,10 +46,10 @@ class Windows:
 
     Attributes:
         tokens: int64 ``[windows, tokens]``.
-        origins: of each window the document that it begins in, and the token there.
+        origins: the document that each window begins in, and the token there.
         available: tokens that there were to choose from.
         cut: documents whose end had no room in their window.
-        lost: how many tokens those ends had.
+        lost: the number of tokens that those ends had.
         avoided: windows (of a stream) or documents left out for what they share with texts to avoid.
     """
 
@@ -51,7 +66,7 @@ class TooFewWindowsError(CalibrationError):
 
     Args:
         what, why, next: see :class:`~quantkit.support.errors.QuantkitError`.
-        windows: how many there are.
+        windows: the number of windows that there are.
     """
 
     def __init__(self, what: str, *, why: str, next: str, windows: int) -> None:
@@ -59,7 +74,7 @@ class TooFewWindowsError(CalibrationError):
         self.windows = windows
 
 
-def begun(windows: torch.Tensor, first_id: int | None) -> torch.Tensor:
+def with_bos(windows: torch.Tensor, first_id: int | None) -> torch.Tensor:
     """Windows cut from a text, int64 ``[n, tokens]``, each as a text of its own: its first token gives its
     place to the BOS that the tokenizer puts in front of texts, if there is one."""
     if first_id is None:
@@ -78,7 +93,7 @@ def cut_windows(spec: CalibrationSpec, documents: Sequence[Encoded], packing: st
 
     Args:
         spec: number and length of windows, seed, the text's name for messages.
-        documents: encoded.
+        documents: the encoded documents.
         packing: ``stream`` or ``documents``.
         avoid: whether some tokens must be left out.
 
@@ -149,3 +164,21 @@ def too_short(spec: CalibrationSpec, available: int, windows: int, avoided: int)
         f"the calibration text {name} has {available} tokens, {need} are needed", why=why,
         next=(f"--windows {windows}" if windows else f"--windows 1 --window {max(8, available)}")
         + ", or give more text", windows=windows)
+
+
+def random_windows(samples: int, length: int, vocabulary: int, left_out: Iterable[int],
+                   seed: int) -> torch.Tensor:
+    """Draw windows, int64 ``[windows, tokens]``.
+
+    Args:
+        samples, length: number of windows, and tokens in each.
+        vocabulary: tokens are numbers below this.
+        left_out: tokens that are never drawn, such as those that begin and end turns.
+        seed: gives the same tokens on every machine.
+    """
+    chances = 1 / (torch.arange(vocabulary, dtype=torch.float64) + OFFSET)
+    chances[[token for token in left_out if token < vocabulary]] = 0
+    cumulative = chances.cumsum(0)
+    generator = torch.Generator().manual_seed(seed % 2**63)
+    uniform = torch.rand(samples, length, dtype=torch.float64, generator=generator)
+    return torch.searchsorted(cumulative, uniform * cumulative[-1], right=True).clamp_(max=vocabulary - 1)

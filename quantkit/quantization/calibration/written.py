@@ -17,12 +17,12 @@ import torch
 from quantkit.formats.finite import all_finite
 from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
-from quantkit.memory.quantize import WRITTEN
 from quantkit.models.decoder import CausalLM, DecoderLayer
 from quantkit.models.interfaces import LanguageModel
 from quantkit.models.linear import Weights
 from quantkit.quantization.calibration.finite import NonFiniteError, first_nonfinite, require_finite_states
 from quantkit.quantization.calibration.openings import BEGINNINGS, QUESTIONS
+from quantkit.quantization.memory import WRITTEN
 from quantkit.quantization.specs import CalibrationSpec
 from quantkit.support.errors import CalibrationError, SourceError
 from quantkit.text.tokenizer import Tokenizer
@@ -41,7 +41,7 @@ class WritingPrompt:
     """How a text goes: what is put there for the model, and which tokens end what it writes behind it.
 
     Attributes:
-        first: the beginning.
+        first: the part that comes first.
         then: the parts that follow, again and again.
         fallback: why it is plain text although the model has a chat template.
     """
@@ -134,8 +134,8 @@ def write_windows(model: LanguageModel, weights: Weights, tokenizer: Tokenizer, 
 
     Args:
         model: the whole model, not quantized.
-        weights: of the same model; used to find which tensor isn't finite.
-        tokenizer: the model's.
+        weights: the weights of the same model; used to find which tensor isn't finite.
+        tokenizer: the model's tokenizer.
         spec: number and length of windows, seed.
         step: called after every token of a batch of windows, with the tokens written so far.
 

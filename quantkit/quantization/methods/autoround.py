@@ -42,7 +42,7 @@ class AutoRoundOptions(MethodOptions):
     """Options of ``autoround``.
 
     Attributes:
-        steps: of signed gradient descent.
+        steps: the steps of signed gradient descent.
         rate: how far the first step moves; by default ``1 / steps``.
         clip: learn the ends of the groups' ranges too.
         descent_passes: passes of coordinate descent over all levels after learning, each followed by a refit
@@ -143,7 +143,7 @@ def _end_slopes(pull: torch.Tensor, units: torch.Tensor, scaled: torch.Tensor, i
     ``[1, …]``, both as one), but for a positive factor.
 
     Args:
-        pull: of the loss by the quantized weights ``[out, groups, size]``.
+        pull: the slope of the loss by the quantized weights ``[out, groups, size]``.
         units, scaled: quantized weights and weights over their scales.
         inside, place: whether a weight has a level of its own, and where that is or would be.
         spec: says whether both ends move as one.

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from quantkit.formats.base import Codes
 from quantkit.formats.spec import QuantSpec
-from quantkit.plugins.manager import whose
-from quantkit.quantization.methods.contract import codes_fault
-from quantkit.support.errors import PluginError
+from quantkit.plugins.manager import describe_entry
+from quantkit.plugins.registry import a_type
+from quantkit.support.errors import PluginError, RecipeError, did_you_mean
 
 
 class MethodOptions(BaseModel):
@@ -28,7 +28,7 @@ class LayerStats:
     """What calibration measured at a Linear's input.
 
     Attributes:
-        tokens: how many rows went in; 0 for an expert that got none, whose Hessian is zeros.
+        tokens: the number of rows that went in; 0 for an expert that got none, whose Hessian is zeros.
         hessian: float32 ``[in, in]``, mean of ``x xᵀ`` over tokens, each weighted by what it matters to
             the Linears that read it if the recipe's calibration says so; if a method asked for it.
         largest: float32 ``[in]``, each input's largest ``|x|`` over all tokens, if a method asked for any.
@@ -75,8 +75,8 @@ class Method:
         check: further limits on a spec, as the reason or ``None``.
         quick: options with which it takes less time and comes to nearly the same loss: what a choice between
             specs is measured with.
-        together: ``quantize`` for lists of weights of one shape and of their statistics → a list, if that is
-            quicker than one after the other.
+        quantize_batch: ``quantize`` for lists of weights of one shape and of their statistics → a list, if
+            that is quicker than one after the other.
     """
 
     name: str
@@ -87,8 +87,8 @@ class Method:
     kinds: frozenset[str] = frozenset({"int"})
     check: Callable[[QuantSpec], str | None] = lambda spec: None
     quick: Mapping[str, Any] = field(default_factory=dict)
-    together: Callable[[Sequence[torch.Tensor], Sequence[LayerStats | None], QuantSpec, MethodOptions],
-                       list[Codes]] | None = None
+    quantize_batch: Callable[[Sequence[torch.Tensor], Sequence[LayerStats | None], QuantSpec, MethodOptions],
+                             list[Codes]] | None = None
 
     def asked(self, options: Mapping[str, Any]) -> frozenset[str]:
         """:attr:`needs` with these options, filled in: without ``drift`` if an option of that name is 0."""
@@ -112,33 +112,62 @@ class Method:
                                "quantize takes (weight, stats, spec, options)") from error
         return self._checked(codes, weight, spec)
 
-    def run_together(self, weights: Sequence[torch.Tensor], stats: Sequence[LayerStats | None],
-                     spec: QuantSpec, options: MethodOptions) -> list[Codes]:
+    def run_batch(self, weights: Sequence[torch.Tensor], stats: Sequence[LayerStats | None],
+                  spec: QuantSpec, options: MethodOptions) -> list[Codes]:
         """The same for several weights of one shape, in whatever way the method does that."""
-        if self.together is None or len(weights) == 1:
+        if self.quantize_batch is None or len(weights) == 1:
             return [self.run(weight, stat, spec, options) for weight, stat in zip(weights, stats,
                                                                                   strict=True)]
-        results = self.together(weights, stats, spec, options)
+        results = self.quantize_batch(weights, stats, spec, options)
         if not isinstance(results, list) or len(results) != len(weights):
             size = f" of {len(results)}" if isinstance(results, list) else ""
-            raise self._broken(f"together returned a {type(results).__name__}{size}",
+            raise self._broken(f"quantize_batch returned a {type(results).__name__}{size}",
                                f"it must return a list of Codes, one for each of the {len(weights)} weights")
         return [self._checked(codes, weight, spec) for codes, weight in zip(results, weights, strict=True)]
 
     def _checked(self, codes: Codes, weight: torch.Tensor, spec: QuantSpec) -> Codes:
-        if (fault := codes_fault(codes, (weight.shape[0], weight.shape[1]), spec)) is not None:
-            raise self._broken(*fault)
+        if (fault := _codes_fault(codes, (weight.shape[0], weight.shape[1]), spec)) is not None:
+            raise self._broken(f"returned {fault}", f"it was asked for Codes of {list(weight.shape)} as "
+                                                    f"{spec.label()} with scales in {spec.scale_dtype}")
         return codes
 
     def _broken(self, what: str, why: str) -> PluginError:
-        return PluginError(f"{whose('methods', self.name)} {what}", why=why,
+        return PluginError(f"{describe_entry('methods', self.name)} {what}", why=why,
                            next="correct the method: quantkit.testing.check_method finds such errors")
+
+
+def _codes_fault(codes: object, shape: tuple[int, int], spec: QuantSpec) -> str | None:
+    """What is wrong with what a method returned; ``None`` if nothing."""
+    if not isinstance(codes, Codes):
+        return f"{a_type(codes)} in place of Codes"
+    wanted = spec if spec.scale_dtype != "model" else spec.model_copy(
+        update={"scale_dtype": codes.spec.scale_dtype})  # it may say which
+    if codes.spec != wanted:
+        return f"codes of another spec, {codes.spec.label()} with scales in {codes.spec.scale_dtype}"
+    if not isinstance(codes.notes, tuple) or not all(isinstance(note, str) for note in codes.notes):
+        return f"notes that are no tuple of strings: {codes.notes!r:.80}"
+    fault = codes.fault(shape)
+    return fault and f"codes that can't be stored: {fault}"
 
 
 def options_type(method: Method) -> type[MethodOptions]:
     """:attr:`Method.options`. Raises PluginError if that is no model of options."""
     if isinstance(method.options, type) and issubclass(method.options, MethodOptions):
         return method.options
-    raise PluginError(f"{whose('methods', method.name)} has options of {method.options!r:.60}",
+    raise PluginError(f"{describe_entry('methods', method.name)} has options of {method.options!r:.60}",
                       why="they are a subclass of MethodOptions",
                       next="correct the method: quantkit.testing.check_method finds such errors")
+
+
+def checked_options(owner: str, options: type[MethodOptions], values: Mapping[str, Any]) -> MethodOptions:
+    """``values`` as ``options``. Raises RecipeError for an option that ``owner``, such as ``transform awq``,
+    doesn't have, and for a value that it can't take."""
+    try:
+        return options.model_validate(values)
+    except ValidationError as error:
+        fault = error.errors(include_url=False)[0]
+        key = ".".join(map(str, fault["loc"]))
+        extra = fault["type"] == "extra_forbidden"
+        why = did_you_mean(key, options.model_fields) if extra else fault["msg"]
+        raise RecipeError(f"{owner} can't take option {key!r}", why=why,
+                          next="quantkit plugins list") from None

@@ -1,8 +1,9 @@
 """GPTQ: quantize a column, spread its error over the columns that are left, repeat.
 
-https://arxiv.org/abs/2210.17323. Minimizes ``tr((W - Q) H (W - Q)ᵀ)`` with ``H`` the mean of ``x xᵀ``
-over calibration tokens. Groups are *static*: their grids are fixed before solving, so that
-activation order changes only the order of solving and every group keeps its place on disk.
+https://arxiv.org/abs/2210.17323; :mod:`~quantkit.quantization.methods.gptq_reference` has it as the paper
+does. Minimizes ``tr((W - Q) H (W - Q)ᵀ)`` with ``H`` the mean of ``x xᵀ`` over calibration tokens. Groups are
+*static*: their grids are fixed before solving, so that activation order changes only the order of solving and
+every group keeps its place on disk.
 
 Additions to the paper, on by default. The grids come from a search over shrunken and stretched ranges that
 weighs each column's error by what it costs once the other columns have made up for it. After solving,
@@ -12,12 +13,9 @@ that the loss on ``H`` is never above that of ``rtn`` of the same weights. What 
 aren't the model's weights, but those that make up for half of what earlier layers' errors have done to the
 inputs (GPTAQ, https://arxiv.org/abs/2504.02692); a row's error in the manifest contains that.
 
-Off by default: part of what earlier columns' errors have moved a column can be taken back before it is
-rounded (FOEM, https://arxiv.org/abs/2507.11017), and rounding can be learned on from the result
-(:mod:`~quantkit.quantization.methods.learning`).
-
-On a CPU the loops over columns are kernels (:mod:`~quantkit.quantization.methods.gptq_tiles`), on a GPU the
-inner one is.
+The loop over columns exists three times, for speed alone: on a CPU our kernels take all columns of 64 rows at
+a time (:mod:`quantkit.ops.columns`); on a GPU a kernel takes a block of columns; where there is no kernel,
+torch does what the GPU's does.
 """
 
 from __future__ import annotations
@@ -29,22 +27,32 @@ import torch
 from pydantic import Field
 
 from quantkit.formats.base import Codes
+from quantkit.formats.dtypes import dtype_name, scale_dtype
 from quantkit.formats.spec import QuantSpec
-from quantkit.memory.quantize import TOGETHER
 from quantkit.ops import columns, gpu
-from quantkit.quantization.methods import gptq_tiles, trellis
+from quantkit.quantization.memory import WEIGHTS_AT_ONCE
+from quantkit.quantization.methods import trellis
 from quantkit.quantization.methods.base import LayerStats, Method, MethodOptions
-from quantkit.quantization.methods.descent import by_column, descend_levels, descend_scales, stacked
+from quantkit.quantization.methods.descent import (
+    by_column,
+    descend_levels,
+    descend_scales,
+    refit_scales,
+    stacked,
+)
 from quantkit.quantization.methods.grid import (
+    SHRINKS,
     Grid,
     above_minima,
     at_once,
     from_grid,
     join,
     require_finite,
+    rising,
     round_to_grid,
     row_parts,
     settle_,
+    sums_of_tiles,
     to_codes,
 )
 from quantkit.quantization.methods.group_scales import GRIDS, choose_grid
@@ -58,9 +66,6 @@ from quantkit.quantization.methods.hessian import (
     losses,
     undrifted,
 )
-from quantkit.quantization.methods.learning import learn_levels
-from quantkit.quantization.methods.refit import refit_scales
-from quantkit.quantization.methods.tiles import sums_of_tiles
 
 
 class GptqOptions(MethodOptions):
@@ -77,10 +82,6 @@ class GptqOptions(MethodOptions):
             refit a group's scale in each pass, before its levels, and do these rounds at the end.
         descent_passes: passes of coordinate descent over all levels after solving.
         drift: share of the inputs' drift from the original model's that the weights make up for.
-        first_order: share of a column's move by earlier errors that is taken back before it is rounded.
-        learning_steps: of learned rounding after descent (:mod:`~quantkit.quantization.methods.learning`), of
-        integers
-            whose scales belong to one row each.
     """
 
     damp: float = Field(default=0.05, gt=0, le=1)
@@ -90,8 +91,28 @@ class GptqOptions(MethodOptions):
     refit: int = Field(default=3, ge=0, le=20)
     descent_passes: int = Field(default=3, ge=0, le=100)
     drift: float = Field(default=0.5, ge=0, le=1)
-    first_order: float = Field(default=0, ge=0, le=1)
-    learning_steps: int = Field(default=0, ge=0, le=10000)
+
+
+@dataclass
+class PendingSolve:
+    """A weight that is to be solved.
+
+    Attributes:
+        weight: float32 ``[out, in]``.
+        hessian: float32 ``[in, in]``.
+        factors: the factors of the damped Hessian. They take as much memory as the Hessian, and so they are
+            dropped once the columns are solved.
+        plain: the grid of plain rounding.
+        grid: the grid to solve on; the CPU's kernels search for one of their own.
+        notes: fallbacks taken before.
+    """
+
+    weight: torch.Tensor
+    hessian: torch.Tensor
+    factors: HessianFactors | None
+    plain: Grid
+    grid: Grid
+    notes: tuple[str, ...]
 
 
 def quantize(weight: torch.Tensor, stats: LayerStats | None, spec: QuantSpec,
@@ -104,20 +125,22 @@ def quantize(weight: torch.Tensor, stats: LayerStats | None, spec: QuantSpec,
         CalibrationError: no Hessian, one of another size, or one that isn't finite.
         SpecError: the weight isn't finite, or is beyond the range of the scales' dtype.
     """
-    return together([weight], [stats], spec, options)[0]
+    return quantize_batch([weight], [stats], spec, options)[0]
 
 
-def together(weights: Sequence[torch.Tensor], stats: Sequence[LayerStats | None], spec: QuantSpec,
-             options: MethodOptions) -> list[Codes]:
-    """The same for several weights of one shape. A column of all of them is solved at a time: of small
-    ones that is hardly more work than one.
+def quantize_batch(weights: Sequence[torch.Tensor], stats: Sequence[LayerStats | None], spec: QuantSpec,
+                   options: MethodOptions) -> list[Codes]:
+    """The same for several weights of one shape. Without our CPU kernels, a column of all of them is solved
+    at a time: of small ones that is hardly more work than one.
 
     Raises:
         CalibrationError, SpecError: as :func:`quantize`.
     """
     assert isinstance(options, GptqOptions)
-    begun, results = [], {}
+    results: dict[int, Codes] = {}
+    pending: dict[int, PendingSolve] = {}
     factored: dict[int, tuple[HessianFactors | None, tuple[str, ...]]] = {}
+    by_kernels = solved_by_kernels(spec, weights[0].device)
     for number, (weight, known) in enumerate(zip(weights, stats, strict=True)):
         require_finite(weight)
         hessian = hessian_of(weight, known)
@@ -137,120 +160,26 @@ def together(weights: Sequence[torch.Tensor], stats: Sequence[LayerStats | None]
         if factors is None:
             results[number] = to_codes(round_to_grid(weight, plain, spec), plain, spec, notes)
             continue
-        tiled = gptq_tiles.takes(spec, weight.device)
-        grid = plain if tiled or not options.clip_search else choose_grid(
+        grid = plain if by_kernels or not options.clip_search else choose_grid(
             weight, spec, importance=column_costs(factors), search=True, outer=plain.outer)
-        task = _Begun(number, weight, hessian, factors, plain, grid, notes)
+        task = PendingSolve(weight, hessian, factors, plain, grid, notes)
         del factors  # as large as the Hessian
-        if tiled:
-            results[number] = _tiled(task, spec, options)
+        if by_kernels:
+            results[number] = _solve_by_kernels(task, spec, options)
         else:
-            begun.append(task)
-    if begun:
-        numbers = [task.number for task in begun]
-        results |= zip(numbers, _solved(begun, spec, options), strict=True)
+            pending[number] = task
+    if pending:
+        results |= zip(pending, _solve_by_torch([*pending.values()], spec, options), strict=True)
     return [results[number] for number in range(len(weights))]
 
 
-def _tiled(task: _Begun, spec: QuantSpec, options: GptqOptions) -> Codes:
-    weight, codes, failed = task.weight, list[Codes](), True
-    parts = row_parts(weight, spec, TOGETHER, columns.ROWS)
-    assert task.factors is not None
-    costs = column_costs(task.factors) if options.clip_search else None
-    begun = [gptq_tiles.solve(weight[part], task.factors, task.plain.rows(part), spec, costs,
-                                options.first_order)
-             for part in parts]
-    damping, task.factors = task.factors.damping, None  # as large as what comes now
-    form = damped(task.hessian, damping)
-    for part in parts:
-        levels, grid = gptq_tiles.descend(weight[part], *begun.pop(0), form, spec, options.descent_passes,
-                                          options.refit)
-        levels = _learned(weight[part], levels, grid, form, spec, options)
-        better, worse = _unless_rounded(task, levels, grid, part, spec)
-        codes.append(better)
-        failed &= bool(worse.all())
-    return join(codes, task.notes + (NO_BETTER,) * failed)
-
-
-@dataclass
-class _Begun:
-    """A weight that is to be solved: its grid, and that of plain rounding."""
-
-    number: int
-    weight: torch.Tensor
-    hessian: torch.Tensor
-    factors: HessianFactors | None
-    plain: Grid
-    grid: Grid
-    notes: tuple[str, ...]
-
-
-def _solved(begun: Sequence[_Begun], spec: QuantSpec, options: GptqOptions) -> list[Codes]:
-    parts = row_parts(begun[0].weight, spec, TOGETHER // len(begun))
-    levels = [torch.empty_like(task.weight) for task in begun]
-    factors = [task.factors for task in begun if task.factors]
-    upper, order = stacked([factor.upper for factor in factors]), torch.stack([factor.order
-                                                                               for factor in factors])
-    for part in parts:
-        grids = [task.grid.rows(part) for task in begun]
-        weights = [above_minima(task.weight[part], grid) for task, grid in zip(begun, grids, strict=True)]
-        solved = _solve(weights, grids, upper, order, spec, options)
-        for mine, result in zip(levels, solved, strict=True):
-            mine[part] = result
-    damping = [factor.damping for factor in factors]
-    for task in begun:
-        task.factors = None
-    del upper, factors  # as large as what comes now
-    form = stacked([damped(task.hessian, mine) for task, mine in zip(begun, damping, strict=True)])
-    codes_of_tasks: list[list[Codes]] = [[] for _ in begun]
-    failed: list[list[torch.Tensor]] = [[] for _ in begun]
-    for part in parts:
-        grids = _settled(begun, levels, part, form, spec, options)
-        for task, mine, grid, codes, worse in zip(begun, levels, grids, codes_of_tasks, failed, strict=True):
-            better, rounded = _unless_rounded(task, mine[part], grid, part, spec)
-            codes.append(better)
-            worse.append(rounded)
-    return [join(codes, task.notes + (NO_BETTER,) * all(bool(part.all()) for part in worse))
-            for task, codes, worse in zip(begun, codes_of_tasks, failed, strict=True)]
-
-
-def _settled(begun: Sequence[_Begun], levels: Sequence[torch.Tensor], part: slice, form: torch.Tensor,
-             spec: QuantSpec, options: GptqOptions) -> list[Grid]:
-    """Coordinate descent on ``form``, the damped Hessians; writes these rows' levels."""
-    def refitted() -> list[Grid]:
-        return [refit(task.weight[part], mine[part], grid, hessian, spec, options.refit)
-                for task, mine, grid, hessian in zip(begun, levels, grids, form, strict=True)]
-
-    if spec.grid == "fp tiles":  # their scales stay as the search has found them
-        options = options.model_copy(update={"refit": 0})
-    refit = descend_scales if gptq_tiles.plain(spec) or spec.grid == "fp" else refit_scales
-    grids = [task.grid.rows(part) for task in begun]
-    grids = refitted()
-    for _ in range(options.descent_passes):
-        visited = descend_levels(stacked([task.weight[part] for task in begun]),
-                                 stacked([mine[part] for mine in levels]), grids, form, spec, options.block)
-        for mine, result in zip(levels, visited, strict=True):
-            mine[part] = result
-        grids = refitted()
-    for task, mine, grid, hessian in zip(begun, levels, grids, form, strict=True):
-        mine[part] = _learned(task.weight[part], mine[part], grid, hessian, spec, options)
-    return grids
-
-
-def _learned(weight: torch.Tensor, levels: torch.Tensor, grid: Grid, form: torch.Tensor, spec: QuantSpec,
-             options: GptqOptions) -> torch.Tensor:
-    if not options.learning_steps or not gptq_tiles.plain(spec) or spec.granularity.strategy == "tensor":
-        return levels
-    return learn_levels(weight, levels, grid, form, spec, options.learning_steps, options.block)
-
-
-def _unless_rounded(task: _Begun, levels: torch.Tensor, grid: Grid, part: slice,
+def _unless_rounded(task: PendingSolve, levels: torch.Tensor, grid: Grid, part: slice,
                     spec: QuantSpec) -> tuple[Codes, torch.Tensor]:
     """Solved rows; rounded where that is no worse, bool ``[out]``."""
-    weight, plain, hessian = task.weight[part], task.plain.rows(part), task.hessian
+    weight, plain = task.weight[part], task.plain.rows(part)
     rounded = round_to_grid(weight, plain, spec)
-    solved = losses(weight - from_grid(levels, grid), hessian)
-    baseline = losses(weight - from_grid(rounded, plain), hessian)
+    solved = losses(weight - from_grid(levels, grid), task.hessian)
+    baseline = losses(weight - from_grid(rounded, plain), task.hessian)
     if spec.granularity.strategy == "tensor":  # one scale for all rows: all or none
         solved, baseline = solved.sum().expand_as(solved), baseline.sum().expand_as(baseline)
     elif spec.granularity.strategy == "tile":  # the same for the rows of a square
@@ -260,13 +189,184 @@ def _unless_rounded(task: _Begun, levels: torch.Tensor, grid: Grid, part: slice,
     return to_codes(torch.where(worse.unsqueeze(1), rounded, levels), best, spec), worse
 
 
-def _solve(weights: Sequence[torch.Tensor], grids: Sequence[Grid], upper: torch.Tensor, order: torch.Tensor,
-           spec: QuantSpec, options: GptqOptions) -> torch.Tensor:
+# by our kernels for CPUs
+
+
+def solved_by_kernels(spec: QuantSpec, device: torch.device) -> bool:
+    """Whether our kernels for CPUs solve this: at most 256 levels, but no 8-bit floats, and scales that
+    belong to one row each."""
+    return ((spec.kind in ("int", "iq") or spec.grid == "fp4")
+            and spec.granularity.strategy in ("channel", "group") and columns.by_kernel(device))
+
+
+def has_plain_scales(spec: QuantSpec) -> bool:
+    """Whether a scale is a positive number by itself, in a dtype, and a zero a level: the kernels then choose
+    scales too."""
+    return spec.grid == "int" and not spec.signed
+
+
+def _solve_by_kernels(task: PendingSolve, spec: QuantSpec, options: GptqOptions) -> Codes:
+    codes, failed = list[Codes](), True
+    parts = row_parts(task.weight, spec, WEIGHTS_AT_ONCE, columns.ROWS)
+    assert task.factors is not None
+    costs = column_costs(task.factors) if options.clip_search else None
+    solved = [_solve_tiles(task.weight[part], task.factors, task.plain.rows(part), spec, costs)
+              for part in parts]
+    damping, task.factors = task.factors.damping, None
+    form = damped(task.hessian, damping)
+    for part in parts:
+        levels, grid = _descend_tiles(task.weight[part], *solved.pop(0), form, spec, options)
+        better, worse = _unless_rounded(task, levels, grid, part, spec)
+        codes.append(better)
+        failed &= bool(worse.all())
+    return join(codes, task.notes + (NO_BETTER,) * failed)
+
+
+def _solve_tiles(weight: torch.Tensor, factors: HessianFactors, grid: Grid, spec: QuantSpec,
+                 costs: torch.Tensor | None) -> tuple[torch.Tensor, Grid]:
+    """Choose ranges and solve the columns.
+
+    Args:
+        weight: float32 ``[rows, in]``.
+        factors: the factors of the damped Hessian.
+        grid: the grid of plain rounding, used where there is no search.
+        spec: a spec that :func:`solved_by_kernels` takes.
+        costs: float32 ``[in]``, of a column's squared error, to search for ranges by; ``None``: no search.
+
+    Returns:
+        Levels ``[tiles, in, 64]``, uint8 or, of a table, float16; and their grid.
+    """
+    size, order = weight.shape[1] // grid.scale.shape[1], factors.order
+    if costs is not None and has_plain_scales(spec):
+        scale, zero = columns.search_ranges(columns.tiles(weight), costs, size, SHRINKS, spec.bits,
+                                            spec.symmetric, dtype_name(scale_dtype(spec)))
+        grid = _untiled(scale, zero, len(weight))
+    else:
+        if costs is not None:
+            grid = choose_grid(weight, spec, importance=costs, search=True, outer=grid.outer)
+        scale, zero = columns.tiles(grid.scale, 1.0), columns.tiles(grid.zero)
+    tiled = columns.tiles(above_minima(weight, grid))[:, order]
+    table = rising(spec)
+    solved = columns.solve_columns(tiled, factors.upper, scale, zero, order // size, spec.bits, table)
+    stored = solved.to(torch.float16 if table else torch.uint8)
+    levels = torch.empty_like(stored)
+    levels[:, order] = stored
+    return levels, grid
+
+
+def _descend_tiles(weight: torch.Tensor, levels: torch.Tensor, grid: Grid, form: torch.Tensor,
+                   spec: QuantSpec, options: GptqOptions) -> tuple[torch.Tensor, Grid]:
+    """Coordinate descent on what :func:`_solve_tiles` has returned, under the damped Hessian ``form``.
+
+    Returns:
+        Levels float32 ``[rows, in]`` and their grid.
+    """
+    levels, refits = levels.float(), options.refit
+    if not has_plain_scales(spec):
+        return _descend_in_turns(weight, levels, grid, form, spec, options)
+    rows, size = len(weight), weight.shape[1] // grid.scale.shape[1]
+    scale, zero = columns.tiles(grid.scale, 1.0), columns.tiles(grid.zero)
+    tiled = columns.tiles(weight)
+    slopes = form @ _errors_of_tiles(tiled, levels, scale, zero)
+
+    def descend_columns(dtype: str | None, descent_passes: int, refits: int) -> None:
+        columns.descend_columns(slopes, levels, scale, zero, form, spec.bits, dtype, descent_passes, refits)
+
+    def refit() -> None:
+        better = descend_scales(weight, columns.untile(levels, rows), _untiled(scale, zero, rows), form, spec,
+                                refits)
+        scale.copy_(columns.tiles(better.scale, 1.0))
+        torch.matmul(form, _errors_of_tiles(tiled, levels, scale, zero), out=slopes)
+
+    if not refits or size <= columns.LARGEST_GROUP:
+        descend_columns(dtype_name(scale_dtype(spec)) if refits else None, options.descent_passes, refits)
+    else:
+        refit()
+        for _ in range(options.descent_passes):
+            descend_columns(None, 1, 0)
+            refit()
+    return columns.untile(levels, rows), _untiled(scale, zero, rows)
+
+
+def _descend_in_turns(weight: torch.Tensor, levels: torch.Tensor, grid: Grid, form: torch.Tensor,
+                      spec: QuantSpec, options: GptqOptions) -> tuple[torch.Tensor, Grid]:
+    """Levels by the kernels, then scales by torch, and so on: what scales may be is the spec's business."""
+    rows = len(weight)
+    for last in [False] * options.descent_passes + [True]:
+        grid = refit_scales(weight, columns.untile(levels, rows), grid, form, spec,
+                            options.refit if last else min(options.refit, 1))
+        if not last:
+            off = columns.tiles(weight - from_grid(columns.untile(levels, rows), grid))
+            columns.descend_columns(form @ off, levels, columns.tiles(grid.scale, 1.0),
+                                    columns.tiles(grid.zero), form, spec.bits, None, 1, 0, rising(spec))
+    return columns.untile(levels, rows), grid
+
+
+def _untiled(scale: torch.Tensor, zero: torch.Tensor, rows: int) -> Grid:
+    return Grid(*(columns.untile(part, rows).contiguous() for part in (scale, zero)))
+
+
+def _errors_of_tiles(tiled: torch.Tensor, levels: torch.Tensor, scale: torch.Tensor,
+                     zero: torch.Tensor) -> torch.Tensor:
+    """What the weights are off, ``[tiles, in, 64]``."""
+    groups = (scale.shape[0], scale.shape[1], -1, scale.shape[2])
+    values = (levels.view(groups) - zero.unsqueeze(2)).mul_(scale.unsqueeze(2))
+    return torch.sub(tiled, values.view(tiled.shape), out=values.view(tiled.shape))
+
+
+# by torch, and on a GPU by a kernel for a block of columns
+
+
+def _solve_by_torch(pending: Sequence[PendingSolve], spec: QuantSpec, options: GptqOptions) -> list[Codes]:
+    parts = row_parts(pending[0].weight, spec, WEIGHTS_AT_ONCE // len(pending))
+    levels = torch.stack([torch.empty_like(task.weight) for task in pending])
+    factors = [task.factors for task in pending if task.factors]
+    upper = stacked([factor.upper for factor in factors])
+    order = torch.stack([factor.order for factor in factors])
+    for part in parts:
+        grids = [task.grid.rows(part) for task in pending]
+        weights = [above_minima(task.weight[part], grid) for task, grid in zip(pending, grids, strict=True)]
+        levels[:, part] = _solve_columns(weights, grids, upper, order, spec, options.block)
+    damping = [factor.damping for factor in factors]
+    for task in pending:
+        task.factors = None
+    del upper, factors  # as large as what comes now
+    form = stacked([damped(task.hessian, added) for task, added in zip(pending, damping, strict=True)])
+    codes: list[list[Codes]] = [[] for _ in pending]
+    failed = [True] * len(pending)
+    for part in parts:
+        grids = _descend(pending, levels, part, form, spec, options)
+        for number, task in enumerate(pending):
+            better, worse = _unless_rounded(task, levels[number, part], grids[number], part, spec)
+            codes[number].append(better)
+            failed[number] &= bool(worse.all())
+    return [join(codes[number], task.notes + (NO_BETTER,) * failed[number])
+            for number, task in enumerate(pending)]
+
+
+def _descend(pending: Sequence[PendingSolve], levels: torch.Tensor, part: slice, form: torch.Tensor,
+             spec: QuantSpec, options: GptqOptions) -> list[Grid]:
+    """Coordinate descent under ``form``, the damped Hessians; writes these rows' levels."""
+    refit = descend_scales if has_plain_scales(spec) or spec.grid == "fp" else refit_scales
+    rounds = 0 if spec.grid == "fp tiles" else options.refit  # their scales stay as the search has found them
+
+    def refitted(grids: Sequence[Grid]) -> list[Grid]:
+        return [refit(task.weight[part], levels[number, part], grids[number], form[number], spec, rounds)
+                for number, task in enumerate(pending)]
+
+    weight = stacked([task.weight[part] for task in pending])
+    grids = refitted([task.grid.rows(part) for task in pending])
+    for _ in range(options.descent_passes):
+        levels[:, part] = descend_levels(weight, levels[:, part], grids, form, spec, options.block)
+        grids = refitted(grids)
+    return grids
+
+
+def _solve_columns(weights: Sequence[torch.Tensor], grids: Sequence[Grid], upper: torch.Tensor,
+                   order: torch.Tensor, spec: QuantSpec, block: int) -> torch.Tensor:
     """The levels, float32 ``[linears, out, in]``. Works on the transpose, where a column is contiguous."""
-    work = torch.stack([weight.T[mine] for weight, mine in zip(weights, order, strict=True)])
-    block, pull = options.block, options.first_order
-    exact = work.clone() if pull else work
-    linears, count, out = work.shape
+    work = torch.stack([weight.T[places] for weight, places in zip(weights, order, strict=True)])
+    count, out = work.shape[1:]
     scales, zeros = by_column(grids, out)
     groups = order // (count // scales.shape[1])
     fused = spec.kind == "int" and gpu.unavailable(work.device.type, work.dtype) is None
@@ -275,46 +375,40 @@ def _solve(weights: Sequence[torch.Tensor], grids: Sequence[Grid], upper: torch.
 
         block = min(block, LONGEST)
     levels = torch.empty_like(work)
-    errors = torch.empty(linears, min(block, count), out, device=work.device)
+    errors = torch.empty(len(work), min(block, count), out, device=work.device)
     for start in range(0, count, block):
         stop = min(start + block, count)
-        columns = slice(start, stop)
-        corner, block_errors = upper[:, columns, columns], errors[:, :stop - start]
+        here = slice(start, stop)
+        corner, block_errors = upper[:, here, here], errors[:, :stop - start]
         if fused:
-            solve_block(work[:, columns], exact[:, columns], corner, scales, zeros, groups[:, columns],
-                        spec.bits, pull, levels[:, columns], block_errors)
+            solve_block(work[:, here], corner, scales, zeros, groups[:, here], spec.bits, levels[:, here],
+                        block_errors)
         else:
-            _solve_block(work[:, columns], exact[:, columns], corner, scales, zeros, groups[:, columns], spec,
-                         pull, levels[:, columns], block_errors)
-        work[:, stop:].baddbmm_(upper[:, columns, stop:].mT, block_errors, alpha=-1)
+            _solve_block(work[:, here], corner, scales, zeros, groups[:, here], spec, levels[:, here],
+                         block_errors)
+        work[:, stop:].baddbmm_(upper[:, here, stop:].mT, block_errors, alpha=-1)
     solved = torch.empty_like(levels)
-    for mine, levels_of_task, solution in zip(order, levels, solved, strict=True):
-        solution[mine] = levels_of_task
+    for number, places in enumerate(order):
+        solved[number, places] = levels[number]
     return solved.mT.contiguous()
 
 
-def _solve_block(work: torch.Tensor, exact: torch.Tensor, upper: torch.Tensor, scales: torch.Tensor,
-                 zeros: torch.Tensor, places: torch.Tensor, spec: QuantSpec, pull: float,
-                 levels: torch.Tensor, errors: torch.Tensor) -> None:
+def _solve_block(work: torch.Tensor, upper: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor,
+                 places: torch.Tensor, spec: QuantSpec, levels: torch.Tensor, errors: torch.Tensor) -> None:
     """Some columns: writes ``levels`` and ``errors``, ``[linears, columns, out]``; uses ``work`` up."""
-    linears, count, out = work.shape
+    linears, count = work.shape[:2]
     lines: slice | torch.Tensor = torch.arange(linears, device=work.device)
     groups: Sequence[int | torch.Tensor] = places.T.unbind()
     if linears == 1:  # spares copies
         lines, groups = slice(None), places[0].tolist()
     pivots = upper.diagonal(dim1=1, dim2=2).T.unsqueeze(-1).unbind()
-    inner = max(1, min(count, at_once(work.device) // (linears * out)))
+    inner = max(1, min(count, at_once(work.device) // work[:, 0].numel()))
     for first in range(0, count, inner):
         last = min(first + inner, count)
         for i in range(first, last):
             scale, zero = scales[lines, groups[i]], zeros[lines, groups[i]]
-            if pull:
-                work[:, i].sub_(torch.sub(work[:, i], exact[:, i]), alpha=pull)
             level = settle_(torch.div(work[:, i], scale, out=levels[:, i]), zero, spec)
-            error = torch.sub(work[:, i], (level - zero).mul_(scale), out=errors[:, i])
-            if pull:
-                error.sub_(torch.sub(work[:, i], exact[:, i]), alpha=pull)
-            error.div_(pivots[i])
+            error = torch.sub(work[:, i], (level - zero).mul_(scale), out=errors[:, i]).div_(pivots[i])
             if i + 1 < last:
                 work[:, i + 1:last].addcmul_(upper[:, i, i + 1:last, None], error[:, None], value=-1)
         work[:, last:].baddbmm_(upper[:, first:last, last:].mT, errors[:, first:last], alpha=-1)
@@ -322,5 +416,5 @@ def _solve_block(work: torch.Tensor, exact: torch.Tensor, upper: torch.Tensor, s
 
 METHOD = Method(name="gptq", paper="https://arxiv.org/abs/2210.17323", quantize=quantize,
                 needs=frozenset({"hessian", "drift"}), options=GptqOptions,
-                kinds=GRIDS, together=together,
-                quick={"refit": 0, "descent_passes": 0, "learning_steps": 0})
+                kinds=GRIDS, quantize_batch=quantize_batch,
+                quick={"refit": 0, "descent_passes": 0})

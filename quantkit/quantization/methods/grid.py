@@ -9,6 +9,10 @@ https://arxiv.org/abs/2206.06501, has the trade-off's analysis; here it is a pla
 
 The levels of kind ``fp`` are e4m3's numbers, its zero is 0 and its scale ``max|w| / 448``. Its precision is
 relative: a search stretches the range within a factor of 2, to where the weights lie near to levels.
+
+Scales may be of a square of weights each: DeepSeek's fp8, https://arxiv.org/abs/2412.19437. Squares at the
+right and lower edge of a weight may be cut. So that methods need not know about squares, their grid has a
+scale for every weight, as if each were a group by itself; codes have one a square.
 """
 
 from __future__ import annotations
@@ -16,12 +20,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 from quantkit.formats.base import Codes
 from quantkit.formats.dtypes import resolve, scale_dtype
 from quantkit.formats.e4m3 import LARGEST, nearest_
 from quantkit.formats.finite import all_finite
-from quantkit.formats.level_values import encode, level_table
+from quantkit.formats.level_values import encode, level_table, spread_tiles
 from quantkit.formats.spec import GROUP_SCALES, QuantSpec
 from quantkit.support.errors import SpecError
 
@@ -29,6 +34,11 @@ SHRINKS = tuple(1 + 0.025 * step for step in range(4, -20, -1))
 """Factors on a group's extremes that a clip search tries. Above 1 the levels between the extremes move."""
 STRETCHES = tuple(2 ** (step / 24) for step in range(24))
 """The same for kind ``fp``: beyond twice the range all levels but the smallest come again."""
+
+SMALLEST_E4M3 = 2.0**-9
+LEAST_EXPONENT = -127
+MOST_EXPONENT = 127
+"""The exponents of ``e8m0``."""
 
 SERIAL = (1 << 15) - 1
 """The number of values up to which torch runs an elementwise operation in one thread. Loops of many short
@@ -50,10 +60,9 @@ class Grid:
 
     Attributes:
         scale: ``spec.scale_shape``, finite and rounded; positive unless the spec's scales have a sign. Of
-            squares of weights: ``[out, in]``, that of every weight
-            (:mod:`quantkit.quantization.methods.tiles`).
-        zero: of the same shape: the level, or where levels come from a table the value, that means 0.
-        minimum: of the same shape, if the spec has minima.
+            squares of weights: ``[out, in]``, that of every weight (:func:`tile_grid`).
+        zero: the level, or where levels come from a table the value, that means 0; of the same shape.
+        minimum: the minima, of the same shape, if the spec has minima.
         outer, outer_minimum: ``spec.outer_shape``, if scales are multiples of something.
     """
 
@@ -113,7 +122,7 @@ def find_grid(weight: torch.Tensor, spec: QuantSpec, *, importance: torch.Tensor
 
     Args:
         weight: float32 ``[out, in]``, finite.
-        spec: whose :attr:`~quantkit.formats.spec.QuantSpec.grid` is ``int`` or ``fp``; groups divide *in*.
+        spec: a spec with the grid ``int`` or ``fp``; its groups divide *in*.
         importance: float32 ``[in]``, a weight on each column's squared error in the search, such as
             the diagonal of a Hessian.
         shrinks: factors on the extremes; the one with the least squared error wins in each group.
@@ -298,3 +307,85 @@ def costs_of_groups(importance: torch.Tensor, shape: tuple[int, ...], size: int,
     if importance.numel() <= size:
         return importance.repeat(size // importance.numel()).expand(count, size)
     return importance.reshape(shape[1], size).repeat(count // shape[1] + 2, 1)
+
+
+def rounded_scale(scale: torch.Tensor, spec: QuantSpec, outer: torch.Tensor | None = None) -> torch.Tensor:
+    """The nearest scales (or minima, or superblocks' numbers) that are stored; never 0, with their sign.
+
+    Args:
+        scale: float32 of any shape.
+        spec: says in what they are stored.
+        outer: the number that ``e4m3`` scales are multiples of.
+    """
+    if spec.scale_dtype == "e4m3":
+        assert outer is not None
+        return nearest_((scale / outer).clamp_(min=SMALLEST_E4M3)) * outer
+    if spec.scale_dtype == "e8m0":
+        fraction, exponent = torch.frexp(scale.clamp(min=2.0**LEAST_EXPONENT))
+        exponent = exponent - (fraction < 0.75).int()  # halfway between two powers, to the larger
+        return torch.ldexp(torch.ones_like(scale), exponent.clamp_(LEAST_EXPONENT, MOST_EXPONENT))
+    dtype = scale_dtype(spec)
+    info = torch.finfo(dtype)
+    least = info.tiny * info.eps if dtype == torch.float16 else info.tiny
+    size = scale.abs().clamp_(least, info.max).to(dtype).float()
+    return torch.where(scale < 0, -size, size)
+
+
+def rounded_minimum(minimum: torch.Tensor, spec: QuantSpec) -> torch.Tensor:
+    """The nearest minima that are stored; they may be 0."""
+    dtype = scale_dtype(spec)
+    limit = torch.finfo(dtype).max
+    return minimum.clamp(-limit, limit).to(dtype).float()
+
+
+def multiples(spec: QuantSpec) -> tuple[float, float]:
+    """The least and the largest whole number that a superblock's number is multiplied by."""
+    assert spec.scale_bits is not None
+    if spec.minimum:
+        return 0.0, 2.0**spec.scale_bits - 1
+    return -2.0 ** (spec.scale_bits - 1), 2.0 ** (spec.scale_bits - 1) - 1
+
+
+def rounded_multiple(quotients: torch.Tensor, spec: QuantSpec, zero: bool = False) -> torch.Tensor:
+    """The nearest whole numbers that there are; 0 only if ``zero``, since weights are divided by scales."""
+    count = quotients.round().clamp_(*multiples(spec))
+    return count if zero else torch.where(count == 0, torch.where(quotients < 0, -1.0, 1.0), count).clamp_(
+        *multiples(spec))
+
+
+def tile_grid(weight: torch.Tensor, spec: QuantSpec, *, importance: torch.Tensor | None = None,
+              shrinks: tuple[float, ...] = (1.0,)) -> Grid:
+    """The grid of every square, for every weight of it: ``scale`` and ``zero`` float32 ``[out, in]``.
+
+    Args:
+        weight: float32 ``[out, in]``, finite.
+        spec: with strategy ``tile``.
+        importance: float32 ``[in]``, a weight on each column's squared error in the search.
+        shrinks: factors on the extremes; the one with the least squared error wins in each square.
+
+    Raises:
+        SpecError: a weight is beyond the range of the scales' dtype.
+    """
+    rows, cols = weight.shape
+    size = spec.granularity.size or 1
+    require_in_range(weight, spec)
+    down, across = spec.scale_shape((rows, cols))
+    costs = None
+    if importance is not None:
+        each = F.pad(importance, (0, across * size - cols)).view(across, 1, size)
+        costs = each.expand(across, size, size).reshape(across, -1)
+    step, parts = max(1, at_once(weight.device) // size**2), []
+    for strip in weight.split(size):
+        padded = F.pad(strip, (0, across * size - cols, 0, size - len(strip)))  # zeros have no error
+        squares = padded.view(size, across, size).transpose(0, 1).reshape(across, -1)
+        for start in range(0, across, step):
+            cost = None if costs is None else costs[start:start + step]
+            parts.append(search_groups(squares[start:start + step], spec, cost, shrinks).scale)
+    scale = spread_tiles(torch.cat(parts).view(down, across), size, (rows, cols)).contiguous()
+    return Grid(scale, scale.new_zeros(()).expand_as(scale))  # a zero for all takes no memory
+
+
+def sums_of_tiles(values: torch.Tensor, size: int) -> torch.Tensor:
+    """The sum over the rows of each row's squares, in the place of every one, float32 ``[out]``."""
+    sums = F.pad(values, (0, -len(values) % size)).view(-1, size).sum(dim=1)
+    return sums.repeat_interleave(size)[:len(values)]

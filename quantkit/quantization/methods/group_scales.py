@@ -8,6 +8,8 @@ superblock's number is the one with which the groups' scales, as whole multiples
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from quantkit.formats.spec import QuantSpec
@@ -16,18 +18,16 @@ from quantkit.quantization.methods.grid import (
     at_once,
     costs_of_groups,
     find_grid,
+    multiples,
     require_in_range,
     rising,
-    search_factors,
-    settle_,
-)
-from quantkit.quantization.methods.scale_rounding import (
-    multiples,
     rounded_minimum,
     rounded_multiple,
     rounded_scale,
+    search_factors,
+    settle_,
+    tile_grid,
 )
-from quantkit.quantization.methods.tiles import tile_grid
 
 GRIDS = frozenset({"int", "int minima", "int superblocks", "iq", "fp", "fp tiles", "fp4", "trellis"})
 """The grids that rounding and GPTQ know."""
@@ -36,7 +36,22 @@ STEPS = tuple(1.12 - 0.03 * step for step in range(19))
 WIDTHS = tuple(1.06 - 0.02 * step for step in range(12))
 """Factors on a superblock's number that are tried."""
 _LEAST = 1e-30
-E2M1_LARGEST, E4M3_LARGEST = 6.0, 448.0
+E2M1_LARGEST = 6.0
+E4M3_LARGEST = 448.0
+
+
+class GroupFit(NamedTuple):
+    """What fits some groups, each ``[n, 1]``.
+
+    Attributes:
+        scale: their scales.
+        minimum: their minima; empty where the spec has none.
+        curve: what a change of the scale costs.
+    """
+
+    scale: torch.Tensor
+    minimum: torch.Tensor
+    curve: torch.Tensor
 
 
 def choose_grid(weight: torch.Tensor, spec: QuantSpec, *, importance: torch.Tensor | None = None,
@@ -65,20 +80,18 @@ def choose_grid(weight: torch.Tensor, spec: QuantSpec, *, importance: torch.Tens
         outer = _power(weight.abs().max().reshape(1, 1) / (E2M1_LARGEST * E4M3_LARGEST))
     step = max(1, at_once(weight.device) // groups.shape[1])
     costs = None if importance is None else costs_of_groups(importance, shape, groups.shape[1], step)
-    scales, minima, bends = [], [], []
+    fits = []
     for start in range(0, len(groups), step):
         part = groups[start:start + step]
         first = start % shape[1]
         cost = torch.ones_like(part) if costs is None else costs[first:first + len(part)]
-        scale, minimum, bend = _pair(part, cost, spec, search) if spec.minimum else _scale(
-            part, cost, spec, search, outer)
-        scales.append(scale)
-        minima.append(minimum)
-        bends.append(bend)
-    scale, bend = torch.cat(scales).reshape(shape), torch.cat(bends).reshape(shape)
-    bottom = torch.cat(minima).reshape(shape) if spec.minimum else None
+        fits.append(_fit_pair(part, cost, spec, search) if spec.minimum
+                    else _fit_scale(part, cost, spec, search, outer))
+    scale = torch.cat([fit.scale for fit in fits]).reshape(shape)
+    bottom = torch.cat([fit.minimum for fit in fits]).reshape(shape) if spec.minimum else None
     if spec.superblock is not None:
-        return _superblocks(scale, bottom, bend, spec, search)
+        curve = torch.cat([fit.curve for fit in fits]).reshape(shape)
+        return _superblocks(scale, bottom, curve, spec, search)
     return _finished(rounded_scale(scale, spec, outer),
                      None if bottom is None else rounded_minimum(bottom, spec), spec, outer)
 
@@ -96,9 +109,9 @@ def _finished(scale: torch.Tensor, minimum: torch.Tensor | None, spec: QuantSpec
     return Grid(scale, torch.full_like(scale, zero), minimum, outer, outer_minimum)
 
 
-def _scale(groups: torch.Tensor, cost: torch.Tensor, spec: QuantSpec, search: bool,
-           outer: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``groups [n, g]`` → scales ``[n, 1]``, an empty tensor, and what a change of the scale costs."""
+def _fit_scale(groups: torch.Tensor, cost: torch.Tensor, spec: QuantSpec, search: bool,
+               outer: torch.Tensor | None) -> GroupFit:
+    """Scales of groups ``[n, g]``."""
     table = rising(spec)
     low, high = (table[0], table[-1]) if table else (-2.0 ** (spec.bits - 1), 2.0 ** (spec.bits - 1) - 1)
     below = groups.amin(dim=1, keepdim=True).clamp(max=0)
@@ -109,9 +122,10 @@ def _scale(groups: torch.Tensor, cost: torch.Tensor, spec: QuantSpec, search: bo
     if not search:
         # where the two ends differ, the side with the largest weight gets the level that is farthest out
         far = bases[0] if len(bases) == 1 else torch.where(-below >= above, below, above) / low
-        return _safe(far), groups.new_empty(0), cost.sum(dim=1, keepdim=True)
+        return GroupFit(_safe(far), groups.new_empty(0), cost.sum(dim=1, keepdim=True))
     rounded = spec.scale_dtype in ("e4m3", "e8m0")
-    least = best = bend = None
+    best: GroupFit | None = None
+    least = below
     for base in bases:
         for factor in STEPS:
             scale = _safe(base * factor)
@@ -124,49 +138,50 @@ def _scale(groups: torch.Tensor, cost: torch.Tensor, spec: QuantSpec, search: bo
             if rounded:
                 error = curve * scale.square() - 2 * slope * scale
             else:
-                fit = slope / curve.clamp(min=_LEAST)
-                scale, error = torch.where(curve > 0, fit, scale), -slope * fit
-            if least is None or best is None or bend is None:
-                least, best, bend = error, scale, curve
+                nearest = slope / curve.clamp(min=_LEAST)
+                scale, error = torch.where(curve > 0, nearest, scale), -slope * nearest
+            fit = GroupFit(scale, groups.new_empty(0), curve)
+            if best is None:
+                best, least = fit, error
                 continue
             better = error < least
-            least, best, bend = (torch.where(better, new, old) for new, old in (
-                (error, least), (scale, best), (curve, bend)))
-    assert best is not None and bend is not None
-    return _safe(best), groups.new_empty(0), bend
+            least = torch.where(better, error, least)
+            best = GroupFit(torch.where(better, scale, best.scale), fit.minimum,
+                            torch.where(better, curve, best.curve))
+    assert best is not None
+    return GroupFit(_safe(best.scale), best.minimum, best.curve)
 
 
-def _pair(groups: torch.Tensor, cost: torch.Tensor, spec: QuantSpec,
-          search: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``groups [n, g]`` → scales and minima ``[n, 1]``, and what a change of the scale costs. A superblock's
-    minima are never above 0."""
+def _fit_pair(groups: torch.Tensor, cost: torch.Tensor, spec: QuantSpec, search: bool) -> GroupFit:
+    """Scales and minima of groups ``[n, g]``. A superblock's minima are never above 0."""
     top = 2.0**spec.bits - 1
     low, high = groups.amin(dim=1, keepdim=True), groups.amax(dim=1, keepdim=True)
     if spec.superblock is not None:
         low = low.clamp(max=0)
-    best, least = _safe((high - low) / top), torch.full_like(low, torch.inf)
-    minimum, bend = low, cost.sum(dim=1, keepdim=True)
+    total = cost.sum(dim=1, keepdim=True)
+    best = GroupFit(_safe((high - low) / top), low, total)
     if not search:
-        return best, minimum, bend
-    center, total = (high + low) / 2, cost.sum(dim=1, keepdim=True)
+        return best
+    center, least = (high + low) / 2, torch.full_like(low, torch.inf)
     sums = (cost * groups).sum(dim=1, keepdim=True)
     for factor in STEPS:
         scale = _safe((high - low) / top * factor)
         bottom = center - scale * (top / 2)
         for _ in range(2):
             level = ((groups - bottom) / scale).round_().clamp_(0, top)
-            scale, bottom, curve = _fit(level, groups, cost, total, sums, spec)
+            fit = _fit_levels(level, groups, cost, total, sums, spec)
+            scale, bottom = fit.scale, fit.minimum
         level = ((groups - bottom) / scale).round_().clamp_(0, top)
         error = (cost * (groups - level * scale - bottom).square()).sum(dim=1, keepdim=True)
         better = error < least
-        least, best, minimum, bend = (torch.where(better, new, old) for new, old in (
-            (error, least), (scale, best), (bottom, minimum), (curve, bend)))
-    return best, minimum, bend
+        least = torch.where(better, error, least)
+        best = GroupFit(*(torch.where(better, new, old) for new, old in zip(fit, best, strict=True)))
+    return best
 
 
-def _fit(level: torch.Tensor, groups: torch.Tensor, cost: torch.Tensor, total: torch.Tensor,
-         sums: torch.Tensor, spec: QuantSpec) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The scale and minimum ``[n, 1]`` that fit best with these levels, and the curve of the scale."""
+def _fit_levels(level: torch.Tensor, groups: torch.Tensor, cost: torch.Tensor, total: torch.Tensor,
+                sums: torch.Tensor, spec: QuantSpec) -> GroupFit:
+    """The scale and minimum that fit best with these levels."""
     weighed = cost * level
     first, second = weighed.sum(dim=1, keepdim=True), (weighed * level).sum(dim=1, keepdim=True)
     mixed = (weighed * groups).sum(dim=1, keepdim=True)
@@ -181,26 +196,26 @@ def _fit(level: torch.Tensor, groups: torch.Tensor, cost: torch.Tensor, total: t
     usable = (determinant > 0) & (scale > 0)
     flat = sums / total.clamp(min=_LEAST)  # all weights on one level
     flat = flat.clamp(max=0) if spec.superblock is not None else flat
-    return (torch.where(usable, scale, torch.full_like(scale, _LEAST)), torch.where(usable, bottom, flat),
-            second)
+    return GroupFit(torch.where(usable, scale, torch.full_like(scale, _LEAST)),
+                    torch.where(usable, bottom, flat), second)
 
 
-def _superblocks(scale: torch.Tensor, minimum: torch.Tensor | None, bend: torch.Tensor, spec: QuantSpec,
+def _superblocks(scale: torch.Tensor, minimum: torch.Tensor | None, curve: torch.Tensor, spec: QuantSpec,
                  search: bool) -> Grid:
-    outer, scale = _multiples(scale, bend, spec, search)
+    outer, scale = _multiples(scale, curve, spec, search)
     if minimum is None:
         return _finished(scale, None, spec, outer)
-    outer_minimum, depth = _multiples(-minimum, torch.ones_like(bend), spec, search, zero=True)
+    outer_minimum, depth = _multiples(-minimum, torch.ones_like(curve), spec, search, zero=True)
     return _finished(scale, -depth, spec, outer, outer_minimum)
 
 
-def _multiples(values: torch.Tensor, bend: torch.Tensor, spec: QuantSpec, search: bool,
+def _multiples(values: torch.Tensor, curve: torch.Tensor, spec: QuantSpec, search: bool,
                zero: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """A superblock's number ``[out, superblocks]``, and values ``[out, groups]`` as multiples of it, none of
     them 0 unless ``zero``."""
     size = spec.granularity.size or 1
     each = (spec.superblock or size) // size
-    parts, weights = values.reshape(-1, each), bend.reshape(-1, each).clamp(min=_LEAST)
+    parts, weights = values.reshape(-1, each), curve.reshape(-1, each).clamp(min=_LEAST)
     lowest, highest = multiples(spec)
     far = parts.gather(1, parts.abs().argmax(dim=1, keepdim=True))
     base = far / (lowest if lowest else highest)

@@ -28,7 +28,7 @@ class HessianFactors:
     """A Hessian, ready for solving.
 
     Attributes:
-        damping: what was added to the diagonal.
+        damping: the number that was added to the diagonal.
         upper: float32 ``[in, in]`` with ``H⁻¹ = Uᵀ U`` in solving order, ``H`` damped.
         order: int64 ``[in]``, the columns in the order in which they are solved.
     """
@@ -96,8 +96,8 @@ def undrifted(weight: torch.Tensor, drift: torch.Tensor, factors: HessianFactors
     Args:
         weight: float32 ``[out, in]``.
         drift: ``D``, float32 ``[in, in]``, mean of ``(x̂ − x) xᵀ``.
-        factors: of the damped Hessian.
-        share: of the drift that is made up for; all of it fits the calibration text's chance, too.
+        factors: the factors of the damped Hessian.
+        share: the share of the drift that is made up for; all of it fits the calibration text's chance, too.
     """
     pull = (weight @ drift)[:, factors.order] @ factors.upper.T @ factors.upper
     result = torch.empty_like(weight)

@@ -6,7 +6,7 @@ import torch
 
 from quantkit.formats.base import Codes
 from quantkit.formats.spec import QuantSpec
-from quantkit.quantization.methods.scale_rounding import multiples, rounded_scale
+from quantkit.quantization.methods.grid import multiples, rounded_scale
 
 RMS = {"int": 2**-1.8, "nf": 0.5, "fp": 100.0, "fp4": 3.0, "iq": 70.0, "trellis": 1.0}
 """How large random levels are, about; of ``int``, over ``2 ** bits``."""
@@ -20,7 +20,7 @@ def random_codes(spec: QuantSpec, shape: tuple[int, int], random: torch.Generato
 
     Args:
         spec: ``scale_dtype: model`` stands for float32.
-        shape: ``(out, in)``.
+        shape: the shape of the weight, ``(out, in)``.
         random: draws them, on its device.
         scale: the middle one.
     """

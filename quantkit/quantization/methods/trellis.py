@@ -43,8 +43,8 @@ def solve(weight: torch.Tensor, hessian: torch.Tensor, factors: HessianFactors |
     Args:
         weight: float32 ``[out, in]``, finite; *out* is a multiple of 64.
         hessian: float32 ``[in, in]``.
-        factors: of the damped Hessian; ``None``: round to nearest.
-        spec: of kind ``trellis``.
+        factors: the factors of the damped Hessian; ``None`` means rounding to nearest.
+        spec: a spec of kind ``trellis``.
         descent_passes: passes over all columns after solving, each with the others fixed.
         notes: for the result.
     """

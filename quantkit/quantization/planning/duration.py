@@ -3,28 +3,50 @@
 from __future__ import annotations
 
 import time
+from typing import NamedTuple
 
 import torch
 
 from quantkit.quantization.planning.plan import Plan
-from quantkit.quantization.transforms import awq
+from quantkit.quantization.transforms.channel_scales import AWQ_ROWS
 
 PROBE = 512
 """Rows and columns of the product that is timed."""
-WALKS, WEIGHED = 2.0, 0.5
-"""Products of the calibration tokens with all weights that a calibrated run is as long as, and what weighing
-tokens adds. Measured, as the constants below, on SmolLM2-135M and on two layers as wide as 1,024, on an AMD
-EPYC with AVX2 on 27 November 2026: twelve recipes took 0.7 to 1.7 times what they give."""
-SOLVED = 7.0
-"""Products of a weight with its Hessian that solving it is as long as."""
-SEARCHED = 42
+OPENING = 0.5
+"""Seconds that every run takes to open the model and to finish the checkpoint."""
+ROUNDED = 2.5e3
+"""Operations a weight of reading, rounding, packing, writing and rereading."""
+TRELLIS = 7e4
+"""Operations a weight of searching a trellis."""
+SOLVED = 16.0
+"""Products of a weight with its Hessian that solving it is as long as, with AVX-512; with AVX2, where the
+timed product is slower and our kernels are not, it is about half as many."""
+FACTORED = 1.5
+"""Operations of factorizing a Hessian, over the cube of its side."""
+OBSERVED = 0.6
+"""Products of the calibration tokens with themselves that summing up a Hessian is as long as."""
+WALKS = 2.0
+"""Products of the calibration tokens with all weights that a calibrated run is as long as."""
+WEIGHED = 0.5
+"""What weighing tokens adds to that."""
+AWQ_SCALES = 42
 """Scales that awq tries for a layer, each a product of some rows with the Hessian."""
-TRELLIS, ROUNDED = 7e4, 1e3
-"""Operations a weight of searching a trellis, and of rounding, packing, writing and rereading."""
-KNOWN_TRANSFORMS = {"awq", "rotate", "smoothquant"}
-"""All but awq take no time to speak of."""
-RANGE = (0.6, 2.0)
-"""What an estimate is multiplied by for its ends."""
+KNOWN_TRANSFORMS = {"awq", "smoothquant"}
+"""Transforms whose time is known; smoothquant takes none to speak of."""
+FASTEST = 0.6
+SLOWEST = 2.0
+"""What an estimate is multiplied by for its ends.
+
+The constants were measured on a model of 135M and on one of 1.5B parameters, on AMD EPYCs with AVX2 and with
+AVX-512, on 27 November 2026.
+"""
+
+
+class Duration(NamedTuple):
+    """Seconds that a run takes at least and at most."""
+
+    least: float
+    most: float
 
 
 def operations() -> float:
@@ -38,36 +60,42 @@ def operations() -> float:
     return 2 * PROBE ** 3 * runs / spent
 
 
-def expected_seconds(plan: Plan, rate: float) -> tuple[float, float] | None:
-    """Seconds that the run takes on a CPU at least and at most.
+def expected_seconds(plan: Plan, rate: float) -> Duration | None:
+    """The time that the run takes on a CPU.
 
     Args:
-        plan: of the run.
-        rate: operations a second, of :func:`operations`.
+        plan: the run's plan.
+        rate: operations a second, as :func:`operations` measures them.
 
     Returns:
         ``None`` where nothing is known: a plugin's method or transform, learned rounding, a recovery, or text
         that the model writes first.
     """
     spec, transforms = plan.calibration, {transform.name for transform in plan.recipe.transforms}
-    if plan.recipe.recover is not None or (spec is not None and spec.text == "self") or (
+    if plan.recipe.recover is not None or (spec is not None and spec.self_written) or (
             not transforms <= KNOWN_TRANSFORMS):
         return None
     total = 0.0
+    inputs: dict[tuple[int | None, str], int] = {}
     for row in plan.rows:
         weights = row.shape[0] * row.shape[1]
         if row.method is None:
             continue
-        if row.method not in ("rtn", "nf4", "gptq") or row.options.get("learning_steps"):
+        if row.method not in ("rtn", "nf4", "gptq"):
             return None
         total += ROUNDED * weights
+        if "hessian" in plan.measured.get(row.name, ()):
+            inputs[row.layer, row.shares] = row.shape[1]
         if row.method == "gptq" and row.name in plan.measured:
             total += 2 * SOLVED * weights * row.shape[1]
         if "awq" in transforms and row.layer is not None and row.name in plan.measured:
-            total += 2 * SEARCHED * min(awq.ROWS, row.shape[0]) * row.shape[1] ** 2
+            total += 2 * AWQ_SCALES * min(AWQ_ROWS, row.shape[0]) * row.shape[1] ** 2
         if row.spec is not None and row.spec.kind == "trellis":
             total += TRELLIS * weights
     if spec is not None:
+        tokens = spec.windows * spec.window
         weights = sum(row.shape[0] * row.shape[1] for row in plan.rows if row.layer is not None)
-        total += 2 * (WALKS + WEIGHED * plan.weighed) * weights * spec.windows * spec.window
-    return RANGE[0] * total / rate, RANGE[1] * total / rate
+        total += 2 * (WALKS + WEIGHED * plan.weighed) * weights * tokens
+        total += sum(FACTORED * size ** 3 + 2 * OBSERVED * tokens * size ** 2 for size in inputs.values())
+    seconds = OPENING + total / rate
+    return Duration(FASTEST * seconds, SLOWEST * seconds)

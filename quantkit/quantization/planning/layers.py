@@ -10,10 +10,10 @@ from pydantic import ValidationError
 from quantkit.formats.base import Format
 from quantkit.formats.dtypes import FLOATS, dtype_name, resolve
 from quantkit.formats.spec import QuantSpec
-from quantkit.memory.quantize import PlanRow
 from quantkit.models.architecture import EMBEDDING, HEAD, LinearSlot
 from quantkit.ops import packing
 from quantkit.plugins.manager import registry
+from quantkit.quantization.memory import PlanRow
 from quantkit.quantization.methods.base import Method, options_type
 from quantkit.quantization.recipe import Recipe, Rule, spec_of
 from quantkit.sources.base import TensorInfo

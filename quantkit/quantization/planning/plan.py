@@ -12,7 +12,6 @@ from typing import Any, cast
 
 from quantkit.kv.build import build_kv_codecs, build_policy
 from quantkit.kv.spec import parse_kv
-from quantkit.memory.quantize import STATES_IN_MEMORY, peak_bytes, states_bytes, walks_bytes
 from quantkit.models.architecture import (
     EMBEDDING,
     EXPERT,
@@ -23,17 +22,24 @@ from quantkit.models.architecture import (
 )
 from quantkit.models.loadable import check_loadable
 from quantkit.plugins.manager import registry
+from quantkit.quantization.calibration.importance import BACKWARD, FORWARD
+from quantkit.quantization.memory import STATES_IN_MEMORY, peak_bytes, states_bytes, walks_bytes
 from quantkit.quantization.planning.layers import LayerRefusal, PlanRow, RowResolver, assign
-from quantkit.quantization.planning.recovery_check import check as check_recovery
 from quantkit.quantization.planning.recovery_memory import recovery_disk_bytes, recovery_memory_bytes
 from quantkit.quantization.recipe import Recipe, Rule
+from quantkit.quantization.recovery import check_recovery, find_recovery
 from quantkit.quantization.specs import CalibrationSpec
-from quantkit.quantization.transforms.apply import resolve
+from quantkit.quantization.transforms.base import resolve
 from quantkit.sources.base import ModelSource, file_bytes
 from quantkit.sources.untied import UntiedSource
 from quantkit.support.errors import RecipeError
 
 SHOWN = 5
+"""Refused layers that an error names."""
+WRITING = "writing calibration text"
+QUANTIZING = "quantizing layers"
+ASSEMBLING = "assembling and rereading"
+"""Phases of a run, as progress names them."""
 
 
 @dataclass(frozen=True)
@@ -41,29 +47,39 @@ class Plan:
     """A recipe × a model.
 
     Attributes:
-        recipe: as given; if a method needs calibration that the recipe doesn't describe, with
+        recipe: the recipe as given; if a method needs calibration that the recipe doesn't describe, with
             the default :class:`~quantkit.quantization.specs.CalibrationSpec` filled in.
         rows: one a Linear, in the model's order; the embedding's comes first, if it is quantized.
-        other_bytes: of all other stored tensors (an embedding that stays as it is, norms, biases).
-        peak_bytes: predicted resident memory, see :func:`make_plan`.
+        measured: the layers whose inputs are measured, by name, and the statistics that are wanted of them.
+        drift: the names of the layers for which the original model's states are kept beside the quantized
+            model's, to measure how far the two are apart. On random tokens that says nothing, and a
+            transform changes what there is to compare.
+        changes_layers: whether a transform changes a layer once all of it was measured.
+        weighed: whether tokens get an importance: the recipe asks for it, and a method wants Hessians.
+        other: the names of the other stored tensors, in order.
+        other_bytes: bytes of those (an embedding that stays as it is, norms, biases).
+        source_bytes: bytes of the model's files.
         disk_bytes: predicted size of the checkpoint's tensors.
-        walks_bytes: on disk while tokens get an importance, if they do.
-        between_bytes: of the hidden states between two layers, if anything is calibrated.
-        other: names of the other stored tensors, in order.
-        recovery_disk_bytes: on disk while scales and norms are trained, if they are.
-        source_bytes: of the model's files.
+        peak_bytes: predicted resident memory, see :func:`make_plan`.
+        walks_bytes: bytes on disk while tokens get an importance, if they do.
+        between_bytes: bytes of the hidden states between two layers, if anything is calibrated.
+        recovery_disk_bytes: bytes on disk while scales and norms are trained, if they are.
     """
 
     recipe: Recipe
     rows: tuple[PlanRow, ...]
+    measured: Mapping[str, frozenset[str]]
+    drift: frozenset[str]
+    changes_layers: bool
+    weighed: bool
+    other: tuple[str, ...] = field(repr=False)
     other_bytes: int
-    peak_bytes: int
+    source_bytes: int
     disk_bytes: int
+    peak_bytes: int
     walks_bytes: int = 0
     between_bytes: int = 0
-    other: tuple[str, ...] = field(default=(), repr=False)
     recovery_disk_bytes: int = 0
-    source_bytes: int = 0
 
     @property
     def kept_bytes(self) -> int:
@@ -108,27 +124,9 @@ class Plan:
                     and "hessian" in registry("methods").get(row.method).needs), default=0)
 
     @property
-    def measured(self) -> dict[str, frozenset[str]]:
-        """The layers whose inputs are measured, by name, and which statistics are wanted of them."""
-        return _measured(self.recipe, self.rows)
-
-    @property
-    def changes_layers(self) -> bool:
-        """Whether a transform changes a layer once all of it was measured."""
-        return any(transform.layer for transform, _ in resolve(self.recipe.transforms))
-
-    @property
-    def drift(self) -> bool:
-        """Whether the original model's states are kept beside the quantized model's: of random tokens it says
-        nothing how far these are apart, and a transform changes what there is to compare."""
-        return bool(_drift(self.recipe, self.measured, self.changes_layers))
-
-    @property
-    def weighed(self) -> bool:
-        """Whether tokens get an importance: the recipe asks for it, and somebody wants Hessians."""
-        spec = self.recipe.calibration
-        return spec is not None and spec.importance == "gradient" and any(
-            "hessian" in needs for needs in self.measured.values())
+    def phases(self) -> tuple[str, ...]:
+        """The phases of a run, as progress counts them."""
+        return run_phases(self.recipe, self.calibration, self.weighed)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for ``--json``."""
@@ -137,6 +135,20 @@ class Plan:
                 "kept_bytes": self.kept_bytes, "peak_bytes": self.peak_bytes,
                 "disk_bytes": self.disk_bytes, "needed_disk_bytes": self.needed_disk_bytes,
                 "bits_per_weight": self.bits_per_weight}
+
+
+def run_phases(recipe: Recipe, calibration: CalibrationSpec | None, weighed: bool) -> tuple[str, ...]:
+    """The phases of a run.
+
+    Args:
+        recipe: may have a recovery.
+        calibration: the text that layers are calibrated on, if they are.
+        weighed: whether the tokens of that are weighed.
+    """
+    recovery = find_recovery(recipe)
+    return (*([WRITING] if calibration is not None and calibration.self_written else []),
+            *([FORWARD, BACKWARD] if weighed else []), QUANTIZING,
+            *(recovery.phases if recovery is not None else ()), ASSEMBLING)
 
 
 def with_own_head(recipe: Recipe, source: ModelSource) -> ModelSource:
@@ -182,30 +194,32 @@ def make_plan(recipe: Recipe, source: ModelSource) -> Plan:
     linear = {f"{slot.name}.weight" for slot in slots}
     other = tuple(name for name in infos if name not in linear)
     other_bytes = sum(infos[name].nbytes for name in other)
-    needs = _measured(recipe, rows)
-    if (needs or recipe.recover) and recipe.calibration is None:
+    measured = _measured(recipe, rows)
+    if (measured or recipe.recover) and recipe.calibration is None:
         recipe = recipe.model_copy(update={"calibration": CalibrationSpec()})
     check_recovery(recipe, rows, config)
-    disk = other_bytes + sum(row.bytes_after for row in rows)
-    calibration = recipe.calibration if needs else None
-    walks = between = 0
+    calibration = recipe.calibration if measured else None
     changed = any(transform.layer for transform, _ in resolve(recipe.transforms))
-    drift = _drift(recipe, needs, changed)
-    forms = {name for name, wanted in needs.items() if "hessian" in wanted}
+    drift = _drift(recipe, measured, changed)
+    hessians = {name for name, wanted in measured.items() if "hessian" in wanted}
+    weighed = calibration is not None and calibration.importance == "gradient" and bool(hessians)
+    walks = between = 0
     if calibration is not None:
         between = states_bytes(config, calibration.windows * calibration.window,
-                               changed or needs.keys() <= {EMBEDDING, HEAD}, bool(drift))
-        if calibration.importance == "gradient" and forms:
-            weighed = min(calibration.windows, calibration.importance_windows)
-            walks = walks_bytes(config, weighed * calibration.window, len(forms))
-    peak = peak_bytes(rows, forms, calibration, walks > 0, config, other, infos, changed, drift)
+                               changed or measured.keys() <= {EMBEDDING, HEAD}, bool(drift))
+        if weighed:
+            windows = min(calibration.windows, calibration.importance_windows)
+            walks = walks_bytes(config, windows * calibration.window, len(hessians))
+    peak = peak_bytes(rows, hessians, calibration, weighed, config, other, infos, changed, drift)
     recovery = 0
     if recipe.recover is not None and recipe.calibration is not None:
         size = recipe.recover.windows, recipe.calibration.window
         peak = max(peak, recovery_memory_bytes(rows, config, infos, *size))
         recovery = recovery_disk_bytes(rows, config, *size)
-    return Plan(recipe, tuple(rows), other_bytes, peak, disk, walks, between, other, recovery,
-                file_bytes(source))
+    return Plan(recipe, tuple(rows), measured, drift, changed, weighed, other, other_bytes,
+                source_bytes=file_bytes(source),
+                disk_bytes=other_bytes + sum(row.bytes_after for row in rows), peak_bytes=peak,
+                walks_bytes=walks, between_bytes=between, recovery_disk_bytes=recovery)
 
 
 def _measured(recipe: Recipe, rows: Iterable[PlanRow]) -> dict[str, frozenset[str]]:
@@ -222,13 +236,13 @@ def _inputs(row: PlanRow) -> frozenset[str]:
     return frozenset({"largest"} if row.spec is not None and row.spec.static_inputs else ())
 
 
-def _drift(recipe: Recipe, needs: Mapping[str, frozenset[str]], changed: bool) -> set[str]:
+def _drift(recipe: Recipe, needs: Mapping[str, frozenset[str]], changed: bool) -> frozenset[str]:
     """The Linears whose inputs' drift is measured: not the head, nor those of a layer's last stage."""
     if changed or (recipe.calibration is not None and recipe.calibration.text == "random"):
-        return set()
-    return {name for name, wanted in needs.items()
-            if "drift" in wanted and name not in (EMBEDDING, HEAD)
-            and EXPERT not in name and not name.endswith("down_proj")}
+        return frozenset()
+    return frozenset(name for name, wanted in needs.items()
+                     if "drift" in wanted and name not in (EMBEDDING, HEAD)
+                     and EXPERT not in name and not name.endswith("down_proj"))
 
 
 def candidate_rows(recipe: Recipe, source: ModelSource) -> dict[str, dict[int, PlanRow]]:

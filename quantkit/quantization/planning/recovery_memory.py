@@ -6,10 +6,10 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from quantkit.memory.machine import RUNTIME_BYTES
-from quantkit.memory.quantize import BACKWARD_LOGITS, BACKWARD_TOKENS, RECOVERY_STATES
 from quantkit.models.architecture import EMBEDDING, HEAD
 from quantkit.models.config import ModelConfig
+from quantkit.quantization.memory import BACKWARD_LOGITS, BACKWARD_TOKENS, RECOVERY_STATES
+from quantkit.runtime.memory.machine import RUNTIME_BYTES
 from quantkit.sources.base import TensorInfo
 
 if TYPE_CHECKING:

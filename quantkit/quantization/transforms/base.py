@@ -1,18 +1,23 @@
-"""The interface of transforms, and the decoder layer that they change."""
+"""What a transform is, the decoder layer that it changes, and how a recipe's transforms are applied."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from quantkit.formats.spec import QuantSpec
+from quantkit.models.architecture import parse_config
 from quantkit.models.config import ModelConfig
 from quantkit.models.scale_groups import ScaleGroup
-from quantkit.quantization.methods.base import LayerStats, MethodOptions
+from quantkit.plugins.manager import describe_entry, is_builtin, registry
+from quantkit.quantization.methods.base import LayerStats, MethodOptions, checked_options
+from quantkit.quantization.specs import TransformSpec
 from quantkit.sources.base import ModelSource
+from quantkit.sources.checked import CheckedSource
+from quantkit.support.errors import PluginError, RecipeError
 
 
 class LayerTensors:
@@ -21,8 +26,8 @@ class LayerTensors:
     Args:
         read: full name of a tensor → the model's, in the dtype in which it is stored.
         has: whether there is such a tensor.
-        specs: of the Linears that will be quantized, by full name.
-        stats: of their inputs; replaced as the inputs change.
+        specs: the specs of the Linears that will be quantized, by full name.
+        stats: the statistics of their inputs; replaced as the inputs change.
         offset_norms: the norms' weights are stored less 1.
 
     Attributes:
@@ -33,7 +38,8 @@ class LayerTensors:
     def __init__(self, read: Callable[[str], torch.Tensor], has: Callable[[str], bool],
                  specs: Mapping[str, QuantSpec], stats: dict[str, LayerStats],
                  offset_norms: bool = False) -> None:
-        self._read, self._has, self.specs, self.stats = read, has, specs, stats
+        self._read, self._has = read, has
+        self.specs, self.stats = specs, stats
         self._offset = 1.0 if offset_norms else 0.0
         self.changed: dict[str, torch.Tensor] = {}
 
@@ -70,7 +76,7 @@ class LayerTensors:
         divided by: the function stays the same to float32's last bits. A channel with a weight of 0 stays.
 
         Args:
-            seam: of this layer.
+            seam: a seam of this layer.
             by: float32 ``[channels]``, positive.
         """
         if seam.rows is None:
@@ -110,11 +116,11 @@ class LayerTensors:
 
 def _scaled(stats: LayerStats, columns: torch.Tensor) -> LayerStats:
     """The statistics of inputs that are divided by ``columns``."""
-    hessian, largest, drift = stats.hessian, stats.largest, stats.drift
-    return dataclasses.replace(
-        stats, hessian=None if hessian is None else hessian / columns / columns[:, None],
-        drift=None if drift is None else drift / columns / columns[:, None],
-        largest=None if largest is None else largest / columns)
+    def scaled(form: torch.Tensor | None) -> torch.Tensor | None:
+        return None if form is None else form / columns / columns[:, None]
+
+    return dataclasses.replace(stats, hessian=scaled(stats.hessian), drift=scaled(stats.drift),
+                               largest=None if stats.largest is None else stats.largest / columns)
 
 
 def _unchanged(source: ModelSource, config: ModelConfig, options: MethodOptions) -> ModelSource:
@@ -146,3 +152,49 @@ class Transform:
     options: type[MethodOptions] = MethodOptions
     refuses: Callable[[ModelConfig], str | None] = lambda config: None
     idle: Callable[[QuantSpec], str | None] = lambda spec: None
+
+
+def resolve(specs: Iterable[TransformSpec]) -> list[tuple[Transform, MethodOptions]]:
+    """Every transform with its options. Raises UsageError for an unknown one, RecipeError for options,
+    PluginError for one that nothing would call."""
+    table, resolved = registry("transforms"), []
+    for spec in specs:
+        transform: Transform = table.get(spec.name)
+        if transform.layer is not None and not transform.needs:  # it would never be called
+            raise PluginError(f"{describe_entry('transforms', spec.name)} changes layers and needs no "
+                              "statistics",
+                              why="layers are changed once their inputs are measured",
+                              next='declare what it is measured for: needs=frozenset({"largest"})')
+        options = checked_options(f"transform {spec.name}", transform.options, spec.options)
+        resolved.append((transform, options))
+    return resolved
+
+
+def transformed(specs: Iterable[TransformSpec], source: ModelSource) -> ModelSource:
+    """The model of ``source`` as the whole-model transforms present it.
+
+    Raises:
+        RecipeError: one of the transforms, also of those that change layers later, isn't for this model.
+    """
+    for transform, options in resolve(specs):
+        config = parse_config(source.config())
+        if (why := transform.refuses(config)) is not None:
+            raise RecipeError(f"transform {transform.name} can't be used on {source.uri}", why=why,
+                              next="leave it out of the recipe")
+        source = transform.source(source, config, options)
+        if not is_builtin("transforms", transform.name):
+            source = CheckedSource(source, describe_entry("transforms", transform.name))
+    return source
+
+
+def apply_to_layer(transform: Transform, options: MethodOptions, config: ModelConfig, index: int,
+                   tensors: LayerTensors) -> None:
+    """Let a transform change a layer, if it changes layers. Raises PluginError if a plugin's leaves something
+    else than tensors of the model's names and shapes."""
+    if transform.layer is None:
+        return
+    transform.layer(config, index, tensors, options)
+    if not is_builtin("transforms", transform.name) and (fault := tensors.fault()) is not None:
+        raise PluginError(f"{describe_entry('transforms', transform.name)}: in layer {index} {fault}",
+                          why="LayerTensors.changed holds new tensors of the model by their full names",
+                          next="correct it: quantkit.testing.check_transform finds such errors")

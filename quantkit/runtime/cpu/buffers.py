@@ -1,20 +1,22 @@
-"""Rows of activations between a program's operations."""
+"""Rows of activations between a program's operations, and memory that is given back to the system."""
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
-from quantkit.memory.scratch import CPU_ROWS as MAX_ROWS
-from quantkit.memory.scratch import buffer_width, result_widths
 from quantkit.models.decoder import DecoderLayer
 from quantkit.models.layers import MLP
 from quantkit.models.linear import Linear
 from quantkit.ops.cpu_machine import lazy_zeros
 from quantkit.ops.linear_weight import LinearWeight
 from quantkit.ops.stored_weight import PlainWeight
+from quantkit.runtime.memory.scratch import CPU_ROWS as MAX_ROWS
+from quantkit.runtime.memory.scratch import buffer_width, result_widths
 
 
 def plain_of(table: LinearWeight) -> torch.Tensor:
@@ -59,3 +61,20 @@ def buffers(writers: Sequence[Sequence[Linear]], readers: Sequence[Linear],
 def buffer(writers: Sequence[Linear], readers: Sequence[Linear], size: int = 0) -> torch.Tensor:
     """float32 ``[MAX_ROWS, …]``, wide enough for these Linears; the padding of a row stays 0."""
     return lazy_zeros(MAX_ROWS, buffer_width(writers, readers, size))
+
+
+def trim_heap() -> None:
+    """Return what the C library keeps of freed memory; where it can't be asked, nothing happens."""
+    if (function := _malloc_trim()) is not None:
+        function(0)
+
+
+@functools.cache
+def _malloc_trim() -> Callable[[int], int] | None:
+    try:
+        trim = ctypes.CDLL(None).malloc_trim  # glibc's
+    except (OSError, AttributeError, TypeError):
+        return None
+    trim.argtypes, trim.restype = [ctypes.c_size_t], ctypes.c_int
+    function: Callable[[int], int] = trim
+    return function

@@ -12,27 +12,22 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from quantkit.formats.base import QuantizedTensor
 from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
-from quantkit.kv.spec import KVSpec
-from quantkit.memory.scratch import packed_of
 from quantkit.models.config import ModelConfig
 from quantkit.models.decoder import CausalLM
-from quantkit.models.interfaces import KVCacheProtocol
-from quantkit.models.linear import Linear
 from quantkit.ops import cpu_linear, cpu_machine, cpu_weight
 from quantkit.ops.dispatch import DECODE_ROWS, LinearKernel, choose
 from quantkit.ops.linear import query_for
-from quantkit.runtime.chunks import chunks_of, join_rows, pad_rows, selected_rows, single_position
-from quantkit.runtime.cpu.buffers import MAX_ROWS
-from quantkit.runtime.cpu.decoded_program import DecodedCpuProgram
-from quantkit.runtime.cpu.malloc import trim_heap
-from quantkit.runtime.cpu.operator_program import OperatorProgram
-from quantkit.runtime.cpu.program import CpuProgram
-from quantkit.runtime.cpu.tapped_program import TappedCpuProgram
+from quantkit.runtime.cpu.buffers import MAX_ROWS, trim_heap
+from quantkit.runtime.cpu.program import CpuProgram, TokenIds
+from quantkit.runtime.cpu.program_variants import DecodedCpuProgram, OperatorProgram, TappedCpuProgram
+from quantkit.runtime.memory.scratch import packed_of
+from quantkit.runtime.program_model import ProgramModel, selected_rows
 from quantkit.support.errors import UsageError
 
 if TYPE_CHECKING:
@@ -44,7 +39,7 @@ SUBGROUP = 64
 """Activations that are quantized together, at most; a packed Linear's columns are a multiple of it."""
 
 
-def declines(config: ModelConfig, dtype: torch.dtype, device: torch.device,
+def reason_against(config: ModelConfig, dtype: torch.dtype, device: torch.device,
              quantized: Mapping[str, QuantizedTensor]) -> str | None:
     """Why a model isn't run as a program; ``None`` if it is.
 
@@ -57,7 +52,7 @@ def declines(config: ModelConfig, dtype: torch.dtype, device: torch.device,
         return f"runs on cpu, not {device.type}"
     if dtype not in cpu_weight.PLAIN:
         return f"takes models in {_listed(cpu_weight.PLAIN)}, not {_listed([dtype])}"
-    if (reason := _other_maths(config)) is not None:
+    if (reason := _reason_against_shape(config)) is not None:
         return reason
     if (reason := cpu_machine.unavailable()) is not None:
         return reason
@@ -71,8 +66,8 @@ def declines(config: ModelConfig, dtype: torch.dtype, device: torch.device,
     return None
 
 
-def _other_maths(config: ModelConfig) -> str | None:
-    """What no kernel computes."""
+def _reason_against_shape(config: ModelConfig) -> str | None:
+    """What a model does that no kernel computes."""
     has = {"mixtures of experts": config.experts is not None,
            "attention sinks": config.attention_sinks,
            "clamped activations": config.activation == "clamped_silu",
@@ -96,32 +91,28 @@ def _listed(dtypes: Iterable[torch.dtype]) -> str:
     return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
-class CpuModel:
-    """The same calls as :class:`~quantkit.models.decoder.CausalLM`; logits and hidden states are float32.
+class CpuModel(ProgramModel):
+    """A model on the CPU; logits and hidden states are float32. Where no program reads a cache,
+    operations run one after another.
 
     Args:
         model: its Linears and its head packed.
         high: read only the high halves of weights that have two.
-
-    Attributes:
-        config, dtype, device: the model's.
-        decode_rows, runs_ahead, mixes: see :class:`~quantkit.models.interfaces.LanguageModel`.
     """
 
-    decode_rows, runs_ahead, mixes = DECODE_ROWS, False, True
-    decodes_as_it_reads = True
+    max_rows = MAX_ROWS
+    decode_rows = DECODE_ROWS
+    runs_ahead = False
+    supports_mixed_batches = True
+    decode_matches_prefill = True
 
     def __init__(self, model: CausalLM, high: bool = False) -> None:
-        self._model, self._high, self.config = model, high, model.config
-        self.dtype, self.device = model.dtype, model.device
+        super().__init__(model, model.device)
+        self._high = high
         self._programs: dict[tuple[PageCodecs, bool, tuple[int, ...]], CpuProgram] = {}
         self._making = threading.Lock()
         self._running = threading.Lock()  # engines over one model share its programs' buffers
         cpu_machine.pool()  # of as many threads as torch has now
-
-    def linears(self) -> dict[str, Linear]:
-        """The Linears of the model."""
-        return self._model.linears()
 
     @property
     def step_bytes(self) -> int:
@@ -169,81 +160,53 @@ class CpuModel:
         """What is behind the final norm, ``[..., hidden]`` → ``[..., vocab]``."""
         return self._model.head(x)
 
-    def declines(self, batch: Batch) -> str | None:
-        """Why a step over these sequences goes operation by operation instead."""
-        return cache_declines(batch.cache)
+    def reason_against(self, cache: KVCache) -> str | None:
+        """See the base class."""
+        return reason_against_cache(cache)
 
     def check_cache(self, cache: KVCache) -> None:
-        """See :class:`~quantkit.models.interfaces.LanguageModel`: other caches are read operation by
-        operation."""
+        """See the base class: there is a way to run every cache."""
 
     def prepare(self, cache: KVCache) -> None:
-        """See :class:`~quantkit.models.interfaces.LanguageModel`: build the program that reads such pages."""
-        if cache_declines(cache) is None:
+        """See the base class: build the program that reads such pages."""
+        if reason_against_cache(cache) is None:
             self.program(codecs_of(cache), not has_kernels(cache))
 
-    def chunk_invariant(self, cache: KVCacheProtocol) -> bool:
-        """See :class:`~quantkit.models.interfaces.LanguageModel`: operation by operation it isn't, nor where
-        torch encodes a chunk's keys and values."""
-        return isinstance(cache, Batch) and self.declines(cache) is None and has_kernels(cache.cache)
-
-    def __call__(self, ids: torch.Tensor, positions: torch.Tensor | None = None,
-                 cache: KVCacheProtocol | None = None, last: torch.Tensor | None = None) -> torch.Tensor:
-        """See :meth:`CausalLM.__call__`."""
-        batch = self._batch(ids, cache)
-        if batch is None:
-            return self._model(ids, positions, cache, last).float()
-        counts = batch.counts(ids.shape, positions)
-        program = self._program_of(batch)
-        wanted = [range(count) for count in counts] if last is None else [
-            single_position(int(at), count) for at, count in zip(last, counts, strict=True)]
-        with self._running:
-            parts = [program.step(batch, ids.numpy(), chunks, selected_rows(chunks, wanted))
-                     for chunks in chunks_of(counts, MAX_ROWS, batch.block, batch.starts)]
-        batch.finish(counts)
-        batch.done(self, ids, positions)
-        rows = join_rows(parts, self.config.vocab_size)
-        return rows if last is not None else pad_rows(rows, counts, ids.shape[1])
-
-    def forward(self, tokens: Sequence[Sequence[int]], batch: Batch, wanted: Sequence[int]) -> torch.Tensor:
-        """See :class:`~quantkit.models.interfaces.LanguageModel`."""
-        if self.declines(batch) is not None:
-            return self._model.forward(tokens, batch, wanted)
-        ids, counts = [np.array(row, np.int64) for row in tokens], [*map(len, tokens)]
-        program = self._program_of(batch)
-        places = [range(count - wants, count) for count, wants in zip(counts, wanted)]
-        with self._running:
-            parts = [program.step(batch, ids, chunks, selected_rows(chunks, places))
-                     for chunks in chunks_of(counts, MAX_ROWS, batch.block, batch.starts)]
-        batch.finish(counts)
-        batch.end_step(self, tokens)
-        return join_rows(parts, self.config.vocab_size)
+    def chunk_invariant(self, cache: KVCache) -> bool:
+        """See the base class: operation by operation it isn't, nor where torch encodes a chunk's keys and
+        values."""
+        return reason_against_cache(cache) is None and has_kernels(cache)
 
     def normalized(self, x: torch.Tensor) -> torch.Tensor:
-        """See :class:`~quantkit.models.interfaces.LanguageModel`."""
+        """See the base class."""
         return self._model.normalized(x)
 
-    def hidden(self, ids: torch.Tensor, positions: torch.Tensor | None = None,
-               cache: KVCacheProtocol | None = None) -> torch.Tensor:
-        """See :meth:`CausalLM.hidden`."""
-        batch = self._batch(ids, cache)
-        if batch is None:
-            return self._model.hidden(ids, positions, cache).float()
-        counts = batch.counts(ids.shape, positions)
+    def token_rows(self, tokens: Sequence[Sequence[int]]) -> list[npt.NDArray[np.int64]]:
+        """See the base class."""
+        return [np.array(row, np.int64) for row in tokens]
+
+    def step_logits(self, batch: Batch, ids: TokenIds, counts: Sequence[int],
+                    wanted: Sequence[range]) -> list[torch.Tensor]:
+        """See the base class."""
         program = self._program_of(batch)
         with self._running:
-            parts = [program.run(batch, ids.numpy(), chunks).clone()
-                     for chunks in chunks_of(counts, MAX_ROWS, batch.block, batch.starts)]
-        batch.finish(counts)
-        batch.done(self, ids, positions)
-        return pad_rows(join_rows(parts, self.config.hidden_size), counts, ids.shape[1])
+            return [program.step(batch, ids, slices, selected_rows(slices, wanted))
+                    for slices in self.slices(batch, counts)]
 
-    def logits(self, x: torch.Tensor) -> torch.Tensor:
-        """See :meth:`CausalLM.logits`."""
-        rows, program = x.reshape(-1, x.shape[-1]), self.program(None)
+    def step_hidden(self, batch: Batch, ids: TokenIds, counts: Sequence[int]) -> list[torch.Tensor]:
+        """See the base class."""
+        program = self._program_of(batch)
         with self._running:
-            flat = join_rows([program.logits(part) for part in rows.split(MAX_ROWS)], self.config.vocab_size)
-        return flat.reshape(*x.shape[:-1], self.config.vocab_size)
+            return [program.run(batch, ids, slices).clone() for slices in self.slices(batch, counts)]
+
+    def head_logits(self, x: torch.Tensor) -> torch.Tensor:
+        """See the base class."""
+        program = self.program(None)
+        with self._running:
+            return program.logits(x)
+
+    def _rows(self, ids: torch.Tensor) -> TokenIds:
+        return ids.numpy()
 
     def _program_of(self, batch: Batch) -> CpuProgram:
         return self.program(codecs_of(batch.cache), not has_kernels(batch.cache), batch.taps)
@@ -279,7 +242,7 @@ class CpuModel:
         Raises:
             UsageError: no kernel reads the cache.
         """
-        if (reason := cache_declines(cache)) is None and not has_kernels(cache):
+        if (reason := reason_against_cache(cache)) is None and not has_kernels(cache):
             reason = "no kernel reads its codec"
         if reason is not None:
             raise UsageError(f"the operators of a step with --kv {cache.spec} can't be run alone", why=reason,
@@ -294,15 +257,8 @@ class CpuModel:
             return TappedCpuProgram(self._model, codecs, self._high, taps)
         return CpuProgram(self._model, codecs, self._high)
 
-    def _batch(self, ids: torch.Tensor, cache: KVCacheProtocol | None) -> Batch | None:
-        """The sequences as rows of pages; ``None`` if the program can't run them."""
-        if cache is None:
-            cache_of_step = KVCache(self.config, KVSpec(), self.dtype)
-            return Batch(cache_of_step, [cache_of_step.add() for _ in range(ids.shape[0])])
-        return cache if isinstance(cache, Batch) and self.declines(cache) is None else None
 
-
-def cache_declines(cache: KVCache) -> str | None:
+def reason_against_cache(cache: KVCache) -> str | None:
     """Why a program doesn't read this cache; ``None`` if it does."""
     if cache.dtype not in cpu_weight.PLAIN:
         return f"reads pages in {_listed(cpu_weight.PLAIN)}, not {_listed([cache.dtype])}"

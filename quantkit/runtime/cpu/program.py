@@ -13,7 +13,7 @@ import torch
 
 from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
-from quantkit.memory.scratch import MIN_POSITIONS, packed_of
+from quantkit.kv.store import PageStore
 from quantkit.models.decoder import CausalLM, DecoderLayer
 from quantkit.models.layers import RMSNorm
 from quantkit.models.linear import Linear
@@ -21,10 +21,9 @@ from quantkit.ops import cpu_machine, cpu_weight
 from quantkit.ops.cpu_weight import Activations, CpuWeight, InputKey, widened
 from quantkit.ops.hadamard import hadamard_factors
 from quantkit.ops.sampling import capped_rows
-from quantkit.runtime.chunks import Chunk
 from quantkit.runtime.cpu.buffers import MAX_ROWS, buffer, buffers, mlp_of, plain_of, stride_of
-from quantkit.runtime.cpu.tables import page_addresses
-from quantkit.runtime.rope_tables import rope_tables
+from quantkit.runtime.memory.scratch import MIN_POSITIONS, packed_of
+from quantkit.runtime.program_model import RowSlice, rope_tables
 from quantkit.support.progress import tell_compiling
 
 if TYPE_CHECKING:
@@ -223,39 +222,39 @@ class CpuProgram:
                                   scratch_private=self._scratch.shape[1], barrier=barrier)
         self._packed[index] = weight, activations.stride
 
-    def run(self, batch: Batch, ids: TokenIds, chunks: Sequence[Chunk]) -> torch.Tensor:
+    def run(self, batch: Batch, ids: TokenIds, slices: Sequence[RowSlice]) -> torch.Tensor:
         """Take tokens through all layers, which leaves their keys and values in the pages.
 
         Args:
-            batch, ids: the sequences that the chunks belong to, and their token ids, int64.
-            chunks: at most MAX_ROWS tokens in all; in this order they are the rows of the result.
+            batch, ids: the sequences that the slices belong to, and their token ids, int64.
+            slices: at most MAX_ROWS tokens in all; in this order they are the rows of the result.
 
         Returns:
             float32 ``[n, hidden]``, valid until the next call.
         """
-        self._place(batch, ids, chunks)
-        self._run(batch, chunks, self._head_at)
-        self._done(batch, chunks)
-        return self._hidden[:sum(chunk.count for chunk in chunks), :self._config.hidden_size]
+        self._place(batch, ids, slices)
+        self._run(batch, slices, self._head_at)
+        self._done(batch, slices)
+        return self._hidden[:sum(part.count for part in slices), :self._config.hidden_size]
 
-    def step(self, batch: Batch, ids: TokenIds, chunks: Sequence[Chunk],
+    def step(self, batch: Batch, ids: TokenIds, slices: Sequence[RowSlice],
              selected: Sequence[int]) -> torch.Tensor:
         """:meth:`run`, then final norm and head over some of its rows, in one call into machine code.
 
         Args:
-            batch, ids, chunks: as for :meth:`run`.
+            batch, ids, slices: as for :meth:`run`.
             selected: rows of its result.
 
         Returns:
             float32 ``[len(selected), vocab]``.
         """
-        self._place(batch, ids, chunks)
+        self._place(batch, ids, slices)
         logits = self._select(selected)
-        self._run(batch, chunks, len(self._program) if selected else self._head_at)
-        self._done(batch, chunks)
+        self._run(batch, slices, len(self._program) if selected else self._head_at)
+        self._done(batch, slices)
         return capped_rows(logits[:, :self._config.vocab_size], self._config.logit_softcap)
 
-    def _run(self, batch: Batch, chunks: Sequence[Chunk], end: int) -> None:
+    def _run(self, batch: Batch, slices: Sequence[RowSlice], end: int) -> None:
         """Run the operations before ``end``."""
         self._pool.run(self._program.records[:end])
 
@@ -267,19 +266,19 @@ class CpuProgram:
             self._pool.run(self._program.records[self._head_at:])
         return capped_rows(logits[:, :self._config.vocab_size], self._config.logit_softcap)
 
-    def _place(self, batch: Batch, ids: TokenIds, chunks: Sequence[Chunk]) -> None:
+    def _place(self, batch: Batch, ids: TokenIds, slices: Sequence[RowSlice]) -> None:
         """Write into the program which tokens belong to which sequence, and where their keys and values
         go."""
         cache = batch.cache
         tokens, rows, tiles, sequences = self._views
         row = tile = longest = 0
-        for number, chunk in enumerate(chunks):
-            start, count, sequence = chunk.start, chunk.count, batch.sequences[chunk.sequence]
+        for number, part in enumerate(slices):
+            start, count, sequence = part.start, part.count, batch.sequences[part.sequence]
             cache.reserve(sequence, count)
             seen = sequence.layers[-1].seen
             sequences[number] = sequence.record
             sequences["count"][number] = count
-            tokens[row:row + count] = ids[chunk.sequence][start:start + count]
+            tokens[row:row + count] = ids[part.sequence][start:start + count]
             if count == 1:
                 rows[row] = number, 0, seen
             else:
@@ -295,28 +294,28 @@ class CpuProgram:
         self._angles(longest)
         self._pages(cache)
         self._shape(row, tile, longest)
-        self._set_encoded(batch, chunks)
-        queries = row if any(batch.sequences[chunk.sequence].query_window for chunk in chunks) else 0
+        self._set_encoded(batch, slices)
+        queries = row if any(batch.sequences[part.sequence].query_window for part in slices) else 0
         if queries != self._recorded_rows:
             self._recorded_rows = queries
             for index in self._record_queries:
                 self._program.set(index, units=queries)
 
-    def _set_encoded(self, batch: Batch, chunks: Sequence[Chunk]) -> None:
+    def _set_encoded(self, batch: Batch, slices: Sequence[RowSlice]) -> None:
         """Write how many pages of the residual are encoded at this step's end."""
         if not self._encode:
             return
         codecs = batch.cache.codecs
-        blocks = max(batch.sequences[chunk.sequence].pages_to_encode(codecs, chunk.count) for chunk in chunks)
+        blocks = max(batch.sequences[part.sequence].pages_to_encode(codecs, part.count) for part in slices)
         if blocks or self._current_blocks:
-            units = len(chunks) * self._config.num_kv_heads * blocks
+            units = len(slices) * self._config.num_kv_heads * blocks
             for index in self._encode:
                 self._program.set(index, units=units, blocks=blocks)
         self._current_blocks = blocks
 
-    def _done(self, batch: Batch, chunks: Sequence[Chunk]) -> None:
-        for chunk in chunks:
-            batch.settle(chunk.sequence, chunk.count)
+    def _done(self, batch: Batch, slices: Sequence[RowSlice]) -> None:
+        for part in slices:
+            batch.advance(part.sequence, part.count)
 
     def _select(self, selected: Sequence[int]) -> torch.Tensor:
         """Allocate these rows' logits and point the head to them."""
@@ -400,3 +399,20 @@ class CpuProgram:
     def _addresses(self, cache: KVCache, layer: int) -> dict[str, int]:
         """Where a layer's pages lie, by the name of a kernel's argument."""
         return page_addresses(cache.layers[layer].store)
+
+
+def page_addresses(store: PageStore) -> dict[str, int]:
+    """The addresses of a layer's pages, by the name of a kernel's argument; 0: there are none.
+
+    They are plain addresses: the memory belongs to the cache and ends with it.
+    """
+    from quantkit_kernels.cpu.kv_codecs import PARTS
+
+    addresses = {name.replace(".", "_"): part.data_ptr() for name, part in store.pages.parts.items()}
+    if store.residual is not None:
+        residual = store.residual.parts
+        addresses |= {f"{side}_residual": residual[f"{side}.values"].data_ptr() for side in "kv"}
+        addresses["residual_positions"] = residual["positions"].data_ptr() if "positions" in residual else 0
+    return {name: addresses.get(name, 0) for name in (
+        "positions", "residual_positions", "k_residual", "v_residual",
+        *(f"{side}_{part}" for side in "kv" for part in PARTS))}

@@ -15,12 +15,16 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from pydantic import Field
 
+from quantkit.plugins.manager import describe_entry, registry
+from quantkit.support.call_text import made_with, named_options, read_call
+from quantkit.support.errors import PluginError
 from quantkit.support.frozen import Frozen
 
 if TYPE_CHECKING:
     from quantkit.kv.cache import KVCache
     from quantkit.runtime.loader import LoadedModel
 
+_NEXT = 'quantkit generate MODEL PROMPT --draft "ngram(12)"'
 MAX_DRAFT = 32
 """Tokens of a draft, at most."""
 
@@ -111,3 +115,22 @@ class Drafter(Frozen, ABC):
         Raises:
             UsageError: it can't draft for this model.
         """
+
+
+def parse_drafter(text: str) -> Drafter | None:
+    """Read ``ngram``, ``ngram(16)`` or ``model(FOLDER, max_tokens=6)`` as a drafter with its options.
+    ``none`` gives ``None``.
+
+    Raises:
+        UsageError: it can't be read, names a drafter that nobody registered, or an option is off.
+    """
+    name, written = read_call(text, _NEXT)
+    if name == "none" and not written:
+        return None
+    kind: type[Drafter] = registry("drafters").get(name)
+    if (called := getattr(kind, "name", None)) != name:
+        raise PluginError(f"{describe_entry('drafters', name)} calls itself {called!r}",
+                          why="a class has the name that it is registered by",
+                          next=f'name: ClassVar[str] = "{name}" in {kind.__name__}')
+    options = named_options(written, kind.first, text, _NEXT)
+    return made_with(kind, options, f"drafter {name!r}", "docs/drafts.md", "see docs/drafts.md")

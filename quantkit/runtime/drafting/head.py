@@ -159,11 +159,12 @@ class HeadSource(DraftSource):
 
     def _run(self, reading: _Reading, tokens: Sequence[int], states: torch.Tensor) -> torch.Tensor:
         batch = Batch(self._cache, [reading.number])
+        batch.begin([len(tokens)])
         positions = batch.next_positions(len(tokens))
         ids = torch.tensor(tokens)
         context = ForwardContext(self._head.config, positions, self._head.dtype, batch)
         result = self._head.run(ids, states, context, batch)
-        batch.done(self._model, ids[None], positions)
+        batch.end()
         return result
 
 

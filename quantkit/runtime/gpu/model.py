@@ -7,6 +7,7 @@ are there: so a request's tokens depend on nothing but the request.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary, proxy
 
@@ -16,24 +17,22 @@ from quantkit.formats.base import QuantizedTensor
 from quantkit.kv import gpu as kv_gpu
 from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
-from quantkit.kv.spec import KVSpec
-from quantkit.memory.scratch import GPU_ROWS
 from quantkit.models.config import ModelConfig
-from quantkit.models.decoder import CausalLM, wanted_rows
-from quantkit.models.interfaces import KVCacheProtocol
-from quantkit.models.linear import Linear
+from quantkit.models.decoder import CausalLM
 from quantkit.ops import gpu
-from quantkit.runtime.chunks import Chunk, chunks_of, join_rows, pad_rows, selected_rows, single_position
 from quantkit.runtime.gpu import linears
 from quantkit.runtime.gpu.graphs import BATCHES, GraphCache
 from quantkit.runtime.gpu.program import GpuProgram
 from quantkit.runtime.gpu.tables import DeviceTables
+from quantkit.runtime.memory.scratch import GPU_ROWS
+from quantkit.runtime.program_model import ProgramModel, RowSlice, selected_rows
 from quantkit.support.errors import UsageError
 
 if TYPE_CHECKING:
     from quantkit_kernels.triton.cache import LayerPages, StepTokens
 
-def declines(config: ModelConfig, dtype: torch.dtype, device: torch.device,
+
+def reason_against(config: ModelConfig, dtype: torch.dtype, device: torch.device,
              quantized: Mapping[str, QuantizedTensor]) -> str | None:
     """Why a model isn't run by these kernels there; ``None`` if it is.
 
@@ -47,7 +46,7 @@ def declines(config: ModelConfig, dtype: torch.dtype, device: torch.device,
         return reason
     if device.type == "cuda" and dtype == torch.float32:
         return "takes 16-bit models, not float32"
-    if (reason := other_maths(config) or kv_gpu.heads_decline(
+    if (reason := reason_against_shape(config) or kv_gpu.heads_decline(
             config.head_dim, config.num_heads // config.num_kv_heads)) is not None:
         return reason
     for name, weight in quantized.items():
@@ -56,7 +55,7 @@ def declines(config: ModelConfig, dtype: torch.dtype, device: torch.device,
     return None
 
 
-def other_maths(config: ModelConfig) -> str | None:
+def reason_against_shape(config: ModelConfig) -> str | None:
     """What a model does that no kernel computes; ``None`` if there is nothing."""
     has = {"mixtures of experts": config.experts is not None,
            "attention sinks": config.attention_sinks,
@@ -67,7 +66,7 @@ def other_maths(config: ModelConfig) -> str | None:
     return None if feature is None else f"has no kernel for {feature}"
 
 
-class _Running:
+class _CacheOnDevice:
     """A cache that this model reads: its sequences on the device, and the graphs of its steps.
 
     It doesn't keep the cache alive.
@@ -89,7 +88,7 @@ class _Running:
 
     def decode(self, batch: Batch, ids: torch.Tensor) -> torch.Tensor:
         """A token ``[B]`` of each sequence → logits ``[B, vocab]``."""
-        rows = self.tables.place(batch, [1] * len(batch.sequences))
+        rows = self.tables.place(batch.numbers, batch.sequences, [1] * len(batch.sequences))
         position = max(int(state.seen[-1]) for state in batch.sequences)
         longest = 1 + (position if self._cache.keeps_all else max(
             int(state.lengths.max()) for state in batch.sequences))
@@ -107,64 +106,58 @@ class _Running:
         advance(tables, step)
         self._program.logits(x, out)
 
-    def prefill(self, batch: Batch, ids: torch.Tensor, chunks: Sequence[Chunk]) -> torch.Tensor:
-        """Tokens of ``ids [B, T]`` → what the last layer leaves of them, ``[N, hidden]``."""
+    def prefill(self, batch: Batch, ids: Sequence[torch.Tensor] | torch.Tensor,
+                slices: Sequence[RowSlice]) -> torch.Tensor:
+        """``ids`` of each row, int64 ``[T]`` → what the last layer leaves of the slices, ``[N, hidden]``."""
         from quantkit_kernels.triton.cache import StepTokens
         from quantkit_kernels.triton.prefill_attention import tiles_of
 
-        part = Batch(batch.cache, [batch.numbers[chunk.sequence] for chunk in chunks],
-                     [batch.phases[chunk.sequence] for chunk in chunks])
-        counts = [chunk.count for chunk in chunks]
-        rows = self.tables.place(part, counts)
-        longest = max(int(state.lengths.max()) + count for state, count in zip(part.sequences, counts))
-        self._program.make_angles(max(int(state.seen[-1]) + count
-                                      for state, count in zip(part.sequences, counts)))
+        counts = [part.count for part in slices]
+        states = [batch.sequences[part.sequence] for part in slices]
+        rows = self.tables.place([batch.numbers[part.sequence] for part in slices], states, counts)
+        longest = max(int(state.lengths.max()) + count for state, count in zip(states, counts))
+        self._program.make_angles(max(int(state.seen[-1]) + count for state, count in zip(states, counts)))
         device = self._program.device
         whose = gpu.sent(torch.tensor([(row, at) for row, count in zip(rows, counts) for at in range(count)],
                                       dtype=torch.int32), device)
         tiles = gpu.sent(torch.tensor(tiles_of(rows, counts, self._program.group), dtype=torch.int32), device)
-        flat = torch.cat([ids[chunk.sequence, chunk.start:chunk.start + chunk.count] for chunk in chunks])
+        flat = torch.cat([ids[part.sequence][part.start:part.start + part.count] for part in slices])
         query_rows: list[torch.Tensor] = []
-        tracks = any(state.query_window is not None for state in part.sequences)
+        tracks = any(state.query_window is not None for state in states)
         x = self._program.run(flat, StepTokens(whose, longest), self.tables.tables, self.pages, self._cache,
                               tiles, query_rows if tracks else None)
-        for state, count in zip(part.sequences, counts):
-            self._cache.advance(state, count)
+        for part in slices:
+            batch.advance(part.sequence, part.count)
+        phases = [batch.phases[part.sequence] for part in slices]
         for layer, q in enumerate(query_rows):
             layer_cache = self._cache.layers[layer]
-            for sequence, phase, queries in zip(part.sequences, part.phases, q.split(counts)):
+            for state, phase, queries in zip(states, phases, q.split(counts)):
                 if layer_cache.policy.tracks_queries(phase):
-                    layer_cache.record_queries(sequence.layers[layer], queries.transpose(0, 1))
+                    layer_cache.scores.record_queries(state.layers[layer], queries.transpose(0, 1))
         return x
 
 
-class GpuModel:
-    """The same calls as :class:`~quantkit.models.decoder.CausalLM`.
+class GpuModel(ProgramModel):
+    """A model on a GPU. A decode step's logits are the next one's memory.
 
     Args:
         model: built on the CPU, its weights as their files have them; they are moved and let go of.
         device: where it runs.
         done: called when some weights are on the device.
-
-    Attributes:
-        config, dtype, device: the model's.
-        decode_rows, runs_ahead, mixes: see :class:`~quantkit.models.interfaces.LanguageModel`.
     """
 
-    decode_rows, runs_ahead, mixes = BATCHES[-1], True, False
-    decodes_as_it_reads = False  # decoding sums attention over splits, a prompt's chunk in one go
+    max_rows = GPU_ROWS
+    decode_rows = BATCHES[-1]
+    runs_ahead = True
+    supports_mixed_batches = False
+    decode_matches_prefill = False  # decoding sums attention over splits, a prompt's chunk in one go
 
     def __init__(self, model: CausalLM, device: torch.device,
                  done: Callable[[], None] = lambda: None) -> None:
-        self.config, self.dtype, self.device = model.config, model.dtype, device
-        self._model = model
+        super().__init__(model, device)
         with gpu.current(device):
             self._program = GpuProgram(model, device, done)
-        self._running: WeakKeyDictionary[KVCache, _Running] = WeakKeyDictionary()
-
-    def linears(self) -> dict[str, Linear]:
-        """The Linears of the model: names, shapes, and the kernel that multiplies them."""
-        return self._model.linears()
+        self._caches: WeakKeyDictionary[KVCache, _CacheOnDevice] = WeakKeyDictionary()
 
     @property
     def step_bytes(self) -> int:
@@ -177,106 +170,75 @@ class GpuModel:
         table = self._model.embedding
         return self._program.step_bytes + (0 if table is self._model.head.weight else table.nbytes)
 
-    def declines(self, batch: Batch) -> str | None:
-        """Why a step over these sequences can't be run."""
-        return self._declines(batch.cache)
+    def on_device(self) -> AbstractContextManager[object]:
+        """See the base class."""
+        return gpu.current(self.device)
 
-    def prepare(self, cache: KVCache) -> None:
-        """See :class:`~quantkit.models.interfaces.LanguageModel`: kernels are compiled when they are first
-        launched."""
-
-    def chunk_invariant(self, cache: KVCacheProtocol) -> bool:
-        """See :class:`~quantkit.models.interfaces.LanguageModel`."""
-        return True
-
-    def check_cache(self, cache: KVCache) -> None:
-        """Raises UsageError: no kernel reads such a cache, and nothing else runs this model's weights, which
-        lie in the kernels' order."""
-        if (reason := self._declines(cache)) is not None:
-            raise UsageError(f"the KV setting {cache.spec} isn't run on {self.device}",
-                             why=f"the GPU runtime {reason}",
-                             next="give --kv int8, or run the model with --device cpu")
-
-    def _declines(self, cache: KVCache) -> str | None:
+    def reason_against(self, cache: KVCache) -> str | None:
+        """See the base class. A cache that is on the device already isn't looked at again."""
+        if cache in self._caches:
+            return None
         config = self.config
         return kv_gpu.declines(cache.codecs, self.dtype, config.head_dim,
                                config.num_heads // config.num_kv_heads, self.device.type)
 
-    def __call__(self, ids: torch.Tensor, positions: torch.Tensor | None = None,
-                 cache: KVCacheProtocol | None = None, last: torch.Tensor | None = None) -> torch.Tensor:
-        """See :meth:`CausalLM.__call__`. A decode step's logits are the next one's memory."""
-        with gpu.current(self.device):
-            return self._logits(ids, positions, cache, last)
+    def check_cache(self, cache: KVCache) -> None:
+        """Raises UsageError: no kernel reads such a cache, and nothing else runs this model's weights, which
+        lie in the kernels' order."""
+        if (reason := self.reason_against(cache)) is not None:
+            raise UsageError(f"the KV setting {cache.spec} isn't run on {self.device}",
+                             why=f"the GPU runtime {reason}",
+                             next="give --kv int8, or run the model with --device cpu")
 
-    def _logits(self, ids: torch.Tensor, positions: torch.Tensor | None, cache: KVCacheProtocol | None,
-                last: torch.Tensor | None) -> torch.Tensor:
-        batch = self._batch(ids, cache)
-        counts = batch.counts(ids.shape, positions)
-        running = self._of(batch.cache)
-        if self._decodes(batch, counts):
-            rows = running.decode(batch, ids[:, 0])
-        else:
-            wanted = [range(count) for count in counts] if last is None else [
-                single_position(int(at), count) for at, count in zip(last, counts, strict=True)]
-            rows = join_rows([self._some(running.prefill(batch, ids, chunks), selected_rows(chunks, wanted))
-                              for chunks in chunks_of(counts, GPU_ROWS, batch.block, batch.starts)],
-                             self.config.vocab_size)
-        batch.finish(counts)
-        batch.done(self, ids, positions)
-        return rows if last is not None else pad_rows(rows, counts, ids.shape[1])
+    def prepare(self, cache: KVCache) -> None:
+        """See the base class: kernels are compiled when they are first launched."""
 
-    def forward(self, tokens: Sequence[Sequence[int]], batch: Batch, wanted: Sequence[int]) -> torch.Tensor:
-        """See :class:`~quantkit.models.interfaces.LanguageModel`."""
-        return wanted_rows(self, tokens, batch, wanted)
+    def chunk_invariant(self, cache: KVCache) -> bool:
+        """See the base class."""
+        return True
 
     def normalized(self, x: torch.Tensor) -> torch.Tensor:
-        """See :class:`~quantkit.models.interfaces.LanguageModel`."""
-        with gpu.current(self.device):
+        """See the base class."""
+        with self.on_device():
             return self._program.normalized(x.reshape(-1, x.shape[-1])).reshape(x.shape)
 
-    def _some(self, x: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-        """Logits of some rows."""
-        all_rows = len(rows) == len(x)
-        if not all_rows:
-            x = x[gpu.sent(torch.tensor(rows, dtype=torch.int64), x.device)]
+    def token_rows(self, tokens: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        """See the base class."""
+        flat = gpu.sent(torch.tensor([token for row in tokens for token in row]), self.device)
+        return list(flat.split([*map(len, tokens)]))
+
+    def step_logits(self, batch: Batch, ids: Sequence[torch.Tensor] | torch.Tensor, counts: Sequence[int],
+                    wanted: Sequence[range]) -> list[torch.Tensor]:
+        """See the base class."""
+        on_device = self._on_device(batch.cache)
+        if self._decodes(batch, counts):
+            rows = on_device.decode(batch, ids[:, 0] if isinstance(ids, torch.Tensor) else torch.cat([*ids]))
+            return [rows if all(wanted) else rows[[row for row, places in enumerate(wanted) if places]]]
+        return [self._selected(on_device.prefill(batch, ids, slices), selected_rows(slices, wanted))
+                for slices in self.slices(batch, counts)]
+
+    def step_hidden(self, batch: Batch, ids: Sequence[torch.Tensor] | torch.Tensor,
+                    counts: Sequence[int]) -> list[torch.Tensor]:
+        """See the base class."""
+        on_device = self._on_device(batch.cache)
+        return [on_device.prefill(batch, ids, slices) for slices in self.slices(batch, counts)]
+
+    def head_logits(self, x: torch.Tensor) -> torch.Tensor:
+        """See the base class."""
         return self._program.logits(x)
 
-    def hidden(self, ids: torch.Tensor, positions: torch.Tensor | None = None,
-               cache: KVCacheProtocol | None = None) -> torch.Tensor:
-        """See :meth:`CausalLM.hidden`."""
-        with gpu.current(self.device):
-            batch = self._batch(ids, cache)
-            counts = batch.counts(ids.shape, positions)
-            running = self._of(batch.cache)
-            parts = [running.prefill(batch, ids, chunks)
-                     for chunks in chunks_of(counts, GPU_ROWS, batch.block, batch.starts)]
-            batch.finish(counts)
-            batch.done(self, ids, positions)
-            return pad_rows(join_rows(parts, self.config.hidden_size), counts, ids.shape[1])
-
-    def logits(self, x: torch.Tensor) -> torch.Tensor:
-        """See :meth:`CausalLM.logits`."""
-        rows = x.reshape(-1, x.shape[-1])
-        with gpu.current(self.device):
-            flat = join_rows([self._program.logits(part) for part in rows.split(GPU_ROWS)],
-                             self.config.vocab_size)
-        return flat.reshape(*x.shape[:-1], self.config.vocab_size)
+    def _selected(self, x: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+        """Logits of some rows."""
+        if len(rows) != len(x):
+            x = x[gpu.sent(torch.tensor(rows, dtype=torch.int64), x.device)]
+        return self._program.logits(x)
 
     def _decodes(self, batch: Batch, counts: Sequence[int]) -> bool:
         """Whether this is a step for a graph: one token of each, and no query to keep."""
         return (set(batch.phases) == {"decode"} and len(counts) <= self.decode_rows and set(counts) == {1}
                 and all(state.query_window is None for state in batch.sequences))
 
-    def _of(self, cache: KVCache) -> _Running:
-        if cache not in self._running:
-            self.check_cache(cache)
-            self._running[cache] = _Running(self._program, cache)
-        return self._running[cache]
-
-    def _batch(self, ids: torch.Tensor, cache: KVCacheProtocol | None) -> Batch:
-        """The sequences as rows of pages."""
-        if cache is None:
-            cache_of_step = KVCache(self.config, KVSpec(), self.dtype, self.device)
-            return Batch(cache_of_step, [cache_of_step.add() for _ in range(ids.shape[0])])
-        assert isinstance(cache, Batch)
-        return cache
+    def _on_device(self, cache: KVCache) -> _CacheOnDevice:
+        if cache not in self._caches:
+            self._caches[cache] = _CacheOnDevice(self._program, cache)
+        return self._caches[cache]

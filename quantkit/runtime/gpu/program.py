@@ -17,7 +17,7 @@ from quantkit.ops.linear_weight import LinearWeight, embed
 from quantkit.ops.rows import softcapped
 from quantkit.ops.stored_weight import StoredWeight
 from quantkit.runtime.gpu.linears import FusedLinear, device_weight
-from quantkit.runtime.rope_tables import rope_tables
+from quantkit.runtime.program_model import rope_tables
 
 if TYPE_CHECKING:
     from quantkit_kernels.triton.cache import LayerPages, SequenceTables, StepTokens

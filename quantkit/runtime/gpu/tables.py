@@ -12,9 +12,9 @@ import torch
 from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
 from quantkit.kv.sequence import PageTable, SequenceState
-from quantkit.memory.kv import LOOKAHEAD
-from quantkit.memory.scratch import TABLE_WIDTH, table_size
 from quantkit.ops import gpu
+from quantkit.runtime.memory.kv import LOOKAHEAD
+from quantkit.runtime.memory.scratch import TABLE_WIDTH, table_size
 
 if TYPE_CHECKING:
     from quantkit_kernels.triton.cache import SequenceTables
@@ -58,16 +58,17 @@ class DeviceTables:
         self.moves = 0
         self.tables = self._made(ROWS, TABLE_WIDTH, TABLE_WIDTH)
 
-    def place(self, batch: Batch, counts: Sequence[int]) -> list[int]:
-        """Reserve pages for a step's tokens. Returns the device's rows of the batch's sequences."""
-        for state, count in zip(batch.sequences, counts, strict=True):
+    def place(self, numbers: Sequence[int], states: Sequence[SequenceState],
+              counts: Sequence[int]) -> list[int]:
+        """Reserve pages for a step's tokens. Returns the device's rows of these sequences."""
+        for state, count in zip(states, counts, strict=True):
             if state.table is None or state.free_slots < count or state.query_window is not None:
                 self._cache.reserve(state, count)
         if not all(number in self._rows and self._rows[number].table is state.table
-                   for number, state in zip(batch.numbers, batch.sequences)):
-            self._make_room(batch)
+                   for number, state in zip(numbers, states)):
+            self._make_room(numbers, states)
         rows = []
-        for number, state in zip(batch.numbers, batch.sequences):
+        for number, state in zip(numbers, states):
             row = self._rows[number]
             if row.table is not state.table:
                 self._copy(row, state)
@@ -79,18 +80,18 @@ class DeviceTables:
     def counted(self, batch: Batch) -> None:
         """The device has counted one more token of each sequence; so does the host now, and prepares for more
         while the device computes."""
-        for number, state in zip(batch.numbers, batch.sequences):
+        for place, (number, state) in enumerate(zip(batch.numbers, batch.sequences)):
             self._rows[number].seen += 1
-            self._cache.advance(state, 1)
+            batch.advance(place, 1)
             if state.table is None or state.free_slots < 1:
                 more = min(LOOKAHEAD, state.max_length - int(state.seen[-1]))
                 if more > 0:
                     self._cache.reserve(state, more)
 
-    def _make_room(self, batch: Batch) -> None:
+    def _make_room(self, numbers: Sequence[int], states: Sequence[SequenceState]) -> None:
         """Rows for new sequences, and room for the longest tables."""
         tables = self.tables
-        missing = [number for number in batch.numbers if number not in self._rows]
+        missing = [number for number in numbers if number not in self._rows]
         rows, width, residual_width = tables.pages.shape[0], tables.pages.shape[3], 0
         if missing:
             alive = set(self._cache.numbers)
@@ -100,7 +101,7 @@ class DeviceTables:
             taken = {row.index for row in self._rows.values()}
             free = iter(index for index in range(rows) if index not in taken)
             self._rows |= {number: _Row(next(free)) for number in missing}
-        for state in batch.sequences:
+        for state in states:
             assert state.table is not None and state.residual is not None
             width, residual_width = max(width, state.table.shape[2]), max(residual_width,
                                                                           state.residual.shape[2])

@@ -7,7 +7,7 @@ import uuid
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from quantkit.runtime.request import TokenInfo
+from quantkit.runtime.core import TokenInfo
 from quantkit.serving.models import ServedEngine
 from quantkit.serving.openai.chat_request import ChatRequest
 from quantkit.serving.openai.logprobs import chat_logprobs

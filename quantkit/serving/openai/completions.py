@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field, model_validator
 
-from quantkit.runtime.request import Completion, TokenInfo, check_ids
+from quantkit.runtime.core import Completion, TokenInfo, check_ids
 from quantkit.runtime.sampler import MAX_TOKENS
 from quantkit.serving.conversation import choice_sampling
 from quantkit.serving.errors import RefusedValue

@@ -12,8 +12,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from pydantic import Field
 
-from quantkit.runtime.engine import EngineFull
-from quantkit.runtime.request import check_ids
+from quantkit.runtime.core import EngineFull, check_ids
 from quantkit.runtime.sampler import Sampling
 from quantkit.serving.errors import ApiError
 from quantkit.serving.metrics import ModelMetrics

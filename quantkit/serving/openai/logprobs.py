@@ -6,7 +6,7 @@ import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from quantkit.runtime.request import TokenInfo
+from quantkit.runtime.core import TokenInfo
 from quantkit.serving.models import TokenTexts
 from quantkit.text.stream import StreamDecoder
 from quantkit.text.tokenizer import Tokenizer

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, model_validator
 
-from quantkit.runtime.request import check_ids
+from quantkit.runtime.core import check_ids
 from quantkit.runtime.sampler import Sampling
 from quantkit.serving.conversation import MAX_MESSAGES, Conversation, choose_tools
 from quantkit.serving.errors import RefusedValue

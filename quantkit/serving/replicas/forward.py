@@ -18,7 +18,7 @@ from prometheus_client.registry import Collector
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message, Receive, Scope, Send
 
-from quantkit.runtime.engine import EngineClosed
+from quantkit.runtime.core import EngineClosed
 from quantkit.serving.answers import ModelState
 from quantkit.serving.app import Application, OnError
 from quantkit.serving.body import check_structure

@@ -15,7 +15,7 @@ from typing import Any
 from starlette.types import Message, Send
 
 from quantkit.executor.cluster import WorkerSetup
-from quantkit.plugins.manager import plugin_failure
+from quantkit.plugins.blame import plugin_failure
 from quantkit.serving.app import create_app, told_once
 from quantkit.serving.errors import api_error
 from quantkit.serving.models import ServedEngine

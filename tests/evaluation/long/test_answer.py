@@ -6,7 +6,7 @@ import torch
 from quantkit.evaluation.long.answer import MORE, LongContextModel, _begins
 from quantkit.evaluation.long.haystack import FillerHaystack
 from quantkit.evaluation.long.items import make_items
-from quantkit.evaluation.scoring import Scorer, ScoringRequest
+from quantkit.evaluation.tasks.scoring import Scorer, ScoringRequest
 from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
 from quantkit.kv.spec import parse_kv

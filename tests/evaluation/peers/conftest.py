@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
+from quantkit.evaluation.peers.row import peer_row
+from quantkit.evaluation.peers.run import measure_peer
+from quantkit.evaluation.result import ModelResult
 from quantkit.runtime.loader import LoadedModel, load
 from quantkit.testing import tiny_model
 
 TEXT = "the cat and dog in house of a man sat on red mat with tall hat. " * 20
+
+
+def run_peer(*arguments: Any) -> ModelResult:
+    """The row that :func:`measure_peer` comes to."""
+    return peer_row(measure_peer(*arguments))
 
 
 @pytest.fixture(scope="session")

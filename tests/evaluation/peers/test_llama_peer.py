@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from quantkit.evaluation.peers.llama_peer import gguf_bits
-from quantkit.evaluation.peers.run import PeerSpeedSettings, run_peer
+from quantkit.evaluation.peers.process import gguf_bits
+from quantkit.evaluation.peers.run import PeerSpeedSettings
 from quantkit.runtime.loader import load
 from quantkit.support.errors import QuantkitError, SourceError, UsageError
+
+from .conftest import run_peer
 
 LIBRARY = os.environ.get("QUANTKIT_TEST_LLAMA", "")
 with_llama = pytest.mark.skipif(not LIBRARY, reason="QUANTKIT_TEST_LLAMA names no folder with libllama")

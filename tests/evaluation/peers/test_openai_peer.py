@@ -8,11 +8,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 import torch
 
-from quantkit.evaluation.peers.run import PeerSpeedSettings, run_peer
-from quantkit.evaluation.quality import compare
+from quantkit.evaluation.peers.run import PeerSpeedSettings
+from quantkit.evaluation.quality.score import compare
 from quantkit.serving.models import TokenTexts
 from quantkit.support.errors import QuantkitError, UsageError
 from tests.helpers.server_process import Process
+
+from .conftest import run_peer
 
 SPEED = PeerSpeedSettings(prefill=8, decode=3, repeats=2, threads=1)
 
@@ -27,7 +29,9 @@ class FakeServer:
     """
 
     def __init__(self, reference, kind):
-        self.reference, self.kind, self.bodies = reference, kind, []
+        self.reference = reference
+        self.kind = kind
+        self.bodies = []
 
     def get(self, path):
         if path == "/v1/models":
@@ -139,7 +143,7 @@ def test_a_server_that_reads_other_tokens_is_refused(reference, windows):
 def test_what_a_server_does_not_tell_is_blank(reference, windows):
     with serving(FakeServer(reference, "silent")) as url:
         row = run_peer(f"openai({url})", {"one": windows}, 0, reference)
-    assert row.metrics == row.texts == row.window_means == row.measured == {}
+    assert row.metrics == row.texts == row.window_means == {}
 
 
 class Broken(FakeServer):

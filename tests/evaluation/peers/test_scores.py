@@ -1,5 +1,6 @@
 """What is scored of a peer that says all, and of one that says less; and the row that it comes to."""
 
+
 import json
 
 import pytest
@@ -7,8 +8,13 @@ import torch
 
 from quantkit.evaluation.metric_table import registered_metrics
 from quantkit.evaluation.peers.base import PeerPrediction
-from quantkit.evaluation.peers.row import PeerMeasurement, peer_row
+from quantkit.evaluation.peers.openai_peer import OpenAIPeer
+from quantkit.evaluation.peers.process import LlamaPeer, TransformersPeer
+from quantkit.evaluation.peers.row import PeerData, peer_row
+from quantkit.evaluation.peers.run import parse_peer
 from quantkit.evaluation.peers.scores import PeerScores
+from quantkit.evaluation.sweep.store import MeasurementResult
+from quantkit.support.errors import UsageError
 
 
 @pytest.fixture
@@ -37,7 +43,7 @@ def row_of(**texts):
     facts = {"tool": "t 1", "method": "m"}
     data = {"uri": "u", "facts": facts, "times": None,
             "texts": {name: scores.means() for name, scores in texts.items()}}
-    return peer_row(PeerMeasurement(json.loads(json.dumps(data)), {
+    return peer_row(MeasurementResult(PeerData.model_validate(json.loads(json.dumps(data)), strict=False), {
         f"{name}/{key}": array for name, scores in texts.items() for key, array in scores.arrays().items()}))
 
 
@@ -78,3 +84,27 @@ def test_a_text_without_logits_leaves_the_total_without_kl(logits):
                  two=scored(logits[0][1:], [partial(logits[1][1])]))
     assert set(row.texts["one"]) == EVERYTHING
     assert set(row.metrics) == {"perplexity", "top1", "flips"}
+
+
+def test_each_kind_is_read_with_its_options():
+    assert parse_peer("transformers(some/folder, quantization=bitsandbytes-nf4)") == TransformersPeer(
+        path="some/folder", quantization="bitsandbytes-nf4")
+    assert parse_peer("llama.cpp(m.Q8_0.gguf, bin=/opt/llama)") == LlamaPeer(
+        file="m.Q8_0.gguf", bin="/opt/llama")
+    assert parse_peer("openai(http://127.0.0.1:8000/v1, model=mine)") == OpenAIPeer(
+        url="http://127.0.0.1:8000/v1", model="mine")
+
+
+def test_a_path_with_commas_and_parentheses_stands_in_quotes():
+    assert parse_peer('llama.cpp("models (old), v1/m.gguf")').uri == "models (old), v1/m.gguf"
+
+
+@pytest.mark.parametrize(("text", "words"), [
+    ("llamacpp(m.gguf)", "did you mean"), ("transformers", "path"),
+    ("transformers(m, quantization=gptq)", "quantization"), ("llama.cpp(m.gguf, ctx=5)", "no option 'ctx'"),
+    ("openai(http://a, timeout=-1)", "timeout"), ("transformers(m, device=tpu)", "device"),
+    ("transformers(m", "can't be read"), ("x" * 3000, "3000 characters")])
+def test_what_is_off_is_said(text, words):
+    with pytest.raises(UsageError) as caught:
+        parse_peer(text)
+    assert words in str(caught.value)

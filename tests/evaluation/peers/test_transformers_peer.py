@@ -4,12 +4,14 @@ import json
 
 import pytest
 
-from quantkit.evaluation.peers.run import PeerSpeedSettings, run_peer
-from quantkit.evaluation.quality import compare
+from quantkit.evaluation.peers.run import PeerSpeedSettings
+from quantkit.evaluation.quality.score import compare
 from quantkit.quantization.run import quantize
 from quantkit.runtime.loader import load
 from quantkit.support.errors import QuantkitError, UsageError
 from quantkit.testing import tiny_model
+
+from .conftest import run_peer
 
 pytestmark = pytest.mark.oracle
 pytest.importorskip("transformers", reason="transformers is not installed (extra: oracle)")

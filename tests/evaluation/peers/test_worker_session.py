@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from quantkit.evaluation.peers.worker_session import WorkerSession
+from quantkit.evaluation.peers.process import WorkerSession
 from quantkit.support.errors import QuantkitError
 
 BACKEND = '''

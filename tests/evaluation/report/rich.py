@@ -7,11 +7,10 @@ import random
 
 from quantkit.evaluation.metric_table import MetricInfo, builtin_infos
 from quantkit.evaluation.metrics import Interval
-from quantkit.evaluation.paired import PairedDifference
 from quantkit.evaluation.protocol import Protocol
-from quantkit.evaluation.result import EvalResult, ModelResult, TokenDiff
+from quantkit.evaluation.result import EvalResult, ModelResult, PairedDifference, TokenDiff
 from quantkit.evaluation.roofline.result import MachineCeilings, OperatorSpeed, Roofline
-from quantkit.evaluation.speed_sweep import DecodeSpeed, MemoryUse, PrefillSpeed, SpeedSweep, Spread
+from quantkit.evaluation.speed.results import DecodeSpeed, MemoryUse, PrefillSpeed, SpeedSweep, Spread
 
 # model, method, bits, megabytes, KL, perplexity, decode tok/s, prefill tok/s
 MODELS = (("HuggingFaceTB/SmolLM2-360M-Instruct", "bf16", 16.0, 724, 0.0, 14.2, 19.6, 412),

@@ -1,13 +1,16 @@
 """A folder with the report in every form, each file whole or not there."""
 
 import json
+import math
 import os
 from pathlib import Path
 
 import pytest
 
+from quantkit.evaluation.metrics import Interval
 from quantkit.evaluation.report.base import Reporter
 from quantkit.evaluation.report.folder import reporters, require_writable, write_report
+from quantkit.evaluation.results_file import render as render_json
 from quantkit.support.errors import PluginError, QuantkitError, UsageError
 
 FILES = ["frontier.png", "frontier.svg", "junit.xml", "model-card.md", "report.html", "report.md",
@@ -190,3 +193,32 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path, monkeypatch):
         (tmp_path / "locked").mkdir(mode=0o555)
         with pytest.raises(QuantkitError, match="can't be written"):
             require_writable(tmp_path / "locked")
+
+
+KEYS = ("model", "method", "bits_per_weight", "file_bytes", "peak_bytes", "perplexity", "kl_mean", "top1",
+        "prefill_tok_s", "decode_tok_s")
+
+
+def test_keys_and_values(make_result):
+    found = json.loads(render_json(make_result(exact=[Interval(0.0011, 0.001, 0.0012)])))
+    assert set(found) == {"results", "protocol", "noise_floor_kl", "metrics", "question", "command", "suite",
+                          "floors", "roofline", "sensitivity", "diff", "other_diffs", "version",
+                          "plotted", "gate"}
+    described = found["metrics"]
+    assert list(described)[:3] == ["kl_mean", "top1", "decode_tok_s"]
+    assert all(set(row["intervals"]) <= set(described) for row in found["results"])
+    assert described["top1"] == {"title": "top-1", "unit": "%", "direction": "higher", "per": "token",
+                                 "distribution": "quantkit"}
+    for row in found["results"]:
+        assert tuple(row)[:len(KEYS)] == KEYS
+        assert row["intervals"]["kl_mean"][0] <= row["kl_mean"] <= row["intervals"]["kl_mean"][1]
+    assert found["protocol"]["fingerprint"] and found["protocol"]["window"] == 512
+    assert found["noise_floor_kl"] == {"value": 0.0011, "interval": [0.001, 0.0012]}
+
+
+def test_what_was_not_measured_or_is_not_finite_is_null(make_result, make_row):
+    row = make_row("ruined", prefill=None)
+    row.metrics["perplexity"] = Interval(math.inf, 1e300, math.inf)
+    found, = json.loads(render_json(make_result([row])))["results"]
+    assert found["perplexity"] is None and found["intervals"]["perplexity"] == [1e300, None]
+    assert found["prefill_tok_s"] is None and found["decode_tok_s"] is None

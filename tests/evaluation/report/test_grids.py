@@ -2,10 +2,10 @@
 
 import pytest
 
-from quantkit.evaluation.paired import PairedDifference
 from quantkit.evaluation.report import quality_grids, speed_grids
-from quantkit.evaluation.report.grid import TextGrid
-from quantkit.evaluation.speed_sweep import DecodeSpeed, MemoryUse, SpeedSweep, Spread
+from quantkit.evaluation.report.base import TextGrid
+from quantkit.evaluation.result import PairedDifference
+from quantkit.evaluation.speed.results import DecodeSpeed, MemoryUse, SpeedSweep, Spread
 
 
 def test_all_variants_with_tails_and_without_empty_columns(rich, make_result):

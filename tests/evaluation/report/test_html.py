@@ -23,7 +23,10 @@ class Page(HTMLParser):
 
     def __init__(self, text):
         super().__init__()
-        self.tags, self.scripts, self.shown, self._inside = [], [], [], None
+        self.tags = []
+        self.scripts = []
+        self.shown = []
+        self._inside = None
         self.feed(text)
 
     def handle_starttag(self, tag, attributes):
@@ -104,7 +107,10 @@ def test_headings_and_tables_are_announced(page):
 
 def test_whatever_is_shown_is_text(rich):
     row = rich.rows[3]
-    row.model, row.method, row.answer, row.tool = f"x/{HOSTILE}", HOSTILE, HOSTILE, HOSTILE
+    row.model = f"x/{HOSTILE}"
+    row.method = HOSTILE
+    row.answer = HOSTILE
+    row.tool = HOSTILE
     row.kernels = {"decode": {HOSTILE: 1}}
     row.texts = {HOSTILE: row.metrics}
     rich.question, rich.command = HOSTILE, f"quantkit eval {HOSTILE!r}"

@@ -4,9 +4,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from quantkit.evaluation.gate import check_gate
-from quantkit.evaluation.report.junit import REPORTER, render
-from quantkit.testing import check_reporter
+from quantkit.evaluation.gates.check import check_gate
+from quantkit.evaluation.report.gates import render
 from quantkit.testing.results import sample_results
 
 CHILDREN = {"testsuites": {"testsuite"}, "testsuite": {"properties", "testcase"}, "properties": {"property"},
@@ -37,10 +36,6 @@ def parsed(result):
 @pytest.mark.parametrize("name", sample_results())
 def test_every_result_is_what_ci_systems_read(name):
     parsed(sample_results()[name])
-
-
-def test_the_contract_of_reporters():
-    check_reporter(REPORTER)
 
 
 def test_what_a_tool_does_not_tell_is_left_out():

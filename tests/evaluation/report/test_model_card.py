@@ -11,17 +11,14 @@ from huggingface_hub import ModelCard
 from quantkit.checkpoint.card_block import CardBlock, with_block
 from quantkit.checkpoint.reader import read_manifest
 from quantkit.evaluation.metrics import Interval
-from quantkit.evaluation.report.model_card import REPORTER, block_of_checkpoint, card_block, render
+from quantkit.evaluation.report.model_card import block_of_checkpoint, card_block, render
+from quantkit.kv.spec import setting_of
 from quantkit.quantization.run import quantize
 from quantkit.support.errors import UsageError
-from quantkit.testing import check_reporter, tiny_model
+from quantkit.testing import tiny_model
 from quantkit.testing.results import sample_results
 
 CARD = b"---\ntags:\n- quantkit\n---\n\n# m\n\n## Recipe\n"
-
-
-def test_the_contract_of_reporters():
-    check_reporter(REPORTER)
 
 
 @pytest.mark.parametrize("name", [name for name in sample_results() if name != "no model"])
@@ -83,7 +80,7 @@ def test_the_row_of_a_checkpoint(tmp_path):
     for row in result.rows[3:]:
         row.manifest_sha256 = digest
     result.rows[3].kv = "int4"
-    result.rows[4].kv = str(read_manifest(folder).kv)
+    result.rows[4].kv = str(setting_of(read_manifest(folder).recipe))
     block = block_of_checkpoint(result, folder)
     assert isinstance(block, CardBlock) and block == card_block(result, result.rows[4])
     result.rows[4].kv = "fp8"

@@ -12,31 +12,40 @@ import numpy as np
 import pytest
 
 from quantkit.evaluation.sweep import store as module
-from quantkit.evaluation.sweep.store import MeasurementResult, MeasurementStore
+from quantkit.evaluation.sweep.store import MeasuredData, MeasurementResult, MeasurementStore
 from quantkit.support.errors import QuantkitError
 
 KEY = {"kind": "quality", "model": "abc", "windows": 3}
-RESULT = MeasurementResult({"rows": [{"kl": 0.25}]}, {"0/kl": np.arange(6, dtype=np.float32).reshape(2, 3),
+
+
+class Numbers(MeasuredData):
+    """Of a measurement."""
+
+    rows: tuple[dict[str, float], ...]
+
+
+RESULT = MeasurementResult(Numbers(rows=({"kl": 0.25},)), {
+    "0/kl": np.arange(6, dtype=np.float32).reshape(2, 3),
                                                 "0/agrees": np.array([True, False])},
                      "2026-01-01T00:00:00+00:00", 1.5)
 
 
 def test_what_was_kept_comes_back(tmp_path):
     store = MeasurementStore(tmp_path)
-    assert store.get(KEY) is None
+    assert store.get(KEY, Numbers) is None
     store.put(KEY, RESULT)
-    known = MeasurementStore(tmp_path).get(dict(reversed(KEY.items())))
+    known = MeasurementStore(tmp_path).get(dict(reversed(KEY.items())), Numbers)
     assert known is not None and known.data == RESULT.data
     assert (known.measured, known.seconds) == (RESULT.measured, RESULT.seconds)
     for name, array in RESULT.arrays.items():
         assert known.arrays[name].dtype == array.dtype and (known.arrays[name] == array).all()
-    assert store.get(KEY | {"windows": 4}) is None
+    assert store.get(KEY | {"windows": 4}, Numbers) is None
 
 
 def test_without_a_folder_nothing_is_kept():
     store = MeasurementStore(None)
     store.put(KEY, RESULT)
-    assert store.get(KEY) is None
+    assert store.get(KEY, Numbers) is None
 
 
 @pytest.mark.parametrize("damage", ["cut", "gone", "other", "garbage", "flipped", "moved",
@@ -66,9 +75,9 @@ def test_what_is_damaged_is_made_again(tmp_path, damage):
     else:
         data.write_bytes(b"\xff\x00")
     with pytest.warns(UserWarning, match="made again"):
-        assert store.get(KEY) is None
+        assert store.get(KEY, Numbers) is None
     store.put(KEY, RESULT)
-    assert store.get(KEY) is not None
+    assert store.get(KEY, Numbers) is not None
 
 
 def test_a_full_disk_leaves_nothing_half(tmp_path, monkeypatch):
@@ -81,7 +90,7 @@ def test_a_full_disk_leaves_nothing_half(tmp_path, monkeypatch):
     with pytest.raises(QuantkitError, match="can't be kept") as caught:
         store.put(KEY, RESULT)
     assert "No space" in caught.value.why and "QUANTKIT_CACHE" in caught.value.next
-    assert list(tmp_path.iterdir()) == [] and store.get(KEY) is None
+    assert list(tmp_path.iterdir()) == [] and store.get(KEY, Numbers) is None
 
 
 def test_two_runs_at_once_do_not_disturb_each_other(tmp_path):
@@ -91,7 +100,7 @@ def test_two_runs_at_once_do_not_disturb_each_other(tmp_path):
         try:
             for number in range(20):
                 store.put(KEY | {"windows": number}, RESULT)
-                known = store.get(KEY | {"windows": number})
+                known = store.get(KEY | {"windows": number}, Numbers)
                 assert known is None or known.data == RESULT.data
         except Exception as error:
             errors.append(error)

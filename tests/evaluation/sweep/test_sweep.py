@@ -13,11 +13,10 @@ from quantkit.evaluation.metrics import KL
 from quantkit.evaluation.run import evaluate
 from quantkit.evaluation.settings import EvalSettings
 from quantkit.evaluation.suite import SuiteText
-from quantkit.evaluation.sweep import jobs
 from quantkit.evaluation.sweep.ahead import look_ahead
-from quantkit.evaluation.sweep.facts import facts_of
+from quantkit.evaluation.sweep.models import ModelRef, facts_of
 from quantkit.evaluation.sweep.quality import QualityJob
-from quantkit.evaluation.task_score import wilson
+from quantkit.evaluation.tasks.score import wilson
 from quantkit.kv.spec import parse_kv
 from quantkit.support.errors import QuantkitError, Stopped
 
@@ -36,15 +35,15 @@ def cache(tmp_path, monkeypatch):
 def work(monkeypatch):
     """The jobs that are done, in their order; ``fails`` is raised before that many were."""
     done = []
-    count, push = {"left": None, "error": None}, jobs.score_text
+    count, measure = {"left": None, "error": None}, QualityJob.measure
 
-    def score(job, progress, loading):
+    def score(job, run):
         if count["left"] == len(done):
             raise count["error"]
         done.append(job)
-        return push(job, progress, loading)
+        return measure(job, run)
 
-    monkeypatch.setattr(jobs, "score_text", score)
+    monkeypatch.setattr(QualityJob, "measure", score)
     return done, count
 
 
@@ -59,7 +58,7 @@ def test_what_is_kept_is_not_done_again(tiny, int8, cache, work):
     done, _ = work
     models = [str(tiny), str(int8)]
     first = evaluate(models, SETTINGS)
-    assert [(job.model, job.windows) for job in done] == [
+    assert [(job.model.uri, job.windows) for job in done] == [
         (str(tiny), 3), (str(tiny), 2), (str(int8), 3), (str(int8), 2)]
     again = evaluate(models, SETTINGS)
     assert len(done) == 4 and again.to_dict() == first.to_dict()
@@ -82,7 +81,7 @@ def test_a_stopped_run_goes_on(tiny, int8, cache, work, error, raised):
     assert len(done) == 3 == len(list(cache.iterdir()))
     count["left"] = None
     resumed = evaluate(models, SETTINGS)
-    assert len(done) == 4 and (done[-1].model, done[-1].windows) == (str(int8), 2)
+    assert len(done) == 4 and (done[-1].model.uri, done[-1].windows) == (str(int8), 2)
     assert plain(resumed) == plain(evaluate(models, dataclasses.replace(SETTINGS, keep=False)))
 
 
@@ -208,5 +207,5 @@ def test_what_lies_ahead(tiny, int8, cache, tmp_path):
 def test_a_job_travels(tiny):
     import pickle
 
-    job = QualityJob(str(tiny), None, None, str(tiny), None, (None,), "text " * 400, 32, 2, None)
+    job = QualityJob(ModelRef(str(tiny)), None, ModelRef(str(tiny)), (None,), "text " * 400, 32, 2, None)
     assert pickle.loads(pickle.dumps(job)) == job  # as an executor sends it to its workers

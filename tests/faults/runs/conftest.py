@@ -45,9 +45,10 @@ def _hqq() -> Any:
 
 @pytest.fixture(scope="module", autouse=True)
 def plugins() -> Iterator[None]:
-    """The plugin of this repository, beside the built-ins."""
+    """Plugins of this repository, beside the built-ins."""
     current.cache_clear()
     current().add(_hqq(), "quantkit-hqq", version="0.1")
+    current().add(pytest.importorskip("quantkit_recover"), "quantkit-recover", version="0.1")
     yield
     current.cache_clear()
 

@@ -97,6 +97,7 @@ class Kernels:
         """The same by the cache's own operations, of all tokens that the kernels had not at its last call."""
         begin = self.twin.seen(self.other)
         batch = Batch(self.twin, [self.other])
+        batch.begin([count])
         at = torch.arange(begin, begin + count)[None]
         found = batch.attend(0, *(x[:, :, begin:begin + count] for x in (self.q, self.k, self.v)),
                              ForwardContext(self.config, at, torch.float32), None)

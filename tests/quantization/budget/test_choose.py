@@ -16,7 +16,7 @@ from quantkit.quantization.budget.choose import choose, labels_of
 from quantkit.quantization.planning.plan import make_plan
 from quantkit.quantization.recipe import Candidate, Recipe, Rule, load_recipe
 from quantkit.quantization.run import quantize
-from quantkit.quantization.specs import CalibrationSpec, RecoverySpec, TransformSpec
+from quantkit.quantization.specs import CalibrationSpec, TransformSpec
 from quantkit.runtime.verify import verify
 from quantkit.sources.open import open_source
 from quantkit.support.errors import RecipeError, UsageError
@@ -232,25 +232,3 @@ def test_the_shipped_candidates_fit_every_budget_between_2_and_16_bits(source):
         "int2 g64 sym", "int3 g64 sym", "int4 g64 sym", "int8 channel sym", None}
     assert all(len(costs) == len(choice.candidates) for costs in choice.costs.values())
     assert choice.plan.bits_per_weight <= 3.3 and "candidates" not in choice.recipe.snapshot()
-
-
-def test_what_was_chosen_is_recovered(tmp_path, source):
-    options = {"steps": 2, "batch": 2}
-    choice = chosen(source, "4bpw", recover=RecoverySpec(name="distill", windows=8, options=options))
-    assert choice.recipe.recover is not None and choice.chosen == chosen(source, "4bpw").chosen
-    assert quantize(source.uri, choice.recipe, tmp_path / "out").recovery.windows == 8
-
-
-NESTED = Candidate(method="nf4", spec=QuantSpec(kind="nf", bits=4, nested=True, granularity=Granularity(
-    strategy="block", size=64)))
-
-
-@pytest.mark.parametrize(("change", "words"), [
-    ({"recover": RecoverySpec(name="distill", options={"stepz": 1})}, "stepz"),
-    ({"calibration": CalibrationSpec(text="random", windows=4, window=48)}, "can't be recovered"),
-    ({"candidates": (candidate(2), NESTED)}, "can't be recovered")])
-def test_a_recovery_is_refused_before_anything_is_measured(source, monkeypatch, change, words):
-    monkeypatch.setattr(module, "sensitivities", lambda *_: pytest.fail("it was measured"))
-    given = recipe(recover=RecoverySpec(name="distill")).model_copy(update=change)
-    with pytest.raises(RecipeError, match=words):
-        choose(source, given, parse_budget("4bpw"))

@@ -12,19 +12,20 @@ from quantkit.models.architecture import linear_slots, parse_config
 from quantkit.models.decoder import CausalLM
 from quantkit.models.linear import Weights
 from quantkit.ops.stored_weight import PlainWeight
-from quantkit.plugins.manager import registry
+from quantkit.plugins.manager import current, registry
 from quantkit.quantization.budget import sensitivity as module
 from quantkit.quantization.budget.sensitivity import sensitivities
 from quantkit.quantization.calibration import importance
-from quantkit.quantization.calibration.prepare import prepare
+from quantkit.quantization.calibration.data import prepare
 from quantkit.quantization.planning.plan import candidate_rows, make_plan
 from quantkit.quantization.recipe import Candidate, Recipe, Rule
 from quantkit.quantization.specs import CalibrationSpec
-from quantkit.quantization.transforms.apply import transformed
+from quantkit.quantization.transforms.base import transformed
 from quantkit.sources.local import LocalSource
 from quantkit.sources.open import open_source
 from quantkit.support.errors import CheckpointError, SourceError, Stopped
 from quantkit.testing import tiny_model
+from tests.helpers.halved import HalvedPlugin
 
 CALIBRATION = CalibrationSpec(windows=6, window=64, importance_windows=6)
 
@@ -72,12 +73,21 @@ def test_every_linear_and_candidate_is_measured_and_more_bits_cost_less(measured
         assert losses[2] > losses[3], "GPTQ is never worse than rounding on its own Hessian"
 
 
-def test_what_is_kept_is_of_the_transformed_model(folder):
-    """Another order of rotated and plain finds the same."""
+@pytest.fixture
+def halved():
+    """``halved`` is registered, for this test alone."""
+    current.cache_clear()
+    current().add(HalvedPlugin(), "dist-halved", version="1")
+    yield
+    current.cache_clear()
+
+
+def test_what_is_kept_is_of_the_transformed_model(folder, halved):
+    """Another order of changed and plain finds the same."""
     rules = (Rule(match="lm_head", optional=True),)
-    plain, rotated = (Measured(folder, rules=rules, transforms=one) for one in ((), ("rotate",)))
-    found = rotated()
-    assert found != plain() and rotated() == found
+    plain, changed = (Measured(folder, rules=rules, transforms=one) for one in ((), ("halved",)))
+    found = changed()
+    assert found != plain() and changed() == found
 
 
 def test_a_folder_that_is_taken_says_how_to_measure_elsewhere(measured, tmp_path, monkeypatch):

@@ -3,7 +3,7 @@
 from pathlib import Path
 from pydoc_data import topics
 
-from quantkit.quantization.calibration.docstrings import prose, stdlib
+from quantkit.quantization.calibration.builtin_text import prose, stdlib
 
 FILES = {
     "one.py": b'''"""A sentence that is long enough to count as a paragraph of prose.

@@ -9,10 +9,12 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from quantkit.plugins.manager import current
 from quantkit.quantization.calibration import kept
 from quantkit.quantization.specs import TransformSpec
 from quantkit.sources.open import open_source
 from quantkit.testing import tiny_model
+from tests.helpers.halved import HalvedPlugin
 
 CPU = torch.device("cpu")
 TOKENS = torch.arange(12).view(3, 4)
@@ -48,6 +50,15 @@ def find(tiny, tmp_path, monkeypatch):
     return ask
 
 
+@pytest.fixture
+def halved():
+    """``halved`` is registered, for this test alone."""
+    current.cache_clear()
+    current().add(HalvedPlugin(), "dist-halved", version="1")
+    yield
+    current.cache_clear()
+
+
 def test_once_for_a_model_and_a_text(find):
     assert [find(), find(), find(wanted=WANTED[::-1])] == [True, False, False]
     assert len(find.files()) == 1
@@ -55,8 +66,8 @@ def test_once_for_a_model_and_a_text(find):
 
 @pytest.mark.parametrize("other", [
     {"tokens": TOKENS + 1}, {"tokens": TOKENS.view(4, 3)}, {"seed": 1}, {"wanted": WANTED[:1]},
-    {"transforms": ["rotate"]}])
-def test_again_for_another(find, other):
+    {"transforms": ["halved"]}])
+def test_again_for_another(find, halved, other):
     assert find() and find(**other) and not find(**other) and not find()
 
 

@@ -7,10 +7,10 @@ import json
 import pytest
 
 from quantkit.evaluation.text import load_text
-from quantkit.quantization.calibration import passages
+from quantkit.quantization.calibration import builtin_text
+from quantkit.quantization.calibration.builtin_text import builtin_documents
 from quantkit.quantization.calibration.data import load_calibration
 from quantkit.quantization.calibration.overlap import Passages
-from quantkit.quantization.calibration.passages import builtin_documents
 from quantkit.quantization.specs import CalibrationSpec
 from quantkit.sources.open import open_source
 from quantkit.support.errors import CalibrationError
@@ -57,7 +57,7 @@ def test_docstrings_are_what_is_missing_and_hardly_more(tokenizer, more):
 def test_conversations_are_written_by_the_template(tokenizer, files):
     chats = [document.content for document in builtin_documents(1, tokenizer)
              if document.where.endswith("chats.jsonl")]
-    lines = (passages._FOLDER / "chats.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = (builtin_text._FOLDER / "chats.jsonl").read_text(encoding="utf-8").splitlines()
     assert chats == [tokenizer.chat_text(json.loads(line)["messages"], answer=False) for line in lines]
 
 
@@ -77,7 +77,7 @@ def test_conversations_are_plain_text_without_a_template(files, template):
 
 
 def test_a_python_without_sources_has_the_passages(files, tokenizer, monkeypatch):
-    monkeypatch.setattr(passages, "prose", lambda characters: "")
+    monkeypatch.setattr(builtin_text, "prose", lambda characters: "")
     spec = CalibrationSpec(text="builtin", windows=4, window=32)
     assert load_calibration(spec, tokenizer, VOCAB, 64).tokens.shape == (4, 32)
     with pytest.raises(CalibrationError, match="built-in calibration text is too short") as caught:
@@ -87,7 +87,7 @@ def test_a_python_without_sources_has_the_passages(files, tokenizer, monkeypatch
 
 def test_windows_that_are_left_out_leave_enough(tokenizer, tmp_path):
     path = tmp_path / "exam.txt"
-    path.write_text((passages._FOLDER / "novel.txt").read_text(encoding="utf-8"), encoding="utf-8")
+    path.write_text((builtin_text._FOLDER / "novel.txt").read_text(encoding="utf-8"), encoding="utf-8")
     spec = CalibrationSpec(text="builtin", windows=64, window=512, avoid=(str(path),))
     data = load_calibration(spec, tokenizer, VOCAB, 64)
     assert data.coverage.avoided > 0 and data.tokens.shape == (64, 512)
@@ -95,7 +95,7 @@ def test_windows_that_are_left_out_leave_enough(tokenizer, tmp_path):
 
 
 def test_nothing_that_models_are_evaluated_on(shared_data):
-    text = "\n\n".join(path.read_text(encoding="utf-8") for path in sorted(passages._FOLDER.iterdir()))
+    text = "\n\n".join(path.read_text(encoding="utf-8") for path in sorted(builtin_text._FOLDER.iterdir()))
     exams = [load_text().content]
     for name in ("wikitext-2/wiki.test.raw", "longctx/pride_and_prejudice.txt", "longctx/war_and_peace.txt",
                  "calibration/dolly_hhrlhf_train_small.jsonl", "tasks/gsm8k_test.jsonl"):

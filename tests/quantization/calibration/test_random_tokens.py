@@ -13,10 +13,10 @@ from pydantic import ValidationError
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.models.architecture import parse_config
 from quantkit.models.linear import Weights
-from quantkit.quantization.calibration.prepare import correlation, prepare
-from quantkit.quantization.calibration.random_tokens import CORRELATION, OFFSET, random_windows
+from quantkit.quantization.calibration.data import correlation, prepare
 from quantkit.quantization.calibration.runner import LayerRunner
 from quantkit.quantization.calibration.stats import HessianObserver
+from quantkit.quantization.calibration.windows import CORRELATION, OFFSET, random_windows
 from quantkit.quantization.recipe import load_recipe
 from quantkit.quantization.run import quantize
 from quantkit.quantization.specs import CalibrationSpec

@@ -18,7 +18,8 @@ from quantkit.quantization.calibration import runner as module
 from quantkit.quantization.calibration.finite import NonFiniteError
 from quantkit.quantization.calibration.runner import LayerRunner
 from quantkit.quantization.calibration.stats import HessianObserver
-from quantkit.quantization.methods.rtn import METHOD, RtnOptions
+from quantkit.quantization.methods.rounding import RTN as METHOD
+from quantkit.quantization.methods.rounding import RtnOptions
 from quantkit.support.errors import CalibrationError
 from quantkit.testing import tiny_weights
 

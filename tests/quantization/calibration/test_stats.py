@@ -7,7 +7,8 @@ import torch
 from quantkit.formats.spec import Granularity, QuantSpec
 from quantkit.quantization.calibration.finite import NonFiniteError
 from quantkit.quantization.calibration.stats import HessianObserver
-from quantkit.quantization.methods import gptq, rtn
+from quantkit.quantization.methods import gptq
+from quantkit.quantization.methods.rounding import RTN
 from quantkit.support.errors import CalibrationError
 
 
@@ -63,7 +64,7 @@ def test_an_expert_that_no_token_reached_is_rounded_with_a_note() -> None:
     spec = QuantSpec(bits=4, granularity=Granularity(strategy="group", size=32), scale_dtype="bfloat16")
     solved = gptq.METHOD.run(weight, stats, spec, gptq.GptqOptions())
     assert solved.notes == ("rounded to nearest in place of gptq: no calibration input reached it",)
-    assert torch.equal(solved.codes, rtn.METHOD.run(weight, None, spec, rtn.RtnOptions()).codes)
+    assert torch.equal(solved.codes, RTN.run(weight, None, spec, RTN.options()).codes)
 
 
 def test_only_the_largest_values_where_nobody_wants_more():

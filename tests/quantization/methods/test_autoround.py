@@ -10,8 +10,7 @@ from quantkit.formats.spec import Granularity, QuantSpec
 from quantkit.quantization.methods import autoround
 from quantkit.quantization.methods.autoround import METHOD, AutoRoundOptions
 from quantkit.quantization.methods.base import LayerStats
-from quantkit.quantization.methods.rtn import METHOD as RTN
-from quantkit.quantization.methods.rtn import RtnOptions
+from quantkit.quantization.methods.rounding import RTN, RtnOptions
 from quantkit.support.errors import CalibrationError
 from tests.helpers.quantized import integer_spec
 

@@ -1,6 +1,5 @@
-"""GPTQ: never worse than rounding, equal to a plain column-by-column NumPy version, calm in trouble."""
+"""GPTQ: never worse than rounding, equal to the paper's column-by-column version, calm in trouble."""
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,17 +10,18 @@ from quantkit.formats.base import Codes
 from quantkit.formats.eight_bit import FLOAT as FLOATS
 from quantkit.formats.level_values import dequantize
 from quantkit.formats.spec import Granularity, QuantSpec
-from quantkit.quantization.methods import gptq_tiles
+from quantkit.quantization.methods import gptq
 from quantkit.quantization.methods.base import LayerStats
 from quantkit.quantization.methods.gptq import METHOD, GptqOptions
-from quantkit.quantization.methods.rtn import METHOD as RTN
-from quantkit.quantization.methods.rtn import RtnOptions
+from quantkit.quantization.methods.gptq_reference import solve_columns
+from quantkit.quantization.methods.hessian import damped
+from quantkit.quantization.methods.rounding import RTN, RtnOptions
 from quantkit.support.errors import CalibrationError, SpecError
 from tests.helpers.grids import GROUPED
 from tests.helpers.quantized import integer_spec
 
 DAMP = GptqOptions().damp
-PAPER = {"clip_search": False, "refit": 0, "descent_passes": 0, "first_order": 0}
+PAPER = {"clip_search": False, "refit": 0, "descent_passes": 0}
 
 
 def problem(rows: int, cols: int, seed: int = 0,
@@ -82,49 +82,34 @@ def test_it_is_much_better_than_rounding(strategy: str, symmetric: bool) -> None
     assert ours.notes == ()
 
 
-def numpy_gptq(weight: np.ndarray, hessian: np.ndarray, bits: int, size: int, scale: np.ndarray,
-               act_order: bool, pull: float = 0.0) -> np.ndarray:
-    """The paper's algorithm as written: one column at a time, the inverse Hessian by elimination."""
-    work, cols, top = weight.astype(np.float64).copy(), weight.shape[1], 2**bits - 1
-    damped = hessian.astype(np.float64) + DAMP * np.diag(hessian).mean() * np.eye(cols)
-    inverse, zero = np.linalg.inv(damped), 2 ** (bits - 1)
-    order = np.argsort(-np.diag(hessian), kind="stable") if act_order else np.arange(cols)
-    levels = np.zeros_like(work)
-    left = list(order)
-    for column in order:
-        grid = scale[:, column // size]
-        work[:, column] -= pull * (work[:, column] - weight[:, column])
-        levels[:, column] = np.clip(np.round(work[:, column] / grid) + zero, 0, top)
-        error = (work[:, column] - (levels[:, column] - zero) * grid
-                 - pull * (work[:, column] - weight[:, column])) / inverse[column, column]
-        left.remove(column)
-        work[:, left] -= np.outer(error, inverse[column, left])
-        inverse = inverse - np.outer(inverse[:, column], inverse[column]) / inverse[column, column]
-    return levels
-
-
 @pytest.mark.parametrize("act_order", [True, False])
 @pytest.mark.parametrize("bits", [3, 4])
-@pytest.mark.parametrize(("block", "pull"), [(1, 0.0), (7, 0.0), (128, 0.0), (7, 0.2), (128, 0.2)])
-def test_equals_the_papers_in_numpy(act_order: bool, bits: int, block: int, pull: float) -> None:
+@pytest.mark.parametrize(("block", "kernels"), [(128, True), (1, False), (7, False), (128, False)])
+def test_equals_the_paper(act_order: bool, bits: int, block: int, kernels: bool,
+                          monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our kernels for CPUs, and torch; the kernel for GPUs is beside the paper in tests/kernels."""
+    if not kernels:
+        monkeypatch.setattr(gptq, "solved_by_kernels", lambda spec, device: False)
     weight, stats = problem(8, 32, seed=bits)
     assert stats.hessian is not None
     spec = integer_spec(bits, 8, scale_dtype="float32")
-    options = PAPER | {"act_order": act_order, "block": block, "first_order": pull}
+    options = PAPER | {"act_order": act_order, "block": block}
     codes = METHOD.run(weight, stats, spec, GptqOptions(**options))
     rounded = RTN.run(weight, None, spec, RtnOptions())
-    expected = numpy_gptq(weight.numpy(), stats.hessian.numpy(), bits, 8, rounded.scale.numpy(), act_order,
-                          pull)
+    order = stats.hessian.diagonal().argsort(descending=True) if act_order else torch.arange(32)
+    expected = solve_columns(weight, damped(stats.hessian, DAMP * float(stats.hessian.diagonal().mean())),
+                             rounded.scale, torch.full_like(rounded.scale, 2.0 ** (bits - 1)),
+                             torch.arange(32) // 8, order, bits).levels
     # a row may be kept rounded; the others may differ where float32 meets a tie, which here is nowhere
-    same = (codes.codes.numpy() == expected).all(1)
-    kept = (codes.codes == rounded.codes).all(1).numpy()
+    same = (codes.codes == expected).all(1)
+    kept = (codes.codes == rounded.codes).all(1)
     assert same.sum() >= 6 and (same | kept).all()
 
 
 def test_each_addition_lowers_the_loss() -> None:
     """Over several problems: the clip search, the refit and the visits, for symmetric 3-bit groups."""
-    steps = {"paper": PAPER, "search": {"refit": 0, "descent_passes": 0, "first_order": 0},
-             "refit": {"descent_passes": 0, "first_order": 0}, "descent_passes": {"first_order": 0}}
+    steps = {"paper": PAPER, "search": {"refit": 0, "descent_passes": 0}, "refit": {"descent_passes": 0},
+             "descent_passes": {}}
     total = dict.fromkeys(steps, 0.0)
     for seed in range(6):
         weight, stats = problem(48, 64, seed)
@@ -191,7 +176,7 @@ def test_every_grid_is_solved_far_below_rounding(spec: QuantSpec, tiles: bool,
                                                  monkeypatch: pytest.MonkeyPatch) -> None:
     """By our kernels, and by torch where there are none."""
     if not tiles:
-        monkeypatch.setattr(gptq_tiles, "takes", lambda spec, device: False)
+        monkeypatch.setattr(gptq, "solved_by_kernels", lambda spec, device: False)
     weight, stats = problem(70, 128)
     assert stats.hessian is not None
 
@@ -211,7 +196,7 @@ def test_every_grid_is_solved_far_below_rounding(spec: QuantSpec, tiles: bool,
 def test_kernels_and_torch_solve_every_grid_alike(spec: QuantSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     weight, stats = problem(64, 128, 3)
     tiled = METHOD.run(weight, stats, spec, GptqOptions(**PAPER))
-    monkeypatch.setattr(gptq_tiles, "takes", lambda spec, device: False)
+    monkeypatch.setattr(gptq, "solved_by_kernels", lambda spec, device: False)
     plain = METHOD.run(weight, stats, spec, GptqOptions(**PAPER))
     assert torch.equal(tiled.scale, plain.scale)
     assert (tiled.codes == plain.codes).float().mean() > 0.99
@@ -279,8 +264,7 @@ def test_bad_statistics() -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"damp": 0}, {"damp": 2}, {"block": 0}, {"refit": -1},
-                                   {"descent_passes": -1}, {"actorder": True}, {"first_order": 1.5},
-                                   {"learning_steps": -1}])
+                                   {"descent_passes": -1}, {"actorder": True}])
 def test_options_are_checked(wrong: dict[str, object]) -> None:
     with pytest.raises(ValidationError):
         GptqOptions(**wrong)  # type: ignore[arg-type]
@@ -294,7 +278,7 @@ def test_several_at_once_come_to_what_each_comes_to_alone(size, options):
     unreached = LayerStats(0, torch.zeros(48, 48))
     weights = [weight for weight, _ in problems] + [problems[0][0]]
     stats = [stats for _, stats in problems] + [unreached]
-    found = METHOD.run_together(weights, stats, spec, chosen)
+    found = METHOD.run_batch(weights, stats, spec, chosen)
     for codes, weight, own in zip(found, weights, stats, strict=True):
         alone = METHOD.run(weight, own, spec, chosen)
         assert codes.notes == alone.notes
@@ -309,7 +293,7 @@ def test_several_at_once_fail_as_one():
     damaged = weight.clone()
     damaged[1, 2] = float("nan")
     with pytest.raises(SpecError, match="NaN or infinite"):
-        METHOD.run_together([weight, damaged], [stats, stats], integer_spec(4), GptqOptions())
+        METHOD.run_batch([weight, damaged], [stats, stats], integer_spec(4), GptqOptions())
 
 
 def test_a_block_is_never_wider_than_the_weight() -> None:

@@ -6,9 +6,14 @@ import pytest
 import torch
 
 from quantkit.formats.spec import QuantSpec
-from quantkit.quantization.methods.grid import from_grid, round_to_grid
+from quantkit.quantization.methods.grid import (
+    from_grid,
+    multiples,
+    round_to_grid,
+    rounded_multiple,
+    rounded_scale,
+)
 from quantkit.quantization.methods.group_scales import choose_grid
-from quantkit.quantization.methods.scale_rounding import multiples, rounded_multiple, rounded_scale
 from tests.helpers.grids import GROUPED
 
 

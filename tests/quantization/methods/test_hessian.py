@@ -84,7 +84,7 @@ def test_rows_solved_apart_are_what_they_are_together(strategy, symmetric, monke
     spec = QuantSpec(bits=4, symmetric=symmetric, scale_dtype="bfloat16",
                      granularity=Granularity(strategy=strategy, size=16 if strategy == "group" else None))
     whole = gptq.METHOD.run(weight, stats, spec, gptq.GptqOptions())
-    monkeypatch.setattr(gptq, "TOGETHER", 64 * 7)
+    monkeypatch.setattr(gptq, "WEIGHTS_AT_ONCE", 64 * 7)
     parts = gptq.METHOD.run(weight, stats, spec, gptq.GptqOptions())
     assert parts.notes == whole.notes == () and parts.spec == whole.spec
     # a product of fewer rows may round its last bit otherwise, and a tie may then fall otherwise

@@ -8,7 +8,7 @@ from quantkit.formats.bnb_nf4 import FORMAT
 from quantkit.formats.level_values import CODEBOOK
 from quantkit.formats.spec import Granularity, QuantSpec
 from quantkit.quantization.methods.base import MethodOptions
-from quantkit.quantization.methods.nf4 import METHOD
+from quantkit.quantization.methods.rounding import NF4 as METHOD
 from quantkit.support.errors import SpecError
 from tests.helpers.quantized import nf4_spec
 

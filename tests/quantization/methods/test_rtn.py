@@ -7,7 +7,8 @@ import torch
 from quantkit.formats.eight_bit import FLOAT as FLOATS
 from quantkit.formats.pack_quantized import FORMAT
 from quantkit.formats.spec import Granularity, QuantSpec
-from quantkit.quantization.methods.rtn import METHOD, RtnOptions
+from quantkit.quantization.methods.rounding import RTN as METHOD
+from quantkit.quantization.methods.rounding import RtnOptions
 from quantkit.support.errors import SpecError
 from tests.helpers.quantized import integer_spec
 

@@ -8,9 +8,8 @@ import torch
 from quantkit.quantization.methods.base import LayerStats
 from quantkit.quantization.methods.gptq import METHOD as GPTQ
 from quantkit.quantization.methods.gptq import GptqOptions
-from quantkit.quantization.methods.rtn import METHOD as RTN
-from quantkit.quantization.methods.rtn import RtnOptions
-from quantkit.quantization.methods.static_inputs import with_input_factor
+from quantkit.quantization.methods.rounding import RTN, RtnOptions
+from quantkit.quantization.solve import with_input_factor
 from quantkit.support.errors import CalibrationError
 from quantkit.testing.codes import random_codes
 from tests.helpers.quantized import quant_spec

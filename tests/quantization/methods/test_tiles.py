@@ -13,9 +13,8 @@ from quantkit.formats.spec import QuantSpec
 from quantkit.quantization.methods.base import LayerStats
 from quantkit.quantization.methods.gptq import METHOD as GPTQ
 from quantkit.quantization.methods.gptq import GptqOptions
-from quantkit.quantization.methods.rtn import METHOD as RTN
-from quantkit.quantization.methods.rtn import RtnOptions
-from quantkit.quantization.methods.tiles import sums_of_tiles
+from quantkit.quantization.methods.grid import sums_of_tiles
+from quantkit.quantization.methods.rounding import RTN, RtnOptions
 from tests.helpers.quantized import quant_spec
 
 
@@ -83,7 +82,7 @@ def test_gptq_halves_the_loss_of_a_real_shape_or_so() -> None:
 def test_rows_are_solved_in_parts_that_cut_no_square(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, stats = problem(100, 24, 4)
     together = GPTQ.run(weight, stats, spec_of(16), GptqOptions())
-    monkeypatch.setattr("quantkit.quantization.methods.gptq.TOGETHER", 24 * 20)
+    monkeypatch.setattr("quantkit.quantization.methods.gptq.WEIGHTS_AT_ONCE", 24 * 20)
     apart = GPTQ.run(weight, stats, spec_of(16), GptqOptions())
     assert torch.equal(together.scale, apart.scale)
     assert (together.codes != apart.codes).float().mean() < 0.01

@@ -10,8 +10,7 @@ from quantkit.formats.spec import Granularity, QuantSpec
 from quantkit.quantization.methods.base import LayerStats
 from quantkit.quantization.methods.gptq import METHOD as GPTQ
 from quantkit.quantization.methods.gptq import GptqOptions
-from quantkit.quantization.methods.rtn import METHOD as RTN
-from quantkit.quantization.methods.rtn import RtnOptions
+from quantkit.quantization.methods.rounding import RTN, RtnOptions
 from tests.helpers.quantized import trellis_spec
 
 CHANNEL = Granularity(strategy="channel")

@@ -10,13 +10,10 @@ from quantkit.formats.spec import Granularity, QuantSpec
 from quantkit.models.architecture import parse_config
 from quantkit.models.scale_groups import scale_groups
 from quantkit.quantization.methods.base import LayerStats
-from quantkit.quantization.methods.rtn import METHOD as RTN
-from quantkit.quantization.methods.rtn import RtnOptions
-from quantkit.quantization.transforms.awq import TRANSFORM as AWQ
-from quantkit.quantization.transforms.awq import AwqOptions
+from quantkit.quantization.methods.rounding import RTN, RtnOptions
 from quantkit.quantization.transforms.base import LayerTensors
-from quantkit.quantization.transforms.smoothquant import TRANSFORM as SMOOTH
-from quantkit.quantization.transforms.smoothquant import SmoothOptions
+from quantkit.quantization.transforms.channel_scales import AWQ, AwqOptions, SmoothOptions
+from quantkit.quantization.transforms.channel_scales import SMOOTHQUANT as SMOOTH
 from quantkit.sources.open import open_source
 from quantkit.testing import tiny_model
 

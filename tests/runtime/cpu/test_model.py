@@ -135,11 +135,11 @@ def test_pages_of_another_type_are_read_as_what_they_are(fused, dtype, kv):
     for kind in (torch.bfloat16, dtype):
         cache = KVCache(fused.config, parse_kv(kv), kind)
         batch = Batch(cache, [cache.add()])
-        assert fused.declines(batch) is None
+        assert fused.reason_against(batch.cache) is None
         found.append(fused(ids(1, 90), cache=batch))
     assert (found[1] - found[0]).norm() <= 0.02 * found[0].norm()
     cache = KVCache(fused.config, parse_kv("none"), torch.float64)
-    assert "not float64" in fused.declines(Batch(cache, [cache.add()], "decode"))
+    assert "not float64" in fused.reason_against(cache)
 
 
 @pytest.mark.parametrize("kv", ["none", "int8", "int4", "bf16"])
@@ -239,7 +239,7 @@ def test_policies_keep_the_same_by_either_way(tmp_path, policy, codec):
             for begin, end, phase in ((0, 560, "prefill"), (560, 600, "prefill_end"),
                                       *((i, i + 1, "decode") for i in range(600, 699))):
                 batch = Batch(cache, [number], phase)
-                assert model is not loaded.model or loaded.model.declines(batch) is None
+                assert model is not loaded.model or loaded.model.reason_against(cache) is None
                 model(tokens[:, begin:end], batch.next_positions(end - begin), batch)
             caches.append((cache, number))
         (mine, number), (other, its) = caches

@@ -7,11 +7,11 @@ import torch
 
 from quantkit.ops import gpu
 from quantkit.runtime import kv_manager
-from quantkit.runtime.ahead import AheadDecoder
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.gpu import tables
 from quantkit.runtime.gpu.model import GpuModel
 from quantkit.runtime.loader import load
+from quantkit.runtime.pipelined import PipelinedDecoder
 from quantkit.runtime.sampler import PendingTokens, Sampling
 from quantkit.runtime.trace import RequestSpan, StepSpan
 from quantkit.support.errors import QuantkitError
@@ -39,7 +39,7 @@ def loaded(request, tmp_path, monkeypatch):
 def waiting(monkeypatch):
     """An engine that looks at every token at once, to compare with."""
     def switch():
-        monkeypatch.setattr(AheadDecoder, "_can_run_ahead", lambda self, requests: False)
+        monkeypatch.setattr(PipelinedDecoder, "_can_run_ahead", lambda self, requests: False)
 
     return switch
 
@@ -53,7 +53,7 @@ def several(loaded, **more):
         engine.step()
     while engine.step():
         pass
-    assert engine.cache.used_bytes == 0 and not engine._ahead.pending
+    assert engine.cache.used_bytes == 0 and not engine._decoder.pending
     return [request.result.token_ids for request in submitted]
 
 
@@ -180,7 +180,7 @@ def test_an_error_that_a_gpu_tells_late_ends_its_requests(loaded, monkeypatch):
     monkeypatch.setattr(PendingTokens, "tokens", broken)
     engine.step()
     assert request.done and [str(one) for one in errors] == ["an illegal memory access"]
-    assert not engine._ahead.pending and not engine.step() and engine.cache.used_bytes == 0
+    assert not engine._decoder.pending and not engine.step() and engine.cache.used_bytes == 0
 
 
 def test_who_asks_for_probabilities_gets_those_of_its_token(loaded):

@@ -7,10 +7,10 @@ import dataclasses
 import pytest
 import torch
 
-from quantkit.memory.weights import _tile_bytes
 from quantkit.ops import gpu, triton_linear
 from quantkit.ops.dispatch import KernelQuery
 from quantkit.runtime.gpu.linears import _side_by_side
+from quantkit.runtime.memory.weights import _tile_bytes
 from quantkit.testing.codes import formula, random_codes
 from tests.helpers.quantized import quant_spec
 

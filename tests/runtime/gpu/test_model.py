@@ -11,19 +11,20 @@ from quantkit.kv import gpu as kv_gpu
 from quantkit.kv.batch import Batch
 from quantkit.kv.build import build_kv_codecs
 from quantkit.kv.cache import KVCache
+from quantkit.kv.reread import finish_prompt
 from quantkit.kv.spec import parse_kv
-from quantkit.memory import kv as kv_memory
-from quantkit.memory import scratch
-from quantkit.memory import weights as weight_memory
-from quantkit.memory.kv import footprint
 from quantkit.models.architecture import parse_config, tensor_shapes
 from quantkit.ops import gpu
 from quantkit.quantization.run import quantize
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.gpu.graphs import slots_of
-from quantkit.runtime.gpu.model import GpuModel, declines, other_maths
+from quantkit.runtime.gpu.model import GpuModel, reason_against, reason_against_shape
 from quantkit.runtime.gpu.tables import DeviceTables
 from quantkit.runtime.loader import load
+from quantkit.runtime.memory import kv as kv_memory
+from quantkit.runtime.memory import scratch
+from quantkit.runtime.memory import weights as weight_memory
+from quantkit.runtime.memory.kv import footprint
 from quantkit.runtime.sampler import Sampling
 from quantkit.support.errors import QuantkitError, UsageError
 from quantkit.testing import tiny_model
@@ -76,7 +77,10 @@ def logits(folder, kv="none", device="cpu", dtype="float32"):
     row, found = cache.add(), []
     for start, end, phase in ((0, 40, "prefill"), (40, PROMPT, "prefill_end"),
                               *((at, at + 1, "decode") for at in range(PROMPT, PROMPT + STEPS))):
-        found.append(model.model(ids[:, start:end], cache=Batch(cache, [row], phase)).clone())
+        batch = Batch(cache, [row], phase, defers=phase == "prefill_end")
+        found.append(model.model(ids[:, start:end], cache=batch).clone())
+        for _ in finish_prompt(model.model, batch, ids[0, :end].tolist()) if phase == "prefill_end" else ():
+            pass
     return torch.cat(found, 1), model
 
 
@@ -165,7 +169,7 @@ def test_what_page_tables_will_take_is_known_before(folder, kv):
     tables = DeviceTables(cache)
     rows = [cache.add(4000) for _ in range(20)]
     for row, count in zip(rows, (4000, *[10] * 19)):
-        tables.place(Batch(cache, [row]), [count])
+        tables.place([row], [cache.sequence(row)], [count])
     held = [getattr(tables.tables, name) for name in ("pages", "lengths", "seen", "residual", "starts")]
     taken = sum(one.nbytes for one in held if one is not None)
     assert taken <= scratch.gpu_table_bytes(cache, 20, 4000) < 3 * taken
@@ -238,6 +242,14 @@ def test_without_a_gpu_they_decline(folder):
         "runs on cuda, not cpu"}
 
 
+@pytest.mark.parametrize(("capability", "reason"), [
+    ((7, 5), "needs a GPU of compute capability 8.0 or newer, not 7.5"), ((8, 0), None), ((12, 0), None)])
+def test_a_gpu_that_is_too_old_is_refused(monkeypatch, capability, reason):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    assert gpu.unavailable("cuda", torch.bfloat16) == reason
+
+
 @pytest.mark.parametrize(("change", "words"), [
     ({"dtype": torch.float64}, "float64"), ({"dim": 30}, "32 divides"), ({"dim": 512}, "256"),
     ({"group": 32}, "16 query heads"), ({"kv": "bf16", "dtype": torch.float16}, "model's dtype")])
@@ -250,9 +262,9 @@ def test_what_the_cache_kernels_decline_on_a_gpu(change, words):
 def test_heads_that_no_kernel_takes_are_refused_before_a_weight_is_moved(tmp_path, simulated):
     config = load(str(tiny_model(tmp_path / "m", **SMALL | {"head_dim": 48}))).config
     simulated()
-    assert "32 divides" in declines(config, torch.float16, torch.device("cpu"), {})
+    assert "32 divides" in reason_against(config, torch.float16, torch.device("cpu"), {})
     config = dataclasses.replace(config, head_dim=32, num_heads=32, num_kv_heads=1)
-    assert "16 query heads" in declines(config, torch.float16, torch.device("cpu"), {})
+    assert "16 query heads" in reason_against(config, torch.float16, torch.device("cpu"), {})
 
 
 def test_a_cache_that_no_kernel_reads_is_refused_at_once(folder, simulated):
@@ -273,7 +285,7 @@ def test_a_model_keeps_no_cache_alive(folder, simulated):
         loaded.model(torch.tensor([[5]]), cache=Batch(cache, [row], phase))
     gone = weakref.ref(cache)
     del cache
-    assert gone() is None and not loaded.model._running
+    assert gone() is None and not loaded.model._caches
 
 
 @pytest.mark.sampled(5)
@@ -303,10 +315,10 @@ def test_nothing_moves_in_a_cache_of_fixed_size(folder, simulated, kv):
 
 def test_what_no_kernel_computes(tmp_path):
     config = load(str(tiny_model(tmp_path / "m"))).config
-    assert other_maths(config) is None
-    assert "experts" in other_maths(load(str(tiny_model(tmp_path / "e", "mixtral"))).config)
+    assert reason_against_shape(config) is None
+    assert "experts" in reason_against_shape(load(str(tiny_model(tmp_path / "e", "mixtral"))).config)
     long = dataclasses.replace(config, rope=dataclasses.replace(config.rope, kind="longrope"))
-    assert "length" in other_maths(long)
+    assert "length" in reason_against_shape(long)
 
 
 @pytest.mark.gpu

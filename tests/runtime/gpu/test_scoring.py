@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from quantkit.evaluation import prefix_plan, prefix_scores
-from quantkit.evaluation.scoring import Scorer, ScoringRequest
+from quantkit.evaluation.tasks import prefix_plan, prefix_scores
+from quantkit.evaluation.tasks.scoring import Scorer, ScoringRequest
 from quantkit.ops import gpu
 from quantkit.runtime.gpu.model import GpuModel
 from quantkit.runtime.loader import load

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from quantkit.formats.fp4 import MXFP4, NVFP4
-from quantkit.memory.weights import gpu_packed_bytes
 from quantkit.models.linear import Linear
 from quantkit.ops import gpu, triton_linear
 from quantkit.ops.dispatch import codes_of
@@ -17,6 +16,7 @@ from quantkit.ops.reference import REFERENCE
 from quantkit.ops.stored_weight import QuantizedWeight
 from quantkit.ops.tokens import round_groups
 from quantkit.runtime.gpu.linears import FusedLinear
+from quantkit.runtime.memory.weights import gpu_packed_bytes
 from quantkit.testing.codes import formula, random_codes
 from tests.helpers.quantized import quant_spec
 

@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 
-from quantkit.runtime.engine import EngineFull
+from quantkit.runtime.core import EngineFull
 from quantkit.serving.openai import embeddings
 
 PATH = "/v1/embeddings"

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from quantkit.runtime.request import TokenInfo
+from quantkit.runtime.core import TokenInfo
 from quantkit.serving.models import TokenTexts
 from quantkit.serving.openai.logprobs import TextOffsets, chat_logprobs, text_logprobs
 

@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 
-from quantkit.runtime.drafting.parse import parse_drafter
+from quantkit.runtime.drafting.base import parse_drafter
 from quantkit.runtime.loader import load
 
 from .conftest import ask, playwright

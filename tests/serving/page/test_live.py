@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from quantkit.runtime.drafting.parse import parse_drafter
+from quantkit.runtime.drafting.base import parse_drafter
 
 from .conftest import ask, playwright, send
 

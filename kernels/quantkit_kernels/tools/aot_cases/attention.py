@@ -21,6 +21,8 @@ CODINGS = {
        for bits in (4, 3, 2)},
     "int8/int4": (SideLayout(INT8, 8), SideLayout(TOKEN, 4))}
 """Keys and values."""
+NARROW = 24
+"""Copies of a page's scales, and of what else is small. Codes in copies of 4 bytes are 64 more."""
 MAIN = ("bf16", "int8", "fp8", "int4", "hadamard4")
 POINTERS = {"q_ptr": "*bf16", "k_residual_ptr": "*bf16", "v_residual_ptr": "*bf16",
             **dict.fromkeys(("k_scale_ptr", "k_shift_ptr", "v_scale_ptr", "v_shift_ptr", "at_ptr",
@@ -50,7 +52,8 @@ def cases(family: str) -> Iterator[AotCase]:
                 **dict.fromkeys(("length_ptr", "rows_ptr"), "*i32"), "y_ptr": "*bf16",
                 **dict.fromkeys(("layer", "layers", "y_step", "splits"), "i32")},
                {"HKV": KV_HEADS, "G": HEADS // KV_HEADS, "D": 128, "DP": 128, "COUNT": decode_attention.PIECE,
-                "JOIN": decode_attention.JOIN, "EARLY": family in dependent.FAMILIES}, multiples=("y_step",))
+                "JOIN": decode_attention.JOIN, "WIDTH": decode_attention.WIDTH,
+                "EARLY": family in dependent.FAMILIES, "num_warps": 1}, multiples=("y_step",))
 
 
 def _common(d: int, coding: str, family: str, limited: bool, placed: bool,
@@ -73,7 +76,7 @@ def _decode(d: int, coding: str, family: str, limited: bool = False, placed: boo
     return made(f"decode {name}", decode_attention.split_kv_kernel,
                 {**signature, **dict.fromkeys(("o_ptr", "m_ptr", "l_ptr"), "*fp32"), "splits": "i32"},
                 {**common, "VALUES": True, "COUNT": decode_attention.PIECE, **options},
-                multiples=("q_step"), matrix=True, wide_loads=1,
+                multiples=("q_step"), matrix=True, wide_loads=1, narrow=NARROW if d == 128 else None,
                 weights=2 * 64 * d / each)
 
 
@@ -96,6 +99,6 @@ def _weights(d: int, coding: str, family: str) -> AotCase:
     return made(f"weights {name}", attention_weights.weights_kernel,
                 {**signature, **dict.fromkeys(("m_ptr", "l_ptr", "w_ptr"), "*fp32"),
                  **dict.fromkeys(("splits", "slots"), "i32")},
-                {**common, "PEAKS": False, "COUNT": decode_attention.PIECE, "JOIN": decode_attention.JOIN,
+                {**common, "PEAKS": False, "COUNT": decode_attention.PIECE, "JOIN": attention_weights.JOIN,
                  **attention_weights.options(family)},
                 multiples=("q_step"), matrix=True, wide_loads=1)

@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 
-FAMILIES = {"sm_80": "ampere", "sm_90": "hopper", "sm_100": "blackwell", "gfx942": "cdna"}
-SHARED = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}
+FAMILIES = {"sm_80": "ampere", "sm_89": "ampere", "sm_120": "ampere", "sm_90": "hopper",
+            "sm_100": "blackwell", "gfx942": "cdna"}
+SHARED = {"sm_80": 163 << 10, "sm_89": 99 << 10, "sm_120": 99 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10,
+          "gfx942": 64 << 10}
 """Bytes of shared memory that a block may have."""
 POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32",
             torch.int64: "*i64", torch.int16: "*i16", torch.int8: "*i8", torch.uint8: "*u8",
@@ -28,6 +30,7 @@ class AotCase:
         options: ``num_warps`` and the like.
         multiples: runtime integers that are multiples of 16 in production. Pointers always are.
         wide_loads: the fewest 128-bit loads in the loop: those of the weights, or of keys and values.
+        narrow: the most copies of less than 128 bits in the loop, on NVIDIA's GPUs.
         matrix: whether tensor cores are meant.
         ptx: words that NVIDIA's intermediate code is meant to have, in a line each.
         weights: numbers that a thread decodes in one turn of the loop.
@@ -41,6 +44,7 @@ class AotCase:
     options: dict[str, int]
     multiples: tuple[str, ...] = ()
     wide_loads: int = 0
+    narrow: int | None = None
     matrix: bool = False
     ptx: tuple[str, ...] = ()
     weights: float | None = None

@@ -10,11 +10,10 @@ from quantkit_kernels.triton import gptq
 
 def cases(family: str) -> Iterator[AotCase]:
     """The blocks of columns that solvers ask for."""
-    floats = ("work_ptr", "weight_ptr", "corner_ptr", "scale_ptr", "zero_ptr", "level_ptr", "error_ptr")
-    steps = ("work_step", "weight_step", "level_step", "error_step")
+    floats = ("work_ptr", "corner_ptr", "scale_ptr", "zero_ptr", "level_ptr", "error_ptr")
+    steps = ("work_step", "level_step", "error_step")
     numbers = ("n", "out", "groups", *steps)
     for n in (gptq.LONGEST, gptq.LONGEST // 2):
         yield made(f"gptq {n} columns", gptq.solve_block_kernel,
-                   {**dict.fromkeys(floats, "*fp32"), "group_ptr": "*i64", **dict.fromkeys(numbers, "i32"),
-                    "pull": "fp32"},
+                   {**dict.fromkeys(floats, "*fp32"), "group_ptr": "*i64", **dict.fromkeys(numbers, "i32")},
                    gptq.constants(n, 4), multiples=("out", "groups", *steps))

@@ -22,8 +22,8 @@ Weight = tuple[str, TritonWeight, torch.Tensor]
 def cases(shapes: ModelShapes, device: torch.device, dtype: torch.dtype) -> Iterator[BenchCase]:
     """Every Linear of a layer, and the head."""
     for linear in shapes.linears:
-        for make in (_plain, _int4, _int4_zeros, _int8, _fp8, _nf4, _nvfp4, _mxfp4, _iq4, _q4_k, _w8a8,
-                     _fp8a8, _nvfp4_a4, _mxfp4_a4):
+        for make in (_plain, _int4, _int4_small, _int4_zeros, _int8, _fp8, _nf4, _nvfp4, _mxfp4, _iq4, _q4_k,
+                     _w8a8, _fp8a8, _nvfp4_a4, _mxfp4_a4):
             if make is _q4_k and linear[2] % 256:
                 continue  # no superblocks
             yield from _products(shapes, linear, make, device, dtype)
@@ -34,13 +34,18 @@ def _plain(n: int, k: int, device: torch.device, dtype: torch.dtype) -> Weight:
     return "w16a16", w16a16.pack(dense), dense
 
 
-def _int4(n: int, k: int, device: torch.device, dtype: torch.dtype, zeros: bool = False) -> Weight:
+def _int4(n: int, k: int, device: torch.device, dtype: torch.dtype, zeros: bool = False,
+          group: int = 128) -> Weight:
     codes = torch.randint(0, 16, (n, k), dtype=torch.uint8, device=device)
-    scale = (torch.rand(n, k // 128, device=device) * 0.01 + 0.01).to(torch.bfloat16).float()
+    scale = (torch.rand(n, k // group, device=device) * 0.01 + 0.01).to(torch.bfloat16).float()
     zero = torch.randint(4, 12, scale.shape, dtype=torch.uint8, device=device) if zeros else None
     middle = 8 if zero is None else zero.to(dtype)[..., None]
-    dense = ((codes.to(dtype).view(n, -1, 128) - middle) * scale[..., None].to(dtype)).view(n, k)
-    return f"w4a16 g128{' zp' * zeros}", w4a16.pack(codes, scale, zero), dense
+    dense = ((codes.to(dtype).view(n, -1, group) - middle) * scale[..., None].to(dtype)).view(n, k)
+    return f"w4a16 g{group}{' zp' * zeros}", w4a16.pack(codes, scale, zero), dense
+
+
+def _int4_small(n: int, k: int, device: torch.device, dtype: torch.dtype) -> Weight:
+    return _int4(n, k, device, dtype, group=64)
 
 
 def _int4_zeros(n: int, k: int, device: torch.device, dtype: torch.dtype) -> Weight:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import altair as alt
 
-from quantkit.evaluation.report.base import megabytes, number, shown
+from quantkit.evaluation.metric_table import MetricInfo
+from quantkit.evaluation.report.base import head, megabytes, number, shown
 from quantkit.evaluation.report.charts.base import (
     Spec,
     by_model,
@@ -16,7 +17,7 @@ from quantkit.evaluation.report.charts.base import (
     inline,
     log_axis,
 )
-from quantkit.evaluation.report.frontier import Frontier, FrontierPoint
+from quantkit.evaluation.report.frontier import Frontier, FrontierPoint, finite
 from quantkit.evaluation.report.looks import VariantLook
 from quantkit.evaluation.report.quality_grids import info_of
 from quantkit.evaluation.result import EvalResult
@@ -49,10 +50,10 @@ def frontier_spec(result: EvalResult, frontier: Frontier, looks: Sequence[Varian
         interpolate="step-before" if frontier.higher else "step-after", strokeWidth=1.5, opacity=0.7).encode(
         x=x, y=y, order="cost:Q"))
     data = inline(rows)
-    layers += [alt.Chart(data).mark_rule(opacity=0.6).encode(x=x, y=alt.Y("low:Q"), y2="high:Q",
-                                                            color=by_model(looks)),
-               alt.Chart(data, name="spans").mark_rule(opacity=0.6).encode(x=alt.X("from:Q"), x2="to:Q", y=y,
-                                                            color=by_model(looks))]
+    layers += [alt.Chart(data, name="ranges").mark_rule(opacity=0.6).encode(
+                   x=x, y=alt.Y("low:Q"), y2="high:Q", color=by_model(looks)),
+               alt.Chart(data, name="spans").mark_rule(opacity=0.6).encode(
+                   x=alt.X("from:Q"), x2="to:Q", y=y, color=by_model(looks))]
     for name, dominated in (("dominated", True), ("best", False)):
         part = [row for row in rows if row["dominated"] == dominated]
         if part:
@@ -61,6 +62,33 @@ def frontier_spec(result: EvalResult, frontier: Frontier, looks: Sequence[Varian
                 x=x, y=y, color=by_model(looks), shape=by_setting(looks), tooltip=tips))
     best = ", ".join(looks[point.index].name for point in frontier.line)
     return finished(alt.layer(*layers), f"KL against {frontier.title}. On the frontier: {best}.", 380)
+
+
+def metric_spec(result: EvalResult, key: str, info: MetricInfo, looks: Sequence[VariantLook]) -> Spec:
+    """A metric against bytes of weights and KV cache."""
+    factor = 100 if info.unit == "%" else 1
+    cached = any(row.kv_bytes for row in result.rows)
+    rows: list[dict[str, object]] = []
+    for row, look in zip(result.rows, looks):
+        value = row.metrics.get(key)
+        if value is not None and finite(value) and row.memory_bytes:
+            rows.append({**identity(look), "cost": row.memory_bytes / 1e9, "value": factor * value.value,
+                         "low": factor * value.low, "high": factor * value.high})
+    x = alt.X("cost:Q", title="weights and KV cache, GB" if cached else "weights, GB",
+              scale=_around([float(str(row["cost"])) for row in rows]))
+    y = alt.Y("value:Q", title=", ".join(filter(None, head(info))),
+              scale=_around([float(str(row[key])) for row in rows for key in ("low", "value", "high")]))
+    return finished(alt.layer(
+        alt.Chart(inline(rows), name="ranges").mark_rule(opacity=0.6).encode(
+            x=x, y=alt.Y("low:Q"), y2="high:Q", color=by_model(looks)),
+        alt.Chart(inline(rows), name="best").mark_point(filled=True, size=90, opacity=1).encode(
+            x=x, y=y, color=by_model(looks), shape=by_setting(looks))), f"{info.title} against bytes.")
+
+
+def _around(values: Sequence[float]) -> alt.Scale:
+    """A scale with room on both sides."""
+    room = 0.15 * (max(values) - min(values)) or 0.5 * abs(values[0]) or 1.0
+    return alt.Scale(domain=[min(values) - room, max(values) + room], nice=False, zero=False)
 
 
 _HIDDEN = ("model", "setting", "cost", "kl", "low", "high", "from", "to", "dominated")

@@ -46,7 +46,7 @@ def roofline_spec(roofline: Roofline) -> Spec | None:
     color = alt.Color("operator:N", title=None, scale=alt.Scale(
         domain=names, range=[COLORS[index % len(COLORS)] for index in range(len(names))]))
     shape = alt.Shape("operator:N", title=None, scale=alt.Scale(
-        domain=names, range=[SHAPES[index % len(SHAPES)][1] for index in range(len(names))]))
+        domain=names, range=[SHAPES[index % len(SHAPES)] for index in range(len(names))]))
     base = alt.Chart(inline(rows)).encode(x=x, color=color)
     layers = [
         alt.Chart(inline(roof)).mark_line(strokeWidth=1.6, opacity=0.8).encode(

@@ -19,7 +19,7 @@ from quantkit.evaluation.report.charts.base import (
 )
 from quantkit.evaluation.report.looks import VariantLook
 from quantkit.evaluation.result import EvalResult
-from quantkit.evaluation.speed_sweep import Spread
+from quantkit.evaluation.speed.results import Spread
 
 _TWO_LINES = 32
 """Pixels of a name with its KV setting below, on a narrow page."""

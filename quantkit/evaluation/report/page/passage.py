@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from quantkit.evaluation.report.base import number, text_name
-from quantkit.evaluation.report.grid import TextGrid
+from quantkit.evaluation.report.base import TextGrid, number, text_name
 from quantkit.evaluation.result import TokenDiff
 
 LIMITS = (0.01, 0.03, 0.1, 0.3, 1.0)
@@ -19,8 +18,8 @@ class ShadedToken:
     """A token on the page.
 
     Attributes:
-        text: as it is shown.
-        level: of shading, from 0 to the number of :data:`LIMITS`.
+        text: the token as text.
+        level: the level of shading, from 0 to the number of :data:`LIMITS`.
         differs: whether the two find different tokens likeliest here.
         note: what there is to say about it.
     """

@@ -28,7 +28,8 @@
   // names beside the marks of a frontier, where there is room at this width
   function named(spec) {
     const known = new Set(spec.marks.map((mark) => mark.name));
-    const placed = ["floor_marks", "floor_rule_marks", "stair_marks", "spans_marks", "best_marks", "dominated_marks"].filter((name) => known.has(name));
+    const placed = ["floor_marks", "floor_rule_marks", "stair_marks",
+      "ranges_marks", "spans_marks", "best_marks", "dominated_marks"].filter((name) => known.has(name));
     for (const [marks, ink] of [["best_marks", "--ink"], ["dominated_marks", "--soft"]]) {
       if (!known.has(marks)) continue;
       const name = marks.replace("_marks", "_names");

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from quantkit.evaluation.effect import NATS
 from quantkit.evaluation.keys import EXACT
 from quantkit.evaluation.report import quality_grids, speed_grids
-from quantkit.evaluation.report.base import short_names, spread, withheld
+from quantkit.evaluation.report.base import TextGrid, pair, short_names, spread, withheld
 from quantkit.evaluation.report.charts import frontier, quality, roofline, speed
 from quantkit.evaluation.report.charts.base import Spec
 from quantkit.evaluation.report.frontier import frontiers
-from quantkit.evaluation.report.grid import TextGrid, pair
 from quantkit.evaluation.report.headline import recommended
 from quantkit.evaluation.report.looks import VariantLook, variant_looks
 from quantkit.evaluation.report.page.passage import ShadedText, largest, shaded, summary
@@ -47,12 +46,12 @@ class PageSection:
 
     Attributes:
         identifier: in the page's address.
-        title: of it.
-        texts: sentences.
+        title: the title of the section.
+        texts: sentences below the title.
         charts, grids: below them.
         passages: a text by token, a variant each; one is shown at a time.
         answers: names and generated texts.
-        items: of a list.
+        items: the items of a list.
         folded: whether grids and answers are shown when they are asked for.
     """
 

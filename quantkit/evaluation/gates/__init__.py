@@ -1,0 +1,1 @@
+"""Gates: conditions that a comparison must meet."""

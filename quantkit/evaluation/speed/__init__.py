@@ -1,0 +1,1 @@
+"""Speed and memory of a model, measured in a process of its own."""

@@ -1,0 +1,162 @@
+"""The models of a comparison: what is known of them before their weights are read, and those in memory."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections import OrderedDict
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from quantkit.checkpoint.foreign.checkpoint import ForeignCheckpoint
+from quantkit.checkpoint.open import AnyCheckpoint, open_model
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.kv.spec import KVSpec, setting_of
+from quantkit.models.architecture import tensor_shapes
+from quantkit.models.config import ModelConfig
+from quantkit.models.loadable import check_loadable
+from quantkit.runtime.loader import LoadedModel, load
+from quantkit.sources.base import ModelSource
+from quantkit.support.errors import CheckpointError, SourceError
+from quantkit.support.paths import local_path
+from quantkit.support.progress import Listener, silent
+from quantkit.text.tokenizer import Tokenizer
+
+KEPT = 2
+"""Models that stay in memory, the reference among them: a model is scored on every text before the next one
+comes. With a noise floor there is one more, the reference in float32."""
+_BLOCK = 1 << 22
+
+
+@dataclass(frozen=True)
+class ModelRef:
+    """A model as any process can load it.
+
+    Attributes:
+        uri: its name, which workers in other folders find too.
+        revision, dtype, device: arguments of :func:`~quantkit.runtime.loader.load`.
+    """
+
+    uri: str
+    revision: str | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+
+
+class LoadedModels:
+    """The last models that a run has loaded, so that several measurements share them."""
+
+    def __init__(self) -> None:
+        self._models: OrderedDict[ModelRef, LoadedModel] = OrderedDict()
+
+    def get(self, ref: ModelRef, loading: Listener = silent, limit: int = KEPT) -> LoadedModel:
+        """The model, loaded unless it is in memory; of the others the last ``limit - 1`` stay."""
+        if ref not in self._models:
+            while len(self._models) >= limit:
+                self._models.popitem(last=False)
+            self._models[ref] = load(ref.uri, revision=ref.revision, dtype=ref.dtype, device=ref.device,
+                                     loading=loading)
+        self._models.move_to_end(ref)
+        return self._models[ref]
+
+    def clear(self) -> None:
+        """Release all of them."""
+        self._models.clear()
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """A model that takes part in a comparison.
+
+    Attributes:
+        uri, revision: its name as the user gave it.
+        identity: a hash of the manifest, which has every file's hash, or of the files; ``None``: nobody asked
+            for it, or nothing says which bytes it is.
+        quantized: whether it is a checkpoint.
+        config: the model's shape.
+        kv: the KV setting that its checkpoint names.
+        dtype: the dtype of activations, as torch writes it without ``torch.``.
+        parameters: the number of numbers in its tensors.
+        tokenizer: the model's tokenizer.
+        recipe: the recipe that made it in this comparison; ``None``: it was there.
+    """
+
+    uri: str
+    revision: str | None
+    identity: str | None
+    quantized: bool
+    config: ModelConfig
+    kv: KVSpec
+    dtype: str
+    parameters: int
+    tokenizer: Tokenizer = field(compare=False, repr=False)
+    recipe: str | None = None
+
+    def ref(self, dtype: str, device: str) -> ModelRef:
+        """How workers in other folders load it."""
+        path = local_path(self.uri)
+        uri = str(path.absolute()) if path is not None and path.exists() else self.uri
+        return ModelRef(uri, self.revision, dtype, device)
+
+    @property
+    def name(self) -> str:
+        """How progress and messages call it."""
+        return self.recipe or Path(self.uri).name or self.uri
+
+
+def facts_of(uri: str, revision: str | None = None, dtype: str = "auto", recipe: str | None = None,
+             hashed: bool = True) -> ModelFacts:
+    """Look at a model's headers, and hash it.
+
+    Args:
+        uri, revision: which.
+        dtype: the dtype of activations, or ``auto``.
+        recipe: the recipe that made it.
+        hashed: whether its identity is wanted, for which all of its files may have to be read.
+
+    Raises:
+        QuantkitError: it isn't there, or can't be loaded.
+    """
+    with closing(open_model(uri, revision)) as opened:
+        if isinstance(opened, Checkpoint | ForeignCheckpoint):
+            checked = check_loadable(uri, opened.config(), opened.infos, opened.side_files(), opened.layers,
+                                     dtype=dtype, error=CheckpointError)
+        else:
+            checked = check_loadable(uri, opened.config(), opened.tensors(), opened.side_files(), dtype=dtype,
+                                     error=SourceError)
+        kv = setting_of(opened.manifest.recipe) if isinstance(opened, Checkpoint) else KVSpec()
+        identity = _identity(opened) if hashed else None
+        quantized = isinstance(opened, Checkpoint | ForeignCheckpoint)
+    parameters = sum(math.prod(shape) for shape in tensor_shapes(checked.config).values())
+    return ModelFacts(uri, revision, identity, quantized, checked.config, kv,
+                      str(checked.dtype).removeprefix("torch."), parameters, checked.tokenizer, recipe)
+
+
+def _identity(opened: ModelSource | AnyCheckpoint) -> str | None:
+    if isinstance(opened, Checkpoint):
+        return hashlib.sha256(opened.manifest.to_bytes()).hexdigest()
+    if isinstance(opened, ForeignCheckpoint):  # another tool's, which records no hashes
+        return hash_of(opened.path)
+    identity = opened.identity()
+    if not identity.files and not identity.pinned:
+        return None
+    # what has no files is made by its name
+    content = dict(identity.files) or {"kind": identity.kind, "uri": identity.uri,
+                                       "revision": str(identity.revision)}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def hash_of(path: Path) -> str | None:
+    """Of a file, or of all files at the top of a folder; ``None`` if nothing is there."""
+    if not path.exists():
+        return None
+    digest = hashlib.sha256()
+    for part in sorted(path.iterdir()) if path.is_dir() else [path]:
+        if part.is_file():
+            digest.update(part.name.encode() + b"\0")
+            with part.open("rb") as file:
+                while block := file.read(_BLOCK):
+                    digest.update(block)
+    return digest.hexdigest()

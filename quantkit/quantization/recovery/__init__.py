@@ -1,1 +1,0 @@
-"""Training of scales and norms after all layers are quantized, so that the logits approach the original's."""

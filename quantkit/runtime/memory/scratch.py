@@ -1,0 +1,192 @@
+"""What a process holds beside weights and KV pages: activations, logits, tables, the runtime itself."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections import defaultdict
+from collections.abc import Sequence
+from math import prod
+
+import torch
+
+from quantkit.kv.base import PAGE
+from quantkit.kv.cache import KVCache
+from quantkit.models.architecture import EMBEDDING, HEAD, all_slots, linear_slots
+from quantkit.models.config import ModelConfig
+from quantkit.models.linear import Linear
+from quantkit.ops.cpu_weight import Activations, CpuWeight
+from quantkit.ops.dispatch import DECODE_ROWS
+from quantkit.runtime.memory.kv import Footprint
+from quantkit.runtime.memory.machine import RUNTIME_BYTES
+from quantkit.runtime.memory.weights import ModelWeights
+
+PREFILL_CHUNK = 512
+"""Prompt tokens that go through a model at once, at most; other requests decode between two chunks."""
+CPU_ROWS = 512
+"""Tokens that go through a program of CPU kernels at once, at most."""
+GPU_ROWS = 2048
+"""Tokens that go through a model on a GPU at once, at most."""
+GPU_SEQUENCES = 256
+"""Sequences that decode side by side on a GPU, at most."""
+MIN_POSITIONS = 512
+"""Positions whose cosines and sines a program has at least."""
+SPLIT = 512
+"""Slots over which a GPU's attention is summed up by itself."""
+PACKING = 6
+"""Bytes of a weight while a GPU's kernels lay it out anew: as it is stored, its codes, a copy of them, the
+result."""
+TABLE_WIDTH = 16
+"""Pages of a head for which a GPU's tables have room at first."""
+PAGE_NUMBER_BYTES = 40
+"""Of a page's number: in a list, as an integer, and in a step's table."""
+LOGIT_BYTES = 12
+"""Of a logit with its copies while a window is scored."""
+FLOAT = 4
+
+
+def scratch_bytes(weights: ModelWeights, footprint: Footprint, context: int,
+                  concurrency: int) -> dict[str, int]:
+    """Bytes on a CPU by what they are for.
+
+    ``activations`` of a chunk of a prompt; ``logits`` of a step, and a copy to sample from; ``cos and sin``
+    of positions, worked out for up to twice as many; ``policy``: what it holds while it acts on a layer, an
+    estimate; ``page tables``; ``runtime``: Python, torch and LLVM.
+    """
+    config = weights.config
+    ropes = {config.rope_of(window) for window in config.sliding_windows}
+    activations = _program(weights) if weights.fallback_reason is None else _operations(weights, footprint)
+    return {"activations": activations,
+            "logits": 2 * min(concurrency, DECODE_ROWS) * config.vocab_size * FLOAT,
+            "cos and sin": len(ropes) * max(MIN_POSITIONS, 2 * context) * config.head_dim * FLOAT,
+            "policy": footprint.acting_bytes,
+            "page tables": PAGE_NUMBER_BYTES * footprint.pages(concurrency),
+            "runtime": RUNTIME_BYTES}
+
+
+def packed_of(linear: Linear, high: bool = False) -> CpuWeight:
+    """A Linear's packed weight, or with ``high`` its high halves if it has any. Raises TypeError if it isn't
+    packed."""
+    if not isinstance(linear.weight, CpuWeight):
+        raise TypeError(f"{linear.name} isn't packed")
+    return linear.weight.high() if high else linear.weight
+
+
+def buffer_width(writers: Sequence[Linear], readers: Sequence[Linear], size: int = 0) -> int:
+    """Numbers of a row between a program's operations that is wide enough for these Linears."""
+    from quantkit_kernels.cpu.weight_decoder import STRIPE
+
+    width = max([size, *(packed_of(linear).stripes * STRIPE for linear in writers),
+                 *(packed_of(linear).columns for linear in readers)])
+    return -(-width // 16) * 16
+
+
+def result_widths(writers: Sequence[Sequence[Linear]], readers: Sequence[Linear],
+                  sizes: Sequence[int]) -> list[int]:
+    """The widths of the rows for the results of Linears that read the same input.
+
+    Args:
+        writers: for every layer, a Linear for each result, or one for all of them.
+        readers: the Linears that read any of the results.
+        sizes: the widths of the results.
+
+    Returns:
+        One for each result, or a single one where one Linear computes all results side by side.
+    """
+    if len(writers[0]) == len(sizes):
+        return [buffer_width([linears[i] for linears in writers], readers) for i in range(len(sizes))]
+    assert all(len(linears) == 1 for linears in writers)
+    last = sum(sizes[:-1])
+    width = max([last, *(last + packed_of(linear).columns for linear in readers)])
+    return [buffer_width([linears[0] for linears in writers], [], width)]
+
+
+@functools.lru_cache(maxsize=64)
+def _program(weights: ModelWeights) -> int:
+    """Rows of activations between the operations of a program of CPU kernels."""
+    config = weights.config
+    by_layer: dict[str, dict[str, list[Linear]]] = defaultdict(lambda: defaultdict(list))
+    for layer in weights.multiplied:
+        assert layer.packed is not None, f"{layer.name} isn't packed in a model that runs as one program"
+        place = layer.name.split(".")
+        role = "head" if layer.name in (HEAD, EMBEDDING) else {"o_proj": "out", "down_proj": "down"}.get(
+            place[-1], "in" if "self_attn" in place else "gate")
+        by_layer[role]["" if role == "head" else place[2]].append(Linear(layer.name, layer.packed))
+    linears = {role: list(itertools.chain(*layers.values())) for role, layers in by_layer.items()}
+    results = [*linears["out"], *linears["down"]]
+    hidden = [*linears["in"], *linears["gate"], *linears["head"]]
+    q = config.num_heads * config.head_dim
+    kv = config.num_kv_heads * config.head_dim
+    widths = [buffer_width(results, hidden), buffer_width([], linears["out"], q),
+              *result_widths([*by_layer["in"].values()], [], [q, kv, kv]),
+              *result_widths([*by_layer["gate"].values()], linears["down"], [config.intermediate_size] * 2)]
+    if config.sandwich_norms:
+        widths.append(buffer_width(results, []))
+    inputs: dict[object, CpuWeight] = {}
+    for role, readers in (("hidden", hidden), ("mixed", linears["out"]), ("gate", linears["down"])):
+        for weight in map(packed_of, readers):
+            inputs[role, weight.kernel.decoder.family, weight.columns, weight.rotated] = weight
+    return CPU_ROWS * (FLOAT * sum(widths)
+                       + sum(Activations(weight, CPU_ROWS).stride for weight in inputs.values()))
+
+
+def _operations(weights: ModelWeights, footprint: Footprint) -> int:
+    """Operation by operation, in float32, estimated: a chunk's rows in a layer; a sequence's keys and values,
+    decoded and once more as attention wants them; the largest layer that is dequantized, and packed then."""
+    config = weights.config
+    wide = config.intermediate_size if config.experts is None else (
+        config.experts.chosen * config.experts.intermediate_size)
+    row = 4 * config.hidden_size + 2 * (config.num_heads + config.num_kv_heads) * config.head_dim + 3 * wide
+    slots = max(group.peak.slots for group in footprint.groups)
+    attended = 4 * config.num_kv_heads * config.head_dim * slots
+    largest = max((prod(layer.shape) for layer in weights.layers
+                   if layer.packed is None and layer.row.spec is not None), default=0)
+    return FLOAT * (CPU_ROWS * row + attended + 2 * largest)
+
+
+def packing_bytes(config: ModelConfig) -> int:
+    """What is there beside the weights while a GPU's are laid out: all of a layer that see one input, or the
+    head."""
+    sizes: dict[object, int] = defaultdict(int)
+    for slot in all_slots(config) if config.tie_word_embeddings else linear_slots(config):
+        sizes[slot.layer, slot.shares] += slot.out_features * slot.in_features
+    return PACKING * max(sizes.values())
+
+
+def gpu_step_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    """What the largest step on a GPU holds beside weights and pages, at most."""
+    heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    row = 4 * config.hidden_size + 2 * heads + 3 * config.intermediate_size
+    partial = 4 * 2 * (config.num_heads * config.head_dim + config.intermediate_size)
+    splits = config.num_heads * (config.head_dim + 2) * 4 * -(-config.max_position_embeddings // SPLIT)
+    return (GPU_ROWS * (row * dtype.itemsize + partial)
+            + GPU_SEQUENCES * (config.vocab_size * (dtype.itemsize + 8) + splits))
+
+
+def table_size(entries: int) -> int:
+    """Entries for which a GPU's table has room that must hold so many."""
+    return max(TABLE_WIDTH, 1 << (entries - 1).bit_length())
+
+
+def gpu_table_bytes(cache: KVCache, sequences: int, context: int) -> int:
+    """What a GPU's tables of so many sequences, and of one that policies try things with, take, one of them
+    of ``context`` tokens; half of it once more while they grow."""
+    entries = table_size(-(-context // PAGE)) + 1
+    if cache.has_residual:
+        residual = -(-(cache.codecs.first + cache.codecs.residual_length) // PAGE)
+        entries += table_size(residual + TABLE_WIDTH) + 1
+    return 4 * table_size(sequences + 1) * len(cache.layers) * cache.heads * entries * 3 // 2
+
+
+def comparison_bytes(parameters: int, models: int, noise_floor: bool, logits: int) -> int:
+    """What a comparison takes of memory at most, about: the reference and the scored model in 16 bits, with a
+    noise floor the reference in float32 too, and the logits of a window.
+
+    Args:
+        parameters: the largest model has so many.
+        models: the number of models that are compared.
+        noise_floor: whether the reference is scored in float32 too.
+        logits: the number of logits of a window.
+    """
+    return RUNTIME_BYTES + 2 * parameters * (min(models, 2) + 2 * noise_floor) + (
+        logits * LOGIT_BYTES * (2 + noise_floor))

@@ -1,1 +1,0 @@
-"""Makes a plugin's folder from templates: ``quantkit plugins new``."""
