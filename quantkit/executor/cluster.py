@@ -39,14 +39,17 @@ CARRIED = ("QUANTKIT_PLUGINS", "QUANTKIT_ISA", "QUANTKIT_TASK_DATA", "GOMP_SPINC
 """Variables that workers have as this process has them."""
 SWEEP = """cat >/dev/null
 for round in 1 2; do
-    grep -lsF "$1" /proc/[0-9]*/environ | cut -d/ -f3 | xargs -r kill -9 2>/dev/null
+    for process in $({ find /proc/[0-9]*/fd -lname "$1/*"; grep -lF "RAY_TMPDIR=$1" /proc/[0-9]*/environ
+            } 2>/dev/null | cut -d/ -f3 | sort -u)
+    do [ "$process" = "$2" ] || kill -9 "$process"; done
     sleep 0.3
 done
-rm -rf -- "$2"
+rm -rf -- "$1"
 """
 """Shell script that waits for the end of its input, which comes with the end of the process that started the
-cluster, even if that is killed. It ends the processes that have a variable ``$1`` (some of Ray's would listen
-for another half minute) and deletes the cluster's folder ``$2``."""
+cluster, even if that is killed. It ends the processes that have files in the cluster's folder ``$1`` open, or
+the folder in their environment (some of Ray's would listen for another half minute), but for ``$2``, the one
+that started it, and deletes the folder."""
 
 
 def named_address() -> str:
@@ -135,7 +138,7 @@ class Cluster:
         self._folder = tempfile.mkdtemp(prefix="quantkit-ray-", dir="/tmp" if posix else None)
         before = os.environ.get(FOLDER)
         self._sweeper = subprocess.Popen(
-            ["sh", "-c", SWEEP, "sh", f"{FOLDER}={self._folder}", self._folder], stdin=subprocess.PIPE,
+            ["sh", "-c", SWEEP, "sh", self._folder, str(os.getpid())], stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True) if posix else None
         os.environ[FOLDER] = self._folder
         try:

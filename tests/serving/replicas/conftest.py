@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
@@ -48,6 +49,9 @@ def replicated(folder) -> Iterator[Callable[..., Iterator[Process]]]:
                          OMP_NUM_THREADS="2", QUANTKIT_API_KEY=KEY, **{MARK: mark}) as process:
                 yield process
         finally:
+            deadline = time.monotonic() + 10  # a killed server's processes end by themselves
+            while marked(MARK, mark) and time.monotonic() < deadline:
+                time.sleep(0.1)
             for pid in marked(MARK, mark):
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
