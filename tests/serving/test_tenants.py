@@ -79,8 +79,7 @@ def test_each_key_sees_the_trace_of_its_own_requests(keeping, eventually):
     made = keeping(keys=KEYS)
 
     def trace(key):
-        with made.http as client:
-            answer = client.get("/trace", headers={"Authorization": f"Bearer {key}"}).json()
+        answer = made.get("/trace", headers={"Authorization": f"Bearer {key}"}).json()
         return {span["request"] for model in answer["models"] for span in model["spans"]
                 if span["kind"] == "end"}
 

@@ -14,12 +14,6 @@ expect = playwright.expect
 
 
 @pytest.fixture(scope="module")
-def twin(folder):
-    """The shared tiny model once more: an engine needs one of its own."""
-    return load(str(folder))
-
-
-@pytest.fixture(scope="module")
 def similar(tmp_path_factory):
     """The shared tiny model with slightly other weights."""
     folder = tiny_model(tmp_path_factory.mktemp("compare") / "similar", dtype="float32")
