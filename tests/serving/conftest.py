@@ -96,6 +96,40 @@ def sent(**body: Any) -> bytes:
     return f"{HEAD}Content-Length: {len(text)}\r\n\r\n{text}".encode()
 
 
+CHAT = "/v1/chat/completions"
+TEXT = "/v1/completions"
+RESPONSES = "/v1/responses"
+MESSAGES = "/v1/messages"
+APIS = (CHAT, TEXT, RESPONSES, MESSAGES)
+
+
+def asked(path: str, text: str = "the cat", most: int = 16) -> dict[str, Any]:
+    """A request of any API for an answer of at most so many tokens."""
+    if path == RESPONSES:
+        return {"input": text, "max_output_tokens": most}
+    if path == TEXT:
+        return {"prompt": text, "max_tokens": most}
+    return {"messages": [{"role": "user", "content": text}], "max_tokens": most}
+
+
+def called(path: str, answer: dict[str, Any]) -> tuple[list[tuple[str, str]], str]:
+    """Names and arguments of the calls of a whole answer, and its text."""
+    if path == RESPONSES:
+        calls = [(item["name"], item["arguments"]) for item in answer["output"]
+                 if item["type"] == "function_call"]
+        text = "".join(part["text"] for item in answer["output"] for part in item.get("content") or [])
+    elif path == MESSAGES:
+        calls = [(part["name"], json.dumps(part["input"])) for part in answer["content"]
+                 if part["type"] == "tool_use"]
+        text = "".join(part.get("text", "") for part in answer["content"])
+    else:
+        message = answer["choices"][0]["message"]
+        calls = [(call["function"]["name"], call["function"]["arguments"])
+                 for call in message.get("tool_calls", [])]
+        text = message["content"] or ""
+    return calls, text
+
+
 def events(answer: httpx.Response, kind: TypeAdapter[Any]) -> list[dict[str, Any]]:
     """The events of a stream in which each has its name, as the official client's types have them."""
     assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/event-stream")

@@ -12,6 +12,8 @@ from quantkit.runtime.loader import load
 from quantkit.runtime.sampler import Sampling
 from quantkit.testing import tiny_model
 
+from .conftest import APIS, asked
+
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "the cat"}]
 
 
@@ -250,9 +252,6 @@ def test_requests_with_a_lower_priority_go_first_if_the_server_says_so(live, mon
         monkeypatch.setattr(made.engine, "submit", lambda *args, submit=submit, **options: (
             priorities.append(options["priority"]), submit(*args, **options))[1])
         statuses = [made.post(path, {**body, "priority": -3}).status_code for path, body in (
-            ("/v1/completions", {"prompt": "a", "max_tokens": 1}), ("/v1/embeddings", {"input": "a"}),
-            ("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 1}),
-            ("/v1/responses", {"input": "a", "max_output_tokens": 1}),
-            ("/v1/messages", {"messages": MESSAGES[1:], "max_tokens": 1}))]
+            ("/v1/embeddings", {"input": "a"}), *((path, asked(path, most=1)) for path in APIS))]
         assert statuses == [200 if policy == "priority" else 400] * 5
     assert priorities == [-3] * 5

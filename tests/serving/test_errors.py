@@ -15,9 +15,8 @@ from quantkit.serving.prompt import PromptReader
 from quantkit.support.errors import QuantkitError, SourceError, UsageError
 from quantkit.text.chat import TemplateError
 
-from .conftest import HEAD
+from .conftest import CHAT, HEAD, MESSAGES, RESPONSES, TEXT, asked
 
-CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 USER = [{"role": "user", "content": "hi"}]
 pytestmark = pytest.mark.usefixtures("still_serves")
 
@@ -142,8 +141,7 @@ def test_a_full_queue_is_said_at_once_and_the_places_come_back(live, eventually)
     assert made.post(TEXT, {"prompt": "a"}).status_code == 200
 
 
-ENDS = {CHAT: "server_error", TEXT: "server_error", "/v1/messages": "api_error",
-        "/v1/responses": "internal_error"}
+ENDS = {CHAT: "server_error", TEXT: "server_error", MESSAGES: "api_error", RESPONSES: "internal_error"}
 """What the last event of a failed stream of each API says."""
 
 
@@ -159,17 +157,15 @@ def test_an_error_in_the_engine_is_told_and_the_server_lives(live, eventually, m
             raise QuantkitError("the model's output is not finite", why="its weights are damaged")
         return push(self, *args, **options)
 
-    body = {"prompt": "a"} if path == TEXT else {"input": "a"} if "responses" in path else {"messages": USER}
-    most = "max_output_tokens" if "responses" in path else "max_tokens"
     with monkeypatch.context() as patch:
         patch.setattr(kind, "forward", breaks)
-        answer = made.post(path, {**body, most: 19, "stream": stream, "temperature": 0})
+        answer = made.post(path, {**asked(path, "a"), "stream": stream, "temperature": 0})
     assert answer.status_code == (200 if stream else 500) and "not finite" in answer.text
     if stream:
         name, data = answer.text.removesuffix("data: [DONE]\n\n").split("\n\n")[-2].split("data: ")
         error = json.loads(data)
         assert error.get("code", error.get("error", {}).get("type")) == ENDS[path]
-        assert name == ("event: error\n" if path in ("/v1/messages", "/v1/responses") else "")
+        assert name == ("event: error\n" if path in (MESSAGES, RESPONSES) else "")
     assert [type(error) for error in made.errors] == [QuantkitError]
     assert made.post(TEXT, {"prompt": "a"}).status_code == 200
     eventually(lambda: made.engine.stats()["kv_allocated_bytes"] == 0)

@@ -10,9 +10,8 @@ from quantkit.serving.anthropic.request import CountRequest, MessagesRequest
 from quantkit.serving.ignored import MAX_HEADER, MAX_TOLD, Ignored, IgnoredLog, header
 from quantkit.serving.template_options import ThinkingHint, thinking_options
 
-CHAT = "/v1/chat/completions"
-RESPONSES = "/v1/responses"
-MESSAGES = "/v1/messages"
+from .conftest import APIS, CHAT, MESSAGES, RESPONSES, TEXT, asked
+
 USER = [{"role": "user", "content": "hi"}]
 TEMPLATE = "the chat template has no such setting"
 CODEX = {
@@ -68,19 +67,17 @@ def test_tokens_are_counted_of_all_that_is_answered():
     assert MessagesRequest.ignored <= CountRequest.ignored
 
 
-@pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES, "/v1/completions"])
+@pytest.mark.parametrize("path", APIS)
 def test_an_answer_longer_than_the_context_is_cut(shared, loaded, path):
-    text = "a" if path in (RESPONSES, "/v1/completions") else USER
-    key = {RESPONSES: "input", "/v1/completions": "prompt"}.get(path, "messages")
-    limit = "max_output_tokens" if path == RESPONSES else "max_tokens"
-    prompt = len(loaded.tokenizer.encode("a") if key == "prompt" else loaded.tokenizer.chat(
-        [{"role": "user", "content": "a"}] if text == "a" else USER))
-    room = loaded.config.max_position_embeddings - prompt
+    *_, limit = body = asked(path, "a")
+    room = loaded.config.max_position_embeddings - len(
+        loaded.tokenizer.encode("a") if path == TEXT else loaded.tokenizer.chat(asked(CHAT, "a")["messages"]))
     with shared.http as client:  # the first event says enough
-        body = {"model": "tiny", key: text, "stream": True}
+        body |= {"model": "tiny", "stream": True}
         with client.stream("POST", path, json={**body, limit: 10**6}) as answer:
             assert ignored(answer) == {f"{limit} (cut to {room})"}
-        if path in (CHAT, "/v1/completions"):
+        if path in (CHAT, TEXT):
+            del body[limit]
             with client.stream("POST", path, json={**body, "n_predict": 10**6}) as answer:
                 assert ignored(answer) == {f"n_predict (cut to {room})"}
         with client.stream("POST", path, json={**body, limit: room}) as answer:

@@ -4,10 +4,8 @@ import json
 
 import pytest
 
-CHAT = "/v1/chat/completions"
-TEXT = "/v1/completions"
-RESPONSES = "/v1/responses"
-MESSAGES = "/v1/messages"
+from .conftest import APIS, CHAT, MESSAGES, RESPONSES, TEXT, asked
+
 EMBEDDINGS = "/v1/embeddings"
 TOKENIZE = "/tokenize"
 DETOKENIZE = "/detokenize"
@@ -15,11 +13,8 @@ USER = {"role": "user", "content": "hi"}
 CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 TOOL = {"type": "function", "function": {"name": "a"}}
 IMAGE = "http://127.0.0.1:9/"
-BODIES = {CHAT: {"messages": [USER], "max_tokens": 1}, TEXT: {"prompt": "a", "max_tokens": 1},
-          RESPONSES: {"input": "a", "max_output_tokens": 1}, MESSAGES: {"messages": [USER], "max_tokens": 1},
-          EMBEDDINGS: {"input": "the cat"}, TOKENIZE: {}, DETOKENIZE: {}}
-
-
+BODIES = {**{path: asked(path, most=1) for path in APIS}, EMBEDDINGS: {"input": "the cat"}, TOKENIZE: {},
+          DETOKENIZE: {}}
 pytestmark = pytest.mark.usefixtures("still_serves")
 
 

@@ -9,10 +9,7 @@ import pytest
 from quantkit.runtime.drafting.ngram import NgramDrafter
 from quantkit.serving.timeline import TraceResponse
 
-CHAT = {"messages": [{"role": "user", "content": "the cat"}], "ignore_eos": True}
-PATHS = {"/v1/chat/completions": CHAT | {"max_tokens": 7}, "/v1/responses": {"input": "the cat"},
-         "/v1/completions": {"prompt": "the cat", "max_tokens": 7, "ignore_eos": True},
-         "/v1/messages": {"messages": CHAT["messages"], "max_tokens": 7}}
+from .conftest import APIS, CHAT, TEXT, asked
 
 
 def trace(made, since=None):
@@ -31,12 +28,12 @@ def ended(made, count):
     return lambda: sum(span["kind"] == "end" for span in spans(trace(made))) >= count
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", APIS)
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_answers_id_names_its_spans(live, eventually, path, stream):
     made = live()
-    answer = made.post(path, PATHS[path] | {"stream": stream, "max_output_tokens": 16} if "responses" in path
-                       else PATHS[path] | {"stream": stream})
+    body = asked(path, most=7) | ({"ignore_eos": True} if path in (CHAT, TEXT) else {})
+    answer = made.post(path, body | {"stream": stream})
     assert answer.status_code == 200
     event = json.loads(next(line for line in answer.text.splitlines() if line.startswith("data: "))[6:]) if (
         stream) else answer.json()
@@ -56,7 +53,7 @@ def test_the_answers_id_names_its_spans(live, eventually, path, stream):
 
 def test_choices(live, eventually):
     made = live()
-    answer = made.post("/v1/chat/completions", CHAT | {"n": 3, "max_tokens": 5}).json()
+    answer = made.post(CHAT, asked(CHAT, most=5) | {"n": 3, "ignore_eos": True}).json()
     eventually(ended(made, 3))
     choices = defaultdict(int)
     for span in spans(trace(made), answer["id"]):
