@@ -33,7 +33,11 @@ def test_it_streams_and_stops(shared, visit, eventually):
     page = visit(shared.url, tokens=LONG)
     send(page, "the cat")
     expect(page.locator("#send")).to_have_text("Stop")
-    eventually(lambda: len(page.locator(".assistant .markdown").inner_text()) > 5)
+    shown = page.locator(".assistant .markdown")
+    eventually(lambda: len(shown.inner_text()) > 5)
+    page.get_by_role("button", name="the cat", exact=True).click()  # the open chat: nothing is lost
+    length = len(shown.inner_text())
+    eventually(lambda: len(shown.inner_text()) > length)
     expect(page.locator("#send")).to_have_text("Stop")
     page.keyboard.press("Escape")
     answered(page)
