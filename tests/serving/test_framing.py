@@ -130,7 +130,7 @@ def ask(live):
     return send
 
 
-@pytest.mark.parametrize("name", ["both lengths", "chunks in HTTP/1.0", "another coding", "bare LF", "HTTP/2",
+@pytest.mark.parametrize("name", ["both lengths", "chunks in HTTP/1.0", "another coding", "bare LF",
                                   "long headers", "a bare LF in the trailers", "no HTTP", "two hosts"])
 def test_what_is_refused_has_an_answer_of_the_usual_shape_and_nothing_follows_it(ask, name):
     raw, status = REFUSED[name]
