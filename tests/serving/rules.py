@@ -48,14 +48,16 @@ def before_call(context: Any, case: Any, kwargs: Any) -> None:
         return
     body = case.body = _valid_texts(case.body)
     _lengths(body, case.path)
-    messages = body["messages"] if isinstance(body.get("messages"), list) else []
-    for message in messages:
+    for message in body["messages"] if isinstance(body.get("messages"), list) else []:
         if isinstance(message, dict):
             _message(message)
-            if "/messages" in case.path:
+    if "/messages" in case.path:
+        for message in body["messages"] if isinstance(body.get("messages"), list) else []:
+            if isinstance(message, dict):
                 _blocks(message)
-                if message is messages[-1] and message.get("role") == "assistant":
-                    message["role"] = "user"
+        last = body["messages"][-1] if isinstance(body.get("messages"), list) and body["messages"] else None
+        if isinstance(last, dict) and last.get("role") == "assistant":
+            last["role"] = "user"
     if case.path == "/tokenize":
         _tokenize(body)
     else:
