@@ -280,14 +280,11 @@ def in_engine(folder: Path, engine: str, python: Path, prompts: list[list[int]],
         lacking = [why for words, why in LACKING.items() if words in error]
         return row | {"error": error} | ({"lacking": lacking[0]} if lacking else {})
     for kind, model in models.items():
-        agreed = [_common(answer["tokens"], ours) for answer, ours in zip(answers, tokens[kind], strict=True)]
+        agreed = [len(os.path.commonprefix([answer["tokens"], ours]))
+                  for answer, ours in zip(answers, tokens[kind], strict=True)]
         row[kind] = {"tokens_until_they_differ": agreed, "share": sum(agreed) / (count * len(answers)),
                      **logprob_gap(model, prompts, answers)}
     return row
-
-
-def _common(first: list[int], other: list[int]) -> int:
-    return next((i for i, (a, b) in enumerate(zip(first, other, strict=True)) if a != b), len(first))
 
 
 def engine_answers(engine: str, python: Path, folder: Path, prompts: list[list[int]],

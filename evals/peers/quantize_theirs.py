@@ -55,7 +55,7 @@ LIGHT = {"iters": 50, "lr": 5e-3}  # AutoRound's own setting for those who are i
 ROTATIONS = {"opt_rotation_epochs": 2, "opt_finetune_epochs": 2, "opt_train_samples": 512}
 """ParoQuant with a tenth of its steps: with all of them a CPU needs hours."""
 GRIDS = ((4, False), (3, False), (2, False), (8, True), (4, True))
-"""Bits, and whether there is no zero point."""
+"""Bits, and whether the grid is symmetric."""
 
 
 @dataclass(frozen=True)
