@@ -280,7 +280,7 @@ def in_engine(folder: Path, engine: str, python: Path, prompts: list[list[int]],
         lacking = [why for words, why in LACKING.items() if words in error]
         return row | {"error": error} | ({"lacking": lacking[0]} if lacking else {})
     for kind, model in models.items():
-        agreed = [len(os.path.commonprefix([answer["tokens"], ours]))
+        agreed = [next((i for i, (a, b) in enumerate(zip(answer["tokens"], ours)) if a != b), count)
                   for answer, ours in zip(answers, tokens[kind], strict=True)]
         row[kind] = {"tokens_until_they_differ": agreed, "share": sum(agreed) / (count * len(answers)),
                      **logprob_gap(model, prompts, answers)}
