@@ -91,13 +91,13 @@ def prefill(runner: DecodeRunner, kv: KVSpec, prompt: int, chunk: int) -> dict[s
 def kernels(run: Callable[[], Any], times: int) -> list[tuple[str, float, float]]:
     """Name, launches and microseconds, those that take longest first; each divided by ``times``."""
     on_gpu = torch.cuda.is_available()
-    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as found:
+    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as profiled:
         run()
         if on_gpu:
             torch.cuda.synchronize()
     rows = [(event.key[:90], event.count / times,
              (event.self_device_time_total if on_gpu else event.self_cpu_time_total) / times)
-            for event in found.key_averages()]
+            for event in profiled.key_averages()]
     return sorted(rows, key=lambda row: -row[2])[:30]
 
 

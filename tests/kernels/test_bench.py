@@ -22,7 +22,7 @@ TINY = ModelShapes((("o", 200, 128), ("head", 130, 128)), (1, 20, 65), ((1, 70),
 
 ABOUT = {"gpu": "none", "date": "2030-01-01T00", "torch": "2", "triton": "3", "copy_bytes_per_second": 1e12,
          "read_bytes_per_second": 2e12, "matmul_flops": 3e14}
-CEILINGS = bench.Ceilings(read=2e12, copy=1e12)
+CEILINGS = bench.GpuCeilings(read=2e12, copy=1e12)
 
 
 def fixed(seconds):

@@ -118,14 +118,14 @@ def calls_for(size: int, flops: int, copies: int) -> int:
 
 
 @dataclass(frozen=True)
-class Ceilings:
+class GpuCeilings:
     """What a device can do: bytes a second of a large read, and of a large copy, read and written."""
 
     read: float
     copy: float
 
 
-def measure(case: BenchCase, timer: Timer, ceilings: Ceilings, rounds: int,
+def measure(case: BenchCase, timer: Timer, ceilings: GpuCeilings, rounds: int,
             peers: Peers | None = None) -> BenchRow:
     """Compare the results, then time all sides in turn."""
     row = partial(BenchRow, case.kernel, case.shape, case.baseline)
@@ -274,7 +274,7 @@ def _write(file: Path, text: str) -> None:
     part.replace(file)
 
 
-def bench(every: Iterable[BenchCase], timer: Timer, ceilings: Ceilings, rounds: int, report: BenchReport,
+def bench(every: Iterable[BenchCase], timer: Timer, ceilings: GpuCeilings, rounds: int, report: BenchReport,
           deadline: float = math.inf) -> list[BenchRow]:
     """Measure until ``time.monotonic()`` reaches the deadline, printing a line and keeping the report after
     each case."""
@@ -287,7 +287,7 @@ def bench(every: Iterable[BenchCase], timer: Timer, ceilings: Ceilings, rounds: 
     return report.rows
 
 
-def _rows(every: Iterable[BenchCase], timer: Timer, ceilings: Ceilings, rounds: int, report: BenchReport,
+def _rows(every: Iterable[BenchCase], timer: Timer, ceilings: GpuCeilings, rounds: int, report: BenchReport,
           deadline: float) -> Iterator[BenchRow]:
     try:
         for case in every:
@@ -342,7 +342,7 @@ def main(arguments: list[str] | None = None) -> int:
         pairs = (pair.split("x") for pair in chosen.contexts.split(","))
         shapes = replace(shapes, contexts=tuple((int(batch), int(length)) for batch, length in pairs))
     torch.manual_seed(0)
-    ceilings = Ceilings(read_bandwidth(timer, rounds, device, sizes[0]),
+    ceilings = GpuCeilings(read_bandwidth(timer, rounds, device, sizes[0]),
                         copy_bandwidth(timer, rounds, device, sizes[1]))
     report = BenchReport({**machine(device), "read_bytes_per_second": ceilings.read,
                           "copy_bytes_per_second": ceilings.copy,

@@ -360,5 +360,5 @@ def test_a_dry_run_tells_of_it_and_reads_its_text(tmp_path, command):
 
 
 def test_the_recipe_of_the_plugin_is_recovered():
-    found = load_recipe("trellis2-distill")
-    assert found.rules and found.recover.name == "distill" and found.calibration.windows == 64
+    recipe = load_recipe("trellis2-distill")
+    assert recipe.rules and recipe.recover.name == "distill" and recipe.calibration.windows == 64
