@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import queue
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +18,7 @@ import httpx
 import openai
 import pytest
 import torch
+from pydantic import TypeAdapter
 
 from quantkit.runtime.drafting.base import Drafter
 from quantkit.runtime.engine import Engine
@@ -61,6 +64,82 @@ class Live:
             body = {"model": "tiny", **body}
         with self.http as client:
             return client.post(path, json=body, **options)
+
+    def post_content(self, path: str, content: Any, **headers: str) -> httpx.Response:
+        """A body as it is written, said to be JSON."""
+        with self.http as client:
+            return client.post(path, content=content, headers={"content-type": "application/json", **headers})
+
+    def get(self, path: str, **options: Any) -> httpx.Response:
+        """What is at a path."""
+        with self.http as client:
+            return client.get(path, **options)
+
+    def endless(self, most: int = 50_000) -> openai.Stream[Any]:
+        """A completion that is streamed to the official client, and goes on and on."""
+        return self.openai().completions.create(model="tiny", prompt="a", max_tokens=most, stream=True,
+                                                extra_body={"ignore_eos": True})
+
+    def connect(self) -> socket.socket:
+        """A connection on which a test writes HTTP itself."""
+        base = httpx.URL(self.url)
+        return socket.create_connection((base.host, base.port), timeout=DEADLINE)
+
+
+HEAD = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+"""The beginning of a request for a completion, as it is sent; its length and its body follow."""
+
+
+def sent(**body: Any) -> bytes:
+    """A request for a completion, as it is sent."""
+    text = json.dumps({"model": "tiny", "prompt": "a", **body})
+    return f"{HEAD}Content-Length: {len(text)}\r\n\r\n{text}".encode()
+
+
+CHAT = "/v1/chat/completions"
+TEXT = "/v1/completions"
+RESPONSES = "/v1/responses"
+MESSAGES = "/v1/messages"
+APIS = (CHAT, TEXT, RESPONSES, MESSAGES)
+
+
+def asked(path: str, text: str = "the cat", most: int = 16) -> dict[str, Any]:
+    """A request of any API for an answer of at most so many tokens."""
+    if path == RESPONSES:
+        return {"input": text, "max_output_tokens": most}
+    if path == TEXT:
+        return {"prompt": text, "max_tokens": most}
+    return {"messages": [{"role": "user", "content": text}], "max_tokens": most}
+
+
+def called(path: str, answer: dict[str, Any]) -> tuple[list[tuple[str, str]], str]:
+    """Names and arguments of the calls of a whole answer, and its text."""
+    if path == RESPONSES:
+        calls = [(item["name"], item["arguments"]) for item in answer["output"]
+                 if item["type"] == "function_call"]
+        text = "".join(part["text"] for item in answer["output"] for part in item.get("content") or [])
+    elif path == MESSAGES:
+        calls = [(part["name"], json.dumps(part["input"])) for part in answer["content"]
+                 if part["type"] == "tool_use"]
+        text = "".join(part.get("text", "") for part in answer["content"])
+    else:
+        message = answer["choices"][0]["message"]
+        calls = [(call["function"]["name"], call["function"]["arguments"])
+                 for call in message.get("tool_calls", [])]
+        text = message["content"] or ""
+    return calls, text
+
+
+def events(answer: httpx.Response, kind: TypeAdapter[Any]) -> list[dict[str, Any]]:
+    """The events of a stream in which each has its name, as the official client's types have them."""
+    assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/event-stream")
+    found = []
+    for block in answer.text.split("\n\n")[:-1]:
+        name, data = block.split("\n")
+        found.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {found[-1]['type']}"
+        kind.validate_python(found[-1])
+    return found
 
 
 @pytest.fixture(scope="session")
@@ -141,6 +220,22 @@ def eventually() -> Callable[[Callable[[], Any]], None]:
             time.sleep(0.01)
 
     return wait
+
+
+@pytest.fixture(scope="session")
+def twin(folder) -> LoadedModel:
+    """The shared model once more: an engine needs one of its own."""
+    return load(str(folder))
+
+
+@pytest.fixture
+def still_serves(request) -> Iterator[None]:
+    """After each of a module's tests its server answers a normal request, and has had no error of its own."""
+    yield
+    for name in {"shared", "strict"} & {*request.fixturenames}:
+        server = request.getfixturevalue(name)
+        assert server.post("/v1/completions", {"prompt": "a", "max_tokens": 1}).status_code == 200
+        assert not server.errors
 
 
 class ScriptedTurn:

@@ -1,17 +1,18 @@
 """The API as the official client sees it: what it answers is what the model generates."""
 
 import json
-import threading
-from types import SimpleNamespace
+from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
+import torch
 
 from quantkit.runtime.generate import generate
 from quantkit.runtime.loader import load
 from quantkit.runtime.sampler import Sampling
-from quantkit.serving.models import ServedEngine, ServedModels
 from quantkit.testing import tiny_model
+
+from .conftest import APIS, asked
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "the cat"}]
 
@@ -70,14 +71,6 @@ def test_chat_streams(client, loaded):
     assert chunks[-1].usage == whole.usage and not chunks[-1].choices
     assert all(chunk.usage is None for chunk in chunks[:-1])
     assert all(chunk.choices for chunk in talk(client, stream=True)), "usage came without being asked for"
-
-
-def test_a_stream_on_the_wire(shared):
-    answer = shared.post("/v1/completions", {"prompt": "a", "max_tokens": 3, "stream": True})
-    assert answer.headers["content-type"].startswith("text/event-stream")
-    events = answer.text.split("\n\n")
-    assert events.pop() == "" and events.pop() == "data: [DONE]"
-    assert all(json.loads(event.removeprefix("data: "))["object"] == "text_completion" for event in events)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -144,7 +137,6 @@ def test_logprobs_of_chat(client, loaded):
     ids = loaded.tokenizer.chat(MESSAGES)
     tokens = talk(client, logprobs=True, top_logprobs=3).choices[0].logprobs.content
     wanted = greedy(loaded, ids)
-    import torch
     logits = loaded.model(torch.tensor([ids + wanted.token_ids]))[0].float().log_softmax(-1)
     assert len(tokens) == len(wanted.token_ids)
     for place, (token, chosen) in enumerate(zip(tokens, wanted.token_ids), len(ids) - 1):
@@ -163,7 +155,6 @@ def test_logprobs_of_chat(client, loaded):
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("most", [0, 1, 3])
 def test_echo_scores_the_prompt(client, loaded, most, stream):
-    import torch
     ids = loaded.tokenizer.encode("the cat in the")
     logits = loaded.model(torch.tensor([ids]))[0].float().log_softmax(-1)
     answer = ask(client, prompt=ids, echo=True, max_tokens=most, logprobs=2, stream=stream,
@@ -197,22 +188,6 @@ def test_echo_without_logprobs_returns_the_prompt_as_it_was(client):
     assert "".join(c.choices[0].text for c in ask(client, echo=True, stream=True)) == "the cat" + plain
 
 
-def test_models(client, shared):
-    (model,) = client.models.list().data
-    assert model.id == "tiny" and client.models.retrieve("tiny") == model
-    assert model.max_model_len == shared.loaded.config.max_position_embeddings and model.chat is True
-    with pytest.raises(openai.NotFoundError) as caught:
-        client.models.retrieve("other/one")
-    assert caught.value.code == "model_not_found"
-
-
-def test_health_and_readiness(shared):
-    with shared.http as client:
-        assert client.get("/health").json() == {"status": "ok"}
-        ready = client.get("/ready").json()
-    assert ready["status"] == "ready" and ready["max_queue"] == 64
-
-
 def test_a_model_without_a_template_completes_but_does_not_chat(live, tmp_path):
     folder = tiny_model(tmp_path / "base", "qwen2", dtype="float32")
     settings = folder / "tokenizer_config.json"
@@ -233,17 +208,8 @@ def stream_text(client, prompt, most):
 
 
 def together(client, prompts, most):
-    texts = [""] * len(prompts)
-
-    def one(i):
-        texts[i] = stream_text(client, prompts[i], most)
-
-    threads = [threading.Thread(target=one, args=[i]) for i in range(len(prompts))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return texts
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        return list(pool.map(lambda prompt: stream_text(client, prompt, most), prompts))
 
 
 def test_eight_clients_get_what_each_would_get_alone(client):
@@ -286,26 +252,6 @@ def test_requests_with_a_lower_priority_go_first_if_the_server_says_so(live, mon
         monkeypatch.setattr(made.engine, "submit", lambda *args, submit=submit, **options: (
             priorities.append(options["priority"]), submit(*args, **options))[1])
         statuses = [made.post(path, {**body, "priority": -3}).status_code for path, body in (
-            ("/v1/completions", {"prompt": "a", "max_tokens": 1}), ("/v1/embeddings", {"input": "a"}),
-            ("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 1}),
-            ("/v1/responses", {"input": "a", "max_output_tokens": 1}),
-            ("/v1/messages", {"messages": MESSAGES[1:], "max_tokens": 1}))]
+            ("/v1/embeddings", {"input": "a"}), *((path, asked(path, most=1)) for path in APIS))]
         assert statuses == [200 if policy == "priority" else 400] * 5
     assert priorities == [-3] * 5
-
-
-def test_all_engines_are_closed_and_the_first_error_is_raised(loaded):
-    closed = []
-
-    def engine(name):
-        def close():
-            closed.append(name)
-            if name != "c":
-                raise RuntimeError(name)
-
-        return SimpleNamespace(close=close)
-
-    models = ServedModels([ServedEngine(engine(name), loaded, name) for name in "abc"])
-    with pytest.raises(RuntimeError, match="a"):
-        models.close()
-    assert closed == ["a", "b", "c"]

@@ -9,7 +9,6 @@ from quantkit.serving.errors import ApiError
 from quantkit.serving.schema import MAX_JSON_VALUES, check_json
 
 PATH = "/v1/completions"
-KIND = {"content-type": "application/json"}
 
 
 @pytest.mark.parametrize("content", [
@@ -19,8 +18,7 @@ KIND = {"content-type": "application/json"}
     b"[" * 4_000_000, b'"' + b"[" * 20_000 + b'"' + b"[" * 20_000,
 ])
 def test_more_lists_and_objects_than_anybody_needs_are_not_parsed(shared, content):
-    with shared.http as client:
-        answer = client.post(PATH, content=content, headers=KIND)
+    answer = shared.post_content(PATH, content)
     assert answer.status_code == 400 and answer.json()["error"]["code"] == "invalid_json"
 
 
@@ -34,16 +32,13 @@ def test_only_utf_8_is_parsed(shared, monkeypatch, path, encoding, named):
         raise AssertionError("it was parsed")
 
     monkeypatch.setattr(json, "loads", parse)
-    with shared.http as client:
-        body = '{"model": "tiny", "prompt": "\xe9"}'.encode(encoding)
-        answer = client.post(path, content=body, headers=KIND)
+    answer = shared.post_content(path, '{"model": "tiny", "prompt": "\xe9"}'.encode(encoding))
     monkeypatch.undo()
     assert answer.status_code == 400 and named in answer.json()["error"]["message"]
 
 
 def test_half_of_a_surrogate_pair_is_not_utf_8(shared):
-    with shared.http as client:
-        answer = client.post(PATH, content=b'{"model": "tiny", "prompt": "\xed\xa0\x80"}', headers=KIND)
+    answer = shared.post_content(PATH, b'{"model": "tiny", "prompt": "\xed\xa0\x80"}')
     assert answer.status_code == 400 and answer.json()["error"]["message"] == "the body is not UTF-8"
 
 
@@ -92,8 +87,7 @@ def test_json_in_texts_counts_together_and_is_not_parsed(shared, monkeypatch, pa
 
     monkeypatch.setattr("quantkit.serving.conversation.parse_object", parse)
     monkeypatch.setattr("quantkit.serving.openai.structured.parse_object", parse)
-    with shared.http as client:
-        answer = client.post(path, content=write({"model": "tiny", **body}), headers=KIND)
+    answer = shared.post_content(path, write({"model": "tiny", **body}))
     assert answer.status_code == 400 and answer.json()["error"]["code"] == "invalid_json", answer.text
     assert "in texts" in answer.json()["error"]["message"]
 
@@ -101,8 +95,7 @@ def test_json_in_texts_counts_together_and_is_not_parsed(shared, monkeypatch, pa
 def test_many_brackets_in_other_texts_are_read(shared):
     refused = shared.post(PATH, {"prompt": MANY * 2, "max_tokens": 1}).json()["error"]
     assert refused["code"] == "context_length_exceeded", "it is too long, and nothing else"
-    with shared.http as client:
-        answer = client.post(PATH, content=b'{"prompt": "' + b"[" * 20_000, headers=KIND)
+    answer = shared.post_content(PATH, b'{"prompt": "' + b"[" * 20_000)
     assert answer.json()["error"]["message"] == "the body is not JSON"
 
 

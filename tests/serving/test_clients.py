@@ -50,10 +50,11 @@ def test_what_is_ignored_is_named(shared, client, number, named):
     assert all(name in headers["quantkit-ignored"] for name in named), headers
 
 
-@pytest.mark.parametrize(("client", "number"), [("claude_code", 1), ("codex", 0)])
-def test_strict_requests_refuse_them(live, client, number):
-    status, _, text = send(live(strict_requests=True), RECORDED[client][number])
-    assert status == 400 and "error" in json.loads(text)
+@pytest.mark.parametrize(("client", "number", "named"), [
+    ("claude_code", 1, "context_management"), ("codex", 0, "client_metadata")])
+def test_strict_requests_refuse_them(strict, client, number, named):
+    status, _, text = send(strict, RECORDED[client][number])
+    assert status == 400 and named in json.loads(text)["error"]["message"]
 
 
 def test_recordings_have_no_sentences():

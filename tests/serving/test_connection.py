@@ -4,27 +4,20 @@ import json
 import socket
 import threading
 import time
+from contextlib import ExitStack
 
 import pytest
 
 from quantkit.serving import connection
 
-HEAD = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+from .conftest import HEAD, sent
 
 
 @pytest.fixture
 def connect():
     """``connect(made)`` → a socket to a server."""
-    opened = []
-
-    def make(made):
-        host, port = made.url.removeprefix("http://").split(":")
-        opened.append(socket.create_connection((host, int(port)), timeout=60))
-        return opened[-1]
-
-    yield make
-    for raw in opened:
-        raw.close()
+    with ExitStack() as opened:
+        yield lambda made: opened.enter_context(made.connect())
 
 
 def everything(raw):
@@ -116,41 +109,21 @@ def test_a_body_that_trickles_in_after_its_answer_ends_the_connection(shared, qu
 
 
 def test_a_long_answer_is_not_cut_short_by_the_wait_for_requests(shared, quick, connect):
-    body = json.dumps({"model": "tiny", "prompt": "a", "max_tokens": 2000, "ignore_eos": True,
-                       "stream": True})
     raw = connect(shared)
-    raw.sendall(f"{HEAD}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+    raw.sendall(sent(max_tokens=2000, ignore_eos=True, stream=True))
     assert b"data: [DONE]" in everything(raw)
 
 
 def test_an_answer_that_is_not_read_is_given_up(live, connect, eventually, monkeypatch):
     monkeypatch.setattr(connection, "WRITE_SECONDS", 0.3)
     made = live()
-    body = json.dumps({"model": "tiny", "prompt": "a", "max_tokens": 60_000, "ignore_eos": True,
-                       "stream": True,
-                       "logprobs": 20})
-    raw = connect(made)
     for listening in made.server.servers[0].sockets:  # or the system holds megabytes of it
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     raw = connect(made)
-    raw.sendall(f"{HEAD}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+    raw.sendall(sent(max_tokens=60_000, ignore_eos=True, stream=True, logprobs=20))
     eventually(lambda: made.engine.stats()["running"])
     eventually(lambda: not made.engine.stats()["running"] and not made.application.guard.active)
     assert made.engine.timing.decode_tokens < 50_000, "it was written to its end for nobody"
-
-
-@pytest.mark.parametrize("text", [
-    "nonsense\r\n\r\n", "GET / HTTP/9.9\r\n\r\n", "GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n",
-    "\x16\x03\x01\x02", "GET / HTTP/1.1\r\n\r\n", "GET / HTTP/1.1\r\nHost: localhost\r\nX: " + "y" * 70_000,
-    HEAD + "Content-Length: -1\r\n\r\n", HEAD + "Content-Length: 1\r\nContent-Length: 2\r\n\r\n",
-    HEAD + "Transfer-Encoding: chunked\r\n\r\nzz\r\n", HEAD + "Transfer-Encoding: gzip\r\n\r\n",
-    "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
-])
-def test_what_is_no_http_is_refused_in_the_usual_shape(shared, quick, connect, text):
-    raw = connect(shared)
-    raw.sendall(text.encode("latin-1"))
-    status, code = error_of(everything(raw))
-    assert status in (400, 403, 408, 431, 501, 505) and code in ("invalid_http", "forbidden_host", "timeout")
 
 
 def test_who_leaves_in_the_middle_of_a_body_is_no_error(live, connect, eventually):

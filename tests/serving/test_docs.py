@@ -17,8 +17,7 @@ def text(root):
 def test_routes(text, shared):
     for route in shared.application.api.routes:
         assert f"{route.path.replace('{name:path}', 'NAME')}`" in text
-    with shared.http as client:
-        described = client.get("/openapi.json").json()["paths"]
+    described = shared.get("/openapi.json").json()["paths"]
     assert {"/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/ready"} <= set(described)
 
 

@@ -60,6 +60,9 @@ REFUSED = {
     "a bare LF in the trailers": (CHUNKED + b"0\r\nX: a\n\nGET /metrics HTTP/1.1\r\n\r\n", 400),
     "HTTP/2": (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 505),
     "HTTP/0.9": (b"GET /health\r\n\r\n", 400),
+    "HTTP/9.9": (GET.replace(b"1.1", b"9.9") + b"\r\n", 505),
+    "no HTTP": (b"nonsense\r\n\r\n", 400),
+    "TLS": (b"\x16\x03\x01\x02", 400),
     "long headers": (GET + b"X: " + b"y" * MAX_HEAD + b"\r\n\r\n", 431),
     "headers that never end": (GET + b"X: " + b"y" * MAX_HEAD, 431),
     "many headers": (GET + b"X: y\r\n" * MAX_HEADERS + b"\r\n", 431),
@@ -117,11 +120,8 @@ def test_a_chunk_has_some_hundred_bytes_on_average():
 @pytest.fixture
 def ask(live):
     """``ask(raw, **options)``: what a server answers, as a list of statuses and bodies; each is complete."""
-    import socket
-
     def send(raw, **options):
-        host, port = live(**options).url.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port)), timeout=60) as connection:
+        with live(**options).connect() as connection:
             connection.sendall(raw)
             answer = b"".join(iter(lambda: connection.recv(2**16), b""))
         return [(int(part.split()[0]), json.loads(part.partition(b"\r\n\r\n")[2]))
@@ -131,7 +131,7 @@ def ask(live):
 
 
 @pytest.mark.parametrize("name", ["both lengths", "chunks in HTTP/1.0", "another coding", "bare LF",
-                                  "long headers", "a bare LF in the trailers"])
+                                  "long headers", "a bare LF in the trailers", "no HTTP", "two hosts"])
 def test_what_is_refused_has_an_answer_of_the_usual_shape_and_nothing_follows_it(ask, name):
     raw, status = REFUSED[name]
     ((answered, body),) = ask(raw + GET + b"\r\n")

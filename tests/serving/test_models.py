@@ -1,7 +1,8 @@
 """Several models in one server: each request gets the one that it names."""
 
 import json
-import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,13 +13,6 @@ from quantkit.serving.errors import ApiError
 from quantkit.serving.models import ServedModels
 from quantkit.support.errors import UsageError
 from quantkit.testing import tiny_model
-
-
-class Named:
-    """Something with a name."""
-
-    def __init__(self, name):
-        self.name = name
 
 
 @pytest.fixture(scope="module")
@@ -40,25 +34,20 @@ def test_each_is_chosen_by_its_name(both, loaded, other):
         answer = client.completions.create(model=name, prompt="the cat", max_tokens=9, temperature=0)
         assert answer.choices[0].text == wanted and answer.model == name
     assert [model.id for model in client.models.list()] == ["a/one", "two"]
+    assert client.models.retrieve("a/one").chat is True
     assert client.models.retrieve("a/one").max_model_len == loaded.config.max_position_embeddings
     assert client.models.retrieve("two").max_model_len == other.config.max_position_embeddings
 
 
 def test_both_at_once(both, loaded, other):
-    answers = {}
-
     def ask(name):
-        answers[name] = both.post("/v1/completions", {"model": name, "prompt": "the cat", "max_tokens": 60,
-                                                      "temperature": 0}).json()["choices"][0]["text"]
+        return both.post("/v1/completions", {"model": name, "prompt": "the cat", "max_tokens": 60,
+                                             "temperature": 0}).json()["choices"][0]["text"]
 
-    threads = [threading.Thread(target=ask, args=[name]) for name in ("a/one", "two")]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for name, model in (("a/one", loaded), ("two", other)):
-        assert answers[name] == generate(model, [model.tokenizer.encode("the cat")],
-                                         Sampling(max_tokens=60))[0].text
+    with ThreadPoolExecutor() as pool:
+        answers = list(pool.map(ask, ("a/one", "two")))
+    assert answers == [generate(model, [model.tokenizer.encode("the cat")], Sampling(max_tokens=60))[0].text
+                       for model in (loaded, other)]
 
 
 def test_an_unknown_name_is_told_what_there_is(both):
@@ -73,6 +62,7 @@ def test_each_has_its_own_state(both, eventually):
     with both.http as client:
         ready = client.get("/ready").json()
         assert set(ready["models"]) == {"a/one", "two"} and ready["max_queue"] == 128
+        assert ready["status"] == "ready" and client.get("/health").json() == {"status": "ok"}
         assert both.post("/v1/completions", {"model": "two", "prompt": "a", "max_tokens": 3,
                                              "ignore_eos": True}).status_code == 200
         eventually(lambda: [client.get("/ready").json()["models"][name]["tokens_generated"]
@@ -82,13 +72,12 @@ def test_each_has_its_own_state(both, eventually):
 
 
 def test_the_description_names_both(both, loaded):
-    with both.http as client:
-        parts = client.get("/openapi.json").json()["components"]["schemas"]
+    parts = both.get("/openapi.json").json()["components"]["schemas"]
     assert parts["ChatRequest"]["properties"]["model"]["enum"] == ["a/one", "two"]
 
 
 def test_names_are_listed_up_to_a_bound():
-    many = ServedModels([Named(f"model-{i}") for i in range(30)])
+    many = ServedModels([SimpleNamespace(name=f"model-{i}") for i in range(30)])
     with pytest.raises(ApiError, match="'model-9' and 20 more") as caught:
         many.find("x" * 10_000)
     assert len(caught.value.detail) < 600
@@ -97,7 +86,23 @@ def test_names_are_listed_up_to_a_bound():
 @pytest.mark.parametrize("names", [[], ["a", "a"]])
 def test_models_that_cant_be(names):
     with pytest.raises(UsageError, match="no model" if not names else "same name"):
-        ServedModels([Named(name) for name in names])
+        ServedModels([SimpleNamespace(name=name) for name in names])
+
+
+def test_all_engines_are_closed_and_the_first_error_is_raised():
+    closed = []
+
+    def model(name):
+        def close():
+            closed.append(name)
+            if name != "c":
+                raise RuntimeError(name)
+
+        return SimpleNamespace(name=name, engine=SimpleNamespace(close=close))
+
+    with pytest.raises(RuntimeError, match="a"):
+        ServedModels([model(name) for name in "abc"]).close()
+    assert closed == ["a", "b", "c"]
 
 
 CITY = {"type": "object", "properties": {"city": {"enum": ["Oslo", "Rome"]}}, "required": ["city"],
@@ -116,39 +121,23 @@ def test_a_real_model_streams_calls_while_another_is_under_load(live, loaded, sm
     plain = {"model": "tiny", "prompt": "the cat", "max_tokens": 80, "temperature": 0}
     whole = client.chat.completions.create(**asked).choices[0]
     text = client.completions.create(**plain).choices[0].text
-    streamed = []
-    texts = []
-    errors = []
 
     def call():
-        name = ""
-        arguments = ""
-        ends = []
-        for chunk in client.chat.completions.create(**asked, stream=True):
-            (choice,) = chunk.choices
-            for part in choice.delta.tool_calls or []:
-                assert part.index == 0
-                name += part.function.name or ""
-                arguments += part.function.arguments or ""
-            ends += [choice.finish_reason] if choice.finish_reason else []
-        streamed.append((name, arguments, ends))
+        parts = [part for chunk in client.chat.completions.create(**asked, stream=True)
+                 for part in chunk.choices]
+        calls = [call for part in parts for call in part.delta.tool_calls or []]
+        assert {call.index for call in calls} == {0}
+        return ("".join(call.function.name or "" for call in calls),
+                "".join(call.function.arguments or "" for call in calls),
+                [part.finish_reason for part in parts if part.finish_reason])
 
     def complete():
-        texts.append("".join(chunk.choices[0].text
-                             for chunk in client.completions.create(**plain, stream=True)))
+        return "".join(chunk.choices[0].text for chunk in client.completions.create(**plain, stream=True))
 
-    def asking(work):
-        try:
-            work()
-        except Exception as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=asking, args=[work]) for work in (call, complete, complete) * 2]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(6) as pool:
+        calls = [pool.submit(call) for _ in range(2)]
+        texts = [pool.submit(complete) for _ in range(4)]
     (made,) = whole.message.tool_calls
-    assert not errors and texts == [text] * 4
+    assert [one.result() for one in texts] == [text] * 4
     assert made.function.name == "weather" and json.loads(made.function.arguments)["city"] in ("Oslo", "Rome")
-    assert streamed == [("weather", made.function.arguments, ["tool_calls"])] * 2
+    assert [one.result() for one in calls] == [("weather", made.function.arguments, ["tool_calls"])] * 2

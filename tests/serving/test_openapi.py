@@ -17,8 +17,7 @@ CONTEXT = 8192
 
 @pytest.fixture(scope="module")
 def described(shared):
-    with shared.http as client:
-        return client.get("/openapi.json").json()
+    return shared.get("/openapi.json").json()
 
 
 @pytest.fixture(scope="module", params=[[], ["--strict-requests"]], ids=["lenient", "strict"])
@@ -74,8 +73,8 @@ def test_the_models_limits_are_in_it(server, request):
     include = described["components"]["schemas"]["ResponsesRequest"]["properties"]["include"]["anyOf"]
     items = next(option["items"] for option in include if "items" in option)
     assert (items == {"type": "string"}) == (server == "shared"), "others are left out"
-    ids = next(option for option in text["prompt"]["anyOf"] if option.get("items",
-                                                                          {}).get("type") == "integer")
+    ids = next(option for option in text["prompt"]["anyOf"]
+               if option.get("items", {}).get("type") == "integer")
     assert ids["items"]["maximum"] == config.vocab_size - 1 and ids["items"]["minimum"] == 0
 
 
@@ -83,9 +82,9 @@ def test_the_models_limits_are_in_it(server, request):
 def test_null_means_the_default_as_described(server, request):
     shared = request.getfixturevalue(server)
     described = shared.http.get("/openapi.json").json()
-    for name, path, body in (("ChatRequest", "/v1/chat/completions", {"messages": [{"role": "user",
-                                                                                    "content": "a"}]}),
-                             ("CompletionRequest", "/v1/completions", {"prompt": "a"})):
+    for name, path, body in (
+            ("ChatRequest", "/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+            ("CompletionRequest", "/v1/completions", {"prompt": "a"})):
         schema = described["components"]["schemas"][name]
         optional = set(schema["properties"]) - set(schema["required"])
         nulls = dict.fromkeys(optional) | {"unheard_of": None, "max_tokens": 1}
@@ -115,6 +114,7 @@ def test_every_error_has_the_one_shape_and_streams_their_type(described):
 def test_events_are_what_is_described(shared, described, path, asked, chunk):
     answer = shared.post(path, {**asked, "max_tokens": 3, "stream": True,
                                 "stream_options": {"include_usage": True}})
+    assert answer.headers["content-type"].startswith("text/event-stream")
     *events, last = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
     assert last == "[DONE]" and len(events) > 3
     for event in events:
@@ -126,8 +126,7 @@ def test_events_are_what_is_described(shared, described, path, asked, chunk):
 
 def test_a_key_is_described(live):
     made = live(key="sesame-1234")
-    with made.http as client:
-        described = client.get("/openapi.json", headers={"authorization": "Bearer sesame-1234"}).json()
+    described = made.get("/openapi.json", headers={"authorization": "Bearer sesame-1234"}).json()
     assert described["components"]["securitySchemes"]["key"]["scheme"] == "bearer"
     assert described["security"] == [{"key": []},
         {"header": []}] and described["paths"]["/health"]["get"]["security"] == []

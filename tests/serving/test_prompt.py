@@ -11,7 +11,7 @@ from quantkit.testing import tiny_tokenizer
 from quantkit.text import library
 from quantkit.text.tokenizer import Tokenizer
 
-CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+from .conftest import CHAT, TEXT
 
 
 @pytest.fixture

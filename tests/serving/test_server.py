@@ -1,14 +1,15 @@
-"""Sockets, and the end of a process (its signals are tested with the command)."""
+"""Sockets, and what an ending server doesn't wait for (its signals are tested with the command)."""
 
 import asyncio
 import socket
 
 import httpx
-import openai
 import pytest
 
 from quantkit.serving.address import bind, is_loopback, url
 from quantkit.support.errors import QuantkitError, UsageError
+
+from .conftest import HEAD, sent
 
 
 def test_a_free_port_is_taken_and_said():
@@ -31,11 +32,6 @@ def test_what_others_can_reach_needs_a_key(host):
     assert "no API key" in caught.value.what or "can't be bound" in caught.value.what
 
 
-def test_with_a_key_it_may_be_reached():
-    with bind("0.0.0.0", 0, has_key=True) as bound:
-        assert not is_loopback(bound) and url(bound).startswith("http://127.0.0.1:")
-
-
 def test_names():
     with bind("localhost", 0, has_key=False) as bound:
         assert is_loopback(bound)
@@ -45,37 +41,17 @@ def test_names():
         bind("192.0.2.1", 0, has_key=True)
 
 
-def test_draining_lets_streams_reach_their_end_and_takes_nothing_new(live, eventually):
-    made = live()
-    stream = made.openai().completions.create(model="tiny", prompt="a", max_tokens=300, stream=True,
-                                              extra_body={"ignore_eos": True})
-    next(iter(stream))
-    drained = asyncio.run_coroutine_threadsafe(made.application.drain(60), made.loop)
-    eventually(lambda: made.application.draining)
-    with made.http as client:
-        ready = client.get("/ready")
-        assert ready.status_code == 503 and ready.json()["error"]["code"] == "shutting_down"
-        assert ready.headers["retry-after"] and client.get("/health").status_code == 200
-    refused = made.post("/v1/completions", {"prompt": "a"})
-    assert refused.status_code == 503 and refused.json()["error"]["code"] == "shutting_down"
-    chunks = list(stream)
-    assert chunks[-1].choices[0].finish_reason == "length"
-    assert drained.result(60) is True
-
-
 def test_draining_waits_for_no_body_that_never_comes(live, eventually, monkeypatch):
     monkeypatch.setattr("quantkit.serving.guard.LAST_BODY", 0.1)
     made = live()
-    base = httpx.URL(made.url)
-    host, port = base.host, base.port
-    head = (f"POST /v1/completions HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Type: application/json\r\n"
-            "Content-Length: 100\r\n\r\n{").encode()
-    with socket.create_connection((host, port)) as stuck:
+    head = f"{HEAD}Content-Length: 100\r\n\r\n{{".encode()
+    with made.connect() as stuck:
         stuck.sendall(head)
         eventually(lambda: made.application.guard.active == 1)
         assert asyncio.run_coroutine_threadsafe(made.application.drain(30), made.loop).result(60) is True
         assert stuck.recv(2000).startswith(b"HTTP/1.1 503 ")
-    with socket.create_connection((host, port)) as late:
+    assert made.get("/ready").headers["retry-after"] and made.get("/health").status_code == 200
+    with made.connect() as late:
         late.sendall(head)
         assert late.recv(2000).startswith(b"HTTP/1.1 503 ")
 
@@ -86,27 +62,13 @@ def test_ending_waits_for_no_answer_that_is_never_read(live, eventually, monkeyp
     made.server.config.timeout_graceful_shutdown = None
     for listening in made.server.servers[0].sockets:  # or the system takes all of the answer
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-    body = '{"model": "tiny", "prompt": "a", "max_tokens": 60, "ignore_eos": true, "logprobs": 20}'
     with socket.socket() as unread:
         unread.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         unread.connect((httpx.URL(made.url).host, httpx.URL(made.url).port))
-        asked = ("POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-                 f"Content-Length: {len(body)}\r\n\r\n{body}")
-        unread.sendall(2 * asked.encode())
+        unread.sendall(2 * sent(max_tokens=60, ignore_eos=True, logprobs=20))
         eventually(lambda: made.engine.stats()["tokens_generated"] == 120)
         eventually(lambda: not made.application.guard.active)
         (stuck,) = made.server.server_state.connections
         assert stuck.transport.get_write_buffer_size(), "there is something left to send"
         made.server.should_exit = True
         eventually(lambda: not made.server.server_state.connections)
-
-
-def test_draining_has_an_end(live):
-    made = live()
-    stream = made.openai().completions.create(model="tiny", prompt="a", max_tokens=60_000, stream=True,
-                                              extra_body={"ignore_eos": True})
-    next(iter(stream))
-    assert asyncio.run_coroutine_threadsafe(made.application.drain(0.05), made.loop).result(60) is False
-    made.engine.close()
-    with pytest.raises(openai.APIError, match="shutting down"):
-        list(stream)

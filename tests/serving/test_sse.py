@@ -2,19 +2,17 @@
 
 import pytest
 
+from .conftest import CHAT, MESSAGES, RESPONSES, TEXT, asked
+
 PROMPT = "the cat sat " * 2000
 
 
-@pytest.mark.parametrize(("path", "body", "sign"), [
-    ("/v1/messages", {"max_tokens": 2}, 'event: ping\ndata: {"type":"ping"}'),
-    ("/v1/responses", {"input": PROMPT, "max_output_tokens": 2}, "event: response.in_progress"),
-    ("/v1/chat/completions", {"max_tokens": 2}, ": keep-alive"),
-    ("/v1/completions", {"prompt": PROMPT, "max_tokens": 2}, ": keep-alive")])
-def test_clients_are_told_that_a_long_prompt_is_being_read(live, monkeypatch, path, body, sign):
+@pytest.mark.parametrize(("path", "sign"), [
+    (MESSAGES, 'event: ping\ndata: {"type":"ping"}'), (RESPONSES, "event: response.in_progress"),
+    (CHAT, ": keep-alive"), (TEXT, ": keep-alive")])
+def test_clients_are_told_that_a_long_prompt_is_being_read(live, monkeypatch, path, sign):
     monkeypatch.setattr("quantkit.serving.sse.QUIET_SECONDS", 0.001)
-    if path in ("/v1/messages", "/v1/chat/completions"):
-        body = {**body, "messages": [{"role": "user", "content": PROMPT}]}
-    text = live().post(path, {**body, "stream": True}).text
+    text = live().post(path, {**asked(path, PROMPT, 2), "stream": True}).text
     blocks = text.split("\n\n")
     assert sum(block.startswith(sign) for block in blocks) > 1
 

@@ -7,10 +7,10 @@ import pytest
 from quantkit.serving.settings import MAX_SALT
 from quantkit.serving.work import prefix_salt
 
+from .conftest import APIS, asked
+
 SECRET = "the patient is Mr. Smith, and what he has is " * 12
-CHAT = {"messages": [{"role": "user", "content": SECRET}], "max_tokens": 16}
-BODIES = {"/v1/completions": {"prompt": SECRET}, "/v1/chat/completions": CHAT,
-          "/v1/responses": {"input": SECRET, "max_output_tokens": 16}, "/v1/messages": CHAT}
+BODIES = {path: asked(path, SECRET) for path in APIS}
 KEYS = ("sesame-1", "sesame-2")
 
 
@@ -79,8 +79,7 @@ def test_each_key_sees_the_trace_of_its_own_requests(keeping, eventually):
     made = keeping(keys=KEYS)
 
     def trace(key):
-        with made.http as client:
-            answer = client.get("/trace", headers={"Authorization": f"Bearer {key}"}).json()
+        answer = made.get("/trace", headers={"Authorization": f"Bearer {key}"}).json()
         return {span["request"] for model in answer["models"] for span in model["spans"]
                 if span["kind"] == "end"}
 

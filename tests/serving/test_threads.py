@@ -1,8 +1,6 @@
 """How many prompts are read at once, who waits, and who is forgotten."""
 
 import asyncio
-import json
-import socket
 import threading
 
 import pytest
@@ -14,41 +12,9 @@ from quantkit.serving.models import ServedEngine
 from quantkit.serving.threads import BoundedThreads
 from quantkit.text.tokenizer import Tokenizer
 
+from .conftest import sent
+
 PATH = "/v1/completions"
-
-
-def test_so_many_run_at_once_and_all_are_answered():
-    async def run():
-        threads = BoundedThreads(2, 20)
-        running = 0
-        max_running = 0
-        lock = threading.Lock()
-
-        def work(number):
-            nonlocal running, max_running
-            with lock:
-                running += 1
-                max_running = max(max_running, running)
-            threading.Event().wait(0.02)
-            with lock:
-                running -= 1
-            return number
-
-        found = await asyncio.gather(*(threads.run(lambda i=i: work(i)) for i in range(12)))
-        assert found == list(range(12)) and max_running == 2
-
-    asyncio.run(run())
-
-
-def test_errors_come_back_and_leave_the_thread_free():
-    async def run():
-        threads = BoundedThreads(1, 5)
-        for _ in range(3):
-            with pytest.raises(ZeroDivisionError):
-                await threads.run(lambda: 1 / 0)
-        assert await threads.run(lambda: 5) == 5
-
-    asyncio.run(run())
 
 
 def test_a_thread_that_cant_be_started_takes_no_place(monkeypatch):
@@ -112,13 +78,10 @@ def held(monkeypatch):
 def test_requests_that_are_read_slowly_hold_up_nobody_else_and_are_forgotten(live, held, eventually):
     texts, going = held
     made = live(max_queue=3)
-    host, port = made.url.removeprefix("http://").split(":")
 
     def ask(text):
-        body = json.dumps({"model": "tiny", "prompt": text, "max_tokens": 1})
-        raw = socket.create_connection((host, int(port)), timeout=60)
-        raw.sendall(f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-                    f"Content-Length: {len(body)}\r\n\r\n{body}".encode())
+        raw = made.connect()
+        raw.sendall(sent(prompt=text, max_tokens=1))
         return raw
 
     stream = made.openai().completions.create(model="tiny", prompt=[5], max_tokens=30_000, stream=True,
@@ -131,8 +94,7 @@ def test_requests_that_are_read_slowly_hold_up_nobody_else_and_are_forgotten(liv
     eventually(lambda: made.application.guard.active == 1 + respond.PREPARING + 3)
     for _ in range(20):
         assert next(iter(stream)).choices, "others' tokens go on"
-    with made.http as client:
-        assert client.get("/health").status_code == 200
+    assert made.get("/health").status_code == 200
     refused = made.post(PATH, {"prompt": "a"})
     assert refused.status_code == 503 and refused.json()["error"]["code"] == "overloaded"
     assert refused.headers["retry-after"]

@@ -9,15 +9,11 @@ import pytest
 from quantkit.runtime.drafting.ngram import NgramDrafter
 from quantkit.serving.timeline import TraceResponse
 
-CHAT = {"messages": [{"role": "user", "content": "the cat"}], "ignore_eos": True}
-PATHS = {"/v1/chat/completions": CHAT | {"max_tokens": 7}, "/v1/responses": {"input": "the cat"},
-         "/v1/completions": {"prompt": "the cat", "max_tokens": 7, "ignore_eos": True},
-         "/v1/messages": {"messages": CHAT["messages"], "max_tokens": 7}}
+from .conftest import APIS, CHAT, TEXT, asked
 
 
 def trace(made, since=None):
-    with made.http as client:
-        answer = client.get("/trace", params={} if since is None else {"since": since})
+    answer = made.get("/trace", params={} if since is None else {"since": since})
     assert answer.status_code == 200 and answer.headers["content-type"] == "application/json"
     TraceResponse.model_validate_json(answer.text, strict=True)
     return answer.json()
@@ -32,12 +28,12 @@ def ended(made, count):
     return lambda: sum(span["kind"] == "end" for span in spans(trace(made))) >= count
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", APIS)
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_answers_id_names_its_spans(live, eventually, path, stream):
     made = live()
-    answer = made.post(path, PATHS[path] | {"stream": stream, "max_output_tokens": 16} if "responses" in path
-                       else PATHS[path] | {"stream": stream})
+    body = asked(path, most=7) | ({"ignore_eos": True} if path in (CHAT, TEXT) else {})
+    answer = made.post(path, body | {"stream": stream})
     assert answer.status_code == 200
     event = json.loads(next(line for line in answer.text.splitlines() if line.startswith("data: "))[6:]) if (
         stream) else answer.json()
@@ -57,7 +53,7 @@ def test_the_answers_id_names_its_spans(live, eventually, path, stream):
 
 def test_choices(live, eventually):
     made = live()
-    answer = made.post("/v1/chat/completions", CHAT | {"n": 3, "max_tokens": 5}).json()
+    answer = made.post(CHAT, asked(CHAT, most=5) | {"n": 3, "ignore_eos": True}).json()
     eventually(ended(made, 3))
     choices = defaultdict(int)
     for span in spans(trace(made), answer["id"]):
@@ -75,8 +71,7 @@ def test_whoever_polls_gets_everything_once(live, eventually):
     answer = trace(made)
     assert spans(answer) == [] and 0 < answer["now"] < trace(made)["now"]
     polled, since = [], answer["now"]
-    with made.openai().completions.create(model="tiny", prompt="a", max_tokens=300, stream=True,
-                                          extra_body={"ignore_eos": True}) as stream:
+    with made.endless(300) as stream:
         for number, _ in enumerate(stream):
             if number % 20 == 0:
                 answer = trace(made, since)
@@ -86,17 +81,6 @@ def test_whoever_polls_gets_everything_once(live, eventually):
     every = spans(trace(made))
     assert polled + spans(answer) == every and [span["kind"] for span in every].count("decode") == 300
     assert spans(trace(made, answer["now"])) == [] and trace(made, answer["now"])["models"][0]["steps"] == []
-
-
-def test_who_leaves_is_cancelled(live, eventually):
-    made = live()
-    stream = made.openai().completions.create(model="tiny", prompt="a", max_tokens=50_000, stream=True,
-                                              extra_body={"ignore_eos": True})
-    name = next(iter(stream)).id
-    assert trace(made)["models"][0]["stats"]["running"] == 1
-    stream.close()
-    eventually(ended(made, 1))
-    assert spans(trace(made), name)[-1]["reason"] == "cancelled"
 
 
 def test_the_state_of_the_cache(live):
@@ -121,15 +105,8 @@ def test_the_state_of_the_cache(live):
 @pytest.mark.parametrize(("since", "status"), [
     ("0", 200), ("1e3", 200), ("12", 200), ("-1", 400), ("nan", 400), ("inf", 400), ("soon", 400), ("", 400)])
 def test_since(shared, since, status):
-    with shared.http as client:
-        answer = client.get(f"/trace?since={since}")
+    answer = shared.get(f"/trace?since={since}")
     assert answer.status_code == status
     if status == 400:
         error = answer.json()["error"]
         assert error["param"] == "since" and error["code"] == "invalid_value", error
-
-
-@pytest.mark.parametrize(("key", "status"), [("sesame-1234", 200), ("sesame", 401)])
-def test_it_needs_the_key(live, key, status):
-    with live(key="sesame-1234").http as client:
-        assert client.get("/trace", headers={"authorization": f"Bearer {key}"}).status_code == status

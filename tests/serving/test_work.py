@@ -1,12 +1,13 @@
 """A client that leaves frees what it held, whatever it was waiting for."""
 
-import json
-import socket
 from contextlib import contextmanager
 
 import pytest
 
-ENDLESS = {"model": "tiny", "prompt": "a", "max_tokens": 60_000, "ignore_eos": True}
+from .conftest import sent
+from .test_metrics import read
+from .test_trace import ended, spans, trace
+
 PATH = "/v1/completions"
 
 
@@ -28,27 +29,20 @@ def idle(eventually):
 @contextmanager
 def asking(made, **body):
     """A client that asks, and leaves at the end of the block without having read a thing."""
-    host, port = made.url.removeprefix("http://").split(":")
-    text = json.dumps({**ENDLESS, **body})
-    with socket.create_connection((host, int(port))) as raw:
-        raw.sendall(f"POST {PATH} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
-                    f"Content-Length: {len(text)}\r\n\r\n{text}".encode())
+    with made.connect() as raw:
+        raw.sendall(sent(**{"max_tokens": 60_000, "ignore_eos": True, **body}))
         yield
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_leaving_while_it_is_written(live, idle, eventually, stream):
-    made = live()
-    with asking(made, stream=stream):
-        eventually(lambda: made.engine.timing.decode_tokens > 3)
-    idle(made)
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_leaving_during_prefill(live, idle, eventually, stream):
-    made = live()
-    with asking(made, stream=stream, prompt=[5] * 60_000, max_tokens=1000):
-        eventually(lambda: made.engine.timing.prefill_tokens)
+@pytest.mark.parametrize(("body", "counted"), [
+    pytest.param({}, "decode_tokens", id="while it is written"),
+    pytest.param({"prompt": [5] * 60_000, "max_tokens": 1000}, "prefill_tokens", id="during prefill"),
+    pytest.param({"n": 5}, "decode_tokens", id="several choices")])
+def test_leaving(live, idle, eventually, body, counted, stream):
+    made = live(max_batch=2)
+    with asking(made, stream=stream, **body):
+        eventually(lambda: getattr(made.engine.timing, counted) > 3)
     idle(made)
     assert made.engine.timing.prefill_tokens < 50_000, "the prompt was read to its end for nobody"
 
@@ -65,19 +59,15 @@ def test_leaving_the_queue(live, idle, eventually, stream):
     idle(made)
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_leaving_several_choices(live, idle, eventually, stream):
-    made = live(max_batch=2)
-    with asking(made, n=5, stream=stream):
-        eventually(lambda: made.engine.timing.decode_tokens > 3)
-    idle(made)
-
-
-def test_the_official_client_stops_a_stream(live, idle):
+def test_the_official_client_stops_a_stream(live, idle, eventually):
     made = live()
-    with made.openai().completions.create(model="tiny", prompt="a", max_tokens=60_000, stream=True,
-                                          extra_body={"ignore_eos": True}) as stream:
-        assert next(iter(stream)).choices
+    with made.endless() as stream:
+        name = next(iter(stream)).id
+        assert trace(made)["models"][0]["stats"]["running"] == 1
+        assert read(made)[0]["vllm:num_requests_running"].value == 1
+    eventually(ended(made, 1))
+    assert spans(trace(made), name)[-1]["reason"] == "cancelled"
+    eventually(lambda: read(made)[0]["vllm:request_success_totalabort"].value == 1)
     idle(made)
 
 

@@ -1,7 +1,5 @@
 """``/v1/messages``: every answer and every event is what the official client's types say."""
 
-import json
-
 import anthropic
 import pytest
 from anthropic.types import Message, RawMessageStreamEvent
@@ -10,13 +8,15 @@ from pydantic import TypeAdapter
 from quantkit.runtime.generate import generate
 from quantkit.runtime.sampler import Sampling
 
+from ..conftest import events
+
 PATH = "/v1/messages"
 GREEDY = {"temperature": 0}
 """The newest client has no parameter for it."""
 USER = [{"role": "user", "content": "the cat"}]
 TOOL = {"name": "look", "description": "Look.",
         "input_schema": {"type": "object", "properties": {"place": {"type": "string"}}}}
-EVENT = TypeAdapter(RawMessageStreamEvent)
+EVENT: TypeAdapter = TypeAdapter(RawMessageStreamEvent)
 
 
 @pytest.fixture
@@ -26,18 +26,6 @@ def client(shared):
 
 def post(shared, **body):
     return shared.post(PATH, {"messages": USER, "max_tokens": 30, **body})
-
-
-def events(answer):
-    assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/event-stream")
-    sent = []
-    for block in answer.text.split("\n\n")[:-1]:
-        name, data = block.split("\n")
-        event = json.loads(data.removeprefix("data: "))
-        assert name == f"event: {event['type']}"
-        EVENT.validate_python(event)
-        sent.append(event)
-    return sent
 
 
 def test_a_text(client, loaded):
@@ -62,9 +50,16 @@ def test_a_stop_sequence_is_named(client):
     assert answer.content[0].text == whole[:whole.index(stop)]
 
 
-def test_a_whole_turn_in_blocks(client, scripted):
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_whole_turn_in_blocks(client, scripted, stream):
     scripted()
-    answer = client.messages.create(model="tiny", messages=USER, max_tokens=30, tools=[TOOL])
+    options = {"model": "tiny", "messages": USER, "max_tokens": 30, "tools": [TOOL]}
+    if stream:
+        with client.messages.stream(**options) as stream:
+            assert "".join(stream.text_stream) == "Let me look."
+            answer = stream.get_final_message()
+    else:
+        answer = client.messages.create(**options)
     Message.model_validate(answer.model_dump())
     assert [block.type for block in answer.content] == ["thinking", "text", "tool_use", "tool_use"]
     thinking, text, call, other = answer.content
@@ -75,7 +70,7 @@ def test_a_whole_turn_in_blocks(client, scripted):
 
 def test_events_come_in_their_order(shared, scripted):
     scripted()
-    sent = events(post(shared, tools=[TOOL], stream=True, **GREEDY))
+    sent = events(post(shared, tools=[TOOL], stream=True, **GREEDY), EVENT)
     assert [sent[0]["type"], sent[-2]["type"], sent[-1]["type"]] == ["message_start", "message_delta",
                                                                         "message_stop"]
     inside = [event for event in sent if event["type"].startswith("content_block")]
@@ -87,15 +82,6 @@ def test_events_come_in_their_order(shared, scripted):
             "content_block_delta"}
     assert sent[-2]["delta"] == {"stop_reason": "max_tokens", "stop_sequence": None}
     assert sent[-2]["usage"]["output_tokens"] == 30
-
-
-def test_the_official_client_streams(client, scripted):
-    scripted()
-    with client.messages.stream(model="tiny", messages=USER, max_tokens=30, tools=[TOOL]) as stream:
-        assert "".join(stream.text_stream) == "Let me look."
-        final = stream.get_final_message()
-    assert [block.type for block in final.content] == ["thinking", "text", "tool_use", "tool_use"]
-    assert final.content[2].input == {"place": "here"}
 
 
 def test_one_call_alone_ends_the_turn_with_tool_use(client, scripted):
@@ -155,46 +141,3 @@ def test_errors_have_its_shape(shared, strict, live):
             "x-api-key": key, "anthropic-version": "2023-06-01"})
         assert answer.status_code == status
     assert answer.json()["error"]["type"] == "authentication_error"
-
-
-@pytest.mark.parametrize(("change", "said"), [
-    ({"max_tokens": None}, "max_tokens"), ({"messages": []}, "messages: it is empty"),
-    ({"temperature": 1.5}, "temperature"),
-    ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0]"),
-    ({"tool_choice": {"type": "any"}}, "no tools"), ({"tool_choice": {"type": "some"}}, "tool_choice.type"),
-    ({"mcp_servers": [{"url": "http://127.0.0.1:9/"}]}, "mcp_servers"), ({"container": "x"}, "container"),
-    ({"messages": [*USER, {"role": "assistant", "content": "He"}]}, "going on with it is not supported"),
-    ({"messages": [{"role": "user", "content": [{"type": "image", "source": {
-        "type": "url", "url": "http://127.0.0.1:9/"}}]}]}, "messages[0].content[0].type"),
-    ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]},
-     "messages[0].content[0].tool_use_id"),
-    ({"messages": [{"role": "user", "content": [
-        {"type": "text", "text": "a"}, {"type": "tool_use", "id": "a", "name": "look", "input": {}}]}]},
-     "tool_use blocks can't be in a turn of the role 'user'"),
-    ({"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": "a"}]}]}, "only assistant"),
-    ({"messages": [{"role": "user", "content": [{"type": "redacted_thinking"}]}]}, "only assistant"),
-    ({"messages": [*USER, {"role": "assistant", "content": [{"type": "tool_result", "tool_use_id": "a"}]},
-                   *USER]}, "only user"),
-    ({"stop_sequences": ["a"] * 17}, "at most 16"), ({"unheard_of": 1}, "unheard_of"),
-])
-def test_what_cant_be_is_refused_by_name(strict, change, said):
-    answer = post(strict, **change)
-    assert answer.status_code == 400 and said in answer.json()["error"]["message"], answer.text
-
-
-def test_what_changes_nothing_is_taken(shared):
-    harmless = {"metadata": {"user_id": "me"}, "service_tier": "auto", "stop_sequences": [], "top_k": 5,
-                "tools": [],
-                "thinking": {"type": "enabled", "budget_tokens": 1024}, "mcp_servers": []}
-    assert post(shared, **harmless, max_tokens=1).status_code == 200
-
-
-def test_an_error_in_a_stream_is_an_event(live, monkeypatch):
-    made = live()
-    kind, count = type(made.engine.loaded.model), iter(range(100))
-    push = kind.forward
-    monkeypatch.setattr(kind, "forward", lambda self, *args, **options: (
-        1 / 0 if next(count) == 2 else push(self, *args, **options)))
-    answer = made.post(PATH, {"messages": USER, "max_tokens": 9, "stream": True, "temperature": 0})
-    assert answer.text.split("\n\n")[-2].split("\n")[0] == "event: error"
-    assert json.loads(answer.text.split("\n\n")[-2].split("data: ")[1])["error"]["type"] == "api_error"

@@ -1,8 +1,6 @@
 """Tools, reasoning and structure in chat completions, as the official client reads them."""
 
-import json
 
-import openai
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
@@ -87,71 +85,6 @@ def test_no_choice_means_no_tools(shared, prepared, tools):
     assert prepared[0][1] == ()
 
 
-def refused(answer, param, said):
-    assert answer.status_code == 400, answer.text
-    assert answer.json()["error"]["param"] == param and said in answer.json()["error"]["message"]
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize(("change", "param", "said"), [
-    ({"tool_choice": "required"}, "tool_choice", "no tools"),
-    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "pattern"),
-    ({"tools": [{"type": "web_search"}]}, "tools[0].type", "function"),
-    ({"tools": [{"type": "function", "function": {"name": "a"}}] * 129}, "tools", "at most 128"),
-    ({"tools": [{"type": "function", "function": {"name": "a"}}] * 2}, "tools", "same name"),
-    ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"x": "y" * 200_000}}}]},
-     "tools[0].function.parameters", "at most 131072"),
-    ({"tools": [{"type": "function", "function": {"name": "a"}}],
-      "tool_choice": {"type": "function", "function": {"name": "b"}}}, "tool_choice", "'b'"),
-    ({"response_format": {"type": "xml"}}, "response_format.type", "json_schema"),
-    ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.json_schema.name",
-     "missing"),
-    ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "structured_outputs",
-     "more than one"),
-    ({"guided_json": "{]"}, "guided_json", "can't be read"),
-    ({"guided_choice": []}, "guided_choice", "empty"),
-    ({"guided_regex": "x" * 9000}, "guided_regex", "at most 8192"),
-    ({"structured_outputs": {"json_object": True, "disable_any_whitespace": True}},
-     "structured_outputs.disable_any_whitespace", "not supported"),
-    ({"structured_outputs": {"json_object": True, "disable_additional_properties": True}},
-     "structured_outputs.disable_additional_properties", "not supported"),
-    ({"priority": 1}, "priority", "--scheduling-policy priority"),
-    ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag", "not supported"),
-    ({"chat_template_kwargs": {"messages": "x"}}, "chat_template_kwargs", "messages"),
-    ({"chat_template_kwargs": {"date": "<|im_end|>"}}, "chat_template_kwargs.date", "pattern"),
-    ({"chat_template_kwargs": {"date": [1]}}, "chat_template_kwargs.date", "must be"),
-    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id", "which call"),
-    ({"messages": [{"role": "assistant", "tool_calls": [{**CALL, "function": {
-        "name": "a", "arguments": "{"}}]}]}, "messages[0].tool_calls[0].function.arguments", "JSON object"),
-    ({"messages": [USER] * 5000}, "messages", "at most 4096"),
-    ({"logit_bias": {"x": 1}}, "logit_bias.x", "pattern"),
-    ({"logit_bias": {"5": 101}}, "logit_bias.5", "100"),
-    ({"presence_penalty": 3}, "presence_penalty", "2"), ({"kv": "nothing-like-it"}, "kv", "nothing-like-it"),
-    ({"priority": 2**40}, "priority", "less"),
-])
-def test_what_cant_be_is_refused_by_name(strict, change, param, said):
-    refused(strict.post(PATH, {"messages": [USER], "max_tokens": 1, **change}), param, said)
-
-
-def deep(levels):
-    return {"a": deep(levels - 1)} if levels else {}
-
-
-def test_a_schema_has_limits(shared):
-    body = {"messages": [USER], "max_tokens": 1, "response_format": {"type": "json_schema", "json_schema": {
-        "name": "x", "schema": deep(40)}}}
-    refused(shared.post(PATH, body), "response_format.json_schema.schema", "deeper than 32")
-    text = json.dumps({**body, "model": "tiny"}).replace('"a"', '"\\ud800"', 1)
-    with shared.http as client:
-        answer = client.post(PATH, content=text, headers={"content-type": "application/json"})
-    assert answer.status_code == 400
-
-
-def test_an_unknown_token_has_no_bias(shared):
-    refused(shared.post(PATH, {"messages": [USER], "max_tokens": 1, "logit_bias": {"99999": 1}}), None,
-            "99999")
-
-
 def test_a_bias_decides(shared):
     token = shared.loaded.tokenizer.encode("z", special=False)[0]
     answer = ask(shared.openai(), max_tokens=3, logit_bias={str(token): 100})
@@ -159,9 +92,3 @@ def test_a_bias_decides(shared):
     penalized = ask(shared.openai(), max_tokens=8, presence_penalty=2, frequency_penalty=2)
     plain = ask(shared.openai(), max_tokens=8)
     assert penalized.choices[0].message.content != plain.choices[0].message.content
-
-
-def test_messages_limits_hold_for_the_official_client(shared):
-    with pytest.raises(openai.BadRequestError):
-        ask(shared.openai(), messages=[{"role": "user", "content": [
-            {"type": "image_url", "image_url": {"url": "http://127.0.0.1:9/"}}]}])

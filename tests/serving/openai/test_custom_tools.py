@@ -10,7 +10,9 @@ from quantkit.serving.models import ServedEngine
 from quantkit.serving.openai.response_tools import InputText, input_text
 from quantkit.structure.base import ToolCallDelta
 from quantkit.structure.grammar import CompiledStructure
-from tests.serving.openai.test_responses import events
+
+from ..conftest import events
+from .test_responses import EVENT
 
 PATH = "/v1/responses"
 PATCH = {"type": "custom", "name": "apply_patch", "description": "Edits files.",
@@ -51,7 +53,7 @@ def test_calls_are_what_the_client_gave(shared, scripted):
 
 def test_a_plain_text_is_streamed(shared, scripted):
     scripted(CALLS)
-    sent = events(shared.post(PATH, {**ASKED, "tools": [PATCH, MCP], "stream": True}))
+    sent = events(shared.post(PATH, {**ASKED, "tools": [PATCH, MCP], "stream": True}), EVENT)
     deltas = [event for event in sent if event["type"] == "response.custom_tool_call_input.delta"]
     assert "".join(event["delta"] for event in deltas) == TEXT + "x" and len(deltas) > 5
     done = [event["input"] for event in sent if event["type"] == "response.custom_tool_call_input.done"]

@@ -28,10 +28,6 @@ def test_a_part_of_a_character_has_no_bytes(texts, loaded):
     assert len(ids) > 1 and all(texts.bytes(token) is None for token in ids)
 
 
-def test_special_tokens_are_written_out(texts, loaded):
-    assert texts.text(loaded.tokenizer.bos_id) == "<s>"
-
-
 def test_of_tokens_that_look_alike_the_likeliest_stays(texts, loaded):
     one, two = loaded.tokenizer.encode("猫", special=False)[:2]
     assert texts.text(one) == texts.text(two)
@@ -43,11 +39,6 @@ def test_minus_infinity_is_a_number_that_json_has(texts, loaded):
     info = TokenInfo(5, "", -math.inf, ((6, -1.0), (5, -math.inf)))
     assert chat_logprobs([info], texts)["content"][0]["logprob"] == -9999.0
     assert text_logprobs([info], texts, nowhere(loaded))["token_logprobs"] == [-9999.0]
-
-
-def test_a_prompts_first_token_has_none(texts, loaded):
-    out = text_logprobs([TokenInfo(5, ""), TokenInfo(6, "", -1.0)], texts, nowhere(loaded))
-    assert out["token_logprobs"] == [None, -1.0] and out["top_logprobs"] == [None, {texts.text(6): -1.0}]
 
 
 def nowhere(loaded):
@@ -74,8 +65,3 @@ def test_a_part_of_a_character_begins_where_it_does(loaded):
     ids, offsets = offsets_of(loaded, "a猫b")
     assert len(ids) > 4 and offsets[:2] == [0, 0] and set(offsets[2:len(ids) - 1]) == {1}
     assert offsets[len(ids) - 1:len(ids) + 1] == [2, 3]
-
-
-def test_special_tokens_of_a_prompt_given_as_ids_are_shown(loaded):
-    ids, offsets = offsets_of(loaded, "the cat", "<s>the cat")
-    assert offsets[:2] == [0, 3] and offsets[len(ids)] == len("<s>the cat")

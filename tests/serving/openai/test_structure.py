@@ -7,6 +7,8 @@ import pytest
 
 pytest.importorskip("llguidance", reason="structured output needs the extra 'structure'")
 
+from ..conftest import CHAT, MESSAGES, RESPONSES, asked, called
+
 USER = [{"role": "user", "content": "the cat"}]
 SCHEMA = {"type": "object", "properties": {"place": {"enum": ["here", "there"]}, "loud": {"type": "boolean"}},
           "required": ["place", "loud"], "additionalProperties": False}
@@ -14,9 +16,14 @@ NAMED = {"name": "look", "description": "Look.", "parameters": SCHEMA}
 
 
 def chat(shared, **body):
-    answer = shared.post("/v1/chat/completions", {"messages": USER, "max_tokens": 4000, "seed": 3, **body})
+    answer = shared.post(CHAT, {"messages": USER, "max_tokens": 4000, "seed": 3, **body})
     assert answer.status_code == 200, answer.text
     return answer.json()["choices"][0]
+
+
+def ended(answer):
+    return answer["choices"][0]["finish_reason"] if "choices" in answer else (
+        answer.get("stop_reason") or answer["status"])
 
 
 def right(arguments):
@@ -24,12 +31,32 @@ def right(arguments):
     return value["place"] in ("here", "there") and isinstance(value["loud"], bool) and len(value) == 2
 
 
-@pytest.mark.parametrize("body", [
-    {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},
-    {"structured_outputs": {"json": SCHEMA}}, {"guided_json": SCHEMA}, {"guided_json": json.dumps(SCHEMA)}])
-def test_json_by_a_schema(shared, body):
-    choice = chat(shared, **body)
-    assert right(choice["message"]["content"]) and choice["finish_reason"] == "stop"
+@pytest.mark.parametrize(("path", "body"), [
+    (CHAT, {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}}),
+    (CHAT, {"structured_outputs": {"json": SCHEMA}}), (CHAT, {"guided_json": SCHEMA}),
+    (CHAT, {"guided_json": json.dumps(SCHEMA)}),
+    (RESPONSES, {"text": {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}}}),
+    (MESSAGES, {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}})])
+def test_json_by_a_schema(shared, path, body):
+    answer = shared.post(path, {**asked(path, most=4000), **body}).json()
+    calls, text = called(path, answer)
+    assert right(text) and not calls and ended(answer) in ("stop", "completed", "end_turn")
+
+
+ONE = {"parallel_tool_calls": False}
+
+
+@pytest.mark.parametrize(("path", "body"), [
+    *((CHAT, {"tools": [{"type": "function", "function": NAMED}], "tool_choice": choice, **ONE})
+      for choice in ("required", {"type": "function", "function": {"name": "look"}})),
+    (RESPONSES, {"tools": [{"type": "function", **NAMED}], "tool_choice": "required", **ONE}),
+    (MESSAGES, {"tools": [{"name": "look", "input_schema": SCHEMA}],
+                "tool_choice": {"type": "any", "disable_parallel_tool_use": True}})])
+def test_a_call_that_must_be(shared, path, body):
+    answer = shared.post(path, {**asked(path, most=4000), **body}).json()
+    ((name, arguments),), text = called(path, answer)
+    assert name == "look" and right(arguments) and not text
+    assert ended(answer) in ("tool_calls", "completed", "tool_use")
 
 
 @pytest.mark.parametrize(("body", "allowed"), [
@@ -40,15 +67,6 @@ def test_other_structures_in_chat_and_completions(shared, body, allowed):
     assert chat(shared, **body)["message"]["content"] in allowed
     text = shared.post("/v1/completions", {"prompt": "a", "max_tokens": 50, **body}).json()["choices"][0]
     assert text["text"] in allowed and text["finish_reason"] == "stop"
-
-
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "look"}}])
-def test_a_call_that_must_be(shared, choice):
-    answer = chat(shared, tools=[{"type": "function", "function": NAMED}], tool_choice=choice,
-                  parallel_tool_calls=False)
-    (call,) = answer["message"]["tool_calls"]
-    assert call["function"]["name"] == "look" and right(call["function"]["arguments"])
-    assert answer["finish_reason"] == "tool_calls" and answer["message"]["content"] is None
 
 
 def test_tools_beside_a_structure(shared):
@@ -65,34 +83,9 @@ def test_tools_beside_a_structure(shared):
 
 
 def test_choices_of_one_request_each_have_their_own(shared):
-    answer = shared.post("/v1/chat/completions", {"messages": USER, "max_tokens": 4000, "n": 4, "seed": 1,
+    answer = shared.post(CHAT, {"messages": USER, "max_tokens": 4000, "n": 4, "seed": 1,
                                                   "guided_json": SCHEMA})
     assert all(right(choice["message"]["content"]) for choice in answer.json()["choices"])
-
-
-def test_responses(shared):
-    answer = shared.openai().responses.create(
-        model="tiny", input="the cat", max_output_tokens=4000,
-        text={"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}})
-    assert right(answer.output_text)
-    answer = shared.openai().responses.create(
-        model="tiny", input="the cat", max_output_tokens=4000, tools=[{"type": "function", **NAMED}],
-        tool_choice="required", parallel_tool_calls=False)
-    (call,) = answer.output
-    assert call.type == "function_call" and right(call.arguments) and answer.status == "completed"
-
-
-def test_messages(shared):
-    body = {"messages": USER, "max_tokens": 4000}
-    answer = shared.post("/v1/messages", {**body, "output_config": {"format": {
-        "type": "json_schema", "schema": SCHEMA}}}).json()
-    assert right(answer["content"][0]["text"])
-    answer = shared.post("/v1/messages", {
-        **body, "tools": [{"name": "look", "input_schema": SCHEMA}],
-        "tool_choice": {"type": "any", "disable_parallel_tool_use": True}}).json()
-    (call,) = answer["content"]
-    assert call["type"] == "tool_use" and right(json.dumps(call["input"]))
-    assert answer["stop_reason"] == "tool_use"
 
 
 ODD = {"type": "object", "properties": {"to": {"type": "string", "format": "date", "pattern": "(?=a)"},
@@ -106,14 +99,14 @@ def odd(strict):
     named = {"name": "look", "strict": strict}
     text = {"type": "json_schema", "name": "x", "schema": ODD, "strict": strict}
     return {
-        "chat": ("/v1/chat/completions", {"messages": USER, "response_format": {
+        "chat": (CHAT, {"messages": USER, "response_format": {
             "type": "json_schema", "json_schema": {"name": "x", "schema": ODD, "strict": strict}}}),
-        "chat tool": ("/v1/chat/completions", {"messages": USER, "tool_choice": "required", "tools": [
+        "chat tool": (CHAT, {"messages": USER, "tool_choice": "required", "tools": [
             {"type": "function", "function": {**named, "parameters": ODD}}]}),
-        "response": ("/v1/responses", {"input": "the cat", "text": {"format": text}}),
-        "response tool": ("/v1/responses", {"input": "the cat", "tool_choice": "required", "tools": [
+        "response": (RESPONSES, {"input": "the cat", "text": {"format": text}}),
+        "response tool": (RESPONSES, {"input": "the cat", "tool_choice": "required", "tools": [
             {"type": "function", **named, "parameters": ODD}]}),
-        "message tool": ("/v1/messages", {"messages": USER, "max_tokens": 3, "tool_choice": {"type": "any"},
+        "message tool": (MESSAGES, {"messages": USER, "max_tokens": 3, "tool_choice": {"type": "any"},
                                           "tools": [{**named, "input_schema": ODD}]})}
 
 
@@ -137,8 +130,8 @@ def test_strict_schemas_are_refused_with_the_places_that_cant_be_kept(shared, ki
 
 
 @pytest.mark.parametrize(("path", "body"), [
-    ("/v1/chat/completions", {"messages": USER, "guided_json": ODD}),
-    ("/v1/messages", {"messages": USER, "max_tokens": 3, "output_config": {"format": {
+    (CHAT, {"messages": USER, "guided_json": ODD}),
+    (MESSAGES, {"messages": USER, "max_tokens": 3, "output_config": {"format": {
         "type": "json_schema", "schema": ODD}}})])
 def test_schemas_that_have_no_strict_are_strict(shared, path, body):
     answer = shared.post(path, body)
@@ -157,7 +150,7 @@ def test_a_tool_without_parameters_is_called_with_an_empty_object(shared, functi
 @pytest.mark.parametrize("body", [{"guided_regex": "(?=a)b"}, {"guided_grammar": "start: nothing_like_it"},
                                   {"guided_json": {"type": "nothing"}}])
 def test_what_cant_be_compiled_is_refused(shared, body):
-    answer = shared.post("/v1/chat/completions", {"messages": USER, "max_tokens": 5, **body})
+    answer = shared.post(CHAT, {"messages": USER, "max_tokens": 5, **body})
     assert answer.status_code == 400 and answer.json()["error"]["code"] == "invalid_structure", answer.text
     assert shared.errors == []
 
@@ -167,7 +160,7 @@ def test_a_custom_tools_input_is_of_its_grammar(shared):
                                ("regex", 'a"\\n[0-9]\\\\?')):
         tool = {"type": "custom", "name": "edit", "format": {
             "type": "grammar", "syntax": syntax, "definition": definition}}
-        answer = shared.post("/v1/responses", {
+        answer = shared.post(RESPONSES, {
             "input": "a", "max_output_tokens": 200, "tools": [tool],
             "tool_choice": {"type": "custom", "name": "edit"}})
         assert answer.status_code == 200 and "quantkit-ignored" not in answer.headers, answer.headers

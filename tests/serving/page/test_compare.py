@@ -14,12 +14,6 @@ expect = playwright.expect
 
 
 @pytest.fixture(scope="module")
-def twin(folder):
-    """The shared tiny model once more: an engine needs one of its own."""
-    return load(str(folder))
-
-
-@pytest.fixture(scope="module")
 def similar(tmp_path_factory):
     """The shared tiny model with slightly other weights."""
     folder = tiny_model(tmp_path_factory.mktemp("compare") / "similar", dtype="float32")
@@ -74,16 +68,7 @@ def test_answers_and_their_figures_stand_above_the_fold(live, loaded, twin, visi
         assert figures["y"] + figures["height"] < form["y"] - 100, "whatever the length of an answer"
 
 
-def test_equal_models_have_equal_answers(live, loaded, twin, visit):
-    page = visit(live(models={"one": loaded, "other": twin}).url)
-    compare(page, "the cat")
-    expect(page.locator(".verdict")).to_have_text("The answers are equal: 12 tokens.")
-    assert page.locator("mark").count() == 0
-    bodies = page.locator(".side-text").all_text_contents()
-    assert bodies[0] == bodies[1]
-
-
-def test_both_get_the_same_parameters(live, loaded, twin, visit):
+def test_equal_models_get_the_same_parameters_and_have_equal_answers(live, loaded, twin, visit):
     page = visit(live(models={"one": loaded, "other": twin}).url)
     bodies = []
     page.on("request", lambda request: request.method == "POST" and bodies.append(request.post_data_json))
@@ -94,6 +79,10 @@ def test_both_get_the_same_parameters(live, loaded, twin, visit):
     first, second = sorted(bodies, key=lambda body: body["model"])
     assert first == {**second, "model": "one"} and first["temperature"] == 0
     assert [message["content"] for message in first["messages"]] == ["Be brief.", "the cat"]
+    expect(page.locator(".verdict")).to_have_text("The answers are equal: 12 tokens.")
+    assert page.locator("mark").count() == 0
+    shown = page.locator(".side-text").all_text_contents()
+    assert shown[0] == shown[1]
 
 
 def test_it_stops_and_goes_back_to_the_chat(live, loaded, twin, visit, eventually):

@@ -6,19 +6,12 @@ from itertools import product
 import pytest
 
 from quantkit.runtime.drafting.base import parse_drafter
-from quantkit.runtime.loader import load
 
 from .conftest import ask, playwright
 
 expect = playwright.expect
 WIDE = ("# A heading\n\n" + "long" * 60 + "\n\n| " + " | ".join("column" for _ in range(12)) + " |\n|"
         + "---|" * 12 + "\n\n```python\n" + "code = 1; " * 40 + "\n```\n\nhttps://a.example/" + "path" * 40)
-
-
-@pytest.fixture(scope="module")
-def twin(folder):
-    """The shared tiny model once more: an engine needs one of its own."""
-    return load(str(folder))
 
 
 def overflow(page):

@@ -270,18 +270,3 @@ def test_after_a_slow_frame_the_text_waits(page):
       } finally { [window.requestAnimationFrame, performance.now] = real; }
     }""")
     assert shown == ["a", "a", "a", "a", "aaaaa"]
-
-
-def test_what_is_finished_is_made_once(page):
-    kept = page.evaluate("""() => {
-      const root = element("div"), view = new MarkdownView(root), seen = [];
-      const show = (text) => { view.text += text; view.render(false); };
-      show("# Title\\n\\nfirst paragraph\\n\\nsecond\\n");
-      seen.push(root.children[0], root.children[1]);
-      show("grows\\n\\n```py\\na = 1\\n");
-      seen.push(root.children[2], root.children[3]);
-      show("b = 2\\nc = 3\\n");
-      const same = seen.map((node, index) => node === root.children[index]);
-      return [same, root.querySelector("pre").textContent];
-    }""")
-    assert kept == [[True, True, True, True], "a = 1\nb = 2\nc = 3\n"]

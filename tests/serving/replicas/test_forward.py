@@ -132,62 +132,47 @@ def test_a_request_ends_no_more_than_two_replicas(path, kind):
     assert len(replicas.requests) == 2
 
 
+async def visit(replicas, leaves, **options):
+    """The messages that a client gets which leaves as soon as ``leaves`` holds of the last one."""
+    bodies = [{"type": "http.request", "body": b"{}", "more_body": False}]
+    sent = []
+    left = asyncio.Event()
+
+    async def receive():
+        if bodies:
+            return bodies.pop()
+        await left.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        sent.append(message)
+        if leaves(message):
+            left.set()
+
+    scope = {"type": "http", "method": "POST", "path": CHAT, "headers": [(b"host", b"localhost")]}
+    app = create_replicated_app(replicas, **options)
+    async with asyncio.timeout(60):
+        await app(scope, receive, send)
+    assert app.guard.active == 0 and len(replicas.requests) == 1
+    return sent
+
+
 def test_a_client_that_leaves_cancels_the_request():
     async def run():
-        replicas, leave = Scripted([[START, event("data: 1\n\n")], asyncio.Event()]), asyncio.Event()
-        bodies = [{"type": "http.request", "body": b"{}", "more_body": False}]
-        sent = []
-
-        async def receive():
-            if bodies:
-                return bodies.pop()
-            await leave.wait()
-            return {"type": "http.disconnect"}
-
-        async def send(message):
-            sent.append(message)
-            if len(sent) == 2:
-                leave.set()
-
-        scope = {"type": "http", "method": "POST", "path": CHAT, "headers": [(b"host", b"localhost")]}
-        app = create_replicated_app(replicas)
-        async with asyncio.timeout(60):
-            await app(scope, receive, send)
-        assert app.guard.active == 0 and len(sent) == 2
+        replicas = Scripted([[START, event("data: 1\n\n")], asyncio.Event()])
+        assert len(await visit(replicas, lambda message: "body" in message)) == 2
         return replicas
 
-    replicas = asyncio.run(run())
-    assert replicas.cancelled == 1 and len(replicas.requests) == 1
+    assert asyncio.run(run()).cancelled == 1
 
 
 @pytest.mark.parametrize("rest", [[], [[{"type": REPORT, "errors": [QuantkitError("it failed")]}]], [LOST]])
 def test_a_complete_answer_is_neither_cancelled_nor_called_lost(rest):
     """A client that has all of its answer leaves before the replica's generator has ended."""
-    async def run():
-        replicas = Scripted([[START, event("data: 1\n\n"), END], *rest])
-        bodies = [{"type": "http.request", "body": b"{}", "more_body": False}]
-        sent = []
-        complete = asyncio.Event()
-        errors = []
-
-        async def receive():
-            if bodies:
-                return bodies.pop()
-            await complete.wait()
-            return {"type": "http.disconnect"}
-
-        async def send(message):
-            sent.append(message)
-            if message["type"] == "http.response.body" and not message["more_body"]:
-                complete.set()
-
-        scope = {"type": "http", "method": "POST", "path": CHAT, "headers": [(b"host", b"localhost")]}
-        async with asyncio.timeout(60):
-            await create_replicated_app(replicas, on_error=errors.append)(scope, receive, send)
-        return replicas, sent, errors
-
-    replicas, sent, errors = asyncio.run(run())
-    assert replicas.cancelled == 0 and len(replicas.requests) == 1
+    replicas, errors = Scripted([[START, event("data: 1\n\n"), END], *rest]), []
+    sent = asyncio.run(visit(replicas, lambda message: message.get("more_body") is False,
+                             on_error=errors.append))
+    assert replicas.cancelled == 0
     assert [message.get("body") for message in sent] == [None, b"data: 1\n\n", b""]
     assert [error.what for error in errors] == ["it failed"] * (bool(rest) and rest != [LOST])
 
