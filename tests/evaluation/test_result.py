@@ -28,11 +28,6 @@ def test_a_row_begins_with_the_promised_keys_whatever_was_measured():
     assert full["top1"] == 0.9 and full["intervals"] == {"top1": [0.8, 0.95]} and full["peak_bytes"] == 5
 
 
-def test_a_metric_of_a_plugin_has_its_key_too():
-    row = ModelResult("m", "bf16", 16.0, 100, metrics={"flips": Interval(0.1, 0.1, 0.2)}).to_dict()
-    assert row["flips"] == 0.1 and row["intervals"]["flips"] == [0.1, 0.2]
-
-
 @pytest.mark.parametrize("ruined", [math.inf, math.nan])
 def test_what_json_cannot_say_is_null(ruined):
     broken = Interval(ruined, 1.0, ruined)

@@ -51,24 +51,6 @@ def alone(loaded, request):
     return float(scores.sum()), bool((logits.argmax(-1) == targets).all())
 
 
-def greedy_request(loaded, context):
-    """What greedy decoding itself writes."""
-    ids = list(context)
-    with torch.inference_mode():
-        for _ in range(3):
-            ids.append(int(loaded.model(torch.tensor([ids]))[0, -1].argmax()))
-    return ScoringRequest(context, tuple(ids[len(context):]))
-
-
-@pytest.mark.parametrize("batch", [1, 3, 16])
-def test_equals_one_at_a_time(exact, batch):
-    requests = [*some_requests(), greedy_request(exact, (10, 20, 30))]
-    for request, found in zip(requests, Scorer(exact, batch=batch).score(requests), strict=True):
-        logprob, greedy = alone(exact, request)
-        assert found.logprob == pytest.approx(logprob, abs=1e-4) and found.greedy == greedy
-    assert found.greedy, "the last request is what the model itself writes"
-
-
 def fed_to(monkeypatch, loaded):
     """The number of tokens of each step that the model takes from now on."""
     steps, hidden = [], type(loaded.model).hidden
@@ -193,21 +175,6 @@ def test_through_a_cache_it_is_what_decoding_reads(exact, kv):
         logprob, greedy, _ = decoded(exact, kv, request)
         assert found.logprob == pytest.approx(logprob, abs=bound) and found.greedy == greedy
     assert found.greedy
-
-
-def test_compression_is_really_there(exact):
-    request = some_requests(1)[0]
-    request = ScoringRequest(tuple(range(4, 124)), request.continuation)
-    plain = Scorer(exact).score([request])[0].logprob
-    assert abs(Scorer(exact, parse_kv("bf16")).score([request])[0].logprob - plain) < 0.2
-    assert abs(Scorer(exact, parse_kv("window(8)")).score([request])[0].logprob - plain) > 0.2
-
-
-def test_through_a_cache_neither_batch_nor_order_matter(exact):
-    requests = some_requests()
-    one = Scorer(exact, parse_kv("int8"), batch=1).score(requests)
-    other = Scorer(exact, parse_kv("int8"), batch=16).score(requests[::-1])[::-1]
-    assert one == other
 
 
 def test_a_context_is_read_once(exact, monkeypatch):
