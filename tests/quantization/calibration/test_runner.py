@@ -126,13 +126,6 @@ def test_one_layer_is_read_at_a_time_and_dropped(model: Model) -> None:
     assert layer() is None
 
 
-def test_observers_are_taken_away(model: Model) -> None:
-    runner = model.runner()
-    runner.measure(0)
-    assert runner._layer is not None
-    assert all(linear.observer is None for linear in runner._layer.linears().values())
-
-
 def test_layers_come_in_order(model: Model) -> None:
     runner = model.runner()
     with pytest.raises(ValueError, match="layer 1 was asked for"):
@@ -150,14 +143,6 @@ def test_a_value_that_is_not_finite_names_sample_and_layer(model: Model) -> None
     model.tensors["model.embed_tokens.weight"][word, 5] = float("nan")
     with pytest.raises(CalibrationError, match=r"after the embedding is NaN or infinite in .* window 3"):
         LayerRunner(model.config, model.weights, tokens)
-
-
-def test_a_layer_that_overflows_is_named(model: Model) -> None:
-    model.tensors["model.layers.1.mlp.down_proj.weight"][:] = 3e38
-    runner = model.runner()
-    runner.advance(0, {})
-    with pytest.raises(CalibrationError, match=r"output of model\.layers\.1\.mlp\.down_proj .* window 0"):
-        runner.advance(1, {})
 
 
 def test_the_first_tensor_that_is_not_finite_is_named(model: Model) -> None:
