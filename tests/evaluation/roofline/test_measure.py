@@ -139,13 +139,6 @@ def test_nothing_to_measure_is_an_error(loaded, options):
     assert "512" in caught.value.why
 
 
-def test_progress_ends_at_its_total(loaded):
-    events = []
-    measure_roofline(loaded, rows=(1, 20), contexts=(5,), progress=events.append)
-    assert [event.done for event in events] == list(range(1, len(events) + 1))
-    assert {event.total for event in events} == {len(events)}
-
-
 def test_the_fastest_measurement_is_the_ceiling(monkeypatch):
     rates = iter([9.0, 1.0, 3.0, 2.0])
     monkeypatch.setattr(ceilings, "bandwidth", lambda device: lambda: next(rates))
@@ -180,11 +173,6 @@ def test_it_is_bound_by_compute_from_there_on_and_by_memory_before(fixed, row, o
     first = cost.bound_from(CEILINGS)
     assert cost.bound(first, CEILINGS) == cost.bound(10 * first, CEILINGS) == "compute"
     assert first == 1 or cost.bound(first - 1, CEILINGS) == "memory"
-
-
-def test_where_a_rows_own_bytes_take_longer_there_is_no_such_number():
-    assert OperatorCost(1000, 10, {"int8": 100}).bound_from(CEILINGS) is None
-    assert OperatorCost(0, 11, {"int8": 100}).bound_from(CEILINGS) is None
 
 
 @pytest.mark.parametrize(("label", "arithmetic"), [

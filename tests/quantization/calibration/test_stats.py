@@ -30,17 +30,6 @@ def test_wide_inputs_are_summed_in_blocks() -> None:
     torch.testing.assert_close(hessian, (x.double().T @ x.double() / 50).float(), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_value_that_is_not_finite_names_the_layer(bad: float) -> None:
-    observer = HessianObserver("model.layers.3.mlp.down_proj")
-    x = torch.ones(2, 4)
-    observer(x)
-    x[1, 2] = bad
-    with pytest.raises(CalibrationError, match=r"input of model\.layers\.3\.mlp\.down_proj") as caught:
-        observer(x)
-    assert "1 of 8 values" in str(caught.value.why)
-
-
 def test_overflow_and_nothing_seen() -> None:
     with pytest.raises(CalibrationError, match="no calibration token reached x"):
         HessianObserver("x").result()
