@@ -2,7 +2,6 @@
 
 import gc
 import weakref
-from typing import Any
 
 import pytest
 import torch
@@ -22,12 +21,8 @@ from quantkit.quantization.methods.rounding import RTN as METHOD
 from quantkit.quantization.methods.rounding import RtnOptions
 from quantkit.support.errors import CalibrationError
 from quantkit.testing import tiny_weights
+from tests.helpers.shapes import THREE_LAYERS
 
-HF_CONFIG: dict[str, Any] = {
-    "model_type": "llama", "vocab_size": 50, "hidden_size": 32, "intermediate_size": 48,
-    "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_act": "silu",
-    "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": True,
-    "torch_dtype": "float32"}
 TOKENS = torch.randint(0, 50, (5, 12), generator=torch.Generator().manual_seed(0))
 
 
@@ -35,8 +30,8 @@ class Model:
     """Tensors by name, and which of them were asked for."""
 
     def __init__(self) -> None:
-        self.tensors, self.asked = tiny_weights(HF_CONFIG), list[str]()
-        self.config: ModelConfig = parse_config(HF_CONFIG)
+        self.tensors, self.asked = tiny_weights(THREE_LAYERS), list[str]()
+        self.config: ModelConfig = parse_config(THREE_LAYERS)
         self.weights = Weights(self._tensor, self.tensors.__contains__, torch.float32)
 
     def _tensor(self, name: str) -> torch.Tensor:

@@ -9,11 +9,9 @@ from quantkit.models.decoder import CausalLM
 from quantkit.models.linear import Weights
 from quantkit.quantization.calibration.runner import LayerRunner
 from quantkit.testing import tiny_weights
+from tests.helpers.shapes import THREE_LAYERS
 
-LLAMA = {"model_type": "llama", "vocab_size": 50, "hidden_size": 32, "intermediate_size": 48,
-         "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_act": "silu",
-         "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
-         "tie_word_embeddings": True, "torch_dtype": "float32"}
+LLAMA = THREE_LAYERS | {"num_hidden_layers": 2}
 GEMMA2 = LLAMA | {"model_type": "gemma2", "head_dim": 8, "hidden_act": "gelu_pytorch_tanh",
                   "hidden_activation": "gelu_pytorch_tanh", "sliding_window": 8,
                   "query_pre_attn_scalar": 8, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
