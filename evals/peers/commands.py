@@ -1,4 +1,5 @@
-"""What the scripts of this folder share: quantkit's command, and a model as every tool reads it."""
+"""What the scripts of this folder share: quantkit's command, a model as every tool reads it, and the
+environment of another tool's process."""
 
 from __future__ import annotations
 
@@ -13,14 +14,19 @@ from safetensors.torch import save_file
 from quantkit.sources.open import open_source
 
 
-def quantkit(*arguments: str, threads: int | None = None, fails: bool = False) -> str:
+def quantkit(*arguments: str, fails: bool = False) -> str:
     """What a command of quantkit prints. Exits if it fails, unless it may."""
-    env = dict(os.environ) if threads is None else {**os.environ, "OMP_NUM_THREADS": str(threads)}
     done = subprocess.run([sys.executable, "-m", "quantkit.cli.main", *arguments], capture_output=True,
-                          text=True, check=False, env=env)
+                          text=True, check=False)
     if done.returncode and not fails:
         sys.exit(f"quantkit {' '.join(arguments)} failed: {done.stderr.strip()[-500:]}")
     return done.stdout
+
+
+def without_pythonpath(**more: str) -> dict[str, str]:
+    """Of a process in another environment, which must not find this one's packages, nor the hub."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {
+        "HF_HUB_OFFLINE": "1", **more}
 
 
 def plain_folder(uri: str, folder: Path) -> None:

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
+from commands import without_pythonpath
 from safetensors.torch import save_file
 
 from quantkit.cli.present import table
@@ -65,10 +65,8 @@ def theirs(args: argparse.Namespace, name: str, options: dict[str, Any], tokens:
     """The same by kvpress."""
     out = args.work / f"{name}.json"
     spec = {"press": name, "options": {"compression_ratio": 0.5, **options}, "threads": args.threads}
-    environment = {**os.environ, "OMP_NUM_THREADS": str(args.threads), "HF_HUB_OFFLINE": "1"}
-    environment.pop("PYTHONPATH", None)
     command = [args.kvpress, str(SCRIPT), str(args.model), str(tokens), str(out), json.dumps(spec)]
-    subprocess.run(command, check=True, env=environment)
+    subprocess.run(command, check=True, env=without_pythonpath(OMP_NUM_THREADS=str(args.threads)))
     result: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
     return result
 

@@ -48,7 +48,7 @@ def test_every_footnote_is_used_and_every_cell_is_of_one_kind():
 
 
 def measured(name: str, engine: str) -> dict[str, list[float]]:
-    """Of a result of ``load_exports.py``: format → the shares of equal tokens of what an engine loaded."""
+    """Of a result of ``engines.py exports``: format → the shares of equal tokens of what an engine loaded."""
     shares = defaultdict(list)
     for row in json.loads((ROOT / "evals" / "results" / name).read_text(encoding="utf-8"))["rows"]:
         if row["engine"] == engine and row["loads"]:

@@ -182,8 +182,8 @@ def options(family: str, k: SideLayout, v: SideLayout, d: int) -> dict[str, int]
         stages = 3
     options = {"STAGES": stages, "num_warps": 4 if wide else 2}
     # without a bound ptxas gives up registers for occupancy there, and spills
-    eight = family == "blackwell" and k.bits == v.bits == 8 and not wide
-    return options | ({"maxnreg": 255} if eight else {})
+    bound = family == "blackwell" and not wide and (d <= 64 or k.bits == v.bits == 8)
+    return options | ({"maxnreg": 255} if bound else {})
 
 
 @dataclass(frozen=True)

@@ -1,22 +1,36 @@
-"""A small HTTP client that notes when each event of a stream arrives, for the benchmarks in this folder.
+"""What the load generator stands on: prompts, a streaming HTTP client, and the process of a server.
 
-It speaks HTTP/1.1 over asyncio's sockets, with one connection for each request. While a stream runs, it only
-finds the ends of events and takes the time; JSON is parsed after the last byte. So it takes little of the
-cores that it shares with the server, and :class:`Clock` says how little.
+The client notes when each event of a stream arrives. It speaks HTTP/1.1 over asyncio's sockets, with one
+connection for each request. While a stream runs, it only finds the ends of events and takes the time; JSON is
+parsed after the last byte. So it takes little of the cores that it shares with the server, and :class:`Clock`
+says how little.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import random
 import time
 import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import psutil
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+TASKS = ("Summarize this text in a few sentences.", "Explain this text to a beginner.",
+         "List the most important points of this text.", "What would you ask the author of this text?")
+SHORT = ("What is the capital of France?", "Write a haiku about rain.", "Explain photosynthesis.",
+         "List five prime numbers.", "Who was Ada Lovelace?", "How does a bicycle work?",
+         "Translate 'good morning' into German.", "Give me three names for a cat.")
+LENGTHS = ((0.35, 0, 0), (0.40, 300, 1500), (0.25, 2000, 5000))
+"""Share of requests and the least and the most characters of text in them; about 4 characters are a token."""
 LIMIT = 2**24
 """Bytes of a line or a body that are read at most."""
 
@@ -208,3 +222,95 @@ def named(urls: list[str]) -> dict[str, str]:
         url = (url if sep else text).rstrip("/").removesuffix("/v1")
         servers[name if sep else urlsplit(url).netloc] = url
     return servers
+
+
+@dataclass(frozen=True)
+class PromptRequest:
+    """One user's message and how many tokens the answer has."""
+
+    message: str
+    max_tokens: int
+
+
+@cache
+def words() -> tuple[str, ...]:
+    """All words of the documents' prose, in order: tables and code have more tokens a character."""
+    return tuple(word for path in sorted(DOCS.glob("*.md")) if path.name != "cli.md"
+                 for line in path.read_text(encoding="utf-8").splitlines()
+                 if not line.startswith(("|", "    ", "#", "`")) for word in line.split())
+
+
+def text(random_: random.Random, characters: int) -> str:
+    """A stretch of the documents of about this length, at a place that is drawn."""
+    source = words()
+    place = random_.randrange(len(source))
+    taken = []
+    length = 0
+    while length < characters:
+        taken.append(source[place % len(source)])
+        length += len(taken[-1]) + 1
+        place += 1
+    return " ".join(taken)
+
+
+def requests(seed: str, count: int, least: int = 32, longest: int = 160) -> list[PromptRequest]:
+    """A list that depends on the seed alone.
+
+    Each message begins with words of its own, so that no server can take it from a cache by accident. The
+    three kinds of :data:`LENGTHS` are mixed in exact shares, in an order that is drawn.
+    """
+    random_ = random.Random(seed)
+    made = []
+    for index in range(count):
+        share, bounds = (index + 0.5) / count, LENGTHS[-1]
+        for bounds in LENGTHS:
+            share -= bounds[0]
+            if share < 0:
+                break
+        salt = f"{random_.choice(words())} {random_.randrange(10**6)}."
+        body = text(random_, random_.randint(bounds[1], bounds[2])) if bounds[2] else ""
+        message = f"{salt} {random_.choice(TASKS)}\n\n{body}" if body else f"{salt} {random_.choice(SHORT)}"
+        made.append(PromptRequest(message, random_.randint(least, longest)))
+    random_.shuffle(made)
+    return made
+
+
+def server_process(url: str) -> psutil.Process | None:
+    """Who listens there; ``None`` if it is another machine or another user's process."""
+    port = urlsplit(url).port or 80
+    for process in psutil.process_iter():
+        try:
+            for connection in process.net_connections(kind="tcp"):
+                if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port:
+                    return process
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    return None
+
+
+def family(process: psutil.Process) -> list[psutil.Process]:
+    """The process and all below it."""
+    return [process, *process.children(recursive=True)]
+
+
+def cpu_seconds(process: psutil.Process) -> float:
+    """CPU time of a server so far, in user and system mode."""
+    total = 0.0
+    for member in family(process):
+        try:
+            times = member.cpu_times()
+            total += times.user + times.system
+        except psutil.NoSuchProcess:
+            continue
+    return total
+
+
+def resident(process: psutil.Process) -> int:
+    """Bytes in memory; pages that several processes share count for each of them."""
+    total = 0
+    for member in family(process):
+        try:
+            total += member.memory_info().rss
+        except psutil.NoSuchProcess:
+            continue
+    return total
