@@ -127,15 +127,6 @@ def test_the_command(cli_results, cli):
     assert math.isfinite(data["variants"][1]["changes"][0]["change"])
 
 
-def test_the_command_with_unlike_results(cli_results, cli, tmp_path):
-    other = measured()
-    other.protocol = dataclasses.replace(other.protocol, window=256)
-    (tmp_path / "results.json").write_text(json.dumps(other.to_dict()))
-    done = cli("compare", cli_results[0], tmp_path)
-    assert done.exit_code == 2 and "window: 512 and 256" in done.stderr
-    assert cli("compare", tmp_path / "none", tmp_path).exit_code == 2
-
-
 @pytest.fixture
 def cli_results(tmp_path):
     """A folder and a file."""

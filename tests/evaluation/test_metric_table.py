@@ -113,14 +113,6 @@ def test_a_plugin_changes_neither_fingerprint_nor_other_numbers(register, tiny):
     assert after == before
 
 
-def test_a_metric_that_fails_is_absent_and_the_evaluation_goes_on(register, tiny):
-    register("mine", replace(MINE, score=lambda r, c, t: t[10_000]))
-    with pytest.warns(UserWarning, match="'agreement' of quantkit-mine was left out: IndexError"):
-        data = evaluate([str(tiny)], EvalSettings(window=16, windows=2, speed=False)).to_dict()
-    assert "agreement" not in data["results"][0] and "agreement" not in data["metrics"]
-    assert data["results"][0]["top1"] == 1.0
-
-
 @pytest.mark.parametrize(("plot", "words"), [("kl_maen", "no such metric"),
                                              ("decode_tok_s", "isn't measured"),
                                              ("kl_exact", "--noise-floor only")])

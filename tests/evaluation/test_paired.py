@@ -76,13 +76,6 @@ def test_a_distance_is_compared_with_the_noise_and_not_with_nothing():
     assert table["top1", ""].difference == pytest.approx(-table["flips", ""].difference)
 
 
-def test_two_candidates_distances_are_pairs_like_others():
-    kl = np.abs(np.random.default_rng(1).normal(0.2, 0.05, 20))
-    rows = [row({"t": {"kl_mean": list(kl * factor)}}) for factor in (1, 0.8)]
-    outcome = compared(*rows)["kl_mean", ""]
-    assert outcome.verdict == "better" and outcome.test == "sign flips over windows"
-
-
 def test_right_and_wrong_answers():
     before = [1.0] * 60 + [0.0] * 40
     after = [1.0] * 50 + [0.0] * 10 + [1.0] * 2 + [0.0] * 38

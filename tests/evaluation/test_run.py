@@ -51,14 +51,6 @@ def test_quality_is_the_same_twice_and_speed_can_be_left_out(tiny, int4):
     assert one["protocol"]["repeats"] == 0
 
 
-def test_the_text_decides_the_fingerprint(tiny, tmp_path):
-    (tmp_path / "a.txt").write_text("the other text " * 200)
-    mine = evaluate([str(tiny)], EvalSettings(text=str(tmp_path / "a.txt"), window=32, windows=4,
-                                              speed=False))
-    assert mine.protocol.text == "a.txt"
-    assert mine.protocol.fingerprint != evaluate([str(tiny)], QUALITY).protocol.fingerprint
-
-
 @pytest.mark.parametrize("bad", [{"window": 1}, {"windows": 0}, {"prefill": 0}, {"decode": 0},
                                  {"repeats": 0}])
 def test_settings_that_make_no_sense(bad):

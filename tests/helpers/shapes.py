@@ -11,6 +11,11 @@ from quantkit.testing import tiny_tokenizer
 HIDDEN, INTER, VOCAB, LAYERS = 64, 96, 80, 3
 CHANNEL8 = {"bits": 8, "granularity": {"strategy": "channel"}}
 GROUP4 = {"bits": 4, "granularity": {"strategy": "group", "size": 32}}
+THREE_LAYERS = {"model_type": "llama", "vocab_size": 50, "hidden_size": 32, "intermediate_size": 48,
+                "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+                "hidden_act": "silu", "max_position_embeddings": 64, "rms_norm_eps": 1e-5,
+                "rope_theta": 10000.0, "tie_word_embeddings": True, "torch_dtype": "float32"}
+"""A whole config, small enough to go through layer by layer beside an oracle."""
 NF4 = {"kind": "nf", "bits": 4, "granularity": {"strategy": "block", "size": 64}, "scale_dtype": "float32"}
 HEAD = {"match": "lm_head"}
 PER_LAYER = 2 * HIDDEN * HIDDEN + 2 * HIDDEN * HIDDEN // 2 + 3 * HIDDEN * INTER

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-import types
 from dataclasses import replace
 
 import pytest
@@ -155,27 +154,6 @@ def test_it_stops_in_time_and_keeps_what_is_whole():
     assert list(tune.tune([kernel.case(1)], table, kernel.timer, kernel.spills, 0)) == [] and not table
     silent = kernel.case(1, ours=lambda at: torch.ones(1))
     assert "asks for no" in next(tune.tune([silent], table, kernel.timer, kernel.spills, 0))
-
-
-def test_candidates():
-    assert tune.cuts(300) == [{"segments": 1}] and {"segments": 16} in tune.cuts(4096)
-    assert {one["bm"] for one in tune.programs(1) if "bm" in one} == {16}
-    assert {one["bm"] for one in tune.programs(2048) if "bm" in one} == {16, 32, 64, 128, 256}
-    for one in (*tune.programs(2048), *tune.cuts(1 << 20)):
-        tuned._product(GOOD | one if "segments" in one else GOOD | {"rows": {"16": one}})
-
-
-def test_spills_are_those_of_the_newest():
-    class Compiled:
-        n_spills = 3
-
-    class Jitted:
-        device_caches = types.MappingProxyType({0: ({"a": Compiled()}, None)})
-
-    newest = tune.spills_of([Jitted])
-    assert newest() == 3 and newest() == 0
-    Jitted.device_caches[0][0]["b"] = Compiled()
-    assert newest() == 3
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

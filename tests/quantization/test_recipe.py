@@ -138,11 +138,6 @@ def test_those_of_mlx_quantize_what_mlx_lm_quantizes(name):
     assert rest.format_name == embedding.format_name == "mlx"
 
 
-def test_a_snapshot_is_json_and_loads_again():
-    recipe = load_recipe("nf4-nested")
-    assert Recipe.model_validate(json.loads(json.dumps(recipe.snapshot()))) == recipe
-
-
 def test_a_snapshot_has_no_folder_of_this_machine():
     recipe = Recipe.model_validate({"name": "x", "calibration": {"text": "/home/ann/secret/text.txt"}})
     assert recipe.snapshot()["calibration"]["text"] == "text.txt"

@@ -14,7 +14,6 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.quantization import solve
 from quantkit.quantization.calibration import data
 from quantkit.quantization.methods import gptq
-from quantkit.quantization.methods.base import LayerStats
 from quantkit.quantization.planning.plan import make_plan
 from quantkit.quantization.recipe import load_recipe
 from quantkit.quantization.run import quantize
@@ -251,10 +250,3 @@ def test_every_fallback_is_told_and_strict_makes_it_an_error_that_keeps_what_is_
     # without --strict the same run goes on from there
     assert run("strict", False).resumed == 1
     assert verify(tmp_path / "strict").ok
-
-
-def test_an_expert_that_few_tokens_reached_is_noted():
-    few, many = LayerStats(127), LayerStats(128)
-    name = "model.layers.0.mlp.experts.3.down_proj"
-    assert solve._few(name, few) == ("only 127 calibration tokens reached this expert",)
-    assert solve._few(name, many) == solve._few("model.layers.0.mlp.down_proj", few) == ()

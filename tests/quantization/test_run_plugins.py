@@ -31,12 +31,6 @@ def plugin():
     current.cache_clear()
 
 
-def stop(event) -> None:
-    """A listener that interrupts when all decoder layers are done."""
-    if event.label == "embeddings and head":
-        raise KeyboardInterrupt
-
-
 def falls_back(weight, stats, spec, options):
     assert stats is None, "a data-free method was given statistics"
     rounded = registry("methods").get("rtn")
@@ -71,12 +65,12 @@ def test_notes_are_kept_and_strict_makes_them_errors(llama, tmp_path, plugin):
     assert "--strict" in caught.value.why
 
 
-def test_strict_minds_the_layers_of_an_earlier_attempt_too(llama, tmp_path, plugin):
+def test_strict_minds_the_layers_of_an_earlier_attempt_too(llama, tmp_path, plugin, stop_at):
     plugin(Odd())
     recipe = tmp_path / "odd.yaml"
     recipe.write_text(ODD)
     with pytest.raises(Stopped):
-        quantize(str(llama), str(recipe), tmp_path / "out", progress=stop)
+        quantize(str(llama), str(recipe), tmp_path / "out", progress=stop_at("embeddings and head"))
     with pytest.raises(QuantkitError, match="rounded instead"):
         quantize(str(llama), str(recipe), tmp_path / "out", strict=True)
 

@@ -21,6 +21,7 @@ from quantkit.runtime.verify import verify
 from quantkit.sources.open import open_source
 from quantkit.support.errors import RecipeError
 from quantkit.testing import tiny_model
+from tests.helpers.folders import contents
 
 FEW = CalibrationSpec(windows=16, window=64)
 ROTATED = """
@@ -100,20 +101,15 @@ rules:
         assert (row.format, row.spec.label()) == ("trellis", f"trellis{bits} channel w12 rot")
 
 
-def test_stopped_and_run_again(tmp_path, tiny):
+def test_stopped_and_run_again(tmp_path, tiny, stop_at):
     """What is calibrated on are the layers as they will run: also those that an earlier run left."""
     whole = quantize(str(tiny), "trellis3", tmp_path / "whole", calibration=FEW).out
 
-    def stop(event):
-        if event.label == "layer 1":
-            raise KeyboardInterrupt
-
     with pytest.raises(Exception, match="stopped"):
-        quantize(str(tiny), "trellis3", tmp_path / "again", calibration=FEW, progress=stop)
+        quantize(str(tiny), "trellis3", tmp_path / "again", calibration=FEW, progress=stop_at("layer 1"))
     again = quantize(str(tiny), "trellis3", tmp_path / "again", calibration=FEW)
     assert again.resumed >= 1
-    for file in sorted(whole.iterdir()):
-        assert file.read_bytes() == (again.out / file.name).read_bytes(), file.name
+    assert contents(again.out) == contents(whole)
 
 
 def test_the_next_layer_is_calibrated_on_what_the_last_one_leaves(tiny, tmp_path):

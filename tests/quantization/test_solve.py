@@ -8,7 +8,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from quantkit.formats.finite import squares
 from quantkit.formats.pack_quantized import FORMAT
 from quantkit.formats.spec import Granularity, QuantSpec
 from quantkit.quantization.methods.base import LayerStats
@@ -40,13 +39,6 @@ def test_the_error_of_a_weight_of_any_size(size, monkeypatch):
     monkeypatch.setattr("quantkit.quantization.memory.PART", 1)
     off = solve_by_parts(torch.cat([exact, exact]), METHOD, FORMAT, None, SPEC, METHOD.options()).error
     assert off == pytest.approx(made.error, rel=1e-6)
-
-
-def test_squares_are_summed_in_pieces(monkeypatch):
-    whole = squares(weight())
-    assert whole == pytest.approx(float(weight().double().square().sum()), rel=1e-12)
-    monkeypatch.setattr("quantkit.formats.finite._VALUES", 1)
-    assert squares(weight()) == pytest.approx(whole, rel=1e-12) and squares(torch.zeros(0, 0)) == 0
 
 
 @pytest.mark.parametrize("method", ["rtn", "gptq"])

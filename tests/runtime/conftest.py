@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from quantkit.runtime import engine
+from quantkit.runtime import engine, speculation
 from quantkit.runtime.loader import LoadedModel, load
 from quantkit.runtime.sampler import Sampling
 from quantkit.testing import tiny_model
@@ -48,6 +48,12 @@ def real(smollm2) -> LoadedModel:
 def short_chunks(monkeypatch):
     """Prompts are read in many chunks, as long ones are."""
     monkeypatch.setattr(engine, "PREFILL_CHUNK", 16)
+
+
+@pytest.fixture
+def always_drafted(monkeypatch):
+    """Drafts are made whether they pay or not."""
+    monkeypatch.setattr(speculation, "best_length", lambda acceptance, times, others, limit: limit)
 
 
 @pytest.fixture(scope="session")

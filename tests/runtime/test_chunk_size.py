@@ -138,12 +138,6 @@ def test_what_runs_ahead_is_counted_where_it_is_waited_for():
     assert sizer.tokens_in(sizer.spare) == 187
 
 
-def test_without_a_limit_chunks_are_the_largest():
-    sizer = ChunkSizer(PREFILL_CHUNK, None)
-    sizer.observe(99.0, 512)
-    assert sizer.tokens_in(sizer.spare) == PREFILL_CHUNK
-
-
 # -- in the engine
 
 
@@ -227,7 +221,7 @@ def test_without_a_limit_a_prompt_goes_in_the_largest_chunks(timed, submit):
     assert model.chunks[-1] == 200 and max(gaps_of(times)) > 7 * ITL
 
 
-def test_a_prompt_that_nobody_residual_for_goes_in_the_largest_chunks(timed, submit):
+def test_a_prompt_that_nobody_waits_for_goes_in_the_largest_chunks(timed, submit):
     engine, model = timed(SLOW, max_itl=ITL)
     request, _ = submit(engine, 200)
     engine.step()

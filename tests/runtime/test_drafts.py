@@ -22,17 +22,11 @@ from quantkit.runtime.loader import load
 from quantkit.runtime.sampler import Sampling
 from quantkit.testing import tiny_model
 
-pytestmark = pytest.mark.usefixtures("short_chunks", "_always")
+pytestmark = pytest.mark.usefixtures("short_chunks", "always_drafted")
 
 KV = ("none", "int8", "fp8", "int4", "int3", "window(12, sinks=2)+int8", "window(20)+int4",
       "snapkv(0.4, window=4)", "kvzip(0.5)+int4", "h2o(24, interval=7)", "h2o(24, interval=7)+int4",
       "tova(20, interval=5)+int4", "expected(0.5)+int8")
-
-
-@pytest.fixture
-def _always(monkeypatch):
-    """Drafts are made whether they pay or not."""
-    monkeypatch.setattr(speculation, "best_length", lambda acceptance, times, others, limit: limit)
 
 
 class Scripted(Drafter):

@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import save_file
 
 from quantkit.quantization.run import quantize
-from quantkit.runtime import speculation
 from quantkit.runtime.core import NextLogits
 from quantkit.runtime.drafting.base import Drafter, DraftSource, parse_drafter
 from quantkit.runtime.drafting.mtp import layouts
@@ -93,11 +92,6 @@ def statistic(counts, expected):
     return total + ((observed - rest) ** 2 / rest if rest >= 5 else 0.0), len(large)
 
 
-@pytest.fixture
-def _always(monkeypatch):
-    monkeypatch.setattr(speculation, "best_length", lambda acceptance, times, others, limit: limit)
-
-
 @pytest.fixture(scope="module")
 def asked(small, prompt_of):
     """A prompt after which one token is certain, so that all answers are of one tree; and likely drafts."""
@@ -110,7 +104,7 @@ def asked(small, prompt_of):
     return prompt, tuple(likely)
 
 
-@pytest.mark.usefixtures("_always")
+@pytest.mark.usefixtures("always_drafted")
 def test_draws_have_the_models_distribution(small, asked, monkeypatch):
     prompt, likely = asked
     counts, requests = drawn(small, prompt, Fixed(draft=likely))
@@ -144,7 +138,7 @@ FORMS = ("Write a story about {}.", "List ten facts about {}.", "Write a Python 
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("_always")
+@pytest.mark.usefixtures("always_drafted")
 @pytest.mark.parametrize("drafter", ["ngram", "self", "model", "eagle3", "mtp"])
 def test_ten_thousand_greedy_tokens_are_the_same(real, smollm2, drafter, tmp_path):
     """Heads have random weights: what they draft is wrong, and taken back each time."""

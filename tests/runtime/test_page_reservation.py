@@ -89,7 +89,7 @@ def test_after_its_prompt_a_sequence_needs_what_is_left_of_it(config):
 
 
 @pytest.mark.parametrize("kv", ["snapkv(0.5)+int4", "snapkv(0.5)+rotation(3)"])
-def test_what_is_encoded_again_never_residual_in_between(config, kv):
+def test_what_is_encoded_again_never_waits_in_between(config, kv):
     """Pages of vectors are few: what stays of a long text has no reservation there."""
     cache = KVCache(config, parse_kv(kv), torch.float32)
     PageReservation(cache, 10**8, 1, 1024, CHUNK)

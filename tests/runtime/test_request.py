@@ -10,7 +10,7 @@ import torch
 from quantkit.runtime.core import LOGPROB_ROWS, ContextLengthError, Request, TokenInfo, check_request
 from quantkit.runtime.sampler import Sampling, sample_tokens
 from quantkit.structure.base import ConstraintError
-from quantkit.support.errors import QuantkitError, UsageError
+from quantkit.support.errors import UsageError
 
 
 def logits_for(token, size=300):
@@ -61,11 +61,6 @@ def test_text_before_the_end_token_is_flushed_with_it(loaded, cut):
     assert "".join(info.text for info in heard) == request.result.text
 
 
-def test_an_end_token_that_is_ignored_goes_on(loaded):
-    request, _ = feed(loaded, [*encode(loaded, "a"), 3, *encode(loaded, "b")])
-    assert not request.done and request.result.text == "ab"
-
-
 @pytest.mark.parametrize(("stop", "shown"), [
     (("e f",), "abc d"), (("abc",), ""), (("zzz", "f g"), "abc de "), (("g",), "abc de f "),
     (("c d", "d"), "ab")])
@@ -75,12 +70,6 @@ def test_a_stop_string(loaded, stop, shown):
     assert heard.pop() == "stop_string" == request.result.finish_reason
     assert request.result.text == shown == "".join(info.text for info in heard)
     assert len(request.result.token_ids) < len(ids) and ids[:len(heard)] == request.result.token_ids
-
-
-def test_a_stop_string_with_the_last_token(loaded):
-    ids = encode(loaded, "abc d")
-    request, _ = feed(loaded, ids, stop=("c d",), max_tokens=len(ids))
-    assert (request.result.finish_reason, request.result.text) == ("stop_string", "ab")
 
 
 def test_what_may_be_a_stop_string_is_held_until_it_is_none(loaded):
@@ -127,40 +116,6 @@ def test_the_prompt_is_scored_chunk_by_chunk(loaded, chunks):
     assert [info.logprob for info in scored] == pytest.approx(
         [float(want[i, prompt[i + 1]]) for i in range(199)], abs=1e-5)
     assert [info.top[0][0] for info in scored] == want[:-1].argmax(-1).tolist()
-
-
-def test_without_echo_there_is_nothing_to_score(loaded):
-    request = Request(0, loaded, [5], Sampling())
-    assert request.result.prompt_logprobs is None and request.result.prompt_tokens == 1
-
-
-def test_an_error_is_told_or_raised(loaded):
-    errors, ends = [], []
-    told = Request(0, loaded, [5], Sampling(), on_error=errors.append, on_done=ends.append)
-    told.fail(ValueError("x"))
-    assert told.done and [str(error) for error in errors] == ["x"] and not ends
-    alone = Request(0, loaded, [5], Sampling(), on_done=ends.append)
-    with pytest.raises(ValueError, match="x"):
-        alone.fail(ValueError("x"))
-    assert alone.done and not ends
-
-
-def test_output_that_is_not_finite(loaded):
-    row = logits_for(7)
-    row[3] = float("inf")
-    good, bad = (Request(number, loaded, [5], Sampling()) for number in range(2))
-    chosen = sample_tokens(torch.stack((logits_for(7), row)), [good.sampler, bad.sampler], [[], []])
-    assert chosen[0] == 7
-    assert isinstance(chosen[1], QuantkitError) and "not finite" in chosen[1].what
-
-
-def test_cancelling_is_a_wish_until_somebody_ends_it(loaded):
-    request, heard = feed(loaded, encode(loaded, "ab"))
-    request.cancel()
-    assert request.cancelled and not request.done
-    request.finish("cancelled")
-    assert request.done and heard[-1] == "cancelled" == request.result.finish_reason
-    assert request.result.text == "ab"
 
 
 def test_the_prompt_counts_for_the_repetition_penalty(loaded):

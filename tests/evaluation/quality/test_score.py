@@ -18,13 +18,6 @@ from quantkit.testing import tiny_model
 TEXT = "the cat and the other one sat on the mat, in the heat of the sun. " * 400
 
 
-def test_windows_follow_one_another(loaded):
-    ids = loaded.tokenizer.encode(TEXT, special=False)
-    windows = windows_of(loaded, TEXT, 32, 5)
-    assert windows.shape == (5, 32) and windows.dtype == torch.int64
-    assert torch.equal(windows[:, 1:], torch.tensor(ids[:160]).view(5, 32)[:, 1:]), "no gap, no overlap"
-
-
 def test_a_window_begins_as_a_text_does(loaded, monkeypatch):
     first = loaded.tokenizer.encode("any")[0]
     begun = windows_of(loaded, TEXT, 32, 5)
@@ -48,10 +41,6 @@ def test_a_text_of_few_tokens_for_its_length(loaded, monkeypatch):
     ids = [7] * (len(text) // 1000)
     monkeypatch.setattr(loaded.tokenizer, "encode", lambda t, special: ids[:len(t) // 1000])
     assert windows_of(loaded, text, 30, 3).shape == (3, 30)
-
-
-def test_the_builtin_text_is_long_enough(loaded):
-    assert windows_of(loaded, load_text().content, 512, 40).shape == (40, 512)
 
 
 def test_a_text_that_is_too_short_says_what_would_do(loaded):
@@ -121,15 +110,6 @@ def test_different_vocabularies(loaded, tmp_path):
     other = load(str(tiny_model(tmp_path / "other", vocab_size=320)))
     with pytest.raises(UsageError, match="vocabular"):
         compare([loaded, other], windows_of(loaded, TEXT, 8, 1))
-
-
-def test_logits_that_are_not_finite_are_an_error_that_names_the_model(plain):
-    ruined = perturbed(plain, 0.0)
-    linear = next(iter(ruined.model.linears().values()))
-    linear.weight = pack_plain(torch.full(linear.shape, math.nan))
-    with pytest.raises(QuantkitError, match="not finite") as caught:
-        compare([plain, ruined], windows_of(plain, TEXT, 8, 1))
-    assert caught.value.why and caught.value.next
 
 
 def test_the_reference_runs_once_a_window(plain, monkeypatch):

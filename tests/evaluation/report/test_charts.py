@@ -60,13 +60,6 @@ def test_bytes_are_told_in_the_tooltip(rich, looks):
     assert fields == ["variant", "method", "KL", "flips", "perplexity", "decode", "bits a weight", "bytes"]
 
 
-def test_speed_by_batch_is_at_the_shortest_context(rich, looks):
-    rows = values(speed.by_batch(rich, looks), variant="int8 kv none")
-    assert sorted(row["at"] for row in rows) == [1, 2, 4, 8]
-    rows = values(speed.by_context(rich, looks), variant="int8 kv none")
-    assert [row["at"] for row in rows] == [128, 1024, 4096]
-
-
 def test_memory_is_stacked_and_summed(rich, looks):
     spec = speed.memory(rich, looks)
     parts = values(spec, variant="int8 kv none", context=4096)

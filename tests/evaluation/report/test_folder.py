@@ -1,7 +1,6 @@
 """A folder with the report in every form, each file whole or not there."""
 
 import json
-import math
 import os
 from pathlib import Path
 
@@ -23,14 +22,6 @@ def test_all_files(make_result, tmp_path):
     assert sorted(p.name for p in written) == FILES
     found = json.loads((tmp_path / "deep" / "report" / "results.json").read_text())
     assert [row["model"] for row in found["results"]] == ["smollm2", "demo/int8", "demo/int4", "demo/nf4"]
-
-
-def test_older_ones_are_replaced(make_result, make_row, tmp_path):
-    write_report(make_result(), tmp_path)
-    write_report(make_result([make_row("newer")]), tmp_path)
-    assert "newer" in (tmp_path / "report.md").read_text()
-    assert "smollm2" not in (tmp_path / "report.md").read_text()
-    assert len(list(tmp_path.iterdir())) == len(FILES)
 
 
 def test_a_failed_write_leaves_the_older_file_and_no_scraps(make_result, make_row, tmp_path, monkeypatch):
@@ -214,11 +205,3 @@ def test_keys_and_values(make_result):
         assert row["intervals"]["kl_mean"][0] <= row["kl_mean"] <= row["intervals"]["kl_mean"][1]
     assert found["protocol"]["fingerprint"] and found["protocol"]["window"] == 512
     assert found["noise_floor_kl"] == {"value": 0.0011, "interval": [0.001, 0.0012]}
-
-
-def test_what_was_not_measured_or_is_not_finite_is_null(make_result, make_row):
-    row = make_row("ruined", prefill=None)
-    row.metrics["perplexity"] = Interval(math.inf, 1e300, math.inf)
-    found, = json.loads(render_json(make_result([row])))["results"]
-    assert found["perplexity"] is None and found["intervals"]["perplexity"] == [1e300, None]
-    assert found["prefill_tok_s"] is None and found["decode_tok_s"] is None

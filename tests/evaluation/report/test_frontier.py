@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from quantkit.evaluation.metrics import Interval
-from quantkit.evaluation.report.base import megabytes, number, short_names, spread, text_name, withheld
+from quantkit.evaluation.report.base import number, short_names, spread, text_name, withheld
 from quantkit.evaluation.report.frontier import dominated_rows, frontiers, quality_floor
 from quantkit.evaluation.report.headline import recommended
 from quantkit.evaluation.result import names_of
@@ -108,11 +108,6 @@ def test_spread():
     assert spread(Interval(0.0, 0.0, 0.0)) == ("0", ""), "nothing to say about a point"
     assert spread(None) == ("–", "")
     assert spread(Interval(-1.5, -2.0, -1.0)) == ("-1.50", "-2.00 to -1.00")
-
-
-def test_megabytes():
-    assert [megabytes(n) for n in (None, 134_515_008, 999_600_000, 16_060_000_000)] == [
-        "–", "135 MB", "1.00 GB", "16.1 GB"]
 
 
 def test_names_are_as_short_as_they_can_be_told_apart(make_row):

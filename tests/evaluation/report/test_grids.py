@@ -113,12 +113,6 @@ def test_the_roofline_as_a_table(rich):
     assert "38.4 GB/s read" in grid.notes[0] and "1.70 T operations/s in int8" in grid.notes[0]
 
 
-@pytest.mark.parametrize(("value", "text"), [(2.5, "2.50 s"), (0.0012, "1.20 ms"), (34e-6, "34.0 µs"),
-                                             (0.0, "0"), (float("nan"), "–")])
-def test_seconds(value, text):
-    assert speed_grids.seconds(value) == text
-
-
 def test_empty_columns_go():
     grid = TextGrid("t", ("a", "b", "c"), (("x", "–", "1"), ("y", "", "2")), ("note",), frozenset({1}))
     assert grid.filled == TextGrid("t", ("a", "c"), (("x", "1"), ("y", "2")), ("note",), frozenset({1}))

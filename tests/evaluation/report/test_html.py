@@ -142,11 +142,6 @@ def test_the_headline_and_the_command_come_first(make_result):
     assert places == sorted(places)
 
 
-def test_rows_that_others_beat_recede(page):
-    grey = [attributes for attributes in page.all("tr") if attributes.get("class") == "dim"]
-    assert len(grey) == 4
-
-
 def test_what_is_missing_in_the_picture_is_named(make_result, make_row):
     ruined = make_row("ruined")
     ruined.metrics["kl_mean"] = Interval(math.inf, 1.0, math.inf)

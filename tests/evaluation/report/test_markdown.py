@@ -56,17 +56,6 @@ def test_the_headline_and_the_command_come_first(make_result):
     assert places == sorted(places)
 
 
-def test_there_are_no_empty_columns(make_result, make_row):
-    rows = [make_row("one", prefill=None), make_row("two", prefill=None)]
-    for row in rows:
-        row.peak_bytes, row.kernels = None, {}
-    text = render(make_result(rows))
-    for head in ("decode", "prefill", "peak memory", "KV per token"):
-        assert f"| {head}" not in text
-    assert "\n| variant | KL<br><sub>nats</sub> | top-1 |\n" in text
-    assert "peak memory" in render(make_result())
-
-
 def test_no_table_is_wider_than_a_phone(make_result):
     from quantkit.evaluation.metric_table import MetricInfo
 
@@ -82,19 +71,6 @@ def test_no_table_is_wider_than_a_phone(make_result):
     for head in shown:
         assert len(head) <= 3 and (len(head) == 1 or sum(
             max(map(len, cell.split())) for cell in head) <= 20), head
-
-
-def test_a_plugin_s_metric_has_a_column(make_result):
-    from quantkit.evaluation.metric_table import MetricInfo
-
-    result = make_result()
-    result.metrics["mine"] = MetricInfo("a | b", "%", "higher", "run", "quantkit-mine")
-    result.rows[1].metrics["mine"] = Interval(0.5, 0.25, 0.75)
-    text = render(result)
-    section = text[text.index("## Other measurements"):text.index("## Size")].split("\n\n")
-    (table,) = [part for part in section if part.partition("\n")[0].endswith(r"| a \| b |")]
-    rows = table.splitlines()[2:]
-    assert [row.split(" | ")[-1] for row in rows] == ["– |", "50.0%<br><sub>25.0–75.0</sub> |", "– |", "– |"]
 
 
 def test_all_that_was_measured_has_a_section(rich):

@@ -63,19 +63,6 @@ def test_protocol_and_noise_floor_are_printed(make_result):
     assert "noise floor" not in render(make_result())
 
 
-def test_task_scores_stand_below(make_result):
-    result = make_result()
-    for row, value in zip(result.rows, (0.5, 0.525, 0.25, 0.5)):
-        row.metrics |= {"arc_easy/acc": Interval(value, value - 0.1, value + 0.1),
-                        "lambada/perplexity": Interval(40 * value, 10, 60)}
-    text = render(result)
-    assert max(map(len, text.splitlines())) <= 80
-    block = text[text.index("arc_easy · acc"):].splitlines()
-    assert block[1].split() == ["smollm2", "50.0%", "40.0–60.0"]
-    assert block[2].split()[-1] == "+2.5" and block[3].split()[-1] == "-25.0"
-    assert "20.0" in text[text.index("lambada · perplexity"):].splitlines()[1], "not a share"
-
-
 def test_the_headline_and_the_command_come_first(make_result):
     words = ["quantkit", "eval", "smollm2", *(f"out/a model {i}" for i in range(8)), "--kv", "window(512)"]
     lines = render(make_result(command=shlex.join(words))).splitlines()
@@ -86,15 +73,6 @@ def test_the_headline_and_the_command_come_first(make_result):
     typed = subprocess.run(["sh", "-c", "printf '%s\\n' " + command.removeprefix("Reproduce: ")],
                            capture_output=True, text=True, check=True).stdout
     assert typed.splitlines() == words, "a shell takes its lines as one"
-
-
-def test_there_are_no_empty_columns(make_result, make_row):
-    row = make_row("one", prefill=None)
-    row.peak_bytes = None
-    text = render(make_result([row]))
-    head = text.splitlines()[2]
-    assert head.split() == ["KL", "top-1", "perplexity", "file", "bits/"] and "peak" not in text
-    assert "KV" not in head and "decode" not in text
 
 
 @pytest.mark.parametrize(("count", "below"), [(1, 0), (6, 3)])

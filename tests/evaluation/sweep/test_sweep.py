@@ -14,7 +14,7 @@ from quantkit.evaluation.run import evaluate
 from quantkit.evaluation.settings import EvalSettings
 from quantkit.evaluation.suite import SuiteText
 from quantkit.evaluation.sweep.ahead import look_ahead
-from quantkit.evaluation.sweep.models import ModelRef, facts_of
+from quantkit.evaluation.sweep.models import facts_of
 from quantkit.evaluation.sweep.quality import QualityJob
 from quantkit.evaluation.tasks.score import wilson
 from quantkit.kv.spec import parse_kv
@@ -163,14 +163,6 @@ def test_a_model_that_was_made_anew_is_read_anew(tiny, tmp_path, cache, work):
         evaluate([str(copy)], dataclasses.replace(SETTINGS, keep=False)))
 
 
-def test_a_copy_of_the_reference_is_another_measurement(tiny, tmp_path, cache):
-    copy = tmp_path / "copy"
-    shutil.copytree(tiny, copy)
-    settings = dataclasses.replace(SETTINGS, noise_floor=True)
-    assert evaluate([str(copy), str(tiny)], settings).floors.keys() == evaluate(
-        [str(tiny), str(copy)], settings).floors.keys() != set()
-
-
 def test_the_floor_of_top1_is_near_all(tiny, int4, cache):
     result = evaluate([str(tiny), str(int4)], SETTINGS)
     assert result.floors["top1"].value == pytest.approx(1 - result.floors["flips"].value)
@@ -202,10 +194,3 @@ def test_what_lies_ahead(tiny, int8, cache, tmp_path):
     evaluate([str(tiny)], SETTINGS)
     later = look_ahead([str(tiny)], SETTINGS, {})
     assert (later.measurements, later.kept, later.seconds) == (2, 2, 0)
-
-
-def test_a_job_travels(tiny):
-    import pickle
-
-    job = QualityJob(ModelRef(str(tiny)), None, ModelRef(str(tiny)), (None,), "text " * 400, 32, 2, None)
-    assert pickle.loads(pickle.dumps(job)) == job  # as an executor sends it to its workers

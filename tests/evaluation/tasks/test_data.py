@@ -55,22 +55,6 @@ def test_rows(task, tmp_path):
     assert len(load_prompts(task(CHOICE), "mine.yaml", tmp_path, limit=9)[0].rows) == 3
 
 
-def test_choices_can_be_contexts(task, tmp_path):
-    write(tmp_path / "mine.jsonl", [{"contexts": ["x so", "y so"], "end": "it went.", "gold": 1}])
-    text = CHOICE.replace('"Q: {{q}}\\nA:"', "gold").replace("target: gold", "target: end").replace(
-        "options", "contexts")
-    (found,) = load_prompts(task(text), "mine.yaml", tmp_path)
-    assert found.rows[0] == {"description": "", "text": 1, "target": "it went.", "choices": ["x so", "y so"]}
-
-
-def test_texts_of_other_kinds_of_tasks(task, tmp_path):
-    write(tmp_path / "mine.jsonl", [{"q": 7, "a": 12}])
-    text = HEAD + ("dataset_kwargs: {data_files: {test: mine.jsonl}}\noutput_type: generate_until\n"
-                   "doc_to_text: q\ndoc_to_target: '{{a}}'\nmetric_list: [{metric: exact_match}]\n")
-    (found,) = load_prompts(task(text), "mine.yaml", tmp_path)
-    assert found.rows == ({"description": "", "text": "7", "target": "12"},)
-
-
 def test_groups_get_their_own_examples_and_their_share(task, tmp_path):
     subjects = ["law"] * 4 + ["art"] * 2 + ["law"]
     write(tmp_path / "mine.jsonl", [{**ROWS[0], "q": str(i), "subject": s} for i, s in enumerate(subjects)])
@@ -88,13 +72,6 @@ def test_groups_get_their_own_examples_and_their_share(task, tmp_path):
     write(tmp_path / "mine.jsonl", ROWS)
     with pytest.raises(UsageError, match="line 1 has no 'subject'"):
         load_prompts(task(GROUPED), "mine.yaml", tmp_path)
-
-
-def test_examples_inside_the_file(task, tmp_path):
-    write(tmp_path / "mine.jsonl", ROWS)
-    text = CHOICE + "num_fewshot: 1\nfewshot_config: {samples: [{q: how?, options: [x, y], gold: 0}]}\n"
-    (found,) = load_prompts(task(text), "mine.yaml", tmp_path)
-    assert found.examples[0]["text"] == "Q: how?\nA:"
 
 
 def test_a_missing_file_says_everything(task, tmp_path, monkeypatch):

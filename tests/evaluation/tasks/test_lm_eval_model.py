@@ -101,18 +101,6 @@ def test_it_runs_as_the_checkpoint_says(tmp_path):
     assert LmEvalAdapter(model, kv=parse_kv("none")).kv == parse_kv("none")
 
 
-def test_rolling_scores_each_token_once():
-    for count in (0, 1, 7, 8, 9, 16, 17, 30):
-        ids = [*range(100, 100 + count)]
-        pieces = list(rolling(ids, 1, 8))
-        assert [token for piece in pieces for token in piece.continuation] == ids
-        for piece in pieces:
-            assert len(piece.context + piece.continuation) <= 9
-        for piece in pieces[1:]:  # the text right before it, as much as fits
-            assert len(piece.context + piece.continuation) == 9
-            assert piece.context[-1] == piece.continuation[0] - 1
-
-
 def test_rolling_as_lm_eval_cuts():
     utils = pytest.importorskip("lm_eval.utils")
     draw = random.Random(0)

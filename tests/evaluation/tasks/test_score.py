@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from quantkit.evaluation.tasks.score import item_values, score, wilson
+from quantkit.evaluation.tasks.score import score, wilson
 
 
 @pytest.mark.parametrize(("right", "items", "low", "high"), [
@@ -60,19 +60,3 @@ def test_hopeless_models_and_no_items():
     assert score("perplexity", [-2000.0] * 3).value == math.inf
     with pytest.raises(ValueError, match="no items"):
         score("acc", [])
-
-
-def test_the_mean_of_items_is_the_value():
-    right = [1.0, 0.0, 1.0, 1.0]
-    assert item_values("acc", right) == (1.0, 0.0, 1.0, 1.0)
-    assert sum(item_values("exact_match", right)) / 4 == score("exact_match", right).value
-    logs = [-1.5, -2.5, -0.25]
-    assert item_values("perplexity", logs) == (1.5, 2.5, 0.25)
-    mean = sum(item_values("perplexity", logs)) / 3
-    assert math.exp(mean) == pytest.approx(score("perplexity", logs).value)
-    pairs = [(-10.0, 4.0), (-3.0, 1.0), (-50.0, 25.0)]
-    for metric, of in (("word_perplexity", math.exp), ("byte_perplexity", math.exp),
-                       ("bits_per_byte", float)):
-        values = item_values(metric, pairs)
-        assert of(sum(values) / 3) == pytest.approx(score(metric, pairs).value)
-        assert values[0] / values[2] == pytest.approx(10 / 50), "long items count as much as they do"

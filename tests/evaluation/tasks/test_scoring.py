@@ -7,17 +7,22 @@ import warnings
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from quantkit.evaluation.quality.feed import prefill
 from quantkit.evaluation.tasks import prefix_scores, scoring
+from quantkit.evaluation.tasks.prefix_plan import MIN_INHERITED, plan_prefixes
+from quantkit.evaluation.tasks.prefix_scores import token_logprobs
 from quantkit.evaluation.tasks.scoring import Scorer, ScoringRequest
 from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
 from quantkit.kv.spec import parse_kv
+from quantkit.ops import cpu_machine
 from quantkit.runtime.cpu.model import CpuModel
 from quantkit.runtime.loader import load
 from quantkit.support.errors import QuantkitError, UsageError
-from quantkit.testing import tiny_model
+from quantkit.testing import FAMILIES, tiny_model
 
 SETTINGS = ["bf16", "int8", "int4", "window(24, sinks=3)", "window(24)+int8", "snapkv(0.5, window=8)",
             "tova(30, interval=7)", "tova(30, interval=100)+int4"]
@@ -49,24 +54,6 @@ def alone(loaded, request):
     targets = torch.tensor(request.continuation)
     scores = logits.log_softmax(-1).gather(1, targets[:, None])
     return float(scores.sum()), bool((logits.argmax(-1) == targets).all())
-
-
-def greedy_request(loaded, context):
-    """What greedy decoding itself writes."""
-    ids = list(context)
-    with torch.inference_mode():
-        for _ in range(3):
-            ids.append(int(loaded.model(torch.tensor([ids]))[0, -1].argmax()))
-    return ScoringRequest(context, tuple(ids[len(context):]))
-
-
-@pytest.mark.parametrize("batch", [1, 3, 16])
-def test_equals_one_at_a_time(exact, batch):
-    requests = [*some_requests(), greedy_request(exact, (10, 20, 30))]
-    for request, found in zip(requests, Scorer(exact, batch=batch).score(requests), strict=True):
-        logprob, greedy = alone(exact, request)
-        assert found.logprob == pytest.approx(logprob, abs=1e-4) and found.greedy == greedy
-    assert found.greedy, "the last request is what the model itself writes"
 
 
 def fed_to(monkeypatch, loaded):
@@ -195,21 +182,6 @@ def test_through_a_cache_it_is_what_decoding_reads(exact, kv):
     assert found.greedy
 
 
-def test_compression_is_really_there(exact):
-    request = some_requests(1)[0]
-    request = ScoringRequest(tuple(range(4, 124)), request.continuation)
-    plain = Scorer(exact).score([request])[0].logprob
-    assert abs(Scorer(exact, parse_kv("bf16")).score([request])[0].logprob - plain) < 0.2
-    assert abs(Scorer(exact, parse_kv("window(8)")).score([request])[0].logprob - plain) > 0.2
-
-
-def test_through_a_cache_neither_batch_nor_order_matter(exact):
-    requests = some_requests()
-    one = Scorer(exact, parse_kv("int8"), batch=1).score(requests)
-    other = Scorer(exact, parse_kv("int8"), batch=16).score(requests[::-1])[::-1]
-    assert one == other
-
-
 def test_a_context_is_read_once(exact, monkeypatch):
     scorer, read = Scorer(exact, parse_kv("window(24)")), []
     monkeypatch.setattr(scoring, "prefill",
@@ -217,3 +189,186 @@ def test_a_context_is_read_once(exact, monkeypatch):
     scorer.score([ScoringRequest((5, 6, 7), (token, 9))
                   for token in range(10, 50)] + [ScoringRequest((5, 6), (4,))])
     assert read == [(5, 6, 7), (5, 6)]
+
+
+# -- prefixes that are shared, in every family
+
+LONG = {"phi3": {"original_max_position_embeddings": 40, "max_position_embeddings": 256,
+                 "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [3.0] * 8}}}
+
+
+def model_of(folder, family="llama", **overrides):
+    return load(str(tiny_model(folder / "m", family, dtype="float32", **overrides)), dtype="float32")
+
+
+def tree(seed=0, count=24, longest=70):
+    """Requests that branch off one another at all places: at a page's end, within it, at the first token."""
+    draw = random.Random(seed)
+    texts = [tuple(draw.randrange(4, 300) for _ in range(longest))]
+    while len(texts) < count:
+        stem = draw.choice(texts)
+        kept = draw.choice([0, 1, 5, 33, 63, 64, 65, len(stem) - 1, len(stem)])
+        branch = tuple(draw.randrange(4, 300) for _ in range(draw.randint(2, 12)))
+        texts.append((stem[:kept] + branch)[:longest + 9])
+    asked = []
+    for ids in texts:
+        at = draw.randint(1, len(ids) - 1)
+        asked.append(ScoringRequest(ids[:at], ids[at:]))
+    # equal ones, one that begins another, and the same text cut elsewhere
+    ids = texts[-1]
+    return [*asked, asked[0], ScoringRequest(ids[:1], ids[1:2]), ScoringRequest(ids[:2], (*ids[2:], 7)),
+            ScoringRequest(ids[:1], (*ids[1:], 7))]
+
+
+def check(loaded, requests, **options):
+    scorer = Scorer(loaded, **options)
+    results = scorer.score(requests)
+    for request, got in zip(requests, results, strict=True):
+        logprob, greedy = alone(loaded, request)
+        assert got.logprob == pytest.approx(logprob, abs=1e-4) and got.greedy == greedy
+    assert scorer.score(requests) == results, "the same call gives the same bits"
+    return results
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family(family, tmp_path):
+    check(model_of(tmp_path, family), tree(), batch=5)
+
+
+def test_windows_reach_back_behind_what_was_taken_back(tmp_path):
+    """A window of 16 over prefixes of 65 tokens, to which later requests go back."""
+    loaded = model_of(tmp_path, "gemma3_text", sliding_window=16)
+    assert 16 in loaded.config.sliding_windows
+    check(loaded, tree(seed=1), batch=2)
+
+
+def test_a_rotation_that_depends_on_the_length(tmp_path):
+    loaded = model_of(tmp_path, "phi3", **LONG["phi3"])
+    requests = tree(seed=2)
+    lengths = [len(request.context + request.continuation) - 1 for request in requests]
+    assert min(lengths) <= 40 < max(lengths)
+    check(loaded, requests)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 7, 64])
+def test_in_any_company_the_same_bits(exact, batch, monkeypatch):
+    monkeypatch.setattr(prefix_scores, "MIN_PART", 1)
+    requests = tree(seed=3)
+    single = [Scorer(exact).score([request])[0] for request in requests]
+    order = random.Random(batch).sample(range(len(requests)), len(requests))
+    monkeypatch.setattr(prefix_scores, "STEP_TOKENS", {"cpu": 37})
+    results = Scorer(exact, batch=batch).score([requests[index] for index in order])
+    assert [results[order.index(index)] for index in range(len(requests))] == single
+
+
+@pytest.mark.parametrize("kv", ["bf16", "int8"])
+def test_codecs_that_encode_each_token_by_itself(exact, kv):
+    requests = tree(seed=4)
+    single = [Scorer(exact, parse_kv(kv)).score([request])[0] for request in requests]
+    assert Scorer(exact, parse_kv(kv), batch=6).score(requests) == single
+
+
+def test_examples_that_all_share(exact, monkeypatch):
+    """Runs that begin in the middle of the same examples, whose pages they share until they write to them."""
+    monkeypatch.setattr(prefix_scores, "STEP_TOKENS", {"cpu": 64})
+    draw = random.Random(5)
+    examples = tuple(draw.randrange(4, 300) for _ in range(100))
+    requests = [ScoringRequest((*examples, *question), (answer,)) for question in (
+        tuple(draw.randrange(4, 300) for _ in range(6)) for _ in range(12)) for answer in (5, 6, 7)]
+    requests += [ScoringRequest(examples[:70], examples[70:]), ScoringRequest(examples, (9, 8))]
+    check(exact, requests, batch=8)
+
+
+def test_other_instruction_sets(tmp_path, monkeypatch):
+    requests = tree(seed=6)
+    expected = Scorer(model_of(tmp_path / "a")).score(requests)
+    monkeypatch.setenv("QUANTKIT_ISA", "plain")
+    cpu_machine.isa.cache_clear()
+    try:
+        assert cpu_machine.isa().name == "plain"
+        assert Scorer(model_of(tmp_path / "b")).score(requests) == expected
+    finally:
+        cpu_machine.isa.cache_clear()
+
+
+def test_a_row_depends_on_no_other(exact):
+    logits = torch.randn(5, 60_000, generator=torch.Generator().manual_seed(0)) * 4
+    tokens = torch.tensor([3, int(logits[1].argmax()), 59_999, 0, 17])
+    together = token_logprobs(exact, logits, torch.arange(5), tokens)
+    for row in range(5):
+        logprob, greedy = token_logprobs(exact, logits[row:row + 1], torch.tensor([0]), tokens[row:row + 1])
+        assert (logprob[0], greedy[0]) == (together[0][row], together[1][row])
+    expected = logits.double().log_softmax(-1)[torch.arange(5), tokens]
+    assert torch.allclose(together[0], expected, atol=1e-5) and together[1].tolist() == [
+        False, True, False, False, False]
+
+
+def test_of_equal_tokens_the_first_is_the_likeliest(exact):
+    logits = torch.tensor([[0.0, 2.0, 2.0]])
+    results = token_logprobs(exact, logits, torch.tensor([0, 0]), torch.tensor([1, 2]))
+    assert results[1].tolist() == [True, False] and results[0][0] == results[0][1]
+
+
+TEXTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12).map(tuple), max_size=25)
+
+
+def prefixes(sequences):
+    return {ids[:end] for ids in sequences for end in range(1, len(ids) + 1)}
+
+
+@given(TEXTS, st.integers(1, 6), st.integers(1, 40), st.integers(1, 5))
+def test_every_token_has_its_prefix(sequences, runs, step, least):
+    plan = plan_prefixes(sequences, runs, step, least)
+    assert plan.sequences == sorted(set(sequences)) and len(plan.runs) <= runs
+    assert [number for run in plan.runs for number in range(run.first, run.end)] == [
+        *range(len(plan.sequences))]
+    for before, run in zip([None, *plan.runs], plan.runs):
+        assert run.first < run.end and plan.shared[run.first] == run.inherited
+        if run.inherited:
+            assert run.inherited >= least
+            assert (plan.sequences[before.first][:run.inherited]
+                    == plan.sequences[run.first][:run.inherited])
+        for number in range(run.first + 1, run.end):
+            shared = plan.shared[number]
+            assert plan.sequences[number - 1][:shared] == plan.sequences[number][:shared]
+    for number, shared in enumerate(plan.shared):
+        assert 0 <= shared < len(plan.sequences[number]), "each has a token of its own"
+
+
+@given(TEXTS, st.integers(1, 6), st.integers(1, 5))
+def test_who_computes_a_token(sequences, runs, least):
+    plan = plan_prefixes(sequences, runs, 40, least)
+    for number, computed_by in enumerate(plan.computed_by()):
+        ids = plan.sequences[number]
+        for place in range(len(ids)):
+            owner = computed_by[place]
+            assert owner <= number and plan.sequences[owner][:place + 1] == ids[:place + 1]
+            assert place >= plan.shared[owner]
+
+
+@given(TEXTS)
+def test_one_run_computes_every_prefix_once(sequences):
+    assert plan_prefixes(sequences, 1, 512).tokens == len(prefixes(sequences))
+
+
+def test_runs_begin_where_little_is_shared():
+    questions = [(subject, *range(50), number, answer)
+                 for subject in range(4) for number in range(100, 105) for answer in range(200, 204)]
+    plan = plan_prefixes(questions, 4, 512)
+    assert [run.first for run in plan.runs] == [0, 20, 40, 60]
+    assert plan.tokens == len(prefixes(questions))
+
+
+def test_runs_of_the_same_examples_take_them_over():
+    questions = [(*range(300), number, 1, 2, 3) for number in range(400, 440)]
+    plan = plan_prefixes(questions, 8, 512)
+    assert len(plan.runs) > 1 and {run.inherited for run in plan.runs[1:]} == {300}
+    assert plan.tokens == len(prefixes(questions))
+    short = plan_prefixes([ids[300 - MIN_INHERITED + 1:] for ids in questions], 8, 512)
+    assert len(short.runs) > 1 and not any(run.inherited for run in short.runs)
+
+
+def test_no_more_runs_than_fill_a_step():
+    long = [(number, *range(1000)) for number in range(40)]
+    assert len(plan_prefixes(long, 40, 512).runs) == 1
+    assert plan_prefixes([], 4, 512).runs == []

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from quantkit_kernels.cpu import decoders, pack
 from quantkit_kernels.cpu.embedding import Embed
-from quantkit_kernels.cpu.isa import PLAIN
 from quantkit_kernels.cpu.matmul import MOST_COLUMNS, Matmul
 from quantkit_kernels.cpu.program import Program
 from quantkit_kernels.cpu.scales import ScaleLayout
@@ -373,16 +372,6 @@ def test_a_row_has_the_same_bits_in_any_company_and_on_any_thread(isa, multiply,
         assert torch.equal(product(x, threads=2, **units), alone)
 
 
-@pytest.mark.sampled(6)
-@ALL
-def test_all_instruction_sets_agree(isa, multiply, kind):
-    case = case_of(kind, 33, 160)
-    x = activations(6, case.k, case.k, 6, outlier=True)
-    mine, plain = (multiply(each, case.matmul, x, **case.arguments(each.lanes), n=33)
-                   for each in (isa, PLAIN))
-    assert torch.equal(mine, plain)
-
-
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize("kind", [kind for kind in (*KINDS, *GROUPED) if not kind.startswith("trellis")])
 @pytest.mark.parametrize("scale", [1.0, 0.5])
@@ -457,9 +446,3 @@ def test_the_largest_sums_of_tables_fit(isa, multiply, same, levels, sign, m):
                               pack.scales(torch.ones(32, 64 // group), isa.lanes), n=32)
             same(result, reference.integer_matmul(x.numpy(), np.full((32, 64), levels[code], np.int32),
                                                   np.ones((32, 64 // group), np.float32), BYTES, group))
-
-
-def test_a_tables_name_says_what_is_in_it():
-    names = {decoders.int_table(levels).name for levels in (E2M1, WIDE, WIDE[::-1])}
-    assert len(names) == 3
-    assert Matmul(decoders.INT4, 32).name != Matmul(decoders.UINT4, 32).name

@@ -22,35 +22,35 @@ def rows_of(m, k, seed=0):
     return torch.randn(m, k, generator=torch.Generator().manual_seed(seed))
 
 
+def given_rows(source, outlier=None):
+    """Rows ``[3, 96]``, a kernel's other arguments for what it makes of them, and that by the reference."""
+    x, second, weight = rows_of(3, 96), rows_of(3, 96, 1), rows_of(1, 96, 2)[0]
+    if outlier is not None:
+        x[1, 7] = outlier
+    if source == "plain":
+        return x, {}, x.numpy()
+    if source == "norm":
+        return x, {"weight": weight, "eps": bits(1e-5)}, reference.norm(x.numpy(), weight.numpy(), 1e-5)
+    gate = reference.silu_mul if source == "silu" else reference.gelu_mul
+    return x, {"second": second}, gate(x.numpy(), second.numpy())
+
+
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("family", FAMILIES, ids=str)
 @pytest.mark.parametrize("source", ["plain", "norm", "silu", "gelu"])
 def test_the_bits_of_the_reference(isa, leave, same, source, family):
-    x, second, weight = rows_of(3, 96), rows_of(3, 96, 1), rows_of(1, 96, 2)[0]
-    values = {"plain": {}, "norm": {"weight": weight, "eps": bits(1e-5)}, "silu": {"second": second},
-              "gelu": {"second": second}}[source]
+    x, values, expected = given_rows(source)
     found = leave(isa, RowKernel(source, family), x, **values)
-    expected = {"plain": lambda: x.numpy(), "norm": lambda: reference.norm(x.numpy(), weight.numpy(), 1e-5),
-                "silu": lambda: reference.silu_mul(x.numpy(), second.numpy()),
-                "gelu": lambda: reference.gelu_mul(x.numpy(), second.numpy())}[source]()
-    if family is FLOATS:
-        same(found[0], expected)
-        return
-    codes, scales, sums = reference.quantize(expected, family)
-    same(found[0], codes)
-    same(found[1], scales)
-    same(found[2], sums)
+    wanted = [expected] if family is FLOATS else reference.quantize(expected, family)
+    for got, want in zip(found, wanted):
+        same(got, want)
 
 
 @pytest.mark.parametrize("family", TOKENS, ids=str)
 @pytest.mark.parametrize("source", ["plain", "norm", "silu"])
 def test_one_scale_a_row_has_the_bits_of_the_reference(isa, leave, same, source, family):
-    x, second, weight = rows_of(3, 96), rows_of(3, 96, 1), rows_of(1, 96, 2)[0]
-    x[1, 7] = 1e4
-    values = {"plain": {}, "norm": {"weight": weight, "eps": bits(1e-5)}, "silu": {"second": second}}[source]
+    x, values, expected = given_rows(source, outlier=1e4)
     codes, scales, sums = leave(isa, RowKernel(source, family), x, **values)
-    expected = {"plain": lambda: x.numpy(), "norm": lambda: reference.norm(x.numpy(), weight.numpy(), 1e-5),
-                "silu": lambda: reference.silu_mul(x.numpy(), second.numpy())}[source]()
     levels, steps = reference.quantize_row(expected, family)
     same(codes, levels)
     same(scales[:, :1], steps)

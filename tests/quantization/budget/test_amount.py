@@ -36,13 +36,6 @@ def test_bits_are_of_the_linears_alone_and_bytes_of_everything():
     assert parse_budget("1kB").linear_bytes(weights=1000, other_bytes=77) == 923
 
 
-@pytest.mark.parametrize("text, amount", [("16GB", 16 * 10**9), ("24GiB", 24 * 2**30),
-                                          (" 1.5 gb ", 15 * 10**8), ("700MB", 7 * 10**8), ("1b", 1),
-                                          ("999999TB", 999999 * 10**12)])
-def test_sizes(text, amount):
-    assert parse_bytes(text, "--memory") == amount
-
-
 @pytest.mark.parametrize("text", ["", "16", "GB", "0GB", "-1GB", "1e3GB", "4.25bpw", "nanGB",
                                   "infGB", "0.1b", "16 GB RAM"])
 def test_what_is_no_size(text):

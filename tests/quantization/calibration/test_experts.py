@@ -24,11 +24,10 @@ from quantkit.quantization.run import quantize
 from quantkit.runtime.loader import load
 from quantkit.support.errors import SourceError
 from quantkit.testing import tiny_model, tiny_weights
+from tests.helpers.shapes import THREE_LAYERS
 
-HF = {"model_type": "qwen3_moe", "vocab_size": 50, "hidden_size": 32, "intermediate_size": 48,
-      "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
-      "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "mlp_only_layers": [0],
-      "tie_word_embeddings": True, "torch_dtype": "float32"}
+HF = THREE_LAYERS | {"model_type": "qwen3_moe", "num_hidden_layers": 2, "head_dim": 8, "num_experts": 5,
+                     "num_experts_per_tok": 2, "moe_intermediate_size": 16, "mlp_only_layers": [0]}
 TOKENS = torch.randint(0, 50, (5, 12), generator=torch.Generator().manual_seed(0))
 EXPERT = "model.layers.1.mlp.experts."
 

@@ -68,12 +68,6 @@ def test_lines_are_numbered_and_empty_ones_passed_over(tmp_path):
                                                            ("a.jsonl line 5", "two")]
 
 
-def test_a_broken_line_is_named_by_file_and_number(tmp_path):
-    file = written(tmp_path / "a.jsonl", '{"text": "one"}\n{"text": "two"\n')
-    with pytest.raises(CalibrationError, match=r"a\.jsonl line 2 is not JSON"):
-        read_file(file, PLENTY)
-
-
 def test_rows_that_can_not_be_used_are_left_out(tmp_path):
     file = written(tmp_path / "a.jsonl",
                    '{"text": null}\n{"text": "one"}\n{"messages": null}\n{"text": "two"\n')

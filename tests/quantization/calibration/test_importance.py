@@ -28,10 +28,8 @@ from quantkit.quantization.calibration.importance import (
 from quantkit.quantization.calibration.runner import LayerRunner
 from quantkit.support.errors import CalibrationError
 from quantkit.testing import tiny_weights
+from tests.helpers.shapes import THREE_LAYERS
 
-HF = {"model_type": "llama", "vocab_size": 50, "hidden_size": 32, "intermediate_size": 48,
-      "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_act": "silu",
-      "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "torch_dtype": "float32"}
 TOKENS = torch.randint(0, 50, (5, 12), generator=torch.Generator().manual_seed(0))
 KINDS = {"tied": {"tie_word_embeddings": True}, "untied": {"tie_word_embeddings": False},
          "biases": {"model_type": "qwen2", "tie_word_embeddings": True},
@@ -48,7 +46,7 @@ OTHERS = {"experts": {"model_type": "mixtral", "num_local_experts": 3, "tie_word
 
 @pytest.fixture(params=list(KINDS))
 def model(request):
-    hf = HF | (KINDS | OTHERS)[request.param]
+    hf = THREE_LAYERS | (KINDS | OTHERS)[request.param]
     tensors = tiny_weights(hf)
     return parse_config(hf), Weights(tensors.__getitem__, tensors.__contains__, torch.float32), tensors
 

@@ -8,9 +8,7 @@ import torch
 from quantkit.formats.spec import QuantSpec
 from quantkit.quantization.methods.grid import (
     from_grid,
-    multiples,
     round_to_grid,
-    rounded_multiple,
     rounded_scale,
 )
 from quantkit.quantization.methods.group_scales import choose_grid
@@ -97,21 +95,3 @@ def test_powers_of_two_are_the_nearest() -> None:
     assert rounded[:5].tolist() == [1.0, 1.0, 2.0, 4.0, 0.25]
     assert bool((torch.frexp(rounded)[0] == 0.5).all())
     assert (rounded[:7] / scales[:7]).log2().abs().max() <= 0.585
-
-
-def test_e4m3_scales_are_multiples_of_the_tensors_number() -> None:
-    spec, outer = GROUPED["nvfp4"], torch.full((1, 1), 3e-5)
-    scales = torch.tensor([[1e-3, 2e-4, 0.0, 1.0]])
-    inner = rounded_scale(scales, spec, outer) / outer
-    expected = (scales / outer).clamp(2.0**-9, 448).to(torch.float8_e4m3fn).float()
-    torch.testing.assert_close(inner, expected, rtol=1e-6, atol=0)
-
-
-def test_multiples_are_never_zero_where_weights_are_divided_by_them() -> None:
-    signed, unsigned = GROUPED["superblocks"], GROUPED["superblocks with minima"]
-    assert multiples(signed) == (-128, 127) and multiples(unsigned) == (0, 63)
-    quotients = torch.tensor([0.2, -0.2, 500.0, -500.0, 0.0])
-    assert rounded_multiple(quotients, signed).tolist() == [1, -1, 127, -128, 1]
-    assert rounded_multiple(quotients, unsigned).tolist() == [1, 0, 63, 0, 1] or bool(
-        (rounded_multiple(quotients, unsigned) >= 1).all())
-    assert rounded_multiple(quotients, unsigned, zero=True).tolist() == [0, 0, 63, 0, 0]

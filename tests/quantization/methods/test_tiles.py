@@ -13,7 +13,6 @@ from quantkit.formats.spec import QuantSpec
 from quantkit.quantization.methods.base import LayerStats
 from quantkit.quantization.methods.gptq import METHOD as GPTQ
 from quantkit.quantization.methods.gptq import GptqOptions
-from quantkit.quantization.methods.grid import sums_of_tiles
 from quantkit.quantization.methods.rounding import RTN, RtnOptions
 from tests.helpers.quantized import quant_spec
 
@@ -86,7 +85,3 @@ def test_rows_are_solved_in_parts_that_cut_no_square(monkeypatch: pytest.MonkeyP
     apart = GPTQ.run(weight, stats, spec_of(16), GptqOptions())
     assert torch.equal(together.scale, apart.scale)
     assert (together.codes != apart.codes).float().mean() < 0.01
-
-
-def test_sums_over_the_rows_of_squares() -> None:
-    assert sums_of_tiles(torch.tensor([1.0, 2, 3, 4, 5]), 2).tolist() == [3, 3, 7, 7, 5]

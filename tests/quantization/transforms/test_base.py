@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 
@@ -89,12 +87,3 @@ def test_statistics_are_those_of_the_new_inputs(tmp_path):
     assert found.hessian is not None and found.largest is not None and found.tokens == 100
     assert torch.allclose(found.hessian.double(), scaled.T @ scaled / 100, rtol=1e-4, atol=1e-6)
     assert torch.allclose(found.largest.double(), scaled.abs().amax(0), rtol=1e-5)
-
-
-def test_channels_and_columns():
-    seam = ScaleGroup("v", (0, 4), ("o",), heads=(2, 3, 2))
-    columns = seam.spread(torch.tensor([1.0, 2, 3, 4]))
-    assert columns.tolist() == [1, 2, 1, 2, 1, 2, 3, 4, 3, 4, 3, 4]
-    assert seam.gather(torch.arange(12.0)).tolist() == [4, 5, 10, 11]
-    plain = dataclasses.replace(seam, heads=None)
-    assert plain.spread(columns) is columns and plain.gather(columns) is columns

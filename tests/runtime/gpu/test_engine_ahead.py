@@ -149,24 +149,6 @@ def test_a_request_that_cancels_itself_gets_no_token_after_that(loaded, count):
         assert len(request.result.token_ids) == count and request.result.finish_reason == "cancelled"
 
 
-def test_a_request_that_is_cancelled_leaves_the_others_alone(loaded):
-    alone = Engine(loaded)
-    whole = alone.submit([5, 6, 8], Sampling(max_tokens=6, ignore_eos=True, temperature=30.0, seed=2))
-    while alone.step():
-        pass
-    engine = Engine(loaded)
-    first, second = (engine.submit([5, 6, at], Sampling(
-        max_tokens=6, ignore_eos=True, temperature=30.0, seed=at - 6)) for at in (7, 8))
-    for _ in range(4):
-        engine.step()
-    before = list(first.result.token_ids)
-    first.cancel()
-    while engine.step():
-        pass
-    assert first.result.finish_reason == "cancelled" and first.result.token_ids == before
-    assert second.result.token_ids == whole.result.token_ids and engine.cache.used_bytes == 0
-
-
 def test_an_error_that_a_gpu_tells_late_ends_its_requests(loaded, monkeypatch):
     errors = []
     engine = Engine(loaded)
