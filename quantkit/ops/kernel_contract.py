@@ -51,7 +51,7 @@ def prepare(kernel: LinearKernel, weight: QuantizedTensor, dtype: torch.dtype, d
                 raise PluginError(f"{describe_entry('kernels', kernel.name)}: {fault}",
                                   why=f"it was asked for {weight.format} {weight.spec.label()} "
                                       f"{list(weight.shape)} by {plain_name(dtype)}",
-                                  next="correct the kernel: quantkit.testing.check_kernel finds such errors")
+                                  next="correct the kernel: quantkit.ops.dispatch says what it promises")
             _PROBED.add(key)
     except (QuantkitError, MemoryError, torch.OutOfMemoryError):  # the kernel isn't what to mend
         raise

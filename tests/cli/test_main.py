@@ -15,6 +15,7 @@ from quantkit import __version__
 from quantkit.cli import main as module
 from quantkit.cli.options import command_line_again
 from quantkit.plugins.manager import PluginInfo, registry
+from quantkit.plugins.registry import RegistryEntry
 from quantkit.support.errors import PluginError, QuantkitError, RecipeError, Stopped
 
 
@@ -29,7 +30,7 @@ def command_that(monkeypatch, cli):
             body()
 
         table = registry("commands")
-        monkeypatch.setitem(table._entries, "probe", type(table.entry("verify"))("probe", probe, "tests"))
+        monkeypatch.setitem(table._claims, "probe", [RegistryEntry("command", "probe", probe, "tests")])
         monkeypatch.setitem(table._loaded, "probe", probe)
         return cli(*arguments) if arguments else cli("probe")
 

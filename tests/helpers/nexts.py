@@ -16,7 +16,7 @@ from quantkit.plugins.registry import FIRST_PARTY
 from quantkit.quantization.recipe import load_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
-PLUGIN_RECIPES = set(FIRST_PARTY["recipe"])
+PLUGIN_RECIPES = {*FIRST_PARTY["recipe"], "int4-clipped"}  # the tutorial's
 HOLE = "HOLE"
 """Stands for what is only known when the message is made."""
 _COMMAND = re.compile(r"(?<![\w./-])quantkit (?=[a-z-])([^\n`]*)")

@@ -11,7 +11,7 @@ from quantkit.formats.base import QuantizedTensor
 from quantkit.ops import cpu_linear
 from quantkit.ops.cpu_weight import multiply
 from quantkit.ops.dispatch import KernelQuery
-from quantkit.quantization.methods import rounding as rtn
+from quantkit.quantization.methods.rounding import RTN
 from quantkit.testing.codes import formula, random_codes
 from tests.helpers.quantized import quant_spec
 
@@ -103,7 +103,7 @@ def test_activations_of_8_bits_cost_a_tenth_of_what_4_bit_weights_do(name):
     """Each grid's own rounding of normal weights, beside that of activations: int4's share, or less."""
     spec = CASES[name][0]
     weight = torch.randn(64, 512, generator=torch.Generator().manual_seed(0)) * 0.02
-    codes = rtn.quantize(weight, None, spec, rtn.RtnOptions())
+    codes = RTN.quantize(weight, None, spec, RTN.options())
     packed = kernel_of(spec, 64, 512)._pack(codes, made(spec, 64, 512)[1])
     x = torch.randn(64, 512, generator=torch.Generator().manual_seed(1))
     rounded = x.double() @ formula(codes).double().T

@@ -46,7 +46,7 @@ def test_each_is_listed_and_loads(run):
 def test_the_table_that_explains_absent_names_is_complete(run):
     facts = json.loads(run("plugins", "list", "--json"))["registered"]
     kinds = {"method": "methods", "KV policy": "kv_policies", "KV codec": "kv_codecs", "metric": "metrics",
-             "reporter": "reporters"}
+             "reporter": "reporters", "recovery": "recoveries"}
     for kind, names in FIRST_PARTY.items():
         registered = {entry["name"]: entry["owner"] for entry in facts[kinds[kind]]} if kind in kinds else {
             recipe["name"]: recipe["owner"] for recipe in json.loads(run("recipes", "list", "--json"))}

@@ -138,9 +138,10 @@ def test_a_server_says_it_on_its_terminal(plugin, capsys):
 
 def test_a_worker_of_a_cluster_names_the_plugin_before_its_traceback_is_lost(plugin, monkeypatch):
     from quantkit.executor import ray
+    from quantkit.executor.cluster import WorkerSetup
 
     monkeypatch.setattr(ray, "_register_tensors", lambda: None)
-    setup = ({}, [], torch.get_num_threads())
+    setup = WorkerSetup(torch.get_num_threads(), {}, [])
     with pytest.raises(PluginError, match=r"of dist-blamed .* failed: ValueError: odd"):
         ray._call(setup, plugin.fail)
     with pytest.raises(ValueError, match="invalid literal"):

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -49,9 +50,11 @@ def folders(tmp_path, monkeypatch):
         (tmp_path / name).mkdir()
 
     class Manager:
-        def dirs(self, hook):
+        def files(self, hook):
             assert hook == "recipe_dirs"
-            return [("dist-a", tmp_path / "a"), ("dist-b", tmp_path / "b"), ("gone", tmp_path / "gone")]
+            owners = {name: SimpleNamespace(distribution=f"dist-{name}") for name in "ab"}
+            return [(owners[name], path) for name in "ab"
+                    for path in sorted((tmp_path / name).glob("*.yaml"))]
 
     monkeypatch.setattr(recipes, "current", Manager)
     return tmp_path

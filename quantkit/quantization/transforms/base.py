@@ -197,4 +197,4 @@ def apply_to_layer(transform: Transform, options: MethodOptions, config: ModelCo
     if not is_builtin("transforms", transform.name) and (fault := tensors.fault()) is not None:
         raise PluginError(f"{describe_entry('transforms', transform.name)}: in layer {index} {fault}",
                           why="LayerTensors.changed holds new tensors of the model by their full names",
-                          next="correct it: quantkit.testing.check_transform finds such errors")
+                          next="correct it: quantkit.quantization.transforms.base says what it promises")

@@ -23,7 +23,7 @@ class Count:
     name = "count"
 
     @staticmethod
-    def emit(module):
+    def emit(module, isa):
         e, a, unit, thread = driver.begin(module, "count", Count.arguments)
         where = a.to + thread * a.private + unit * 8
         e.store(where, e.load(where, I64) + e.load(a.source, I64, unit * 8) + 1)
@@ -33,12 +33,8 @@ class Count:
 
 
 @pytest.fixture
-def count(monkeypatch):
+def count():
     """``count(pool, steps, units, barrier)`` runs a chain of counts; what the last one made."""
-    from quantkit_kernels.cpu import program as module
-
-    monkeypatch.setitem(module.KERNELS, Count, Count.arguments)
-
     def run(pool, steps, units, rounds=1):
         rows = torch.zeros(steps + 1, units, dtype=torch.int64)
         program = Program(PLAIN)
@@ -62,10 +58,7 @@ def test_every_unit_once_and_after_what_it_needs(count, threads, units):
     pool.close()
 
 
-def test_operations_without_a_barrier_share_the_next_one(monkeypatch):
-    from quantkit_kernels.cpu import program as module
-
-    monkeypatch.setitem(module.KERNELS, Count, Count.arguments)
+def test_operations_without_a_barrier_share_the_next_one():
     pool, made = Pool(2), torch.zeros(9, 5, dtype=torch.int64)
     nothing = torch.zeros(5, dtype=torch.int64)
     program = Program(PLAIN)
@@ -81,10 +74,7 @@ def test_operations_without_a_barrier_share_the_next_one(monkeypatch):
     pool.close()
 
 
-def test_each_thread_for_itself(monkeypatch):
-    from quantkit_kernels.cpu import program as module
-
-    monkeypatch.setitem(module.KERNELS, Count, Count.arguments)
+def test_each_thread_for_itself():
     pool, made, source = Pool(2), torch.zeros(2, 16, dtype=torch.int64), torch.arange(16)
     program = Program(PLAIN)
     program.add(Count(), 16, to=made, source=source, private=16 * 8, each=True)
@@ -202,10 +192,7 @@ def test_an_interrupted_caller_leaves_no_thread_behind(count, monkeypatch, when)
     pool.close()
 
 
-def test_a_misspelled_argument_is_named(monkeypatch):
-    from quantkit_kernels.cpu import program as module
-
-    monkeypatch.setitem(module.KERNELS, Count, Count.arguments)
+def test_a_misspelled_argument_is_named():
     with pytest.raises(TypeError, match="no argument 'too'; it has to, source, private"):
         Program(PLAIN).add(Count(), 1, too=None)
 
