@@ -91,12 +91,12 @@ def main():
     llm = LLM(model=sys.argv[1], dtype="float16", max_model_len=512, enforce_eager=True,
               enable_prefix_caching=False)
     prompts, count = json.loads(sys.argv[2]), int(sys.argv[3])
-    found = llm.generate([{"prompt_token_ids": ids} for ids in prompts], SamplingParams(
+    answers = llm.generate([{"prompt_token_ids": ids} for ids in prompts], SamplingParams(
         max_tokens=count, ignore_eos=True, temperature=0, logprobs=0), use_tqdm=False)
     out = []
-    for one in (request.outputs[0] for request in found):
-        tokens = list(one.token_ids)
-        out.append({"tokens": tokens, "logprobs": [at[t].logprob for at, t in zip(one.logprobs, tokens)]})
+    for answer in (request.outputs[0] for request in answers):
+        tokens = list(answer.token_ids)
+        out.append({"tokens": tokens, "logprobs": [at[t].logprob for at, t in zip(answer.logprobs, tokens)]})
     print("made", json.dumps(out))
 if __name__ == "__main__":
     main()

@@ -113,9 +113,23 @@ class PluginManager:
     def _entry_points(self) -> Iterable[importlib.metadata.EntryPoint]:
         try:
             return importlib.metadata.entry_points(group=ENTRY_POINTS)
-        except Exception as error:  # a file of entry points that can't be parsed, of any distribution
-            self._warn(f"no plugin was loaded, as entry points can't be read: {described(error)}")
-            return ()
+        except Exception:  # one file that can't be parsed hides the entry points of all distributions
+            return list(self._readable_entry_points())
+
+    def _readable_entry_points(self) -> Iterator[importlib.metadata.EntryPoint]:
+        """The entry points of each distribution whose file of them can be parsed, and a warning of others."""
+        names = set()
+        for dist in importlib.metadata.distributions():
+            try:
+                if (name := dist.name) in names:
+                    continue
+                points = [point for point in dist.entry_points if point.group == ENTRY_POINTS]
+            except Exception as error:
+                where = getattr(dist, "_path", "a distribution")
+                self._warn(f"entry points of {where} can't be read: {described(error)}")
+                continue
+            names.add(name)
+            yield from points
 
     def _load(self, point: importlib.metadata.EntryPoint) -> None:
         """Load an entry point. Whatever goes wrong costs one warning."""

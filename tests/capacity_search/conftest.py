@@ -1,3 +1,6 @@
 """The models of the tests of memory."""
 
-from tests.runtime.memory.conftest import checkpoint, tiny  # noqa: F401
+from tests.runtime.memory import conftest as memory
+
+tiny = memory.tiny
+checkpoint = memory.checkpoint

@@ -27,6 +27,13 @@ def test_segments_cover_k_and_are_the_same_for_all_rows(n, tiles):
         assert plans[0].split == (p.segments > 1) and not plans[-1].split
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_program_covers_few_rows_without_waste(family):
+    assert plan(4096, 32, 1, 128, family).bm == plan(4096, 32, 16, 128, family).bm == 16
+    assert all(plan(4096, 32, m, bk, family, grouped).bm <= 128 for m in (17, 4096) for bk in (32, 64, 128)
+               for grouped in (False, True))
+
+
 @pytest.mark.parametrize(("family", "early"), [("ampere", False), ("hopper", True), ("blackwell", True),
                                                ("cdna", False)])
 def test_kernels_begin_early_only_where_it_was_measured_and_can_be(family, early):

@@ -194,8 +194,14 @@ def test_walked_tables_pass_over_what_is_broken(site):
     assert "broken-reportertype 1.0" in lines[1] and "quantkit.evaluation.report.base.Reporter" in lines[1]
 
 
-def test_a_file_of_entry_points_that_cannot_be_read_stops_no_command(tmp_path):
+def test_a_file_of_entry_points_that_cannot_be_read_costs_only_its_distribution(tmp_path):
     """One malformed line makes Python's own lookup fail for every distribution."""
+    sound = tmp_path / "sound-1.0.dist-info"
+    sound.mkdir()
+    (sound / "METADATA").write_text("Metadata-Version: 2.1\nName: sound\nVersion: 1.0\n")
+    (sound / "entry_points.txt").write_text("[quantkit]\nsound = soundplugin\n")
+    (tmp_path / "soundplugin.py").write_text("from quantkit.plugins.hooks import hookimpl\n\n@hookimpl\n"
+                                             "def recipe_dirs():\n    return []\n")
     info = tmp_path / "garbled-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: garbled\nVersion: 1.0\n")
@@ -204,5 +210,5 @@ def test_a_file_of_entry_points_that_cannot_be_read_stops_no_command(tmp_path):
     env["PYTHONPATH"] = os.pathsep.join([os.environ["PYTHONPATH"], str(tmp_path)])
     done = subprocess.run([sys.executable, "-m", "quantkit.cli.main", "plugins", "list"], env=env,
                           capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0 and "rtn" in done.stdout
-    assert len(warned(done.stderr)) == 1 and "no plugin was loaded" in done.stderr
+    assert done.returncode == 0 and "rtn" in done.stdout and "sound" in done.stdout
+    assert len(warned(done.stderr)) == 1 and "garbled-1.0.dist-info can't be read" in done.stderr

@@ -106,6 +106,13 @@ def test_a_thread_starts_once_and_closes_at_once(started, submit):
     assert engine.drain(WAIT)
 
 
+def test_callbacks_come_on_the_engines_thread(started, submit):
+    engine, names = started(), set()
+    submit(engine, 5, Sampling(max_tokens=3), on_token=lambda _: names.add(threading.current_thread().name),
+           on_done=lambda _: names.add(threading.current_thread().name))
+    assert engine.drain(WAIT) and names == {"quantkit-engine"}
+
+
 def test_it_sleeps_when_there_is_nothing_to_do(started, monkeypatch, submit):
     engine, steps = started(), []
     step = engine._step

@@ -446,3 +446,10 @@ def test_the_largest_sums_of_tables_fit(isa, multiply, same, levels, sign, m):
                               pack.scales(torch.ones(32, 64 // group), isa.lanes), n=32)
             same(result, reference.integer_matmul(x.numpy(), np.full((32, 64), levels[code], np.int32),
                                                   np.ones((32, 64 // group), np.float32), BYTES, group))
+
+
+def test_a_tables_name_says_what_is_in_it():
+    levels = (-24,) + (0,) * 15
+    names = {decoders.int_table(table).name for table in (levels, levels[::-1], (-12,) * 15 + (12,))}
+    assert len(names) == 3
+    assert Matmul(decoders.INT4, 32).name != Matmul(decoders.UINT4, 32).name
