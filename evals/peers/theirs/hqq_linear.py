@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 
 
 def make(model: Path, tokens: torch.Tensor | None, spec: dict[str, Any], scratch: Path) -> common.Found:
-    """Data-free."""
     tensors = load_file(model / "model.safetensors")
     weights = {}
     bits = 0

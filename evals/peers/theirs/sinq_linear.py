@@ -22,7 +22,6 @@ from sinq.sinqlinear import BaseQuantizeConfig, SINQLinear
 
 
 def make(model: Path, tokens: torch.Tensor | None, spec: dict[str, Any], scratch: Path) -> common.Found:
-    """Data-free."""
     tensors = load_file(model / "model.safetensors")
     weights = {}
     bits = 0

@@ -258,7 +258,6 @@ class BenchReport:
         return [f"{name} left out: {why}" for name, why in left_out] + self.notes
 
     def keep(self) -> None:
-        """Write both files."""
         if self.file is not None:
             report = {**self.about, "notes": self.said(), "rows": [asdict(row) for row in self.rows]}
             _write(self.file, json.dumps(report, indent=1) + "\n")

@@ -78,7 +78,6 @@ class _RandomInt4(NamedTuple):
 
     @classmethod
     def made(cls, setup: BenchSetup, n: int, k: int) -> _RandomInt4:
-        """Random ones."""
         codes = torch.randint(0, 16, (n, k), dtype=torch.uint8, device=setup.device)
         scale = (torch.rand(n, k // GROUP, device=setup.device) * 0.01 + 0.01).to(setup.dtype)
         dense = ((codes.to(setup.dtype).view(n, -1, GROUP) - 8) * scale[..., None]).view(n, k)

@@ -105,7 +105,6 @@ def asked_by(case: BenchCase) -> tuple[tuned.ProductKey, int] | None:
 
 
 def cuts(k: int) -> list[Parameters]:
-    """Segments of K."""
     return [{"segments": segments} for segments in SEGMENTS if segments == 1 or segments * SHORTEST <= k]
 
 

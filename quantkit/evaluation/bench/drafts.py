@@ -134,7 +134,6 @@ class _Runs:
         self._drafted, self._accepted = request.result.drafted_tokens, request.result.accepted_tokens
 
     def summary(self, plain: _Runs) -> dict[str, Any]:
-        """Its part of a case."""
         gains = [ours / theirs for ours, theirs in zip(self.speeds, plain.speeds, strict=True)]
         return {"tok_s": Spread.of(self.speeds).model_dump(), "gain": Spread.of(gains).model_dump(),
                 "tokens_a_step": (self._settings.tokens - 1) / self._steps, "drafted": self._drafted,

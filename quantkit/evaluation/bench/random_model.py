@@ -67,8 +67,6 @@ def _made(source: ModelSource, uri: str, recipe: str, plan: Plan | None, device:
 
 
 class _Weights:
-    """Random tensors by name."""
-
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
         self.shapes = {name: torch.Size(shape) for name, shape in tensor_shapes(config).items()}
         self._dtype, self._device = dtype, device

@@ -57,7 +57,6 @@ class TextHaystack:
             self._left[index] = self._left[index + 1] + len(self._sentences[index])
 
     def sentences(self, chance: random.Random, tokens: int) -> Iterator[str]:
-        """See :class:`Haystack`."""
         starts = sum(remaining >= LETTERS * tokens for remaining in self._left)
         yield from self._sentences[chance.randrange(max(1, starts)):]
 
@@ -82,7 +81,6 @@ class FillerHaystack:
     name = "filler"
 
     def sentences(self, chance: random.Random, tokens: int) -> Iterator[str]:
-        """See :class:`Haystack`."""
         while True:
             yield " ".join(chance.choice(part) for part in (_WHO, _DID, _WHAT, _WHEN)) + "."
 

@@ -73,7 +73,6 @@ class PositionSums:
                 sums[index] += float(score[part].sum())
 
     def means(self) -> BucketMeans:
-        """The means by bucket and metric."""
         return tuple(tuple(total / (high - low) for total in sums)
                      for sums, (low, high) in zip(self._sums, pairwise(self.edges)))
 

@@ -144,7 +144,6 @@ def _number(chance: random.Random) -> str:
 
 
 def _numbers(chance: random.Random, count: int) -> list[str]:
-    """Different ones."""
     return [str(number) for number in chance.sample(range(10_000, 100_000), count)]
 
 

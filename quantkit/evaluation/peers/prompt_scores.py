@@ -46,7 +46,6 @@ class PromptScores:
         self._ways, self._settled = list(WAYS), False
 
     def predict(self, ids: Sequence[int], prompt: int) -> PeerPrediction | None:
-        """See :meth:`quantkit.evaluation.peers.base.PeerSession.predict`."""
         while self._ways:
             as_text, body = self._ways[0]
             text = self._tokenizer.decode(list(ids), skip_special=False) if as_text else ""

@@ -10,8 +10,8 @@ from quantkit.evaluation.effect import WORDS, Effect, differs, effect_of_row
 from quantkit.evaluation.keys import PER_ITEM, PER_RUN
 from quantkit.evaluation.metric_table import MetricInfo
 from quantkit.evaluation.metrics import KL, TOP1
-from quantkit.evaluation.report.base import head, megabytes, number, short_names, shown
-from quantkit.evaluation.result import EvalResult, ModelResult
+from quantkit.evaluation.report.base import head, megabytes, number, shown
+from quantkit.evaluation.result import EvalResult, ModelResult, short_names
 from quantkit.support.units import times_smaller
 
 SPEED = "decode_tok_s"

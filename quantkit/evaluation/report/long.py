@@ -26,7 +26,6 @@ def table(result: LongResult) -> str:
 
 
 def markdown(result: LongResult) -> str:
-    """The report in Markdown."""
     out = [f"# {plain(result.model)} ({plain(result.method)}): KV settings at length", ""]
     for grid in grids(result):
         names, *columns = ([plain(head), *map(_marked, cells)]

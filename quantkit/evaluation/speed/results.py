@@ -22,7 +22,6 @@ class Spread(Frozen):
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """Of one or more numbers."""
         return cls(median=median(values), low=min(values), high=max(values))
 
     @property

@@ -56,7 +56,6 @@ class JobRun:
     loading: Listener
 
     def load(self, ref: ModelRef) -> LoadedModel:
-        """A model of the run."""
         return self.models.get(ref, self.loading)
 
 
@@ -181,11 +180,9 @@ class TasksJob(Job[TasksData]):
 
     @property
     def copies(self) -> int:
-        """See :class:`Job`."""
         return 4 if self.model.dtype == "float32" else 2
 
     def measure(self, run: JobRun) -> MeasurementResult[TasksData]:
-        """Ask."""
         from quantkit.evaluation.tasks.run import prepare_tasks, run_tasks
 
         loaded = run.load(self.model)
@@ -198,7 +195,6 @@ class TasksJob(Job[TasksData]):
             for score in scores)))
 
     def seconds(self, tok_s: float) -> float:
-        """By the number of items."""
         return STEP_S + (self.limit or 1000) * len(self.tasks) * TOKENS_OF_ITEM / tok_s
 
 
@@ -277,7 +273,6 @@ class RooflineJob(Job[RooflineData]):
         return MeasurementResult(RooflineData(roofline=roofline))
 
     def seconds(self, tok_s: float) -> float:
-        """The same for every model."""
         return ROOFLINE_S
 
 
@@ -317,7 +312,6 @@ class SensitivityJob(Job[SensitivityData]):
             (name, choices[0]) for name, choices in costs.items() if 0 in choices)))
 
     def seconds(self, tok_s: float) -> float:
-        """Two walks, and each layer solved."""
         return SENSITIVITY_TOKENS / tok_s
 
 
@@ -354,11 +348,9 @@ class PeerJob(Job[PeerData]):
 
     @property
     def timed(self) -> bool:
-        """See :class:`Job`."""
         return self.speed is not None
 
     def measure(self, run: JobRun) -> MeasurementResult[PeerData]:
-        """Run the tool beside the reference."""
         reference = run.load(self.reference)
         texts = {text.name: windows_of(reference, text.content, self.window, text.windows)
                  for text in self.texts}

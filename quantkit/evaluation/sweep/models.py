@@ -62,7 +62,6 @@ class LoadedModels:
         return self._models[ref]
 
     def clear(self) -> None:
-        """Release all of them."""
         self._models.clear()
 
 

@@ -46,7 +46,7 @@ class ModelKeys:
         family: how its tensors are called.
         values: by key, without ``general.`` keys but the architecture.
         tables: further tensors by GGUF's name, float32 ``[rotated dimensions / 2]``.
-        notes: what is otherwise than in the checkpoint, a sentence each.
+        notes: sentences about what is otherwise than in the checkpoint.
     """
 
     family: GGUFFamily

@@ -39,8 +39,8 @@ class PlannedTensor:
             tensors all experts'.
         suffix: ``weight`` or ``bias``; nothing of tensors that are called like a layer (``…sinks``).
         heads: by which its rows are put into the order of GGUF's RoPE; ``None``: they stay.
-        offset: what is added to each value.
-        index: of the model's layer.
+        offset: a number that is added to each value.
+        index: the number of the model's layer.
     """
 
     file: FileTensor

@@ -24,7 +24,6 @@ TABLES = dict.fromkeys(("rows_ptr", "table_ptr", "length_ptr", "start_ptr"), "*i
 
 
 def bench_cases(setup: BenchSetup) -> Iterator[BenchCase]:
-    """Codecs by rows."""
     for coding in ("bf16", "int8"):
         for n in setup.shapes.rows:
             yield _bench_rope(setup, n, coding)

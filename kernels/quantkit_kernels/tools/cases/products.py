@@ -151,8 +151,10 @@ def _q4_k(setup: BenchSetup, n: int, k: int) -> BenchWeight:
 WEIGHTS: tuple[Callable[[BenchSetup, int, int], BenchWeight], ...] = (
     _plain, _int4, partial(_int4, group=64), partial(_int4, zeros=True),
     partial(_eight, kernel="w8a16", pack=w8a16.pack),
-    partial(_eight, kernel="fp8", pack=fp8.pack, floats=True), _nf4, _nvfp4, _mxfp4, _iq4, _q4_k, partial(_eight, kernel="w8a8", pack=w8a8.pack),
-    partial(_eight, kernel="fp8 by fp8", pack=w8a8.pack, floats=True), partial(_nvfp4, rounded=True),
+    partial(_eight, kernel="fp8", pack=fp8.pack, floats=True), _nf4, _nvfp4, _mxfp4, _iq4, _q4_k,
+    partial(_eight, kernel="w8a8", pack=w8a8.pack),
+    partial(_eight, kernel="fp8 by fp8", pack=w8a8.pack, floats=True),
+    partial(_nvfp4, rounded=True),
     partial(_mxfp4, rounded=True))
 
 
@@ -225,7 +227,6 @@ class BlockScaledFormat(ProductFormat):
     """A format of 4-bit floats whose loop multiplies codes by codes, and has a layout of its own."""
 
     def packed(self, n: int, k: int, family: str, gated: bool = False) -> TritonWeight:
-        """See :class:`ProductFormat`."""
         codes, scale = (torch.empty(n, columns, dtype=torch.uint8, device="meta")
                         for columns in (k, k // self.group))
         factor = None if self.scale is None else torch.empty(1, device="meta")
@@ -241,7 +242,6 @@ BLOCK_SCALED = tuple(
 
 
 def kinds(family: str) -> dict[str, ProductFormat]:
-    """All kinds by name."""
     select = "select" if family == "cdna" else "prmt"
     native = family in ("hopper", "blackwell")
     every = [ProductFormat("w16a16", w16a16.PLAIN, 16, w16a16.BK, mode="plain", words=BF16, scale=None),
