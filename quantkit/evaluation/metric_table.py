@@ -7,14 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from quantkit.evaluation.keys import (
-    EXACT,
-    PER_ITEM,
-    PER_RUN,
-    TAILS,
-    WORD_PERPLEXITY,
-    key_problem,
-)
+from quantkit.evaluation.keys import EXACT, PER_ITEM, PER_RUN, TAILS, WORD_PERPLEXITY, key_problem
 from quantkit.evaluation.metrics import KL, PERPLEXITY, TOP1, Interval, Metric
 from quantkit.evaluation.tasks.score import PROPORTIONS
 from quantkit.plugins.manager import BUILTIN, registry
@@ -31,7 +24,7 @@ class MetricInfo:
     Attributes:
         title: head of its column.
         unit: ``"%"``: values are shares, and shown times 100.
-        direction: which values are better: ``lower``, ``higher``, or ``""``: neither.
+        direction: whether ``lower`` or ``higher`` values are better; ``""``: neither.
         per: ``token``, ``window``, ``run``, ``timed run`` or ``item``.
         owner: the distribution that registered it.
         in_tables: whether it has a column in tables; the others are in a place of their own.

@@ -51,7 +51,7 @@ def result_from_dict(data: Mapping[str, Any], where: str = RESULTS) -> EvalResul
 
     Args:
         data: plain data, as JSON has it.
-        where: what it is, for errors.
+        where: a name for the data, for errors.
 
     Raises:
         UsageError: it isn't what quantkit writes.

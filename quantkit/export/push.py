@@ -126,8 +126,7 @@ def _upload(api: HfApi, path: Path, name: str, private: bool, message: str, file
     except QuantkitError:
         raise
     except LocalTokenNotFoundError as error:
-        raise QuantkitError("you are not logged in to the hub", why=_first_line(error),
-                            next=LOGIN) from error
+        raise QuantkitError("you are not logged in to the hub", why=_first_line(error), next=LOGIN) from error
     except HfHubHTTPError as error:
         status = error.response.status_code if error.response is not None else None
         denied = status in (401, 403)

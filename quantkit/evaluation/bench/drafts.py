@@ -104,7 +104,7 @@ class _Runs:
 
     Attributes:
         speeds: tokens a second of each run.
-        token_ids: what was generated.
+        token_ids: the tokens that were generated.
     """
 
     def __init__(self, loaded: LoadedModel, name: str, settings: DraftSettings) -> None:

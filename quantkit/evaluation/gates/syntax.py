@@ -33,7 +33,7 @@ class GateCondition:
         text: the text of the condition.
         name: the metric's name, as it was written.
         key: the metric's key in results; a task without a metric has its name alone.
-        relation: what a value must be to the limit.
+        relation: the relation that a value must have to the limit.
         limit: the bound: shares and percentages as numbers of percent, sizes in bytes.
         unit: ``%``, ``x``, ``bytes`` or ``""``.
         relative: whether the limit is of the change from the reference: it has a sign, or ``x``.
@@ -165,7 +165,7 @@ def require_sense(text: str, relation: str, direction: str) -> None:
     Args:
         text: the condition, as it was written.
         relation: the relation of its value to its limit.
-        direction: which values of the metric are better: ``lower``, ``higher``, or ``""``: neither.
+        direction: the better values of the metric: ``lower``, ``higher``, or ``""``: neither.
 
     Raises:
         UsageError: it demands a bad value.

@@ -39,8 +39,8 @@ class QuestionText:
     Attributes:
         ask: the question itself, for models that are asked as chat.
         lead: the beginning of its answer: a text that a model continues.
-        answer: what follows the lead, without the space between them.
-        depth: where in the hay its answer stands, 0 to 1; ``None`` if it is in several places.
+        answer: the text that follows the lead, without the space between them.
+        depth: the place of its answer in the hay, 0 to 1; ``None`` if it is in several places.
         hops: through how many other variables the answer is reached; 0 for a needle.
     """
 
@@ -58,7 +58,7 @@ class ContextDraft:
     Attributes:
         intro: says what to look for.
         hidden: depth (0 to 1) and sentence, in rising order.
-        questions: what is asked; all are about this one context.
+        questions: all questions about this one context.
     """
 
     intro: str

@@ -40,7 +40,7 @@ class WorkerSession(PeerSession):
         python: the interpreter that has the tool.
         backend: a file beside this one.
         options: for its ``open_model``.
-        hint: what to do if it can't be opened.
+        hint: advice for when it can't be opened.
 
     Raises:
         QuantkitError: the interpreter doesn't start, or the model can't be opened.

@@ -132,7 +132,8 @@ class TextGrid:
 
     Attributes:
         title: the title above it.
-        heads: of all columns; the first has the rows' names. What follows a line break is small: a unit.
+        heads: the heads of all columns; the first has the rows' names. What follows a line break is small: a
+            unit.
         rows: their cells. What follows a line break is small: an interval.
         notes: sentences below it.
         dimmed: indices of rows that recede, because others are better in everything.

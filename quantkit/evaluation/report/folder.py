@@ -120,8 +120,8 @@ def write_report(result: EvalResult, folder: Path, names: Sequence[str] | None =
     Args:
         result: the comparison's results.
         folder: made if it is missing.
-        names: of reporters; by default every one that belongs into a folder (see :func:`reporters`). One of a
-            plugin that fails then costs one warning and its own file.
+        names: the names of reporters; by default every one that belongs into a folder (see
+            :func:`reporters`). One of a plugin that fails then costs one warning and its own file.
 
     Raises:
         QuantkitError: the folder can't be written, or a reporter of ``names`` failed; the others' files are

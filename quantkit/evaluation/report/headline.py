@@ -31,11 +31,11 @@ class Recommendation:
     """The variant that a careful reader would take.
 
     Attributes:
-        index: of its row; 0, the reference, if none is worth its cost.
-        title: ``Take int8``.
-        facts: what it gains and costs, a value and what it is: ``("1.65 times", "smaller")``.
+        index: the number of its row; 0, the reference, if none is worth its cost.
+        title: the advice in a few words: ``Take int8``.
+        facts: the gains and costs, each a value and its name: ``("1.65 times", "smaller")``.
         sentence: all of this as text.
-        cost: what it costs, as a sentence; ``""`` if nothing is taken.
+        cost: a sentence about its cost; ``""`` if nothing is taken.
         effect: how much it costs.
     """
 

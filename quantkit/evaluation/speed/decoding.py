@@ -56,13 +56,13 @@ class DecodeRunner:
             influence on speed.
         tokens: decoded in a timed run.
         repeats: timed runs, after one that isn't; read bandwidth is measured before each.
-        case_s: see :class:`~quantkit.evaluation.speed.results.SweepSettings`; ``None``: a run takes as
-            long as it takes.
+        case_s: seconds of a case, as in :class:`~quantkit.evaluation.speed.results.SweepSettings`; ``None``:
+            a run takes as long as it takes.
         tell: told what was run, after each timed run.
         read: measures the read bandwidth; by default of a gigabyte.
 
     Attributes:
-        loaded: the model.
+        loaded: the model that is timed.
         reads: bytes a second of every measurement of the read bandwidth so far.
     """
 

@@ -105,7 +105,7 @@ class Measurement:
         key: everything that the numbers depend on; ``None``: that can't be known, so that it isn't kept.
         place: the model and the text or setting that it is of.
         seconds: the time that it may take.
-        needs: what it takes of the machine that does it.
+        needs: the resources that it takes of a machine.
     """
 
     kind: str
@@ -331,9 +331,9 @@ class PeerJob(Job[PeerData]):
         peer: the tool as it is written in ``--peer``.
         reference: the model that it is scored against.
         kv: the reference's setting; ``None``: its own.
-        texts: what is scored.
+        texts: the texts that are scored.
         window, prompt: see :class:`~quantkit.evaluation.protocol.Protocol`.
-        speed: what is timed; ``None``: nothing.
+        speed: the speed test; ``None``: nothing is timed.
     """
 
     data = PeerData

@@ -99,6 +99,10 @@ class ModelFacts:
         uri = str(path.absolute()) if path is not None and path.exists() else self.uri
         return ModelRef(uri, self.revision, dtype, device)
 
+    def setting(self, kv: str | None) -> str:
+        """A KV setting as text; of ``None`` the one that the checkpoint names."""
+        return str(self.kv) if kv is None else kv
+
     @property
     def name(self) -> str:
         """How progress and messages call it."""

@@ -134,8 +134,7 @@ def with_types(tensors: list[PlannedTensor], checkpoint: AnyCheckpoint,
     return typed
 
 
-def _types(tensor: PlannedTensor, layer: str, checkpoint: AnyCheckpoint,
-           quantized: bool) -> tuple[str, ...]:
+def _types(tensor: PlannedTensor, layer: str, checkpoint: AnyCheckpoint, quantized: bool) -> tuple[str, ...]:
     if quantized and tensor.suffix == "weight":
         packed = checkpoint.quantized(layer)
         assert packed is not None
