@@ -82,8 +82,8 @@ def by_name(field: str, names: Sequence[str], colors: Sequence[str] = COLORS) ->
 
 def variant_axis(looks: Sequence[VariantLook], padding: float | None = None) -> alt.Y:
     """A row a variant."""
-    scale = {} if padding is None else {"scale": alt.Scale(paddingInner=padding)}
-    return alt.Y("variant:N", sort=[look.name for look in looks], axis=names_axis(), **scale)
+    scale = alt.Undefined if padding is None else alt.Scale(paddingInner=padding)
+    return alt.Y("variant:N", sort=[look.name for look in looks], axis=names_axis(), scale=scale)
 
 
 def log_scale(low: float, high: float) -> alt.Scale:
