@@ -24,7 +24,7 @@ from quantkit.checkpoint.open import AnyCheckpoint, open_checkpoint, open_quanti
 from quantkit.checkpoint.quantization_config import KEYS
 from quantkit.checkpoint.reader import CONFIG, INDEX, Checkpoint
 from quantkit.checkpoint.shards import LazyTensor, index_json, shard_names, stored_tensors, tensor_chunks
-from quantkit.export.layouts import check_absent, check_layers, require_intact, room_for
+from quantkit.export.layouts import check_absent, check_intact, check_layers, room_for
 from quantkit.models.architecture import EXPERT, layer_of
 from quantkit.models.loadable import check_loadable
 from quantkit.sources.base import TensorInfo
@@ -91,7 +91,7 @@ def export_gpt_oss(uri: str, out: str | Path, *, revision: str | None = None,
                              why=f"the layout {GPT_OSS} is for {', '.join(FAMILIES)} models")
         plain = _plain_layers(opened)
         if isinstance(opened, Checkpoint):
-            require_intact(opened)
+            check_intact(opened)
         files = _files(opened, config.num_layers)
         size = _write(path, opened, files, plain, progress)
         return FolderResult(path, sum(row.spec is not None for row in opened.layers), size,

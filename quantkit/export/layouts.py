@@ -202,7 +202,7 @@ def _manifest(checkpoint: AnyCheckpoint, to: str, name: str) -> Manifest:
     owner = registry("formats").entry(to).owner
     plugins = {p.distribution: p.version for p in current().plugins if p.distribution == owner}
     if isinstance(checkpoint, Checkpoint):
-        require_intact(checkpoint)
+        check_intact(checkpoint)
         known = checkpoint.manifest
         record = ExportRecord(uri=name, quant_method=method, formats=formats,
                               manifest_sha256=hashlib.sha256(known.to_bytes()).hexdigest())
@@ -216,7 +216,7 @@ def _manifest(checkpoint: AnyCheckpoint, to: str, name: str) -> Manifest:
                     exported=ExportRecord(uri=source.uri, quant_method=method, formats=formats))
 
 
-def require_intact(checkpoint: Checkpoint) -> None:
+def check_intact(checkpoint: Checkpoint) -> None:
     """Damage must not be given a new hash. Raises CheckpointError."""
     for name, record in checkpoint.manifest.files.items():
         if name != CARD and hash_file(checkpoint.path / name)[0] != record.sha256:
@@ -312,7 +312,7 @@ def repack(name: str, packed: QuantizedTensor, form: Format, spec: QuantSpec) ->
     if spec.scale_dtype in FLOATS:
         for kind, values in (("scales", codes.scale), ("minima", minimum)):
             if values is not None:
-                _require_exact(name, values, kind, form, spec.scale_dtype)
+                _check_exact(name, values, kind, form, spec.scale_dtype)
     wanted = replace(codes, spec=spec, zero=zero, minimum=minimum)
     try:
         again = packing.pack(form, wanted, packed.dtype)
@@ -349,7 +349,7 @@ def _offsets(codes: Codes, spec: QuantSpec) -> tuple[torch.Tensor | None, torch.
     return steps.to(torch.uint8) if exact else None, None
 
 
-def _require_exact(name: str, values: torch.Tensor, kind: str, form: Format, dtype: str) -> None:
+def _check_exact(name: str, values: torch.Tensor, kind: str, form: Format, dtype: str) -> None:
     """Raises InexactError if a dtype, in which a format keeps some values of a layer, lacks one of them."""
     lost = values[values.to(FLOATS[dtype]).float() != values]
     if lost.numel():

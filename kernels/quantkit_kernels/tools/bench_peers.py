@@ -164,7 +164,7 @@ class Peers:
     setup: BenchSetup
     every: tuple[PeerKernel, ...] = PEERS
     left_out: dict[str, str] = field(default_factory=dict)
-    _held: dict[tuple[str, str], tuple[PeerWeight, list[Any]]] = field(default_factory=dict)
+    _weights: dict[tuple[str, str], tuple[PeerWeight, list[Any]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for peer in self.every:
@@ -192,13 +192,13 @@ class Peers:
         self.left_out[name] = f"{case.shape}: {(text.strip().splitlines() or [''])[0]}"
 
     def _runner(self, peer: PeerKernel, linear: str, n: int, k: int, m: int) -> PeerRun:
-        self._held = {key: weight for key, weight in self._held.items()
+        self._weights = {key: weight for key, weight in self._weights.items()
                       if key[1] == linear}  # the others' memory
         key = (f"{peer.name} {peer.beside}", linear)
-        if key not in self._held:
+        if key not in self._weights:
             weight = peer.weight(self.setup, n, k)
-            self._held[key] = weight, [weight.make() for _ in range(self.setup.copies(weight.nbytes))]
-        weight, packs = self._held[key]
+            self._weights[key] = weight, [weight.make() for _ in range(self.setup.copies(weight.nbytes))]
+        weight, packs = self._weights[key]
         x = self.setup.normal(m, k)
         return PeerRun(peer.name, lambda at: weight.run(x, packs[at]), len(packs), weight.nbytes,
                        lambda: (weight.run(x, packs[0]), F.linear(x, weight.dense)))

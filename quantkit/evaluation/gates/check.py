@@ -13,8 +13,8 @@ from quantkit.evaluation.gates.syntax import (
     METRICS,
     SPEEDS,
     GateCondition,
+    check_sense,
     parse_gate,
-    require_sense,
 )
 from quantkit.evaluation.keys import PER_ITEM
 from quantkit.evaluation.metric_table import MetricInfo, task_info
@@ -69,7 +69,7 @@ def check_gate(result: EvalResult, gate: str | Sequence[GateCondition], *,
                       strict=strict, checks=checks)
 
 
-def require_planned(conditions: Sequence[GateCondition], *, candidates: int, speed: bool,
+def check_planned(conditions: Sequence[GateCondition], *, candidates: int, speed: bool,
                     tasks: Sequence[str] = (), texts: Sequence[str] = (),
                     metrics: Sequence[str] = ()) -> None:
     """Find out before anything is measured whether a gate's metrics will be.
@@ -168,7 +168,7 @@ class _Judge:
         info = self.result.metrics.get(key) or task_info(key)
         if key == "flips":
             info = MetricInfo("flips", "%", "lower")
-        require_sense(condition.text, condition.relation, info.direction)
+        check_sense(condition.text, condition.relation, info.direction)
         share = info.unit == "%"
         paired = self._paired(index, key, condition.on)
         if key == "perplexity" and condition.relative:

@@ -101,7 +101,7 @@ def _condition(text: str) -> GateCondition:
     limit = _limit(text, name, key, value)
     if match["text"] and (key in (*BYTES, *SPEEDS) or "/" in key):
         raise UsageError(f"{text[:80]!r}: {name} is not of a text", next=f"write {name} without @")
-    require_sense(text, relation, _direction(key))
+    check_sense(text, relation, _direction(key))
     scope = match["scope"]
     return GateCondition(text, name, key, relation, limit.value, limit.unit, limit.relative,
                          scope and scope.strip(),
@@ -159,7 +159,7 @@ def _limit(text: str, name: str, key: str, value: str) -> _Limit:
     return _Limit(limit, unit, unit == "x" or bool(sign))
 
 
-def require_sense(text: str, relation: str, direction: str) -> None:
+def check_sense(text: str, relation: str, direction: str) -> None:
     """A gate that a ruined model passes guards nothing.
 
     Args:

@@ -125,7 +125,7 @@ class DecodeRunner:
 
     @torch.inference_mode()
     def _case(self, cache: KVCache, first: int, token: int, batch: int, context: int) -> DecodeSpeed:
-        held_bytes = cache.bytes_of(first)
+        context_bytes = cache.bytes_of(first)
         speeds = []
         rates = []
         reads = []
@@ -158,7 +158,7 @@ class DecodeRunner:
                 break
         cache.free(rows)
         read = Spread.of(reads)
-        return DecodeSpeed(batch=batch, context=context, kv_bytes=held_bytes, tok_s=Spread.of(speeds),
+        return DecodeSpeed(batch=batch, context=context, kv_bytes=context_bytes, tok_s=Spread.of(speeds),
                            bytes_s=Spread.of(rates), read_bytes_s=read, runs=len(speeds), tokens=min(counts),
                            of_read=Spread.of(rates).median / read.median if read.median else None)
 

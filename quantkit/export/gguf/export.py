@@ -25,7 +25,7 @@ from quantkit.export.gguf.file import ALIGNMENT, FileTensor, Value, header_bytes
 from quantkit.export.gguf.model_keys import ModelKeys, model_keys
 from quantkit.export.gguf.tensors import PlannedTensor, planned_tensors, tensor_bytes, visited, with_types
 from quantkit.export.gguf.tokenizer_keys import tokenizer_keys
-from quantkit.export.layouts import check_absent, check_layers, checkpoint_name, require_intact, room_for
+from quantkit.export.layouts import check_absent, check_intact, check_layers, checkpoint_name, room_for
 from quantkit.models.loadable import check_loadable
 from quantkit.sources.gguf_tokenizer import PHI3
 from quantkit.support.errors import CheckpointError, UsageError
@@ -99,7 +99,7 @@ def export_gguf(uri: str, out: str | Path, *, revision: str | None = None,
         tokenizer = tokenizer_keys(loadable.tokenizer, loadable.config.vocab_size)
         planned = planned_tensors(loadable.config, model.family)
         if isinstance(opened, Checkpoint):
-            require_intact(opened)
+            check_intact(opened)
         planned = with_types(planned, opened, phases("checking tensors"))
         tables = [FileTensor(name, "F32", tuple(table.shape)) for name, table in model.tables.items()]
         tensors = (*tables, *(tensor.file for tensor in planned))
