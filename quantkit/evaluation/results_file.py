@@ -139,7 +139,8 @@ class _Reader:
         texts = {text[:200]: self.intervals(table, f"{field}.texts.{text[:40]}")
                  for text, table in self.mapping(data.pop("texts", {}), f"{field}.texts").items()}
         means = {text[:200]: table for text, table in self.typed(
-            dict[str, dict[str, list[Number]]], data.pop("window_means", {}), f"{field}.window_means").items()}
+            dict[str, dict[str, list[Number]]], data.pop("window_means", {}),
+            f"{field}.window_means").items()}
         items = self.typed(dict[str, list[Number]], data.pop("items", {}), f"{field}.items")
         row: ModelResult = self.typed(ModelResult, data, field)
         return dataclasses.replace(row, metrics=metrics, texts=texts, window_means=means, items=items)
