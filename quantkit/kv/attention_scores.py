@@ -10,8 +10,7 @@ import torch
 
 from quantkit.kv import gpu
 from quantkit.kv.base import KVCodecs, KVPolicy
-from quantkit.kv.query_window import SINKS, QueryMoments
-from quantkit.kv.sequence import LayerState
+from quantkit.kv.sequence import SINKS, LayerState, QueryMoments
 from quantkit.kv.store import PageStore
 from quantkit.models.config import ModelConfig
 from quantkit.models.forward_context import ForwardContext, HasMaxLengths

@@ -14,8 +14,7 @@ from quantkit.kv.checked import check_codecs, codec_fault
 from quantkit.kv.decoded import DecodedPages
 from quantkit.kv.layer import LayerCache
 from quantkit.kv.page_pool import MoveCounter, PagePool
-from quantkit.kv.query_window import QueryWindow
-from quantkit.kv.sequence import LayerState, SequenceState
+from quantkit.kv.sequence import LayerState, QueryWindow, SequenceState
 from quantkit.kv.spec import KVSpec
 from quantkit.kv.store import PageStore
 from quantkit.models.config import ModelConfig

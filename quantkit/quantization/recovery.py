@@ -21,8 +21,7 @@ from quantkit.plugins.manager import registry
 from quantkit.quantization.calibration.data import CalibrationData
 from quantkit.quantization.memory import PlanRow
 from quantkit.quantization.methods.base import MethodOptions, checked_options
-from quantkit.quantization.recipe import Recipe
-from quantkit.quantization.specs import CalibrationSpec
+from quantkit.quantization.recipe import CalibrationSpec, Recipe
 from quantkit.sources.base import ModelSource
 from quantkit.support.errors import RecipeError
 from quantkit.support.progress import Listener, Phases

@@ -41,18 +41,18 @@ from quantkit.quantization.calibration.data import (
 from quantkit.quantization.calibration.finite import NonFiniteError, blame
 from quantkit.quantization.calibration.importance import (
     WALKS,
+    gradients,
     spread,
     tell_weighing,
     token_gradients,
     weighed_windows,
 )
-from quantkit.quantization.calibration.kept import gradients
 from quantkit.quantization.calibration.runner import LayerRunner
 from quantkit.quantization.calibration.spill import Spill
 from quantkit.quantization.memory import EMBEDDING_UNIT, REST_UNIT, PlanRow, layer_unit
 from quantkit.quantization.methods.base import LayerStats
 from quantkit.quantization.planning.plan import ASSEMBLING, QUANTIZING, WRITING, Plan, make_plan
-from quantkit.quantization.recipe import Recipe, load_recipe
+from quantkit.quantization.recipe import CalibrationSpec, Recipe, load_recipe
 from quantkit.quantization.recovery import RecoveryJob, find_recovery, read_recovery_text
 from quantkit.quantization.solve import (
     ModelOrigin,
@@ -62,8 +62,7 @@ from quantkit.quantization.solve import (
     solve_stages,
     stored_weight,
 )
-from quantkit.quantization.specs import CalibrationSpec
-from quantkit.quantization.transforms.base import LayerTensors, apply_to_layer, resolve
+from quantkit.quantization.transforms.base import LayerTensors, apply_to_layer, resolve_transforms
 from quantkit.runtime.loader import load_source
 from quantkit.sources.base import ModelSource, prefetch, release, tensor_alone, warn_if_quantized
 from quantkit.support.device import find_device
@@ -308,7 +307,7 @@ class _UnitMaker:
         self.run, self.writer = run, writer
         self.source, self.plan = run.source, run.plan
         self.config = run.config
-        self.transforms = resolve(run.plan.recipe.transforms)
+        self.transforms = resolve_transforms(run.plan.recipe.transforms)
         self.layers = range(run.config.num_layers)
         self.rows: dict[str, list[PlanRow]] = {}
         for row in run.plan.rows:

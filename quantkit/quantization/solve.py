@@ -31,8 +31,7 @@ from quantkit.quantization.calibration.runner import LayerRunner
 from quantkit.quantization.memory import batch_groups, rows_at_once
 from quantkit.quantization.methods.base import LayerStats, Method, MethodOptions
 from quantkit.quantization.methods.grid import require_finite
-from quantkit.quantization.planning.layers import PlanRow
-from quantkit.quantization.planning.plan import with_own_head
+from quantkit.quantization.planning.plan import PlanRow, with_own_head
 from quantkit.quantization.recipe import Recipe
 from quantkit.quantization.transforms.base import LayerTensors, transformed
 from quantkit.sources.base import ModelSource, SourceIdentity, release

@@ -12,7 +12,6 @@ from types import TracebackType
 import torch
 
 from quantkit.kv.spec import KVSpec
-from quantkit.runtime.chunk_size import ChunkSizer
 from quantkit.runtime.core import (
     EngineClosed,
     Pooling,
@@ -28,10 +27,9 @@ from quantkit.runtime.kv_manager import KVCacheManager
 from quantkit.runtime.kv_settings import KVSettings
 from quantkit.runtime.loader import LoadedModel
 from quantkit.runtime.memory.scratch import PREFILL_CHUNK
-from quantkit.runtime.pipelined import PipelinedDecoder
-from quantkit.runtime.runner import ModelRunner
+from quantkit.runtime.runner import ModelRunner, PipelinedDecoder
 from quantkit.runtime.sampler import Sampling
-from quantkit.runtime.scheduler import Scheduler
+from quantkit.runtime.scheduler import ChunkSizer, Scheduler
 from quantkit.runtime.speculation import DraftCounts, Speculator
 from quantkit.runtime.trace import Timing, Trace
 from quantkit.structure.base import TokenConstraint
@@ -97,7 +95,7 @@ class Engine:
         context: tokens of the longest request, by default the model's context. The cache never takes more
             than all requests of this length need, and states that others begin with.
         max_itl: seconds between two tokens of a request while another's prompt is read (inter-token latency);
-            :class:`~quantkit.runtime.chunk_size.ChunkSizer` sizes the prompt's chunks for that. By default,
+            :class:`~quantkit.runtime.scheduler.ChunkSizer` sizes the prompt's chunks for that. By default,
             and with a model whose results depend on how a prompt is cut, chunks have :data:`PREFILL_CHUNK`
             tokens.
         prefix_cache: bytes of keys and values that are kept for texts which begin like earlier ones; 0: none.

@@ -24,10 +24,9 @@ from quantkit.models.decoder import CausalLM
 from quantkit.models.interfaces import LanguageModel
 from quantkit.models.linear import Weights
 from quantkit.models.loadable import check_loadable
-from quantkit.ops.cpu_machine import pool, unavailable
+from quantkit.ops.cpu_machine import pool, trim_heap, unavailable
 from quantkit.ops.linear_weight import LinearWeight
 from quantkit.ops.stored_weight import StoredWeight
-from quantkit.runtime.cpu.buffers import trim_heap
 from quantkit.runtime.cpu.model import CpuModel
 from quantkit.runtime.gpu.model import GpuModel
 from quantkit.runtime.kernels import choose_runtime

@@ -14,9 +14,8 @@ from quantkit.formats.dtypes import resolve
 from quantkit.formats.spec import Granularity, QuantSpec
 from quantkit.ops.cpu_machine import unavailable
 from quantkit.ops.dispatch import DECODE_ROWS, KernelQuery
-from quantkit.ops.kernel_contract import probe, product_fault
 from quantkit.ops.linear import dense
-from quantkit.ops.stored_weight import QuantizedWeight
+from quantkit.ops.stored_weight import QuantizedWeight, probe, product_fault
 from quantkit.plugins.hooks import Register, hookimpl
 from quantkit.plugins.manager import current, registry
 from quantkit.support.errors import PluginError, SpecError

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from quantkit.formats.fp4 import MXFP4, NVFP4
-from quantkit.ops.kernel_contract import product_fault
 from quantkit.ops.reference import REFERENCE
+from quantkit.ops.stored_weight import product_fault
 from quantkit.ops.tokens import round_groups
 from quantkit.testing.codes import random_codes
 from tests.helpers.quantized import quant_spec

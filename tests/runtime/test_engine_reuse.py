@@ -9,15 +9,14 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from quantkit.kv.prefix.blocks import BlockPrefixes
+from quantkit.kv.prefix import BlockPrefixes
 from quantkit.kv.spec import parse_kv
 from quantkit.runtime import engine as module
 from quantkit.runtime import kv_manager
-from quantkit.runtime.chunk_size import ChunkSizer
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.loader import load
 from quantkit.runtime.sampler import Sampling
-from quantkit.runtime.scheduler import PATIENCE
+from quantkit.runtime.scheduler import PATIENCE, ChunkSizer
 from quantkit.support.errors import UsageError
 from quantkit.testing import tiny_model
 

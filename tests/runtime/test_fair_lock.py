@@ -4,10 +4,10 @@ import itertools
 import threading
 import time
 
-from quantkit.runtime.chunk_size import LEAST
 from quantkit.runtime.cpu.model import CpuModel
 from quantkit.runtime.engine import Engine, FairLock
 from quantkit.runtime.sampler import Sampling
+from quantkit.runtime.scheduler import LEAST
 
 
 def test_two_engines_take_turns_and_give_the_same_tokens(small, prompt_of, monkeypatch):

@@ -36,20 +36,18 @@ from quantkit.quantization.calibration.importance import (
     FORWARD,
     NEVER,
     WALKS,
+    gradients,
     spread,
     tell_weighing,
     token_gradients,
     weighed_windows,
 )
-from quantkit.quantization.calibration.kept import gradients
 from quantkit.quantization.calibration.runner import LayerRunner
 from quantkit.quantization.calibration.spill import Spill
 from quantkit.quantization.memory import walks_bytes
 from quantkit.quantization.methods.base import LayerStats
-from quantkit.quantization.planning.layers import PlanRow
-from quantkit.quantization.planning.plan import WRITING, Plan
-from quantkit.quantization.recipe import Candidate, Recipe
-from quantkit.quantization.specs import CalibrationSpec
+from quantkit.quantization.planning.plan import WRITING, Plan, PlanRow
+from quantkit.quantization.recipe import CalibrationSpec, Candidate, Recipe
 from quantkit.runtime.loader import load_source
 from quantkit.sources.base import ModelSource, tensor_alone
 from quantkit.support.errors import CheckpointError, QuantkitError, Stopped

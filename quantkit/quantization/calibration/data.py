@@ -37,7 +37,7 @@ from quantkit.quantization.calibration.windows import (
     with_bos,
 )
 from quantkit.quantization.calibration.written import WritingPrompt, write_windows
-from quantkit.quantization.specs import CalibrationSpec
+from quantkit.quantization.recipe import CalibrationSpec
 from quantkit.sources.base import ModelSource
 from quantkit.structure.conversation import Message, conversation
 from quantkit.structure.turns import Tool, turn_format

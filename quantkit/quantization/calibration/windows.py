@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from quantkit.quantization.specs import CalibrationSpec
+from quantkit.quantization.recipe import CalibrationSpec
 from quantkit.support.errors import CalibrationError
 
 SEPARATOR = "\n\n"

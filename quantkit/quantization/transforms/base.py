@@ -14,7 +14,7 @@ from quantkit.models.config import ModelConfig
 from quantkit.models.scale_groups import ScaleGroup
 from quantkit.plugins.manager import describe_entry, is_builtin, registry
 from quantkit.quantization.methods.base import LayerStats, MethodOptions, checked_options
-from quantkit.quantization.specs import TransformSpec
+from quantkit.quantization.recipe import TransformSpec
 from quantkit.sources.base import ModelSource
 from quantkit.sources.checked import CheckedSource
 from quantkit.support.errors import PluginError, RecipeError
@@ -154,7 +154,7 @@ class Transform:
     idle: Callable[[QuantSpec], str | None] = lambda spec: None
 
 
-def resolve(specs: Iterable[TransformSpec]) -> list[tuple[Transform, MethodOptions]]:
+def resolve_transforms(specs: Iterable[TransformSpec]) -> list[tuple[Transform, MethodOptions]]:
     """Every transform with its options. Raises UsageError for an unknown one, RecipeError for options,
     PluginError for one that nothing would call."""
     table, resolved = registry("transforms"), []
@@ -176,7 +176,7 @@ def transformed(specs: Iterable[TransformSpec], source: ModelSource) -> ModelSou
     Raises:
         RecipeError: one of the transforms, also of those that change layers later, isn't for this model.
     """
-    for transform, options in resolve(specs):
+    for transform, options in resolve_transforms(specs):
         config = parse_config(source.config())
         if (why := transform.refuses(config)) is not None:
             raise RecipeError(f"transform {transform.name} can't be used on {source.uri}", why=why,

@@ -23,8 +23,7 @@ from quantkit.models.decoder import CausalLM
 from quantkit.ops import cpu_linear, cpu_machine, cpu_weight
 from quantkit.ops.dispatch import DECODE_ROWS, LinearKernel, choose
 from quantkit.ops.linear import query_for
-from quantkit.runtime.cpu.buffers import MAX_ROWS, trim_heap
-from quantkit.runtime.cpu.program import CpuProgram, TokenIds
+from quantkit.runtime.cpu.program import MAX_ROWS, CpuProgram, TokenIds
 from quantkit.runtime.cpu.program_variants import DecodedCpuProgram, OperatorProgram, TappedCpuProgram
 from quantkit.runtime.memory.scratch import packed_of
 from quantkit.runtime.program_model import ProgramModel, selected_rows
@@ -148,7 +147,7 @@ class CpuModel(ProgramModel):
             for linear in (*self.linears().values(), self._model.head):
                 if linear.weight is not self._model.embedding:  # whose rows are read by themselves
                     linear.weight = packed_of(linear).in_planes()
-            trim_heap()
+            cpu_machine.trim_heap()
         weights = [packed_of(linear) for linear in (*self.linears().values(), self._model.head)]
         return CpuModel(self._model, high=True) if any(weight.has_planes for weight in weights) else None
 
@@ -161,46 +160,40 @@ class CpuModel(ProgramModel):
         return self._model.head(x)
 
     def reason_against(self, cache: KVCache) -> str | None:
-        """See the base class."""
         return reason_against_cache(cache)
 
     def check_cache(self, cache: KVCache) -> None:
-        """See the base class: there is a way to run every cache."""
+        """There is a way to run every cache."""
 
     def prepare(self, cache: KVCache) -> None:
-        """See the base class: build the program that reads such pages."""
+        """Build the program that reads such pages."""
         if reason_against_cache(cache) is None:
             self.program(codecs_of(cache), not has_kernels(cache))
 
     def chunk_invariant(self, cache: KVCache) -> bool:
-        """See the base class: operation by operation it isn't, nor where torch encodes a chunk's keys and
+        """Operation by operation it isn't, nor where torch encodes a chunk's keys and
         values."""
         return reason_against_cache(cache) is None and has_kernels(cache)
 
     def normalized(self, x: torch.Tensor) -> torch.Tensor:
-        """See the base class."""
         return self._model.normalized(x)
 
     def token_rows(self, tokens: Sequence[Sequence[int]]) -> list[npt.NDArray[np.int64]]:
-        """See the base class."""
         return [np.array(row, np.int64) for row in tokens]
 
     def step_logits(self, batch: Batch, ids: TokenIds, counts: Sequence[int],
                     wanted: Sequence[range]) -> list[torch.Tensor]:
-        """See the base class."""
         program = self._program_of(batch)
         with self._running:
             return [program.step(batch, ids, slices, selected_rows(slices, wanted))
                     for slices in self.slices(batch, counts)]
 
     def step_hidden(self, batch: Batch, ids: TokenIds, counts: Sequence[int]) -> list[torch.Tensor]:
-        """See the base class."""
         program = self._program_of(batch)
         with self._running:
             return [program.run(batch, ids, slices).clone() for slices in self.slices(batch, counts)]
 
     def head_logits(self, x: torch.Tensor) -> torch.Tensor:
-        """See the base class."""
         program = self.program(None)
         with self._running:
             return program.logits(x)

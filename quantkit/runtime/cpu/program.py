@@ -15,14 +15,17 @@ from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
 from quantkit.kv.store import PageStore
 from quantkit.models.decoder import CausalLM, DecoderLayer
-from quantkit.models.layers import RMSNorm
+from quantkit.models.layers import MLP, RMSNorm
 from quantkit.models.linear import Linear
 from quantkit.ops import cpu_machine, cpu_weight
+from quantkit.ops.cpu_machine import lazy_zeros
 from quantkit.ops.cpu_weight import Activations, CpuWeight, InputKey, widened
 from quantkit.ops.hadamard import hadamard_factors
+from quantkit.ops.linear_weight import LinearWeight
 from quantkit.ops.sampling import capped_rows
-from quantkit.runtime.cpu.buffers import MAX_ROWS, buffer, buffers, mlp_of, plain_of, stride_of
-from quantkit.runtime.memory.scratch import MIN_POSITIONS, packed_of
+from quantkit.ops.stored_weight import PlainWeight
+from quantkit.runtime.memory.scratch import CPU_ROWS as MAX_ROWS
+from quantkit.runtime.memory.scratch import MIN_POSITIONS, buffer_width, packed_of, result_widths
 from quantkit.runtime.program_model import RowSlice, rope_tables
 from quantkit.support.progress import tell_compiling
 
@@ -416,3 +419,47 @@ def page_addresses(store: PageStore) -> dict[str, int]:
     return {name: addresses.get(name, 0) for name in (
         "positions", "residual_positions", "k_residual", "v_residual",
         *(f"{side}_{part}" for side in "kv" for part in PARTS))}
+
+
+def plain_of(table: LinearWeight) -> torch.Tensor:
+    """An embedding's tensor. Raises TypeError if it isn't plain."""
+    if not isinstance(table, PlainWeight):
+        raise TypeError("the embedding is neither plain nor packed")
+    return table.tensor
+
+
+def stride_of(x: torch.Tensor) -> int:
+    """Bytes from row to row."""
+    return x.stride(0) * x.element_size()
+
+
+def mlp_of(layer: DecoderLayer) -> MLP:
+    """A layer's MLP. Models with experts are declined before."""
+    assert isinstance(layer.mlp, MLP)
+    return layer.mlp
+
+
+def buffers(writers: Sequence[Sequence[Linear]], readers: Sequence[Linear],
+            sizes: Sequence[int]) -> list[torch.Tensor]:
+    """A buffer for each result of the Linears that read the same input.
+
+    Where one Linear computes all results side by side, the buffers are parts of one.
+
+    Args:
+        writers: for every layer, a Linear for each result, or one for all of them.
+        readers: what reads any of the buffers.
+        sizes: of the results.
+
+    Returns:
+        float32 ``[MAX_ROWS, …]`` each.
+    """
+    widths = result_widths(writers, readers, sizes)
+    if len(widths) == len(sizes):
+        return [lazy_zeros(MAX_ROWS, width) for width in widths]
+    joined = lazy_zeros(MAX_ROWS, widths[0])
+    return [joined[:, start:] for start in itertools.accumulate(sizes[:-1], initial=0)]
+
+
+def buffer(writers: Sequence[Linear], readers: Sequence[Linear], size: int = 0) -> torch.Tensor:
+    """float32 ``[MAX_ROWS, …]``, wide enough for these Linears; the padding of a row stays 0."""
+    return lazy_zeros(MAX_ROWS, buffer_width(writers, readers, size))

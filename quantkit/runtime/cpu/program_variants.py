@@ -17,8 +17,7 @@ from quantkit.models.decoder import CausalLM, DecoderLayer
 from quantkit.ops.cpu_machine import lazy_zeros
 from quantkit.ops.cpu_weight import CpuWeight
 from quantkit.ops.sampling import one_thread
-from quantkit.runtime.cpu.buffers import MAX_ROWS, stride_of
-from quantkit.runtime.cpu.program import CpuProgram, page_addresses
+from quantkit.runtime.cpu.program import MAX_ROWS, CpuProgram, page_addresses, stride_of
 from quantkit.runtime.program_model import RowSlice
 
 if TYPE_CHECKING:

@@ -171,11 +171,10 @@ class GpuModel(ProgramModel):
         return self._program.step_bytes + (0 if table is self._model.head.weight else table.nbytes)
 
     def on_device(self) -> AbstractContextManager[object]:
-        """See the base class."""
         return gpu.current(self.device)
 
     def reason_against(self, cache: KVCache) -> str | None:
-        """See the base class. A cache that is on the device already isn't looked at again."""
+        """A cache that is on the device already isn't looked at again."""
         if cache in self._caches:
             return None
         config = self.config
@@ -191,25 +190,21 @@ class GpuModel(ProgramModel):
                              next="give --kv int8, or run the model with --device cpu")
 
     def prepare(self, cache: KVCache) -> None:
-        """See the base class: kernels are compiled when they are first launched."""
+        """Kernels are compiled when they are first launched."""
 
     def chunk_invariant(self, cache: KVCache) -> bool:
-        """See the base class."""
         return True
 
     def normalized(self, x: torch.Tensor) -> torch.Tensor:
-        """See the base class."""
         with self.on_device():
             return self._program.normalized(x.reshape(-1, x.shape[-1])).reshape(x.shape)
 
     def token_rows(self, tokens: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-        """See the base class."""
         flat = gpu.sent(torch.tensor([token for row in tokens for token in row]), self.device)
         return list(flat.split([*map(len, tokens)]))
 
     def step_logits(self, batch: Batch, ids: Sequence[torch.Tensor] | torch.Tensor, counts: Sequence[int],
                     wanted: Sequence[range]) -> list[torch.Tensor]:
-        """See the base class."""
         on_device = self._on_device(batch.cache)
         if self._decodes(batch, counts):
             rows = on_device.decode(batch, ids[:, 0] if isinstance(ids, torch.Tensor) else torch.cat([*ids]))
@@ -219,12 +214,10 @@ class GpuModel(ProgramModel):
 
     def step_hidden(self, batch: Batch, ids: Sequence[torch.Tensor] | torch.Tensor,
                     counts: Sequence[int]) -> list[torch.Tensor]:
-        """See the base class."""
         on_device = self._on_device(batch.cache)
         return [on_device.prefill(batch, ids, slices) for slices in self.slices(batch, counts)]
 
     def head_logits(self, x: torch.Tensor) -> torch.Tensor:
-        """See the base class."""
         return self._program.logits(x)
 
     def _selected(self, x: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
