@@ -207,7 +207,7 @@ class AttentionScores:
 
 def _kernels_read(codecs: KVCodecs, geometry: LayerGeometry) -> bool:
     """Whether kernels read pages of these codecs in such a layer."""
-    return gpu.declines(codecs, geometry.dtype, geometry.config.head_dim, geometry.group,
+    return gpu.reason_against_cache(codecs, geometry.dtype, geometry.config.head_dim, geometry.group,
                     geometry.device.type) is None
 
 

@@ -62,7 +62,7 @@ def checked_slots(policy: KVPolicy, kept: Any, lengths: Sequence[int]) -> list[t
     return heads
 
 
-def policy_fault(policy: KVPolicy) -> str | None:
+def reason_against_policy(policy: KVPolicy) -> str | None:
     """What is wrong with what a policy declares; ``None`` if nothing."""
     if policy.on_prefill not in (None, "chunk", "end"):
         return f"on_prefill is {policy.on_prefill!r}: chunk, end or None"
@@ -89,7 +89,7 @@ def policy_fault(policy: KVPolicy) -> str | None:
 def check_policy_declarations(policy: KVPolicy) -> None:
     """Raises PluginError for a plugin's policy whose declarations can't be followed."""
     builtin = type(policy).__module__.startswith(OWN_POLICIES)
-    if not builtin and (fault := policy_fault(policy)) is not None:
+    if not builtin and (fault := reason_against_policy(policy)) is not None:
         raise _error("kv_policies", policy.name, fault,
                      "quantkit.kv.base.KVPolicy says what a policy declares")
 

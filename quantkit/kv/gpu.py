@@ -36,18 +36,19 @@ def choices(codecs: KVCodecs, dtype: torch.dtype, hidden: int, dim: int, group: 
     """Who runs what isn't a matrix product, for people.
 
     Args:
-        codecs, dtype, dim, group, device: as for :func:`declines`.
+        codecs, dtype, dim, group, device: as for :func:`reason_against_cache`.
         hidden: size of the rows that are normalized.
         refused: why the model isn't run as a program.
     """
-    norm = gpu.norm_declines(device, dtype, hidden)
+    norm = gpu.reason_against_norm(device, dtype, hidden)
     yield OperationChoice(OPERATIONS[0], "torch" if norm else "triton", norm)
-    reason = refused or declines(codecs, dtype, dim, group, device)
+    reason = refused or reason_against_cache(codecs, dtype, dim, group, device)
     for op in OPERATIONS[1:]:
         yield OperationChoice(op, "torch" if reason else "triton", reason)
 
 
-def declines(codecs: KVCodecs, dtype: torch.dtype, dim: int, group: int, device: str) -> str | None:
+def reason_against_cache(codecs: KVCodecs, dtype: torch.dtype, dim: int, group: int,
+                         device: str) -> str | None:
     """Why no kernel writes and reads such a cache; ``None`` if they do.
 
     Args:
@@ -57,19 +58,19 @@ def declines(codecs: KVCodecs, dtype: torch.dtype, dim: int, group: int, device:
         group: query heads that share a key head.
         device: the device of the pages.
     """
-    if (reason := gpu.unavailable(device, dtype)) is not None:
+    if (reason := gpu.reason_against(device, dtype)) is not None:
         return reason
     for codec, other in ((codecs.keys, "token"), (codecs.values, "channel")):
         if not (match := _NAMES.fullmatch(codec.name)) or match[4] == other:
             return f"has no kernel for the KV codec {codec.name!r}"
         if codec.name == "bf16" and dtype != torch.bfloat16:
             return f"takes pages of the model's dtype, not {codec.name}"
-    return heads_decline(dim, group)
+    return reason_against_heads(dim, group)
 
 
-def heads_decline(dim: int, group: int) -> str | None:
+def reason_against_heads(dim: int, group: int) -> str | None:
     """Why no kernel attends with such heads, however they are kept; ``None`` if they do. As for
-    :func:`declines`."""
+    :func:`reason_against_cache`."""
     if dim % 32 or dim > MAX_HEAD:
         return f"takes head dimensions up to {MAX_HEAD} that 32 divides, not {dim}"
     if group > MAX_GROUP:
@@ -78,7 +79,7 @@ def heads_decline(dim: int, group: int) -> str | None:
 
 
 def side_layout_of(name: str, dtype: torch.dtype) -> SideLayout:
-    """What kernels call a codec that :func:`declines` doesn't."""
+    """What kernels call a codec that :func:`reason_against_cache` doesn't."""
     from quantkit_kernels.triton.cache import FP8, INT8, PLAIN, SideLayout
 
     match = _NAMES.fullmatch(name)

@@ -16,7 +16,7 @@ from quantkit.formats.level_values import codebook, level_table
 from quantkit.formats.spec import Kind
 from quantkit.formats.trellis_code import HIGH, LOW, MIDDLE
 from quantkit.ops import gpu
-from quantkit.ops.cpu_machine import isa, unavailable
+from quantkit.ops.cpu_machine import isa, reason_against_kernels
 from quantkit.ops.cpu_weight import CpuWeight, multiply, padded
 from quantkit.ops.dispatch import KernelQuery, codes_of
 
@@ -157,7 +157,7 @@ class CpuKernel(ABC):
     name = ""
     order = 40
 
-    def declines(self, query: KernelQuery) -> str | None:
+    def reason_against(self, query: KernelQuery) -> str | None:
         """Anything but the weights that it has a decoder for, on a CPU."""
         if query.op != "linear":
             return f"implements linear, not {query.op}"
@@ -165,12 +165,12 @@ class CpuKernel(ABC):
             return f"runs on cpu, not {query.device}"
         if query.dtype not in HALF:
             return f"takes bfloat16 or float16 activations, not {str(query.dtype).removeprefix('torch.')}"
-        if gpu.SIMULATE and gpu.unavailable(query.device, query.dtype) is None:
+        if gpu.SIMULATE and gpu.reason_against(query.device, query.dtype) is None:
             return "leaves it to the GPU's kernels, which are simulated"
-        return unavailable() or self._declines(query)
+        return reason_against_kernels() or self._reason_against(query)
 
     @abstractmethod
-    def _declines(self, query: KernelQuery) -> str | None:
+    def _reason_against(self, query: KernelQuery) -> str | None:
         """Why not these weights."""
 
     def prepare(self, weight: QuantizedTensor) -> CpuWeight:
@@ -193,7 +193,7 @@ class CpuInt8(CpuKernel):
 
     name = "cpu-int8"
 
-    def _declines(self, query: KernelQuery) -> str | None:
+    def _reason_against(self, query: KernelQuery) -> str | None:
         spec = query.spec
         if spec.kind != "int" or spec.bits not in (5, 6, 7, 8):
             return f"multiplies integers of 5 to 8 bits, not {spec.kind}{spec.bits}"
@@ -236,7 +236,7 @@ class CpuInt4(CpuKernel):
 
     name = "cpu-int4"
 
-    def _declines(self, query: KernelQuery) -> str | None:
+    def _reason_against(self, query: KernelQuery) -> str | None:
         spec = query.spec
         if spec.kind != "int" or spec.bits > 4:
             return f"multiplies integers of at most 4 bits, not {spec.kind}{spec.bits}"
@@ -258,7 +258,7 @@ class CpuNF4(CpuKernel):
 
     name = "cpu-nf4"
 
-    def _declines(self, query: KernelQuery) -> str | None:
+    def _reason_against(self, query: KernelQuery) -> str | None:
         if query.spec.kind != "nf":
             return f"multiplies nf, not {query.spec.kind}"
         size = query.spec.granularity.size or 0
@@ -284,7 +284,7 @@ class CpuTrellis(CpuKernel):
 
     name = "cpu-trellis"
 
-    def _declines(self, query: KernelQuery) -> str | None:
+    def _reason_against(self, query: KernelQuery) -> str | None:
         return None if query.spec.kind == "trellis" else f"multiplies a trellis, not {query.spec.kind}"
 
     def _pack(self, codes: Codes, weight: QuantizedTensor) -> CpuWeight:
@@ -343,7 +343,7 @@ class CpuW8A8(CpuKernel):
 
     name = "cpu-w8a8"
 
-    def _declines(self, query: KernelQuery) -> str | None:
+    def _reason_against(self, query: KernelQuery) -> str | None:
         from quantkit_kernels.cpu.matmul import MOST_COLUMNS
 
         if query.spec.kind != "int" or query.spec.activations is None:
@@ -365,7 +365,7 @@ class CpuFP8(CpuKernel):
 
     name = "cpu-fp8"
 
-    def _declines(self, query: KernelQuery) -> str | None:
+    def _reason_against(self, query: KernelQuery) -> str | None:
         from quantkit_kernels.cpu.weight_decoder import SUB
 
         spec = query.spec
@@ -406,7 +406,7 @@ class CpuTable(CpuKernel):
     def __init__(self, name: str, kind: Kind) -> None:
         self.name, self._kind = name, kind
 
-    def _declines(self, query: KernelQuery) -> str | None:
+    def _reason_against(self, query: KernelQuery) -> str | None:
         spec = query.spec
         if spec.kind != self._kind or spec.bits != 4:
             return f"multiplies {self._kind}4, not {spec.kind}{spec.bits}"

@@ -60,7 +60,7 @@ _making = threading.Lock()
 
 
 @functools.cache
-def unavailable() -> str | None:
+def reason_against_kernels() -> str | None:
     """Why there are no CPU kernels here; ``None`` if there are."""
     import importlib.util
 

@@ -43,7 +43,7 @@ class LinearKernel(Protocol):
     name: str
     order: int
 
-    def declines(self, query: KernelQuery) -> str | None:
+    def reason_against(self, query: KernelQuery) -> str | None:
         """Why it can't or shouldn't run this; ``None`` if it will. Also where the spec says that activations
         are rounded and this kernel doesn't round them: results would be another model's."""
 
@@ -102,15 +102,15 @@ def _asked(kernel: LinearKernel, registered: str, query: KernelQuery) -> str | N
 
     table = registry("kernels")
     if table.entry(registered).owner == BUILTIN:
-        return kernel.declines(query)
+        return kernel.reason_against(query)
     try:
-        reason: object = kernel.declines(query)
+        reason: object = kernel.reason_against(query)
     except Exception as error:
-        reason = f"declines() failed: {described(error)}"
+        reason = f"reason_against() failed: {described(error)}"
     else:
         if reason is None or isinstance(reason, str):
             return reason
-        reason = f"declines() returned {a_type(reason)}, not a reason or None"
+        reason = f"reason_against() returned {a_type(reason)}, not a reason or None"
     table.warn(registered, f"kernel {registered!r} of {table.entry(registered).by}: {reason}")
     return reason
 

@@ -87,7 +87,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     if weight.dtype != x.dtype:
         return F.rms_norm(x.float(), (x.shape[-1],), weight, eps).to(x.dtype)
     kernel = (x.is_cuda or gpu.SIMULATE) and not (torch.is_grad_enabled() and x.requires_grad)
-    if kernel and gpu.norm_declines(x.device.type, x.dtype, x.shape[-1]) is None:
+    if kernel and gpu.reason_against_norm(x.device.type, x.dtype, x.shape[-1]) is None:
         from quantkit_kernels.triton.rms_norm import rms_norm as fused
 
         return fused(x, weight, eps)[0]
@@ -109,7 +109,8 @@ def by_sequence(x: torch.Tensor) -> list[torch.Tensor]:
 def _cpu_kernels_take(x: torch.Tensor) -> bool:
     """Whether these kernels compute it: on a CPU, in a dtype that they know, and without gradients."""
     return (x.device.type == "cpu" and x.dtype in cpu_weight.PLAIN and x.numel() > 0
-            and not (torch.is_grad_enabled() and x.requires_grad) and cpu_machine.unavailable() is None)
+            and not (torch.is_grad_enabled() and x.requires_grad)
+            and cpu_machine.reason_against_kernels() is None)
 
 
 def _normalized(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

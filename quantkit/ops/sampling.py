@@ -15,7 +15,7 @@ def greedy(logits: torch.Tensor) -> int | None:
     """Index of the largest of ``logits [vocab]``, the lowest of equals; ``None`` if not all are finite."""
     if logits.device.type != "cpu":
         return int(logits.argmax()) if bool(torch.isfinite(logits).all()) else None
-    if cpu_machine.unavailable() is None:
+    if cpu_machine.reason_against_kernels() is None:
         from quantkit_kernels.cpu.argmax import argmax
 
         return argmax(logits.float(), cpu_machine.isa())

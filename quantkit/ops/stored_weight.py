@@ -167,7 +167,8 @@ def prepare(kernel: LinearKernel, weight: QuantizedTensor, dtype: torch.dtype, d
             x = probe(weight.shape[1], 3 if phase == "decode" else DECODE_ROWS + 1, dtype, device)
             given = x.clone()
             y = kernel.run(x, prepared)
-            fault = "run wrote to its input" if not torch.equal(x, given) else product_fault(x, y, weight)
+            wrote = not torch.equal(x, given)
+            fault = "run wrote to its input" if wrote else reason_against_product(x, y, weight)
             if fault is not None:
                 raise PluginError(f"{describe_entry('kernels', kernel.name)}: {fault}",
                                   why=f"it was asked for {weight.format} {weight.spec.label()} "
@@ -188,7 +189,7 @@ def probe(columns: int, rows: int, dtype: torch.dtype, device: torch.device) -> 
     return torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows)).to(device, dtype)
 
 
-def product_fault(x: torch.Tensor, y: object, weight: QuantizedTensor) -> str | None:
+def reason_against_product(x: torch.Tensor, y: object, weight: QuantizedTensor) -> str | None:
     """What is wrong with ``y``, a kernel's product of ``x [m, k]``; ``None`` if nothing."""
     shape = (x.shape[0], weight.shape[0])
     if not isinstance(y, torch.Tensor):

@@ -109,7 +109,7 @@ def _common(query: KernelQuery, kind: str, bits: tuple[int, ...], rounded: bool 
     """Reasons that hold for all of them; ``rounded``: activations are."""
     if query.op != "linear":
         return f"implements linear, not {query.op}"
-    if (reason := gpu.unavailable(query.device, query.dtype)) is not None:
+    if (reason := gpu.reason_against(query.device, query.dtype)) is not None:
         return reason
     if query.device == "cuda" and query.dtype == torch.float32:
         return "takes 16-bit activations, not float32"
@@ -137,7 +137,7 @@ class TritonKernel(ABC):
     order = 50
 
     @abstractmethod
-    def declines(self, query: KernelQuery) -> str | None:
+    def reason_against(self, query: KernelQuery) -> str | None:
         """See :class:`~quantkit.ops.dispatch.LinearKernel`."""
 
     @abstractmethod
@@ -167,7 +167,7 @@ class TritonW8A16(TritonKernel):
 
     name = "triton-w8a16"
 
-    def declines(self, query: KernelQuery) -> str | None:
+    def reason_against(self, query: KernelQuery) -> str | None:
         """Anything but 8-bit symmetric weights with one scale a row (or a tensor), or 5 to 8 bits in groups
         of 16, 32, 64 or a multiple of 128."""
         if query.spec.granularity.strategy == "group":
@@ -188,7 +188,7 @@ class TritonFP8(TritonKernel):
 
     name = "triton-fp8"
 
-    def declines(self, query: KernelQuery) -> str | None:
+    def reason_against(self, query: KernelQuery) -> str | None:
         """Anything but fp8 weights with one scale a row (or a tensor), or a tile of a multiple of 64."""
         granularity = query.spec.granularity
         if granularity.strategy != "tile":
@@ -211,7 +211,7 @@ class TritonW8A8(TritonKernel):
 
     name = "triton-w8a8"
 
-    def declines(self, query: KernelQuery) -> str | None:
+    def reason_against(self, query: KernelQuery) -> str | None:
         """Anything but 8 bits with one scale a row (or a tensor) and rounded activations."""
         kind = "fp" if query.spec.kind == "fp" else "int"
         if (reason := _common(query, kind, (8,), rounded=True) or _scale_a_row(query)) is not None:
@@ -239,7 +239,7 @@ class TritonW4A16(TritonKernel):
 
     name = "triton-w4a16"
 
-    def declines(self, query: KernelQuery) -> str | None:
+    def reason_against(self, query: KernelQuery) -> str | None:
         """Anything but 2 to 4 bits in groups of 16, 32, 64 or a multiple of 128, or with a scale a row."""
         if (reason := _common(query, "int", (2, 3, 4)) or group_declines(query)) is not None:
             return reason
@@ -270,7 +270,7 @@ class TritonNF4(TritonKernel):
 
     name = "triton-nf4"
 
-    def declines(self, query: KernelQuery) -> str | None:
+    def reason_against(self, query: KernelQuery) -> str | None:
         """Anything but NF4 in blocks of 64, with rows of whole blocks."""
         if (reason := _common(query, "nf", (4,))) is not None:
             return reason
@@ -292,7 +292,7 @@ class TritonFP4(TritonKernel):
 
     name = "triton-fp4"
 
-    def declines(self, query: KernelQuery) -> str | None:
+    def reason_against(self, query: KernelQuery) -> str | None:
         """Anything but e2m1 weights, and groups of 16 whose scales aren't e4m3, or e4m3 scales of others."""
         if (reason := _common(query, "fp", (4,)) or group_declines(query)) is not None:
             return reason
@@ -313,7 +313,7 @@ class TritonW4A4(TritonKernel):
 
     name = "triton-w4a4"
 
-    def declines(self, query: KernelQuery) -> str | None:
+    def reason_against(self, query: KernelQuery) -> str | None:
         """Anything but e2m1 weights in groups of 16 (e4m3 scales), 32, 64 or 128 (powers of 2), with rounded
         activations."""
         if (reason := _common(query, "fp", (4,), rounded=True) or group_declines(query)) is not None:
@@ -353,7 +353,7 @@ class TritonIQ4(TritonKernel):
 
     name = "triton-iq4"
 
-    def declines(self, query: KernelQuery) -> str | None:
+    def reason_against(self, query: KernelQuery) -> str | None:
         """Anything but such weights in groups of 32, 64 or a multiple of 128."""
         if (reason := _common(query, "iq", (4,)) or group_declines(query)) is not None:
             return reason

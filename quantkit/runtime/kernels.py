@@ -18,7 +18,7 @@ from quantkit.kv.spec import KVSpec
 from quantkit.models.config import ModelConfig
 from quantkit.models.linear import Linear
 from quantkit.ops.cpu_linear import CpuKernel
-from quantkit.ops.cpu_machine import unavailable
+from quantkit.ops.cpu_machine import reason_against_kernels
 from quantkit.ops.dispatch import Phase, choose
 from quantkit.ops.linear import query_for
 from quantkit.ops.stored_weight import PlainWeight
@@ -119,7 +119,7 @@ def _choice(config: ModelConfig, dtype: torch.dtype, device: torch.device,
 
 def _linear_kernel(layer: Layer, dtype: torch.dtype, device: torch.device, choice: RuntimeChoice,
                    phase: Phase) -> tuple[str | None, Declined]:
-    packs = device.type == "cpu" and unavailable() is None
+    packs = device.type == "cpu" and reason_against_kernels() is None
     if isinstance(layer, QuantizedTensor):
         try:
             kernel = choose(query_for(layer, dtype, device, "decode" if packs else phase))

@@ -24,7 +24,7 @@ from quantkit.models.decoder import CausalLM
 from quantkit.models.interfaces import LanguageModel
 from quantkit.models.linear import Weights
 from quantkit.models.loadable import check_loadable
-from quantkit.ops.cpu_machine import pool, trim_heap, unavailable
+from quantkit.ops.cpu_machine import pool, reason_against_kernels, trim_heap
 from quantkit.ops.linear_weight import LinearWeight
 from quantkit.ops.stored_weight import StoredWeight
 from quantkit.runtime.cpu.model import CpuModel
@@ -275,7 +275,7 @@ def build_model(config: ModelConfig, files: TensorFiles, has: Callable[[str], bo
             loaded.layer(config)
 
         return GpuModel(CausalLM(config, weights), device, layer_is_there), None
-    if device.type != "cpu" or unavailable() is not None:
+    if device.type != "cpu" or reason_against_kernels() is not None:
         moved = {name: weight.to(device) for name, weight in quantized.items()}
         return CausalLM(config, Weights(files.tensor, has, dtype, moved.get, device,
                                         loaded.counted)), choice.reason

@@ -221,7 +221,7 @@ class PendingTokens:
 
 def samples_on_device(logits: torch.Tensor, samplers: Sequence[Sampler]) -> bool:
     """Whether all these rows' tokens can be chosen where the logits are."""
-    return gpu.unavailable(logits.device.type, logits.dtype) is None and not any(
+    return gpu.reason_against(logits.device.type, logits.dtype) is None and not any(
         sampler.on_host for sampler in samplers)
 
 

@@ -369,7 +369,7 @@ def _solve_columns(weights: Sequence[torch.Tensor], grids: Sequence[Grid], upper
     count, out = work.shape[1:]
     scales, zeros = by_column(grids, out)
     groups = order // (count // scales.shape[1])
-    fused = spec.kind == "int" and gpu.unavailable(work.device.type, work.dtype) is None
+    fused = spec.kind == "int" and gpu.reason_against(work.device.type, work.dtype) is None
     if fused:
         from quantkit_kernels.triton.gptq import LONGEST, solve_block
 

@@ -104,13 +104,13 @@ class RowResolver:
         assert rule.method is not None
         method: Method = self._get(self.methods, rule.method)
         spec = cast(QuantSpec, rule.spec)
-        if (why := method.refuses(spec)) is not None:
+        if (why := method.reason_against(spec)) is not None:
             raise LayerRefusal(why)
         format_name = cast(str, rule.format_name)
         form: Format = self._get(self.formats, format_name)
         if slot.name == EMBEDDING and (why := self._looked_up(slot, spec, method, form)) is not None:
             raise LayerRefusal(why)
-        if (why := form.refuses(spec, shape) or _divides(spec, shape)) is not None:
+        if (why := form.reason_against(spec, shape) or _divides(spec, shape)) is not None:
             if rule.fallback is not None and (other := spec_of(rule.fallback)) is not None:
                 instead = rule.model_copy(update={"format": rule.fallback, "spec": other, "fallback": None})
                 return self._quantized(slot, index, instead, known)
@@ -120,7 +120,7 @@ class RowResolver:
             raise LayerRefusal(f"its weight is stored as {known.dtype}; only "
                                f"{', '.join(FLOATS)} can be quantized: keep it with method: null")
         spec = resolve(spec, known.dtype, form)
-        if (why := method.refuses(spec)) is not None:
+        if (why := method.reason_against(spec)) is not None:
             raise LayerRefusal(why)
         try:
             layout = packing.layout(form, spec, shape, known.dtype)
@@ -463,7 +463,7 @@ def _check_transforms(recipe: Recipe, rows: list[PlanRow]) -> None:
     """RecipeError if a transform has nothing to do for any of the layers."""
     specs = dict.fromkeys(row.spec for row in rows if row.layer is not None and row.spec is not None)
     for transform, _ in resolve_transforms(recipe.transforms):
-        whys = [transform.idle(spec) for spec in specs]
+        whys = [transform.reason_against_spec(spec) for spec in specs]
         if whys and whys[0] is not None and None not in whys:
             raise RecipeError(f"transform {transform.name} would change nothing", why=whys[0],
                               next="leave it out of the recipe")

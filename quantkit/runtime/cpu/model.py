@@ -53,14 +53,14 @@ def reason_against(config: ModelConfig, dtype: torch.dtype, device: torch.device
         return f"takes models in {_listed(cpu_weight.PLAIN)}, not {_listed([dtype])}"
     if (reason := _reason_against_shape(config)) is not None:
         return reason
-    if (reason := cpu_machine.unavailable()) is not None:
+    if (reason := cpu_machine.reason_against_kernels()) is not None:
         return reason
-    from quantkit_kernels.cpu.hadamard import refuses as hadamard_refuses
+    from quantkit_kernels.cpu.hadamard import reason_against as reason_against_rotation
 
     for name, weight in quantized.items():
         if not isinstance(kernel := _kernel(weight, dtype), cpu_linear.CpuKernel):
             return f"{name} is multiplied by {kernel.name}"
-        if weight.spec.rotation and (reason := hadamard_refuses(weight.shape[1])) is not None:
+        if weight.spec.rotation and (reason := reason_against_rotation(weight.shape[1])) is not None:
             return f"{name}: {reason}"
     return None
 

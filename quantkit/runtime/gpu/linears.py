@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 ACTIVATIONS = {"silu": silu_mul, "gelu_tanh": gelu_tanh_mul}
 
 
-def declines(weight: QuantizedTensor, dtype: torch.dtype, device: torch.device) -> str | None:
+def reason_against(weight: QuantizedTensor, dtype: torch.dtype, device: torch.device) -> str | None:
     """Why no kernel of ours multiplies it there; ``None`` if one does."""
     kernel = choose(query_for(weight, dtype, device, "decode")).kernel
     return None if isinstance(kernel, TritonKernel) else f"is multiplied by {kernel.name}"

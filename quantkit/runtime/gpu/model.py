@@ -42,15 +42,15 @@ def reason_against(config: ModelConfig, dtype: torch.dtype, device: torch.device
         device: where it is to run.
         quantized: its packed weights by name.
     """
-    if (reason := gpu.unavailable(device.type, dtype)) is not None:
+    if (reason := gpu.reason_against(device.type, dtype)) is not None:
         return reason
     if device.type == "cuda" and dtype == torch.float32:
         return "takes 16-bit models, not float32"
-    if (reason := reason_against_shape(config) or kv_gpu.heads_decline(
+    if (reason := reason_against_shape(config) or kv_gpu.reason_against_heads(
             config.head_dim, config.num_heads // config.num_kv_heads)) is not None:
         return reason
     for name, weight in quantized.items():
-        if (reason := linears.declines(weight, dtype, device)) is not None:
+        if (reason := linears.reason_against(weight, dtype, device)) is not None:
             return f"{name} {reason}"
     return None
 
@@ -178,7 +178,7 @@ class GpuModel(ProgramModel):
         if cache in self._caches:
             return None
         config = self.config
-        return kv_gpu.declines(cache.codecs, self.dtype, config.head_dim,
+        return kv_gpu.reason_against_cache(cache.codecs, self.dtype, config.head_dim,
                                config.num_heads // config.num_kv_heads, self.device.type)
 
     def check_cache(self, cache: KVCache) -> None:

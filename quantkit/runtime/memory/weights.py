@@ -192,7 +192,7 @@ def model_weights(name: str, description: str, config: ModelConfig, dtype: torch
         rows.insert(0, LayerRow(name=EMBEDDING, shape=(config.vocab_size, config.hidden_size), bytes=size,
                                 dtype=dtype_name(dtype), bits=8.0 * dtype.itemsize))
         other -= size
-    kernels = cpu_machine.unavailable() is None
+    kernels = cpu_machine.reason_against_kernels() is None
     layers = [_in_memory(row, _packed(row.format, row.spec, row.shape[1], row.dtype, dtype)
                          if kernels else None) for row in rows]
     weights = ModelWeights(name, description, config, dtype, file_bytes, tuple(layers), other)
