@@ -38,7 +38,7 @@ class Batch:
     Args:
         cache: the cache that holds the sequences.
         numbers: the rows' sequences in this order, each once.
-        phase: which part of a request the step is, see :data:`~quantkit.kv.base.Phase`; of each row where
+        phase: the part of a request that the step is, see :data:`~quantkit.kv.base.Phase`; of each row where
             they differ. Policies may act after it.
         defers: policies don't act in :meth:`end`; the caller takes :meth:`policy_actions` later. A policy
             that rereads prompts needs this at the prompt's end.
@@ -85,7 +85,7 @@ class Batch:
         """Tokens of each row.
 
         Args:
-            shape: B, T.
+            shape: the shape ``[B, T]`` of the step's ids.
             positions: int64 ``[B, T]``, −1: padding. ``None``: the positions that follow, without padding.
 
         Raises:

@@ -1,4 +1,9 @@
-"""The allocator: pages of 64 slots, each of one key-value head, in one growing block a layer."""
+"""The allocator: pages of 64 slots, each of one key-value head, in one growing block a layer.
+
+A large block on a CPU grows and shrinks in place, so that no step has to copy the KV cache: a range of
+virtual addresses is reserved that is much larger than what is needed at first, and the system allocates
+physical memory when an address is written.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +34,7 @@ class ReservedMemory:
     afterwards.
 
     Args:
-        size: bytes.
+        size: the number of bytes.
 
     Raises:
         OSError: the range can't be reserved.

@@ -1,4 +1,7 @@
-"""What the cache knows of a sequence: its pages, how many of their slots are filled, and tracked queries."""
+"""What the cache knows of a sequence: its pages, how many of their slots are filled, and tracked queries.
+
+Queries are kept rather than their attention weights: what a policy needs is computed from them when it acts.
+"""
 
 from __future__ import annotations
 

@@ -321,7 +321,7 @@ def grouped(name: str, codes: Codes, weight: QuantizedTensor, decoder: WeightDec
         decoder: the decoder of its kernel.
         packed: lanes and the multiple to which columns are padded → codes in the decoder's order.
         zero: zero points as the kernel wants them, shape of the scales.
-        factor: multiplies scales.
+        factor: a factor on the scales.
     """
     from quantkit_kernels.cpu import matmul, pack
     from quantkit_kernels.cpu.weight_decoder import SUB

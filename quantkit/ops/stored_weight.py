@@ -154,6 +154,12 @@ def prepare(kernel: LinearKernel, weight: QuantizedTensor, dtype: torch.dtype, d
     """:meth:`~quantkit.ops.dispatch.LinearKernel.prepare`. A stranger's kernel multiplies a few rows besides,
     once for each format, spec, dtype and phase.
 
+    The rule is that of our own kernels: at most twice the error of the same product by torch in the
+    activations' dtype, both against float64. Nothing is required below one rounding of the weights and of the
+    result, nor below one float32 rounding of its terms, where only the order of summation makes a difference.
+    For weights of at most 4 bits activations may be rounded to int8 with a scale for each 32: that costs far
+    less than such weights do.
+
     Raises:
         PluginError: the product is wrong, or the kernel raised something. One of our own errors and an
             exhausted memory are raised as they are.

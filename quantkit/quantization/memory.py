@@ -340,10 +340,10 @@ def recovery_memory_bytes(rows: Sequence[PlanRow], config: ModelConfig, infos: M
     bytes for each weight and twice that where weights are rotated, or some of the models' logits.
 
     Args:
-        rows: the plan's.
-        config: the model's.
-        infos: its tensors.
-        windows: of text.
+        rows: the rows of the plan.
+        config: the model's config.
+        infos: the model's tensors.
+        windows: the number of windows of text.
         length: tokens of a window.
     """
     tokens = windows * length

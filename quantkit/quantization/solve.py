@@ -216,7 +216,7 @@ def solve_rows(rows: Sequence[PlanRow], layer: LayerTensors, needs: Container[st
         rows: the plan's rows of one unit, or some of them.
         layer: has their weights and statistics.
         needs: the names of those whose methods need statistics.
-        executor: solves them.
+        executor: runs the solving.
     """
     groups = batch_groups(rows, needs)
     waiting: dict[str, Solved] = {}
@@ -257,7 +257,7 @@ def solve_stages(rows: Sequence[PlanRow], layer: LayerTensors, needs: Mapping[st
         rows: the plan's rows of the layer, which is the runner's next.
         layer: has their weights.
         needs: the statistics that their methods need, by name.
-        executor: solves them.
+        executor: runs the solving.
         runner: measures their inputs; its hidden states go on from stage to stage.
         advance: whether the hidden states also go through the last stage.
 

@@ -55,7 +55,7 @@ class TokenInfo:
     """One token and what became known with it.
 
     Attributes:
-        id: the token.
+        id: the token's id.
         text: the text that became certain with it: often a word, sometimes nothing, sometimes the text of
             several tokens.
         logprob: natural logarithm of its probability as the model has it: before bias, penalties, constraint,
@@ -103,7 +103,7 @@ class Pooler:
     cut makes no difference.
 
     Args:
-        pooling: which tokens' states count.
+        pooling: says whose tokens' states count.
     """
 
     def __init__(self, pooling: Pooling) -> None:
@@ -194,7 +194,7 @@ class PrefillState:
 
     Attributes:
         pooler: pools its embedding; ``None``: none is wanted.
-        deferred: what its KV policy still has to do at the prompt's end; each item does a part of it.
+        deferred: the work that its KV policy still has at the prompt's end; each item does a part of it.
         last_logits: ``[1, vocab]`` of the prompt's last token, kept until that is done.
     """
 
@@ -227,15 +227,15 @@ class Request:
 
     Args:
         number: its number within the engine.
-        loaded: the model.
-        prompt: token ids.
+        prompt: the prompt's token ids.
         sampling: how the prompt is continued.
-        logprobs: how many alternatives' log-probabilities each token comes with; ``None``: not even its own.
+        logprobs: the number of alternatives whose log-probabilities come with each token; ``None``: none, and
+            not the token's own.
         echo: also score the prompt's tokens.
         pooling: compute the prompt's embedding by this pooling, and no token.
         priority: requests with a lower one go first.
         on_token, on_done, on_error: called on the engine's thread.
-        constraint: which tokens the answer may have, and when it is complete; this request's own.
+        constraint: says which tokens may follow, and when the answer is complete; no other request has it.
         keep_special: special tokens whose text belongs to the answer's, such as those that begin a tool call.
         label: names it in the engine's trace.
         cache_salt: only requests with the same salt share prefixes.
@@ -331,7 +331,7 @@ class Request:
         """Append the next token and tell the listener.
 
         Args:
-            token: its id.
+            token: the token's id.
             logits: ``[vocab]`` that it was chosen from; needed only with :attr:`wants_logits`.
 
         Raises:
@@ -353,9 +353,9 @@ class Request:
         text = self._stops.push(self._stream.push(token) if shown else "")
         if ended:
             text += self._stops.push(self._stream.finish())
-        if self._stops.found is not None:
+        if self._stops.stop is not None:
             ended = True
-            result.finish_reason, result.stop_string = "stop_string", self._stops.found
+            result.finish_reason, result.stop_string = "stop_string", self._stops.stop
         elif ended:
             text += self._stops.finish()
         result.text += text
@@ -458,7 +458,7 @@ class NextLogits:
         requests: the requests that get a token now.
         logits: ``[n, vocab]``: a row for each of them, and behind it those of its draft.
         drafts: the tokens that were drafted for each request.
-        batch: where the step's tokens are, if any have drafts: some may have to be taken back.
+        batch: the step's batch, if any have drafts: tokens may have to be taken back.
         places: the rows of these requests in the batch.
     """
 
@@ -490,7 +490,7 @@ class StepOutput:
     """What came of a step.
 
     Attributes:
-        logits: what tokens are chosen from now.
+        logits: the logits that tokens are chosen from now.
         advanced: requests whose chunk went through the model, and where it ends in their text.
         ended: requests whose prompt has been read, and whose policy has acted.
         failed: requests that failed, and why.
@@ -498,7 +498,7 @@ class StepOutput:
             anew.
         prompt_tokens: tokens of prompts that went through the model.
         acted: whether policies acted, so that the step's time says nothing about tokens.
-        computed_at: when the model was done; seconds of the engine's clock.
+        computed_at: the time at which the model was done; seconds of the engine's clock.
     """
 
     logits: list[NextLogits] = field(default_factory=list)

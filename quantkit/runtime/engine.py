@@ -83,7 +83,6 @@ class Engine:
     that thread. :meth:`submit` and ``Request.cancel`` may be called from any.
 
     Args:
-        loaded: the model.
         kv: how keys and values are kept; by default as the model's checkpoint says.
         more_kv: further settings that requests may choose where the memory is fixed, which is divided evenly.
             Where it isn't, they may choose any.
@@ -104,17 +103,16 @@ class Engine:
             Not where a token may have other bits beside others of its text than alone
             (:attr:`KVCacheManager.drafts`).
         lock: held during a step, so that several engines share a device.
-        clock: tells seconds.
+        clock: returns the time in seconds.
 
     Attributes:
-        loaded: the model.
         cache: the KV cache of the default setting.
-        reservation: which request has how many of its pages, if its size is fixed.
-        max_itl: as given, or ``None`` with a model whose results depend on how a prompt is cut.
-        timing: of all steps so far.
-        trace: what requests and steps did when.
+        reservation: shares out its pages among requests, if its size is fixed.
+        max_itl: the argument; ``None`` with a model whose results depend on how a prompt is cut.
+        timing: the time of all steps so far.
+        trace: records what requests and steps did.
         speculator: asks for drafts; ``None``: nobody drafts.
-        thread: that steps from :meth:`start` to :meth:`close`.
+        thread: the thread that steps from :meth:`start` to :meth:`close`.
     """
 
     def __init__(self, loaded: LoadedModel, *, kv: KVSpec | None = None, more_kv: Sequence[KVSpec] = (),
@@ -172,11 +170,11 @@ class Engine:
         """Queue a request.
 
         Args:
-            prompt: token ids.
+            prompt: the prompt's token ids.
             sampling: how the prompt is continued.
-            logprobs: how many alternatives' log-probabilities each token comes with, beside its own.
+            logprobs: the number of alternatives whose log-probabilities come with each token and its own.
             echo: also score the prompt's own tokens.
-            constraint: which tokens the answer may have, and when it is complete; this request's own.
+            constraint: says which tokens may follow, and when the answer is complete; this request's own.
             keep_special: special tokens whose text belongs to the answer's.
             kv: how its keys and values are kept, if not in the engine's default way; what :meth:`prepare`
                 returned, if this must not take long.

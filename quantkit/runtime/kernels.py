@@ -53,8 +53,8 @@ def choose_runtime(config: ModelConfig, dtype: torch.dtype, device: torch.device
 
     Args:
         config: the model's shape.
-        dtype: of activations and plain weights.
-        device: where it is to run.
+        dtype: the dtype of activations and plain weights.
+        device: the device that will run it.
         quantized: its quantized weights by name.
     """
     gpu_reason = gpu_model.reason_against(config, dtype, device, quantized)
@@ -76,9 +76,9 @@ def linear_kernels(config: ModelConfig, dtype: torch.dtype, device: torch.device
     """The kernel that multiplies by each layer in each phase.
 
     Args:
-        config: of the model.
-        dtype: of activations.
-        device: where it runs.
+        config: the model's shape.
+        dtype: the dtype of activations.
+        device: the device that runs it.
         layers: all layers by name.
 
     Returns:

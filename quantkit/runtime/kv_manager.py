@@ -1,4 +1,8 @@
-"""Keys and values of the requests with one KV setting: their cache, their pages, the prefixes they share."""
+"""Keys and values of the requests with one KV setting: their cache, their pages, the prefixes they share.
+
+Where a cache's memory is fixed its pages exist from the beginning, and sequences reserve those that they will
+take soon (:class:`PageReservation`).
+"""
 
 from __future__ import annotations
 
@@ -85,9 +89,9 @@ class PageReservation:
     ones once; what it may still take up to its reservation comes on top.
 
     Args:
-        cache: without sequences.
+        cache: a cache without sequences.
         size: bytes for all pages and for what the policy tracks, at most.
-        sequences: that run side by side, at most.
+        sequences: the largest number of sequences side by side.
         context: tokens of the longest one.
         chunk: prompt tokens that go through the model at once.
         forks: sequences beside those that are kept for others to begin with.
@@ -131,9 +135,9 @@ class PageReservation:
         to ``tokens``.
 
         Args:
-            number: of the sequence.
-            tokens: of prompt and answer.
-            prefixes: that may be given up for it.
+            number: the sequence's number.
+            tokens: the tokens of prompt and answer.
+            prefixes: the prefixes that may be given up for it.
 
         Returns:
             Whether there are enough; if not, its reservation stays as it was.
@@ -250,7 +254,6 @@ class KVCacheManager:
     """Gives requests their sequences and pages.
 
     Args:
-        loaded: the model.
         spec: how keys and values are kept.
         memory: bytes that caches take at once; ``None``: they grow, and on a GPU take what is left.
         parts: caches that share them evenly; this one takes its part.
@@ -258,12 +261,12 @@ class KVCacheManager:
         context: tokens of the longest one.
         chunk: prompt tokens that go through the model at once; policies that act after every chunk act after
             this number of tokens.
-        budget: of prefixes that are kept, shared with other managers; ``None``: none are kept.
+        budget: the memory of prefixes, shared with other managers; ``None``: none are kept.
 
     Attributes:
         cache: the KV cache.
-        reservation: which request has how many of its pages, if its size is fixed.
-        prefixes: what is kept of texts that were read; ``None``: nothing.
+        reservation: shares out its pages among requests, if its size is fixed.
+        prefixes: keeps texts that were read; ``None``: nothing is kept.
         invariant: whether a text gives the same bits however it is cut into chunks.
         supports_mixed_batches: whether prompts and decoding requests go through the model together.
         ends_alone: whether the last chunk of a prompt goes through the model by itself, because its policy
@@ -426,7 +429,7 @@ class KVCacheManager:
         """Give back a request's pages.
 
         Args:
-            text: the request's.
+            text: the request's text.
             keep: keep what others may begin with. Not after a step that failed in the middle.
         """
         if text.sequence < 0:
@@ -470,7 +473,7 @@ class KVCacheManager:
         prompt's end, all at once, if nobody waits for them.
 
         Args:
-            text: the request's.
+            text: the request's text.
             end: tokens of it that are computed now.
             is_awaited: whether another request waits for its prompt.
         """

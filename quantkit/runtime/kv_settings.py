@@ -24,7 +24,6 @@ class KVSettings:
     """Makes and keeps a :class:`~quantkit.runtime.kv_manager.KVCacheManager` for each setting.
 
     Args:
-        loaded: the model.
         default: the setting of requests that choose none.
         more: settings that requests may choose if the memory is fixed.
         memory: bytes for all caches; ``None``: they grow, and on a GPU take what is left.

@@ -62,11 +62,11 @@ class LoadedModel:
 
     Attributes:
         model: the network, for the runtime that was chosen.
-        config: its shape.
+        config: the model's shape.
         tokenizer: text ⇄ ids.
-        uri: what was loaded.
+        uri: the name that it was loaded by.
         label: ``bf16``, of a GGUF file ``Q4_K, Q6_K as bf16``; or how it was quantized: ``gptq int4 g64``.
-        manifest: of a checkpoint made by quantkit, else ``None``.
+        manifest: the manifest of a checkpoint made by quantkit, else ``None``.
         file_bytes: bytes of the weight files; of a source without files, of its tensors.
         bits_per_weight: stored bits of the Linears over their parameters. The embedding, tied or not, and
             norms don't count.
@@ -113,9 +113,9 @@ def load(uri: str, *, revision: str | None = None, dtype: str = "auto", device: 
     Args:
         uri: a checkpoint's folder, or anything that a source accepts; on the hub, a checkpoint too.
         revision: branch, tag or commit of a model on the hub.
-        dtype: of activations and plain weights: ``float32``, ``bfloat16`` or ``float16``; ``auto`` takes the
-            model's.
-        device: where it runs, as torch names it; ``auto`` takes the GPU if there is one.
+        dtype: the dtype of activations and plain weights, ``float32``, ``bfloat16`` or ``float16``; ``auto``
+            takes the model's.
+        device: the device, as torch names it; ``auto`` takes the GPU if there is one.
         verify: check all bytes against their hashes before anything is loaded.
         progress: told of what is verified.
         loading: told of the weights that are there, in MiB as they are stored.
@@ -251,10 +251,10 @@ def build_model(config: ModelConfig, files: TensorFiles, has: Callable[[str], bo
 
     Args:
         config, dtype, quantized: of the model.
-        files: where plain tensors come from.
+        files: the source of plain tensors.
         has: whether there is a tensor of a name.
-        device: where it is to run.
-        uri: what the model is called.
+        device: the device that will run it.
+        uri: the model's name.
         loading: told of the weights that are there, in MiB as they are stored.
 
     Returns:

@@ -45,7 +45,7 @@ class ProgramModel(LanguageModel):
 
     Args:
         model: the model as its operations.
-        device: where the program runs.
+        device: the device that runs the program.
 
     Attributes:
         max_rows: tokens that go through the program at once, at most.
@@ -74,10 +74,10 @@ class ProgramModel(LanguageModel):
         """Take a batch's tokens through the program.
 
         Args:
-            batch: the sequences.
-            ids: of each row, as of :meth:`token_rows`.
+            batch: the sequences of the step.
+            ids: token ids of each row, see :meth:`token_rows`.
             counts: tokens of each row.
-            wanted: of each row, the places whose logits are returned.
+            wanted: for each row the places whose logits are returned.
 
         Returns:
             Logits ``[n, vocab]``, in parts.

@@ -1,4 +1,7 @@
-"""Takes a step's tokens through the model: prompts' chunks and decoding sequences, together where it can."""
+"""Takes a step's tokens through the model: prompts' chunks and decoding sequences, together where it can.
+
+Where they go apart, :class:`PipelinedDecoder` decodes, one step ahead of the host where the model can.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +29,9 @@ class ModelRunner:
     """Runs the model for an engine.
 
     Args:
-        loaded: the model.
         chunk: tokens after which policies act that act on chunks.
         sizer: decides how long a policy's work at a prompt's end may take while others decode.
-        clock: returns seconds.
+        clock: returns the time in seconds.
         speculator: observes hidden states that its drafts go on from.
     """
 

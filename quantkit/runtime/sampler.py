@@ -36,8 +36,8 @@ class Sampling:
         logit_bias: (id, number) pairs: what is added to the logit of a token. They come first of all.
         presence_penalty: subtracted from the logit of every token that the answer has already, the prompt
             not counted (0: none; OpenAI's).
-        frequency_penalty: the same, times how often the answer has it (0: none; OpenAI's).
-        seed: of this sequence's own generator; ``None`` draws one.
+        frequency_penalty: subtracted from it once for each time that the answer has it (0: none; OpenAI's).
+        seed: the seed of this sequence's own generator; ``None`` draws one.
         stop: texts that end it; they are not part of the output.
         stop_token_ids: tokens that end it as an end-of-sequence token does, also with ``ignore_eos``.
         ignore_eos: go on after an end-of-sequence token.
@@ -113,14 +113,14 @@ class Sampler:
     A seed draws other tokens on a GPU than on a CPU: each has its own way to draw.
 
     Args:
-        sampling: the settings.
-        prompt_tokens: where the answer begins in the sequence's ids.
-        constraint: which tokens may follow; whoever appends a token tells it.
+        sampling: the sampling settings.
+        prompt_tokens: the place at which the answer begins in the sequence's ids.
+        constraint: says which tokens may follow; whoever appends a token tells it.
 
     Attributes:
-        sampling: the settings.
+        sampling: the sampling settings.
         on_host: whether the sequence so far, a bias or a constraint plays a part, which no kernel knows.
-        seed: of the random numbers, drawn if the settings name none.
+        seed: the seed of the random numbers, drawn if the settings name none.
         drawn: tokens that were chosen so far.
     """
 
@@ -182,7 +182,7 @@ def sample_tokens(logits: torch.Tensor, samplers: Sequence[Sampler],
 
     Args:
         logits: ``[B, vocab]``, any float dtype and device.
-        samplers: the rows'.
+        samplers: the sampler of each row.
         histories: every id of a sequence so far; only those whose sampler is :attr:`Sampler.on_host` count.
     """
     results: list[int | QuantkitError] = [0] * len(samplers)
@@ -273,8 +273,8 @@ def change_logits(scores: torch.Tensor, history: Sequence[int], sampling: Sampli
     Args:
         scores: float32 ``[vocab]``, finite; not written to.
         history: every id so far, prompt and answer.
-        sampling: the settings.
-        prompt_tokens: where the answer begins in ``history``.
+        sampling: the sampling settings.
+        prompt_tokens: the place at which the answer begins in ``history``.
 
     Returns:
         float32 ``[vocab]``, finite.
@@ -315,7 +315,7 @@ def filter_tokens(scores: torch.Tensor, sampling: Sampling) -> torch.Tensor:
 
     Args:
         scores: float32 ``[vocab]``, finite or −inf where a token is excluded already; not written to.
-        sampling: the settings.
+        sampling: the sampling settings.
 
     Returns:
         float32 ``[vocab]``; the most likely token is never excluded.
@@ -372,35 +372,35 @@ class StopStrings:
         stops: the strings; none is empty.
 
     Attributes:
-        found: the stop string that came, or ``None`` so far.
+        stop: the stop string that came, or ``None`` so far.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
-        self._held = ""
-        self.found: str | None = None
+        self._pending = ""
+        self.stop: str | None = None
 
     def push(self, text: str) -> str:
         """Add text; returns what is certainly before any stop string. After one, nothing."""
-        if self.found is not None:
+        if self.stop is not None:
             return ""
-        self._held += text
+        self._pending += text
         hits = [(start + len(stop), start, stop) for stop in self._stops
-                if (start := self._held.find(stop)) >= 0]
+                if (start := self._pending.find(stop)) >= 0]
         if hits:
             first = min(hits)
-            end, self.found = first[1:]
+            end, self.stop = first[1:]
         else:
-            end = len(self._held) - self._possible()
-        out, self._held = self._held[:end], "" if self.found is not None else self._held[end:]
+            end = len(self._pending) - self._possible()
+        out, self._pending = self._pending[:end], "" if self.stop is not None else self._pending[end:]
         return out
 
     def finish(self) -> str:
-        """The held text, now that nothing follows."""
-        out, self._held = self._held, ""
+        """The text that was kept back, now that nothing follows."""
+        out, self._pending = self._pending, ""
         return out
 
     def _possible(self) -> int:
-        """Length of the longest end of the held text that is the beginning of a stop string."""
-        return max((size for stop in self._stops for size in range(1, min(len(stop), len(self._held) + 1))
-                    if self._held.endswith(stop[:size])), default=0)
+        """Length of the longest end of the text that is kept back that is the beginning of a stop string."""
+        return max((size for stop in self._stops for size in range(1, min(len(stop), len(self._pending) + 1))
+                    if self._pending.endswith(stop[:size])), default=0)

@@ -2,9 +2,11 @@
 
 Requests wait by priority, then in the order in which they came. A step decodes a token of every request
 behind its prompt, and reads prompts within a budget of tokens. A short prompt goes before a long one that
-came a little earlier: one of n tokens lets pass only what would be read before ``PATIENCE`` · n further
-tokens, so none waits for ever. Where pages run out, the last request gives up its own and waits again; what
-it had is computed anew. This file is the only one that admits requests and the only one that ends them.
+came a little earlier: one of n tokens lets pass only what would be read before ``DEADLINE_FACTOR`` · n
+further tokens, so none waits for ever. Where pages run out, the last request gives up its own and waits
+again; what it had is computed anew. This file is the only one that admits requests and the only one that ends
+them. Its :class:`ChunkSizer` says how many prompt tokens go through the model between two tokens of the
+sequences that decode beside them.
 """
 
 from __future__ import annotations
@@ -96,8 +98,8 @@ class ChunkSizer:
         """Learn from a step in which others decoded.
 
         Args:
-            seconds: that it took.
-            tokens: of the chunk that it ran; 0: none.
+            seconds: the time that it took.
+            tokens: the tokens of the chunk that it ran; 0: none.
             ahead: it waited for what a device was given in the step before, and its own chunk still runs.
         """
         if ahead:
@@ -117,7 +119,7 @@ class ChunkSizer:
         self._running = 0
 
 
-PATIENCE = 3
+DEADLINE_FACTOR = 3
 """A prompt that is n tokens shorter passes another one if it arrives before 3 · n further tokens have been
 read. A larger factor shortens the median time to the first token and lengthens that of long prompts."""
 
@@ -249,7 +251,6 @@ class Scheduler:
         """Let a running request give up its pages and wait again, before all that came after it.
 
         Args:
-            request: the request.
             keep: others may begin with what was computed of it. Not if a step failed in the middle.
         """
         self._trace.preempted(request)
@@ -352,7 +353,7 @@ class Scheduler:
         schedule = request.schedule
         with self.changed:
             self._waiting.remove(request)
-            schedule.deadline_tokens = schedule.arrival_tokens + PATIENCE * (
+            schedule.deadline_tokens = schedule.arrival_tokens + DEADLINE_FACTOR * (
                 request.kv.length - request.kv.computed_tokens)
             bisect.insort(self.prefilling, request,
                           key=lambda other: (other.priority, other.schedule.deadline_tokens, other.id))

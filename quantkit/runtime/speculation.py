@@ -57,8 +57,7 @@ class Speculator:
 
     Args:
         drafter: proposes tokens that the model then confirms.
-        loaded: the model.
-        clock: returns seconds.
+        clock: returns the time in seconds.
 
     Attributes:
         times: measured times of steps and drafts.

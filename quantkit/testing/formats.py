@@ -67,8 +67,8 @@ def check_format(form: Format, specs: Iterable[QuantSpec] = FORMAT_SPECS) -> Non
     """
     contract = Contract(f"format {getattr(form, 'name', form)!r}", "quantkit.formats.base")
     contract.must(isinstance(form, Format) and not isinstance(form, type),
-                  "it is no Format: an instance with name, quant_method, reason_against, layout, pack, unpack "
-                  "and dequantize")
+                  "it is no Format: an instance with name, quant_method, reason_against, layout, pack, "
+                  "unpack and dequantize")
     taken = 0
     for spec, shape, dtype in itertools.product(specs, SHAPES, FLOATS.values()):
         wanted = resolve(spec, dtype, form)

@@ -264,7 +264,7 @@ def test_without_bias_penalty_or_constraint_nothing_is_done_on_the_host():
 def feed(pieces, stops):
     decoder = StopStrings(stops)
     shown = [decoder.push(piece) for piece in pieces]
-    return "".join([*shown, decoder.finish()]), decoder.found
+    return "".join([*shown, decoder.finish()]), decoder.stop
 
 
 def test_text_is_held_only_while_it_could_become_a_stop_string():
@@ -275,7 +275,7 @@ def test_text_is_held_only_while_it_could_become_a_stop_string():
     assert decoder.push("X") == "ENX"
     assert decoder.push("EEN") == "E"
     assert decoder.push("D after") == ""
-    assert decoder.found == "END"
+    assert decoder.stop == "END"
     assert decoder.push("more") == "" and decoder.finish() == ""
 
 

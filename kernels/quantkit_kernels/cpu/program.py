@@ -69,7 +69,7 @@ class Program:
         """Append an operation.
 
         Args:
-            kernel: what the operation runs.
+            kernel: the kernel that the operation runs.
             units: the number of units until another is set.
             units_per_row: the units of a row of activations, for :attr:`units_per_row`.
             barrier: whether the next operation needs its results.

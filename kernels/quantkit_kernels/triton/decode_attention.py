@@ -228,7 +228,7 @@ def decode_attention(q: torch.Tensor, pages: LayerPages, tables: SequenceTables,
     Args:
         q: ``[N, H, D]``, with RoPE applied (and Hadamard-rotated if keys are), bfloat16, float16 or, in the
             interpreter, float32; tokens may have gaps between them. At most 16 heads share a key head.
-        pages: of one layer. Keys and values of the step have been stored in them.
+        pages: the pages of one layer. Keys and values of the step have been stored in them.
         tables, step: of all sequences; N tokens. The result of a token that belongs to no sequence is zeros.
         layer: index in the tables.
         scale: multiplies the scores.

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from quantkit.kv.codecs.eight_bit import Int8Vectors
+from quantkit.kv.codecs.per_token import Int8Vectors
 from quantkit.kv.codecs.kivi import GroupedGrid
 from quantkit.support.errors import UsageError
 from quantkit.testing import check_codec

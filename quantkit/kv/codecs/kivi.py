@@ -14,7 +14,7 @@ import torch
 from pydantic import Field
 
 from quantkit.kv.base import MAX_RESIDUAL, PAGE, KVCodec, Layout, SideCodec
-from quantkit.kv.codecs.eight_bit import LARGEST, rounded_down, rounded_up
+from quantkit.kv.codecs.per_token import LARGEST, rounded_down, rounded_up
 from quantkit.support.errors import UsageError
 
 

@@ -36,7 +36,7 @@ class DataFile:
 
     Attributes:
         name: how messages and the manifest call it: without this machine's folders.
-        path: where it is.
+        path: its place on this machine.
         revision: the commit of the data set that it is of.
     """
 
@@ -92,7 +92,7 @@ def read_files(files: Sequence[DataFile], limit: int,
     """Every file and the documents at its beginning.
 
     Args:
-        files: in order.
+        files: the files in order.
         limit: bytes in all.
         unusable: takes an error for each row that can't be used, which is left out. Without it, the first
             one is raised.

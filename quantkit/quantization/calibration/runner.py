@@ -451,7 +451,7 @@ class StatesOfBatches:
     """What is between two stages, batch by batch.
 
     Args:
-        spill: keeps it.
+        spill: the store that keeps it.
         prefix: begins its keys there.
         batches: the number of batches.
         device: the device on which it is given back.

@@ -43,7 +43,7 @@ def reason_against(config: ModelConfig, dtype: torch.dtype, device: torch.device
     """Why a model isn't run as a program; ``None`` if it is.
 
     Args:
-        config: its shape.
+        config: the model's shape.
         dtype, device: of its plain weights.
         quantized: its packed weights by name.
     """
@@ -209,9 +209,9 @@ class CpuModel(ProgramModel):
         """The program that reads these codecs of the cache, or any; made when it is first asked for.
 
         Args:
-            codecs: of the pages that attention reads; ``None``: any.
+            codecs: the codecs of the pages that attention reads; ``None``: any.
             decoded: whether these are decoded pages.
-            taps: as :attr:`Batch.taps`.
+            taps: layers to hand out, see :attr:`Batch.taps`.
         """
         from quantkit_kernels.cpu.kv_pages import PageCodecs
 

@@ -66,7 +66,7 @@ class TappedCpuProgram(CpuProgram):
 
     Args:
         model, codecs, high: as of a :class:`CpuProgram`.
-        layers: as :attr:`Batch.taps`.
+        layers: layers to hand out, see :attr:`Batch.taps`.
     """
 
     def __init__(self, model: CausalLM, codecs: PageCodecs, high: bool, layers: Sequence[int]) -> None:
@@ -103,9 +103,9 @@ class LinearOperator:
     Attributes:
         name: one of :data:`LINEARS`, or :data:`HEAD`.
         operations: begin and end in the program.
-        weights: that are multiplied by.
-        input_bytes: of a row as the products read it: codes, scales and sums.
-        output_bytes: of a row of the results in float32; twice where they are added to what is there.
+        weights: the weights that are multiplied by.
+        input_bytes: bytes of a row as the products read it: codes, scales and sums.
+        output_bytes: bytes of a row of the results in float32; twice where they are added.
     """
 
     name: str
@@ -158,9 +158,9 @@ class OperatorProgram(CpuProgram):
         """Take tokens of every sequence through the model.
 
         Args:
-            batch: the sequences.
+            batch: the sequences of the step.
             tokens: ids of each; at most MAX_ROWS in all.
-            selected: how many go through the head; ``None``: all.
+            selected: the number of rows that go through the head; ``None``: all.
         """
         ids = [np.array(row, np.int64) for row in tokens]
         slices = [RowSlice(sequence, 0, len(row)) for sequence, row in enumerate(tokens)]

@@ -1,6 +1,11 @@
-"""Drafts by a smaller model with the same tokenizer, which reads the text into a KV cache of its own.
+"""Drafts that a model decodes: tokens are chosen one after another until one is too unlikely.
 
-Speculative decoding, https://arxiv.org/abs/2211.17192.
+The model is a smaller one with the same tokenizer, which reads the text into a KV cache of its own
+(speculative decoding, https://arxiv.org/abs/2211.17192). Or it is the model itself in fewer bits, over the
+model's own KV cache: another checkpoint, or the high halves of its int8 weights, which take no memory of
+their own. The draft's keys and values are then written behind the text's, and taken back before the model
+writes its own there: such a draft costs no cache and reads no prompt. https://arxiv.org/abs/2502.10424
+(QuantSpec) drafts so.
 """
 
 from __future__ import annotations
@@ -28,7 +33,7 @@ class CheckpointDrafter(Drafter):
     """A drafter that decodes with a checkpoint.
 
     Attributes:
-        checkpoint: what drafts.
+        checkpoint: the checkpoint that drafts.
         least_chance: a draft ends before a token that is less likely than this by the draft.
     """
 
@@ -58,10 +63,10 @@ def decode_drafts(model: LanguageModel, cache: KVCache, numbers: Sequence[int], 
     """Draft for some texts at once. What goes through the model stays in its cache.
 
     Args:
-        model: that drafts.
+        model: the model that drafts.
         cache, numbers: where its keys and values are, and each text's sequence there.
-        ids: of each text, the tokens that the sequence lacks, at least one.
-        texts: that are drafted for.
+        ids: for each text the tokens that its sequence lacks, at least one.
+        texts: the texts that get a draft.
         limits: tokens of each draft, at most.
         least_chance: a draft ends before a token that is less likely than this.
         vocab: ids that may be drafted.
@@ -107,9 +112,9 @@ class _Reading:
     """What the drafting model has of a text.
 
     Attributes:
-        number: of its sequence.
+        number: the number of its sequence.
         fed: ids in it, those of the last draft included.
-        known: how many of them are known to be the text's.
+        known: the number of them that are known to be the text's.
     """
 
     number: int
@@ -178,7 +183,7 @@ class LowBitDrafter(CheckpointDrafter):
     """The model itself in fewer bits.
 
     Attributes:
-        checkpoint: of fewer bits; without it, int8 weights are read by their high halves.
+        checkpoint: a checkpoint of fewer bits; without one, int8 weights are read by their high halves.
     """
 
     name: ClassVar[str] = "self"

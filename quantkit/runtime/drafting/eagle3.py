@@ -1,7 +1,8 @@
 """Drafts by an EAGLE-3 head from its published checkpoint, https://arxiv.org/abs/2503.01840.
 
 The head is a decoder layer over a token's embedding beside what the model computed in three of its layers. It
-has an output layer of its own, often over the most frequent part of the vocabulary alone.
+has an output layer of its own, often over the most frequent part of the vocabulary alone. Its ``config.json``
+is as the paper's code, SpecForge or speculators write it.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Eagle3Config:
         layer: its decoder layer.
         draft_vocab: tokens that it can draft.
         normed_residual: the layer's residual is behind the norm of the hidden state.
-        layers: of the model, whose inputs it takes.
+        layers: the model's layers whose inputs it takes.
     """
 
     layer: ModelConfig
@@ -67,8 +68,8 @@ def read_config(hf: Mapping[str, Any], target: ModelConfig, uri: str) -> Eagle3C
 
     Args:
         hf: the head's ``config.json``.
-        target: of the model that it drafts for.
-        uri: what the head is called.
+        target: the config of the model that it drafts for.
+        uri: the head's name.
 
     Raises:
         UnsupportedModelError: a key is malformed, unknown or not implemented.
@@ -146,10 +147,10 @@ class Eagle3Head(DraftHead):
     """The network.
 
     Args:
-        hf: its ``config.json``.
-        files: its tensors.
-        model: that it drafts for.
-        uri: what it is called.
+        hf: the head's ``config.json``.
+        files: the head's tensors.
+        model: the model that it drafts for.
+        uri: the head's name.
 
     Raises:
         UsageError: it was made for a model of another shape.

@@ -1,4 +1,4 @@
-"""Drafts by a head: a small network that goes on from the model's hidden states of a text's tokens.
+"""Drafts by a head, from its published files: a small network that goes on from the model's hidden states of a text's tokens.
 
 A head has seen a text's position p once it got the model's hidden states there together with the token at
 p + 1; what it gives then says what comes at p + 2. A draft goes on from what the head itself gave.
@@ -50,11 +50,11 @@ class DraftHead(ABC):
     """The network.
 
     Attributes:
-        config: of its one layer, which its KV cache is made for.
-        layers: of the model, whose inputs it goes on from; the number of layers stands for what the last one
-            leaves.
-        dtype: of its hidden states.
-        nbytes: of its weights.
+        config: the config of its one layer; its KV cache is made for that.
+        layers: the model's layers whose inputs it goes on from; the number of layers stands for what the
+            last one leaves.
+        dtype: the dtype of its hidden states.
+        nbytes: bytes of its weights.
     """
 
     config: ModelConfig
@@ -82,7 +82,7 @@ class _Reading:
     """What a head has seen of a text.
 
     Attributes:
-        number: of its sequence.
+        number: the number of its sequence.
         first: position that it has seen first; a text may begin with what another one left in the prefix
             cache.
         seen: position that comes next.
@@ -99,8 +99,8 @@ class HeadSource(DraftSource):
     """Drafts of a head, a text at a time.
 
     Args:
-        head: that drafts.
-        model: that it drafts for.
+        head: the head that drafts.
+        model: the model that it drafts for.
         least_chance: a draft ends before a token that is less likely than this.
     """
 
@@ -207,13 +207,13 @@ class HeadFiles:
     """The tensors.
 
     Args:
-        source: that has them.
-        name_of: what a layer asks for → how it is stored.
-        dtype: that they are computed in.
+        source: the files that have them.
+        name_of: maps the name that a layer asks for to the stored one.
+        dtype: the dtype that they are computed in.
 
     Attributes:
         weights: by the names that layers ask for; Linears are packed for the CPU's kernels.
-        nbytes: of the Linears that were asked for.
+        nbytes: bytes of the Linears that were asked for.
     """
 
     def __init__(self, source: ModelSource, name_of: Callable[[str], str], dtype: torch.dtype) -> None:

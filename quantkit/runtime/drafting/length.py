@@ -150,8 +150,8 @@ def best_length(acceptance: Acceptance, times: StepTimes, others: int, limit: in
     """The length of a draft that makes a text's tokens come fastest; 0 if none is faster than no draft.
 
     Args:
-        acceptance: of the text's drafts.
-        times: of steps.
+        acceptance: counts which of the text's drafts were right.
+        times: the times of steps.
         others: rows that other texts have in the step. What a draft costs, they wait for too.
         limit: the longest that is possible.
     """

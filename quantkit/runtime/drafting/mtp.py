@@ -56,10 +56,10 @@ class MtpLayout:
     """How a family's files name a head's tensors, and what it does in its own way.
 
     Attributes:
-        block: of the decoder layer's tensors.
+        block: the prefix of the decoder layer's tensors.
         token_norm, hidden_norm, projection, norm: of the others.
         hidden_first: the projection's input begins with the hidden state, not with the embedding.
-        normed_state: what a draft goes on from is behind the norm.
+        normed_state: whether a draft goes on from what is behind the norm.
     """
 
     block: str
@@ -101,9 +101,9 @@ class MtpHead(DraftHead):
     """The network.
 
     Args:
-        layout: of its files.
-        files: its tensors.
-        model: that it is of.
+        layout: the layout of its files.
+        files: the head's tensors.
+        model: the model that it belongs to.
 
     Raises:
         QuantkitError: its files are off.

@@ -39,7 +39,7 @@ class DeviceLinear:
     Attributes:
         weight: in the tensor core's order.
         bias: ``[n]``, or none.
-        rotation: of rows before, on the device: see :func:`quantkit.ops.hadamard.hadamard_factors`.
+        rotation: rotates rows before: see :func:`quantkit.ops.hadamard.hadamard_factors`.
     """
 
     weight: TritonWeight
@@ -88,9 +88,9 @@ class FusedLinear:
 
     Args:
         linears: in the order of their results.
-        dtype: of activations.
-        device: where they are multiplied.
-        activation: of gate and up, the two Linears or the two halves of one: the result is then
+        dtype: the dtype of activations.
+        device: the device that multiplies them.
+        activation: joins gate and up, the two Linears or the two halves of one: the result is then
             ``activation(gate) · up``.
 
     Attributes:

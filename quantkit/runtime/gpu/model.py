@@ -37,9 +37,9 @@ def reason_against(config: ModelConfig, dtype: torch.dtype, device: torch.device
     """Why a model isn't run by these kernels there; ``None`` if it is.
 
     Args:
-        config: its shape.
-        dtype: of activations and plain weights.
-        device: where it is to run.
+        config: the model's shape.
+        dtype: the dtype of activations and plain weights.
+        device: the device that will run it.
         quantized: its packed weights by name.
     """
     if (reason := gpu.reason_against(device.type, dtype)) is not None:
@@ -142,7 +142,7 @@ class GpuModel(ProgramModel):
 
     Args:
         model: built on the CPU, its weights as their files have them; they are moved and let go of.
-        device: where it runs.
+        device: the device that runs it.
         done: called when some weights are on the device.
     """
 

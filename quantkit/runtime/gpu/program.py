@@ -53,14 +53,14 @@ class GpuProgram:
 
     Args:
         model: its weights anywhere; they are let go of one by one.
-        device: where it runs.
+        device: the device that runs it.
         done: called when a layer's weights are on the device.
 
     Attributes:
         device, dtype: where it runs; of activations and logits.
         vocab: numbers of a token's logits.
         group: query heads that share a key head.
-        step_bytes: of weights that a decode step reads.
+        step_bytes: bytes of weights that a decode step reads.
         moves: how often the tables of angles came to lie elsewhere.
     """
 
@@ -105,11 +105,11 @@ class GpuProgram:
         """Take tokens through all layers; their keys and values are in the pages then.
 
         Args:
-            ids: int64 ``[N]``.
-            step: whose they are.
+            ids: token ids, int64 ``[N]``.
+            step: says whose they are.
             tables, pages: of all sequences.
             cache: says how a query looks at them.
-            tiles: of a prompt's tokens, see
+            tiles: tiles of a prompt's tokens, see
                 :func:`quantkit_kernels.triton.prefill_attention.prefill_attention`; ``None``: a token of
                 each sequence.
             queries: gets each layer's queries ``[N, H, D]``, rotated.

@@ -28,7 +28,7 @@ class _Row:
     """A sequence on the device.
 
     Attributes:
-        index: which of the R.
+        index: its row of the tables.
         table: the page numbers that the device has.
         seen: tokens that it has counted there.
     """
@@ -45,10 +45,10 @@ class DeviceTables:
     its next step, one that only got tokens in a way that the device hasn't counted has its lengths copied.
 
     Args:
-        cache: whose sequences.
+        cache: the cache of the sequences.
 
     Attributes:
-        tables: as kernels take them.
+        tables: the tables that kernels take.
         moves: how often they came to lie elsewhere.
     """
 

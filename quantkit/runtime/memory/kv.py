@@ -43,7 +43,7 @@ class PeakUsage:
 
     Attributes:
         codes, residual: pages of codes, and pages of unencoded vectors.
-        bytes: what both take, at any one time.
+        bytes: the most that both take at one time.
         slots: tokens that it holds.
         tracked: bytes of what a policy tracks.
     """

@@ -142,7 +142,7 @@ class MemoryPart:
     """A part of the memory.
 
     Attributes:
-        name: its purpose.
+        name: names its purpose.
         bytes: its size, at most.
         how: the reason for its bound, for people; empty if nothing need be said.
         grows: whether it is taken little by little, by requests.
