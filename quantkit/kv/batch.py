@@ -67,11 +67,6 @@ class Batch:
         self._actions: list[tuple[int, LayerState]] = []  # layers whose policies are to act
         self._step_cache: dict[object, object] = {}
 
-    @property
-    def block(self) -> int | None:
-        """See :func:`block_of`."""
-        return block_of(self.cache, self.phases)
-
     def next_positions(self, count: int = 1) -> torch.Tensor:
         """The positions int64 ``[B, count]`` that follow what each sequence had."""
         starts = torch.tensor(self.starts, dtype=torch.int64, device=self.cache.device)[:, None]

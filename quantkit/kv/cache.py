@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from quantkit.kv.attention_scores import LayerGeometry
-from quantkit.kv.base import PAGE, KVPolicy, Layout
+from quantkit.kv.base import PAGE, KVPolicy
 from quantkit.kv.build import build_kv_codecs, build_policy, by_layer
 from quantkit.kv.checked import check_codecs, codec_fault
 from quantkit.kv.decoded import DecodedPages
@@ -312,5 +312,3 @@ class KVCache:
         self.layers[index].store.shrink(
             lambda: (sequence.layers[index] for sequence in self._sequences.values()))
 
-
-__all__ = ["KVCache", "Layout"]

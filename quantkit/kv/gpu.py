@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,34 +15,7 @@ if TYPE_CHECKING:
     from quantkit_kernels.triton.cache import LayerPages, SideLayout
 
 MAX_GROUP, MAX_HEAD = 16, 256
-OPERATIONS = ("rms_norm", "rope + KV write", "decode attention", "prefill attention")
-"""What isn't a matrix product, for people."""
 _NAMES = re.compile(r"(?:(none|bf16)|(int8)|(fp8)|(channel|token|hadamard)([234])(c?))$")
-
-
-@dataclass(frozen=True)
-class OperationChoice:
-    """Who runs an operation: ``triton``, ``cpu`` (kernels of ours) or ``torch``, and why torch."""
-
-    op: str
-    kernel: str
-    reason: str | None
-
-
-def choices(codecs: KVCodecs, dtype: torch.dtype, hidden: int, dim: int, group: int, device: str,
-            refused: str | None = None) -> Iterator[OperationChoice]:
-    """Who runs what isn't a matrix product, for people.
-
-    Args:
-        codecs, dtype, dim, group, device: as for :func:`reason_against_cache`.
-        hidden: size of the rows that are normalized.
-        refused: why the model isn't run as a program.
-    """
-    norm = gpu.reason_against_norm(device, dtype, hidden)
-    yield OperationChoice(OPERATIONS[0], "torch" if norm else "triton", norm)
-    reason = refused or reason_against_cache(codecs, dtype, dim, group, device)
-    for op in OPERATIONS[1:]:
-        yield OperationChoice(op, "torch" if reason else "triton", reason)
 
 
 def reason_against_cache(codecs: KVCodecs, dtype: torch.dtype, dim: int, group: int,

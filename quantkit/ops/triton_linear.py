@@ -24,7 +24,7 @@ FINE = 16
 SUPERBLOCK = 256
 
 
-def group_declines(query: KernelQuery) -> str | None:
+def _against_groups(query: KernelQuery) -> str | None:
     """Groups that Triton's kernels don't take."""
     spec = query.spec
     strategy, size = spec.granularity.strategy, spec.granularity.size or 0
@@ -105,7 +105,8 @@ def tile_rows(codes: Codes) -> torch.Tensor:
 NF4_BLOCK = 64
 
 
-def _common(query: KernelQuery, kind: str, bits: tuple[int, ...], rounded: bool = False) -> str | None:
+def _reason_against(query: KernelQuery, kind: str, bits: tuple[int, ...],
+                    rounded: bool = False) -> str | None:
     """Reasons that hold for all of them; ``rounded``: activations are."""
     if query.op != "linear":
         return f"implements linear, not {query.op}"
@@ -122,7 +123,7 @@ def _common(query: KernelQuery, kind: str, bits: tuple[int, ...], rounded: bool 
     return None
 
 
-def _scale_a_row(query: KernelQuery) -> str | None:
+def _against_scales(query: KernelQuery) -> str | None:
     if not query.spec.symmetric:
         return "has no zero point"
     if query.spec.granularity.strategy not in ("channel", "tensor"):
@@ -171,11 +172,10 @@ class TritonW8A16(TritonKernel):
         """Anything but 8-bit symmetric weights with one scale a row (or a tensor), or 5 to 8 bits in groups
         of 16, 32, 64 or a multiple of 128."""
         if query.spec.granularity.strategy == "group":
-            return _common(query, "int", (5, 6, 7, 8)) or group_declines(query)
-        return _common(query, "int", (8,)) or _scale_a_row(query)
+            return _reason_against(query, "int", (5, 6, 7, 8)) or _against_groups(query)
+        return _reason_against(query, "int", (8,)) or _against_scales(query)
 
     def pack(self, codes: Codes, gated: bool = False) -> TritonWeight:
-        """See there."""
         from quantkit_kernels.triton.w8a16 import pack
 
         if codes.spec.granularity.strategy == "group":
@@ -192,10 +192,10 @@ class TritonFP8(TritonKernel):
         """Anything but fp8 weights with one scale a row (or a tensor), or a tile of a multiple of 64."""
         granularity = query.spec.granularity
         if granularity.strategy != "tile":
-            return _common(query, "fp", (8,)) or _scale_a_row(query)
+            return _reason_against(query, "fp", (8,)) or _against_scales(query)
         if (granularity.size or 0) % 64:
             return f"takes tiles of a multiple of 64, not {granularity}"
-        return _common(query, "fp", (8,))
+        return _reason_against(query, "fp", (8,))
 
     def pack(self, codes: Codes, gated: bool = False) -> TritonWeight:
         """Their bits are where the decoder wants them."""
@@ -214,12 +214,11 @@ class TritonW8A8(TritonKernel):
     def reason_against(self, query: KernelQuery) -> str | None:
         """Anything but 8 bits with one scale a row (or a tensor) and rounded activations."""
         kind = "fp" if query.spec.kind == "fp" else "int"
-        if (reason := _common(query, kind, (8,), rounded=True) or _scale_a_row(query)) is not None:
+        if (reason := _reason_against(query, kind, (8,), rounded=True) or _against_scales(query)) is not None:
             return reason
         return f"takes up to {gpu.MAX_ROW} columns, not {query.k}" if query.k > gpu.MAX_ROW else None
 
     def pack(self, codes: Codes, gated: bool = False) -> TritonWeight:
-        """See there."""
         from quantkit_kernels.triton.w8a8 import pack
 
         floats = codes.spec.kind == "fp"
@@ -241,7 +240,7 @@ class TritonW4A16(TritonKernel):
 
     def reason_against(self, query: KernelQuery) -> str | None:
         """Anything but 2 to 4 bits in groups of 16, 32, 64 or a multiple of 128, or with a scale a row."""
-        if (reason := _common(query, "int", (2, 3, 4)) or group_declines(query)) is not None:
+        if (reason := _reason_against(query, "int", (2, 3, 4)) or _against_groups(query)) is not None:
             return reason
         spec = query.spec
         if spec.minimum:
@@ -272,7 +271,7 @@ class TritonNF4(TritonKernel):
 
     def reason_against(self, query: KernelQuery) -> str | None:
         """Anything but NF4 in blocks of 64, with rows of whole blocks."""
-        if (reason := _common(query, "nf", (4,))) is not None:
+        if (reason := _reason_against(query, "nf", (4,))) is not None:
             return reason
         if query.spec.granularity.size != NF4_BLOCK:
             return f"takes blocks of {NF4_BLOCK}, not {query.spec.granularity}"
@@ -281,7 +280,6 @@ class TritonNF4(TritonKernel):
         return None
 
     def pack(self, codes: Codes, gated: bool = False) -> TritonWeight:
-        """See there."""
         from quantkit_kernels.triton.nf4 import pack
 
         return pack(codes.codes, codes.scale, gated=gated)
@@ -294,12 +292,11 @@ class TritonFP4(TritonKernel):
 
     def reason_against(self, query: KernelQuery) -> str | None:
         """Anything but e2m1 weights, and groups of 16 whose scales aren't e4m3, or e4m3 scales of others."""
-        if (reason := _common(query, "fp", (4,)) or group_declines(query)) is not None:
+        if (reason := _reason_against(query, "fp", (4,)) or _against_groups(query)) is not None:
             return reason
-        return _group_scales_decline(query)
+        return _against_group_scales(query)
 
     def pack(self, codes: Codes, gated: bool = False) -> TritonWeight:
-        """See there."""
         from quantkit_kernels.triton import fp4
 
         if codes.outer is None:
@@ -316,15 +313,14 @@ class TritonW4A4(TritonKernel):
     def reason_against(self, query: KernelQuery) -> str | None:
         """Anything but e2m1 weights in groups of 16 (e4m3 scales), 32, 64 or 128 (powers of 2), with rounded
         activations."""
-        if (reason := _common(query, "fp", (4,), rounded=True) or group_declines(query)) is not None:
+        if (reason := _reason_against(query, "fp", (4,), rounded=True) or _against_groups(query)) is not None:
             return reason
         size = query.spec.granularity.size or 0
         if size > gpu.MAX_GROUP:
             return f"rounds activations in groups of up to {gpu.MAX_GROUP}, not {size}"
-        return _group_scales_decline(query)
+        return _against_group_scales(query)
 
     def pack(self, codes: Codes, gated: bool = False) -> TritonWeight:
-        """See there."""
         from quantkit_kernels.triton.w4a4 import pack
 
         if codes.outer is None:
@@ -355,18 +351,17 @@ class TritonIQ4(TritonKernel):
 
     def reason_against(self, query: KernelQuery) -> str | None:
         """Anything but such weights in groups of 32, 64 or a multiple of 128."""
-        if (reason := _common(query, "iq", (4,)) or group_declines(query)) is not None:
+        if (reason := _reason_against(query, "iq", (4,)) or _against_groups(query)) is not None:
             return reason
         return "takes groups of 32 or more" if query.spec.granularity.size == FINE else None
 
     def pack(self, codes: Codes, gated: bool = False) -> TritonWeight:
-        """See there."""
         from quantkit_kernels.triton import iq4
 
         return iq4.pack(codes.codes, scales_of(codes, gated), codes.spec.granularity.size or 0, gated=gated)
 
 
-def _group_scales_decline(query: KernelQuery) -> str | None:
+def _against_group_scales(query: KernelQuery) -> str | None:
     """4-bit floats' groups with other scales than their size has."""
     spec = query.spec
     if (spec.scale_dtype == "e4m3") == (spec.granularity.size == FINE):

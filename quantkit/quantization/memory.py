@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 from quantkit.checkpoint.manifest import LayerRow
 from quantkit.formats.spec import QuantSpec
 from quantkit.models.architecture import EMBEDDING, EXPERT, HEAD
 from quantkit.models.config import ModelConfig
 from quantkit.plugins.manager import registry
+from quantkit.quantization.recipe import CalibrationSpec
 from quantkit.runtime.memory.machine import RUNTIME_BYTES
 from quantkit.sources.base import TensorInfo
-
-if TYPE_CHECKING:
-    from quantkit.quantization.planning.plan import PlanRow
 
 BATCH_TOKENS = 4096
 """Tokens in one forward pass of a layer: enough to keep the cores busy, few enough to stay small."""
@@ -108,23 +106,6 @@ class PlanRow:
                 "label": self.spec.label() if self.spec else None, "bits": self.bits}
 
 
-class CalibrationText(Protocol):
-    """How much text a quantization is calibrated on; see
-    :class:`~quantkit.quantization.recipe.CalibrationSpec`."""
-
-    @property
-    def text(self) -> str | tuple[str, ...]: ...
-
-    @property
-    def windows(self) -> int: ...
-
-    @property
-    def window(self) -> int: ...
-
-    @property
-    def importance_windows(self) -> int: ...
-
-
 def rows_at_once(spec: QuantSpec, shape: tuple[int, int]) -> int:
     """The number of rows in a part of a weight ``shape``: all if they fit into one part or share scales."""
     rows, columns = shape
@@ -169,7 +150,7 @@ def walks_bytes(config: ModelConfig, tokens: int, linears: int) -> int:
     return 4 * tokens * ((config.num_layers + 2) * config.hidden_size + linears + 1)
 
 
-def peak_bytes(rows: Sequence[PlanRow], needs: set[str], calibration: CalibrationText | None,
+def peak_bytes(rows: Sequence[PlanRow], needs: set[str], calibration: CalibrationSpec | None,
                weighed: bool, config: ModelConfig, other: tuple[str, ...], infos: Mapping[str, TensorInfo],
                changed: bool = False, drift: Collection[str] = ()) -> int:
     """What :func:`~quantkit.quantization.planning.plan.make_plan` predicts.
@@ -316,7 +297,7 @@ def _outside(row: PlanRow, calibrated: bool) -> int:
     return row.bytes_before + row.bytes_after + rows * columns + 12 * part * columns + hessian
 
 
-def _writing(rows: Sequence[PlanRow], calibration: CalibrationText, config: ModelConfig) -> int:
+def _writing(rows: Sequence[PlanRow], calibration: CalibrationSpec, config: ModelConfig) -> int:
     """While a model writes its calibration text: all of it, and keys and values of the windows, at most in
     float32."""
     if calibration.text != "self":

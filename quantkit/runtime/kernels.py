@@ -9,14 +9,13 @@ from typing import Literal
 import torch
 
 from quantkit.formats.base import QuantizedTensor
-from quantkit.formats.dtypes import FLOATS
-from quantkit.formats.spec import QuantSpec
 from quantkit.kv import gpu as kv_gpu
 from quantkit.kv.build import build_kv_codecs
 from quantkit.kv.cache import KVCache
 from quantkit.kv.spec import KVSpec
 from quantkit.models.config import ModelConfig
 from quantkit.models.linear import Linear
+from quantkit.ops import gpu
 from quantkit.ops.cpu_linear import CpuKernel
 from quantkit.ops.cpu_machine import reason_against_kernels
 from quantkit.ops.dispatch import Phase, choose
@@ -31,6 +30,19 @@ PHASES: tuple[Phase, ...] = ("decode", "prefill")
 Declined = tuple[tuple[str, str], ...]
 Layer = QuantizedTensor | tuple[int, int]
 """A layer of a model: its quantized weight without the numbers, or the shape of an unquantized one."""
+
+
+OPERATIONS = ("rms_norm", "rope + KV write", "decode attention", "prefill attention")
+"""What isn't a matrix product, for people."""
+
+
+@dataclass(frozen=True)
+class OperationChoice:
+    """Who runs an operation: ``triton``, ``cpu`` (kernels of ours) or ``torch``, and why torch."""
+
+    op: str
+    kernel: str
+    reason: str | None
 
 
 @dataclass(frozen=True)
@@ -66,11 +78,6 @@ def choose_runtime(config: ModelConfig, dtype: torch.dtype, device: torch.device
     return RuntimeChoice("cpu") if cpu_reason is None else RuntimeChoice("eager", cpu_reason)
 
 
-def unread(format: str, spec: QuantSpec, shape: tuple[int, int], dtype: str) -> QuantizedTensor:
-    """A quantized weight of which only what kernels are chosen by is known."""
-    return QuantizedTensor(format, spec, shape, FLOATS[dtype], {})
-
-
 def linear_kernels(config: ModelConfig, dtype: torch.dtype, device: torch.device,
                    layers: Mapping[str, Layer]) -> dict[str, dict[Phase, tuple[str | None, Declined]]]:
     """The kernel that multiplies by each layer in each phase.
@@ -91,7 +98,7 @@ def linear_kernels(config: ModelConfig, dtype: torch.dtype, device: torch.device
 
 
 def other_kernels(config: ModelConfig, kv: KVSpec, dtype: torch.dtype, device: torch.device,
-                  layers: Mapping[str, Layer]) -> list[kv_gpu.OperationChoice]:
+                  layers: Mapping[str, Layer]) -> list[OperationChoice]:
     """What runs the operations that aren't matrix products, and why not a kernel of ours.
 
     Args:
@@ -99,13 +106,18 @@ def other_kernels(config: ModelConfig, kv: KVSpec, dtype: torch.dtype, device: t
         kv: how keys and values are kept.
     """
     choice = _choice(config, dtype, device, layers)
-    reason = choice.reason
-    if device.type != "cpu" or choice.runtime == "gpu":
-        return list(kv_gpu.choices(build_kv_codecs(kv), dtype, config.hidden_size, config.head_dim,
-                                   config.num_heads // config.num_kv_heads, device.type, reason))
     if choice.runtime == "cpu":
         reason = cpu_model.reason_against_cache(KVCache(config, kv, dtype))
-    return [kv_gpu.OperationChoice(op, "torch" if reason else "cpu", reason) for op in kv_gpu.OPERATIONS]
+    else:
+        reason = choice.reason
+    if device.type == "cpu" and choice.runtime != "gpu":
+        return [OperationChoice(op, "torch" if reason else "cpu", reason) for op in OPERATIONS]
+    norm = gpu.reason_against_norm(device.type, dtype, config.hidden_size)
+    cache = reason or kv_gpu.reason_against_cache(build_kv_codecs(kv), dtype, config.head_dim,
+                                                  config.num_heads // config.num_kv_heads, device.type)
+    reasons = (norm, *[cache] * (len(OPERATIONS) - 1))
+    return [OperationChoice(op, "torch" if reason else "triton", reason)
+            for op, reason in zip(OPERATIONS, reasons)]
 
 
 def _choice(config: ModelConfig, dtype: torch.dtype, device: torch.device,

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
 
-from quantkit.kv.batch import Batch
+from quantkit.kv.batch import Batch, block_of
 from quantkit.kv.cache import KVCache
 from quantkit.kv.spec import KVSpec
 from quantkit.models.config import ModelConfig
@@ -150,7 +151,7 @@ class ProgramModel(LanguageModel):
 
     def slices(self, batch: Batch, counts: Sequence[int]) -> Iterable[list[RowSlice]]:
         """A batch's tokens as steps of the program."""
-        return slices_of(counts, self.max_rows, batch.block, batch.starts)
+        return slices_of(counts, self.max_rows, block_of(batch.cache, batch.phases), batch.starts)
 
     def _rows(self, ids: torch.Tensor) -> Any:
         """``ids [B, T]`` as the program takes them."""
@@ -170,6 +171,21 @@ class ProgramModel(LanguageModel):
             return True
         self.check_cache(batch.cache)
         return False
+
+
+def reason_against_shape(config: ModelConfig, also: Mapping[str, bool] = MappingProxyType({})) -> str | None:
+    """What a model does that no kernel computes; ``None`` if there is nothing.
+
+    Args:
+        config: the model's shape.
+        also: what no kernel of this device computes besides, and whether the model does it.
+    """
+    has = {"mixtures of experts": config.experts is not None, "attention sinks": config.attention_sinks,
+           "clamped activations": config.activation == "clamped_silu", **also,
+           "a rotation that depends on the sequence's length": config.rope.kind == "longrope",
+           "a rotation of parts of a head": config.rope.partial != 1.0}
+    feature = next((name for name, used in has.items() if used), None)
+    return None if feature is None else f"has no kernel for {feature}"
 
 
 def slices_of(counts: Sequence[int], rows: int, block: int | None = None,

@@ -92,7 +92,7 @@ def test_a_short_prompt_goes_before_a_long_one_that_came_a_little_earlier(small,
     engine, only = Engine(small, max_batch=16), Sampling(max_tokens=1, ignore_eos=True)
     long, _ = submit(engine, 100, only)
     engine.step()
-    behind, _ = submit(engine, 100 - 16 // DEADLINE_FACTOR + 1, only)  # its deadline is behind that of the first
+    behind, _ = submit(engine, 100 - 16 // DEADLINE_FACTOR + 1, only)  # its deadline is behind the first's
     short, _ = submit(engine, 16, only)
     engine.step()
     assert short.done and long.kv.computed_tokens == 16 and not behind.kv.computed_tokens

@@ -1,7 +1,7 @@
 """Codecs that store each token's vector by itself: as it is, rounded to bfloat16, or in 8 bits.
 
-8-bit codes are integers or e4m3 floating point (https://arxiv.org/abs/2209.05433), with one bfloat16 scale for
-each token and head.
+8-bit codes are integers or e4m3 floating point (https://arxiv.org/abs/2209.05433), with one bfloat16 scale
+for each token and head.
 """
 
 from __future__ import annotations

@@ -21,12 +21,12 @@ from quantkit.kv.cache import KVCache
 from quantkit.models.config import ModelConfig
 from quantkit.models.decoder import CausalLM
 from quantkit.ops import cpu_linear, cpu_machine, cpu_weight
-from quantkit.ops.dispatch import DECODE_ROWS, LinearKernel, choose
+from quantkit.ops.dispatch import DECODE_ROWS, choose
 from quantkit.ops.linear import query_for
 from quantkit.runtime.cpu.program import MAX_ROWS, CpuProgram, TokenIds
 from quantkit.runtime.cpu.program_variants import DecodedCpuProgram, OperatorProgram, TappedCpuProgram
 from quantkit.runtime.memory.scratch import packed_of
-from quantkit.runtime.program_model import ProgramModel, selected_rows
+from quantkit.runtime.program_model import ProgramModel, reason_against_shape, selected_rows
 from quantkit.support.errors import UsageError
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ SUBGROUP = 64
 
 
 def reason_against(config: ModelConfig, dtype: torch.dtype, device: torch.device,
-             quantized: Mapping[str, QuantizedTensor]) -> str | None:
+                   quantized: Mapping[str, QuantizedTensor]) -> str | None:
     """Why a model isn't run as a program; ``None`` if it is.
 
     Args:
@@ -51,39 +51,24 @@ def reason_against(config: ModelConfig, dtype: torch.dtype, device: torch.device
         return f"runs on cpu, not {device.type}"
     if dtype not in cpu_weight.PLAIN:
         return f"takes models in {_listed(cpu_weight.PLAIN)}, not {_listed([dtype])}"
-    if (reason := _reason_against_shape(config)) is not None:
+    reason = reason_against_shape(config, {"scaled scores": config.attention_scale is not None,
+                                           "capped scores": config.attention_softcap is not None})
+    if reason is not None:
         return reason
+    # gate and up are parts of one row: what pads the first to whole subgroups would be the second's
+    if config.fused_projections and config.intermediate_size % SUBGROUP:
+        return f"takes fused MLPs whose size {SUBGROUP} divides, not {config.intermediate_size}"
     if (reason := cpu_machine.reason_against_kernels()) is not None:
         return reason
     from quantkit_kernels.cpu.hadamard import reason_against as reason_against_rotation
 
     for name, weight in quantized.items():
-        if not isinstance(kernel := _kernel(weight, dtype), cpu_linear.CpuKernel):
+        kernel = choose(query_for(weight, dtype, device, "decode")).kernel
+        if not isinstance(kernel, cpu_linear.CpuKernel):
             return f"{name} is multiplied by {kernel.name}"
         if weight.spec.rotation and (reason := reason_against_rotation(weight.shape[1])) is not None:
             return f"{name}: {reason}"
     return None
-
-
-def _reason_against_shape(config: ModelConfig) -> str | None:
-    """What a model does that no kernel computes."""
-    has = {"mixtures of experts": config.experts is not None,
-           "attention sinks": config.attention_sinks,
-           "clamped activations": config.activation == "clamped_silu",
-           "scaled scores": config.attention_scale is not None,
-           "capped scores": config.attention_softcap is not None,
-           "a rotation that depends on the sequence's length": config.rope.kind == "longrope",
-           "a rotation of parts of a head": config.rope.partial != 1.0}
-    if (feature := next((name for name, used in has.items() if used), None)) is not None:
-        return f"has no kernel for {feature}"
-    # gate and up are parts of one row: what pads the first to whole subgroups would be the second's
-    if config.fused_projections and config.intermediate_size % SUBGROUP:
-        return f"takes fused MLPs whose size {SUBGROUP} divides, not {config.intermediate_size}"
-    return None
-
-
-def _kernel(weight: QuantizedTensor, dtype: torch.dtype) -> LinearKernel:
-    return choose(query_for(weight, dtype, torch.device("cpu"), "decode")).kernel
 
 
 def _listed(dtypes: Iterable[torch.dtype]) -> str:

@@ -1,4 +1,4 @@
-"""Drafts by a head, from its published files: a small network that goes on from the model's hidden states of a text's tokens.
+"""Drafts by a head: a small network, in files of its own, that goes on from the model's hidden states.
 
 A head has seen a text's position p once it got the model's hidden states there together with the token at
 p + 1; what it gives then says what comes at p + 2. A draft goes on from what the head itself gave.

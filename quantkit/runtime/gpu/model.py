@@ -25,7 +25,7 @@ from quantkit.runtime.gpu.graphs import BATCHES, GraphCache
 from quantkit.runtime.gpu.program import GpuProgram
 from quantkit.runtime.gpu.tables import DeviceTables
 from quantkit.runtime.memory.scratch import GPU_ROWS
-from quantkit.runtime.program_model import ProgramModel, RowSlice, selected_rows
+from quantkit.runtime.program_model import ProgramModel, RowSlice, reason_against_shape, selected_rows
 from quantkit.support.errors import UsageError
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def reason_against(config: ModelConfig, dtype: torch.dtype, device: torch.device,
-             quantized: Mapping[str, QuantizedTensor]) -> str | None:
+                   quantized: Mapping[str, QuantizedTensor]) -> str | None:
     """Why a model isn't run by these kernels there; ``None`` if it is.
 
     Args:
@@ -53,17 +53,6 @@ def reason_against(config: ModelConfig, dtype: torch.dtype, device: torch.device
         if (reason := linears.reason_against(weight, dtype, device)) is not None:
             return f"{name} {reason}"
     return None
-
-
-def reason_against_shape(config: ModelConfig) -> str | None:
-    """What a model does that no kernel computes; ``None`` if there is nothing."""
-    has = {"mixtures of experts": config.experts is not None,
-           "attention sinks": config.attention_sinks,
-           "clamped activations": config.activation == "clamped_silu",
-           "a rotation that depends on the sequence's length": config.rope.kind == "longrope",
-           "a rotation of parts of a head": config.rope.partial != 1.0}
-    feature = next((name for name, used in has.items() if used), None)
-    return None if feature is None else f"has no kernel for {feature}"
 
 
 class _CacheOnDevice:

@@ -104,8 +104,8 @@ class ModelWeights:
     @property
     def quantized(self) -> dict[str, QuantizedTensor]:
         """The quantized layers by name, without their numbers: what kernels are chosen by."""
-        return {row.name: QuantizedTensor(row.format, row.spec, row.shape, FLOATS[row.dtype], {})
-                for row in (layer.row for layer in self.layers) if row.format is not None and row.spec}
+        weights = {layer.name: weight_of(layer.row) for layer in self.layers}
+        return {name: weight for name, weight in weights.items() if weight is not None}
 
     @property
     def multiplied(self) -> tuple[LinearMemory, ...]:
@@ -134,6 +134,14 @@ class ModelWeights:
         if experts is None or ".experts." not in layer.name:
             return 1.0
         return float(1.0 - (1.0 - experts.chosen / experts.count) ** tokens)
+
+
+def weight_of(row: LayerRow) -> QuantizedTensor | None:
+    """The quantized weight of a row without its numbers: what kernels are chosen by; ``None`` of a plain
+    one."""
+    if row.format is None or row.spec is None:
+        return None
+    return QuantizedTensor(row.format, row.spec, row.shape, FLOATS[row.dtype], {})
 
 
 def unquantized(source: ModelSource, reason_against: Declines, device: torch.device = CPU,
