@@ -44,7 +44,6 @@ class LayerGeometry:
 
     @property
     def kv_heads(self) -> int:
-        """Number of key-value heads."""
         return self.config.num_kv_heads
 
     @property
@@ -59,7 +58,6 @@ class LayerGeometry:
 
     @property
     def scale(self) -> float:
-        """Scores are multiplied by it."""
         scale = self.config.attention_scale
         return self.config.head_dim**-0.5 if scale is None else scale
 

@@ -165,7 +165,6 @@ class Batch:
 
     @property
     def has_actions(self) -> bool:
-        """Whether policies have something left to do."""
         return bool(self._actions)
 
     def policy_actions(self) -> Iterator[None]:

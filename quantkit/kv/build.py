@@ -98,6 +98,12 @@ def build_kv_codecs(spec: KVSpec) -> KVCodecs:
                     max(-(-codec.sinks // PAGE) * PAGE for codec in (keys, values)))
 
 
+def check_kv(spec: KVSpec) -> None:
+    """Raises UsageError: policy or codecs can't be made with these options."""
+    build_policy(spec)
+    build_kv_codecs(spec)
+
+
 def _built(kind: type[Made], base: type[KVCodec] | type[KVPolicy], what: str, name: str,
            options: Mapping[str, object], example: str) -> Made:
     plural = {"policy": "policies", "codec": "codecs"}[what]

@@ -107,7 +107,6 @@ class KVCache:
 
     @property
     def pools(self) -> list[PagePool]:
-        """All pools of pages."""
         return [pool for layer in self.layers for pool in layer.store.all]
 
     @property
@@ -227,12 +226,10 @@ class KVCache:
             self._shrink(index)
 
     def sequence(self, number: int) -> SequenceState:
-        """The state of a sequence. Raises KeyError."""
         return self._sequences[number]
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """Ids of all sequences."""
         return tuple(self._sequences)
 
     def seen(self, number: int) -> int:

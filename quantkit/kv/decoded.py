@@ -50,11 +50,6 @@ class DecodedPages:
         self._limit, self._moves = max(0, min(self._limit, limit)), -1
 
     @property
-    def kept_layers(self) -> int:
-        """Layers that keep their pages decoded: the first ones."""
-        return sum(layer.store.keeps_decoded for layer in self._layers)
-
-    @property
     def shared_bytes(self) -> int:
         """Bytes of the memory that the other layers share."""
         return sum(vectors.nbytes for vectors in self._shared.values())

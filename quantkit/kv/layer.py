@@ -149,7 +149,6 @@ class LayerCache:
     # -- dropping
 
     def view(self, state: LayerState) -> PolicyView:
-        """What the policy sees of a sequence."""
         scores, store = self.scores, self.store
         return PolicyView(*self._rank, tuple(state.lengths.tolist()), state.seen, state.prompt,
                           lambda: store.positions(state), lambda: store.read(state, "k"),

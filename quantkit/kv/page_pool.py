@@ -146,7 +146,6 @@ class PagePool:
 
     @property
     def shared_pages(self) -> int:
-        """Pages that have more than one holder."""
         return len(self._extra_refs)
 
     @property
@@ -203,7 +202,6 @@ class PagePool:
         self._moves.count += 1
 
     def forget_derived(self) -> None:
-        """Give back the memory of derived parts."""
         self.parts = {name: part for name, part in self.parts.items() if name not in self._derived}
         self._memory = {name: memory for name, memory in self._memory.items() if name in self.parts}
         self._derived = frozenset()  # after the parts are gone

@@ -51,7 +51,6 @@ class QueryWindow:
         return self.ring[layer, index].transpose(0, 1)
 
     def copy(self) -> QueryWindow:
-        """An independent copy."""
         shape = self.ring.shape
         window = QueryWindow(shape[0], shape[1], shape[2], shape[3], self._begin, self.ring.device)
         window.ring.copy_(self.ring)
@@ -81,7 +80,6 @@ class QueryMoments:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of both sums."""
         return self.total.nbytes + self.squares.nbytes
 
     def mean(self) -> torch.Tensor:

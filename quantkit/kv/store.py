@@ -72,7 +72,6 @@ class PageStore:
 
     @property
     def all(self) -> tuple[PagePool, ...]:
-        """The pools of both kinds of pages."""
         return (self.pages,) if self.residual is None else (self.pages, self.residual)
 
     @property
@@ -124,7 +123,6 @@ class PageStore:
         return self.residual.used < before
 
     def free(self, state: LayerState) -> None:
-        """Give back all pages of a sequence."""
         self.pages.free(itertools.chain.from_iterable(state.pages))
         if self.residual is not None:
             self.residual.free(itertools.chain.from_iterable(state.residual))

@@ -22,7 +22,6 @@ LARGEST_GROUP = 256
 
 
 def by_kernel(device: torch.device) -> bool:
-    """Whether the kernels run there."""
     return device.type == "cpu" and reason_against_kernels() is None
 
 

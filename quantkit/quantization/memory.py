@@ -46,7 +46,6 @@ REST_UNIT = "rest"
 
 
 def layer_unit(index: int) -> str:
-    """The unit of a decoder layer."""
     return f"layer-{index}"
 
 
@@ -100,7 +99,6 @@ class PlanRow:
         return 8 * self.bytes_after / (self.shape[0] * self.shape[1])
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for ``--json``."""
         spec = self.spec.model_dump(mode="json") if self.spec else None
         return {**asdict(self), "shape": list(self.shape), "spec": spec, "options": dict(self.options),
                 "label": self.spec.label() if self.spec else None, "bits": self.bits}

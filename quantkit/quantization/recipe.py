@@ -362,12 +362,11 @@ def _load(path: Path, chain: tuple[str, ...]) -> Recipe:
 
 def _checked_kv(text: str, document: YamlDocument) -> str:
     """The KV setting in its canonical spelling. Raises RecipeError."""
-    from quantkit.kv.build import build_kv_codecs, build_policy
+    from quantkit.kv.build import check_kv
 
     try:
         spec = parse_kv(text)
-        build_policy(spec)
-        build_kv_codecs(spec)
+        check_kv(spec)
     except UsageError as error:
         raise RecipeError(f"{document.label} line {document.line(('kv',))}: {error.what}", why=error.why,
                           next=error.next) from None

@@ -101,7 +101,6 @@ class QuantizeResult:
     recovery: RecoveryRecord | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for ``--json``."""
         facts = self.calibration.model_dump(mode="json") if self.calibration else None
         recovery = {"recovery": self.recovery.model_dump(mode="json")} if self.recovery else {}
         return {"out": str(self.out), "bits_per_weight": self.plan.bits_per_weight,
@@ -448,7 +447,6 @@ class _UnitMaker:
                          for row in self.rows.get(unit, ()) if row.method}
 
     def _solve(self, rows: list[PlanRow], layer: LayerTensors) -> Iterator[Solved]:
-        """A unit's Linears in order."""
         if self.remote is not None:
             return iter(next(self.remote))
         return solve_rows(rows, layer, self.plan.measured, self.run.executor)

@@ -123,7 +123,6 @@ class Pooler:
             self._sum, self._count = self._sum + exact, self._count + len(rows)
 
     def clear(self) -> None:
-        """Forget all chunks."""
         self._sum, self._count = None, 0
 
     def result(self) -> torch.Tensor:
@@ -282,7 +281,6 @@ class Request:
 
     @property
     def order(self) -> tuple[int, int]:
-        """Requests go in this order."""
         return self.priority, self.id
 
     @property
@@ -292,7 +290,6 @@ class Request:
 
     @property
     def tokens_left(self) -> int:
-        """How many tokens may still come."""
         return self.sampling.max_tokens - len(self.result.token_ids)
 
     @property

@@ -346,7 +346,6 @@ class Engine:
         return True
 
     def _prompt_budget(self, decoding: bool, awaited: bool) -> int:
-        """Prompt tokens of this step."""
         if not awaited:
             return PREFILL_CHUNK
         return 0 if decoding and self._sizer.blind else self._sizer.tokens_in(self._sizer.spare)
@@ -407,7 +406,6 @@ class Engine:
                 self._fail(request, error)
 
     def _end_cancelled(self) -> None:
-        """End requests that were cancelled."""
         cancelled = self._scheduler.cancelled()
         for request in cancelled:
             self._heard(functools.partial(request.finish, "cancelled"))
@@ -416,7 +414,6 @@ class Engine:
                                  if request.done and request not in cancelled)])
 
     def _heard(self, tell: Callable[[], None]) -> None:
-        """Tell a request's listener."""
         try:
             tell()
         except Exception as error:  # its listener's

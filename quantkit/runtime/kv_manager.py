@@ -16,7 +16,7 @@ from quantkit.kv.reread import OVERLAP
 from quantkit.kv.spec import KVSpec
 from quantkit.runtime.loader import LoadedModel
 from quantkit.runtime.memory.kv import LOOKAHEAD, Footprint, available_pages, reserved_footprint
-from quantkit.runtime.memory.serving import spare_bytes
+from quantkit.runtime.memory.serving import most_that_fit, spare_bytes
 from quantkit.support.errors import QuantkitError, UsageError
 from quantkit.support.units import human_bytes
 
@@ -54,7 +54,6 @@ class CachedText:
 
     @property
     def history(self) -> list[int]:
-        """Prompt and answer so far."""
         return self.prompt + self.answer
 
     @property
@@ -65,7 +64,6 @@ class CachedText:
 
     @property
     def length(self) -> int:
-        """Number of :attr:`tokens`."""
         return len(self.prompt) + max(0, len(self.answer) - 1)
 
     @property
@@ -74,7 +72,6 @@ class CachedText:
         return self.computed_tokens > self.cached_tokens or self.preemptions > 0
 
     def tokens_between(self, start: int, end: int) -> list[int]:
-        """``tokens[start:end]``."""
         return self.prompt[start:end] if end <= len(self.prompt) else self.tokens[start:end]
 
     def codec_fault(self) -> QuantkitError | None:
@@ -118,7 +115,7 @@ class PageReservation:
         shared = longest.decoded_page_bytes * cache.heads * max(self._available)
         cache.decoded.bound(size - shared - sum(pool.allocated_bytes for pool in cache.pools))
         self._reserved: dict[int, tuple[int, Sequence[int]]] = {}  # tokens, and pages by layer
-        self.tokens = self._longest(context)
+        self.tokens = most_that_fit(self._fits, context)
 
     def reserve(self, number: int, tokens: int) -> None:
         """Reserve a sequence's pages for its prompt and answer, until :meth:`release`."""
@@ -230,24 +227,16 @@ class PageReservation:
         return ([min(peak, filling) for peak, _ in self._limits],
                 [min(decoding, pages) for _, decoding in self._limits])
 
+    def _fits(self, tokens: int) -> bool:
+        return all(needed <= available
+                   for needed, available in zip(self._needed(tokens)[0], self._available))
+
     def _group_of(self, longest: Footprint, layer: int) -> int:
         cache = self._cache
         model_window = cache.layers[layer].policy is not cache.policy
         window = cache.config.sliding_windows[layer]
         return next(index for index, group in enumerate(longest.groups)
                     if (group.model_window, group.window) == (model_window, window))
-
-    def _longest(self, context: int) -> int:
-        """The longest sequence that fits alone."""
-        low, high = 0, context
-        while low < high:
-            middle = (low + high + 1) // 2
-            if all(needed <= available for needed, available in zip(self._needed(middle)[0],
-                                                                    self._available)):
-                low = middle
-            else:
-                high = middle - 1
-        return low
 
 
 class KVCacheManager:
@@ -533,7 +522,6 @@ class KVCacheManager:
         return self.prefixes.take(match, text.max_length)
 
     def _end(self, number: int) -> None:
-        """Give back a sequence's pages."""
         if self.reservation is not None:
             self.reservation.release(number)
         if self.prefixes is not None:

@@ -60,7 +60,6 @@ class KVSettings:
 
     @property
     def managers(self) -> list[KVCacheManager]:
-        """All that there are now."""
         return list(self._managers.values())
 
     @property
@@ -128,7 +127,6 @@ class KVSettings:
             return manager
 
     def clear(self) -> None:
-        """Give back all prefixes."""
         for manager in self.managers:
             if manager.prefixes is not None:
                 manager.prefixes.clear()

@@ -96,7 +96,6 @@ class LoadedModel:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of activations."""
         return self.model.dtype
 
 

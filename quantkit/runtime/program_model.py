@@ -102,7 +102,6 @@ class ProgramModel(LanguageModel):
 
     def __call__(self, ids: torch.Tensor, positions: torch.Tensor | None = None,
                  cache: KVCacheProtocol | None = None, last: torch.Tensor | None = None) -> torch.Tensor:
-        """See :meth:`CausalLM.__call__`."""
         with self.on_device():
             batch = self._batch(ids, cache)
             if batch is None:
@@ -117,7 +116,6 @@ class ProgramModel(LanguageModel):
             return rows if last is not None else pad_rows(rows, counts, ids.shape[1])
 
     def forward(self, tokens: Sequence[Sequence[int]], batch: Batch, wanted: Sequence[int]) -> torch.Tensor:
-        """See :class:`~quantkit.models.interfaces.LanguageModel`."""
         with self.on_device():
             if not self._runs(batch):
                 return self._model.forward(tokens, batch, wanted)
@@ -130,7 +128,6 @@ class ProgramModel(LanguageModel):
 
     def hidden(self, ids: torch.Tensor, positions: torch.Tensor | None = None,
                cache: KVCacheProtocol | None = None) -> torch.Tensor:
-        """See :meth:`CausalLM.hidden`."""
         with self.on_device():
             batch = self._batch(ids, cache)
             if batch is None:
@@ -142,7 +139,6 @@ class ProgramModel(LanguageModel):
             return pad_rows(join_rows(parts, self.config.hidden_size), counts, ids.shape[1])
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
-        """See :meth:`CausalLM.logits`."""
         rows = x.reshape(-1, x.shape[-1])
         with self.on_device():
             flat = join_rows([self.head_logits(part) for part in rows.split(self.max_rows)],

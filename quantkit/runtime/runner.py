@@ -317,7 +317,6 @@ class PipelinedDecoder:
         return _PendingStep(requests, sample_async(logits, [request.sampler for request in requests]))
 
     def _collect(self, pending: _PendingStep) -> Iterator[TokenResult]:
-        """Wait for a step's tokens."""
         try:
             tokens = pending.tokens.tokens()
         except Exception as error:  # of the step: a GPU reports it when it is waited for

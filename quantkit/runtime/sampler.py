@@ -97,7 +97,6 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
-        """Whether chance plays no part."""
         return self.temperature == 0
 
     @property
@@ -335,12 +334,6 @@ def filter_tokens(scores: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     if sampling.min_p > 0:
         scores = scores.masked_fill(scores < math.log(sampling.min_p), -torch.inf)
     return scores
-
-
-def adjust(scores: torch.Tensor, history: Sequence[int], sampling: Sampling,
-           prompt_tokens: int = 0) -> torch.Tensor:
-    """:func:`change_logits`, then :func:`filter_tokens`: what an unconstrained token is drawn from."""
-    return filter_tokens(change_logits(scores, history, sampling, prompt_tokens), sampling)
 
 
 def _biases(pairs: object) -> bool:

@@ -161,7 +161,6 @@ class Scheduler:
 
     @property
     def waiting(self) -> int:
-        """Number of requests that wait."""
         return len(self._waiting)
 
     @property
@@ -171,12 +170,10 @@ class Scheduler:
 
     @property
     def requests(self) -> list[Request]:
-        """All requests that haven't ended."""
         return [*self._waiting, *self.prefilling, *self.decoding]
 
     @property
     def busy(self) -> bool:
-        """Whether there are any."""
         return bool(self._waiting or self.prefilling or self.decoding)
 
     def submit(self, request: Request) -> None:
@@ -213,7 +210,6 @@ class Scheduler:
             return self.changed.wait_for(lambda: self.closed or not self.busy, timeout)
 
     def cancelled(self) -> list[Request]:
-        """Requests whose end somebody asked for."""
         with self.changed:
             return [request for request in self.requests if request.cancelled]
 

@@ -177,13 +177,11 @@ class Speculator:
                 yield TokenResult(request, error=error)
 
     def _checked(self, request: Request, drafted: int, accepted: int) -> None:
-        """A request's draft was checked."""
         self.counts.add(drafted, accepted)
         if (text := self._texts.get(request.id)) is not None:
             text.acceptance.observe(drafted, accepted)
 
     def end(self, requests: Sequence[Request]) -> None:
-        """Requests have ended."""
         for request in requests:
             if (text := self._texts.pop(request.id, None)) is not None and self._source is not None:
                 try:

@@ -29,7 +29,6 @@ def reason_against(width: int) -> str | None:
 
 
 def room_bytes(width: int) -> int:
-    """What a thread needs."""
     return 2 * (width + PADDING) * 4
 
 

@@ -61,7 +61,6 @@ class Program:
         self.units_per_row: list[int] = []
 
     def __len__(self) -> int:
-        """How many operations there are."""
         return len(self._kernels)
 
     def add(self, kernel: ProgramKernel, units: int = 1, *, units_per_row: int = 0, barrier: bool = True,

@@ -114,21 +114,15 @@ class KiviCodec(KVCodec):
 
 
 class Int4Codec(KiviCodec):
-    """16 levels."""
-
     name: ClassVar[str] = "int4"
     bits: ClassVar[int] = 4
 
 
 class Int3Codec(KiviCodec):
-    """8 levels."""
-
     name: ClassVar[str] = "int3"
     bits: ClassVar[int] = 3
 
 
 class Int2Codec(KiviCodec):
-    """4 levels."""
-
     name: ClassVar[str] = "int2"
     bits: ClassVar[int] = 2

@@ -112,7 +112,6 @@ class BudgetChoice:
         return rows_of_layers
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for ``--json``."""
         labels = labels_of(self.candidates)
         return {"budget": self.budget.text, "bits_per_weight": self.plan.bits_per_weight,
                 "tensor_bytes": self.plan.disk_bytes, "predicted_kl": self.kl,

@@ -161,7 +161,6 @@ def read_file(file: DataFile, limit: int, unusable: list[CalibrationError] | Non
 
 
 def unreadable(name: str, error: Exception) -> CalibrationError:
-    """Why ``name`` can't be read, in words."""
     return CalibrationError(f"the calibration data {name} can't be read",
                             why=getattr(error, "strerror", None) or str(error),
                             next="give a text file, a folder, a .jsonl or .parquet file, "

@@ -476,7 +476,6 @@ class StatesOfBatches:
         return self._each(batch, self._spill.get)
 
     def take(self, batch: int) -> States:
-        """And forget them."""
         return self._each(batch, self._spill.take)
 
     def _each(self, batch: int, read: Callable[[str], torch.Tensor]) -> States:

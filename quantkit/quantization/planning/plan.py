@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from quantkit.formats.base import Format
 from quantkit.formats.dtypes import FLOATS, dtype_name, resolve
 from quantkit.formats.spec import QuantSpec
-from quantkit.kv.build import build_kv_codecs, build_policy
+from quantkit.kv.build import check_kv
 from quantkit.kv.spec import parse_kv
 from quantkit.models.architecture import (
     EMBEDDING,
@@ -256,7 +256,6 @@ class Plan:
 
     @property
     def linears(self) -> int:
-        """How many Linears there are."""
         return sum(row.name != EMBEDDING for row in self.rows)
 
     @property
@@ -288,7 +287,6 @@ class Plan:
         return run_phases(self.recipe, self.calibration, self.weighed)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for ``--json``."""
         return {"recipe": self.recipe.snapshot(), "rows": [row.to_dict() for row in self.rows],
                 "source_bytes": self.source_bytes, "other_bytes": self.other_bytes,
                 "kept_bytes": self.kept_bytes, "peak_bytes": self.peak_bytes,
@@ -332,7 +330,8 @@ def make_plan(recipe: Recipe, source: ModelSource) -> Plan:
         raise RecipeError(f"recipe {recipe.name!r} leaves a choice",
                           why=f"its {len(recipe.candidates)} candidates are for a budget to choose from",
                           next="--budget 4.25bpw, or a size such as --budget 5GB")
-    _check_kv(recipe)
+    if recipe.kv is not None:
+        check_kv(parse_kv(recipe.kv))
     infos = source.tensors()
     config = check_loadable(source.uri, source.config(), infos, source.side_files()).config
     slots = all_slots(config)
@@ -431,14 +430,6 @@ def candidate_rows(recipe: Recipe, source: ModelSource) -> dict[str, dict[int, P
     if refused:
         raise _unfit(recipe, source.uri, refused, len(slots))
     return rows_by_name
-
-
-def _check_kv(recipe: Recipe) -> None:
-    """Raise UsageError if the KV setting can't be read, or names what isn't installed."""
-    if recipe.kv is not None:
-        spec = parse_kv(recipe.kv)
-        build_policy(spec)
-        build_kv_codecs(spec)
 
 
 def _check_alone(recipe: Recipe, rows: list[PlanRow], resolver: RowResolver) -> None:

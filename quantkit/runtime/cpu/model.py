@@ -137,7 +137,6 @@ class CpuModel(ProgramModel):
         return CpuModel(self._model, high=True) if any(weight.has_planes for weight in weights) else None
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
-        """See :meth:`CausalLM.embed`."""
         return self._model.embed(ids)
 
     def head(self, x: torch.Tensor) -> torch.Tensor:

@@ -116,7 +116,6 @@ class LinearOperator:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the weights."""
         return sum(weight.nbytes for weight in self.weights)
 
 
@@ -179,5 +178,4 @@ class OperatorProgram(CpuProgram):
 
     @torch.inference_mode()
     def run_records(self, records: npt.NDArray[np.int64]) -> None:
-        """Run a program of :meth:`records_of`."""
         self._pool.run(records)

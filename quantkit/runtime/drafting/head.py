@@ -223,7 +223,6 @@ class HeadFiles:
         self.weights = Weights(self._tensor, self.has, dtype, pack=self._pack)
 
     def has(self, name: str) -> bool:
-        """Whether there is a tensor."""
         return self._name_of(name) in self._infos
 
     def integers(self, name: str) -> torch.Tensor:

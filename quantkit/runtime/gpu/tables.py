@@ -140,7 +140,6 @@ class DeviceTables:
         row.table = state.table
 
     def _count(self, row: _Row, state: SequenceState) -> None:
-        """Lengths and positions."""
         self.tables.lengths[row.index] = self._sent(state.lengths)
         row.seen = int(state.seen[-1])
         self.tables.seen[row.index] = row.seen

@@ -112,7 +112,6 @@ class Footprint:
 
     @property
     def layers(self) -> int:
-        """Number of layers."""
         return sum(group.layers for group in self.groups)
 
     @property
@@ -366,7 +365,6 @@ def _with_lookahead(group: LayerGroup, pages: int) -> LayerGroup:
 
 
 def _larger(first: Footprint, second: Footprint) -> Footprint:
-    """Enough for both."""
     groups = (dataclasses.replace(a, filling=a.filling | b.filling, decoding=a.decoding | b.decoding)
               for a, b in zip(first.groups, second.groups, strict=True))
     return dataclasses.replace(first, groups=tuple(groups))

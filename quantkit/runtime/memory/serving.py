@@ -91,7 +91,6 @@ class ModelMemory:
 
     @property
     def total(self) -> int:
-        """Bytes of all."""
         return self.weights.bytes + self.kv_bytes + self.spare_bytes + sum(self.scratch.values())
 
     @property
@@ -110,12 +109,12 @@ class ModelMemory:
 
     def most_sequences(self) -> int:
         """How many sequences fit at this context; 0: none."""
-        return _most(lambda count: self.at(concurrency=count).left >= 0, MOST_SEQUENCES)
+        return most_that_fit(lambda count: self.at(concurrency=count).left >= 0, MOST_SEQUENCES)
 
     def most_context(self) -> int:
         """The longest context that fits for this number of sequences, up to the model's own; 0: none."""
         limit = self.weights.config.max_position_embeddings
-        return _most(lambda tokens: self.at(context=tokens).left >= 0, limit)
+        return most_that_fit(lambda tokens: self.at(context=tokens).left >= 0, limit)
 
 
 def kv_footprint(weights: ModelWeights, kv: KVSpec, requirements: Requirements) -> Footprint:
@@ -125,7 +124,7 @@ def kv_footprint(weights: ModelWeights, kv: KVSpec, requirements: Requirements) 
                      scratch.PREFILL_CHUNK)
 
 
-def _most(fits: Callable[[int], bool], limit: int) -> int:
+def most_that_fit(fits: Callable[[int], bool], limit: int) -> int:
     """The largest number up to ``limit`` that fits, where all smaller ones do."""
     low, high = 0, 1
     while high <= limit and fits(high):
@@ -191,12 +190,10 @@ class ServerMemory:
 
     @property
     def weights(self) -> int:
-        """Bytes of the weights."""
         return self.parts[0].bytes
 
     @property
     def total(self) -> int:
-        """Bytes of all parts."""
         return sum(part.bytes for part in self.parts)
 
     @property

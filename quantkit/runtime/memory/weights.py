@@ -98,7 +98,6 @@ class ModelWeights:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all weights in memory."""
         return self.other_bytes + sum(layer.bytes for layer in self.layers)
 
     @property

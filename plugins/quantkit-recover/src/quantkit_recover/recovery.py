@@ -246,7 +246,6 @@ class _FinishedModel:
         return Heads(original, quantized, self.config.logit_softcap)
 
     def parameters(self) -> dict[str, Parameter]:
-        """Everything that can be trained."""
         parameters = {}
         for index in range(self.config.num_layers):
             for name, packed in self.packed(index).items():
