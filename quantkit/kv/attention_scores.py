@@ -31,10 +31,8 @@ class LayerGeometry:
     """What the cache of a layer must know of the model.
 
     Attributes:
-        config: the model's config.
         layer: index of the layer.
         dtype: in which the model computes keys and values.
-        device: the device of the cache.
     """
 
     config: ModelConfig
@@ -77,8 +75,6 @@ class AttentionScores:
     """Computes a layer's scores from the queries that are kept.
 
     Args:
-        store: the layer's pages.
-        codecs: the codecs of keys and values.
         geometry: the shape of attention in the layer.
         policy: says what is tracked.
 

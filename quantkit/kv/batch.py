@@ -36,7 +36,6 @@ class Batch:
     kernels of its own and :meth:`advance`, and calls :meth:`end` once all layers have all tokens.
 
     Args:
-        cache: the cache that holds the sequences.
         numbers: the rows' sequences in this order, each once.
         phase: the part of a request that the step is, see :data:`~quantkit.kv.base.Phase`; of each row where
             they differ. Policies may act after it.
@@ -47,7 +46,6 @@ class Batch:
 
     Attributes:
         phases: each row's phase.
-        sequences: each row's state in the cache.
         starts: tokens that each sequence had before this step.
         taps: layers whose inputs the step shall hand out; the number of layers stands for what the last one
             leaves. A model that can't leaves ``hidden`` empty.

@@ -60,8 +60,6 @@ def by_layer(policy: KVPolicy, config: ModelConfig, first: int = 0) -> list[KVPo
     others; but if there are no others, a policy that ranks positions is for all.
 
     Args:
-        policy: the policy that was asked for.
-        config: the model's config.
         first: slots that its codecs leave where they are (:attr:`quantkit.kv.base.KVCodecs.first`).
     """
     windows = [None if window is None or window >= config.max_position_embeddings else window

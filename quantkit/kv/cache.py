@@ -33,12 +33,9 @@ class KVCache:
         config: the model's; it gives layers, KV heads and the head dimension.
         spec: policy and codec.
         dtype: in which the model computes keys and values.
-        device: the device of the pages.
 
     Attributes:
         dtype, device: of keys and values as they are computed; where pages lie.
-        codecs: the codecs of keys and values.
-        policy: the policy of the spec.
         layers: the cache of each layer, with the policy of the spec or the window that the model has there.
         decoded: the decoded pages that the CPU program reads where a codec has no kernel.
         keeps_all: whether no layer's policy drops anything.

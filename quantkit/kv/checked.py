@@ -25,7 +25,6 @@ def checked_slots(policy: KVPolicy, kept: Any, lengths: Sequence[int]) -> list[t
     """What :meth:`~quantkit.kv.base.KVPolicy.keep` returned, as a list of a tensor for each head.
 
     Args:
-        policy: the policy that returned it.
         kept: a tensor ``[Hkv, n]`` or a sequence of Hkv tensors ``[n]``.
         lengths: the slots that each head holds.
 
@@ -105,7 +104,6 @@ def check_codecs(codecs: KVCodecs, spec: KVSpec, dim: int, dtype: torch.dtype) -
     """Put a plugin's codecs to one page of vectors, once in a process. Built-in ones have tests for that.
 
     Args:
-        codecs: the codecs of a cache.
         spec: the setting that named them.
         dim: the head dimension.
         dtype: the dtype in which keys and values are computed.
@@ -178,7 +176,6 @@ def codec_fault(stores: Sequence[PageStore], sequence: SequenceState, codecs: KV
     """Why a plugin's codec may be to blame for output that isn't finite; ``None`` if it isn't.
 
     Args:
-        stores: the pages of all layers.
         sequence: the sequence that the output belongs to.
         codecs, spec: the cache's codecs and setting.
     """

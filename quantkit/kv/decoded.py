@@ -30,7 +30,6 @@ class DecodedPages:
     """The decoded pages of a cache on a CPU.
 
     Args:
-        layers: the layers of the cache.
         move_counter: counts how often their pages moved.
         dim: the head dimension.
         limit: bytes of pages that are kept decoded, at most.
@@ -86,7 +85,6 @@ class DecodedPages:
         for one may depend on what else is in a tensor.
 
         Args:
-            layer: the layer's index.
             states: the step's sequences in this layer; their lengths don't count the step's tokens yet.
             counts: tokens that each of them adds.
         """

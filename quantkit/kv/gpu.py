@@ -23,11 +23,9 @@ def reason_against_cache(codecs: KVCodecs, dtype: torch.dtype, dim: int, group: 
     """Why no kernel writes and reads such a cache; ``None`` if they do.
 
     Args:
-        codecs: the codecs of keys and values.
         dtype: the dtype of queries, keys and values.
         dim: the head dimension.
         group: query heads that share a key head.
-        device: the device of the pages.
     """
     if (reason := gpu.reason_against(device, dtype)) is not None:
         return reason

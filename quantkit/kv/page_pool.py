@@ -114,7 +114,6 @@ class PagePool:
 
     Args:
         layout: the parts that each slot holds.
-        device: the device of the pages.
         moves: counts how often ``parts`` were replaced; several may share one.
         shared: the parts that a page holds beside those of its slots.
 

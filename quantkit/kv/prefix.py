@@ -124,7 +124,6 @@ class PrefixCache(ABC):
 
         Args:
             names: the names of the blocks that its tokens fill.
-            number: the sequence's number.
         """
 
     @abstractmethod
@@ -151,7 +150,6 @@ class _Segment:
     """Neighboring blocks whose pages one sequence of the cache holds, and nothing else.
 
     Attributes:
-        number: the sequence's number.
         begin: blocks before its first.
     """
 

@@ -25,7 +25,6 @@ class QueryWindow:
         layers, size, heads, dim: number of layers, of positions that are kept, of query heads; head
             dimension.
         begin: the position of the first query that will come.
-        device: the device of the queries.
 
     Attributes:
         size: the number of positions whose queries are kept.

@@ -29,15 +29,12 @@ class PageStore:
     """The pages of one layer, for all sequences.
 
     Args:
-        codecs: the codecs of keys and values.
         heads, dim: KV heads and head dimension.
         dtype: in which keys and values are computed.
         numbered: whether each slot stores its original position; otherwise a slot's number is its position.
-        device: the device of the pages.
         move_counter: counts how often the pages' memory moved.
 
     Attributes:
-        pages: the pages of codes.
         residual: the pages of unencoded vectors; ``None`` if the codecs need none.
 
     Raises:
@@ -204,7 +201,6 @@ class PageStore:
         :meth:`free_encoded_residual`.
 
         Args:
-            state: the sequence in this layer.
             count: tokens of this step that the residual holds beyond the state's lengths.
         """
         if self.residual is None:
@@ -273,7 +269,6 @@ class PageStore:
         """All vectors of one side, decoded: ``[Hkv, S, D]``; beyond a head's length anything finite.
 
         Args:
-            state: the sequence in this layer.
             side: ``k`` or ``v``.
             borders: with a residual, how many slots of each head to read as codes; by default all that are
                 older than the residual window.
@@ -387,7 +382,6 @@ class PageStore:
         """With a residual: give back pages of codes of which no slot is kept, without moving the others.
 
         Args:
-            state: the sequence in this layer.
             kept: the argument of :meth:`keep_slots`.
             pages: give back multiples of this many pages only.
         """

@@ -315,7 +315,6 @@ def grouped(name: str, codes: Codes, weight: QuantizedTensor, decoder: WeightDec
     """A weight with a scale a tensor, a row or a group.
 
     Args:
-        name: the kernel's name.
         codes: the weight before packing.
         weight: the weight as it is stored.
         decoder: the decoder of its kernel.
@@ -399,7 +398,6 @@ class CpuTable(CpuKernel):
     those of NF4.
 
     Args:
-        name: the kernel's name.
         kind: the kind of the specs that have such a table.
     """
 

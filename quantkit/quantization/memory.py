@@ -179,7 +179,6 @@ def peak_bytes(rows: Sequence[PlanRow], needs: set[str], calibration: Calibratio
     Where tensors are views of files, what the system keeps of these in its cache isn't counted.
 
     Args:
-        rows: the plan's layers.
         needs: names of the layers whose method needs statistics.
         calibration: the text, if any method needs statistics.
         weighed: tokens get an importance.
@@ -319,9 +318,6 @@ def recovery_memory_bytes(rows: Sequence[PlanRow], config: ModelConfig, infos: M
     bytes for each weight and twice that where weights are rotated, or some of the models' logits.
 
     Args:
-        rows: the rows of the plan.
-        config: the model's config.
-        infos: the model's tensors.
         windows: the number of windows of text.
         length: tokens of a window.
     """

@@ -56,7 +56,6 @@ class RecoveryJob:
         rows: the plan's rows. A row's :attr:`~quantkit.quantization.memory.PlanRow.unit` names the
             unit of the writer that its tensors are in.
         other: the names of the tensors that aren't quantized.
-        source: the original model.
         weights: reads the original model's tensors, in the dtype and on the device of calibration.
         text: the text that :meth:`Recovery.read_text` returned.
         phases: reports progress by the names in :attr:`Recovery.phases`.
@@ -144,8 +143,6 @@ def check_recovery(recipe: Recipe, rows: Sequence[PlanRow], config: ModelConfig)
 
     Args:
         recipe: with its calibration filled in.
-        rows: the rows of the plan.
-        config: the config of the model.
     """
     if (recovery := find_recovery(recipe)) is None:
         return

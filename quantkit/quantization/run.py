@@ -387,7 +387,6 @@ class _UnitMaker:
         """Solve and store a layer, unless it is on disk.
 
         Args:
-            index: the layer's index.
             advance: whether the hidden states go on through it.
         """
         unit = layer_unit(index)
@@ -471,8 +470,6 @@ class _UnitMaker:
         """Write a unit; its packed weights.
 
         Args:
-            unit: the name of the unit.
-            planned: the plan's rows.
             other: the names of tensors that are stored as they are, or as a transform left them.
             layer: has what transforms changed.
             solved: gives the quantized Linears in order.

@@ -47,7 +47,6 @@ class ModelOrigin:
     """A model, for a process that has to open it itself.
 
     Attributes:
-        uri: names the model.
         revision: the commit or tag of a hub model.
         recipe: the recipe that is applied to it.
         identity: the identity of the model that was planned; another one is refused.
@@ -216,7 +215,6 @@ def solve_rows(rows: Sequence[PlanRow], layer: LayerTensors, needs: Container[st
         rows: the plan's rows of one unit, or some of them.
         layer: has their weights and statistics.
         needs: the names of those whose methods need statistics.
-        executor: runs the solving.
     """
     groups = batch_groups(rows, needs)
     waiting: dict[str, Solved] = {}
@@ -257,7 +255,6 @@ def solve_stages(rows: Sequence[PlanRow], layer: LayerTensors, needs: Mapping[st
         rows: the plan's rows of the layer, which is the runner's next.
         layer: has their weights.
         needs: the statistics that their methods need, by name.
-        executor: runs the solving.
         runner: measures their inputs; its hidden states go on from stage to stage.
         advance: whether the hidden states also go through the last stage.
 

@@ -226,8 +226,6 @@ class Request:
 
     Args:
         number: its number within the engine.
-        prompt: the prompt's token ids.
-        sampling: how the prompt is continued.
         logprobs: the number of alternatives whose log-probabilities come with each token; ``None``: none, and
             not the token's own.
         echo: also score the prompt's tokens.
@@ -328,7 +326,6 @@ class Request:
         """Append the next token and tell the listener.
 
         Args:
-            token: the token's id.
             logits: ``[vocab]`` that it was chosen from; needed only with :attr:`wants_logits`.
 
         Raises:

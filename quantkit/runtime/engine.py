@@ -170,8 +170,6 @@ class Engine:
         """Queue a request.
 
         Args:
-            prompt: the prompt's token ids.
-            sampling: how the prompt is continued.
             logprobs: the number of alternatives whose log-probabilities come with each token and its own.
             echo: also score the prompt's own tokens.
             constraint: says which tokens may follow, and when the answer is complete; this request's own.

@@ -64,9 +64,7 @@ def choose_runtime(config: ModelConfig, dtype: torch.dtype, device: torch.device
     """The fastest runtime that can run a model.
 
     Args:
-        config: the model's shape.
         dtype: the dtype of activations and plain weights.
-        device: the device that will run it.
         quantized: its quantized weights by name.
     """
     gpu_reason = gpu_model.reason_against(config, dtype, device, quantized)
@@ -83,9 +81,6 @@ def linear_kernels(config: ModelConfig, dtype: torch.dtype, device: torch.device
     """The kernel that multiplies by each layer in each phase.
 
     Args:
-        config: the model's shape.
-        dtype: the dtype of activations.
-        device: the device that runs it.
         layers: all layers by name.
 
     Returns:

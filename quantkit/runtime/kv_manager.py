@@ -132,8 +132,6 @@ class PageReservation:
         to ``tokens``.
 
         Args:
-            number: the sequence's number.
-            tokens: the tokens of prompt and answer.
             prefixes: the prefixes that may be given up for it.
 
         Returns:
@@ -253,7 +251,6 @@ class KVCacheManager:
         budget: the memory of prefixes, shared with other managers; ``None``: none are kept.
 
     Attributes:
-        cache: the KV cache.
         reservation: shares out its pages among requests, if its size is fixed.
         prefixes: keeps texts that were read; ``None``: nothing is kept.
         invariant: whether a text gives the same bits however it is cut into chunks.
@@ -418,7 +415,6 @@ class KVCacheManager:
         """Give back a request's pages.
 
         Args:
-            text: the request's text.
             keep: keep what others may begin with. Not after a step that failed in the middle.
         """
         if text.sequence < 0:
@@ -462,7 +458,6 @@ class KVCacheManager:
         prompt's end, all at once, if nobody waits for them.
 
         Args:
-            text: the request's text.
             end: tokens of it that are computed now.
             is_awaited: whether another request waits for its prompt.
         """

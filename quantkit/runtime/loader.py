@@ -62,7 +62,6 @@ class LoadedModel:
 
     Attributes:
         model: the network, for the runtime that was chosen.
-        config: the model's shape.
         tokenizer: text ⇄ ids.
         uri: the name that it was loaded by.
         label: ``bf16``, of a GGUF file ``Q4_K, Q6_K as bf16``; or how it was quantized: ``gptq int4 g64``.
@@ -250,10 +249,7 @@ def build_model(config: ModelConfig, files: TensorFiles, has: Callable[[str], bo
 
     Args:
         config, dtype, quantized: of the model.
-        files: the source of plain tensors.
         has: whether there is a tensor of a name.
-        device: the device that will run it.
-        uri: the model's name.
         loading: told of the weights that are there, in MiB as they are stored.
 
     Returns:

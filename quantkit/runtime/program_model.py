@@ -46,7 +46,6 @@ class ProgramModel(LanguageModel):
 
     Args:
         model: the model as its operations.
-        device: the device that runs the program.
 
     Attributes:
         max_rows: tokens that go through the program at once, at most.
@@ -75,7 +74,6 @@ class ProgramModel(LanguageModel):
         """Take a batch's tokens through the program.
 
         Args:
-            batch: the sequences of the step.
             ids: token ids of each row, see :meth:`token_rows`.
             counts: tokens of each row.
             wanted: for each row the places whose logits are returned.
@@ -173,7 +171,6 @@ def reason_against_shape(config: ModelConfig, also: Mapping[str, bool] = Mapping
     """What a model does that no kernel computes; ``None`` if there is nothing.
 
     Args:
-        config: the model's shape.
         also: what no kernel of this device computes besides, and whether the model does it.
     """
     has = {"mixtures of experts": config.experts is not None, "attention sinks": config.attention_sinks,

@@ -112,12 +112,10 @@ class Sampler:
     A seed draws other tokens on a GPU than on a CPU: each has its own way to draw.
 
     Args:
-        sampling: the sampling settings.
         prompt_tokens: the place at which the answer begins in the sequence's ids.
         constraint: says which tokens may follow; whoever appends a token tells it.
 
     Attributes:
-        sampling: the sampling settings.
         on_host: whether the sequence so far, a bias or a constraint plays a part, which no kernel knows.
         seed: the seed of the random numbers, drawn if the settings name none.
         drawn: tokens that were chosen so far.
@@ -272,7 +270,6 @@ def change_logits(scores: torch.Tensor, history: Sequence[int], sampling: Sampli
     Args:
         scores: float32 ``[vocab]``, finite; not written to.
         history: every id so far, prompt and answer.
-        sampling: the sampling settings.
         prompt_tokens: the place at which the answer begins in ``history``.
 
     Returns:
@@ -314,7 +311,6 @@ def filter_tokens(scores: torch.Tensor, sampling: Sampling) -> torch.Tensor:
 
     Args:
         scores: float32 ``[vocab]``, finite or −inf where a token is excluded already; not written to.
-        sampling: the sampling settings.
 
     Returns:
         float32 ``[vocab]``; the most likely token is never excluded.

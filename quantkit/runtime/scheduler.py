@@ -98,7 +98,6 @@ class ChunkSizer:
         """Learn from a step in which others decoded.
 
         Args:
-            seconds: the time that it took.
             tokens: the tokens of the chunk that it ran; 0: none.
             ahead: it waited for what a device was given in the step before, and its own chunk still runs.
         """

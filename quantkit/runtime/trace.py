@@ -95,7 +95,6 @@ class Timing:
         Args:
             reads: whether it took prompts further.
             prompt_tokens, decoded: tokens of prompts, and of answers.
-            seconds: the time that it took.
         """
         share = prompt_tokens / ((prompt_tokens + decoded) or 1) if decoded else float(reads)
         self.prefill_tokens += prompt_tokens

@@ -21,7 +21,6 @@ class Emitter:
 
     Args:
         module: the module that gets it.
-        name: the function's name.
         arguments: the arguments' types.
         result: type of what it returns; ``None``: nothing.
     """

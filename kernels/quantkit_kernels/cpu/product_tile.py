@@ -52,7 +52,6 @@ class TileWriter:
     Args:
         e: writes the kernel.
         a: the kernel's arguments.
-        isa: the instruction set.
         spec: says which product it is.
     """
 

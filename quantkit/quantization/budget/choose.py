@@ -130,8 +130,6 @@ def choose(source: ModelSource, recipe: Recipe, budget: Budget, progress: Listen
     Layers that engines fuse (q, k and v; gate and up; all experts of a layer) get the same.
 
     Args:
-        source: reads the model.
-        recipe: a recipe with candidates.
         budget: for all Linears (``bpw``) or all tensors (bytes); what rules decide counts too.
         progress: called while sensitivities are measured.
 

@@ -80,7 +80,6 @@ def sensitivities(source: ModelSource, plan: Plan, candidates: Sequence[Candidat
     budget for the same model, candidates and text measures nothing again.
 
     Args:
-        source: reads the model.
         plan: its recipe says which text.
         candidates: the candidates that are compared.
         rows: say what those that fit make of each Linear, in decoder layers.

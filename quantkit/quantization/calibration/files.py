@@ -92,7 +92,6 @@ def read_files(files: Sequence[DataFile], limit: int,
     """Every file and the documents at its beginning.
 
     Args:
-        files: the files in order.
         limit: bytes in all.
         unusable: takes an error for each row that can't be used, which is left out. Without it, the first
             one is raised.

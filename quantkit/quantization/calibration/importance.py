@@ -83,7 +83,6 @@ def token_gradients(config: ModelConfig, weights: Weights, tokens: torch.Tensor,
     """How strongly the model's answers depend on every token's outputs, for every Linear that is wanted.
 
     Args:
-        config: the model's config.
         weights: the original model's; computing happens in its dtype and on its device.
         tokens: int64 ``[windows, tokens]``.
         wanted: full names of Linears of the decoder layers, and of the head (that of the embedding, where the
@@ -285,9 +284,7 @@ def tell_weighing(phases: Phases, done: int, layers: int, backward: bool = True)
     """Report tokens that are weighed; a layer takes longer backward than forward.
 
     Args:
-        phases: the phases of the run.
         done: the number of layers that were walked through, forward and backward together.
-        layers: the number of the model's layers.
         backward: whether the walk goes back.
     """
     name = BACKWARD if backward and done >= layers else FORWARD

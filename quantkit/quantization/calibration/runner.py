@@ -157,7 +157,6 @@ class Stage:
     """Linears of a decoder layer that are measured, solved and run together.
 
     Attributes:
-        index: the layer's index.
         result: names what it computes, for messages.
         linears: the Linears by full name.
         run: computes the states behind it from ``(states, positions int64 [B, T])``.
@@ -226,7 +225,6 @@ class LayerRunner:
     needs it), then :meth:`advance_stage`. :meth:`measure` and :meth:`advance` take a layer as one stage.
 
     Args:
-        config: the model's config.
         weights: the *original* model's; computing happens in its dtype and on its device.
         tokens: int64 ``[windows, tokens]``.
         importance: the importance of each token for each Linear, float32 ``[windows · tokens]`` by full name;

@@ -93,7 +93,6 @@ def cut_windows(spec: CalibrationSpec, documents: Sequence[Encoded], packing: st
 
     Args:
         spec: number and length of windows, seed, the text's name for messages.
-        documents: the encoded documents.
         packing: ``stream`` or ``documents``.
         avoid: whether some tokens must be left out.
 

@@ -134,7 +134,6 @@ def write_windows(model: LanguageModel, weights: Weights, tokenizer: Tokenizer, 
     Args:
         model: the whole model, not quantized.
         weights: the weights of the same model; used to find which tensor isn't finite.
-        tokenizer: the model's tokenizer.
         spec: number and length of windows, seed.
         step: called after every token of a batch of windows, with the tokens written so far.
 

@@ -228,7 +228,6 @@ def _solve_tiles(weight: torch.Tensor, factors: HessianFactors, grid: Grid, spec
 
     Args:
         weight: float32 ``[rows, in]``.
-        factors: the factors of the damped Hessian.
         grid: the grid of plain rounding, used where there is no search.
         spec: a spec that :func:`solved_by_kernels` takes.
         costs: float32 ``[in]``, of a column's squared error, to search for ranges by; ``None``: no search.

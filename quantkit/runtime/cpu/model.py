@@ -43,7 +43,6 @@ def reason_against(config: ModelConfig, dtype: torch.dtype, device: torch.device
     """Why a model isn't run as a program; ``None`` if it is.
 
     Args:
-        config: the model's shape.
         dtype, device: of its plain weights.
         quantized: its packed weights by name.
     """

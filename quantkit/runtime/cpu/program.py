@@ -42,7 +42,6 @@ class CpuProgram:
 
     Args:
         model: with packed Linears.
-        codecs: the codecs of the cache's pages.
         high: read only the high halves of weights that have two.
 
     Attributes:
@@ -448,7 +447,6 @@ def buffers(writers: Sequence[Sequence[Linear]], readers: Sequence[Linear],
     Args:
         writers: for every layer, a Linear for each result, or one for all of them.
         readers: the Linears that read any of the buffers.
-        sizes: the widths of the results.
 
     Returns:
         float32 ``[MAX_ROWS, …]`` each.

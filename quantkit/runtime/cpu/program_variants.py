@@ -103,7 +103,6 @@ class LinearOperator:
     Attributes:
         name: one of :data:`LINEARS`, or :data:`HEAD`.
         operations: begin and end in the program.
-        weights: the weights that are multiplied by.
         input_bytes: bytes of a row as the products read it: codes, scales and sums.
         output_bytes: bytes of a row of the results in float32; twice where they are added.
     """
@@ -157,7 +156,6 @@ class OperatorProgram(CpuProgram):
         """Take tokens of every sequence through the model.
 
         Args:
-            batch: the sequences of the step.
             tokens: ids of each; at most MAX_ROWS in all.
             selected: the number of rows that go through the head; ``None``: all.
         """

@@ -84,7 +84,6 @@ class DraftSource(ABC):
         """Guess how texts go on.
 
         Args:
-            texts: the texts that get a draft.
             limits: tokens of each draft, at most; none is 0.
 
         Returns:

@@ -33,7 +33,6 @@ class CheckpointDrafter(Drafter):
     """A drafter that decodes with a checkpoint.
 
     Attributes:
-        checkpoint: the checkpoint that drafts.
         least_chance: a draft ends before a token that is less likely than this by the draft.
     """
 
@@ -63,10 +62,8 @@ def decode_drafts(model: LanguageModel, cache: KVCache, numbers: Sequence[int], 
     """Draft for some texts at once. What goes through the model stays in its cache.
 
     Args:
-        model: the model that drafts.
         cache, numbers: where its keys and values are, and each text's sequence there.
         ids: for each text the tokens that its sequence lacks, at least one.
-        texts: the texts that get a draft.
         limits: tokens of each draft, at most.
         least_chance: a draft ends before a token that is less likely than this.
         vocab: ids that may be drafted.
@@ -112,7 +109,6 @@ class _Reading:
     """What the drafting model has of a text.
 
     Attributes:
-        number: the number of its sequence.
         fed: ids in it, those of the last draft included.
         known: the number of them that are known to be the text's.
     """

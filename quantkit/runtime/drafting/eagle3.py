@@ -67,9 +67,7 @@ def read_config(hf: Mapping[str, Any], target: ModelConfig, uri: str) -> Eagle3C
     """Read it strictly.
 
     Args:
-        hf: the head's ``config.json``.
         target: the config of the model that it drafts for.
-        uri: the head's name.
 
     Raises:
         UnsupportedModelError: a key is malformed, unknown or not implemented.
@@ -145,12 +143,6 @@ class Eagle3Drafter(HeadDrafter):
 
 class Eagle3Head(DraftHead):
     """The network.
-
-    Args:
-        hf: the head's ``config.json``.
-        files: the head's tensors.
-        model: the model that it drafts for.
-        uri: the head's name.
 
     Raises:
         UsageError: it was made for a model of another shape.

@@ -53,8 +53,6 @@ class DraftHead(ABC):
         config: the config of its one layer; its KV cache is made for that.
         layers: the model's layers whose inputs it goes on from; the number of layers stands for what the
             last one leaves.
-        dtype: the dtype of its hidden states.
-        nbytes: bytes of its weights.
     """
 
     config: ModelConfig
@@ -82,7 +80,6 @@ class _Reading:
     """What a head has seen of a text.
 
     Attributes:
-        number: the number of its sequence.
         first: position that it has seen first; a text may begin with what another one left in the prefix
             cache.
         seen: position that comes next.
@@ -99,8 +96,6 @@ class HeadSource(DraftSource):
     """Drafts of a head, a text at a time.
 
     Args:
-        head: the head that drafts.
-        model: the model that it drafts for.
         least_chance: a draft ends before a token that is less likely than this.
     """
 

@@ -151,7 +151,6 @@ def best_length(acceptance: Acceptance, times: StepTimes, others: int, limit: in
 
     Args:
         acceptance: counts which of the text's drafts were right.
-        times: the times of steps.
         others: rows that other texts have in the step. What a draft costs, they wait for too.
         limit: the longest that is possible.
     """

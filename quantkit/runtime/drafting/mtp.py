@@ -100,11 +100,6 @@ def layout_in(stored: Mapping[str, object], config: ModelConfig, uri: str) -> Mt
 class MtpHead(DraftHead):
     """The network.
 
-    Args:
-        layout: the layout of its files.
-        files: the head's tensors.
-        model: the model that it belongs to.
-
     Raises:
         QuantkitError: its files are off.
     """

@@ -46,7 +46,6 @@ class GraphCache:
     Args:
         device: the device; on a CPU there are no graphs, and the step itself is called.
         vocab: numbers of a token's logits.
-        dtype: the dtype of logits.
         limit: slots of a head where the model's longest text ends.
     """
 

@@ -88,8 +88,6 @@ class FusedLinear:
 
     Args:
         linears: in the order of their results.
-        dtype: the dtype of activations.
-        device: the device that multiplies them.
         activation: joins gate and up, the two Linears or the two halves of one: the result is then
             ``activation(gate) · up``.
 

@@ -37,9 +37,7 @@ def reason_against(config: ModelConfig, dtype: torch.dtype, device: torch.device
     """Why a model isn't run by these kernels there; ``None`` if it is.
 
     Args:
-        config: the model's shape.
         dtype: the dtype of activations and plain weights.
-        device: the device that will run it.
         quantized: its packed weights by name.
     """
     if (reason := gpu.reason_against(device.type, dtype)) is not None:
@@ -131,7 +129,6 @@ class GpuModel(ProgramModel):
 
     Args:
         model: built on the CPU, its weights as their files have them; they are moved and let go of.
-        device: the device that runs it.
         done: called when some weights are on the device.
     """
 

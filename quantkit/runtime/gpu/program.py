@@ -53,7 +53,6 @@ class GpuProgram:
 
     Args:
         model: its weights anywhere; they are let go of one by one.
-        device: the device that runs it.
         done: called when a layer's weights are on the device.
 
     Attributes:

@@ -44,9 +44,6 @@ class DeviceTables:
     The host's bookkeeping is the truth. A sequence whose pages changed is copied to the device again before
     its next step, one that only got tokens in a way that the device hasn't counted has its lengths copied.
 
-    Args:
-        cache: the cache of the sequences.
-
     Attributes:
         tables: the tables that kernels take.
         moves: how often they came to lie elsewhere.

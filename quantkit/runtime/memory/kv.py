@@ -44,7 +44,6 @@ class PeakUsage:
     Attributes:
         codes, residual: pages of codes, and pages of unencoded vectors.
         bytes: the most that both take at one time.
-        slots: tokens that it holds.
         tracked: bytes of what a policy tracks.
     """
 
@@ -63,7 +62,6 @@ class LayerGroup:
     """Layers that take the same memory.
 
     Attributes:
-        layers: the number of layers.
         window: tokens that the model itself looks at there; ``None``: all.
         model_window: whether that window is what they hold, whatever the policy.
         page_bytes: the sizes of a page of codes and of a page of the residual.

@@ -166,7 +166,6 @@ class ServerMemory:
         sequences: the largest number of sequences that decode side by side.
         fitting: the number of them that fit with the weights, if the KV cache grows; ``None``: its size is
             fixed, or it isn't known what is available.
-        device: the device that has the memory.
     """
 
     parts: tuple[MemoryPart, ...]
@@ -220,7 +219,6 @@ def server_memory(source: ModelSource | AnyCheckpoint, device: torch.device, fre
 
     Args:
         source: an open checkpoint or source.
-        device: the model will run there.
         free: :func:`~quantkit.runtime.memory.machine.free_memory` before any model was loaded.
         reason_against: the function of that name of the runtime for that device.
         before: the models that the same process loads before this one.
@@ -289,7 +287,6 @@ def check_gpu_memory(config: ModelConfig, dtype: torch.dtype, quantized: Mapping
 
     Args:
         config, dtype, quantized: of the model.
-        device: the model is to run there.
         uri: the model's name in the error.
         ours: whether kernels of ours will run it, which lay weights out anew.
 
@@ -319,7 +316,6 @@ def spare_bytes(model: LanguageModel, cache: KVCache, sequences: int, chunk: int
     planned.
 
     Args:
-        model: the model, loaded.
         cache: the cache, with its largest number of concurrent sequences.
         sequences: the largest number of concurrent sequences.
         chunk: prompt tokens that go through the model at once.

@@ -190,7 +190,6 @@ def model_weights(name: str, description: str, config: ModelConfig, dtype: torch
         rows: the rows of its layers.
         other: bytes of all other tensors.
         reason_against: the function of that name of the runtime that would run the model.
-        device: the model would run there.
     """
     rows = list(rows)
     if config.tie_word_embeddings and all(row.name != EMBEDDING for row in rows):
