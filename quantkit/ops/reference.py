@@ -9,8 +9,7 @@ from quantkit.formats.base import Codes, Format, QuantizedTensor
 from quantkit.formats.level_values import dequantize, level_values
 from quantkit.ops.cpu_machine import reason_against_kernels
 from quantkit.ops.cpu_weight import multiply, pack_plain
-from quantkit.ops.dispatch import DECODE_ROWS, KernelQuery
-from quantkit.ops.linear import dense
+from quantkit.ops.dispatch import DECODE_ROWS, KernelQuery, dense
 from quantkit.ops.tokens import quantize_tokens, round_groups
 
 

@@ -6,7 +6,6 @@ scales, norms and biases may change, so that the model's answers come closer to 
 
 from __future__ import annotations
 
-import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from quantkit.models.config import ModelConfig
 from quantkit.models.linear import Weights
 from quantkit.plugins.manager import registry
 from quantkit.quantization.calibration.data import CalibrationData
+from quantkit.quantization.calibration.windows import tokens_sha256
 from quantkit.quantization.memory import PlanRow
 from quantkit.quantization.methods.base import MethodOptions, checked_options
 from quantkit.quantization.recipe import CalibrationSpec, Recipe
@@ -43,8 +43,7 @@ class RecoveryText:
 
     @property
     def sha256(self) -> str:
-        """The sha256 of the tokens as little-endian int64."""
-        return hashlib.sha256(self.tokens.numpy().astype("<i8").tobytes()).hexdigest()
+        return tokens_sha256(self.tokens)
 
 
 @dataclass(frozen=True)

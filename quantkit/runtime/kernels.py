@@ -18,8 +18,7 @@ from quantkit.models.linear import Linear
 from quantkit.ops import gpu
 from quantkit.ops.cpu_linear import CpuKernel
 from quantkit.ops.cpu_machine import reason_against_kernels
-from quantkit.ops.dispatch import Phase, choose
-from quantkit.ops.linear import query_for
+from quantkit.ops.dispatch import Phase, choose, query_for
 from quantkit.ops.stored_weight import PlainWeight
 from quantkit.runtime.cpu import model as cpu_model
 from quantkit.runtime.gpu import linears

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from quantkit.ops import gpu
-from quantkit.ops.sampling import greedy, one_thread
+from quantkit.ops.rows import greedy, one_thread
 from quantkit.structure.base import ConstraintError, TokenConstraint
 from quantkit.support.errors import QuantkitError, UsageError
 

@@ -9,8 +9,7 @@ import torch
 
 from quantkit.formats.spec import Granularity
 from quantkit.ops.cpu_linear import FP, INT, INT8
-from quantkit.ops.dispatch import choose
-from quantkit.ops.linear import query_for
+from quantkit.ops.dispatch import choose, query_for
 from quantkit.ops.reference import REFERENCE
 
 CASES = {"w8a8": ({"form": "int-quantized", "activations": "token"}, INT),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quantkit.ops.linear import query_for
+from quantkit.ops.dispatch import query_for
 from quantkit.ops.reference import REFERENCE
 from quantkit.ops.stored_weight import QuantizedWeight
 from quantkit.plugins.manager import registry

@@ -11,8 +11,7 @@ import torch
 from quantkit.formats.spec import QuantSpec
 from quantkit.ops import cpu_machine, cpu_weight
 from quantkit.ops.cpu_weight import CpuProduct, CpuWeight
-from quantkit.ops.dispatch import choose
-from quantkit.ops.linear import query_for
+from quantkit.ops.dispatch import choose, query_for
 from quantkit.plugins.manager import registry
 from quantkit.quantization.methods.random_codes import random_codes
 from quantkit.quantization.recipe import default_format

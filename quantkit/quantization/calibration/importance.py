@@ -46,6 +46,7 @@ from quantkit.quantization.calibration.finite import (
     require_finite_states,
 )
 from quantkit.quantization.calibration.runner import embeddings
+from quantkit.quantization.calibration.windows import tokens_sha256
 from quantkit.quantization.memory import BACKWARD_LOGITS, BACKWARD_TOKENS
 from quantkit.quantization.recipe import TransformSpec
 from quantkit.quantization.transforms.base import resolve_transforms
@@ -374,10 +375,9 @@ def gradients(source: ModelSource, transforms: Sequence[TransformSpec], tokens: 
     known = identity.pinned or identity.files
     if folder is None or not known or tokens.numel() * len(wanted) < LEAST_GRADIENTS:
         return find()
-    text = hashlib.sha256(tokens.numpy().astype("<i8").tobytes()).hexdigest()
     key = {"quantkit": __version__, "draws": DRAWS, "torch": torch.__version__, "seed": seed,
            "device": device.type,
-           "tokens": [text, list(tokens.shape)],
+           "tokens": [tokens_sha256(tokens), list(tokens.shape)],
            "source": [identity.kind, "" if identity.files else identity.uri, identity.revision,
                       dict(identity.files)], "wanted": sorted(wanted),
            "transforms": [spec.model_dump(mode="json") for spec, (transform, _) in zip(

@@ -12,6 +12,7 @@ by Zipf's law in that order, which is closer to text than equal chances.
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -72,6 +73,11 @@ class TooFewWindowsError(CalibrationError):
     def __init__(self, what: str, *, why: str, next: str, windows: int) -> None:
         super().__init__(what, why=why, next=next)
         self.windows = windows
+
+
+def tokens_sha256(tokens: torch.Tensor) -> str:
+    """The sha256 of tokens as little-endian int64."""
+    return hashlib.sha256(tokens.numpy().astype("<i8").tobytes()).hexdigest()
 
 
 def with_bos(windows: torch.Tensor, first_id: int | None) -> torch.Tensor:

@@ -21,8 +21,7 @@ from quantkit.kv.cache import KVCache
 from quantkit.models.config import ModelConfig
 from quantkit.models.decoder import CausalLM
 from quantkit.ops import cpu_linear, cpu_machine, cpu_weight
-from quantkit.ops.dispatch import DECODE_ROWS, choose
-from quantkit.ops.linear import query_for
+from quantkit.ops.dispatch import DECODE_ROWS, choose, query_for
 from quantkit.runtime.cpu.program import MAX_ROWS, CpuProgram, TokenIds
 from quantkit.runtime.cpu.program_variants import DecodedCpuProgram, OperatorProgram, TappedCpuProgram
 from quantkit.runtime.memory.scratch import packed_of

@@ -22,7 +22,7 @@ from quantkit.ops.cpu_machine import lazy_zeros
 from quantkit.ops.cpu_weight import Activations, CpuWeight, InputKey, widened
 from quantkit.ops.hadamard import hadamard_factors
 from quantkit.ops.linear_weight import LinearWeight
-from quantkit.ops.sampling import capped_rows
+from quantkit.ops.rows import capped_rows
 from quantkit.ops.stored_weight import PlainWeight
 from quantkit.runtime.memory.scratch import CPU_ROWS as MAX_ROWS
 from quantkit.runtime.memory.scratch import MIN_POSITIONS, buffer_width, packed_of, result_widths

@@ -16,7 +16,7 @@ from quantkit.kv.cache import KVCache
 from quantkit.models.decoder import CausalLM, DecoderLayer
 from quantkit.ops.cpu_machine import lazy_zeros
 from quantkit.ops.cpu_weight import CpuWeight
-from quantkit.ops.sampling import one_thread
+from quantkit.ops.rows import one_thread
 from quantkit.runtime.cpu.program import MAX_ROWS, CpuProgram, page_addresses, stride_of
 from quantkit.runtime.program_model import RowSlice
 

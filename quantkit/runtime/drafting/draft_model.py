@@ -21,7 +21,7 @@ from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
 from quantkit.models.config import ModelConfig
 from quantkit.models.interfaces import LanguageModel
-from quantkit.ops.sampling import largest_chance
+from quantkit.ops.rows import largest_chance
 from quantkit.runtime.cpu.model import CpuModel
 from quantkit.runtime.drafting.base import MAX_DRAFT, DraftedText, Drafter, DraftSource
 from quantkit.support.errors import UsageError

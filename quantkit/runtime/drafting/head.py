@@ -23,7 +23,7 @@ from quantkit.models.forward_context import ForwardContext
 from quantkit.models.linear import Weights
 from quantkit.models.loadable import PLAIN
 from quantkit.ops.linear_weight import LinearWeight
-from quantkit.ops.sampling import largest_chance, one_thread
+from quantkit.ops.rows import largest_chance, one_thread
 from quantkit.ops.stored_weight import StoredWeight
 from quantkit.runtime.cpu.model import CpuModel
 from quantkit.runtime.drafting.base import DraftedText, Drafter, DraftSource

@@ -10,9 +10,8 @@ import torch
 
 from quantkit.formats.base import Codes, QuantizedTensor
 from quantkit.models.linear import Linear
-from quantkit.ops.dispatch import choose, codes_of
+from quantkit.ops.dispatch import choose, codes_of, query_for
 from quantkit.ops.hadamard import hadamard_factors
-from quantkit.ops.linear import query_for
 from quantkit.ops.linear_weight import DeviceWeight
 from quantkit.ops.rows import gelu_tanh_mul, silu_mul
 from quantkit.ops.stored_weight import PlainWeight, QuantizedWeight, StoredWeight

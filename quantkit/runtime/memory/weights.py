@@ -26,8 +26,7 @@ from quantkit.models.loadable import dtype_of
 from quantkit.ops import cpu_machine, cpu_weight
 from quantkit.ops.cpu_linear import CpuKernel
 from quantkit.ops.cpu_weight import CpuWeight
-from quantkit.ops.dispatch import choose
-from quantkit.ops.linear import query_for
+from quantkit.ops.dispatch import choose, query_for
 from quantkit.ops.triton_linear import TritonKernel
 from quantkit.plugins.manager import registry
 from quantkit.sources.base import ModelSource, file_bytes, quantized_types
