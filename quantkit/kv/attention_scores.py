@@ -180,7 +180,9 @@ class AttentionScores:
         One KV head at a time, which bounds the memory of the weights.
         """
         store, geometry = self._store, self._geometry
-        if self.sinks is None and _kernels_read(self._codecs, geometry):
+        reason = gpu.reason_against_cache(self._codecs, geometry.dtype, geometry.config.head_dim,
+                                          geometry.group, geometry.device.type)
+        if self.sinks is None and reason is None:
             return _received_by_kernels(store, self._codecs, geometry, state, queries, end, reduction)
         keys, positions = store.read(state, "k"), store.positions(state)
         sinks = [None] * len(keys) if self.sinks is None else self.sinks.chunk(len(keys))
@@ -197,12 +199,6 @@ class AttentionScores:
         plain = apply_rope(queries[None], cos, -sin)[0]
         plain[..., :cos.shape[-1]] /= self._geometry.attention_factor**2
         return plain
-
-
-def _kernels_read(codecs: KVCodecs, geometry: LayerGeometry) -> bool:
-    """Whether kernels read pages of these codecs in such a layer."""
-    return gpu.reason_against_cache(codecs, geometry.dtype, geometry.config.head_dim, geometry.group,
-                    geometry.device.type) is None
 
 
 def _received_by_kernels(store: PageStore, codecs: KVCodecs, geometry: LayerGeometry, state: LayerState,

@@ -66,7 +66,7 @@ class DecodedPages:
             kept += 1
         for index, store in enumerate(stores):
             if store.keeps_decoded and index >= kept:
-                store.forget_decoded()
+                store.pages.forget_derived()
             elif not store.keeps_decoded and index < kept:
                 store.keep_decoded()
         pages = max((store.pages.total for store in stores[kept:]), default=0)

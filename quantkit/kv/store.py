@@ -345,10 +345,6 @@ class PageStore:
         for side in DECODED:
             self.decoded(side)[pages] = self.decode_pages(side, pages).float()
 
-    def forget_decoded(self) -> None:
-        """Keep codes alone."""
-        self.pages.forget_derived()
-
     def encode_decoded(self, slots: Sequence[int], vectors: dict[str, torch.Tensor]) -> None:
         """Encode tokens whose vectors a kernel has left in decoded pages.
 

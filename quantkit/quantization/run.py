@@ -8,7 +8,6 @@ pushes the calibration text through them, and ends with the same bytes.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import time
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -43,9 +42,9 @@ from quantkit.quantization.calibration.importance import (
     WALKS,
     gradients,
     spread,
-    tell_weighing,
     token_gradients,
     weighed_windows,
+    weighing_steps,
 )
 from quantkit.quantization.calibration.runner import LayerRunner
 from quantkit.quantization.calibration.spill import Spill
@@ -263,12 +262,7 @@ class _Run:
         if not writer.has(IMPORTANCE):
             wanted = [name for name, needs in self.plan.measured.items() if "hessian" in needs]
             backward = any(row.layer is not None for row in self.plan.rows if row.name in wanted)
-            count = itertools.count()
-
-            def step() -> None:
-                tell_weighing(self.phases, next(count), self.config.num_layers, backward)
-
-            step()
+            step = weighing_steps(self.phases, self.config.num_layers, backward)
             windows = weighed_windows(len(tokens), spec.importance_windows)
             some = tokens[windows]
             with self.blaming(windows):

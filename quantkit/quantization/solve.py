@@ -145,8 +145,10 @@ def solve(plans: Sequence[PlanRow], dtype: torch.dtype,
 def _recorded(plan: PlanRow, result: Packed, stats: LayerStats | None) -> LayerRow:
     if stats is None:
         return plan.recorded(error=result.error, notes=result.notes)
-    return plan.recorded(error=result.error, tokens=stats.tokens,
-                         notes=stats.notes + _few(plan.name, stats) + result.notes)
+    notes = stats.notes
+    if EXPERT in plan.name and stats.tokens < FEW_TOKENS:  # the router hardly ever chose it
+        notes += (f"only {stats.tokens} calibration tokens reached this expert",)
+    return plan.recorded(error=result.error, tokens=stats.tokens, notes=notes + result.notes)
 
 
 def solve_by_parts(weight: torch.Tensor, method: Method, form: Format, stats: LayerStats | None,
@@ -334,13 +336,6 @@ def _another(uri: str, what: str) -> SourceError:
 @functools.lru_cache(maxsize=1)
 def _opened(origin: ModelOrigin) -> ModelSource:
     return origin.open()
-
-
-def _few(name: str, stats: LayerStats) -> tuple[str, ...]:
-    """A note on an expert that the router hardly ever chose."""
-    if EXPERT not in name or stats.tokens >= FEW_TOKENS:
-        return ()
-    return (f"only {stats.tokens} calibration tokens reached this expert",)
 
 
 def stored_weight(plan: PlanRow, tensors: Mapping[str, torch.Tensor]) -> QuantizedTensor:

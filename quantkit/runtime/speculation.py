@@ -392,7 +392,8 @@ class _Text:
     def __init__(self, request: Request) -> None:
         self.id, self.acceptance = request.id, Acceptance()
         self._tokens = request.kv.history
-        self.drafted = DraftedText(self._tokens, request.kv.manager.cache, request.kv.sequence, _first)
+        self.drafted = DraftedText(self._tokens, request.kv.manager.cache, request.kv.sequence,
+                                   lambda logits: int(logits.argmax()))
 
     def note(self, request: Request) -> None:
         """Note what was generated since, and where it is."""
@@ -412,7 +413,3 @@ class _Text:
             return token
 
         drafted.choose = choose
-
-
-def _first(logits: torch.Tensor) -> int:
-    return int(logits.argmax())

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import shutil
 import tempfile
@@ -281,16 +282,19 @@ def _watch(squares: torch.Tensor, first: int) -> Callable[..., None]:
     return watch
 
 
-def tell_weighing(phases: Phases, done: int, layers: int, backward: bool = True) -> None:
-    """Report tokens that are weighed; a layer takes longer backward than forward.
+def weighing_steps(phases: Phases, layers: int, backward: bool = True) -> Callable[[], None]:
+    """Report that tokens begin to be weighed. Returns what is called after each layer, forward and, if the
+    walk goes ``backward``, back; a layer takes longer backward than forward."""
+    count = itertools.count()
 
-    Args:
-        done: the number of layers that were walked through, forward and backward together.
-        backward: whether the walk goes back.
-    """
-    name = BACKWARD if backward and done >= layers else FORWARD
-    phases(name)(ProgressEvent(done - layers if name == BACKWARD else done, layers,
-                               "what each token matters"))
+    def step() -> None:
+        done = next(count)
+        name = BACKWARD if backward and done >= layers else FORWARD
+        phases(name)(ProgressEvent(done - layers if name == BACKWARD else done, layers,
+                                   "what each token matters"))
+
+    step()
+    return step
 
 
 def weighed_windows(samples: int, count: int) -> list[int]:

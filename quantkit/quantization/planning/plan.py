@@ -384,14 +384,15 @@ def _measured(recipe: Recipe, rows: Iterable[PlanRow]) -> dict[str, frozenset[st
     methods, every = registry("methods"), frozenset[str]()
     for transform, _ in resolve_transforms(recipe.transforms):
         every |= transform.needs
-    wanted = {row.name: methods.get(row.method).asked(row.options) | _inputs(row)
-              | (every if row.layer is not None else frozenset()) for row in rows if row.method}
-    return {name: needs for name, needs in wanted.items() if needs}
-
-
-def _inputs(row: PlanRow) -> frozenset[str]:
-    """What is measured for a row whatever its method."""
-    return frozenset({"largest"} if row.spec is not None and row.spec.static_inputs else ())
+    measured: dict[str, frozenset[str]] = {}
+    for row in rows:
+        if row.method:
+            wanted = methods.get(row.method).asked(row.options) | (every if row.layer is not None else set())
+            if row.spec is not None and row.spec.static_inputs:  # whatever its method
+                wanted |= {"largest"}
+            if wanted:
+                measured[row.name] = wanted
+    return measured
 
 
 def _drift(recipe: Recipe, needs: Mapping[str, frozenset[str]], changed: bool) -> frozenset[str]:

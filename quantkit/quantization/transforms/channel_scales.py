@@ -20,12 +20,11 @@ import torch
 from pydantic import Field
 
 from quantkit.models.config import ModelConfig
-from quantkit.models.scale_groups import ScaleGroup, scale_groups
 from quantkit.quantization.methods.base import MethodOptions
 from quantkit.quantization.methods.grid import from_grid, round_to_grid
 from quantkit.quantization.methods.group_scales import choose_grid
 from quantkit.quantization.methods.hessian import losses
-from quantkit.quantization.transforms.base import LayerTensors, Transform
+from quantkit.quantization.transforms.base import LayerTensors, ScaleGroup, Transform, scale_groups
 
 AWQ_ROWS = 512
 """Rows of a Linear that are tried, evenly spread: enough to rank a few scales."""
