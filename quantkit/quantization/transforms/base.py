@@ -53,8 +53,8 @@ class ScaleGroup:
 
 
 def scale_groups(config: ModelConfig, index: int) -> Iterator[ScaleGroup]:
-    """The scale groups of one decoder layer, in the order of its operations: what writes their channels can be
-    divided and what reads them multiplied without changing the model.
+    """The scale groups of one decoder layer, in the order of its operations: what writes their channels can
+    be divided and what reads them multiplied without changing the model.
 
     A norm's weight writes what q, k and v read, or gate and up; v writes what o reads, since attention only
     averages it; up writes what down reads, since the activation is on the other factor (where it isn't, as
