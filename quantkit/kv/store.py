@@ -242,11 +242,11 @@ class PageStore:
     def _encode_side(self, side: str, x: torch.Tensor) -> dict[str, torch.Tensor]:
         """What a side's codec stores of ``x``, and ``decoded`` where that is kept."""
         parts = dict(self._sides[side].encode(x))
-        return parts | {"decoded": self._sides[side].decode(parts)} if self.keeps_decoded else parts
+        return parts | {"decoded": self._sides[side].decode(parts)} if self.has_decoded_pages else parts
 
     def read_pages(self, side: str, table: torch.Tensor) -> torch.Tensor:
         """Pages int64 ``[..., n]`` of one side (``k`` or ``v``) as vectors: ``[..., n, PAGE, D]``."""
-        if self.keeps_decoded:
+        if self.has_decoded_pages:
             return self.pages.read(DECODED[side], table)
         return self.decode_pages(side, table)
 
@@ -325,7 +325,7 @@ class PageStore:
     # -- decoded pages
 
     @property
-    def keeps_decoded(self) -> bool:
+    def has_decoded_pages(self) -> bool:
         """Whether each page is also there as float32 vectors."""
         return DECODED["k"] in self.pages.parts
 

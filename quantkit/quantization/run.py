@@ -394,7 +394,7 @@ class _UnitMaker:
             following = f"{LAYERS}{index + 1}."
             prefetch(self.source, [name for name in self.source.tensors() if name.startswith(following)])
         wanted = {row.name: self.plan.measured[row.name] for row in rows if row.name in self.plan.measured}
-        if self.runner is not None and wanted and not self.plan.changes_layers:
+        if self.runner is not None and wanted and not self.plan.has_layer_transforms:
             layer = self._tensors(rows, {})
             with self.run.blaming():
                 solved = [*solve_stages(rows, layer, wanted, self.run.executor, self.runner, advance)]
@@ -426,7 +426,7 @@ class _UnitMaker:
                         packed: Mapping[str, QuantizedTensor]) -> None:
         """Push the hidden states through a layer that an earlier attempt has made."""
         with self.run.blaming():
-            if self.plan.changes_layers:
+            if self.plan.has_layer_transforms:
                 runner.advance(index, packed, {name: tensors[name] for name in self._changed(index, tensors)})
             else:
                 for stage in runner.stages(index):
@@ -454,7 +454,7 @@ class _UnitMaker:
 
     def _changed(self, index: int, names: Collection[str]) -> list[str]:
         """Those of a layer's tensors that aren't quantized, if there are transforms that change layers."""
-        if not self.plan.changes_layers:
+        if not self.plan.has_layer_transforms:
             return []
         kept = {f"{row.name}.weight" for row in self.rows.get(layer_unit(index), ()) if row.method is None}
         return [name for name in (*self.plan.other, *kept) if name in names]

@@ -153,13 +153,13 @@ class TracedState:
 
     Attributes:
         since: seconds at which its last span ended; at first when it was submitted.
-        waits: whether it waits for a chunk of its text.
+        is_waiting: whether it waits for a chunk of its text.
         ended: whether the trace has its end.
         tokens, drafted, accepted: tokens of its answer that the trace has.
     """
 
     since: float
-    waits: bool = True
+    is_waiting: bool = True
     ended: bool = False
     tokens: int = 0
     drafted: int = 0
@@ -175,7 +175,7 @@ class ScheduleState:
         admitted_at: seconds at which its prompt's turn came; 0: not yet.
         arrival_tokens: prompt tokens that the engine had read when it arrived.
         deadline_tokens: the number of prompt tokens read after which no later prompt can pass this one.
-        waits_for_prefix: whether it waits for another's prompt, which begins like its own.
+        is_waiting_for_prefix: whether it waits for another's prompt, which begins like its own.
         is_awaited: whether another waits for its prompt in this step.
     """
 
@@ -183,7 +183,7 @@ class ScheduleState:
     admitted_at: float = 0.0
     arrival_tokens: int = 0
     deadline_tokens: int = 0
-    waits_for_prefix: bool = False
+    is_waiting_for_prefix: bool = False
     is_awaited: bool = False
 
 
@@ -282,7 +282,7 @@ class Request:
         return self.priority, self.id
 
     @property
-    def wants_logits(self) -> bool:
+    def needs_logits(self) -> bool:
         """Whether the logits that a token was chosen from are needed."""
         return self._logprobs is not None
 
@@ -291,7 +291,7 @@ class Request:
         return self.sampling.max_tokens - len(self.result.token_ids)
 
     @property
-    def scores_prompt(self) -> bool:
+    def has_unscored_prompt(self) -> bool:
         """Whether prompt tokens are still to be scored."""
         scored = self.result.prompt_logprobs
         return scored is not None and len(scored) < len(self.prompt)
@@ -305,7 +305,7 @@ class Request:
         self.prefill.abandon()
         if self.prefill.pooler is not None:
             self.prefill.pooler.clear()
-        if self.scores_prompt:
+        if self.has_unscored_prompt:
             self.result.prompt_logprobs = []
 
     def score_prompt(self, logits: torch.Tensor, end: int) -> None:
@@ -326,7 +326,7 @@ class Request:
         """Append the next token and tell the listener.
 
         Args:
-            logits: ``[vocab]`` that it was chosen from; needed only with :attr:`wants_logits`.
+            logits: ``[vocab]`` that it was chosen from; needed only with :attr:`needs_logits`.
 
         Raises:
             ConstraintError: its constraint refuses the token.
@@ -355,7 +355,7 @@ class Request:
         result.text += text
         if self._on_token is not None:
             row = None
-            if self.wants_logits:
+            if self.needs_logits:
                 assert logits is not None
                 row = logits.float().log_softmax(-1)
             self._on_token(self._info(token, text, row))

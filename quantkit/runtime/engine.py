@@ -66,7 +66,7 @@ class FairLock:
         else:
             self._decoding.discard(engine)
 
-    def others_decode(self, engine: object) -> bool:
+    def is_decoding_elsewhere(self, engine: object) -> bool:
         """Whether requests of another engine wait for their next token meanwhile."""
         return bool(self._decoding - {engine})
 
@@ -301,7 +301,7 @@ class Engine:
             self._fail(*failure)
         begin, launched = self._clock(), self._decoder.pending
         decoding = bool(scheduler.decoding)
-        awaited = decoding or self._lock.others_decode(self)  # somebody waits for a token meanwhile
+        awaited = decoding or self._lock.is_decoding_elsewhere(self)  # somebody waits for a token meanwhile
         self._sizer.begin(len(scheduler.decoding))
         step = scheduler.plan(self._prompt_budget(decoding, awaited))
         if not (step.decode or step.chunks or step.deferred):

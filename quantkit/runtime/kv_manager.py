@@ -255,8 +255,8 @@ class KVCacheManager:
         prefixes: keeps texts that were read; ``None``: nothing is kept.
         invariant: whether a text gives the same bits however it is cut into chunks.
         supports_mixed_batches: whether prompts and decoding requests go through the model together.
-        ends_alone: whether the last chunk of a prompt goes through the model by itself, because its policy
-            then has work to do.
+        needs_own_last_chunk: whether the last chunk of a prompt goes through the model by itself, because its
+            policy then has work to do.
         one_prompt: whether one prompt is read at a time.
         drafts: whether several tokens of a text that decodes may go through the model at once, without an
             effect on each other.
@@ -288,10 +288,10 @@ class KVCacheManager:
         self.prefixes = None if budget is None else build_prefix_cache(
             cache, budget, None if self.reservation is None else STATES)
         policies = [layer.policy for layer in cache.layers]
-        self.ends_alone = any(policy.reread_prompt or (policy.acts_after("prefill_end")
+        self.needs_own_last_chunk = any(policy.reread_prompt or (policy.acts_after("prefill_end")
                                                        and policy.visible is None) for policy in policies)
         self.one_prompt = self.reservation is not None and not cache.divisible
-        self._acts_on_chunks = any(policy.on_prefill == "chunk" for policy in policies)
+        self._has_chunk_policy = any(policy.on_prefill == "chunk" for policy in policies)
         self.texts: set[CachedText] = set()
         self.prefix_queries = self.prefix_hits = 0
 
@@ -447,7 +447,7 @@ class KVCacheManager:
             return min(length, boundary)
         end = min(length, start + limit)
         keeps_states = self.prefixes is not None and not self.cache.divisible
-        if self._acts_on_chunks or keeps_states:
+        if self._has_chunk_policy or keeps_states:
             end = min(end, boundary)
         if keeps_states and start < (last := _last_block(text)):
             end = min(end, last)
@@ -467,7 +467,7 @@ class KVCacheManager:
         if is_awaited if self.cache.divisible else (end % self._chunk == 0 or end == _last_block(text)):
             self.keep_prefix(text)
 
-    def waits_for(self, text: CachedText, other: CachedText) -> bool:
+    def should_wait_for(self, text: CachedText, other: CachedText) -> bool:
         """Whether a request of which nothing is computed should wait because another's prompt, which is being
         read, begins like its own and that part isn't read yet: it can then begin behind that."""
         if self.prefixes is None or not text.reuses_prefix or not other.reuses_prefix:

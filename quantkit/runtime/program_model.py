@@ -171,7 +171,7 @@ def reason_against_shape(config: ModelConfig, also: Mapping[str, bool] = Mapping
     """What a model does that no kernel computes; ``None`` if there is nothing.
 
     Args:
-        also: what no kernel of this device computes besides, and whether the model does it.
+        also: further features that no kernel of this device computes, and whether the model has them.
     """
     has = {"mixtures of experts": config.experts is not None, "attention sinks": config.attention_sinks,
            "clamped activations": config.activation == "clamped_silu", **also,

@@ -63,7 +63,7 @@ class ModelRunner:
         for request in decode:
             by_setting.setdefault(request.kv.manager, []).append((request, -1))
         for request, end in step.chunks:
-            if self._goes_alone(request, end):
+            if self._needs_own_step(request, end):
                 self._chunk_alone(request, end, output)
             else:
                 by_setting.setdefault(request.kv.manager, []).append((request, end))
@@ -77,12 +77,12 @@ class ModelRunner:
         batch = Batch(requests[0].kv.manager.cache, [request.kv.sequence for request in requests], "decode")
         return self._loaded.model(ids, cache=batch)[:, -1]
 
-    def _goes_alone(self, request: Request, end: int) -> bool:
+    def _needs_own_step(self, request: Request, end: int) -> bool:
         """Whether more is needed of a chunk than its last logits, or its policy acts afterwards."""
         text, manager = request.kv, request.kv.manager
         ends = text.computed_tokens < len(text.prompt) == end
         return (not manager.supports_mixed_batches or request.fault.isolated or not text.reuses_prefix
-                or (ends and manager.ends_alone))
+                or (ends and manager.needs_own_last_chunk))
 
     def _phase(self, request: Request, end: int) -> Phase:
         if request.kv.computed_tokens >= len(request.prompt):
@@ -179,7 +179,7 @@ class ModelRunner:
         if request.prefill.pooler is not None:
             request.prefill.pooler.add(model.normalized(model.hidden(ids, cache=batch))[0])
             return None
-        if request.scores_prompt:
+        if request.has_unscored_prompt:
             rows = model(ids, cache=batch)[0]
             request.score_prompt(rows, end)
             return rows[-1]
@@ -309,7 +309,7 @@ class PipelinedDecoder:
     def _can_run_ahead(self, requests: Sequence[Request]) -> bool:
         """Whether the next step can be launched before the host reads this one's tokens."""
         return self._model.runs_ahead and not any(
-            request.wants_logits or request.sampler.on_host for request in requests)
+            request.needs_logits or request.sampler.on_host for request in requests)
 
     def _launch(self, requests: list[Request], ids: torch.Tensor) -> _PendingStep:
         """Begin a step of tokens ``ids [n, 1]``, and the choice of the next ones."""

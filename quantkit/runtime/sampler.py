@@ -100,7 +100,7 @@ class Sampling:
         return self.temperature == 0
 
     @property
-    def changes_logits(self) -> bool:
+    def has_logit_changes(self) -> bool:
         """Whether logits are changed before temperature and filters, so that another one may be largest."""
         return (self.repetition_penalty != 1 or bool(self.logit_bias)
                 or self.presence_penalty != 0 or self.frequency_penalty != 0)
@@ -125,7 +125,7 @@ class Sampler:
                  constraint: TokenConstraint | None = None) -> None:
         self.sampling, self.drawn = sampling, 0
         self._prompt_tokens, self._constraint = prompt_tokens, constraint
-        self.on_host = sampling.changes_logits or constraint is not None
+        self.on_host = sampling.has_logit_changes or constraint is not None
         self._generator = torch.Generator()
         self.seed = self._generator.seed() & 2**63 - 1 if sampling.seed is None else sampling.seed
         if sampling.seed is not None:
@@ -183,7 +183,7 @@ def sample_tokens(logits: torch.Tensor, samplers: Sequence[Sampler],
         histories: every id of a sequence so far; only those whose sampler is :attr:`Sampler.on_host` count.
     """
     results: list[int | QuantkitError] = [0] * len(samplers)
-    on_host = [row for row, sampler in enumerate(samplers) if not samples_on_device(logits, [sampler])]
+    on_host = [row for row, sampler in enumerate(samplers) if not can_sample_on_device(logits, [sampler])]
     on_device = [row for row in range(len(samplers)) if row not in on_host]
     if on_device:
         rows = logits if len(on_device) == len(samplers) else logits[on_device]
@@ -216,15 +216,15 @@ class PendingTokens:
         return [not_finite() if token < 0 else token for token in self._here.tolist()]
 
 
-def samples_on_device(logits: torch.Tensor, samplers: Sequence[Sampler]) -> bool:
+def can_sample_on_device(logits: torch.Tensor, samplers: Sequence[Sampler]) -> bool:
     """Whether all these rows' tokens can be chosen where the logits are."""
     return gpu.reason_against(logits.device.type, logits.dtype) is None and not any(
         sampler.on_host for sampler in samplers)
 
 
 def sample_async(logits: torch.Tensor, samplers: Sequence[Sampler]) -> PendingTokens:
-    """Begin to choose the next id of every row of ``logits [B, vocab]``, where :func:`samples_on_device` says
-    so."""
+    """Begin to choose the next id of every row of ``logits [B, vocab]``, where :func:`can_sample_on_device`
+    says so."""
     with gpu.current(logits.device):
         ids, finite = _drawn(logits, samplers)
         for sampler in samplers:
@@ -288,7 +288,7 @@ def change_logits(scores: torch.Tensor, history: Sequence[int], sampling: Sampli
         scores = scores.index_add(0, seen, -(counts * sampling.frequency_penalty
                                              + sampling.presence_penalty).float())
     # a penalty far from 1 may lead out of float32's range
-    return scores.clamp(-_LARGEST, _LARGEST) if sampling.changes_logits else scores
+    return scores.clamp(-_LARGEST, _LARGEST) if sampling.has_logit_changes else scores
 
 
 def _masked(scores: torch.Tensor, constraint: TokenConstraint) -> torch.Tensor:

@@ -296,14 +296,15 @@ class Scheduler:
             text, manager = request.kv, request.kv.manager
             ahead = [] if text.begun else [
                 other for at, other in enumerate(self.prefilling) if other.kv.manager is manager
-                and (at < place or other.kv.begun) and manager.waits_for(text, other.kv)]
+                and (at < place or other.kv.begun) and manager.should_wait_for(text, other.kv)]
             for other in ahead:
-                request.schedule.waits_for_prefix = other.schedule.is_awaited = True
+                request.schedule.is_waiting_for_prefix = other.schedule.is_awaited = True
                 if other.kv.begun:
                     order.setdefault(other.id, other)
             if not ahead:
-                if request.schedule.waits_for_prefix:  # even if its turn comes later: what it waited for may
-                    request.schedule.waits_for_prefix = False  # be gone then
+                # even if its turn comes later: what it waited for may be gone then
+                if request.schedule.is_waiting_for_prefix:
+                    request.schedule.is_waiting_for_prefix = False
                     manager.restart(text)
                     request.result.cached_tokens = text.cached_tokens
                 order.setdefault(request.id, request)

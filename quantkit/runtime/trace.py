@@ -158,7 +158,7 @@ class Trace:
         with self._lock:
             self._leave(request)
             self._add(request, "preempted", self._now, self._now)
-            request.trace.waits = True
+            request.trace.is_waiting = True
 
     def ended(self, requests: Sequence[Request]) -> None:
         """Requests have ended. One that isn't finished has failed."""
@@ -175,7 +175,7 @@ class Trace:
         """Record what a request did until now."""
         self._now = self._clock()
         self._advance(request, self._now)
-        if request.trace.waits:
+        if request.trace.is_waiting:
             self._add(request, "queue", request.trace.since, self._now)
 
     def _advance(self, request: Request, computed_at: float) -> None:
@@ -190,9 +190,9 @@ class Trace:
         before = self._chunks.pop(request.id, None)
         if before is not None:
             cached = None
-            if state.waits:
+            if state.is_waiting:
                 self._add(request, "queue", state.since, start)
-                state.waits, cached = False, before
+                state.is_waiting, cached = False, before
             self._add(request, "prefill", start, computed_at, request.kv.computed_tokens - before, cached)
             start = computed_at
         self._decoded(request, start, self._now)

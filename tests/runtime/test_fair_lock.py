@@ -61,7 +61,7 @@ def test_an_engine_says_whether_its_requests_decode(small, prompt_of):
     engine, other = (Engine(small, lock=lock) for _ in range(2))
 
     def listen(info):
-        heard.append(lock.others_decode(other))
+        heard.append(lock.is_decoding_elsewhere(other))
         if len(heard) == 5:
             waits.set()
 
@@ -69,4 +69,4 @@ def test_an_engine_says_whether_its_requests_decode(small, prompt_of):
     engine.start()
     assert waits.wait(60) and engine.drain(60)
     engine.close()
-    assert heard[1:] == [True] * 4 and not lock.others_decode(other)
+    assert heard[1:] == [True] * 4 and not lock.is_decoding_elsewhere(other)

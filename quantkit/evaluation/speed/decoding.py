@@ -21,7 +21,7 @@ from quantkit.runtime.memory.kv import footprint
 from quantkit.runtime.memory.machine import available_memory
 from quantkit.runtime.memory.scratch import PREFILL_CHUNK
 from quantkit.runtime.memory.serving import spare_bytes
-from quantkit.runtime.sampler import Sampler, Sampling, sample_async, sample_tokens, samples_on_device
+from quantkit.runtime.sampler import Sampler, Sampling, can_sample_on_device, sample_async, sample_tokens
 from quantkit.support.errors import QuantkitError
 from quantkit.support.units import human_bytes
 
@@ -206,7 +206,7 @@ class DecodeRunner:
             batch = Batch(cache, rows, "decode")
             ids = torch.tensor([[token] for token in tokens]) if flying is None else flying.ids[:, None]
             logits = self.loaded.model(ids.to(self._device), cache=batch)[:, -1]
-            if not samples_on_device(logits, samplers):
+            if not can_sample_on_device(logits, samplers):
                 tokens = self._best(logits)
             else:
                 flying, before = sample_async(logits,

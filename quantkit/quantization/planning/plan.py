@@ -213,7 +213,7 @@ class Plan:
         drift: the names of the layers for which the original model's states are kept beside the quantized
             model's, to measure how far the two are apart. On random tokens that says nothing, and a
             transform changes what there is to compare.
-        changes_layers: whether a transform changes a layer once all of it was measured.
+        has_layer_transforms: whether a transform changes a layer once all of it was measured.
         weighed: whether tokens get an importance: the recipe asks for it, and a method wants Hessians.
         other: the names of the other stored tensors, in order.
         other_bytes: bytes of those (an embedding that stays as it is, norms, biases).
@@ -229,7 +229,7 @@ class Plan:
     rows: tuple[PlanRow, ...]
     measured: Mapping[str, frozenset[str]]
     drift: frozenset[str]
-    changes_layers: bool
+    has_layer_transforms: bool
     weighed: bool
     other: tuple[str, ...] = field(repr=False)
     other_bytes: int
