@@ -331,7 +331,9 @@ class Request:
         Raises:
             ConstraintError: its constraint refuses the token.
         """
-        ids, result, sampling = self.result.token_ids, self.result, self.sampling
+        ids = self.result.token_ids
+        result = self.result
+        sampling = self.sampling
         if self._constraint is not None:
             self._constraint.accept(token)
         ids.append(token)

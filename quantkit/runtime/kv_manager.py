@@ -45,7 +45,9 @@ class CachedText:
 
     def __init__(self, prompt: list[int], answer: list[int], max_length: int, *, reuses_prefix: bool = True,
                  salt: bytes = b"") -> None:
-        self.prompt, self.answer, self.max_length = prompt, answer, max_length
+        self.prompt = prompt
+        self.answer = answer
+        self.max_length = max_length
         self.reuses_prefix, self.salt = reuses_prefix, salt
         self.manager: KVCacheManager
         self.sequence = -1
@@ -435,7 +437,9 @@ class KVCacheManager:
         chunks, always at the same places. What a request had generated before it was preempted is decoded
         again in chunks; one token at a time where results depend on that.
         """
-        start, length, total = text.computed_tokens, len(text.prompt), text.length
+        start = text.computed_tokens
+        length = len(text.prompt)
+        total = text.length
         if start >= length:
             interval = self.cache.policy.decode_interval
             if not self._one_text:

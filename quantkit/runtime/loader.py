@@ -216,7 +216,9 @@ class _LoadedBytes:
     """
 
     def __init__(self, total: int, listener: Listener) -> None:
-        self._total, self._done, self._listener = total, 0, listener
+        self._total = total
+        self._done = 0
+        self._listener = listener
         self._tell()
 
     def counted(self, weight: StoredWeight) -> StoredWeight:

@@ -147,7 +147,9 @@ class ModelRunner:
 
     def _chunk_alone(self, request: Request, end: int, output: StepOutput) -> None:
         """Take one request's chunk through the model, and let its policy act."""
-        model, text, start = self._loaded.model, request.kv, request.kv.computed_tokens
+        model = self._loaded.model
+        text = request.kv
+        start = request.kv.computed_tokens
         ends = start < len(text.prompt) == end
         try:
             batch = Batch(text.manager.cache, [text.sequence], self._phase(request, end), defers=ends)

@@ -8,8 +8,10 @@ windows begin with a question or some words of ours, so that the text is of many
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -29,6 +31,11 @@ from quantkit.text.tokenizer import Tokenizer
 _ASKED, _ANSWERED = "QUESTIONOFTHEUSER", "ANSWEROFTHEASSISTANT"
 _OUTPUT = "the model's output is NaN or infinite while it writes its calibration text"
 
+_OPENINGS = json.loads((Path(__file__).parent / "passages" / "openings.json").read_text(encoding="utf-8"))
+QUESTIONS: list[str] = _OPENINGS["questions"]
+"""First user turns of conversations of many kinds, on many topics and in several languages."""
+BEGINNINGS: list[str] = _OPENINGS["beginnings"]
+"""The first words of plain texts, as different."""
 LOGIT_CUTOFF = 20.0
 """Tokens whose logit is this far below the largest are never drawn. Each has a probability below e⁻²⁰."""
 
@@ -202,75 +209,3 @@ def _traced(model: CausalLM, tokens: torch.Tensor, first: int) -> NonFiniteError
 
 def _run(layer: DecoderLayer, entered: torch.Tensor, positions: torch.Tensor, place: int) -> torch.Tensor:
     return layer(entered[place:place + 1], positions, None)
-
-
-QUESTIONS = (
-    "Write an encyclopedia article about the history of bridges.",
-    "Write the first chapter of a novel set in a small harbour town.",
-    "What should I know before I adopt a dog?",
-    "Write a Python class for a bank account, with docstrings and tests.",
-    "Explain how vaccines work to a ten-year-old.",
-    "Schreibe einen Artikel über die Geschichte der Stadt Hamburg.",
-    "Write a news report about an election in a country that doesn't exist.",
-    "How do I find out which process is using a port on Linux?",
-    "Raconte une histoire qui se passe dans un train de nuit.",
-    "Write a letter of complaint to an airline.",
-    "Summarize the causes of the First World War.",
-    "Write a C function that reverses a linked list, and explain it line by line.",
-    "Give me a recipe for lentil soup, with amounts.",
-    "Escribe una carta a un viejo amigo que vive en otro país.",
-    "Solve 3x + 7 = 22 step by step, then make up three similar problems with answers.",
-    "Write a dialogue between a doctor and a patient who sleeps badly.",
-    "Erkläre, wie man unter Linux Dateirechte ändert.",
-    "Describe the plot of an opera as a critic would.",
-    "Write SQL for a library's database: tables, then five queries.",
-    "List the planets of the solar system in a table with their size and distance from the sun.",
-    "Write a poem about rain in the city.",
-    "Напиши короткий рассказ о зиме.",
-    "What are the arguments for and against nuclear power?",
-    "Write a manual page for a command-line program that renames files.",
-    "Spiega come funziona un motore elettrico.",
-    "Write a JSON object that describes a book, its authors and its reviews.",
-    "Who was Ada Lovelace?",
-    "请介绍一下长城的历史。",
-    "Write a JavaScript function that debounces another function.",
-    "Plan a three-day trip to Rome.",
-    "Write minutes of a meeting about a delayed project.",
-    "Explain the difference between a list and a tuple in Python with examples.",
-)
-"""The first user turn of a conversation."""
-BEGINNINGS = (
-    "The history of the region begins in the",
-    "It was late in the evening when Mr. and Mrs.",
-    "import os\nimport sys\n\n\ndef main():\n    ",
-    "Die Stadt liegt im Norden von",
-    "= The Battle of",
-    "NAME\n       ",
-    "Abstract. In this paper we",
-    "#include <stdio.h>\n\n",
-    "The album was released on",
-    "\"I do not understand you,\" said",
-    "class Parser:\n    \"\"\"",
-    "Das Programm liest die Datei",
-    "The species is found in",
-    "Q: ",
-    "LONDON (Reuters) - ",
-    "La ville de",
-    "Chapter 1\n\n",
-    "In mathematics, a",
-    "def test_",
-    "El río nace en",
-    "He was born in",
-    "## Installation\n\n",
-    "Die Option legt fest, ob",
-    "Dear Sir or Madam,\n\n",
-    "The film stars",
-    "<!DOCTYPE html>\n<html>\n",
-    "On the other hand,",
-    "Il libro racconta",
-    "1. Preheat the oven to",
-    "The company was founded in",
-    "SELECT ",
-    "В начале",
-)
-"""The first words of plain text."""

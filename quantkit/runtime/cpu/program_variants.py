@@ -45,10 +45,10 @@ class DecodedCpuProgram(CpuProgram):
         sequences = [batch.sequences[part.sequence] for part in slices]
         begin = 0
         with one_thread():  # torch's others, once woken, would spin on the cores that the program needs
-            for index, (_, attend, _) in enumerate(self._attention):
-                self._pool.run(self._program.records[begin:attend])
+            for index, layer in enumerate(self._attention):
+                self._pool.run(self._program.records[begin:layer.attend])
                 decoded.encode(index, [sequence.layers[index] for sequence in sequences], counts)
-                begin = attend
+                begin = layer.attend
         self._pool.run(self._program.records[begin:end])
 
     def _pages(self, cache: KVCache) -> None:
@@ -150,7 +150,7 @@ class OperatorProgram(CpuProgram):
 
     def attention(self) -> list[tuple[int, int]]:
         """For each layer begin and end of attention in the program: over pages, and what adds up splits."""
-        return [(attend, combine + 1) for _, attend, combine in self._attention]
+        return [(layer.attend, layer.reduce + 1) for layer in self._attention]
 
     def step_rows(self, batch: Batch, tokens: Sequence[Sequence[int]], selected: int | None = None) -> None:
         """Take tokens of every sequence through the model.

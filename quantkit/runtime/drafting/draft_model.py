@@ -198,7 +198,9 @@ class LowBitDrafter(CheckpointDrafter):
 
 class _LowBitSource(DraftSource):
     def __init__(self, model: LanguageModel, least_chance: float, nbytes: int) -> None:
-        self._model, self._least, self.nbytes = model, least_chance, nbytes
+        self._model = model
+        self._least = least_chance
+        self.nbytes = nbytes
         self._vocab = model.config.vocab_size
 
     def propose(self, texts: Sequence[DraftedText], limits: Sequence[int]) -> list[list[int]]:

@@ -100,7 +100,9 @@ class HeadSource(DraftSource):
     """
 
     def __init__(self, head: DraftHead, model: CpuModel, least_chance: float) -> None:
-        self._head, self._model, self._least = head, model, least_chance
+        self._head = head
+        self._model = model
+        self._least = least_chance
         self.layers, self.nbytes = head.layers, head.nbytes
         self._cache = KVCache(head.config, KVSpec(), head.dtype)
 
@@ -212,7 +214,9 @@ class HeadFiles:
     """
 
     def __init__(self, source: ModelSource, name_of: Callable[[str], str], dtype: torch.dtype) -> None:
-        self._source, self._name_of, self._infos = source, name_of, source.tensors()
+        self._source = source
+        self._name_of = name_of
+        self._infos = source.tensors()
         self._asked: set[str] = set()
         self.nbytes = 0
         self.weights = Weights(self._tensor, self.has, dtype, pack=self._pack)

@@ -107,7 +107,9 @@ class MtpHead(DraftHead):
     def __init__(self, layout: MtpLayout, files: HeadFiles, model: CpuModel) -> None:
         config = model.config
         self.config = dataclasses.replace(config, num_layers=1, sliding_windows=config.sliding_windows[-1:])
-        self._layout, self._model, self.dtype = layout, model, model.dtype
+        self._layout = layout
+        self._model = model
+        self.dtype = model.dtype
         self.layers = (config.num_layers,)
         weights, hidden = files.weights, config.hidden_size
         self._projection = linear(weights, layout.projection, (hidden, 2 * hidden), False)

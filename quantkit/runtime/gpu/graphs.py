@@ -71,7 +71,9 @@ class GraphCache:
             Logits ``[n, vocab]``, valid until the next call.
         """
         if valid != self._valid:
-            self._graphs, self._valid, self._pool = {}, valid, None
+            self._graphs = {}
+            self._valid = valid
+            self._pool = None
         size = next(size for size in BATCHES if size >= len(rows))
         if size > len(self._logits):
             self._graphs, self._pool = {}, None

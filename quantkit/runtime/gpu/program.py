@@ -65,7 +65,9 @@ class GpuProgram:
 
     def __init__(self, model: CausalLM, device: torch.device, done: Callable[[], None]) -> None:
         config = self._config = model.config
-        self.dtype, self.device, self._eps = model.dtype, device, config.rms_norm_eps
+        self.dtype = model.dtype
+        self.device = device
+        self._eps = config.rms_norm_eps
         self.vocab = config.vocab_size
         self.group = config.num_heads // config.num_kv_heads
         self._layers: list[_Layer] = []
