@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from quantkit_kernels.tools import bench
-from quantkit_kernels.tools.bench import BLOCK, read
 from quantkit_kernels.tools.bench_cases import ModelShapes, cases
 from quantkit_kernels.tools.bench_peers import PeerKernel, Peers, PeerWeight
+from quantkit_kernels.triton.read import BLOCK, read
 
 TINY = ModelShapes((("o", 200, 128), ("head", 130, 128)), (1, 20, 65), ((1, 70), (2, 130)), 4, 2, 32,
                    flush=40000)

@@ -29,12 +29,11 @@ from statistics import median
 from typing import Any, Protocol
 
 import torch
-import triton
-import triton.language as tl
 
 from quantkit_kernels import tuned
 from quantkit_kernels.tools.bench_cases import LLAMA_8B, QUICK, REHEARSAL, BenchCase, Run, cases
 from quantkit_kernels.tools.bench_peers import TOLERANCE, Peers
+from quantkit_kernels.triton.read import read
 
 COPY, READ = 1 << 30, 4 << 30
 """Bytes of the copy and of the read that are the ceilings."""
@@ -300,26 +299,6 @@ def _rows(every: Iterable[BenchCase], timer: Timer, ceilings: GpuCeilings, round
     except Exception as error:  # while a case was made: no memory, or a kernel has broken the GPU's state
         first = (str(error).strip().splitlines() or [""])[0]
         yield BenchRow("all others", "", "", fault=f"not measured: {type(error).__name__}: {first}")
-
-
-BLOCK = 8192
-"""Words that one program reads, all of them at once."""
-
-
-@triton.jit
-def read_kernel(x_ptr: tl.tensor, y_ptr: tl.tensor, size: tl.tensor, BLOCK: tl.constexpr) -> None:
-    """y ``[programs]``: the exclusive or of the words of each program; x is int32 ``[size]``."""
-    program = tl.program_id(0).to(tl.int64)
-    at = program * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + at, mask=at < size, other=0, eviction_policy="evict_first")
-    tl.store(y_ptr + program, tl.xor_sum(x, 0))
-
-
-def read(x: torch.Tensor) -> torch.Tensor:
-    """Read int32 ``[size]``; returns the exclusive or of the words of each block."""
-    y = torch.empty(-(-x.numel() // BLOCK), dtype=torch.int32, device=x.device)
-    read_kernel[(len(y),)](x, y, x.numel(), BLOCK=BLOCK, num_warps=8)
-    return y
 
 
 def main(arguments: list[str] | None = None) -> int:
