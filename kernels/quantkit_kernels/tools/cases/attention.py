@@ -13,7 +13,7 @@ import triton
 from quantkit_kernels import reference
 from quantkit_kernels.tools.cases.case import AotCase, BenchCase, BenchSetup, aot_case, size, threads
 from quantkit_kernels.triton import attention_weights, decode_attention, dependent, prefill_attention
-from quantkit_kernels.triton.attention_arguments import constants, declines
+from quantkit_kernels.triton.attention_arguments import constants, reason_against
 from quantkit_kernels.triton.cache import (
     CHANNEL,
     FP8,
@@ -229,7 +229,7 @@ def aot_cases(family: str) -> Iterator[AotCase]:
     """Head dimensions, codings, windows."""
     for coding in CODINGS:
         for dim in (64, 96, 128, 256) if coding in MAIN else (128,):
-            if declines(*CODINGS[coding], dim, family) is None:
+            if reason_against(*CODINGS[coding], dim, family) is None:
                 yield _aot_decode(dim, coding, family)
                 yield _aot_prefill(dim, coding, family)
     for coding in MAIN:
