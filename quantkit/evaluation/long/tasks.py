@@ -126,11 +126,11 @@ def _variables(depths: Sequence[float], chance: random.Random) -> Iterator[Conte
     # a value is passed on only after it was given; between the chains order is left to chance
     order = [index for index in range(CHAINS) for _ in range(HOPS + 1)]
     chance.shuffle(order)
-    said = [0] * CHAINS
+    steps = [0] * CHAINS
     hidden = []
     for depth, index in zip(sorted(chance.random() for _ in order), order, strict=True):
-        step, chain = said[index], chains[index]
-        said[index] += 1
+        step, chain = steps[index], chains[index]
+        steps[index] += 1
         hidden.append((depth, f"The access code for {chain[0]} is {codes[index]}." if step == 0 else
                        f"{chain[step]} has the same access code as {chain[step - 1]}."))
     questions = [QuestionText(f"What is the access code for {name}?", f"The access code for {name} is", code,
