@@ -57,6 +57,18 @@ def weight(on):
     return make
 
 
+def test_a_large_gated_product_has_the_same_bits_every_time(on, randn, obeys_the_rule, weight):
+    """Large enough on a GPU that its tiles meet in every order, so that a race would show."""
+    n, k, rows, times = (28672, 4096, 512, 20) if on[0].type == "cuda" else (76, 576, 33, 3)
+    packed, plain = weight(n, k, gated=True)
+    x = randn(rows, k, on=on)
+    first = multiply(x, packed, gated="silu")
+    assert all(torch.equal(multiply(x, packed, gated="silu"), first) for _ in range(times - 1))
+    exact, rounded = ((F.silu(gate) * up) for gate, up in (
+        F.linear(x.to(dtype), plain.to(dtype)).chunk(2, 1) for dtype in (torch.float64, on[1])))
+    obeys_the_rule(first, rounded, exact)
+
+
 # one segment; several as programs; several in one program
 @pytest.mark.parametrize(("m", "k"), [(3, 128), (17, 576), (130, 576)])
 @pytest.mark.parametrize("gate", [None, *GATES])
