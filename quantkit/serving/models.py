@@ -97,6 +97,14 @@ class ServedEngine:
         """Makes constraints of what an answer must look like. UsageError if llguidance isn't installed."""
         return Compiler(self.loaded.tokenizer, self.format, self.loaded.config.vocab_size)
 
+    @property
+    def can_chat(self) -> bool:
+        """Whether it has a chat template that can be used."""
+        try:
+            return self.loaded.tokenizer.has_chat
+        except SourceError:  # there is a template and it can't be used; a request to chat is told why
+            return False
+
     def prepare(self) -> None:
         """Work out now what the first conversation would otherwise wait for."""
         self.loaded.tokenizer.prepare()
@@ -142,12 +150,8 @@ class ServedEngine:
     def about(self) -> dict[str, Any]:
         """Its entry in the list of models."""
         loaded = self.loaded
-        try:
-            chat = loaded.tokenizer.has_chat
-        except SourceError:  # there is a template and it can't be used; a request to chat is told why
-            chat = False
         return {"id": self.name, "object": "model", "created": self.created, "owned_by": "quantkit",
-                "max_model_len": self.context, "chat": chat, "method": loaded.label,
+                "max_model_len": self.context, "chat": self.can_chat, "method": loaded.label,
                 "dtype": str(loaded.dtype).removeprefix("torch."), "kv": str(self.engine.cache.spec)}
 
 
@@ -178,6 +182,12 @@ class ServedModels:
     def strict_requests(self) -> bool:
         """Whether what isn't done is refused: by all of them if by one."""
         return any(model.strict_requests for model in self)
+
+    def check_alive(self) -> None:
+        """Raises EngineDeadError: an error has ended an engine's thread."""
+        for model in self:
+            if model.engine.failure is not None:
+                raise model.engine.failure
 
     def close(self) -> None:
         """Close the engines; answers that aren't complete are cut.

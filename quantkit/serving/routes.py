@@ -101,8 +101,10 @@ def add_state(api: FastAPI, models: ServedModels, metrics: Metrics, timeline: Ti
     async def model_info(name: str) -> dict[str, Any]:
         return models.named(name).about()
 
-    @api.get("/health", summary="Whether the process lives", responses=responses(HealthResponse))
+    @api.get("/health", summary="Whether the process and its engines live",
+             responses=responses(HealthResponse, 503))
     async def health() -> dict[str, str]:
+        models.check_alive()
         return {"status": "ok"}
 
     @api.get("/ready", summary="Whether it takes requests, and what it is doing",
@@ -110,6 +112,7 @@ def add_state(api: FastAPI, models: ServedModels, metrics: Metrics, timeline: Ti
     async def ready() -> dict[str, Any]:
         if draining():
             raise ApiError(503, "the server is shutting down", code="shutting_down", headers=RETRY_AFTER)
+        models.check_alive()
         states = {model.name: {key: value for key, value in model.engine.stats().items()
                                if key in ModelState.model_fields} for model in models}
         total = {key: sum(state[key] for state in states.values()) for key in ModelState.model_fields}

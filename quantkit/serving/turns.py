@@ -11,13 +11,11 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from quantkit.runtime.core import Completion, TokenInfo
-from quantkit.serving.conversation import Conversation, choice_sampling
+from quantkit.serving.conversation import Conversation, choice_sampling, thinking_options
 from quantkit.serving.errors import ApiError
 from quantkit.serving.ignored import IGNORED
 from quantkit.serving.models import ServedEngine
-from quantkit.serving.prompt import PromptReader
-from quantkit.serving.template_options import thinking_options
-from quantkit.serving.work import ChoiceJob, RequestWork, check_fits, check_size
+from quantkit.serving.work import ChoiceJob, PromptReader, RequestWork, check_fits, check_size
 from quantkit.structure.base import ReasoningDelta, TextDelta, ToolCallDelta, TurnDelta
 from quantkit.structure.conversation import conversation as prepare
 from quantkit.structure.grammar import Structure

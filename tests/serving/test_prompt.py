@@ -6,7 +6,7 @@ from tokenizers import normalizers
 from quantkit.runtime.core import ContextLengthError
 from quantkit.serving import prompt
 from quantkit.serving.errors import ApiError
-from quantkit.serving.prompt import PromptReader
+from quantkit.serving.work import PromptReader
 from quantkit.testing import tiny_tokenizer
 from quantkit.text import library
 from quantkit.text.tokenizer import Tokenizer

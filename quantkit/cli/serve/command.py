@@ -262,12 +262,9 @@ def _drain(active: int) -> None:
 def _failed(error: BaseException) -> None:
     """A request failed for no fault of its own: say so, and serve on."""
     from quantkit.cli.main import debugging
-    from quantkit.plugins.blame import plugin_failure
+    from quantkit.serving.errors import reported
 
-    if isinstance(failure := plugin_failure(error) or error, QuantkitError):
-        show_error(failure.what, failure.why, failure.next)
-    else:
-        first = str(error).strip().splitlines()[:1]
-        show_error(f"internal error: {': '.join([type(error).__name__, *first])}")
+    failure = reported(error)
+    show_error(failure.what, failure.why, failure.next)
     if debugging():
         traceback.print_exception(error)

@@ -175,7 +175,7 @@ def serve_here(options: ServingOptions, trace_file: TraceFile | None, **access: 
     for model in models:
         if trace_file is not None:
             trace_file.add(model.name, model.engine)
-        model.engine.start()
+        model.engine.start(access["on_error"])
     return Served(application, has_chat(models[0]))
 
 

@@ -17,10 +17,8 @@ from quantkit.runtime.sampler import Sampling
 from quantkit.serving.errors import ApiError
 from quantkit.serving.metrics import ModelMetrics
 from quantkit.serving.models import ServedEngine
-from quantkit.serving.prompt import PromptReader
-from quantkit.serving.schema import Inputs, RequestPart, String, split_inputs
-from quantkit.serving.settings import KV, Priority
-from quantkit.serving.work import ChoiceJob, RequestWork, check_fits, labels
+from quantkit.serving.schema import KV, Inputs, Priority, RequestPart, String, split_inputs
+from quantkit.serving.work import ChoiceJob, PromptReader, RequestWork, check_fits, labels
 
 MAX_INPUTS, MAX_NUMBERS = 2048, 2**22
 """Of one request: texts, and numbers of all their vectors."""

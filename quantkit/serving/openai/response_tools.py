@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Discriminator, Field, Tag
 
 from quantkit.serving.conversation import MAX_TOOLS, Description, ToolName
-from quantkit.serving.openai.structured import TextFormat
+from quantkit.serving.openai.generation import TextFormat
 from quantkit.serving.schema import JsonObject, LeftOutPart, RequestPart, Unicode, kind_tag
 from quantkit.structure.grammar import MAX_GRAMMAR, MAX_REGEX
 from quantkit.structure.lark_regex import NotRegularError, regular_expression

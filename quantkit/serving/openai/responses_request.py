@@ -17,28 +17,38 @@ from quantkit.serving.conversation import (
     CallId,
     Conversation,
     Description,
+    Effort,
+    TemplateOptions,
+    ThinkingHint,
     ToolName,
     called,
+    check_options,
     choose_tools,
     read_arguments,
 )
 from quantkit.serving.ignored import IGNORED, safe
+from quantkit.serving.openai.chat_request import FunctionName
+from quantkit.serving.openai.generation import STRICT, JsonObjectFormat, TextFormat
 from quantkit.serving.openai.response_tools import INPUT, ClientTool, ResponseTools, client_tools, seen_name
-from quantkit.serving.openai.structured import STRICT, JsonObjectFormat, TextFormat
-from quantkit.serving.openai.tools import FunctionName
 from quantkit.serving.schema import (
     ATTACHMENTS,
+    FITS,
     INT64,
+    KV,
+    CacheSalt,
     JsonObject,
     LeftOutPart,
+    Priority,
     RequestPart,
     String,
+    TokenLimit,
+    TopK,
     Unicode,
     kind_tag,
     printable,
+    sampling,
+    token_limit,
 )
-from quantkit.serving.settings import FITS, KV, CacheSalt, Priority, TokenLimit, TopK, sampling, token_limit
-from quantkit.serving.template_options import Effort, TemplateOptions, ThinkingHint, check_options
 from quantkit.structure.grammar import Structure
 from quantkit.structure.turns import Tool
 

@@ -8,7 +8,7 @@ import pytest
 
 from quantkit.cli.serve.models import absolute_model
 from quantkit.serving.replicas import places
-from quantkit.serving.replicas.places import reserve_places, takes_gpu, threads_each
+from quantkit.serving.replicas.replica_set import reserve_places, takes_gpu, threads_each
 from quantkit.support.errors import QuantkitError, UsageError
 
 
