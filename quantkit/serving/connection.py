@@ -1,4 +1,8 @@
-"""Timeouts of one connection: for a request, for reading an answer, and for being idle."""
+"""One HTTP/1.1 connection, with timeouts and a strict reader of requests.
+
+The reader is h11's, but what two readers could take for different requests is refused (RFC 9112), and what is
+many small parts costs no more than it should.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What all answers of a model are to the server: jobs for the engine, and a body or a stream made of them."""
+"""What all answers of a model are to the server: jobs for the engine, and a body or server-sent events made
+of them, which stop when the client disconnects."""
 
 from __future__ import annotations
 

@@ -1,15 +1,15 @@
-"""The base of all request bodies. Keys that nobody knows or that aren't supported are ignored and named, or
-refused by name where the server is strict (:mod:`quantkit.serving.ignored`).
+"""The base of all request bodies, and the fields that several APIs have.
 
-``null`` means the default everywhere.
+Keys that nobody knows or that aren't supported are ignored and named, or refused by name where the server is
+strict (:mod:`quantkit.serving.ignored`). ``null`` means the default everywhere.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar
 
 from pydantic import (
     AfterValidator,
@@ -196,22 +196,12 @@ class TextPart(RequestPart):
     ignored = frozenset({"cache_control", "prompt_cache_breakpoint"})
     refused = ATTACHMENTS
 
-    text: String
-
     @classmethod
     def _refusal(cls, name: str) -> str:
         return f"{printable(name)} is not supported: a message is text"
 
 
-class WithText(Protocol):
-    """A piece of a message, or what is told to the model in its place."""
-
-    @property
-    def text(self) -> str:
-        """The text of the piece."""
-
-
-def plain_text(content: str | Sequence[WithText]) -> str:
+def plain_text(content: str | Sequence[Any]) -> str:
     """A text, or the texts of a message's pieces."""
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
@@ -221,12 +211,23 @@ class LeftOutPart(RequestPart):
     refused by a strict server.
 
     Attributes:
-        supported: types of the parts that may stand in their place.
-        never: types that aren't left out either, because an answer without them would be to something else.
+        supported: The types of the parts that may stand in their place.
+        never: The types that aren't left out either, because an answer without them would be to something
+            else.
+        default: The type of a part that says none.
     """
 
     supported: ClassVar[tuple[str, ...]] = ()
     never: ClassVar[tuple[str, ...]] = ()
+    default: ClassVar[str | None] = None
+
+    @classmethod
+    def tag(cls, part: Any) -> str:
+        """Which class of a union reads a part: its type if that is supported, or else ``other``. Tags have
+        brackets, so that errors leave them out where they name a place."""
+        kind = part.get("type") if isinstance(part, dict) else getattr(part, "type", None)
+        kind = cls.default if kind is None else kind
+        return f"{kind}[]" if isinstance(kind, str) and kind in cls.supported else "other[]"
 
     @model_validator(mode="before")
     @classmethod
@@ -253,14 +254,6 @@ class LeftOutPart(RequestPart):
                        "description": "Left out, and named in the header quantkit-ignored."}
         schema["title"] = cls.__name__
         return schema
-
-
-def kind_tag(part: Any, supported: Collection[str], default: str | None = None) -> str:
-    """Which of a union's classes reads a part, by its ``type``: the tag is that type, or ``other``. Tags have
-    brackets, so that errors leave them out where they name a place."""
-    kind = part.get("type") if isinstance(part, dict) else getattr(part, "type", None)
-    kind = default if kind is None else kind
-    return f"{kind}[]" if isinstance(kind, str) and kind in supported else "other[]"
 
 
 def _asks_nothing(value: Any, values: tuple[Any, ...]) -> bool:

@@ -1,4 +1,5 @@
-"""The engine's work for one HTTP request: one sequence for each choice, as one stream of events."""
+"""The engine's work for one HTTP request: its prompts, and a sequence for each choice, as one stream of
+events."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Bodies of ``/v1/messages`` → :class:`~quantkit.serving.conversation.Conversation`.
+"""Bodies of ``/v1/messages``, with their blocks → :class:`~quantkit.serving.conversation.Conversation`.
 
 See https://docs.anthropic.com/en/api/messages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -40,7 +40,7 @@ from quantkit.serving.schema import (
     String,
     TokenLimit,
     TopK,
-    kind_tag,
+    plain_text,
     printable,
     sampling,
     token_limit,
@@ -130,15 +130,11 @@ class OtherBlock(LeftOutPart):
     never = ("image", "document", "search_result", "container_upload")
 
 
-def _kind(block: Any) -> str:
-    return kind_tag(block, OtherBlock.supported)
-
-
 ContentBlock = Annotated[
     Annotated[TextBlock, Tag("text[]")] | Annotated[ToolUseBlock, Tag("tool_use[]")]
     | Annotated[ToolResultBlock, Tag("tool_result[]")] | Annotated[ThinkingBlock, Tag("thinking[]")]
     | Annotated[RedactedThinkingBlock, Tag("redacted_thinking[]")] | Annotated[OtherBlock, Tag("other[]")],
-    Discriminator(_kind)]
+    Discriminator(OtherBlock.tag)]
 Text = String | Annotated[list[TextBlock], Field(max_length=MAX_BLOCKS, fail_fast=True)]
 
 
@@ -189,11 +185,6 @@ class MessageParam(RequestPart):
         return messages
 
 
-def plain_text(content: str | Sequence[TextBlock | ReferenceBlock]) -> str:
-    """A text, or the texts of blocks."""
-    return content if isinstance(content, str) else "".join(block.text for block in content)
-
-
 class ToolParam(RequestPart):
     """A function that the model may call. When it is loaded changes nothing: all are."""
 
@@ -216,10 +207,7 @@ class AnthropicTool(LeftOutPart):
     """A tool whose schema only Anthropic's models know, or that another server runs itself."""
 
     supported = ("custom",)
-
-
-def _kind(tool: Any) -> str:
-    return kind_tag(tool, AnthropicTool.supported, "custom")
+    default = "custom"
 
 
 class AutoChoice(RequestPart):
@@ -292,7 +280,8 @@ class CountRequest(RequestPart):
     system: Text | None = None
     tools: Annotated[list[Annotated[
         Annotated[ToolParam, Tag("custom[]")] | Annotated[AnthropicTool, Tag("other[]")],
-        Discriminator(_kind)]], Field(max_length=MAX_TOOLS, fail_fast=True)] = Field(default_factory=list)
+        Discriminator(AnthropicTool.tag)]], Field(max_length=MAX_TOOLS, fail_fast=True)] = Field(
+            default_factory=list)
     tool_choice: Annotated[AutoChoice | NamedChoice | NoChoice, Field(discriminator="type")] | None = None
     thinking: Annotated[ThinkingOn | ThinkingOff, Field(discriminator="type")] | None = Field(
         default=None, description="Given to the chat template as enable_thinking.")

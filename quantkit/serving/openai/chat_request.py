@@ -1,4 +1,4 @@
-"""Body of ``/v1/chat/completions`` → :class:`~quantkit.serving.conversation.Conversation`."""
+"""Body of ``/v1/chat/completions``, with its tools → :class:`~quantkit.serving.conversation.Conversation`."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from quantkit.serving.conversation import (
 from quantkit.serving.errors import RefusedValue
 from quantkit.serving.openai.generation import MAX_LOGPROBS, GenerationRequest
 from quantkit.serving.schema import (
-    ATTACHMENTS,
     JsonObject,
     LeftOutPart,
     RequestPart,
     String,
+    TextPart,
     TokenLimit,
     Unicode,
-    kind_tag,
+    plain_text,
     printable,
     token_limit,
 )
@@ -101,7 +101,7 @@ class OtherTool(LeftOutPart):
 
 
 AnyTool = Annotated[Annotated[FunctionTool, Tag("function[]")] | Annotated[OtherTool, Tag("other[]")],
-                    Discriminator(lambda tool: kind_tag(tool, ("function",)))]
+                    Discriminator(OtherTool.tag)]
 Tools = Annotated[list[AnyTool], Field(max_length=MAX_TOOLS, fail_fast=True)]
 
 
@@ -116,18 +116,11 @@ ToolChoice = Literal["none", "auto", "required"] | FunctionChoice
 MAX_CALLS = 128
 
 
-class ContentText(RequestPart):
+class ContentText(TextPart):
     """A piece of a message. Pictures, sound and files are refused: no address is ever fetched."""
-
-    ignored = frozenset({"cache_control", "prompt_cache_breakpoint"})
-    refused = ATTACHMENTS
 
     type: Literal["text"]
     text: String
-
-    @classmethod
-    def _refusal(cls, name: str) -> str:
-        return f"{printable(name)} is not supported: a message is text"
 
 
 class Message(RequestPart):
@@ -176,10 +169,8 @@ class Message(RequestPart):
 
     def plain(self) -> dict[str, Any]:
         """The message as a chat template expects it; ``developer`` is OpenAI's newer word for ``system``."""
-        content = self.content or ""
-        text = content if isinstance(content, str) else "".join(part.text for part in content)
         message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role,
-                                   "content": text}
+                                   "content": plain_text(self.content or "")}
         for name, value in (("name", self.name), ("tool_call_id", self.tool_call_id),
                             ("reasoning_content", self.reasoning_content or self.reasoning)):
             if value is not None:
@@ -234,7 +225,7 @@ class ChatRequest(GenerationRequest):
         hints = tuple(ThinkingHint(name, value) for name in ("enable_thinking", "think", "reasoning_effort")
                       if (value := getattr(self, name)) is not None)
         return Conversation(
-            plain_messages(self.messages), self.sampling(),
+            [message.plain() for message in self.messages], self.sampling(),
             token_limit(self.max_completion_tokens, self.max_tokens, self.n_predict),
             self.n, tools, self.parallel_tool_calls, structure, logprobs, self.chat_template_kwargs, self.kv,
             self.priority, limit_param=self.limit_param, thinking=hints,
@@ -246,8 +237,3 @@ class ChatRequest(GenerationRequest):
             None if choice == "required" else choice)
         required = choice == "required" or isinstance(choice, FunctionChoice)
         return choose_tools(plain_tools(self.tools), name, required, self.structure)
-
-
-def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Messages as a chat template expects them."""
-    return [message.plain() for message in messages]

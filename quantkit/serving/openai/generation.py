@@ -1,4 +1,5 @@
-"""What bodies of ``/v1/chat/completions`` and ``/v1/completions`` share.
+"""What bodies of ``/v1/chat/completions`` and ``/v1/completions`` share: settings of the answer, and what it
+must look like (OpenAI's ``response_format`` and vLLM's ``structured_outputs``).
 
 The fields are OpenAI's, vLLM's (``top_k``, ``min_p``, ``repetition_penalty``, ``ignore_eos``, ``priority``),
 llama.cpp's (``n_predict``, ``repeat_penalty``, ``cache_prompt``) and one of ours (``kv``). See https://platform.openai.com/docs/api-reference/chat/create.
@@ -136,18 +137,10 @@ def structures(*, schema: dict[str, Any] | str | None = None, json_object: bool 
                regex: str | None = None, choice: list[str] | None = None,
                grammar: str | None = None) -> list[Structure]:
     """One for each that is given. Raises RefusedValue: a schema as text that is no JSON object."""
-    asked = []
-    if schema is not None:
-        asked.append(Structure(json_schema=_read_schema(schema)))
-    if json_object:
-        asked.append(Structure(json_object=True))
-    if regex is not None:
-        asked.append(Structure(regex=regex))
-    if choice is not None:
-        asked.append(Structure(choice=tuple(choice)))
-    if grammar is not None:
-        asked.append(Structure(grammar=grammar))
-    return asked
+    given: dict[str, Any] = {"json_schema": None if schema is None else _read_schema(schema),
+                             "json_object": json_object or None, "regex": regex,
+                             "choice": choice and tuple(choice), "grammar": grammar}
+    return [Structure(**{name: value}) for name, value in given.items() if value is not None]
 
 
 def _read_schema(schema: dict[str, Any] | str) -> dict[str, Any]:

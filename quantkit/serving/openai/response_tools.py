@@ -16,7 +16,7 @@ from pydantic import Discriminator, Field, Tag
 
 from quantkit.serving.conversation import MAX_TOOLS, Description, ToolName
 from quantkit.serving.openai.generation import TextFormat
-from quantkit.serving.schema import JsonObject, LeftOutPart, RequestPart, Unicode, kind_tag
+from quantkit.serving.schema import JsonObject, LeftOutPart, RequestPart, Unicode
 from quantkit.structure.grammar import MAX_GRAMMAR, MAX_REGEX
 from quantkit.structure.lark_regex import NotRegularError, regular_expression
 from quantkit.structure.turns import Tool
@@ -120,10 +120,6 @@ class OtherNamespaceTool(LeftOutPart):
     supported = ("function", "custom")
 
 
-def _inner_kind(tool: Any) -> str:
-    return kind_tag(tool, OtherNamespaceTool.supported)
-
-
 class NamespaceTool(RequestPart):
     """Tools of the client's under a common name."""
 
@@ -132,7 +128,7 @@ class NamespaceTool(RequestPart):
     description: Description | None = None
     tools: Annotated[list[Annotated[
         Annotated[ResponseTool, Tag("function[]")] | Annotated[CustomTool, Tag("custom[]")]
-        | Annotated[OtherNamespaceTool, Tag("other[]")], Discriminator(_inner_kind)]],
+        | Annotated[OtherNamespaceTool, Tag("other[]")], Discriminator(OtherNamespaceTool.tag)]],
         Field(max_length=MAX_TOOLS, fail_fast=True)]
 
 
@@ -142,14 +138,10 @@ class OtherResponseTool(LeftOutPart):
     supported = ("function", "custom", "namespace")
 
 
-def _kind(tool: Any) -> str:
-    return kind_tag(tool, OtherResponseTool.supported)
-
-
 AnyTool = Annotated[
     Annotated[ResponseTool, Tag("function[]")] | Annotated[CustomTool, Tag("custom[]")]
     | Annotated[NamespaceTool, Tag("namespace[]")] | Annotated[OtherResponseTool, Tag("other[]")],
-    Discriminator(_kind)]
+    Discriminator(OtherResponseTool.tag)]
 ResponseTools = Annotated[list[AnyTool], Field(max_length=MAX_TOOLS, fail_fast=True)]
 
 

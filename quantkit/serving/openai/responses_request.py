@@ -31,7 +31,6 @@ from quantkit.serving.openai.chat_request import FunctionName
 from quantkit.serving.openai.generation import STRICT, JsonObjectFormat, TextFormat
 from quantkit.serving.openai.response_tools import INPUT, ClientTool, ResponseTools, client_tools, seen_name
 from quantkit.serving.schema import (
-    ATTACHMENTS,
     FITS,
     INT64,
     KV,
@@ -41,11 +40,11 @@ from quantkit.serving.schema import (
     Priority,
     RequestPart,
     String,
+    TextPart,
     TokenLimit,
     TopK,
     Unicode,
-    kind_tag,
-    printable,
+    plain_text,
     sampling,
     token_limit,
 )
@@ -55,18 +54,13 @@ from quantkit.structure.turns import Tool
 Status = Literal["in_progress", "completed", "incomplete"]
 
 
-class ItemText(RequestPart):
+class ItemText(TextPart):
     """A piece of a text. Pictures, sound and files are refused: no address is ever fetched."""
 
-    ignored = frozenset({"annotations", "logprobs", "cache_control", "prompt_cache_breakpoint"})
-    refused = ATTACHMENTS
+    ignored = TextPart.ignored | {"annotations", "logprobs"}
 
     type: Literal["input_text", "output_text", "text"]
     text: String
-
-    @classmethod
-    def _refusal(cls, name: str) -> str:
-        return f"{printable(name)} is not supported: a message is text"
 
 
 Content = String | Annotated[list[ItemText], Field(min_length=1, fail_fast=True)]
@@ -177,21 +171,22 @@ class OtherItem(LeftOutPart):
     supported = ("message", "function_call", "custom_tool_call", "local_shell_call", *OUTPUTS, "reasoning",
                  "additional_tools")
     never = ("item_reference",)
+    default = "message"
+
+    @classmethod
+    def tag(cls, part: Any) -> str:
+        """The same, with one tag for outputs of all kinds."""
+        tag = super().tag(part)
+        return "output[]" if tag.removesuffix("[]") in OUTPUTS else tag
 
 
-def _kind(item: Any) -> str:
-    tag = kind_tag(item, OtherItem.supported, "message")
-    return "output[]" if tag.removesuffix("[]") in OUTPUTS else tag
-
-
-# brackets, so that errors leave out the tag where they name a place
 InputItem = Annotated[
     Annotated[MessageItem, Tag("message[]")] | Annotated[FunctionCallItem, Tag("function_call[]")]
     | Annotated[CustomCallItem, Tag("custom_tool_call[]")]
     | Annotated[ShellCallItem, Tag("local_shell_call[]")] | Annotated[OutputItem, Tag("output[]")]
     | Annotated[ReasoningItem, Tag("reasoning[]")]
     | Annotated[AdditionalToolsItem, Tag("additional_tools[]")] | Annotated[OtherItem, Tag("other[]")],
-    Discriminator(_kind)]
+    Discriminator(OtherItem.tag)]
 
 
 def messages_of(items: str | list[Any], instructions: str | None) -> list[dict[str, Any]]:
@@ -210,28 +205,24 @@ def messages_of(items: str | list[Any], instructions: str | None) -> list[dict[s
             continue
         if isinstance(item, OutputItem):
             turn = None
-            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
+            messages.append({"role": "tool", "tool_call_id": item.call_id,
+                             "content": plain_text(item.output)})
             continue
         if isinstance(item, MessageItem) and item.role != "assistant":
             turn = None
             role = "system" if item.role == "developer" else item.role
-            messages.append({"role": role, "content": _text(item.content)})
+            messages.append({"role": role, "content": plain_text(item.content)})
             continue
-        text = _text(item.content) if isinstance(item, MessageItem) else ""
+        text = plain_text(item.content) if isinstance(item, MessageItem) else ""
         if turn is None or (text and turn["content"]):
             turn = {"role": "assistant", "content": ""}
             messages.append(turn)
         turn["content"] += text
         if isinstance(item, ReasoningItem) and item.content:
-            turn["reasoning_content"] = turn.get("reasoning_content", "") + "".join(
-                part.text for part in item.content)
+            turn["reasoning_content"] = turn.get("reasoning_content", "") + plain_text(item.content)
         if isinstance(item, FunctionCallItem | CustomCallItem | ShellCallItem):
             turn.setdefault("tool_calls", []).append(item.called())
     return messages
-
-
-def _text(content: str | list[ItemText]) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 class ResponseToolChoice(FunctionName):

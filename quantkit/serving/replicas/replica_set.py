@@ -1,6 +1,7 @@
 """Starts replicas as actors of a Ray cluster, reaches them, replaces those that end, and ends them.
 
-A placement group reserves each replica's CPUs or GPU, so that one that is replaced has a place.
+A placement group reserves each replica's place: as many CPUs of one machine, and a GPU if the device is one.
+So one that is replaced has a place.
 """
 
 from __future__ import annotations
