@@ -30,10 +30,11 @@ class Application:
     """A server's ASGI application, with what a process needs to end it well.
 
     Args:
-        api: its routes.
-        guard: what stands before them.
-        refuse_more: called once the server is ending: takes no new work, and lets what was begun go on.
-        close: ends what answers; answers that aren't complete are cut.
+        api: The application with the routes.
+        guard: The middleware before them.
+        refuse_more: This is called once the server is ending: no new work is taken, and what was begun goes
+            on.
+        close: This ends what answers; answers that aren't complete are cut.
     """
 
     def __init__(self, api: ASGIApp, guard: GuardMiddleware, *, refuse_more: Callable[[], None],
@@ -75,10 +76,11 @@ def create_app(models: Sequence[ServedEngine], *, loopback: bool = True, hosts: 
     """The application over started engines.
 
     Args:
-        models: what is served, each with an engine of its own and another name.
-        loopback, hosts, keys: who may come in; see :class:`quantkit.serving.guard.GuardMiddleware`.
-        on_error: told about errors that are nobody's request's fault.
-        on_ignored: told what is ignored in requests: a line for each kind of it and each client.
+        models: The models that are served, each with an engine of its own and another name.
+        loopback, hosts, keys: They say who may come in; see
+            :class:`quantkit.serving.guard.GuardMiddleware`.
+        on_error: This is told about errors that are nobody's request's fault.
+        on_ignored: This is told what is ignored in requests: a line for each kind of it and each client.
 
     Raises:
         UsageError: there is no model, or two have the same name.

@@ -46,9 +46,9 @@ class ThinkingHint:
     """What a request says of the model's reasoning.
 
     Attributes:
-        param: the parameter that says it.
-        value: whether the model is to think, or how much: an :data:`Effort`.
-        wish: whether the model may do otherwise without a word.
+        param: The parameter that says it.
+        value: Whether the model is to think, or how much: an :data:`Effort`.
+        wish: Whether the model may do otherwise without a word.
     """
 
     param: str
@@ -60,9 +60,9 @@ def thinking_options(template: str, thinks: bool, hints: Iterable[ThinkingHint])
     """Values for a chat template that do what a request says of reasoning. What can't be done is left out.
 
     Args:
-        template: its text, which shows the values that it knows.
-        thinks: whether the model shows reasoning.
-        hints: the first that says something counts.
+        template: The text of the template, which shows the values that it knows.
+        thinks: Whether the model shows reasoning.
+        hints: The first of them that says something counts.
 
     Raises:
         ApiError: something can't be done, and the server is strict.
@@ -128,11 +128,11 @@ def choose_tools(tools: Sequence[Tool], choice: str | None, required: bool, stru
     """Tools that the model is given, and what its turn must look like.
 
     Args:
-        tools: all that are given.
-        choice: ``none``, ``auto``, or with ``required`` the name of a tool, or ``None``: any tool.
-        required: whether the turn must be a call.
-        structure: what is asked for beside.
-        param: the parameter that the choice comes from.
+        tools: The tools that the request gives.
+        choice: This is ``none``, ``auto``, or with ``required`` the name of a tool, or ``None`` for any tool.
+        required: Whether the turn must be a call.
+        structure: The structure that is asked of an answer in text.
+        param: The parameter that the choice comes from.
 
     Raises:
         RefusedValue: an unknown or doubled tool, or a choice without tools.
@@ -159,20 +159,22 @@ class Conversation:
     """What is to be answered, and how.
 
     Attributes:
-        messages: as chat templates read them: ``role``, ``content``, and where they apply ``tool_calls``
-            (with their arguments as objects), ``tool_call_id``, ``name`` and ``reasoning_content``.
-        sampling: of the first choice; its ``max_tokens`` doesn't count.
-        max_tokens: of an answer; ``None``: as many as fit.
-        n: answers.
-        tools: that the model may call.
-        parallel_calls: whether one turn may call more than one of them.
-        structure: what the answer must look like.
-        logprobs: alternatives whose log-probabilities come with each token; ``None``: not even its own.
-        template_options: further values for the chat template.
-        thinking: what is said of the model's reasoning.
-        kv, priority: how the KV cache is kept, and whose turn it is first; see ``Engine.submit``.
-        param, limit_param: the parameters that the messages and ``max_tokens`` come from.
-        cache_salt: keeps its prefixes apart; see :func:`~quantkit.serving.work.prefix_salt`.
+        messages: The messages as chat templates read them: ``role``, ``content``, and where they apply
+            ``tool_calls`` (with their arguments as objects), ``tool_call_id``, ``name`` and
+            ``reasoning_content``.
+        sampling: The settings of the first choice; their ``max_tokens`` doesn't count.
+        max_tokens: The tokens of an answer; ``None``: as many as fit.
+        n: The number of answers.
+        tools: The tools that the model may call.
+        parallel_calls: Whether one turn may call more than one of them.
+        structure: The structure that the answer must have.
+        logprobs: The number of alternatives whose log-probabilities come with each token; ``None``: not even
+            its own comes.
+        template_options: Further values for the chat template.
+        thinking: The hints about the model's reasoning.
+        kv, priority: These are arguments of ``Engine.submit``.
+        param, limit_param: The parameters that the messages and ``max_tokens`` come from.
+        cache_salt: This keeps its prefixes apart; see :func:`~quantkit.serving.work.prefix_salt`.
     """
 
     messages: Sequence[Mapping[str, Any]]

@@ -33,11 +33,11 @@ class ApiError(HTTPException):
     """An answer that isn't a success. The framework lets its own kind of error pass wherever it is raised.
 
     Args:
-        status: of HTTP.
-        message: what is wrong, for a person.
-        param: the request's parameter at fault.
-        code: for programs.
-        headers: of the answer.
+        status: The status of HTTP.
+        message: This tells a person what is wrong.
+        param: The request's parameter that is at fault.
+        code: A word by which programs know the error.
+        headers: Further headers of the answer.
     """
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None,
@@ -66,10 +66,10 @@ class RefusedValue(ValueError):
     """While a body is read: a key that isn't known or can't be obeyed, or a value that it can't have.
 
     Args:
-        param: its name.
-        reason: why.
-        code: for programs.
-        placed: whether the message is to begin with the place.
+        param: The name of the key.
+        reason: The reason why it is refused.
+        code: A word by which programs know the error.
+        placed: Whether the message begins with the place.
     """
 
     def __init__(self, param: str, reason: str, code: str = "unsupported_parameter",

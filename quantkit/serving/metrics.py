@@ -35,7 +35,7 @@ class Metrics:
     """The metrics of one server, in a registry of their own.
 
     Args:
-        engines: of all models, by their names.
+        engines: The name and the engine of each model.
     """
 
     def __init__(self, engines: Sequence[tuple[str, Engine]]) -> None:
@@ -80,8 +80,8 @@ class ModelMetrics:
     """What requests to one model tell.
 
     Args:
-        histograms: by what they observe.
-        ended: counts requests by the reason for their end.
+        histograms: The histograms by what they observe.
+        ended: The counters of requests by the reason for their end.
     """
 
     def __init__(self, histograms: dict[str, Histogram], ended: dict[str, Counter]) -> None:

@@ -48,20 +48,20 @@ class ServedEngine:
     """One model that is served.
 
     Args:
-        engine: runs it; starting and closing it is the caller's.
-        loaded: its tokenizer, shape and label.
-        name: as requests call it.
-        parse_special: whether control tokens written out in messages are control tokens.
-        scheduling_policy: ``fcfs``: requests run in their order of arrival; ``priority``: those with a lower
-            ``priority`` go first.
-        strict_requests: whether what a request asks for and the server doesn't do is refused; by default it
+        engine: The engine that runs it; the caller starts and closes it.
+        loaded: The model's tokenizer, shape and label.
+        name: The model's name in requests.
+        parse_special: Whether control tokens written out in messages are control tokens.
+        scheduling_policy: With ``fcfs`` requests run in their order of arrival; with ``priority`` those with
+            a lower ``priority`` go first.
+        strict_requests: Whether what a request asks for and the server doesn't do is refused; by default it
             is ignored and named.
-        bare_json_calls: whether a whole message that is a call as plain JSON is one, although the model's
+        bare_json_calls: Whether a whole message that is a call as plain JSON is one, although the model's
             template writes calls otherwise.
 
     Attributes:
-        texts: of its tokens.
-        created: Unix time, seconds.
+        texts: The texts of its tokens.
+        created: The time at which it was made, in seconds since 1970.
     """
 
     def __init__(self, engine: Engine, loaded: LoadedModel, name: str, parse_special: bool = False,
@@ -159,7 +159,7 @@ class ServedModels:
     """All models of one server.
 
     Args:
-        models: at least one, each with its own name.
+        models: There is at least one, and each has its own name.
 
     Raises:
         UsageError: none, or two of one name.

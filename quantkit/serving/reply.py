@@ -28,14 +28,14 @@ class Reply(ABC):
     """One request's answer.
 
     Attributes:
-        model: what answers.
-        id: the answer's.
-        jobs: one for each choice, in the order of their indices; they have a constraint once :meth:`compile`
-            was called.
-        structure: what each choice must look like.
-        stream: whether it is sent as it comes.
-        event_names: whether each event of a stream has its ``type`` as name.
-        ends_with_done: whether ``[DONE]`` ends a stream.
+        model: The model that answers.
+        id: The id of the answer.
+        jobs: A job for each choice, in the order of their indices; they have a constraint once
+            :meth:`compile` was called.
+        structure: The structure that each choice must have.
+        stream: Whether the answer is sent as it comes.
+        event_names: Whether each event of a stream has its ``type`` as name.
+        ends_with_done: Whether ``[DONE]`` ends a stream.
     """
 
     model: ServedEngine
@@ -87,8 +87,8 @@ async def while_there(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """Await ``work``, but give it up as soon as the client leaves. Raises ClientDisconnect in that case.
 
     Args:
-        receive: of a request whose body was read.
-        work: cancelled when nobody waits for it.
+        receive: The function of ASGI, of a request whose body was read.
+        work: The coroutine, which is cancelled when nobody waits for it.
     """
     running, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_left(receive))
     try:
@@ -110,9 +110,9 @@ class EventStream(Response):
     (:meth:`Reply.keep_alive`).
 
     Args:
-        reply: what is sent.
-        work: where it comes from; cancelled when it is over, however it ended.
-        on_error: told about an exception that isn't the client's doing.
+        reply: The answer that is sent.
+        work: The engine's work for it, which is cancelled when the stream is over, however it ended.
+        on_error: This is told about an exception that isn't the client's doing.
     """
 
     media_type = "text/event-stream"

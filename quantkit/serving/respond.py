@@ -91,9 +91,9 @@ class Responder:
     """Answers requests. Where a client leaves, its request ends with ClientDisconnect.
 
     Args:
-        models: what is served.
-        metrics: what is told how long requests take.
-        on_error: told about errors of streams that are nobody's request's fault.
+        models: The models that are served.
+        metrics: These are told how long requests take.
+        on_error: This is told about errors of streams that are nobody's request's fault.
     """
 
     def __init__(self, models: ServedModels, metrics: Metrics,

@@ -201,7 +201,7 @@ class TextPart(RequestPart):
         return f"{printable(name)} is not supported: a message is text"
 
 
-def plain_text(content: str | Sequence[Any]) -> str:
+def plain_text(content: str | list[Any]) -> str:
     """A text, or the texts of a message's pieces."""
     return content if isinstance(content, str) else "".join(part.text for part in content)
 

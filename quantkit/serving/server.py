@@ -28,10 +28,10 @@ class Server(uvicorn.Server):
     so that whoever asks whether it is ready hears that it isn't; a second one stops at once.
 
     Args:
-        application: what is served; its engines are closed if answers take too long.
-        drain_timeout: seconds that answers have to finish.
-        on_ready: called when it listens.
-        on_drain: called at the first signal.
+        application: The application that answers; it is closed if answers take too long.
+        drain_timeout: The seconds that answers have to finish.
+        on_ready: This is called when it listens.
+        on_drain: This is called at the first signal, with the number of requests under way.
 
     Attributes:
         outcome: ``done``; ``cut`` if answers were cut off after ``drain_timeout``; ``forced`` by a

@@ -31,10 +31,12 @@ class TurnEnd:
     """Why and how a choice ended.
 
     Attributes:
-        reason: ``tool_calls`` if it has some and wasn't cut; otherwise as in :class:`Completion`.
-        stop: the stop string that ended it.
-        tokens: that were generated, and of them those before the reasoning's end.
-        accepted_tokens, rejected_tokens: that were drafted and right, and drafted in vain.
+        reason: This is ``tool_calls`` if it has some and wasn't cut; otherwise as in :class:`Completion`.
+        stop: The stop string that ended it.
+        tokens: The number of tokens that were generated.
+        reasoning_tokens: The number of them up to the reasoning's end.
+        cached_tokens: The number of the prompt's tokens that the prefix cache had.
+        accepted_tokens, rejected_tokens: The numbers of tokens that were drafted and right, and in vain.
     """
 
     reason: TurnReason
@@ -86,9 +88,9 @@ class Turn:
     """A whole choice.
 
     Attributes:
-        parts: texts, reasoning and calls in the order in which they came; neighbors of a kind are one.
-        tokens: that it consists of.
-        end: how it ended.
+        parts: The texts, reasoning and calls in the order in which they came; neighbors of a kind are one.
+        tokens: The tokens that it consists of.
+        end: Why and how it ended, once it has.
     """
 
     parts: list[TextDelta | ReasoningDelta | TurnCall] = field(default_factory=list)
@@ -131,13 +133,13 @@ class NextTurn:
     """The choices for one conversation's next turn.
 
     Args:
-        model: answers.
-        conversation: what is asked.
+        model: The model that answers.
+        conversation: The conversation that is to go on.
 
     Attributes:
-        prompt: token ids.
-        jobs: one for each choice, without a constraint.
-        structure: what each choice must look like; it isn't compiled.
+        prompt: The token ids of the prompt.
+        jobs: A job for each choice, without a constraint.
+        structure: The structure that each choice must have; it isn't compiled.
 
     Raises:
         ApiError: the model can't chat, or the conversation is too long.
@@ -252,10 +254,10 @@ def output_limit(asked: int | None, room: int, param: str) -> int:
     """How many tokens an answer may have.
 
     Args:
-        asked: by the request; ``None``: as many as fit.
-        room: tokens of the context behind the prompt. A prompt that leaves none asks for one token, and is
-            refused with the numbers.
-        param: the parameter that asks. If it asks for more than there is room for, it is cut and named; a
+        asked: The number that the request asks for; ``None``: as many as fit.
+        room: The tokens of the context behind the prompt. A prompt that leaves none asks for one token, and
+            is refused with the numbers.
+        param: The parameter that asks. If it asks for more than there is room for, it is cut and named; a
             strict server refuses the request later, with the numbers.
     """
     room = max(room, 1)

@@ -35,10 +35,10 @@ class PromptReader:
     """Encodes one request's prompts.
 
     Args:
-        tokenizer: of the model.
-        context: tokens of prompt and answer together.
-        answer: of them for the answer, at least.
-        param: the parameter that the texts come from.
+        tokenizer: The model's tokenizer.
+        context: The tokens that prompt and answer have together, at most.
+        answer: The tokens of the context that the answer needs at least.
+        param: The parameter that the texts come from.
     """
 
     def __init__(self, tokenizer: Tokenizer, context: int, answer: int, param: str) -> None:
@@ -91,12 +91,12 @@ class ChoiceJob:
     """One choice to be made.
 
     Attributes:
-        prompt: token ids.
-        sampling: how they are continued.
-        logprobs: how many alternatives' log-probabilities are returned beside the chosen token's.
-        score: whether the prompt's own tokens are scored too.
-        constraint, keep_special, kv, priority, pooling: see ``Engine.submit``.
-        cache_salt: chosen by the client; see :func:`prefix_salt`.
+        prompt: The token ids of the prompt.
+        sampling: The settings by which it is continued.
+        logprobs: The number of alternatives whose log-probabilities come with the chosen token's.
+        score: Whether the prompt's own tokens are scored too.
+        constraint, keep_special, kv, priority, pooling: These are arguments of ``Engine.submit``.
+        cache_salt: The client has chosen this; see :func:`prefix_salt`.
     """
 
     prompt: Sequence[int]
@@ -124,13 +124,13 @@ class RequestWork:
     """The work for all choices of one request. It is made on the event loop and fed from the engine's thread.
 
     Args:
-        engine: where they run.
-        jobs: what they are. All are queued, or none.
-        metrics: what is told how long they take.
-        labels: name them in the engine's trace; see :func:`labels`.
+        engine: The engine that runs them.
+        jobs: The choices. All are queued, or none.
+        metrics: These are told how long they take.
+        labels: The names of the choices in the engine's trace; see :func:`labels`.
 
     Attributes:
-        requests: the engine's, one for each job.
+        requests: The engine's requests, one for each job.
 
     Raises:
         QuantkitError: the engine refuses one.

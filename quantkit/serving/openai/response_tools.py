@@ -34,11 +34,11 @@ class ClientTool:
     """A tool of the client's.
 
     Attributes:
-        tool: as the model sees it; its name is no other one's.
-        name, namespace: as the client calls it.
-        custom: whether it takes plain text.
-        grammar: what that text must be, if the request says so; ``tool`` doesn't.
-        place: where the request has it.
+        tool: The tool as the model sees it; its name is no other one's.
+        name, namespace: The names by which the client calls it.
+        custom: Whether it takes plain text.
+        grammar: The grammar of that text, if the request gives one; ``tool`` doesn't have it.
+        place: The place of the tool in the request.
     """
 
     tool: Tool

@@ -31,10 +31,10 @@ class ResponseEvents:
     """Makes events of deltas.
 
     Args:
-        tools: the client's, by the names that the model sees.
+        tools: The client's tools by the names that the model sees.
 
     Attributes:
-        items: of the output, those that are complete.
+        items: The items of the output that are complete.
     """
 
     def __init__(self, tools: Mapping[str, ClientTool]) -> None:
