@@ -56,12 +56,12 @@ class ThinkingHint:
     wish: bool = False
 
 
-def thinking_options(template: str, thinks: bool, hints: Iterable[ThinkingHint]) -> dict[str, Any]:
+def thinking_options(template: str, shows_reasoning: bool, hints: Iterable[ThinkingHint]) -> dict[str, Any]:
     """Values for a chat template that do what a request says of reasoning. What can't be done is left out.
 
     Args:
         template: The text of the template, which shows the values that it knows.
-        thinks: Whether the model shows reasoning.
+        shows_reasoning: Whether the model shows reasoning.
         hints: The first of them that says something counts.
 
     Raises:
@@ -77,7 +77,7 @@ def thinking_options(template: str, thinks: bool, hints: Iterable[ThinkingHint])
             settings["reasoning_effort"] = "low" if off else hint.value
         if off or hint.value is True:
             settings |= dict.fromkeys(switches, not off)
-        done = settings or ((off or hint.value is True) and thinks != off)
+        done = settings or ((off or hint.value is True) and shows_reasoning != off)
         if not done and not hint.wish:
             leave_out(hint.param, "the chat template has no such setting")
         options = {**settings, **options}

@@ -92,9 +92,9 @@ def api_error(error: BaseException) -> ApiError:
     if isinstance(error, EngineDeadError):  # all of what it says is for the terminal: it may hold anything
         return ApiError(503, f"{error.what} ({error.kind}); {error.next}", code="engine_dead")
     if isinstance(error, ContextLengthError):
-        wanted, limit = error.context
+        tokens, limit = error.context
         return ApiError(400, f"This model's maximum context length is {limit} tokens; prompt and answer come "
-                        f"to {wanted}",
+                        f"to {tokens}",
                         code="context_length_exceeded")
     if isinstance(error, ConstraintError):  # of a grammar that is too much work, or that no token fits
         return ApiError(400, _text(error), code="invalid_structure")

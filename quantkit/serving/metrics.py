@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -76,24 +77,21 @@ class Metrics:
         return generate_latest(self._registry)
 
 
+@dataclass(frozen=True)
 class ModelMetrics:
     """What requests to one model tell.
 
-    Args:
+    Attributes:
         histograms: The histograms by what they observe.
         ended: The counters of requests by the reason for their end.
     """
 
-    def __init__(self, histograms: dict[str, Histogram], ended: dict[str, Counter]) -> None:
-        self.histograms, self.ended = histograms, ended
-
-    def clock(self) -> RequestClock:
-        """For one request, which arrives now."""
-        return RequestClock(self)
+    histograms: dict[str, Histogram]
+    ended: dict[str, Counter]
 
 
 class RequestClock:
-    """The times of one request. It belongs to the engine's thread once the request is queued."""
+    """The times of one request, which arrives now. It belongs to the engine's thread once that is queued."""
 
     def __init__(self, metrics: ModelMetrics) -> None:
         self._metrics, self._arrived = metrics, time.perf_counter()

@@ -122,7 +122,7 @@ class RequestPart(BaseModel):
             return data
         if len(data) > MAX_KEYS:
             raise ValueError(f"{len(data)} keys; at most {MAX_KEYS} are read")
-        cls._first(data)
+        cls._check_object(data)
         kept = {}
         fields = cls._fields()
         ignored = IGNORED.get()
@@ -130,13 +130,13 @@ class RequestPart(BaseModel):
             field = fields.get(name)
             if value is None:
                 if field is not None and field.is_required():
-                    raise RefusedValue(name, cls._null(name), "missing_parameter")
+                    raise RefusedValue(name, cls._reason_against_null(name), "missing_parameter")
             elif field is not None:
                 cls._check_length(name, field, value)
                 kept[name] = _integer(value) if field.annotation in (int, int | None) else value
             elif name not in cls.ignored and not _asks_nothing(value, cls.neutral.get(name, ())):
                 if ignored.strict or name in cls.refused:
-                    raise RefusedValue(printable(name), cls._refusal(name))
+                    raise RefusedValue(printable(name), cls._reason_against(name))
                 ignored.key(data, name)
         return kept
 
@@ -155,16 +155,16 @@ class RequestPart(BaseModel):
                                "invalid_value")
 
     @classmethod
-    def _first(cls, data: dict[Any, Any]) -> None:
+    def _check_object(cls, data: dict[Any, Any]) -> None:
         """Raises Refused: what better explains what is wrong than the first key would."""
 
     @classmethod
-    def _null(cls, name: str) -> str:
+    def _reason_against_null(cls, name: str) -> str:
         """Why null is no value of a field that must be given."""
         return f"{name} is null; it must have a value"
 
     @classmethod
-    def _refusal(cls, name: str) -> str:
+    def _reason_against(cls, name: str) -> str:
         """Why a key is refused."""
         if name in cls.neutral:
             return f"{name} is not supported, and leaving it out would change the answer"
@@ -197,7 +197,7 @@ class TextPart(RequestPart):
     refused = ATTACHMENTS
 
     @classmethod
-    def _refusal(cls, name: str) -> str:
+    def _reason_against(cls, name: str) -> str:
         return f"{printable(name)} is not supported: a message is text"
 
 

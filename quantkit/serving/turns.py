@@ -83,6 +83,19 @@ class TurnCall:
     arguments: str = ""
 
 
+TurnPart = TextDelta | ReasoningDelta | TurnCall
+
+
+def begins_part(delta: TurnDelta, part: TurnPart | None) -> bool:
+    """Whether a delta begins another part than the one before it."""
+    return delta.id is not None if isinstance(delta, ToolCallDelta) else type(part) is not type(delta)
+
+
+def empty_part(delta: TurnDelta) -> TurnPart:
+    """The part that a delta begins, without its content."""
+    return TurnCall(delta.id or "", delta.name or "") if isinstance(delta, ToolCallDelta) else type(delta)("")
+
+
 @dataclass
 class Turn:
     """A whole choice.
@@ -93,7 +106,7 @@ class Turn:
         end: Why and how it ended, once it has.
     """
 
-    parts: list[TextDelta | ReasoningDelta | TurnCall] = field(default_factory=list)
+    parts: list[TurnPart] = field(default_factory=list)
     tokens: list[TokenInfo] = field(default_factory=list)
     end: TurnEnd | None = None
 
@@ -116,14 +129,13 @@ class Turn:
         """Append what came."""
         for delta in event.deltas:
             last = self.parts[-1] if self.parts else None
+            if begins_part(delta, last):
+                last = empty_part(delta)
+                self.parts.append(last)
             if isinstance(delta, ToolCallDelta):
-                if delta.id is not None:
-                    self.parts.append(TurnCall(delta.id, delta.name or ""))
                 self.calls[delta.index].arguments += delta.arguments
-            elif type(last) is type(delta):
+            elif not isinstance(last, TurnCall | None):
                 self.parts[-1] = type(delta)(last.text + delta.text)
-            else:
-                self.parts.append(delta)
         if event.token is not None:
             self.tokens.append(event.token)
         self.end = event.end or self.end
@@ -148,7 +160,7 @@ class NextTurn:
     """
 
     def __init__(self, model: ServedEngine, conversation: Conversation) -> None:
-        self._model, self._asked = model, conversation
+        self._model, self._conversation = model, conversation
         priority = model.priority(conversation.priority)
         check_size(conversation.n, model.max_queue)
         self.prompt = render(model, conversation)
@@ -167,7 +179,7 @@ class NextTurn:
     def structure_of_turn(self, structure: Structure | None) -> Structure | None:
         """What a whole turn must look like, if this is what is asked of its answer."""
         return None if structure is None else replace(
-            structure, parallel_tool_calls=self._asked.parallel_calls, reasoning=True,
+            structure, parallel_tool_calls=self._conversation.parallel_calls, reasoning=True,
             prompt_opens_reasoning=self._in_reasoning)
 
     async def events(self, work: RequestWork) -> AsyncIterator[TurnEvent]:
@@ -207,11 +219,11 @@ class _Choice:
     def __init__(self, turns: NextTurn, number: int, work: RequestWork) -> None:
         self._number = number
         self._work = work
-        self._asked = turns._asked
-        structure = turns._asked.structure
+        self._conversation = turns._conversation
+        structure = turns._conversation.structure
         # JSON that was asked for is an answer
         bare = turns._model.bare_json_calls and not (structure is not None and structure.describes_text)
-        self._parser = parser(turns._model.format, turns._asked.tools, turns._in_reasoning, bare)
+        self._parser = parser(turns._model.format, turns._conversation.tools, turns._in_reasoning, bare)
         self._characters = self._tokens = self._reasoning = 0
         self._called = self._closed = False
 
@@ -240,7 +252,7 @@ class _Choice:
         for delta in deltas:
             if isinstance(delta, ToolCallDelta):
                 self._called = True
-                if delta.index and not self._asked.parallel_calls and not self._closed:
+                if delta.index and not self._conversation.parallel_calls and not self._closed:
                     self._closed = True
                     self._work.stop(self._number)
             if not self._closed:
@@ -269,7 +281,7 @@ def output_limit(asked: int | None, room: int, param: str) -> int:
     return asked
 
 
-def render(model: ServedEngine, asked: Conversation) -> list[int]:
+def render(model: ServedEngine, conversation: Conversation) -> list[int]:
     """Token ids of a conversation, ready for its next turn.
 
     Raises:
@@ -279,10 +291,12 @@ def render(model: ServedEngine, asked: Conversation) -> list[int]:
     tokenizer = model.loaded.tokenizer
     if not tokenizer.has_chat:
         raise ApiError(400, f"{model.name} has no chat template, so it can't chat; use /v1/completions",
-                       param=asked.param, code="no_chat_template")
-    reader = PromptReader(tokenizer, model.context, asked.max_tokens or 1, asked.param)
-    messages, tools = prepare(model.format, asked.messages, asked.tools)
-    thinking = thinking_options(tokenizer.template_text, model.format.reasoning is not None, asked.thinking) \
-        if asked.thinking else {}
+                       param=conversation.param, code="no_chat_template")
+    reader = PromptReader(tokenizer, model.context, conversation.max_tokens or 1, conversation.param)
+    messages, tools = prepare(model.format, conversation.messages, conversation.tools)
+    options = dict(conversation.template_options)
+    if conversation.thinking:
+        options = thinking_options(tokenizer.template_text, model.format.reasoning is not None,
+                                   conversation.thinking) | options
     return tokenizer.chat(messages, reader.check, parse_special=model.parse_special, tools=tools,
-                          options={**thinking, **asked.template_options})
+                          options=options)

@@ -23,7 +23,7 @@ from quantkit.runtime.kv_manager import KVCacheManager
 from quantkit.runtime.loader import LoadedModel
 from quantkit.runtime.sampler import Sampling
 from quantkit.serving.errors import ApiError
-from quantkit.serving.metrics import ModelMetrics
+from quantkit.serving.metrics import ModelMetrics, RequestClock
 from quantkit.structure.base import TokenConstraint
 from quantkit.text.tokenizer import Tokenizer
 
@@ -179,7 +179,7 @@ class RequestWork:
         self.requests[choice].cancel()
 
     def _submit(self, engine: Engine, number: int, job: ChoiceJob, label: RequestLabel) -> Request:
-        clock = self._metrics.clock()
+        clock = RequestClock(self._metrics)
 
         def on_token(token: TokenInfo) -> None:
             clock.token()

@@ -124,7 +124,7 @@ def load_served(options: ServingOptions) -> list[ServedEngine]:
         start.take_tokenizer(tokenizer)
 
     spec, drafter = options.kvs[0] if options.kvs else None, parse_drafter(options.draft)
-    made = []
+    engines = []
     with collector_paused():
         lock = FairLock()
         plan = MemoryForecast(len(options.models), kv=spec, dtype=options.dtype, max_batch=options.max_batch,
@@ -142,12 +142,12 @@ def load_served(options: ServingOptions) -> list[ServedEngine]:
                                 drafter=drafter, lock=lock)
                 start.take_engine(engine)
                 _tell(loaded, engine, drafter is not None)
-            made.append((engine, loaded))
+            engines.append(engine)
         from quantkit.serving.models import ServedEngine
 
-        return [ServedEngine(engine, loaded, name, options.parse_special, options.scheduling_policy,
+        return [ServedEngine(engine, engine.loaded, name, options.parse_special, options.scheduling_policy,
                              options.strict_requests, options.bare_json_calls)
-                for (engine, loaded), name in zip(made, options.names, strict=True)]
+                for engine, name in zip(engines, options.names, strict=True)]
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,7 @@ class Block(RequestPart):
     refused = ATTACHMENTS
 
     @classmethod
-    def _refusal(cls, name: str) -> str:
+    def _reason_against(cls, name: str) -> str:
         return f"{printable(name)} is not supported in a block"
 
 
@@ -326,8 +326,8 @@ class CountRequest(RequestPart):
             yield ThinkingHint("output_config.effort", effort)
 
     def _choose(self) -> tuple[tuple[Tool, ...], Structure | None]:
-        choice, wanted = self.tool_choice, self.output_config.format
-        structure = None if wanted is None else Structure(json_schema=wanted.schema_)
+        choice, output = self.tool_choice, self.output_config.format
+        structure = None if output is None else Structure(json_schema=output.schema_)
         name = choice.name if isinstance(choice, NamedChoice) else None
         required = name is not None or (choice is not None and choice.type == "any")
         return choose_tools([tool.tool() for tool in self.tools if isinstance(tool, ToolParam)],

@@ -143,7 +143,7 @@ class Message(RequestPart):
     tool_call_id: CallId | None = Field(default=None, description="Which call a tool's result answers.")
 
     @classmethod
-    def _first(cls, data: dict[Any, Any]) -> None:
+    def _check_object(cls, data: dict[Any, Any]) -> None:
         role, calls = data.get("role"), data.get("tool_calls")
         if role == "function":
             raise RefusedValue("role", "messages of the role 'function' are not supported; use tools and the "
@@ -162,10 +162,10 @@ class Message(RequestPart):
                                "tool_calls may do without)", "missing_parameter")
 
     @classmethod
-    def _refusal(cls, name: str) -> str:
+    def _reason_against(cls, name: str) -> str:
         if name in cls.neutral:
             return f"{name} is not supported in a message"
-        return super()._refusal(name)
+        return super()._reason_against(name)
 
     def plain(self) -> dict[str, Any]:
         """The message as a chat template expects it; ``developer`` is OpenAI's newer word for ``system``."""

@@ -126,8 +126,8 @@ class StructuredFields(RequestPart):
         if self.structured_outputs is not None:
             given += self.structured_outputs.structures()
         if isinstance(self.response_format, JsonSchemaFormat):
-            asked = self.response_format.json_schema
-            given.append(Structure(json_schema=asked.schema_, strict=asked.strict))
+            schema = self.response_format.json_schema
+            given.append(Structure(json_schema=schema.schema_, strict=schema.strict))
         elif isinstance(self.response_format, JsonObjectFormat):
             given += structures(json_object=True)
         return given

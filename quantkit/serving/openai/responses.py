@@ -19,12 +19,10 @@ from quantkit.serving.openai.response_tools import (
 )
 from quantkit.serving.openai.responses_request import ResponsesRequest
 from quantkit.serving.reply import Reply
-from quantkit.serving.turns import NextTurn, TurnCall, TurnEnd, TurnUsage
+from quantkit.serving.turns import NextTurn, TurnCall, TurnEnd, TurnPart, TurnUsage, begins_part, empty_part
 from quantkit.serving.work import RequestWork
 from quantkit.structure.base import ReasoningDelta, TextDelta, ToolCallDelta, TurnDelta
 from quantkit.structure.turns import Tool
-
-Part = TextDelta | ReasoningDelta | TurnCall
 
 
 class ResponseEvents:
@@ -42,7 +40,7 @@ class ResponseEvents:
         self._tools = tools
         self._input: InputText | None = None  # of the custom tool's call that is open
         self._number = 0
-        self._open: Part | None = None
+        self._open: TurnPart | None = None
         self._id = ""
 
     def event(self, kind: str, **values: Any) -> dict[str, Any]:
@@ -52,10 +50,7 @@ class ResponseEvents:
 
     def delta(self, delta: TurnDelta) -> Iterator[dict[str, Any]]:
         """What a delta is in events; the item before it ends if it is of another kind."""
-        begins = type(self._open) is not type(delta)
-        if isinstance(delta, ToolCallDelta):
-            begins = delta.id is not None
-        if begins:
+        if begins_part(delta, self._open):
             yield from self.close("completed")
             yield from self._begin(delta)
         if isinstance(delta, ToolCallDelta):
@@ -101,12 +96,9 @@ class ResponseEvents:
         return "" if self._open is None or isinstance(self._open, TurnCall) else self._open.text
 
     def _begin(self, delta: TurnDelta) -> Iterator[dict[str, Any]]:
-        if isinstance(delta, ToolCallDelta):
-            self._open = TurnCall(delta.id or "", delta.name or "")
-            if called(self._open, self._tools).custom:
-                self._input = InputText()
-        else:
-            self._open = type(delta)("")
+        self._open = empty_part(delta)
+        if isinstance(self._open, TurnCall) and called(self._open, self._tools).custom:
+            self._input = InputText()
         self._id = new_id(self._open)
         item = output_item(self._open, self._id, "in_progress", self._tools)
         yield self.event("response.output_item.added", output_index=len(self.items), item=item)
@@ -117,7 +109,7 @@ class ResponseEvents:
         return self.event(kind, item_id=self._id, output_index=len(self.items), **values)
 
 
-def new_id(part: Part) -> str:
+def new_id(part: TurnPart) -> str:
     """Of an item of the output."""
     kind = "fc" if isinstance(part, TurnCall) else "rs" if isinstance(part, ReasoningDelta) else "msg"
     return f"{kind}_{uuid.uuid4().hex}"
@@ -135,7 +127,7 @@ def called(call: TurnCall, tools: Mapping[str, ClientTool]) -> ClientTool:
     return tools.get(call.name) or ClientTool(Tool(call.name), call.name)
 
 
-def output_item(part: Part, item_id: str, status: str, tools: Mapping[str, ClientTool]) -> dict[str, Any]:
+def output_item(part: TurnPart, item_id: str, status: str, tools: Mapping[str, ClientTool]) -> dict[str, Any]:
     """A part of a turn as an item of the output; one in progress has no content yet."""
     if isinstance(part, TurnCall):
         tool = called(part, tools)
@@ -210,12 +202,12 @@ class ResponsesReply(Reply):
         yield events.event("response.in_progress", response=self._response("in_progress", []))
         async for event in self._turns.events(work):
             for delta in event.deltas:
-                for made in events.delta(delta):
-                    yield made
+                for item in events.delta(delta):
+                    yield item
             if event.end is not None:
                 status = _status(event.end)
-                for made in events.close(status):
-                    yield made
+                for item in events.close(status):
+                    yield item
                 yield events.event(f"response.{status}",
                                    response=self._response(status, events.items, event.end))
 

@@ -266,15 +266,15 @@ class ResponseStreamOptions(RequestPart):
     include_obfuscation: bool = False
 
 
-def _include(wanted: Any) -> Any:
+def _include(names: Any) -> Any:
     # what only another server's tools could add to the answer
-    others = [name for name in wanted if isinstance(name, str) and name != ENCRYPTED] \
-        if isinstance(wanted, list) and len(wanted) <= MAX_INCLUDE else []
+    others = [name for name in names if isinstance(name, str) and name != ENCRYPTED] \
+        if isinstance(names, list) and len(names) <= MAX_INCLUDE else []
     if (ignored := IGNORED.get()).strict or not others:
-        return wanted
+        return names
     for name in others:
         ignored.other(f"include ({safe(name)})")
-    return [name for name in wanted if name not in others]
+    return [name for name in names if name not in others]
 
 
 ENCRYPTED = "reasoning.encrypted_content"
@@ -324,10 +324,10 @@ class ResponsesRequest(RequestPart):
     cache_salt: CacheSalt | None = None
 
     @classmethod
-    def _refusal(cls, name: str) -> str:
+    def _reason_against(cls, name: str) -> str:
         if name in ("previous_response_id", "conversation"):
             return f"{name} is not supported: no response is kept here; send the earlier items in input"
-        return super()._refusal(name)
+        return super()._reason_against(name)
 
     @model_validator(mode="after")
     def _consistent(self) -> ResponsesRequest:
@@ -366,12 +366,12 @@ class ResponsesRequest(RequestPart):
         if tools is None:
             tools = [tool.tool for tool in self.client_tools()]
         choice = self.tool_choice
-        wanted = self.text.format
+        text = self.text.format
         structure = None
-        if isinstance(wanted, JsonObjectFormat):
+        if isinstance(text, JsonObjectFormat):
             structure = Structure(json_object=True)
-        elif isinstance(wanted, ResponseSchemaFormat):
-            structure = Structure(json_schema=wanted.schema_, strict=wanted.strict)
+        elif isinstance(text, ResponseSchemaFormat):
+            structure = Structure(json_schema=text.schema_, strict=text.strict)
         named = choice.name if isinstance(choice, ResponseToolChoice) else None
         required = named is not None or choice == "required"
         return choose_tools(tools, named if required else str(choice), required, structure)
