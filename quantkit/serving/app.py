@@ -46,7 +46,6 @@ class Application:
         self.draining = False
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """ASGI."""
         await self.guard(scope, receive, send)
 
     async def drain(self, timeout: float | None = None) -> bool:

@@ -100,7 +100,6 @@ class RequestClock:
         self._observe_gap = metrics.histograms["gap"].observe
 
     def token(self) -> None:
-        """A token came."""
         now = time.perf_counter()
         if self._first is None:
             self._first = now
@@ -110,7 +109,6 @@ class RequestClock:
         self._last = now
 
     def done(self, request: Request) -> None:
-        """It ended."""
         observed, now = self._metrics.histograms, time.perf_counter()
         self._metrics.ended[request.result.finish_reason].inc()
         if request.result.finish_reason == "cancelled":

@@ -127,7 +127,6 @@ class EventStream(Response):
         self.init_headers({"x-accel-buffering": "no"})  # a proxy that collects events defeats their purpose
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it all."""
         reply = self._reply
 
         async def write() -> None:

@@ -137,7 +137,6 @@ class Responder:
 
     async def embed(self, request: Request, name: str,
                     make: Callable[[ServedEngine], EmbeddingReply]) -> Response:
-        """Vectors."""
         model = self.models.find(name)
 
         async def answer() -> bytes:

@@ -142,7 +142,6 @@ class RequestPart(BaseModel):
 
     @classmethod
     def _fields(cls) -> dict[str, FieldInfo]:
-        """Fields by their names in JSON."""
         return {field.alias or name: field for name, field in cls.model_fields.items()}
 
     @classmethod
@@ -263,7 +262,6 @@ def _asks_nothing(value: Any, values: tuple[Any, ...]) -> bool:
 
 
 def _nullable(schema: dict[str, Any]) -> dict[str, Any]:
-    """The same, or null."""
     if "anyOf" in schema:
         options = [option for option in schema["anyOf"] if option != {"type": "null"}]
         return {**schema, "anyOf": [*options, {"type": "null"}]}

@@ -51,7 +51,6 @@ class Server(uvicorn.Server):
         self.outcome: Outcome = "done"
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen."""
         await super().startup(sockets)
         self._on_ready()
 

@@ -112,21 +112,17 @@ class Turn:
 
     @property
     def text(self) -> str:
-        """All of its text."""
         return "".join(part.text for part in self.parts if isinstance(part, TextDelta))
 
     @property
     def reasoning(self) -> str:
-        """All of its reasoning."""
         return "".join(part.text for part in self.parts if isinstance(part, ReasoningDelta))
 
     @property
     def calls(self) -> list[TurnCall]:
-        """All of its calls."""
         return [part for part in self.parts if isinstance(part, TurnCall)]
 
     def add(self, event: TurnEvent) -> None:
-        """Append what came."""
         for delta in event.deltas:
             last = self.parts[-1] if self.parts else None
             if begins_part(delta, last):

@@ -224,7 +224,6 @@ def _names(models: tuple[str, ...], names: tuple[str, ...]) -> list[str]:
 
 
 def _called(model: str, name: str | None) -> str:
-    """The model's name in requests."""
     if name is None:
         path = local_path(model)
         exists = path is not None and path.exists()

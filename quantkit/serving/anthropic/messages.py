@@ -79,7 +79,6 @@ class MessagesReply(Reply):
         return {"type": "ping"}
 
     def error(self, error: ApiError) -> dict[str, Any]:
-        """``error``."""
         return error.anthropic_body()
 
     def _message(self, content: list[dict[str, Any]], end: TurnEnd | None) -> dict[str, Any]:

@@ -90,7 +90,6 @@ class ReferenceBlock(Block):
 
     @property
     def text(self) -> str:
-        """For the model."""
         return f"The tool {self.tool_name} can be called.\n"
 
 
@@ -199,7 +198,6 @@ class ToolParam(RequestPart):
     strict: bool = False
 
     def tool(self) -> Tool:
-        """In no API's words."""
         return Tool(self.name, self.description or "", self.input_schema, self.strict)
 
 

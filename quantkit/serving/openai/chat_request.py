@@ -59,7 +59,6 @@ class FunctionTool(RequestPart):
     function: FunctionDefinition
 
     def tool(self) -> Tool:
-        """In no API's words."""
         function = self.function
         return Tool(function.name, function.description or "", function.parameters, function.strict)
 

@@ -93,7 +93,6 @@ class StructuredOutputs(RequestPart):
     grammar: Grammar | None = None
 
     def structures(self) -> list[Structure]:
-        """What is asked for."""
         return structures(schema=self.json_, json_object=self.json_object, regex=self.regex,
                           choice=self.choice, grammar=self.grammar)
 
@@ -117,7 +116,6 @@ class StructuredFields(RequestPart):
 
     @property
     def structure(self) -> Structure | None:
-        """What is asked for."""
         return next(iter(self._structures()), None)
 
     def _structures(self) -> list[Structure]:

@@ -103,7 +103,6 @@ class CustomTool(RequestPart):
     format: Annotated[TextFormat | GrammarFormat, Field(discriminator="type")] | None = None
 
     def client_tool(self, place: str, namespace: str | None = None) -> ClientTool:
-        """The same."""
         about, grammar = [self.description or ""], None
         if isinstance(self.format, GrammarFormat):
             grammar = self.format

@@ -185,7 +185,6 @@ class ResponsesReply(Reply):
         return constrained
 
     async def body(self, work: RequestWork) -> dict[str, Any]:
-        """The complete response."""
         (turn,) = await self._turns.whole(work)
         assert turn.end is not None
         status = _status(turn.end)
@@ -216,7 +215,6 @@ class ResponsesReply(Reply):
         return self._events.event("response.in_progress", response=self._response("in_progress", []))
 
     def error(self, error: ApiError) -> dict[str, Any]:
-        """``error``."""
         return self._events.event("error", code=error.code, message=error.detail, param=error.param)
 
     def _response(self, status: str, output: list[dict[str, Any]],
@@ -244,7 +242,6 @@ def _status(end: TurnEnd) -> str:
 
 
 def response_usage(usage: TurnUsage) -> dict[str, Any]:
-    """``usage`` of the responses."""
     return {"input_tokens": usage.prompt, "output_tokens": usage.completion,
             "total_tokens": usage.prompt + usage.completion,
             "input_tokens_details": {"cached_tokens": usage.cached, "cache_write_tokens": 0},

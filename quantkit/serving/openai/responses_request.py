@@ -110,7 +110,6 @@ class CustomCallItem(CallItem):
     input: String
 
     def called(self) -> dict[str, Any]:
-        """The same."""
         return called(seen_name(self.name, self.namespace), {INPUT: self.input}, self.call_id)
 
 
@@ -122,7 +121,6 @@ class ShellCallItem(Item):
     action: JsonObject
 
     def called(self) -> dict[str, Any]:
-        """The same."""
         return called("local_shell", self.action, self.call_id)
 
 

@@ -97,7 +97,6 @@ class Forwarder:
         self.closed = True
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
         path = scope["path"]
         state = {"/health": self._health, "/ready": self._ready, "/metrics": self._metrics}.get(path)
         if state is not None and scope["method"] == "GET":
