@@ -109,12 +109,20 @@ class Replica:
             QuantkitError: an error has ended an engine's thread.
         """
         await asyncio.sleep(CHECK_SECONDS)
+        self._check_engines()
+
+    def _check_engines(self) -> None:
         for model in self._models:
             if model.engine.failure is not None:
                 raise reported(model.engine.failure)
 
     async def answer(self, request: ForwardedRequest) -> AsyncIterator[list[Message]]:
-        """ASGI messages of the answer, as many at a time as there are. Cancelling it ends the request."""
+        """ASGI messages of the answer, as many at a time as there are. Cancelling it ends the request.
+
+        Raises:
+            QuantkitError: an error has ended an engine's thread, so that another replica must answer.
+        """
+        self._check_engines()
         messages: asyncio.Queue[Message | None] = asyncio.Queue(MAX_MESSAGES)
         bodies = [{"type": "http.request", "body": request.body, "more_body": False}]
         scope = dict(request.scope)

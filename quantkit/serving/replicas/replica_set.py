@@ -198,7 +198,7 @@ class ReplicaSet:
         the request.
 
         Raises:
-            ReplicaLostError: the replica ended before its answer did.
+            ReplicaLostError: the replica ended before its answer did, or its engine had ended.
         """
         if (actor := self._ready.get(replica)) is None:
             raise ReplicaLostError
@@ -207,9 +207,10 @@ class ReplicaSet:
         try:
             async for batch in stream:
                 yield await batch
-        except self._ray.exceptions.RayTaskError:
-            raise
         except self._ray.exceptions.RayError as error:
+            if isinstance(error, self._ray.exceptions.RayTaskError) and not isinstance(error.cause,
+                                                                                       QuantkitError):
+                raise
             if isinstance(error, self._ray.exceptions.ActorDiedError):  # this may be known here first
                 self._ready.pop(replica, None)
             raise ReplicaLostError(str(error)) from error

@@ -84,6 +84,8 @@ def test_a_replica_whose_engine_has_ended_isn_t_healthy(monkeypatch):
     with pytest.raises(QuantkitError, match="the engine has stopped") as caught:
         asyncio.run(replica(None, well, dead).check())
     assert pickle.loads(pickle.dumps(caught.value)).why == "RuntimeError: no device"
+    with pytest.raises(QuantkitError, match="the engine has stopped"):
+        asyncio.run(everything(replica(None, well, dead)))
 
 
 def test_an_error_of_loading_arrives_with_all_its_parts():
