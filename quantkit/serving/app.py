@@ -20,8 +20,7 @@ from quantkit.serving.models import ServedEngine, ServedModels
 from quantkit.serving.openapi import describe
 from quantkit.serving.page import page
 from quantkit.serving.respond import Responder
-from quantkit.serving.routes import add_generation, add_state, add_tokens
-from quantkit.serving.timeline import Timeline
+from quantkit.serving.routes import add_routes
 
 OnError = Callable[[BaseException], None]
 
@@ -99,9 +98,7 @@ def create_app(models: Sequence[ServedEngine], *, loopback: bool = True, hosts: 
     responder = Responder(served, metrics, on_error)
     application = Application(api, guard, refuse_more=responder.refuse_more, close=served.close)
     locked = (401,) if keys else ()
-    add_generation(api, responder, locked)
-    add_tokens(api, responder, locked)
-    add_state(api, served, metrics, Timeline(served), lambda: application.draining, locked)
+    add_routes(api, responder, metrics, lambda: application.draining, locked)
     describe(api, served, key=bool(keys))
     html, policy = page()
 

@@ -15,7 +15,6 @@ from quantkit.serving.anthropic.request import CountRequest, MessagesRequest
 from quantkit.serving.errors import RETRY_AFTER, ApiError
 from quantkit.serving.guard import tenant
 from quantkit.serving.metrics import CONTENT_TYPE, Metrics
-from quantkit.serving.models import ServedModels
 from quantkit.serving.openai.answers import (
     ChatChunk,
     ChatCompletion,
@@ -42,8 +41,18 @@ MAY = (404, 413, 503)
 """Statuses of errors that whatever a model answers may have."""
 
 
-def add_generation(api: FastAPI, responder: Responder, locked: Sequence[int]) -> None:
-    """Routes on which a model writes. ``locked``: what is answered without the key, if there is one."""
+def add_routes(api: FastAPI, responder: Responder, metrics: Metrics, draining: Callable[[], bool],
+               locked: Sequence[int]) -> None:
+    """Add all routes.
+
+    Args:
+        api: The application that gets them.
+        responder: This answers with what the models make of a request.
+        metrics: The metrics of the server.
+        draining: This says whether the server is ending.
+        locked: The statuses that are answered without the key, if there is one.
+    """
+    models, timeline = responder.models, Timeline(responder.models)
 
     @api.post("/v1/chat/completions", summary="The next turn of a conversation",
               responses=responses(ChatCompletion, *MAY, *locked, chunk=ChatChunk))
@@ -65,10 +74,6 @@ def add_generation(api: FastAPI, responder: Responder, locked: Sequence[int]) ->
     async def messages(body: MessagesRequest, request: Request) -> Response:
         return await responder.generate(request, body.model, lambda model: MessagesReply(model, body))
 
-
-def add_tokens(api: FastAPI, responder: Responder, locked: Sequence[int]) -> None:
-    """Routes that read texts and write none."""
-
     @api.post("/v1/messages/count_tokens", summary="How many tokens a conversation has",
               responses=anthropic_responses(MessageTokenCount, *MAY, *locked))
     async def count(body: CountRequest, request: Request) -> Response:
@@ -86,11 +91,6 @@ def add_tokens(api: FastAPI, responder: Responder, locked: Sequence[int]) -> Non
     @api.post("/detokenize", summary="The text of tokens", responses=responses(Detokenized, *MAY, *locked))
     async def text(body: DetokenizeRequest, request: Request) -> Response:
         return await responder.compute(request, body.model, lambda model: detokenize(model, body))
-
-
-def add_state(api: FastAPI, models: ServedModels, metrics: Metrics, timeline: Timeline,
-              draining: Callable[[], bool], locked: Sequence[int]) -> None:
-    """Routes that say what the server is and does. ``draining``: whether it is ending."""
 
     @api.get("/v1/models", summary="What is served", responses=responses(ModelList, *locked))
     async def listed() -> dict[str, Any]:

@@ -45,7 +45,7 @@ class Server(uvicorn.Server):
             application, http=Connection, loop="asyncio", ws="none", lifespan="off", log_config=None,
             log_level="critical", access_log=False, server_header=False, proxy_headers=False,
             timeout_keep_alive=IDLE_SECONDS, timeout_graceful_shutdown=5))
-        self._application, self._patience = application, drain_timeout
+        self._application, self._drain_timeout = application, drain_timeout
         self._on_ready, self._on_drain = on_ready, on_drain
         self._ending: asyncio.Task[None] | None = None
         self.outcome: Outcome = "done"
@@ -86,7 +86,7 @@ class Server(uvicorn.Server):
 
     async def _end(self) -> None:
         self._on_drain(self._application.guard.active)
-        if not await self._application.drain(self._patience):
+        if not await self._application.drain(self._drain_timeout):
             self.outcome = "cut"
             await asyncio.to_thread(self._application.close)
             with contextlib.suppress(TimeoutError):

@@ -127,14 +127,15 @@ def load_served(options: ServingOptions) -> list[ServedEngine]:
     engines = []
     with collector_paused():
         lock = FairLock()
-        plan = MemoryForecast(len(options.models), kv=spec, dtype=options.dtype, max_batch=options.max_batch,
-                          kv_memory=options.kv_memory, prefix_cache=options.prefix_cache,
-                          overcommit=options.overcommit, sharing=options.sharing)
+        forecast = MemoryForecast(len(options.models), kv=spec, dtype=options.dtype,
+                                  max_batch=options.max_batch, kv_memory=options.kv_memory,
+                                  prefix_cache=options.prefix_cache, overcommit=options.overcommit,
+                                  sharing=options.sharing)
         for model in options.models:
             with ServingStart() as start:
                 loaded = load_model(model, revision=options.revision, dtype=options.dtype,
                                     device=options.device, verify=options.verify,
-                                    on_open=functools.partial(plan.add, model),
+                                    on_open=functools.partial(forecast.add, model),
                                     on_tokenizer=functools.partial(take_tokenizer, start))
                 engine = Engine(loaded, kv=spec, more_kv=options.kvs[1:], max_batch=options.max_batch,
                                 max_queue=options.max_queue, memory=options.kv_memory,
