@@ -99,7 +99,8 @@ class ResponseEvents:
         self._open = empty_part(delta)
         if isinstance(self._open, TurnCall) and called(self._open, self._tools).custom:
             self._input = InputText()
-        self._id = new_id(self._open)
+        kinds = {TurnCall: "fc", ReasoningDelta: "rs", TextDelta: "msg"}
+        self._id = f"{kinds[type(self._open)]}_{uuid.uuid4().hex}"
         item = output_item(self._open, self._id, "in_progress", self._tools)
         yield self.event("response.output_item.added", output_index=len(self.items), item=item)
         if not isinstance(self._open, TurnCall):
@@ -107,12 +108,6 @@ class ResponseEvents:
 
     def _in_item(self, kind: str, **values: Any) -> dict[str, Any]:
         return self.event(kind, item_id=self._id, output_index=len(self.items), **values)
-
-
-def new_id(part: TurnPart) -> str:
-    """Of an item of the output."""
-    kind = "fc" if isinstance(part, TurnCall) else "rs" if isinstance(part, ReasoningDelta) else "msg"
-    return f"{kind}_{uuid.uuid4().hex}"
 
 
 def content_part(part: TextDelta | ReasoningDelta) -> dict[str, Any]:
@@ -185,14 +180,11 @@ class ResponsesReply(Reply):
         return constrained
 
     async def body(self, work: RequestWork) -> dict[str, Any]:
-        (turn,) = await self._turns.whole(work)
-        assert turn.end is not None
-        status = _status(turn.end)
-        # all but the last item are complete, however the turn ended
-        states = ["completed"] * (len(turn.parts) - 1) + [status]
-        items = [output_item(part, new_id(part), state, self._tools)
-                 for part, state in zip(turn.parts, states)]
-        return self._response(status, items, turn.end)
+        last: dict[str, Any] = {}
+        async for event in self.events(work):
+            last = event
+        response: dict[str, Any] = last["response"]  # the last event has all of it
+        return response
 
     async def events(self, work: RequestWork) -> AsyncIterator[dict[str, Any]]:
         """Events, each with its number."""
@@ -204,7 +196,7 @@ class ResponsesReply(Reply):
                 for item in events.delta(delta):
                     yield item
             if event.end is not None:
-                status = _status(event.end)
+                status = "incomplete" if event.end.reason == "length" else "completed"
                 for item in events.close(status):
                     yield item
                 yield events.event(f"response.{status}",
@@ -235,10 +227,6 @@ class ResponsesReply(Reply):
             "reasoning": {"effort": body.reasoning.effort, "summary": None},
             "usage": None if end is None else response_usage(self._turns.usage([end])),
         }
-
-
-def _status(end: TurnEnd) -> str:
-    return "incomplete" if end.reason == "length" else "completed"
 
 
 def response_usage(usage: TurnUsage) -> dict[str, Any]:
