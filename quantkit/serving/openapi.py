@@ -10,11 +10,16 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from quantkit.serving.answers import ErrorResponse
-from quantkit.serving.anthropic.answers import AnthropicErrorResponse, AnthropicEvent
+from quantkit.serving.answers import (
+    AnthropicErrorResponse,
+    AnthropicEvent,
+    ChatChunk,
+    ErrorResponse,
+    ResponseEvent,
+    TextChunk,
+)
 from quantkit.serving.ignored import IGNORED, Ignored
 from quantkit.serving.models import ServedModels
-from quantkit.serving.openai.answers import ChatChunk, ResponseEvent, TextChunk
 from quantkit.serving.openai.embeddings import MAX_INPUTS
 from quantkit.serving.schema import INT64
 
