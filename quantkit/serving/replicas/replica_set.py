@@ -57,16 +57,16 @@ def reserve_places(ray: Any, replicas: int, device: str, threads: int, tell: Cal
     """
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     gpus = int(takes_gpu(device, int(sum(node.get("GPU", 0) for node in nodes)), replicas))
-    most = threads or threads_each(nodes, replicas, gpu=bool(gpus))
-    threads = min(most, int(ray.available_resources().get("CPU", 0)) // replicas)
+    limit = threads or threads_each(nodes, replicas, gpu=bool(gpus))
+    threads = min(limit, int(ray.available_resources().get("CPU", 0)) // replicas)
     while threads:  # what is free may be in parts on several machines
         if (group := _reserved(ray, replicas, threads, gpus, TRY_SECONDS)) is not None:
             return Places(group, threads, gpus)
         threads //= 2
-    needs = f"{most} CPU{'s' if most > 1 else ''}{' and a GPU' if gpus else ''}"
+    needs = f"{limit} CPU{'s' if limit > 1 else ''}{' and a GPU' if gpus else ''}"
     tell(f"waiting for {needs} for each replica: the cluster has no place for some of them")
-    if (group := _reserved(ray, replicas, most, gpus, PLACE_SECONDS)) is not None:
-        return Places(group, most, gpus)
+    if (group := _reserved(ray, replicas, limit, gpus, PLACE_SECONDS)) is not None:
+        return Places(group, limit, gpus)
     raise QuantkitError(f"some replicas found no place within {PLACE_SECONDS / 60:g} minutes",
                         why=f"each needs {needs}, and others use the cluster",
                         next="ray status\nor fewer --replicas")
