@@ -9,16 +9,22 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from quantkit.runtime.trace import RequestSpan, StepSpan
-from quantkit.serving.answers import Count, ModelState, ResponsePart
+from quantkit.serving.answers import Count, ResponsePart
 from quantkit.serving.models import ServedEngine, ServedModels
 
 Seconds = Annotated[float, Field(ge=0)]
 
 
-class EngineStats(ModelState):
+class EngineStats(ResponsePart):
     """What an engine is doing, and its KV cache. A page has 64 slots of one KV head in one layer."""
 
+    running: Count
+    waiting: Count
+    max_batch: Count
+    max_queue: Count
+    kv_allocated_bytes: Count
     kv_used_bytes: Count
+    tokens_generated: Count
     prompt_tokens: Count
     steps: Count
     preemptions: Count
