@@ -387,5 +387,5 @@ def _remedy(engine: str, subject: CheckpointFacts) -> str:
     form = registry("formats").get("mlx")
     exact = engine == "mlx" and all(
         layer.spec.scale_dtype in ("model", layer.row.dtype)
-        and form.refuses(layer.spec, layer.row.shape) is None for layer in subject.packed)
+        and form.reason_against(layer.spec, layer.row.shape) is None for layer in subject.packed)
     return "; quantkit export DIR --to mlx OUT" if exact else ""

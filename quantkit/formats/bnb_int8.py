@@ -36,7 +36,7 @@ class BnbInt8Format:
     scales = "float32"
     alone = True
 
-    def refuses(self, spec: QuantSpec, shape: tuple[int, int]) -> str | None:
+    def reason_against(self, spec: QuantSpec, shape: tuple[int, int]) -> str | None:
         """Anything but symmetric 8-bit integers with a scale a row."""
         if (reason := reason_against_integers(self.name, spec, shape, ("channel",))) is not None:
             return reason
@@ -49,7 +49,7 @@ class BnbInt8Format:
     def layout(self, spec: QuantSpec, shape: tuple[int, int],
                dtype: torch.dtype) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Raises SpecError if it refuses the weight."""
-        if (reason := self.refuses(spec, shape)) is not None:
+        if (reason := self.reason_against(spec, shape)) is not None:
             raise SpecError(f"{self.name} can't hold {spec.label()} of shape {list(shape)}", why=reason)
         return {"weight": (torch.int8, shape), "SCB": (torch.float32, (shape[0],)),
                 "weight_format": (torch.uint8, ())}

@@ -47,7 +47,7 @@ class BnbNF4Format:
     name = "bnb-nf4"
     quant_method = "bitsandbytes"
 
-    def refuses(self, spec: QuantSpec, shape: tuple[int, int]) -> str | None:
+    def reason_against(self, spec: QuantSpec, shape: tuple[int, int]) -> str | None:
         """Anything but NF4, and block sizes that bitsandbytes doesn't know."""
         if spec.kind != "nf":
             other = "pack-quantized" if spec.kind == "int" else "float-quantized"
@@ -63,7 +63,7 @@ class BnbNF4Format:
     def layout(self, spec: QuantSpec, shape: tuple[int, int],
                dtype: torch.dtype) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Raises SpecError if it refuses the weight."""
-        if (reason := self.refuses(spec, shape)) is not None:
+        if (reason := self.reason_against(spec, shape)) is not None:
             raise SpecError(f"{self.name} can't hold {spec.label()} of shape {list(shape)}", why=reason)
         (blocks,) = spec.scale_shape(shape)
         tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {

@@ -13,7 +13,7 @@ from quantkit.support.errors import SpecError
 def require_fit(form: Format, spec: QuantSpec, shape: tuple[int, int], dtype: torch.dtype) -> None:
     """Raises SpecError for a weight that ``form`` refuses, or for scales of another dtype than it stores:
     its own (its attribute ``scales``), else that of the model, ``dtype``."""
-    if (reason := form.refuses(spec, shape)) is not None:
+    if (reason := form.reason_against(spec, shape)) is not None:
         raise SpecError(f"{form.name} can't hold {spec.label()} of shape {list(shape)}", why=reason)
     format_dtype: str | None = getattr(form, "scales", None)
     requested = resolve(spec, dtype, form).scale_dtype

@@ -50,7 +50,7 @@ class Fp4Format:
         self.size = size
         self.stored = stored
 
-    def refuses(self, spec: QuantSpec, shape: tuple[int, int]) -> str | None:
+    def reason_against(self, spec: QuantSpec, shape: tuple[int, int]) -> str | None:
         """Anything but e2m1 in groups of its size with its scales."""
         rows, cols = shape
         if spec.grid != "fp4" or spec.scale_dtype != self.scale_dtype or spec.granularity.size != self.size:
@@ -65,7 +65,7 @@ class Fp4Format:
     def layout(self, spec: QuantSpec, shape: tuple[int, int],
                dtype: torch.dtype) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Raises SpecError if it refuses the weight."""
-        if (reason := self.refuses(spec, shape)) is not None:
+        if (reason := self.reason_against(spec, shape)) is not None:
             raise SpecError(f"{self.name} can't hold {spec.label()} of shape {list(shape)}", why=reason)
         layout: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
             "weight_packed": (torch.uint8, (shape[0], shape[1] // 2)),

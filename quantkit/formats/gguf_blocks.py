@@ -42,7 +42,7 @@ class GgufFormat:
         self.spec = spec
         self.block, self.block_bytes = spec.superblock or spec.granularity.size or 0, block_bytes
 
-    def refuses(self, spec: QuantSpec, shape: tuple[int, int]) -> str | None:
+    def reason_against(self, spec: QuantSpec, shape: tuple[int, int]) -> str | None:
         """Any other spec than the type's, and rows that aren't whole blocks."""
         rows, cols = shape
         if resolve(spec, form=self) != self.spec:
@@ -56,7 +56,7 @@ class GgufFormat:
     def layout(self, spec: QuantSpec, shape: tuple[int, int],
                dtype: torch.dtype) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Raises SpecError if it refuses the weight."""
-        if (reason := self.refuses(spec, shape)) is not None:
+        if (reason := self.reason_against(spec, shape)) is not None:
             raise SpecError(f"{self.name} can't hold {spec.label()} of shape {list(shape)}", why=reason)
         return {"blocks": (torch.uint8, (shape[0], shape[1] // self.block * self.block_bytes))}
 

@@ -82,10 +82,10 @@ def register_kv_policies(register: Register) -> None:
 
 @hookimpl
 def register_kv_codecs(register: Register) -> None:
-    register("none", "quantkit.kv.codecs.plain:PlainCodec")
-    register("bf16", "quantkit.kv.codecs.plain:BFloat16Codec")
-    register("int8", "quantkit.kv.codecs.eight_bit:Int8Codec")
-    register("fp8", "quantkit.kv.codecs.eight_bit:Fp8Codec")
+    register("none", "quantkit.kv.codecs.per_token:PlainCodec")
+    register("bf16", "quantkit.kv.codecs.per_token:BFloat16Codec")
+    register("int8", "quantkit.kv.codecs.per_token:Int8Codec")
+    register("fp8", "quantkit.kv.codecs.per_token:Fp8Codec")
     register("int4", "quantkit.kv.codecs.kivi:Int4Codec")
     register("int3", "quantkit.kv.codecs.kivi:Int3Codec")
     register("int2", "quantkit.kv.codecs.kivi:Int2Codec")
@@ -98,7 +98,7 @@ def register_drafters(register: Register) -> None:
     register("model", "quantkit.runtime.drafting.draft_model:ModelDrafter")
     register("eagle3", "quantkit.runtime.drafting.eagle3:Eagle3Drafter")
     register("mtp", "quantkit.runtime.drafting.mtp:MtpDrafter")
-    register("self", "quantkit.runtime.drafting.low_bit:LowBitDrafter")
+    register("self", "quantkit.runtime.drafting.draft_model:LowBitDrafter")
 
 
 @hookimpl

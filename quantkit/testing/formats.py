@@ -10,7 +10,7 @@ import torch
 from quantkit.formats.base import Codes, Format, QuantizedTensor
 from quantkit.formats.dtypes import FLOATS, plain_name, resolve
 from quantkit.formats.spec import Granularity, QuantSpec
-from quantkit.ops.packing import layout, packed_fault, weight_fault
+from quantkit.ops.packing import layout, reason_against_packed, reason_against_weight
 from quantkit.testing.codes import formula, random_codes
 from quantkit.testing.contract import Contract, same, same_bits
 
@@ -67,13 +67,13 @@ def check_format(form: Format, specs: Iterable[QuantSpec] = FORMAT_SPECS) -> Non
     """
     contract = Contract(f"format {getattr(form, 'name', form)!r}", "quantkit.formats.base")
     contract.must(isinstance(form, Format) and not isinstance(form, type),
-                  "it is no Format: an instance with name, quant_method, refuses, layout, pack, unpack and "
-                  "dequantize")
+                  "it is no Format: an instance with name, quant_method, reason_against, layout, pack, "
+                  "unpack and dequantize")
     taken = 0
     for spec, shape, dtype in itertools.product(specs, SHAPES, FLOATS.values()):
         wanted = resolve(spec, dtype, form)
         case = contract.at(f"{wanted.label()} of {list(shape)} in {plain_name(dtype)}")
-        reason = case.reason("refuses", form.refuses, wanted, shape)
+        reason = case.reason("reason_against", form.reason_against, wanted, shape)
         size = spec.superblock or spec.granularity.size
         if size and spec.granularity.strategy == "group" and shape[1] % size:
             case.must(reason is not None, f"it takes {shape[1]} columns in groups of {size}, which don't fit",
@@ -83,7 +83,7 @@ def check_format(form: Format, specs: Iterable[QuantSpec] = FORMAT_SPECS) -> Non
             _check_packing(case, form, random_codes(wanted, shape), dtype)
         else:
             case.refuses("pack of a refused weight", form.pack, random_codes(wanted, shape), dtype,
-                         accepted=f"pack takes what refuses doesn't: {reason}",
+                         accepted=f"pack takes what reason_against doesn't: {reason}",
                          remedy="raise SpecError in layout and pack: quantkit.formats.fit.require_fit")
     contract.must(taken > 0, "it refuses everything that it was asked for")
 
@@ -94,7 +94,7 @@ def _check_packing(case: Contract, form: Format, codes: Codes, dtype: torch.dtyp
     before = codes.mapped(torch.Tensor.clone)
     packed = case.call("pack", form.pack, codes, dtype)
     case.must(same(vars(codes), vars(before)), "pack wrote to the codes")
-    case.must_not(packed_fault(form, packed, codes, dtype))
+    case.must_not(reason_against_packed(form, packed, codes, dtype))
     case.must(packed.spec == codes.spec, f"pack returned another spec, {packed.spec.label()}")
     stored = {suffix: tensor.clone() for suffix, tensor in packed.tensors.items()}
     back = case.call("unpack", form.unpack, packed)
@@ -120,7 +120,7 @@ def _check_inverse(case: Contract, codes: Codes, back: object) -> None:
 
 def _check_values(case: Contract, form: Format, packed: QuantizedTensor, back: Codes) -> None:
     values = case.call("dequantize", form.dequantize, packed)
-    case.must_not(weight_fault(packed, values))
+    case.must_not(reason_against_weight(packed, values))
     case.must(bool(torch.isfinite(values).all()), "dequantize returned a value that is not finite")
     expected = formula(back)
     case.must(bool(((values - expected).abs() <= LAST_BITS * expected.abs()).all()),

@@ -30,7 +30,7 @@ class Sound:
 
     name, quant_method = "plain-bytes", "quantkit"
 
-    def refuses(self, spec: QuantSpec, shape: tuple[int, int]) -> str | None:
+    def reason_against(self, spec: QuantSpec, shape: tuple[int, int]) -> str | None:
         if spec.kind != "int" or spec.activations or 0 in shape:
             return "it holds integers"
         size = spec.granularity.size
@@ -63,13 +63,13 @@ class Sound:
 
 
 class NoReason(Sound):
-    def refuses(self, spec, shape):
-        return bool(super().refuses(spec, shape))
+    def reason_against(self, spec, shape):
+        return bool(super().reason_against(spec, shape))
 
 
 class AnyGroup(Sound):
-    def refuses(self, spec, shape):
-        return None if spec.kind == "int" and spec.granularity.size else super().refuses(spec, shape)
+    def reason_against(self, spec, shape):
+        return None if spec.kind == "int" and spec.granularity.size else super().reason_against(spec, shape)
 
 
 class RefusesLate(Sound):
@@ -77,8 +77,8 @@ class RefusesLate(Sound):
         return {"weight": (torch.uint8, shape), "weight_scale": (dtype, spec.scale_shape(shape))} | (
             {} if spec.symmetric else {"weight_zero": (torch.uint8, spec.scale_shape(shape))})
 
-    def refuses(self, spec, shape):
-        return super().refuses(spec, shape) or ("7 rows" if shape[0] == 7 else None)
+    def reason_against(self, spec, shape):
+        return super().reason_against(spec, shape) or ("7 rows" if shape[0] == 7 else None)
 
 
 class AnotherName(Sound):
@@ -200,7 +200,7 @@ class View(Sound):
 ZOO = {
     "refuses without a reason": (NoReason(), "the reason as a sentence"),
     "takes groups that don't fit": (AnyGroup(), "which don't fit"),
-    "packs what it refuses": (RefusesLate(), "pack takes what refuses doesn't: 7 rows"),
+    "packs what it refuses": (RefusesLate(), "pack takes what reason_against doesn't: 7 rows"),
     "stores other names": (AnotherName(), "but layout says weight_packed"),
     "stores more bytes": (FewerBytes(), "64 bytes; layout says uint8 .* 32 bytes"),
     "a layout of lists": (LayoutOfLists(), "layout returned"),

@@ -18,9 +18,8 @@ import torch
 from quantkit.checkpoint import durable
 from quantkit.formats.spec import GROUP_SCALES, Granularity, QuantSpec
 from quantkit.plugins.manager import PluginManager, current
-from quantkit.quantization.recipe import list_recipes
+from quantkit.quantization.recipe import CalibrationSpec, list_recipes
 from quantkit.quantization.run import quantize
-from quantkit.quantization.specs import CalibrationSpec
 from quantkit.support.errors import CheckpointError
 from quantkit.testing import METHOD_SPECS, tiny_model
 
@@ -91,7 +90,7 @@ def cases() -> list[Case]:
     found = []
     for method, form in ((m, f) for m in sorted(methods) for f in sorted(formats)):
         for spec in (*_specs(), *own_spec(formats.get(form))):
-            if methods.get(method).refuses(spec) or formats.get(form).refuses(spec, SHAPE):
+            if methods.get(method).reason_against(spec) or formats.get(form).reason_against(spec, SHAPE):
                 continue
             recipe = {"rules": [{"match": "lm_head", "optional": True},
                                 {"match": "*", "method": method, "format": form,
