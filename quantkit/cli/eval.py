@@ -103,7 +103,7 @@ def command(ctx: click.Context, models: tuple[str, ...], text: str | None, suite
     from quantkit.evaluation.speed.machine_load import busy_now
     from quantkit.evaluation.suite import load_suite
     from quantkit.evaluation.tasks.file import find_task
-    from quantkit.executor.choose import check_executor
+    from quantkit.executor.ray import check_executor
     from quantkit.support.device import find_device
 
     settings_of_kv = read_kv(kv)

@@ -136,7 +136,7 @@ def command(source: str, recipe_name: str | None, budget: str | None, out: Path 
 
 def _check_machine(executor: str, device: str) -> None:
     """Before anything is measured. Raises UsageError, QuantkitError for what isn't here."""
-    from quantkit.executor.choose import check_executor
+    from quantkit.executor.ray import check_executor
     from quantkit.support.device import find_device
 
     target = find_device(device)

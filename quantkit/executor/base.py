@@ -1,10 +1,10 @@
-"""The interface of executors, which run independent work."""
+"""Executors run work whose pieces don't depend on each other."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 T = TypeVar("T")
 Item = tuple[str, tuple[Any, ...]]
@@ -40,25 +40,31 @@ class Task(NamedTuple):
     needs: TaskNeeds = TaskNeeds()
 
 
-class Executor(Protocol):
-    """Does work whose pieces don't depend on each other. The results are the same bits wherever that happens.
+class Executor:
+    """Does work in this process: one piece's arguments are in memory at a time, and torch shares each piece
+    out to its threads. Subclasses do it elsewhere; the results are the same bits wherever that happens.
 
     Attributes:
-        remote: work is done in other processes, which open the model themselves.
+        remote: Whether work is done in other processes, which open the model themselves.
     """
 
-    remote: bool
+    remote = False
 
     def put(self, value: T) -> T:
         """What stands for a large argument that several pieces share."""
+        return value
 
     def map(self, work: Callable[..., T], items: Iterable[Item]) -> Generator[T, None, None]:
         """``work`` on the arguments of every item: results in the items' order. Only as many items are taken
         ahead as can be worked on, and closing it drops what was begun. An argument must not be written to.
 
         Raises:
-            QuantkitError: what the work raised; or a process died, with the item's name.
+            QuantkitError: the work raised it, or a process died; the message then names the item.
         """
+        for item in items:
+            result = work(*item[1])
+            del item
+            yield result
 
     def as_completed(self, work: Callable[..., T], tasks: Sequence[Task]) -> Generator[tuple[int, T], None,
                                                                                        None]:
@@ -66,8 +72,10 @@ class Executor(Protocol):
         whose process is lost is done again. Closing it drops what was begun.
 
         Raises:
-            QuantkitError: what the work raised; or a process died too often, with the task's name.
+            QuantkitError: the work raised it, or a process died too often; the message then names the task.
         """
+        for number, task in enumerate(tasks):
+            yield number, work(*task.arguments)
 
     def close(self) -> None:
         """End what this started."""

@@ -1,8 +1,9 @@
-"""Runs work on a Ray cluster: one that is named, or this machine's cores.
+"""The executors that ``--executor`` names: this process, or a Ray cluster, which is one that is named or this
+machine's cores.
 
-Every piece asks for as many CPUs as torch has threads here and computes with as many, so that sums are made
-in the same order as here and the bits are the same. Ray moves arguments and results with pickle between the
-cluster's own processes; no file is ever read so.
+On a cluster every piece asks for as many CPUs as torch has threads here and computes with as many, so that
+sums are made in the same order as here and the bits are the same. Ray moves arguments and results with pickle
+between the cluster's own processes; no file is ever read so.
 """
 
 from __future__ import annotations
@@ -14,18 +15,19 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from quantkit.executor.base import Item, Task
+from quantkit.executor.base import Executor, Item, Task
 from quantkit.executor.cluster import Cluster, WorkerSetup, import_ray, named_address
 from quantkit.plugins.blame import plugin_failure
-from quantkit.support.errors import QuantkitError
+from quantkit.support.errors import QuantkitError, UsageError, did_you_mean
 
 T = TypeVar("T")
+NAMES = ("local", "ray")
 OPTION = "--executor ray"
 LOST = 3
 """How often a task is done again whose worker was lost."""
 
 
-class RayExecutor:
+class RayExecutor(Executor):
     """A connection to a cluster, for one run.
 
     Args:
@@ -50,13 +52,13 @@ class RayExecutor:
         self._setup = WorkerSetup.of_this_process(self._threads)
 
     def put(self, value: T) -> T:
-        """A reference, which workers get the value of; it is sent once."""
+        """A reference to a value, which is sent to workers once."""
         return self._ray.put(value)
 
     def map(self, work: Callable[..., T], items: Iterable[Item]) -> Generator[T, None, None]:
         """See :meth:`Executor.map`. Pieces that weren't waited for are cancelled."""
         running: deque[tuple[str, Any]] = deque()
-        self._largest()
+        self._check_threads()
         limit = int(self._ray.cluster_resources().get("CPU", 1)) // self._threads
         try:
             for label, arguments in items:
@@ -74,7 +76,7 @@ class RayExecutor:
                                                                                        None]:
         """See :meth:`Executor.as_completed`. The cluster decides where and in which order; what is timed has
         a machine with the most CPUs to itself."""
-        self._largest()
+        self._check_threads()
         running = {self._begin(work, task): number for number, task in enumerate(tasks)}
         try:
             while running:
@@ -100,15 +102,14 @@ class RayExecutor:
             options["memory"] = min(needs.memory, largest_memory)
         return self._function.options(**options).remote(self._setup, work, *task.arguments)
 
-    def _largest(self) -> int:
-        """CPUs of the largest worker. Raises QuantkitError: torch has more threads here."""
+    def _check_threads(self) -> None:
+        """Raises QuantkitError: torch has more threads here than the largest worker has CPUs."""
         largest = max((int(node["Resources"].get("CPU", 0)) for node in self._ray.nodes() if node["Alive"]),
                       default=int(self._ray.cluster_resources().get("CPU", 1)))
         if largest < self._threads:
             raise QuantkitError(f"no worker of the cluster has {self._threads} CPUs",
                                 why="each computes with as many threads as torch has here",
                                 next=f"OMP_NUM_THREADS={max(1, largest)} quantkit … --executor ray")
-        return largest
 
     def close(self) -> None:
         """Leave the cluster; end it if it was started here."""
@@ -129,6 +130,40 @@ class RayExecutor:
             raise QuantkitError(f"{label}: its worker ended", why=str(error).strip()[:300],
                                 next="run the same command again: it resumes; if memory ran out, "
                                      "with more OMP_NUM_THREADS, which makes fewer workers") from error
+
+
+def make_executor(name: str, device: torch.device, *, gpus: bool = False) -> Executor:
+    """``local`` or ``ray``, for work on ``device``; ``gpus``: whether tasks ask for GPUs.
+
+    Raises:
+        UsageError, QuantkitError: :func:`check_executor` raised it, or the executor can't be started.
+    """
+    check_executor(name, device, gpus=gpus)
+    if name == "local":
+        return Executor()
+    return RayExecutor()
+
+
+def check_executor(name: str, device: torch.device, *, gpus: bool = False) -> None:
+    """Check before any work.
+
+    Args:
+        name: The name of the executor.
+        device: The device that the work is for.
+        gpus: Whether tasks ask for GPUs.
+
+    Raises:
+        UsageError: there is no such executor, or it can't use a GPU.
+        QuantkitError: a package is missing.
+    """
+    if name not in NAMES:
+        raise UsageError(f"no executor is called {name!r}", why=did_you_mean(name, NAMES),
+                         next="--executor local")
+    if name == "ray":
+        if device.type != "cpu" and not gpus:
+            raise UsageError(f"--executor ray doesn't go with --device {device.type}",
+                             why="workers of a cluster compute on their CPUs", next="--executor local")
+        import_ray(named_address(), OPTION)
 
 
 def _call(setup: WorkerSetup, work: Callable[..., T], *arguments: Any) -> T:

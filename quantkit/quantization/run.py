@@ -25,7 +25,7 @@ from quantkit.checkpoint.shards import LazyTensor
 from quantkit.checkpoint.work import WorkStore
 from quantkit.checkpoint.writer import WORK, CheckpointWriter, refuse_existing
 from quantkit.executor.base import Executor
-from quantkit.executor.choose import make_executor
+from quantkit.executor.ray import make_executor
 from quantkit.formats.base import QuantizedTensor
 from quantkit.models.architecture import EMBEDDING, layer_of, parse_config
 from quantkit.models.linear import Weights

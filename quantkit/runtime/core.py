@@ -34,6 +34,20 @@ class EngineClosed(QuantkitError):
     """The engine takes no more requests."""
 
 
+class EngineDeadError(QuantkitError):
+    """An error outside of any request has ended the engine's thread: nothing is answered any more.
+
+    Attributes:
+        kind: The name of that error's class.
+    """
+
+    def __init__(self, error: BaseException) -> None:
+        first = str(error).strip().partition("\n")[0][:300]
+        super().__init__("the engine has stopped", why=": ".join(filter(None, (type(error).__name__, first))),
+                         next="start the server again: quantkit serve-local")
+        self.kind = type(error).__name__
+
+
 class ContextLengthError(UsageError):
     """Prompt and answer together are longer than the model's context.
 

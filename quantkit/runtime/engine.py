@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import threading
@@ -14,6 +15,7 @@ import torch
 from quantkit.kv.spec import KVSpec
 from quantkit.runtime.core import (
     EngineClosed,
+    EngineDeadError,
     Pooling,
     Request,
     RequestLabel,
@@ -113,6 +115,7 @@ class Engine:
         trace: records what requests and steps did.
         speculator: asks for drafts; ``None``: nobody drafts.
         thread: the thread that steps from :meth:`start` to :meth:`close`.
+        failure: the reason why that thread has ended, if an error has ended it.
     """
 
     def __init__(self, loaded: LoadedModel, *, kv: KVSpec | None = None, more_kv: Sequence[KVSpec] = (),
@@ -144,6 +147,7 @@ class Engine:
         self._lock = lock or FairLock()
         self._numbers = itertools.count()
         self.thread: threading.Thread | None = None
+        self.failure: EngineDeadError | None = None
         self._unheard: list[BaseException] = []  # errors that no request's listener took
         self._generated = self._prompt_tokens = self._steps = 0
 
@@ -188,6 +192,7 @@ class Engine:
                 cache's memory); the KV setting isn't there.
             EngineFull: too many requests wait, or use other KV settings.
             EngineClosed: the engine is draining or closed.
+            EngineDeadError: an error has ended the engine's thread.
         """
         check_request(self.loaded, prompt, sampling)
         request = Request(next(self._numbers), self.loaded, prompt, sampling, logprobs, echo, pooling,
@@ -197,8 +202,10 @@ class Engine:
         try:
             text.manager.check(text.max_length)
             self._scheduler.submit(request)
-        except BaseException:
+        except BaseException as error:
             text.manager.texts.discard(text)
+            if self.failure is not None and isinstance(error, EngineClosed):
+                raise self.failure from None
             raise
         return request
 
@@ -233,11 +240,16 @@ class Engine:
                 "kv_pages_total": sum(pool.total for pool in pools),
                 "drafted": counts.tokens, "accepted": counts.accepted}
 
-    def start(self) -> None:
-        """Step on a thread of its own until :meth:`close`."""
+    def start(self, on_dead: Callable[[EngineDeadError], None] | None = None) -> None:
+        """Step on a thread of its own until :meth:`close`.
+
+        Args:
+            on_dead: This is called once if an error ends the thread. By default the error is printed.
+        """
         if self.thread is not None:
             raise EngineClosed("this engine was started before", why="it has one thread, once")
-        self.thread = threading.Thread(target=self._loop, name="quantkit-engine", daemon=True)
+        self.thread = threading.Thread(target=self._run, args=(on_dead,), name="quantkit-engine",
+                                       daemon=True)
         self.thread.start()
 
     def drain(self, timeout: float | None = None) -> bool:
@@ -263,6 +275,25 @@ class Engine:
         self._settings.clear()
         self._raise_unheard()
 
+    def _run(self, on_dead: Callable[[EngineDeadError], None] | None) -> None:
+        """Step until the engine is closed. If an error ends that, every request ends with it."""
+        try:
+            self._loop()
+        except BaseException as error:
+            dead = EngineDeadError(error)
+            dead.__cause__ = error
+            self.failure = dead
+            self._scheduler.close()  # who comes from now on is told at once
+            if on_dead is None:
+                _print_error(dead)
+            else:
+                on_dead(dead)
+            for request in self._scheduler.requests:
+                with contextlib.suppress(Exception):  # what it holds can't be given back
+                    self._fail(request, dead)
+        with contextlib.suppress(Exception):
+            self._lock.decodes(self, False)
+
     def _loop(self) -> None:
         scheduler = self._scheduler
         if self.loaded.model.device.type == "cuda":
@@ -280,13 +311,10 @@ class Engine:
                         self._unheard.append(more)
             self._lock.decodes(self, bool(scheduler.decoding))
             while self._unheard:
-                unheard = self._unheard.pop()
-                threading.excepthook(threading.ExceptHookArgs((type(unheard), unheard, unheard.__traceback__,
-                                                               threading.current_thread())))
+                _print_error(self._unheard.pop())
             with scheduler.changed:
                 scheduler.changed.notify_all()  # for drain
                 scheduler.changed.wait_for(lambda: scheduler.closed or scheduler.busy)
-        self._lock.decodes(self, False)
 
     @torch.inference_mode()
     def _step(self) -> bool:
@@ -437,3 +465,9 @@ class Engine:
         if self._unheard:
             error, self._unheard = self._unheard[0], []
             raise error
+
+
+def _print_error(error: BaseException) -> None:
+    """Print an error as one that ends a thread."""
+    threading.excepthook(threading.ExceptHookArgs((type(error), error, error.__traceback__,
+                                                   threading.current_thread())))

@@ -20,8 +20,7 @@ from quantkit.serving.models import ServedEngine, ServedModels
 from quantkit.serving.openapi import describe
 from quantkit.serving.page import page
 from quantkit.serving.respond import Responder
-from quantkit.serving.routes import add_generation, add_state, add_tokens
-from quantkit.serving.timeline import Timeline
+from quantkit.serving.routes import add_routes
 
 OnError = Callable[[BaseException], None]
 
@@ -30,10 +29,11 @@ class Application:
     """A server's ASGI application, with what a process needs to end it well.
 
     Args:
-        api: its routes.
-        guard: what stands before them.
-        refuse_more: called once the server is ending: takes no new work, and lets what was begun go on.
-        close: ends what answers; answers that aren't complete are cut.
+        api: The application with the routes.
+        guard: The middleware before them.
+        refuse_more: This is called once the server is ending: no new work is taken, and what was begun goes
+            on.
+        close: This ends what answers; answers that aren't complete are cut.
     """
 
     def __init__(self, api: ASGIApp, guard: GuardMiddleware, *, refuse_more: Callable[[], None],
@@ -45,7 +45,6 @@ class Application:
         self.draining = False
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """ASGI."""
         await self.guard(scope, receive, send)
 
     async def drain(self, timeout: float | None = None) -> bool:
@@ -75,10 +74,11 @@ def create_app(models: Sequence[ServedEngine], *, loopback: bool = True, hosts: 
     """The application over started engines.
 
     Args:
-        models: what is served, each with an engine of its own and another name.
-        loopback, hosts, keys: who may come in; see :class:`quantkit.serving.guard.GuardMiddleware`.
-        on_error: told about errors that are nobody's request's fault.
-        on_ignored: told what is ignored in requests: a line for each kind of it and each client.
+        models: The models that are served, each with an engine of its own and another name.
+        loopback, hosts, keys: They say who may come in; see
+            :class:`quantkit.serving.guard.GuardMiddleware`.
+        on_error: This is told about errors that are nobody's request's fault.
+        on_ignored: This is told what is ignored in requests: a line for each kind of it and each client.
 
     Raises:
         UsageError: there is no model, or two have the same name.
@@ -98,9 +98,7 @@ def create_app(models: Sequence[ServedEngine], *, loopback: bool = True, hosts: 
     responder = Responder(served, metrics, on_error)
     application = Application(api, guard, refuse_more=responder.refuse_more, close=served.close)
     locked = (401,) if keys else ()
-    add_generation(api, responder, locked)
-    add_tokens(api, responder, locked)
-    add_state(api, served, metrics, Timeline(served), lambda: application.draining, locked)
+    add_routes(api, responder, metrics, lambda: application.draining, locked)
     describe(api, served, key=bool(keys))
     html, policy = page()
 

@@ -32,18 +32,17 @@ class BodyRoute(APIRoute):
         handle: Any = super().get_route_handler()
 
         async def checked(request: Request) -> Response:
-            try:
-                body = await request.body()
-            except ClientDisconnect:
-                return Response(status_code=499)  # nobody reads it
-            check_structure(body)
-            if _brackets(body) + body.count(b"\\u00") > MAX_CONTAINERS:
-                with contextlib.suppress(ValueError, RecursionError):  # the framework says what is wrong
-                    check_embedded(await request.json())  # it parses no second time
             ignored = Ignored(request.app.state.strict_requests)
             token = IGNORED.set(ignored)
             try:
+                body = await request.body()
+                check_structure(body)
+                if _brackets(body) + body.count(b"\\u00") > MAX_CONTAINERS:
+                    with contextlib.suppress(ValueError, RecursionError):  # the framework says what is wrong
+                        check_embedded(await request.json())  # it parses no second time
                 answer: Response = await handle(request)
+            except ClientDisconnect:
+                return Response(status_code=499)  # nobody reads it
             finally:
                 IGNORED.reset(token)
             if ignored and (names := ignored.names(await request.json())):

@@ -14,8 +14,8 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from quantkit.plugins.blame import blame
-from quantkit.runtime.core import ContextLengthError, EngineClosed, EngineFull
+from quantkit.plugins.blame import blame, plugin_failure
+from quantkit.runtime.core import ContextLengthError, EngineClosed, EngineDeadError, EngineFull
 from quantkit.structure.base import ConstraintError
 from quantkit.support.errors import QuantkitError, SourceError, UsageError
 from quantkit.text.chat import TemplateError
@@ -33,11 +33,11 @@ class ApiError(HTTPException):
     """An answer that isn't a success. The framework lets its own kind of error pass wherever it is raised.
 
     Args:
-        status: of HTTP.
-        message: what is wrong, for a person.
-        param: the request's parameter at fault.
-        code: for programs.
-        headers: of the answer.
+        status: The status of HTTP.
+        message: This tells a person what is wrong.
+        param: The request's parameter that is at fault.
+        code: A word by which programs know the error.
+        headers: Further headers of the answer.
     """
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None,
@@ -66,10 +66,10 @@ class RefusedValue(ValueError):
     """While a body is read: a key that isn't known or can't be obeyed, or a value that it can't have.
 
     Args:
-        param: its name.
-        reason: why.
-        code: for programs.
-        placed: whether the message is to begin with the place.
+        param: The name of the key.
+        reason: The reason why it is refused.
+        code: A word by which programs know the error.
+        placed: Whether the message begins with the place.
     """
 
     def __init__(self, param: str, reason: str, code: str = "unsupported_parameter",
@@ -89,10 +89,12 @@ def api_error(error: BaseException) -> ApiError:
                         code="overloaded", headers=RETRY_AFTER)
     if isinstance(error, EngineClosed):
         return ApiError(503, "the server is shutting down", code="shutting_down", headers=RETRY_AFTER)
+    if isinstance(error, EngineDeadError):  # all of what it says is for the terminal: it may hold anything
+        return ApiError(503, f"{error.what} ({error.kind}); {error.next}", code="engine_dead")
     if isinstance(error, ContextLengthError):
-        wanted, limit = error.context
+        tokens, limit = error.context
         return ApiError(400, f"This model's maximum context length is {limit} tokens; prompt and answer come "
-                        f"to {wanted}",
+                        f"to {tokens}",
                         code="context_length_exceeded")
     if isinstance(error, ConstraintError):  # of a grammar that is too much work, or that no token fits
         return ApiError(400, _text(error), code="invalid_structure")
@@ -107,6 +109,18 @@ def api_error(error: BaseException) -> ApiError:
     if (culprit := blame(error)) is not None:  # what it says is for the terminal: it may hold anything
         return ApiError(500, f"the {culprit[0]} failed: {type(error).__name__}", code="plugin_error")
     return ApiError(500, "internal error", code="internal_error")
+
+
+def reported(error: BaseException) -> QuantkitError:
+    """An error that is nobody's request's fault, as the server's terminal tells of it. Its class is no other
+    one, so that any process can read it."""
+    failure = plugin_failure(error) or error
+    if not isinstance(failure, QuantkitError):
+        first = str(error).strip().splitlines()[:1]
+        return QuantkitError(f"internal error: {': '.join([type(error).__name__, *first])}")
+    plain = QuantkitError(failure.what, why=failure.why, next=failure.next)
+    plain.exit_code = failure.exit_code
+    return plain
 
 
 def install(app: FastAPI, on_error: Callable[[BaseException], None] | None = None) -> None:

@@ -39,18 +39,18 @@ class GuardMiddleware:
     """ASGI middleware: host, origin, key, size and time of the body; and no exception gets past it.
 
     Args:
-        app: what it guards.
-        loopback: whether the server is bound to this machine only; then every ``Host`` but a loopback
+        app: The application behind it.
+        loopback: Whether the server is bound to this machine only; then every ``Host`` but a loopback
             one is foreign. Otherwise addresses are fine (a rebound name is never an address), names
             must be listed.
-        hosts: further names that are ours.
-        keys: of which every path but :data:`OPEN` needs one: as bearer token, in ``x-api-key``, or as
+        hosts: Further names that are ours.
+        keys: Every path but :data:`OPEN` needs one of these: as bearer token, in ``x-api-key``, or as
             password of basic authentication, which is what a browser can do. Clients with different keys
             share no prefix, and none sees another's requests in the trace.
-        on_error: told about an exception that nobody handled.
+        on_error: This is told about an exception that nobody handled.
 
     Attributes:
-        active: requests under way, each until its answer is complete.
+        active: The number of requests under way, each until its answer is complete.
     """
 
     def __init__(self, app: ASGIApp, *, loopback: bool = True, hosts: Collection[str] = (),
@@ -231,9 +231,10 @@ class Authority:
     """Who a request is for.
 
     Attributes:
-        name: in lower case, without the dot that a full name may end with; of an address its usual form.
-        address: if it is one.
-        port: ``None`` if it isn't said.
+        name: The name in lower case, without the dot that a full name may end with; an address has its usual
+            form.
+        address: The address, if the name is one.
+        port: The port, if it is said.
     """
 
     name: str

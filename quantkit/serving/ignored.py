@@ -40,7 +40,6 @@ class Ignored:
         self._noted = 0
 
     def __bool__(self) -> bool:
-        """Whether there is anything."""
         return self._noted > 0
 
     def key(self, part: Mapping[Any, Any], name: str) -> None:

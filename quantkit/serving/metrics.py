@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -35,7 +36,7 @@ class Metrics:
     """The metrics of one server, in a registry of their own.
 
     Args:
-        engines: of all models, by their names.
+        engines: The name and the engine of each model.
     """
 
     def __init__(self, engines: Sequence[tuple[str, Engine]]) -> None:
@@ -76,24 +77,21 @@ class Metrics:
         return generate_latest(self._registry)
 
 
+@dataclass(frozen=True)
 class ModelMetrics:
     """What requests to one model tell.
 
-    Args:
-        histograms: by what they observe.
-        ended: counts requests by the reason for their end.
+    Attributes:
+        histograms: The histograms by what they observe.
+        ended: The counters of requests by the reason for their end.
     """
 
-    def __init__(self, histograms: dict[str, Histogram], ended: dict[str, Counter]) -> None:
-        self.histograms, self.ended = histograms, ended
-
-    def clock(self) -> RequestClock:
-        """For one request, which arrives now."""
-        return RequestClock(self)
+    histograms: dict[str, Histogram]
+    ended: dict[str, Counter]
 
 
 class RequestClock:
-    """The times of one request. It belongs to the engine's thread once the request is queued."""
+    """The times of one request, which arrives now. It belongs to the engine's thread once that is queued."""
 
     def __init__(self, metrics: ModelMetrics) -> None:
         self._metrics, self._arrived = metrics, time.perf_counter()
@@ -102,7 +100,6 @@ class RequestClock:
         self._observe_gap = metrics.histograms["gap"].observe
 
     def token(self) -> None:
-        """A token came."""
         now = time.perf_counter()
         if self._first is None:
             self._first = now
@@ -112,7 +109,6 @@ class RequestClock:
         self._last = now
 
     def done(self, request: Request) -> None:
-        """It ended."""
         observed, now = self._metrics.histograms, time.perf_counter()
         self._metrics.ended[request.result.finish_reason].inc()
         if request.result.finish_reason == "cancelled":

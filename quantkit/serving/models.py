@@ -48,20 +48,20 @@ class ServedEngine:
     """One model that is served.
 
     Args:
-        engine: runs it; starting and closing it is the caller's.
-        loaded: its tokenizer, shape and label.
-        name: as requests call it.
-        parse_special: whether control tokens written out in messages are control tokens.
-        scheduling_policy: ``fcfs``: requests run in their order of arrival; ``priority``: those with a lower
-            ``priority`` go first.
-        strict_requests: whether what a request asks for and the server doesn't do is refused; by default it
+        engine: The engine that runs it; the caller starts and closes it.
+        loaded: The model's tokenizer, shape and label.
+        name: The model's name in requests.
+        parse_special: Whether control tokens written out in messages are control tokens.
+        scheduling_policy: With ``fcfs`` requests run in their order of arrival; with ``priority`` those with
+            a lower ``priority`` go first.
+        strict_requests: Whether what a request asks for and the server doesn't do is refused; by default it
             is ignored and named.
-        bare_json_calls: whether a whole message that is a call as plain JSON is one, although the model's
+        bare_json_calls: Whether a whole message that is a call as plain JSON is one, although the model's
             template writes calls otherwise.
 
     Attributes:
-        texts: of its tokens.
-        created: Unix time, seconds.
+        texts: The texts of its tokens.
+        created: The time at which it was made, in seconds since 1970.
     """
 
     def __init__(self, engine: Engine, loaded: LoadedModel, name: str, parse_special: bool = False,
@@ -96,6 +96,14 @@ class ServedEngine:
     def compiler(self) -> Compiler:
         """Makes constraints of what an answer must look like. UsageError if llguidance isn't installed."""
         return Compiler(self.loaded.tokenizer, self.format, self.loaded.config.vocab_size)
+
+    @property
+    def can_chat(self) -> bool:
+        """Whether it has a chat template that can be used."""
+        try:
+            return self.loaded.tokenizer.has_chat
+        except SourceError:  # there is a template and it can't be used; a request to chat is told why
+            return False
 
     def prepare(self) -> None:
         """Work out now what the first conversation would otherwise wait for."""
@@ -142,12 +150,8 @@ class ServedEngine:
     def about(self) -> dict[str, Any]:
         """Its entry in the list of models."""
         loaded = self.loaded
-        try:
-            chat = loaded.tokenizer.has_chat
-        except SourceError:  # there is a template and it can't be used; a request to chat is told why
-            chat = False
         return {"id": self.name, "object": "model", "created": self.created, "owned_by": "quantkit",
-                "max_model_len": self.context, "chat": chat, "method": loaded.label,
+                "max_model_len": self.context, "chat": self.can_chat, "method": loaded.label,
                 "dtype": str(loaded.dtype).removeprefix("torch."), "kv": str(self.engine.cache.spec)}
 
 
@@ -155,7 +159,7 @@ class ServedModels:
     """All models of one server.
 
     Args:
-        models: at least one, each with its own name.
+        models: There is at least one, and each has its own name.
 
     Raises:
         UsageError: none, or two of one name.
@@ -178,6 +182,12 @@ class ServedModels:
     def strict_requests(self) -> bool:
         """Whether what isn't done is refused: by all of them if by one."""
         return any(model.strict_requests for model in self)
+
+    def check_alive(self) -> None:
+        """Raises EngineDeadError: an error has ended an engine's thread."""
+        for model in self:
+            if model.engine.failure is not None:
+                raise model.engine.failure
 
     def close(self) -> None:
         """Close the engines; answers that aren't complete are cut.

@@ -10,11 +10,16 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from quantkit.serving.answers import ErrorResponse
-from quantkit.serving.anthropic.answers import AnthropicErrorResponse, AnthropicEvent
+from quantkit.serving.answers import (
+    AnthropicErrorResponse,
+    AnthropicEvent,
+    ChatChunk,
+    ErrorResponse,
+    ResponseEvent,
+    TextChunk,
+)
 from quantkit.serving.ignored import IGNORED, Ignored
 from quantkit.serving.models import ServedModels
-from quantkit.serving.openai.answers import ChatChunk, ResponseEvent, TextChunk
 from quantkit.serving.openai.embeddings import MAX_INPUTS
 from quantkit.serving.schema import INT64
 
@@ -37,11 +42,11 @@ def responses(answer: type[BaseModel], *others: int, chunk: type[BaseModel] | No
     """What a route answers.
 
     Args:
-        answer: with 200.
-        others: statuses of errors beside :data:`ANY`.
-        chunk: with 200 too, if a stream is asked for: what its events hold.
-        done: whether the last event is ``[DONE]``.
-        error: the body of errors.
+        answer: The body of an answer with 200.
+        others: The statuses of errors beside :data:`ANY`.
+        chunk: The body of an event, if a stream is asked for.
+        done: Whether the last event is ``[DONE]``.
+        error: The body of errors.
     """
     good: dict[str, Any] = {"model": answer}
     if chunk is not None:
@@ -79,9 +84,9 @@ def describe(api: FastAPI, models: ServedModels, *, key: bool) -> None:
     """Make an application's description say what holds for the models that it serves.
 
     Args:
-        api: its routes; complete.
-        models: what is served.
-        key: whether clients need one.
+        api: The application, which has all of its routes.
+        models: The models that are served.
+        key: Whether clients need a key.
     """
     make = api.openapi
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import contextvars
+import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
@@ -13,10 +17,70 @@ from quantkit.serving.guard import tenant
 from quantkit.serving.metrics import Metrics
 from quantkit.serving.models import ServedEngine, ServedModels
 from quantkit.serving.openai.embeddings import EmbeddingReply
-from quantkit.serving.reply import Reply
-from quantkit.serving.sse import ClientDisconnected, EventStream, while_there
-from quantkit.serving.threads import BoundedThreads
+from quantkit.serving.reply import EventStream, Reply, while_there
 from quantkit.serving.work import RequestWork, labels
+
+T = TypeVar("T")
+
+
+class BoundedThreads:
+    """Runs functions off the event loop.
+
+    Args:
+        running: the largest number of calls that run at once.
+        waiting: the largest number of calls that wait for one of them to end.
+    """
+
+    def __init__(self, running: int, waiting: int) -> None:
+        self._free = asyncio.Semaphore(running)
+        self._max_waiting = waiting
+        self._waiting = 0
+
+    async def run(self, function: Callable[[], T]) -> T:
+        """What ``function`` returns or raises; it sees the caller's context variables. Who is cancelled while
+        it waits is dropped; what has begun goes on to its end and counts until then.
+
+        Raises:
+            EngineFull: too many wait.
+        """
+        if self._waiting >= self._max_waiting:
+            raise EngineFull(f"{self._waiting} requests wait for a thread", why="those before them take time",
+                             next="try again in a moment")
+        self._waiting += 1
+        try:
+            await self._free.acquire()
+        finally:
+            self._waiting -= 1
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[T] = loop.create_future()
+
+        def tell(result: T | None, error: BaseException | None) -> None:
+            self._free.release()
+            if done.cancelled():
+                return
+            if error is None:
+                done.set_result(result)  # type: ignore[arg-type]
+            else:
+                done.set_exception(error)
+
+        def work() -> None:
+            result, error = None, None
+            try:
+                result = function()
+            except BaseException as raised:
+                error = raised
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the server is gone
+                loop.call_soon_threadsafe(tell, result, error)
+
+        # a thread each rather than a pool, whose threads would keep the process from ending
+        try:
+            threading.Thread(target=contextvars.copy_context().run, args=[work], name="quantkit-prepare",
+                             daemon=True).start()
+        except BaseException:  # the system has no thread left: the next request may find one
+            self._free.release()
+            raise
+        return await done
+
 
 PREPARING = COMPILING = WRITING = 2
 """Requests whose prompts are made into tokens, whose structures are compiled, and whose vectors are written,
@@ -24,12 +88,12 @@ at once. Each kind has threads of its own, so that a slow one holds up none of t
 
 
 class Responder:
-    """Answers requests.
+    """Answers requests. Where a client leaves, its request ends with ClientDisconnect.
 
     Args:
-        models: what is served.
-        metrics: what is told how long requests take.
-        on_error: told about errors of streams that are nobody's request's fault.
+        models: The models that are served.
+        metrics: These are told how long requests take.
+        on_error: This is told about errors of streams that are nobody's request's fault.
     """
 
     def __init__(self, models: ServedModels, metrics: Metrics,
@@ -60,10 +124,7 @@ class Responder:
                 await self._compiling.run(reply.compile)
             return reply
 
-        try:
-            reply = await while_there(request.receive, prepare())
-        except ClientDisconnected:
-            return Response(status_code=499)  # nobody reads it
+        reply = await while_there(request.receive, prepare())
         self._check_open()
         work = RequestWork(model.engine, reply.jobs, self._metrics.of(model.name),
                            labels(reply.id, len(reply.jobs), tenant(request)))
@@ -71,14 +132,11 @@ class Responder:
             return EventStream(reply, work, self._on_error)
         try:
             return JSONResponse(await while_there(request.receive, reply.body(work)))
-        except ClientDisconnected:
-            return Response(status_code=499)
         finally:
             work.cancel()
 
     async def embed(self, request: Request, name: str,
                     make: Callable[[ServedEngine], EmbeddingReply]) -> Response:
-        """Vectors."""
         model = self.models.find(name)
 
         async def answer() -> bytes:
@@ -94,19 +152,13 @@ class Responder:
             finally:
                 self._embedding -= 1
 
-        try:
-            return Response(await while_there(request.receive, answer()), media_type="application/json")
-        except ClientDisconnected:
-            return Response(status_code=499)
+        return Response(await while_there(request.receive, answer()), media_type="application/json")
 
     async def compute(self, request: Request, name: str | None,
                       make: Callable[[ServedEngine], Any]) -> Response:
         """What a thread makes of a request without the engine."""
         model = self.models.find(name)
-        try:
-            return JSONResponse(await while_there(request.receive, self._preparing.run(lambda: make(model))))
-        except ClientDisconnected:
-            return Response(status_code=499)
+        return JSONResponse(await while_there(request.receive, self._preparing.run(lambda: make(model))))
 
     def _check_open(self) -> None:
         """Raises EngineClosed: the server takes no more work."""

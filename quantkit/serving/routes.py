@@ -8,25 +8,12 @@ from typing import Annotated, Any
 
 from fastapi import FastAPI, Query, Request, Response
 
-from quantkit.serving.answers import HealthResponse, ModelList, ModelState, ReadyResponse, ServedModel
-from quantkit.serving.anthropic.answers import AnthropicEvent, MessageAnswer, MessageTokenCount
+from quantkit.serving import answers
 from quantkit.serving.anthropic.messages import MessagesReply, count_tokens
 from quantkit.serving.anthropic.request import CountRequest, MessagesRequest
 from quantkit.serving.errors import RETRY_AFTER, ApiError
 from quantkit.serving.guard import tenant
 from quantkit.serving.metrics import CONTENT_TYPE, Metrics
-from quantkit.serving.models import ServedModels
-from quantkit.serving.openai.answers import (
-    ChatChunk,
-    ChatCompletion,
-    Detokenized,
-    EmbeddingList,
-    ResponseAnswer,
-    ResponseEvent,
-    TextChunk,
-    TextCompletion,
-    Tokenized,
-)
 from quantkit.serving.openai.chat import ChatReply
 from quantkit.serving.openai.chat_request import ChatRequest
 from quantkit.serving.openai.completions import CompletionReply, CompletionRequest
@@ -38,81 +25,84 @@ from quantkit.serving.openapi import anthropic_responses, responses, text_respon
 from quantkit.serving.respond import Responder
 from quantkit.serving.timeline import Timeline, TraceResponse
 
-MAY = (404, 413, 503)
-"""Statuses of errors that whatever a model answers may have."""
 
+def add_routes(api: FastAPI, responder: Responder, metrics: Metrics, draining: Callable[[], bool],
+               locked: Sequence[int]) -> None:
+    """Add all routes.
 
-def add_generation(api: FastAPI, responder: Responder, locked: Sequence[int]) -> None:
-    """Routes on which a model writes. ``locked``: what is answered without the key, if there is one."""
+    Args:
+        api: The application that gets them.
+        responder: This answers with what the models make of a request.
+        metrics: The metrics of the server.
+        draining: This says whether the server is ending.
+        locked: The statuses that are answered without the key, if there is one.
+    """
+    models, timeline = responder.models, Timeline(responder.models)
+    errors = (404, 413, 503, *locked)  # that whatever a model answers may have
 
     @api.post("/v1/chat/completions", summary="The next turn of a conversation",
-              responses=responses(ChatCompletion, *MAY, *locked, chunk=ChatChunk))
+              responses=responses(answers.ChatCompletion, *errors, chunk=answers.ChatChunk))
     async def chat(body: ChatRequest, request: Request) -> Response:
         return await responder.generate(request, body.model, lambda model: ChatReply(model, body))
 
     @api.post("/v1/completions", summary="The continuation of one or more prompts",
-              responses=responses(TextCompletion, *MAY, *locked, chunk=TextChunk))
+              responses=responses(answers.TextCompletion, *errors, chunk=answers.TextChunk))
     async def completions(body: CompletionRequest, request: Request) -> Response:
         return await responder.generate(request, body.model, lambda model: CompletionReply(model, body))
 
     @api.post("/v1/responses", summary="The next turn of a conversation, in items",
-              responses=responses(ResponseAnswer, *MAY, *locked, chunk=ResponseEvent, done=False))
+              responses=responses(answers.ResponseAnswer, *errors, chunk=answers.ResponseEvent, done=False))
     async def response(body: ResponsesRequest, request: Request) -> Response:
         return await responder.generate(request, body.model, lambda model: ResponsesReply(model, body))
 
     @api.post("/v1/messages", summary="The next turn of a conversation, as Anthropic's API has it",
-              responses=anthropic_responses(MessageAnswer, *MAY, *locked, chunk=AnthropicEvent))
+              responses=anthropic_responses(answers.MessageAnswer, *errors, chunk=answers.AnthropicEvent))
     async def messages(body: MessagesRequest, request: Request) -> Response:
         return await responder.generate(request, body.model, lambda model: MessagesReply(model, body))
 
-
-def add_tokens(api: FastAPI, responder: Responder, locked: Sequence[int]) -> None:
-    """Routes that read texts and write none."""
-
     @api.post("/v1/messages/count_tokens", summary="How many tokens a conversation has",
-              responses=anthropic_responses(MessageTokenCount, *MAY, *locked))
+              responses=anthropic_responses(answers.MessageTokenCount, *errors))
     async def count(body: CountRequest, request: Request) -> Response:
         return await responder.compute(request, body.model, lambda model: count_tokens(model, body))
 
-    @api.post("/v1/embeddings", summary="Vectors of texts", responses=responses(EmbeddingList, *MAY, *locked))
+    @api.post("/v1/embeddings", summary="Vectors of texts",
+              responses=responses(answers.EmbeddingList, *errors))
     async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
         return await responder.embed(request, body.model, lambda model: EmbeddingReply(model, body))
 
     @api.post("/tokenize", summary="Tokens of a text or a conversation",
-              responses=responses(Tokenized, *MAY, *locked))
+              responses=responses(answers.Tokenized, *errors))
     async def tokens(body: TokenizeRequest, request: Request) -> Response:
         return await responder.compute(request, body.model, lambda model: tokenize(model, body))
 
-    @api.post("/detokenize", summary="The text of tokens", responses=responses(Detokenized, *MAY, *locked))
+    @api.post("/detokenize", summary="The text of tokens", responses=responses(answers.Detokenized, *errors))
     async def text(body: DetokenizeRequest, request: Request) -> Response:
         return await responder.compute(request, body.model, lambda model: detokenize(model, body))
 
-
-def add_state(api: FastAPI, models: ServedModels, metrics: Metrics, timeline: Timeline,
-              draining: Callable[[], bool], locked: Sequence[int]) -> None:
-    """Routes that say what the server is and does. ``draining``: whether it is ending."""
-
-    @api.get("/v1/models", summary="What is served", responses=responses(ModelList, *locked))
+    @api.get("/v1/models", summary="What is served", responses=responses(answers.ModelList, *locked))
     async def listed() -> dict[str, Any]:
         return {"object": "list", "data": [model.about() for model in models]}
 
     @api.get("/v1/models/{name:path}", summary="One model by its name",
-             responses=responses(ServedModel, 404, *locked))
+             responses=responses(answers.ServedModel, 404, *locked))
     async def model_info(name: str) -> dict[str, Any]:
         return models.named(name).about()
 
-    @api.get("/health", summary="Whether the process lives", responses=responses(HealthResponse))
+    @api.get("/health", summary="Whether the process and its engines live",
+             responses=responses(answers.HealthResponse, 503))
     async def health() -> dict[str, str]:
+        models.check_alive()
         return {"status": "ok"}
 
     @api.get("/ready", summary="Whether it takes requests, and what it is doing",
-             responses=responses(ReadyResponse, 503, *locked))
+             responses=responses(answers.ReadyResponse, 503, *locked))
     async def ready() -> dict[str, Any]:
         if draining():
             raise ApiError(503, "the server is shutting down", code="shutting_down", headers=RETRY_AFTER)
+        models.check_alive()
         states = {model.name: {key: value for key, value in model.engine.stats().items()
-                               if key in ModelState.model_fields} for model in models}
-        total = {key: sum(state[key] for state in states.values()) for key in ModelState.model_fields}
+                               if key in answers.ModelState.model_fields} for model in models}
+        total = {key: sum(state[key] for state in states.values()) for key in answers.ModelState.model_fields}
         return {"status": "ready", **total, "models": states}
 
     @api.get("/metrics", summary="What Prometheus reads, under vLLM's names",

@@ -1,14 +1,14 @@
-"""The base of all request bodies. Keys that nobody knows or that aren't supported are ignored and named, or
-refused by name where the server is strict (:mod:`quantkit.serving.ignored`).
+"""The base of all request bodies, and the fields that several APIs have.
 
-``null`` means the default everywhere.
+Keys that nobody knows or that aren't supported are ignored and named, or refused by name where the server is
+strict (:mod:`quantkit.serving.ignored`). ``null`` means the default everywhere.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
 from pydantic import (
@@ -22,6 +22,8 @@ from pydantic import (
 )
 from pydantic.fields import FieldInfo
 
+from quantkit.kv.spec import MAX_LENGTH as MAX_KV
+from quantkit.runtime.sampler import MAX_STOP_LENGTH, MAX_TOKENS, MIN_TEMPERATURE, Sampling
 from quantkit.serving.errors import RefusedValue
 from quantkit.serving.ignored import IGNORED
 from quantkit.support.errors import did_you_mean
@@ -120,7 +122,7 @@ class RequestPart(BaseModel):
             return data
         if len(data) > MAX_KEYS:
             raise ValueError(f"{len(data)} keys; at most {MAX_KEYS} are read")
-        cls._first(data)
+        cls._check_object(data)
         kept = {}
         fields = cls._fields()
         ignored = IGNORED.get()
@@ -128,19 +130,18 @@ class RequestPart(BaseModel):
             field = fields.get(name)
             if value is None:
                 if field is not None and field.is_required():
-                    raise RefusedValue(name, cls._null(name), "missing_parameter")
+                    raise RefusedValue(name, cls._reason_against_null(name), "missing_parameter")
             elif field is not None:
                 cls._check_length(name, field, value)
                 kept[name] = _integer(value) if field.annotation in (int, int | None) else value
             elif name not in cls.ignored and not _asks_nothing(value, cls.neutral.get(name, ())):
                 if ignored.strict or name in cls.refused:
-                    raise RefusedValue(printable(name), cls._refusal(name))
+                    raise RefusedValue(printable(name), cls._reason_against(name))
                 ignored.key(data, name)
         return kept
 
     @classmethod
     def _fields(cls) -> dict[str, FieldInfo]:
-        """Fields by their names in JSON."""
         return {field.alias or name: field for name, field in cls.model_fields.items()}
 
     @classmethod
@@ -153,16 +154,16 @@ class RequestPart(BaseModel):
                                "invalid_value")
 
     @classmethod
-    def _first(cls, data: dict[Any, Any]) -> None:
+    def _check_object(cls, data: dict[Any, Any]) -> None:
         """Raises Refused: what better explains what is wrong than the first key would."""
 
     @classmethod
-    def _null(cls, name: str) -> str:
+    def _reason_against_null(cls, name: str) -> str:
         """Why null is no value of a field that must be given."""
         return f"{name} is null; it must have a value"
 
     @classmethod
-    def _refusal(cls, name: str) -> str:
+    def _reason_against(cls, name: str) -> str:
         """Why a key is refused."""
         if name in cls.neutral:
             return f"{name} is not supported, and leaving it out would change the answer"
@@ -188,17 +189,44 @@ class RequestPart(BaseModel):
         return schema
 
 
+class TextPart(RequestPart):
+    """Base of pieces of a message. Pictures, sound and files are refused: no address is ever fetched."""
+
+    ignored = frozenset({"cache_control", "prompt_cache_breakpoint"})
+    refused = ATTACHMENTS
+
+    @classmethod
+    def _reason_against(cls, name: str) -> str:
+        return f"{printable(name)} is not supported: a message is text"
+
+
+def plain_text(content: str | list[Any]) -> str:
+    """A text, or the texts of a message's pieces."""
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
 class LeftOutPart(RequestPart):
     """Base of parts that the server has no use for, whatever they have: they are left out and named, or
     refused by a strict server.
 
     Attributes:
-        supported: types of the parts that may stand in their place.
-        never: types that aren't left out either, because an answer without them would be to something else.
+        supported: The types of the parts that may stand in their place.
+        never: The types that aren't left out either, because an answer without them would be to something
+            else.
+        default: The type of a part that says none.
     """
 
     supported: ClassVar[tuple[str, ...]] = ()
     never: ClassVar[tuple[str, ...]] = ()
+    default: ClassVar[str | None] = None
+
+    @classmethod
+    def tag(cls, part: Any) -> str:
+        """Which class of a union reads a part: its type if that is supported, or else ``other``. Tags have
+        brackets, so that errors leave them out where they name a place."""
+        kind = part.get("type") if isinstance(part, dict) else getattr(part, "type", None)
+        kind = cls.default if kind is None else kind
+        return f"{kind}[]" if isinstance(kind, str) and kind in cls.supported else "other[]"
 
     @model_validator(mode="before")
     @classmethod
@@ -227,14 +255,6 @@ class LeftOutPart(RequestPart):
         return schema
 
 
-def kind_tag(part: Any, supported: Collection[str], default: str | None = None) -> str:
-    """Which of a union's classes reads a part, by its ``type``: the tag is that type, or ``other``. Tags have
-    brackets, so that errors leave them out where they name a place."""
-    kind = part.get("type") if isinstance(part, dict) else getattr(part, "type", None)
-    kind = default if kind is None else kind
-    return f"{kind}[]" if isinstance(kind, str) and kind in supported else "other[]"
-
-
 def _asks_nothing(value: Any, values: tuple[Any, ...]) -> bool:
     """Whether it is one of ``values``; false is not 0."""
     return any(value == allowed and isinstance(value, bool) == isinstance(allowed, bool)
@@ -242,7 +262,6 @@ def _asks_nothing(value: Any, values: tuple[Any, ...]) -> bool:
 
 
 def _nullable(schema: dict[str, Any]) -> dict[str, Any]:
-    """The same, or null."""
     if "anyOf" in schema:
         options = [option for option in schema["anyOf"] if option != {"type": "null"}]
         return {**schema, "anyOf": [*options, {"type": "null"}]}
@@ -254,3 +273,55 @@ def _nullable(schema: dict[str, Any]) -> dict[str, Any]:
 def printable(name: str) -> str:
     """A key as it may stand in a message."""
     return name[:80].encode("utf-8", "replace").decode()
+
+
+def _limit(tokens: int) -> int:
+    if tokens == 0:
+        raise ValueError("input should be greater than 0, or -1: as many as fit")
+    return tokens
+
+
+MAX_STOPS = 16
+MIN_TOP_P = 1e-9
+Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH), Unicode]
+Stops = Annotated[list[Stop], Field(max_length=MAX_STOPS, fail_fast=True)]
+StopIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(max_length=MAX_STOPS, fail_fast=True),
+                    BeforeValidator(whole_numbers)]
+KV = Annotated[str, Field(min_length=1, max_length=MAX_KV, description=(
+    'How the KV cache is kept: "int8", "window(1024, sinks=4)+int8".')), Unicode]
+TokenLimit = Annotated[int, Field(ge=-1, le=MAX_TOKENS, json_schema_extra={"not": {"const": 0}}),
+                       AfterValidator(_limit)]
+"""Tokens of an answer; −1, as in llama.cpp and Ollama: as many as fit."""
+FITS = "-1: as many as fit. What the context has no room for is cut, and the header quantkit-ignored says so."
+TopK = Annotated[int, Field(ge=-1, lt=2**31, description="-1 and 0: all tokens.")]
+Priority = Annotated[int, Field(ge=-2**31, lt=2**31, description=(
+    "Lower ones come first. Only 0 without --scheduling-policy priority."))]
+
+MAX_SALT = 256
+CacheSalt = Annotated[str, Field(min_length=1, max_length=MAX_SALT, description=(
+    "Only prompts with the same salt share cached prefixes. Take a long random text.")), Unicode]
+
+
+def sampling(*, temperature: float, top_p: float, top_k: int = 0, min_p: float = 0.0,
+             ignore_eos: bool = False, repetition_penalty: float = 1.0, seed: int | None = None,
+             stop: Sequence[str] = (), stop_token_ids: Sequence[int] = (), presence_penalty: float = 0.0,
+             frequency_penalty: float = 0.0, logit_bias: Mapping[str, float] | None = None) -> Sampling:
+    """Settings as the sampler takes them, from values as JSON has them.
+
+    Raises:
+        UsageError: a value that only the sampler refuses.
+    """
+    return Sampling(
+        # what is greedy in all but name is asked for in both of these ways
+        temperature=float(temperature) if temperature >= MIN_TEMPERATURE else 0.0,
+        top_p=max(float(top_p), MIN_TOP_P), top_k=max(top_k, 0), min_p=float(min_p), ignore_eos=ignore_eos,
+        repetition_penalty=float(repetition_penalty), seed=None if seed is None else seed % INT64,
+        stop=tuple(stop), stop_token_ids=tuple(stop_token_ids), presence_penalty=float(presence_penalty),
+        frequency_penalty=float(frequency_penalty),
+        logit_bias=tuple((int(token), float(bias)) for token, bias in (logit_bias or {}).items()))
+
+
+def token_limit(*asked: int | None) -> int | None:
+    """The first :data:`TokenLimit` that is given; ``None``: as many as fit."""
+    limit = next((tokens for tokens in asked if tokens is not None), None)
+    return None if limit == -1 else limit

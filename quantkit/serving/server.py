@@ -28,10 +28,10 @@ class Server(uvicorn.Server):
     so that whoever asks whether it is ready hears that it isn't; a second one stops at once.
 
     Args:
-        application: what is served; its engines are closed if answers take too long.
-        drain_timeout: seconds that answers have to finish.
-        on_ready: called when it listens.
-        on_drain: called at the first signal.
+        application: The application that answers; it is closed if answers take too long.
+        drain_timeout: The seconds that answers have to finish.
+        on_ready: This is called when it listens.
+        on_drain: This is called at the first signal, with the number of requests under way.
 
     Attributes:
         outcome: ``done``; ``cut`` if answers were cut off after ``drain_timeout``; ``forced`` by a
@@ -45,13 +45,12 @@ class Server(uvicorn.Server):
             application, http=Connection, loop="asyncio", ws="none", lifespan="off", log_config=None,
             log_level="critical", access_log=False, server_header=False, proxy_headers=False,
             timeout_keep_alive=IDLE_SECONDS, timeout_graceful_shutdown=5))
-        self._application, self._patience = application, drain_timeout
+        self._application, self._drain_timeout = application, drain_timeout
         self._on_ready, self._on_drain = on_ready, on_drain
         self._ending: asyncio.Task[None] | None = None
         self.outcome: Outcome = "done"
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen."""
         await super().startup(sockets)
         self._on_ready()
 
@@ -87,7 +86,7 @@ class Server(uvicorn.Server):
 
     async def _end(self) -> None:
         self._on_drain(self._application.guard.active)
-        if not await self._application.drain(self._patience):
+        if not await self._application.drain(self._drain_timeout):
             self.outcome = "cut"
             await asyncio.to_thread(self._application.close)
             with contextlib.suppress(TimeoutError):

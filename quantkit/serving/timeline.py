@@ -88,7 +88,7 @@ class Timeline:
     """The traces of a server's models on one clock, which is 0 now.
 
     Args:
-        models: what is served.
+        models: The models that are served.
     """
 
     def __init__(self, models: ServedModels) -> None:

@@ -11,13 +11,11 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from quantkit.runtime.core import Completion, TokenInfo
-from quantkit.serving.conversation import Conversation, choice_sampling
+from quantkit.serving.conversation import Conversation, choice_sampling, thinking_options
 from quantkit.serving.errors import ApiError
 from quantkit.serving.ignored import IGNORED
 from quantkit.serving.models import ServedEngine
-from quantkit.serving.prompt import PromptReader
-from quantkit.serving.template_options import thinking_options
-from quantkit.serving.work import ChoiceJob, RequestWork, check_fits, check_size
+from quantkit.serving.work import ChoiceJob, PromptReader, RequestWork, check_fits, check_size
 from quantkit.structure.base import ReasoningDelta, TextDelta, ToolCallDelta, TurnDelta
 from quantkit.structure.conversation import conversation as prepare
 from quantkit.structure.grammar import Structure
@@ -33,10 +31,12 @@ class TurnEnd:
     """Why and how a choice ended.
 
     Attributes:
-        reason: ``tool_calls`` if it has some and wasn't cut; otherwise as in :class:`Completion`.
-        stop: the stop string that ended it.
-        tokens: that were generated, and of them those before the reasoning's end.
-        accepted_tokens, rejected_tokens: that were drafted and right, and drafted in vain.
+        reason: This is ``tool_calls`` if it has some and wasn't cut; otherwise as in :class:`Completion`.
+        stop: The stop string that ended it.
+        tokens: The number of tokens that were generated.
+        reasoning_tokens: The number of them up to the reasoning's end.
+        cached_tokens: The number of the prompt's tokens that the prefix cache had.
+        accepted_tokens, rejected_tokens: The numbers of tokens that were drafted and right, and in vain.
     """
 
     reason: TurnReason
@@ -83,47 +83,55 @@ class TurnCall:
     arguments: str = ""
 
 
+TurnPart = TextDelta | ReasoningDelta | TurnCall
+
+
+def begins_part(delta: TurnDelta, part: TurnPart | None) -> bool:
+    """Whether a delta begins another part than the one before it."""
+    return delta.id is not None if isinstance(delta, ToolCallDelta) else type(part) is not type(delta)
+
+
+def empty_part(delta: TurnDelta) -> TurnPart:
+    """The part that a delta begins, without its content."""
+    return TurnCall(delta.id or "", delta.name or "") if isinstance(delta, ToolCallDelta) else type(delta)("")
+
+
 @dataclass
 class Turn:
     """A whole choice.
 
     Attributes:
-        parts: texts, reasoning and calls in the order in which they came; neighbors of a kind are one.
-        tokens: that it consists of.
-        end: how it ended.
+        parts: The texts, reasoning and calls in the order in which they came; neighbors of a kind are one.
+        tokens: The tokens that it consists of.
+        end: Why and how it ended, once it has.
     """
 
-    parts: list[TextDelta | ReasoningDelta | TurnCall] = field(default_factory=list)
+    parts: list[TurnPart] = field(default_factory=list)
     tokens: list[TokenInfo] = field(default_factory=list)
     end: TurnEnd | None = None
 
     @property
     def text(self) -> str:
-        """All of its text."""
         return "".join(part.text for part in self.parts if isinstance(part, TextDelta))
 
     @property
     def reasoning(self) -> str:
-        """All of its reasoning."""
         return "".join(part.text for part in self.parts if isinstance(part, ReasoningDelta))
 
     @property
     def calls(self) -> list[TurnCall]:
-        """All of its calls."""
         return [part for part in self.parts if isinstance(part, TurnCall)]
 
     def add(self, event: TurnEvent) -> None:
-        """Append what came."""
         for delta in event.deltas:
             last = self.parts[-1] if self.parts else None
+            if begins_part(delta, last):
+                last = empty_part(delta)
+                self.parts.append(last)
             if isinstance(delta, ToolCallDelta):
-                if delta.id is not None:
-                    self.parts.append(TurnCall(delta.id, delta.name or ""))
                 self.calls[delta.index].arguments += delta.arguments
-            elif type(last) is type(delta):
+            elif not isinstance(last, TurnCall | None):
                 self.parts[-1] = type(delta)(last.text + delta.text)
-            else:
-                self.parts.append(delta)
         if event.token is not None:
             self.tokens.append(event.token)
         self.end = event.end or self.end
@@ -133,13 +141,13 @@ class NextTurn:
     """The choices for one conversation's next turn.
 
     Args:
-        model: answers.
-        conversation: what is asked.
+        model: The model that answers.
+        conversation: The conversation that is to go on.
 
     Attributes:
-        prompt: token ids.
-        jobs: one for each choice, without a constraint.
-        structure: what each choice must look like; it isn't compiled.
+        prompt: The token ids of the prompt.
+        jobs: A job for each choice, without a constraint.
+        structure: The structure that each choice must have; it isn't compiled.
 
     Raises:
         ApiError: the model can't chat, or the conversation is too long.
@@ -148,7 +156,7 @@ class NextTurn:
     """
 
     def __init__(self, model: ServedEngine, conversation: Conversation) -> None:
-        self._model, self._asked = model, conversation
+        self._model, self._conversation = model, conversation
         priority = model.priority(conversation.priority)
         check_size(conversation.n, model.max_queue)
         self.prompt = render(model, conversation)
@@ -167,7 +175,7 @@ class NextTurn:
     def structure_of_turn(self, structure: Structure | None) -> Structure | None:
         """What a whole turn must look like, if this is what is asked of its answer."""
         return None if structure is None else replace(
-            structure, parallel_tool_calls=self._asked.parallel_calls, reasoning=True,
+            structure, parallel_tool_calls=self._conversation.parallel_calls, reasoning=True,
             prompt_opens_reasoning=self._in_reasoning)
 
     async def events(self, work: RequestWork) -> AsyncIterator[TurnEvent]:
@@ -207,11 +215,11 @@ class _Choice:
     def __init__(self, turns: NextTurn, number: int, work: RequestWork) -> None:
         self._number = number
         self._work = work
-        self._asked = turns._asked
-        structure = turns._asked.structure
+        self._conversation = turns._conversation
+        structure = turns._conversation.structure
         # JSON that was asked for is an answer
         bare = turns._model.bare_json_calls and not (structure is not None and structure.describes_text)
-        self._parser = parser(turns._model.format, turns._asked.tools, turns._in_reasoning, bare)
+        self._parser = parser(turns._model.format, turns._conversation.tools, turns._in_reasoning, bare)
         self._characters = self._tokens = self._reasoning = 0
         self._called = self._closed = False
 
@@ -240,7 +248,7 @@ class _Choice:
         for delta in deltas:
             if isinstance(delta, ToolCallDelta):
                 self._called = True
-                if delta.index and not self._asked.parallel_calls and not self._closed:
+                if delta.index and not self._conversation.parallel_calls and not self._closed:
                     self._closed = True
                     self._work.stop(self._number)
             if not self._closed:
@@ -254,10 +262,10 @@ def output_limit(asked: int | None, room: int, param: str) -> int:
     """How many tokens an answer may have.
 
     Args:
-        asked: by the request; ``None``: as many as fit.
-        room: tokens of the context behind the prompt. A prompt that leaves none asks for one token, and is
-            refused with the numbers.
-        param: the parameter that asks. If it asks for more than there is room for, it is cut and named; a
+        asked: The number that the request asks for; ``None``: as many as fit.
+        room: The tokens of the context behind the prompt. A prompt that leaves none asks for one token, and
+            is refused with the numbers.
+        param: The parameter that asks. If it asks for more than there is room for, it is cut and named; a
             strict server refuses the request later, with the numbers.
     """
     room = max(room, 1)
@@ -269,7 +277,7 @@ def output_limit(asked: int | None, room: int, param: str) -> int:
     return asked
 
 
-def render(model: ServedEngine, asked: Conversation) -> list[int]:
+def render(model: ServedEngine, conversation: Conversation) -> list[int]:
     """Token ids of a conversation, ready for its next turn.
 
     Raises:
@@ -279,10 +287,12 @@ def render(model: ServedEngine, asked: Conversation) -> list[int]:
     tokenizer = model.loaded.tokenizer
     if not tokenizer.has_chat:
         raise ApiError(400, f"{model.name} has no chat template, so it can't chat; use /v1/completions",
-                       param=asked.param, code="no_chat_template")
-    reader = PromptReader(tokenizer, model.context, asked.max_tokens or 1, asked.param)
-    messages, tools = prepare(model.format, asked.messages, asked.tools)
-    thinking = thinking_options(tokenizer.template_text, model.format.reasoning is not None, asked.thinking) \
-        if asked.thinking else {}
+                       param=conversation.param, code="no_chat_template")
+    reader = PromptReader(tokenizer, model.context, conversation.max_tokens or 1, conversation.param)
+    messages, tools = prepare(model.format, conversation.messages, conversation.tools)
+    options = dict(conversation.template_options)
+    if conversation.thinking:
+        options = thinking_options(tokenizer.template_text, model.format.reasoning is not None,
+                                   conversation.thinking) | options
     return tokenizer.chat(messages, reader.check, parse_special=model.parse_special, tools=tools,
-                          options={**thinking, **asked.template_options})
+                          options=options)

@@ -1,4 +1,5 @@
-"""The engine's work for one HTTP request: one sequence for each choice, as one stream of events."""
+"""The engine's work for one HTTP request: its prompts, and a sequence for each choice, as one stream of
+events."""
 
 from __future__ import annotations
 
@@ -22,8 +23,67 @@ from quantkit.runtime.kv_manager import KVCacheManager
 from quantkit.runtime.loader import LoadedModel
 from quantkit.runtime.sampler import Sampling
 from quantkit.serving.errors import ApiError
-from quantkit.serving.metrics import ModelMetrics
+from quantkit.serving.metrics import ModelMetrics, RequestClock
 from quantkit.structure.base import TokenConstraint
+from quantkit.text.tokenizer import Tokenizer
+
+HEAD_CHARACTERS = 2**16
+"""Texts up to so long are encoded without looking at their beginning first."""
+
+
+class PromptReader:
+    """Encodes one request's prompts.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        context: The tokens that prompt and answer have together, at most.
+        answer: The tokens of the context that the answer needs at least.
+        param: The parameter that the texts come from.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, context: int, answer: int, param: str) -> None:
+        self._tokenizer = tokenizer
+        self._context = context
+        self._answer = answer
+        self._param = param
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a plain prompt.
+
+        Raises:
+            ApiError, ContextLengthError: it doesn't fit.
+        """
+        self.check(text)
+        ids = self._tokenizer.encode(text)
+        if len(ids) + self._answer > self._context:
+            raise ContextLengthError(len(ids), self._answer, self._context)
+        return ids
+
+    def check(self, text: str) -> None:
+        """Refuse a text that is far too long: by its length, or by what the beginning of it has in tokens.
+
+        How long a token can be bounds how few tokens there are, where nothing of a text is dropped
+        (:func:`quantkit.text.length.token_length`). Otherwise, and for a text of short tokens, growing
+        beginnings are encoded: where a text is cut changes the tokens next to the cut alone, so twice the
+        context is far too much. That is less work than encoding it all, up to a text that fits.
+
+        Raises:
+            ApiError: it can't fit; the message has both numbers.
+        """
+        least = self._tokenizer.least_tokens(text)
+        if least >= self._context:  # and at least one token is to follow
+            raise self._too_long(f"at least {least} (it has {len(text.encode())} bytes)")
+        size = max(8 * self._context, HEAD_CHARACTERS)
+        while size < len(text):
+            count = len(self._tokenizer.encode(text[:size], special=False))
+            if count > 2 * self._context:
+                raise self._too_long(f"more than {self._context} (its first {size} characters have {count})")
+            size *= 2
+
+    def _too_long(self, tokens: str) -> ApiError:
+        # clients know this error by these words
+        return ApiError(400, f"This model's maximum context length is {self._context} tokens; the prompt has "
+                             f"{tokens}", param=self._param, code="context_length_exceeded")
 
 
 @dataclass(frozen=True)
@@ -31,12 +91,12 @@ class ChoiceJob:
     """One choice to be made.
 
     Attributes:
-        prompt: token ids.
-        sampling: how they are continued.
-        logprobs: how many alternatives' log-probabilities are returned beside the chosen token's.
-        score: whether the prompt's own tokens are scored too.
-        constraint, keep_special, kv, priority, pooling: see ``Engine.submit``.
-        cache_salt: chosen by the client; see :func:`prefix_salt`.
+        prompt: The token ids of the prompt.
+        sampling: The settings by which it is continued.
+        logprobs: The number of alternatives whose log-probabilities come with the chosen token's.
+        score: Whether the prompt's own tokens are scored too.
+        constraint, keep_special, kv, priority, pooling: These are arguments of ``Engine.submit``.
+        cache_salt: The client has chosen this; see :func:`prefix_salt`.
     """
 
     prompt: Sequence[int]
@@ -64,13 +124,13 @@ class RequestWork:
     """The work for all choices of one request. It is made on the event loop and fed from the engine's thread.
 
     Args:
-        engine: where they run.
-        jobs: what they are. All are queued, or none.
-        metrics: what is told how long they take.
-        labels: name them in the engine's trace; see :func:`labels`.
+        engine: The engine that runs them.
+        jobs: The choices. All are queued, or none.
+        metrics: These are told how long they take.
+        labels: The names of the choices in the engine's trace; see :func:`labels`.
 
     Attributes:
-        requests: the engine's, one for each job.
+        requests: The engine's requests, one for each job.
 
     Raises:
         QuantkitError: the engine refuses one.
@@ -119,7 +179,7 @@ class RequestWork:
         self.requests[choice].cancel()
 
     def _submit(self, engine: Engine, number: int, job: ChoiceJob, label: RequestLabel) -> Request:
-        clock = self._metrics.clock()
+        clock = RequestClock(self._metrics)
 
         def on_token(token: TokenInfo) -> None:
             clock.token()

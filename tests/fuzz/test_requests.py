@@ -12,7 +12,7 @@ import torch
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.loader import load
 from quantkit.serving.app import create_app
-from quantkit.serving.framing import RequestReader
+from quantkit.serving.connection import RequestReader
 from quantkit.serving.models import ServedEngine
 from quantkit.support.errors import QuantkitError
 from quantkit.testing import tiny_model

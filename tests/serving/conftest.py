@@ -21,7 +21,7 @@ import torch
 from pydantic import TypeAdapter
 
 from quantkit.runtime.drafting.base import Drafter
-from quantkit.runtime.engine import Engine
+from quantkit.runtime.engine import Engine, FairLock
 from quantkit.runtime.loader import LoadedModel, load
 from quantkit.serving.address import bind, url
 from quantkit.serving.app import Application, create_app
@@ -161,12 +161,12 @@ def running(loaded: LoadedModel, *, models: dict[str, LoadedModel] | None = None
             host: str = "127.0.0.1", max_batch: int = 8, max_queue: int = 64, parse_special: bool = False,
             scheduling_policy: SchedulingPolicy = "fcfs", strict_requests: bool = False,
             bare_json_calls: bool = True, drafter: Drafter | None = None, prefix_cache: int = 0,
-            key: str | None = None, **options: Any) -> Iterator[Live]:
+            lock: FairLock | None = None, key: str | None = None, **options: Any) -> Iterator[Live]:
     """A server; of several ``models`` the first is the one that :class:`Live` shows."""
     errors: list[BaseException] = []
     served = [ServedEngine(Engine(model, max_batch=max_batch, max_queue=max_queue, drafter=drafter,
-                                  prefix_cache=prefix_cache), model, called, parse_special, scheduling_policy,
-                           strict_requests, bare_json_calls)
+                                  prefix_cache=prefix_cache, lock=lock), model, called, parse_special,
+                           scheduling_policy, strict_requests, bare_json_calls)
               for called, model in (models or {name: loaded}).items()]
     keys = options.pop("keys", () if key is None else (key,))
     application = create_app(served, on_error=errors.append, keys=keys, **options)
@@ -176,7 +176,7 @@ def running(loaded: LoadedModel, *, models: dict[str, LoadedModel] | None = None
                         on_ready=lambda: loops.put(asyncio.get_running_loop()))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
         for model in served:
-            model.engine.start()
+            model.engine.start(errors.append)
         thread.start()
         try:
             yield Live(url(bound), served[0].engine, application, served[0].loaded, server, errors,

@@ -86,7 +86,7 @@ def test_json_in_texts_counts_together_and_is_not_parsed(shared, monkeypatch, pa
         raise AssertionError("it was parsed")
 
     monkeypatch.setattr("quantkit.serving.conversation.parse_object", parse)
-    monkeypatch.setattr("quantkit.serving.openai.structured.parse_object", parse)
+    monkeypatch.setattr("quantkit.serving.openai.generation.parse_object", parse)
     answer = shared.post_content(path, write({"model": "tiny", **body}))
     assert answer.status_code == 400 and answer.json()["error"]["code"] == "invalid_json", answer.text
     assert "in texts" in answer.json()["error"]["message"]

@@ -10,7 +10,7 @@ from quantkit.runtime.core import ContextLengthError, EngineClosed, EngineFull
 from quantkit.runtime.engine import Engine
 from quantkit.serving import guard
 from quantkit.serving.errors import api_error
-from quantkit.serving.prompt import PromptReader
+from quantkit.serving.work import PromptReader
 from quantkit.support.errors import QuantkitError, SourceError, UsageError
 from quantkit.text.chat import TemplateError
 

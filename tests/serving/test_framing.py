@@ -5,7 +5,7 @@ import json
 import h11
 import pytest
 
-from quantkit.serving.framing import (
+from quantkit.serving.connection import (
     CHUNK_BYTES,
     MAX_HEAD,
     MAX_HEADERS,

@@ -7,8 +7,8 @@ import pytest
 from quantkit.runtime.generate import generate
 from quantkit.runtime.sampler import Sampling
 from quantkit.serving.anthropic.request import CountRequest, MessagesRequest
+from quantkit.serving.conversation import ThinkingHint, thinking_options
 from quantkit.serving.ignored import MAX_HEADER, MAX_TOLD, Ignored, IgnoredLog, header
-from quantkit.serving.template_options import ThinkingHint, thinking_options
 
 from .conftest import APIS, CHAT, MESSAGES, RESPONSES, TEXT, asked
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from quantkit.runtime.sampler import MAX_TOKENS
-from quantkit.serving.openai.answers import ChatChunk, TextChunk
+from quantkit.serving.answers import ChatChunk, TextChunk
 from quantkit.testing import CHAT_TEMPLATE, tiny_model
 
 CONTEXT = 8192

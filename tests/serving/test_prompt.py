@@ -4,9 +4,9 @@ import pytest
 from tokenizers import normalizers
 
 from quantkit.runtime.core import ContextLengthError
-from quantkit.serving import prompt
+from quantkit.serving import work
 from quantkit.serving.errors import ApiError
-from quantkit.serving.prompt import PromptReader
+from quantkit.serving.work import PromptReader
 from quantkit.testing import tiny_tokenizer
 from quantkit.text import library
 from quantkit.text.tokenizer import Tokenizer
@@ -51,7 +51,7 @@ def test_a_text_that_cant_fit_is_refused_without_being_encoded(shared, encoded, 
 
 
 def test_what_fits_is_never_refused_by_its_length(monkeypatch):
-    monkeypatch.setattr(prompt, "HEAD_CHARACTERS", 50)
+    monkeypatch.setattr(work, "HEAD_CHARACTERS", 50)
     tokenizer = tokenizer_of()
     longest = "<|endoftext|>"  # the token of the most bytes
     for text in (longest * 99, " the" * 99, "1" * 99, "é" * 49):

@@ -4,12 +4,15 @@ import asyncio
 import socket
 
 import httpx
+import openai
 import pytest
 
+from quantkit.runtime.core import EngineDeadError
+from quantkit.runtime.engine import FairLock
 from quantkit.serving.address import bind, is_loopback, url
 from quantkit.support.errors import QuantkitError, UsageError
 
-from .conftest import HEAD, sent
+from .conftest import APIS, HEAD, MESSAGES, asked, sent
 
 
 def test_a_free_port_is_taken_and_said():
@@ -72,3 +75,45 @@ def test_ending_waits_for_no_answer_that_is_never_read(live, eventually, monkeyp
         assert stuck.transport.get_write_buffer_size(), "there is something left to send"
         made.server.should_exit = True
         eventually(lambda: not made.server.server_state.connections)
+
+
+class BreakableLock(FairLock):
+    """A lock that raises between two steps, where no request is at fault, once it is broken."""
+
+    broken = False
+
+    def decodes(self, engine, whether):
+        super().decodes(engine, whether)
+        if self.broken:
+            raise RuntimeError("the device is gone\nand more")
+
+
+@pytest.mark.parametrize("at_start", [True, False])
+def test_when_the_engine_dies_every_request_is_told_and_the_server_isn_t_healthy(live, eventually, at_start):
+    lock = BreakableLock()
+    lock.broken = at_start
+    made = live(lock=lock, max_batch=1)
+    if not at_start:
+        assert made.get("/health").status_code == made.get("/ready").status_code == 200
+        stream = made.endless()
+        next(stream)
+        with made.connect() as waits:
+            waits.sendall(sent())
+            eventually(lambda: made.engine.stats()["waiting"] == 1)
+            lock.broken = True
+            assert waits.recv(2000).startswith(b"HTTP/1.1 503 ")
+        with pytest.raises(openai.APIError, match="the engine has stopped"):
+            list(stream)
+    eventually(lambda: made.errors)
+    for path, body in (*((path, asked(path)) for path in APIS), ("/v1/embeddings", {"input": "a"})):
+        refused = made.post(path, body)
+        error = refused.json()["error"]
+        assert refused.status_code == 503
+        assert error["message"] == ("the engine has stopped (RuntimeError); start the server again: quantkit "
+                                    "serve-local")
+        assert path == MESSAGES or error["code"] == "engine_dead"
+    assert made.get("/health").status_code == made.get("/ready").status_code == 503
+    assert made.get("/health").json()["error"]["code"] == "engine_dead"
+    assert made.post("/tokenize", {"prompt": "a"}).status_code == 200, "it needs no engine"
+    (failure,) = made.errors
+    assert isinstance(failure, EngineDeadError) and failure.why == "RuntimeError: the device is gone"

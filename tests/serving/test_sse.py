@@ -11,7 +11,7 @@ PROMPT = "the cat sat " * 2000
     (MESSAGES, 'event: ping\ndata: {"type":"ping"}'), (RESPONSES, "event: response.in_progress"),
     (CHAT, ": keep-alive"), (TEXT, ": keep-alive")])
 def test_clients_are_told_that_a_long_prompt_is_being_read(live, monkeypatch, path, sign):
-    monkeypatch.setattr("quantkit.serving.sse.QUIET_SECONDS", 0.001)
+    monkeypatch.setattr("quantkit.serving.reply.QUIET_SECONDS", 0.001)
     text = live().post(path, {**asked(path, PROMPT, 2), "stream": True}).text
     blocks = text.split("\n\n")
     assert sum(block.startswith(sign) for block in blocks) > 1
@@ -34,5 +34,5 @@ def test_official_clients_read_over_it(live, monkeypatch):
                 "".join(event.delta for event in response if event.type == "response.output_text.delta")]
 
     wanted = texts()
-    monkeypatch.setattr("quantkit.serving.sse.QUIET_SECONDS", 0.001)
+    monkeypatch.setattr("quantkit.serving.reply.QUIET_SECONDS", 0.001)
     assert texts() == wanted and wanted[0]

@@ -4,7 +4,7 @@ import functools
 
 import pytest
 
-from quantkit.serving.settings import MAX_SALT
+from quantkit.serving.schema import MAX_SALT
 from quantkit.serving.work import prefix_salt
 
 from .conftest import APIS, asked

@@ -9,7 +9,7 @@ from quantkit.runtime.core import EngineFull
 from quantkit.serving import respond
 from quantkit.serving.errors import ApiError
 from quantkit.serving.models import ServedEngine
-from quantkit.serving.threads import BoundedThreads
+from quantkit.serving.respond import BoundedThreads
 from quantkit.text.tokenizer import Tokenizer
 
 from .conftest import sent

@@ -10,7 +10,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.sampler import Sampling
-from quantkit.serving.openai.structured import Choices
+from quantkit.serving.openai.generation import Choices
 from quantkit.structure.base import ConstraintError
 from quantkit.structure.grammar import (
     MAX_CHOICES,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import shlex
 import traceback
@@ -149,8 +150,9 @@ def command(models: tuple[str, ...], host: str, port: int, hosts: tuple[str, ...
 
             def ready() -> None:
                 if as_json:
-                    _announce({"url": address, "model": called[0], "models": called, "pid": os.getpid(),
-                               **served.announced})
+                    announced = {"url": address, "model": called[0], "models": called, "pid": os.getpid(),
+                                 **served.announced}
+                    click.echo(json.dumps(announced))  # a line, so that a program reads it while this runs
                 where = "" if loopback else f", and on {host} for other machines"
                 note(f"listening on {address}{where}; open it to chat, Ctrl-C to end")
                 note(f"next: {_curl(address, called[0], served.chat, bool(keys))}")
@@ -224,7 +226,6 @@ def _names(models: tuple[str, ...], names: tuple[str, ...]) -> list[str]:
 
 
 def _called(model: str, name: str | None) -> str:
-    """The model's name in requests."""
     if name is None:
         path = local_path(model)
         exists = path is not None and path.exists()
@@ -238,20 +239,12 @@ def _called(model: str, name: str | None) -> str:
 
 def _curl(address: str, name: str, chat: bool, has_key: bool) -> str:
     """A request that can be pasted."""
-    import json
-
     body: dict[str, Any] = {"model": name, "max_tokens": 64}
     body |= {"messages": [{"role": "user", "content": "Hello"}]} if chat else {"prompt": "Hello"}
     path = "/v1/chat/completions" if chat else "/v1/completions"
     key = f' -H "Authorization: Bearer ${KEY_VARIABLE}"' if has_key else ""
     return (f"curl {address}{path}{key} -H 'Content-Type: application/json' "
             f"-d {shlex.quote(json.dumps(body, ensure_ascii=False))}")
-
-
-def _announce(where: dict[str, Any]) -> None:
-    import json
-
-    click.echo(json.dumps(where))  # one line, so that a program can read it while this one runs
 
 
 def _drain(active: int) -> None:
@@ -262,12 +255,9 @@ def _drain(active: int) -> None:
 def _failed(error: BaseException) -> None:
     """A request failed for no fault of its own: say so, and serve on."""
     from quantkit.cli.main import debugging
-    from quantkit.plugins.blame import plugin_failure
+    from quantkit.serving.errors import reported
 
-    if isinstance(failure := plugin_failure(error) or error, QuantkitError):
-        show_error(failure.what, failure.why, failure.next)
-    else:
-        first = str(error).strip().splitlines()[:1]
-        show_error(f"internal error: {': '.join([type(error).__name__, *first])}")
+    failure = reported(error)
+    show_error(failure.what, failure.why, failure.next)
     if debugging():
         traceback.print_exception(error)

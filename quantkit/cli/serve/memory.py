@@ -89,7 +89,7 @@ class MemoryForecast:
                                also=also)
         if needed is not None:
             if not (needed.weights_fit or self._overcommit):
-                raise _refusal(model, needed, hasattr(source, "manifest"))
+                raise _weights_error(model, needed, hasattr(source, "manifest"))
             note(wrapped("memory:", described(needed), 8))
             self._needed.append(needed)
         if self._opened == self._models and self._needed:
@@ -143,7 +143,7 @@ def _warning(models: Sequence[ServerMemory], total: int, free: int) -> str:
             "smaller")
 
 
-def _refusal(model: str, memory: ServerMemory, quantized: bool) -> QuantkitError:
+def _weights_error(model: str, memory: ServerMemory, quantized: bool) -> QuantkitError:
     assert memory.available_now is not None
     size = f"--memory {max(1, memory.available_now // 10**6)}MB"
     step = (f"make a smaller checkpoint of the original: quantkit plan ORIGINAL --context 4096 {size}"

@@ -124,17 +124,18 @@ def load_served(options: ServingOptions) -> list[ServedEngine]:
         start.take_tokenizer(tokenizer)
 
     spec, drafter = options.kvs[0] if options.kvs else None, parse_drafter(options.draft)
-    made = []
+    engines = []
     with collector_paused():
         lock = FairLock()
-        plan = MemoryForecast(len(options.models), kv=spec, dtype=options.dtype, max_batch=options.max_batch,
-                          kv_memory=options.kv_memory, prefix_cache=options.prefix_cache,
-                          overcommit=options.overcommit, sharing=options.sharing)
+        forecast = MemoryForecast(len(options.models), kv=spec, dtype=options.dtype,
+                                  max_batch=options.max_batch, kv_memory=options.kv_memory,
+                                  prefix_cache=options.prefix_cache, overcommit=options.overcommit,
+                                  sharing=options.sharing)
         for model in options.models:
             with ServingStart() as start:
                 loaded = load_model(model, revision=options.revision, dtype=options.dtype,
                                     device=options.device, verify=options.verify,
-                                    on_open=functools.partial(plan.add, model),
+                                    on_open=functools.partial(forecast.add, model),
                                     on_tokenizer=functools.partial(take_tokenizer, start))
                 engine = Engine(loaded, kv=spec, more_kv=options.kvs[1:], max_batch=options.max_batch,
                                 max_queue=options.max_queue, memory=options.kv_memory,
@@ -142,12 +143,12 @@ def load_served(options: ServingOptions) -> list[ServedEngine]:
                                 drafter=drafter, lock=lock)
                 start.take_engine(engine)
                 _tell(loaded, engine, drafter is not None)
-            made.append((engine, loaded))
+            engines.append(engine)
         from quantkit.serving.models import ServedEngine
 
-        return [ServedEngine(engine, loaded, name, options.parse_special, options.scheduling_policy,
+        return [ServedEngine(engine, engine.loaded, name, options.parse_special, options.scheduling_policy,
                              options.strict_requests, options.bare_json_calls)
-                for (engine, loaded), name in zip(made, options.names, strict=True)]
+                for engine, name in zip(engines, options.names, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -175,7 +176,7 @@ def serve_here(options: ServingOptions, trace_file: TraceFile | None, **access: 
     for model in models:
         if trace_file is not None:
             trace_file.add(model.name, model.engine)
-        model.engine.start()
+        model.engine.start(access["on_error"])
     return Served(application, has_chat(models[0]))
 
 

@@ -20,7 +20,7 @@ from quantkit.evaluation.sweep.store import (
     user_store,
 )
 from quantkit.executor.base import Executor, Task
-from quantkit.executor.choose import make_executor
+from quantkit.executor.ray import make_executor
 from quantkit.quantization.planning.duration import operations
 from quantkit.runtime.memory.machine import available_memory
 from quantkit.support.device import find_device

@@ -10,9 +10,18 @@ from quantkit.serving.anthropic.request import CountRequest, MessagesRequest
 from quantkit.serving.errors import ApiError
 from quantkit.serving.models import ServedEngine
 from quantkit.serving.reply import Reply
-from quantkit.serving.turns import NextTurn, TurnCall, TurnEnd, TurnUsage, render
+from quantkit.serving.turns import (
+    NextTurn,
+    TurnCall,
+    TurnEnd,
+    TurnPart,
+    TurnUsage,
+    begins_part,
+    empty_part,
+    render,
+)
 from quantkit.serving.work import RequestWork
-from quantkit.structure.base import ReasoningDelta, TextDelta, ToolCallDelta, TurnDelta
+from quantkit.structure.base import ReasoningDelta, ToolCallDelta, TurnDelta
 from quantkit.support.errors import SourceError
 from quantkit.support.strict_json import parse_object
 
@@ -45,14 +54,16 @@ class MessagesReply(Reply):
     async def events(self, work: RequestWork) -> AsyncIterator[dict[str, Any]]:
         """From ``message_start`` to ``message_stop``."""
         yield {"type": "message_start", "message": self._message([], None)}
-        index, kind = -1, ""  # of the block that is open
+        index = -1
+        part: TurnPart | None = None  # the block that is open
         async for event in self._turns.events(work):
             for delta in event.deltas:
-                if _begins(delta, kind):
+                if begins_part(delta, part):
                     if index >= 0:
                         yield {"type": "content_block_stop", "index": index}
-                    index, kind = index + 1, type(delta).__name__
-                    yield {"type": "content_block_start", "index": index, "content_block": _opening(delta)}
+                    index += 1
+                    part = empty_part(delta)
+                    yield {"type": "content_block_start", "index": index, "content_block": _block(part)}
                 if (change := _change(delta)) is not None:
                     yield {"type": "content_block_delta", "index": index, "delta": change}
             if event.end is not None:
@@ -68,7 +79,6 @@ class MessagesReply(Reply):
         return {"type": "ping"}
 
     def error(self, error: ApiError) -> dict[str, Any]:
-        """``error``."""
         return error.anthropic_body()
 
     def _message(self, content: list[dict[str, Any]], end: TurnEnd | None) -> dict[str, Any]:
@@ -84,7 +94,7 @@ def _usage(usage: TurnUsage) -> dict[str, int]:
             "cache_creation_input_tokens": 0, "output_tokens": usage.completion}
 
 
-def _block(part: TextDelta | ReasoningDelta | TurnCall) -> dict[str, Any]:
+def _block(part: TurnPart) -> dict[str, Any]:
     if isinstance(part, TurnCall):
         return {"type": "tool_use", "id": part.id, "name": part.name, "input": _input(part.arguments)}
     if isinstance(part, ReasoningDelta):
@@ -98,19 +108,6 @@ def _input(arguments: str) -> dict[str, Any]:
         return parse_object((arguments or "{}").encode(), "arguments", next="ask for more tokens")
     except SourceError:
         return {}
-
-
-def _begins(delta: TurnDelta, kind: str) -> bool:
-    """Whether a delta begins another block than the open one, which is of this ``kind``."""
-    return delta.id is not None if isinstance(delta, ToolCallDelta) else type(delta).__name__ != kind
-
-
-def _opening(delta: TurnDelta) -> dict[str, Any]:
-    if isinstance(delta, ToolCallDelta):
-        return {"type": "tool_use", "id": delta.id, "name": delta.name, "input": {}}
-    if isinstance(delta, ReasoningDelta):
-        return {"type": "thinking", "thinking": "", "signature": ""}
-    return {"type": "text", "text": ""}
 
 
 def _change(delta: TurnDelta) -> dict[str, Any] | None:

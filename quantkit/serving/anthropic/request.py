@@ -1,4 +1,4 @@
-"""Bodies of ``/v1/messages`` → :class:`~quantkit.serving.conversation.Conversation`.
+"""Bodies of ``/v1/messages``, with their blocks → :class:`~quantkit.serving.conversation.Conversation`.
 
 See https://docs.anthropic.com/en/api/messages.
 """
@@ -11,32 +11,177 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from quantkit.serving.anthropic.blocks import MessageParam, Text, TextBlock, plain_text
 from quantkit.serving.conversation import (
     MAX_MESSAGES,
     MAX_TOOLS,
+    CallId,
     Conversation,
     Description,
+    Effort,
+    TemplateOptions,
+    ThinkingHint,
     ToolName,
+    called,
+    check_options,
     choose_tools,
 )
 from quantkit.serving.errors import RefusedValue
 from quantkit.serving.ignored import IGNORED
-from quantkit.serving.schema import JsonObject, LeftOutPart, RequestPart, String, kind_tag
-from quantkit.serving.settings import (
+from quantkit.serving.schema import (
+    ATTACHMENTS,
     FITS,
     KV,
     CacheSalt,
+    JsonObject,
+    LeftOutPart,
     Priority,
+    RequestPart,
     Stops,
+    String,
     TokenLimit,
     TopK,
+    plain_text,
+    printable,
     sampling,
     token_limit,
 )
-from quantkit.serving.template_options import Effort, TemplateOptions, ThinkingHint, check_options
 from quantkit.structure.grammar import Structure
 from quantkit.structure.turns import Tool
+
+MAX_BLOCKS = 1024
+
+
+class Block(RequestPart):
+    """Base of all blocks. Where a prompt may be cached is no request's affair here: all of it may."""
+
+    ignored = frozenset({"cache_control"})
+    refused = ATTACHMENTS
+
+    @classmethod
+    def _reason_against(cls, name: str) -> str:
+        return f"{printable(name)} is not supported in a block"
+
+
+class TextBlock(Block):
+    """A text."""
+
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {"citations": ([],)}
+
+    type: Literal["text"]
+    text: String
+
+
+class ToolUseBlock(Block):
+    """A call in an earlier turn."""
+
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {"caller": ({"type": "direct"},), "toolset_name": ()}
+
+    type: Literal["tool_use"]
+    id: CallId
+    name: ToolName
+    input: JsonObject
+
+
+class ReferenceBlock(Block):
+    """The name of a tool that the client has found for the model, which knows it already."""
+
+    type: Literal["tool_reference"]
+    tool_name: ToolName
+
+    @property
+    def text(self) -> str:
+        return f"The tool {self.tool_name} can be called.\n"
+
+
+class ToolResultBlock(Block):
+    """The result of a call. A result that is an error is told to the model as such."""
+
+    type: Literal["tool_result"]
+    tool_use_id: CallId
+    content: String | Annotated[
+        list[Annotated[TextBlock | ReferenceBlock, Field(discriminator="type")]],
+        Field(max_length=MAX_BLOCKS, fail_fast=True)] = ""
+    is_error: bool = False
+
+
+class ThinkingBlock(Block):
+    """What an earlier turn thought. There are no signatures."""
+
+    ignored = Block.ignored | {"signature"}
+
+    type: Literal["thinking"]
+    thinking: String
+
+
+class RedactedThinkingBlock(Block):
+    """What another server's model thought and nobody can read; it is left out."""
+
+    ignored = Block.ignored | {"data"}
+
+    type: Literal["redacted_thinking"]
+
+
+class OtherBlock(LeftOutPart):
+    """What another server's tools did, or what only that server can read. Pictures and documents are refused:
+    no address is ever fetched."""
+
+    supported = ("text", "tool_use", "tool_result", "thinking", "redacted_thinking")
+    never = ("image", "document", "search_result", "container_upload")
+
+
+ContentBlock = Annotated[
+    Annotated[TextBlock, Tag("text[]")] | Annotated[ToolUseBlock, Tag("tool_use[]")]
+    | Annotated[ToolResultBlock, Tag("tool_result[]")] | Annotated[ThinkingBlock, Tag("thinking[]")]
+    | Annotated[RedactedThinkingBlock, Tag("redacted_thinking[]")] | Annotated[OtherBlock, Tag("other[]")],
+    Discriminator(OtherBlock.tag)]
+Text = String | Annotated[list[TextBlock], Field(max_length=MAX_BLOCKS, fail_fast=True)]
+
+
+BLOCK_ROLES = {"tool_use": "assistant", "thinking": "assistant", "redacted_thinking": "assistant",
+               "tool_result": "user"}
+"""Whose turns alone may have a block. A text may stand in any."""
+
+
+class MessageParam(RequestPart):
+    """One turn."""
+
+    role: Literal["user", "assistant", "system"]
+    content: String | Annotated[list[ContentBlock], Field(
+        min_length=1, max_length=MAX_BLOCKS, fail_fast=True)]
+
+    @model_validator(mode="after")
+    def _blocks_of_role(self) -> MessageParam:
+        for number, block in enumerate(self.content if isinstance(self.content, list) else ()):
+            if isinstance(block, OtherBlock):
+                continue
+            role = BLOCK_ROLES.get(block.type, self.role)
+            if role != self.role:
+                raise RefusedValue(
+                    f"content[{number}].type", f"{block.type} blocks can't be in a turn of the role "
+                    f"{self.role!r}; only {role} has them", "invalid_value")
+        return self
+
+    def plain(self) -> list[dict[str, Any]]:
+        """The turn as messages that chat templates read: results of tools have messages of their own."""
+        if isinstance(self.content, str):
+            return [{"role": self.role, "content": self.content}]
+        messages: list[dict[str, Any]] = []
+        texts: list[str] = []
+        turn: dict[str, Any] = {}
+        for block in self.content:
+            if isinstance(block, TextBlock):
+                texts.append(block.text)
+            elif isinstance(block, ToolUseBlock):
+                turn.setdefault("tool_calls", []).append(called(block.name, block.input, block.id))
+            elif isinstance(block, ThinkingBlock):
+                turn["reasoning_content"] = turn.get("reasoning_content", "") + block.thinking
+            elif isinstance(block, ToolResultBlock):
+                result = plain_text(block.content)
+                messages.append({"role": "tool", "tool_call_id": block.tool_use_id,
+                                 "content": f"Error: {result}" if block.is_error else result})
+        if texts or turn:
+            messages.append({"role": self.role, "content": "".join(texts), **turn})
+        return messages
 
 
 class ToolParam(RequestPart):
@@ -53,7 +198,6 @@ class ToolParam(RequestPart):
     strict: bool = False
 
     def tool(self) -> Tool:
-        """In no API's words."""
         return Tool(self.name, self.description or "", self.input_schema, self.strict)
 
 
@@ -61,10 +205,7 @@ class AnthropicTool(LeftOutPart):
     """A tool whose schema only Anthropic's models know, or that another server runs itself."""
 
     supported = ("custom",)
-
-
-def _kind(tool: Any) -> str:
-    return kind_tag(tool, AnthropicTool.supported, "custom")
+    default = "custom"
 
 
 class AutoChoice(RequestPart):
@@ -137,7 +278,8 @@ class CountRequest(RequestPart):
     system: Text | None = None
     tools: Annotated[list[Annotated[
         Annotated[ToolParam, Tag("custom[]")] | Annotated[AnthropicTool, Tag("other[]")],
-        Discriminator(_kind)]], Field(max_length=MAX_TOOLS, fail_fast=True)] = Field(default_factory=list)
+        Discriminator(AnthropicTool.tag)]], Field(max_length=MAX_TOOLS, fail_fast=True)] = Field(
+            default_factory=list)
     tool_choice: Annotated[AutoChoice | NamedChoice | NoChoice, Field(discriminator="type")] | None = None
     thinking: Annotated[ThinkingOn | ThinkingOff, Field(discriminator="type")] | None = Field(
         default=None, description="Given to the chat template as enable_thinking.")
@@ -182,8 +324,8 @@ class CountRequest(RequestPart):
             yield ThinkingHint("output_config.effort", effort)
 
     def _choose(self) -> tuple[tuple[Tool, ...], Structure | None]:
-        choice, wanted = self.tool_choice, self.output_config.format
-        structure = None if wanted is None else Structure(json_schema=wanted.schema_)
+        choice, output = self.tool_choice, self.output_config.format
+        structure = None if output is None else Structure(json_schema=output.schema_)
         name = choice.name if isinstance(choice, NamedChoice) else None
         required = name is not None or (choice is not None and choice.type == "any")
         return choose_tools([tool.tool() for tool in self.tools if isinstance(tool, ToolParam)],

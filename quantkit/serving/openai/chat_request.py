@@ -1,44 +1,125 @@
-"""Body of ``/v1/chat/completions`` → :class:`~quantkit.serving.conversation.Conversation`."""
+"""Body of ``/v1/chat/completions``, with its tools → :class:`~quantkit.serving.conversation.Conversation`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from quantkit.serving.conversation import (
     MAX_MESSAGES,
+    MAX_TOOLS,
+    Arguments,
     CallId,
     Conversation,
+    Description,
+    Effort,
+    TemplateOptions,
+    ThinkingHint,
+    ToolName,
     called,
+    check_options,
     choose_tools,
     read_arguments,
 )
 from quantkit.serving.errors import RefusedValue
 from quantkit.serving.openai.generation import MAX_LOGPROBS, GenerationRequest
-from quantkit.serving.openai.tools import FunctionChoice, ToolCall, ToolChoice, Tools, plain_tools
-from quantkit.serving.schema import ATTACHMENTS, RequestPart, String, Unicode, printable
-from quantkit.serving.settings import TokenLimit, token_limit
-from quantkit.serving.template_options import Effort, TemplateOptions, ThinkingHint, check_options
+from quantkit.serving.schema import (
+    JsonObject,
+    LeftOutPart,
+    RequestPart,
+    String,
+    TextPart,
+    TokenLimit,
+    Unicode,
+    plain_text,
+    printable,
+    token_limit,
+)
 from quantkit.structure.grammar import Structure
 from quantkit.structure.turns import Tool
+
+
+class FunctionDefinition(RequestPart):
+    """A function that the model may call."""
+
+    name: ToolName
+    description: Description | None = None
+    parameters: JsonObject = Field(default_factory=dict, description="JSON schema of its arguments.")
+    strict: bool = False
+
+
+class FunctionTool(RequestPart):
+    """A tool; functions are the only kind."""
+
+    ignored: ClassVar[frozenset[str]] = frozenset({"cache_control"})
+
+    type: Literal["function"]
+    function: FunctionDefinition
+
+    def tool(self) -> Tool:
+        function = self.function
+        return Tool(function.name, function.description or "", function.parameters, function.strict)
+
+
+class FunctionName(RequestPart):
+    """Which function."""
+
+    name: ToolName
+
+
+class FunctionChoice(RequestPart):
+    """This function and no other."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class CalledFunction(RequestPart):
+    """What was called."""
+
+    name: ToolName
+    arguments: Arguments
+
+
+class ToolCall(RequestPart):
+    """A call in an earlier turn."""
+
+    ignored: ClassVar[frozenset[str]] = frozenset({"index"})
+
+    id: CallId
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class OtherTool(LeftOutPart):
+    """A tool that another server runs itself."""
+
+    supported = ("function",)
+
+
+AnyTool = Annotated[Annotated[FunctionTool, Tag("function[]")] | Annotated[OtherTool, Tag("other[]")],
+                    Discriminator(OtherTool.tag)]
+Tools = Annotated[list[AnyTool], Field(max_length=MAX_TOOLS, fail_fast=True)]
+
+
+def plain_tools(tools: Sequence[FunctionTool | OtherTool]) -> list[Tool]:
+    """Those that the model may call, in no API's words."""
+    return [tool.tool() for tool in tools if isinstance(tool, FunctionTool)]
+
+
+ToolChoice = Literal["none", "auto", "required"] | FunctionChoice
+
 
 MAX_CALLS = 128
 
 
-class ContentText(RequestPart):
+class ContentText(TextPart):
     """A piece of a message. Pictures, sound and files are refused: no address is ever fetched."""
-
-    ignored = frozenset({"cache_control", "prompt_cache_breakpoint"})
-    refused = ATTACHMENTS
 
     type: Literal["text"]
     text: String
-
-    @classmethod
-    def _refusal(cls, name: str) -> str:
-        return f"{printable(name)} is not supported: a message is text"
 
 
 class Message(RequestPart):
@@ -61,7 +142,7 @@ class Message(RequestPart):
     tool_call_id: CallId | None = Field(default=None, description="Which call a tool's result answers.")
 
     @classmethod
-    def _first(cls, data: dict[Any, Any]) -> None:
+    def _check_object(cls, data: dict[Any, Any]) -> None:
         role, calls = data.get("role"), data.get("tool_calls")
         if role == "function":
             raise RefusedValue("role", "messages of the role 'function' are not supported; use tools and the "
@@ -80,17 +161,15 @@ class Message(RequestPart):
                                "tool_calls may do without)", "missing_parameter")
 
     @classmethod
-    def _refusal(cls, name: str) -> str:
+    def _reason_against(cls, name: str) -> str:
         if name in cls.neutral:
             return f"{name} is not supported in a message"
-        return super()._refusal(name)
+        return super()._reason_against(name)
 
     def plain(self) -> dict[str, Any]:
         """The message as a chat template expects it; ``developer`` is OpenAI's newer word for ``system``."""
-        content = self.content or ""
-        text = content if isinstance(content, str) else "".join(part.text for part in content)
         message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role,
-                                   "content": text}
+                                   "content": plain_text(self.content or "")}
         for name, value in (("name", self.name), ("tool_call_id", self.tool_call_id),
                             ("reasoning_content", self.reasoning_content or self.reasoning)):
             if value is not None:
@@ -145,7 +224,7 @@ class ChatRequest(GenerationRequest):
         hints = tuple(ThinkingHint(name, value) for name in ("enable_thinking", "think", "reasoning_effort")
                       if (value := getattr(self, name)) is not None)
         return Conversation(
-            plain_messages(self.messages), self.sampling(),
+            [message.plain() for message in self.messages], self.sampling(),
             token_limit(self.max_completion_tokens, self.max_tokens, self.n_predict),
             self.n, tools, self.parallel_tool_calls, structure, logprobs, self.chat_template_kwargs, self.kv,
             self.priority, limit_param=self.limit_param, thinking=hints,
@@ -157,8 +236,3 @@ class ChatRequest(GenerationRequest):
             None if choice == "required" else choice)
         required = choice == "required" or isinstance(choice, FunctionChoice)
         return choose_tools(plain_tools(self.tools), name, required, self.structure)
-
-
-def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Messages as a chat template expects them."""
-    return [message.plain() for message in messages]

@@ -18,12 +18,10 @@ from quantkit.serving.models import ServedEngine
 from quantkit.serving.openai.chat import completion_usage
 from quantkit.serving.openai.generation import MAX_LOGPROBS, MAX_N, GenerationRequest
 from quantkit.serving.openai.logprobs import TextOffsets, text_logprobs
-from quantkit.serving.prompt import PromptReader
 from quantkit.serving.reply import FINISH, Reply
-from quantkit.serving.schema import Inputs, split_inputs
-from quantkit.serving.settings import FITS, token_limit
+from quantkit.serving.schema import FITS, Inputs, split_inputs, token_limit
 from quantkit.serving.turns import TurnUsage, output_limit
-from quantkit.serving.work import ChoiceJob, RequestWork, check_fits, check_size
+from quantkit.serving.work import ChoiceJob, PromptReader, RequestWork, check_fits, check_size
 
 DEFAULT_TOKENS = 16
 """Of an answer, as in OpenAI's API."""

@@ -6,7 +6,6 @@ import asyncio
 import base64
 import json
 import uuid
-from collections.abc import AsyncIterator
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -17,10 +16,8 @@ from quantkit.runtime.sampler import Sampling
 from quantkit.serving.errors import ApiError
 from quantkit.serving.metrics import ModelMetrics
 from quantkit.serving.models import ServedEngine
-from quantkit.serving.prompt import PromptReader
-from quantkit.serving.schema import Inputs, RequestPart, String, split_inputs
-from quantkit.serving.settings import KV, Priority
-from quantkit.serving.work import ChoiceJob, RequestWork, check_fits, labels
+from quantkit.serving.schema import KV, Inputs, Priority, RequestPart, String, split_inputs
+from quantkit.serving.work import ChoiceJob, PromptReader, RequestWork, check_fits, labels
 
 MAX_INPUTS, MAX_NUMBERS = 2048, 2**22
 """Of one request: texts, and numbers of all their vectors."""
@@ -75,9 +72,8 @@ class EmbeddingReply:
                                pooling=body.pooling) for prompt in prompts]
         check_fits(model.loaded, self.jobs)
 
-    async def vectors(self, metrics: ModelMetrics, tenant: bytes = b"") -> AsyncIterator[
-            tuple[int, torch.Tensor, int]]:
-        """Each text's number, its float32 vector and how many of its tokens the prefix cache had.
+    async def collect(self, metrics: ModelMetrics, tenant: bytes = b"") -> tuple[list[torch.Tensor], int]:
+        """The texts' float32 vectors in their order, and the number of tokens that the prefix cache had.
 
         A part of the texts is queued at a time, so that a request may have more of them than can wait. Once
         the first part has found room, the others wait for theirs.
@@ -87,6 +83,8 @@ class EmbeddingReply:
             BaseException: what went wrong in the engine.
         """
         engine, start = self._model.engine, 0
+        vectors: dict[int, torch.Tensor] = {}
+        cached = 0
         named = labels(f"embd-{uuid.uuid4().hex}", len(self.jobs), tenant)
         while start < len(self.jobs):
             stats = engine.stats()
@@ -105,18 +103,12 @@ class EmbeddingReply:
                 async for event in work.events():
                     if event.done is not None:
                         assert event.done.embedding is not None
-                        yield start + event.choice, self._cut(event.done.embedding), event.done.cached_tokens
+                        vectors[start + event.choice] = self._cut(event.done.embedding)
+                        cached += event.done.cached_tokens
             finally:
                 work.cancel()
             start += len(work.requests)
-
-    async def collect(self, metrics: ModelMetrics, tenant: bytes = b"") -> tuple[list[torch.Tensor], int]:
-        """All vectors in their order, and tokens that the prefix cache had."""
-        vectors, cached = {}, 0
-        async for number, vector, hits in self.vectors(metrics, tenant):
-            vectors[number] = vector
-            cached += hits
-        return [vectors[i] for i in range(len(self.jobs))], cached
+        return [vectors[number] for number in range(len(self.jobs))], cached
 
     def body(self, vectors: list[torch.Tensor], cached: int) -> bytes:
         """The whole answer as JSON; of many vectors it takes a while.

@@ -30,9 +30,9 @@ class TextOffsets:
     """Where each token begins in one choice's text; a part of a character begins where the character does.
 
     Args:
-        tokenizer: of the model.
-        prompt: ids of the prompt, if it is a part of the text.
-        text: the prompt as it stands there: without what the tokenizer put in front of it.
+        tokenizer: The model's tokenizer.
+        prompt: The ids of the prompt, if it is a part of the text.
+        text: The prompt as it stands there: without what the tokenizer put in front of it.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = (), text: str = "") -> None:
@@ -57,9 +57,9 @@ def text_logprobs(tokens: Iterable[TokenInfo], texts: TokenTexts, offsets: TextO
     """``{tokens, token_logprobs, top_logprobs, text_offset}``, an entry a token.
 
     Args:
-        tokens: in order; the first of a prompt has no log-probability: ``None`` twice.
-        texts: of the model.
-        offsets: of the choice they belong to; moved behind the last.
+        tokens: The tokens in order; the first of a prompt has no log-probability: ``None`` twice.
+        texts: The texts of the model's tokens.
+        offsets: The offsets of the choice that they belong to, which are moved behind the last.
     """
     out: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     for info in tokens:

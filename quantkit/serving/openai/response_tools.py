@@ -15,8 +15,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Discriminator, Field, Tag
 
 from quantkit.serving.conversation import MAX_TOOLS, Description, ToolName
-from quantkit.serving.openai.structured import TextFormat
-from quantkit.serving.schema import JsonObject, LeftOutPart, RequestPart, Unicode, kind_tag
+from quantkit.serving.openai.generation import TextFormat
+from quantkit.serving.schema import JsonObject, LeftOutPart, RequestPart, Unicode
 from quantkit.structure.grammar import MAX_GRAMMAR, MAX_REGEX
 from quantkit.structure.lark_regex import NotRegularError, regular_expression
 from quantkit.structure.turns import Tool
@@ -34,11 +34,11 @@ class ClientTool:
     """A tool of the client's.
 
     Attributes:
-        tool: as the model sees it; its name is no other one's.
-        name, namespace: as the client calls it.
-        custom: whether it takes plain text.
-        grammar: what that text must be, if the request says so; ``tool`` doesn't.
-        place: where the request has it.
+        tool: The tool as the model sees it; its name is no other one's.
+        name, namespace: The names by which the client calls it.
+        custom: Whether it takes plain text.
+        grammar: The grammar of that text, if the request gives one; ``tool`` doesn't have it.
+        place: The place of the tool in the request.
     """
 
     tool: Tool
@@ -103,7 +103,6 @@ class CustomTool(RequestPart):
     format: Annotated[TextFormat | GrammarFormat, Field(discriminator="type")] | None = None
 
     def client_tool(self, place: str, namespace: str | None = None) -> ClientTool:
-        """The same."""
         about, grammar = [self.description or ""], None
         if isinstance(self.format, GrammarFormat):
             grammar = self.format
@@ -120,10 +119,6 @@ class OtherNamespaceTool(LeftOutPart):
     supported = ("function", "custom")
 
 
-def _inner_kind(tool: Any) -> str:
-    return kind_tag(tool, OtherNamespaceTool.supported)
-
-
 class NamespaceTool(RequestPart):
     """Tools of the client's under a common name."""
 
@@ -132,7 +127,7 @@ class NamespaceTool(RequestPart):
     description: Description | None = None
     tools: Annotated[list[Annotated[
         Annotated[ResponseTool, Tag("function[]")] | Annotated[CustomTool, Tag("custom[]")]
-        | Annotated[OtherNamespaceTool, Tag("other[]")], Discriminator(_inner_kind)]],
+        | Annotated[OtherNamespaceTool, Tag("other[]")], Discriminator(OtherNamespaceTool.tag)]],
         Field(max_length=MAX_TOOLS, fail_fast=True)]
 
 
@@ -142,14 +137,10 @@ class OtherResponseTool(LeftOutPart):
     supported = ("function", "custom", "namespace")
 
 
-def _kind(tool: Any) -> str:
-    return kind_tag(tool, OtherResponseTool.supported)
-
-
 AnyTool = Annotated[
     Annotated[ResponseTool, Tag("function[]")] | Annotated[CustomTool, Tag("custom[]")]
     | Annotated[NamespaceTool, Tag("namespace[]")] | Annotated[OtherResponseTool, Tag("other[]")],
-    Discriminator(_kind)]
+    Discriminator(OtherResponseTool.tag)]
 ResponseTools = Annotated[list[AnyTool], Field(max_length=MAX_TOOLS, fail_fast=True)]
 
 

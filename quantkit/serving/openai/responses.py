@@ -19,22 +19,20 @@ from quantkit.serving.openai.response_tools import (
 )
 from quantkit.serving.openai.responses_request import ResponsesRequest
 from quantkit.serving.reply import Reply
-from quantkit.serving.turns import NextTurn, TurnCall, TurnEnd, TurnUsage
+from quantkit.serving.turns import NextTurn, TurnCall, TurnEnd, TurnPart, TurnUsage, begins_part, empty_part
 from quantkit.serving.work import RequestWork
 from quantkit.structure.base import ReasoningDelta, TextDelta, ToolCallDelta, TurnDelta
 from quantkit.structure.turns import Tool
-
-Part = TextDelta | ReasoningDelta | TurnCall
 
 
 class ResponseEvents:
     """Makes events of deltas.
 
     Args:
-        tools: the client's, by the names that the model sees.
+        tools: The client's tools by the names that the model sees.
 
     Attributes:
-        items: of the output, those that are complete.
+        items: The items of the output that are complete.
     """
 
     def __init__(self, tools: Mapping[str, ClientTool]) -> None:
@@ -42,7 +40,7 @@ class ResponseEvents:
         self._tools = tools
         self._input: InputText | None = None  # of the custom tool's call that is open
         self._number = 0
-        self._open: Part | None = None
+        self._open: TurnPart | None = None
         self._id = ""
 
     def event(self, kind: str, **values: Any) -> dict[str, Any]:
@@ -52,10 +50,7 @@ class ResponseEvents:
 
     def delta(self, delta: TurnDelta) -> Iterator[dict[str, Any]]:
         """What a delta is in events; the item before it ends if it is of another kind."""
-        begins = type(self._open) is not type(delta)
-        if isinstance(delta, ToolCallDelta):
-            begins = delta.id is not None
-        if begins:
+        if begins_part(delta, self._open):
             yield from self.close("completed")
             yield from self._begin(delta)
         if isinstance(delta, ToolCallDelta):
@@ -101,13 +96,11 @@ class ResponseEvents:
         return "" if self._open is None or isinstance(self._open, TurnCall) else self._open.text
 
     def _begin(self, delta: TurnDelta) -> Iterator[dict[str, Any]]:
-        if isinstance(delta, ToolCallDelta):
-            self._open = TurnCall(delta.id or "", delta.name or "")
-            if called(self._open, self._tools).custom:
-                self._input = InputText()
-        else:
-            self._open = type(delta)("")
-        self._id = new_id(self._open)
+        self._open = empty_part(delta)
+        if isinstance(self._open, TurnCall) and called(self._open, self._tools).custom:
+            self._input = InputText()
+        kinds = {TurnCall: "fc", ReasoningDelta: "rs", TextDelta: "msg"}
+        self._id = f"{kinds[type(self._open)]}_{uuid.uuid4().hex}"
         item = output_item(self._open, self._id, "in_progress", self._tools)
         yield self.event("response.output_item.added", output_index=len(self.items), item=item)
         if not isinstance(self._open, TurnCall):
@@ -115,12 +108,6 @@ class ResponseEvents:
 
     def _in_item(self, kind: str, **values: Any) -> dict[str, Any]:
         return self.event(kind, item_id=self._id, output_index=len(self.items), **values)
-
-
-def new_id(part: Part) -> str:
-    """Of an item of the output."""
-    kind = "fc" if isinstance(part, TurnCall) else "rs" if isinstance(part, ReasoningDelta) else "msg"
-    return f"{kind}_{uuid.uuid4().hex}"
 
 
 def content_part(part: TextDelta | ReasoningDelta) -> dict[str, Any]:
@@ -135,7 +122,7 @@ def called(call: TurnCall, tools: Mapping[str, ClientTool]) -> ClientTool:
     return tools.get(call.name) or ClientTool(Tool(call.name), call.name)
 
 
-def output_item(part: Part, item_id: str, status: str, tools: Mapping[str, ClientTool]) -> dict[str, Any]:
+def output_item(part: TurnPart, item_id: str, status: str, tools: Mapping[str, ClientTool]) -> dict[str, Any]:
     """A part of a turn as an item of the output; one in progress has no content yet."""
     if isinstance(part, TurnCall):
         tool = called(part, tools)
@@ -193,15 +180,11 @@ class ResponsesReply(Reply):
         return constrained
 
     async def body(self, work: RequestWork) -> dict[str, Any]:
-        """The complete response."""
-        (turn,) = await self._turns.whole(work)
-        assert turn.end is not None
-        status = _status(turn.end)
-        # all but the last item are complete, however the turn ended
-        states = ["completed"] * (len(turn.parts) - 1) + [status]
-        items = [output_item(part, new_id(part), state, self._tools)
-                 for part, state in zip(turn.parts, states)]
-        return self._response(status, items, turn.end)
+        last: dict[str, Any] = {}
+        async for event in self.events(work):
+            last = event
+        response: dict[str, Any] = last["response"]  # the last event has all of it
+        return response
 
     async def events(self, work: RequestWork) -> AsyncIterator[dict[str, Any]]:
         """Events, each with its number."""
@@ -210,12 +193,12 @@ class ResponsesReply(Reply):
         yield events.event("response.in_progress", response=self._response("in_progress", []))
         async for event in self._turns.events(work):
             for delta in event.deltas:
-                for made in events.delta(delta):
-                    yield made
+                for item in events.delta(delta):
+                    yield item
             if event.end is not None:
-                status = _status(event.end)
-                for made in events.close(status):
-                    yield made
+                status = "incomplete" if event.end.reason == "length" else "completed"
+                for item in events.close(status):
+                    yield item
                 yield events.event(f"response.{status}",
                                    response=self._response(status, events.items, event.end))
 
@@ -224,7 +207,6 @@ class ResponsesReply(Reply):
         return self._events.event("response.in_progress", response=self._response("in_progress", []))
 
     def error(self, error: ApiError) -> dict[str, Any]:
-        """``error``."""
         return self._events.event("error", code=error.code, message=error.detail, param=error.param)
 
     def _response(self, status: str, output: list[dict[str, Any]],
@@ -247,12 +229,7 @@ class ResponsesReply(Reply):
         }
 
 
-def _status(end: TurnEnd) -> str:
-    return "incomplete" if end.reason == "length" else "completed"
-
-
 def response_usage(usage: TurnUsage) -> dict[str, Any]:
-    """``usage`` of the responses."""
     return {"input_tokens": usage.prompt, "output_tokens": usage.completion,
             "total_tokens": usage.prompt + usage.completion,
             "input_tokens_details": {"cached_tokens": usage.cached, "cache_write_tokens": 0},

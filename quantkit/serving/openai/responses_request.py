@@ -17,46 +17,50 @@ from quantkit.serving.conversation import (
     CallId,
     Conversation,
     Description,
+    Effort,
+    TemplateOptions,
+    ThinkingHint,
     ToolName,
     called,
+    check_options,
     choose_tools,
     read_arguments,
 )
 from quantkit.serving.ignored import IGNORED, safe
+from quantkit.serving.openai.chat_request import FunctionName
+from quantkit.serving.openai.generation import STRICT, JsonObjectFormat, TextFormat
 from quantkit.serving.openai.response_tools import INPUT, ClientTool, ResponseTools, client_tools, seen_name
-from quantkit.serving.openai.structured import STRICT, JsonObjectFormat, TextFormat
-from quantkit.serving.openai.tools import FunctionName
 from quantkit.serving.schema import (
-    ATTACHMENTS,
+    FITS,
     INT64,
+    KV,
+    CacheSalt,
     JsonObject,
     LeftOutPart,
+    Priority,
     RequestPart,
     String,
+    TextPart,
+    TokenLimit,
+    TopK,
     Unicode,
-    kind_tag,
-    printable,
+    plain_text,
+    sampling,
+    token_limit,
 )
-from quantkit.serving.settings import FITS, KV, CacheSalt, Priority, TokenLimit, TopK, sampling, token_limit
-from quantkit.serving.template_options import Effort, TemplateOptions, ThinkingHint, check_options
 from quantkit.structure.grammar import Structure
 from quantkit.structure.turns import Tool
 
 Status = Literal["in_progress", "completed", "incomplete"]
 
 
-class ItemText(RequestPart):
+class ItemText(TextPart):
     """A piece of a text. Pictures, sound and files are refused: no address is ever fetched."""
 
-    ignored = frozenset({"annotations", "logprobs", "cache_control", "prompt_cache_breakpoint"})
-    refused = ATTACHMENTS
+    ignored = TextPart.ignored | {"annotations", "logprobs"}
 
     type: Literal["input_text", "output_text", "text"]
     text: String
-
-    @classmethod
-    def _refusal(cls, name: str) -> str:
-        return f"{printable(name)} is not supported: a message is text"
 
 
 Content = String | Annotated[list[ItemText], Field(min_length=1, fail_fast=True)]
@@ -106,7 +110,6 @@ class CustomCallItem(CallItem):
     input: String
 
     def called(self) -> dict[str, Any]:
-        """The same."""
         return called(seen_name(self.name, self.namespace), {INPUT: self.input}, self.call_id)
 
 
@@ -118,7 +121,6 @@ class ShellCallItem(Item):
     action: JsonObject
 
     def called(self) -> dict[str, Any]:
-        """The same."""
         return called("local_shell", self.action, self.call_id)
 
 
@@ -167,21 +169,22 @@ class OtherItem(LeftOutPart):
     supported = ("message", "function_call", "custom_tool_call", "local_shell_call", *OUTPUTS, "reasoning",
                  "additional_tools")
     never = ("item_reference",)
+    default = "message"
+
+    @classmethod
+    def tag(cls, part: Any) -> str:
+        """The same, with one tag for outputs of all kinds."""
+        tag = super().tag(part)
+        return "output[]" if tag.removesuffix("[]") in OUTPUTS else tag
 
 
-def _kind(item: Any) -> str:
-    tag = kind_tag(item, OtherItem.supported, "message")
-    return "output[]" if tag.removesuffix("[]") in OUTPUTS else tag
-
-
-# brackets, so that errors leave out the tag where they name a place
 InputItem = Annotated[
     Annotated[MessageItem, Tag("message[]")] | Annotated[FunctionCallItem, Tag("function_call[]")]
     | Annotated[CustomCallItem, Tag("custom_tool_call[]")]
     | Annotated[ShellCallItem, Tag("local_shell_call[]")] | Annotated[OutputItem, Tag("output[]")]
     | Annotated[ReasoningItem, Tag("reasoning[]")]
     | Annotated[AdditionalToolsItem, Tag("additional_tools[]")] | Annotated[OtherItem, Tag("other[]")],
-    Discriminator(_kind)]
+    Discriminator(OtherItem.tag)]
 
 
 def messages_of(items: str | list[Any], instructions: str | None) -> list[dict[str, Any]]:
@@ -200,28 +203,24 @@ def messages_of(items: str | list[Any], instructions: str | None) -> list[dict[s
             continue
         if isinstance(item, OutputItem):
             turn = None
-            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
+            messages.append({"role": "tool", "tool_call_id": item.call_id,
+                             "content": plain_text(item.output)})
             continue
         if isinstance(item, MessageItem) and item.role != "assistant":
             turn = None
             role = "system" if item.role == "developer" else item.role
-            messages.append({"role": role, "content": _text(item.content)})
+            messages.append({"role": role, "content": plain_text(item.content)})
             continue
-        text = _text(item.content) if isinstance(item, MessageItem) else ""
+        text = plain_text(item.content) if isinstance(item, MessageItem) else ""
         if turn is None or (text and turn["content"]):
             turn = {"role": "assistant", "content": ""}
             messages.append(turn)
         turn["content"] += text
         if isinstance(item, ReasoningItem) and item.content:
-            turn["reasoning_content"] = turn.get("reasoning_content", "") + "".join(
-                part.text for part in item.content)
+            turn["reasoning_content"] = turn.get("reasoning_content", "") + plain_text(item.content)
         if isinstance(item, FunctionCallItem | CustomCallItem | ShellCallItem):
             turn.setdefault("tool_calls", []).append(item.called())
     return messages
-
-
-def _text(content: str | list[ItemText]) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 class ResponseToolChoice(FunctionName):
@@ -265,15 +264,15 @@ class ResponseStreamOptions(RequestPart):
     include_obfuscation: bool = False
 
 
-def _include(wanted: Any) -> Any:
+def _include(names: Any) -> Any:
     # what only another server's tools could add to the answer
-    others = [name for name in wanted if isinstance(name, str) and name != ENCRYPTED] \
-        if isinstance(wanted, list) and len(wanted) <= MAX_INCLUDE else []
+    others = [name for name in names if isinstance(name, str) and name != ENCRYPTED] \
+        if isinstance(names, list) and len(names) <= MAX_INCLUDE else []
     if (ignored := IGNORED.get()).strict or not others:
-        return wanted
+        return names
     for name in others:
         ignored.other(f"include ({safe(name)})")
-    return [name for name in wanted if name not in others]
+    return [name for name in names if name not in others]
 
 
 ENCRYPTED = "reasoning.encrypted_content"
@@ -323,10 +322,10 @@ class ResponsesRequest(RequestPart):
     cache_salt: CacheSalt | None = None
 
     @classmethod
-    def _refusal(cls, name: str) -> str:
+    def _reason_against(cls, name: str) -> str:
         if name in ("previous_response_id", "conversation"):
             return f"{name} is not supported: no response is kept here; send the earlier items in input"
-        return super()._refusal(name)
+        return super()._reason_against(name)
 
     @model_validator(mode="after")
     def _consistent(self) -> ResponsesRequest:
@@ -365,12 +364,12 @@ class ResponsesRequest(RequestPart):
         if tools is None:
             tools = [tool.tool for tool in self.client_tools()]
         choice = self.tool_choice
-        wanted = self.text.format
+        text = self.text.format
         structure = None
-        if isinstance(wanted, JsonObjectFormat):
+        if isinstance(text, JsonObjectFormat):
             structure = Structure(json_object=True)
-        elif isinstance(wanted, ResponseSchemaFormat):
-            structure = Structure(json_schema=wanted.schema_, strict=wanted.strict)
+        elif isinstance(text, ResponseSchemaFormat):
+            structure = Structure(json_schema=text.schema_, strict=text.strict)
         named = choice.name if isinstance(choice, ResponseToolChoice) else None
         required = named is not None or choice == "required"
         return choose_tools(tools, named if required else str(choice), required, structure)

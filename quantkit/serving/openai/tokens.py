@@ -11,11 +11,10 @@ from quantkit.runtime.sampler import Sampling
 from quantkit.serving.conversation import MAX_MESSAGES, Conversation, choose_tools
 from quantkit.serving.errors import RefusedValue
 from quantkit.serving.models import ServedEngine
-from quantkit.serving.openai.chat_request import Message, TemplateOptions, check_options
-from quantkit.serving.openai.tools import Tools, plain_tools
-from quantkit.serving.prompt import PromptReader
+from quantkit.serving.openai.chat_request import Message, TemplateOptions, Tools, check_options, plain_tools
 from quantkit.serving.schema import Ids, RequestPart, String
 from quantkit.serving.turns import render
+from quantkit.serving.work import PromptReader
 
 MAX_TOKENS = 2**18
 """Ids that are turned into text at once."""

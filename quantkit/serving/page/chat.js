@@ -227,7 +227,12 @@ class Chat {
   busy(on) {
     at("thread").classList.toggle("busy", on);
     at("thread").setAttribute("aria-busy", String(on));
-    at("send").textContent = on ? "Stop" : "Send";
-    at("send").classList.toggle("stop", on);
+    showStop(on);
   }
+}
+
+// The composer's button sends, or stops what is being answered.
+function showStop(on) {
+  at("send").textContent = on ? "Stop" : "Send";
+  at("send").classList.toggle("stop", on);
 }

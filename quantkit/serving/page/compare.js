@@ -44,19 +44,14 @@ class Comparison {
     const update = () => mark(sides, result);
     at("comparisons").append(element("article", "comparison", element("div", "turn user",
       element("div", "text", text)), result, element("div", "sides", ...sides.map((side) => side.node))));
-    this.busy(true);
+    showStop(true);
     result.scrollIntoView({ block: "start" });
     await Promise.all(sides.map((side) => (
       side.run(text, this.parameters.system, values, stop.signal, update, this.labels))));
     update();
     this.running = null;
-    this.busy(false);
+    showStop(false);
     return true;
-  }
-
-  busy(on) {
-    at("send").textContent = on ? "Stop" : "Send";
-    at("send").classList.toggle("stop", on);
   }
 }
 

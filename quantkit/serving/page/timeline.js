@@ -31,9 +31,12 @@ class Timeline {
   }
 
   legend() {
-    for (const [kind, { label }] of Object.entries(KINDS)) {
+    for (const [kind, { label, color, height }] of Object.entries(KINDS)) {
       const drafts = ["accepted", "rejected"].includes(kind) ? "of-drafts" : "";
-      at("legend").append(element("li", drafts, element("span", "swatch swatch-" + kind), label));
+      const swatch = element("span", "swatch swatch-" + kind);
+      swatch.style.height = height + "px";
+      swatch.style.color = color ?? "var(--ink)";
+      at("legend").append(element("li", drafts, swatch, label));
     }
   }
 

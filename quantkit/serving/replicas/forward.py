@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 from fastapi import Response
 from fastapi.responses import JSONResponse
@@ -26,10 +26,10 @@ from quantkit.serving.errors import ANTHROPIC, RETRY_AFTER, ApiError, api_error
 from quantkit.serving.guard import TENANT, GuardMiddleware
 from quantkit.serving.ignored import HEADER, IgnoredLog
 from quantkit.serving.metrics import CONTENT_TYPE
-from quantkit.serving.replicas.balance import PrefixBalancer
-from quantkit.serving.replicas.prefix import WRITING, prefix_blocks
-from quantkit.serving.replicas.replica import REPORT, ForwardedRequest, ReplicaAnswer
-from quantkit.serving.sse import DONE, ClientDisconnected, event_bytes, while_there
+from quantkit.serving.replicas.balance import WRITING, PrefixBalancer, prefix_blocks
+from quantkit.serving.replicas.replica import REPORT, ForwardedRequest
+from quantkit.serving.replicas.replica_set import ReplicaLostError, ReplicaSet
+from quantkit.serving.reply import DONE, event_bytes, while_there
 
 ATTEMPTS = 2
 """Replicas that a request is given to: one that ends its replica's process must not end all of them."""
@@ -39,40 +39,16 @@ SCOPE_KEYS = ("type", "asgi", "http_version", "method", "scheme", "path", "raw_p
               "root_path", "headers", "client", "server", TENANT)
 SECRET_HEADERS = {b"authorization", b"cookie", b"proxy-authorization", b"x-api-key"}
 """Headers for the server alone, which has checked them."""
-PATIENCE, POLL = 60.0, 0.02
-"""Seconds that a request waits for a replica while none runs, and between two looks."""
+REPLICA_SECONDS, POLL_SECONDS = 60.0, 0.02
+"""The time that a request waits for a replica while none runs, and between two looks."""
+STATE_SECONDS = 10.0
+"""The time that a replica has to say how it is."""
 PREAMBLE = frozenset(f"event: {name}".encode()
                      for name in ("message_start", "response.created", "response.in_progress"))
 """First lines of the events that a stream has before its first token, each of them once."""
 
 
-class ReplicaLostError(Exception):
-    """The replica that was answering is gone: its process or its machine ended."""
-
-
-class Replicas(Protocol):
-    """All replicas of a server, wherever they run."""
-
-    @property
-    def running(self) -> list[str]:
-        """Names of those that answer, as far as is known."""
-
-    def answer(self, replica: str, request: ForwardedRequest) -> AsyncGenerator[list[Any], None]:
-        """ASGI messages of a replica's answer, as many at a time as there are. Closing the generator cancels
-        the request.
-
-        Raises:
-            ReplicaLostError: the replica ended before its answer did.
-        """
-
-    async def get(self, path: str) -> list[ReplicaAnswer]:
-        """What replicas answer to ``GET path``; those that don't in time are left out."""
-
-    def close(self) -> None:
-        """End them."""
-
-
-def create_replicated_app(replicas: Replicas, *, slack: int = 8, loopback: bool = True,
+def create_replicated_app(replicas: ReplicaSet, *, slack: int = 8, loopback: bool = True,
                           hosts: Collection[str] = (), keys: Collection[str] = (),
                           on_error: OnError | None = None,
                           on_ignored: Callable[[str], None] | None = None) -> Application:
@@ -95,7 +71,7 @@ class Forwarder:
 
     A request whose replica ends before a token of the answer was sent is given to another one. After that a
     stream ends with an error event. So it does after the first sign that a long prompt is still being read
-    (:data:`~quantkit.serving.sse.QUIET_SECONDS`): clients that heard nothing would give up, and what one of
+    (:data:`~quantkit.serving.reply.QUIET_SECONDS`): clients that heard nothing would give up, and what one of
     them got can't be taken back.
 
     Args:
@@ -108,7 +84,7 @@ class Forwarder:
         closed: whether requests for an engine are refused, because the server is ending.
     """
 
-    def __init__(self, replicas: Replicas, slack: int, on_error: OnError | None = None,
+    def __init__(self, replicas: ReplicaSet, slack: int, on_error: OnError | None = None,
                  ignored_log: IgnoredLog | None = None) -> None:
         self._replicas = replicas
         self._balancer = PrefixBalancer(slack)
@@ -121,7 +97,6 @@ class Forwarder:
         self.closed = True
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
         path = scope["path"]
         state = {"/health": self._health, "/ready": self._ready, "/metrics": self._metrics}.get(path)
         if state is not None and scope["method"] == "GET":
@@ -130,16 +105,13 @@ class Forwarder:
         if path == "/trace":
             raise ApiError(404, "a server of several replicas has no trace: each has a clock of its own",
                            code="not_found")
-        try:
+        with contextlib.suppress(ClientDisconnect):  # nobody reads the answer
             body = await Request(scope, receive).body()
-        except ClientDisconnect:
-            return  # nobody reads the answer
-        if self.closed and scope["method"] == "POST" and path in ENGINE_PATHS:
-            raise _shutting_down()
-        check_structure(body)
-        blocks = prefix_blocks(path, body, scope.get(TENANT, b""))
-        request = ForwardedRequest(_forwarded_scope(scope), body)
-        with contextlib.suppress(ClientDisconnected):
+            if self.closed and scope["method"] == "POST" and path in ENGINE_PATHS:
+                raise _shutting_down()
+            check_structure(body)
+            blocks = prefix_blocks(path, body, scope.get(TENANT, b""))
+            request = ForwardedRequest(_forwarded_scope(scope), body)
             await while_there(receive, self._answer(request, blocks, send))
 
     async def _answer(self, request: ForwardedRequest, blocks: Sequence[int], send: Send) -> None:
@@ -159,12 +131,12 @@ class Forwarder:
 
     async def _running(self) -> list[str]:
         """The replicas that run, once there is one."""
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + REPLICA_SECONDS
         while not (running := self._replicas.running):
             if time.monotonic() > deadline:
                 raise ApiError(503, "no replica runs; send the request again later", code="replica_lost",
                                headers=RETRY_AFTER)
-            await asyncio.sleep(POLL)
+            await asyncio.sleep(POLL_SECONDS)
         return running
 
     def _lost(self) -> ApiError:
@@ -219,11 +191,28 @@ class Forwarder:
         text = combined_metrics(await self._state("/metrics"))
         return Response(text, headers={"content-type": CONTENT_TYPE})
 
-    async def _state(self, path: str) -> list[ReplicaAnswer]:
-        answers = [answer for answer in await self._replicas.get(path) if answer.status == 200]
+    async def _state(self, path: str) -> dict[str, bytes]:
+        """What each replica answers to ``GET path``; those that don't in time, or refuse, are left out."""
+        names = sorted(self._replicas.running)
+        bodies = await asyncio.gather(*(self._get(name, path) for name in names), return_exceptions=True)
+        answers = {name: body for name, body in zip(names, bodies, strict=True) if isinstance(body, bytes)}
         if not answers:
             raise ApiError(503, "no replica runs", code="overloaded", headers=RETRY_AFTER)
         return answers
+
+    async def _get(self, replica: str, path: str) -> bytes | None:
+        scope = {"type": "http", "method": "GET", "path": path, "query_string": b"", "headers": []}
+        body = b""
+        async with asyncio.timeout(STATE_SECONDS), contextlib.aclosing(
+                self._replicas.answer(replica, ForwardedRequest(scope, b""))) as batches:
+            async for batch in batches:
+                for message in batch:
+                    if message["type"] == REPORT:
+                        self._report(message)
+                    elif message.get("status", 200) != 200:
+                        return None
+                    body += message.get("body", b"")
+        return body
 
 
 class _AnswerStream:
@@ -276,15 +265,15 @@ def _shutting_down() -> ApiError:
     return api_error(EngineClosed("the server is shutting down"))
 
 
-def combined_state(answers: Sequence[ReplicaAnswer]) -> dict[str, Any]:
+def combined_state(answers: Mapping[str, bytes]) -> dict[str, Any]:
     """``/ready`` of the server: sums over the replicas, of all models and of each."""
-    states = [json.loads(answer.body) for answer in answers]
+    states = [json.loads(body) for body in answers.values()]
     names = list(dict.fromkeys(name for state in states for name in state["models"]))
     return {"status": "ready", **_sum(states),
             "models": {name: _sum([state["models"][name] for state in states]) for name in names}}
 
 
-def combined_metrics(answers: Sequence[ReplicaAnswer]) -> bytes:
+def combined_metrics(answers: Mapping[str, bytes]) -> bytes:
     """``/metrics`` of the server: those of every replica, with its name as the label ``replica``."""
     registry = CollectorRegistry()
     registry.register(_Collected(answers))
@@ -292,23 +281,19 @@ def combined_metrics(answers: Sequence[ReplicaAnswer]) -> bytes:
 
 
 class _Collected(Collector):
-    def __init__(self, answers: Sequence[ReplicaAnswer]) -> None:
+    def __init__(self, answers: Mapping[str, bytes]) -> None:
         self._answers = answers
 
     def collect(self) -> Iterable[Metric]:
         """Each family once, with the samples of all replicas."""
         families: dict[str, Metric] = {}
-        for answer in self._answers:
-            for family in text_string_to_metric_families(answer.body.decode()):
+        for name, body in self._answers.items():
+            for family in text_string_to_metric_families(body.decode()):
                 merged = families.setdefault(family.name, Metric(family.name, family.documentation,
                                                                  family.type, family.unit))
                 for sample in family.samples:
-                    merged.add_sample(sample.name, {**sample.labels, "replica": answer.id}, sample.value)
+                    merged.add_sample(sample.name, {**sample.labels, "replica": name}, sample.value)
         return families.values()
-
-    def describe(self) -> Iterator[Metric]:
-        """Nothing is known before it is collected."""
-        return iter(())
 
 
 def _sum(states: Sequence[dict[str, Any]]) -> dict[str, int]:

@@ -1,32 +1,134 @@
 """Starts replicas as actors of a Ray cluster, reaches them, replaces those that end, and ends them.
 
-A placement group reserves each replica's CPUs or GPU, so that one that is replaced has a place.
+A placement group reserves each replica's place: as many CPUs of one machine, and a GPU if the device is one.
+So one that is replaced has a place.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import secrets
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from concurrent.futures import Future, as_completed
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from quantkit.executor.cluster import LOCAL, Cluster, WorkerSetup, import_ray, named_address
-from quantkit.serving.replicas.forward import ReplicaLostError
-from quantkit.serving.replicas.places import Places, reserve_places
-from quantkit.serving.replicas.replica import (
-    ForwardedRequest,
-    Load,
-    Replica,
-    ReplicaAnswer,
-    ReplicaInfo,
-)
-from quantkit.support.errors import QuantkitError
+from quantkit.serving.replicas.replica import ForwardedRequest, Load, Replica, ReplicaInfo
+from quantkit.support.errors import QuantkitError, UsageError
+
+PLACE_SECONDS, TRY_SECONDS = 300.0, 1.0
+"""For places on the cluster to become free, and for the cluster to say whether some are free now."""
+POLL = 0.2
+
+
+@dataclass(frozen=True)
+class Places:
+    """A place for each replica, reserved on the cluster.
+
+    Attributes:
+        group: Ray's placement group, with a bundle for each replica.
+        threads: CPUs of each.
+        gpus: GPUs of each, 1 or 0.
+    """
+
+    group: Any
+    threads: int
+    gpus: int
+
+
+def reserve_places(ray: Any, replicas: int, device: str, threads: int, tell: Callable[[str], None]) -> Places:
+    """Reserve a place for each replica, and wait for that if others use the cluster.
+
+    Args:
+        ray: The package, connected to the cluster.
+        replicas: The number of replicas.
+        device: The value of ``--device``.
+        threads: The threads of each replica. 0 takes the most for which there is room now, or would be if
+            nobody else used the cluster.
+        tell: This is told what is waited for.
+
+    Raises:
+        QuantkitError: they don't fit, or found no place in time.
+    """
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    gpus = int(takes_gpu(device, int(sum(node.get("GPU", 0) for node in nodes)), replicas))
+    limit = threads or threads_each(nodes, replicas, gpu=bool(gpus))
+    threads = min(limit, int(ray.available_resources().get("CPU", 0)) // replicas)
+    while threads:  # what is free may be in parts on several machines
+        if (group := _reserved(ray, replicas, threads, gpus, TRY_SECONDS)) is not None:
+            return Places(group, threads, gpus)
+        threads //= 2
+    needs = f"{limit} CPU{'s' if limit > 1 else ''}{' and a GPU' if gpus else ''}"
+    tell(f"waiting for {needs} for each replica: the cluster has no place for some of them")
+    if (group := _reserved(ray, replicas, limit, gpus, PLACE_SECONDS)) is not None:
+        return Places(group, limit, gpus)
+    raise QuantkitError(f"some replicas found no place within {PLACE_SECONDS / 60:g} minutes",
+                        why=f"each needs {needs}, and others use the cluster",
+                        next="ray status\nor fewer --replicas")
+
+
+def _reserved(ray: Any, replicas: int, threads: int, gpus: int, seconds: float) -> Any:
+    """A placement group, if there is room for it within that time."""
+    bundle = {"CPU": threads, "GPU": gpus} if gpus else {"CPU": threads}
+    group = ray.util.placement_group([bundle] * replicas)
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if group.wait(POLL):
+            return group
+    ray.util.remove_placement_group(group)
+    return None
+
+
+def threads_each(nodes: Sequence[Mapping[str, float]], replicas: int, *, gpu: bool = False) -> int:
+    """The most threads that every replica can have.
+
+    Args:
+        nodes: The ``CPU`` and ``GPU`` of each machine. A replica is on one of them.
+        replicas: The number of replicas.
+        gpu: Whether each takes a GPU.
+
+    Raises:
+        QuantkitError: they don't fit, even with a thread each.
+    """
+    def places(threads: int) -> int:
+        return sum(int(min(node.get("CPU", 0) // threads, node.get("GPU", 0) if gpu else replicas))
+                   for node in nodes)
+
+    for threads in range(int(max((node.get("CPU", 0) for node in nodes), default=0)), 0, -1):
+        if places(threads) >= replicas:
+            return threads
+    needed = "GPUs with a CPU beside each" if gpu else "CPUs"
+    raise QuantkitError(f"{replicas} replicas need as many {needed}, and the cluster has {places(1)}",
+                        why="each computes with a thread at least", next=f"--replicas {max(1, places(1))}")
+
+
+def takes_gpu(device: str, gpus: int, replicas: int) -> bool:
+    """Whether each replica gets a GPU of its own.
+
+    Args:
+        device: The value of ``--device``.
+        gpus: The number of GPUs in the cluster.
+        replicas: The number of replicas.
+
+    Raises:
+        UsageError: the device is a certain GPU, or there are fewer GPUs than replicas.
+    """
+    if ":" in device:
+        raise UsageError(f"--device {device} doesn't go with --replicas",
+                         why="each replica has a GPU of its own, which Ray chooses", next="--device cuda")
+    if device == "cpu" or (device == "auto" and not gpus):
+        return False
+    if gpus < replicas:
+        raise UsageError(f"{replicas} replicas need as many GPUs, and the cluster has {gpus}",
+                         why="each has a GPU of its own",
+                         next=f"--replicas {gpus}\nor --device cpu" if gpus else "--device cpu")
+    return True
+
 
 OPTION = "--replicas"
 MAX_ONGOING = 100_000
@@ -34,45 +136,24 @@ MAX_ONGOING = 100_000
 MESSAGE_MEMORY = 256 * 2**20
 """Bytes of shared memory for bodies on their way, in a cluster that is started here."""
 LATE_SECONDS = 90.0
-"""After which a replica that doesn't say that it is well is replaced."""
+"""The time after which a replica that doesn't say that it is well is replaced."""
 RETRY_SECONDS = 5.0
-"""Before another replica is started where one couldn't load its models again."""
-POLL = 0.2
-"""Between two looks at what replicas have answered."""
-STATE_SECONDS = 10.0
-"""For each replica to say how it is."""
+"""The time until another replica is started where one couldn't load its models again."""
 
 
-@dataclass
-class _Slot:
-    """One of the places on the cluster, and the replica there.
-
-    Attributes:
-        number: The index of the place, from 0.
-        id: The name of the replica.
-        actor: Ray's handle of the replica.
-        pending: Ray's reference to what it was asked last: to load its models, or whether it is well.
-        info: The replica's description, once its models are loaded.
-        asked: The time at which ``pending`` was asked.
-    """
-
-    number: int
-    id: str = ""
-    actor: Any = None
-    pending: Any = None
-    info: ReplicaInfo | None = None
-    asked: float = field(default_factory=time.monotonic)
+class ReplicaLostError(Exception):
+    """The replica that was answering is gone: its process or its machine ended."""
 
 
 class ReplicaSet:
-    """Replicas that run until :meth:`close`.
+    """Replicas that run until :meth:`close`. A thread for each of the places keeps one there.
 
     Args:
         load: The function that loads the models in each replica's process.
         replicas: The number of replicas.
         device: The value of ``--device``.
         locked: Whether clients of the server need a key.
-        tell: This is told what is waited for while the replicas start.
+        tell: This is told what is waited for while the replicas start, and why one is replaced.
 
     Attributes:
         infos: The replicas as they were started. One that is lost is replaced by another.
@@ -88,12 +169,13 @@ class ReplicaSet:
         self._ray = import_ray(address, OPTION)
         self._load = load
         self._locked = locked
+        self._tell = tell
         self._closed = threading.Event()
         self._answering = 0
-        self._slots: list[_Slot] = []
-        self._actors: dict[str, Any] = {}  # of replicas that answer
+        self._started: dict[int, Any] = {}  # the actor in each place
+        self._ready: dict[str, Any] = {}  # the actors that answer, by their names
+        self._keepers: list[threading.Thread] = []
         self._places: Places | None = None
-        self._supervisor = threading.Thread(target=self._supervise, name="replicas", daemon=True)
         threads = max(1, torch.get_num_threads() // replicas) if address == LOCAL else 0
         self._cluster = Cluster(self._ray, address, next=f"leave out {OPTION}", num_cpus=replicas * threads,
                                 object_store_memory=MESSAGE_MEMORY)
@@ -101,31 +183,36 @@ class ReplicaSet:
             self._places = reserve_places(self._ray, replicas, device, threads, tell)
             self.threads = self._places.threads
             self._setup = WorkerSetup.of_this_process(self.threads)
-            self._start(replicas)
+            self.infos = self._start(replicas)
         except BaseException:
             self.close()
             raise
-        self._supervisor.start()
 
     @property
     def running(self) -> list[str]:
-        """Replicas that answer, as far as is known."""
-        return list(self._actors)
+        """The names of the replicas that answer, as far as is known."""
+        return list(self._ready)
 
     async def answer(self, replica: str, request: ForwardedRequest) -> AsyncGenerator[list[Any], None]:
-        """See :meth:`quantkit.serving.replicas.forward.Replicas.answer`."""
-        if (actor := self._actors.get(replica)) is None:
+        """ASGI messages of a replica's answer, as many at a time as there are. Closing the generator cancels
+        the request.
+
+        Raises:
+            ReplicaLostError: the replica ended before its answer did, or its engine had ended.
+        """
+        if (actor := self._ready.get(replica)) is None:
             raise ReplicaLostError
         stream = actor.answer.options(num_returns="streaming").remote(request)
         self._answering += 1
         try:
             async for batch in stream:
                 yield await batch
-        except self._ray.exceptions.RayTaskError:
-            raise
         except self._ray.exceptions.RayError as error:
+            if isinstance(error, self._ray.exceptions.RayTaskError) and not isinstance(error.cause,
+                                                                                       QuantkitError):
+                raise
             if isinstance(error, self._ray.exceptions.ActorDiedError):  # this may be known here first
-                self._actors.pop(replica, None)
+                self._ready.pop(replica, None)
             raise ReplicaLostError(str(error)) from error
         except BaseException:  # the client has left
             if not self._closed.is_set():
@@ -134,29 +221,18 @@ class ReplicaSet:
         finally:
             self._answering -= 1
 
-    async def get(self, path: str) -> list[ReplicaAnswer]:
-        """See :meth:`quantkit.serving.replicas.forward.Replicas.get`."""
-
-        async def ask(actor: Any) -> ReplicaAnswer:
-            answer: ReplicaAnswer = await asyncio.wait_for(actor.get.remote(path), STATE_SECONDS)
-            return answer
-
-        answers = await asyncio.gather(*map(ask, list(self._actors.values())), return_exceptions=True)
-        return sorted((answer for answer in answers if isinstance(answer, ReplicaAnswer)),
-                      key=lambda answer: answer.id)
-
     def close(self) -> None:
         """End the replicas, and the cluster if it was started here."""
         if self._closed.is_set():
             return
         self._closed.set()
-        self._actors.clear()
-        if self._supervisor.is_alive():
-            self._supervisor.join()
+        self._ready.clear()
         try:
             with contextlib.suppress(Exception):  # the cluster may be gone already
-                for slot in self._slots:
-                    self._ray.kill(slot.actor)
+                while keepers := [thread for thread in self._keepers if thread.is_alive()]:
+                    for actor in list(self._started.values()):  # which ends what a thread waits for
+                        self._ray.kill(actor)
+                    keepers[0].join(0.1)
                 if self._places is not None:
                     self._ray.util.remove_placement_group(self._places.group)
             deadline = time.monotonic() + 1
@@ -165,74 +241,55 @@ class ReplicaSet:
         finally:
             self._cluster.close()
 
-    def _start(self, replicas: int) -> None:
+    def _start(self, replicas: int) -> list[ReplicaInfo]:
         """Start all replicas and wait until their models are loaded, however long that takes."""
-        self._slots = [_Slot(number) for number in range(replicas)]
-        for slot in self._slots:
-            self._replace(slot)
-        while len(self.running) < replicas:
-            for slot in self._heard():
-                try:
-                    self._hear(slot)
-                except self._ray.exceptions.RayTaskError as error:
-                    if isinstance(error.cause, QuantkitError):
-                        raise error.cause from None
-                    raise _not_started(f"{type(error.cause).__name__}: {error.cause}") from error
-                except self._ray.exceptions.RayError as error:
-                    raise _not_started(str(error).strip().rpartition("\n")[2]) from error
-        self.infos = sorted((slot.info for slot in self._slots if slot.info), key=lambda info: info.id)
-
-    def _supervise(self) -> None:
-        """Replace replicas that end until the set is closed."""
-        while not self._closed.is_set():
-            try:
-                for slot in self._heard():
-                    self._hear_or_replace(slot)
-                for slot in self._slots:
-                    if slot.info is not None and time.monotonic() - slot.asked > LATE_SECONDS:
-                        self._replace(slot)
-            except Exception:  # the cluster doesn't answer
-                self._closed.wait(RETRY_SECONDS)
-
-    def _hear_or_replace(self, slot: _Slot) -> None:
+        started: list[Future[ReplicaInfo]] = [Future() for _ in range(replicas)]
+        for place, future in enumerate(started):
+            self._keepers.append(threading.Thread(target=self._keep, args=(place, future), name="replica",
+                                                  daemon=True))
+            self._keepers[-1].start()
         try:
-            self._hear(slot)
-        except Exception:  # it ended, or its engine did
-            if slot.info is None:  # before it was ready, as the next one may
-                self._closed.wait(RETRY_SECONDS)
-            self._replace(slot)
+            return sorted((future.result() for future in as_completed(started)), key=lambda info: info.id)
+        except self._ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, QuantkitError):
+                raise error.cause from None
+            raise _not_started(f"{type(error.cause).__name__}: {error.cause}") from error
+        except self._ray.exceptions.RayError as error:
+            raise _not_started(str(error).strip().rpartition("\n")[2]) from error
 
-    def _heard(self) -> list[_Slot]:
-        """The places whose replicas have answered what they were asked, or have ended."""
-        pending = [slot.pending for slot in self._slots]
-        answered, _ = self._ray.wait(pending, num_returns=len(pending), timeout=POLL)
-        return [slot for slot in self._slots if slot.pending in answered]
+    def _keep(self, place: int, started: Future[ReplicaInfo]) -> None:
+        """Keep a replica in a place until the set is closed. If the first one can't start, there is none."""
+        while not self._closed.is_set():
+            name, ready = secrets.token_hex(4), False
+            try:
+                actor = self._started[place] = self._actor(place, name)
+                info = self._ray.get(actor.load.remote(self._load))
+                self._ready[name], ready = actor, True
+                if not started.done():
+                    started.set_result(info)
+                while not self._closed.is_set():
+                    self._ray.get(actor.check.remote(), timeout=LATE_SECONDS)
+            except Exception as error:  # the replica has ended, or its engine, or the cluster doesn't answer
+                if not started.done():
+                    started.set_exception(error)
+                    return
+                cause = getattr(error, "cause", None)
+                if isinstance(cause, QuantkitError) and not self._closed.is_set():
+                    self._tell(f"replica {name} is replaced: {cause.what}: {cause.why}")
+                self._ready.pop(name, None)
+                if not ready:  # as the next one may not be, either
+                    self._closed.wait(RETRY_SECONDS)
+                with contextlib.suppress(Exception):
+                    self._ray.kill(self._started[place])
 
-    def _hear(self, slot: _Slot) -> None:
-        """Take a replica's answer and ask again. Raises RayError: it ended, or isn't well."""
-        answer = self._ray.get(slot.pending)
-        if isinstance(answer, ReplicaInfo):
-            slot.info = answer
-            self._actors[slot.id] = slot.actor
-        slot.pending = slot.actor.check.remote()
-        slot.asked = time.monotonic()
-
-    def _replace(self, slot: _Slot) -> None:
-        """Start another replica in a slot."""
+    def _actor(self, place: int, name: str) -> Any:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        if slot.actor is not None:
-            self._actors.pop(slot.id, None)
-            self._ray.kill(slot.actor)
-        slot.info = None
-        slot.id = secrets.token_hex(4)
         assert self._places is not None
-        where = PlacementGroupSchedulingStrategy(self._places.group,
-                                                 placement_group_bundle_index=slot.number)
+        where = PlacementGroupSchedulingStrategy(self._places.group, placement_group_bundle_index=place)
         options = {"num_cpus": self._places.threads, "num_gpus": self._places.gpus,
                    "max_concurrency": MAX_ONGOING, "scheduling_strategy": where}
-        slot.actor = self._ray.remote(Replica).options(**options).remote(slot.id, self._setup, self._locked)
-        slot.pending = slot.actor.load.remote(self._load)
+        return self._ray.remote(Replica).options(**options).remote(name, self._setup, self._locked)
 
 
 def _not_started(reason: str) -> QuantkitError:

@@ -10,8 +10,9 @@ import pytest
 
 from quantkit.serving.guard import TENANT
 from quantkit.serving.replicas import forward
-from quantkit.serving.replicas.forward import ReplicaLostError, create_replicated_app
-from quantkit.serving.replicas.replica import REPORT, ReplicaAnswer
+from quantkit.serving.replicas.forward import create_replicated_app
+from quantkit.serving.replicas.replica import REPORT
+from quantkit.serving.replicas.replica_set import ReplicaLostError
 from quantkit.support.errors import QuantkitError
 
 CHAT = "/v1/chat/completions"
@@ -32,7 +33,6 @@ class Scripted:
 
     def __init__(self, *scripts):
         self.scripts, self.requests = list(scripts), []
-        self.states: list[ReplicaAnswer] = []
         self.cancelled, self.running = 0, ["a"]
 
     async def answer(self, replica, request):
@@ -45,9 +45,6 @@ class Scripted:
         except (GeneratorExit, asyncio.CancelledError):
             self.cancelled += 1
             raise
-
-    async def get(self, path):
-        return self.states
 
     def close(self):
         """Nothing runs."""
@@ -206,7 +203,7 @@ def test_a_replica_is_waited_for_only_so_long(monkeypatch, comes):
         def running(self, names):
             """They come when they do."""
 
-    monkeypatch.setattr(forward, "PATIENCE", 60 if comes else 0.05)
+    monkeypatch.setattr(forward, "REPLICA_SECONDS", 60 if comes else 0.05)
     replicas = Starting([[START, END]])
     answer = ask(replicas, **BODY)
     assert len(replicas.requests) == comes and len(looks) >= 3
@@ -273,14 +270,20 @@ STATE = {"running": 1, "waiting": 2, "max_batch": 8, "max_queue": 64, "kv_alloca
          "tokens_generated": 7}
 
 
+def state_of(text, status=200):
+    """The script of an answer to ``GET``."""
+    return [[{**START, "status": status}, {"type": "http.response.body", "body": text.encode()}]]
+
+
 def test_ready_is_the_sum():
     replicas = Scripted()
-    refusal = ReplicaAnswer("c", 503, b'{"error": "it is ending"}')
+    refusal = state_of('{"error": "it is ending"}', 503)
     for path in ("/ready", "/metrics"):
-        for replicas.states in ([], [refusal]):
+        for replicas.running, replicas.scripts in ([], []), (["a"], [refusal]), (["a"], [[LOST]]):
             assert ask(replicas, path, method="GET").status_code == 503, "no replica runs"
     state = {"status": "ready", **STATE, "models": {"m": STATE, "n": STATE}}
-    replicas.states = [*(ReplicaAnswer(name, 200, json.dumps(state).encode()) for name in "ab"), refusal]
+    replicas.running = ["a", "b", "c"]
+    replicas.scripts = [state_of(json.dumps(state)), state_of(json.dumps(state)), refusal]
     double = {key: 2 * value for key, value in STATE.items()}
     assert ask(replicas, "/ready", method="GET").json() == {
         "status": "ready", **double, "models": {"m": double, "n": double}}
@@ -294,15 +297,15 @@ def test_there_is_no_common_trace():
 
 
 def test_metrics_have_the_replica_as_label():
-    replicas = Scripted()
-    replicas.states = [ReplicaAnswer(name, 200, (
+    replicas = Scripted(*(state_of(
         "# HELP vllm:num_requests_running Requests.\n# TYPE vllm:num_requests_running gauge\n"
         f'vllm:num_requests_running{{model_name="m"}} {count}.0\n'
         "# HELP vllm:prompt_tokens_total Tokens.\n# TYPE vllm:prompt_tokens_total counter\n"
         f'vllm:prompt_tokens_total{{model_name="m"}} {count}0.0\n'
         "# HELP vllm:e2e Seconds.\n# TYPE vllm:e2e histogram\n"
         f'vllm:e2e_bucket{{le="1.0"}} {count}.0\nvllm:e2e_bucket{{le="+Inf"}} {count}.0\n'
-        f"vllm:e2e_count {count}.0\nvllm:e2e_sum 0.5\n").encode()) for name, count in (("a", 1), ("b", 2))]
+        f"vllm:e2e_count {count}.0\nvllm:e2e_sum 0.5\n") for count in (1, 2)))
+    replicas.running = ["b", "a"]
     answer = ask(replicas, "/metrics", method="GET")
     lines = answer.text.splitlines()
     assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from quantkit.cli.serve.models import absolute_model
-from quantkit.serving.replicas import places
-from quantkit.serving.replicas.places import reserve_places, takes_gpu, threads_each
+from quantkit.serving.replicas import replica_set
+from quantkit.serving.replicas.replica_set import reserve_places, takes_gpu, threads_each
 from quantkit.support.errors import QuantkitError, UsageError
 
 
@@ -75,8 +75,8 @@ class FullCluster:
 
 @pytest.fixture
 def soon(monkeypatch):
-    monkeypatch.setattr(places, "TRY_SECONDS", 0.01)
-    monkeypatch.setattr(places, "PLACE_SECONDS", 0.01)
+    monkeypatch.setattr(replica_set, "TRY_SECONDS", 0.01)
+    monkeypatch.setattr(replica_set, "PLACE_SECONDS", 0.01)
 
 
 @pytest.mark.parametrize(("free", "failures", "threads"), [

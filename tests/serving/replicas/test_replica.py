@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from quantkit.executor.cluster import WorkerSetup
+from quantkit.runtime.core import EngineDeadError
 from quantkit.serving.replicas import replica as module
 from quantkit.serving.replicas.replica import MAX_MESSAGES, REPORT, ForwardedRequest, Replica
 from quantkit.support.errors import QuantkitError, UsageError
@@ -51,22 +52,6 @@ def test_an_error_that_ends_several_requests_is_told_once():
         assert next(message for message in messages if "status" in message)["status"] == 500
 
 
-def test_who_asks_for_the_state_takes_no_errors_away():
-    async def api(scope, receive, send):
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": b"{}", "more_body": False})
-
-    async def run():
-        made = replica(api)
-        made._on_error(QuantkitError("a plugin failed"))
-        state = await made.get("/ready")
-        return state, await everything(made)
-
-    state, messages = asyncio.run(run())
-    assert (state.id, state.status, state.body) == ("a", 200, b"{}")
-    assert reported(messages) == [("a plugin failed", None, None)]
-
-
 def test_an_application_waits_for_a_slow_reader():
     sent = []
 
@@ -93,15 +78,14 @@ def test_an_application_waits_for_a_slow_reader():
 
 def test_a_replica_whose_engine_has_ended_isn_t_healthy(monkeypatch):
     monkeypatch.setattr(module, "CHECK_SECONDS", 0)
-
-    def model(alive):
-        thread = None if alive is None else SimpleNamespace(is_alive=lambda: alive)
-        return SimpleNamespace(name="m", engine=SimpleNamespace(thread=thread, close=lambda: None))
-
-    asyncio.run(replica(None, model(True), model(True)).check())
-    for ended in (False, None):
-        with pytest.raises(RuntimeError, match="the engine of m has ended"):
-            asyncio.run(replica(None, model(True), model(ended)).check())
+    well, dead = (SimpleNamespace(engine=SimpleNamespace(failure=failure))
+                  for failure in (None, EngineDeadError(RuntimeError("no device"))))
+    asyncio.run(replica(None, well, well).check())
+    with pytest.raises(QuantkitError, match="the engine has stopped") as caught:
+        asyncio.run(replica(None, well, dead).check())
+    assert pickle.loads(pickle.dumps(caught.value)).why == "RuntimeError: no device"
+    with pytest.raises(QuantkitError, match="the engine has stopped"):
+        asyncio.run(everything(replica(None, well, dead)))
 
 
 def test_an_error_of_loading_arrives_with_all_its_parts():
