@@ -25,8 +25,8 @@ class Overlap(Frozen):
     """What the windows share with a text that models are evaluated on.
 
     Attributes:
-        text: its name.
-        windows: how many windows share at least a fifth of their 13-grams with it.
+        text: the name of the text.
+        windows: the number of windows that share at least a fifth of their 13-grams with it.
         largest: the largest share of one window.
     """
 
@@ -39,8 +39,8 @@ class Coverage(Frozen):
     """What a model gets to see.
 
     Attributes:
-        documents: that the tokens were chosen from.
-        chats: how many of them are conversations.
+        documents: documents that the tokens were chosen from.
+        chats: documents that are conversations.
         available: tokens that there were.
         used: tokens in the windows.
         distinct: different tokens among those.
@@ -51,12 +51,12 @@ class Coverage(Frozen):
         lost: tokens of those ends.
         left_out: conversations in which someone writes a special token of the model.
         unusable: rows that are broken, of no known form, or refused by the chat template.
-        unusable_first: what is wrong with the first of them.
+        unusable_first: the fault of the first of these rows.
         avoided: windows or documents left out for what they share with texts to avoid.
         same: windows equal to an earlier one.
         similar: other windows that repeat earlier ones by half.
         overlaps: with texts that models are evaluated on.
-        fallback: what else the text was to be, if it isn't, and why.
+        fallback: the text that was asked for and can't be used, and why.
     """
 
     documents: int

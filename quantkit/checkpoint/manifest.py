@@ -63,8 +63,8 @@ class ExportRecord(Frozen):
     Attributes:
         uri: its folder's name, or its name on the hub.
         quant_method: who could read it.
-        formats: of its layers.
-        manifest_sha256: of its ``quantkit.json``; ``None`` for another tool's checkpoint, whose files' hashes
+        formats: the formats of its layers.
+        manifest_sha256: the hash of its ``quantkit.json``; ``None`` for another tool's, whose files' hashes
             are the source's.
     """
 
@@ -81,9 +81,9 @@ class CalibrationFacts(Frozen):
         text: ``builtin``, base names of files, names of data sets; with commas, if there are several.
         windows, window, seed, importance: as in the recipe.
         packing: how documents became windows: ``stream`` or ``documents``.
-        tokens: how many tokens went through the model.
-        sha256: of the token ids as little-endian int64 ``[windows, tokens]``.
-        files: which files were read, as they were.
+        tokens: the number of tokens that went through the model.
+        sha256: the hash of the token ids as little-endian int64 ``[windows, tokens]``.
+        files: the files that were read, as they were.
         coverage: the report on the text.
     """
 
@@ -104,10 +104,10 @@ class LayerRow(Frozen):
 
     Attributes:
         name: full name, without ``.weight``.
-        shape: ``(out, in)``.
+        shape: the weight's, ``(out, in)``.
         dtype: logical dtype of the weight, ``bfloat16``.
         bits: stored bits a weight, scales and zero points included.
-        bytes: of all tensors stored for it.
+        bytes: the size of all tensors that are stored for it.
         error: ``‖W − Ŵ‖ / ‖W‖`` (Frobenius), of the weight as it is stored.
         tokens: calibration tokens that reached it; ``None`` where its method needs none.
         notes: every fallback taken, a sentence each.
@@ -166,9 +166,9 @@ class RecoveryRecord(Frozen):
 
     Attributes:
         name, options: of the recovery, defaults filled in.
-        windows: of text, those that are held out too.
-        held_out: how many of them weren't trained on.
-        sha256: of the token ids as little-endian int64 ``[windows, length]``.
+        windows: windows of text, with those that are held out.
+        held_out: windows that weren't trained on.
+        sha256: the hash of the token ids as little-endian int64 ``[windows, length]``.
         before, after: the divergence from the original model on held-out windows, with values as they are
             stored; ``after`` is ``None`` if the training diverged.
         kept: whether the trained values are in the checkpoint; otherwise it is as it was before.
@@ -197,9 +197,8 @@ class FileRecord(Frozen):
     """One file of the checkpoint.
 
     Attributes:
-        sha256: of the whole file.
-        bytes: its size.
-        blocks: of each block of :data:`BLOCK` bytes (the last may be shorter) the first :data:`BLOCK_DIGITS`
+        sha256: the hash of the whole file.
+        blocks: for each block of :data:`BLOCK` bytes (the last may be shorter) the first :data:`BLOCK_DIGITS`
             digits of its sha256, one after another; empty if blocks weren't hashed. Enough to find damage by
             chance; against malice there is ``sha256``.
     """
@@ -224,13 +223,13 @@ class Manifest(Frozen):
     """The whole of ``quantkit.json``.
 
     Attributes:
-        schema_version: of this file's layout.
-        recipe: ``Recipe.snapshot()``.
-        source: which model was quantized.
+        schema_version: the version of this file's layout.
+        recipe: the result of ``Recipe.snapshot()``.
+        source: the model that was quantized.
         calibration: ``None`` if no method needed any.
         layers: a row for every Linear, in the model's order; filled in by the writer.
-        recovery: what training of scales and norms came to; only there if the recipe asks for it.
-        exported: which checkpoint it was packed from; only there if it was.
+        recovery: the result of training scales and norms; only there if the recipe asks for it.
+        exported: the checkpoint that it was packed from; only there if it was.
         plugins: distribution → version of each that registered a method or format in use.
         files: every other file of the folder by plain name; filled in by the writer.
         digest: sha256 of this JSON with ``digest`` empty, so that damage to it shows too.

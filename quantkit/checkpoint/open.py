@@ -36,8 +36,8 @@ def open_quantized(uri: str, revision: str | None = None, recipe: str = "int4") 
 
     Args:
         uri: its folder or name.
-        revision: of a name on the hub.
-        recipe: that is advised for a model that isn't quantized.
+        revision: the revision of a name on the hub.
+        recipe: the recipe that is advised for a model that isn't quantized.
 
     Raises:
         UsageError: it isn't quantized.

@@ -58,7 +58,7 @@ def quantization_config(rows: Sequence[LayerScheme], version: str = __version__)
     Args:
         rows: every Linear of the model, kept ones too, and the embedding if it is quantized. ``lm_head`` may
             be missing (tied embeddings).
-        version: of the quantkit that wrote them; GPTQ's standard has a place for it.
+        version: the version of the quantkit that wrote them; GPTQ's standard has a place for it.
     """
     packed = [row for row in rows if row.spec is not None]
     if not packed:
@@ -249,6 +249,8 @@ def _mlx(packed: Sequence[LayerScheme]) -> dict[str, Any]:
     common = Counter(str(scheme) for scheme in schemes.values()).most_common(1)[0][0]
     default = next(scheme for scheme in schemes.values() if str(scheme) == common)
     return default | {name: scheme for name, scheme in schemes.items() if scheme != default}
+
+
 def _fine_grained(row: LayerScheme, kept: list[str]) -> dict[str, Any]:
     assert row.spec is not None
     return {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",

@@ -47,8 +47,8 @@ class Checkpoint:
     """A quantized model on disk. Use :meth:`open`; close it when done, or use it in a ``with``.
 
     Attributes:
-        path: the folder.
-        manifest: what ``quantkit.json`` says.
+        path: the place of the folder.
+        manifest: the content of ``quantkit.json``.
     """
 
     def __init__(self, path: Path, manifest: Manifest, config: Mapping[str, Any] | None = None) -> None:

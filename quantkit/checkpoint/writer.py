@@ -22,7 +22,7 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ from quantkit.checkpoint.manifest import MANIFEST, MAX_BYTES, LayerRow, Manifest
 from quantkit.checkpoint.shards import SHARD_BYTES, LazyTensor, stored_tensors, tensor_chunks
 from quantkit.checkpoint.unfinished import LOCK as _LOCK
 from quantkit.checkpoint.unfinished import PARTIAL, STATE
+from quantkit.sources.base import TensorInfo
 from quantkit.support.errors import CheckpointError, QuantkitError, UsageError
 from quantkit.support.paths import local_path, open_regular, typed_path
 from quantkit.support.strict_json import parse_object, read_object
@@ -325,6 +326,63 @@ class CheckpointWriter:
             f"{self.partial} belongs to another run",
             why="it was begun with (then → now):\n" + "\n".join(f"  {line}" for line in told(old, new)),
             next=f"to end it, install {' and '.join(versions)} again; or {drop}" if versions else drop)
+
+
+class WorkStore:
+    """Units that only the run needs, to resume from; they never get into the checkpoint. Each is written
+    atomically, hashed and durable, as layers are.
+
+    Args:
+        writer: the writer of the run.
+        name: the name of the work: letters, digits and dashes.
+    """
+
+    def __init__(self, writer: CheckpointWriter, name: str) -> None:
+        self._writer, self._prefix = writer, f"{WORK}{name}."
+
+    def has(self, key: str) -> bool:
+        """Whether a unit is on disk and its bytes are those that were written."""
+        return self._writer.has(self._prefix + key)
+
+    def put(self, key: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Store tensors by name; durable when it returns. Raises CheckpointError if the disk fails."""
+        self._writer.put(self._prefix + key, tensors, [])
+
+    def get(self, key: str) -> dict[str, torch.Tensor]:
+        """Copies of what was put, which the files may be removed under. Raises CheckpointError if it isn't
+        there."""
+        return {name: tensor.clone() for name, tensor in self._writer.get(self._prefix + key)[0].items()}
+
+    def tensor(self, key: str, name: str) -> torch.Tensor:
+        """One tensor of what was put, and no others are read. Raises CheckpointError if it isn't there."""
+        return self._writer.tensor(self._prefix + key, name)
+
+    def put_batches(self, key: str, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype,
+                    batches: Iterable[torch.Tensor]) -> None:
+        """Store tensors of these shapes and one dtype, each made when it is written, so that it is alone in
+        memory; durable when it returns. Raises CheckpointError if the disk fails, and what
+        ``batches`` raises."""
+        iterator = iter(batches)
+        self._writer.put(self._prefix + key, {
+            _batch(i): LazyTensor(TensorInfo(_batch(i), shape, dtype), lambda: next(iterator))
+            for i, shape in enumerate(shapes)}, [])
+
+    def batch(self, key: str, index: int) -> torch.Tensor:
+        """One of those that :meth:`put_batches` stored. Raises CheckpointError if it isn't there."""
+        return self._writer.tensor(self._prefix + key, _batch(index))
+
+    def drop(self, key: str) -> None:
+        """Remove a unit that nothing will ask for again. Raises CheckpointError if it can't be."""
+        self._writer.drop(self._prefix + key)
+
+    def clear(self) -> None:
+        """Remove all units. Raises CheckpointError if one can't be."""
+        self._writer.drop_all(self._prefix)
+
+
+def _batch(index: int) -> str:
+    """Names that sort as numbers do: tensors of one dtype are written in the order of their names."""
+    return f"{index:08d}"
 
 
 def refuse_existing(out: str | Path, source: str | None = None) -> None:

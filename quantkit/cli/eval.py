@@ -169,7 +169,7 @@ def command(ctx: click.Context, models: tuple[str, ...], text: str | None, suite
 def _made(models: Sequence[str], recipes: Sequence[str], settings: EvalSettings, out: Path | None,
           quiet: bool) -> dict[str, str]:
     """Say what lies ahead, and quantize what is missing; checkpoint → the recipe that made it."""
-    from quantkit.cli.eta import human_seconds
+    from quantkit.cli.progress import human_seconds
     from quantkit.evaluation.sweep.ahead import look_ahead
     from quantkit.evaluation.sweep.checkpoints import folders_of, made
 

@@ -273,7 +273,7 @@ def _size(plan: Plan) -> str:
 
 
 def _print_time(plan: Plan, device: str) -> None:
-    from quantkit.cli.eta import human_seconds
+    from quantkit.cli.progress import human_seconds
     from quantkit.quantization.planning.duration import expected_seconds, operations
     from quantkit.support.device import find_device
 

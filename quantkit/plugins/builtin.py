@@ -8,7 +8,8 @@ from pathlib import Path
 from quantkit.plugins.hooks import Register, hookimpl
 
 TARGETS: dict[str, dict[str, str]] = {
-    "sources": {name: f"sources.{name}:KIND" for name in ("synthetic", "package", "gguf", "local", "hub")},
+    "sources": {"synthetic": "models.synthetic:KIND",
+                **{name: f"sources.{name}:KIND" for name in ("package", "gguf", "local", "hub")}},
     "architectures": {name: f"models.families:{name.upper()}" for name in (
         "gemma2", "gemma3_text", "gpt_oss", "llama", "mimo", "mistral", "mixtral", "phi3", "qwen2", "qwen3",
         "qwen3_moe")},
@@ -99,13 +100,13 @@ def register_commands(register: Register) -> None:
 
 @hookimpl
 def recipe_dirs() -> list[Path]:
-    from quantkit.support.resources import data_dir
+    from quantkit.support.paths import data_dir
 
     return [data_dir("recipes")]
 
 
 @hookimpl
 def eval_dirs() -> list[Path]:
-    from quantkit.support.resources import data_dir
+    from quantkit.support.paths import data_dir
 
     return [data_dir("evals")]

@@ -42,11 +42,11 @@ class GGUFTensor:
     """Where a tensor lies.
 
     Attributes:
-        name: GGUF's name.
+        name: the name that GGUF has for it.
         shape: outermost dimension first, as torch has it.
         type: a value of ``gguf.GGMLQuantizationType``.
-        offset: of its first byte, from the start of the file.
-        nbytes: what it takes there.
+        offset: the place of its first byte, from the start of the file.
+        nbytes: the bytes that it takes there.
     """
 
     name: str

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from quantkit.sources.gguf_metadata import HF_FOLDER
+from quantkit.sources.gguf_families import HF_FOLDER
 from quantkit.sources.gguf_pretokenizers import PRE_TOKENIZERS, PreTokenizer
 from quantkit.support.errors import SourceError
 

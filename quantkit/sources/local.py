@@ -40,8 +40,8 @@ class LocalSource:
     ``auto_map`` in its config is data, Python files are not looked at.
 
     Args:
-        folder: the folder.
-        uri: what the user typed.
+        folder: the place of the files.
+        uri: the name that the user typed.
         identity: kind and revision, when the folder came from elsewhere.
         quantized: take a checkpoint too.
 
@@ -66,11 +66,9 @@ class LocalSource:
         self._tensors = ShardedTensors(folder)
 
     def config(self) -> dict[str, Any]:
-        """A copy of ``config.json``."""
         return copy.deepcopy(self._config)
 
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """Every tensor by name."""
         return self._tensors.infos
 
     def tensor(self, name: str) -> torch.Tensor:
@@ -106,20 +104,16 @@ class LocalSource:
 
     @property
     def file_bytes(self) -> int:
-        """Bytes of the weight files."""
         return sum(file.path.stat().st_size for file in self._tensors.files.values())
 
     def prefetch(self, names: Iterable[str]) -> None:
-        """Have the system read tensors while other work is done."""
         for name in names:
             self._tensors.prefetch(name)
 
     def release(self) -> None:
-        """What was read of the files needn't stay in memory."""
         self._tensors.release()
 
     def close(self) -> None:
-        """Close the weight files."""
         self._tensors.close()
 
     def _side_paths(self) -> dict[str, Path]:

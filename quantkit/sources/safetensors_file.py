@@ -41,7 +41,7 @@ class SafetensorsFile:
     the process be stopped by the system.
 
     Attributes:
-        path: the file.
+        path: the place of the file.
         infos: every tensor by name.
         metadata: the header's ``__metadata__``.
 
@@ -230,16 +230,13 @@ class ShardedTensors:
         return self._where[name].tensor(name)
 
     def prefetch(self, name: str) -> None:
-        """Prefetch a tensor from its file. Raises KeyError for an unknown name."""
         self._where[name].prefetch(name)
 
     def release(self) -> None:
-        """Release the pages of every file."""
         for file in self.files.values():
             file.release()
 
     def close(self) -> None:
-        """Close every file."""
         for file in self.files.values():
             file.close()
 

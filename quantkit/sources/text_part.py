@@ -22,8 +22,6 @@ PREFIXES = (("language_model.model.", "model."), ("language_model.lm_head.", "lm
 """As files have them, and what they are for the text model."""
 OUTER = ("torch_dtype", "dtype", "eos_token_id", "bos_token_id", "pad_token_id", "tie_word_embeddings")
 """Keys beside ``text_config`` that are meant for it too, unless it has its own."""
-
-
 _BARE = ("embed_tokens.weight", "norm.weight", "layers.0.input_layernorm.weight")
 """Tensors of every model by the names that they have without a head beside it."""
 
@@ -75,9 +73,9 @@ class RenamedSource(SourceWrapper):
     """What isn't named here is the source's.
 
     Args:
-        source: whose tensors get other names.
-        config: of the model that these make.
-        names: what they are called in the source, by their new names; others aren't there.
+        source: the source whose tensors get other names.
+        config: the config of the model that these make.
+        names: the source's names of tensors by their new ones; others aren't there.
     """
 
     def __init__(self, source: ModelSource, config: dict[str, Any], names: Mapping[str, str]) -> None:
@@ -85,11 +83,9 @@ class RenamedSource(SourceWrapper):
         self._config, self._names = config, names
 
     def config(self) -> dict[str, Any]:
-        """The model's."""
         return dict(self._config)
 
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """By their new names."""
         infos = self._source.tensors()
         return {new: TensorInfo(new, infos[name].shape, infos[name].dtype)
                 for new, name in self._names.items()}

@@ -31,7 +31,7 @@ def resolve_head(source: ModelSource) -> ModelSource:
     infos, tied = source.tensors(), source.config().get("tie_word_embeddings")
     if tied is False or not {EMBEDDING, HEAD} <= infos.keys():
         return source
-    return StoredHeadSource(source, infos[EMBEDDING].shape == infos[HEAD].shape and _equal(source))
+    return HeadSource(source, infos[EMBEDDING].shape == infos[HEAD].shape and _equal(source))
 
 
 def _equal(source: ModelSource) -> bool:
@@ -48,11 +48,12 @@ def _equal(source: ModelSource) -> bool:
     return True
 
 
-class StoredHeadSource(SourceWrapper):
-    """Everything but the config and the head is the source's.
+class HeadSource(SourceWrapper):
+    """The same model with a head that is its embedding, or one of its own: of the embedding's values where
+    the source has none.
 
     Args:
-        source: that has both tensors.
+        source: the source of the model.
         tied: whether the head is the embedding: it isn't there a second time then.
     """
 
@@ -61,39 +62,15 @@ class StoredHeadSource(SourceWrapper):
         self._tied = tied
 
     def config(self) -> dict[str, Any]:
-        """The source's, with ``tie_word_embeddings`` as the tensors are."""
         return {**self._source.config(), "tie_word_embeddings": self._tied}
 
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """The source's, without a head that is the embedding."""
-        return {name: info for name, info in self._source.tensors().items() if name != HEAD or not self._tied}
-
-    def tensor(self, name: str) -> torch.Tensor:
-        """The source's."""
-        return self._source.tensor(name)
-
-
-class UntiedSource(SourceWrapper):
-    """Everything but the config and the head's name is the source's.
-
-    Args:
-        source: of a model with tied embeddings.
-    """
-
-    def config(self) -> dict[str, Any]:
-        """The source's, with ``tie_word_embeddings`` false."""
-        return {**self._source.config(), "tie_word_embeddings": False}
-
-    def tensors(self) -> Mapping[str, TensorInfo]:
-        """The source's, and the head."""
-        infos = self._source.tensors()
-        if EMBEDDING not in infos:  # the plan says so
-            return infos
-        return {**infos, HEAD: dataclasses.replace(infos[EMBEDDING], name=HEAD)}
-
-    def tensor(self, name: str) -> torch.Tensor:
-        """The source's; the head is the embedding."""
-        return self._source.tensor(self._inner(name))
+        infos = dict(self._source.tensors())
+        if self._tied:
+            infos.pop(HEAD, None)
+        elif HEAD not in infos and EMBEDDING in infos:  # a model without an embedding is refused by the plan
+            infos[HEAD] = dataclasses.replace(infos[EMBEDDING], name=HEAD)
+        return infos
 
     def _inner(self, name: str) -> str:
-        return EMBEDDING if name == HEAD else name
+        return EMBEDDING if name == HEAD and HEAD not in self._source.tensors() else name

@@ -26,7 +26,6 @@ class LarkWriter:
     Gemma :mod:`quantkit.structure.formats.gemma_grammar`, keeps as they are.
 
     Args:
-        format: the model's.
         special: ids of the tokens that no text contains: a grammar must name them by their ids.
     """
 

@@ -51,7 +51,7 @@ class Fault:
     """What of a schema can't be kept.
 
     Attributes:
-        path: of the keyword.
+        path: the place of the keyword.
         reason: why, as the end of a sentence about the path.
     """
 

@@ -46,7 +46,7 @@ def trial(lark: str | None, given: str | None, vocab_size: int, special: dict[st
     Args:
         lark: a grammar, in which ``@given`` is the one that is given; ``None``: that one alone.
         given: a stranger's, in Lark's notation as llguidance has it, or in EBNF (GBNF) with ``::=``.
-        vocab_size: of the model.
+        vocab_size: ids of the model.
         special: ids of its special tokens.
         eos: the id that ends a text.
 

@@ -1,4 +1,4 @@
-"""Checks paths that a user typed, and opens files that may be anything."""
+"""Checks paths that a user typed, opens files that may be anything, and finds the data that ships here."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import io
 import os
 import stat
 from pathlib import Path
+from typing import Literal
 
 from quantkit.support.errors import UsageError
 
@@ -59,3 +60,11 @@ def read_regular(path: Path, limit: int) -> bytes:
     if len(data) > limit:
         raise OSError(errno.EFBIG, f"it is larger than {limit:,} bytes", str(path))
     return data
+
+
+def data_dir(kind: Literal["recipes", "evals"]) -> Path:
+    """The folder of shipped recipes or evaluation suites: in a wheel under ``quantkit/_data``, else beside
+    the checkout. It may not exist in an odd install."""
+    package = Path(__file__).resolve().parents[1]
+    packaged = package / "_data" / kind
+    return packaged if packaged.is_dir() else package.parent / kind

@@ -63,7 +63,7 @@ class YamlDocument:
         """Validate against a pydantic model.
 
         Args:
-            model: what the file describes; it should forbid unknown keys.
+            model: the class that the file describes; it should forbid unknown keys.
             data: used instead of :attr:`data`, when a caller took keys out of it.
 
         Raises:

@@ -46,7 +46,6 @@ def check_architecture(architecture: Architecture, config: Mapping[str, Any] | N
     or unknown; keys that change the maths are obeyed or refused.
 
     Args:
-        architecture: the family.
         config: the ``config.json`` of a tiny model of the family, with two layers say. For a built-in family
             there is one.
 

@@ -91,7 +91,7 @@ class Contract:
 
         Args:
             what: the sentence's subject: what is called.
-            function: the call.
+            function: makes the call.
             arguments: tensors that it is given, by name.
 
         Raises:

@@ -59,7 +59,6 @@ def check_format(form: Format, specs: Iterable[QuantSpec] = FORMAT_SPECS) -> Non
     its own; ``rows`` equal to its rows; nothing written to. What it refuses, it must refuse to pack.
 
     Args:
-        form: the format.
         specs: the specs that it is asked for; at least one must be accepted.
 
     Raises:

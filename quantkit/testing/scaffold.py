@@ -38,7 +38,7 @@ class TemplateKind:
         summary: a sentence that says what the example does.
         example: the name under which the documentation shows the example.
         shows: a command that shows the plugin at work.
-        recipe: what the name of its recipe begins with; empty if it has none.
+        recipe: the beginning of its recipe's name; empty if it has none.
     """
 
     registry: str

@@ -108,7 +108,6 @@ class Tokenizer:
         """Ids of ``text``.
 
         Args:
-            text: any.
             special: also put around it what the post-processor of ``tokenizer.json`` does, a BOS for
                 instance; it alone decides, as in transformers 5 (``add_bos_token`` of
                 ``tokenizer_config.json`` only describes it). A text that already begins with BOS
@@ -154,7 +153,7 @@ class Tokenizer:
             parse_special: control tokens written out in messages, tools and options become their ids, so that
                 a message can end its turn and open a role; otherwise only the template's own do, and marks
                 such as ``</think>`` in the content of assistants' messages.
-            tools: what the model may call, as in OpenAI's requests.
+            tools: functions that the model may call, as in OpenAI's requests.
             options: the template's own, such as ``enable_thinking``.
 
         Raises:

@@ -17,10 +17,10 @@ from quantkit.checkpoint.foreign.base import (
     Infos,
     Layers,
     Tensors,
+    check_stored,
     contradiction,
     granularity,
     group_size,
-    missing,
 )
 from quantkit.formats.dtypes import FLOATS
 from quantkit.formats.spec import QuantSpec
@@ -60,9 +60,7 @@ def layers(config: ConfigReader, infos: Infos, dtype: str) -> Layers:
             return None
         if any(name in slot.name for name in kept):
             raise contradiction(slot, "'modules_to_not_convert'")
-        for suffix in ("qzeros", "scales"):
-            if f"{slot.name}.{suffix}" not in infos:
-                raise missing(slot, suffix)
+        check_stored(slot, infos, "qzeros", "scales")
         return ForeignLayer("awq", spec, dtype, ("qweight", "qzeros", "scales"), _half_scales(slot),
                             ("scales",))
 

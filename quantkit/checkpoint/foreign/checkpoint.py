@@ -48,10 +48,10 @@ class ForeignCheckpoint:
 
     Args:
         folder: with ``config.json`` and safetensors.
-        identity: where the folder came from, if it wasn't here.
+        identity: the place that the folder came from, if it wasn't here.
 
     Attributes:
-        path: the folder.
+        path: the place of the folder.
         layers: a row for every Linear; the method is the tool's ``quant_method``.
 
     Raises:

@@ -16,10 +16,10 @@ from quantkit.checkpoint.foreign.base import (
     Infos,
     Layers,
     Tensors,
+    check_stored,
     contradiction,
     granularity,
     group_size,
-    missing,
 )
 from quantkit.formats.gptq import group_index
 from quantkit.formats.spec import QuantSpec
@@ -63,8 +63,7 @@ def layers(config: ConfigReader, infos: Infos, dtype: str) -> Layers:
 
     def layer(slot: LinearSlot) -> ForeignLayer | None:
         changed = _override(slot.name, rules)
-        stored = f"{slot.name}.qweight" in infos
-        if not stored:
+        if f"{slot.name}.qweight" not in infos:
             return None
         if changed is None:
             raise contradiction(slot, "'dynamic'")
@@ -73,9 +72,7 @@ def layers(config: ConfigReader, infos: Infos, dtype: str) -> Layers:
         mine = ConfigReader({**base, **changed}, config.where)
         spec = QuantSpec(bits=mine.integer("bits", minimum=2, maximum=8), symmetric=mine.flag("sym"),
                          granularity=granularity(group_size(mine)), scale_dtype="float16")
-        for suffix in ("qzeros", "scales"):
-            if f"{slot.name}.{suffix}" not in infos:
-                raise missing(slot, suffix)
+        check_stored(slot, infos, "qzeros", "scales")
         if f"{slot.name}.g_idx" in infos:
             return ForeignLayer(FORMATS[version], spec, dtype, ("qweight", "qzeros", "scales", "g_idx"))
 

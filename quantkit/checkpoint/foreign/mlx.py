@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from quantkit.checkpoint.foreign.base import ForeignLayer, Infos, Layers, contradiction, missing
+from quantkit.checkpoint.foreign.base import ForeignLayer, Infos, Layers, check_stored, contradiction
 from quantkit.formats.dtypes import FLOATS, dtype_name
 from quantkit.formats.mlx import BITS, GROUPS
 from quantkit.formats.spec import Granularity, QuantSpec
@@ -43,9 +43,7 @@ def layers(config: ConfigReader, infos: Infos, dtype: str) -> Layers:
             return None
         if entry == PLAIN:
             raise contradiction(slot, f"'{slot.name}': false")
-        for suffix in STORED:
-            if f"{slot.name}.{suffix}" not in infos:
-                raise missing(slot, suffix)
+        check_stored(slot, infos, *STORED)
         bits, size = entry or _stored_scheme(slot, infos)
         scales = infos[f"{slot.name}.scales"].dtype
         if scales not in FLOATS.values():

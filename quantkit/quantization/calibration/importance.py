@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 import torch
 import torch.nn.functional as F
 
-from quantkit.checkpoint.work import WorkStore
+from quantkit.checkpoint.writer import WorkStore
 from quantkit.models.architecture import EMBEDDING, HEAD
 from quantkit.models.config import ModelConfig
 from quantkit.models.decoder import DecoderLayer

@@ -43,7 +43,7 @@ class BareCalls:
 
     Args:
         inner: the parser of the notation.
-        tools: those that can be called.
+        tools: the tools that can be called.
     """
 
     def __init__(self, inner: TurnScanner, tools: Sequence[_Tool]) -> None:
@@ -52,11 +52,9 @@ class BareCalls:
         self._message: _Message | None = _Message(frozenset(self._tools))
 
     def push(self, text: str) -> list[TurnDelta]:
-        """See :class:`~quantkit.structure.base.TurnParser`."""
         return self._passed(self._inner.push(text))
 
     def finish(self) -> list[TurnDelta]:
-        """See :class:`~quantkit.structure.base.TurnParser`."""
         deltas = self._passed(self._inner.finish())
         if self._message is None or not self._held:
             return deltas

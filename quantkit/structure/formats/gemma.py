@@ -147,7 +147,6 @@ class GemmaTurn(TurnScanner):
         if text := self._reader.feed(char):
             self._arguments(text)
         if self._reader.broken:
-            self._raw, self._state = "", self._text
-            self._again(char)
+            self._read_as_text(char)
         elif self._reader.done:
             self._raw, self._state = "", self._closing
