@@ -52,5 +52,5 @@ def test_it_registers_what_is_said_of_it(folder: Path, monkeypatch: pytest.Monke
                 continue
             (rule,) = [rule for rule in load_recipe(name).rules if rule.method]
             method = manager.registries["methods"].get(rule.method)
-            assert rule.spec is not None and method.refuses(rule.spec) is None
+            assert rule.spec is not None and method.reason_against(rule.spec) is None
             method.options.model_validate(rule.options)

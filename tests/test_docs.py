@@ -104,7 +104,7 @@ def test_the_recipe_of_the_page_is_a_recipe(tmp_path):
     for rule in recipe.rules:
         if rule.method:
             method = registry("methods").get(rule.method)
-            assert method.refuses(rule.spec) is None
+            assert method.reason_against(rule.spec) is None
             method.options(**rule.options)
     plan = make_plan(recipe, open_source(str(tiny_model(tmp_path / "model"))))
     assert {row.method for row in plan.rows} == {"rtn", "gptq", None}

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from quantkit.checkpoint.checks import VerifyCheck
+from quantkit.checkpoint.integrity import VerifyCheck
 from quantkit.checkpoint.manifest import LayerRow
 from quantkit.formats.spec import QuantSpec
 from quantkit.models.architecture import linear_slots

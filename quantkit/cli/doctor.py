@@ -145,13 +145,13 @@ def _kernel_cases() -> Iterator[dict[str, Any]]:
     for name, form in formats.usable():
         for spec in _specs():
             try:
-                refuses = form.refuses(spec, shape)
+                reason = form.reason_against(spec, shape)
             except Exception as error:
                 if formats.entry(name).owner == BUILTIN:
                     raise
-                formats.reject(name, f"fails in refuses(): {described(error)}")
+                formats.reject(name, f"fails in reason_against(): {described(error)}")
                 break
-            if refuses is None:
+            if reason is None:
                 yield {"format": name, "label": spec.label(), "spec": spec.model_dump(mode="json"),
                        **_kernels_for(name, spec, shape, torch.bfloat16)}
 

@@ -106,7 +106,7 @@ def _rows(checkpoint: AnyCheckpoint, form: Format, to: str) -> list[LayerRow]:
             continue
         spec = _spec(row.spec, form, row)
         try:
-            if (reason := form.refuses(spec, row.shape)) is not None:
+            if (reason := form.reason_against(spec, row.shape)) is not None:
                 raise SpecError(reason)
             if row.name == EMBEDDING and not hasattr(form, "rows"):
                 raise SpecError(f"format {to} can't give single rows of an embedding")
@@ -151,7 +151,7 @@ def _spec(spec: QuantSpec, form: Format, row: LayerRow) -> QuantSpec:
     changes = [{"symmetric": False, "minimum": False}, {"symmetric": False, "minimum": True},
                {"symmetric": True, "minimum": False}]
     for candidate in (moved, *(moved.model_copy(update=change) for change in changes)):
-        if form.refuses(candidate, row.shape) is None:
+        if form.reason_against(candidate, row.shape) is None:
             return candidate
     return moved
 

@@ -34,7 +34,7 @@ class AwqFormat(FormatBase):
     scales = "float16"
     alone = True
 
-    def refuses(self, spec: QuantSpec, shape: tuple[int, int]) -> str | None:
+    def reason_against(self, spec: QuantSpec, shape: tuple[int, int]) -> str | None:
         """Anything but 4-bit integers with zero points, a multiple of eight rows of them."""
         if (reason := reason_against_integers(self.name, spec, shape)) is not None:
             return reason

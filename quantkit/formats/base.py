@@ -180,7 +180,7 @@ class Format(Protocol):
     name: str
     quant_method: str
 
-    def refuses(self, spec: QuantSpec, shape: tuple[int, int]) -> str | None:
+    def reason_against(self, spec: QuantSpec, shape: tuple[int, int]) -> str | None:
         """Why this layout can't hold such a weight, with the remedy; ``None`` if it can."""
 
     def layout(self, spec: QuantSpec, shape: tuple[int, int],

@@ -37,7 +37,7 @@ class BnbInt8Format(FormatBase):
     converts_scales = True
     alone = True
 
-    def refuses(self, spec: QuantSpec, shape: tuple[int, int]) -> str | None:
+    def reason_against(self, spec: QuantSpec, shape: tuple[int, int]) -> str | None:
         """Anything but symmetric 8-bit integers with a scale a row."""
         if (reason := reason_against_integers(self.name, spec, shape, ("channel",))) is not None:
             return reason

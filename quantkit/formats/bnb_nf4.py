@@ -49,7 +49,7 @@ class BnbNF4Format(FormatBase):
     quant_method = "bitsandbytes"
     converts_scales = True
 
-    def refuses(self, spec: QuantSpec, shape: tuple[int, int]) -> str | None:
+    def reason_against(self, spec: QuantSpec, shape: tuple[int, int]) -> str | None:
         """Anything but NF4, and block sizes that bitsandbytes doesn't know."""
         if spec.kind != "nf":
             other = "pack-quantized" if spec.kind == "int" else "float-quantized"

@@ -42,7 +42,7 @@ class EightBitFormat(FormatBase):
     stored: torch.dtype
     suffix = "weight_scale"
 
-    def refuses(self, spec: QuantSpec, shape: tuple[int, int]) -> str | None:
+    def reason_against(self, spec: QuantSpec, shape: tuple[int, int]) -> str | None:
         """Anything but 8 bits of its kind, without zero points, and scales of its strategies."""
         rows, cols = shape
         if spec.kind != self.kind or spec.bits != 8:
@@ -95,9 +95,9 @@ class IntQuantizedFormat(EightBitFormat):
     kind = "int"
     stored = torch.int8
 
-    def refuses(self, spec: QuantSpec, shape: tuple[int, int]) -> str | None:
+    def reason_against(self, spec: QuantSpec, shape: tuple[int, int]) -> str | None:
         """What :class:`EightBitFormat` refuses, and weights that go without quantized activations."""
-        if (reason := super().refuses(spec, shape)) is not None:
+        if (reason := super().reason_against(spec, shape)) is not None:
             return reason
         if spec.activations is None:
             return (f"{self.name} is for quantized activations; write 'activations: token' into the spec, "
@@ -139,9 +139,9 @@ class FineGrainedFP8Format(FloatQuantizedFormat):
     scales = "float32"
     alone = True
 
-    def refuses(self, spec: QuantSpec, shape: tuple[int, int]) -> str | None:
+    def reason_against(self, spec: QuantSpec, shape: tuple[int, int]) -> str | None:
         """The same, and activations as they are: the standard can't say that they aren't rounded."""
-        if (reason := super().refuses(spec, shape)) is None and spec.activations != "group":
+        if (reason := super().reason_against(spec, shape)) is None and spec.activations != "group":
             return f"{self.name} is for rounded activations; use activations: group"
         return reason
 

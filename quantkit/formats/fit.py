@@ -30,7 +30,7 @@ class FormatBase(ABC):
     converts_scales = False
 
     @abstractmethod
-    def refuses(self, spec: QuantSpec, shape: tuple[int, int]) -> str | None:
+    def reason_against(self, spec: QuantSpec, shape: tuple[int, int]) -> str | None:
         """Why the layout can't hold such a weight."""
 
     @abstractmethod
@@ -67,7 +67,7 @@ def require_fit(form: Format, spec: QuantSpec, shape: tuple[int, int], dtype: to
     """Raises SpecError for a weight that ``form`` refuses, or for scales of another dtype than it stores:
     its own (its attribute ``scales``), else that of the model, ``dtype``; one that ``converts_scales`` takes
     any."""
-    if (reason := form.refuses(spec, shape)) is not None:
+    if (reason := form.reason_against(spec, shape)) is not None:
         raise SpecError(f"{form.name} can't hold {spec.label()} of shape {list(shape)}", why=reason)
     if getattr(form, "converts_scales", False):
         return

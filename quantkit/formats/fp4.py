@@ -52,7 +52,7 @@ class Fp4Format(FormatBase):
         self.size = size
         self.stored = stored
 
-    def refuses(self, spec: QuantSpec, shape: tuple[int, int]) -> str | None:
+    def reason_against(self, spec: QuantSpec, shape: tuple[int, int]) -> str | None:
         """Anything but e2m1 in groups of its size with its scales."""
         rows, cols = shape
         if spec.grid != "fp4" or spec.scale_dtype != self.scale_dtype or spec.granularity.size != self.size:

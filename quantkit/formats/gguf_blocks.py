@@ -41,7 +41,7 @@ class GgufFormat(FormatBase):
         self.spec = spec
         self.block, self.block_bytes = spec.superblock or spec.granularity.size or 0, block_bytes
 
-    def refuses(self, spec: QuantSpec, shape: tuple[int, int]) -> str | None:
+    def reason_against(self, spec: QuantSpec, shape: tuple[int, int]) -> str | None:
         """Any other spec than the type's, and rows that aren't whole blocks."""
         rows, cols = shape
         if resolve(spec, form=self) != self.spec:

@@ -45,7 +45,7 @@ class GptqFormat(FormatBase):
     def __init__(self, name: str, below: int) -> None:
         self.name, self.below = name, below
 
-    def refuses(self, spec: QuantSpec, shape: tuple[int, int]) -> str | None:
+    def reason_against(self, spec: QuantSpec, shape: tuple[int, int]) -> str | None:
         """Anything but integers of 2, 3, 4 or 8 bits whose rows and columns fill whole words."""
         if (reason := reason_against_integers(self.name, spec, shape)) is not None:
             return reason

@@ -38,7 +38,7 @@ class MlxFormat(FormatBase):
     name = "mlx"
     quant_method = "mlx"
 
-    def refuses(self, spec: QuantSpec, shape: tuple[int, int]) -> str | None:
+    def reason_against(self, spec: QuantSpec, shape: tuple[int, int]) -> str | None:
         """Anything but integers of its bits in its groups, symmetric or with minima."""
         plain = spec.model_copy(update={"minimum": False}) if spec.minimum else spec
         if (reason := reason_against_integers(self.name, plain, shape, ("group",))) is not None:

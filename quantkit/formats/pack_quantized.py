@@ -31,7 +31,7 @@ class PackQuantizedFormat(FormatBase):
     name = "pack-quantized"
     quant_method = "compressed-tensors"
 
-    def refuses(self, spec: QuantSpec, shape: tuple[int, int]) -> str | None:
+    def reason_against(self, spec: QuantSpec, shape: tuple[int, int]) -> str | None:
         """Anything but integers; a group size that doesn't divide *in*; an asymmetric whole tensor."""
         if spec.granularity.strategy == "tensor" and not spec.symmetric:
             return f"{self.name} has no place for one zero point a tensor; use strategy channel or symmetric"

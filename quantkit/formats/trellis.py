@@ -29,7 +29,7 @@ class TrellisFormat(FormatBase):
     name = "trellis"
     quant_method = "quantkit"
 
-    def refuses(self, spec: QuantSpec, shape: tuple[int, int]) -> str | None:
+    def reason_against(self, spec: QuantSpec, shape: tuple[int, int]) -> str | None:
         """Anything but a trellis; rows that aren't whole rings."""
         rows, cols = shape
         if spec.kind != "trellis":

@@ -31,7 +31,7 @@ def resolve_head(source: ModelSource) -> ModelSource:
     infos, tied = source.tensors(), source.config().get("tie_word_embeddings")
     if tied is False or not {EMBEDDING, HEAD} <= infos.keys():
         return source
-    return HeadSource(source, infos[EMBEDDING].shape == infos[HEAD].shape and _equal(source))
+    return ResolvedHeadSource(source, infos[EMBEDDING].shape == infos[HEAD].shape and _equal(source))
 
 
 def _equal(source: ModelSource) -> bool:
@@ -48,7 +48,7 @@ def _equal(source: ModelSource) -> bool:
     return True
 
 
-class HeadSource(SourceWrapper):
+class ResolvedHeadSource(SourceWrapper):
     """The same model with a head that is its embedding, or one of its own: of the embedding's values where
     the source has none.
 

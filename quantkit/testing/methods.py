@@ -77,7 +77,7 @@ def check_method(method: Method, specs: Iterable[QuantSpec] = METHOD_SPECS) -> N
     options = _check_description(contract, method)
     taken = 0
     for spec in specs:
-        if contract.reason(f"check({spec.label()})", method.refuses, spec) is None:
+        if contract.reason(f"check({spec.label()})", method.reason_against, spec) is None:
             taken += 1
             _check_spec(contract.at(spec.label()), method, spec, options)
     contract.must(taken > 0, "it refuses every spec that it was asked for")
@@ -118,9 +118,10 @@ def _check_spec(contract: Contract, method: Method, spec: QuantSpec, options: Me
     for name, value in (("NaN", float("nan")), ("infinity", float("inf"))):
         spoiled = weight.clone()
         spoiled[0, 3] = value
-        contract.refuses(f"quantize of a weight with {name}", method.run, spoiled, stats, spec, options,
-                         accepted=f"it accepts a weight of {name}, which no engine can run",
-                         remedy="raise SpecError, as quantkit.quantization.methods.grid.require_finite does")
+        contract.check_refusal(f"quantize of a weight with {name}", method.run, spoiled, stats, spec, options,
+                               accepted=f"it accepts a weight of {name}, which no engine can run",
+                               remedy="raise SpecError, as quantkit.quantization.methods.grid.require_finite "
+                                      "does")
 
 
 def _check_run(contract: Contract, method: Method, spec: QuantSpec, weight: torch.Tensor,
@@ -242,7 +243,7 @@ def _fits(spec: QuantSpec, shape: tuple[int, int]) -> bool:
     """Whether the standard format holds such a weight: others are refused before a method sees them."""
     if spec.grid not in WITH_FORMAT or spec.signed:  # formats for them fix the sizes of groups, too
         return shape[1] % (spec.superblock or spec.granularity.size or 1) == 0
-    return registry("formats").get(default_format(spec)).refuses(spec, shape) is None
+    return registry("formats").get(default_format(spec)).reason_against(spec, shape) is None
 
 
 def layer_stats(columns: int, needs: Collection[str], tokens: int = 256, seed: int = 1) -> LayerStats | None:

@@ -131,7 +131,7 @@ def _check_recipe(manager: PluginManager, path: Path) -> None:
         if rule.method and rule.spec and rule.format_name:
             method = manager.registries["methods"].get(rule.method)
             method.options(**rule.options)
-            if (reason := method.refuses(rule.spec)) is not None:
+            if (reason := method.reason_against(rule.spec)) is not None:
                 raise RecipeError(f"{path}: {rule.method} can't produce {rule.spec.label()}", why=reason)
             manager.registries["formats"].get(rule.format_name)
     for transform in recipe.transforms:

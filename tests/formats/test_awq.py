@@ -41,10 +41,10 @@ def test_one_word_by_hand() -> None:
 
 
 def test_refusals() -> None:
-    assert "zero points always" in str(FORMAT.refuses(awq_spec(32, symmetric=True), (8, 32)))
-    assert "holds 4 bits" in str(FORMAT.refuses(awq_spec(32, bits=8), (8, 32)))
-    assert "out_features 12" in str(FORMAT.refuses(awq_spec(32), (12, 32)))
-    assert "doesn't divide" in str(FORMAT.refuses(awq_spec(32), (8, 40)))
+    assert "zero points always" in str(FORMAT.reason_against(awq_spec(32, symmetric=True), (8, 32)))
+    assert "holds 4 bits" in str(FORMAT.reason_against(awq_spec(32, bits=8), (8, 32)))
+    assert "out_features 12" in str(FORMAT.reason_against(awq_spec(32), (12, 32)))
+    assert "doesn't divide" in str(FORMAT.reason_against(awq_spec(32), (8, 40)))
     with pytest.raises(SpecError, match="float32 scales"):
         FORMAT.layout(awq_spec(32, "float32"), (8, 32), torch.bfloat16)
 

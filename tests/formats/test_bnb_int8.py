@@ -60,9 +60,9 @@ def test_layout_and_numpy() -> None:
 
 def test_refusals() -> None:
     group = Granularity(strategy="group", size=4)
-    assert "channel" in str(FORMAT.refuses(QuantSpec(bits=8, granularity=group), (4, 8)))
-    assert "holds 8 bits" in str(FORMAT.refuses(QuantSpec(bits=4, granularity=CHANNEL), (4, 8)))
-    assert "zero points" in str(FORMAT.refuses(QuantSpec(bits=8, symmetric=False, granularity=CHANNEL),
+    assert "channel" in str(FORMAT.reason_against(QuantSpec(bits=8, granularity=group), (4, 8)))
+    assert "holds 8 bits" in str(FORMAT.reason_against(QuantSpec(bits=4, granularity=CHANNEL), (4, 8)))
+    assert "zero points" in str(FORMAT.reason_against(QuantSpec(bits=8, symmetric=False, granularity=CHANNEL),
                                                (4, 8)))
     with pytest.raises(SpecError, match="overflow"):
         FORMAT.pack(replace(int8_codes(2, 2, "float32"), scale=torch.full((2, 1), 3e38)), torch.float32)

@@ -86,9 +86,9 @@ def test_tables_are_fresh_tensors() -> None:
 
 def test_refusals() -> None:
     integer = QuantSpec(bits=4, granularity=Granularity(strategy="channel"))
-    assert "pack-quantized" in str(FORMAT.refuses(integer, (4, 4)))
-    assert "use 64" in str(FORMAT.refuses(nf4_spec(False, 60), (4, 64)))
-    assert "empty" in str(FORMAT.refuses(nf4_spec(False), (0, 64)))
+    assert "pack-quantized" in str(FORMAT.reason_against(integer, (4, 4)))
+    assert "use 64" in str(FORMAT.reason_against(nf4_spec(False, 60), (4, 64)))
+    assert "empty" in str(FORMAT.reason_against(nf4_spec(False), (0, 64)))
     with pytest.raises(SpecError, match="block size 63"):
         FORMAT.layout(nf4_spec(False, 63), (4, 63), torch.float32)
 

@@ -38,13 +38,13 @@ def test_dequantize_against_numpy(kind: str) -> None:
 @KINDS
 def test_refusals_say_what_to_do(kind: str) -> None:
     form = FORMATS[kind]
-    assert form.refuses(eight_bit_spec(kind), (8, 64)) is None
+    assert form.reason_against(eight_bit_spec(kind), (8, 64)) is None
     other = "fp" if kind == "int" else "int"
     assert f"use format {FORMATS[other].name if other == 'fp' else 'pack-quantized'}" in str(
-        form.refuses(eight_bit_spec(other), (8, 64)))
+        form.reason_against(eight_bit_spec(other), (8, 64)))
     nf = QuantSpec(kind="nf", bits=4, granularity=Granularity(strategy="block", size=64))
-    assert "bnb-nf4" in str(form.refuses(nf, (8, 64)))
-    assert "empty" in str(form.refuses(eight_bit_spec(kind), (0, 64)))
+    assert "bnb-nf4" in str(form.reason_against(nf, (8, 64)))
+    assert "empty" in str(form.reason_against(eight_bit_spec(kind), (0, 64)))
     with pytest.raises(SpecError, match="float32 scales for bfloat16"):
         form.layout(eight_bit_spec(kind, dtype="float32"), (8, 64), torch.bfloat16)
 
@@ -55,11 +55,11 @@ def test_what_belongs_into_pack_quantized() -> None:
                        ({"activations": None, "symmetric": False}, "symmetric: true"),
                        ({"activations": None, "bits": 4}, "int4"),
                        ({"activations": None, "granularity": {"strategy": "group", "size": 32}}, "groups")):
-        assert said in str(form.refuses(eight_bit_spec("int", **keys), (8, 64)))
-        assert pack.refuses(eight_bit_spec("int", **keys), (8, 64)) is None
-    assert "int-quantized" in str(pack.refuses(eight_bit_spec("int"), (8, 64)))
-    assert "float-quantized" in str(pack.refuses(eight_bit_spec("fp"), (8, 64)))
-    assert FORMATS["fp"].refuses(eight_bit_spec("fp", activations=None), (8, 64)) is None
+        assert said in str(form.reason_against(eight_bit_spec("int", **keys), (8, 64)))
+        assert pack.reason_against(eight_bit_spec("int", **keys), (8, 64)) is None
+    assert "int-quantized" in str(pack.reason_against(eight_bit_spec("int"), (8, 64)))
+    assert "float-quantized" in str(pack.reason_against(eight_bit_spec("fp"), (8, 64)))
+    assert FORMATS["fp"].reason_against(eight_bit_spec("fp", activations=None), (8, 64)) is None
 
 
 @pytest.mark.oracle

@@ -17,7 +17,7 @@ from quantkit.formats.level_values import E2M1
 from quantkit.formats.spec import QuantSpec
 from quantkit.plugins.manager import registry
 from quantkit.support.errors import SpecError
-from quantkit.testing.codes import random_codes
+from quantkit.testing.formats import random_codes
 from tests.helpers.quantized import quant_spec
 
 NV = quant_spec("fp", 4, "group", 16, scale_dtype="e4m3")
@@ -29,7 +29,7 @@ BOTH = pytest.mark.parametrize(("form", "spec"), [(NVFP4, NV), (NVFP4, NV_A4), (
 @BOTH
 def test_is_a_registered_format(form: Format, spec: QuantSpec) -> None:
     assert isinstance(form, Format) and registry("formats").get(form.name) is form
-    assert form.refuses(spec, (3, 64)) is None
+    assert form.reason_against(spec, (3, 64)) is None
 
 
 def test_two_codes_a_byte_the_earlier_one_low() -> None:
@@ -131,11 +131,11 @@ def test_compressed_tensors_reads_the_same_weights_and_writes_the_same_bytes(for
 
 
 def test_refusals_say_what_to_do() -> None:
-    assert "group size 16 doesn't divide in_features 40" in str(NVFP4.refuses(NV, (8, 40)))
-    assert "empty" in str(MXFP4.refuses(MX, (0, 64)))
-    assert "holds fp4 in groups of 16 with e4m3 scales" in str(NVFP4.refuses(MX, (8, 64)))
+    assert "group size 16 doesn't divide in_features 40" in str(NVFP4.reason_against(NV, (8, 40)))
+    assert "empty" in str(MXFP4.reason_against(MX, (0, 64)))
+    assert "holds fp4 in groups of 16 with e4m3 scales" in str(NVFP4.reason_against(MX, (8, 64)))
     wide = NV.model_copy(update={"granularity": MX.granularity})
-    assert "not fp4 g32 e4m3" in str(NVFP4.refuses(wide, (8, 64)))
+    assert "not fp4 g32 e4m3" in str(NVFP4.reason_against(wide, (8, 64)))
     with pytest.raises(SpecError, match="can't hold fp4 g32 e8m0"):
         NVFP4.layout(MX, (8, 64), torch.bfloat16)
     codes = dataclasses.replace(random_codes(NV_A4, (2, 32)), input_factor=None)

@@ -76,7 +76,7 @@ def test_layout_by_hand() -> None:
     (QuantSpec(bits=8, granularity=Granularity(strategy="channel"), activations="token"), (8, 64),
      "int-quantized")], ids=str)
 def test_what_it_can_not_hold(spec: QuantSpec, shape: tuple[int, int], words: str) -> None:
-    assert words in str(FORMAT.refuses(spec, shape))
+    assert words in str(FORMAT.reason_against(spec, shape))
     with pytest.raises(SpecError):
         FORMAT.layout(spec, shape, torch.bfloat16)
 

@@ -45,7 +45,7 @@ def test_model_scale_dtype_becomes_the_models() -> None:
     (576, 128, ["group size 64", "channel"]), (100, 64, ["50", "100", "channel"]), (97, 64, ["97"]),
     (128, 63, ["64"]), (128, 65, ["64"]), (64, 128, ["64"])])
 def test_group_size_that_does_not_divide(cols: int, size: int, remedies: list[str]) -> None:
-    reason = FORMAT.refuses(integer_spec(4, size), (8, cols))
+    reason = FORMAT.reason_against(integer_spec(4, size), (8, cols))
     assert reason is not None and f"group size {size} doesn't divide in_features {cols}" in reason
     for remedy in remedies:
         assert remedy in reason
@@ -55,14 +55,14 @@ def test_group_size_that_does_not_divide(cols: int, size: int, remedies: list[st
 
 def test_other_refusals() -> None:
     nf = QuantSpec(kind="nf", bits=4, granularity=Granularity(strategy="block", size=64))
-    assert "bnb-nf4" in str(FORMAT.refuses(nf, (8, 64)))
-    assert "empty" in str(FORMAT.refuses(integer_spec(4, None), (0, 64)))
-    assert "empty" in str(FORMAT.refuses(integer_spec(4, None), (8, 0)))
+    assert "bnb-nf4" in str(FORMAT.reason_against(nf, (8, 64)))
+    assert "empty" in str(FORMAT.reason_against(integer_spec(4, None), (0, 64)))
+    assert "empty" in str(FORMAT.reason_against(integer_spec(4, None), (8, 0)))
     whole = QuantSpec(bits=8, symmetric=False, granularity=Granularity(strategy="tensor"))
-    assert "channel" in str(FORMAT.refuses(whole, (8, 64)))
+    assert "channel" in str(FORMAT.reason_against(whole, (8, 64)))
     with pytest.raises(SpecError, match="float32 scales for bfloat16"):
         FORMAT.layout(integer_spec(4, 64, scale_dtype="float32"), (8, 64), torch.bfloat16)
-    assert FORMAT.refuses(integer_spec(4, 64), (8, 64)) is None
+    assert FORMAT.reason_against(integer_spec(4, 64), (8, 64)) is None
 
 
 @pytest.mark.oracle

@@ -14,7 +14,7 @@ from quantkit.formats.eight_bit import FLOAT as FLOATS
 from quantkit.formats.spec import QuantSpec
 from quantkit.plugins.manager import registry
 from quantkit.support.errors import SpecError
-from quantkit.testing.codes import random_codes
+from quantkit.testing.formats import random_codes
 from tests.helpers.quantized import quant_spec
 
 
@@ -49,11 +49,11 @@ def test_round_trip_is_exact_also_of_squares_that_are_cut(form: Format, size: in
 
 
 def test_refusals_say_what_to_do() -> None:
-    assert FLOATS.refuses(squares(128, "bfloat16"), (8, 64)) is None
-    assert "use activations: group" in str(DEEPSEEK.refuses(squares(128, "float32", None), (8, 64)))
+    assert FLOATS.reason_against(squares(128, "bfloat16"), (8, 64)) is None
+    assert "use activations: group" in str(DEEPSEEK.reason_against(squares(128, "float32", None), (8, 64)))
     rows = quant_spec("fp", 8, "channel", scale_dtype="float32")
-    assert "use strategy tile" in str(DEEPSEEK.refuses(rows, (8, 64)))
-    assert "use strategy channel" in str(registry("formats").get("int-quantized").refuses(
+    assert "use strategy tile" in str(DEEPSEEK.reason_against(rows, (8, 64)))
+    assert "use strategy channel" in str(registry("formats").get("int-quantized").reason_against(
         quant_spec("int", 8, "group", 32), (8, 64)))
     with pytest.raises(SpecError, match="can't store bfloat16 scales"):
         DEEPSEEK.layout(squares(128, "bfloat16"), (8, 64), torch.bfloat16)

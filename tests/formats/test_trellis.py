@@ -59,10 +59,10 @@ def test_round_trip_is_exact(bits: int, rows: int, cols: int) -> None:
 
 def test_refusals() -> None:
     assert isinstance(FORMAT, Format)
-    assert "multiples of 64, not 96" in str(FORMAT.refuses(trellis_spec(3), (96, 64)))
-    assert "empty" in str(FORMAT.refuses(trellis_spec(3), (64, 0)))
+    assert "multiples of 64, not 96" in str(FORMAT.reason_against(trellis_spec(3), (96, 64)))
+    assert "empty" in str(FORMAT.reason_against(trellis_spec(3), (64, 0)))
     whole = QuantSpec(bits=4, granularity=Granularity(strategy="channel"))
-    assert "use format pack-quantized" in str(FORMAT.refuses(whole, (64, 64)))
+    assert "use format pack-quantized" in str(FORMAT.reason_against(whole, (64, 64)))
     with pytest.raises(SpecError, match="can't store float32 scales"):
         FORMAT.layout(trellis_spec(3, scale_dtype="float32"), (64, 64), torch.bfloat16)
 

@@ -21,7 +21,7 @@ from quantkit.plugins.hooks import Register, hookimpl
 from quantkit.plugins.manager import current, registry
 from quantkit.support.errors import PluginError, SpecError
 from quantkit.testing import FORMAT_SPECS
-from quantkit.testing.codes import random_codes
+from quantkit.testing.formats import random_codes
 
 SPEC = QuantSpec(bits=4, granularity=Granularity(strategy="channel"))
 
@@ -103,7 +103,7 @@ def test_a_builtin_kernel_multiplies_every_weight_that_it_takes(name: str) -> No
     kernel, formats, taken = registry("kernels").get(name), registry("formats"), 0
     for spec, dtype in itertools.product(FEW if name == "reference" else FORMAT_SPECS,
                                          (torch.bfloat16, torch.float32)):
-        for form in (form for _, form in formats.usable() if form.refuses(spec, (64, 512)) is None):
+        for form in (form for _, form in formats.usable() if form.reason_against(spec, (64, 512)) is None):
             weight = form.pack(random_codes(resolve(spec, dtype, form), (64, 512)), dtype)
             for phase, rows in (("decode", 1), ("prefill", DECODE_ROWS + 3)):
                 query = KernelQuery("linear", "cpu", None, dtype, 64, 512, form.name, weight.spec, phase)

@@ -24,7 +24,7 @@ from quantkit.sources.base import TensorInfo, prefetch
 from quantkit.sources.local import LocalSource
 from quantkit.sources.open import open_source
 from quantkit.sources.safetensors_file import SafetensorsFile
-from quantkit.sources.untied import HeadSource
+from quantkit.sources.untied import ResolvedHeadSource
 from quantkit.support.errors import CheckpointError, Stopped
 from quantkit.testing import tiny_model
 from tests.helpers.folders import contents
@@ -176,7 +176,7 @@ def test_wrappers_pass_it_on_by_the_sources_names(tmp_path):
         def prefetch(self, names):
             asked.extend(names)
 
-    source = HeadSource(Source(tiny_model(tmp_path / "tied"), "tied"), tied=False)
+    source = ResolvedHeadSource(Source(tiny_model(tmp_path / "tied"), "tied"), tied=False)
     prefetch(source, ["lm_head.weight", "model.norm.weight"])
     assert asked == ["model.embed_tokens.weight", "model.norm.weight"]
 

@@ -15,7 +15,7 @@ from quantkit.runtime.loader import load
 from quantkit.runtime.verify import verify
 from quantkit.sources import untied
 from quantkit.sources.open import open_source
-from quantkit.sources.untied import EMBEDDING, HEAD, HeadSource
+from quantkit.sources.untied import EMBEDDING, HEAD, ResolvedHeadSource
 from quantkit.support.errors import QuantkitError
 from quantkit.testing import tiny_model
 
@@ -36,7 +36,7 @@ def tied(tmp_path):
 
 
 def test_the_head_is_the_embedding_by_another_name(tied):
-    source = HeadSource(open_source(str(tied)), tied=False)
+    source = ResolvedHeadSource(open_source(str(tied)), tied=False)
     infos = source.tensors()
     assert source.config()["tie_word_embeddings"] is False and infos[HEAD].name == HEAD
     assert infos[HEAD].shape == infos[EMBEDDING].shape

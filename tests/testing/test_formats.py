@@ -19,7 +19,7 @@ from quantkit.plugins.manager import current, registry
 from quantkit.quantization.run import quantize
 from quantkit.support.errors import PluginError, SpecError
 from quantkit.testing import check_format, tiny_model
-from quantkit.testing.codes import random_codes
+from quantkit.testing.formats import random_codes
 
 SPECS = (QuantSpec(bits=4, granularity=Granularity(strategy="channel")),
          QuantSpec(bits=8, symmetric=False, granularity=Granularity(strategy="group", size=16)))
@@ -30,7 +30,7 @@ class Sound:
 
     name, quant_method = "plain-bytes", "quantkit"
 
-    def refuses(self, spec: QuantSpec, shape: tuple[int, int]) -> str | None:
+    def reason_against(self, spec: QuantSpec, shape: tuple[int, int]) -> str | None:
         if spec.kind != "int" or spec.activations or 0 in shape:
             return "it holds integers"
         size = spec.granularity.size
@@ -63,13 +63,13 @@ class Sound:
 
 
 class NoReason(Sound):
-    def refuses(self, spec, shape):
-        return bool(super().refuses(spec, shape))
+    def reason_against(self, spec, shape):
+        return bool(super().reason_against(spec, shape))
 
 
 class AnyGroup(Sound):
-    def refuses(self, spec, shape):
-        return None if spec.kind == "int" and spec.granularity.size else super().refuses(spec, shape)
+    def reason_against(self, spec, shape):
+        return None if spec.kind == "int" and spec.granularity.size else super().reason_against(spec, shape)
 
 
 class RefusesLate(Sound):
@@ -77,8 +77,8 @@ class RefusesLate(Sound):
         return {"weight": (torch.uint8, shape), "weight_scale": (dtype, spec.scale_shape(shape))} | (
             {} if spec.symmetric else {"weight_zero": (torch.uint8, spec.scale_shape(shape))})
 
-    def refuses(self, spec, shape):
-        return super().refuses(spec, shape) or ("7 rows" if shape[0] == 7 else None)
+    def reason_against(self, spec, shape):
+        return super().reason_against(spec, shape) or ("7 rows" if shape[0] == 7 else None)
 
 
 class AnotherName(Sound):

@@ -88,7 +88,7 @@ def test_refusals() -> None:
     with pytest.raises(SpecError, match="NaN or infinite"):
         METHOD.run(weight_of() * float("nan"), None, spec_of(), HqqOptions())
     nf = QuantSpec(kind="nf", bits=4, granularity=Granularity(strategy="block", size=64))
-    assert METHOD.refuses(nf) is not None
+    assert METHOD.reason_against(nf) is not None
     for wrong in ({"lp_norm": 0}, {"lp_norm": 2}, {"kappa": 0.5}, {"iterations": 0}, {"lpnorm": 1}):
         with pytest.raises(ValidationError):
             HqqOptions(**wrong)

@@ -127,7 +127,7 @@ def test_refusals() -> None:
     with pytest.raises(CalibrationError, match="NaN or infinity"):
         METHOD.run(weight_of(), LayerStats(1, torch.full((64, 64), torch.inf)), spec_of(), OPTIONS)
     nf = QuantSpec(kind="nf", bits=4, granularity=Granularity(strategy="block", size=64))
-    assert METHOD.refuses(nf) is not None
+    assert METHOD.reason_against(nf) is not None
     for wrong in ({"narrowest": 0}, {"narrowest": 1.2}, {"starts": 1}, {"refits": -1}, {"start": 4}):
         with pytest.raises(ValidationError):
             ImatrixOptions(**wrong)

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from quantkit.checkpoint.checks import packed_fault
 from quantkit.checkpoint.foreign import (
     awq,
     bitsandbytes,
@@ -20,6 +19,7 @@ from quantkit.checkpoint.foreign import (
     mxfp4,
 )
 from quantkit.checkpoint.foreign.base import ORIGINAL, Dialect, ForeignLayer, Layers
+from quantkit.checkpoint.integrity import packed_fault
 from quantkit.checkpoint.manifest import LayerRow, bits_per_weight
 from quantkit.checkpoint.quantization_config import stored_quantization
 from quantkit.formats.base import Format, QuantizedTensor

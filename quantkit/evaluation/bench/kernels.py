@@ -113,7 +113,7 @@ def _refuses(shape: tuple[int, int], spec: QuantSpec | None) -> str | None:
     if spec is None:
         return None
     name = default_format(spec)
-    if (reason := cast(Format, registry("formats").get(name)).refuses(spec, shape)) is not None:
+    if (reason := cast(Format, registry("formats").get(name)).reason_against(spec, shape)) is not None:
         return reason
     kernel = choose(KernelQuery("linear", "cpu", None, torch.bfloat16, *shape, name, spec, "decode")).kernel
     return None if isinstance(kernel, CpuKernel) else f"{kernel.name} multiplies it"

@@ -59,7 +59,7 @@ def ggml_type(format_name: str) -> str | None:
     return kind
 
 
-def refuses(format_name: str, spec: QuantSpec, shape: tuple[int, int]) -> str | None:
+def reason_against(format_name: str, spec: QuantSpec, shape: tuple[int, int]) -> str | None:
     """Why no type holds such a weight, as far as that can be told without reading it; ``None`` if one may."""
     if ggml_type(format_name) is not None:
         return None
@@ -83,7 +83,7 @@ def exact_types(name: str, packed: QuantizedTensor) -> tuple[str, ...]:
 
     Args:
         name: of the layer, for errors.
-        packed: of a format and spec that :func:`refuses` has nothing against.
+        packed: of a format and spec that :func:`reason_against` has nothing against.
 
     Raises:
         InexactError: there are none.

@@ -22,7 +22,7 @@ from quantkit import __version__
 from quantkit.checkpoint.durable import TEMPORARY, write_file
 from quantkit.checkpoint.open import AnyCheckpoint, open_quantized
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.export.gguf.blocks import refuses
+from quantkit.export.gguf.blocks import reason_against
 from quantkit.export.gguf.file import ALIGNMENT, FileTensor, Value, header_bytes
 from quantkit.export.gguf.model_keys import ModelKeys, model_keys
 from quantkit.export.gguf.tensors import PlannedTensor, planned_tensors, tensor_bytes, visited, with_types
@@ -130,7 +130,7 @@ def _target(out: str | Path) -> Path:
 def _require_types(checkpoint: AnyCheckpoint) -> None:
     """Raise SpecError for layers whose spec or shape no type has."""
     refused = [f"{row.name}: {reason}" for row in checkpoint.layers if row.spec is not None and row.format
-               if (reason := refuses(row.format, row.spec, row.shape)) is not None]
+               if (reason := reason_against(row.format, row.spec, row.shape)) is not None]
     if refused:
         more = [f"and {len(refused) - SHOWN} more"] if len(refused) > SHOWN else []
         raise SpecError(f"llama.cpp can't hold {checkpoint.path}", why="\n".join(refused[:SHOWN] + more),

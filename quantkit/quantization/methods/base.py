@@ -94,7 +94,7 @@ class Method:
         """:attr:`needs` with these options, filled in: without ``drift`` if an option of that name is 0."""
         return self.needs - {"drift"} if options.get("drift", 1) == 0 else self.needs
 
-    def refuses(self, spec: QuantSpec) -> str | None:
+    def reason_against(self, spec: QuantSpec) -> str | None:
         """Why this method can't produce ``spec``; ``None`` if it can."""
         if spec.grid not in self.kinds:
             return f"{self.name} produces {' or '.join(sorted(self.kinds))}, not {spec.grid}"

@@ -76,13 +76,13 @@ class RowResolver:
         assert rule.method is not None
         method: Method = self._get(self.methods, rule.method)
         spec = cast(QuantSpec, rule.spec)
-        if (why := method.refuses(spec)) is not None:
+        if (why := method.reason_against(spec)) is not None:
             raise LayerRefusal(why)
         format_name = cast(str, rule.format_name)
         form: Format = self._get(self.formats, format_name)
         if slot.name == EMBEDDING and (why := self._looked_up(slot, spec, method, form)) is not None:
             raise LayerRefusal(why)
-        if (why := form.refuses(spec, shape) or _divides(spec, shape)) is not None:
+        if (why := form.reason_against(spec, shape) or _divides(spec, shape)) is not None:
             if rule.fallback is not None and (other := spec_of(rule.fallback)) is not None:
                 instead = rule.model_copy(update={"format": rule.fallback, "spec": other, "fallback": None})
                 return self._quantized(slot, index, instead, known)
@@ -92,7 +92,7 @@ class RowResolver:
             raise LayerRefusal(f"its weight is stored as {known.dtype}; only "
                                f"{', '.join(FLOATS)} can be quantized: keep it with method: null")
         spec = resolve(spec, known.dtype, form)
-        if (why := method.refuses(spec)) is not None:
+        if (why := method.reason_against(spec)) is not None:
             raise LayerRefusal(why)
         try:
             layout = packing.layout(form, spec, shape, known.dtype)

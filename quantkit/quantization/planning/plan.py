@@ -31,7 +31,7 @@ from quantkit.quantization.recovery import check_recovery, find_recovery
 from quantkit.quantization.specs import CalibrationSpec
 from quantkit.quantization.transforms.base import resolve
 from quantkit.sources.base import ModelSource, file_bytes
-from quantkit.sources.untied import HeadSource
+from quantkit.sources.untied import ResolvedHeadSource
 from quantkit.support.errors import RecipeError
 
 SHOWN = 5
@@ -155,7 +155,7 @@ def with_own_head(recipe: Recipe, source: ModelSource) -> ModelSource:
     """The source; if a rule with ``match: lm_head`` quantizes the head of a model that has it tied to its
     embedding, the model with a head of its own, whatever becomes of the embedding."""
     tied = parse_config(source.config(), source.tensors()).tie_word_embeddings
-    return HeadSource(source, tied=False) if tied and any(r.match == HEAD and r.method
+    return ResolvedHeadSource(source, tied=False) if tied and any(r.match == HEAD and r.method
                                                 for r in recipe.rules) else source
 
 

@@ -140,7 +140,7 @@ class Transform:
             nothing else, so that a run that is resumed does the same.
         needs: statistics that ``layer`` must be given: ``"hessian"`` or ``"largest"``.
         options: its options' model.
-        refuses: why a model can't be changed so; ``None`` if it can.
+        reason_against: why a model can't be changed so; ``None`` if it can.
         idle: why ``layer`` has nothing to do for Linears of a spec; ``None`` if it has.
     """
 
@@ -150,7 +150,7 @@ class Transform:
     layer: Callable[[ModelConfig, int, LayerTensors, MethodOptions], None] | None = None
     needs: frozenset[str] = frozenset()
     options: type[MethodOptions] = MethodOptions
-    refuses: Callable[[ModelConfig], str | None] = lambda config: None
+    reason_against: Callable[[ModelConfig], str | None] = lambda config: None
     idle: Callable[[QuantSpec], str | None] = lambda spec: None
 
 
@@ -178,7 +178,7 @@ def transformed(specs: Iterable[TransformSpec], source: ModelSource) -> ModelSou
     """
     for transform, options in resolve(specs):
         config = parse_config(source.config())
-        if (why := transform.refuses(config)) is not None:
+        if (why := transform.reason_against(config)) is not None:
             raise RecipeError(f"transform {transform.name} can't be used on {source.uri}", why=why,
                               next="leave it out of the recipe")
         source = transform.source(source, config, options)

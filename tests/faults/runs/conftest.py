@@ -91,7 +91,7 @@ def cases() -> list[Case]:
     found = []
     for method, form in ((m, f) for m in sorted(methods) for f in sorted(formats)):
         for spec in (*_specs(), *own_spec(formats.get(form))):
-            if methods.get(method).refuses(spec) or formats.get(form).refuses(spec, SHAPE):
+            if methods.get(method).reason_against(spec) or formats.get(form).reason_against(spec, SHAPE):
                 continue
             recipe = {"rules": [{"match": "lm_head", "optional": True},
                                 {"match": "*", "method": method, "format": form,

@@ -126,8 +126,8 @@ def test_autoround_refuses_missing_inputs_and_other_grids() -> None:
     with pytest.raises(CalibrationError, match="autoround was given no Hessian"):
         METHOD.run(weight, None, integer_spec(4, 8, False, "float32"), AutoRoundOptions())
     whole = QuantSpec(bits=8, granularity=Granularity(strategy="tensor"))
-    assert "row by row" in (METHOD.refuses(whole) or "")
-    assert "not nf" in (METHOD.refuses(QuantSpec(kind="nf", bits=4, scale_dtype="float32",
+    assert "row by row" in (METHOD.reason_against(whole) or "")
+    assert "not nf" in (METHOD.reason_against(QuantSpec(kind="nf", bits=4, scale_dtype="float32",
                                                  granularity=Granularity(strategy="block", size=64))) or "")
 
 

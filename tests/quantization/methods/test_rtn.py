@@ -90,7 +90,7 @@ def test_awkward_weights_become_finite_floats(weight: torch.Tensor, dtype: str) 
 
 def test_refuses_nf_and_a_damaged_weight() -> None:
     nf = QuantSpec(kind="nf", bits=4, granularity=Granularity(strategy="block", size=64))
-    assert "not nf" in str(METHOD.refuses(nf))
+    assert "not nf" in str(METHOD.reason_against(nf))
     for bad in (float("nan"), float("inf")):
         weight = weight_of(2, 32)
         weight[0, 3] = bad
