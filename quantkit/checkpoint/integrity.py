@@ -16,13 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from quantkit.checkpoint.durable import hash_file
 from quantkit.checkpoint.manifest import BLOCK, BLOCK_DIGITS, FileRecord, Manifest
 from quantkit.checkpoint.reader import CARD, Checkpoint
 from quantkit.checkpoint.shards import stored_tensors
 from quantkit.formats.base import Codes, Format, QuantizedTensor
 from quantkit.plugins.manager import registry
 from quantkit.support.errors import CheckpointError, QuantkitError
-from quantkit.support.paths import open_regular
+from quantkit.support.paths import open_regular, reading
 from quantkit.support.progress import Listener, ProgressEvent, silent
 
 SAMPLE = 64 * 2**20
@@ -76,7 +77,9 @@ def check_sample(checkpoint: Checkpoint, limit: int = SAMPLE) -> None:
     for name, record in sorted(files.items(), key=lambda item: item[1].bytes):
         if not name.endswith(".safetensors") and record.bytes <= limit:
             limit -= record.bytes
-            if _sha256(folder / name) != record.sha256:
+            with reading(folder / name, CheckpointError):
+                digest, _ = hash_file(folder / name)
+            if digest != record.sha256:
                 raise _damaged(folder, manifest, name)
     blocks = [(name, index) for name, record in files.items() for index in range(record.block_count)]
     # of several files the last blocks are short: bytes alone don't say how many blocks are all
@@ -121,30 +124,17 @@ def check_files(checkpoint: Checkpoint, progress: Listener = silent) -> None:
 
 def _is_intact(path: Path, record: FileRecord, index: int) -> bool:
     """Whether a block's bytes are those that were written."""
-    try:
-        with open_regular(path) as file:
-            file.seek(index * BLOCK)
-            block = file.read(BLOCK)
-    except OSError as error:
-        raise CheckpointError(f"{path} can't be read", why=error.strerror or str(error)) from error
+    with reading(path, CheckpointError), open_regular(path) as file:
+        file.seek(index * BLOCK)
+        block = file.read(BLOCK)
     start = index * BLOCK_DIGITS
     return hashlib.sha256(block).hexdigest()[:BLOCK_DIGITS] == record.blocks[start:start + BLOCK_DIGITS]
 
 
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    for piece in _pieces(path):
-        digest.update(piece)
-    return digest.hexdigest()
-
-
 def _pieces(path: Path) -> Iterator[bytes]:
-    try:
-        with open_regular(path) as file:
-            while piece := file.read(_PIECE):
-                yield piece
-    except OSError as error:
-        raise CheckpointError(f"{path} can't be read", why=error.strerror or str(error)) from error
+    with reading(path, CheckpointError), open_regular(path) as file:
+        while piece := file.read(_PIECE):
+            yield piece
 
 
 def _damaged(folder: Path, manifest: Manifest, name: str, index: int | None = None) -> CheckpointError:

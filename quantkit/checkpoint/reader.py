@@ -21,7 +21,7 @@ from quantkit.sources.base import TensorInfo
 from quantkit.sources.local import has_leftover_words
 from quantkit.sources.safetensors_file import ShardedTensors
 from quantkit.support.errors import CheckpointError, QuantkitError, SourceError, SpecError
-from quantkit.support.paths import open_regular
+from quantkit.support.paths import open_regular, reading
 from quantkit.support.strict_json import MAX_CONFIG, read_object
 
 CONFIG = "config.json"
@@ -222,11 +222,8 @@ def read_manifest(folder: Path) -> Manifest:
                                   next=f"quantkit inspect {shlex.quote(str(folder))}")
         raise CheckpointError(f"{folder} is no quantkit checkpoint", why=f"it has no {MANIFEST}",
                               next=f"quantkit quantize {shlex.quote(str(folder))} --recipe int8 --out OUT")
-    try:
-        with open_regular(file) as handle:
-            raw = handle.read(MAX_BYTES + 1)
-    except OSError as error:
-        raise CheckpointError(f"{file} can't be read", why=error.strerror) from error
+    with reading(file, CheckpointError), open_regular(file) as handle:
+        raw = handle.read(MAX_BYTES + 1)
     return Manifest.from_bytes(raw, str(file))
 
 

@@ -23,7 +23,7 @@ from quantkit.sources.safetensors_file import (
     plain_file,
 )
 from quantkit.support.errors import SourceError
-from quantkit.support.paths import local_path, open_regular
+from quantkit.support.paths import local_path, open_regular, reading
 from quantkit.support.strict_json import MAX_CONFIG, read_object
 
 CONFIG, ADAPTER = "config.json", "adapter_config.json"
@@ -83,10 +83,8 @@ class LocalSource:
         """
         files: dict[str, bytes] = {}
         for name, path in self._side_paths().items():
-            try:
+            with reading(path, SourceError):
                 files[name] = path.read_bytes()
-            except OSError as error:
-                raise SourceError(f"{path} can't be read", why=error.strerror or str(error)) from error
         return files
 
     def identity(self) -> SourceIdentity:
@@ -161,11 +159,8 @@ def refuse_adapter(folder: Path) -> None:
 
 def sha256_file(path: Path) -> str:
     """Hex digest of a file, read in pieces. Raises SourceError if it can't be read."""
-    try:
-        with open_regular(path) as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise SourceError(f"{path} can't be read", why=error.strerror or str(error)) from error
+    with reading(path, SourceError), open_regular(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _model_folder(folder: Path) -> None:
@@ -176,10 +171,8 @@ def _model_folder(folder: Path) -> None:
                           next=CONVERT if pickle else f"give its folder: {shlex.quote(str(folder.parent))}")
     if not folder.is_dir():
         raise SourceError(f"{folder} doesn't exist", next="give a model's folder, or its .gguf file")
-    try:
+    with reading(folder, SourceError):
         inside = sorted(path.name for path in folder.iterdir())
-    except OSError as error:
-        raise SourceError(f"{folder} can't be read", why=error.strerror or str(error)) from error
     refuse_adapter(folder)
     if CONFIG in inside:
         return

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from quantkit.structure.base import ConstraintError, TokenConstraint
-from quantkit.structure.formats import gemma_grammar
+from quantkit.structure.formats import gemma
 from quantkit.structure.lark import LarkWriter, regex_literal, schema_text
 from quantkit.structure.schemas import Fault, arguments_schema, closed, path_text, widened
 from quantkit.structure.turns import Tool, TurnFormat
@@ -266,7 +266,7 @@ class Compiler:
         from quantkit.structure.trial import limits
 
         schemas, names = _schemas(structure), []
-        widen = gemma_grammar.widened if self._format.name == "gemma" else widened
+        widen = gemma.widened if self._format.name == "gemma" else widened
         for number, given in enumerate(schemas):
             schema, faults = (widen if given.tool else widened)(given.schema)
             names += given.names(faults)

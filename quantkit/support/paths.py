@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from quantkit.support.errors import UsageError
+from quantkit.support.errors import QuantkitError, UsageError
 
 
 def typed_path(text: str | Path) -> Path:
@@ -38,6 +40,15 @@ def local_path(text: str) -> Path | None:
         return typed_path(text)
     except UsageError:
         return None
+
+
+@contextlib.contextmanager
+def reading(path: Path, error: type[QuantkitError]) -> Iterator[None]:
+    """Turn an OSError of the block into an ``error`` that says that ``path`` can't be read."""
+    try:
+        yield
+    except OSError as cause:
+        raise error(f"{path} can't be read", why=cause.strerror or str(cause)) from cause
 
 
 def open_regular(path: Path) -> io.BufferedReader:
