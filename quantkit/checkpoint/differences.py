@@ -54,7 +54,7 @@ def _inside(field: str, key: str) -> str:
     return f"{field}.{key}" if field and not key.startswith("[") else field + key
 
 
-def told(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def changed_lines(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """At most :data:`SHOWN` lines for people: what was chosen, not what follows from it.
 
     Args:

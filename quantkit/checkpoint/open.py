@@ -75,8 +75,8 @@ def open_model(uri: str, revision: str | None = None) -> ModelSource | AnyCheckp
         return open_checkpoint(folder)
     try:
         return open_source(uri, revision)
-    except QuantizedError as found:
-        return open_checkpoint(found.folder, found.identity)
+    except QuantizedError as error:
+        return open_checkpoint(error.folder, error.identity)
     except SourceError:
         if folder is not None:  # a package's model may have the name of an unfinished run
             refuse_unfinished(folder)

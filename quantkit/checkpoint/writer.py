@@ -33,7 +33,7 @@ from safetensors.torch import load_file
 
 from quantkit.checkpoint import durable
 from quantkit.checkpoint.assemble import assemble
-from quantkit.checkpoint.differences import pinned, told
+from quantkit.checkpoint.differences import changed_lines, pinned
 from quantkit.checkpoint.durable import FolderLock, disk_errors, hash_file, write_file
 from quantkit.checkpoint.manifest import MANIFEST, MAX_BYTES, LayerRow, Manifest
 from quantkit.checkpoint.shards import SHARD_BYTES, LazyTensor, stored_tensors, tensor_chunks
@@ -324,7 +324,7 @@ class CheckpointWriter:
         versions = pinned(old, new)
         raise CheckpointError(
             f"{self.partial} belongs to another run",
-            why="it was begun with (then → now):\n" + "\n".join(f"  {line}" for line in told(old, new)),
+            why="\n  ".join(["it was begun with (then → now):", *changed_lines(old, new)]),
             next=f"to end it, install {' and '.join(versions)} again; or {drop}" if versions else drop)
 
 

@@ -235,10 +235,10 @@ def gate_text(gate: GateResult) -> str:
     rows = [[_MARKS[check.passed] + ("?" if check.verdict == "uncertain" else ""), check.variant,
              _condition(check), amount(check.value, check), interval(check)] for check in gate.checks]
     lines = [table(["", "variant", "condition", "value", "95%"], rows, right=(3,), shrink=1)]
-    told = [check for check in gate.checks if not check.passed or check.verdict == "uncertain"]
-    if told:
+    remarkable = [check for check in gate.checks if not check.passed or check.verdict == "uncertain"]
+    if remarkable:
         lines += ["", *(wrapped(_MARKS[check.passed] + ("?" if check.verdict == "uncertain" else ""),
-                                explained(check, gate.strict), 7) for check in told)]
+                                explained(check, gate.strict), 7) for check in remarkable)]
     failed, total = len(gate.failed), len(gate.checks)
     outcome = f"failed: {failed} of {total} checks" if failed else f"passed: {total} " + (
         "check" if total == 1 else "checks")

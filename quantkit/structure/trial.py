@@ -118,8 +118,8 @@ def _fault(root: Any) -> tuple[Path, str] | None:
         if (target := resolved(root, node.get("$ref"))) is not None:
             inside.append(target)
         for place in inside:
-            if place not in seen and (told := refusal(place)):
-                path, reason = place, told
+            if place not in seen and (inner := refusal(place)):
+                path, reason = place, inner
                 break
     for key in at(root, path):
         place = (*path, key)

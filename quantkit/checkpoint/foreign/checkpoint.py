@@ -9,16 +9,9 @@ from typing import Any
 
 import torch
 
-from quantkit.checkpoint.foreign import (
-    awq,
-    bitsandbytes,
-    compressed_tensors,
-    fine_grained_fp8,
-    gptq,
-    mlx,
-    mxfp4,
-)
+from quantkit.checkpoint.foreign import bitsandbytes, compressed_tensors, fine_grained_fp8, mlx, mxfp4
 from quantkit.checkpoint.foreign.base import ORIGINAL, Dialect, ForeignLayer, Layers
+from quantkit.checkpoint.foreign.gptq_awq import awq_layers, gptq_layers
 from quantkit.checkpoint.integrity import packed_fault
 from quantkit.checkpoint.manifest import LayerRow, bits_per_weight
 from quantkit.checkpoint.quantization_config import stored_quantization
@@ -34,7 +27,7 @@ from quantkit.sources.text_part import CLASSES
 from quantkit.sources.untied import resolve_head
 from quantkit.support.errors import CheckpointError, QuantkitError, UnsupportedModelError, did_you_mean
 
-DIALECTS: dict[str, Dialect] = {"gptq": gptq.layers, "awq": awq.layers, "bitsandbytes": bitsandbytes.layers,
+DIALECTS: dict[str, Dialect] = {"gptq": gptq_layers, "awq": awq_layers, "bitsandbytes": bitsandbytes.layers,
                                 "compressed-tensors": compressed_tensors.layers,
                                 "fp8": fine_grained_fp8.layers, "mlx": mlx.layers, "mxfp4": mxfp4.layers}
 """By ``quant_method``."""
@@ -66,7 +59,7 @@ class ForeignCheckpoint:
         self.path = folder
         self.source = LocalSource(folder, identity.uri if identity else str(folder), identity, quantized=True)
         try:
-            self._found: dict[str, ForeignLayer] = {}
+            self._quantized: dict[str, ForeignLayer] = {}
             self._model: ModelSource = resolve_head(split_experts(self.source))
             self._infos = dict(self._model.tensors())
             self.layers = tuple(self._rows())
@@ -132,7 +125,7 @@ class ForeignCheckpoint:
         except QuantkitError as error:
             raise CheckpointError(f"layer {name} of {self.path} can't be read", why=error.why or error.what,
                                   next=ORIGINAL) from error
-        self._found[name] = layer
+        self._quantized[name] = layer
         for suffix in layer.stored:
             info = self._infos.pop(f"{name}.{suffix}")
             wanted = layout.get(suffix)
@@ -152,7 +145,7 @@ class ForeignCheckpoint:
     def _drop_empty_biases(self) -> None:
         """Some tools store a bias of zeros beside every layer that they quantized."""
         known = tensor_shapes(parse_config(self._model.config()))
-        for name in self._found:
+        for name in self._quantized:
             bias = f"{name}.bias"
             if bias in self._infos and bias not in known and not self._model.tensor(bias).any():
                 del self._infos[bias]
@@ -190,7 +183,7 @@ class ForeignCheckpoint:
         Raises:
             CheckpointError: its values can't be right, or its inputs are out of order.
         """
-        foreign = self._found.get(layer)
+        foreign = self._quantized.get(layer)
         if foreign is None:
             return None
         shape = self._shapes[layer]

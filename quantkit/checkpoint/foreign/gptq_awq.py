@@ -1,4 +1,5 @@
-"""GPTQ checkpoints, as AutoGPTQ, GPTQModel, AutoRound and llm tools after them write them.
+"""GPTQ checkpoints of AutoGPTQ, GPTQModel, AutoRound and llm tools after them, and AWQ checkpoints of AutoAWQ
+and GPTQModel.
 
 A layer is quantized if it has ``qweight``: that is how other readers decide. Activation order (``desc_act``)
 is read where it left every group's inputs together, which the layout checks; where it scattered them, the
@@ -8,10 +9,13 @@ checkpoint is refused.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+
 from quantkit.checkpoint.foreign.base import (
+    ORIGINAL,
     ForeignLayer,
     Infos,
     Layers,
@@ -21,13 +25,15 @@ from quantkit.checkpoint.foreign.base import (
     granularity,
     group_size,
 )
+from quantkit.formats.dtypes import FLOATS
 from quantkit.formats.gptq import group_index
 from quantkit.formats.spec import QuantSpec
 from quantkit.models.architecture import LinearSlot
 from quantkit.models.reader import ConfigReader
+from quantkit.support.errors import CheckpointError
 
 FORMATS = {"gptq": "gptq", "gptq_v2": "gptq-v2"}
-HARMLESS = frozenset({
+GPTQ_HARMLESS = frozenset({
     "quant_method", "method", "meta", "damp_percent", "damp_auto_increment", "true_sequential",
     "static_groups",
     "act_group_aware", "desc_act", "mse", "model_name_or_path", "model_file_base_name", "tokenizer",
@@ -41,14 +47,24 @@ HARMLESS = frozenset({
     "fail_safe", "mse_", "fallback", "autoround_version", "iters", "lr", "minmax_lr", "nsamples", "seqlen",
     "enable_minmax_tuning", "enable_quanted_input", "low_gpu_mem_usage", "to_quant_block_names", "provider"})
 """How the weights were found, and how others run them."""
-INERT: Mapping[str, tuple[Any, ...]] = {
+GPTQ_INERT: Mapping[str, tuple[Any, ...]] = {
     "pack_dtype": ("int32",), "adapter": ({},), "rotation": (), "is_marlin_format": (False,),
     "checkpoint_format": tuple(FORMATS), "data_type": ("int",)}
 DYNAMIC = frozenset({"bits", "group_size", "sym", "desc_act"})
+AWQ_HARMLESS = frozenset({
+    "quant_method", "method", "backend", "do_fuse", "fuse_max_seq_len", "modules_to_fuse", "exllama_config",
+    "meta", "damp_percent", "true_sequential", "tokenizer", "dataset", "model_seqlen", "desc_act", "sym",
+    "act_group_aware", "lm_head", "pack_dtype", "block_name_to_quantize", "module_name_preceding_first_block",
+    "batch_size", "pad_token_id", "max_input_length", "cache_block_outputs", "modules_in_block_to_quantize"})
+AWQ_INERT: Mapping[str, tuple[Any, ...]] = {
+    "version": ("gemm", "GEMM"), "format": ("gemm",), "checkpoint_format": ("gemm",),
+    "zero_point": (True, False),
+    "adapter": ({},), "rotation": (), "dynamic": ({},), "bits": (4,), "w_bit": (4,)}
+AWQ_BACKENDS = ("auto", "autoawq", "legacy_awq", "gemm")
 
 
-def layers(config: ConfigReader, infos: Infos, dtype: str) -> Layers:
-    """See the module's docstring. Of ``dynamic`` rules, ``-:`` keeps layers, others change their spec."""
+def gptq_layers(config: ConfigReader, infos: Infos, dtype: str) -> Layers:
+    """Of ``dynamic`` rules, ``-:`` keeps layers, others change their spec."""
     older = config.raw("format")
     version = config.raw("checkpoint_format") or older or "gptq"
     if not isinstance(version, str) or version not in FORMATS:
@@ -59,7 +75,7 @@ def layers(config: ConfigReader, infos: Infos, dtype: str) -> Layers:
             "sym": config.flag("sym", True)}
     head = config.flag("lm_head")
     rules = _rules(config)
-    config.finish(HARMLESS, INERT)
+    config.finish(GPTQ_HARMLESS, GPTQ_INERT)
 
     def layer(slot: LinearSlot) -> ForeignLayer | None:
         changed = _override(slot.name, rules)
@@ -108,3 +124,44 @@ def _override(name: str, rules: Rules) -> Mapping[str, Any] | None:
         if pattern.match(name):
             return None if sign == "-:" else change
     return {}
+
+
+def awq_layers(config: ConfigReader, infos: Infos, dtype: str) -> Layers:
+    """In the GEMM layout; ``modules_to_not_convert`` must agree. Zero points are in the file also where the
+    config says that there are none (GPTQModel's symmetric weights), and its readers use them. Scales of a
+    bfloat16 model may be bfloat16 there."""
+    if config.raw("bits") is None and config.raw("w_bit") is None:
+        config.integer("bits")
+    config.only("backend", AWQ_BACKENDS)
+    size = group_size(config, "group_size" if config.raw("group_size") is not None else "q_group_size")
+    kept = config.raw("modules_to_not_convert", [])
+    if not isinstance(kept, list) or not all(isinstance(name, str) and name for name in kept):
+        raise config.wrong("modules_to_not_convert", kept, "it must be a list of names")
+    for key, allowed in AWQ_INERT.items():
+        config.only(key, allowed)
+    config.finish(AWQ_HARMLESS, AWQ_INERT)
+    spec = QuantSpec(bits=4, symmetric=False, granularity=granularity(size), scale_dtype="float16")
+
+    def layer(slot: LinearSlot) -> ForeignLayer | None:
+        if f"{slot.name}.qweight" not in infos:
+            return None
+        if any(name in slot.name for name in kept):
+            raise contradiction(slot, "'modules_to_not_convert'")
+        check_stored(slot, infos, "qzeros", "scales")
+        return ForeignLayer("awq", spec, dtype, ("qweight", "qzeros", "scales"), _half_scales(slot),
+                            ("scales",))
+
+    return layer
+
+
+def _half_scales(slot: LinearSlot) -> Callable[[Tensors], Tensors]:
+    def convert(tensors: Tensors) -> Tensors:
+        """Scales as our layout has them, if float16 holds each."""
+        scales = tensors["scales"]
+        half = scales.to(torch.float16)
+        if scales.dtype not in FLOATS.values() or not torch.equal(half.to(scales.dtype), scales):
+            raise CheckpointError(f"{slot.name}.scales is {scales.dtype}", next=ORIGINAL,
+                                  why="float16, by which its readers multiply, doesn't hold its values")
+        return {**tensors, "scales": half}
+
+    return convert
