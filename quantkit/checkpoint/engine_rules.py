@@ -56,12 +56,10 @@ class CheckpointFacts:
 
     @property
     def linears(self) -> list[EngineLayer]:
-        """Every Linear."""
         return [EngineLayer(row.name, row, row.shape[0]) for row in self.rows]
 
     @property
     def packed(self) -> list[EngineLayer]:
-        """The Linears that are quantized."""
         return [layer for layer in self.linears if layer.row.spec]
 
     @property

@@ -256,7 +256,6 @@ class LayerRow(Frozen):
         return self
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON data."""
         return self.model_dump(mode="json")
 
 
@@ -337,7 +336,6 @@ class FileRecord(Frozen):
 
     @property
     def block_count(self) -> int:
-        """How many blocks were hashed."""
         return len(self.blocks) // BLOCK_DIGITS
 
 

@@ -109,7 +109,6 @@ class Checkpoint:
 
     @property
     def file_bytes(self) -> int:
-        """Bytes of the weight files."""
         return sum(r.bytes for name, r in self.manifest.files.items() if name.endswith(".safetensors"))
 
     def config(self) -> dict[str, Any]:
@@ -195,7 +194,6 @@ class Checkpoint:
             self._tensors.release()
 
     def close(self) -> None:
-        """Release files and memory maps."""
         if "_tensors" in self.__dict__:
             self._tensors.close()
             del self.__dict__["_tensors"]

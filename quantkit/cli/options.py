@@ -129,7 +129,6 @@ def prefill_option(help: str, least: int = 1, default: int | None = None) -> Cal
 
 def layers_option(
         help: str = "Show one row per layer instead of one per kind of layer.") -> Callable[[Any], Any]:
-    """The option ``--layers`` of a command."""
     return click.option("--layers", is_flag=True, help=help)
 
 

@@ -122,7 +122,6 @@ def _ceilings(chosen: Combination, bandwidth: float | None, flops: float | None)
 
 
 def _commands(chosen: Combination, model: str, revision: str | None) -> list[str]:
-    """What to type now."""
     at = f" --revision {quote(revision)}" if revision else ""
     commands, served = [], f"{quote(model)}{at}"
     if (recipe := chosen.weights.recipe) is not None:

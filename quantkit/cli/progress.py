@@ -32,7 +32,6 @@ class CompileNotice:
         self._begun = self._said = 0.0
 
     def __call__(self, step: ProgressEvent) -> None:
-        """Take in one report."""
         now = time.monotonic()
         if step.done == 0:
             self._begun = self._said = now
@@ -78,7 +77,6 @@ class ProgressLine:
         return self
 
     def __call__(self, step: ProgressEvent) -> None:
-        """Take in one report."""
         begins = (step.phase, step.total) != self._part or step.done < self._done
         self._done = step.done
         if begins:

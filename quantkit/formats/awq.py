@@ -27,8 +27,6 @@ BACK = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 class AwqFormat(FormatBase):
-    """See the module's docstring."""
-
     name = "awq"
     quant_method = "awq"
     scales = "float16"

@@ -29,8 +29,6 @@ INVERSE = 7.874015718698502e-3
 
 
 class BnbInt8Format(FormatBase):
-    """See the module's docstring."""
-
     name = "bnb-int8"
     quant_method = "bitsandbytes"
     scales = "float32"

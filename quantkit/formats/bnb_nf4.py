@@ -43,8 +43,6 @@ _OFFSET_WIDTH = 24  # the longest text of a float32 value, with a sign
 
 
 class BnbNF4Format(FormatBase):
-    """See the module's docstring."""
-
     name = "bnb-nf4"
     quant_method = "bitsandbytes"
     converts_scales = True

@@ -33,8 +33,6 @@ GROUPS = (32, 64, 128)
 
 
 class MlxFormat(FormatBase):
-    """See the module's docstring."""
-
     name = "mlx"
     quant_method = "mlx"
 

@@ -26,8 +26,6 @@ from quantkit.formats.spec import QuantSpec
 
 
 class PackQuantizedFormat(FormatBase):
-    """See the module's docstring."""
-
     name = "pack-quantized"
     quant_method = "compressed-tensors"
 

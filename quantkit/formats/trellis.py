@@ -24,8 +24,6 @@ from quantkit.formats.spec import QuantSpec
 
 
 class TrellisFormat(FormatBase):
-    """See the module's docstring."""
-
     name = "trellis"
     quant_method = "quantkit"
 

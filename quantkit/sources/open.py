@@ -5,9 +5,8 @@ from __future__ import annotations
 from quantkit.plugins.manager import registry
 from quantkit.plugins.registry import BUILTIN, a_type, described
 from quantkit.sources.base import ModelSource, SourceKind
+from quantkit.sources.causal_lm import resolve_head, text_part
 from quantkit.sources.split_experts import split_experts
-from quantkit.sources.text_part import text_part
-from quantkit.sources.untied import resolve_head
 from quantkit.sources.wrapper import CheckedSource
 from quantkit.support.errors import SourceError
 

@@ -55,7 +55,6 @@ class SourceWrapper:
 
     @property
     def file_bytes(self) -> int:
-        """Bytes of the source's weight files."""
         return file_bytes(self._source)
 
     def stored(self) -> Mapping[str, TensorStorage] | None:

@@ -139,7 +139,6 @@ class _Process:
         return self._exchange(_encode(request), seconds)
 
     def end(self) -> None:
-        """Kill it and forget it."""
         self._popen.kill()
         for pipe in (self._popen.stdin, self._popen.stdout):
             assert pipe is not None
@@ -149,7 +148,6 @@ class _Process:
 
     @property
     def alive(self) -> bool:
-        """Whether it still runs."""
         return self._popen.poll() is None
 
     def _exchange(self, message: bytes | None, seconds: float) -> dict[str, Any]:

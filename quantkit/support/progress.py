@@ -80,6 +80,5 @@ compiling: list[Listener] = []
 
 
 def tell_compiling(done: int, total: int, label: str) -> None:
-    """Tell them."""
     for listener in compiling:
         listener(ProgressEvent(done, total, label))

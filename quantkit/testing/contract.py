@@ -43,7 +43,6 @@ class Contract:
             raise self.error(fault)
 
     def error(self, broken: str, next: str | None = None) -> PluginError:
-        """The error to raise."""
         return PluginError(f"{self.where}: {broken}", why=f"{self.promises} says what is promised", next=next)
 
     def call(self, what: str, function: Callable[..., Result], *args: Any, **named: Any) -> Result:

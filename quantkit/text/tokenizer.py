@@ -285,7 +285,6 @@ class Tokenizer:
 
     @property
     def vocabulary(self) -> dict[str, int]:
-        """Ids of all tokens."""
         return dict(self._inner.get_vocab(with_added_tokens=True))
 
     @property

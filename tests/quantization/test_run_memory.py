@@ -21,10 +21,10 @@ from quantkit.quantization.recipe import load_recipe
 from quantkit.quantization.run import quantize
 from quantkit.quantization.specs import CalibrationSpec
 from quantkit.sources.base import TensorInfo, prefetch
+from quantkit.sources.causal_lm import ResolvedHeadSource
 from quantkit.sources.local import LocalSource
 from quantkit.sources.open import open_source
 from quantkit.sources.safetensors_file import SafetensorsFile
-from quantkit.sources.untied import ResolvedHeadSource
 from quantkit.support.errors import CheckpointError, Stopped
 from quantkit.testing import tiny_model
 from tests.helpers.folders import contents

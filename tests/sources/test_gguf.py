@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from quantkit.models.architecture import parse_config, tensor_shapes
 from quantkit.sources import gguf as module
 from quantkit.sources.base import file_bytes, quantized_types, stored_tensors
+from quantkit.sources.causal_lm import ResolvedHeadSource
 from quantkit.sources.gguf import KIND, GGUFSource
 from quantkit.sources.gguf_header import open_gguf
 from quantkit.sources.open import open_source
-from quantkit.sources.untied import ResolvedHeadSource
 from quantkit.support.errors import SourceError
 
 

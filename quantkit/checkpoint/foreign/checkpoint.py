@@ -21,10 +21,9 @@ from quantkit.models.architecture import EMBEDDING, LinearSlot, all_slots, parse
 from quantkit.models.reader import ConfigReader
 from quantkit.plugins.manager import registry
 from quantkit.sources.base import ModelSource, SourceIdentity, TensorInfo
+from quantkit.sources.causal_lm import CLASSES, resolve_head
 from quantkit.sources.local import LocalSource
 from quantkit.sources.split_experts import split_experts
-from quantkit.sources.text_part import CLASSES
-from quantkit.sources.untied import resolve_head
 from quantkit.support.errors import CheckpointError, QuantkitError, UnsupportedModelError, did_you_mean
 
 DIALECTS: dict[str, Dialect] = {"gptq": gptq_layers, "awq": awq_layers, "bitsandbytes": bitsandbytes.layers,
@@ -162,7 +161,6 @@ class ForeignCheckpoint:
 
     @property
     def file_bytes(self) -> int:
-        """Bytes of the weight files."""
         return self.source.file_bytes
 
     def config(self) -> dict[str, Any]:
@@ -214,7 +212,6 @@ class ForeignCheckpoint:
         self.source.release()
 
     def close(self) -> None:
-        """Close the weight files."""
         self.source.close()
 
     def __enter__(self) -> ForeignCheckpoint:

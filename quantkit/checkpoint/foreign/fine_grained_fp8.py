@@ -50,7 +50,6 @@ def layers(config: ConfigReader, infos: Infos, dtype: str) -> Layers:
         check_stored(slot, infos, "weight")
 
         def convert(tensors: Tensors) -> Tensors:
-            """Scales in float32."""
             scales = tensors[SCALES]
             if scales.dtype not in FLOATS.values():
                 raise CheckpointError(f"{slot.name}.{SCALES} is {scales.dtype}", next=ORIGINAL,

@@ -31,7 +31,6 @@ PLAIN: Scheme = (0, 0)
 
 
 def layers(config: ConfigReader, infos: Infos, dtype: str) -> Layers:
-    """See the module's docstring."""
     default = _scheme(config)
     named = {name: _entry(value, default, f"{config.where}: {name}")
              for name, value in config.raw("layers").items()}

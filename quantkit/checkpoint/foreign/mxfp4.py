@@ -42,7 +42,6 @@ _LONGEST, _MANY = 200, 10_000
 
 
 def layers(config: ConfigReader, infos: Infos, dtype: str) -> Layers:
-    """See the module's docstring."""
     kept = _kept(config)
     config.finish(HARMLESS, {})
     if not any(EXPERT in name and name.endswith(f".{STORED[0]}") for name in infos):

@@ -31,7 +31,7 @@ from quantkit.quantization.recovery import check_recovery, find_recovery
 from quantkit.quantization.specs import CalibrationSpec
 from quantkit.quantization.transforms.base import resolve
 from quantkit.sources.base import ModelSource, file_bytes
-from quantkit.sources.untied import ResolvedHeadSource
+from quantkit.sources.causal_lm import ResolvedHeadSource
 from quantkit.support.errors import RecipeError
 
 SHOWN = 5
