@@ -36,11 +36,8 @@ def is_checkpoint(path: str | Path) -> bool:
     """Whether ``path`` is a folder that :meth:`Checkpoint.open` should be asked about: one with
     ``quantkit.json``, an unfinished one, or one whose ``config.json`` says how it is quantized."""
     folder = Path(path)
-    if not folder.is_dir():
-        return False
-    if (folder / MANIFEST).is_file() or is_unfinished(folder):
-        return True
-    return foreign_method(folder) is not None
+    return folder.is_dir() and ((folder / MANIFEST).is_file() or is_unfinished(folder)
+                                or foreign_method(folder) is not None)
 
 
 class Checkpoint:

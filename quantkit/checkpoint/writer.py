@@ -22,8 +22,8 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -125,20 +125,22 @@ class CheckpointWriter:
 
     def get(self, unit: str) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
         """Tensors and rows of a unit. Raises CheckpointError if it isn't on disk."""
-        if not self.has(unit):
-            raise CheckpointError(f"unit {unit!r} is not in {self.partial}")
-        part, record = self._paths(unit)
-        with disk_errors(f"{part} can't be read", "the other units are kept"):
-            return load_file(part), [row.to_dict() for row in _rows(_record(record))]
+        with self._reading(unit) as part:
+            return load_file(part), [row.to_dict() for row in _rows(_record(self._paths(unit)[1]))]
 
     def tensor(self, unit: str, name: str) -> torch.Tensor:
         """One tensor of a unit, without reading the others. Raises CheckpointError if it isn't on disk."""
+        with self._reading(unit) as part, safe_open(part, "pt") as file:
+            tensor: torch.Tensor = file.get_tensor(name)
+            return tensor
+
+    @contextmanager
+    def _reading(self, unit: str) -> Iterator[Path]:
         if not self.has(unit):
             raise CheckpointError(f"unit {unit!r} is not in {self.partial}")
         part, _ = self._paths(unit)
-        with disk_errors(f"{part} can't be read", "the other units are kept"), safe_open(part, "pt") as file:
-            tensor: torch.Tensor = file.get_tensor(name)
-            return tensor
+        with disk_errors(f"{part} can't be read", "the other units are kept"):
+            yield part
 
     def put(self, unit: str, tensors: Mapping[str, torch.Tensor | LazyTensor],
             rows: Sequence[Mapping[str, Any]]) -> None:

@@ -157,13 +157,7 @@ def _kernel_cases() -> Iterator[dict[str, Any]]:
 
 
 def _kernels_for(format: str, spec: QuantSpec, shape: tuple[int, int], dtype: torch.dtype) -> dict[str, Any]:
-    """The chosen kernel's name for each phase (``None``: no kernel takes it) and who declined before it.
-
-    Args:
-        format: name of the layout.
-        shape: the weight is ``[out, in]``.
-        dtype: the dtype of the activations.
-    """
+    """The chosen kernel's name for each phase (``None``: no kernel takes it) and who declined before it."""
     from quantkit.ops.dispatch import KernelQuery, Phase, choose
     from quantkit.support.errors import QuantkitError
 
@@ -171,15 +165,13 @@ def _kernels_for(format: str, spec: QuantSpec, shape: tuple[int, int], dtype: to
     device, capability = best_device()
     facts: dict[str, Any] = {}
     for phase in phases:
-        query = KernelQuery("linear", device, capability, dtype, shape[0], shape[1], format, spec, phase)
         try:
-            choice = choose(query)
+            choice = choose(KernelQuery("linear", device, capability, dtype, *shape, format, spec, phase))
+            name, declined = str(choice.kernel.name), choice.declined
         except QuantkitError as error:
-            chosen: str | None = None
-            declined: tuple[tuple[str, str], ...] = (("all", error.why or error.what),)
-        else:
-            chosen, declined = choice.kernel.name, choice.declined
-        facts[phase] = {"kernel": chosen, "declined": [{"kernel": k, "reason": why} for k, why in declined]}
+            name, declined = "", (("all", error.why or error.what),)
+        facts[phase] = {"kernel": name or None,
+                        "declined": [{"kernel": kernel, "reason": reason} for kernel, reason in declined]}
     return facts
 
 

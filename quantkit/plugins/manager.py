@@ -282,10 +282,8 @@ def _check_hooks(plugin: object) -> None:
 def _collect(entries: list[tuple[Registry[Any], RegistryEntry]], table: Registry[Any], info: PluginInfo,
              name: str, target: object, /, **about: Any) -> None:
     """The ``register`` that a hook is given: nothing is in a table before all hooks have returned."""
-    entry = RegistryEntry(table.kind, name, target, info.distribution, MappingProxyType(about), info.name,
-                          "" if info.version == "unknown" else info.version)
-    entry.check()
-    entries.append((table, entry))
+    entries.append((table, RegistryEntry(table.kind, name, target, info.distribution, MappingProxyType(about),
+                                         info.name, "" if info.version == "unknown" else info.version)))
 
 
 @functools.cache
