@@ -45,12 +45,12 @@ class AwqFormat(FormatBase):
                     f"layer with method: null")
         return None
 
-    def _stored(self, spec: QuantSpec, shape: tuple[int, int], dtype: torch.dtype) -> Layout:
+    def stored_layout(self, spec: QuantSpec, shape: tuple[int, int], dtype: torch.dtype) -> Layout:
         (rows, cols), groups = shape, spec.scale_shape(shape)[1]
         return {"qweight": (torch.int32, (cols, rows // 8)), "qzeros": (torch.int32, (groups, rows // 8)),
                 "scales": (torch.float16, (groups, rows))}
 
-    def _packed(self, codes: Codes, layout: Layout, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    def stored_tensors(self, codes: Codes, layout: Layout, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         assert codes.zero is not None
         return {"qweight": _pack(codes.codes), "qzeros": _pack(codes.zero),
                 "scales": codes.scale.T.to(torch.float16).contiguous()}

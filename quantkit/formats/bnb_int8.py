@@ -45,11 +45,11 @@ class BnbInt8Format(FormatBase):
             return f"{self.name} has no zero points; use symmetric: true, or format pack-quantized"
         return None
 
-    def _stored(self, spec: QuantSpec, shape: tuple[int, int], dtype: torch.dtype) -> Layout:
+    def stored_layout(self, spec: QuantSpec, shape: tuple[int, int], dtype: torch.dtype) -> Layout:
         return {"weight": (torch.int8, shape), "SCB": (torch.float32, (shape[0],)),
                 "weight_format": (torch.uint8, ())}
 
-    def _packed(self, codes: Codes, layout: Layout, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    def stored_tensors(self, codes: Codes, layout: Layout, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """Codes → bytes. Scales of 16 bits come back as they were; of float32 ones, about one in a hundred
         has no maximum that it follows from, and comes back as the float32 beside it.
 

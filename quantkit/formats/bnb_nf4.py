@@ -60,7 +60,7 @@ class BnbNF4Format(FormatBase):
             return f"block size {size} is not one of {', '.join(map(str, BLOCKS))}; use {best}"
         return None
 
-    def _stored(self, spec: QuantSpec, shape: tuple[int, int], dtype: torch.dtype) -> Layout:
+    def stored_layout(self, spec: QuantSpec, shape: tuple[int, int], dtype: torch.dtype) -> Layout:
         (blocks,) = spec.scale_shape(shape)
         tensors: Layout = {
             "weight": (torch.uint8, (-(-shape[0] * shape[1] // 2), 1)),
@@ -73,7 +73,7 @@ class BnbNF4Format(FormatBase):
         tensors[STATE] = (torch.uint8, (len(state),))
         return tensors
 
-    def _packed(self, codes: Codes, layout: Layout, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    def stored_tensors(self, codes: Codes, layout: Layout, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """Codes → nibbles; nested scales are rounded to 8 bits here, as bitsandbytes does.
 
         Raises:

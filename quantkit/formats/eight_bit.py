@@ -57,12 +57,12 @@ class EightBitFormat(FormatBase):
             return f"a weight of shape [{rows}, {cols}] is empty; keep it out with method: null"
         return None
 
-    def _stored(self, spec: QuantSpec, shape: tuple[int, int], dtype: torch.dtype) -> Layout:
+    def stored_layout(self, spec: QuantSpec, shape: tuple[int, int], dtype: torch.dtype) -> Layout:
         scales = (1,) if spec.granularity.strategy == "tensor" else spec.scale_shape(shape)
         return {"weight": (self.stored, shape), self.suffix: (FLOATS[self.scales] if self.scales else dtype,
                                                               scales)}
 
-    def _packed(self, codes: Codes, layout: Layout, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    def stored_tensors(self, codes: Codes, layout: Layout, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         stored, scales = layout[self.suffix]
         return {"weight": self._swapped(codes.codes).view(self.stored),
                 self.suffix: codes.scale.to(stored).reshape(scales)}

@@ -34,11 +34,11 @@ class FormatBase(ABC):
         """Why the layout can't hold such a weight."""
 
     @abstractmethod
-    def _stored(self, spec: QuantSpec, shape: tuple[int, int], dtype: torch.dtype) -> Layout:
+    def stored_layout(self, spec: QuantSpec, shape: tuple[int, int], dtype: torch.dtype) -> Layout:
         """The layout of a weight that it takes."""
 
     @abstractmethod
-    def _packed(self, codes: Codes, layout: Layout, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    def stored_tensors(self, codes: Codes, layout: Layout, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """The tensors of codes whose spec is resolved, in a model of ``dtype``."""
 
     @abstractmethod
@@ -48,14 +48,14 @@ class FormatBase(ABC):
     def layout(self, spec: QuantSpec, shape: tuple[int, int], dtype: torch.dtype) -> Layout:
         """Raises SpecError if it refuses the weight, or for scales of another dtype than it keeps."""
         require_fit(self, spec, shape, dtype)
-        return self._stored(spec, shape, dtype)
+        return self.stored_layout(spec, shape, dtype)
 
     def pack(self, codes: Codes, dtype: torch.dtype) -> QuantizedTensor:
         """Codes → stored tensors. Raises SpecError as :meth:`layout` does."""
         spec = resolve(codes.spec, dtype, self)
         shape = (codes.codes.shape[0], codes.codes.shape[1])
         layout = self.layout(spec, shape, dtype)
-        tensors = self._packed(replace(codes, spec=spec), layout, dtype)
+        tensors = self.stored_tensors(replace(codes, spec=spec), layout, dtype)
         return QuantizedTensor(self.name, spec, shape, dtype, tensors)
 
     def dequantize(self, packed: QuantizedTensor) -> torch.Tensor:

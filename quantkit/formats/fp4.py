@@ -64,7 +64,7 @@ class Fp4Format(FormatBase):
             return f"group size {self.size} doesn't divide in_features {cols}; keep it with method: null"
         return None
 
-    def _stored(self, spec: QuantSpec, shape: tuple[int, int], dtype: torch.dtype) -> Layout:
+    def stored_layout(self, spec: QuantSpec, shape: tuple[int, int], dtype: torch.dtype) -> Layout:
         layout: Layout = {
             "weight_packed": (torch.uint8, (shape[0], shape[1] // 2)),
             "weight_scale": (self.stored, (shape[0], shape[1] // self.size))}
@@ -74,7 +74,7 @@ class Fp4Format(FormatBase):
             layout["input_global_scale"] = (torch.float32, (1,))
         return layout
 
-    def _packed(self, codes: Codes, layout: Layout, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    def stored_tensors(self, codes: Codes, layout: Layout, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """Raises SpecError without the number that the scales of activations are multiplied by."""
         tensors = {"weight_packed": e2m1.pack(codes.codes)}
         if codes.outer is None:

@@ -52,10 +52,10 @@ class GgufFormat(FormatBase):
             return f"{self.name} has blocks of {self.block}, which don't divide in_features {cols}"
         return None
 
-    def _stored(self, spec: QuantSpec, shape: tuple[int, int], dtype: torch.dtype) -> Layout:
+    def stored_layout(self, spec: QuantSpec, shape: tuple[int, int], dtype: torch.dtype) -> Layout:
         return {"blocks": (torch.uint8, (shape[0], shape[1] // self.block * self.block_bytes))}
 
-    def _packed(self, codes: Codes, layout: Layout, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    def stored_tensors(self, codes: Codes, layout: Layout, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         blocks = packed_blocks(self.ggml_type, self._parts(codes))
         return {"blocks": blocks.view(layout["blocks"][1])}
 

@@ -57,14 +57,14 @@ class GptqFormat(FormatBase):
                         f"use format pack-quantized, or keep the layer with method: null")
         return None
 
-    def _stored(self, spec: QuantSpec, shape: tuple[int, int], dtype: torch.dtype) -> Layout:
+    def stored_layout(self, spec: QuantSpec, shape: tuple[int, int], dtype: torch.dtype) -> Layout:
         (rows, cols), groups = shape, spec.scale_shape(shape)[1]
         return {"qweight": (torch.int32, (cols * spec.bits // 32, rows)),
                 "qzeros": (torch.int32, (groups, rows * spec.bits // 32)),
                 "scales": (torch.float16, (groups, rows)),
                 "g_idx": (torch.int32, (cols,))}
 
-    def _packed(self, codes: Codes, layout: Layout, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    def stored_tensors(self, codes: Codes, layout: Layout, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """A zero point of 0 is stored in the first version by raising the whole group by a
         level, which leaves its weights as they are.
 

@@ -54,12 +54,12 @@ class MlxFormat(FormatBase):
                     "use minimum: true beside symmetric: false")
         return None
 
-    def _stored(self, spec: QuantSpec, shape: tuple[int, int], dtype: torch.dtype) -> Layout:
+    def stored_layout(self, spec: QuantSpec, shape: tuple[int, int], dtype: torch.dtype) -> Layout:
         groups = spec.scale_shape(shape)
         return {"weight": (torch.uint32, (shape[0], stream.words(shape[1], spec.bits))),
                 "scales": (dtype, groups), "biases": (dtype, groups)}
 
-    def _packed(self, codes: Codes, layout: Layout, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    def stored_tensors(self, codes: Codes, layout: Layout, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """Raises SpecError if a bias is beyond the range of the model's dtype."""
         spec = codes.spec
         bias = codes.scale * -middle(spec) if codes.minimum is None else codes.minimum

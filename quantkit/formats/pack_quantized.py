@@ -35,7 +35,7 @@ class PackQuantizedFormat(FormatBase):
             return f"{self.name} has no place for one zero point a tensor; use strategy channel or symmetric"
         return reason_against_integers(self.name, spec, shape, ("tensor", "channel", "group"))
 
-    def _stored(self, spec: QuantSpec, shape: tuple[int, int], dtype: torch.dtype) -> Layout:
+    def stored_layout(self, spec: QuantSpec, shape: tuple[int, int], dtype: torch.dtype) -> Layout:
         rows, cols = shape
         scales = spec.scale_shape(shape)
         tensors: Layout = {"weight_packed": (torch.int32, (rows, stream.words(cols, spec.bits))),
@@ -45,7 +45,7 @@ class PackQuantizedFormat(FormatBase):
             tensors["weight_zero_point"] = (torch.int32, (stream.words(rows, spec.bits), scales[1]))
         return tensors
 
-    def _packed(self, codes: Codes, layout: Layout, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    def stored_tensors(self, codes: Codes, layout: Layout, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         spec, levels = codes.spec, codes.codes
         tensors = {"weight_packed": stream.pack(levels, spec.bits),
                    "weight_scale": codes.scale.to(dtype).reshape(layout["weight_scale"][1]),

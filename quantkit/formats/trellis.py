@@ -39,13 +39,13 @@ class TrellisFormat(FormatBase):
                     "use kind int with format pack-quantized")
         return None
 
-    def _stored(self, spec: QuantSpec, shape: tuple[int, int], dtype: torch.dtype) -> Layout:
+    def stored_layout(self, spec: QuantSpec, shape: tuple[int, int], dtype: torch.dtype) -> Layout:
         rows, cols = shape
         ring = trellis_code.RING
         return {"weight_trellis": (torch.int32, (rows // ring, cols, stream.words(ring, spec.bits))),
                 "weight_scale": (dtype, (rows, 1))}
 
-    def _packed(self, codes: Codes, layout: Layout, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    def stored_tensors(self, codes: Codes, layout: Layout, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         symbols = trellis_code.rings(codes.codes).reshape(-1, trellis_code.RING)
         words = stream.pack(symbols, codes.spec.bits).reshape(layout["weight_trellis"][1])
         return {"weight_trellis": words, "weight_scale": codes.scale.to(dtype)}
