@@ -49,7 +49,7 @@ def parse_object(raw: bytes, where: str, *, error: type[QuantkitError] = SourceE
     def no_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         result = dict(pairs)
         if len(result) != len(pairs):
-            key = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+            key = Counter(key for key, _ in pairs).most_common(1)[0][0]
             raise error(f"{where} has the key {key[:80]!r} twice",
                         why="readers disagree on which of the two counts",
                         next="don't use this file: no honest tool writes it")

@@ -200,7 +200,7 @@ class View(Sound):
 ZOO = {
     "refuses without a reason": (NoReason(), "the reason as a sentence"),
     "takes groups that don't fit": (AnyGroup(), "which don't fit"),
-    "packs what it refuses": (RefusesLate(), "pack takes what refuses doesn't: 7 rows"),
+    "packs what it refuses": (RefusesLate(), "pack takes what reason_against doesn't: 7 rows"),
     "stores other names": (AnotherName(), "but layout says weight_packed"),
     "stores more bytes": (FewerBytes(), "64 bytes; layout says uint8 .* 32 bytes"),
     "a layout of lists": (LayoutOfLists(), "layout returned"),
