@@ -10,7 +10,7 @@ from gguf import GGMLQuantizationType
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantkit.export.gguf.blocks import blocks_of, exact_types, ggml_type, refuses
+from quantkit.export.gguf.blocks import blocks_of, exact_types, ggml_type, reason_against
 from quantkit.export.gguf.tensors import row_order
 from quantkit.export.layouts import InexactError
 from quantkit.formats.base import Codes, QuantizedTensor
@@ -67,7 +67,8 @@ def test_mxfp4_is_llama_cpp_s(rows, blocks, seed):
     bytes_ = {"weight_packed": torch.randint(0, 256, (rows, 16 * blocks), generator=random).to(torch.uint8),
               "weight_scale": torch.randint(0, 253, (rows, blocks), generator=random).to(torch.uint8)}
     weight = QuantizedTensor("mxfp4-pack-quantized", MXFP4, (rows, 32 * blocks), torch.bfloat16, bytes_)
-    assert refuses(weight.format, MXFP4, weight.shape) is None and exact_types("q", weight) == ("MXFP4",)
+    assert reason_against(weight.format, MXFP4, weight.shape) is None
+    assert exact_types("q", weight) == ("MXFP4",)
     made = blocks_of(weight, "MXFP4")
     assert made.dtype == torch.uint8 and made.shape == (rows, 17 * blocks)
     assert torch.equal(values(made, "MXFP4"), dequantized(weight))
@@ -81,8 +82,8 @@ def test_mxfp4_that_llama_cpp_does_not_have():
     with pytest.raises(InexactError, match="no numbers"):
         exact_types("q", weight)
     inputs = MXFP4.model_copy(update={"activations": "group"})
-    assert "inputs are rounded too" in (refuses(weight.format, inputs, (2, 32)) or "")
-    assert "blocks of 32" in (refuses(weight.format, MXFP4, (2, 48)) or "")
+    assert "inputs are rounded too" in (reason_against(weight.format, inputs, (2, 32)) or "")
+    assert "blocks of 32" in (reason_against(weight.format, MXFP4, (2, 48)) or "")
 
 
 @pytest.mark.parametrize(("bits", "kind"), [(2, "Q4_0"), (3, "Q4_0"), (4, "Q4_0"), (5, "Q5_0"), (6, "Q8_0"),
@@ -132,7 +133,7 @@ def test_minima_of_other_formats(monkeypatch, bits, kinds):
                   minimum=-torch.rand(6, 2).half().float())
     weight = QuantizedTensor(form.name, spec, (6, 128), torch.float16, {})
     monkeypatch.setattr(type(form), "unpack", lambda self, packed: codes)
-    assert refuses(form.name, spec, (6, 128)) is None and exact_types("q", weight) == kinds
+    assert reason_against(form.name, spec, (6, 128)) is None and exact_types("q", weight) == kinds
     for kind in kinds:
         assert torch.equal(values(blocks_of(weight, kind), kind), dequantize(codes))
     codes.minimum[1, 1] = -1 - 2**-12
@@ -148,7 +149,7 @@ def test_bfloat16_scales_are_mostly_exact():
 @pytest.mark.parametrize(("weight", "words"), [
     (packed(8, size=16), "groups of 16"), (packed(8, strategy="channel", cols=48), "in_features 48")])
 def test_shapes_without_a_type(weight, words):
-    assert words in refuses(weight.format, weight.spec, weight.shape)
+    assert words in reason_against(weight.format, weight.spec, weight.shape)
 
 
 def test_specs_without_a_type():
@@ -157,7 +158,7 @@ def test_specs_without_a_type():
     for name, spec, words in (("bnb-nf4", nf, "nf4 b64"), ("int-quantized", QuantSpec(
             bits=8, granularity=channel, activations="token"), "inputs are rounded"),
             ("pack-quantized", QuantSpec(bits=4, granularity=channel, rotation="hadamard"), "rotated")):
-        assert words in refuses(name, spec, (64, 64))
+        assert words in reason_against(name, spec, (64, 64))
 
 
 @pytest.mark.parametrize("name", ["gguf-q8_0", "gguf-q4_k", "gguf-q6_k", "gguf-iq4_nl", "gguf-q4_1"])
@@ -166,7 +167,7 @@ def test_blocks_of_our_own_formats_stay_as_they_are(name):
     blocks = torch.randint(0, 256, form.layout(form.spec, (4, 512), torch.bfloat16)["blocks"][1],
                            dtype=torch.uint8)
     weight = QuantizedTensor(name, form.spec, (4, 512), torch.bfloat16, {"blocks": blocks})
-    assert refuses(name, form.spec, (4, 512)) is None
+    assert reason_against(name, form.spec, (4, 512)) is None
     assert exact_types("q", weight) == (ggml_type(name),) == (form.ggml_type,)
     assert torch.equal(blocks_of(weight, form.ggml_type), blocks)
 
