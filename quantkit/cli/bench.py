@@ -18,9 +18,9 @@ from quantkit.cli.options import (
     TokenCounts,
     device_option,
     kv_option,
-    prefill_option,
     read_kv,
     temperature_option,
+    tokens_option,
 )
 from quantkit.cli.present import note, print_json, table
 from quantkit.cli.progress import ProgressLine
@@ -81,7 +81,7 @@ def kernels(ctx: click.Context, shapes: tuple[str, ...], rows: str, repeats: int
 @click.option("--context", type=TokenCounts(0), default="0", show_default=True, metavar="LIST",
               help="Tokens in the cache before decoding: 0,2048,8k,32K.")
 @kv_option("KV settings: none,int8,int4. (The model's own.)")
-@prefill_option("Prompt tokens of the timed prefill; 0: none.", least=0, default=512)
+@tokens_option("--prefill", "Prompt tokens of the timed prefill; 0: none.", least=0, default=512)
 @click.option("--max-tokens", "-n", type=TokenCount(), default=64, show_default=True,
               help="New tokens of a timed run.")
 @click.option("--repeats", type=click.IntRange(min=1), default=3, show_default=True, help="Timed runs.")

@@ -16,9 +16,8 @@ from quantkit.cli.options import (
     device_option,
     dtype_option,
     kv_option,
-    prefill_option,
-    prompt_tokens_option,
     read_kv,
+    tokens_option,
     verify_option,
 )
 from quantkit.cli.present import note, table, width, wrapped
@@ -50,14 +49,15 @@ _MARKS = {True: "ok", False: "FAIL"}
 @click.option("--no-speed", is_flag=True, help="Quality only.")
 @kv_option("KV settings; every model runs with each of them: none,int8,\"window(512, sinks=4)\". (Each "
            "model's own.)")
-@prompt_tokens_option("Prompt tokens of a window, with KV settings: they go through the cache and aren't "
-                      "scored (default: half).")
+@tokens_option("--prompt-tokens", "Prompt tokens of a window, with KV settings: they go through the cache and "
+                                  "aren't scored (default: half).")
 @click.option("--tasks", metavar="LIST", help="Also run these lm-eval tasks: arc_easy,piqa, or YAML files.")
 @click.option("--task-data", type=click.Path(path_type=Path, file_okay=False), metavar="DIR",
               help="The folder with the tasks' JSONL files. [env: QUANTKIT_TASK_DATA]",
               envvar="QUANTKIT_TASK_DATA")
 @click.option("--limit", type=click.IntRange(min=1), help="Largest number of items of each task.")
-@prefill_option("Prompt tokens of the speed test. (256; with KV settings, enough to fill the window.)")
+@tokens_option("--prefill", "Prompt tokens of the speed test. (256; with KV settings, enough to fill the "
+                            "window.)")
 @click.option("--max-tokens", "-n", type=TokenCount(), help="New tokens of the speed test. (32.)")
 @click.option("--repeats", type=click.IntRange(min=1), help="Timed runs (3).")
 @click.option("--peer", multiple=True, metavar="TOOL",
