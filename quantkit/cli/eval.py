@@ -49,8 +49,8 @@ _MARKS = {True: "ok", False: "FAIL"}
 @click.option("--no-speed", is_flag=True, help="Quality only.")
 @kv_option("KV settings; every model runs with each of them: none,int8,\"window(512, sinks=4)\". (Each "
            "model's own.)")
-@tokens_option("--prompt-tokens", "Prompt tokens of a window, with KV settings: they go through the cache and "
-                                  "aren't scored (default: half).")
+@tokens_option("--prompt-tokens", "Prompt tokens of a window, with KV settings: they go through the cache "
+                                  "and aren't scored (default: half).")
 @click.option("--tasks", metavar="LIST", help="Also run these lm-eval tasks: arc_easy,piqa, or YAML files.")
 @click.option("--task-data", type=click.Path(path_type=Path, file_okay=False), metavar="DIR",
               help="The folder with the tasks' JSONL files. [env: QUANTKIT_TASK_DATA]",

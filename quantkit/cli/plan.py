@@ -42,8 +42,8 @@ _POWERS = {"g": 1e9, "t": 1e12, "p": 1e15}
                    "recipes.)")
 @kv_option('Consider only these KV settings: int8,"window(1024, sinks=4)+int8". (All measured codecs; '
            "nothing is dropped.)")
-@tokens_option("--prompt-tokens", "Prompt tokens within --context, at whose end policies drop what they drop. "
-                                  "(Half.)")
+@tokens_option("--prompt-tokens", "Prompt tokens within --context, at whose end policies drop what they "
+                                  "drop. (Half.)")
 @click.option("--bandwidth", metavar="RATE", help="Memory bandwidth: 200GB/s. (Measured on this CPU.)")
 @click.option("--flops", metavar="RATE", help="Operations a second: 40T. (Measured on this CPU.)")
 @revision_option
