@@ -179,8 +179,7 @@ def _compressed_tensors(packed: Sequence[LayerScheme], kept: list[str]) -> dict[
         "quantization_status": "compressed", "version": "0.20.0", "global_compression_ratio": None,
         "kv_cache_scheme": None, "sparsity_config": {}, "transform_config": {}, "ignore": kept,
         "config_groups": {
-            f"group_{index}": {
-                "targets": targets(names), **scheme}
+            f"group_{index}": {"targets": targets(names), **scheme}
             for index, (scheme, names) in enumerate(groups.values())}}
 
 
@@ -226,9 +225,8 @@ def _gptq(packed: Sequence[LayerScheme], kept: list[str], version: str) -> dict[
     inside = [name for name in _with_fused(kept) if name != HEAD]
     return {
         "quant_method": "gptq", "method": "gptq", "format": form, "checkpoint_format": form,
-        "bits": spec.bits,
-        "group_size": spec.granularity.size or -1, "sym": spec.symmetric, "desc_act": False,
-        "lm_head": _has_head(packed), "pack_dtype": "int32",
+        "bits": spec.bits, "group_size": spec.granularity.size or -1, "sym": spec.symmetric,
+        "desc_act": False, "lm_head": _has_head(packed), "pack_dtype": "int32",
         **({"dynamic": {f"-:^{re.escape(name)}$": {} for name in inside}} if inside else {}),
         "meta": {"quantizer": [f"quantkit:{version}"]}}
 

@@ -61,8 +61,7 @@ _DEFAULT = "passkey,needle,multikey,variables,positions,generated"
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
 def command(model: str, kv: tuple[str, ...], tasks: str, context: tuple[int, ...], depths: int, samples: int,
             question: str, text: str, filler: bool, chat: bool, prompt_tokens: int, max_tokens: int,
-            seed: int,
-            dtype: str, device: str, revision: str | None, out: Path | None, fresh: bool,
+            seed: int, dtype: str, device: str, revision: str | None, out: Path | None, fresh: bool,
             quiet: bool, as_json: bool) -> None:
     """Compare KV cache settings on long contexts.
 

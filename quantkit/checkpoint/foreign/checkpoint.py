@@ -72,9 +72,8 @@ class ForeignCheckpoint:
         raw = self._model.config()
         if str(raw.get("model_type")) in CLASSES:
             raise CheckpointError(f"{self.path} is a quantized model of images and text",
-                                  why="only unquantized multimodal checkpoints are read, as the text model"
-                                      " inside",
-                                  next=ORIGINAL)
+                                  why="only unquantized multimodal checkpoints are read, as the text model "
+                                      "inside", next=ORIGINAL)
         method, layers = self._layers(raw)
         pairs = [(slot, layers(slot)) for slot in all_slots(parse_config(raw))]
         return [self._row(slot, method, layer) for slot, layer in pairs if layer or slot.name != EMBEDDING]

@@ -35,17 +35,15 @@ from quantkit.support.errors import CheckpointError
 FORMATS = {"gptq": "gptq", "gptq_v2": "gptq-v2"}
 GPTQ_HARMLESS = frozenset({
     "quant_method", "method", "meta", "damp_percent", "damp_auto_increment", "true_sequential",
-    "static_groups",
-    "act_group_aware", "desc_act", "mse", "model_name_or_path", "model_file_base_name", "tokenizer",
-    "dataset",
-    "batch_size", "backend", "use_cuda_fp16", "model_seqlen", "block_name_to_quantize", "pad_token_id",
-    "module_name_preceding_first_block", "max_input_length", "cache_block_outputs", "disable_exllama",
-    "use_exllama", "exllama_config", "offload_to_disk", "offload_to_disk_path", "pack_impl", "hyb_act",
-    "modules_in_block_to_quantize", "is_marlin_format", "format", "gc_mode", "auto_forward_data_parallel",
-    "wait_for_submodule_finalizers", "vram_strategy", "compute_device_filter", "mock_quantization",
-    "failsafe",
-    "fail_safe", "mse_", "fallback", "autoround_version", "iters", "lr", "minmax_lr", "nsamples", "seqlen",
-    "enable_minmax_tuning", "enable_quanted_input", "low_gpu_mem_usage", "to_quant_block_names", "provider"})
+    "static_groups", "act_group_aware", "desc_act", "mse", "model_name_or_path", "model_file_base_name",
+    "tokenizer", "dataset", "batch_size", "backend", "use_cuda_fp16", "model_seqlen",
+    "block_name_to_quantize", "pad_token_id", "module_name_preceding_first_block", "max_input_length",
+    "cache_block_outputs", "disable_exllama", "use_exllama", "exllama_config", "offload_to_disk",
+    "offload_to_disk_path", "pack_impl", "hyb_act", "modules_in_block_to_quantize", "is_marlin_format",
+    "format", "gc_mode", "auto_forward_data_parallel", "wait_for_submodule_finalizers", "vram_strategy",
+    "compute_device_filter", "mock_quantization", "failsafe", "fail_safe", "mse_", "fallback",
+    "autoround_version", "iters", "lr", "minmax_lr", "nsamples", "seqlen", "enable_minmax_tuning",
+    "enable_quanted_input", "low_gpu_mem_usage", "to_quant_block_names", "provider"})
 """How the weights were found, and how others run them."""
 GPTQ_INERT: Mapping[str, tuple[Any, ...]] = {
     "pack_dtype": ("int32",), "adapter": ({},), "rotation": (), "is_marlin_format": (False,),
@@ -54,12 +52,13 @@ DYNAMIC = frozenset({"bits", "group_size", "sym", "desc_act"})
 AWQ_HARMLESS = frozenset({
     "quant_method", "method", "backend", "do_fuse", "fuse_max_seq_len", "modules_to_fuse", "exllama_config",
     "meta", "damp_percent", "true_sequential", "tokenizer", "dataset", "model_seqlen", "desc_act", "sym",
-    "act_group_aware", "lm_head", "pack_dtype", "block_name_to_quantize", "module_name_preceding_first_block",
-    "batch_size", "pad_token_id", "max_input_length", "cache_block_outputs", "modules_in_block_to_quantize"})
+    "act_group_aware", "lm_head", "pack_dtype", "block_name_to_quantize",
+    "module_name_preceding_first_block", "batch_size", "pad_token_id", "max_input_length",
+    "cache_block_outputs", "modules_in_block_to_quantize"})
 AWQ_INERT: Mapping[str, tuple[Any, ...]] = {
     "version": ("gemm", "GEMM"), "format": ("gemm",), "checkpoint_format": ("gemm",),
-    "zero_point": (True, False),
-    "adapter": ({},), "rotation": (), "dynamic": ({},), "bits": (4,), "w_bit": (4,)}
+    "zero_point": (True, False), "adapter": ({},), "rotation": (), "dynamic": ({},), "bits": (4,),
+    "w_bit": (4,)}
 AWQ_BACKENDS = ("auto", "autoawq", "legacy_awq", "gemm")
 
 

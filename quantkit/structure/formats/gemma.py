@@ -15,10 +15,9 @@ from quantkit.structure.schemas import Fault, Path, children
 MAX_DEPTH = 64
 """Objects and lists within each other; deeper text counts as malformed."""
 _WORD = re.compile(r"true|false|null|-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
-_KNOWN = frozenset({"type", "properties", "required", "additionalProperties", "items", "minItems",
-                    "maxItems", "enum", "const",
-                    "anyOf", "title", "description", "default", "examples", "nullable", "$schema",
-                    "$comment"})
+_KNOWN = frozenset({"type", "properties", "required", "additionalProperties", "items", "minItems", "maxItems",
+                    "enum", "const", "anyOf", "title", "description", "default", "examples", "nullable",
+                    "$schema", "$comment"})
 _MAX_ITEMS = 256
 _ANY = r"/[^<{}\[\],]{1,200}/"
 _NUMBERS = {"integer": "/-?(0|[1-9][0-9]{0,18})/",
