@@ -41,7 +41,7 @@ from safetensors.torch import save_file
 from quantkit.evaluation.protocol import cpu_name
 from quantkit.models.architecture import parse_config
 from quantkit.quantization.calibration.data import load_calibration
-from quantkit.quantization.specs import CalibrationSpec
+from quantkit.quantization.recipe import CalibrationSpec
 from quantkit.sources.local import LocalSource
 from quantkit.text.tokenizer import Tokenizer
 

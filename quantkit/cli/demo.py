@@ -96,8 +96,7 @@ class Stages:
 def _quantize(model: str, recipe: str, folder: Path, stages: Stages, quiet: bool) -> str:
     from quantkit.checkpoint.reader import read_manifest
     from quantkit.evaluation.sweep.checkpoints import made
-    from quantkit.quantization.recipe import load_recipe
-    from quantkit.quantization.specs import CalibrationSpec
+    from quantkit.quantization.recipe import CalibrationSpec, load_recipe
 
     calibration = None
     if load_recipe(recipe).calibration is not None:

@@ -118,16 +118,14 @@ def _checkpoint_facts(checkpoint: AnyCheckpoint, uri: str) -> dict[str, Any]:
     from quantkit.checkpoint.quantization_config import KEYS
     from quantkit.kv.spec import KVSpec, setting_of
     from quantkit.models.architecture import parse_config
-    from quantkit.runtime.kernels import unread
+    from quantkit.runtime.memory.weights import weight_of
 
     manifest = checkpoint.manifest
     infos = checkpoint.infos
     rows = checkpoint.layers
     plain = {k: v for k, v in checkpoint.config().items() if k not in KEYS}
     config, kv = parse_config(plain), setting_of(manifest.recipe) if manifest else KVSpec()
-    kernels = _kernels(plain, config, kv, {
-        row.name: row.shape if row.spec is None or row.format is None
-        else unread(row.format, row.spec, row.shape, row.dtype) for row in rows})
+    kernels = _kernels(plain, config, kv, {row.name: weight_of(row) or row.shape for row in rows})
     layers = [{**row.to_dict(), "label": row.spec.label() if row.spec else None,
                "kernels": kernels[row.name]} for row in rows]
     inside = {row.name for row in rows}

@@ -100,15 +100,14 @@ def read_kv(given: Sequence[str], limit: int | None = None) -> tuple[KVSpec, ...
     Raises:
         UsageError: one can't be read, is unknown, has options that it doesn't take, or there are too many.
     """
-    from quantkit.kv.build import build_kv_codecs, build_policy
+    from quantkit.kv.build import check_kv
     from quantkit.kv.spec import parse_kv, split_settings
 
     settings = tuple(parse_kv(setting) for text in given for setting in split_settings(text))
     if len({str(setting) for setting in settings}) < len(settings):
         raise UsageError("a KV setting is given twice", next="name each setting once")
     for setting in settings:
-        build_policy(setting)
-        build_kv_codecs(setting)
+        check_kv(setting)
     if limit is not None and len(settings) > limit:
         raise UsageError(f"--kv names {len(settings)} settings", why="this command runs with one",
                          next=f'--kv "{settings[0]}"; quantkit eval compares several')

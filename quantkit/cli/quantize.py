@@ -22,11 +22,9 @@ from quantkit.support.units import human_bytes
 if TYPE_CHECKING:
     from quantkit.checkpoint.manifest import CalibrationFacts
     from quantkit.quantization.budget.choose import BudgetChoice
-    from quantkit.quantization.planning.layers import PlanRow
-    from quantkit.quantization.planning.plan import Plan
-    from quantkit.quantization.recipe import Recipe
+    from quantkit.quantization.planning.plan import Plan, PlanRow
+    from quantkit.quantization.recipe import CalibrationSpec, Recipe
     from quantkit.quantization.recovery import RecoveryText
-    from quantkit.quantization.specs import CalibrationSpec
 
 MIXED = "mixed"
 """Whose candidates a budget chooses from, if nothing else is said."""
@@ -151,7 +149,7 @@ def _calibration(recipe: Recipe, changes: dict[str, Any]) -> CalibrationSpec | N
     """The recipe's calibration with what the command line changes; ``None`` when it changes nothing."""
     from pydantic import ValidationError
 
-    from quantkit.quantization.specs import CalibrationSpec
+    from quantkit.quantization.recipe import CalibrationSpec
 
     if not changes:
         return None
@@ -167,7 +165,7 @@ def _phases_of_all(recipe: Recipe) -> int:
     """Of a run that measures, chooses and quantizes, if no phase turns out to be needless."""
     from quantkit.quantization.budget.sensitivity import budget_phases
     from quantkit.quantization.planning.plan import run_phases
-    from quantkit.quantization.specs import CalibrationSpec
+    from quantkit.quantization.recipe import CalibrationSpec
 
     spec = recipe.calibration or CalibrationSpec()
     return len(budget_phases(spec)) + len(run_phases(recipe, spec, spec.importance == "gradient"))
@@ -306,7 +304,7 @@ def _print_choice(choice: BudgetChoice) -> None:
 
 
 def _windows(facts: CalibrationFacts) -> str:
-    from quantkit.quantization.specs import tokens_of
+    from quantkit.quantization.recipe import tokens_of
 
     return f"{facts.windows} windows of {facts.window} {tokens_of(facts.text)}"
 

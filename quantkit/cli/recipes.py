@@ -78,8 +78,7 @@ def list_(as_json: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print the resolved recipe as JSON.")
 def show(recipe: str, as_json: bool) -> None:
     """Show the rules of RECIPE, a name or a file, with what it extends resolved."""
-    from quantkit.quantization.recipe import load_recipe
-    from quantkit.quantization.specs import tokens_of
+    from quantkit.quantization.recipe import load_recipe, tokens_of
 
     loaded = load_recipe(recipe)
     if as_json:

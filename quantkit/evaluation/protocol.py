@@ -139,7 +139,7 @@ def cpu_cores() -> int:
 
 def machine(device: torch.device | None = None) -> dict[str, Any]:
     """CPU, cores, threads, instruction set, the GPU if that is the device, versions and the date."""
-    available = cpu_machine.unavailable() is None
+    available = cpu_machine.reason_against_kernels() is None
     return {"cpu": cpu_name(), "gpu": None if device is None else gpu_name(device), "cores": cpu_cores(),
             "threads": cpu_machine.pool().threads if available else torch.get_num_threads(),
             "isa": cpu_machine.isa().name if available else None, "torch": torch.__version__,

@@ -94,9 +94,9 @@ class Codes:
                         f"{plain_name(about[0])} {list(about[1])}")
             elif about[0].is_floating_point and not bool(torch.isfinite(tensor).all()):
                 return f"a {name} is not finite"
-        return self._value_fault()
+        return self._reason_against_values()
 
-    def _value_fault(self) -> str | None:
+    def _reason_against_values(self) -> str | None:
         if self.spec.grid == "fp4":
             for name in ("scale", "outer", "input_factor"):
                 values = getattr(self, name)

@@ -10,8 +10,7 @@ import torch
 
 from quantkit.kv import gpu
 from quantkit.kv.base import KVCodecs, KVPolicy
-from quantkit.kv.query_window import SINKS, QueryMoments
-from quantkit.kv.sequence import LayerState
+from quantkit.kv.sequence import SINKS, LayerState, QueryMoments
 from quantkit.kv.store import PageStore
 from quantkit.models.config import ModelConfig
 from quantkit.models.forward_context import ForwardContext, HasMaxLengths
@@ -32,10 +31,8 @@ class LayerGeometry:
     """What the cache of a layer must know of the model.
 
     Attributes:
-        config: the model's config.
         layer: index of the layer.
         dtype: in which the model computes keys and values.
-        device: the device of the cache.
     """
 
     config: ModelConfig
@@ -45,7 +42,6 @@ class LayerGeometry:
 
     @property
     def kv_heads(self) -> int:
-        """Number of key-value heads."""
         return self.config.num_kv_heads
 
     @property
@@ -60,7 +56,6 @@ class LayerGeometry:
 
     @property
     def scale(self) -> float:
-        """Scores are multiplied by it."""
         scale = self.config.attention_scale
         return self.config.head_dim**-0.5 if scale is None else scale
 
@@ -80,8 +75,6 @@ class AttentionScores:
     """Computes a layer's scores from the queries that are kept.
 
     Args:
-        store: the layer's pages.
-        codecs: the codecs of keys and values.
         geometry: the shape of attention in the layer.
         policy: says what is tracked.
 
@@ -187,7 +180,9 @@ class AttentionScores:
         One KV head at a time, which bounds the memory of the weights.
         """
         store, geometry = self._store, self._geometry
-        if self.sinks is None and _kernels_read(self._codecs, geometry):
+        reason = gpu.reason_against_cache(self._codecs, geometry.dtype, geometry.config.head_dim,
+                                          geometry.group, geometry.device.type)
+        if self.sinks is None and reason is None:
             return _received_by_kernels(store, self._codecs, geometry, state, queries, end, reduction)
         keys, positions = store.read(state, "k"), store.positions(state)
         sinks = [None] * len(keys) if self.sinks is None else self.sinks.chunk(len(keys))
@@ -204,12 +199,6 @@ class AttentionScores:
         plain = apply_rope(queries[None], cos, -sin)[0]
         plain[..., :cos.shape[-1]] /= self._geometry.attention_factor**2
         return plain
-
-
-def _kernels_read(codecs: KVCodecs, geometry: LayerGeometry) -> bool:
-    """Whether kernels read pages of these codecs in such a layer."""
-    return gpu.declines(codecs, geometry.dtype, geometry.config.head_dim, geometry.group,
-                    geometry.device.type) is None
 
 
 def _received_by_kernels(store: PageStore, codecs: KVCodecs, geometry: LayerGeometry, state: LayerState,

@@ -36,9 +36,8 @@ class Batch:
     kernels of its own and :meth:`advance`, and calls :meth:`end` once all layers have all tokens.
 
     Args:
-        cache: the cache that holds the sequences.
         numbers: the rows' sequences in this order, each once.
-        phase: which part of a request the step is, see :data:`~quantkit.kv.base.Phase`; of each row where
+        phase: the part of a request that the step is, see :data:`~quantkit.kv.base.Phase`; of each row where
             they differ. Policies may act after it.
         defers: policies don't act in :meth:`end`; the caller takes :meth:`policy_actions` later. A policy
             that rereads prompts needs this at the prompt's end.
@@ -47,7 +46,6 @@ class Batch:
 
     Attributes:
         phases: each row's phase.
-        sequences: each row's state in the cache.
         starts: tokens that each sequence had before this step.
         taps: layers whose inputs the step shall hand out; the number of layers stands for what the last one
             leaves. A model that can't leaves ``hidden`` empty.
@@ -67,11 +65,6 @@ class Batch:
         self._actions: list[tuple[int, LayerState]] = []  # layers whose policies are to act
         self._step_cache: dict[object, object] = {}
 
-    @property
-    def block(self) -> int | None:
-        """See :func:`block_of`."""
-        return block_of(self.cache, self.phases)
-
     def next_positions(self, count: int = 1) -> torch.Tensor:
         """The positions int64 ``[B, count]`` that follow what each sequence had."""
         starts = torch.tensor(self.starts, dtype=torch.int64, device=self.cache.device)[:, None]
@@ -85,7 +78,7 @@ class Batch:
         """Tokens of each row.
 
         Args:
-            shape: B, T.
+            shape: the shape ``[B, T]`` of the step's ids.
             positions: int64 ``[B, T]``, −1: padding. ``None``: the positions that follow, without padding.
 
         Raises:
@@ -170,7 +163,6 @@ class Batch:
 
     @property
     def has_actions(self) -> bool:
-        """Whether policies have something left to do."""
         return bool(self._actions)
 
     def policy_actions(self) -> Iterator[None]:

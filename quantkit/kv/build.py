@@ -60,8 +60,6 @@ def by_layer(policy: KVPolicy, config: ModelConfig, first: int = 0) -> list[KVPo
     others; but if there are no others, a policy that ranks positions is for all.
 
     Args:
-        policy: the policy that was asked for.
-        config: the model's config.
         first: slots that its codecs leave where they are (:attr:`quantkit.kv.base.KVCodecs.first`).
     """
     windows = [None if window is None or window >= config.max_position_embeddings else window
@@ -96,6 +94,12 @@ def build_kv_codecs(spec: KVSpec) -> KVCodecs:
                              next="see docs/plugins.md, and update the plugin")
     return KVCodecs(*sides, max(keys.residual_length, values.residual_length),
                     max(-(-codec.sinks // PAGE) * PAGE for codec in (keys, values)))
+
+
+def check_kv(spec: KVSpec) -> None:
+    """Raises UsageError: policy or codecs can't be made with these options."""
+    build_policy(spec)
+    build_kv_codecs(spec)
 
 
 def _built(kind: type[Made], base: type[KVCodec] | type[KVPolicy], what: str, name: str,

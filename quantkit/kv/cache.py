@@ -8,14 +8,13 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from quantkit.kv.attention_scores import LayerGeometry
-from quantkit.kv.base import PAGE, KVPolicy, Layout
+from quantkit.kv.base import PAGE, KVPolicy
 from quantkit.kv.build import build_kv_codecs, build_policy, by_layer
 from quantkit.kv.checked import check_codecs, codec_fault
 from quantkit.kv.decoded import DecodedPages
 from quantkit.kv.layer import LayerCache
 from quantkit.kv.page_pool import MoveCounter, PagePool
-from quantkit.kv.query_window import QueryWindow
-from quantkit.kv.sequence import LayerState, SequenceState
+from quantkit.kv.sequence import LayerState, QueryWindow, SequenceState
 from quantkit.kv.spec import KVSpec
 from quantkit.kv.store import PageStore
 from quantkit.models.config import ModelConfig
@@ -34,12 +33,9 @@ class KVCache:
         config: the model's; it gives layers, KV heads and the head dimension.
         spec: policy and codec.
         dtype: in which the model computes keys and values.
-        device: the device of the pages.
 
     Attributes:
         dtype, device: of keys and values as they are computed; where pages lie.
-        codecs: the codecs of keys and values.
-        policy: the policy of the spec.
         layers: the cache of each layer, with the policy of the spec or the window that the model has there.
         decoded: the decoded pages that the CPU program reads where a codec has no kernel.
         keeps_all: whether no layer's policy drops anything.
@@ -108,7 +104,6 @@ class KVCache:
 
     @property
     def pools(self) -> list[PagePool]:
-        """All pools of pages."""
         return [pool for layer in self.layers for pool in layer.store.all]
 
     @property
@@ -228,12 +223,10 @@ class KVCache:
             self._shrink(index)
 
     def sequence(self, number: int) -> SequenceState:
-        """The state of a sequence. Raises KeyError."""
         return self._sequences[number]
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """Ids of all sequences."""
         return tuple(self._sequences)
 
     def seen(self, number: int) -> int:
@@ -313,5 +306,3 @@ class KVCache:
         self.layers[index].store.shrink(
             lambda: (sequence.layers[index] for sequence in self._sequences.values()))
 
-
-__all__ = ["KVCache", "Layout"]

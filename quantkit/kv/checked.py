@@ -25,7 +25,6 @@ def checked_slots(policy: KVPolicy, kept: Any, lengths: Sequence[int]) -> list[t
     """What :meth:`~quantkit.kv.base.KVPolicy.keep` returned, as a list of a tensor for each head.
 
     Args:
-        policy: the policy that returned it.
         kept: a tensor ``[Hkv, n]`` or a sequence of Hkv tensors ``[n]``.
         lengths: the slots that each head holds.
 
@@ -62,7 +61,7 @@ def checked_slots(policy: KVPolicy, kept: Any, lengths: Sequence[int]) -> list[t
     return heads
 
 
-def policy_fault(policy: KVPolicy) -> str | None:
+def reason_against_policy(policy: KVPolicy) -> str | None:
     """What is wrong with what a policy declares; ``None`` if nothing."""
     if policy.on_prefill not in (None, "chunk", "end"):
         return f"on_prefill is {policy.on_prefill!r}: chunk, end or None"
@@ -89,7 +88,7 @@ def policy_fault(policy: KVPolicy) -> str | None:
 def check_policy_declarations(policy: KVPolicy) -> None:
     """Raises PluginError for a plugin's policy whose declarations can't be followed."""
     builtin = type(policy).__module__.startswith(OWN_POLICIES)
-    if not builtin and (fault := policy_fault(policy)) is not None:
+    if not builtin and (fault := reason_against_policy(policy)) is not None:
         raise _error("kv_policies", policy.name, fault,
                      "quantkit.kv.base.KVPolicy says what a policy declares")
 
@@ -105,7 +104,6 @@ def check_codecs(codecs: KVCodecs, spec: KVSpec, dim: int, dtype: torch.dtype) -
     """Put a plugin's codecs to one page of vectors, once in a process. Built-in ones have tests for that.
 
     Args:
-        codecs: the codecs of a cache.
         spec: the setting that named them.
         dim: the head dimension.
         dtype: the dtype in which keys and values are computed.
@@ -178,7 +176,6 @@ def codec_fault(stores: Sequence[PageStore], sequence: SequenceState, codecs: KV
     """Why a plugin's codec may be to blame for output that isn't finite; ``None`` if it isn't.
 
     Args:
-        stores: the pages of all layers.
         sequence: the sequence that the output belongs to.
         codecs, spec: the cache's codecs and setting.
     """

@@ -30,7 +30,6 @@ class DecodedPages:
     """The decoded pages of a cache on a CPU.
 
     Args:
-        layers: the layers of the cache.
         move_counter: counts how often their pages moved.
         dim: the head dimension.
         limit: bytes of pages that are kept decoded, at most.
@@ -50,11 +49,6 @@ class DecodedPages:
         self._limit, self._moves = max(0, min(self._limit, limit)), -1
 
     @property
-    def kept_layers(self) -> int:
-        """Layers that keep their pages decoded: the first ones."""
-        return sum(layer.store.keeps_decoded for layer in self._layers)
-
-    @property
     def shared_bytes(self) -> int:
         """Bytes of the memory that the other layers share."""
         return sum(vectors.nbytes for vectors in self._shared.values())
@@ -67,13 +61,13 @@ class DecodedPages:
         total = kept = 0
         for store in stores:
             total += store.decoded_bytes
-            if total > self._limit * (1.0 if store.keeps_decoded else REGAIN):
+            if total > self._limit * (1.0 if store.has_decoded_pages else REGAIN):
                 break
             kept += 1
         for index, store in enumerate(stores):
-            if store.keeps_decoded and index >= kept:
-                store.forget_decoded()
-            elif not store.keeps_decoded and index < kept:
+            if store.has_decoded_pages and index >= kept:
+                store.pages.forget_derived()
+            elif not store.has_decoded_pages and index < kept:
                 store.keep_decoded()
         pages = max((store.pages.total for store in stores[kept:]), default=0)
         if len(self._shared["k"]) != pages:
@@ -84,14 +78,13 @@ class DecodedPages:
     def vectors(self, layer: int) -> dict[str, torch.Tensor]:
         """What the program writes to and reads from, by side: float32 ``[pages, PAGE, D]``."""
         store = self._layers[layer].store
-        return {side: store.decoded(side) for side in "kv"} if store.keeps_decoded else self._shared
+        return {side: store.decoded(side) for side in "kv"} if store.has_decoded_pages else self._shared
 
     def encode(self, layer: int, states: Sequence[LayerState], counts: Sequence[int]) -> None:
         """Encode the tokens that a layer of a step has just stored, a sequence at a time: what torch computes
         for one may depend on what else is in a tensor.
 
         Args:
-            layer: the layer's index.
             states: the step's sequences in this layer; their lengths don't count the step's tokens yet.
             counts: tokens that each of them adds.
         """
@@ -103,7 +96,7 @@ class DecodedPages:
                 slots = [slot for pages, length in zip(state.pages, state.lengths.tolist())
                          for slot in slots_of(pages, length, count)]
                 store.encode_decoded(slots, self.vectors(layer))
-            if not store.keeps_decoded:
+            if not store.has_decoded_pages:
                 self._decode(store, state)
 
     def _decode(self, store: PageStore, state: LayerState) -> None:

@@ -22,7 +22,6 @@ class LayerCache:
         geometry: the shape of attention in the layer.
         codecs: how keys and values are stored.
         policy: decides which positions stay, and which of the stored ones queries see.
-        store: the layer's pages.
         rank: index among the layers that the policy manages, and their number.
 
     Attributes:
@@ -47,7 +46,6 @@ class LayerCache:
         """Store a step's tokens.
 
         Args:
-            state: the sequence in this layer.
             k, v: ``[Hkv, n, D]``, rotated as the codecs want them.
             positions: the tokens' positions, int64 ``[n]``.
         """
@@ -149,7 +147,6 @@ class LayerCache:
     # -- dropping
 
     def view(self, state: LayerState) -> PolicyView:
-        """What the policy sees of a sequence."""
         scores, store = self.scores, self.store
         return PolicyView(*self._rank, tuple(state.lengths.tolist()), state.seen, state.prompt,
                           lambda: store.positions(state), lambda: store.read(state, "k"),

@@ -64,9 +64,7 @@ def reread(cache: KVCache, number: int, model: LanguageModel, tokens: Sequence[i
 
     Args:
         cache: holds the sequence.
-        number: id of the sequence.
         model: the model that filled the cache.
-        tokens: the prompt's token ids.
         size: tokens of a section, at most; each is fed to a fork of its own.
         token_budget: asked every time for the number of tokens that go through the model at once.
 

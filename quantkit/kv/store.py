@@ -29,15 +29,12 @@ class PageStore:
     """The pages of one layer, for all sequences.
 
     Args:
-        codecs: the codecs of keys and values.
         heads, dim: KV heads and head dimension.
         dtype: in which keys and values are computed.
         numbered: whether each slot stores its original position; otherwise a slot's number is its position.
-        device: the device of the pages.
         move_counter: counts how often the pages' memory moved.
 
     Attributes:
-        pages: the pages of codes.
         residual: the pages of unencoded vectors; ``None`` if the codecs need none.
 
     Raises:
@@ -72,7 +69,6 @@ class PageStore:
 
     @property
     def all(self) -> tuple[PagePool, ...]:
-        """The pools of both kinds of pages."""
         return (self.pages,) if self.residual is None else (self.pages, self.residual)
 
     @property
@@ -124,7 +120,6 @@ class PageStore:
         return self.residual.used < before
 
     def free(self, state: LayerState) -> None:
-        """Give back all pages of a sequence."""
         self.pages.free(itertools.chain.from_iterable(state.pages))
         if self.residual is not None:
             self.residual.free(itertools.chain.from_iterable(state.residual))
@@ -206,7 +201,6 @@ class PageStore:
         :meth:`free_encoded_residual`.
 
         Args:
-            state: the sequence in this layer.
             count: tokens of this step that the residual holds beyond the state's lengths.
         """
         if self.residual is None:
@@ -248,11 +242,11 @@ class PageStore:
     def _encode_side(self, side: str, x: torch.Tensor) -> dict[str, torch.Tensor]:
         """What a side's codec stores of ``x``, and ``decoded`` where that is kept."""
         parts = dict(self._sides[side].encode(x))
-        return parts | {"decoded": self._sides[side].decode(parts)} if self.keeps_decoded else parts
+        return parts | {"decoded": self._sides[side].decode(parts)} if self.has_decoded_pages else parts
 
     def read_pages(self, side: str, table: torch.Tensor) -> torch.Tensor:
         """Pages int64 ``[..., n]`` of one side (``k`` or ``v``) as vectors: ``[..., n, PAGE, D]``."""
-        if self.keeps_decoded:
+        if self.has_decoded_pages:
             return self.pages.read(DECODED[side], table)
         return self.decode_pages(side, table)
 
@@ -275,7 +269,6 @@ class PageStore:
         """All vectors of one side, decoded: ``[Hkv, S, D]``; beyond a head's length anything finite.
 
         Args:
-            state: the sequence in this layer.
             side: ``k`` or ``v``.
             borders: with a residual, how many slots of each head to read as codes; by default all that are
                 older than the residual window.
@@ -332,7 +325,7 @@ class PageStore:
     # -- decoded pages
 
     @property
-    def keeps_decoded(self) -> bool:
+    def has_decoded_pages(self) -> bool:
         """Whether each page is also there as float32 vectors."""
         return DECODED["k"] in self.pages.parts
 
@@ -351,10 +344,6 @@ class PageStore:
         pages = torch.tensor(self.pages.pages_in_use(), dtype=torch.int64)
         for side in DECODED:
             self.decoded(side)[pages] = self.decode_pages(side, pages).float()
-
-    def forget_decoded(self) -> None:
-        """Keep codes alone."""
-        self.pages.forget_derived()
 
     def encode_decoded(self, slots: Sequence[int], vectors: dict[str, torch.Tensor]) -> None:
         """Encode tokens whose vectors a kernel has left in decoded pages.
@@ -389,7 +378,6 @@ class PageStore:
         """With a residual: give back pages of codes of which no slot is kept, without moving the others.
 
         Args:
-            state: the sequence in this layer.
             kept: the argument of :meth:`keep_slots`.
             pages: give back multiples of this many pages only.
         """

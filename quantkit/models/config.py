@@ -158,7 +158,6 @@ def expert_counts(config: ConfigReader, count: int, chosen: int) -> tuple[int, i
     """Experts of a layer, ``num_local_experts`` or ``num_experts``, and how many of them a token gets.
 
     Args:
-        config: reads the model's config.
         count, chosen: the family's defaults.
 
     Raises:

@@ -73,9 +73,7 @@ class CausalLM:
     """Embedding, decoder layers, final norm and head: ``CausalLM(config, weights)``.
 
     Attributes:
-        config: the model's shape.
         dtype: the dtype of plain weights, hidden states and logits.
-        device: the device that computes.
         embedding: ``[vocab, hidden]``, plain, quantized, or packed as a Linear is: where it is also the head,
             the two are one.
         decode_rows, runs_ahead, supports_mixed_batches, decode_matches_prefill: as

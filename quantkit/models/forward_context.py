@@ -22,7 +22,6 @@ def inverse_frequencies(config: RopeConfig, head_dim: int, device: torch.device,
     Args:
         config: the rope's parameters.
         head_dim: the head dimension; some or all dimensions are rotated.
-        device: the device of the result.
         long: longrope's frequencies for sequences beyond the trained context.
     """
     dim = config.rotated(head_dim)
@@ -52,9 +51,7 @@ class ForwardContext:
     """What all layers of one forward pass share: rotation tables and who sees whom.
 
     Args:
-        config: the model's config.
         positions: int64 ``[B, T]``, −1: padding.
-        dtype: the dtype of the hidden states.
         cache: holds the sequences that go on; without one they end with this step.
     """
 

@@ -17,7 +17,6 @@ class LanguageModel(Protocol):
     that computes the same.
 
     Attributes:
-        config: the model's shape.
         dtype, device: of its plain weights.
         decode_rows: sequences that decode side by side without an effect on each other, at most.
         runs_ahead: whether the next step can be launched before the host has read this one's tokens.
@@ -59,7 +58,6 @@ class LanguageModel(Protocol):
 
         Args:
             tokens: ids, one list a sequence; lengths may differ.
-            batch: the sequences of the step.
             wanted: for each sequence the number of its last tokens whose logits are needed.
 
         Returns:

@@ -105,7 +105,6 @@ class MLP:
 
     Args:
         config: says which activation.
-        weights: the model's tensors.
         inputs: full names of gate and up, or of one Linear that is both.
         down: its full name.
         size: the size of what the activation gives.

@@ -33,7 +33,6 @@ class Linear:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """``(out, in)``."""
         return self.weight.shape
 
     def __call__(self, x: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:

@@ -61,8 +61,6 @@ def check_loadable(uri: str, hf: Mapping[str, Any], infos: Mapping[str, TensorIn
     """Check all that can be told without reading a weight.
 
     Args:
-        uri: the model's name.
-        hf: the model's ``config.json``.
         infos: every stored tensor.
         files: the tokenizer's and generation files by name.
         rows: every layer of a checkpoint; those with a format are quantized.

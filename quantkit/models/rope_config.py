@@ -174,7 +174,6 @@ def parse_longrope(config: ConfigReader, max_positions: int, head_dim: int,
     Sequences that end within the trained context have one set of wavelengths, longer ones another.
 
     Args:
-        config: reads the model's config.
         max_positions: the model's context.
         head_dim: dimensions of a head; there is a factor for each pair of rotated ones.
         original_default: ``original_max_position_embeddings`` where it is missing.

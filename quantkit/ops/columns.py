@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from quantkit.ops.cpu_machine import isa, pool, unavailable
+from quantkit.ops.cpu_machine import isa, pool, reason_against_kernels
 from quantkit.support.progress import tell_compiling
 
 if TYPE_CHECKING:
@@ -22,8 +22,7 @@ LARGEST_GROUP = 256
 
 
 def by_kernel(device: torch.device) -> bool:
-    """Whether the kernels run there."""
-    return device.type == "cpu" and unavailable() is None
+    return device.type == "cpu" and reason_against_kernels() is None
 
 
 def tiles(weight: torch.Tensor, fill: float = 0.0) -> torch.Tensor:

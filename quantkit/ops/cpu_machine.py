@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import math
 import mmap
 import os
 import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -58,7 +60,7 @@ _making = threading.Lock()
 
 
 @functools.cache
-def unavailable() -> str | None:
+def reason_against_kernels() -> str | None:
     """Why there are no CPU kernels here; ``None`` if there are."""
     import importlib.util
 
@@ -69,3 +71,20 @@ def lazy_zeros(*shape: int) -> torch.Tensor:
     """float32 zeros whose memory is taken when it is first written to, as far as it is."""
     # not calloc's: what that has at hand, it clears
     return torch.frombuffer(mmap.mmap(-1, 4 * math.prod(shape)), dtype=torch.float32).view(shape)
+
+
+def trim_heap() -> None:
+    """Return what the C library keeps of freed memory; where it can't be asked, nothing happens."""
+    if (function := _malloc_trim()) is not None:
+        function(0)
+
+
+@functools.cache
+def _malloc_trim() -> Callable[[int], int] | None:
+    try:
+        trim = ctypes.CDLL(None).malloc_trim  # glibc's
+    except (OSError, AttributeError, TypeError):
+        return None
+    trim.argtypes, trim.restype = [ctypes.c_size_t], ctypes.c_int
+    function: Callable[[int], int] = trim
+    return function

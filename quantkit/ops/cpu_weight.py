@@ -282,7 +282,6 @@ class CpuProduct:
         return self._out[:len(x), :self._like.shape[0]]
 
     def run(self) -> None:
-        """The same again."""
         pool().run(self._program.records)
 
 

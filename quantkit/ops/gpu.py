@@ -19,7 +19,7 @@ OLDEST = (8, 0)
 kernels spill their registers there."""
 
 
-def unavailable(device: str, dtype: torch.dtype) -> str | None:
+def reason_against(device: str, dtype: torch.dtype) -> str | None:
     """Why Triton kernels can't compute in ``dtype`` on ``device``; ``None`` if they can."""
     if device != "cuda" and not SIMULATE:
         return f"runs on cuda, not {device}"
@@ -47,9 +47,9 @@ def sent(values: torch.Tensor, device: torch.device) -> torch.Tensor:
         return values.pin_memory().to(device, non_blocking=True)
 
 
-def norm_declines(device: str, dtype: torch.dtype, size: int) -> str | None:
+def reason_against_norm(device: str, dtype: torch.dtype, size: int) -> str | None:
     """Why the fused RMSNorm doesn't take rows of ``size`` numbers."""
-    if (reason := unavailable(device, dtype)) is not None:
+    if (reason := reason_against(device, dtype)) is not None:
         return reason
     return f"takes rows of at most {MAX_ROW} numbers, not {size}" if size > MAX_ROW else None
 

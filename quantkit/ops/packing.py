@@ -45,7 +45,7 @@ def pack(form: Format, codes: Codes, dtype: torch.dtype) -> QuantizedTensor:
         SpecError: the format refuses the weight.
     """
     packed = form.pack(codes, dtype)
-    if (fault := packed_fault(form, packed, codes, dtype)) is not None:
+    if (fault := reason_against_packed(form, packed, codes, dtype)) is not None:
         raise _broken(form, fault)
     return packed
 
@@ -54,7 +54,7 @@ def dequantize(form: Format, packed: QuantizedTensor) -> torch.Tensor:
     """:meth:`~quantkit.formats.base.Format.dequantize`: float32 of the weight's shape, in memory of its own.
     Raises PluginError if it isn't."""
     values = form.dequantize(packed)
-    if (fault := weight_fault(packed, values)) is not None:
+    if (fault := reason_against_weight(packed, values)) is not None:
         raise _broken(form, fault)
     return values
 
@@ -65,7 +65,7 @@ def require_finite_error(form: Format, error: float) -> None:
         raise _broken(form, "dequantize returned a value that is not finite, of codes and scales that are")
 
 
-def packed_fault(form: Format, packed: object, codes: Codes, dtype: torch.dtype) -> str | None:
+def reason_against_packed(form: Format, packed: object, codes: Codes, dtype: torch.dtype) -> str | None:
     """What is wrong with what :meth:`pack` returned; ``None`` if nothing."""
     if not isinstance(packed, QuantizedTensor):
         return f"pack returned a {type(packed).__name__}, not a QuantizedTensor"
@@ -90,7 +90,7 @@ def packed_fault(form: Format, packed: object, codes: Codes, dtype: torch.dtype)
     return None
 
 
-def weight_fault(packed: QuantizedTensor, values: object) -> str | None:
+def reason_against_weight(packed: QuantizedTensor, values: object) -> str | None:
     """What is wrong with what :meth:`dequantize` returned; ``None`` if nothing."""
     if not isinstance(values, torch.Tensor):
         return f"dequantize returned a {type(values).__name__}, not a tensor"

@@ -7,10 +7,9 @@ import torch
 
 from quantkit.formats.base import Codes, Format, QuantizedTensor
 from quantkit.formats.level_values import dequantize, level_values
-from quantkit.ops.cpu_machine import unavailable
+from quantkit.ops.cpu_machine import reason_against_kernels
 from quantkit.ops.cpu_weight import multiply, pack_plain
-from quantkit.ops.dispatch import DECODE_ROWS, KernelQuery
-from quantkit.ops.linear import dense
+from quantkit.ops.dispatch import DECODE_ROWS, KernelQuery, dense
 from quantkit.ops.tokens import quantize_tokens, round_groups
 
 
@@ -20,7 +19,7 @@ class ReferenceKernel:
     name = "reference"
     order = 1000
 
-    def declines(self, query: KernelQuery) -> str | None:
+    def reason_against(self, query: KernelQuery) -> str | None:
         """Never, for a linear layer."""
         return None if query.op == "linear" else f"implements linear, not {query.op}"
 
@@ -58,7 +57,7 @@ def _product(x: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:
     x = x.to(plain.dtype)
     # packing takes longer than a few rows, which dense multiplies one at a time
     few = len(x) <= DECODE_ROWS
-    return dense(x, plain) if few or unavailable() else multiply(x, pack_plain(plain))
+    return dense(x, plain) if few or reason_against_kernels() else multiply(x, pack_plain(plain))
 
 
 REFERENCE = ReferenceKernel()

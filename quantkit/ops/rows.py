@@ -6,8 +6,11 @@ from __future__ import annotations
 
 import struct
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -17,7 +20,6 @@ from quantkit.support.progress import tell_compiling
 if TYPE_CHECKING:
     from quantkit_kernels.cpu.program import Program
     from quantkit_kernels.cpu.rows import Source
-
 
 def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """``silu(gate) * up``, elementwise: SwiGLU, https://arxiv.org/abs/2002.05202.
@@ -87,7 +89,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     if weight.dtype != x.dtype:
         return F.rms_norm(x.float(), (x.shape[-1],), weight, eps).to(x.dtype)
     kernel = (x.is_cuda or gpu.SIMULATE) and not (torch.is_grad_enabled() and x.requires_grad)
-    if kernel and gpu.norm_declines(x.device.type, x.dtype, x.shape[-1]) is None:
+    if kernel and gpu.reason_against_norm(x.device.type, x.dtype, x.shape[-1]) is None:
         from quantkit_kernels.triton.rms_norm import rms_norm as fused
 
         return fused(x, weight, eps)[0]
@@ -109,7 +111,8 @@ def by_sequence(x: torch.Tensor) -> list[torch.Tensor]:
 def _cpu_kernels_take(x: torch.Tensor) -> bool:
     """Whether these kernels compute it: on a CPU, in a dtype that they know, and without gradients."""
     return (x.device.type == "cpu" and x.dtype in cpu_weight.PLAIN and x.numel() > 0
-            and not (torch.is_grad_enabled() and x.requires_grad) and cpu_machine.unavailable() is None)
+            and not (torch.is_grad_enabled() and x.requires_grad)
+            and cpu_machine.reason_against_kernels() is None)
 
 
 def _normalized(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -170,3 +173,46 @@ def _program(source: Source) -> Program:
         program.add(RowKernel(source, FLOATS), 0)
         program.finish(tell_compiling)
     return _threads.programs[key]
+
+
+def greedy(logits: torch.Tensor) -> int | None:
+    """Index of the largest of ``logits [vocab]``, the lowest of equals; ``None`` if not all are finite."""
+    if logits.device.type != "cpu":
+        return int(logits.argmax()) if bool(torch.isfinite(logits).all()) else None
+    if cpu_machine.reason_against_kernels() is None:
+        from quantkit_kernels.cpu.argmax import argmax
+
+        return argmax(logits.float(), cpu_machine.isa())
+    values = logits.float().numpy()
+    best = int(values.argmax())
+    return best if abs(values).max() < float("inf") else None
+
+
+def largest_chance(logits: torch.Tensor) -> float:
+    """The probability of the most likely of ``logits [vocab]``, float32 on a CPU."""
+    values = logits.numpy()  # numpy wakes no threads
+    return 1.0 / float(np.exp(values - values.max()).sum())
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """torch computes on the caller's thread alone. Its other threads, once woken, spin for a while on
+    cores that the next step needs."""
+    before = torch.get_num_threads()
+    if before > 1:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        if before > 1:
+            torch.set_num_threads(before)
+
+
+def capped_rows(logits: torch.Tensor, cap: float | None) -> torch.Tensor:
+    """``cap · tanh(logits / cap)`` of float32 ``[n, vocab]`` in place, a row at a time: tanh may be another
+    function at the end of a tensor. ``None`` changes nothing."""
+    if cap is not None:
+        with one_thread():
+            for row in logits:
+                row.div_(cap).tanh_().mul_(cap)
+    return logits

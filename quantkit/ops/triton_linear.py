@@ -12,28 +12,105 @@ from typing import TYPE_CHECKING
 import torch
 
 from quantkit.formats.base import Codes, QuantizedTensor
+from quantkit.formats.level_values import middle
 from quantkit.ops import gpu
 from quantkit.ops.dispatch import KernelQuery, codes_of
-from quantkit.ops.triton_groups import (
-    FINE,
-    group_declines,
-    pack_int4,
-    pack_int8,
-    scales_of,
-    tile_rows,
-)
 
 if TYPE_CHECKING:
     from quantkit_kernels.triton.packed import TritonWeight
 
+FINE = 16
+"""Columns that share a scale which multiplies weights instead of their sum."""
+SUPERBLOCK = 256
+
+
+def _against_groups(query: KernelQuery) -> str | None:
+    """Groups that Triton's kernels don't take."""
+    spec = query.spec
+    strategy, size = spec.granularity.strategy, spec.granularity.size or 0
+    if strategy != "group":
+        return None
+    if size not in (FINE, 32, 64) and size % 128:
+        return f"takes groups of 16, 32, 64 or a multiple of 128, not {spec.granularity}"
+    if query.k % (spec.superblock or size):
+        return f"needs in_features divisible by {spec.superblock or size}, not {query.k}"
+    if size == FINE and not spec.symmetric:
+        return "takes groups of 16 without zero points or minima"
+    return None
+
+
+def scales_of(codes: Codes, gated: bool) -> tuple[torch.Tensor, str]:
+    """Scales and minima in a layout of :mod:`quantkit_kernels.triton.group_scales`; zero points are minima
+    there."""
+    from quantkit_kernels.triton.group_scales import pack_scales, pack_superblocks
+
+    minimum = codes.minimum
+    if codes.zero is not None:
+        minimum = -codes.zero.float() * codes.scale
+    small = _multiples(codes)
+    return pack_superblocks(*small, gated=gated) if small is not None else pack_scales(
+        codes.scale, minimum, gated=gated)
+
+
+def _multiples(codes: Codes) -> tuple[list[torch.Tensor], list[torch.Tensor]] | None:
+    """Scales and minima as small multiples of float16 numbers; ``None`` if they aren't exactly that."""
+    spec = codes.spec
+    if spec.superblock != SUPERBLOCK or spec.granularity.size != 32 or codes.minimum is None:
+        return None
+    assert codes.outer is not None and codes.outer_minimum is not None
+    halves = [codes.outer.half(), -codes.outer_minimum.half()]
+    counts = []
+    for part, half in zip((codes.scale, codes.minimum), halves):
+        wide = half.float().repeat_interleave(SUPERBLOCK // 32, dim=1)
+        count = torch.where(wide == 0, 0.0, part / wide).round().clamp(0, 255)
+        if not torch.equal(count * wide, part):
+            return None
+        counts.append(count)
+    return counts, halves
+
+
+def pack_int4(codes: Codes, gated: bool) -> TritonWeight:
+    """Up to 4 bits, in groups with minima, or of 16."""
+    from quantkit_kernels.triton import w4a16
+
+    size = codes.spec.granularity.size or 0
+    if size == FINE:
+        return w4a16.pack_fine(codes.codes + (8 - middle(codes.spec)), codes.scale, gated=gated)
+    return w4a16.pack_minima(codes.codes, scales_of(codes, gated), size, gated=gated)
+
+
+def pack_int8(codes: Codes, gated: bool) -> TritonWeight:
+    """5 to 8 bits in groups."""
+    from quantkit_kernels.triton import w8a16
+
+    spec, size = codes.spec, codes.spec.granularity.size or 0
+    if spec.symmetric:
+        signed = (codes.codes.to(torch.int16) - middle(spec)).to(torch.int8)
+        if size == FINE:
+            return w8a16.pack_fine(signed, codes.scale, gated=gated)
+        return w8a16.pack_groups(signed, scales_of(codes, gated), size, gated=gated)
+    wide = spec.bits == 8
+    signed = (codes.codes ^ (128 if wide else 0)).view(torch.int8)
+    return w8a16.pack_groups(signed, scales_of(codes, gated), size, gated=gated, unsigned=wide)
+
+
+def tile_rows(codes: Codes) -> torch.Tensor:
+    """A tile's scale for each of its rows, ``[n, tiles of a row]``; they may be given like that already."""
+    rows = codes.codes.shape[0]
+    if codes.scale.shape[0] == rows:
+        return codes.scale
+    return codes.scale.repeat_interleave(codes.spec.granularity.size or 1, dim=0)[:rows]
+
+
 NF4_BLOCK = 64
 
 
-def _common(query: KernelQuery, kind: str, bits: tuple[int, ...], rounded: bool = False) -> str | None:
+def _reason_against(query: KernelQuery, kind: str, bits: tuple[int, ...],
+                    rounded: bool = False) -> str | None:
     """Reasons that hold for all of them; ``rounded``: activations are."""
     if query.op != "linear":
         return f"implements linear, not {query.op}"
-    if (reason := gpu.unavailable(query.device, query.dtype)) is not None:
+    if (reason := gpu.reason_against(query.device, query.dtype)) is not None:
         return reason
     if query.device == "cuda" and query.dtype == torch.float32:
         return "takes 16-bit activations, not float32"
@@ -46,7 +123,7 @@ def _common(query: KernelQuery, kind: str, bits: tuple[int, ...], rounded: bool 
     return None
 
 
-def _scale_a_row(query: KernelQuery) -> str | None:
+def _against_scales(query: KernelQuery) -> str | None:
     if not query.spec.symmetric:
         return "has no zero point"
     if query.spec.granularity.strategy not in ("channel", "tensor"):
@@ -61,7 +138,7 @@ class TritonKernel(ABC):
     order = 50
 
     @abstractmethod
-    def declines(self, query: KernelQuery) -> str | None:
+    def reason_against(self, query: KernelQuery) -> str | None:
         """See :class:`~quantkit.ops.dispatch.LinearKernel`."""
 
     @abstractmethod
@@ -91,15 +168,14 @@ class TritonW8A16(TritonKernel):
 
     name = "triton-w8a16"
 
-    def declines(self, query: KernelQuery) -> str | None:
+    def reason_against(self, query: KernelQuery) -> str | None:
         """Anything but 8-bit symmetric weights with one scale a row (or a tensor), or 5 to 8 bits in groups
         of 16, 32, 64 or a multiple of 128."""
         if query.spec.granularity.strategy == "group":
-            return _common(query, "int", (5, 6, 7, 8)) or group_declines(query)
-        return _common(query, "int", (8,)) or _scale_a_row(query)
+            return _reason_against(query, "int", (5, 6, 7, 8)) or _against_groups(query)
+        return _reason_against(query, "int", (8,)) or _against_scales(query)
 
     def pack(self, codes: Codes, gated: bool = False) -> TritonWeight:
-        """See there."""
         from quantkit_kernels.triton.w8a16 import pack
 
         if codes.spec.granularity.strategy == "group":
@@ -112,14 +188,14 @@ class TritonFP8(TritonKernel):
 
     name = "triton-fp8"
 
-    def declines(self, query: KernelQuery) -> str | None:
+    def reason_against(self, query: KernelQuery) -> str | None:
         """Anything but fp8 weights with one scale a row (or a tensor), or a tile of a multiple of 64."""
         granularity = query.spec.granularity
         if granularity.strategy != "tile":
-            return _common(query, "fp", (8,)) or _scale_a_row(query)
+            return _reason_against(query, "fp", (8,)) or _against_scales(query)
         if (granularity.size or 0) % 64:
             return f"takes tiles of a multiple of 64, not {granularity}"
-        return _common(query, "fp", (8,))
+        return _reason_against(query, "fp", (8,))
 
     def pack(self, codes: Codes, gated: bool = False) -> TritonWeight:
         """Their bits are where the decoder wants them."""
@@ -135,15 +211,14 @@ class TritonW8A8(TritonKernel):
 
     name = "triton-w8a8"
 
-    def declines(self, query: KernelQuery) -> str | None:
+    def reason_against(self, query: KernelQuery) -> str | None:
         """Anything but 8 bits with one scale a row (or a tensor) and rounded activations."""
         kind = "fp" if query.spec.kind == "fp" else "int"
-        if (reason := _common(query, kind, (8,), rounded=True) or _scale_a_row(query)) is not None:
+        if (reason := _reason_against(query, kind, (8,), rounded=True) or _against_scales(query)) is not None:
             return reason
         return f"takes up to {gpu.MAX_ROW} columns, not {query.k}" if query.k > gpu.MAX_ROW else None
 
     def pack(self, codes: Codes, gated: bool = False) -> TritonWeight:
-        """See there."""
         from quantkit_kernels.triton.w8a8 import pack
 
         floats = codes.spec.kind == "fp"
@@ -163,9 +238,9 @@ class TritonW4A16(TritonKernel):
 
     name = "triton-w4a16"
 
-    def declines(self, query: KernelQuery) -> str | None:
+    def reason_against(self, query: KernelQuery) -> str | None:
         """Anything but 2 to 4 bits in groups of 16, 32, 64 or a multiple of 128, or with a scale a row."""
-        if (reason := _common(query, "int", (2, 3, 4)) or group_declines(query)) is not None:
+        if (reason := _reason_against(query, "int", (2, 3, 4)) or _against_groups(query)) is not None:
             return reason
         spec = query.spec
         if spec.minimum:
@@ -194,9 +269,9 @@ class TritonNF4(TritonKernel):
 
     name = "triton-nf4"
 
-    def declines(self, query: KernelQuery) -> str | None:
+    def reason_against(self, query: KernelQuery) -> str | None:
         """Anything but NF4 in blocks of 64, with rows of whole blocks."""
-        if (reason := _common(query, "nf", (4,))) is not None:
+        if (reason := _reason_against(query, "nf", (4,))) is not None:
             return reason
         if query.spec.granularity.size != NF4_BLOCK:
             return f"takes blocks of {NF4_BLOCK}, not {query.spec.granularity}"
@@ -205,7 +280,6 @@ class TritonNF4(TritonKernel):
         return None
 
     def pack(self, codes: Codes, gated: bool = False) -> TritonWeight:
-        """See there."""
         from quantkit_kernels.triton.nf4 import pack
 
         return pack(codes.codes, codes.scale, gated=gated)
@@ -216,14 +290,13 @@ class TritonFP4(TritonKernel):
 
     name = "triton-fp4"
 
-    def declines(self, query: KernelQuery) -> str | None:
+    def reason_against(self, query: KernelQuery) -> str | None:
         """Anything but e2m1 weights, and groups of 16 whose scales aren't e4m3, or e4m3 scales of others."""
-        if (reason := _common(query, "fp", (4,)) or group_declines(query)) is not None:
+        if (reason := _reason_against(query, "fp", (4,)) or _against_groups(query)) is not None:
             return reason
-        return _group_scales_decline(query)
+        return _against_group_scales(query)
 
     def pack(self, codes: Codes, gated: bool = False) -> TritonWeight:
-        """See there."""
         from quantkit_kernels.triton import fp4
 
         if codes.outer is None:
@@ -237,18 +310,17 @@ class TritonW4A4(TritonKernel):
 
     name = "triton-w4a4"
 
-    def declines(self, query: KernelQuery) -> str | None:
+    def reason_against(self, query: KernelQuery) -> str | None:
         """Anything but e2m1 weights in groups of 16 (e4m3 scales), 32, 64 or 128 (powers of 2), with rounded
         activations."""
-        if (reason := _common(query, "fp", (4,), rounded=True) or group_declines(query)) is not None:
+        if (reason := _reason_against(query, "fp", (4,), rounded=True) or _against_groups(query)) is not None:
             return reason
         size = query.spec.granularity.size or 0
         if size > gpu.MAX_GROUP:
             return f"rounds activations in groups of up to {gpu.MAX_GROUP}, not {size}"
-        return _group_scales_decline(query)
+        return _against_group_scales(query)
 
     def pack(self, codes: Codes, gated: bool = False) -> TritonWeight:
-        """See there."""
         from quantkit_kernels.triton.w4a4 import pack
 
         if codes.outer is None:
@@ -277,20 +349,19 @@ class TritonIQ4(TritonKernel):
 
     name = "triton-iq4"
 
-    def declines(self, query: KernelQuery) -> str | None:
+    def reason_against(self, query: KernelQuery) -> str | None:
         """Anything but such weights in groups of 32, 64 or a multiple of 128."""
-        if (reason := _common(query, "iq", (4,)) or group_declines(query)) is not None:
+        if (reason := _reason_against(query, "iq", (4,)) or _against_groups(query)) is not None:
             return reason
         return "takes groups of 32 or more" if query.spec.granularity.size == FINE else None
 
     def pack(self, codes: Codes, gated: bool = False) -> TritonWeight:
-        """See there."""
         from quantkit_kernels.triton import iq4
 
         return iq4.pack(codes.codes, scales_of(codes, gated), codes.spec.granularity.size or 0, gated=gated)
 
 
-def _group_scales_decline(query: KernelQuery) -> str | None:
+def _against_group_scales(query: KernelQuery) -> str | None:
     """4-bit floats' groups with other scales than their size has."""
     spec = query.spec
     if (spec.scale_dtype == "e4m3") == (spec.granularity.size == FINE):

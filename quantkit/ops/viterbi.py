@@ -11,7 +11,7 @@ import torch
 
 from quantkit.formats import trellis_code
 from quantkit.formats.trellis_code import RING
-from quantkit.ops.cpu_machine import isa, pool, unavailable
+from quantkit.ops.cpu_machine import isa, pool, reason_against_kernels
 from quantkit.support.progress import tell_compiling
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ def _path(target: torch.Tensor, weight: torch.Tensor, values: torch.Tensor, bits
 
 
 def _by_kernel(x: torch.Tensor) -> bool:
-    return x.device.type == "cpu" and unavailable() is None
+    return x.device.type == "cpu" and reason_against_kernels() is None
 
 
 def _values(window: int, device: torch.device) -> torch.Tensor:

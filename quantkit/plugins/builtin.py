@@ -43,14 +43,14 @@ TARGETS: dict[str, dict[str, str]] = {
         "tova": "kv.policies.decoding:Tova", "expected": "kv.policies.query_agnostic:ExpectedAttention",
         "kvzip": "kv.policies.query_agnostic:KVzip"},
     "kv_codecs": {
-        "none": "kv.codecs.plain:PlainCodec", "bf16": "kv.codecs.plain:BFloat16Codec",
-        "int8": "kv.codecs.eight_bit:Int8Codec", "fp8": "kv.codecs.eight_bit:Fp8Codec",
+        "none": "kv.codecs.per_token:PlainCodec", "bf16": "kv.codecs.per_token:BFloat16Codec",
+        "int8": "kv.codecs.per_token:Int8Codec", "fp8": "kv.codecs.per_token:Fp8Codec",
         "int4": "kv.codecs.kivi:Int4Codec", "int3": "kv.codecs.kivi:Int3Codec",
         "int2": "kv.codecs.kivi:Int2Codec", "rotation": "kv.codecs.rotation:RotationCodec"},
     "drafters": {
         "ngram": "runtime.drafting.ngram:NgramDrafter", "model": "runtime.drafting.draft_model:ModelDrafter",
         "eagle3": "runtime.drafting.eagle3:Eagle3Drafter", "mtp": "runtime.drafting.mtp:MtpDrafter",
-        "self": "runtime.drafting.low_bit:LowBitDrafter"},
+        "self": "runtime.drafting.draft_model:LowBitDrafter"},
     "metrics": {name: f"evaluation.metrics:{name.upper()}" for name in ("perplexity", "kl", "top1")},
     "reporters": {
         "table": "evaluation.report.table:REPORTER", "json": "evaluation.results_file:REPORTER",

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from quantkit.checkpoint.manifest import LayerRow
 from quantkit.formats.spec import QuantSpec
 from quantkit.models.architecture import EMBEDDING, EXPERT, HEAD
 from quantkit.models.config import ModelConfig
 from quantkit.plugins.manager import registry
+from quantkit.quantization.recipe import CalibrationSpec
 from quantkit.runtime.memory.machine import RUNTIME_BYTES
 from quantkit.sources.base import TensorInfo
 
@@ -45,7 +46,6 @@ REST_UNIT = "rest"
 
 
 def layer_unit(index: int) -> str:
-    """The unit of a decoder layer."""
     return f"layer-{index}"
 
 
@@ -99,27 +99,9 @@ class PlanRow:
         return 8 * self.bytes_after / (self.shape[0] * self.shape[1])
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for ``--json``."""
         spec = self.spec.model_dump(mode="json") if self.spec else None
         return {**asdict(self), "shape": list(self.shape), "spec": spec, "options": dict(self.options),
                 "label": self.spec.label() if self.spec else None, "bits": self.bits}
-
-
-class CalibrationText(Protocol):
-    """How much text a quantization is calibrated on; see
-    :class:`~quantkit.quantization.specs.CalibrationSpec`."""
-
-    @property
-    def text(self) -> str | tuple[str, ...]: ...
-
-    @property
-    def windows(self) -> int: ...
-
-    @property
-    def window(self) -> int: ...
-
-    @property
-    def importance_windows(self) -> int: ...
 
 
 def rows_at_once(spec: QuantSpec, shape: tuple[int, int]) -> int:
@@ -166,7 +148,7 @@ def walks_bytes(config: ModelConfig, tokens: int, linears: int) -> int:
     return 4 * tokens * ((config.num_layers + 2) * config.hidden_size + linears + 1)
 
 
-def peak_bytes(rows: Sequence[PlanRow], needs: set[str], calibration: CalibrationText | None,
+def peak_bytes(rows: Sequence[PlanRow], needs: set[str], calibration: CalibrationSpec | None,
                weighed: bool, config: ModelConfig, other: tuple[str, ...], infos: Mapping[str, TensorInfo],
                changed: bool = False, drift: Collection[str] = ()) -> int:
     """What :func:`~quantkit.quantization.planning.plan.make_plan` predicts.
@@ -188,7 +170,7 @@ def peak_bytes(rows: Sequence[PlanRow], needs: set[str], calibration: Calibratio
       A transform that changes layers holds one in float32, beside that;
     - the *embedding or the head*, if it is quantized: as it is stored before and after, its codes, and as
       for a layer's Linear what a part of its rows takes
-      (:func:`~quantkit.quantization.planning.layers.rows_at_once`);
+      (:func:`~quantkit.quantization.planning.plan.rows_at_once`);
     - *another tensor* is copied, as it is stored; of the embeddings those that the text needs, in float32;
     - where tokens get an importance, a layer is held with all that its backward pass needs, or the head with
       some of its logits; all layers' inputs are on disk;
@@ -197,7 +179,6 @@ def peak_bytes(rows: Sequence[PlanRow], needs: set[str], calibration: Calibratio
     Where tensors are views of files, what the system keeps of these in its cache isn't counted.
 
     Args:
-        rows: the plan's layers.
         needs: names of the layers whose method needs statistics.
         calibration: the text, if any method needs statistics.
         weighed: tokens get an importance.
@@ -313,7 +294,7 @@ def _outside(row: PlanRow, calibrated: bool) -> int:
     return row.bytes_before + row.bytes_after + rows * columns + 12 * part * columns + hessian
 
 
-def _writing(rows: Sequence[PlanRow], calibration: CalibrationText, config: ModelConfig) -> int:
+def _writing(rows: Sequence[PlanRow], calibration: CalibrationSpec, config: ModelConfig) -> int:
     """While a model writes its calibration text: all of it, and keys and values of the windows, at most in
     float32."""
     if calibration.text != "self":
@@ -321,3 +302,60 @@ def _writing(rows: Sequence[PlanRow], calibration: CalibrationText, config: Mode
     values = sum(row.shape[0] * row.shape[1] for row in rows) + 2 * config.vocab_size * config.hidden_size
     token = 2 * config.num_layers * config.num_kv_heads * config.head_dim
     return 4 * (values + token * min(calibration.windows, WRITTEN) * calibration.window)
+
+
+COPIES = 8
+"""Of every trained number in float32: start, unit, value, gradient, Adam's ``d`` and moments, and one that is
+being made."""
+
+
+def recovery_memory_bytes(rows: Sequence[PlanRow], config: ModelConfig, infos: Mapping[str, TensorInfo],
+                   windows: int, length: int) -> int:
+    """The peak of resident memory.
+
+    Trained numbers with what the optimizer keeps of them; what enters each layer, up to
+    ``RECOVERY_STATES``; the heads of both models; and a layer with all that its backward pass needs, 16
+    bytes for each weight and twice that where weights are rotated, or some of the models' logits.
+
+    Args:
+        windows: the number of windows of text.
+        length: tokens of a window.
+    """
+    tokens = windows * length
+    batch = min(tokens, max(BACKWARD_TOKENS, length))
+    weights: dict[int, int] = defaultdict(int)
+    for row in rows:
+        if row.layer is not None:
+            rotated = row.spec is not None and row.spec.rotation is not None
+            weights[row.layer] += (32 if rotated else 16) * row.shape[0] * row.shape[1]
+    activations = 12 * config.hidden_size + 4 * config.intermediate_size + 3 * config.num_heads * length
+    table = config.vocab_size * config.hidden_size
+    heads = infos[f"{EMBEDDING}.weight"].nbytes + 4 * table * (1 + any(
+        row.name in (EMBEDDING, HEAD) and row.spec is not None for row in rows))
+    logits = config.vocab_size * min(batch, -(-BACKWARD_LOGITS // config.vocab_size))
+    states = min(4 * tokens * config.hidden_size * (config.num_layers + 2), RECOVERY_STATES)
+    backward = max(max(weights.values(), default=0) + 4 * activations * batch, 24 * logits)
+    return RUNTIME_BYTES + 4 * COPIES * trained(rows, config) + states + heads + backward
+
+
+def recovery_disk_bytes(rows: Sequence[PlanRow], config: ModelConfig, windows: int, length: int) -> int:
+    """About what is on disk beside the finished layers: the original model's last states, hidden states
+    between two layers, the optimizer's state twice, the result, and a layer that is being replaced."""
+    units: dict[int, int] = defaultdict(int)
+    for row in rows:
+        if row.layer is not None:
+            units[row.layer] += row.bytes_after
+    states = 4 * windows * length * config.hidden_size
+    return 2 * states + 4 * 8 * trained(rows, config) + max(units.values(), default=0)
+
+
+def trained(rows: Sequence[PlanRow], config: ModelConfig) -> int:
+    """How many numbers are trained, at most."""
+    count = config.hidden_size * (1 + 4 * config.num_layers)
+    for row in rows:
+        if row.layer is not None and row.spec is not None:
+            size = 1
+            for side in row.spec.scale_shape(row.shape):
+                size *= side
+            count += size + row.shape[0]
+    return count

@@ -6,7 +6,6 @@ scales, norms and biases may change, so that the model's answers come closer to 
 
 from __future__ import annotations
 
-import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,10 +18,10 @@ from quantkit.models.config import ModelConfig
 from quantkit.models.linear import Weights
 from quantkit.plugins.manager import registry
 from quantkit.quantization.calibration.data import CalibrationData
+from quantkit.quantization.calibration.windows import tokens_sha256
 from quantkit.quantization.memory import PlanRow
 from quantkit.quantization.methods.base import MethodOptions, checked_options
-from quantkit.quantization.recipe import Recipe
-from quantkit.quantization.specs import CalibrationSpec
+from quantkit.quantization.recipe import CalibrationSpec, Recipe
 from quantkit.sources.base import ModelSource
 from quantkit.support.errors import RecipeError
 from quantkit.support.progress import Listener, Phases
@@ -44,8 +43,7 @@ class RecoveryText:
 
     @property
     def sha256(self) -> str:
-        """The sha256 of the tokens as little-endian int64."""
-        return hashlib.sha256(self.tokens.numpy().astype("<i8").tobytes()).hexdigest()
+        return tokens_sha256(self.tokens)
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,6 @@ class RecoveryJob:
         rows: the plan's rows. A row's :attr:`~quantkit.quantization.memory.PlanRow.unit` names the
             unit of the writer that its tensors are in.
         other: the names of the tensors that aren't quantized.
-        source: the original model.
         weights: reads the original model's tensors, in the dtype and on the device of calibration.
         text: the text that :meth:`Recovery.read_text` returned.
         phases: reports progress by the names in :attr:`Recovery.phases`.
@@ -145,8 +142,6 @@ def check_recovery(recipe: Recipe, rows: Sequence[PlanRow], config: ModelConfig)
 
     Args:
         recipe: with its calibration filled in.
-        rows: the rows of the plan.
-        config: the config of the model.
     """
     if (recovery := find_recovery(recipe)) is None:
         return

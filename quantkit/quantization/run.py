@@ -8,7 +8,6 @@ pushes the calibration text through them, and ends with the same bytes.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import time
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -40,18 +39,18 @@ from quantkit.quantization.calibration.data import (
 from quantkit.quantization.calibration.finite import NonFiniteError, blame
 from quantkit.quantization.calibration.importance import (
     WALKS,
+    gradients,
     spread,
-    tell_weighing,
     token_gradients,
     weighed_windows,
+    weighing_steps,
 )
-from quantkit.quantization.calibration.kept import gradients
 from quantkit.quantization.calibration.runner import LayerRunner
 from quantkit.quantization.calibration.spill import Spill
 from quantkit.quantization.memory import EMBEDDING_UNIT, REST_UNIT, PlanRow, layer_unit
 from quantkit.quantization.methods.base import LayerStats
 from quantkit.quantization.planning.plan import ASSEMBLING, QUANTIZING, WRITING, Plan, make_plan
-from quantkit.quantization.recipe import Recipe, load_recipe
+from quantkit.quantization.recipe import CalibrationSpec, Recipe, load_recipe
 from quantkit.quantization.recovery import RecoveryJob, find_recovery, read_recovery_text
 from quantkit.quantization.solve import (
     ModelOrigin,
@@ -61,8 +60,7 @@ from quantkit.quantization.solve import (
     solve_stages,
     stored_weight,
 )
-from quantkit.quantization.specs import CalibrationSpec
-from quantkit.quantization.transforms.base import LayerTensors, apply_to_layer, resolve
+from quantkit.quantization.transforms.base import LayerTensors, apply_to_layer, resolve_transforms
 from quantkit.runtime.loader import load_source
 from quantkit.sources.base import ModelSource, prefetch, release, tensor_alone, warn_if_quantized
 from quantkit.support.device import find_device
@@ -101,7 +99,6 @@ class QuantizeResult:
     recovery: RecoveryRecord | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for ``--json``."""
         facts = self.calibration.model_dump(mode="json") if self.calibration else None
         recovery = {"recovery": self.recovery.model_dump(mode="json")} if self.recovery else {}
         return {"out": str(self.out), "bits_per_weight": self.plan.bits_per_weight,
@@ -264,12 +261,7 @@ class _Run:
         if not writer.has(IMPORTANCE):
             wanted = [name for name, needs in self.plan.measured.items() if "hessian" in needs]
             backward = any(row.layer is not None for row in self.plan.rows if row.name in wanted)
-            count = itertools.count()
-
-            def step() -> None:
-                tell_weighing(self.phases, next(count), self.config.num_layers, backward)
-
-            step()
+            step = weighing_steps(self.phases, self.config.num_layers, backward)
             windows = weighed_windows(len(tokens), spec.importance_windows)
             some = tokens[windows]
             with self.blaming(windows):
@@ -307,7 +299,7 @@ class _UnitMaker:
         self.run, self.writer = run, writer
         self.source, self.plan = run.source, run.plan
         self.config = run.config
-        self.transforms = resolve(run.plan.recipe.transforms)
+        self.transforms = resolve_transforms(run.plan.recipe.transforms)
         self.layers = range(run.config.num_layers)
         self.rows: dict[str, list[PlanRow]] = {}
         for row in run.plan.rows:
@@ -388,7 +380,6 @@ class _UnitMaker:
         """Solve and store a layer, unless it is on disk.
 
         Args:
-            index: the layer's index.
             advance: whether the hidden states go on through it.
         """
         unit = layer_unit(index)
@@ -402,7 +393,7 @@ class _UnitMaker:
             following = f"{LAYERS}{index + 1}."
             prefetch(self.source, [name for name in self.source.tensors() if name.startswith(following)])
         wanted = {row.name: self.plan.measured[row.name] for row in rows if row.name in self.plan.measured}
-        if self.runner is not None and wanted and not self.plan.changes_layers:
+        if self.runner is not None and wanted and not self.plan.has_layer_transforms:
             layer = self._tensors(rows, {})
             with self.run.blaming():
                 solved = [*solve_stages(rows, layer, wanted, self.run.executor, self.runner, advance)]
@@ -434,7 +425,7 @@ class _UnitMaker:
                         packed: Mapping[str, QuantizedTensor]) -> None:
         """Push the hidden states through a layer that an earlier attempt has made."""
         with self.run.blaming():
-            if self.plan.changes_layers:
+            if self.plan.has_layer_transforms:
                 runner.advance(index, packed, {name: tensors[name] for name in self._changed(index, tensors)})
             else:
                 for stage in runner.stages(index):
@@ -448,7 +439,6 @@ class _UnitMaker:
                          for row in self.rows.get(unit, ()) if row.method}
 
     def _solve(self, rows: list[PlanRow], layer: LayerTensors) -> Iterator[Solved]:
-        """A unit's Linears in order."""
         if self.remote is not None:
             return iter(next(self.remote))
         return solve_rows(rows, layer, self.plan.measured, self.run.executor)
@@ -463,7 +453,7 @@ class _UnitMaker:
 
     def _changed(self, index: int, names: Collection[str]) -> list[str]:
         """Those of a layer's tensors that aren't quantized, if there are transforms that change layers."""
-        if not self.plan.changes_layers:
+        if not self.plan.has_layer_transforms:
             return []
         kept = {f"{row.name}.weight" for row in self.rows.get(layer_unit(index), ()) if row.method is None}
         return [name for name in (*self.plan.other, *kept) if name in names]
@@ -473,8 +463,6 @@ class _UnitMaker:
         """Write a unit; its packed weights.
 
         Args:
-            unit: the name of the unit.
-            planned: the plan's rows.
             other: the names of tensors that are stored as they are, or as a transform left them.
             layer: has what transforms changed.
             solved: gives the quantized Linears in order.

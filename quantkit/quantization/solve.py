@@ -31,8 +31,7 @@ from quantkit.quantization.calibration.runner import LayerRunner
 from quantkit.quantization.memory import batch_groups, rows_at_once
 from quantkit.quantization.methods.base import LayerStats, Method, MethodOptions
 from quantkit.quantization.methods.grid import require_finite
-from quantkit.quantization.planning.layers import PlanRow
-from quantkit.quantization.planning.plan import with_own_head
+from quantkit.quantization.planning.plan import PlanRow, with_own_head
 from quantkit.quantization.recipe import Recipe
 from quantkit.quantization.transforms.base import LayerTensors, transformed
 from quantkit.sources.base import ModelSource, SourceIdentity, release
@@ -48,7 +47,6 @@ class ModelOrigin:
     """A model, for a process that has to open it itself.
 
     Attributes:
-        uri: names the model.
         revision: the commit or tag of a hub model.
         recipe: the recipe that is applied to it.
         identity: the identity of the model that was planned; another one is refused.
@@ -147,8 +145,10 @@ def solve(plans: Sequence[PlanRow], dtype: torch.dtype,
 def _recorded(plan: PlanRow, result: Packed, stats: LayerStats | None) -> LayerRow:
     if stats is None:
         return plan.recorded(error=result.error, notes=result.notes)
-    return plan.recorded(error=result.error, tokens=stats.tokens,
-                         notes=stats.notes + _few(plan.name, stats) + result.notes)
+    notes = stats.notes
+    if EXPERT in plan.name and stats.tokens < FEW_TOKENS:  # the router hardly ever chose it
+        notes += (f"only {stats.tokens} calibration tokens reached this expert",)
+    return plan.recorded(error=result.error, tokens=stats.tokens, notes=notes + result.notes)
 
 
 def solve_by_parts(weight: torch.Tensor, method: Method, form: Format, stats: LayerStats | None,
@@ -217,7 +217,6 @@ def solve_rows(rows: Sequence[PlanRow], layer: LayerTensors, needs: Container[st
         rows: the plan's rows of one unit, or some of them.
         layer: has their weights and statistics.
         needs: the names of those whose methods need statistics.
-        executor: solves them.
     """
     groups = batch_groups(rows, needs)
     waiting: dict[str, Solved] = {}
@@ -258,7 +257,6 @@ def solve_stages(rows: Sequence[PlanRow], layer: LayerTensors, needs: Mapping[st
         rows: the plan's rows of the layer, which is the runner's next.
         layer: has their weights.
         needs: the statistics that their methods need, by name.
-        executor: solves them.
         runner: measures their inputs; its hidden states go on from stage to stage.
         advance: whether the hidden states also go through the last stage.
 
@@ -338,13 +336,6 @@ def _another(uri: str, what: str) -> SourceError:
 @functools.lru_cache(maxsize=1)
 def _opened(origin: ModelOrigin) -> ModelSource:
     return origin.open()
-
-
-def _few(name: str, stats: LayerStats) -> tuple[str, ...]:
-    """A note on an expert that the router hardly ever chose."""
-    if EXPERT not in name or stats.tokens >= FEW_TOKENS:
-        return ()
-    return (f"only {stats.tokens} calibration tokens reached this expert",)
 
 
 def stored_weight(plan: PlanRow, tensors: Mapping[str, torch.Tensor]) -> QuantizedTensor:

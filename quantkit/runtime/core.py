@@ -55,7 +55,7 @@ class TokenInfo:
     """One token and what became known with it.
 
     Attributes:
-        id: the token.
+        id: the token's id.
         text: the text that became certain with it: often a word, sometimes nothing, sometimes the text of
             several tokens.
         logprob: natural logarithm of its probability as the model has it: before bias, penalties, constraint,
@@ -103,7 +103,7 @@ class Pooler:
     cut makes no difference.
 
     Args:
-        pooling: which tokens' states count.
+        pooling: says whose tokens' states count.
     """
 
     def __init__(self, pooling: Pooling) -> None:
@@ -123,7 +123,6 @@ class Pooler:
             self._sum, self._count = self._sum + exact, self._count + len(rows)
 
     def clear(self) -> None:
-        """Forget all chunks."""
         self._sum, self._count = None, 0
 
     def result(self) -> torch.Tensor:
@@ -154,13 +153,13 @@ class TracedState:
 
     Attributes:
         since: seconds at which its last span ended; at first when it was submitted.
-        waits: whether it waits for a chunk of its text.
+        is_waiting: whether it waits for a chunk of its text.
         ended: whether the trace has its end.
         tokens, drafted, accepted: tokens of its answer that the trace has.
     """
 
     since: float
-    waits: bool = True
+    is_waiting: bool = True
     ended: bool = False
     tokens: int = 0
     drafted: int = 0
@@ -176,7 +175,7 @@ class ScheduleState:
         admitted_at: seconds at which its prompt's turn came; 0: not yet.
         arrival_tokens: prompt tokens that the engine had read when it arrived.
         deadline_tokens: the number of prompt tokens read after which no later prompt can pass this one.
-        waits_for_prefix: whether it waits for another's prompt, which begins like its own.
+        is_waiting_for_prefix: whether it waits for another's prompt, which begins like its own.
         is_awaited: whether another waits for its prompt in this step.
     """
 
@@ -184,7 +183,7 @@ class ScheduleState:
     admitted_at: float = 0.0
     arrival_tokens: int = 0
     deadline_tokens: int = 0
-    waits_for_prefix: bool = False
+    is_waiting_for_prefix: bool = False
     is_awaited: bool = False
 
 
@@ -194,7 +193,7 @@ class PrefillState:
 
     Attributes:
         pooler: pools its embedding; ``None``: none is wanted.
-        deferred: what its KV policy still has to do at the prompt's end; each item does a part of it.
+        deferred: the work that its KV policy still has at the prompt's end; each item does a part of it.
         last_logits: ``[1, vocab]`` of the prompt's last token, kept until that is done.
     """
 
@@ -227,15 +226,13 @@ class Request:
 
     Args:
         number: its number within the engine.
-        loaded: the model.
-        prompt: token ids.
-        sampling: how the prompt is continued.
-        logprobs: how many alternatives' log-probabilities each token comes with; ``None``: not even its own.
+        logprobs: the number of alternatives whose log-probabilities come with each token; ``None``: none, and
+            not the token's own.
         echo: also score the prompt's tokens.
         pooling: compute the prompt's embedding by this pooling, and no token.
         priority: requests with a lower one go first.
         on_token, on_done, on_error: called on the engine's thread.
-        constraint: which tokens the answer may have, and when it is complete; this request's own.
+        constraint: says which tokens may follow, and when the answer is complete; no other request has it.
         keep_special: special tokens whose text belongs to the answer's, such as those that begin a tool call.
         label: names it in the engine's trace.
         cache_salt: only requests with the same salt share prefixes.
@@ -282,21 +279,19 @@ class Request:
 
     @property
     def order(self) -> tuple[int, int]:
-        """Requests go in this order."""
         return self.priority, self.id
 
     @property
-    def wants_logits(self) -> bool:
+    def needs_logits(self) -> bool:
         """Whether the logits that a token was chosen from are needed."""
         return self._logprobs is not None
 
     @property
     def tokens_left(self) -> int:
-        """How many tokens may still come."""
         return self.sampling.max_tokens - len(self.result.token_ids)
 
     @property
-    def scores_prompt(self) -> bool:
+    def has_unscored_prompt(self) -> bool:
         """Whether prompt tokens are still to be scored."""
         scored = self.result.prompt_logprobs
         return scored is not None and len(scored) < len(self.prompt)
@@ -310,7 +305,7 @@ class Request:
         self.prefill.abandon()
         if self.prefill.pooler is not None:
             self.prefill.pooler.clear()
-        if self.scores_prompt:
+        if self.has_unscored_prompt:
             self.result.prompt_logprobs = []
 
     def score_prompt(self, logits: torch.Tensor, end: int) -> None:
@@ -331,13 +326,14 @@ class Request:
         """Append the next token and tell the listener.
 
         Args:
-            token: its id.
-            logits: ``[vocab]`` that it was chosen from; needed only with :attr:`wants_logits`.
+            logits: ``[vocab]`` that it was chosen from; needed only with :attr:`needs_logits`.
 
         Raises:
             ConstraintError: its constraint refuses the token.
         """
-        ids, result, sampling = self.result.token_ids, self.result, self.sampling
+        ids = self.result.token_ids
+        result = self.result
+        sampling = self.sampling
         if self._constraint is not None:
             self._constraint.accept(token)
         ids.append(token)
@@ -353,15 +349,15 @@ class Request:
         text = self._stops.push(self._stream.push(token) if shown else "")
         if ended:
             text += self._stops.push(self._stream.finish())
-        if self._stops.found is not None:
+        if self._stops.stop is not None:
             ended = True
-            result.finish_reason, result.stop_string = "stop_string", self._stops.found
+            result.finish_reason, result.stop_string = "stop_string", self._stops.stop
         elif ended:
             text += self._stops.finish()
         result.text += text
         if self._on_token is not None:
             row = None
-            if self.wants_logits:
+            if self.needs_logits:
                 assert logits is not None
                 row = logits.float().log_softmax(-1)
             self._on_token(self._info(token, text, row))
@@ -458,7 +454,7 @@ class NextLogits:
         requests: the requests that get a token now.
         logits: ``[n, vocab]``: a row for each of them, and behind it those of its draft.
         drafts: the tokens that were drafted for each request.
-        batch: where the step's tokens are, if any have drafts: some may have to be taken back.
+        batch: the step's batch, if any have drafts: tokens may have to be taken back.
         places: the rows of these requests in the batch.
     """
 
@@ -490,7 +486,7 @@ class StepOutput:
     """What came of a step.
 
     Attributes:
-        logits: what tokens are chosen from now.
+        logits: the logits that tokens are chosen from now.
         advanced: requests whose chunk went through the model, and where it ends in their text.
         ended: requests whose prompt has been read, and whose policy has acted.
         failed: requests that failed, and why.
@@ -498,7 +494,7 @@ class StepOutput:
             anew.
         prompt_tokens: tokens of prompts that went through the model.
         acted: whether policies acted, so that the step's time says nothing about tokens.
-        computed_at: when the model was done; seconds of the engine's clock.
+        computed_at: the time at which the model was done; seconds of the engine's clock.
     """
 
     logits: list[NextLogits] = field(default_factory=list)

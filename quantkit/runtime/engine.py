@@ -12,7 +12,6 @@ from types import TracebackType
 import torch
 
 from quantkit.kv.spec import KVSpec
-from quantkit.runtime.chunk_size import ChunkSizer
 from quantkit.runtime.core import (
     EngineClosed,
     Pooling,
@@ -28,10 +27,9 @@ from quantkit.runtime.kv_manager import KVCacheManager
 from quantkit.runtime.kv_settings import KVSettings
 from quantkit.runtime.loader import LoadedModel
 from quantkit.runtime.memory.scratch import PREFILL_CHUNK
-from quantkit.runtime.pipelined import PipelinedDecoder
-from quantkit.runtime.runner import ModelRunner
+from quantkit.runtime.runner import ModelRunner, PipelinedDecoder
 from quantkit.runtime.sampler import Sampling
-from quantkit.runtime.scheduler import Scheduler
+from quantkit.runtime.scheduler import ChunkSizer, Scheduler
 from quantkit.runtime.speculation import DraftCounts, Speculator
 from quantkit.runtime.trace import Timing, Trace
 from quantkit.structure.base import TokenConstraint
@@ -68,7 +66,7 @@ class FairLock:
         else:
             self._decoding.discard(engine)
 
-    def others_decode(self, engine: object) -> bool:
+    def is_decoding_elsewhere(self, engine: object) -> bool:
         """Whether requests of another engine wait for their next token meanwhile."""
         return bool(self._decoding - {engine})
 
@@ -85,7 +83,6 @@ class Engine:
     that thread. :meth:`submit` and ``Request.cancel`` may be called from any.
 
     Args:
-        loaded: the model.
         kv: how keys and values are kept; by default as the model's checkpoint says.
         more_kv: further settings that requests may choose where the memory is fixed, which is divided evenly.
             Where it isn't, they may choose any.
@@ -97,7 +94,7 @@ class Engine:
         context: tokens of the longest request, by default the model's context. The cache never takes more
             than all requests of this length need, and states that others begin with.
         max_itl: seconds between two tokens of a request while another's prompt is read (inter-token latency);
-            :class:`~quantkit.runtime.chunk_size.ChunkSizer` sizes the prompt's chunks for that. By default,
+            :class:`~quantkit.runtime.scheduler.ChunkSizer` sizes the prompt's chunks for that. By default,
             and with a model whose results depend on how a prompt is cut, chunks have :data:`PREFILL_CHUNK`
             tokens.
         prefix_cache: bytes of keys and values that are kept for texts which begin like earlier ones; 0: none.
@@ -106,17 +103,16 @@ class Engine:
             Not where a token may have other bits beside others of its text than alone
             (:attr:`KVCacheManager.drafts`).
         lock: held during a step, so that several engines share a device.
-        clock: tells seconds.
+        clock: returns the time in seconds.
 
     Attributes:
-        loaded: the model.
         cache: the KV cache of the default setting.
-        reservation: which request has how many of its pages, if its size is fixed.
-        max_itl: as given, or ``None`` with a model whose results depend on how a prompt is cut.
-        timing: of all steps so far.
-        trace: what requests and steps did when.
+        reservation: shares out its pages among requests, if its size is fixed.
+        max_itl: the argument; ``None`` with a model whose results depend on how a prompt is cut.
+        timing: the time of all steps so far.
+        trace: records what requests and steps did.
         speculator: asks for drafts; ``None``: nobody drafts.
-        thread: that steps from :meth:`start` to :meth:`close`.
+        thread: the thread that steps from :meth:`start` to :meth:`close`.
     """
 
     def __init__(self, loaded: LoadedModel, *, kv: KVSpec | None = None, more_kv: Sequence[KVSpec] = (),
@@ -174,11 +170,9 @@ class Engine:
         """Queue a request.
 
         Args:
-            prompt: token ids.
-            sampling: how the prompt is continued.
-            logprobs: how many alternatives' log-probabilities each token comes with, beside its own.
+            logprobs: the number of alternatives whose log-probabilities come with each token and its own.
             echo: also score the prompt's own tokens.
-            constraint: which tokens the answer may have, and when it is complete; this request's own.
+            constraint: says which tokens may follow, and when the answer is complete; this request's own.
             keep_special: special tokens whose text belongs to the answer's.
             kv: how its keys and values are kept, if not in the engine's default way; what :meth:`prepare`
                 returned, if this must not take long.
@@ -307,7 +301,7 @@ class Engine:
             self._fail(*failure)
         begin, launched = self._clock(), self._decoder.pending
         decoding = bool(scheduler.decoding)
-        awaited = decoding or self._lock.others_decode(self)  # somebody waits for a token meanwhile
+        awaited = decoding or self._lock.is_decoding_elsewhere(self)  # somebody waits for a token meanwhile
         self._sizer.begin(len(scheduler.decoding))
         step = scheduler.plan(self._prompt_budget(decoding, awaited))
         if not (step.decode or step.chunks or step.deferred):
@@ -350,7 +344,6 @@ class Engine:
         return True
 
     def _prompt_budget(self, decoding: bool, awaited: bool) -> int:
-        """Prompt tokens of this step."""
         if not awaited:
             return PREFILL_CHUNK
         return 0 if decoding and self._sizer.blind else self._sizer.tokens_in(self._sizer.spare)
@@ -411,7 +404,6 @@ class Engine:
                 self._fail(request, error)
 
     def _end_cancelled(self) -> None:
-        """End requests that were cancelled."""
         cancelled = self._scheduler.cancelled()
         for request in cancelled:
             self._heard(functools.partial(request.finish, "cancelled"))
@@ -420,7 +412,6 @@ class Engine:
                                  if request.done and request not in cancelled)])
 
     def _heard(self, tell: Callable[[], None]) -> None:
-        """Tell a request's listener."""
         try:
             tell()
         except Exception as error:  # its listener's

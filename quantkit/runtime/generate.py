@@ -24,7 +24,6 @@ def generate(loaded: LoadedModel, prompts: Sequence[Sequence[int]], sampling: Sa
     """Continue every prompt.
 
     Args:
-        loaded: the model.
         prompts: token ids, one list a prompt; lengths may differ.
         sampling: for all, or one a prompt.
         on_text: called with a prompt's index and a piece of its text as soon as it is certain.

@@ -9,18 +9,16 @@ from typing import Literal
 import torch
 
 from quantkit.formats.base import QuantizedTensor
-from quantkit.formats.dtypes import FLOATS
-from quantkit.formats.spec import QuantSpec
 from quantkit.kv import gpu as kv_gpu
 from quantkit.kv.build import build_kv_codecs
 from quantkit.kv.cache import KVCache
 from quantkit.kv.spec import KVSpec
 from quantkit.models.config import ModelConfig
 from quantkit.models.linear import Linear
+from quantkit.ops import gpu
 from quantkit.ops.cpu_linear import CpuKernel
-from quantkit.ops.cpu_machine import unavailable
-from quantkit.ops.dispatch import Phase, choose
-from quantkit.ops.linear import query_for
+from quantkit.ops.cpu_machine import reason_against_kernels
+from quantkit.ops.dispatch import Phase, choose, query_for
 from quantkit.ops.stored_weight import PlainWeight
 from quantkit.runtime.cpu import model as cpu_model
 from quantkit.runtime.gpu import linears
@@ -31,6 +29,19 @@ PHASES: tuple[Phase, ...] = ("decode", "prefill")
 Declined = tuple[tuple[str, str], ...]
 Layer = QuantizedTensor | tuple[int, int]
 """A layer of a model: its quantized weight without the numbers, or the shape of an unquantized one."""
+
+
+OPERATIONS = ("rms_norm", "rope + KV write", "decode attention", "prefill attention")
+"""What isn't a matrix product, for people."""
+
+
+@dataclass(frozen=True)
+class OperationChoice:
+    """Who runs an operation: ``triton``, ``cpu`` (kernels of ours) or ``torch``, and why torch."""
+
+    op: str
+    kernel: str
+    reason: str | None
 
 
 @dataclass(frozen=True)
@@ -52,9 +63,7 @@ def choose_runtime(config: ModelConfig, dtype: torch.dtype, device: torch.device
     """The fastest runtime that can run a model.
 
     Args:
-        config: the model's shape.
-        dtype: of activations and plain weights.
-        device: where it is to run.
+        dtype: the dtype of activations and plain weights.
         quantized: its quantized weights by name.
     """
     gpu_reason = gpu_model.reason_against(config, dtype, device, quantized)
@@ -66,19 +75,11 @@ def choose_runtime(config: ModelConfig, dtype: torch.dtype, device: torch.device
     return RuntimeChoice("cpu") if cpu_reason is None else RuntimeChoice("eager", cpu_reason)
 
 
-def unread(format: str, spec: QuantSpec, shape: tuple[int, int], dtype: str) -> QuantizedTensor:
-    """A quantized weight of which only what kernels are chosen by is known."""
-    return QuantizedTensor(format, spec, shape, FLOATS[dtype], {})
-
-
 def linear_kernels(config: ModelConfig, dtype: torch.dtype, device: torch.device,
                    layers: Mapping[str, Layer]) -> dict[str, dict[Phase, tuple[str | None, Declined]]]:
     """The kernel that multiplies by each layer in each phase.
 
     Args:
-        config: of the model.
-        dtype: of activations.
-        device: where it runs.
         layers: all layers by name.
 
     Returns:
@@ -91,7 +92,7 @@ def linear_kernels(config: ModelConfig, dtype: torch.dtype, device: torch.device
 
 
 def other_kernels(config: ModelConfig, kv: KVSpec, dtype: torch.dtype, device: torch.device,
-                  layers: Mapping[str, Layer]) -> list[kv_gpu.OperationChoice]:
+                  layers: Mapping[str, Layer]) -> list[OperationChoice]:
     """What runs the operations that aren't matrix products, and why not a kernel of ours.
 
     Args:
@@ -99,13 +100,18 @@ def other_kernels(config: ModelConfig, kv: KVSpec, dtype: torch.dtype, device: t
         kv: how keys and values are kept.
     """
     choice = _choice(config, dtype, device, layers)
-    reason = choice.reason
-    if device.type != "cpu" or choice.runtime == "gpu":
-        return list(kv_gpu.choices(build_kv_codecs(kv), dtype, config.hidden_size, config.head_dim,
-                                   config.num_heads // config.num_kv_heads, device.type, reason))
     if choice.runtime == "cpu":
         reason = cpu_model.reason_against_cache(KVCache(config, kv, dtype))
-    return [kv_gpu.OperationChoice(op, "torch" if reason else "cpu", reason) for op in kv_gpu.OPERATIONS]
+    else:
+        reason = choice.reason
+    if device.type == "cpu" and choice.runtime != "gpu":
+        return [OperationChoice(op, "torch" if reason else "cpu", reason) for op in OPERATIONS]
+    norm = gpu.reason_against_norm(device.type, dtype, config.hidden_size)
+    cache = reason or kv_gpu.reason_against_cache(build_kv_codecs(kv), dtype, config.head_dim,
+                                                  config.num_heads // config.num_kv_heads, device.type)
+    reasons = (norm, *[cache] * (len(OPERATIONS) - 1))
+    return [OperationChoice(op, "torch" if reason else "triton", reason)
+            for op, reason in zip(OPERATIONS, reasons)]
 
 
 def _choice(config: ModelConfig, dtype: torch.dtype, device: torch.device,
@@ -119,7 +125,7 @@ def _choice(config: ModelConfig, dtype: torch.dtype, device: torch.device,
 
 def _linear_kernel(layer: Layer, dtype: torch.dtype, device: torch.device, choice: RuntimeChoice,
                    phase: Phase) -> tuple[str | None, Declined]:
-    packs = device.type == "cpu" and unavailable() is None
+    packs = device.type == "cpu" and reason_against_kernels() is None
     if isinstance(layer, QuantizedTensor):
         try:
             kernel = choose(query_for(layer, dtype, device, "decode" if packs else phase))

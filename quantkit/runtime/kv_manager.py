@@ -1,17 +1,24 @@
-"""Keys and values of the requests with one KV setting: their cache, their pages, the prefixes they share."""
+"""Keys and values of the requests with one KV setting: their cache, their pages, the prefixes they share.
+
+Where a cache's memory is fixed its pages exist from the beginning, and sequences reserve those that they will
+take soon (:class:`PageReservation`).
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from quantkit.kv.base import PAGE
 from quantkit.kv.batch import block_of
 from quantkit.kv.cache import KVCache
-from quantkit.kv.prefix import PrefixBudget, PrefixMatch, block_names, build_prefix_cache
+from quantkit.kv.prefix import PrefixBudget, PrefixCache, PrefixMatch, block_names, build_prefix_cache
+from quantkit.kv.reread import OVERLAP
 from quantkit.kv.spec import KVSpec
 from quantkit.runtime.loader import LoadedModel
-from quantkit.runtime.memory.kv import LOOKAHEAD
-from quantkit.runtime.memory.serving import spare_bytes
-from quantkit.runtime.page_reservation import PageReservation
-from quantkit.support.errors import QuantkitError
+from quantkit.runtime.memory.kv import LOOKAHEAD, Footprint, available_pages, reserved_footprint
+from quantkit.runtime.memory.serving import most_that_fit, spare_bytes
+from quantkit.support.errors import QuantkitError, UsageError
+from quantkit.support.units import human_bytes
 
 STATES = 8
 """States that a prefix cache of a fixed size holds where texts can't be taken up at every block."""
@@ -38,7 +45,9 @@ class CachedText:
 
     def __init__(self, prompt: list[int], answer: list[int], max_length: int, *, reuses_prefix: bool = True,
                  salt: bytes = b"") -> None:
-        self.prompt, self.answer, self.max_length = prompt, answer, max_length
+        self.prompt = prompt
+        self.answer = answer
+        self.max_length = max_length
         self.reuses_prefix, self.salt = reuses_prefix, salt
         self.manager: KVCacheManager
         self.sequence = -1
@@ -47,7 +56,6 @@ class CachedText:
 
     @property
     def history(self) -> list[int]:
-        """Prompt and answer so far."""
         return self.prompt + self.answer
 
     @property
@@ -58,7 +66,6 @@ class CachedText:
 
     @property
     def length(self) -> int:
-        """Number of :attr:`tokens`."""
         return len(self.prompt) + max(0, len(self.answer) - 1)
 
     @property
@@ -67,7 +74,6 @@ class CachedText:
         return self.computed_tokens > self.cached_tokens or self.preemptions > 0
 
     def tokens_between(self, start: int, end: int) -> list[int]:
-        """``tokens[start:end]``."""
         return self.prompt[start:end] if end <= len(self.prompt) else self.tokens[start:end]
 
     def codec_fault(self) -> QuantkitError | None:
@@ -75,11 +81,168 @@ class CachedText:
         return None if self.sequence < 0 else self.manager.cache.codec_fault(self.sequence)
 
 
+class PageReservation:
+    """Takes all of a cache's memory at once, and says which sequences it is enough for.
+
+    A sequence reserves the pages for a number of tokens. Pages that it holds are counted as they are, shared
+    ones once; what it may still take up to its reservation comes on top.
+
+    Args:
+        cache: a cache without sequences.
+        size: bytes for all pages and for what the policy tracks, at most.
+        sequences: the largest number of sequences side by side.
+        context: tokens of the longest one.
+        chunk: prompt tokens that go through the model at once.
+        forks: sequences beside those that are kept for others to begin with.
+
+    Attributes:
+        tokens: the longest sequence that fits alone.
+
+    Raises:
+        UsageError: the memory isn't enough for a page of each head.
+    """
+
+    def __init__(self, cache: KVCache, size: int, sequences: int, context: int, chunk: int,
+                 forks: int = 0) -> None:
+        self._cache = cache
+        longest = reserved_footprint(cache, context, chunk)
+        self._limits = [(group.peak.codes, group.decoding.codes) for group in longest.groups]
+        self._groups = [self._group_of(longest, layer) for layer in range(len(cache.layers))]
+        self._available = available_pages(longest, size, sequences, forks)
+        for layer, group in zip(cache.layers, self._groups):
+            store = layer.store
+            store.pages.preallocate(self._available[group] * cache.heads)
+            if store.residual is not None:
+                store.residual.preallocate(longest.groups[group].pages(sequences + forks)[1] * cache.heads)
+        shared = longest.decoded_page_bytes * cache.heads * max(self._available)
+        cache.decoded.bound(size - shared - sum(pool.allocated_bytes for pool in cache.pools))
+        self._reserved: dict[int, tuple[int, Sequence[int]]] = {}  # tokens, and pages by layer
+        self.tokens = most_that_fit(self._fits, context)
+
+    def reserve(self, number: int, tokens: int) -> None:
+        """Reserve a sequence's pages for its prompt and answer, until :meth:`release`."""
+        heads = self._cache.heads
+        self._reserved[number] = tokens, [
+            pages * heads for pages in self._by_layer(self._needed(tokens)[0])]
+
+    def reserved(self, number: int) -> int:
+        """Tokens for which a sequence has its pages."""
+        return self._reserved[number][0]
+
+    def extend(self, number: int, tokens: int, prefixes: PrefixCache | None = None) -> bool:
+        """Reserve pages for a sequence behind its prompt: for what it holds and the tokens that are missing
+        to ``tokens``.
+
+        Args:
+            prefixes: the prefixes that may be given up for it.
+
+        Returns:
+            Whether there are enough; if not, its reservation stays as it was.
+        """
+        before = self._reserved[number]
+        self._reserved[number] = tokens, self._to_answer(number, tokens)
+        if self.make_room(prefixes):
+            return True
+        self._reserved[number] = before
+        return False
+
+    def shrink_to_answer(self, number: int) -> None:
+        """A sequence's prompt has ended: reserve no more than what it kept and its answer take."""
+        tokens = self._reserved[number][0]
+        self._reserved[number] = tokens, self._to_answer(number, tokens)
+
+    def make_room(self, prefixes: PrefixCache | None) -> bool:
+        """Whether there are pages for all that is reserved, once prefixes are given up for it. None are if
+        even all of them wouldn't be enough."""
+        missing = self._missing()
+        if missing and (prefixes is None or self._missing(prefixes.spare_pages())):
+            return False
+        while missing and prefixes is not None and prefixes.evict(missing):
+            missing = self._missing()
+        return not missing
+
+    def release(self, number: int) -> None:
+        """A sequence has ended. One that has reserved nothing is ignored."""
+        self._reserved.pop(number, None)
+
+    def _to_answer(self, number: int, tokens: int) -> list[int]:
+        """Pages by layer of a sequence behind its prompt that is to have ``tokens`` tokens."""
+        sequence, heads = self._cache.sequence(number), self._cache.heads
+        ends = -(-(sequence.lengths + max(0, tokens - int(sequence.seen[-1]))) // PAGE)  # [layers, heads]
+        limits = self._by_layer(self._needed(tokens)[1])
+        return [min(limit * heads, pages) for limit, pages in zip(limits, ends.sum(1).tolist())]
+
+    def _missing(self, spare: Sequence[int] | None = None) -> int:
+        """Pages of a head that are missing for all that is held and reserved, in the layer where most are.
+
+        Args:
+            spare: pages of each layer that only prefixes hold, if those don't count.
+        """
+        future = [0] * len(self._groups)
+        for number, (_, needed) in self._reserved.items():
+            for layer, (pages, has) in enumerate(zip(needed, self._holds(number, spare is not None))):
+                future[layer] += max(0, pages - has)
+        heads, missing = self._cache.heads, 0
+        for layer, group in enumerate(self._groups):
+            used = self._cache.layers[layer].store.pages.used - (0 if spare is None else spare[layer])
+            missing = max(missing, used + future[layer] - self._available[group] * heads)
+        return -(-missing // heads)
+
+    def _holds(self, number: int, alone: bool) -> list[int]:
+        """Pages of a sequence by layer that it needn't take again. A page that it shares and may still write
+        to must be copied then, unless there are no prefixes to share it with: it is ``alone``."""
+        cache = self._cache
+        layers = zip(cache.layers, cache.sequence(number).layers)
+        if cache.divisible or alone:
+            return [sum(map(len, state.pages)) for _, state in layers]
+        first, holds = cache.codecs.first, []
+        for layer, state in layers:
+            # where all is kept, nobody writes to a page whose tokens are encoded
+            starts = state.starts.tolist()
+            full_pages = [(start - first) // PAGE if cache.keeps_all else 0 for start in starts]
+            holds.append(sum(full + layer.store.pages.count_unshared(pages[full:])
+                             for full, pages in zip(full_pages, state.pages)))
+        return holds
+
+    def _by_layer(self, by_group: Sequence[int]) -> list[int]:
+        return [by_group[group] for group in self._groups]
+
+    def check(self, tokens: int) -> None:
+        """Raises UsageError: even alone such a sequence doesn't fit."""
+        if tokens > self.tokens:
+            size = human_bytes(self._cache.allocated_bytes)
+            raise UsageError(f"{tokens:,} tokens don't fit into the KV cache",
+                             why=f"its {size} hold a sequence of {self.tokens:,} tokens",
+                             next="ask for fewer tokens, or give --kv int4")
+
+    def _needed(self, tokens: int) -> tuple[Sequence[int], Sequence[int]]:
+        """Pages of codes in a head, by group of layers: at any time, and while the sequence decodes.
+
+        No policy holds more slots than there were tokens, nor more than it holds of the longest text. One
+        that rereads the prompt holds a chunk of it twice meanwhile, on pages of its own.
+        """
+        chunk = self._cache.policy.reread_prompt
+        pages = -(-tokens // PAGE)
+        filling = pages if chunk is None else -(-(tokens + min(tokens, chunk + OVERLAP)) // PAGE) + 1
+        return ([min(peak, filling) for peak, _ in self._limits],
+                [min(decoding, pages) for _, decoding in self._limits])
+
+    def _fits(self, tokens: int) -> bool:
+        return all(needed <= available
+                   for needed, available in zip(self._needed(tokens)[0], self._available))
+
+    def _group_of(self, longest: Footprint, layer: int) -> int:
+        cache = self._cache
+        model_window = cache.layers[layer].policy is not cache.policy
+        window = cache.config.sliding_windows[layer]
+        return next(index for index, group in enumerate(longest.groups)
+                    if (group.model_window, group.window) == (model_window, window))
+
+
 class KVCacheManager:
     """Gives requests their sequences and pages.
 
     Args:
-        loaded: the model.
         spec: how keys and values are kept.
         memory: bytes that caches take at once; ``None``: they grow, and on a GPU take what is left.
         parts: caches that share them evenly; this one takes its part.
@@ -87,16 +250,15 @@ class KVCacheManager:
         context: tokens of the longest one.
         chunk: prompt tokens that go through the model at once; policies that act after every chunk act after
             this number of tokens.
-        budget: of prefixes that are kept, shared with other managers; ``None``: none are kept.
+        budget: the memory of prefixes, shared with other managers; ``None``: none are kept.
 
     Attributes:
-        cache: the KV cache.
-        reservation: which request has how many of its pages, if its size is fixed.
-        prefixes: what is kept of texts that were read; ``None``: nothing.
+        reservation: shares out its pages among requests, if its size is fixed.
+        prefixes: keeps texts that were read; ``None``: nothing is kept.
         invariant: whether a text gives the same bits however it is cut into chunks.
         supports_mixed_batches: whether prompts and decoding requests go through the model together.
-        ends_alone: whether the last chunk of a prompt goes through the model by itself, because its policy
-            then has work to do.
+        needs_own_last_chunk: whether the last chunk of a prompt goes through the model by itself, because its
+            policy then has work to do.
         one_prompt: whether one prompt is read at a time.
         drafts: whether several tokens of a text that decodes may go through the model at once, without an
             effect on each other.
@@ -128,10 +290,10 @@ class KVCacheManager:
         self.prefixes = None if budget is None else build_prefix_cache(
             cache, budget, None if self.reservation is None else STATES)
         policies = [layer.policy for layer in cache.layers]
-        self.ends_alone = any(policy.reread_prompt or (policy.acts_after("prefill_end")
+        self.needs_own_last_chunk = any(policy.reread_prompt or (policy.acts_after("prefill_end")
                                                        and policy.visible is None) for policy in policies)
         self.one_prompt = self.reservation is not None and not cache.divisible
-        self._acts_on_chunks = any(policy.on_prefill == "chunk" for policy in policies)
+        self._has_chunk_policy = any(policy.on_prefill == "chunk" for policy in policies)
         self.texts: set[CachedText] = set()
         self.prefix_queries = self.prefix_hits = 0
 
@@ -255,7 +417,6 @@ class KVCacheManager:
         """Give back a request's pages.
 
         Args:
-            text: the request's.
             keep: keep what others may begin with. Not after a step that failed in the middle.
         """
         if text.sequence < 0:
@@ -276,7 +437,9 @@ class KVCacheManager:
         chunks, always at the same places. What a request had generated before it was preempted is decoded
         again in chunks; one token at a time where results depend on that.
         """
-        start, length, total = text.computed_tokens, len(text.prompt), text.length
+        start = text.computed_tokens
+        length = len(text.prompt)
+        total = text.length
         if start >= length:
             interval = self.cache.policy.decode_interval
             if not self._one_text:
@@ -288,7 +451,7 @@ class KVCacheManager:
             return min(length, boundary)
         end = min(length, start + limit)
         keeps_states = self.prefixes is not None and not self.cache.divisible
-        if self._acts_on_chunks or keeps_states:
+        if self._has_chunk_policy or keeps_states:
             end = min(end, boundary)
         if keeps_states and start < (last := _last_block(text)):
             end = min(end, last)
@@ -299,7 +462,6 @@ class KVCacheManager:
         prompt's end, all at once, if nobody waits for them.
 
         Args:
-            text: the request's.
             end: tokens of it that are computed now.
             is_awaited: whether another request waits for its prompt.
         """
@@ -309,7 +471,7 @@ class KVCacheManager:
         if is_awaited if self.cache.divisible else (end % self._chunk == 0 or end == _last_block(text)):
             self.keep_prefix(text)
 
-    def waits_for(self, text: CachedText, other: CachedText) -> bool:
+    def should_wait_for(self, text: CachedText, other: CachedText) -> bool:
         """Whether a request of which nothing is computed should wait because another's prompt, which is being
         read, begins like its own and that part isn't read yet: it can then begin behind that."""
         if self.prefixes is None or not text.reuses_prefix or not other.reuses_prefix:
@@ -359,7 +521,6 @@ class KVCacheManager:
         return self.prefixes.take(match, text.max_length)
 
     def _end(self, number: int) -> None:
-        """Give back a sequence's pages."""
         if self.reservation is not None:
             self.reservation.release(number)
         if self.prefixes is not None:

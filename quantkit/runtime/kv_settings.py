@@ -24,7 +24,6 @@ class KVSettings:
     """Makes and keeps a :class:`~quantkit.runtime.kv_manager.KVCacheManager` for each setting.
 
     Args:
-        loaded: the model.
         default: the setting of requests that choose none.
         more: settings that requests may choose if the memory is fixed.
         memory: bytes for all caches; ``None``: they grow, and on a GPU take what is left.
@@ -61,7 +60,6 @@ class KVSettings:
 
     @property
     def managers(self) -> list[KVCacheManager]:
-        """All that there are now."""
         return list(self._managers.values())
 
     @property
@@ -129,7 +127,6 @@ class KVSettings:
             return manager
 
     def clear(self) -> None:
-        """Give back all prefixes."""
         for manager in self.managers:
             if manager.prefixes is not None:
                 manager.prefixes.clear()

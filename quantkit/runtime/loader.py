@@ -24,10 +24,9 @@ from quantkit.models.decoder import CausalLM
 from quantkit.models.interfaces import LanguageModel
 from quantkit.models.linear import Weights
 from quantkit.models.loadable import check_loadable
-from quantkit.ops.cpu_machine import pool, unavailable
+from quantkit.ops.cpu_machine import pool, reason_against_kernels, trim_heap
 from quantkit.ops.linear_weight import LinearWeight
 from quantkit.ops.stored_weight import StoredWeight
-from quantkit.runtime.cpu.buffers import trim_heap
 from quantkit.runtime.cpu.model import CpuModel
 from quantkit.runtime.gpu.model import GpuModel
 from quantkit.runtime.kernels import choose_runtime
@@ -63,11 +62,10 @@ class LoadedModel:
 
     Attributes:
         model: the network, for the runtime that was chosen.
-        config: its shape.
         tokenizer: text ⇄ ids.
-        uri: what was loaded.
+        uri: the name that it was loaded by.
         label: ``bf16``, of a GGUF file ``Q4_K, Q6_K as bf16``; or how it was quantized: ``gptq int4 g64``.
-        manifest: of a checkpoint made by quantkit, else ``None``.
+        manifest: the manifest of a checkpoint made by quantkit, else ``None``.
         file_bytes: bytes of the weight files; of a source without files, of its tensors.
         bits_per_weight: stored bits of the Linears over their parameters. The embedding, tied or not, and
             norms don't count.
@@ -97,7 +95,6 @@ class LoadedModel:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of activations."""
         return self.model.dtype
 
 
@@ -114,9 +111,9 @@ def load(uri: str, *, revision: str | None = None, dtype: str = "auto", device: 
     Args:
         uri: a checkpoint's folder, or anything that a source accepts; on the hub, a checkpoint too.
         revision: branch, tag or commit of a model on the hub.
-        dtype: of activations and plain weights: ``float32``, ``bfloat16`` or ``float16``; ``auto`` takes the
-            model's.
-        device: where it runs, as torch names it; ``auto`` takes the GPU if there is one.
+        dtype: the dtype of activations and plain weights, ``float32``, ``bfloat16`` or ``float16``; ``auto``
+            takes the model's.
+        device: the device, as torch names it; ``auto`` takes the GPU if there is one.
         verify: check all bytes against their hashes before anything is loaded.
         progress: told of what is verified.
         loading: told of the weights that are there, in MiB as they are stored.
@@ -219,7 +216,9 @@ class _LoadedBytes:
     """
 
     def __init__(self, total: int, listener: Listener) -> None:
-        self._total, self._done, self._listener = total, 0, listener
+        self._total = total
+        self._done = 0
+        self._listener = listener
         self._tell()
 
     def counted(self, weight: StoredWeight) -> StoredWeight:
@@ -252,10 +251,7 @@ def build_model(config: ModelConfig, files: TensorFiles, has: Callable[[str], bo
 
     Args:
         config, dtype, quantized: of the model.
-        files: where plain tensors come from.
         has: whether there is a tensor of a name.
-        device: where it is to run.
-        uri: what the model is called.
         loading: told of the weights that are there, in MiB as they are stored.
 
     Returns:
@@ -276,7 +272,7 @@ def build_model(config: ModelConfig, files: TensorFiles, has: Callable[[str], bo
             loaded.layer(config)
 
         return GpuModel(CausalLM(config, weights), device, layer_is_there), None
-    if device.type != "cpu" or unavailable() is not None:
+    if device.type != "cpu" or reason_against_kernels() is not None:
         moved = {name: weight.to(device) for name, weight in quantized.items()}
         return CausalLM(config, Weights(files.tensor, has, dtype, moved.get, device,
                                         loaded.counted)), choice.reason

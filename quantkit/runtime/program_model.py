@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
 
-from quantkit.kv.batch import Batch
+from quantkit.kv.batch import Batch, block_of
 from quantkit.kv.cache import KVCache
 from quantkit.kv.spec import KVSpec
 from quantkit.models.config import ModelConfig
@@ -45,7 +46,6 @@ class ProgramModel(LanguageModel):
 
     Args:
         model: the model as its operations.
-        device: where the program runs.
 
     Attributes:
         max_rows: tokens that go through the program at once, at most.
@@ -74,10 +74,9 @@ class ProgramModel(LanguageModel):
         """Take a batch's tokens through the program.
 
         Args:
-            batch: the sequences.
-            ids: of each row, as of :meth:`token_rows`.
+            ids: token ids of each row, see :meth:`token_rows`.
             counts: tokens of each row.
-            wanted: of each row, the places whose logits are returned.
+            wanted: for each row the places whose logits are returned.
 
         Returns:
             Logits ``[n, vocab]``, in parts.
@@ -101,7 +100,6 @@ class ProgramModel(LanguageModel):
 
     def __call__(self, ids: torch.Tensor, positions: torch.Tensor | None = None,
                  cache: KVCacheProtocol | None = None, last: torch.Tensor | None = None) -> torch.Tensor:
-        """See :meth:`CausalLM.__call__`."""
         with self.on_device():
             batch = self._batch(ids, cache)
             if batch is None:
@@ -116,7 +114,6 @@ class ProgramModel(LanguageModel):
             return rows if last is not None else pad_rows(rows, counts, ids.shape[1])
 
     def forward(self, tokens: Sequence[Sequence[int]], batch: Batch, wanted: Sequence[int]) -> torch.Tensor:
-        """See :class:`~quantkit.models.interfaces.LanguageModel`."""
         with self.on_device():
             if not self._runs(batch):
                 return self._model.forward(tokens, batch, wanted)
@@ -129,7 +126,6 @@ class ProgramModel(LanguageModel):
 
     def hidden(self, ids: torch.Tensor, positions: torch.Tensor | None = None,
                cache: KVCacheProtocol | None = None) -> torch.Tensor:
-        """See :meth:`CausalLM.hidden`."""
         with self.on_device():
             batch = self._batch(ids, cache)
             if batch is None:
@@ -141,7 +137,6 @@ class ProgramModel(LanguageModel):
             return pad_rows(join_rows(parts, self.config.hidden_size), counts, ids.shape[1])
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
-        """See :meth:`CausalLM.logits`."""
         rows = x.reshape(-1, x.shape[-1])
         with self.on_device():
             flat = join_rows([self.head_logits(part) for part in rows.split(self.max_rows)],
@@ -150,7 +145,7 @@ class ProgramModel(LanguageModel):
 
     def slices(self, batch: Batch, counts: Sequence[int]) -> Iterable[list[RowSlice]]:
         """A batch's tokens as steps of the program."""
-        return slices_of(counts, self.max_rows, batch.block, batch.starts)
+        return slices_of(counts, self.max_rows, block_of(batch.cache, batch.phases), batch.starts)
 
     def _rows(self, ids: torch.Tensor) -> Any:
         """``ids [B, T]`` as the program takes them."""
@@ -170,6 +165,20 @@ class ProgramModel(LanguageModel):
             return True
         self.check_cache(batch.cache)
         return False
+
+
+def reason_against_shape(config: ModelConfig, also: Mapping[str, bool] = MappingProxyType({})) -> str | None:
+    """What a model does that no kernel computes; ``None`` if there is nothing.
+
+    Args:
+        also: further features that no kernel of this device computes, and whether the model has them.
+    """
+    has = {"mixtures of experts": config.experts is not None, "attention sinks": config.attention_sinks,
+           "clamped activations": config.activation == "clamped_silu", **also,
+           "a rotation that depends on the sequence's length": config.rope.kind == "longrope",
+           "a rotation of parts of a head": config.rope.partial != 1.0}
+    feature = next((name for name, used in has.items() if used), None)
+    return None if feature is None else f"has no kernel for {feature}"
 
 
 def slices_of(counts: Sequence[int], rows: int, block: int | None = None,

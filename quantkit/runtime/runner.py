@@ -1,8 +1,12 @@
-"""Takes a step's tokens through the model: prompts' chunks and decoding sequences, together where it can."""
+"""Takes a step's tokens through the model: prompts' chunks and decoding sequences, together where it can.
+
+Where they go apart, :class:`PipelinedDecoder` decodes, one step ahead of the host where the model can.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
@@ -10,22 +14,24 @@ import torch
 from quantkit.kv.base import Phase
 from quantkit.kv.batch import Batch
 from quantkit.kv.reread import finish_prompt
+from quantkit.models.interfaces import LanguageModel
 from quantkit.ops import gpu
-from quantkit.runtime.chunk_size import ChunkSizer
-from quantkit.runtime.core import NextLogits, Request, StepOutput, StepPlan
+from quantkit.runtime.core import NextLogits, Request, StepOutput, StepPlan, TokenResult, sampled
 from quantkit.runtime.kv_manager import KVCacheManager
 from quantkit.runtime.loader import LoadedModel
+from quantkit.runtime.sampler import PendingTokens, sample_async
+from quantkit.runtime.scheduler import ChunkSizer
 from quantkit.runtime.speculation import Speculator
+from quantkit.runtime.trace import Timing
 
 
 class ModelRunner:
     """Runs the model for an engine.
 
     Args:
-        loaded: the model.
         chunk: tokens after which policies act that act on chunks.
         sizer: decides how long a policy's work at a prompt's end may take while others decode.
-        clock: returns seconds.
+        clock: returns the time in seconds.
         speculator: observes hidden states that its drafts go on from.
     """
 
@@ -57,7 +63,7 @@ class ModelRunner:
         for request in decode:
             by_setting.setdefault(request.kv.manager, []).append((request, -1))
         for request, end in step.chunks:
-            if self._goes_alone(request, end):
+            if self._needs_own_step(request, end):
                 self._chunk_alone(request, end, output)
             else:
                 by_setting.setdefault(request.kv.manager, []).append((request, end))
@@ -71,12 +77,12 @@ class ModelRunner:
         batch = Batch(requests[0].kv.manager.cache, [request.kv.sequence for request in requests], "decode")
         return self._loaded.model(ids, cache=batch)[:, -1]
 
-    def _goes_alone(self, request: Request, end: int) -> bool:
+    def _needs_own_step(self, request: Request, end: int) -> bool:
         """Whether more is needed of a chunk than its last logits, or its policy acts afterwards."""
         text, manager = request.kv, request.kv.manager
         ends = text.computed_tokens < len(text.prompt) == end
         return (not manager.supports_mixed_batches or request.fault.isolated or not text.reuses_prefix
-                or (ends and manager.ends_alone))
+                or (ends and manager.needs_own_last_chunk))
 
     def _phase(self, request: Request, end: int) -> Phase:
         if request.kv.computed_tokens >= len(request.prompt):
@@ -141,7 +147,9 @@ class ModelRunner:
 
     def _chunk_alone(self, request: Request, end: int, output: StepOutput) -> None:
         """Take one request's chunk through the model, and let its policy act."""
-        model, text, start = self._loaded.model, request.kv, request.kv.computed_tokens
+        model = self._loaded.model
+        text = request.kv
+        start = request.kv.computed_tokens
         ends = start < len(text.prompt) == end
         try:
             batch = Batch(text.manager.cache, [text.sequence], self._phase(request, end), defers=ends)
@@ -173,7 +181,7 @@ class ModelRunner:
         if request.prefill.pooler is not None:
             request.prefill.pooler.add(model.normalized(model.hidden(ids, cache=batch))[0])
             return None
-        if request.scores_prompt:
+        if request.has_unscored_prompt:
             rows = model(ids, cache=batch)[0]
             request.score_prompt(rows, end)
             return rows[-1]
@@ -215,3 +223,111 @@ class ModelRunner:
     def _token_budget(self) -> int:
         """Tokens that may go through the model now, in what is left of the gap."""
         return self._sizer.tokens_in(self._deadline - self._clock()) if self._awaited else self._chunk
+
+
+@dataclass(frozen=True)
+class _PendingStep:
+    """A step that was launched and whose tokens nobody has read yet."""
+
+    requests: list[Request]
+    tokens: PendingTokens
+
+
+class PipelinedDecoder:
+    """Decodes steps without prompts.
+
+    A GPU that chooses tokens itself is given its next step before the host reads them, because what the host
+    does takes as long as a step of a small model. A request that turns out to have ended had a step too many.
+
+    Results come one by one. Whoever takes them gives each to its request before taking the next one: what
+    follows depends on which requests have ended.
+
+    Args:
+        model: decides whether steps can be launched ahead.
+        runner: runs the steps.
+        timing: counts the tokens.
+    """
+
+    def __init__(self, model: LanguageModel, runner: ModelRunner, timing: Timing) -> None:
+        self._model = model
+        self._runner = runner
+        self._timing = timing
+        self._pending: _PendingStep | None = None
+
+    @property
+    def pending(self) -> bool:
+        """Whether a step was launched whose tokens nobody has read."""
+        return self._pending is not None
+
+    def forget(self) -> None:
+        """Nobody waits for the pending step's tokens any more."""
+        self._pending = None
+
+    def flush(self) -> Iterator[TokenResult]:
+        """Read the pending step's tokens, if there is one."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            yield from self._collect(pending)
+
+    def decode(self, requests: list[Request], all_fit: bool) -> Iterator[TokenResult]:
+        """Decode one token of each of these requests.
+
+        Args:
+            requests: the requests that decode side by side.
+            all_fit: no other request decodes in this step.
+        """
+        pending, self._pending = self._pending, None
+        failure: Exception | None = None
+        if (pending is not None and all_fit and pending.requests == requests
+                and not any(request.tokens_left <= 1 for request in requests)):
+            try:
+                self._pending = self._launch(requests, pending.tokens.ids[:, None])
+            except Exception as error:  # the tokens before are good
+                failure = error
+        if pending is not None:
+            yield from self._collect(pending)
+        requests = [request for request in requests if not (request.done or request.cancelled)]
+        results: Iterable[TokenResult] = ()
+        if failure is None and requests and self._pending is None:
+            try:
+                results = self._decode(requests, all_fit)
+            except Exception as error:
+                failure = error
+        if failure is not None:
+            results = [TokenResult(request, error=failure) for request in requests]
+        yield from results
+
+    def _decode(self, requests: list[Request], all_fit: bool) -> Sequence[TokenResult]:
+        """Run a step whose last tokens the host knows."""
+        last = torch.tensor([[request.result.token_ids[-1]] for request in requests])
+        ids = gpu.sent(last, self._model.device)
+        if all_fit and self._can_run_ahead(requests):
+            self._pending = self._launch(requests, ids)
+            return ()
+        results = NextLogits(requests, self._runner.logits(requests, ids)).sample()
+        self._timing.decode_tokens += len(requests)
+        return results
+
+    def _can_run_ahead(self, requests: Sequence[Request]) -> bool:
+        """Whether the next step can be launched before the host reads this one's tokens."""
+        return self._model.runs_ahead and not any(
+            request.needs_logits or request.sampler.on_host for request in requests)
+
+    def _launch(self, requests: list[Request], ids: torch.Tensor) -> _PendingStep:
+        """Begin a step of tokens ``ids [n, 1]``, and the choice of the next ones."""
+        logits = self._runner.logits(requests, ids)
+        return _PendingStep(requests, sample_async(logits, [request.sampler for request in requests]))
+
+    def _collect(self, pending: _PendingStep) -> Iterator[TokenResult]:
+        try:
+            tokens = pending.tokens.tokens()
+        except Exception as error:  # of the step: a GPU reports it when it is waited for
+            self._pending = None
+            for request in pending.requests:
+                if not request.done:
+                    yield TokenResult(request, error=error)
+            return
+        for request, token in zip(pending.requests, tokens):
+            if not request.done:
+                self._timing.decode_tokens += 1
+                yield sampled(request, token)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from quantkit.ops import gpu
-from quantkit.ops.sampling import greedy, one_thread
+from quantkit.ops.rows import greedy, one_thread
 from quantkit.structure.base import ConstraintError, TokenConstraint
 from quantkit.support.errors import QuantkitError, UsageError
 
@@ -36,8 +36,8 @@ class Sampling:
         logit_bias: (id, number) pairs: what is added to the logit of a token. They come first of all.
         presence_penalty: subtracted from the logit of every token that the answer has already, the prompt
             not counted (0: none; OpenAI's).
-        frequency_penalty: the same, times how often the answer has it (0: none; OpenAI's).
-        seed: of this sequence's own generator; ``None`` draws one.
+        frequency_penalty: subtracted from it once for each time that the answer has it (0: none; OpenAI's).
+        seed: the seed of this sequence's own generator; ``None`` draws one.
         stop: texts that end it; they are not part of the output.
         stop_token_ids: tokens that end it as an end-of-sequence token does, also with ``ignore_eos``.
         ignore_eos: go on after an end-of-sequence token.
@@ -97,11 +97,10 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
-        """Whether chance plays no part."""
         return self.temperature == 0
 
     @property
-    def changes_logits(self) -> bool:
+    def has_logit_changes(self) -> bool:
         """Whether logits are changed before temperature and filters, so that another one may be largest."""
         return (self.repetition_penalty != 1 or bool(self.logit_bias)
                 or self.presence_penalty != 0 or self.frequency_penalty != 0)
@@ -113,14 +112,12 @@ class Sampler:
     A seed draws other tokens on a GPU than on a CPU: each has its own way to draw.
 
     Args:
-        sampling: the settings.
-        prompt_tokens: where the answer begins in the sequence's ids.
-        constraint: which tokens may follow; whoever appends a token tells it.
+        prompt_tokens: the place at which the answer begins in the sequence's ids.
+        constraint: says which tokens may follow; whoever appends a token tells it.
 
     Attributes:
-        sampling: the settings.
         on_host: whether the sequence so far, a bias or a constraint plays a part, which no kernel knows.
-        seed: of the random numbers, drawn if the settings name none.
+        seed: the seed of the random numbers, drawn if the settings name none.
         drawn: tokens that were chosen so far.
     """
 
@@ -128,7 +125,7 @@ class Sampler:
                  constraint: TokenConstraint | None = None) -> None:
         self.sampling, self.drawn = sampling, 0
         self._prompt_tokens, self._constraint = prompt_tokens, constraint
-        self.on_host = sampling.changes_logits or constraint is not None
+        self.on_host = sampling.has_logit_changes or constraint is not None
         self._generator = torch.Generator()
         self.seed = self._generator.seed() & 2**63 - 1 if sampling.seed is None else sampling.seed
         if sampling.seed is not None:
@@ -182,11 +179,11 @@ def sample_tokens(logits: torch.Tensor, samplers: Sequence[Sampler],
 
     Args:
         logits: ``[B, vocab]``, any float dtype and device.
-        samplers: the rows'.
+        samplers: the sampler of each row.
         histories: every id of a sequence so far; only those whose sampler is :attr:`Sampler.on_host` count.
     """
     results: list[int | QuantkitError] = [0] * len(samplers)
-    on_host = [row for row, sampler in enumerate(samplers) if not samples_on_device(logits, [sampler])]
+    on_host = [row for row, sampler in enumerate(samplers) if not can_sample_on_device(logits, [sampler])]
     on_device = [row for row in range(len(samplers)) if row not in on_host]
     if on_device:
         rows = logits if len(on_device) == len(samplers) else logits[on_device]
@@ -219,15 +216,15 @@ class PendingTokens:
         return [not_finite() if token < 0 else token for token in self._here.tolist()]
 
 
-def samples_on_device(logits: torch.Tensor, samplers: Sequence[Sampler]) -> bool:
+def can_sample_on_device(logits: torch.Tensor, samplers: Sequence[Sampler]) -> bool:
     """Whether all these rows' tokens can be chosen where the logits are."""
-    return gpu.unavailable(logits.device.type, logits.dtype) is None and not any(
+    return gpu.reason_against(logits.device.type, logits.dtype) is None and not any(
         sampler.on_host for sampler in samplers)
 
 
 def sample_async(logits: torch.Tensor, samplers: Sequence[Sampler]) -> PendingTokens:
-    """Begin to choose the next id of every row of ``logits [B, vocab]``, where :func:`samples_on_device` says
-    so."""
+    """Begin to choose the next id of every row of ``logits [B, vocab]``, where :func:`can_sample_on_device`
+    says so."""
     with gpu.current(logits.device):
         ids, finite = _drawn(logits, samplers)
         for sampler in samplers:
@@ -273,8 +270,7 @@ def change_logits(scores: torch.Tensor, history: Sequence[int], sampling: Sampli
     Args:
         scores: float32 ``[vocab]``, finite; not written to.
         history: every id so far, prompt and answer.
-        sampling: the settings.
-        prompt_tokens: where the answer begins in ``history``.
+        prompt_tokens: the place at which the answer begins in ``history``.
 
     Returns:
         float32 ``[vocab]``, finite.
@@ -292,7 +288,7 @@ def change_logits(scores: torch.Tensor, history: Sequence[int], sampling: Sampli
         scores = scores.index_add(0, seen, -(counts * sampling.frequency_penalty
                                              + sampling.presence_penalty).float())
     # a penalty far from 1 may lead out of float32's range
-    return scores.clamp(-_LARGEST, _LARGEST) if sampling.changes_logits else scores
+    return scores.clamp(-_LARGEST, _LARGEST) if sampling.has_logit_changes else scores
 
 
 def _masked(scores: torch.Tensor, constraint: TokenConstraint) -> torch.Tensor:
@@ -315,7 +311,6 @@ def filter_tokens(scores: torch.Tensor, sampling: Sampling) -> torch.Tensor:
 
     Args:
         scores: float32 ``[vocab]``, finite or −inf where a token is excluded already; not written to.
-        sampling: the settings.
 
     Returns:
         float32 ``[vocab]``; the most likely token is never excluded.
@@ -335,12 +330,6 @@ def filter_tokens(scores: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     if sampling.min_p > 0:
         scores = scores.masked_fill(scores < math.log(sampling.min_p), -torch.inf)
     return scores
-
-
-def adjust(scores: torch.Tensor, history: Sequence[int], sampling: Sampling,
-           prompt_tokens: int = 0) -> torch.Tensor:
-    """:func:`change_logits`, then :func:`filter_tokens`: what an unconstrained token is drawn from."""
-    return filter_tokens(change_logits(scores, history, sampling, prompt_tokens), sampling)
 
 
 def _biases(pairs: object) -> bool:
@@ -372,35 +361,35 @@ class StopStrings:
         stops: the strings; none is empty.
 
     Attributes:
-        found: the stop string that came, or ``None`` so far.
+        stop: the stop string that came, or ``None`` so far.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
-        self._held = ""
-        self.found: str | None = None
+        self._pending = ""
+        self.stop: str | None = None
 
     def push(self, text: str) -> str:
         """Add text; returns what is certainly before any stop string. After one, nothing."""
-        if self.found is not None:
+        if self.stop is not None:
             return ""
-        self._held += text
+        self._pending += text
         hits = [(start + len(stop), start, stop) for stop in self._stops
-                if (start := self._held.find(stop)) >= 0]
+                if (start := self._pending.find(stop)) >= 0]
         if hits:
             first = min(hits)
-            end, self.found = first[1:]
+            end, self.stop = first[1:]
         else:
-            end = len(self._held) - self._possible()
-        out, self._held = self._held[:end], "" if self.found is not None else self._held[end:]
+            end = len(self._pending) - self._possible()
+        out, self._pending = self._pending[:end], "" if self.stop is not None else self._pending[end:]
         return out
 
     def finish(self) -> str:
-        """The held text, now that nothing follows."""
-        out, self._held = self._held, ""
+        """The text that was kept back, now that nothing follows."""
+        out, self._pending = self._pending, ""
         return out
 
     def _possible(self) -> int:
-        """Length of the longest end of the held text that is the beginning of a stop string."""
-        return max((size for stop in self._stops for size in range(1, min(len(stop), len(self._held) + 1))
-                    if self._held.endswith(stop[:size])), default=0)
+        """Length of the longest end of the text that is kept back that is the beginning of a stop string."""
+        return max((size for stop in self._stops for size in range(1, min(len(stop), len(self._pending) + 1))
+                    if self._pending.endswith(stop[:size])), default=0)

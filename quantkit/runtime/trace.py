@@ -22,13 +22,13 @@ class RequestSpan(NamedTuple):
 
     Attributes:
         number: the request's within its engine.
-        label: the request's.
+        label: names the request.
         kind: ``queue``: it waited for its first chunk, or for the next one after a preemption; ``prefill``: a
             chunk of its text was computed; ``decode``: it got tokens; ``preempted`` and ``end`` are instants.
         start, end: seconds of the engine's clock.
-        recorded: when it came into the trace: at the step's end, or at once.
-        tokens: that were computed (prefill) or that it got (decode).
-        cached: of the first chunk behind a wait: tokens before it that the prefix cache had.
+        recorded: the time at which the trace got it: the step's end, or at once.
+        tokens: the tokens that were computed (prefill) or that it got (decode).
+        cached: tokens before the first chunk behind a wait that the prefix cache had.
         drafted, accepted: tokens that were drafted for it, and those of them that were right, if there was a
             draft.
         reason: why it ended: ``stop``, ``length``, ``cancelled`` or ``error``.
@@ -62,7 +62,7 @@ class StepSpan(NamedTuple):
         decode_rows: requests behind their prompts.
         prompt_tokens: tokens of prompts that were computed.
         drafted, accepted: tokens that were drafted, and those of them that were right.
-        tokens: that requests got.
+        tokens: the tokens that requests got.
     """
 
     start: float
@@ -95,7 +95,6 @@ class Timing:
         Args:
             reads: whether it took prompts further.
             prompt_tokens, decoded: tokens of prompts, and of answers.
-            seconds: that it took.
         """
         share = prompt_tokens / ((prompt_tokens + decoded) or 1) if decoded else float(reads)
         self.prefill_tokens += prompt_tokens
@@ -159,7 +158,7 @@ class Trace:
         with self._lock:
             self._leave(request)
             self._add(request, "preempted", self._now, self._now)
-            request.trace.waits = True
+            request.trace.is_waiting = True
 
     def ended(self, requests: Sequence[Request]) -> None:
         """Requests have ended. One that isn't finished has failed."""
@@ -176,24 +175,24 @@ class Trace:
         """Record what a request did until now."""
         self._now = self._clock()
         self._advance(request, self._now)
-        if request.trace.waits:
+        if request.trace.is_waiting:
             self._add(request, "queue", request.trace.since, self._now)
 
     def _advance(self, request: Request, computed_at: float) -> None:
         """Record what a request got until now in the step that is under way, or between two steps.
 
         Args:
-            request: that may have been in it.
-            computed_at: when a chunk of its text had been computed; what follows is the choice of a token.
+            request: a request that may have been in it.
+            computed_at: the time at which a chunk of its text was computed; then a token is chosen.
         """
         state = request.trace
         start = max(self._begin, state.since)
         before = self._chunks.pop(request.id, None)
         if before is not None:
             cached = None
-            if state.waits:
+            if state.is_waiting:
                 self._add(request, "queue", state.since, start)
-                state.waits, cached = False, before
+                state.is_waiting, cached = False, before
             self._add(request, "prefill", start, computed_at, request.kv.computed_tokens - before, cached)
             start = computed_at
         self._decoded(request, start, self._now)

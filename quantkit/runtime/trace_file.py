@@ -29,8 +29,8 @@ class _Source:
 
     Attributes:
         process: its number in the file.
-        name: the process's.
-        since: when its trace was read; seconds.
+        name: the process's name there.
+        since: the time at which its trace was read last; seconds.
         written: spans and steps so far.
         named: requests under way whose names are in the file.
     """

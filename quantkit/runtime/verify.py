@@ -14,7 +14,7 @@ from quantkit.checkpoint.integrity import VerifyCheck, plain_faults, value_fault
 from quantkit.checkpoint.manifest import MANIFEST, FileRecord, Manifest
 from quantkit.checkpoint.quantization_config import KEYS, config_words
 from quantkit.checkpoint.reader import CARD, CONFIG, Checkpoint, read_config, read_manifest
-from quantkit.kv.build import build_kv_codecs, build_policy
+from quantkit.kv.build import check_kv
 from quantkit.kv.spec import setting_of
 from quantkit.models.loadable import check_loadable
 from quantkit.support.errors import CheckpointError, QuantkitError
@@ -29,16 +29,13 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
-        """Whether no check failed."""
         return all(check.status != "failed" for check in self.checks)
 
     @property
     def failed(self) -> tuple[VerifyCheck, ...]:
-        """The checks that failed."""
         return tuple(check for check in self.checks if check.status == "failed")
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for ``--json``."""
         return {"path": str(self.path), "ok": self.ok, "checks": [asdict(check) for check in self.checks]}
 
 
@@ -127,9 +124,7 @@ def _loads(checkpoint: Checkpoint) -> VerifyCheck:
     try:
         check_loadable(str(checkpoint.path), checkpoint.config(), checkpoint.infos, checkpoint.side_files(),
                        checkpoint.layers, error=CheckpointError)
-        kv = setting_of(checkpoint.manifest.recipe)
-        build_policy(kv)
-        build_kv_codecs(kv)
+        check_kv(setting_of(checkpoint.manifest.recipe))
     except QuantkitError as error:
         return VerifyCheck("loads", "failed", _said(error))
     return VerifyCheck("loads", "ok", "config.json, tensors and tokenizer are those of one model")

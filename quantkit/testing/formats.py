@@ -12,7 +12,7 @@ from quantkit.formats.base import Codes, Format, QuantizedTensor
 from quantkit.formats.dtypes import FLOATS, plain_name, resolve
 from quantkit.formats.level_values import codebook, level_table
 from quantkit.formats.spec import Granularity, QuantSpec
-from quantkit.ops.packing import layout, packed_fault, weight_fault
+from quantkit.ops.packing import layout, reason_against_packed, reason_against_weight
 from quantkit.quantization.methods.random_codes import random_codes as random_codes_from
 from quantkit.testing.contract import Contract, same, same_bits
 
@@ -95,7 +95,7 @@ def _check_packing(case: Contract, form: Format, codes: Codes, dtype: torch.dtyp
     before = codes.mapped(torch.Tensor.clone)
     packed = case.call("pack", form.pack, codes, dtype)
     case.must(same(vars(codes), vars(before)), "pack wrote to the codes")
-    case.must_not(packed_fault(form, packed, codes, dtype))
+    case.must_not(reason_against_packed(form, packed, codes, dtype))
     case.must(packed.spec == codes.spec, f"pack returned another spec, {packed.spec.label()}")
     stored = {suffix: tensor.clone() for suffix, tensor in packed.tensors.items()}
     back = case.call("unpack", form.unpack, packed)
@@ -121,7 +121,7 @@ def _check_inverse(case: Contract, codes: Codes, back: object) -> None:
 
 def _check_values(case: Contract, form: Format, packed: QuantizedTensor, back: Codes) -> None:
     values = case.call("dequantize", form.dequantize, packed)
-    case.must_not(weight_fault(packed, values))
+    case.must_not(reason_against_weight(packed, values))
     case.must(bool(torch.isfinite(values).all()), "dequantize returned a value that is not finite")
     expected = formula(back)
     case.must(bool(((values - expected).abs() <= LAST_BITS * expected.abs()).all()),

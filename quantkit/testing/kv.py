@@ -15,7 +15,7 @@ from quantkit.evaluation.quality.feed import prefill
 from quantkit.kv.base import PAGE, KVCodec, KVCodecs, KVPolicy, PolicyView, SideCodec, is_ours
 from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
-from quantkit.kv.checked import check_codecs, checked_scores, checked_slots, policy_fault
+from quantkit.kv.checked import check_codecs, checked_scores, checked_slots, reason_against_policy
 from quantkit.kv.policies.score_policy import ScorePolicy
 from quantkit.kv.spec import KVSpec
 from quantkit.runtime.loader import LoadedModel, load
@@ -56,7 +56,7 @@ def check_policy(kind: type[KVPolicy], **options: Any) -> None:
     name = named_class(kind, KVPolicy, "KV policy")
     contract = Contract(f"KV policy {name!r}", "quantkit.kv.base")
     policy = _made_policy(kind, options, contract)
-    contract.must_not(policy_fault(policy))
+    contract.must_not(reason_against_policy(policy))
     cases = {f"{length} slots": (length,) * HEADS for length in LENGTHS}
     if not policy.uniform_budget:
         cases["heads of 130, 64 and 7 slots"] = (130, 64, 7)

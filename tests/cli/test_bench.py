@@ -167,7 +167,7 @@ def test_a_shape_is_two_numbers(cli, shape):
 
 def test_without_kernels_the_next_command_is_given(cli, tiny, monkeypatch):
     for place in (cpu_linear, cpu_machine):
-        monkeypatch.setattr(place, "unavailable", lambda: "llvmlite isn't installed")
+        monkeypatch.setattr(place, "reason_against_kernels", lambda: "llvmlite isn't installed")
     result = cli("bench", "kernels", "-q")
     assert result.exit_code == 2 and "pip install llvmlite" in result.stderr
     result = cli("bench", "decode", tiny, *QUICK, "--no-fallback")

@@ -8,7 +8,7 @@ import pytest
 
 from quantkit.evaluation.bench import drafts as module
 from quantkit.runtime.drafting.base import parse_drafter
-from quantkit.runtime.drafting.low_bit import LowBitDrafter
+from quantkit.runtime.drafting.draft_model import LowBitDrafter
 from quantkit.runtime.drafting.ngram import NgramDrafter
 from quantkit.support.errors import UsageError
 from quantkit.testing import tiny_model

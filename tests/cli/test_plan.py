@@ -200,7 +200,7 @@ def test_where_nothing_can_be_measured_it_says_what_to_give(cli, heads, monkeypa
     from quantkit.ops import cpu_linear, cpu_machine
 
     for module in (cpu_linear, cpu_machine):
-        monkeypatch.setattr(module, "unavailable", lambda: "llvmlite is not installed")
+        monkeypatch.setattr(module, "reason_against_kernels", lambda: "llvmlite is not installed")
     result = cli("plan", heads, "--context", 100, "--memory", "4GB", "--recipe", "int8", "--kv", "none")
     assert result.exit_code == 0, result.stderr
     assert "llvmlite is not installed; give --bandwidth and --flops" in " ".join(result.stdout.split())

@@ -15,8 +15,8 @@ import torch
 from quantkit.executor import ray as module
 from quantkit.executor.base import Task, TaskNeeds
 from quantkit.executor.choose import LocalExecutor, make_executor
+from quantkit.quantization.recipe import CalibrationSpec
 from quantkit.quantization.run import quantize
-from quantkit.quantization.specs import CalibrationSpec
 from quantkit.support.errors import QuantkitError, SourceError, SpecError, Stopped, UsageError
 from quantkit.testing import tiny_model
 from tests.helpers.folders import contents

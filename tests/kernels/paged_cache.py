@@ -8,9 +8,8 @@ import math
 import torch
 
 from quantkit.kv.base import PAGE
-from quantkit.kv.codecs.eight_bit import Float8Vectors, Int8Vectors
 from quantkit.kv.codecs.kivi import GroupedGrid
-from quantkit.kv.codecs.plain import PlainVectors
+from quantkit.kv.codecs.per_token import Float8Vectors, Int8Vectors, PlainVectors
 from quantkit.kv.codecs.rotation import HadamardVectors
 from quantkit_kernels.triton.cache import LayerPages, SequenceTables, Side, SideLayout, StepTokens
 

@@ -14,7 +14,7 @@ from quantkit_kernels import reference
 from quantkit_kernels.triton import close_pages as close
 from quantkit_kernels.triton import rope_store as rope
 from quantkit_kernels.triton.advance import advance
-from quantkit_kernels.triton.cache import LayerPages, StepTokens
+from quantkit_kernels.triton.cache import LayerPages, SequenceTables, StepTokens
 from quantkit_kernels.triton.close_pages import close_pages
 from quantkit_kernels.triton.rope_store import rope_store
 from tests.kernels.written_cache import CODINGS, EPS, HKV, Cache, H, angles, fused, parts
@@ -253,3 +253,15 @@ def test_rope_store_and_close_pages_refuse_arguments_that_do_not_match(randn):
     turned = Cache(on, "int8", "hadamard4", 32)
     with pytest.raises(ValueError, match="rotation"):
         rope_store(qkv, *turns, turned.pages(), turned.tables(), step, 1, **about)
+
+
+def test_a_step_is_counted(on):
+    lengths = torch.arange(4 * 3 * 2, dtype=torch.int32, device=on[0]).view(4, 3, 2)
+    seen = torch.tensor([5, 6, 7, 8], dtype=torch.int32, device=on[0])
+    rows = torch.tensor([[2, 0], [-1, 0], [0, 0]], dtype=torch.int32, device=on[0])
+    before = lengths.clone()
+    advance(SequenceTables(lengths, lengths, seen), StepTokens(rows, 9))
+    more = torch.tensor([1, 0, 1, 0], dtype=torch.int32, device=on[0])
+    assert torch.equal(lengths, before + more[:, None, None]) and seen.tolist() == [6, 6, 8, 8]
+    with pytest.raises(ValueError, match="contiguous"):
+        advance(SequenceTables(lengths, lengths.transpose(1, 2), seen), StepTokens(rows, 9))

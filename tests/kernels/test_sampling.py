@@ -9,7 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from quantkit.runtime.sampler import Sampling, adjust
+from quantkit.runtime.sampler import Sampling, filter_tokens
 from quantkit_kernels.triton import argmax as parts
 from quantkit_kernels.triton import bounds, sampling
 from quantkit_kernels.triton.argmax import argmax
@@ -68,7 +68,7 @@ def kept(monkeypatch):
 
 
 def expected(logits, rows):
-    return torch.stack([torch.isfinite(adjust(row.float().cpu(), (), Sampling(
+    return torch.stack([torch.isfinite(filter_tokens(row.float().cpu(), Sampling(
         temperature=t, top_k=k, top_p=p, min_p=m))) for row, (t, k, p, m) in zip(logits, rows, strict=True)])
 
 

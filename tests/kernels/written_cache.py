@@ -8,9 +8,8 @@ import torch
 
 from quantkit.kv.base import KVCodecs
 from quantkit.kv.batch import rotated_for_codec
-from quantkit.kv.codecs.eight_bit import Float8Vectors, Int8Vectors
 from quantkit.kv.codecs.kivi import GroupedGrid
-from quantkit.kv.codecs.plain import PlainVectors
+from quantkit.kv.codecs.per_token import Float8Vectors, Int8Vectors, PlainVectors
 from quantkit.kv.codecs.rotation import HadamardVectors
 from quantkit.kv.page_pool import MoveCounter
 from quantkit.kv.sequence import SequenceState

@@ -7,9 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantkit.kv.codecs.eight_bit import LARGEST, Float8Vectors, Int8Vectors, rounded_up
 from quantkit.kv.codecs.kivi import GroupedGrid, pack, packed_bytes, unpack
-from quantkit.kv.codecs.plain import PlainVectors
+from quantkit.kv.codecs.per_token import LARGEST, Float8Vectors, Int8Vectors, PlainVectors, rounded_up
 from quantkit.kv.codecs.rotation import CURVES, HadamardVectors, levels
 from quantkit.ops.hadamard import apply_hadamard, undo_hadamard
 from quantkit.support.errors import UsageError

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantkit.kv import reserved_memory
+from quantkit.kv import page_pool
 from quantkit.kv.page_pool import PAGE, PagePool, slots_of
 
 on_linux = pytest.mark.skipif(sys.platform != "linux",
@@ -36,13 +36,13 @@ def content(pages, page):
     return found.pop()
 
 
-@pytest.mark.parametrize("smallest", [1, reserved_memory.SMALLEST])
+@pytest.mark.parametrize("smallest", [1, page_pool.SMALLEST])
 @settings(max_examples=120, deadline=None)
 @given(st.lists(st.one_of(st.tuples(st.just("take"), st.integers(0, 9)),
                           st.tuples(st.just("give"), st.integers(0, 12)),
                           st.tuples(st.just("shrink"), st.just(0))), max_size=40), st.randoms())
 def test_random_taking_giving_and_shrinking(smallest, steps, random):
-    with mock.patch.object(reserved_memory, "SMALLEST", smallest):
+    with mock.patch.object(page_pool, "SMALLEST", smallest):
         random_steps(steps, random, moves=smallest != 1 or sys.platform != "linux")
 
 
@@ -100,7 +100,7 @@ def test_bytes_are_those_of_the_tensors():
         name: (torch.Size((3, PAGE, *shape)), dtype) for name, (shape, dtype) in LAYOUT.items()}
 
 
-def test_growth_is_an_eighth_and_shrinking_residual_for_a_quarter():
+def test_growth_is_an_eighth_and_memory_shrinks_when_a_quarter_is_free():
     pages = PagePool(LAYOUT)
     pages.allocate(80)
     pages.allocate(1)
@@ -116,10 +116,10 @@ def test_growth_is_an_eighth_and_shrinking_residual_for_a_quarter():
 
 @pytest.mark.parametrize("operation", ["new_zeros", "clone"])
 @pytest.mark.parametrize("lacking, smallest", [  # of three parts all are copied, or two
-    (1, reserved_memory.SMALLEST), (2, reserved_memory.SMALLEST), (0, 8 * PAGE * 24), (1, 8 * PAGE * 24)])
+    (1, page_pool.SMALLEST), (2, page_pool.SMALLEST), (0, 8 * PAGE * 24), (1, 8 * PAGE * 24)])
 def test_without_memory_everything_stays_as_it_was(monkeypatch, operation, lacking, smallest):
     """The allocator keeps its parts in step: all of them grow or shrink, or none."""
-    monkeypatch.setattr(reserved_memory, "SMALLEST", smallest)
+    monkeypatch.setattr(page_pool, "SMALLEST", smallest)
     pages = PagePool(LAYOUT)
     for page in pages.allocate(8):
         write(pages, page, page + 1)
@@ -182,20 +182,20 @@ def test_memory_that_is_locked_is_overwritten(monkeypatch):
 @on_linux
 def test_where_addresses_are_limited_none_are_reserved(monkeypatch, tmp_path):
     def limited():
-        reserved_memory._addresses_limited.cache_clear()
-        return reserved_memory.reserve(1 << 20, torch.device("cpu")) is None
+        page_pool._addresses_limited.cache_clear()
+        return page_pool.reserve(1 << 20, torch.device("cpu")) is None
 
     try:
-        assert not limited() and reserved_memory.reserve((1 << 20) - 1, torch.device("cpu")) is None
+        assert not limited() and page_pool.reserve((1 << 20) - 1, torch.device("cpu")) is None
         with monkeypatch.context() as patch:
             patch.setattr(resource, "getrlimit", lambda limit: (1 << 40, resource.RLIM_INFINITY))
             assert limited()
         strict = tmp_path / "overcommit_memory"
         strict.write_text("2\n")
-        monkeypatch.setattr(reserved_memory, "_OVERCOMMIT", strict)
+        monkeypatch.setattr(page_pool, "_OVERCOMMIT", strict)
         assert limited()
     finally:
-        reserved_memory._addresses_limited.cache_clear()
+        page_pool._addresses_limited.cache_clear()
 
 
 @on_linux
@@ -220,8 +220,8 @@ def test_where_no_addresses_can_be_reserved_a_block_is_copied(monkeypatch, error
 
 @on_linux
 def test_a_block_outgrows_its_addresses(monkeypatch):
-    monkeypatch.setattr(reserved_memory, "MINIMUM", 1)
-    monkeypatch.setattr(reserved_memory, "GROWTH", 1)
+    monkeypatch.setattr(page_pool, "MINIMUM", 1)
+    monkeypatch.setattr(page_pool, "GROWTH", 1)
     pages, places = PagePool({"x": ((4096,), torch.float32)}), set()
     for count in range(1, 12):
         (page,) = pages.allocate(1)
@@ -244,10 +244,10 @@ def test_derived_parts_and_what_is_left_of_them():
     assert not bool(pages.parts["y"].any())
 
 
-@pytest.mark.parametrize("smallest", [1, reserved_memory.SMALLEST])
+@pytest.mark.parametrize("smallest", [1, page_pool.SMALLEST])
 @pytest.mark.parametrize("inside", [True, False])
 def test_memory_of_inference_mode_can_be_given_back_outside_of_it(inside, smallest, monkeypatch):
-    monkeypatch.setattr(reserved_memory, "SMALLEST", smallest)
+    monkeypatch.setattr(page_pool, "SMALLEST", smallest)
     with torch.inference_mode():
         pages = PagePool(LAYOUT)
         for page in pages.allocate(8):

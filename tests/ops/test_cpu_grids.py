@@ -58,7 +58,7 @@ def made(spec, rows, cols, seed=0):
 def kernel_of(spec, rows, cols):
     """The one that doesn't decline."""
     query = KernelQuery("linear", "cpu", None, torch.bfloat16, rows, cols, "none", spec, "decode")
-    (kernel,) = [kernel for kernel in KERNELS if kernel.declines(query) is None]
+    (kernel,) = [kernel for kernel in KERNELS if kernel.reason_against(query) is None]
     return kernel
 
 
@@ -176,5 +176,5 @@ def test_empty_groups_of_mxfp4_keep_their_byte():
     (quant_spec("int", 4, "group", 32, superblock=256, scale_bits=8), "divisible by 256")], ids=str)
 def test_what_none_of_them_multiplies(spec, reason):
     query = KernelQuery("linear", "cpu", None, torch.bfloat16, 64, 96, "none", spec, "decode")
-    reasons = [kernel.declines(query) for kernel in KERNELS]
+    reasons = [kernel.reason_against(query) for kernel in KERNELS]
     assert None not in reasons and any(reason in text for text in reasons)

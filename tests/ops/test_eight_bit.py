@@ -9,8 +9,7 @@ import torch
 
 from quantkit.formats.spec import Granularity
 from quantkit.ops.cpu_linear import FP, INT, INT8
-from quantkit.ops.dispatch import choose
-from quantkit.ops.linear import query_for
+from quantkit.ops.dispatch import choose, query_for
 from quantkit.ops.reference import REFERENCE
 
 CASES = {"w8a8": ({"form": "int-quantized", "activations": "token"}, INT),
@@ -67,13 +66,14 @@ def test_each_is_chosen_for_its_own_and_says_why_not_for_others(case, make_weigh
     assert choose(asked(weight)).kernel is kernel
     assert choose(asked(weight, dtype=torch.float32)).kernel is REFERENCE
     plain = make_weight(32, 64, 8)
-    assert kernel.declines(asked(plain)) is not None and choose(asked(plain)).kernel is INT8
-    assert "1000000 " in f"{INT.declines(asked(make_weight(32, 64, 8, **CASES['w8a8'][0]), k=1000000))} "
+    assert kernel.reason_against(asked(plain)) is not None and choose(asked(plain)).kernel is INT8
+    query = asked(make_weight(32, 64, 8, **CASES["w8a8"][0]), k=1000000)
+    assert "1000000 " in f"{INT.reason_against(query)} "
 
 
 def test_a_kernel_that_leaves_activations_as_they_are_declines(make_weight):
     from quantkit.ops.triton_linear import W8
 
     weight = make_weight(32, 64, 8, form="int-quantized", activations="token")
-    assert "leaves activations as they are" in str(INT8.declines(asked(weight)))
-    assert W8.declines(asked(weight, device="cuda")) is not None
+    assert "leaves activations as they are" in str(INT8.reason_against(asked(weight)))
+    assert W8.reason_against(asked(weight, device="cuda")) is not None

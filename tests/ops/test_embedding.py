@@ -8,8 +8,7 @@ import torch
 from quantkit.formats.base import Codes
 from quantkit.ops.cpu_linear import CpuKernel
 from quantkit.ops.cpu_weight import pack_plain
-from quantkit.ops.dispatch import choose
-from quantkit.ops.linear import query_for
+from quantkit.ops.dispatch import choose, query_for
 from quantkit.ops.linear_weight import embed
 from quantkit.ops.stored_weight import PlainWeight, QuantizedWeight
 from quantkit.plugins.manager import registry

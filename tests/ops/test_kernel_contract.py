@@ -12,11 +12,9 @@ import torch
 from quantkit.formats.base import QuantizedTensor
 from quantkit.formats.dtypes import resolve
 from quantkit.formats.spec import Granularity, QuantSpec
-from quantkit.ops.cpu_machine import unavailable
-from quantkit.ops.dispatch import DECODE_ROWS, KernelQuery
-from quantkit.ops.kernel_contract import probe, product_fault
-from quantkit.ops.linear import dense
-from quantkit.ops.stored_weight import QuantizedWeight
+from quantkit.ops.cpu_machine import reason_against_kernels
+from quantkit.ops.dispatch import DECODE_ROWS, KernelQuery, dense
+from quantkit.ops.stored_weight import QuantizedWeight, probe, reason_against_product
 from quantkit.plugins.hooks import Register, hookimpl
 from quantkit.plugins.manager import current, registry
 from quantkit.support.errors import PluginError, SpecError
@@ -31,7 +29,7 @@ class Sound:
 
     name, order = "by-rows", 1
 
-    def declines(self, query):
+    def reason_against(self, query):
         if query.op != "linear" or query.device != "cpu" or query.format != "pack-quantized":
             return "multiplies pack-quantized on a CPU"
         return None if query.spec.kind == "int" and query.spec.bits == 4 else "multiplies 4 bits"
@@ -44,13 +42,13 @@ class Sound:
 
 
 class NoReason(Sound):
-    def declines(self, query):
-        return super().declines(query) is not None
+    def reason_against(self, query):
+        return super().reason_against(query) is not None
 
 
 class RaisesForOthers(Sound):
-    def declines(self, query):
-        return super().declines(query) if query.capability is None else f"needs {query.capability[2]}"
+    def reason_against(self, query):
+        return super().reason_against(query) if query.capability is None else f"needs {query.capability[2]}"
 
 
 class Wrong(Sound):
@@ -107,12 +105,12 @@ def test_a_builtin_kernel_multiplies_every_weight_that_it_takes(name: str) -> No
             weight = form.pack(random_codes(resolve(spec, dtype, form), (64, 512)), dtype)
             for phase, rows in (("decode", 1), ("prefill", DECODE_ROWS + 3)):
                 query = KernelQuery("linear", "cpu", None, dtype, 64, 512, form.name, weight.spec, phase)
-                if kernel.declines(query) is None:
+                if kernel.reason_against(query) is None:
                     taken += 1
                     x = probe(512, rows, dtype, torch.device("cpu"))
                     prepared = kernel.prepare(weight)
-                    assert product_fault(x, kernel.run(x.clone(), prepared), weight) is None, query
-    assert taken or (name.startswith("cpu-") and unavailable() is not None)
+                    assert reason_against_product(x, kernel.run(x.clone(), prepared), weight) is None, query
+    assert taken or (name.startswith("cpu-") and reason_against_kernels() is not None)
 
 
 @pytest.fixture
@@ -176,7 +174,7 @@ def test_a_sound_kernel_is_checked_once(multiply) -> None:
 def test_a_kernel_whose_declines_is_broken_costs_itself_only(multiply, kernel) -> None:
     kernel.order = 1
     if isinstance(kernel, RaisesForOthers):
-        kernel.declines = lambda query: query.capability[2]
+        kernel.reason_against = lambda query: query.capability[2]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         y = multiply(kernel, X)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quantkit.ops.linear import query_for
+from quantkit.ops.dispatch import query_for
 from quantkit.ops.reference import REFERENCE
 from quantkit.ops.stored_weight import QuantizedWeight
 from quantkit.plugins.manager import registry
@@ -25,7 +25,7 @@ def test_error_rule(make_weight, obeys_the_rule, keys, dtype, n, m):
     weight = make_weight(n, 96, dtype=dtype, **keys)
     x = torch.randn(m, 96, generator=torch.Generator().manual_seed(3)).to(dtype)
     exact = registry("formats").get(weight.format).dequantize(weight)
-    assert REFERENCE.declines(query_for(weight, dtype, x.device, "prefill")) is None
+    assert REFERENCE.reason_against(query_for(weight, dtype, x.device, "prefill")) is None
     got = REFERENCE.run(x, REFERENCE.prepare(weight))
     obeys_the_rule(got, x @ exact.to(dtype).T, x.double() @ exact.double().T,
                    x.double().abs() @ exact.double().abs().T)

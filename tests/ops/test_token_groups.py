@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from quantkit.formats.fp4 import MXFP4, NVFP4
-from quantkit.ops.kernel_contract import product_fault
 from quantkit.ops.reference import REFERENCE
+from quantkit.ops.stored_weight import reason_against_product
 from quantkit.ops.tokens import round_groups
 from quantkit.testing.formats import random_codes
 from tests.helpers.quantized import quant_spec
@@ -88,9 +88,9 @@ def test_the_reference_multiplies_rounded_inputs(spec, form, dtype: torch.dtype,
     expected = round_groups(x, spec, codes.input_factor).double() @ form.dequantize(packed).double().T
     bound = 1e-6 if dtype == torch.float32 else 4e-3
     assert (product.double() - expected).norm() <= bound * expected.norm()
-    assert product_fault(x, product, packed) is None
+    assert reason_against_product(x, product, packed) is None
     plain = form.pack(dataclasses.replace(codes, spec=spec.model_copy(update={"activations": None})),
                       torch.bfloat16)
     unrounded = REFERENCE.run(x, REFERENCE.prepare(plain))
     assert not torch.equal(product, unrounded)
-    assert "has an error" in str(product_fault(x, unrounded, packed))
+    assert "has an error" in str(reason_against_product(x, unrounded, packed))

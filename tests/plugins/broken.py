@@ -68,7 +68,7 @@ COMPLETE_KERNEL = """
 class Kernel:
     name = "{name}"
     order = {order}
-    def declines(self, query):
+    def reason_against(self, query):
         {declines}
     def prepare(self, weight):
         raise AssertionError("never chosen")
@@ -178,7 +178,7 @@ BROKEN: tuple[BrokenPlugin, ...] = (
            code="raise RuntimeError('no compiler')\n"),
     kernel("kernelorder", "a kernel whose order is a text", "has order 'first', which isn't an int",
            order="'first'"),
-    kernel("kernelraises", "declines() raises", "declines() failed: ValueError: what is this",
+    kernel("kernelraises", "reason_against() raises", "reason_against() failed: ValueError: what is this",
            declines="raise ValueError('what is this')"),
     source("matchesraises", "matches() raises", "matches() failed: KeyError", matches="raise KeyError(uri)"),
     source("sourcetype", "a source of the wrong type",

@@ -37,7 +37,7 @@ def add():
 
 
 def kernel(**changed):
-    return SimpleNamespace(**{"name": "mine", "order": -100, "declines": lambda query: "never",
+    return SimpleNamespace(**{"name": "mine", "order": -100, "reason_against": lambda query: "never",
                               "prepare": lambda weight: None, "run": lambda x, prepared: x, **changed})
 
 
@@ -50,8 +50,8 @@ def leaving():
 
 
 @pytest.mark.parametrize(("changed", "says"), [
-    ({"declines": failing}, "declines() failed: ValueError: odd"),
-    ({"declines": lambda query: False}, "declines() returned a bool"),
+    ({"reason_against": failing}, "reason_against() failed: ValueError: odd"),
+    ({"reason_against": lambda query: False}, "reason_against() returned a bool"),
     ({"order": None}, "has order None"), ({"name": "other"}, "has name 'other'")])
 def test_a_broken_kernel_is_a_declined_one(add, changed, says):
     usual = choose(QUERY).kernel.name
@@ -65,12 +65,12 @@ def test_a_broken_kernel_is_a_declined_one(add, changed, says):
 
 
 def test_a_kernel_that_works_is_chosen(add):
-    add(register_kernels=lambda register: register("mine", kernel(declines=lambda query: None)))
+    add(register_kernels=lambda register: register("mine", kernel(reason_against=lambda query: None)))
     assert choose(QUERY).kernel.name == "mine"
 
 
 def test_a_builtin_kernel_that_raises_is_our_own_fault(monkeypatch):
-    monkeypatch.setattr(type(registry("kernels").get("reference")), "declines", failing)
+    monkeypatch.setattr(type(registry("kernels").get("reference")), "reason_against", failing)
     with pytest.raises(ValueError, match="odd"):
         choose(QUERY)
 

@@ -19,9 +19,8 @@ from quantkit.quantization import run as module
 from quantkit.quantization.calibration.data import prepare
 from quantkit.quantization.calibration.importance import weighed_windows
 from quantkit.quantization.planning.plan import make_plan
-from quantkit.quantization.recipe import load_recipe
+from quantkit.quantization.recipe import CalibrationSpec, load_recipe
 from quantkit.quantization.run import quantize
-from quantkit.quantization.specs import CalibrationSpec
 from quantkit.runtime.verify import verify
 from quantkit.sources.open import open_source
 from quantkit.support.errors import CalibrationError, CheckpointError, SourceError, Stopped

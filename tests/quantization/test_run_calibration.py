@@ -15,9 +15,8 @@ from quantkit.quantization import solve
 from quantkit.quantization.calibration import data
 from quantkit.quantization.methods import gptq
 from quantkit.quantization.planning.plan import make_plan
-from quantkit.quantization.recipe import load_recipe
+from quantkit.quantization.recipe import CalibrationSpec, load_recipe
 from quantkit.quantization.run import quantize
-from quantkit.quantization.specs import CalibrationSpec
 from quantkit.runtime.memory.machine import RUNTIME_BYTES
 from quantkit.runtime.verify import verify
 from quantkit.sources.open import open_source

@@ -9,8 +9,8 @@ import torch
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.plugins.manager import registry
+from quantkit.quantization.recipe import CalibrationSpec
 from quantkit.quantization.run import quantize
-from quantkit.quantization.specs import CalibrationSpec
 from quantkit.support.errors import CheckpointError, Stopped, UsageError
 from quantkit.testing import tiny_model
 

@@ -17,9 +17,8 @@ from quantkit.checkpoint import shards
 from quantkit.quantization.calibration import spill
 from quantkit.quantization.calibration.runner import LayerRunner
 from quantkit.quantization.planning.plan import make_plan
-from quantkit.quantization.recipe import load_recipe
+from quantkit.quantization.recipe import CalibrationSpec, load_recipe
 from quantkit.quantization.run import quantize
-from quantkit.quantization.specs import CalibrationSpec
 from quantkit.sources.base import TensorInfo, prefetch
 from quantkit.sources.causal_lm import ResolvedHeadSource
 from quantkit.sources.local import LocalSource
@@ -202,7 +201,7 @@ from quantkit.quantization.planning.plan import make_plan
 from quantkit.quantization.run import quantize
 from quantkit.quantization.recipe import load_recipe
 from quantkit.sources.open import open_source
-from quantkit.quantization.specs import CalibrationSpec
+from quantkit.quantization.recipe import CalibrationSpec
 
 def status(name):
     with open("/proc/self/status") as file:

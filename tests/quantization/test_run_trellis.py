@@ -11,8 +11,8 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.models.architecture import parse_config
 from quantkit.models.linear import Weights
 from quantkit.quantization.calibration.runner import LayerRunner
+from quantkit.quantization.recipe import CalibrationSpec
 from quantkit.quantization.run import quantize
-from quantkit.quantization.specs import CalibrationSpec
 from quantkit.runtime.cpu.model import CpuModel
 from quantkit.runtime.generate import generate
 from quantkit.runtime.loader import load

@@ -12,7 +12,7 @@ from quantkit.formats.pack_quantized import FORMAT
 from quantkit.formats.spec import Granularity, QuantSpec
 from quantkit.quantization.methods.base import LayerStats
 from quantkit.quantization.methods.rounding import RTN as METHOD
-from quantkit.quantization.planning.layers import PlanRow
+from quantkit.quantization.planning.plan import PlanRow
 from quantkit.quantization.recipe import Recipe
 from quantkit.quantization.solve import ModelOrigin, fused, solve, solve_by_parts, solve_data_free
 from quantkit.support.errors import SpecError

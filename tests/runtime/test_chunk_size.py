@@ -13,11 +13,11 @@ import pytest
 from quantkit.kv.cache import KVCache
 from quantkit.kv.spec import parse_kv
 from quantkit.runtime import engine as module
-from quantkit.runtime.chunk_size import CHUNKS, LEAST, REFRESH, SLOWDOWN, ChunkSizer
 from quantkit.runtime.cpu.model import CpuModel
 from quantkit.runtime.engine import PREFILL_CHUNK, Engine
 from quantkit.runtime.loader import load
 from quantkit.runtime.sampler import Sampling
+from quantkit.runtime.scheduler import CHUNKS, LEAST, REFRESH, SLOWDOWN, ChunkSizer
 from quantkit.testing import tiny_model
 
 ITL = 0.05

@@ -9,28 +9,27 @@ from typing import ClassVar
 import pytest
 
 from quantkit.runtime import speculation
-from quantkit.runtime.drafting import length
 from quantkit.runtime.drafting.base import Drafter, DraftSource
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.sampler import Sampling
 
 
 def test_longer_where_more_is_right_and_none_below_break_even():
-    times = length.StepTimes()
+    times = speculation.StepTimes()
     for _ in range(60):
         for rows in (1, 2, 5, 17):
             times.observe(rows, 1.8 + 0.2 * rows)
     assert times.base_s == pytest.approx(2.0, rel=0.02)
     for rows in (1, 2, 3, 5, 9, 17, 25):  # also those that weren't timed
         assert times.ratio(rows) == pytest.approx(0.9 + 0.1 * rows, rel=0.03)
-    lengths = [length.best_length(length.Acceptance(hits=hits, misses=4), times, 0, 16)
+    lengths = [speculation.best_length(speculation.Acceptance(hits=hits, misses=4), times, 0, 16)
                for hits in (0, 2, 6, 20, 200)]
     assert lengths == sorted(lengths) and lengths[0] == 0 and lengths[-1] == 16
-    assert length.best_length(length.Acceptance(hits=6, misses=4), times, 30, 16) == 0
+    assert speculation.best_length(speculation.Acceptance(hits=6, misses=4), times, 30, 16) == 0
 
 
 def test_a_step_that_was_interrupted_counts_little():
-    times = length.StepTimes()
+    times = speculation.StepTimes()
     for _ in range(50):
         times.observe(1, 1.0)
     times.observe(1, 1000.0)
@@ -38,20 +37,20 @@ def test_a_step_that_was_interrupted_counts_little():
 
 
 def test_drafting_costs():
-    times = length.StepTimes()
+    times = speculation.StepTimes()
     times.observe(1, 1.0)
-    sure = length.Acceptance(hits=19, misses=1)
-    free = length.best_length(sure, times, 0, 16)
+    sure = speculation.Acceptance(hits=19, misses=1)
+    free = speculation.best_length(sure, times, 0, 16)
     times.observe_draft(1, 100.0)  # a cold start
     times.observe_draft(4, 4 * 0.5)
-    assert 0 < length.best_length(sure, times, 0, 16) < free
+    assert 0 < speculation.best_length(sure, times, 0, 16) < free
     for _ in range(20):
         times.observe_draft(4, 4 * 2.0)
-    assert length.best_length(sure, times, 0, 16) == 0
+    assert speculation.best_length(sure, times, 0, 16) == 0
 
 
 def test_pauses_grow_until_drafts_pay():
-    acceptance = length.Acceptance()
+    acceptance = speculation.Acceptance()
     pauses = []
     for _ in range(8):
         assert acceptance.length(0, 1, 8) == 0
@@ -64,7 +63,7 @@ def test_pauses_grow_until_drafts_pay():
 
 
 def test_a_try_that_is_right_is_followed_by_longer_ones():
-    acceptance = length.Acceptance(pause=1)
+    acceptance = speculation.Acceptance(pause=1)
     drafted = []
     for _ in range(4):
         drafted.append(acceptance.length(0, 1, 6))
@@ -74,28 +73,28 @@ def test_a_try_that_is_right_is_followed_by_longer_ones():
 
 
 def test_trials_are_short_where_drafts_are_dear():
-    times = length.StepTimes()
+    times = speculation.StepTimes()
     for _ in range(50):
         times.observe(1, 1.0)
         times.observe(2, 1.1)
-    assert length.trial_length(times, 12) == 4 and length.trial_length(times, 2) == 2
+    assert speculation.trial_length(times, 12) == 4 and speculation.trial_length(times, 2) == 2
     for _ in range(2):
         times.observe_draft(1, 0.7)
-    assert length.trial_length(times, 12) == 1
+    assert speculation.trial_length(times, 12) == 1
 
 
 @pytest.mark.parametrize("before", [0.6, 1.0, 2.0])
 def test_drafts_that_do_not_pay_end_whatever_was_timed_before(before):
     """Every step has drafts but those that :data:`STEPS_BETWEEN` keeps free."""
-    times, acceptance, chance, step = length.StepTimes(), length.Acceptance(), random.Random(1), 0
+    times, acceptance, chance, step = speculation.StepTimes(), speculation.Acceptance(), random.Random(1), 0
     for _ in range(20):
         times.observe(1, before)
     times.observe_draft(1, 1.0)  # a cold start
-    for step in range(20 * length.STEPS_BETWEEN):
-        drafted = length.best_length(acceptance, times, 0, 8)
+    for step in range(20 * speculation.STEPS_BETWEEN):
+        drafted = speculation.best_length(acceptance, times, 0, 8)
         if not drafted:
             break
-        if step % length.STEPS_BETWEEN:
+        if step % speculation.STEPS_BETWEEN:
             times.observe_draft(drafted, drafted * 0.4)
             times.observe(1 + drafted, (1.0 + 0.1 * drafted) * chance.uniform(0.9, 1.1))
             right = 0
@@ -104,11 +103,11 @@ def test_drafts_that_do_not_pay_end_whatever_was_timed_before(before):
             acceptance.observe(drafted, right)
         else:
             times.observe(1, chance.uniform(0.9, 1.1))
-    assert step < 8 * length.STEPS_BETWEEN
+    assert step < 8 * speculation.STEPS_BETWEEN
 
 
 def test_times_of_more_rows_leave_that_of_a_single_row_alone():
-    times = length.StepTimes()
+    times = speculation.StepTimes()
     times.observe(1, 2.0)
     for _ in range(200):
         times.observe(5, 1.4)
@@ -116,7 +115,7 @@ def test_times_of_more_rows_leave_that_of_a_single_row_alone():
     times.observe(1, 1.0)  # the first in a long time says much
     assert times.base_s == pytest.approx(1.5)
     times.observe(1, 1.5 + 0.2)
-    assert times.base_s == pytest.approx(1.5 + 0.2 * length.SLOWER)
+    assert times.base_s == pytest.approx(1.5 + 0.2 * speculation.SLOWER)
 
 
 class Zeros(Drafter):
@@ -142,5 +141,5 @@ def test_now_and_then_a_step_goes_without_a_draft(small, prompt_of, monkeypatch)
         pass
     engine.close()
     free = [index for index, count in enumerate(rows) if count == 1]
-    assert len(rows) > 2 * length.STEPS_BETWEEN
-    assert {later - earlier for earlier, later in pairwise(free[:-1])} == {1 + length.STEPS_BETWEEN}
+    assert len(rows) > 2 * speculation.STEPS_BETWEEN
+    assert {later - earlier for earlier, later in pairwise(free[:-1])} == {1 + speculation.STEPS_BETWEEN}

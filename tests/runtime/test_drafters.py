@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from quantkit.quantization.run import quantize
-from quantkit.runtime.drafting.draft_model import ModelDrafter
-from quantkit.runtime.drafting.low_bit import LowBitDrafter
+from quantkit.runtime.drafting.draft_model import LowBitDrafter, ModelDrafter
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.generate import generate
 from quantkit.runtime.loader import load

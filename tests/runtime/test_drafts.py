@@ -14,7 +14,7 @@ from quantkit.kv.spec import parse_kv
 from quantkit.quantization.run import quantize
 from quantkit.runtime import speculation
 from quantkit.runtime.drafting.base import Drafter, DraftSource, parse_drafter
-from quantkit.runtime.drafting.low_bit import LowBitDrafter
+from quantkit.runtime.drafting.draft_model import LowBitDrafter
 from quantkit.runtime.drafting.ngram import NgramDrafter
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.generate import generate

@@ -14,7 +14,7 @@ from quantkit.runtime.cpu.program import CpuProgram
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.generate import generate
 from quantkit.runtime.sampler import Sampling
-from quantkit.runtime.scheduler import PATIENCE
+from quantkit.runtime.scheduler import DEADLINE_FACTOR
 from quantkit.support.errors import QuantkitError, UsageError
 
 pytestmark = pytest.mark.usefixtures("short_chunks")
@@ -92,7 +92,7 @@ def test_a_short_prompt_goes_before_a_long_one_that_came_a_little_earlier(small,
     engine, only = Engine(small, max_batch=16), Sampling(max_tokens=1, ignore_eos=True)
     long, _ = submit(engine, 100, only)
     engine.step()
-    behind, _ = submit(engine, 100 - 16 // PATIENCE + 1, only)  # its patience ends behind that of the first
+    behind, _ = submit(engine, 100 - 16 // DEADLINE_FACTOR + 1, only)  # its deadline is behind the first's
     short, _ = submit(engine, 16, only)
     engine.step()
     assert short.done and long.kv.computed_tokens == 16 and not behind.kv.computed_tokens
@@ -101,7 +101,7 @@ def test_a_short_prompt_goes_before_a_long_one_that_came_a_little_earlier(small,
         submit(engine, 16, only)
         engine.step()
         steps += 1
-    assert not behind.done and 32 + 16 * steps <= (PATIENCE + 1) * 100 + 16
+    assert not behind.done and 32 + 16 * steps <= (DEADLINE_FACTOR + 1) * 100 + 16
     engine.close()
 
 

@@ -9,15 +9,14 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from quantkit.kv.prefix.blocks import BlockPrefixes
+from quantkit.kv.prefix import BlockPrefixes
 from quantkit.kv.spec import parse_kv
 from quantkit.runtime import engine as module
 from quantkit.runtime import kv_manager
-from quantkit.runtime.chunk_size import ChunkSizer
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.loader import load
 from quantkit.runtime.sampler import Sampling
-from quantkit.runtime.scheduler import PATIENCE
+from quantkit.runtime.scheduler import DEADLINE_FACTOR, ChunkSizer
 from quantkit.support.errors import UsageError
 from quantkit.testing import tiny_model
 
@@ -425,7 +424,7 @@ def test_who_waits_gives_its_place_to_what_it_waits_for(models):
     long = engine.submit(text(512, 900, 1), sampling, priority=1)
     engine.step()
     waits = engine.submit(text(512, 20, 2), sampling)
-    for step in range(10 * PATIENCE):  # some of the others come first
+    for step in range(10 * DEADLINE_FACTOR):  # some of the others come first
         for seed in range(2):
             engine.submit(text(0, CHUNK, 10 + 2 * step + seed), sampling)
         engine.step()

@@ -4,10 +4,10 @@ import itertools
 import threading
 import time
 
-from quantkit.runtime.chunk_size import LEAST
 from quantkit.runtime.cpu.model import CpuModel
 from quantkit.runtime.engine import Engine, FairLock
 from quantkit.runtime.sampler import Sampling
+from quantkit.runtime.scheduler import LEAST
 
 
 def test_two_engines_take_turns_and_give_the_same_tokens(small, prompt_of, monkeypatch):
@@ -61,7 +61,7 @@ def test_an_engine_says_whether_its_requests_decode(small, prompt_of):
     engine, other = (Engine(small, lock=lock) for _ in range(2))
 
     def listen(info):
-        heard.append(lock.others_decode(other))
+        heard.append(lock.is_decoding_elsewhere(other))
         if len(heard) == 5:
             waits.set()
 
@@ -69,4 +69,4 @@ def test_an_engine_says_whether_its_requests_decode(small, prompt_of):
     engine.start()
     assert waits.wait(60) and engine.drain(60)
     engine.close()
-    assert heard[1:] == [True] * 4 and not lock.others_decode(other)
+    assert heard[1:] == [True] * 4 and not lock.is_decoding_elsewhere(other)

@@ -12,8 +12,8 @@ from quantkit.models.decoder import CausalLM
 from quantkit.models.linear import Weights
 from quantkit.ops.stored_weight import QuantizedWeight
 from quantkit.plugins.manager import registry
+from quantkit.quantization.recipe import CalibrationSpec
 from quantkit.quantization.run import quantize
-from quantkit.quantization.specs import CalibrationSpec
 from quantkit.runtime.cpu.program import packed_of
 from quantkit.runtime.loader import load
 from quantkit.support.errors import CheckpointError, QuantkitError, SourceError, UsageError

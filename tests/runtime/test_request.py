@@ -110,7 +110,7 @@ def test_the_prompt_is_scored_chunk_by_chunk(loaded, chunks):
     for count in chunks:
         end += count
         request.score_prompt(logits[end - count:end], end)
-    assert not request.scores_prompt
+    assert not request.has_unscored_prompt
     first, *scored = request.result.prompt_logprobs
     assert first == TokenInfo(prompt[0], "") and [info.id for info in scored] == prompt[1:]
     assert [info.logprob for info in scored] == pytest.approx(

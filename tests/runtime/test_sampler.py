@@ -7,7 +7,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quantkit.runtime.sampler import MIN_TEMPERATURE, Sampler, Sampling, StopStrings, adjust, sample_tokens
+from quantkit.runtime.sampler import (
+    MIN_TEMPERATURE,
+    Sampler,
+    Sampling,
+    StopStrings,
+    change_logits,
+    filter_tokens,
+    sample_tokens,
+)
 from quantkit.structure.base import ConstraintError
 from quantkit.support.errors import QuantkitError, UsageError
 
@@ -17,6 +25,11 @@ settings_of = st.builds(
     min_p=st.sampled_from([0.0, 0.01, 0.3, 1.0]), repetition_penalty=st.sampled_from([0.5, 1.0, 1.3, 10.0]))
 logits_of = st.lists(st.one_of(st.floats(-30, 30, width=32), st.sampled_from([0.0, -0.0, 1.0, 1e30, -1e30])),
                      min_size=1, max_size=40).map(torch.tensor)
+
+
+def adjust(logits, history, sampling, prompt_tokens=0):
+    """What an unconstrained token is drawn from."""
+    return filter_tokens(change_logits(logits, history, sampling, prompt_tokens), sampling)
 
 
 def random_logits(seed, size=50):
@@ -264,7 +277,7 @@ def test_without_bias_penalty_or_constraint_nothing_is_done_on_the_host():
 def feed(pieces, stops):
     decoder = StopStrings(stops)
     shown = [decoder.push(piece) for piece in pieces]
-    return "".join([*shown, decoder.finish()]), decoder.found
+    return "".join([*shown, decoder.finish()]), decoder.stop
 
 
 def test_text_is_held_only_while_it_could_become_a_stop_string():
@@ -275,7 +288,7 @@ def test_text_is_held_only_while_it_could_become_a_stop_string():
     assert decoder.push("X") == "ENX"
     assert decoder.push("EEN") == "E"
     assert decoder.push("D after") == ""
-    assert decoder.found == "END"
+    assert decoder.stop == "END"
     assert decoder.push("more") == "" and decoder.finish() == ""
 
 

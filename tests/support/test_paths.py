@@ -9,8 +9,7 @@ from quantkit.checkpoint.durable import hash_file
 from quantkit.checkpoint.writer import refuse_existing
 from quantkit.evaluation.tasks.file import find_task
 from quantkit.quantization.calibration.files import DataFile
-from quantkit.quantization.recipe import load_recipe
-from quantkit.quantization.specs import CalibrationSpec
+from quantkit.quantization.recipe import CalibrationSpec, load_recipe
 from quantkit.sources.local import sha256_file
 from quantkit.support.errors import (
     CalibrationError,

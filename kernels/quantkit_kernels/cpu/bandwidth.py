@@ -49,7 +49,6 @@ class Bandwidth:
 
     Args:
         pool: the threads that read.
-        isa: this machine's instruction set.
         size: bytes to read; more than the caches hold.
     """
 

@@ -135,7 +135,6 @@ class SolveColumns:
 
     @property
     def room_bytes(self) -> int:
-        """What a thread needs."""
         return BLOCK * _SIZE
 
     def emit(self, module: ir.Module, isa: Isa) -> None:
@@ -182,7 +181,6 @@ class DescendColumns:
 
     @staticmethod
     def room_bytes(block: int) -> int:
-        """What a thread needs."""
         return (3 * block + 1) * _SIZE
 
     def emit(self, module: ir.Module, isa: Isa) -> None:

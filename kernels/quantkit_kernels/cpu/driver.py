@@ -44,7 +44,6 @@ def begin(module: ir.Module, name: str,
 
     Args:
         module: the module that gets it.
-        name: the function's name.
         names: the arguments' names, in the record's order; ``*name`` is a pointer.
 
     Returns:

@@ -21,7 +21,6 @@ class Emitter:
 
     Args:
         module: the module that gets it.
-        name: the function's name.
         arguments: the arguments' types.
         result: type of what it returns; ``None``: nothing.
     """
@@ -98,7 +97,6 @@ class Emitter:
 
     @contextmanager
     def when(self, condition: Value) -> Iterator[None]:
-        """``if condition:``."""
         then, done = (self.function.append_basic_block(name) for name in ("then", "endif"))
         self.b.cbranch(condition.ir, then, done)
         self.b.position_at_end(then)
@@ -133,7 +131,6 @@ class Emitter:
         return Value(self.b, self.b.call(function, [a.ir for a in arguments]))
 
     def call(self, pointer: Value, *arguments: Value, result: Type | None = None) -> Value:
-        """Call a function by its address."""
         kind = ir.FunctionType(result or ir.VoidType(), [a.type for a in arguments])
         return Value(self.b, self.b.call(_Callee(pointer.ir, kind), [a.ir for a in arguments]))
 
@@ -182,7 +179,6 @@ class Emitter:
         return self.select(a < b, a, b)
 
     def abs(self, a: Value) -> Value:
-        """The absolute value."""
         return self.intrinsic(f"llvm.fabs.{_suffix(a.type)}", a.type, a)
 
     def sqrt(self, a: Value) -> Value:
@@ -238,7 +234,6 @@ class Emitter:
         return _across(fours[0], fours[1], (0, 1, 2, 3, 8, 9, 10, 11), (4, 5, 6, 7, 12, 13, 14, 15))
 
     def ret(self, value: Value | None = None) -> None:
-        """Return."""
         if value is None:
             self.b.ret_void()
         else:

@@ -22,14 +22,13 @@ def parts(width: int) -> tuple[int, int]:
     return width // span, span
 
 
-def refuses(width: int) -> str | None:
+def reason_against(width: int) -> str | None:
     """Why rows of this width can't be rotated here."""
     span = width & -width
     return None if span >= LANES else f"rotates widths that are a multiple of {LANES}, not {width}"
 
 
 def room_bytes(width: int) -> int:
-    """What a thread needs."""
     return 2 * (width + PADDING) * 4
 
 
@@ -40,7 +39,7 @@ def emit(e: Emitter, room: Value, mix: Value, width: int) -> Value:
         e: writes the kernel.
         room: float32 ``[2, width + PADDING]``.
         mix: float32 ``[m, m]``, symmetric.
-        width: the row's width, which :func:`refuses` doesn't.
+        width: the row's width, which :func:`reason_against` doesn't.
     """
     count, span = parts(width)
     wide = vec(F32, LANES)

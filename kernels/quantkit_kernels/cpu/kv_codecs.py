@@ -11,10 +11,90 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from quantkit_kernels.cpu import kv_bits
 from quantkit_kernels.cpu.emit import Emitter
-from quantkit_kernels.cpu.kv_bits import LARGEST, bf16, rounded_up, signed_up
 from quantkit_kernels.cpu.values import F32, I8, I16, I32, Value, vec
+
+LARGEST = 2.0**126
+TINY, MOST = 2.0**-126, 3.3895313892515355e38
+"""bfloat16's smallest normal and largest finite number."""
+
+
+def pack(e: Emitter, where: Value, codes: Sequence[Value], bits: int) -> None:
+    """Codes int32 ``[16]`` each, lowest bits first; those of 3 bits: all low pairs, then all high bits."""
+    if bits == 3:
+        pack(e, where, [code & 3 for code in codes], 2)
+        pack(e, where + len(codes) * 4, [code.shr(2) for code in codes], 1)
+        return
+    each = 8 // bits
+    for i, code in enumerate(codes):
+        small = code.trunc(vec(I8, 16))
+        byte = small.shuffle(range(0, 16, each))
+        for place in range(1, each):
+            byte = byte | small.shuffle(range(place, 16, each)) << place * bits
+        e.store(where, byte, i * 2 * bits)
+
+
+def unpack(e: Emitter, where: Value, dim: int, bits: int) -> list[Value]:
+    """int32 ``[16]`` for every 16 of ``dim`` codes that :func:`pack` left."""
+    if bits == 3:
+        high = unpack(e, where + dim // 4, dim, 1)
+        return [low | bit << 2 for low, bit in zip(unpack(e, where, dim, 2), high)]
+    codes, wide = [], vec(I32, 16)
+    for at in range(0, dim, 16):
+        start = at * bits // 8
+        if bits == 4:  # eight codes in a word
+            first, second = (e.load(where, I32, start + half).spread(8) for half in (0, 4))
+            words = first.shuffle(range(16), second)
+        elif bits == 2:
+            words = e.load(where, I32, start).spread(16)
+        else:
+            words = e.load(where, I16, start).zext(I32).spread(16)
+        codes.append(words.shr(e.const(wide, [bits * i % 32 for i in range(16)])) & 2**bits - 1)
+    return codes
+
+
+def within(e: Emitter, x: Value, limit: float) -> Value:
+    """Clamped to ``[−most, most]``."""
+    return e.max(e.min(x, e.const(x.type, limit)), e.const(x.type, -limit))
+
+
+def bf16(e: Emitter, pointer: Value, offset: int) -> Value:
+    """One bfloat16 as float32."""
+    return (e.load(pointer, I16, offset).zext(I32) << 16).bits(F32)
+
+
+def rounded_up(e: Emitter, x: Value) -> Value:
+    """The smallest normal bfloat16 that isn't below x ≥ 0, as float32."""
+    integer, real = _kinds(x)
+    up = ((x.bits(integer) + 0xFFFF) & -65536).bits(real)
+    return e.max(e.min(up, e.const(real, MOST)), e.const(real, TINY))
+
+
+def signed_up(e: Emitter, x: Value) -> Value:
+    """The smallest bfloat16 that isn't below x, as float32."""
+    integer, real = _kinds(x)
+    near = e.narrowed(x).zext(integer) << 16
+    rounded = near.bits(real)
+    step = e.select(rounded > 0.0, near + 0x10000,
+                    e.select(rounded < 0.0, near - 0x10000, e.const(integer, 0x10000)))
+    return e.select(rounded < x, step.bits(real), rounded)
+
+
+def e4m3(e: Emitter, x: Value) -> Value:
+    """float32 → int8 lanes of e4m3 bits, half to even; at most 448."""
+    integer, real = _kinds(x)
+    size = e.min(e.abs(x), e.const(real, 448.0))
+    # 2⁻⁶ and above: three bits of mantissa are kept, half to even; below, multiples of 2⁻⁹
+    words = size.bits(integer)
+    normal = (words + 0x7FFFF + (words.shr(20) & 1)).shr(20) - (120 << 3)
+    tiny = e.whole(e.round(size * 512.0))
+    code = e.select(size < 2.0**-6, tiny, normal)
+    return (code | (x.bits(integer).shr(24) & 128)).trunc(vec(I8, x.lanes))
+
+
+def _kinds(x: Value) -> tuple[object, object]:
+    return (vec(I32, x.lanes), vec(F32, x.lanes)) if x.lanes > 1 else (I32, F32)
+
 
 PAGE = 64
 """Slots in a page."""
@@ -97,11 +177,11 @@ def _load_int8(e: Emitter, parts: Parts, dim: int, common: Sequence[Value]) -> l
 
 
 def _store_fp8(e: Emitter, parts: Parts, values: list[Value]) -> None:
-    values = [kv_bits.within(e, value, LARGEST) for value in values]
+    values = [within(e, value, LARGEST) for value in values]
     scale = rounded_up(e, e.highest_abs(values) / 448.0)
     inverse = (e.const(F32, 1.0) / scale).spread(values[0].lanes)
     for i, value in enumerate(values):
-        e.store(parts["codes"], kv_bits.e4m3(e, value * inverse), i * value.lanes)
+        e.store(parts["codes"], e4m3(e, value * inverse), i * value.lanes)
     e.store(parts["scale"], scale.bits(I32).shr(16).trunc(I16))
 
 
@@ -136,11 +216,11 @@ def _by_token(bits: int) -> PageCodec:
             parts_of_groups += [_nearest(e, (value - low.spread(width)) * inverse, top) for value in vectors]
             e.store(parts["scale"], scale.bits(I32).shr(16).trunc(I16), group * 2)
             e.store(parts["low"], low.bits(I32).shr(16).trunc(I16), group * 2)
-        kv_bits.pack(e, parts["codes"], parts_of_groups, bits)
+        pack(e, parts["codes"], parts_of_groups, bits)
 
     def load(e: Emitter, parts: Parts, dim: int, common: Sequence[Value]) -> list[Value]:
         result = []
-        for i, code in enumerate(kv_bits.unpack(e, parts["codes"], dim, bits)):
+        for i, code in enumerate(unpack(e, parts["codes"], dim, bits)):
             if i * 16 % GROUP == 0:
                 scale, low = (bf16(e, parts[name], i * 16 // GROUP * 2).spread(16)
                               for name in ("scale", "low"))
@@ -181,11 +261,11 @@ def _by_channel(bits: int) -> PageCodec:
             value = e.max(e.min(value, e.const(kind, LARGEST)), e.const(kind, -LARGEST))
             inverse = e.const(kind, 1.0) / grid[i]
             rounded.append(_nearest(e, (value - grid[len(values) + i]) * inverse, top))
-        kv_bits.pack(e, parts["codes"], rounded, bits)
+        pack(e, parts["codes"], rounded, bits)
 
     def load(e: Emitter, parts: Parts, dim: int, grid: Sequence[Value]) -> list[Value]:
         return [code.real() * grid[i] + grid[dim // 16 + i]
-                for i, code in enumerate(kv_bits.unpack(e, parts["codes"], dim, bits))]
+                for i, code in enumerate(unpack(e, parts["codes"], dim, bits))]
 
     return PageCodec(f"channel{bits}", lambda dim: {"codes": dim * bits // 8}, store, load,
                      lambda dim: dict.fromkeys(("scale", "low"), PAGE // GROUP * dim * 2), common, gather)
@@ -206,7 +286,7 @@ def _hadamard(bits: int, centered: bool) -> PageCodec:
             total = e.var(e.const(kind, 0.0))
             with e.loop(0, PAGE) as slot:
                 value = e.load(slots + slot * (dim * 4) + at * 4, kind)
-                total.set(total.get() + kv_bits.within(e, value, FARTHEST))
+                total.set(total.get() + within(e, value, FARTHEST))
             e.store(shared["mean"] + at * 2, e.narrowed(total.get() * (1 / PAGE)))
 
     def common(e: Emitter, shared: Parts, group: Value, dim: int) -> list[Value]:
@@ -214,7 +294,7 @@ def _hadamard(bits: int, centered: bool) -> PageCodec:
 
     def store(e: Emitter, parts: Parts, values: list[Value], mean: Sequence[Value] = ()) -> None:
         kind = values[0].type
-        values = [kv_bits.within(e, v, FARTHEST) for v in values]
+        values = [within(e, v, FARTHEST) for v in values]
         values = [v - m for v, m in zip(values, mean)] if mean else values
         size = e.sqrt(_total(e, [(v, v) for v in values]) / float(16 * len(values)))
         inverse = (e.const(F32, 1.0) / e.max(size, e.const(F32, SMALLEST))).spread(16)
@@ -227,12 +307,12 @@ def _hadamard(bits: int, centered: bool) -> PageCodec:
             codes.append(code)
         chosen = [level(e, code) for code in codes]
         scale = _total(e, list(zip(values, chosen))) / _total(e, [(c, c) for c in chosen])
-        kv_bits.pack(e, parts["codes"], codes, bits)
+        pack(e, parts["codes"], codes, bits)
         e.store(parts["scale"], e.narrowed(scale).trunc(I16))
 
     def load(e: Emitter, parts: Parts, dim: int, mean: Sequence[Value]) -> list[Value]:
         scale = bf16(e, parts["scale"], 0).spread(16)
-        levels = [level(e, code) * scale for code in kv_bits.unpack(e, parts["codes"], dim, bits)]
+        levels = [level(e, code) * scale for code in unpack(e, parts["codes"], dim, bits)]
         return [value + m for value, m in zip(levels, mean)] if mean else levels
 
     def sizes(dim: int) -> dict[str, int]:

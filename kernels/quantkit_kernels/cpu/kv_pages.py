@@ -42,7 +42,6 @@ class PageCodecs:
 
     @property
     def name(self) -> str:
-        """The codecs' part of a function's name."""
         both = self.keys if self.keys == self.values else f"{self.keys}_{self.values}"
         return both + (f"_residual_{self.residual}" if self.residual else "")
 
@@ -53,7 +52,6 @@ class PageCodecs:
         return CODECS[self.residual]
 
     def side(self, side: str) -> PageCodec:
-        """``k`` or ``v``."""
         return CODECS[self.keys if side == "k" else self.values]
 
 
@@ -65,11 +63,9 @@ class SequenceRecord:
         self._record = a.sequences + sequence * SEQUENCE.itemsize
 
     def address(self, name: str) -> Value:
-        """A field that is an address."""
         return self._e.load(self._record, PTR, 8 * FIELDS.index(name))
 
     def number(self, name: str) -> Value:
-        """A field that is a number."""
         return self._e.load(self._record, I64, 8 * FIELDS.index(name))
 
 

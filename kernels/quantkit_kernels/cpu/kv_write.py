@@ -9,11 +9,11 @@ from typing import ClassVar
 
 from llvmlite import ir
 
-from quantkit_kernels.cpu import hadamard, kv_bits
+from quantkit_kernels.cpu import hadamard
 from quantkit_kernels.cpu.driver import begin
 from quantkit_kernels.cpu.emit import Emitter
 from quantkit_kernels.cpu.isa import Isa
-from quantkit_kernels.cpu.kv_codecs import GROUP, PAGE, lanes
+from quantkit_kernels.cpu.kv_codecs import GROUP, PAGE, lanes, within
 from quantkit_kernels.cpu.kv_pages import CACHE, HeadPages, PageCodecs, SequenceRecord
 from quantkit_kernels.cpu.values import F32, I32, I64, Value, vec
 
@@ -200,7 +200,7 @@ def _mixed(e: Emitter, a: SimpleNamespace, x: Value, room: Value | None, dim: in
 
     with e.loop(0, dim, hadamard.LANES) as at:
         value = e.load(x + at * 4, wide)
-        value = value if farthest is None else kv_bits.within(e, value, farthest)
+        value = value if farthest is None else within(e, value, farthest)
         e.store(room + at * 4, signed(value, at, not back))
     rotated = hadamard.emit(e, room, a.mix, dim)
     with e.loop(0, dim, hadamard.LANES) as at:

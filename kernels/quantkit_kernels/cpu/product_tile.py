@@ -52,7 +52,6 @@ class TileWriter:
     Args:
         e: writes the kernel.
         a: the kernel's arguments.
-        isa: the instruction set.
         spec: says which product it is.
     """
 
@@ -288,7 +287,6 @@ class TileWriter:
 
     def _add(self, tile: _Tile, sums: list[list[Value]], weights: Sequence[Value],
              factors: Sequence[Value]) -> None:
-        """Add a step to its sums."""
         add = self.family.dot(self.isa, self.decoder.signed)
         for b, m in tile.each():
             sums[b][m] = add(self.e, sums[b][m], weights[b], factors[m])

@@ -61,7 +61,6 @@ class Program:
         self.units_per_row: list[int] = []
 
     def __len__(self) -> int:
-        """How many operations there are."""
         return len(self._kernels)
 
     def add(self, kernel: ProgramKernel, units: int = 1, *, units_per_row: int = 0, barrier: bool = True,
@@ -69,7 +68,7 @@ class Program:
         """Append an operation.
 
         Args:
-            kernel: what the operation runs.
+            kernel: the kernel that the operation runs.
             units: the number of units until another is set.
             units_per_row: the units of a row of activations, for :attr:`units_per_row`.
             barrier: whether the next operation needs its results.

@@ -42,7 +42,6 @@ class ScaleLayout:
 
     @property
     def name(self) -> str:
-        """A part of a kernel's name."""
         outer = "" if self.outer is None else f"_outer{self.outer or ''}_{self.outer_stored}"
         return self.stored + "_min" * self.minima + outer + "_shared" * self.shared
 

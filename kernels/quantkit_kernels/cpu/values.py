@@ -146,7 +146,6 @@ class Value:
         return self.type.count if isinstance(self.type, ir.VectorType) else 1
 
     def lane(self, index: int) -> Value:
-        """One lane."""
         return Value(self.builder, self.builder.extract_element(self.ir, I32(index)))
 
     def shuffle(self, order: Sequence[int], other: Value | None = None) -> Value:
@@ -174,11 +173,9 @@ class Var:
             self._slot = builder.alloca(kind)
 
     def get(self) -> Value:
-        """What it holds now."""
         return Value(self.builder, self.builder.load(self._slot, typ=self.type))
 
     def set(self, value: Any) -> None:
-        """Assign."""
         value = value if isinstance(value, Value) else constant(self.builder, self.type, value)
         self.builder.store(value.ir, self._slot)
 

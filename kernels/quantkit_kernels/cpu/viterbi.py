@@ -63,7 +63,6 @@ class Viterbi:
 
     @property
     def room_bytes(self) -> int:
-        """What a thread needs."""
         return (RING + 1) * self.ends * 4
 
     def emit(self, module: ir.Module, isa: Isa) -> None:
@@ -96,7 +95,6 @@ class ColumnSearch:
 
     @property
     def room_bytes(self) -> int:
-        """What a thread needs."""
         return self.search.room_bytes + (BLOCK + 2) * RING * 4 + RING
 
     def emit(self, module: ir.Module, isa: Isa) -> None:

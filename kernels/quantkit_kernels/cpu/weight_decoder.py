@@ -82,7 +82,6 @@ class WeightDecoder:
     """A format of weights.
 
     Attributes:
-        name: the format's name.
         family: how the activations come that its unpacked values are multiplied with.
         bytes: the size of a subgroup of one row in each plane.
         unpack: ``(e, isa, pointer to a subgroup in each plane)`` → for every step along k a vector of

@@ -35,7 +35,7 @@ CHANGING = ["window", "limit", "sinks", "residual_length", "first", "layer", "la
 """Integer arguments whose values don't cause recompilation."""
 
 
-def declines(k: SideLayout, v: SideLayout, dim: int, family: str) -> str | None:
+def reason_against(k: SideLayout, v: SideLayout, dim: int, family: str) -> str | None:
     """Say why no kernel reads keys and values of these layouts and head dimension; ``None`` if one does.
 
     ``family``: see :func:`~quantkit_kernels.triton.fragment.family_of`.
@@ -54,7 +54,8 @@ def declines(k: SideLayout, v: SideLayout, dim: int, family: str) -> str | None:
 
 def check(q: torch.Tensor, pages: LayerPages, tables: SequenceTables, step: StepTokens, layer: int) -> None:
     """Raise ValueError if no kernel reads these pages, or if shapes and dtypes don't match."""
-    if (reason := declines(pages.k.coding, pages.v.coding, q.shape[-1], family_of(q.device))) is not None:
+    reason = reason_against(pages.k.coding, pages.v.coding, q.shape[-1], family_of(q.device))
+    if reason is not None:
         raise ValueError(reason)
     n, h, d = q.shape
     rows, layers, hkv, _ = tables.pages.shape

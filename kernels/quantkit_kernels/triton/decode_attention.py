@@ -228,14 +228,14 @@ def decode_attention(q: torch.Tensor, pages: LayerPages, tables: SequenceTables,
     Args:
         q: ``[N, H, D]``, with RoPE applied (and Hadamard-rotated if keys are), bfloat16, float16 or, in the
             interpreter, float32; tokens may have gaps between them. At most 16 heads share a key head.
-        pages: of one layer. Keys and values of the step have been stored in them.
+        pages: the pages of one layer. Keys and values of the step have been stored in them.
         tables, step: of all sequences; N tokens. The result of a token that belongs to no sequence is zeros.
         layer: index in the tables.
         scale: multiplies the scores.
-        window: if given, only slots at positions above the query's minus ``window`` are visible.
+        window: a bound: only slots at positions above the query's minus ``window`` are visible.
         limit, sinks: if given, only slots at positions above the query's minus ``limit``, or below ``sinks``,
             are visible.
-        softcap: if given, a score x becomes ``softcap · tanh(x / softcap)``.
+        softcap: caps scores: a score x becomes ``softcap · tanh(x / softcap)``.
         out: ``[N, H, D]`` of q's dtype; tokens may have gaps between them.
         splits: memory from :meth:`SplitResults.of`; afterwards it contains maxima and sums of the softmax.
 

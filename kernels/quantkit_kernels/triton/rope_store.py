@@ -145,7 +145,6 @@ def rope_store(qkv: torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tenso
         qkv: ``[N, (H + 2 Hkv) D]``, bfloat16, float16 or float32, or queries ``[N, H D]``, keys and values
             ``[N, Hkv D]`` of one dtype. Rows may lie apart.
         cos, sin: float32 ``[positions, R / 2]``, R even and at most D: what is behind R isn't rotated.
-        pages: the layer's pages.
         tables, step: whose tokens these are.
         layer: index in the tables.
         heads, kv_heads, dim: H, Hkv and D.

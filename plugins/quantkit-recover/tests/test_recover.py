@@ -16,9 +16,8 @@ from quantkit.quantization.budget import choose as budget
 from quantkit.quantization.budget.amount import parse_budget
 from quantkit.quantization.budget.choose import choose
 from quantkit.quantization.planning.plan import make_plan
-from quantkit.quantization.recipe import load_recipe
+from quantkit.quantization.recipe import CalibrationSpec, load_recipe
 from quantkit.quantization.run import quantize
-from quantkit.quantization.specs import CalibrationSpec
 from quantkit.runtime.verify import verify
 from quantkit.sources.open import open_source
 from quantkit.support.errors import (

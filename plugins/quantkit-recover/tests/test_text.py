@@ -13,9 +13,8 @@ import quantkit_recover
 from quantkit.formats.spec import Granularity, QuantSpec
 from quantkit.plugins.manager import current
 from quantkit.quantization.calibration.data import prepare
-from quantkit.quantization.recipe import Recipe, Rule
+from quantkit.quantization.recipe import CalibrationSpec, Recipe, RecoverySpec, Rule
 from quantkit.quantization.run import quantize
-from quantkit.quantization.specs import CalibrationSpec, RecoverySpec
 from quantkit.sources.open import open_source
 from quantkit.support.errors import CalibrationError
 from quantkit.support.progress import silent

@@ -75,7 +75,7 @@ def bench_kernels(shapes: Sequence[tuple[int, int]], rows: Sequence[int], repeat
     Raises:
         UsageError: there are no CPU kernels here.
     """
-    if (reason := cpu_machine.unavailable()) is not None:
+    if (reason := cpu_machine.reason_against_kernels()) is not None:
         raise UsageError("there are no CPU kernels to measure", why=reason, next="pip install llvmlite")
     from quantkit_kernels.cpu.bandwidth import Bandwidth
 

@@ -15,7 +15,7 @@ from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
 from quantkit.kv.reread import finish_prompt
 from quantkit.kv.spec import KVSpec
-from quantkit.ops.sampling import greedy
+from quantkit.ops.rows import greedy
 from quantkit.runtime.loader import LoadedModel
 from quantkit.runtime.memory.scratch import PREFILL_CHUNK
 from quantkit.support.errors import QuantkitError

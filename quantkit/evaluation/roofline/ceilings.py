@@ -11,8 +11,7 @@ import torch
 from quantkit.formats.spec import QuantSpec
 from quantkit.ops import cpu_machine, cpu_weight
 from quantkit.ops.cpu_weight import CpuProduct, CpuWeight
-from quantkit.ops.dispatch import choose
-from quantkit.ops.linear import query_for
+from quantkit.ops.dispatch import choose, query_for
 from quantkit.plugins.manager import registry
 from quantkit.quantization.methods.random_codes import random_codes
 from quantkit.quantization.recipe import default_format
@@ -44,7 +43,7 @@ def bandwidth(device: torch.device, size: int = 1 << 30) -> Callable[[], float]:
         from quantkit_kernels.tools.bench import graph_timer, read_bandwidth
 
         return lambda: read_bandwidth(graph_timer, REPEATS, device, size)
-    if cpu_machine.unavailable() is not None:
+    if cpu_machine.reason_against_kernels() is not None:
         return lambda: 0.0
     from quantkit_kernels.cpu.bandwidth import Bandwidth
 
@@ -73,7 +72,7 @@ def flops(packed: CpuWeight) -> float:
 
 
 def _require() -> None:
-    if (reason := cpu_machine.unavailable()) is not None:
+    if (reason := cpu_machine.reason_against_kernels()) is not None:
         raise UsageError("this machine's ceilings can't be measured", why=reason,
                          next="pip install llvmlite, or give --bandwidth and --flops")
 

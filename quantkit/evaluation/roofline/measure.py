@@ -25,8 +25,8 @@ from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
 from quantkit.kv.spec import KVSpec
 from quantkit.ops.dispatch import DECODE_ROWS
-from quantkit.runtime.cpu.buffers import MAX_ROWS
 from quantkit.runtime.cpu.model import CpuModel
+from quantkit.runtime.cpu.program import MAX_ROWS
 from quantkit.runtime.cpu.program_variants import HEAD, LinearOperator, OperatorProgram
 from quantkit.runtime.loader import LoadedModel
 from quantkit.support.errors import UsageError

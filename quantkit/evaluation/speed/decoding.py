@@ -16,13 +16,12 @@ from quantkit.kv.cache import KVCache
 from quantkit.kv.spec import KVSpec
 from quantkit.runtime.cpu.model import CpuModel
 from quantkit.runtime.gpu.model import GpuModel
-from quantkit.runtime.gpu.random_context import fill
 from quantkit.runtime.loader import LoadedModel
 from quantkit.runtime.memory.kv import footprint
 from quantkit.runtime.memory.machine import available_memory
 from quantkit.runtime.memory.scratch import PREFILL_CHUNK
 from quantkit.runtime.memory.serving import spare_bytes
-from quantkit.runtime.sampler import Sampler, Sampling, sample_async, sample_tokens, samples_on_device
+from quantkit.runtime.sampler import Sampler, Sampling, can_sample_on_device, sample_async, sample_tokens
 from quantkit.support.errors import QuantkitError
 from quantkit.support.units import human_bytes
 
@@ -190,7 +189,7 @@ class DecodeRunner:
         random where nothing is dropped, because reading 128,000 tokens takes longer than what is measured."""
         if self._device.type == "cpu" or not cache.keeps_all:
             return self.feed(cache, row, length)
-        fill(cache, row, length)
+        fill_at_random(cache, row, length)
         return self._ids[0]
 
     def steps(self, cache: KVCache, rows: list[int], tokens: list[int], limit: int) -> tuple[float, int]:
@@ -207,7 +206,7 @@ class DecodeRunner:
             batch = Batch(cache, rows, "decode")
             ids = torch.tensor([[token] for token in tokens]) if flying is None else flying.ids[:, None]
             logits = self.loaded.model(ids.to(self._device), cache=batch)[:, -1]
-            if not samples_on_device(logits, samplers):
+            if not can_sample_on_device(logits, samplers):
                 tokens = self._best(logits)
             else:
                 flying, before = sample_async(logits,
@@ -239,3 +238,29 @@ def _finite(tokens: list[int | QuantkitError]) -> list[int]:
         if isinstance(token, QuantkitError):
             raise token
     return [token for token in tokens if isinstance(token, int)]
+
+
+PAGES = 64
+"""Pages of random vectors that are encoded; all pages hold what one of them does."""
+STEP = 2048
+"""Tokens for which pages are taken at a time: vectors that wait for the rest of their page have pages too."""
+
+
+def fill_at_random(cache: KVCache, number: int, length: int) -> None:
+    """Let an empty sequence, the only one of a cache whose policies drop nothing, hold ``length`` tokens."""
+    state = cache.sequence(number)
+    for begin in range(0, length, STEP):
+        count = min(STEP, length - begin)
+        cache.reserve(state, count)
+        cache.advance(state, count)
+    generator = torch.Generator(cache.device).manual_seed(0)
+    for layer in cache.layers:
+        dim = layer.geometry.config.head_dim
+        k, v = (torch.randn(PAGES, PAGE, dim, generator=generator, dtype=torch.float32,
+                            device=cache.device).to(cache.dtype) for _ in range(2))
+        encoded = [layer.store.encode(k, v), {"k.values": k, "v.values": v}]
+        for pool, values in zip(layer.store.all, encoded):
+            for name, part in pool.parts.items():
+                value = values[name].to(part.dtype)
+                for at in range(0, len(part), PAGES):
+                    part[at:at + PAGES].copy_(value[:len(part) - at])

@@ -11,9 +11,8 @@ from quantkit import __version__
 from quantkit.checkpoint.manifest import SourceRecord
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.quantization.planning.plan import make_plan
-from quantkit.quantization.recipe import load_recipe
+from quantkit.quantization.recipe import CalibrationSpec, load_recipe
 from quantkit.quantization.run import quantize
-from quantkit.quantization.specs import CalibrationSpec
 from quantkit.runtime.verify import verify
 from quantkit.sources.open import open_source
 from quantkit.support.errors import CheckpointError, UsageError

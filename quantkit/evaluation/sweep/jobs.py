@@ -25,8 +25,7 @@ from quantkit.formats.spec import Granularity, QuantSpec
 from quantkit.kv.spec import KVSpec, parse_kv
 from quantkit.quantization.budget.sensitivity import sensitivities
 from quantkit.quantization.planning.plan import candidate_rows, make_plan
-from quantkit.quantization.recipe import Candidate, Recipe, Rule
-from quantkit.quantization.specs import CalibrationSpec
+from quantkit.quantization.recipe import CalibrationSpec, Candidate, Recipe, Rule
 from quantkit.runtime.loader import LoadedModel
 from quantkit.sources.open import open_source
 from quantkit.support.errors import UsageError

@@ -311,4 +311,4 @@ def _arithmetic(device: str) -> str:
     """What decides the bits of a number: the GPU, or the CPU's instructions."""
     if (gpu := gpu_name(find_device(device))) is not None:
         return gpu
-    return "torch" if cpu_machine.unavailable() is not None else cpu_machine.isa().name
+    return "torch" if cpu_machine.reason_against_kernels() is not None else cpu_machine.isa().name

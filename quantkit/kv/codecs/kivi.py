@@ -14,7 +14,7 @@ import torch
 from pydantic import Field
 
 from quantkit.kv.base import MAX_RESIDUAL, PAGE, KVCodec, Layout, SideCodec
-from quantkit.kv.codecs.eight_bit import LARGEST, rounded_down, rounded_up
+from quantkit.kv.codecs.per_token import LARGEST, rounded_down, rounded_up
 from quantkit.support.errors import UsageError
 
 
@@ -114,21 +114,15 @@ class KiviCodec(KVCodec):
 
 
 class Int4Codec(KiviCodec):
-    """16 levels."""
-
     name: ClassVar[str] = "int4"
     bits: ClassVar[int] = 4
 
 
 class Int3Codec(KiviCodec):
-    """8 levels."""
-
     name: ClassVar[str] = "int3"
     bits: ClassVar[int] = 3
 
 
 class Int2Codec(KiviCodec):
-    """4 levels."""
-
     name: ClassVar[str] = "int2"
     bits: ClassVar[int] = 2

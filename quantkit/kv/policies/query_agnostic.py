@@ -10,7 +10,7 @@ from pydantic import Field
 
 from quantkit.kv.base import MAX_TOKENS, PAGE, PolicyView, Tracked
 from quantkit.kv.policies.score_policy import ScorePolicy, SharedBudget, stored
-from quantkit.kv.query_window import SINKS
+from quantkit.kv.sequence import SINKS
 
 
 class ExpectedAttention(ScorePolicy):

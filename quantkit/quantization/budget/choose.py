@@ -1,24 +1,32 @@
-"""Chooses a candidate for each layer within a budget, as an ordinary recipe with its predicted loss."""
+"""Chooses a candidate for each layer within a budget, as an ordinary recipe with its predicted loss.
+
+The recipe's rules are few, readable and exact.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import math
+import os
+import re
+import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import csr_array
+
 from quantkit.models.architecture import EMBEDDING, EXPERT, parse_config
 from quantkit.plugins.manager import registry
-from quantkit.quantization.budget.allocate import allocate
 from quantkit.quantization.budget.amount import Budget
-from quantkit.quantization.budget.rules import part_of, rules_of
 from quantkit.quantization.budget.sensitivity import Rows, sensitivities
-from quantkit.quantization.planning.layers import PlanRow
-from quantkit.quantization.planning.plan import Plan, candidate_rows, make_plan
-from quantkit.quantization.recipe import Candidate, Recipe
+from quantkit.quantization.planning.plan import Plan, PlanRow, candidate_rows, make_plan
+from quantkit.quantization.recipe import CalibrationSpec, Candidate, Recipe, Rule
 from quantkit.quantization.recovery import check_recovery
-from quantkit.quantization.specs import CalibrationSpec
 from quantkit.sources.base import ModelSource
 from quantkit.support.errors import RecipeError, UsageError
 from quantkit.support.progress import Listener, silent
@@ -104,7 +112,6 @@ class BudgetChoice:
         return rows_of_layers
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for ``--json``."""
         labels = labels_of(self.candidates)
         return {"budget": self.budget.text, "bits_per_weight": self.plan.bits_per_weight,
                 "tensor_bytes": self.plan.disk_bytes, "predicted_kl": self.kl,
@@ -123,8 +130,6 @@ def choose(source: ModelSource, recipe: Recipe, budget: Budget, progress: Listen
     Layers that engines fuse (q, k and v; gate and up; all experts of a layer) get the same.
 
     Args:
-        source: reads the model.
-        recipe: a recipe with candidates.
         budget: for all Linears (``bpw``) or all tensors (bytes); what rules decide counts too.
         progress: called while sensitivities are measured.
 
@@ -296,3 +301,120 @@ def _weights(rows: Sequence[PlanRow]) -> int:
 
 def _bits(rows: Sequence[PlanRow], size: int) -> float:
     return 8 * size / _weights(rows)
+
+
+COST, SIZE = 1e4, 1e3
+"""What the greatest differences of costs and sizes are scaled to: the solver's tolerances are absolute."""
+GAP = 1e-5
+"""At which the solver stops: of the least cost, relatively."""
+
+
+def allocate(costs: Sequence[Sequence[float]], sizes: Sequence[Sequence[int]],
+             limit: int) -> list[int] | None:
+    """Solve the multiple-choice knapsack: one option for each group, the least cost that fits.
+
+    HiGHS (https://highs.dev) in scipy solves it as an integer program, and proves what it finds the best but
+    for :data:`GAP`.
+
+    Args:
+        costs: the costs of each group's options, finite.
+        sizes: the sizes of the same, whole numbers.
+        limit: the size that all chosen options together may have.
+
+    Returns:
+        The option of each group; ``None`` if even the smallest don't fit.
+    """
+    if sum(map(min, sizes)) > limit:
+        return None
+    beyond = [size - min(options) for options in sizes for size in options]
+    unit = math.gcd(*beyond) or 1
+    scale = SIZE / (max(beyond) // unit or 1)
+    flat = scale * np.array([size // unit for size in beyond], dtype=float)
+    cost = np.concatenate([np.asarray(options, dtype=float) - min(options) for options in costs])
+    cost *= COST / (cost.max() or 1.0)
+    count = len(cost)
+    owner = np.repeat(np.arange(len(sizes)), [len(options) for options in sizes])
+    one_choice = csr_array((np.ones(count), (owner, np.arange(count))), shape=(len(sizes), count))
+    cuts = np.cumsum([len(options) for options in sizes])[:-1]
+    room = (limit - sum(map(min, sizes))) // unit
+    while True:
+        with _silent():
+            solution = milp(cost, integrality=np.ones(count), bounds=Bounds(0, 1), constraints=[
+                LinearConstraint(one_choice, 1, 1), LinearConstraint(flat[None], -np.inf, scale * room)],
+                options={"mip_rel_gap": GAP})
+        if solution.x is None:  # the smallest options fit: it isn't the problem's fault
+            raise RuntimeError(f"HiGHS: {solution.message}")
+        chosen = [int(part.argmax()) for part in np.split(solution.x, cuts)]
+        taken = sum(options[index] for options, index in zip(sizes, chosen))
+        if taken <= limit:
+            return chosen
+        room -= 1  # within the solver's tolerance, but not within the limit
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Where undoing its presolve costs precision, HiGHS writes a line to stdout, where it has no business."""
+    sys.stdout.flush()
+    saved, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    try:
+        yield
+    finally:
+        (ctypes.CDLL("msvcrt") if sys.platform == "win32" else ctypes.CDLL(None)).fflush(None)
+        os.dup2(saved, 1)
+        os.close(saved)
+        os.close(nowhere)
+
+
+LONGEST = 400
+"""Characters of a pattern, about; a rule takes 512."""
+_LAYER = re.compile(r"(.*?\.)(\d+)\.(.+)")
+
+
+def part_of(name: str) -> str:
+    """What a layer is called without its number: ``self_attn.q_proj``; of all experts,
+    ``mlp.experts.*.up_proj``."""
+    match = _LAYER.fullmatch(name)
+    return re.sub(re.escape(EXPERT) + r"\d+\.", f"{EXPERT}*.", match[3] if match else name)
+
+
+def rules_of(chosen: Mapping[str, int], candidates: Sequence[Candidate]) -> tuple[Rule, ...]:
+    """Rules that give each layer its candidate and match no others: exceptions first, then what most
+    layers of each part get.
+
+    Args:
+        chosen: full name → number of its candidate; experts of one layer have the same.
+        candidates: the candidates by number.
+    """
+    last: list[tuple[int, str]] = []
+    layers: dict[tuple[str, str], dict[int, int]] = defaultdict(dict)
+    for name, index in chosen.items():
+        if (match := _LAYER.fullmatch(name)) is None:
+            last.append((index, name))
+        else:
+            layers[match[1], part_of(name)][int(match[2])] = index
+    # parts that have the same candidate in the same layers share a pattern
+    parts: dict[tuple[int, str, tuple[int, ...]], list[str]] = defaultdict(list)
+    for (prefix, part), choices in layers.items():
+        commonest = Counter(choices.values()).most_common(1)[0][0]
+        last.append((commonest, f"{prefix}*.{part}"))
+        for index in sorted(set(choices.values()) - {commonest}):
+            numbers = sorted(number for number, choice in choices.items() if choice == index)
+            parts[index, prefix, tuple(numbers)].append(part)
+    first = [(index, pattern) for (index, prefix, numbers), tails in parts.items()
+             for pattern in _patterns(prefix, numbers, tails)]
+    return tuple(Rule(match=match, **dict(candidates[index])) for index, match in (*first, *last))
+
+
+def _patterns(prefix: str, numbers: Iterable[int], parts: Iterable[str]) -> list[str]:
+    r"""``re:model\.layers\.(0|3)\.(self_attn\.q_proj|…)``, in pieces if it is too long."""
+    tails = [re.escape(part).replace(r"\.\*\.", r"\.\d+\.") for part in parts]
+    tail = tails[0] if len(tails) == 1 else f"({'|'.join(tails)})"
+    start, pieces = f"re:{re.escape(prefix)}", [""]
+    for number in map(str, numbers):
+        longer = f"{pieces[-1]}|{number}" if pieces[-1] else number
+        if len(start) + len(tail) + len(longer) + 4 > LONGEST and pieces[-1]:
+            pieces.append(number)
+        else:
+            pieces[-1] = longer
+    return [f"{start}({piece})\\.{tail}" if "|" in piece else f"{start}{piece}\\.{tail}" for piece in pieces]

@@ -35,20 +35,18 @@ from quantkit.quantization.calibration.importance import (
     FORWARD,
     NEVER,
     WALKS,
+    gradients,
     spread,
-    tell_weighing,
     token_gradients,
     weighed_windows,
+    weighing_steps,
 )
-from quantkit.quantization.calibration.kept import gradients
 from quantkit.quantization.calibration.runner import LayerRunner
 from quantkit.quantization.calibration.spill import Spill
 from quantkit.quantization.memory import walks_bytes
 from quantkit.quantization.methods.base import LayerStats
-from quantkit.quantization.planning.layers import PlanRow
-from quantkit.quantization.planning.plan import WRITING, Plan
-from quantkit.quantization.recipe import Candidate, Recipe
-from quantkit.quantization.specs import CalibrationSpec
+from quantkit.quantization.planning.plan import WRITING, Plan, PlanRow
+from quantkit.quantization.recipe import CalibrationSpec, Candidate, Recipe
 from quantkit.runtime.loader import load_source
 from quantkit.sources.base import ModelSource, tensor_alone
 from quantkit.support.errors import CheckpointError, QuantkitError, Stopped
@@ -81,7 +79,6 @@ def sensitivities(source: ModelSource, plan: Plan, candidates: Sequence[Candidat
     budget for the same model, candidates and text measures nothing again.
 
     Args:
-        source: reads the model.
         plan: its recipe says which text.
         candidates: the candidates that are compared.
         rows: say what those that fit make of each Linear, in decoder layers.
@@ -116,7 +113,7 @@ class _Run:
         assert spec is not None
         self.source, self.plan = source, plan
         self.spec, self.rows = spec, rows
-        self.phases, self.done = Phases(progress, budget_phases(spec)), 0
+        self.phases = Phases(progress, budget_phases(spec))
         self.seed, self.tokens = spec.seed, spec.windows * spec.window
         widest = max(row.shape[1] for choices in rows.values() for row in choices.values())
         self.data = prepare(spec, source, widest, progress)
@@ -146,12 +143,11 @@ class _Run:
         windows = weighed_windows(len(tokens), self.spec.importance_windows)
         some = tokens[windows]
         if not writer.has(GRADIENTS):
-            self._weighed()
+            step = weighing_steps(self.phases, self.config.num_layers)
             wanted = list(self.rows)
             writer.put(GRADIENTS, gradients(
                 self.source, self.plan.recipe.transforms, some, self.seed, wanted, self.weights.device,
-                lambda: token_gradients(self.config, self.weights, some, wanted, self.seed, walks,
-                                        self._weighed)), [])
+                lambda: token_gradients(self.config, self.weights, some, wanted, self.seed, walks, step)), [])
         walks.clear()
         squares = writer.get(GRADIENTS)[0]
         weighed = {name: spread(squares_of_layer, windows, len(tokens))
@@ -173,11 +169,6 @@ class _Run:
         names = [name for name, rows in self.rows.items() if next(iter(rows.values())).layer == index]
         stats = runner.measure(index, {name: {"hessian"} for name in names})
         return {name: _losses(self.source, self.rows[name], stats[name], squares[name]) for name in names}
-
-    def _weighed(self) -> None:
-        """A layer's tokens are weighed, forward or backward; the first call begins."""
-        tell_weighing(self.phases, self.done, self.config.num_layers)
-        self.done += 1
 
 
 def _losses(source: ModelSource, choices: Mapping[int, PlanRow], stats: LayerStats,

@@ -6,7 +6,6 @@ It is read before any work, or written by the model when the run begins.
 from __future__ import annotations
 
 import functools
-import hashlib
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,10 +32,11 @@ from quantkit.quantization.calibration.windows import (
     Windows,
     cut_windows,
     random_windows,
+    tokens_sha256,
     with_bos,
 )
 from quantkit.quantization.calibration.written import WritingPrompt, write_windows
-from quantkit.quantization.specs import CalibrationSpec
+from quantkit.quantization.recipe import CalibrationSpec
 from quantkit.sources.base import ModelSource
 from quantkit.structure.conversation import Message, conversation
 from quantkit.structure.turns import Tool, turn_format
@@ -74,8 +74,7 @@ class CalibrationData:
 
     @property
     def sha256(self) -> str:
-        """The sha256 of the tokens as little-endian int64."""
-        return hashlib.sha256(self.tokens.numpy().astype("<i8").tobytes()).hexdigest()
+        return tokens_sha256(self.tokens)
 
 
 def prepare(spec: CalibrationSpec | None, source: ModelSource, widest: int, progress: Listener = silent,

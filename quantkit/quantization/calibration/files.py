@@ -36,7 +36,7 @@ class DataFile:
 
     Attributes:
         name: how messages and the manifest call it: without this machine's folders.
-        path: where it is.
+        path: its place on this machine.
         revision: the commit of the data set that it is of.
     """
 
@@ -92,7 +92,6 @@ def read_files(files: Sequence[DataFile], limit: int,
     """Every file and the documents at its beginning.
 
     Args:
-        files: in order.
         limit: bytes in all.
         unusable: takes an error for each row that can't be used, which is left out. Without it, the first
             one is raised.
@@ -161,7 +160,6 @@ def read_file(file: DataFile, limit: int, unusable: list[CalibrationError] | Non
 
 
 def unreadable(name: str, error: Exception) -> CalibrationError:
-    """Why ``name`` can't be read, in words."""
     return CalibrationError(f"the calibration data {name} can't be read",
                             why=getattr(error, "strerror", None) or str(error),
                             next="give a text file, a folder, a .jsonl or .parquet file, "

@@ -78,7 +78,6 @@ def first_nonfinite(run: Callable[[int], torch.Tensor], linears: Mapping[str, Li
         linears: the layer's, by full name; their observers are replaced meanwhile.
         samples: the number of samples.
         first: the first one's number.
-        layer: the layer's index.
         what: names what leaves, if that isn't the layer's hidden state.
 
     Returns:
@@ -123,7 +122,6 @@ def blame(error: NonFiniteError, origins: Sequence[str],
     when it is read.
 
     Args:
-        error: the error that was met.
         origins: the place where each window begins, if that is known.
         kind: names the windows.
     """

@@ -16,11 +16,23 @@ layer gives is on disk before the next one is read: a run that was killed goes o
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import itertools
+import json
+import shutil
+import tempfile
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 
+from quantkit import __version__
 from quantkit.checkpoint.writer import WorkStore
 from quantkit.models.architecture import EMBEDDING, HEAD
 from quantkit.models.config import ModelConfig
@@ -35,9 +47,16 @@ from quantkit.quantization.calibration.finite import (
     require_finite_states,
 )
 from quantkit.quantization.calibration.runner import embeddings
+from quantkit.quantization.calibration.windows import tokens_sha256
 from quantkit.quantization.memory import BACKWARD_LOGITS, BACKWARD_TOKENS
-from quantkit.support.errors import CalibrationError
+from quantkit.quantization.recipe import TransformSpec
+from quantkit.quantization.transforms.base import resolve_transforms
+from quantkit.sources.base import ModelSource
+from quantkit.sources.local import sha256_file
+from quantkit.support.errors import CalibrationError, SourceError
+from quantkit.support.paths import read_regular
 from quantkit.support.progress import Phases, ProgressEvent
+from quantkit_kernels.kept import cache_folder
 
 MOST = 20.0
 """Times the mean, to which what a token matters is cut: the gradient of one sampled answer is noisy."""
@@ -66,7 +85,6 @@ def token_gradients(config: ModelConfig, weights: Weights, tokens: torch.Tensor,
     """How strongly the model's answers depend on every token's outputs, for every Linear that is wanted.
 
     Args:
-        config: the model's config.
         weights: the original model's; computing happens in its dtype and on its device.
         tokens: int64 ``[windows, tokens]``.
         wanted: full names of Linears of the decoder layers, and of the head (that of the embedding, where the
@@ -264,18 +282,19 @@ def _watch(squares: torch.Tensor, first: int) -> Callable[..., None]:
     return watch
 
 
-def tell_weighing(phases: Phases, done: int, layers: int, backward: bool = True) -> None:
-    """Report tokens that are weighed; a layer takes longer backward than forward.
+def weighing_steps(phases: Phases, layers: int, backward: bool = True) -> Callable[[], None]:
+    """Report that tokens begin to be weighed. Returns what is called after each layer, forward and, if the
+    walk goes ``backward``, back; a layer takes longer backward than forward."""
+    count = itertools.count()
 
-    Args:
-        phases: the phases of the run.
-        done: the number of layers that were walked through, forward and backward together.
-        layers: the number of the model's layers.
-        backward: whether the walk goes back.
-    """
-    name = BACKWARD if backward and done >= layers else FORWARD
-    phases(name)(ProgressEvent(done - layers if name == BACKWARD else done, layers,
-                               "what each token matters"))
+    def step() -> None:
+        done = next(count)
+        name = BACKWARD if backward and done >= layers else FORWARD
+        phases(name)(ProgressEvent(done - layers if name == BACKWARD else done, layers,
+                                   "what each token matters"))
+
+    step()
+    return step
 
 
 def weighed_windows(samples: int, count: int) -> list[int]:
@@ -326,3 +345,83 @@ def balanced(squares: torch.Tensor) -> torch.Tensor:
         limited = (reached_squares / mean).clamp(max=MOST)
         weights[reached] = limited / limited.mean()
     return weights
+
+
+# -- kept in the user's cache folder by model and text: the walks depend neither on the bits nor on the method
+
+DRAWS = 2
+"""Number of the way in which answers are drawn."""
+LEAST_GRADIENTS = 1 << 16
+"""Numbers: fewer are found again as quickly as they are looked for."""
+GRADIENT_FILES = 8
+"""Files that are kept, the newest; one takes 4 bytes for each token and Linear."""
+HASH = ".sha256"
+PART = ".part"
+DAY = 24 * 60 * 60
+Gradients = dict[str, torch.Tensor]
+
+
+def gradients(source: ModelSource, transforms: Sequence[TransformSpec], tokens: torch.Tensor, seed: int,
+              wanted: Sequence[str], device: torch.device, find: Callable[[], Gradients]) -> Gradients:
+    """What ``find`` gives, as ``token_gradients`` does; from an earlier run if there was one.
+
+    Args:
+        source: reads the model in its changed form.
+        transforms: the transforms that changed it.
+        tokens: int64 ``[windows, tokens]``.
+        seed: the seed of the answers that are drawn.
+        wanted: full names of Linears.
+        device: the device on which ``find`` computes: sums are made in another order on another.
+        find: walks through the model.
+    """
+    identity = source.identity()
+    folder = cache_folder()
+    known = identity.pinned or identity.files
+    if folder is None or not known or tokens.numel() * len(wanted) < LEAST_GRADIENTS:
+        return find()
+    key = {"quantkit": __version__, "draws": DRAWS, "torch": torch.__version__, "seed": seed,
+           "device": device.type,
+           "tokens": [tokens_sha256(tokens), list(tokens.shape)],
+           "source": [identity.kind, "" if identity.files else identity.uri, identity.revision,
+                      dict(identity.files)], "wanted": sorted(wanted),
+           "transforms": [spec.model_dump(mode="json") for spec, (transform, _) in zip(
+               transforms, resolve_transforms(transforms), strict=True) if transform.layer is None]}
+    file = folder.with_name("gradients") / f"{_digest(key)}.safetensors"
+    gradients = _read(file, wanted)
+    if gradients is None:
+        gradients = find()
+        with contextlib.suppress(OSError, SafetensorError, SourceError):  # what can't be kept is found again
+            _write(file, gradients)
+    return gradients
+
+
+def _digest(key: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _read(file: Path, wanted: Sequence[str]) -> Gradients | None:
+    """``None`` unless the file is as it was written, by its own hash: a damaged one would change results."""
+    try:
+        if sha256_file(file) != read_regular(file.with_suffix(HASH), 64).decode():
+            return None
+        tensors = load_file(file)
+        return {name: tensors[name] for name in wanted}
+    except (OSError, ValueError, KeyError, SafetensorError, SourceError):
+        return None
+
+
+def _write(file: Path, gradients: Gradients) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=file.parent, suffix=PART) as folder:
+        part = Path(folder) / file.name
+        save_file({name: tensor.contiguous().clone() for name, tensor in gradients.items()}, part)
+        part.with_suffix(HASH).write_text(sha256_file(part), encoding="ascii")
+        for path in (part, part.with_suffix(HASH)):
+            path.replace(file.parent / path.name)
+    others = sorted(file.parent.glob("*.safetensors"), key=lambda path: path.stat().st_mtime, reverse=True)
+    for path in others[GRADIENT_FILES:]:
+        path.unlink(missing_ok=True)
+        path.with_suffix(HASH).unlink(missing_ok=True)
+    for partial in file.parent.glob(f"*{PART}"):  # of a run that was killed
+        if time.time() - partial.stat().st_mtime > DAY:
+            shutil.rmtree(partial, ignore_errors=True)

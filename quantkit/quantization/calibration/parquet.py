@@ -33,7 +33,7 @@ def read_rows(path: Path, name: str, known: Sequence[str], limit: int) -> list[d
     """The rows at a file's beginning: of their fields those that are text, or lists and structures of it.
 
     Args:
-        path: the file.
+        path: the file to read.
         name: how messages call it.
         known: the columns that are read, where the file has any of them.
         limit: characters; the row that passes it is the last one.

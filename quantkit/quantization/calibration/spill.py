@@ -25,7 +25,7 @@ class Spill:
     def __init__(self, folder: Path | None, limit: int | None = None) -> None:
         self._folder = folder
         self._left = sys.maxsize if folder is None else STATES_IN_MEMORY if limit is None else limit
-        self._held: dict[str, torch.Tensor] = {}
+        self._in_memory: dict[str, torch.Tensor] = {}
         self._filed: dict[str, tuple[torch.Size, torch.dtype]] = {}
         self._remove()
 
@@ -33,7 +33,7 @@ class Spill:
         """Keep a tensor; the caller must not write to it afterwards. Raises QuantkitError for a full disk."""
         if tensor.nbytes <= self._left:
             self._left -= tensor.nbytes
-            self._held[key] = tensor
+            self._in_memory[key] = tensor
             return
         data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
         path = self._path(key)
@@ -46,8 +46,8 @@ class Spill:
 
     def take(self, key: str) -> torch.Tensor:
         """Give a tensor back, on the CPU if it was on disk, and forget it."""
-        if key in self._held:
-            tensor = self._held.pop(key)
+        if key in self._in_memory:
+            tensor = self._in_memory.pop(key)
             self._left += tensor.nbytes
             return tensor
         tensor = self.get(key)
@@ -60,8 +60,8 @@ class Spill:
 
     def get(self, key: str) -> torch.Tensor:
         """The same without forgetting it; the caller must not write to it."""
-        if key in self._held:
-            return self._held[key]
+        if key in self._in_memory:
+            return self._in_memory[key]
         shape, dtype = self._filed[key]
         data = bytearray(shape.numel() * dtype.itemsize)
         try:
@@ -92,5 +92,5 @@ class Spill:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
-        self._held.clear()
+        self._in_memory.clear()
         self._remove()

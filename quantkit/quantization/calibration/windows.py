@@ -12,13 +12,14 @@ by Zipf's law in that order, which is closer to text than equal chances.
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from quantkit.quantization.specs import CalibrationSpec
+from quantkit.quantization.recipe import CalibrationSpec
 from quantkit.support.errors import CalibrationError
 
 SEPARATOR = "\n\n"
@@ -74,6 +75,11 @@ class TooFewWindowsError(CalibrationError):
         self.windows = windows
 
 
+def tokens_sha256(tokens: torch.Tensor) -> str:
+    """The sha256 of tokens as little-endian int64."""
+    return hashlib.sha256(tokens.numpy().astype("<i8").tobytes()).hexdigest()
+
+
 def with_bos(windows: torch.Tensor, first_id: int | None) -> torch.Tensor:
     """Windows cut from a text, int64 ``[n, tokens]``, each as a text of its own: its first token gives its
     place to the BOS that the tokenizer puts in front of texts, if there is one."""
@@ -93,7 +99,6 @@ def cut_windows(spec: CalibrationSpec, documents: Sequence[Encoded], packing: st
 
     Args:
         spec: number and length of windows, seed, the text's name for messages.
-        documents: the encoded documents.
         packing: ``stream`` or ``documents``.
         avoid: whether some tokens must be left out.
 

@@ -8,8 +8,10 @@ windows begin with a question or some words of ours, so that the text is of many
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -21,15 +23,19 @@ from quantkit.models.decoder import CausalLM, DecoderLayer
 from quantkit.models.interfaces import LanguageModel
 from quantkit.models.linear import Weights
 from quantkit.quantization.calibration.finite import NonFiniteError, first_nonfinite, require_finite_states
-from quantkit.quantization.calibration.openings import BEGINNINGS, QUESTIONS
 from quantkit.quantization.memory import WRITTEN
-from quantkit.quantization.specs import CalibrationSpec
+from quantkit.quantization.recipe import CalibrationSpec
 from quantkit.support.errors import CalibrationError, SourceError
 from quantkit.text.tokenizer import Tokenizer
 
 _ASKED, _ANSWERED = "QUESTIONOFTHEUSER", "ANSWEROFTHEASSISTANT"
 _OUTPUT = "the model's output is NaN or infinite while it writes its calibration text"
 
+_OPENINGS = json.loads((Path(__file__).parent / "passages" / "openings.json").read_text(encoding="utf-8"))
+QUESTIONS: list[str] = _OPENINGS["questions"]
+"""First user turns of conversations of many kinds, on many topics and in several languages."""
+BEGINNINGS: list[str] = _OPENINGS["beginnings"]
+"""The first words of plain texts, as different."""
 LOGIT_CUTOFF = 20.0
 """Tokens whose logit is this far below the largest are never drawn. Each has a probability below e⁻²⁰."""
 
@@ -135,7 +141,6 @@ def write_windows(model: LanguageModel, weights: Weights, tokenizer: Tokenizer, 
     Args:
         model: the whole model, not quantized.
         weights: the weights of the same model; used to find which tensor isn't finite.
-        tokenizer: the model's tokenizer.
         spec: number and length of windows, seed.
         step: called after every token of a batch of windows, with the tokens written so far.
 

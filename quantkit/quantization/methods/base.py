@@ -126,7 +126,7 @@ class Method:
         return [self._checked(codes, weight, spec) for codes, weight in zip(results, weights, strict=True)]
 
     def _checked(self, codes: Codes, weight: torch.Tensor, spec: QuantSpec) -> Codes:
-        if (fault := _codes_fault(codes, (weight.shape[0], weight.shape[1]), spec)) is not None:
+        if (fault := _reason_against_codes(codes, (weight.shape[0], weight.shape[1]), spec)) is not None:
             raise self._broken(f"returned {fault}", f"it was asked for Codes of {list(weight.shape)} as "
                                                     f"{spec.label()} with scales in {spec.scale_dtype}")
         return codes
@@ -136,7 +136,7 @@ class Method:
                            next="correct the method: quantkit.testing.check_method finds such errors")
 
 
-def _codes_fault(codes: object, shape: tuple[int, int], spec: QuantSpec) -> str | None:
+def _reason_against_codes(codes: object, shape: tuple[int, int], spec: QuantSpec) -> str | None:
     """What is wrong with what a method returned; ``None`` if nothing."""
     if not isinstance(codes, Codes):
         return f"{a_type(codes)} in place of Codes"

@@ -228,7 +228,6 @@ def _solve_tiles(weight: torch.Tensor, factors: HessianFactors, grid: Grid, spec
 
     Args:
         weight: float32 ``[rows, in]``.
-        factors: the factors of the damped Hessian.
         grid: the grid of plain rounding, used where there is no search.
         spec: a spec that :func:`solved_by_kernels` takes.
         costs: float32 ``[in]``, of a column's squared error, to search for ranges by; ``None``: no search.
@@ -369,7 +368,7 @@ def _solve_columns(weights: Sequence[torch.Tensor], grids: Sequence[Grid], upper
     count, out = work.shape[1:]
     scales, zeros = by_column(grids, out)
     groups = order // (count // scales.shape[1])
-    fused = spec.kind == "int" and gpu.unavailable(work.device.type, work.dtype) is None
+    fused = spec.kind == "int" and gpu.reason_against(work.device.type, work.dtype) is None
     if fused:
         from quantkit_kernels.triton.gptq import LONGEST, solve_block
 

@@ -44,9 +44,9 @@ class GroupFit(NamedTuple):
     """What fits some groups, each ``[n, 1]``.
 
     Attributes:
-        scale: their scales.
+        scale: the scale of each.
         minimum: their minima; empty where the spec has none.
-        curve: what a change of the scale costs.
+        curve: the cost of a change of the scale.
     """
 
     scale: torch.Tensor

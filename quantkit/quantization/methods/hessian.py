@@ -96,7 +96,6 @@ def undrifted(weight: torch.Tensor, drift: torch.Tensor, factors: HessianFactors
     Args:
         weight: float32 ``[out, in]``.
         drift: ``D``, float32 ``[in, in]``, mean of ``(x̂ − x) xᵀ``.
-        factors: the factors of the damped Hessian.
         share: the share of the drift that is made up for; all of it fits the calibration text's chance, too.
     """
     pull = (weight @ drift)[:, factors.order] @ factors.upper.T @ factors.upper

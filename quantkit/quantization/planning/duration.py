@@ -64,7 +64,6 @@ def expected_seconds(plan: Plan, rate: float) -> Duration | None:
     """The time that the run takes on a CPU.
 
     Args:
-        plan: the run's plan.
         rate: operations a second, as :func:`operations` measures them.
 
     Returns:

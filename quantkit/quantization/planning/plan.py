@@ -10,29 +10,188 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from quantkit.kv.build import build_kv_codecs, build_policy
+from pydantic import ValidationError
+
+from quantkit.formats.base import Format
+from quantkit.formats.dtypes import FLOATS, dtype_name, resolve
+from quantkit.formats.spec import QuantSpec
+from quantkit.kv.build import check_kv
 from quantkit.kv.spec import parse_kv
 from quantkit.models.architecture import (
     EMBEDDING,
     EXPERT,
     HEAD,
+    LinearSlot,
     all_slots,
     linear_slots,
     parse_config,
 )
 from quantkit.models.loadable import check_loadable
+from quantkit.ops import packing
 from quantkit.plugins.manager import registry
 from quantkit.quantization.calibration.importance import BACKWARD, FORWARD
-from quantkit.quantization.memory import STATES_IN_MEMORY, peak_bytes, states_bytes, walks_bytes
-from quantkit.quantization.planning.layers import LayerRefusal, PlanRow, RowResolver, assign
-from quantkit.quantization.planning.recovery_memory import recovery_disk_bytes, recovery_memory_bytes
-from quantkit.quantization.recipe import Recipe, Rule
+from quantkit.quantization.memory import (
+    STATES_IN_MEMORY,
+    PlanRow,
+    peak_bytes,
+    recovery_disk_bytes,
+    recovery_memory_bytes,
+    states_bytes,
+    walks_bytes,
+)
+from quantkit.quantization.methods.base import Method, options_type
+from quantkit.quantization.recipe import CalibrationSpec, Recipe, Rule, spec_of
 from quantkit.quantization.recovery import check_recovery, find_recovery
-from quantkit.quantization.specs import CalibrationSpec
-from quantkit.quantization.transforms.base import resolve
-from quantkit.sources.base import ModelSource, file_bytes
+from quantkit.quantization.transforms.base import resolve_transforms
+from quantkit.sources.base import ModelSource, TensorInfo, file_bytes
 from quantkit.sources.causal_lm import ResolvedHeadSource
-from quantkit.support.errors import RecipeError
+from quantkit.support.errors import PluginError, QuantkitError, RecipeError, UsageError, did_you_mean, nearest
+
+
+class LayerRefusal(Exception):
+    """Why one layer can't be done as its rule says."""
+
+
+def assign(recipe: Recipe, slots: Iterable[LinearSlot]) -> list[int | None]:
+    """The index of the rule of every slot. Raises RecipeError for a rule that applies to no layer."""
+    names = [slot.name for slot in slots]
+    chosen = [next((i for i, rule in enumerate(recipe.rules) if rule.matches(name)), None)
+              for name in names]
+    for index, rule in enumerate(recipe.rules):
+        if rule.optional or index in chosen:
+            continue
+        hits = [i for i, name in enumerate(names) if rule.matches(name)]
+        where = f"rule {index + 1} of recipe {recipe.name!r} (match {rule.match!r})"
+        if hits:
+            earlier = sorted({cast(int, chosen[i]) + 1 for i in hits})
+            raise RecipeError(f"{where} is never reached",
+                              why=f"rule {' and '.join(map(str, earlier))} before it already takes "
+                                  f"every layer that it matches; the first match wins",
+                              next=f"move the rule with match {rule.match!r} up")
+        raise RecipeError(f"{where} matches no layer of the model",
+                          why=_nearest_layers(rule.match, names),
+                          next="correct its match, or write 'optional: true' beside it")
+    return chosen
+
+
+def _nearest_layers(match: str, names: Iterable[str]) -> str:
+    """A sentence with the model's layers, their numbers replaced by ``*``: few enough to read."""
+    known = {".".join("*" if part.isdigit() else part for part in name.split(".")) for name in names}
+    ends = {name.rpartition(".")[2] for name in known}
+    close = nearest(match.rpartition(".")[2], ends)
+    return (f"did you mean '{'*.' if '.' in match else ''}{close}'? " if close else "") + (
+        f"its layers: {', '.join(sorted(known))}")
+
+
+class RowResolver:
+    """Turns a slot and its rule into a row, or says why not."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+        self.methods, self.formats = registry("methods"), registry("formats")
+        self._options: dict[int, Mapping[str, Any] | LayerRefusal] = {}
+
+    def row(self, slot: LinearSlot, index: int | None, infos: Mapping[str, TensorInfo]) -> PlanRow:
+        """``infos``: the model's tensors, known to be there and of the shapes that its config says."""
+        rule = None if index is None else self.recipe.rules[index]
+        known = infos[f"{slot.name}.weight"]
+        if rule is None or rule.method is None or index is None:
+            return _row(slot, known.nbytes, known.nbytes, str(known.dtype).removeprefix("torch."))
+        return self._quantized(slot, index, rule, known)
+
+    def _quantized(self, slot: LinearSlot, index: int, rule: Rule, known: TensorInfo) -> PlanRow:
+        shape = slot.out_features, slot.in_features
+        assert rule.method is not None
+        method: Method = self._get(self.methods, rule.method)
+        spec = cast(QuantSpec, rule.spec)
+        if (why := method.reason_against(spec)) is not None:
+            raise LayerRefusal(why)
+        format_name = cast(str, rule.format_name)
+        form: Format = self._get(self.formats, format_name)
+        if slot.name == EMBEDDING and (why := self._looked_up(slot, spec, method, form)) is not None:
+            raise LayerRefusal(why)
+        if (why := form.reason_against(spec, shape) or _divides(spec, shape)) is not None:
+            if rule.fallback is not None and (other := spec_of(rule.fallback)) is not None:
+                instead = rule.model_copy(update={"format": rule.fallback, "spec": other, "fallback": None})
+                return self._quantized(slot, index, instead, known)
+            raise LayerRefusal(why)
+        options = self._checked_options(index, rule, method)
+        if known.dtype not in FLOATS.values():
+            raise LayerRefusal(f"its weight is stored as {known.dtype}; only "
+                               f"{', '.join(FLOATS)} can be quantized: keep it with method: null")
+        spec = resolve(spec, known.dtype, form)
+        if (why := method.reason_against(spec)) is not None:
+            raise LayerRefusal(why)
+        try:
+            layout = packing.layout(form, spec, shape, known.dtype)
+        except PluginError:
+            raise
+        except QuantkitError as error:
+            raise LayerRefusal("; ".join(filter(None, (error.why or error.what, error.next)))) from None
+        after = sum(TensorInfo(n, size, dtype).nbytes for n, (dtype, size) in layout.items())
+        return _row(slot, known.nbytes, after, dtype_name(known.dtype), rule.method, format_name, spec,
+                    options)
+
+    def _looked_up(self, slot: LinearSlot, spec: QuantSpec, method: Method, form: Format) -> str | None:
+        """Why an embedding can't be so: its rows are looked up one by one, and multiplied only if it is the
+        head too."""
+        if method.needs and slot.shares != HEAD:
+            free = [name for name, other in self.methods.usable() if not other.needs]
+            return (f"{method.name} needs calibration, and an embedding with a head beside it is multiplied "
+                    "with nothing that could be measured; give it a data-free method "
+                    f"({', '.join(sorted(free))})")
+        if spec.rotation or spec.activations:
+            return ("rows of an embedding are looked up, not multiplied: it takes a spec without "
+                    f"{'rotation' if spec.rotation else 'activations'}")
+        if not hasattr(form, "rows"):
+            able = [name for name, other in self.formats.usable() if hasattr(other, "rows")]
+            return (f"format {form.name} can't give single rows; use one that can "
+                    f"({', '.join(sorted(able))}), or keep the embedding")
+        return None
+
+    def _get(self, table: Any, name: str) -> Any:
+        try:
+            return table.get(name)
+        except UsageError as error:  # no such name; that a plugin is broken isn't the layer's matter
+            raise LayerRefusal(f"{error.what}; {error.why}") from None
+
+    def _checked_options(self, index: int, rule: Rule, method: Method) -> Mapping[str, Any]:
+        if index not in self._options:
+            try:
+                filled = options_type(method).model_validate(rule.options)
+                self._options[index] = filled.model_dump(mode="json")
+            except ValidationError as error:
+                self._options[index] = LayerRefusal(_options_fault(method, error))
+        options = self._options[index]
+        if isinstance(options, LayerRefusal):
+            raise options
+        return options
+
+
+def _row(slot: LinearSlot, before: int, after: int, dtype: str, method: str | None = None,
+         form: str | None = None, spec: QuantSpec | None = None,
+         options: Mapping[str, Any] | None = None) -> PlanRow:
+    return PlanRow(slot.name, (slot.out_features, slot.in_features), slot.layer, slot.shares, method, form,
+                   spec, options or {}, before, after, dtype)
+
+
+def _options_fault(method: Method, error: ValidationError) -> str:
+    fault = error.errors(include_url=False)[0]
+    key = ".".join(str(part) for part in fault["loc"])
+    if fault["type"] == "extra_forbidden":
+        return f"method {method.name} has no option {key!r}; {did_you_mean(key, method.options.model_fields)}"
+    return f"option {key!r} of method {method.name}: {fault['msg']}"
+
+
+def _divides(spec: QuantSpec, shape: tuple[int, int]) -> str | None:
+    """The one law of groups, for formats of strangers that forget it."""
+    size = spec.granularity.size
+    if spec.granularity.strategy != "group" or not size or shape[1] % size == 0:
+        return None
+    fits = [s for s in (256, 128, 64, 32, 16, 8, 4, 2) if shape[1] % s == 0]
+    return f"group size {size} doesn't divide in_features {shape[1]}; " + (
+        f"use group size {fits[0]}, or strategy channel" if fits else "use strategy channel")
+
 
 SHOWN = 5
 """Refused layers that an error names."""
@@ -48,13 +207,13 @@ class Plan:
 
     Attributes:
         recipe: the recipe as given; if a method needs calibration that the recipe doesn't describe, with
-            the default :class:`~quantkit.quantization.specs.CalibrationSpec` filled in.
+            the default :class:`~quantkit.quantization.recipe.CalibrationSpec` filled in.
         rows: one a Linear, in the model's order; the embedding's comes first, if it is quantized.
         measured: the layers whose inputs are measured, by name, and the statistics that are wanted of them.
         drift: the names of the layers for which the original model's states are kept beside the quantized
             model's, to measure how far the two are apart. On random tokens that says nothing, and a
             transform changes what there is to compare.
-        changes_layers: whether a transform changes a layer once all of it was measured.
+        has_layer_transforms: whether a transform changes a layer once all of it was measured.
         weighed: whether tokens get an importance: the recipe asks for it, and a method wants Hessians.
         other: the names of the other stored tensors, in order.
         other_bytes: bytes of those (an embedding that stays as it is, norms, biases).
@@ -70,7 +229,7 @@ class Plan:
     rows: tuple[PlanRow, ...]
     measured: Mapping[str, frozenset[str]]
     drift: frozenset[str]
-    changes_layers: bool
+    has_layer_transforms: bool
     weighed: bool
     other: tuple[str, ...] = field(repr=False)
     other_bytes: int
@@ -97,7 +256,6 @@ class Plan:
 
     @property
     def linears(self) -> int:
-        """How many Linears there are."""
         return sum(row.name != EMBEDDING for row in self.rows)
 
     @property
@@ -129,7 +287,6 @@ class Plan:
         return run_phases(self.recipe, self.calibration, self.weighed)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for ``--json``."""
         return {"recipe": self.recipe.snapshot(), "rows": [row.to_dict() for row in self.rows],
                 "source_bytes": self.source_bytes, "other_bytes": self.other_bytes,
                 "kept_bytes": self.kept_bytes, "peak_bytes": self.peak_bytes,
@@ -173,7 +330,8 @@ def make_plan(recipe: Recipe, source: ModelSource) -> Plan:
         raise RecipeError(f"recipe {recipe.name!r} leaves a choice",
                           why=f"its {len(recipe.candidates)} candidates are for a budget to choose from",
                           next="--budget 4.25bpw, or a size such as --budget 5GB")
-    _check_kv(recipe)
+    if recipe.kv is not None:
+        check_kv(parse_kv(recipe.kv))
     infos = source.tensors()
     config = check_loadable(source.uri, source.config(), infos, source.side_files()).config
     slots = all_slots(config)
@@ -199,7 +357,7 @@ def make_plan(recipe: Recipe, source: ModelSource) -> Plan:
         recipe = recipe.model_copy(update={"calibration": CalibrationSpec()})
     check_recovery(recipe, rows, config)
     calibration = recipe.calibration if measured else None
-    changed = any(transform.layer for transform, _ in resolve(recipe.transforms))
+    changed = any(transform.layer for transform, _ in resolve_transforms(recipe.transforms))
     drift = _drift(recipe, measured, changed)
     hessians = {name for name, wanted in measured.items() if "hessian" in wanted}
     weighed = calibration is not None and calibration.importance == "gradient" and bool(hessians)
@@ -224,16 +382,17 @@ def make_plan(recipe: Recipe, source: ModelSource) -> Plan:
 
 def _measured(recipe: Recipe, rows: Iterable[PlanRow]) -> dict[str, frozenset[str]]:
     methods, every = registry("methods"), frozenset[str]()
-    for transform, _ in resolve(recipe.transforms):
+    for transform, _ in resolve_transforms(recipe.transforms):
         every |= transform.needs
-    wanted = {row.name: methods.get(row.method).asked(row.options) | _inputs(row)
-              | (every if row.layer is not None else frozenset()) for row in rows if row.method}
-    return {name: needs for name, needs in wanted.items() if needs}
-
-
-def _inputs(row: PlanRow) -> frozenset[str]:
-    """What is measured for a row whatever its method."""
-    return frozenset({"largest"} if row.spec is not None and row.spec.static_inputs else ())
+    measured: dict[str, frozenset[str]] = {}
+    for row in rows:
+        if row.method:
+            wanted = methods.get(row.method).asked(row.options) | (every if row.layer is not None else set())
+            if row.spec is not None and row.spec.static_inputs:  # whatever its method
+                wanted |= {"largest"}
+            if wanted:
+                measured[row.name] = wanted
+    return measured
 
 
 def _drift(recipe: Recipe, needs: Mapping[str, frozenset[str]], changed: bool) -> frozenset[str]:
@@ -274,14 +433,6 @@ def candidate_rows(recipe: Recipe, source: ModelSource) -> dict[str, dict[int, P
     return rows_by_name
 
 
-def _check_kv(recipe: Recipe) -> None:
-    """Raise UsageError if the KV setting can't be read, or names what isn't installed."""
-    if recipe.kv is not None:
-        spec = parse_kv(recipe.kv)
-        build_policy(spec)
-        build_kv_codecs(spec)
-
-
 def _check_alone(recipe: Recipe, rows: list[PlanRow], resolver: RowResolver) -> None:
     """RecipeError if a layer's format wants all others to be like it, and one isn't."""
     packed = [row for row in rows if row.spec is not None]
@@ -303,8 +454,8 @@ def _check_alone(recipe: Recipe, rows: list[PlanRow], resolver: RowResolver) -> 
 def _check_transforms(recipe: Recipe, rows: list[PlanRow]) -> None:
     """RecipeError if a transform has nothing to do for any of the layers."""
     specs = dict.fromkeys(row.spec for row in rows if row.layer is not None and row.spec is not None)
-    for transform, _ in resolve(recipe.transforms):
-        whys = [transform.idle(spec) for spec in specs]
+    for transform, _ in resolve_transforms(recipe.transforms):
+        whys = [transform.reason_against_spec(spec) for spec in specs]
         if whys and whys[0] is not None and None not in whys:
             raise RecipeError(f"transform {transform.name} would change nothing", why=whys[0],
                               next="leave it out of the recipe")

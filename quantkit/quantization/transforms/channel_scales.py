@@ -20,12 +20,11 @@ import torch
 from pydantic import Field
 
 from quantkit.models.config import ModelConfig
-from quantkit.models.scale_groups import ScaleGroup, scale_groups
 from quantkit.quantization.methods.base import MethodOptions
 from quantkit.quantization.methods.grid import from_grid, round_to_grid
 from quantkit.quantization.methods.group_scales import choose_grid
 from quantkit.quantization.methods.hessian import losses
-from quantkit.quantization.transforms.base import LayerTensors, Transform
+from quantkit.quantization.transforms.base import LayerTensors, ScaleGroup, Transform, scale_groups
 
 AWQ_ROWS = 512
 """Rows of a Linear that are tried, evenly spread: enough to rank a few scales."""
@@ -137,10 +136,10 @@ def smooth_layer(config: ModelConfig, index: int, tensors: LayerTensors, options
 
 AWQ = Transform(name="awq", paper="https://arxiv.org/abs/2306.00978", layer=find_awq_scales,
                 needs=frozenset({"hessian"}), options=AwqOptions,
-                idle=lambda spec: None if spec.kind in GRIDS else
+                reason_against_spec=lambda spec: None if spec.kind in GRIDS else
                 f"it is for weights of kind {' or '.join(GRIDS)}, not for {spec.label()}")
 SMOOTHQUANT = Transform(name="smoothquant", paper="https://arxiv.org/abs/2211.10438", layer=smooth_layer,
                       needs=frozenset({"largest"}), options=SmoothOptions,
-                      idle=lambda spec: None if spec.activations else
+                      reason_against_spec=lambda spec: None if spec.activations else
                       f"it is for inputs that are rounded too (spec: activations), not for {spec.label()}; "
                       "awq is for weights alone")

@@ -21,13 +21,11 @@ from quantkit.kv.cache import KVCache
 from quantkit.models.config import ModelConfig
 from quantkit.models.decoder import CausalLM
 from quantkit.ops import cpu_linear, cpu_machine, cpu_weight
-from quantkit.ops.dispatch import DECODE_ROWS, LinearKernel, choose
-from quantkit.ops.linear import query_for
-from quantkit.runtime.cpu.buffers import MAX_ROWS, trim_heap
-from quantkit.runtime.cpu.program import CpuProgram, TokenIds
+from quantkit.ops.dispatch import DECODE_ROWS, choose, query_for
+from quantkit.runtime.cpu.program import MAX_ROWS, CpuProgram, TokenIds
 from quantkit.runtime.cpu.program_variants import DecodedCpuProgram, OperatorProgram, TappedCpuProgram
 from quantkit.runtime.memory.scratch import packed_of
-from quantkit.runtime.program_model import ProgramModel, selected_rows
+from quantkit.runtime.program_model import ProgramModel, reason_against_shape, selected_rows
 from quantkit.support.errors import UsageError
 
 if TYPE_CHECKING:
@@ -40,11 +38,10 @@ SUBGROUP = 64
 
 
 def reason_against(config: ModelConfig, dtype: torch.dtype, device: torch.device,
-             quantized: Mapping[str, QuantizedTensor]) -> str | None:
+                   quantized: Mapping[str, QuantizedTensor]) -> str | None:
     """Why a model isn't run as a program; ``None`` if it is.
 
     Args:
-        config: its shape.
         dtype, device: of its plain weights.
         quantized: its packed weights by name.
     """
@@ -52,39 +49,24 @@ def reason_against(config: ModelConfig, dtype: torch.dtype, device: torch.device
         return f"runs on cpu, not {device.type}"
     if dtype not in cpu_weight.PLAIN:
         return f"takes models in {_listed(cpu_weight.PLAIN)}, not {_listed([dtype])}"
-    if (reason := _reason_against_shape(config)) is not None:
+    reason = reason_against_shape(config, {"scaled scores": config.attention_scale is not None,
+                                           "capped scores": config.attention_softcap is not None})
+    if reason is not None:
         return reason
-    if (reason := cpu_machine.unavailable()) is not None:
-        return reason
-    from quantkit_kernels.cpu.hadamard import refuses as hadamard_refuses
-
-    for name, weight in quantized.items():
-        if not isinstance(kernel := _kernel(weight, dtype), cpu_linear.CpuKernel):
-            return f"{name} is multiplied by {kernel.name}"
-        if weight.spec.rotation and (reason := hadamard_refuses(weight.shape[1])) is not None:
-            return f"{name}: {reason}"
-    return None
-
-
-def _reason_against_shape(config: ModelConfig) -> str | None:
-    """What a model does that no kernel computes."""
-    has = {"mixtures of experts": config.experts is not None,
-           "attention sinks": config.attention_sinks,
-           "clamped activations": config.activation == "clamped_silu",
-           "scaled scores": config.attention_scale is not None,
-           "capped scores": config.attention_softcap is not None,
-           "a rotation that depends on the sequence's length": config.rope.kind == "longrope",
-           "a rotation of parts of a head": config.rope.partial != 1.0}
-    if (feature := next((name for name, used in has.items() if used), None)) is not None:
-        return f"has no kernel for {feature}"
     # gate and up are parts of one row: what pads the first to whole subgroups would be the second's
     if config.fused_projections and config.intermediate_size % SUBGROUP:
         return f"takes fused MLPs whose size {SUBGROUP} divides, not {config.intermediate_size}"
+    if (reason := cpu_machine.reason_against_kernels()) is not None:
+        return reason
+    from quantkit_kernels.cpu.hadamard import reason_against as reason_against_rotation
+
+    for name, weight in quantized.items():
+        kernel = choose(query_for(weight, dtype, device, "decode")).kernel
+        if not isinstance(kernel, cpu_linear.CpuKernel):
+            return f"{name} is multiplied by {kernel.name}"
+        if weight.spec.rotation and (reason := reason_against_rotation(weight.shape[1])) is not None:
+            return f"{name}: {reason}"
     return None
-
-
-def _kernel(weight: QuantizedTensor, dtype: torch.dtype) -> LinearKernel:
-    return choose(query_for(weight, dtype, torch.device("cpu"), "decode")).kernel
 
 
 def _listed(dtypes: Iterable[torch.dtype]) -> str:
@@ -148,12 +130,11 @@ class CpuModel(ProgramModel):
             for linear in (*self.linears().values(), self._model.head):
                 if linear.weight is not self._model.embedding:  # whose rows are read by themselves
                     linear.weight = packed_of(linear).in_planes()
-            trim_heap()
+            cpu_machine.trim_heap()
         weights = [packed_of(linear) for linear in (*self.linears().values(), self._model.head)]
         return CpuModel(self._model, high=True) if any(weight.has_planes for weight in weights) else None
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
-        """See :meth:`CausalLM.embed`."""
         return self._model.embed(ids)
 
     def head(self, x: torch.Tensor) -> torch.Tensor:
@@ -161,46 +142,40 @@ class CpuModel(ProgramModel):
         return self._model.head(x)
 
     def reason_against(self, cache: KVCache) -> str | None:
-        """See the base class."""
         return reason_against_cache(cache)
 
     def check_cache(self, cache: KVCache) -> None:
-        """See the base class: there is a way to run every cache."""
+        """There is a way to run every cache."""
 
     def prepare(self, cache: KVCache) -> None:
-        """See the base class: build the program that reads such pages."""
+        """Build the program that reads such pages."""
         if reason_against_cache(cache) is None:
             self.program(codecs_of(cache), not has_kernels(cache))
 
     def chunk_invariant(self, cache: KVCache) -> bool:
-        """See the base class: operation by operation it isn't, nor where torch encodes a chunk's keys and
+        """Operation by operation it isn't, nor where torch encodes a chunk's keys and
         values."""
         return reason_against_cache(cache) is None and has_kernels(cache)
 
     def normalized(self, x: torch.Tensor) -> torch.Tensor:
-        """See the base class."""
         return self._model.normalized(x)
 
     def token_rows(self, tokens: Sequence[Sequence[int]]) -> list[npt.NDArray[np.int64]]:
-        """See the base class."""
         return [np.array(row, np.int64) for row in tokens]
 
     def step_logits(self, batch: Batch, ids: TokenIds, counts: Sequence[int],
                     wanted: Sequence[range]) -> list[torch.Tensor]:
-        """See the base class."""
         program = self._program_of(batch)
         with self._running:
             return [program.step(batch, ids, slices, selected_rows(slices, wanted))
                     for slices in self.slices(batch, counts)]
 
     def step_hidden(self, batch: Batch, ids: TokenIds, counts: Sequence[int]) -> list[torch.Tensor]:
-        """See the base class."""
         program = self._program_of(batch)
         with self._running:
             return [program.run(batch, ids, slices).clone() for slices in self.slices(batch, counts)]
 
     def head_logits(self, x: torch.Tensor) -> torch.Tensor:
-        """See the base class."""
         program = self.program(None)
         with self._running:
             return program.logits(x)
@@ -216,9 +191,9 @@ class CpuModel(ProgramModel):
         """The program that reads these codecs of the cache, or any; made when it is first asked for.
 
         Args:
-            codecs: of the pages that attention reads; ``None``: any.
+            codecs: the codecs of the pages that attention reads; ``None``: any.
             decoded: whether these are decoded pages.
-            taps: as :attr:`Batch.taps`.
+            taps: layers to hand out, see :attr:`Batch.taps`.
         """
         from quantkit_kernels.cpu.kv_pages import PageCodecs
 

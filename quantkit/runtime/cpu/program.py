@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import struct
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,14 +15,17 @@ from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
 from quantkit.kv.store import PageStore
 from quantkit.models.decoder import CausalLM, DecoderLayer
-from quantkit.models.layers import RMSNorm
+from quantkit.models.layers import MLP, RMSNorm
 from quantkit.models.linear import Linear
 from quantkit.ops import cpu_machine, cpu_weight
+from quantkit.ops.cpu_machine import lazy_zeros
 from quantkit.ops.cpu_weight import Activations, CpuWeight, InputKey, widened
 from quantkit.ops.hadamard import hadamard_factors
-from quantkit.ops.sampling import capped_rows
-from quantkit.runtime.cpu.buffers import MAX_ROWS, buffer, buffers, mlp_of, plain_of, stride_of
-from quantkit.runtime.memory.scratch import MIN_POSITIONS, packed_of
+from quantkit.ops.linear_weight import LinearWeight
+from quantkit.ops.rows import capped_rows
+from quantkit.ops.stored_weight import PlainWeight
+from quantkit.runtime.memory.scratch import CPU_ROWS as MAX_ROWS
+from quantkit.runtime.memory.scratch import MIN_POSITIONS, buffer_width, packed_of, result_widths
 from quantkit.runtime.program_model import RowSlice, rope_tables
 from quantkit.support.progress import tell_compiling
 
@@ -34,12 +37,19 @@ QUERIES = 48
 TokenIds = Sequence[npt.NDArray[np.int64]] | npt.NDArray[np.int64]  # of each sequence of a batch
 
 
+class AttentionOperations(NamedTuple):
+    """Where a layer's attention is in a program: what stores keys and values, attends, and adds up splits."""
+
+    store: int
+    attend: int
+    reduce: int
+
+
 class CpuProgram:
     """A model's operations in order. Rows of activations lie one after another, by sequence.
 
     Args:
         model: with packed Linears.
-        codecs: of the cache's pages.
         high: read only the high halves of weights that have two.
 
     Attributes:
@@ -57,7 +67,9 @@ class CpuProgram:
         from quantkit_kernels.cpu.program import Program
         from quantkit_kernels.cpu.weight_decoder import STRIPE, SUB
 
-        self._model, self._codecs, self._high = model, codecs, high
+        self._model = model
+        self._codecs = codecs
+        self._high = high
         config = self._config = model.config
         self._pool = cpu_machine.pool()
         isa, threads = cpu_machine.isa(), self._pool.threads
@@ -80,13 +92,14 @@ class CpuProgram:
         self._activations: dict[tuple[str, InputKey], Activations] = {}
         self._packed: dict[int, tuple[CpuWeight, int]] = {}
         self._prepared: set[int] = set()  # operations that prepare rows for products
-        self._attention: list[tuple[int, int, int]] = []  # operations store, attend, reduce: by layer
+        self._attention: list[AttentionOperations] = []  # by layer
         self._encode: list[int] = []  # by layer, if there is a residual
         self._record_queries: list[int] = []  # by layer
         self._program = Program(isa)
         self._build(model)
         self._program.finish(tell_compiling)
-        self._rope_positions, self._current_tiles, self._current_pages = 0, (-1, -1), (-1, -1)
+        self._rope_positions = 0
+        self._current_tiles = self._current_pages = (-1, -1)
         self._current_rows = self._current_selected = self._current_blocks = self._recorded_rows = -1
 
     @property
@@ -147,7 +160,7 @@ class CpuProgram:
             q_stride=stride_of(q), query_heads=config.num_heads))
         if self._codecs.residual and self.encodes:
             self._encode.append(program.add(EncodePages(self._codecs, dim), 0, **where, **scratch))
-        self._attention.append((
+        self._attention.append(AttentionOperations(
             store,
             program.add(Attend(self._codecs, dim), **where, **scratch, q=q, out=mixed, tiles=self._tiles,
                         q_stride=stride_of(q), out_stride=stride_of(mixed), group=self._group,
@@ -343,10 +356,10 @@ class CpuProgram:
             return
         if splits > 1:
             self._partial = torch.empty(count * self._config.num_heads * splits * (self._config.head_dim + 2))
-        for _, attend, combine in self._attention:
-            program.set(attend, units=tiles * heads * splits, splits=splits, partial=self._partial)
-            program.set(combine, units=count * self._config.num_heads if splits > 1 else 0, splits=splits,
-                        partial=self._partial)
+        for layer in self._attention:
+            program.set(layer.attend, units=tiles * heads * splits, splits=splits, partial=self._partial)
+            units = count * self._config.num_heads if splits > 1 else 0
+            program.set(layer.reduce, units=units, splits=splits, partial=self._partial)
         self._current_tiles = (tiles, splits)
 
     def _units(self, operations: range, rows: int) -> None:
@@ -374,8 +387,8 @@ class CpuProgram:
         if longest <= self._rope_positions:
             return
         size = max(MIN_POSITIONS, 2 * self._rope_positions, longest)
-        for (store, _, _), (cos, sin) in zip(self._attention, rope_tables(self._config, size)):
-            self._program.set(store, cos=cos, sin=sin)
+        for layer, (cos, sin) in zip(self._attention, rope_tables(self._config, size)):
+            self._program.set(layer.store, cos=cos, sin=sin)
         self._rope_positions = size
 
     def _pages(self, cache: KVCache) -> None:
@@ -387,13 +400,13 @@ class CpuProgram:
             return
         rule = {"residual_length": cache.codecs.residual_length, "first": cache.codecs.first}
         closes = self._encode or itertools.repeat(None)
-        for layer, ((store, attend, _), close) in enumerate(zip(self._attention, closes)):
+        for layer, (operations, close) in enumerate(zip(self._attention, closes)):
             parts, visible = self._addresses(cache, layer), cache.layers[layer].policy.visible
             limit, sinks = visible or (UNBOUNDED, 0)
-            for index in (store, attend, close):
+            for index in (operations.store, operations.attend, close):
                 if index is not None:
                     self._program.set(index, **parts, **rule)
-            self._program.set(attend, limit=limit, sinks=sinks)
+            self._program.set(operations.attend, limit=limit, sinks=sinks)
         self._current_pages = now
 
     def _addresses(self, cache: KVCache, layer: int) -> dict[str, int]:
@@ -416,3 +429,46 @@ def page_addresses(store: PageStore) -> dict[str, int]:
     return {name: addresses.get(name, 0) for name in (
         "positions", "residual_positions", "k_residual", "v_residual",
         *(f"{side}_{part}" for side in "kv" for part in PARTS))}
+
+
+def plain_of(table: LinearWeight) -> torch.Tensor:
+    """An embedding's tensor. Raises TypeError if it isn't plain."""
+    if not isinstance(table, PlainWeight):
+        raise TypeError("the embedding is neither plain nor packed")
+    return table.tensor
+
+
+def stride_of(x: torch.Tensor) -> int:
+    """Bytes from row to row."""
+    return x.stride(0) * x.element_size()
+
+
+def mlp_of(layer: DecoderLayer) -> MLP:
+    """A layer's MLP. Models with experts are declined before."""
+    assert isinstance(layer.mlp, MLP)
+    return layer.mlp
+
+
+def buffers(writers: Sequence[Sequence[Linear]], readers: Sequence[Linear],
+            sizes: Sequence[int]) -> list[torch.Tensor]:
+    """A buffer for each result of the Linears that read the same input.
+
+    Where one Linear computes all results side by side, the buffers are parts of one.
+
+    Args:
+        writers: for every layer, a Linear for each result, or one for all of them.
+        readers: the Linears that read any of the buffers.
+
+    Returns:
+        float32 ``[MAX_ROWS, …]`` each.
+    """
+    widths = result_widths(writers, readers, sizes)
+    if len(widths) == len(sizes):
+        return [lazy_zeros(MAX_ROWS, width) for width in widths]
+    joined = lazy_zeros(MAX_ROWS, widths[0])
+    return [joined[:, start:] for start in itertools.accumulate(sizes[:-1], initial=0)]
+
+
+def buffer(writers: Sequence[Linear], readers: Sequence[Linear], size: int = 0) -> torch.Tensor:
+    """float32 ``[MAX_ROWS, …]``, wide enough for these Linears; the padding of a row stays 0."""
+    return lazy_zeros(MAX_ROWS, buffer_width(writers, readers, size))

@@ -16,9 +16,8 @@ from quantkit.kv.cache import KVCache
 from quantkit.models.decoder import CausalLM, DecoderLayer
 from quantkit.ops.cpu_machine import lazy_zeros
 from quantkit.ops.cpu_weight import CpuWeight
-from quantkit.ops.sampling import one_thread
-from quantkit.runtime.cpu.buffers import MAX_ROWS, stride_of
-from quantkit.runtime.cpu.program import CpuProgram, page_addresses
+from quantkit.ops.rows import one_thread
+from quantkit.runtime.cpu.program import MAX_ROWS, CpuProgram, page_addresses, stride_of
 from quantkit.runtime.program_model import RowSlice
 
 if TYPE_CHECKING:
@@ -46,10 +45,10 @@ class DecodedCpuProgram(CpuProgram):
         sequences = [batch.sequences[part.sequence] for part in slices]
         begin = 0
         with one_thread():  # torch's others, once woken, would spin on the cores that the program needs
-            for index, (_, attend, _) in enumerate(self._attention):
-                self._pool.run(self._program.records[begin:attend])
+            for index, layer in enumerate(self._attention):
+                self._pool.run(self._program.records[begin:layer.attend])
                 decoded.encode(index, [sequence.layers[index] for sequence in sequences], counts)
-                begin = attend
+                begin = layer.attend
         self._pool.run(self._program.records[begin:end])
 
     def _pages(self, cache: KVCache) -> None:
@@ -67,7 +66,7 @@ class TappedCpuProgram(CpuProgram):
 
     Args:
         model, codecs, high: as of a :class:`CpuProgram`.
-        layers: as :attr:`Batch.taps`.
+        layers: layers to hand out, see :attr:`Batch.taps`.
     """
 
     def __init__(self, model: CausalLM, codecs: PageCodecs, high: bool, layers: Sequence[int]) -> None:
@@ -104,9 +103,8 @@ class LinearOperator:
     Attributes:
         name: one of :data:`LINEARS`, or :data:`HEAD`.
         operations: begin and end in the program.
-        weights: that are multiplied by.
-        input_bytes: of a row as the products read it: codes, scales and sums.
-        output_bytes: of a row of the results in float32; twice where they are added to what is there.
+        input_bytes: bytes of a row as the products read it: codes, scales and sums.
+        output_bytes: bytes of a row of the results in float32; twice where they are added.
     """
 
     name: str
@@ -117,7 +115,6 @@ class LinearOperator:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the weights."""
         return sum(weight.nbytes for weight in self.weights)
 
 
@@ -153,15 +150,14 @@ class OperatorProgram(CpuProgram):
 
     def attention(self) -> list[tuple[int, int]]:
         """For each layer begin and end of attention in the program: over pages, and what adds up splits."""
-        return [(attend, combine + 1) for _, attend, combine in self._attention]
+        return [(layer.attend, layer.reduce + 1) for layer in self._attention]
 
     def step_rows(self, batch: Batch, tokens: Sequence[Sequence[int]], selected: int | None = None) -> None:
         """Take tokens of every sequence through the model.
 
         Args:
-            batch: the sequences.
             tokens: ids of each; at most MAX_ROWS in all.
-            selected: how many go through the head; ``None``: all.
+            selected: the number of rows that go through the head; ``None``: all.
         """
         ids = [np.array(row, np.int64) for row in tokens]
         slices = [RowSlice(sequence, 0, len(row)) for sequence, row in enumerate(tokens)]
@@ -180,5 +176,4 @@ class OperatorProgram(CpuProgram):
 
     @torch.inference_mode()
     def run_records(self, records: npt.NDArray[np.int64]) -> None:
-        """Run a program of :meth:`records_of`."""
         self._pool.run(records)

@@ -56,7 +56,7 @@ class DraftSource(ABC):
         nbytes: bytes of memory that it takes beside the model.
         cold: whether the last proposal did more than others do, such as reading a prompt, so that its time
             doesn't say what drafts cost.
-        layers: of the model, whose inputs :meth:`observe` is told of; the number of layers stands for what
+        layers: the model's layers whose inputs :meth:`observe` gets; the number of layers stands for what
             the last one leaves.
     """
 
@@ -73,7 +73,7 @@ class DraftSource(ABC):
         anew after it had to give up its pages. Only for sources with :attr:`layers`.
 
         Args:
-            text: that they are of.
+            text: the text that they belong to.
             start: position of the first one.
             hidden: float32 ``[n, layers, hidden]``.
         """
@@ -84,7 +84,6 @@ class DraftSource(ABC):
         """Guess how texts go on.
 
         Args:
-            texts: that get a draft.
             limits: tokens of each draft, at most; none is 0.
 
         Returns:
@@ -101,7 +100,7 @@ class Drafter(Frozen, ABC):
 
     Attributes:
         first: the name of the option that may be given without its name.
-        max_tokens: of a draft.
+        max_tokens: the largest number of tokens of a draft.
     """
 
     name: ClassVar[str]

@@ -1,30 +1,127 @@
 """Drafts by an EAGLE-3 head from its published checkpoint, https://arxiv.org/abs/2503.01840.
 
 The head is a decoder layer over a token's embedding beside what the model computed in three of its layers. It
-has an output layer of its own, often over the most frequent part of the vocabulary alone.
+has an output layer of its own, often over the most frequent part of the vocabulary alone. Its ``config.json``
+is as the paper's code, SpecForge or speculators write it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from pydantic import Field
 
 from quantkit.kv.batch import Batch
+from quantkit.models.architecture import parse_config
+from quantkit.models.config import ModelConfig
 from quantkit.models.forward_context import ForwardContext
 from quantkit.models.layers import MLP, Attention, RMSNorm, check_shape, embedded, linear
+from quantkit.models.reader import HARMLESS, ConfigReader
 from quantkit.ops.linear_weight import LinearWeight
 from quantkit.runtime.cpu.model import CpuModel
 from quantkit.runtime.drafting.base import MAX_DRAFT, DraftSource
-from quantkit.runtime.drafting.eagle3_config import read_config
-from quantkit.runtime.drafting.head import DraftHead, HeadDrafter, HeadSource, cpu_model
-from quantkit.runtime.drafting.head_files import HeadFiles, head_source
+from quantkit.runtime.drafting.head import (
+    DraftHead,
+    HeadDrafter,
+    HeadFiles,
+    HeadSource,
+    cpu_model,
+    head_source,
+)
 from quantkit.support.errors import UsageError
 
 if TYPE_CHECKING:
     from quantkit.runtime.loader import LoadedModel
+
+OWN_KEYS = frozenset({"draft_vocab_size", "target_hidden_size", "eagle_config", "norm_before_residual",
+                      "norm_before_fc", "bias", "eagle_aux_hidden_state_layer_ids"})
+"""What a head's config has beside its layer's."""
+NESTED = "transformer_layer_config"
+"""Where speculators writes the layer's."""
+BOOKKEEPING = frozenset({"speculators_config", "speculators_model_type", "speculators_version",
+                         "has_no_defaults_at_init", "embed_requires_grad", "target_model_type",
+                         "transformers_version", "tie_word_embeddings"})
+
+
+@dataclass(frozen=True)
+class Eagle3Config:
+    """What a head is.
+
+    Attributes:
+        layer: its decoder layer.
+        draft_vocab: tokens that it can draft.
+        normed_residual: the layer's residual is behind the norm of the hidden state.
+        layers: the model's layers whose inputs it takes.
+    """
+
+    layer: ModelConfig
+    draft_vocab: int
+    normed_residual: bool
+    layers: tuple[int, ...]
+
+
+def read_config(hf: Mapping[str, Any], target: ModelConfig, uri: str) -> Eagle3Config:
+    """Read it strictly.
+
+    Args:
+        target: the config of the model that it drafts for.
+
+    Raises:
+        UnsupportedModelError: a key is malformed, unknown or not implemented.
+        UsageError: it was made for another model.
+    """
+    where = f"config.json of the EAGLE-3 head {uri}"
+    nested = ConfigReader(hf, where).raw(NESTED)
+    if nested is None:
+        layer = {key: value for key, value in hf.items() if key not in OWN_KEYS | BOOKKEEPING}
+        reader = ConfigReader({key: value for key, value in hf.items() if key in OWN_KEYS}, where)
+    elif isinstance(nested, dict):
+        layer = nested
+        reader = ConfigReader({key: value for key, value in hf.items() if key != NESTED}, where)
+    else:
+        raise ConfigReader(hf, where).wrong(NESTED, nested, "it must be an object")
+    parsed = parse_config({"model_type": "llama"} | {key: value for key, value in layer.items()
+                                                     if key != "architectures"})
+    if parsed.num_layers != 1:
+        raise reader.wrong("num_hidden_layers", parsed.num_layers, "only heads of one layer are implemented")
+    for key in ("norm_before_fc", "bias"):
+        reader.only(key, (False,))
+    reader.only("target_hidden_size", (target.hidden_size,))
+    config = Eagle3Config(replace(parsed, sliding_windows=(None,)),
+                          reader.integer("draft_vocab_size", parsed.vocab_size),
+                          reader.flag("norm_before_residual"), _layers(reader, target, uri))
+    reader.finish(HARMLESS | BOOKKEEPING, {})
+    return config
+
+
+def _layers(reader: ConfigReader, target: ModelConfig, uri: str) -> tuple[int, ...]:
+    """As the config says, or those of the paper's code. In ``eagle_config`` they are layers whose outputs are
+    taken, which are the next ones' inputs."""
+    key, shift = "eagle_aux_hidden_state_layer_ids", 0
+    stated, eagle = reader.raw(key), reader.raw("eagle_config")
+    if eagle is not None:
+        if not isinstance(eagle, dict):
+            raise reader.wrong("eagle_config", eagle, "it must be an object")
+        reader.only("use_aux_hidden_state", (True,))
+        if eagle.get("use_aux_hidden_state") is False:
+            raise reader.wrong("eagle_config", eagle, "only heads over several layers are implemented")
+        if stated is None and eagle.get(key) is not None:
+            stated, shift = eagle[key], 1
+    count = target.num_layers
+    if stated is None:
+        return 2, count // 2, count - 3
+    if not isinstance(stated, list) or not stated or not all(type(layer) is int for layer in stated):
+        raise reader.wrong(key, stated, "it must be a list of layers' numbers")
+    layers = tuple(layer + shift for layer in stated)
+    if not all(0 <= layer <= count for layer in layers):
+        raise UsageError(f"{uri} can't draft for this model", next="take the head that was made for it",
+                         why=f"it wants hidden states of the layers {', '.join(map(str, stated))}, and the "
+                             f"model has {count}")
+    return layers
+
 
 NEVER = -1e30
 """The logit of tokens that a head doesn't draft: samplers refuse infinite ones."""
@@ -37,7 +134,6 @@ class Eagle3Drafter(HeadDrafter):
     max_tokens: int = Field(default=4, ge=1, le=MAX_DRAFT)
 
     def start(self, target: LoadedModel) -> DraftSource:
-        """See the base class."""
         model = cpu_model(target, self.name)
         with head_source(self.checkpoint) as source:
             head = Eagle3Head(source.config(), HeadFiles(source, _stored_name(source.tensors()), model.dtype),
@@ -47,12 +143,6 @@ class Eagle3Drafter(HeadDrafter):
 
 class Eagle3Head(DraftHead):
     """The network.
-
-    Args:
-        hf: its ``config.json``.
-        files: its tensors.
-        model: that it drafts for.
-        uri: what it is called.
 
     Raises:
         UsageError: it was made for a model of another shape.
@@ -95,12 +185,10 @@ class Eagle3Head(DraftHead):
         self.nbytes = files.nbytes + (0 if self._table is None else self._table.nbytes)
 
     def join(self, hidden: torch.Tensor) -> torch.Tensor:
-        """See the base class."""
         return self._fc(hidden.flatten(1).to(self.dtype))
 
     def run(self, ids: torch.Tensor, states: torch.Tensor, context: ForwardContext,
             batch: Batch) -> torch.Tensor:
-        """See the base class."""
         tokens = self._model.embed(ids) if self._table is None else embedded(self.config, ids, self._table,
                                                                               self.dtype)
         normed = self._hidden_norm(states)
@@ -110,7 +198,6 @@ class Eagle3Head(DraftHead):
         return residual + self._mlp(self._mlp_norm(residual))
 
     def logits(self, state: torch.Tensor) -> torch.Tensor:
-        """See the base class."""
         logits = torch.full((self._model.config.vocab_size,), NEVER)
         logits[self._ids] = self._head(self._norm(state[None]))[0].float()
         return logits

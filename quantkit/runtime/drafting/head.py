@@ -1,4 +1,4 @@
-"""Drafts by a head: a small network that goes on from the model's hidden states of a text's tokens.
+"""Drafts by a head: a small network, in files of its own, that goes on from the model's hidden states.
 
 A head has seen a text's position p once it got the model's hidden states there together with the token at
 p + 1; what it gives then says what comes at p + 2. A draft goes on from what the head itself gave.
@@ -7,7 +7,8 @@ p + 1; what it gives then says what comes at p + 2. A draft goes on from what th
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
@@ -19,14 +20,18 @@ from quantkit.kv.cache import KVCache
 from quantkit.kv.spec import KVSpec
 from quantkit.models.config import ModelConfig
 from quantkit.models.forward_context import ForwardContext
-from quantkit.ops.sampling import largest_chance, one_thread
+from quantkit.models.linear import Weights
+from quantkit.models.loadable import PLAIN
+from quantkit.ops.linear_weight import LinearWeight
+from quantkit.ops.rows import largest_chance, one_thread
+from quantkit.ops.stored_weight import StoredWeight
 from quantkit.runtime.cpu.model import CpuModel
 from quantkit.runtime.drafting.base import DraftedText, Drafter, DraftSource
-from quantkit.support.errors import UsageError
+from quantkit.sources.base import ModelSource, QuantizedError, TensorInfo
+from quantkit.support.errors import SourceError, UsageError
 
 if TYPE_CHECKING:
     from quantkit.runtime.loader import LoadedModel
-
 
 class HeadDrafter(Drafter):
     """A drafter whose drafts are a head's.
@@ -45,11 +50,9 @@ class DraftHead(ABC):
     """The network.
 
     Attributes:
-        config: of its one layer, which its KV cache is made for.
-        layers: of the model, whose inputs it goes on from; the number of layers stands for what the last one
-            leaves.
-        dtype: of its hidden states.
-        nbytes: of its weights.
+        config: the config of its one layer; its KV cache is made for that.
+        layers: the model's layers whose inputs it goes on from; the number of layers stands for what the
+            last one leaves.
     """
 
     config: ModelConfig
@@ -77,7 +80,6 @@ class _Reading:
     """What a head has seen of a text.
 
     Attributes:
-        number: of its sequence.
         first: position that it has seen first; a text may begin with what another one left in the prefix
             cache.
         seen: position that comes next.
@@ -94,22 +96,20 @@ class HeadSource(DraftSource):
     """Drafts of a head, a text at a time.
 
     Args:
-        head: that drafts.
-        model: that it drafts for.
         least_chance: a draft ends before a token that is less likely than this.
     """
 
     def __init__(self, head: DraftHead, model: CpuModel, least_chance: float) -> None:
-        self._head, self._model, self._least = head, model, least_chance
+        self._head = head
+        self._model = model
+        self._least = least_chance
         self.layers, self.nbytes = head.layers, head.nbytes
         self._cache = KVCache(head.config, KVSpec(), head.dtype)
 
     def begin(self, text: DraftedText) -> None:
-        """See the base class."""
         text.state = _Reading(self._cache.add())
 
     def observe(self, text: DraftedText, start: int, hidden: torch.Tensor) -> None:
-        """See the base class."""
         reading = _reading(text)
         if start > reading.seen + len(reading.waiting):  # what came between was never computed for this text
             self._cache.take_back(reading.number, reading.seen - reading.first)
@@ -122,12 +122,10 @@ class HeadSource(DraftSource):
             self._catch_up(text)
 
     def propose(self, texts: Sequence[DraftedText], limits: Sequence[int]) -> list[list[int]]:
-        """See the base class."""
         with one_thread():
             return [self._draft(text, limit) for text, limit in zip(texts, limits)]
 
     def end(self, text: DraftedText) -> None:
-        """See the base class."""
         self._cache.free([_reading(text).number])
 
     def _draft(self, text: DraftedText, limit: int) -> list[int]:
@@ -180,3 +178,86 @@ def cpu_model(target: LoadedModel, drafter: str) -> CpuModel:
 def _reading(text: DraftedText) -> _Reading:
     assert isinstance(text.state, _Reading)
     return text.state
+
+
+AGAIN = "get its files from the same place again"
+INTEGERS = (torch.int64, torch.int32)
+
+
+@contextmanager
+def head_source(uri: str) -> Iterator[ModelSource]:
+    """The files that hold a head. Raises UsageError: they are a quantized checkpoint, which holds none."""
+    from quantkit.sources.open import open_source
+
+    try:
+        source = open_source(uri)
+    except QuantizedError:
+        raise UsageError(f"{uri} holds no head", why="a quantized checkpoint leaves it out",
+                         next="name the files that the head was published in") from None
+    try:
+        yield source
+    finally:
+        source.close()
+
+
+class HeadFiles:
+    """The tensors.
+
+    Args:
+        source: the files that have them.
+        name_of: maps the name that a layer asks for to the stored one.
+        dtype: the dtype that they are computed in.
+
+    Attributes:
+        weights: by the names that layers ask for; Linears are packed for the CPU's kernels.
+        nbytes: bytes of the Linears that were asked for.
+    """
+
+    def __init__(self, source: ModelSource, name_of: Callable[[str], str], dtype: torch.dtype) -> None:
+        self._source = source
+        self._name_of = name_of
+        self._infos = source.tensors()
+        self._asked: set[str] = set()
+        self.nbytes = 0
+        self.weights = Weights(self._tensor, self.has, dtype, pack=self._pack)
+
+    def has(self, name: str) -> bool:
+        return self._name_of(name) in self._infos
+
+    def integers(self, name: str) -> torch.Tensor:
+        """A tensor of whole numbers, int64. Raises SourceError: it is missing or another."""
+        info = self._info(name)
+        if info.dtype not in INTEGERS:
+            raise SourceError(f"{self._source.uri}: tensor {info.name!r} is stored as {info.dtype}",
+                              why="it must be whole numbers", next=AGAIN)
+        return self._source.tensor(info.name).to(torch.int64)
+
+    def refuse_unused(self, prefix: str, ignored: Collection[str]) -> None:
+        """Raise SourceError if a tensor whose name begins so was never asked for."""
+        for name in sorted(self._infos.keys() - self._asked - set(ignored)):
+            if name.startswith(prefix):
+                raise SourceError(f"{self._source.uri} has a tensor that nothing uses: {name[:120]!r}",
+                                  why="such a head isn't implemented: its drafts would be others",
+                                  next="take a head of another kind: see docs/drafts.md")
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        info = self._info(name)
+        dimensions = 1 if name.endswith(".bias") or "norm" in name.rpartition(".")[0] else 2
+        if info.dtype not in PLAIN or len(info.shape) != dimensions or 0 in info.shape:
+            raise SourceError(f"{self._source.uri}: tensor {info.name!r} is {info.dtype} {list(info.shape)}",
+                              why=f"a head has floating-point numbers of {dimensions} dimensions there",
+                              next=AGAIN)
+        return self._source.tensor(info.name)
+
+    def _info(self, name: str) -> TensorInfo:
+        stored = self._name_of(name)
+        self._asked.add(stored)
+        if (info := self._infos.get(stored)) is None:
+            raise SourceError(f"{self._source.uri} lacks the tensor {stored!r}",
+                              why="the head can't compute without it", next=AGAIN)
+        return info
+
+    def _pack(self, weight: StoredWeight) -> LinearWeight:
+        packed = weight.packed(self.weights.dtype)
+        self.nbytes += packed.nbytes
+        return packed

@@ -22,8 +22,14 @@ from quantkit.models.forward_context import ForwardContext
 from quantkit.models.layers import RMSNorm, linear
 from quantkit.runtime.cpu.model import CpuModel
 from quantkit.runtime.drafting.base import MAX_DRAFT, DraftSource
-from quantkit.runtime.drafting.head import DraftHead, HeadDrafter, HeadSource, cpu_model
-from quantkit.runtime.drafting.head_files import HeadFiles, head_source
+from quantkit.runtime.drafting.head import (
+    DraftHead,
+    HeadDrafter,
+    HeadFiles,
+    HeadSource,
+    cpu_model,
+    head_source,
+)
 from quantkit.support.errors import UsageError
 
 if TYPE_CHECKING:
@@ -38,7 +44,6 @@ class MtpDrafter(HeadDrafter):
     max_tokens: int = Field(default=3, ge=1, le=MAX_DRAFT)
 
     def start(self, target: LoadedModel) -> DraftSource:
-        """See the base class."""
         model = cpu_model(target, self.name)
         with head_source(self.checkpoint) as source:
             layout = layout_in(source.tensors(), model.config, self.checkpoint)
@@ -51,10 +56,10 @@ class MtpLayout:
     """How a family's files name a head's tensors, and what it does in its own way.
 
     Attributes:
-        block: of the decoder layer's tensors.
+        block: the prefix of the decoder layer's tensors.
         token_norm, hidden_norm, projection, norm: of the others.
         hidden_first: the projection's input begins with the hidden state, not with the embedding.
-        normed_state: what a draft goes on from is behind the norm.
+        normed_state: whether a draft goes on from what is behind the norm.
     """
 
     block: str
@@ -95,11 +100,6 @@ def layout_in(stored: Mapping[str, object], config: ModelConfig, uri: str) -> Mt
 class MtpHead(DraftHead):
     """The network.
 
-    Args:
-        layout: of its files.
-        files: its tensors.
-        model: that it is of.
-
     Raises:
         QuantkitError: its files are off.
     """
@@ -107,7 +107,9 @@ class MtpHead(DraftHead):
     def __init__(self, layout: MtpLayout, files: HeadFiles, model: CpuModel) -> None:
         config = model.config
         self.config = dataclasses.replace(config, num_layers=1, sliding_windows=config.sliding_windows[-1:])
-        self._layout, self._model, self.dtype = layout, model, model.dtype
+        self._layout = layout
+        self._model = model
+        self.dtype = model.dtype
         self.layers = (config.num_layers,)
         weights, hidden = files.weights, config.hidden_size
         self._projection = linear(weights, layout.projection, (hidden, 2 * hidden), False)
@@ -121,18 +123,15 @@ class MtpHead(DraftHead):
         self.nbytes = files.nbytes
 
     def join(self, hidden: torch.Tensor) -> torch.Tensor:
-        """See the base class."""
         return self._model.normalized(hidden[:, 0].to(self.dtype))
 
     def run(self, ids: torch.Tensor, states: torch.Tensor, context: ForwardContext,
             batch: Batch) -> torch.Tensor:
-        """See the base class."""
         parts = [self._token_norm(self._model.embed(ids)), self._hidden_norm(states)]
         x = self._projection(torch.cat(parts[::-1] if self._layout.hidden_first else parts, -1))
         x = self._layer(x[None], context.positions, batch, context)[0]
         return self._norm(x) if self._layout.normed_state else x
 
     def logits(self, state: torch.Tensor) -> torch.Tensor:
-        """See the base class."""
         normed = state if self._layout.normed_state else self._norm(state)
         return self._model.head(normed[None])[0].float()

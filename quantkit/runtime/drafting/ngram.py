@@ -40,7 +40,6 @@ class NgramDrafter(Drafter):
         return self
 
     def start(self, target: LoadedModel) -> DraftSource:
-        """See the base class."""
         return _Lookup(self.min_match, self.max_match)
 
 
@@ -78,11 +77,10 @@ class _Lookup(DraftSource):
         self._sizes = range(largest, smallest - 1, -1)
 
     def begin(self, text: DraftedText) -> None:
-        """See the base class."""
         text.state = _Index(self._sizes)
 
     def propose(self, texts: Sequence[DraftedText], limits: Sequence[int]) -> list[list[int]]:
-        """See the base class. A repetition that reaches the text's end goes on from its beginning."""
+        """A repetition that reaches the text's end goes on from its beginning."""
         drafts = []
         for text, limit in zip(texts, limits):
             index, tokens = text.state, text.tokens

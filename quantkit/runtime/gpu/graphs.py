@@ -44,9 +44,8 @@ class GraphCache:
     the same memory.
 
     Args:
-        device: where; without graphs, on a CPU, the step itself is called.
+        device: the device; on a CPU there are no graphs, and the step itself is called.
         vocab: numbers of a token's logits.
-        dtype: of logits.
         limit: slots of a head where the model's longest text ends.
     """
 
@@ -64,7 +63,7 @@ class GraphCache:
         Args:
             run: the step; always the same.
             ids: int64 ``[n]``, at most 256, on the device.
-            rows: of the tables on the device.
+            rows: their rows in the tables on the device.
             longest: slots of a head after this step, at most.
             valid: changes when something lies elsewhere.
 
@@ -72,7 +71,9 @@ class GraphCache:
             Logits ``[n, vocab]``, valid until the next call.
         """
         if valid != self._valid:
-            self._graphs, self._valid, self._pool = {}, valid, None
+            self._graphs = {}
+            self._valid = valid
+            self._pool = None
         size = next(size for size in BATCHES if size >= len(rows))
         if size > len(self._logits):
             self._graphs, self._pool = {}, None

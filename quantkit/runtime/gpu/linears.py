@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from quantkit.formats.base import Codes, QuantizedTensor
 from quantkit.models.linear import Linear
-from quantkit.ops.dispatch import choose, codes_of
+from quantkit.ops.dispatch import choose, codes_of, query_for
 from quantkit.ops.hadamard import hadamard_factors
-from quantkit.ops.linear import query_for
 from quantkit.ops.linear_weight import DeviceWeight
 from quantkit.ops.rows import gelu_tanh_mul, silu_mul
 from quantkit.ops.stored_weight import PlainWeight, QuantizedWeight, StoredWeight
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 ACTIVATIONS = {"silu": silu_mul, "gelu_tanh": gelu_tanh_mul}
 
 
-def declines(weight: QuantizedTensor, dtype: torch.dtype, device: torch.device) -> str | None:
+def reason_against(weight: QuantizedTensor, dtype: torch.dtype, device: torch.device) -> str | None:
     """Why no kernel of ours multiplies it there; ``None`` if one does."""
     kernel = choose(query_for(weight, dtype, device, "decode")).kernel
     return None if isinstance(kernel, TritonKernel) else f"is multiplied by {kernel.name}"
@@ -39,7 +38,7 @@ class DeviceLinear:
     Attributes:
         weight: in the tensor core's order.
         bias: ``[n]``, or none.
-        rotation: of rows before, on the device: see :func:`quantkit.ops.hadamard.hadamard_factors`.
+        rotation: rotates rows before: see :func:`quantkit.ops.hadamard.hadamard_factors`.
     """
 
     weight: TritonWeight
@@ -80,6 +79,14 @@ class DeviceLinear:
         return quantize(x, self.weight.decoder.takes[0])
 
 
+class _Part(NamedTuple):
+    """A product, and the columns of the result that are its."""
+
+    product: DeviceLinear
+    start: int
+    end: int
+
+
 class FusedLinear:
     """Linears that see one input, side by side in one result.
 
@@ -88,9 +95,7 @@ class FusedLinear:
 
     Args:
         linears: in the order of their results.
-        dtype: of activations.
-        device: where they are multiplied.
-        activation: of gate and up, the two Linears or the two halves of one: the result is then
+        activation: joins gate and up, the two Linears or the two halves of one: the result is then
             ``activation(gate) · up``.
 
     Attributes:
@@ -105,41 +110,41 @@ class FusedLinear:
         self._activation = activation
         groups = [list(linears)] if _alike(linears, device) else [[linear] for linear in linears]
         self._gated = activation is not None and len(groups) == 1
-        self._parts: list[tuple[DeviceLinear, int, int]] = []
+        self._parts: list[_Part] = []
         start = 0
         for group in groups:
             size = sum(linear.shape[0] for linear in group)
-            self._parts.append((_product(group, dtype, device, self._gated), start, start + size))
+            self._parts.append(_Part(_product(group, dtype, device, self._gated), start, start + size))
             start += size
-        self.takes = self._parts[0][0].takes if len(groups) == 1 else None
-        self.inputs = self._parts[0][0].inputs if len(groups) == 1 else None
+        self.takes = self._parts[0].product.takes if len(groups) == 1 else None
+        self.inputs = self._parts[0].product.inputs if len(groups) == 1 else None
         self.width = start if activation is None else start // 2
         self._whole, self._dtype = start, dtype
 
     @property
     def nbytes(self) -> int:
-        return sum(product.weight.nbytes for product, _, _ in self._parts)
+        return sum(part.product.weight.nbytes for part in self._parts)
 
     def look_up(self, ids: torch.Tensor) -> torch.Tensor:
         """int64 ``[m]`` → those rows of the one weight, ``[m, k]``."""
         from quantkit_kernels.triton.embedding import embed
 
-        return embed(ids, self._parts[0][0].weight, self._dtype)
+        return embed(ids, self._parts[0].product.weight, self._dtype)
 
     def __call__(self, x: torch.Tensor | QuantizedActivations, residual: torch.Tensor | None = None,
                  out: torch.Tensor | None = None) -> torch.Tensor:
         """``x [m, k]`` → ``[m, width]``, plus ``residual`` if there is one, in ``out``; of a single weight
         without activation only."""
         if len(self._parts) == 1:
-            product = self._parts[0][0]
+            product = self._parts[0].product
             if self._gated:
                 return product(x, gated=self._activation)
             result = product(x, residual=residual, out=out)
         else:
             assert isinstance(x, torch.Tensor) and residual is None and out is None
             result = x.new_empty(x.shape[0], self._whole)
-            for product, start, end in self._parts:
-                product(x, out=result[:, start:end])
+            for part in self._parts:
+                part.product(x, out=result[:, part.start:part.end])
         if self._activation is not None:
             gate, up = result.chunk(2, 1)
             return ACTIVATIONS[self._activation](gate.contiguous(), up)

@@ -25,7 +25,7 @@ from quantkit.runtime.gpu.graphs import BATCHES, GraphCache
 from quantkit.runtime.gpu.program import GpuProgram
 from quantkit.runtime.gpu.tables import DeviceTables
 from quantkit.runtime.memory.scratch import GPU_ROWS
-from quantkit.runtime.program_model import ProgramModel, RowSlice, selected_rows
+from quantkit.runtime.program_model import ProgramModel, RowSlice, reason_against_shape, selected_rows
 from quantkit.support.errors import UsageError
 
 if TYPE_CHECKING:
@@ -33,37 +33,24 @@ if TYPE_CHECKING:
 
 
 def reason_against(config: ModelConfig, dtype: torch.dtype, device: torch.device,
-             quantized: Mapping[str, QuantizedTensor]) -> str | None:
+                   quantized: Mapping[str, QuantizedTensor]) -> str | None:
     """Why a model isn't run by these kernels there; ``None`` if it is.
 
     Args:
-        config: its shape.
-        dtype: of activations and plain weights.
-        device: where it is to run.
+        dtype: the dtype of activations and plain weights.
         quantized: its packed weights by name.
     """
-    if (reason := gpu.unavailable(device.type, dtype)) is not None:
+    if (reason := gpu.reason_against(device.type, dtype)) is not None:
         return reason
     if device.type == "cuda" and dtype == torch.float32:
         return "takes 16-bit models, not float32"
-    if (reason := reason_against_shape(config) or kv_gpu.heads_decline(
+    if (reason := reason_against_shape(config) or kv_gpu.reason_against_heads(
             config.head_dim, config.num_heads // config.num_kv_heads)) is not None:
         return reason
     for name, weight in quantized.items():
-        if (reason := linears.declines(weight, dtype, device)) is not None:
+        if (reason := linears.reason_against(weight, dtype, device)) is not None:
             return f"{name} {reason}"
     return None
-
-
-def reason_against_shape(config: ModelConfig) -> str | None:
-    """What a model does that no kernel computes; ``None`` if there is nothing."""
-    has = {"mixtures of experts": config.experts is not None,
-           "attention sinks": config.attention_sinks,
-           "clamped activations": config.activation == "clamped_silu",
-           "a rotation that depends on the sequence's length": config.rope.kind == "longrope",
-           "a rotation of parts of a head": config.rope.partial != 1.0}
-    feature = next((name for name, used in has.items() if used), None)
-    return None if feature is None else f"has no kernel for {feature}"
 
 
 class _CacheOnDevice:
@@ -142,7 +129,6 @@ class GpuModel(ProgramModel):
 
     Args:
         model: built on the CPU, its weights as their files have them; they are moved and let go of.
-        device: where it runs.
         done: called when some weights are on the device.
     """
 
@@ -171,15 +157,14 @@ class GpuModel(ProgramModel):
         return self._program.step_bytes + (0 if table is self._model.head.weight else table.nbytes)
 
     def on_device(self) -> AbstractContextManager[object]:
-        """See the base class."""
         return gpu.current(self.device)
 
     def reason_against(self, cache: KVCache) -> str | None:
-        """See the base class. A cache that is on the device already isn't looked at again."""
+        """A cache that is on the device already isn't looked at again."""
         if cache in self._caches:
             return None
         config = self.config
-        return kv_gpu.declines(cache.codecs, self.dtype, config.head_dim,
+        return kv_gpu.reason_against_cache(cache.codecs, self.dtype, config.head_dim,
                                config.num_heads // config.num_kv_heads, self.device.type)
 
     def check_cache(self, cache: KVCache) -> None:
@@ -191,25 +176,21 @@ class GpuModel(ProgramModel):
                              next="give --kv int8, or run the model with --device cpu")
 
     def prepare(self, cache: KVCache) -> None:
-        """See the base class: kernels are compiled when they are first launched."""
+        """Kernels are compiled when they are first launched."""
 
     def chunk_invariant(self, cache: KVCache) -> bool:
-        """See the base class."""
         return True
 
     def normalized(self, x: torch.Tensor) -> torch.Tensor:
-        """See the base class."""
         with self.on_device():
             return self._program.normalized(x.reshape(-1, x.shape[-1])).reshape(x.shape)
 
     def token_rows(self, tokens: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-        """See the base class."""
         flat = gpu.sent(torch.tensor([token for row in tokens for token in row]), self.device)
         return list(flat.split([*map(len, tokens)]))
 
     def step_logits(self, batch: Batch, ids: Sequence[torch.Tensor] | torch.Tensor, counts: Sequence[int],
                     wanted: Sequence[range]) -> list[torch.Tensor]:
-        """See the base class."""
         on_device = self._on_device(batch.cache)
         if self._decodes(batch, counts):
             rows = on_device.decode(batch, ids[:, 0] if isinstance(ids, torch.Tensor) else torch.cat([*ids]))
@@ -219,12 +200,10 @@ class GpuModel(ProgramModel):
 
     def step_hidden(self, batch: Batch, ids: Sequence[torch.Tensor] | torch.Tensor,
                     counts: Sequence[int]) -> list[torch.Tensor]:
-        """See the base class."""
         on_device = self._on_device(batch.cache)
         return [on_device.prefill(batch, ids, slices) for slices in self.slices(batch, counts)]
 
     def head_logits(self, x: torch.Tensor) -> torch.Tensor:
-        """See the base class."""
         return self._program.logits(x)
 
     def _selected(self, x: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:

@@ -53,20 +53,21 @@ class GpuProgram:
 
     Args:
         model: its weights anywhere; they are let go of one by one.
-        device: where it runs.
         done: called when a layer's weights are on the device.
 
     Attributes:
         device, dtype: where it runs; of activations and logits.
         vocab: numbers of a token's logits.
         group: query heads that share a key head.
-        step_bytes: of weights that a decode step reads.
+        step_bytes: bytes of weights that a decode step reads.
         moves: how often the tables of angles came to lie elsewhere.
     """
 
     def __init__(self, model: CausalLM, device: torch.device, done: Callable[[], None]) -> None:
         config = self._config = model.config
-        self.dtype, self.device, self._eps = model.dtype, device, config.rms_norm_eps
+        self.dtype = model.dtype
+        self.device = device
+        self._eps = config.rms_norm_eps
         self.vocab = config.vocab_size
         self.group = config.num_heads // config.num_kv_heads
         self._layers: list[_Layer] = []
@@ -105,11 +106,11 @@ class GpuProgram:
         """Take tokens through all layers; their keys and values are in the pages then.
 
         Args:
-            ids: int64 ``[N]``.
-            step: whose they are.
+            ids: token ids, int64 ``[N]``.
+            step: says whose they are.
             tables, pages: of all sequences.
             cache: says how a query looks at them.
-            tiles: of a prompt's tokens, see
+            tiles: tiles of a prompt's tokens, see
                 :func:`quantkit_kernels.triton.prefill_attention.prefill_attention`; ``None``: a token of
                 each sequence.
             queries: gets each layer's queries ``[N, H, D]``, rotated.

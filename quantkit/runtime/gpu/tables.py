@@ -28,7 +28,7 @@ class _Row:
     """A sequence on the device.
 
     Attributes:
-        index: which of the R.
+        index: its row of the tables.
         table: the page numbers that the device has.
         seen: tokens that it has counted there.
     """
@@ -44,11 +44,8 @@ class DeviceTables:
     The host's bookkeeping is the truth. A sequence whose pages changed is copied to the device again before
     its next step, one that only got tokens in a way that the device hasn't counted has its lengths copied.
 
-    Args:
-        cache: whose sequences.
-
     Attributes:
-        tables: as kernels take them.
+        tables: the tables that kernels take.
         moves: how often they came to lie elsewhere.
     """
 
@@ -140,7 +137,6 @@ class DeviceTables:
         row.table = state.table
 
     def _count(self, row: _Row, state: SequenceState) -> None:
-        """Lengths and positions."""
         self.tables.lengths[row.index] = self._sent(state.lengths)
         row.seen = int(state.seen[-1])
         self.tables.seen[row.index] = row.seen

@@ -43,8 +43,7 @@ class PeakUsage:
 
     Attributes:
         codes, residual: pages of codes, and pages of unencoded vectors.
-        bytes: what both take, at any one time.
-        slots: tokens that it holds.
+        bytes: the most that both take at one time.
         tracked: bytes of what a policy tracks.
     """
 
@@ -63,7 +62,6 @@ class LayerGroup:
     """Layers that take the same memory.
 
     Attributes:
-        layers: the number of layers.
         window: tokens that the model itself looks at there; ``None``: all.
         model_window: whether that window is what they hold, whatever the policy.
         page_bytes: the sizes of a page of codes and of a page of the residual.
@@ -112,7 +110,6 @@ class Footprint:
 
     @property
     def layers(self) -> int:
-        """Number of layers."""
         return sum(group.layers for group in self.groups)
 
     @property
@@ -366,7 +363,6 @@ def _with_lookahead(group: LayerGroup, pages: int) -> LayerGroup:
 
 
 def _larger(first: Footprint, second: Footprint) -> Footprint:
-    """Enough for both."""
     groups = (dataclasses.replace(a, filling=a.filling | b.filling, decoding=a.decoding | b.decoding)
               for a, b in zip(first.groups, second.groups, strict=True))
     return dataclasses.replace(first, groups=tuple(groups))

@@ -88,7 +88,6 @@ def result_widths(writers: Sequence[Sequence[Linear]], readers: Sequence[Linear]
     Args:
         writers: for every layer, a Linear for each result, or one for all of them.
         readers: the Linears that read any of the results.
-        sizes: the widths of the results.
 
     Returns:
         One for each result, or a single one where one Linear computes all results side by side.

@@ -91,7 +91,6 @@ class ModelMemory:
 
     @property
     def total(self) -> int:
-        """Bytes of all."""
         return self.weights.bytes + self.kv_bytes + self.spare_bytes + sum(self.scratch.values())
 
     @property
@@ -110,12 +109,12 @@ class ModelMemory:
 
     def most_sequences(self) -> int:
         """How many sequences fit at this context; 0: none."""
-        return _most(lambda count: self.at(concurrency=count).left >= 0, MOST_SEQUENCES)
+        return most_that_fit(lambda count: self.at(concurrency=count).left >= 0, MOST_SEQUENCES)
 
     def most_context(self) -> int:
         """The longest context that fits for this number of sequences, up to the model's own; 0: none."""
         limit = self.weights.config.max_position_embeddings
-        return _most(lambda tokens: self.at(context=tokens).left >= 0, limit)
+        return most_that_fit(lambda tokens: self.at(context=tokens).left >= 0, limit)
 
 
 def kv_footprint(weights: ModelWeights, kv: KVSpec, requirements: Requirements) -> Footprint:
@@ -125,7 +124,7 @@ def kv_footprint(weights: ModelWeights, kv: KVSpec, requirements: Requirements) 
                      scratch.PREFILL_CHUNK)
 
 
-def _most(fits: Callable[[int], bool], limit: int) -> int:
+def most_that_fit(fits: Callable[[int], bool], limit: int) -> int:
     """The largest number up to ``limit`` that fits, where all smaller ones do."""
     low, high = 0, 1
     while high <= limit and fits(high):
@@ -142,7 +141,7 @@ class MemoryPart:
     """A part of the memory.
 
     Attributes:
-        name: its purpose.
+        name: names its purpose.
         bytes: its size, at most.
         how: the reason for its bound, for people; empty if nothing need be said.
         grows: whether it is taken little by little, by requests.
@@ -167,7 +166,6 @@ class ServerMemory:
         sequences: the largest number of sequences that decode side by side.
         fitting: the number of them that fit with the weights, if the KV cache grows; ``None``: its size is
             fixed, or it isn't known what is available.
-        device: the device that has the memory.
     """
 
     parts: tuple[MemoryPart, ...]
@@ -191,12 +189,10 @@ class ServerMemory:
 
     @property
     def weights(self) -> int:
-        """Bytes of the weights."""
         return self.parts[0].bytes
 
     @property
     def total(self) -> int:
-        """Bytes of all parts."""
         return sum(part.bytes for part in self.parts)
 
     @property
@@ -223,7 +219,6 @@ def server_memory(source: ModelSource | AnyCheckpoint, device: torch.device, fre
 
     Args:
         source: an open checkpoint or source.
-        device: the model will run there.
         free: :func:`~quantkit.runtime.memory.machine.free_memory` before any model was loaded.
         reason_against: the function of that name of the runtime for that device.
         before: the models that the same process loads before this one.
@@ -292,7 +287,6 @@ def check_gpu_memory(config: ModelConfig, dtype: torch.dtype, quantized: Mapping
 
     Args:
         config, dtype, quantized: of the model.
-        device: the model is to run there.
         uri: the model's name in the error.
         ours: whether kernels of ours will run it, which lay weights out anew.
 
@@ -322,7 +316,6 @@ def spare_bytes(model: LanguageModel, cache: KVCache, sequences: int, chunk: int
     planned.
 
     Args:
-        model: the model, loaded.
         cache: the cache, with its largest number of concurrent sequences.
         sequences: the largest number of concurrent sequences.
         chunk: prompt tokens that go through the model at once.

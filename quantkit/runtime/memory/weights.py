@@ -26,8 +26,7 @@ from quantkit.models.loadable import dtype_of
 from quantkit.ops import cpu_machine, cpu_weight
 from quantkit.ops.cpu_linear import CpuKernel
 from quantkit.ops.cpu_weight import CpuWeight
-from quantkit.ops.dispatch import choose
-from quantkit.ops.linear import query_for
+from quantkit.ops.dispatch import choose, query_for
 from quantkit.ops.triton_linear import TritonKernel
 from quantkit.plugins.manager import registry
 from quantkit.sources.base import ModelSource, file_bytes, quantized_types
@@ -98,14 +97,13 @@ class ModelWeights:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all weights in memory."""
         return self.other_bytes + sum(layer.bytes for layer in self.layers)
 
     @property
     def quantized(self) -> dict[str, QuantizedTensor]:
         """The quantized layers by name, without their numbers: what kernels are chosen by."""
-        return {row.name: QuantizedTensor(row.format, row.spec, row.shape, FLOATS[row.dtype], {})
-                for row in (layer.row for layer in self.layers) if row.format is not None and row.spec}
+        weights = {layer.name: weight_of(layer.row) for layer in self.layers}
+        return {name: weight for name, weight in weights.items() if weight is not None}
 
     @property
     def multiplied(self) -> tuple[LinearMemory, ...]:
@@ -134,6 +132,14 @@ class ModelWeights:
         if experts is None or ".experts." not in layer.name:
             return 1.0
         return float(1.0 - (1.0 - experts.chosen / experts.count) ** tokens)
+
+
+def weight_of(row: LayerRow) -> QuantizedTensor | None:
+    """The quantized weight of a row without its numbers: what kernels are chosen by; ``None`` of a plain
+    one."""
+    if row.format is None or row.spec is None:
+        return None
+    return QuantizedTensor(row.format, row.spec, row.shape, FLOATS[row.dtype], {})
 
 
 def unquantized(source: ModelSource, reason_against: Declines, device: torch.device = CPU,
@@ -183,7 +189,6 @@ def model_weights(name: str, description: str, config: ModelConfig, dtype: torch
         rows: the rows of its layers.
         other: bytes of all other tensors.
         reason_against: the function of that name of the runtime that would run the model.
-        device: the model would run there.
     """
     rows = list(rows)
     if config.tie_word_embeddings and all(row.name != EMBEDDING for row in rows):
@@ -192,7 +197,7 @@ def model_weights(name: str, description: str, config: ModelConfig, dtype: torch
         rows.insert(0, LayerRow(name=EMBEDDING, shape=(config.vocab_size, config.hidden_size), bytes=size,
                                 dtype=dtype_name(dtype), bits=8.0 * dtype.itemsize))
         other -= size
-    kernels = cpu_machine.unavailable() is None
+    kernels = cpu_machine.reason_against_kernels() is None
     layers = [_in_memory(row, _packed(row.format, row.spec, row.shape[1], row.dtype, dtype)
                          if kernels else None) for row in rows]
     weights = ModelWeights(name, description, config, dtype, file_bytes, tuple(layers), other)

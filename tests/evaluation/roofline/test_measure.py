@@ -151,7 +151,7 @@ def test_the_fastest_measurement_is_the_ceiling(monkeypatch):
 
 def test_without_kernels_it_says_what_to_give(monkeypatch):
     for module in (cpu_linear, cpu_machine):
-        monkeypatch.setattr(module, "unavailable", lambda: "llvmlite is not installed")
+        monkeypatch.setattr(module, "reason_against_kernels", lambda: "llvmlite is not installed")
     with pytest.raises(UsageError, match="can't be measured") as caught:
         ceilings.read_bandwidth()
     assert "--bandwidth and --flops" in str(caught.value.next)

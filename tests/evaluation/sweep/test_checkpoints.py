@@ -8,7 +8,7 @@ import pytest
 
 from quantkit.evaluation.sweep import checkpoints
 from quantkit.evaluation.sweep.checkpoints import folders_of, made
-from quantkit.quantization.specs import CalibrationSpec
+from quantkit.quantization.recipe import CalibrationSpec
 from quantkit.support.errors import CheckpointError, UsageError
 
 

@@ -18,9 +18,8 @@ import torch
 from quantkit.checkpoint import durable
 from quantkit.formats.spec import GROUP_SCALES, Granularity, QuantSpec
 from quantkit.plugins.manager import PluginManager, current
-from quantkit.quantization.recipe import list_recipes
+from quantkit.quantization.recipe import CalibrationSpec, list_recipes
 from quantkit.quantization.run import quantize
-from quantkit.quantization.specs import CalibrationSpec
 from quantkit.support.errors import CheckpointError
 from quantkit.testing import METHOD_SPECS, tiny_model
 

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from quantkit.kv.codecs.eight_bit import Float8Vectors, Int8Vectors
 from quantkit.kv.codecs.kivi import GroupedGrid
-from quantkit.kv.codecs.plain import PlainVectors
+from quantkit.kv.codecs.per_token import Float8Vectors, Int8Vectors, PlainVectors
 from quantkit_kernels.cpu import attention, kv_codecs, kv_write
 from quantkit_kernels.cpu.kv_pages import SEQUENCE, PageCodecs
 from quantkit_kernels.cpu.program import Program

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantkit.quantization.budget.allocate import allocate
+from quantkit.quantization.budget.choose import allocate
 
 GROUPS = st.lists(st.lists(st.tuples(st.one_of(st.just(0.0), st.floats(1e-12, 1e3)), st.integers(1, 10**6)),
                            min_size=1, max_size=4), min_size=1, max_size=5)

@@ -13,9 +13,8 @@ from quantkit.models.architecture import linear_slots, parse_config
 from quantkit.quantization.budget.amount import parse_budget
 from quantkit.quantization.budget.choose import choose, labels_of
 from quantkit.quantization.planning.plan import make_plan
-from quantkit.quantization.recipe import Candidate, Recipe, Rule, load_recipe
+from quantkit.quantization.recipe import CalibrationSpec, Candidate, Recipe, Rule, TransformSpec, load_recipe
 from quantkit.quantization.run import quantize
-from quantkit.quantization.specs import CalibrationSpec, TransformSpec
 from quantkit.runtime.verify import verify
 from quantkit.sources.open import open_source
 from quantkit.support.errors import RecipeError, UsageError

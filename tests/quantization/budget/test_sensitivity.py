@@ -16,8 +16,7 @@ from quantkit.quantization.budget.sensitivity import sensitivities
 from quantkit.quantization.calibration import importance
 from quantkit.quantization.calibration.data import prepare
 from quantkit.quantization.planning.plan import candidate_rows, make_plan
-from quantkit.quantization.recipe import Candidate, Recipe, Rule
-from quantkit.quantization.specs import CalibrationSpec
+from quantkit.quantization.recipe import CalibrationSpec, Candidate, Recipe, Rule
 from quantkit.quantization.transforms.base import transformed
 from quantkit.sources.local import LocalSource
 from quantkit.sources.open import open_source

@@ -14,7 +14,7 @@ from quantkit.quantization.calibration import data as module
 from quantkit.quantization.calibration import hub
 from quantkit.quantization.calibration.data import load_calibration
 from quantkit.quantization.calibration.files import DataFile
-from quantkit.quantization.specs import CalibrationSpec
+from quantkit.quantization.recipe import CalibrationSpec
 from quantkit.sources.open import open_source
 from quantkit.support.errors import CalibrationError
 from quantkit.testing import CHAT_TEMPLATE, VOCAB, tiny_model

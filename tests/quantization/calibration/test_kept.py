@@ -10,8 +10,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from quantkit.plugins.manager import current
-from quantkit.quantization.calibration import kept
-from quantkit.quantization.specs import TransformSpec
+from quantkit.quantization.calibration import importance
+from quantkit.quantization.recipe import TransformSpec
 from quantkit.sources.open import open_source
 from quantkit.testing import tiny_model
 from tests.helpers.halved import HalvedPlugin
@@ -30,14 +30,14 @@ def tiny(tmp_path_factory):
 def find(tiny, tmp_path, monkeypatch):
     """``find(…)``: whether the model was walked through for it."""
     monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(kept, "LEAST", 1)
+    monkeypatch.setattr(importance, "LEAST_GRADIENTS", 1)
     made = {name: torch.rand(12, generator=torch.Generator().manual_seed(i)) for i, name in enumerate(WANTED)}
 
     def ask(tokens=TOKENS, seed=0, wanted=WANTED, transforms=(), uri=tiny):
         walked = []
         source = open_source(str(uri))
         try:
-            found = kept.gradients(
+            found = importance.gradients(
                 source, [TransformSpec(name=one) for one in transforms], tokens, seed, wanted, CPU,
                 lambda: (walked.append(1), {name: made[name] for name in wanted})[1])
         finally:
@@ -91,26 +91,26 @@ def test_another_model_of_the_same_name(find, tiny, tmp_path):
     lambda file: file.write_bytes(b""), lambda file: file.write_bytes(file.read_bytes()[:-8]),
     lambda file: file.write_bytes(file.read_bytes()[:-1] + bytes([file.read_bytes()[-1] ^ 1])),
     lambda file: save_file({name: torch.rand(12) for name in WANTED}, file),
-    lambda file: file.with_suffix(kept.HASH).unlink(),
-    lambda file: file.with_suffix(kept.HASH).write_bytes(b"\xff")])
+    lambda file: file.with_suffix(importance.HASH).unlink(),
+    lambda file: file.with_suffix(importance.HASH).write_bytes(b"\xff")])
 def test_what_is_damaged_is_found_again(find, damage):
     find()
     damage(find.files()[0])
     assert find() and not find()
-    assert [file.suffix for file in sorted(find.folder.iterdir())] == [".safetensors", kept.HASH]
+    assert [file.suffix for file in sorted(find.folder.iterdir())] == [".safetensors", importance.HASH]
 
 
 def test_a_full_disk_is_no_error(find, monkeypatch):
     def full(*given):
         raise SafetensorError("I/O error: No space left on device")
 
-    monkeypatch.setattr(kept, "save_file", full)
+    monkeypatch.setattr(importance, "save_file", full)
     assert find() and find() and not list(find.folder.iterdir())
 
 
 def test_what_a_killed_run_has_left_is_removed_a_day_later(find):
     find()
-    old, new = (find.folder / f"{name}{kept.PART}" for name in ("old", "new"))
+    old, new = (find.folder / f"{name}{importance.PART}" for name in ("old", "new"))
     for folder in (old, new):
         folder.mkdir()
         (folder / "x.safetensors").write_bytes(b"x")
@@ -120,12 +120,12 @@ def test_what_a_killed_run_has_left_is_removed_a_day_later(find):
 
 
 def test_few_numbers_are_not_kept(find, monkeypatch):
-    monkeypatch.setattr(kept, "LEAST", 25)
+    monkeypatch.setattr(importance, "LEAST_GRADIENTS", 25)
     assert find() and find() and not find.files()
 
 
 def test_the_newest_are_kept(find, monkeypatch):
-    monkeypatch.setattr(kept, "MOST", 3)
+    monkeypatch.setattr(importance, "GRADIENT_FILES", 3)
     for seed in range(5):
         assert find(seed=seed)
     assert len(find.files()) == 3 and not find(seed=4) and find(seed=0)

@@ -13,7 +13,7 @@ from quantkit.quantization.calibration import builtin_text
 from quantkit.quantization.calibration.builtin_text import builtin_documents, prose, stdlib
 from quantkit.quantization.calibration.data import load_calibration
 from quantkit.quantization.calibration.overlap import Passages
-from quantkit.quantization.specs import CalibrationSpec
+from quantkit.quantization.recipe import CalibrationSpec
 from quantkit.sources.open import open_source
 from quantkit.support.errors import CalibrationError
 from quantkit.testing import VOCAB, tiny_model

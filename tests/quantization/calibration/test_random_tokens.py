@@ -14,12 +14,10 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.models.architecture import parse_config
 from quantkit.models.linear import Weights
 from quantkit.quantization.calibration.data import correlation, prepare
-from quantkit.quantization.calibration.runner import LayerRunner
-from quantkit.quantization.calibration.stats import HessianObserver
+from quantkit.quantization.calibration.runner import HessianObserver, LayerRunner
 from quantkit.quantization.calibration.windows import CORRELATION, OFFSET, random_windows
-from quantkit.quantization.recipe import load_recipe
+from quantkit.quantization.recipe import CalibrationSpec, load_recipe
 from quantkit.quantization.run import quantize
-from quantkit.quantization.specs import CalibrationSpec
 from quantkit.sources.open import open_source
 from quantkit.support.errors import CalibrationError
 from quantkit.testing import tiny_model

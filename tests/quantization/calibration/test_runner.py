@@ -15,8 +15,7 @@ from quantkit.models.linear import Weights
 from quantkit.ops.stored_weight import PlainWeight
 from quantkit.quantization.calibration import runner as module
 from quantkit.quantization.calibration.finite import NonFiniteError
-from quantkit.quantization.calibration.runner import LayerRunner
-from quantkit.quantization.calibration.stats import HessianObserver
+from quantkit.quantization.calibration.runner import HessianObserver, LayerRunner
 from quantkit.quantization.methods.rounding import RTN as METHOD
 from quantkit.quantization.methods.rounding import RtnOptions
 from quantkit.support.errors import CalibrationError

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from quantkit.quantization.calibration.finite import NonFiniteError
-from quantkit.quantization.calibration.stats import HessianObserver
+from quantkit.quantization.calibration.runner import HessianObserver
 from quantkit.support.errors import CalibrationError
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from quantkit.quantization.calibration.windows import Encoded, cut_windows
-from quantkit.quantization.specs import CalibrationSpec
+from quantkit.quantization.recipe import CalibrationSpec
 from quantkit.support.errors import CalibrationError
 
 

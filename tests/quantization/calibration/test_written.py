@@ -15,9 +15,8 @@ from quantkit.models.decoder import CausalLM
 from quantkit.models.linear import Weights
 from quantkit.quantization.calibration import written
 from quantkit.quantization.calibration.finite import NonFiniteError
-from quantkit.quantization.calibration.openings import BEGINNINGS, QUESTIONS
-from quantkit.quantization.calibration.written import WritingPrompt, write_windows
-from quantkit.quantization.specs import CalibrationSpec
+from quantkit.quantization.calibration.written import BEGINNINGS, QUESTIONS, WritingPrompt, write_windows
+from quantkit.quantization.recipe import CalibrationSpec
 from quantkit.sources.open import open_source
 from quantkit.support.errors import CalibrationError
 from quantkit.testing import tiny_model
@@ -28,7 +27,7 @@ import json, sys, torch
 from quantkit.quantization.calibration.written import write_windows
 from quantkit.runtime.loader import load_source
 from quantkit.sources.open import open_source
-from quantkit.quantization.specs import CalibrationSpec
+from quantkit.quantization.recipe import CalibrationSpec
 from quantkit.text.tokenizer import Tokenizer
 
 source = open_source(sys.argv[1])

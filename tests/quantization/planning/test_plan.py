@@ -6,8 +6,7 @@ import torch
 from quantkit.plugins.manager import registry
 from quantkit.quantization.methods.base import LayerStats, Method, MethodOptions
 from quantkit.quantization.planning.plan import make_plan
-from quantkit.quantization.recipe import Recipe, load_recipe
-from quantkit.quantization.specs import CalibrationSpec
+from quantkit.quantization.recipe import CalibrationSpec, Recipe, load_recipe
 from quantkit.sources.base import TensorInfo
 from quantkit.support.errors import RecipeError, SourceError, UnsupportedModelError, UsageError
 from tests.helpers.shapes import (

@@ -8,9 +8,8 @@ import torch
 from quantkit.models.architecture import linear_slots, parse_config
 from quantkit.models.decoder import CausalLM
 from quantkit.models.linear import Weights
-from quantkit.models.scale_groups import ScaleGroup, scale_groups
 from quantkit.quantization.methods.base import LayerStats
-from quantkit.quantization.transforms.base import LayerTensors
+from quantkit.quantization.transforms.base import LayerTensors, ScaleGroup, scale_groups
 from quantkit.sources.open import open_source
 from quantkit.testing import FAMILIES, tiny_model
 

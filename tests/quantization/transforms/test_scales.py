@@ -8,10 +8,9 @@ import torch
 
 from quantkit.formats.spec import Granularity, QuantSpec
 from quantkit.models.architecture import parse_config
-from quantkit.models.scale_groups import scale_groups
 from quantkit.quantization.methods.base import LayerStats
 from quantkit.quantization.methods.rounding import RTN, RtnOptions
-from quantkit.quantization.transforms.base import LayerTensors
+from quantkit.quantization.transforms.base import LayerTensors, scale_groups
 from quantkit.quantization.transforms.channel_scales import AWQ, AwqOptions, SmoothOptions
 from quantkit.quantization.transforms.channel_scales import SMOOTHQUANT as SMOOTH
 from quantkit.sources.open import open_source

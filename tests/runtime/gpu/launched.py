@@ -90,9 +90,9 @@ def elsewhere(target: str) -> Driver:
     taken = Driver(target)
     driver.set_active(taken)
     torch.Tensor.is_cuda = property(lambda self: True)
-    gpu.unavailable = lambda device, dtype: None
+    gpu.reason_against = lambda device, dtype: None
     for module in (cpu_machine, cpu_linear):
-        module.unavailable = lambda: "there is a GPU"
+        module.reason_against_kernels = lambda: "there is a GPU"
     drawn = sampler._drawn
 
     def sevens(logits: torch.Tensor, samplers: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,7 +11,7 @@ from quantkit.runtime.engine import Engine
 from quantkit.runtime.gpu import tables
 from quantkit.runtime.gpu.model import GpuModel
 from quantkit.runtime.loader import load
-from quantkit.runtime.pipelined import PipelinedDecoder
+from quantkit.runtime.runner import PipelinedDecoder
 from quantkit.runtime.sampler import PendingTokens, Sampling
 from quantkit.runtime.trace import RequestSpan, StepSpan
 from quantkit.support.errors import QuantkitError

@@ -50,9 +50,9 @@ def case(request):
 
 def kernel_of(spec, rows, cols, monkeypatch):
     """The one that doesn't decline."""
-    monkeypatch.setattr(gpu, "unavailable", lambda device, dtype: None)
+    monkeypatch.setattr(gpu, "reason_against", lambda device, dtype: None)
     query = KernelQuery("linear", "cuda", (9, 0), torch.float16, rows, cols, "none", spec, "decode")
-    (kernel,) = [kernel for kernel in KERNELS if kernel.declines(query) is None]
+    (kernel,) = [kernel for kernel in KERNELS if kernel.reason_against(query) is None]
     return kernel
 
 
@@ -108,7 +108,7 @@ def test_weights_one_below_the_other(case, monkeypatch):
     (quant_spec("fp", 8, "tile", 128, scale_dtype="float32", activations="group"), "leaves activations")],
     ids=lambda value: value.label().replace(" ", "-") if hasattr(value, "label") else "")
 def test_what_none_of_them_multiplies(spec, reason, monkeypatch):
-    monkeypatch.setattr(gpu, "unavailable", lambda device, dtype: None)
+    monkeypatch.setattr(gpu, "reason_against", lambda device, dtype: None)
     query = KernelQuery("linear", "cuda", (9, 0), torch.float16, 96, 768, "none", spec, "decode")
-    reasons = [kernel.declines(query) for kernel in KERNELS]
+    reasons = [kernel.reason_against(query) for kernel in KERNELS]
     assert None not in reasons and any(reason in text for text in reasons), reasons

@@ -18,13 +18,14 @@ from quantkit.ops import gpu
 from quantkit.quantization.run import quantize
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.gpu.graphs import slots_of
-from quantkit.runtime.gpu.model import GpuModel, reason_against, reason_against_shape
+from quantkit.runtime.gpu.model import GpuModel, reason_against
 from quantkit.runtime.gpu.tables import DeviceTables
 from quantkit.runtime.loader import load
 from quantkit.runtime.memory import kv as kv_memory
 from quantkit.runtime.memory import scratch
 from quantkit.runtime.memory import weights as weight_memory
 from quantkit.runtime.memory.kv import footprint
+from quantkit.runtime.program_model import reason_against_shape
 from quantkit.runtime.sampler import Sampling
 from quantkit.support.errors import UsageError
 from quantkit.testing import tiny_model
@@ -216,10 +217,8 @@ def test_a_request_gives_the_same_tokens_alone_and_in_a_batch(folder, simulated,
 def test_without_a_gpu_they_decline(folder):
     model = load(str(folder), dtype="float32", device="cpu")
     codings = build_kv_codecs(parse_kv("none"))
-    assert gpu.norm_declines("cpu", model.dtype, 64) == "runs on cuda, not cpu"
-    found = list(kv_gpu.choices(codings, model.dtype, 64, 32, 2, "cpu"))
-    assert [one.kernel for one in found] == ["torch"] * 4 and {one.reason for one in found} == {
-        "runs on cuda, not cpu"}
+    assert gpu.reason_against_norm("cpu", model.dtype, 64) == "runs on cuda, not cpu"
+    assert kv_gpu.reason_against_cache(codings, model.dtype, 32, 2, "cpu") == "runs on cuda, not cpu"
 
 
 @pytest.mark.parametrize(("capability", "reason"), [
@@ -227,7 +226,7 @@ def test_without_a_gpu_they_decline(folder):
 def test_a_gpu_that_is_too_old_is_refused(monkeypatch, capability, reason):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    assert gpu.unavailable("cuda", torch.bfloat16) == reason
+    assert gpu.reason_against("cuda", torch.bfloat16) == reason
 
 
 @pytest.mark.parametrize(("change", "words"), [
@@ -236,7 +235,8 @@ def test_a_gpu_that_is_too_old_is_refused(monkeypatch, capability, reason):
 def test_what_the_cache_kernels_decline_on_a_gpu(change, words):
     query = {"kv": "int4", "dtype": torch.bfloat16, "dim": 128, "group": 4, "device": "cuda"} | change
     codings = build_kv_codecs(parse_kv(query.pop("kv")))
-    assert (kv_gpu.declines(codings, **query) or "") and words in kv_gpu.declines(codings, **query)
+    reason = kv_gpu.reason_against_cache(codings, **query)
+    assert reason and words in reason
 
 
 def test_heads_that_no_kernel_takes_are_refused_before_a_weight_is_moved(tmp_path, simulated):

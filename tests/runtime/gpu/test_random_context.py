@@ -3,11 +3,11 @@
 import pytest
 import torch
 
+from quantkit.evaluation.speed import decoding
 from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
 from quantkit.kv.spec import parse_kv
 from quantkit.ops import gpu
-from quantkit.runtime.gpu import random_context
 from quantkit.runtime.loader import load
 from quantkit.testing import tiny_model
 
@@ -17,14 +17,14 @@ LENGTH = 150
 @pytest.mark.parametrize("kv", ["none", "int8", "fp8", "int4", "rotation(4)", "int8/int4"])
 def test_a_step_after_it_reads_what_a_prompt_would_have_left(tmp_path, monkeypatch, kv):
     monkeypatch.setattr(gpu, "SIMULATE", True)
-    monkeypatch.setattr(random_context, "STEP", 64)
+    monkeypatch.setattr(decoding, "STEP", 64)
     folder = tiny_model(tmp_path / "m", num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
                         head_dim=32, dtype="float32")
     model = load(str(folder)).model
     cache = KVCache(model.config, parse_kv(kv), model.dtype, model.device)
     read, filled = cache.add(LENGTH + 2), cache.add(LENGTH + 2)
     model(torch.arange(LENGTH)[None] % 50, cache=Batch(cache, [read], "prefill_end"))
-    random_context.fill(cache, filled, LENGTH)
+    decoding.fill_at_random(cache, filled, LENGTH)
     assert cache.slots(filled) == cache.slots(read) and cache.seen(filled) == LENGTH
     assert cache.bytes_of(filled) == cache.bytes_of(read)
     assert cache.step_bytes(filled) == cache.step_bytes(read)

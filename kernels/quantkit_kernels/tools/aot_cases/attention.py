@@ -9,7 +9,7 @@ import triton
 
 from quantkit_kernels.tools.aot_cases.case import AotCase, made, threads
 from quantkit_kernels.triton import attention_weights, decode_attention, dependent, prefill_attention
-from quantkit_kernels.triton.attention_arguments import constants, declines
+from quantkit_kernels.triton.attention_arguments import constants, reason_against
 from quantkit_kernels.triton.cache import CHANNEL, FP8, HADAMARD, INT8, PLAIN, TOKEN, SideLayout
 
 HEADS, KV_HEADS = 32, 8
@@ -37,7 +37,7 @@ def cases(family: str) -> Iterator[AotCase]:
     """Head dimensions, codings, windows."""
     for coding in CODINGS:
         for dim in (64, 96, 128, 256) if coding in MAIN else (128,):
-            if declines(*CODINGS[coding], dim, family) is None:
+            if reason_against(*CODINGS[coding], dim, family) is None:
                 yield _decode(dim, coding, family)
                 yield _prefill(dim, coding, family)
     for coding in MAIN:

@@ -89,9 +89,7 @@ def train(parameters: Mapping[str, Parameter], windows: int, options: DistillOpt
     """Train all parameters. A pass through the windows is in their order.
 
     Args:
-        parameters: the parameters by name.
         windows: the number of training windows.
-        options: the options of ``distill``.
         store: keeps the state for an attempt that goes on if this one is stopped.
         gradient: gives the gradient of the loss at some values, a mean over some windows, by name.
         tell: is told of finished steps and of all.

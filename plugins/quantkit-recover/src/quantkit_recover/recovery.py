@@ -29,11 +29,10 @@ from quantkit.plugins.manager import registry
 from quantkit.quantization.calibration.finite import NonFiniteError, blame
 from quantkit.quantization.calibration.spill import Spill
 from quantkit.quantization.memory import RECOVERY_STATES, REST_UNIT, PlanRow, layer_unit
-from quantkit.quantization.recipe import Recipe
+from quantkit.quantization.recipe import CalibrationSpec, Recipe
 from quantkit.quantization.recovery import Recovery, RecoveryJob, RecoveryText, recovery_options
 from quantkit.quantization.solve import stored_weight
-from quantkit.quantization.specs import CalibrationSpec
-from quantkit.quantization.transforms.base import resolve
+from quantkit.quantization.transforms.base import resolve_transforms
 from quantkit.sources.base import ModelSource
 from quantkit.support.errors import CheckpointError, QuantkitError
 from quantkit.support.progress import Listener, ProgressEvent
@@ -80,7 +79,8 @@ class Distill(Recovery):
             return "no Linear of a decoder layer is quantized"
         if config.experts is not None:
             return "a layer of experts sends each token another way in training than in the original"
-        changing = [transform.name for transform, _ in resolve(recipe.transforms) if transform.layer]
+        changing = [transform.name for transform, _ in resolve_transforms(recipe.transforms)
+                    if transform.layer]
         if changing:
             return f"transform {changing[0]} changes layers and their norms while they are measured"
         for row in quantized:
@@ -245,7 +245,6 @@ class _FinishedModel:
         return Heads(original, quantized, self.config.logit_softcap)
 
     def parameters(self) -> dict[str, Parameter]:
-        """Everything that can be trained."""
         parameters = {}
         for index in range(self.config.num_layers):
             for name, packed in self.packed(index).items():

@@ -22,8 +22,8 @@ from quantkit.quantization.calibration.data import (
     own_calibration,
 )
 from quantkit.quantization.calibration.windows import TooFewWindowsError
+from quantkit.quantization.recipe import CalibrationSpec
 from quantkit.quantization.recovery import RecoveryText
-from quantkit.quantization.specs import CalibrationSpec
 from quantkit.sources.base import ModelSource
 from quantkit.support.errors import CalibrationError
 from quantkit.support.progress import Listener

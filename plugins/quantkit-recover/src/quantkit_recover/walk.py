@@ -54,7 +54,6 @@ class Divergence:
     """``KL(original || quantized)``, summed over some tokens and divided by the number of all.
 
     Attributes:
-        loss: the value of the divergence.
         gradient: its gradient at the last layer's states; zeros where none is wanted.
         norm_gradient: its gradient at the final norm's weight, if it is wanted.
     """
@@ -68,7 +67,6 @@ class QuantizedWalk:
     """A quantized model, read a layer at a time.
 
     Args:
-        config: the model's config.
         weights: the original model's; computing happens in its dtype and on its device.
         stored: a decoder layer's packed weights by the full names of their Linears.
         starts: the values that all parameters have in what is stored.
@@ -234,8 +232,6 @@ def original_states(config: ModelConfig, weights: Weights, tokens: torch.Tensor,
     """What the original model's final norm gives, ``[windows, length, hidden]``, some windows at a time.
 
     Args:
-        config: the model's config.
-        weights: the original model's weights.
         tokens: int64 ``[windows, length]``.
         spill: keeps hidden states between two layers.
         step: called with each layer's number before it runs.
