@@ -46,7 +46,6 @@ class PromptComparison(TeacherForcedModel):
         self._cache = cache
 
     def logits(self, window: torch.Tensor) -> torch.Tensor:
-        """See :meth:`TeacherForcedModel.logits`."""
         ids: list[int] = window.tolist()
         row = self._cache.add(len(ids))
         prefill(self.loaded, self._cache, row, ids[:self._prompt])
@@ -63,7 +62,6 @@ class DecodeComparison(PromptComparison):
     """As an answer is written: a token a step."""
 
     def read(self, row: int, ids: list[int]) -> torch.Tensor:
-        """See :meth:`PromptComparison.read`."""
         model, results = self.loaded.model, []
         for token in ids:
             batch = Batch(self._cache, [row], "decode")

@@ -102,7 +102,6 @@ def kernels(run: Callable[[], Any], times: int) -> list[tuple[str, float, float]
 
 
 def main() -> None:
-    """The command line."""
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n", maxsplit=1)[0])
     parser.add_argument("model")
     parser.add_argument("--random", metavar="RECIPE", help="random weights of these formats")

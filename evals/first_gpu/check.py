@@ -72,7 +72,6 @@ def product(kind: str, packed: TritonWeight, exact: torch.Tensor, x: torch.Tenso
 
 
 def facts(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """One after another."""
     device, dtype, n, k, rows = torch.device("cuda"), torch.bfloat16, 28672, 4096, 512
     timer, times, size = graph_timer, TIMES, COPY
     if args.rehearse:  # the interpreter is wrong in bfloat16

@@ -249,7 +249,6 @@ def exported(args: argparse.Namespace, base: Path, form: str) -> Path:
 
 
 def greedy(model: LoadedModel, prompts: list[list[int]], count: int) -> list[list[int]]:
-    """Our tokens."""
     return [done.token_ids for done in generate(model, prompts, Sampling(max_tokens=count, ignore_eos=True))]
 
 
@@ -307,7 +306,6 @@ def engine_answers(engine: str, python: Path, folder: Path, prompts: list[list[i
 
 
 def export_line(row: dict[str, Any]) -> str:
-    """For people."""
     head = f"{row['engine']:12} predicted {'loads' if row['predicted'] else 'refused'}, "
     if not row["loads"]:
         lacks = row.get("lacking")
@@ -372,7 +370,6 @@ def made_by_tool(python: Path, plain: Path, out: Path, name: str) -> str:
 
 
 def their_line(row: dict[str, Any]) -> str:
-    """For people."""
     head = f"{row['checkpoint']:20} "
     if not row["made"] or "error" in row:
         return head + f"the tool fails: {row['error']}"

@@ -45,9 +45,8 @@ from quantkit.quantization.recipe import CalibrationSpec
 from quantkit.sources.local import LocalSource
 from quantkit.text.tokenizer import Tokenizer
 
-HERE = Path(__file__).parent / "theirs"
-SCRIPTS = {"hqq": "hqq_linear.py", "sinq": "sinq_linear.py", "llmcompressor": "llmcompressor_weights.py",
-           "gptqmodel": "gptqmodel_weights.py", "autoround": "autoround.py"}
+SCRIPT = Path(__file__).parent / "theirs" / "weights.py"
+TOOLS = ("hqq", "sinq", "llmcompressor", "gptqmodel", "autoround")
 NONE = "none"
 DEFAULT = "default"
 NEAR = "near"
@@ -113,7 +112,7 @@ def main() -> None:
     parser.add_argument("--calibration", type=Path, required=True)
     parser.add_argument("--work", type=Path, required=True, help="where everything is made; it is kept")
     parser.add_argument("--python", nargs="*", default=[], metavar="TOOL=PATH",
-                        help=f"of {', '.join(SCRIPTS)}")
+                        help=f"of {', '.join(TOOLS)}")
     parser.add_argument("--only", nargs="*", default=["*"], metavar="PATTERN", help="of 'tool-name'")
     parser.add_argument("--group", type=int, default=64, help="weights a scale; -1: a row")
     parser.add_argument("--windows", type=int, default=64, help="of the calibration's text")
@@ -143,8 +142,8 @@ def make(variant: PeerVariant, python: Path, work: Path, threads: int) -> str:
     out = work / variant.key
     env = without_pythonpath(OMP_NUM_THREADS=str(threads), CUDA_VISIBLE_DEVICES="")
     tokens = str(work / "calibration.safetensors") if variant.calibration == NEAR else "-"
-    command = [str(python), str(HERE / SCRIPTS[variant.tool]), str(work / "plain"), tokens, str(out),
-               json.dumps(variant.spec)]
+    command = [str(python), str(SCRIPT), str(work / "plain"), tokens, str(out),
+               json.dumps({"tool": variant.tool, **variant.spec})]
     before, begin = os.times(), time.perf_counter()
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=env,
                           cwd=work)  # some write logs where they run

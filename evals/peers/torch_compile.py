@@ -139,7 +139,6 @@ def measure(kind: str, shape: dict[str, int], context: int, device: torch.device
 
 
 def main() -> None:
-    """The command line."""
     global RUNS, TOKENS
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n", maxsplit=1)[0])
     parser.add_argument("--weights", default="bf16,int8,int4")

@@ -41,10 +41,10 @@ class Response:
 
     Attributes:
         status: HTTP status, or 0 if the connection failed or was cut; ``error`` says how.
-        sent: when the request was written.
-        events: of a stream, the arrival and the bytes of each event, without ``data: ``.
+        sent: the time at which the request was written.
+        events: the arrival and the bytes of each event of a stream, without ``data: ``.
         body: everything that isn't an event stream.
-        ended: when the last byte came.
+        ended: the time of the last byte.
     """
 
     status: int = 0
@@ -70,7 +70,7 @@ class StreamTimes:
 
     Attributes:
         first: seconds from the request to the first event with text.
-        arrivals: of every event with text.
+        arrivals: the times of every event with text.
         tokens: by the usage that the server reported, or the number of events with text.
         cached: prompt tokens that the server says it took from a cache, or ``None``.
     """

@@ -221,7 +221,6 @@ async def gaps_point(run: ServerComparison, name: str, streams: int, prompt: str
 
 
 def gaps_line(points: list[Point]) -> str:
-    """For people."""
     before = [gap for point in points for gap in point["before"]]
     beside = [gap for point in points for gap in point["beside"]]
     first = ", ".join(f"{point['ttft'] / 1e3:.2f}" for point in points)
@@ -307,7 +306,6 @@ def prefix(run: ServerComparison) -> tuple[dict[str, Any], int]:
 
 
 def parsed() -> argparse.Namespace:
-    """The mode and its options."""
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     modes = parser.add_subparsers(dest="mode", required=True)
@@ -341,7 +339,6 @@ def parsed() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Returns the exit code."""
     args = parsed()
     if args.mode == "overload":
         content, code = run_overload(args)

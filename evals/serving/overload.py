@@ -224,7 +224,6 @@ class Tally:
     rss: list[tuple[float, int]] = field(default_factory=list)
 
     def add(self, case: LoadCase, response: Response, expected: dict[str, Any]) -> None:
-        """Check one answer."""
         took = 1e3 * (response.ended - response.sent)
         try:
             if response.status == 503:

@@ -60,7 +60,6 @@ class DecodeStep:
         return self.batch / max(self.memory_s, self.compute_s)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for ``--json``."""
         return {"batch": self.batch, "weight_bytes": round(self.weight_bytes),
                 "kv_bytes": round(self.kv_bytes), "operations": round(self.flops),
                 "memory_seconds": self.memory_s, "compute_seconds": self.compute_s, "bound_by": self.bound,

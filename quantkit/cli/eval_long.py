@@ -70,12 +70,12 @@ def command(model: str, kv: tuple[str, ...], tasks: str, context: tuple[int, ...
     """
     from quantkit.evaluation.long.run import LongSettings, evaluate_long
     from quantkit.evaluation.report import long
-    from quantkit.evaluation.report.folder import require_writable
+    from quantkit.evaluation.report.folder import check_writable
     from quantkit.support.device import find_device
 
     find_device(device)
     if out is not None:
-        require_writable(out)
+        check_writable(out)
     whens: dict[str, tuple[When, ...]] = {"both": ("known", "later"), "known": ("known",),
                                           "later": ("later",)}
     settings = LongSettings(

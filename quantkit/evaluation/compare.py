@@ -104,7 +104,7 @@ def compare_results(before: EvalResult, after: EvalResult) -> Comparison:
     Raises:
         UsageError: the fingerprints differ (the field is named), the references do, or no variant is in both.
     """
-    _require_comparable(before.protocol, after.protocol)
+    _check_comparable(before.protocol, after.protocol)
     notes = [f"{name} {getattr(before.protocol, name)} → {getattr(after.protocol, name)}"
              for name in _VERSIONS if getattr(before.protocol, name) != getattr(after.protocol, name)]
     fields = [name for name in _MACHINE if getattr(before.protocol, name) != getattr(after.protocol, name)]
@@ -114,7 +114,7 @@ def compare_results(before: EvalResult, after: EvalResult) -> Comparison:
             f"{name} {getattr(before.protocol, name)} → {getattr(after.protocol, name)}" for name in fields))
     first = _by_name(before)
     second = _by_name(after)
-    _require_one_reference(first, second)
+    _check_one_reference(first, second)
     common = [key for key in second if key in first]
     if not common:
         raise UsageError("the two results have no variant in common",
@@ -128,7 +128,7 @@ def compare_results(before: EvalResult, after: EvalResult) -> Comparison:
                       tuple(n for n in second if n not in first), tuple(map(printable, notes)))
 
 
-def _require_comparable(before: Protocol, after: Protocol) -> None:
+def _check_comparable(before: Protocol, after: Protocol) -> None:
     if before.fingerprint == after.fingerprint:
         return
     first, second = before.quality, after.quality
@@ -145,7 +145,7 @@ def _require_comparable(before: Protocol, after: Protocol) -> None:
         next="run quantkit eval with the same settings for both")
 
 
-def _require_one_reference(first: dict[str, ModelResult], second: dict[str, ModelResult]) -> None:
+def _check_one_reference(first: dict[str, ModelResult], second: dict[str, ModelResult]) -> None:
     """KL, flips and top-1 are of the reference: to another one they are other numbers."""
     ours, theirs = next(iter(first.items()), None), next(iter(second.items()), None)
     if ours and theirs and (ours[0], ours[1].method) != (theirs[0], theirs[1].method):
@@ -183,9 +183,9 @@ def _variant(name: str, before: ModelResult, after: ModelResult, result: EvalRes
     same = (None if before.manifest_sha256 is None or after.manifest_sha256 is None
             else before.manifest_sha256 == after.manifest_sha256)
     # what the reference's distance from itself is in both results tells nothing
-    told = (change for change in changes
+    shown = (change for change in changes
             if not change.before == change.after == DISTANCES.get(change.metric, math.nan))
-    return VariantChange(name, after.kv, same, tuple(told))
+    return VariantChange(name, after.kv, same, tuple(shown))
 
 
 def _change(key: str, text: str, before: Interval, after: Interval,

@@ -24,7 +24,7 @@ RESERVED_KEYS = frozenset({
 _KEY = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}", re.ASCII)
 
 
-def key_problem(key: object) -> str | None:
+def reason_against_key(key: object) -> str | None:
     """Why ``key`` can't be the key of a plugin's metric, or ``None``. A ``/`` is in tasks' keys only."""
     if not isinstance(key, str) or not _KEY.fullmatch(key):
         return f"its key {key!r:.80} isn't a letter and up to 63 letters, digits, dots, dashes or underscores"

@@ -7,14 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from quantkit.evaluation.keys import (
-    EXACT,
-    PER_ITEM,
-    PER_RUN,
-    TAILS,
-    WORD_PERPLEXITY,
-    key_problem,
-)
+from quantkit.evaluation.keys import EXACT, PER_ITEM, PER_RUN, TAILS, WORD_PERPLEXITY, reason_against_key
 from quantkit.evaluation.metrics import KL, PERPLEXITY, TOP1, Interval, Metric
 from quantkit.evaluation.tasks.score import PROPORTIONS
 from quantkit.plugins.manager import BUILTIN, registry
@@ -31,7 +24,7 @@ class MetricInfo:
     Attributes:
         title: head of its column.
         unit: ``"%"``: values are shares, and shown times 100.
-        direction: which values are better: ``lower``, ``higher``, or ``""``: neither.
+        direction: whether ``lower`` or ``higher`` values are better; ``""``: neither.
         per: ``token``, ``window``, ``run``, ``timed run`` or ``item``.
         owner: the distribution that registered it.
         in_tables: whether it has a column in tables; the others are in a place of their own.
@@ -96,7 +89,7 @@ def registered_metrics() -> list[RegisteredMetric]:
     for name, metric, owner in everything:
         if owner == BUILTIN:
             continue
-        problem = metric_problem(metric)
+        problem = reason_against_metric(metric)
         if problem is None and metric.name in taken:
             problem = f"its key {metric.name!r} is that of a metric of {taken[metric.name]}"
         if problem is not None:
@@ -125,10 +118,10 @@ def summarized(metrics: Mapping[str, RegisteredMetric], means: Mapping[str, Any]
     return values
 
 
-def metric_problem(metric: Metric) -> str | None:
+def reason_against_metric(metric: Metric) -> str | None:
     """What is wrong with a plugin's declaration of a metric, without calling it; ``None``: nothing."""
     fields = vars(metric)
-    if (problem := key_problem(fields["name"])) is not None:
+    if (problem := reason_against_key(fields["name"])) is not None:
         return problem
     for name in ("score", "of_mean"):
         if not callable(fields[name]):

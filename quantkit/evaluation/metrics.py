@@ -6,6 +6,7 @@ noise than perplexity does.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -25,6 +26,16 @@ class Interval:
     value: float
     low: float
     high: float
+
+    @classmethod
+    def around(cls, value: float, low: float, high: float) -> Interval:
+        """An interval that contains its value, whatever a bootstrap's percentiles are."""
+        return cls(float(value), float(min(low, value)), float(max(high, value)))
+
+
+def finite(value: float | None) -> float | None:
+    """A number as JSON has it: ``None`` for one that isn't finite."""
+    return value if value is not None and math.isfinite(value) else None
 
 
 def identity(mean: np.ndarray) -> np.ndarray:
@@ -51,14 +62,14 @@ class Metric:
 
     Attributes:
         name: its key in results. It must not be one of :data:`~quantkit.evaluation.keys.RESERVED_KEYS`.
-        score: see above. Called in the evaluating process's main thread, for each model and each part of
-            128 tokens (``per="window"``: each window), in inference mode.
+        score: the function that is described above. It is called in the evaluating process's main thread, for
+            each model and each part of 128 tokens (``per="window"``: each window), in inference mode.
         of_mean: mean → reported value. Per token and window: shape ``[...]`` → ``[...]``, elementwise, and it
             must not decrease. Per run: ``[..., K]`` → ``[...]``, any function. Called a few times at the end.
-        per: what is scored.
+        per: the part of a text that has a score.
         title: head of its column, at most 24 characters; ``""`` is the name.
         unit: shown beside the title; ``"%"`` values are shares, and shown times 100.
-        direction: which values are better; ``""``: neither.
+        direction: whether ``lower`` or ``higher`` values are better; ``""``: neither.
     """
 
     name: str
@@ -91,7 +102,7 @@ class Metric:
         if self.per == "run":
             return self._of_run(scores, picks)
         value = scores.mean()
-        low, high = _percentiles(scores[picks].mean(axis=1))
+        low, high = percentiles(scores[picks].mean(axis=1))
         # of_mean is monotone: percentiles may be taken before it, where they can't overflow
         ends = self._reported(np.array([min(low, value), value, max(high, value)]), 3)
         if not ends[0] <= ends[1] <= ends[2]:
@@ -102,8 +113,8 @@ class Metric:
         counts = np.stack([np.bincount(row, minlength=len(scores)) for row in picks])
         value = float(self._reported(scores.mean(axis=0)[None], 1)[0])
         values = self._reported(counts @ scores / len(scores), len(picks), missing=True)
-        low, high = _percentiles(values[~np.isnan(values)])
-        return Interval(value, min(low, value), max(high, value))
+        low, high = percentiles(values[~np.isnan(values)])
+        return Interval.around(value, low, high)
 
     def _reported(self, means: np.ndarray, count: int, missing: bool = False) -> np.ndarray:
         with np.errstate(all="ignore"):
@@ -119,7 +130,7 @@ class Metric:
         return values
 
 
-def _percentiles(values: np.ndarray) -> tuple[float, float]:
+def percentiles(values: np.ndarray) -> tuple[float, float]:
     """The ends of the interval; next to an infinite value there is nothing to interpolate."""
     if not len(values):
         return np.inf, -np.inf

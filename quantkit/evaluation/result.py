@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,7 +11,7 @@ from typing import Any, Literal
 from quantkit.evaluation.gates.result import GateResult
 from quantkit.evaluation.keys import EXACT, MEASURED
 from quantkit.evaluation.metric_table import MetricInfo, builtin_infos, task_info
-from quantkit.evaluation.metrics import Interval
+from quantkit.evaluation.metrics import Interval, finite
 from quantkit.evaluation.protocol import Protocol
 from quantkit.evaluation.roofline.result import Roofline
 from quantkit.evaluation.speed.results import SpeedSweep
@@ -61,7 +60,8 @@ class TokenDiff(Frozen):
         tokens: the tokens as texts, in their order; the first is predicted too.
         kl: nats between what the two predict, for each token.
         loss: nats that the candidate's negative log-likelihood is above the reference's.
-        expected: what the two find likeliest where they disagree, as texts; ``None`` where they agree.
+        expected: the tokens that the two find likeliest where they disagree, as texts; ``None`` where they
+            agree.
     """
 
     text: str
@@ -105,7 +105,7 @@ class ModelResult:
         items: ``task/metric`` → the value of each item, for paired tests.
         differences: its differences from the reference, tested in pairs.
         speed: by batch and context; ``None`` if that wasn't measured.
-        measured: what was measured (``quality``, ``tasks``, ``speed``) → when, as ISO 8601.
+        measured: a kind of measurement (``quality``, ``tasks``, ``speed``) → its time, as ISO 8601.
     """
 
     model: str
@@ -143,8 +143,8 @@ class ModelResult:
         data: dict[str, Any] = {"model": self.model, "method": self.method,
                                 "bits_per_weight": self.bits_per_weight, "file_bytes": self.file_bytes,
                                 "peak_bytes": self.peak_bytes, **dict.fromkeys(MEASURED)}
-        data |= {name: _finite(value.value) for name, value in self.metrics.items()}
-        data["intervals"] = {name: [_finite(value.low), _finite(value.high)]
+        data |= {name: finite(value.value) for name, value in self.metrics.items()}
+        data["intervals"] = {name: [finite(value.low), finite(value.high)]
                              for name, value in self.metrics.items()}
         return data | {"kv": self.kv, "kv_bytes_per_token": self.kv_bytes_per_token,
                        "kv_bytes": self.kv_bytes, "load_s": self.load_s, "kernels": self.kernels,
@@ -152,10 +152,10 @@ class ModelResult:
                        "recipe": self.recipe, "tool": self.tool, "weight_bytes": self.weight_bytes,
                        "texts": {name: {key: _ends(value) for key, value in metrics.items()}
                                  for name, metrics in self.texts.items()},
-                       "window_means": {text: {key: [_finite(value) for value in values]
+                       "window_means": {text: {key: [finite(value) for value in values]
                                           for key, values in means.items()}
                                    for text, means in self.window_means.items()},
-                       "items": {key: [_finite(value) for value in values]
+                       "items": {key: [finite(value) for value in values]
                                  for key, values in self.items.items()},
                        "differences": [difference.model_dump(mode="json") for difference in self.differences],
                        "speed": self.speed and self.speed.model_dump(mode="json"), "measured": self.measured}
@@ -168,18 +168,18 @@ class EvalResult:
     Attributes:
         protocol: how the numbers were made.
         rows: a row a model, the reference first.
-        question: what the answers in ``rows`` answer.
-        metrics: what each key of the rows' metrics is, in the order in which reports show them; plugins' are
-            added to quantkit's own.
+        question: the question that the answers in ``rows`` answer.
+        metrics: the description of each key of the rows' metrics, in the order in which reports show them;
+            plugins' are added to quantkit's own.
         command: the command that gave this; ``None``: there was none.
         plotted: keys of the metrics that a plot shows.
         suite: the name of the suite; ``None``: none was named.
         floors: key of a metric → its noise floor: what arithmetic alone makes of it.
         roofline: the rooflines of models, each without KV settings.
-        sensitivity: what 4 bits cost in each Linear, in nats: ``("model.layers.0.mlp.up_proj", 0.0012)``.
+        sensitivity: the nats that 4 bits cost in each Linear: ``("model.layers.0.mlp.up_proj", 0.0012)``.
         diff: tokens of a text with what the reference and another variant make of each.
         other_diffs: the same text with further variants.
-        gate: what was demanded and what came of it; ``None``: nothing was.
+        gate: the conditions that were demanded and their verdicts; ``None``: nothing was.
     """
 
     protocol: Protocol
@@ -215,8 +215,8 @@ class EvalResult:
         floor = self.noise_floor
         return {"version": VERSION, "results": [row.to_dict() for row in self.rows],
                 "protocol": self.protocol.to_dict(),
-                "noise_floor_kl": floor and {"value": _finite(floor.value),
-                                             "interval": [_finite(floor.low), _finite(floor.high)]},
+                "noise_floor_kl": floor and {"value": finite(floor.value),
+                                             "interval": [finite(floor.low), finite(floor.high)]},
                 "metrics": {key: info.to_dict() for key, info in described.items()},
                 "question": self.question, "command": self.command, "suite": self.suite,
                 "floors": {key: _ends(value) for key, value in self.floors.items()},
@@ -227,11 +227,7 @@ class EvalResult:
 
 
 def _ends(value: Interval) -> list[float | None]:
-    return [_finite(value.value), _finite(value.low), _finite(value.high)]
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+    return [finite(value.value), finite(value.low), finite(value.high)]
 
 
 def short_names(rows: Sequence[ModelResult]) -> list[str]:

@@ -7,9 +7,9 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BeforeValidator, TypeAdapter, ValidationError
 
 from quantkit.evaluation.keys import MEASURED, RESERVED_KEYS
 from quantkit.evaluation.metric_table import MetricInfo, builtin_infos
@@ -25,6 +25,9 @@ RESULTS = "results.json"
 MAX_BYTES = 128 * 2**20
 """Of a file; a hundred variants with ten texts and ten thousand items each have a third of that."""
 _AGAIN = "run quantkit eval again with --out"
+Number = Annotated[float, BeforeValidator(lambda value: math.inf if value is None else value)]
+"""One that isn't finite is written as ``null``."""
+Ends = tuple[Number, Number, Number]
 
 
 def read_results(path: str | Path) -> EvalResult:
@@ -51,7 +54,7 @@ def result_from_dict(data: Mapping[str, Any], where: str = RESULTS) -> EvalResul
 
     Args:
         data: plain data, as JSON has it.
-        where: what it is, for errors.
+        where: a name for the data, for errors.
 
     Raises:
         UsageError: it isn't what quantkit writes.
@@ -115,38 +118,17 @@ class _Reader:
                 raise self.error(f"protocol.{name}", f"{stated!r:.60} doesn't follow from the other fields")
         return protocol
 
-    def number(self, value: object, field: str) -> float:
-        if value is None:
-            return math.inf
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self.error(field, "it is no number")
-        return float(value)
-
-    def interval(self, ends: object, field: str) -> Interval:
-        if not isinstance(ends, list) or len(ends) != 3:
-            raise self.error(field, "it is no list of a value and its two ends")
-        return Interval(*(self.number(end, field) for end in ends))
-
     def intervals(self, value: object, field: str) -> dict[str, Interval]:
-        return {key: self.interval(ends, f"{field}.{key[:80]}")
-                for key, ends in self.mapping(value, field).items()}
-
-    def numbers(self, value: object, field: str) -> dict[str, list[float]]:
-        lists = self.mapping(value, field)
-        for key, values in lists.items():
-            if not isinstance(values, list):
-                raise self.error(f"{field}.{key[:80]}", "it is no list")
-        return {key: [self.number(item, f"{field}.{key[:80]}") for item in values]
-                for key, values in lists.items()}
+        return {key: Interval(*ends) for key, ends in self.typed(dict[str, Ends], value, field).items()}
 
     def row(self, value: object, field: str) -> ModelResult:
         data = dict(self.mapping(value, field))
-        ends = self.mapping(data.pop("intervals", None), f"{field}.intervals")
-        metrics = {}
-        for key, pair in ends.items():
-            if not isinstance(pair, list) or len(pair) != 2 or key not in data:
-                raise self.error(f"{field}.intervals.{key[:80]}", "it is no interval of a value of the row")
-            metrics[key] = self.interval([data.pop(key), *pair], f"{field}.{key[:80]}")
+        ends = self.typed(dict[str, tuple[Number, Number]], data.pop("intervals", None),
+                          f"{field}.intervals")
+        if missing := ends.keys() - data.keys():
+            raise self.error(f"{field}.intervals.{min(missing)[:80]}", "the row has no such value")
+        metrics = {key: Interval(self.typed(Number, data.pop(key), f"{field}.{key[:80]}"), *pair)
+                   for key, pair in ends.items()}
         for key in MEASURED:
             if data.pop(key, None) is not None:
                 raise self.error(f"{field}.{key}", "it has no interval")
@@ -156,9 +138,10 @@ class _Reader:
         self.known(data, names - {"metrics"}, field)
         texts = {text[:200]: self.intervals(table, f"{field}.texts.{text[:40]}")
                  for text, table in self.mapping(data.pop("texts", {}), f"{field}.texts").items()}
-        means = {text[:200]: self.numbers(table, f"{field}.window_means.{text[:40]}") for text, table
-                 in self.mapping(data.pop("window_means", {}), f"{field}.window_means").items()}
-        items = self.numbers(data.pop("items", {}), f"{field}.items")
+        means = {text[:200]: table for text, table in self.typed(
+            dict[str, dict[str, list[Number]]], data.pop("window_means", {}),
+            f"{field}.window_means").items()}
+        items = self.typed(dict[str, list[Number]], data.pop("items", {}), f"{field}.items")
         row: ModelResult = self.typed(ModelResult, data, field)
         return dataclasses.replace(row, metrics=metrics, texts=texts, window_means=means, items=items)
 

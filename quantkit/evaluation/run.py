@@ -29,7 +29,7 @@ def evaluate(uris: Sequence[str], settings: EvalSettings, progress: Listener = s
         progress: told of every measurement, and of its parts.
         command: the command line, for the report.
         loading: told of the weights of each model that is loaded, in MiB.
-        executor: where measurements are done: ``local`` or ``ray``.
+        executor: the place of measurements: ``local`` or ``ray``.
         recipes: checkpoint → the recipe that made it.
         announce: told in a sentence, before a weight is read, how much memory this takes.
 

@@ -88,7 +88,6 @@ class EvalSettings:
 
 
 def of_suite(suite: EvalSuite) -> EvalSettings:
-    """What a suite says."""
     speed = suite.speed
     return EvalSettings(
         text=suite.text, texts=suite.texts, window=suite.window, windows=suite.windows,

@@ -59,7 +59,7 @@ class EvalSuite(Frozen):
         floor: whether the reference is compared with its weights in float32 arithmetic: the noise floor.
         tasks: the tasks that are asked if there is a folder with their data.
         limit: items of a task.
-        speed: what is timed.
+        speed: the batches and contexts that are timed.
         roofline: whether operators are timed below the machine's ceilings.
         sensitivity: whether the cost of 4 bits is measured for each layer.
     """

@@ -8,7 +8,6 @@ manifest is of layers, and these aren't stored one by one; quantkit reads it as 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,15 +24,14 @@ from quantkit.checkpoint.open import AnyCheckpoint, open_checkpoint, open_quanti
 from quantkit.checkpoint.quantization_config import KEYS
 from quantkit.checkpoint.reader import CONFIG, INDEX, Checkpoint
 from quantkit.checkpoint.shards import LazyTensor, index_json, shard_names, stored_tensors, tensor_chunks
-from quantkit.export.layouts import SHOWN, require_intact
+from quantkit.export.layouts import check_absent, check_intact, check_layers, room_for
 from quantkit.models.architecture import EXPERT, layer_of
 from quantkit.models.loadable import check_loadable
 from quantkit.sources.base import TensorInfo
 from quantkit.sources.split_experts import FAMILIES, interleaved
-from quantkit.support.errors import CheckpointError, SpecError, UsageError
+from quantkit.support.errors import CheckpointError, UsageError
 from quantkit.support.paths import typed_path
 from quantkit.support.progress import Listener, ProgressEvent, silent
-from quantkit.support.units import human_bytes
 
 GPT_OSS = "gpt-oss"
 """What ``--to`` calls it."""
@@ -50,10 +48,10 @@ class FolderResult:
     """What an export made.
 
     Attributes:
-        out: the folder.
+        out: the folder that was made.
         experts: Linears in MXFP4.
-        bytes: of the weight files.
-        seconds: that it took.
+        bytes: the size of the weight files.
+        seconds: the time that the export took.
     """
 
     out: Path
@@ -62,7 +60,6 @@ class FolderResult:
     seconds: float
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for ``--json``."""
         return {"out": str(self.out), "format": GPT_OSS, "seconds": self.seconds, "experts": self.experts,
                 "bytes": self.bytes}
 
@@ -84,9 +81,7 @@ def export_gpt_oss(uri: str, out: str | Path, *, revision: str | None = None,
             can't be written. Nothing is left then, nor after an interruption.
     """
     start, path = time.monotonic(), typed_path(out)
-    if os.path.lexists(path):
-        raise CheckpointError(f"{path} already exists", why="nothing is ever written over",
-                              next="choose another --out")
+    check_absent(path)
     opened = open_quantized(uri, revision, "RECIPE")
     try:
         config = check_loadable(uri, opened.config(), opened.infos, opened.side_files(), opened.layers,
@@ -96,7 +91,7 @@ def export_gpt_oss(uri: str, out: str | Path, *, revision: str | None = None,
                              why=f"the layout {GPT_OSS} is for {', '.join(FAMILIES)} models")
         plain = _plain_layers(opened)
         if isinstance(opened, Checkpoint):
-            require_intact(opened)
+            check_intact(opened)
         files = _files(opened, config.num_layers)
         size = _write(path, opened, files, plain, progress)
         return FolderResult(path, sum(row.spec is not None for row in opened.layers), size,
@@ -122,10 +117,7 @@ def _plain_layers(checkpoint: AnyCheckpoint) -> list[str]:
                 if len(kinds) > 1]
     if not any(True in kinds for kinds in modules.values()):
         refused.append("no expert is quantized")
-    if refused:
-        more = [f"and {len(refused) - SHOWN} more"] if len(refused) > SHOWN else []
-        raise SpecError(f"the layout {GPT_OSS} can't hold {checkpoint.path}",
-                        why="\n".join(refused[:SHOWN] + more), next=EXPERTS_ALONE)
+    check_layers(checkpoint, f"the layout {GPT_OSS}", refused, EXPERTS_ALONE)
     return [module for module, kinds in modules.items() if kinds == {False}]
 
 
@@ -205,27 +197,20 @@ def _write(path: Path, checkpoint: AnyCheckpoint, files: Sequence[Mapping[str, L
                               next="choose another --out, in a folder that you may write to") from error
     total = sum(tensor.info.nbytes for file in files for tensor in file.values())
     try:
-        if total > (free := shutil.disk_usage(folder).free):
-            raise CheckpointError(f"{path} doesn't fit on its disk",
-                                  why=f"{human_bytes(total)} are needed, {human_bytes(free)} are free",
-                                  next="free some space, or choose another --out")
-        names = shard_names(len(files))
-        for index, (name, tensors) in enumerate(zip(names, files)):
-            progress(ProgressEvent(index, len(files), name))
-            write_file(folder / name, tensor_chunks(tensors))
-            checkpoint.release()
-        write_file(folder / INDEX, [index_json([stored_tensors(folder / name) for name in names])])
-        for name, content in checkpoint.side_files().items():
-            write_file(folder / name, [content])
-        write_file(folder / CONFIG, [(json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()])
-        with open_checkpoint(folder) as again:
-            check_loadable(str(path), again.config(), again.infos, again.side_files(), again.layers,
-                           error=CheckpointError)
-        rename(folder, path)
-    except OSError as error:
-        raise CheckpointError(f"{path} can't be written", next="free some space, or choose another --out",
-                              why=f"{error.strerror or error}; it takes {human_bytes(total)}, and nothing is "
-                                  "left of it") from error
+        with room_for(path, folder, total):
+            names = shard_names(len(files))
+            for index, (name, tensors) in enumerate(zip(names, files)):
+                progress(ProgressEvent(index, len(files), name))
+                write_file(folder / name, tensor_chunks(tensors))
+                checkpoint.release()
+            write_file(folder / INDEX, [index_json([stored_tensors(folder / name) for name in names])])
+            for name, content in checkpoint.side_files().items():
+                write_file(folder / name, [content])
+            write_file(folder / CONFIG, [(json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()])
+            with open_checkpoint(folder) as again:
+                check_loadable(str(path), again.config(), again.infos, again.side_files(), again.layers,
+                               error=CheckpointError)
+            rename(folder, path)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     progress(ProgressEvent(len(files), len(files), "the folder is complete"))

@@ -6,9 +6,12 @@ measured; it is made from the original by a recipe that names the layout.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import os
+import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +36,7 @@ from quantkit.plugins.manager import current, registry
 from quantkit.support.errors import CheckpointError, QuantkitError, SpecError, Stopped, UsageError
 from quantkit.support.paths import local_path
 from quantkit.support.progress import Listener, ProgressEvent, silent
+from quantkit.support.units import human_bytes
 
 REST = "rest"
 SHOWN = 5
@@ -46,7 +50,7 @@ class ExportResult:
         out: the checkpoint's folder.
         format: the layout of its quantized layers.
         rows: a row a Linear.
-        seconds: of this attempt.
+        seconds: the time that this attempt took.
     """
 
     out: Path
@@ -55,7 +59,6 @@ class ExportResult:
     seconds: float
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for ``--json``."""
         return {"out": str(self.out), "format": self.format, "seconds": self.seconds,
                 "tensor_bytes": sum(row.bytes for row in self.rows),
                 "layers": [row.to_dict() for row in self.rows]}
@@ -117,12 +120,8 @@ def _rows(checkpoint: AnyCheckpoint, form: Format, to: str) -> list[LayerRow]:
         size = sum(_bytes(dtype, shape) for dtype, shape in layout.values())
         rows.append(row.model_copy(update={"format": to, "spec": spec, "bytes": size,
                                            "bits": 8 * size / (row.shape[0] * row.shape[1])}))
-    if refused:
-        more = [f"and {len(refused) - SHOWN} more"] if len(refused) > SHOWN else []
-        raise SpecError(f"format {to} can't hold {checkpoint.path}", why="\n".join(refused[:SHOWN] + more),
-                        next="choose another --to, or quantize the original by a recipe with that format")
-    if not any(row.spec for row in rows):
-        raise UsageError(f"no layer of {checkpoint.path} is quantized", next="quantkit inspect DIR")
+    check_layers(checkpoint, f"format {to}", refused,
+                 "choose another --to, or quantize the original by a recipe with that format")
     if form.quant_method != OWN["quant_method"] and quantization_config(rows) == OWN:
         kinds = dict.fromkeys(row.spec.label() for row in rows if row.spec)
         table = [row.name for row in rows if row.name == EMBEDDING and row.spec]
@@ -135,6 +134,40 @@ def _rows(checkpoint: AnyCheckpoint, form: Format, to: str) -> list[LayerRow]:
                         next=f"quantize the original by a recipe that keeps {table[0]}" if table else
                         "--to pack-quantized can say a mix of integers")
     return rows
+
+
+def check_layers(checkpoint: AnyCheckpoint, layout: str, refused: Sequence[str], remedy: str) -> None:
+    """Raise SpecError for what a layout refuses, a reason a layer, or UsageError if nothing is quantized."""
+    if refused:
+        more = [f"and {len(refused) - SHOWN} more"] if len(refused) > SHOWN else []
+        raise SpecError(f"{layout} can't hold {checkpoint.path}", next=remedy,
+                        why="\n".join([*refused[:SHOWN], *more]))
+    if not any(row.spec for row in checkpoint.layers):
+        raise UsageError(f"no layer of {checkpoint.path} is quantized", next="quantkit inspect DIR")
+
+
+def check_absent(path: Path) -> None:
+    """Raise CheckpointError if something is where an export is to be written."""
+    if os.path.lexists(path):
+        raise CheckpointError(f"{path} already exists", why="nothing is ever written over",
+                              next="choose another --out")
+
+
+@contextlib.contextmanager
+def room_for(path: Path, folder: Path, size: int, subject: str = "it") -> Iterator[None]:
+    """Write ``size`` bytes at ``path``, on the disk of ``folder``, which is made if it is missing. Raises
+    CheckpointError: they don't fit, or can't be written."""
+    remedy = "free some space, or choose another --out"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if size > (free := shutil.disk_usage(folder).free):
+            raise CheckpointError(f"{path} doesn't fit on its disk", next=remedy,
+                                  why=f"{human_bytes(size)} are needed, {human_bytes(free)} are free")
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{path} can't be written", next=remedy,
+                              why=f"{error.strerror or error}; {subject} takes {human_bytes(size)}, and "
+                                  "nothing is left of it") from error
 
 
 def _bytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
@@ -169,7 +202,7 @@ def _manifest(checkpoint: AnyCheckpoint, to: str, name: str) -> Manifest:
     owner = registry("formats").entry(to).owner
     plugins = {p.distribution: p.version for p in current().plugins if p.distribution == owner}
     if isinstance(checkpoint, Checkpoint):
-        require_intact(checkpoint)
+        check_intact(checkpoint)
         known = checkpoint.manifest
         record = ExportRecord(uri=name, quant_method=method, formats=formats,
                               manifest_sha256=hashlib.sha256(known.to_bytes()).hexdigest())
@@ -183,7 +216,7 @@ def _manifest(checkpoint: AnyCheckpoint, to: str, name: str) -> Manifest:
                     exported=ExportRecord(uri=source.uri, quant_method=method, formats=formats))
 
 
-def require_intact(checkpoint: Checkpoint) -> None:
+def check_intact(checkpoint: Checkpoint) -> None:
     """Damage must not be given a new hash. Raises CheckpointError."""
     for name, record in checkpoint.manifest.files.items():
         if name != CARD and hash_file(checkpoint.path / name)[0] != record.sha256:
@@ -251,10 +284,10 @@ def repack(name: str, packed: QuantizedTensor, form: Format, spec: QuantSpec) ->
     """The same weight by another format; its levels less their zero points and its scales are compared.
 
     Args:
-        name: of the layer, for errors.
-        packed: as it is stored now.
+        name: the layer's name, for errors.
+        packed: the weight as it is stored now.
         form: the format to pack it by.
-        spec: what it is there: of other scales' dtype, with or without zero points.
+        spec: how that format keeps it: its scales' dtype, and whether it has zero points.
 
     Raises:
         InexactError: the format can't hold a scale or a zero point as it is.
@@ -279,7 +312,7 @@ def repack(name: str, packed: QuantizedTensor, form: Format, spec: QuantSpec) ->
     if spec.scale_dtype in FLOATS:
         for kind, values in (("scales", codes.scale), ("minima", minimum)):
             if values is not None:
-                _require_exact(name, values, kind, form, spec.scale_dtype)
+                _check_exact(name, values, kind, form, spec.scale_dtype)
     wanted = replace(codes, spec=spec, zero=zero, minimum=minimum)
     try:
         again = packing.pack(form, wanted, packed.dtype)
@@ -316,7 +349,7 @@ def _offsets(codes: Codes, spec: QuantSpec) -> tuple[torch.Tensor | None, torch.
     return steps.to(torch.uint8) if exact else None, None
 
 
-def _require_exact(name: str, values: torch.Tensor, kind: str, form: Format, dtype: str) -> None:
+def _check_exact(name: str, values: torch.Tensor, kind: str, form: Format, dtype: str) -> None:
     """Raises InexactError if a dtype, in which a format keeps some values of a layer, lacks one of them."""
     lost = values[values.to(FLOATS[dtype]).float() != values]
     if lost.numel():

@@ -26,8 +26,8 @@ class PushResult:
     """What was uploaded, or would be.
 
     Attributes:
-        repo: ``owner/name``.
-        url: of the commit; ``None`` for a dry run.
+        repo: the repository as ``owner/name``.
+        url: the address of the commit; ``None`` for a dry run.
         private: whether only its owner sees the repository.
         files: name → bytes, the weights among them.
         left_out: files of the folder that the manifest doesn't list, and that stay here.
@@ -40,7 +40,6 @@ class PushResult:
     left_out: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for ``--json``."""
         return asdict(self) | {"bytes": sum(self.files.values())}
 
 
@@ -57,9 +56,9 @@ def push(folder: str | Path, repo: str, *, private: bool = True, message: str | 
         folder: a checkpoint of quantkit's.
         repo: ``owner/name``; made if it isn't there.
         private: whether a repository that is made is private.
-        message: of the commit.
+        message: the commit's message.
         dry_run: verify and say what would be uploaded, and reach no network.
-        evaluation: of the checkpoint, for its card; one that the card has already is replaced.
+        evaluation: the checkpoint's, for its card; one that the card has already is replaced.
 
     Raises:
         CheckpointError: ``quantkit verify`` rejects the folder.
@@ -127,8 +126,7 @@ def _upload(api: HfApi, path: Path, name: str, private: bool, message: str, file
     except QuantkitError:
         raise
     except LocalTokenNotFoundError as error:
-        raise QuantkitError("you are not logged in to the hub", why=_first_line(error),
-                            next=LOGIN) from error
+        raise QuantkitError("you are not logged in to the hub", why=_first_line(error), next=LOGIN) from error
     except HfHubHTTPError as error:
         status = error.response.status_code if error.response is not None else None
         denied = status in (401, 403)

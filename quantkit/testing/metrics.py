@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from quantkit.evaluation.metric_table import metric_problem, reason_of
+from quantkit.evaluation.metric_table import reason_against_metric, reason_of
 from quantkit.evaluation.metrics import KL, PERPLEXITY, TOP1, Metric
 from quantkit.evaluation.quality.window_scores import scored
 from quantkit.support.errors import PluginError
@@ -38,7 +38,7 @@ def check_metric(metric: Metric) -> None:
     if not isinstance(metric, Metric):
         raise PluginError(f"a {type(metric).__name__} is no metric", why=f"it must be a {_PROMISES}")
     contract = Contract(f"metric {metric.name!r}", _PROMISES)
-    if metric not in (PERPLEXITY, KL, TOP1) and (problem := metric_problem(metric)) is not None:
+    if metric not in (PERPLEXITY, KL, TOP1) and (problem := reason_against_metric(metric)) is not None:
         raise contract.error(f"it can't be registered: {problem}")
     means = {name: _checked(metric, window, contract.at(f"window {name!r}"))
              for name, window in _windows().items()}

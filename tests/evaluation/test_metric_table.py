@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 
 import pytest
 
-from quantkit.evaluation.keys import RESERVED_KEYS, key_problem
+from quantkit.evaluation.keys import RESERVED_KEYS, reason_against_key
 from quantkit.evaluation.metric_table import builtin_infos, reason_of, registered_metrics, task_info
 from quantkit.evaluation.metrics import TOP1, Interval
 from quantkit.evaluation.result import EvalResult, ModelResult
@@ -45,7 +45,7 @@ def test_reserved_keys_cost_no_import():
 
 @pytest.mark.parametrize("key", ["", "a/b", "1st", "a b", "ä", "x" * 65, "kl_mean", "intervals", None, "a\n"])
 def test_keys_that_no_metric_can_have(key):
-    assert key_problem(key)
+    assert reason_against_key(key)
 
 
 def test_a_plugin_s_metric_is_measured_beside_the_built_ins(register):

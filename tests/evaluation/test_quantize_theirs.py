@@ -43,15 +43,16 @@ def peers(monkeypatch):
 
 
 def test_variants_have_names_of_their_own(peers):
-    from quantize_theirs import HERE, SCRIPTS, variants
+    from quantize_theirs import TOOLS, variants
+    from weights import PACKAGES
 
     for group in (64, -1):
         everything = variants(group)
         assert len({variant.key for variant in everything}) == len(everything) > 40
-        assert {variant.tool for variant in everything} == set(SCRIPTS)
+        assert {variant.tool for variant in everything} == set(TOOLS)
         order = list(dict.fromkeys(variant.calibration for variant in everything))
         assert order == ["none", "default", "near"]
-    assert all((HERE / script).exists() for script in SCRIPTS.values())
+    assert [function.__name__ for function in PACKAGES] == list(TOOLS)
 
 
 def test_stored_parts_are_counted_and_a_plain_weight_is_refused(peers, tmp_path):

@@ -10,7 +10,8 @@ import sys
 import pytest
 
 from quantkit_kernels.tools import aot
-from quantkit_kernels.tools.aot_cases import FAMILIES, cases
+from quantkit_kernels.tools.cases import aot_cases
+from quantkit_kernels.tools.cases.case import FAMILIES
 
 
 def run(*arguments):
@@ -36,7 +37,7 @@ def test_all_kernels_on_all_targets():
     done = run("--json")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     rows = json.loads(done.stdout)
-    assert len(rows) == sum(len(list(cases(target))) for target in FAMILIES) > 150
+    assert len(rows) == sum(len(list(aot_cases(target))) for target in FAMILIES) > 150
     assert all(row["spills"] == 0 and not row["faults"] for row in rows)
     assert all(row["matrix"] and row["widest"] == 128 for row in rows
                if "a16" in row["kernel"] and "embed" not in row["kernel"])
@@ -44,7 +45,7 @@ def test_all_kernels_on_all_targets():
 
 @pytest.mark.parametrize("target", FAMILIES)
 def test_names_are_unique_and_short(target):
-    names = [case.name for case in cases(target)]
+    names = [case.name for case in aot_cases(target)]
     assert len(set(names)) == len(names) and max(map(len, names)) <= 28
 
 

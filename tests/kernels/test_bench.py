@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from quantkit_kernels.tools import bench
-from quantkit_kernels.tools.bench_cases import ModelShapes, cases
 from quantkit_kernels.tools.bench_peers import PeerKernel, Peers, PeerWeight
+from quantkit_kernels.tools.cases import bench_cases
+from quantkit_kernels.tools.cases.case import BenchSetup, ModelShapes
 from quantkit_kernels.triton.read import BLOCK, read
 
 TINY = ModelShapes((("o", 200, 128), ("head", 130, 128)), (1, 20, 65), ((1, 70), (2, 130)), 4, 2, 32,
@@ -38,7 +39,7 @@ def fixed(seconds):
 
 @pytest.fixture
 def small(on):
-    return lambda **change: cases(replace(TINY, **change), *on)
+    return lambda **change: bench_cases(BenchSetup(replace(TINY, **change), *on))
 
 
 @pytest.mark.slow
@@ -117,8 +118,8 @@ def test_each_row_is_kept_as_soon_as_it_is_measured(small, tmp_path):
     assert len(json.loads(file.read_text())["rows"]) == 1
 
 
-def test_the_most_important_rows_are_first(on):
-    found = [f"{case.kernel} {case.shape}" for case in cases(replace(TINY, rows=(2, 1, 300, 16)), *on)]
+def test_the_most_important_rows_are_first(small):
+    found = [f"{case.kernel} {case.shape}" for case in small(rows=(2, 1, 300, 16))]
     wanted = ["w4a16 g128 o m1", "attention b1 70", "nf4 b64 o m16", "w8a16 o m2", "rms_norm add m300",
               "w4a16 g128 o m300"]
     assert [one for one in found if one in wanted] == wanted
@@ -132,12 +133,12 @@ def test_it_stops_in_time(small, tmp_path, capsys):
 
 def peers_of(on, weight=None, **change):
     """One that is there, and whose weights are torch's; one that isn't."""
-    def dense(n, k, device, dtype):
-        made = torch.randn(n, k, device=device, dtype=dtype)
+    def dense(setup, n, k):
+        made = setup.normal(n, k)
         return PeerWeight(made.clone, made, 4000, torch.nn.functional.linear)
 
     there = PeerKernel("there", "w8a16", (1, 20), "torch", weight or dense)
-    return Peers(TINY, *on, (replace(there, **change),
+    return Peers(BenchSetup(TINY, *on), (replace(there, **change),
                              PeerKernel("gone", "w8a16", (1,), "no_such_module", dense)))
 
 
@@ -153,11 +154,11 @@ def test_peers_take_turns_too(small, on, tmp_path):
 
 
 def test_a_peer_that_fails_is_no_fault(small, on):
-    def broken(n, k, device, dtype):
+    def broken(setup, n, k):
         raise RuntimeError("not on this GPU\nmore")
 
-    def wrong(n, k, device, dtype):
-        made = torch.randn(n, k, device=device, dtype=dtype)
+    def wrong(setup, n, k):
+        made = setup.normal(n, k)
         return PeerWeight(made.clone, 2 * made, 4000, torch.nn.functional.linear)
 
     for weight, why in ((broken, "o m1: RuntimeError: not on this GPU"), (wrong, "differs from torch's")):
@@ -170,7 +171,7 @@ def test_a_peer_that_fails_is_no_fault(small, on):
 def test_the_copy_counts_both_ways(on):
     assert bench.copy_bandwidth(fixed(0.5), 3, on[0], size=100) == 400
     assert bench.read_bandwidth(fixed(0.5), 3, on[0], size=100) == 200
-    assert bench.matmul_flops(fixed(0.5), 3, *on, size=10) == 4000
+    assert bench.matmul_flops(fixed(0.5), 3, BenchSetup(TINY, *on), size=10) == 4000
 
 
 def test_the_read_reaches_every_word(on):
@@ -185,7 +186,7 @@ def test_it_needs_torch_and_triton_only():
                "huggingface_hub", "jinja2", "transformers")
     code = (f"import sys; sys.modules.update(dict.fromkeys({missing}))\n"
             "import pkgutil, importlib\n"
-            "for name in ('tools', 'tools.bench_cases', 'tools.aot_cases', 'triton'):\n"
+            "for name in ('tools', 'tools.cases', 'triton'):\n"
             "    whole = importlib.import_module('quantkit_kernels.' + name)\n"
             "    for one in pkgutil.iter_modules(whole.__path__, whole.__name__ + '.'):\n"
             "        importlib.import_module(one.name)")

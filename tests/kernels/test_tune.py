@@ -11,7 +11,8 @@ import torch
 
 from quantkit_kernels import tuned
 from quantkit_kernels.tools import tune
-from quantkit_kernels.tools.bench_cases import REHEARSAL, BenchCase
+from quantkit_kernels.tools.cases import product_cases
+from quantkit_kernels.tools.cases.case import REHEARSAL, BenchCase, BenchSetup
 from quantkit_kernels.tuned import ProductKey, TunedEntry
 
 KEY = ProductKey("int4 symmetric", 4096, 4096, 128)
@@ -175,14 +176,12 @@ def test_what_was_measured_is_kept_when_it_is_stopped(monkeypatch, capsys, tmp_p
         yield kernel.case(1)
         raise KeyboardInterrupt
 
-    from quantkit_kernels.tools.bench_cases import products
-
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     about = dict.fromkeys(("date", "torch", "triton"), "1") | {"gpu": GPU}
     monkeypatch.setattr(tune, "machine", lambda device: about)
     monkeypatch.setattr(tune, "graph_timer", kernel.timer)
     monkeypatch.setattr(tune, "spills_of", lambda kernels: kernel.spills)
-    monkeypatch.setattr(products, "cases", cases)
+    monkeypatch.setattr(tune, "product_cases", cases)
     assert tune.main(["--folder", str(tmp_path)]) == 130
     assert tuned.read(tmp_path / "h200.json", GPU) == {KEY: TunedEntry(4, {16: {"stages": 3}})}
     assert "Stopped" in (said := capsys.readouterr()).err and "segments 4" in said.out
@@ -191,7 +190,8 @@ def test_what_was_measured_is_kept_when_it_is_stopped(monkeypatch, capsys, tmp_p
 def test_one_row_of_every_product_comes_first():
     """A run that is stopped has measured decoding for all shapes, not all rows of one."""
     shapes = replace(REHEARSAL, linears=(("o", 200, 128), ("down", 130, 128)), rows=(1, 16), flush=1)
-    found = [case.shape for case in tune.by_rows(shapes, torch.device("cpu"), torch.float16)]
+    found = [case.shape for case in product_cases(
+        BenchSetup(shapes, torch.device("cpu"), torch.float16))]
     half = len(found) // 2
     assert set(found[:half]) == {"o m1", "down m1"} and set(found[half:]) == {"o m16", "down m16"}
 

@@ -153,8 +153,8 @@ def test_what_ptxas_makes_of_a_kernel(tmp_path, left, race):
 JUDGE = """
 import dataclasses, json
 from quantkit_kernels.tools.aot import judge
-from quantkit_kernels.tools.aot_cases import cases
-every = {case.name: case for case in cases("sm_90")}
+from quantkit_kernels.tools.cases import aot_cases
+every = {case.name: case for case in aot_cases("sm_90")}
 print(json.dumps({f"{name} {apart}": judge(dataclasses.replace(every[name],
     constants=every[name].constants | {"FRESH": apart}), "sm_90").faults
     for name in ("w16a16 m16", "w16a16 m2048") for apart in (False, True)}))

@@ -1,10 +1,10 @@
-"""What every peer's script does alike. Imported by them, in environments that have no quantkit.
+"""What is alike for every peer. It runs in environments that have no quantkit.
 
-A script is called as ``PYTHON SCRIPT MODEL TOKENS OUT SPEC``: a plain model folder, the calibration's tokens
-(safetensors, ``tokens`` int64 ``[windows, tokens]``; ``-`` for whatever the tool does without any), a folder
-to make, and ``{"bits", "group", "symmetric"}`` as JSON (``group`` -1: a row). It writes the model again with
-the weights that its codes stand for, in float32, and prints ``made {"bits_per_weight", "versions",
-"settings"}``.
+``weights.py`` is called as ``PYTHON SCRIPT MODEL TOKENS OUT SPEC``: a plain model folder, the calibration's
+tokens (safetensors, ``tokens`` int64 ``[windows, tokens]``; ``-`` for whatever the tool does without any), a
+folder to make, and ``{"tool", "bits", "group", "symmetric"}`` as JSON (``group`` -1: a row). It writes the
+model again with the weights that its codes stand for, in float32, and prints ``made {"bits_per_weight",
+"versions", "settings"}``.
 """
 
 from __future__ import annotations
@@ -15,33 +15,39 @@ import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-Found = tuple[dict[str, torch.Tensor], float, dict[str, Any]]
-"""Weights by layer, float32, and the norms that a method changed; bits that all layers take on disk; settings
-worth telling."""
+
+class PeerWeights(NamedTuple):
+    """Weights by layer, float32, and the norms that a method changed; bits that all layers take on disk; and
+    settings worth telling."""
+
+    weights: dict[str, torch.Tensor]
+    bits: float
+    settings: dict[str, Any]
 
 
-def main(make: Callable[[Path, torch.Tensor | None, dict[str, Any], Path], Found],
+def main(make: Callable[[Path, torch.Tensor | None, dict[str, Any], Path], PeerWeights],
          packages: Iterable[str]) -> None:
     """Run a peer. ``make(model, tokens, spec, scratch)`` quantizes."""
     model, out = Path(sys.argv[1]), Path(sys.argv[3])
     tokens = None if sys.argv[2] == "-" else load_file(sys.argv[2])["tokens"]
     scratch = out.with_name(out.name + ".scratch")
     shutil.rmtree(scratch, ignore_errors=True)
-    weights, bits, settings = make(model, tokens, json.loads(sys.argv[4]), scratch)
+    made = PeerWeights(*make(model, tokens, json.loads(sys.argv[4]), scratch))
     shutil.rmtree(scratch, ignore_errors=True)
     names = set(linears(model))
-    matrices = {name: weight for name, weight in weights.items() if weight.dim() == 2}
+    matrices = {name: weight for name, weight in made.weights.items() if weight.dim() == 2}
     if set(matrices) != names:
         sys.exit(f"quantized other layers than asked: {sorted(set(matrices) ^ names)[:4]}")
-    save_plain(model, out, weights)
+    save_plain(model, out, made.weights)
     print("made", json.dumps({
-        "bits_per_weight": bits / sum(weight.numel() for weight in matrices.values()), "settings": settings,
+        "bits_per_weight": made.bits / sum(weight.numel() for weight in matrices.values()),
+        "settings": made.settings,
         "versions": {name: importlib.metadata.version(name) for name in (*packages, "torch")}}))
 
 

@@ -22,10 +22,9 @@ from multiprocessing import get_context
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from quantkit_kernels.tools.aot_cases.case import AotCase
+    from quantkit_kernels.tools.cases.case import AotCase
 
 TARGETS = ("sm_80", "sm_89", "sm_120", "sm_90", "sm_100", "gfx942")
-"""GPUs of 8.6 have the registers and the shared memory of those of 8.9."""
 NOTE = ("regs: a thread; load: bits of the widest;\n"
         "mma: tensor-core instructions; ins/w: instructions a weight in the loop")
 
@@ -48,9 +47,9 @@ class AotRow:
 
 def compile_one(name: str, target: str) -> AotRow:
     """Compile one case and judge it."""
-    from quantkit_kernels.tools.aot_cases import cases
+    from quantkit_kernels.tools.cases import aot_cases
 
-    return judge(next(case for case in cases(target) if case.name == name), target)
+    return judge(next(case for case in aot_cases(target) if case.name == name), target)
 
 
 def judge(case: AotCase, target: str) -> AotRow:
@@ -58,8 +57,8 @@ def judge(case: AotCase, target: str) -> AotRow:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from quantkit_kernels.tools.aot_cases.case import SHARED
     from quantkit_kernels.tools.assembly import complaints, read
+    from quantkit_kernels.tools.cases.case import SHARED
 
     nvidia = target.startswith("sm_")
     where = GPUTarget("cuda", int(target[3:]), 32) if nvidia else GPUTarget("hip", target, 64)
@@ -115,9 +114,9 @@ def compile_all(targets: Iterable[str] = TARGETS, only: str = "",
     ``report`` is told how many are done, of how many, and the name of the last.
     """
     os.environ.pop("TRITON_INTERPRET", None)  # in the interpreter there is nothing to compile
-    from quantkit_kernels.tools.aot_cases import cases
+    from quantkit_kernels.tools.cases import aot_cases
 
-    wanted = [(case.name, target) for target in targets for case in cases(target) if only in case.name]
+    wanted = [(case.name, target) for target in targets for case in aot_cases(target) if only in case.name]
     order = {name: at for at, (name, _) in reversed(list(enumerate(wanted)))}
     workers = min(len(os.sched_getaffinity(0)), 16, max(1, len(wanted)))
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:

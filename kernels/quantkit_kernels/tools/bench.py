@@ -31,8 +31,9 @@ from typing import Any, Protocol
 import torch
 
 from quantkit_kernels import tuned
-from quantkit_kernels.tools.bench_cases import LLAMA_8B, QUICK, REHEARSAL, BenchCase, Run, cases
 from quantkit_kernels.tools.bench_peers import TOLERANCE, Peers
+from quantkit_kernels.tools.cases import bench_cases
+from quantkit_kernels.tools.cases.case import LLAMA_8B, QUICK, REHEARSAL, BenchCase, BenchSetup, Run
 from quantkit_kernels.triton.read import read
 
 COPY, READ = 1 << 30, 4 << 30
@@ -187,10 +188,9 @@ def read_bandwidth(timer: Timer, rounds: int, device: torch.device, size: int = 
     return size / median(turn() for _ in range(rounds))
 
 
-def matmul_flops(timer: Timer, rounds: int, device: torch.device, dtype: torch.dtype,
-                 size: int = SQUARE) -> float:
+def matmul_flops(timer: Timer, rounds: int, setup: BenchSetup, size: int = SQUARE) -> float:
     """Multiplications and additions a second of torch's product of two square matrices of random numbers."""
-    a, b = (torch.randn(size, size, dtype=dtype, device=device) for _ in range(2))
+    a, b = setup.normal(size, size), setup.normal(size, size)
     turn = timer(lambda at: a @ b, 1, 1)
     turn()
     return 2 * size**3 / median(turn() for _ in range(rounds))
@@ -258,7 +258,6 @@ class BenchReport:
         return [f"{name} left out: {why}" for name, why in left_out] + self.notes
 
     def keep(self) -> None:
-        """Write both files."""
         if self.file is not None:
             report = {**self.about, "notes": self.said(), "rows": [asdict(row) for row in self.rows]}
             _write(self.file, json.dumps(report, indent=1) + "\n")
@@ -330,28 +329,30 @@ def main(arguments: list[str] | None = None) -> int:
         if file is not None and not file.parent.is_dir():
             print(f"No folder {file.parent}: make it, or give {option} another path.", file=sys.stderr)
             return 2
-    device, timer, dtype = torch.device("cuda"), graph_timer, torch.bfloat16
-    rounds, shapes = 9 if chosen.quick else 25, QUICK if chosen.quick else LLAMA_8B
+    setup = BenchSetup(QUICK if chosen.quick else LLAMA_8B, torch.device("cuda"), torch.bfloat16)
+    timer, rounds = graph_timer, 9 if chosen.quick else 25
     sizes = READ, COPY, SQUARE
     if chosen.rehearse:  # the interpreter is wrong in bfloat16
-        device, timer, dtype = torch.device("cpu"), clock_timer, torch.float16
-        rounds, shapes, sizes = 1, REHEARSAL, (1 << 18, 1 << 20, 64)
+        setup = BenchSetup(REHEARSAL, torch.device("cpu"), torch.float16)
+        timer, rounds = clock_timer, 1
+        sizes = 1 << 18, 1 << 20, 64
     if chosen.rows:
-        shapes = replace(shapes, rows=tuple(map(int, chosen.rows.split(","))))
+        setup = setup.with_rows(*map(int, chosen.rows.split(",")))
     if chosen.contexts:
         pairs = (pair.split("x") for pair in chosen.contexts.split(","))
-        shapes = replace(shapes, contexts=tuple((int(batch), int(length)) for batch, length in pairs))
+        contexts = tuple((int(batch), int(length)) for batch, length in pairs)
+        setup = replace(setup, shapes=replace(setup.shapes, contexts=contexts))
     torch.manual_seed(0)
-    ceilings = GpuCeilings(read_bandwidth(timer, rounds, device, sizes[0]),
-                        copy_bandwidth(timer, rounds, device, sizes[1]))
-    report = BenchReport({**machine(device), "read_bytes_per_second": ceilings.read,
+    ceilings = GpuCeilings(read_bandwidth(timer, rounds, setup.device, sizes[0]),
+                           copy_bandwidth(timer, rounds, setup.device, sizes[1]))
+    report = BenchReport({**machine(setup.device), "read_bytes_per_second": ceilings.read,
                           "copy_bytes_per_second": ceilings.copy,
-                          "matmul_flops": matmul_flops(timer, rounds, device, dtype, sizes[2]),
+                          "matmul_flops": matmul_flops(timer, rounds, setup, sizes[2]),
                           "rounds": rounds, "pdl": chosen.pdl},
-                         chosen.json, markdown, None if chosen.rehearse else Peers(shapes, device, dtype))
+                         chosen.json, markdown, None if chosen.rehearse else Peers(setup))
     print(report.title(), end="\n\n")
     only = chosen.only.split(",")
-    every = (case for case in cases(shapes, device, dtype)
+    every = (case for case in bench_cases(setup)
              if any(text in f"{case.kernel} {case.shape}" for text in only))
     try:
         with tuned.trial({"pdl": 1}) if chosen.pdl and not chosen.rehearse else nullcontext():

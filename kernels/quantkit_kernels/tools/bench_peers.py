@@ -11,12 +11,12 @@ import importlib.util
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from quantkit_kernels.tools.bench_cases.case import BenchCase, ModelShapes, Run, copies
+from quantkit_kernels.tools.cases.case import BenchCase, BenchSetup, Run
 
 GROUP = 128
 TOLERANCE = 0.05
@@ -48,14 +48,14 @@ class PeerKernel:
         beside: kernels of ours, by how their names begin.
         rows: the numbers of rows at which it is run.
         module: the module that must be installed.
-        weight: n, k, device and dtype → a weight.
+        weight: what it is made for, outputs and inputs → a weight.
     """
 
     name: str
     beside: str
     rows: tuple[int, ...]
     module: str
-    weight: Callable[[int, int, torch.device, torch.dtype], PeerWeight]
+    weight: Callable[[BenchSetup, int, int], PeerWeight]
 
 
 @dataclass(frozen=True)
@@ -69,70 +69,76 @@ class PeerRun:
     check: Callable[[], tuple[torch.Tensor, torch.Tensor]]
 
 
-def _random_int4(n: int, k: int, device: torch.device,
-                 dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+class _RandomInt4(NamedTuple):
     """Codes uint8 ``[n, k]``, scales ``[n, k / 128]`` and what they stand for; 8 is 0."""
-    codes = torch.randint(0, 16, (n, k), dtype=torch.uint8, device=device)
-    scale = (torch.rand(n, k // GROUP, device=device) * 0.01 + 0.01).to(dtype)
-    dense = ((codes.to(dtype).view(n, -1, GROUP) - 8) * scale[..., None]).view(n, k)
-    return codes, scale, dense
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+    dense: torch.Tensor
+
+    @classmethod
+    def made(cls, setup: BenchSetup, n: int, k: int) -> _RandomInt4:
+        codes = torch.randint(0, 16, (n, k), dtype=torch.uint8, device=setup.device)
+        scale = (torch.rand(n, k // GROUP, device=setup.device) * 0.01 + 0.01).to(setup.dtype)
+        dense = ((codes.to(setup.dtype).view(n, -1, GROUP) - 8) * scale[..., None]).view(n, k)
+        return cls(codes, scale, dense)
 
 
-def _tinygemm(n: int, k: int, device: torch.device, dtype: torch.dtype) -> PeerWeight:
+def _tinygemm(setup: BenchSetup, n: int, k: int) -> PeerWeight:
     """torch's own, bfloat16 only."""
-    codes, scale, dense = _random_int4(n, k, device, dtype)
-    pairs = codes[:, ::2] << 4 | codes[:, 1::2]
-    grids = torch.stack([scale, torch.zeros_like(scale)], -1).transpose(0, 1).contiguous()
+    random = _RandomInt4.made(setup, n, k)
+    pairs = random.codes[:, ::2] << 4 | random.codes[:, 1::2]
+    grids = torch.stack([random.scale, torch.zeros_like(random.scale)], -1).transpose(0, 1).contiguous()
     packed = torch.ops.aten._convert_weight_to_int4pack(pairs, 8)
-    return PeerWeight(lambda: (packed.clone(), grids.clone()), dense, n * k // 2 + 4 * n * k // GROUP,
+    return PeerWeight(lambda: (packed.clone(), grids.clone()), random.dense, n * k // 2 + 4 * n * k // GROUP,
                       lambda x, weight: torch.ops.aten._weight_int4pack_mm(x, weight[0], GROUP, weight[1]))
 
 
-def _compiled(n: int, k: int, device: torch.device, dtype: torch.dtype) -> PeerWeight:
+def _compiled(setup: BenchSetup, n: int, k: int) -> PeerWeight:
     """8-bit weights by the compiler: it is to convert them on their way into the product."""
-    codes = torch.randint(-127, 128, (n, k), dtype=torch.int8, device=device)
-    scale = (torch.rand(n, device=device) * 0.001 + 0.001).to(dtype)
+    codes = torch.randint(-127, 128, (n, k), dtype=torch.int8, device=setup.device)
+    scale = (torch.rand(n, device=setup.device) * 0.001 + 0.001).to(setup.dtype)
 
     def product(x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         return F.linear(x, codes.to(x.dtype)) * scale
 
     fast: Any = torch.compile(product, dynamic=False, fullgraph=True,
                               options={"coordinate_descent_tuning": True})
-    return PeerWeight(lambda: (codes.clone(), scale.clone()), codes.to(dtype) * scale[:, None], n * k + 2 * n,
-                      lambda x, weight: fast(x, *weight))
+    return PeerWeight(lambda: (codes.clone(), scale.clone()), codes.to(setup.dtype) * scale[:, None],
+                      n * k + 2 * n, lambda x, weight: fast(x, *weight))
 
 
-def _gemlite_int4(n: int, k: int, device: torch.device, dtype: torch.dtype) -> PeerWeight:
+def _gemlite_int4(setup: BenchSetup, n: int, k: int) -> PeerWeight:
     from gemlite.helper import A16Wn
 
-    codes, scale, dense = _random_int4(n, k, device, dtype)
+    random = _RandomInt4.made(setup, n, k)
 
     def make() -> Any:
-        grids = (tensor.view(-1, 1) for tensor in (scale, torch.full_like(scale, 8)))
-        return A16Wn(device=str(device)).from_weights(codes, *grids, 4, GROUP, None)
+        grids = (tensor.view(-1, 1) for tensor in (random.scale, torch.full_like(random.scale, 8)))
+        return A16Wn(device=str(setup.device)).from_weights(random.codes, *grids, 4, GROUP, None)
 
-    return PeerWeight(make, dense, n * k // 2 + 4 * n * k // GROUP, lambda x, weight: weight(x))
+    return PeerWeight(make, random.dense, n * k // 2 + 4 * n * k // GROUP, lambda x, weight: weight(x))
 
 
-def _gemlite_int8(n: int, k: int, device: torch.device, dtype: torch.dtype) -> PeerWeight:
+def _gemlite_int8(setup: BenchSetup, n: int, k: int) -> PeerWeight:
     from gemlite import helper
 
     kind = getattr(helper, "A16W8_INT8", None) or helper.A16W8
-    dense = torch.randn(n, k, dtype=dtype, device=device) * 0.02
-    return PeerWeight(lambda: kind(device=str(device)).from_weights(dense, None), dense, n * k + 2 * n,
+    dense = setup.normal(n, k) * 0.02
+    return PeerWeight(lambda: kind(device=str(setup.device)).from_weights(dense, None), dense, n * k + 2 * n,
                       lambda x, weight: weight(x))
 
 
-def _bitsandbytes(n: int, k: int, device: torch.device, dtype: torch.dtype) -> PeerWeight:
+def _bitsandbytes(setup: BenchSetup, n: int, k: int) -> PeerWeight:
     import bitsandbytes
     from bitsandbytes import functional
 
     def make() -> Any:
         return functional.quantize_4bit(weight, blocksize=64, quant_type="nf4")
 
-    weight = torch.randn(n, k, dtype=dtype, device=device) * 0.02
+    weight = setup.normal(n, k) * 0.02
     packed, state = make()
-    dense = functional.dequantize_4bit(packed, state).to(dtype).view(n, k)
+    dense = functional.dequantize_4bit(packed, state).to(setup.dtype).view(n, k)
     return PeerWeight(make, dense, n * k // 2 + 4 * n * k // 64,
                       lambda x, weight: bitsandbytes.matmul_4bit(x, weight[0].t(), quant_state=weight[1]))
 
@@ -150,17 +156,15 @@ class Peers:
     """What stands beside each case.
 
     Attributes:
-        shapes, device, dtype: as cases were made for.
+        setup: what the cases were made for.
         every: all the peers.
         left_out: name → why, of those that aren't there or failed.
     """
 
-    shapes: ModelShapes
-    device: torch.device
-    dtype: torch.dtype
+    setup: BenchSetup
     every: tuple[PeerKernel, ...] = PEERS
     left_out: dict[str, str] = field(default_factory=dict)
-    _held: dict[tuple[str, str], tuple[PeerWeight, list[Any]]] = field(default_factory=dict)
+    _weights: dict[tuple[str, str], tuple[PeerWeight, list[Any]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for peer in self.every:
@@ -170,7 +174,7 @@ class Peers:
     def of(self, case: BenchCase) -> Iterator[PeerRun]:
         """The peers that are measured beside ``case``, by its kernel, its Linear and its rows."""
         match = re.fullmatch(r"(.+) m(\d+)", case.shape)
-        sizes = {name: (n, k) for name, n, k in self.shapes.linears}
+        sizes = {name: (n, k) for name, n, k in self.setup.shapes.linears}
         if match is None or match[1] not in sizes:
             return
         for peer in self.every:
@@ -188,13 +192,13 @@ class Peers:
         self.left_out[name] = f"{case.shape}: {(text.strip().splitlines() or [''])[0]}"
 
     def _runner(self, peer: PeerKernel, linear: str, n: int, k: int, m: int) -> PeerRun:
-        self._held = {key: weight for key, weight in self._held.items()
+        self._weights = {key: weight for key, weight in self._weights.items()
                       if key[1] == linear}  # the others' memory
         key = (f"{peer.name} {peer.beside}", linear)
-        if key not in self._held:
-            weight = peer.weight(n, k, self.device, self.dtype)
-            self._held[key] = weight, [weight.make() for _ in range(copies(self.shapes, weight.nbytes))]
-        weight, packs = self._held[key]
-        x = torch.randn(m, k, dtype=self.dtype, device=self.device)
+        if key not in self._weights:
+            weight = peer.weight(self.setup, n, k)
+            self._weights[key] = weight, [weight.make() for _ in range(self.setup.copies(weight.nbytes))]
+        weight, packs = self._weights[key]
+        x = self.setup.normal(m, k)
         return PeerRun(peer.name, lambda at: weight.run(x, packs[at]), len(packs), weight.nbytes,
                        lambda: (weight.run(x, packs[0]), F.linear(x, weight.dense)))

@@ -16,7 +16,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,7 +24,8 @@ import torch
 
 from quantkit_kernels import tuned
 from quantkit_kernels.tools.bench import Timer, calls_for, clock_timer, graph_timer, machine
-from quantkit_kernels.tools.bench_cases import LLAMA_8B, REHEARSAL, BenchCase, ModelShapes
+from quantkit_kernels.tools.cases import product_cases
+from quantkit_kernels.tools.cases.case import LLAMA_8B, REHEARSAL, BenchCase, BenchSetup
 
 SEGMENTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 SHORTEST = 256
@@ -45,13 +45,14 @@ class TunedCase:
 
     Args:
         case: the case that is run.
-        timer: a :class:`~quantkit_kernels.tools.bench.Timer`.
+        timer: makes the functions that run a case and take the time.
         spills: counts the registers that kernels spill which were compiled since it was last asked.
         deadline: ``time.monotonic()`` after which no candidate is begun.
     """
 
     def __init__(self, case: BenchCase, timer: Timer, spills: Callable[[], int], deadline: float) -> None:
-        self._case, self._timer, self._spills, self._deadline = case, timer, spills, deadline
+        self._case, self._timer = case, timer
+        self._spills, self._deadline = spills, deadline
         self._calls = calls_for(case.bytes, case.flops, case.copies)
         self.gain = 1.0
 
@@ -104,7 +105,6 @@ def asked_by(case: BenchCase) -> tuple[tuned.ProductKey, int] | None:
 
 
 def cuts(k: int) -> list[Parameters]:
-    """Segments of K."""
     return [{"segments": segments} for segments in SEGMENTS if segments == 1 or segments * SHORTEST <= k]
 
 
@@ -144,14 +144,6 @@ def tune(cases: Iterable[BenchCase], table: dict[tuned.ProductKey, tuned.TunedEn
         yield f"{case.kernel} {case.shape}: {chosen}, {search.gain:.2f} x"
 
 
-def by_rows(shapes: ModelShapes, device: torch.device, dtype: torch.dtype) -> Iterator[BenchCase]:
-    """Products of every shape and format by one row, then by more: what is stopped has served decoding."""
-    from quantkit_kernels.tools.bench_cases import products
-
-    for m in shapes.rows:
-        yield from products.cases(replace(shapes, rows=(m,)), device, dtype)
-
-
 def spills_of(kernels: Iterable[Any]) -> Callable[[], int]:
     """Registers that the newest compilations of jitted functions spill, for :class:`TunedCase`."""
     kernels, seen = list(kernels), set[int]()
@@ -182,11 +174,10 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     from quantkit_kernels.triton import matmul
 
-    device, dtype, timer = torch.device("cuda"), torch.bfloat16, graph_timer
-    shapes = replace(LLAMA_8B, rows=ROWS)
+    setup, timer = BenchSetup(LLAMA_8B, torch.device("cuda"), torch.bfloat16).with_rows(*ROWS), graph_timer
     if chosen.rehearse:
-        device, dtype, timer, shapes = torch.device("cpu"), torch.float16, clock_timer, REHEARSAL
-    about = machine(device)
+        setup, timer = BenchSetup(REHEARSAL, torch.device("cpu"), torch.float16), clock_timer
+    about = machine(setup.device)
     name, file = about["gpu"], chosen.folder / tuned.file_name(about["gpu"])
     if not os.access(chosen.folder, os.W_OK):
         print(f"{chosen.folder} can't be written: give --folder another, and name it in {tuned.VARIABLE} "
@@ -194,7 +185,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     table = tuned.read(file, name) if file.is_file() and not chosen.fresh else {}
     facts = {key: about[key] for key in ("date", "torch", "triton")}
-    every = (case for case in by_rows(shapes, device, dtype) if chosen.only in f"{case.kernel} {case.shape}")
+    every = (case for case in product_cases(setup) if chosen.only in f"{case.kernel} {case.shape}")
     spills = spills_of(kernel for kernel in vars(matmul).values() if hasattr(kernel, "device_caches"))
     try:
         for line in tune(every, table, timer, spills, time.monotonic() + 60 * chosen.minutes):

@@ -104,7 +104,7 @@ class _Runs:
 
     Attributes:
         speeds: tokens a second of each run.
-        token_ids: what was generated.
+        token_ids: the tokens that were generated.
     """
 
     def __init__(self, loaded: LoadedModel, name: str, settings: DraftSettings) -> None:
@@ -134,7 +134,6 @@ class _Runs:
         self._drafted, self._accepted = request.result.drafted_tokens, request.result.accepted_tokens
 
     def summary(self, plain: _Runs) -> dict[str, Any]:
-        """Its part of a case."""
         gains = [ours / theirs for ours, theirs in zip(self.speeds, plain.speeds, strict=True)]
         return {"tok_s": Spread.of(self.speeds).model_dump(), "gain": Spread.of(gains).model_dump(),
                 "tokens_a_step": (self._settings.tokens - 1) / self._steps, "drafted": self._drafted,

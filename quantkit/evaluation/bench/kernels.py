@@ -80,7 +80,8 @@ def bench_kernels(shapes: Sequence[tuple[int, int]], rows: Sequence[int], repeat
     from quantkit_kernels.cpu.bandwidth import Bandwidth
 
     memory = Bandwidth(cpu_machine.pool(), cpu_machine.isa())
-    reasons = {(shape, label): _refuses(shape, spec) for shape in shapes for label, spec in SPECS.items()}
+    reasons = {(shape, label): _reason_against(shape, spec)
+               for shape in shapes for label, spec in SPECS.items()}
     possible = [case for case, reason in reasons.items() if reason is None]
     total, results = len(possible) * len(rows), []
     for shape, label in possible:
@@ -108,7 +109,7 @@ def bench_kernels(shapes: Sequence[tuple[int, int]], rows: Sequence[int], repeat
                          for (shape, label), reason in reasons.items() if reason is not None]}
 
 
-def _refuses(shape: tuple[int, int], spec: QuantSpec | None) -> str | None:
+def _reason_against(shape: tuple[int, int], spec: QuantSpec | None) -> str | None:
     """Why there are no such weights, or no kernel of this package multiplies them."""
     if spec is None:
         return None

@@ -30,10 +30,10 @@ def random_model(uri: str, recipe: str, device: torch.device, dtype: str = "auto
     """The shape of a model with weights of nobody's.
 
     Args:
-        uri: whose config and tokenizer.
+        uri: the model whose config and tokenizer are taken.
         recipe: weights are of the kinds that it would leave; ``none``: all plain.
-        device: where they are made and run.
-        dtype: as for :func:`quantkit.runtime.loader.load`.
+        device: the device that makes and runs them.
+        dtype: the dtype of activations, as for :func:`quantkit.runtime.loader.load`.
 
     Raises:
         UsageError: a checkpoint, whose weights are of some kind already.
@@ -67,8 +67,6 @@ def _made(source: ModelSource, uri: str, recipe: str, plan: Plan | None, device:
 
 
 class _Weights:
-    """Random tensors by name."""
-
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
         self.shapes = {name: torch.Size(shape) for name, shape in tensor_shapes(config).items()}
         self._dtype, self._device = dtype, device

@@ -13,12 +13,12 @@ from quantkit.evaluation.gates.syntax import (
     METRICS,
     SPEEDS,
     GateCondition,
+    check_sense,
     parse_gate,
-    require_sense,
 )
 from quantkit.evaluation.keys import PER_ITEM
 from quantkit.evaluation.metric_table import MetricInfo, task_info
-from quantkit.evaluation.metrics import Interval
+from quantkit.evaluation.metrics import Interval, finite
 from quantkit.evaluation.paired import DISTANCES, differences, ratio
 from quantkit.evaluation.paired_statistics import unpaired
 from quantkit.evaluation.result import EvalResult, PairedDifference, names_of, short_names
@@ -51,7 +51,8 @@ def check_gate(result: EvalResult, gate: str | Sequence[GateCondition], *,
     Args:
         result: rows with the reference first. A condition without a scope is for all others; for a single
             row, for that.
-        gate: as it was typed, or what :func:`~quantkit.evaluation.gates.syntax.parse_gate` made of it.
+        gate: the text that was typed, or what :func:`~quantkit.evaluation.gates.syntax.parse_gate` made of
+            it.
         strict: the whole interval must meet the limit.
 
     Raises:
@@ -68,7 +69,7 @@ def check_gate(result: EvalResult, gate: str | Sequence[GateCondition], *,
                       strict=strict, checks=checks)
 
 
-def require_planned(conditions: Sequence[GateCondition], *, candidates: int, speed: bool,
+def check_planned(conditions: Sequence[GateCondition], *, candidates: int, speed: bool,
                     tasks: Sequence[str] = (), texts: Sequence[str] = (),
                     metrics: Sequence[str] = ()) -> None:
     """Find out before anything is measured whether a gate's metrics will be.
@@ -134,7 +135,7 @@ class _Judge:
         return GateCheck(
             condition=condition.text, variant=self.names[index], metric=estimate.key, text=condition.on or "",
             relative=condition.relative, relation=condition.relation, limit=condition.limit,
-            unit=estimate.unit, value=_finite(value), low=_finite(estimate.low), high=_finite(estimate.high),
+            unit=estimate.unit, value=finite(value), low=finite(estimate.low), high=finite(estimate.high),
             p=paired.p if paired else None, test=paired.test if paired else "",
             items=paired.items if paired else 0,
             verdict=verdict, passed=passed, missed_by=missed)
@@ -167,7 +168,7 @@ class _Judge:
         info = self.result.metrics.get(key) or task_info(key)
         if key == "flips":
             info = MetricInfo("flips", "%", "lower")
-        require_sense(condition.text, condition.relation, info.direction)
+        check_sense(condition.text, condition.relation, info.direction)
         share = info.unit == "%"
         paired = self._paired(index, key, condition.on)
         if key == "perplexity" and condition.relative:
@@ -255,10 +256,6 @@ class _Judge:
             return UsageError(f"{what}{name} was not measured for {self.names[index]}",
                               next="limit the condition to a variant that has it: VARIANT:" + name)
         return UsageError(f"{what}there is no metric {name[:80]!r}", why=did_you_mean(name, known))
-
-
-def _finite(value: float | None) -> float | None:
-    return float(value) if value is not None and math.isfinite(value) else None
 
 
 def _percent(difference: float) -> float:

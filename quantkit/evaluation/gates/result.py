@@ -18,7 +18,7 @@ class GateCheck(Frozen):
         metric: key of the metric.
         text: the text that was scored; ``""``: all texts, or none.
         relative: whether the reference's value was taken off, or divided by for ``x``.
-        relation: what ``value`` must be to ``limit``.
+        relation: the relation that ``value`` must have to ``limit``.
         limit: the bound of the condition.
         unit: ``nats``, ``%``, ``pp`` (percentage points), ``x`` (times the reference), ``bytes``, ``tok/s``,
             or that of the metric.

@@ -33,7 +33,7 @@ class GateCondition:
         text: the text of the condition.
         name: the metric's name, as it was written.
         key: the metric's key in results; a task without a metric has its name alone.
-        relation: what a value must be to the limit.
+        relation: the relation that a value must have to the limit.
         limit: the bound: shares and percentages as numbers of percent, sizes in bytes.
         unit: ``%``, ``x``, ``bytes`` or ``""``.
         relative: whether the limit is of the change from the reference: it has a sign, or ``x``.
@@ -101,7 +101,7 @@ def _condition(text: str) -> GateCondition:
     limit = _limit(text, name, key, value)
     if match["text"] and (key in (*BYTES, *SPEEDS) or "/" in key):
         raise UsageError(f"{text[:80]!r}: {name} is not of a text", next=f"write {name} without @")
-    require_sense(text, relation, _direction(key))
+    check_sense(text, relation, _direction(key))
     scope = match["scope"]
     return GateCondition(text, name, key, relation, limit.value, limit.unit, limit.relative,
                          scope and scope.strip(),
@@ -159,13 +159,13 @@ def _limit(text: str, name: str, key: str, value: str) -> _Limit:
     return _Limit(limit, unit, unit == "x" or bool(sign))
 
 
-def require_sense(text: str, relation: str, direction: str) -> None:
+def check_sense(text: str, relation: str, direction: str) -> None:
     """A gate that a ruined model passes guards nothing.
 
     Args:
         text: the condition, as it was written.
         relation: the relation of its value to its limit.
-        direction: which values of the metric are better: ``lower``, ``higher``, or ``""``: neither.
+        direction: the better values of the metric: ``lower``, ``higher``, or ``""``: neither.
 
     Raises:
         UsageError: it demands a bad value.

@@ -76,8 +76,8 @@ class LongContextModel:
 
         Args:
             item: the context and its questions.
-            whens: when the questions come. Where nothing is ever dropped both are the same, and only the
-                first is asked.
+            whens: the moments at which questions come. Where nothing is ever dropped both are the same, and
+                only the first is asked.
             fed: told how many tokens of the context were read.
 
         Raises:

@@ -42,7 +42,7 @@ class Drift:
     Attributes:
         kv: the KV setting.
         buckets: buckets by generated position: ``low`` tokens were generated before.
-        differs: see :class:`FollowedText`; one a text.
+        differs: a number for each text, as in :class:`FollowedText`.
         decode_tok_s: tokens a second, one at a time, but for each text's first: the median text's.
     """
 

@@ -57,7 +57,6 @@ class TextHaystack:
             self._left[index] = self._left[index + 1] + len(self._sentences[index])
 
     def sentences(self, chance: random.Random, tokens: int) -> Iterator[str]:
-        """See :class:`Haystack`."""
         starts = sum(remaining >= LETTERS * tokens for remaining in self._left)
         yield from self._sentences[chance.randrange(max(1, starts)):]
 
@@ -82,7 +81,6 @@ class FillerHaystack:
     name = "filler"
 
     def sentences(self, chance: random.Random, tokens: int) -> Iterator[str]:
-        """See :class:`Haystack`."""
         while True:
             yield " ".join(chance.choice(part) for part in (_WHO, _DID, _WHAT, _WHEN)) + "."
 
@@ -92,8 +90,8 @@ class HaystackTokens:
     """Hay in tokens.
 
     Attributes:
-        ids: as many as were asked for; the last sentence may be cut.
-        starts: where sentences begin, the first at 0.
+        ids: exactly the tokens that were asked for; the last sentence may be cut.
+        starts: the places at which sentences begin, the first at 0.
     """
 
     ids: tuple[int, ...]
@@ -104,7 +102,7 @@ def fill_haystack(hay: Haystack, tokenizer: Tokenizer, tokens: int, chance: rand
     """Exactly the given number of tokens of text, counted by the model's tokenizer.
 
     Args:
-        hay: where sentences come from.
+        hay: the source of sentences.
         tokenizer: the model's. Sentences are encoded one by one, each behind a space, so that what is put
             between two of them changes no token of theirs.
         tokens: at least 1.

@@ -59,8 +59,8 @@ class PromptFrame:
 
     Attributes:
         before: ids before it.
-        between: what ends the user's turn and begins the answer; ``None``: the turn isn't ended, the text is
-            simply continued, which the smallest models are best at.
+        between: the text that ends the user's turn and begins the answer; ``None``: the turn isn't ended, the
+            text is simply continued, which the smallest models are best at.
     """
 
     before: tuple[int, ...]
@@ -95,11 +95,11 @@ def make_items(tokenizer: Tokenizer, task: str, hay: Haystack, *, length: int, d
     Args:
         tokenizer: the model's: lengths are in its tokens.
         task: one of :data:`~quantkit.evaluation.long.tasks.TASKS`.
-        hay: what things are hidden in, unless the task generates its own.
+        hay: the text in which things are hidden, unless the task generates its own.
         length: tokens of a context with the longest question and answer.
         depths: places, see :func:`depths_of`.
         samples: how often everything is drawn, each time with other names, numbers and text.
-        seed: the same seed gives the same items.
+        seed: the seed of all draws; the same one gives the same items.
         chat: ask by the model's chat template.
 
     Raises:

@@ -44,7 +44,6 @@ class LongJob(Job[Data]):
 
     @property
     def settings(self) -> list[KVSpec]:
-        """The settings, read."""
         return [parse_kv(kv) for kv in self.kv]
 
     def key(self) -> dict[str, Any]:
@@ -53,7 +52,6 @@ class LongJob(Job[Data]):
         return {"kv": list(self.kv), "content": hashlib.sha256(repr(content).encode()).hexdigest()}
 
     def seconds(self, tok_s: float) -> float:
-        """By the number of tokens."""
         return len(self.kv) * self.tokens / tok_s
 
     def listener(self, run: JobRun) -> Callable[[int], None]:
@@ -90,11 +88,9 @@ class AnswersJob(LongJob[AnswersData]):
 
     @property
     def tokens(self) -> int:
-        """See :class:`LongJob`."""
         return len(self.item.context)
 
     def measure(self, run: JobRun) -> MeasurementResult[AnswersData]:
-        """Ask."""
         loaded = run.load(self.model)
         reader = LongContextModel(loaded, *self.settings)
         moments = reader.read(self.item, self.questions, self.listener(run))
@@ -125,11 +121,9 @@ class WindowJob(LongJob[WindowData]):
 
     @property
     def tokens(self) -> int:
-        """See :class:`LongJob`."""
         return len(self.ids) - 1
 
     def measure(self, run: JobRun) -> MeasurementResult[WindowData]:
-        """Read the window."""
         loaded = run.load(self.model)
         window = score_window(loaded, self.settings, self.ids, self.prompt, self.edges, self.listener(run))
         return MeasurementResult(WindowData(label=loaded.label, window=window))
@@ -157,7 +151,6 @@ class TextJob(LongJob[TextData]):
 
     @property
     def tokens(self) -> int:
-        """See :class:`LongJob`."""
         return len(self.ids) + self.new_tokens
 
     def seconds(self, tok_s: float) -> float:
@@ -165,7 +158,6 @@ class TextJob(LongJob[TextData]):
         return len(self.kv) * (len(self.ids) + self.new_tokens / DECODE_SHARE) / tok_s
 
     def measure(self, run: JobRun) -> MeasurementResult[TextData]:
-        """Generate, and follow."""
         loaded = run.load(self.model)
         texts = follow_text(loaded, self.settings, self.ids, self.new_tokens, self.listener(run))
         return MeasurementResult(TextData(label=loaded.label, texts=tuple(texts)))

@@ -56,7 +56,7 @@ class PositionSums:
     """Sums the scores of one window by bucket.
 
     Args:
-        edges: where buckets begin and end.
+        edges: the positions at which buckets begin and end.
     """
 
     def __init__(self, edges: Sequence[int]) -> None:
@@ -73,7 +73,6 @@ class PositionSums:
                 sums[index] += float(score[part].sum())
 
     def means(self) -> BucketMeans:
-        """The means by bucket and metric."""
         return tuple(tuple(total / (high - low) for total in sums)
                      for sums, (low, high) in zip(self._sums, pairwise(self.edges)))
 
@@ -116,7 +115,7 @@ def score_window(loaded: LoadedModel, settings: Sequence[KVSpec], ids: Sequence[
         settings: the full cache first: it is the reference.
         ids: the tokens of the window.
         prompt: tokens that aren't scored.
-        edges: see :func:`edges_of`.
+        edges: the borders of buckets, by :func:`edges_of`.
         fed: hears how many tokens went through a setting.
 
     Raises:

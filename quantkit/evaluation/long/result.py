@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 from quantkit.evaluation.long.answer import When
 from quantkit.evaluation.long.generated import Drift
 from quantkit.evaluation.long.positions import PositionBucket
-from quantkit.evaluation.metrics import Interval
+from quantkit.evaluation.metrics import finite
 from quantkit.evaluation.paired import AnswerPair, PairedAnswers, of_answers
 
 SOLVED = 0.75
@@ -30,7 +29,7 @@ class LongProtocol:
         filler: hay was generated.
         tasks, lengths, depths, samples, seed: see :func:`~quantkit.evaluation.long.items.make_items`.
         chat: asked by the model's chat template; else the user's text is continued.
-        questions: when they came.
+        questions: the moments at which they came.
         prompt, new_tokens: of the texts that were read by position and generated.
         dtype: the dtype of activations.
         quantkit, torch, cpu, cores, threads, gpu: what it ran on.
@@ -209,9 +208,6 @@ class LongResult:
 
 def _bucket(bucket: PositionBucket) -> dict[str, Any]:
     return {"kv": bucket.kv, "low": bucket.low, "high": bucket.high,
-            **{name: _finite(interval) for name, interval in bucket.values.items()},
-            "kl_windows": [value if math.isfinite(value) else None for value in bucket.kl_windows]}
-
-
-def _finite(interval: Interval) -> dict[str, float | None]:
-    return {name: value if math.isfinite(value) else None for name, value in asdict(interval).items()}
+            **{name: {end: finite(value) for end, value in asdict(interval).items()}
+               for name, interval in bucket.values.items()},
+            "kl_windows": [finite(value) for value in bucket.kl_windows]}

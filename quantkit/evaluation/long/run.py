@@ -55,10 +55,10 @@ class LongSettings:
         lengths: tokens of prompts with questions and answers, and where buckets of positions end.
         depths: places where answers stand, from the beginning to the end.
         samples: contexts a cell, texts by position, texts that are generated.
-        text: what is read, and what things are hidden in.
+        text: the text that is read, and in which things are hidden.
         filler: whether they are hidden in generated sentences instead.
         chat: whether the chat template asks.
-        questions: when they come, see :data:`~quantkit.evaluation.long.answer.When`.
+        questions: the moments at which they come, see :data:`~quantkit.evaluation.long.answer.When`.
         prompt: tokens of a text that are its prompt, by position and generated.
         new_tokens: tokens that are generated.
         seed: seed of everything that is drawn.
@@ -105,7 +105,7 @@ def evaluate_long(uri: str, settings: LongSettings, progress: Listener = silent,
 
     Args:
         uri: a checkpoint or source.
-        settings: what is measured, and how.
+        settings: the choice of measurements.
         progress: hears of every measurement, and of its parts.
         loading: hears of the model's weights.
 
@@ -120,9 +120,7 @@ def evaluate_long(uri: str, settings: LongSettings, progress: Listener = silent,
     specs = [KVSpec(), *(kv for kv in settings.kv or (model.kv,) if kv != KVSpec())]
     items = _items(model, settings, text)
     variants = _variants(model, specs, settings.questions if items else (None,))
-    measurements = with_needs([*_answers(model, settings, specs, items),
-                               *_windows(model, settings, specs, text),
-                               *_texts(model, settings, specs, text)], [model], settings.device)
+    measurements = with_needs(_measurements(model, settings, specs, items, text), [model], settings.device)
     done = measured(measurements, model, keep=settings.keep, fresh=settings.fresh, device=settings.device,
                     progress=progress, loading=loading)
     results, first = SweepResults(measurements, done), done[0].data
@@ -170,46 +168,37 @@ def _variants(model: ModelFacts, specs: Sequence[KVSpec],
     return variants
 
 
-def _measurement(kind: str, label: str, job: LongJob[LongData], model: ModelFacts, settings: LongSettings,
-                 place: Place) -> Measurement:
-    """The job with everything that its numbers depend on; of a text that is generated also the machine."""
-    key = {**base_key(settings.dtype, settings.device), **(machine_key() if job.timed else {}), "kind": kind,
-           "model": model.identity, **job.key()}
-    return Measurement(kind, label, job, key, place)
+def _measurements(model: ModelFacts, settings: LongSettings, specs: Sequence[KVSpec],
+                  items: Sequence[LongItem], text: EvalText) -> list[Measurement]:
+    """Every context with every setting; windows and texts with all settings at once."""
+    ref, base = model.ref(settings.dtype, settings.device), base_key(settings.dtype, settings.device)
+    measurements = []
 
+    def add(kind: str, label: str, job: LongJob[LongData], place: Place) -> None:
+        # of a text that is generated, numbers depend on the machine too
+        key = {**base, **(machine_key() if job.timed else {}), "kind": kind, "model": model.identity,
+               **job.key()}
+        measurements.append(Measurement(kind, label, job, key, place))
 
-def _answers(model: ModelFacts, settings: LongSettings, specs: Sequence[KVSpec],
-             items: Sequence[LongItem]) -> list[Measurement]:
-    ref = model.ref(settings.dtype, settings.device)
-    return [_measurement("answers", f"{item.task} of {item.length} kv {kv}",
-                         AnswersJob(ref, (str(kv),), item, settings.questions), model, settings,
-                         Place(number, setting))
-            for number, item in enumerate(items) for setting, kv in enumerate(specs)]
-
-
-def _windows(model: ModelFacts, settings: LongSettings, specs: Sequence[KVSpec],
-             text: EvalText) -> list[Measurement]:
-    if POSITIONS not in settings.tasks:
-        return []
-    windows = windows_of(model, text.content, max(settings.lengths), settings.samples,
-                         ("--context", "--samples"))
-    ref = model.ref(settings.dtype, settings.device)
-    edges = tuple(edges_of(settings.prompt, settings.lengths))
-    return [_measurement(POSITIONS, f"{POSITIONS} of text {number + 1}",
-                         WindowJob(ref, tuple(map(str, specs)), tuple(ids), settings.prompt, edges),
-                         model, settings, Place(number)) for number, ids in enumerate(windows.tolist())]
-
-
-def _texts(model: ModelFacts, settings: LongSettings, specs: Sequence[KVSpec],
-           text: EvalText) -> list[Measurement]:
-    if GENERATED not in settings.tasks:
-        return []
-    prompts = windows_of(model, text.content, settings.prompt, settings.samples,
-                         ("--prompt-tokens", "--samples"))
-    ref = model.ref(settings.dtype, settings.device)
-    return [_measurement(GENERATED, f"{GENERATED} text {number + 1}",
-                         TextJob(ref, tuple(map(str, specs)), tuple(ids), settings.new_tokens),
-                         model, settings, Place(number)) for number, ids in enumerate(prompts.tolist())]
+    for number, item in enumerate(items):
+        for setting, kv in enumerate(map(str, specs)):
+            add("answers", f"{item.task} of {item.length} kv {kv}",
+                AnswersJob(ref, (kv,), item, settings.questions), Place(number, setting))
+    every = tuple(map(str, specs))
+    if POSITIONS in settings.tasks:
+        windows = windows_of(model, text.content, max(settings.lengths), settings.samples,
+                             ("--context", "--samples"))
+        edges = tuple(edges_of(settings.prompt, settings.lengths))
+        for number, ids in enumerate(windows.tolist()):
+            add(POSITIONS, f"{POSITIONS} of text {number + 1}",
+                WindowJob(ref, every, tuple(ids), settings.prompt, edges), Place(number))
+    if GENERATED in settings.tasks:
+        prompts = windows_of(model, text.content, settings.prompt, settings.samples,
+                             ("--prompt-tokens", "--samples"))
+        for number, ids in enumerate(prompts.tolist()):
+            add(GENERATED, f"{GENERATED} text {number + 1}",
+                TextJob(ref, every, tuple(ids), settings.new_tokens), Place(number))
+    return measurements
 
 
 def _add_answers(result: LongResult, results: SweepResults, items: Sequence[LongItem],

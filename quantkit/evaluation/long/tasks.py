@@ -39,8 +39,8 @@ class QuestionText:
     Attributes:
         ask: the question itself, for models that are asked as chat.
         lead: the beginning of its answer: a text that a model continues.
-        answer: what follows the lead, without the space between them.
-        depth: where in the hay its answer stands, 0 to 1; ``None`` if it is in several places.
+        answer: the text that follows the lead, without the space between them.
+        depth: the place of its answer in the hay, 0 to 1; ``None`` if it is in several places.
         hops: through how many other variables the answer is reached; 0 for a needle.
     """
 
@@ -58,7 +58,7 @@ class ContextDraft:
     Attributes:
         intro: says what to look for.
         hidden: depth (0 to 1) and sentence, in rising order.
-        questions: what is asked; all are about this one context.
+        questions: all questions about this one context.
     """
 
     intro: str
@@ -126,11 +126,11 @@ def _variables(depths: Sequence[float], chance: random.Random) -> Iterator[Conte
     # a value is passed on only after it was given; between the chains order is left to chance
     order = [index for index in range(CHAINS) for _ in range(HOPS + 1)]
     chance.shuffle(order)
-    told = [0] * CHAINS
+    steps = [0] * CHAINS
     hidden = []
     for depth, index in zip(sorted(chance.random() for _ in order), order, strict=True):
-        step, chain = told[index], chains[index]
-        told[index] += 1
+        step, chain = steps[index], chains[index]
+        steps[index] += 1
         hidden.append((depth, f"The access code for {chain[0]} is {codes[index]}." if step == 0 else
                        f"{chain[step]} has the same access code as {chain[step - 1]}."))
     questions = [QuestionText(f"What is the access code for {name}?", f"The access code for {name} is", code,
@@ -144,7 +144,6 @@ def _number(chance: random.Random) -> str:
 
 
 def _numbers(chance: random.Random, count: int) -> list[str]:
-    """Different ones."""
     return [str(number) for number in chance.sample(range(10_000, 100_000), count)]
 
 

@@ -74,7 +74,7 @@ class PeerSession(ABC):
     """A tool with an open model.
 
     Attributes:
-        facts: what it says about itself.
+        facts: everything that the tool says about itself.
     """
 
     facts: PeerFacts

@@ -32,7 +32,7 @@ class ServerClient:
     """One server.
 
     Args:
-        url: as the user wrote it; a path ``/v1`` at its end may be left out.
+        url: the address that the user wrote; a path ``/v1`` at its end may be left out.
         key_variable: variable of the environment that has the API key; empty: none is sent.
         timeout: seconds that the server may be silent.
 

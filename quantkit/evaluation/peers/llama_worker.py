@@ -28,8 +28,6 @@ class LlamaParameters(ctypes.Structure):
 
 
 class LlamaBatch(ctypes.Structure):
-    """``llama_batch``."""
-
     _fields_ = (("n_tokens", ctypes.c_int32), ("token", ctypes.POINTER(ctypes.c_int32)),
                 ("embd", ctypes.POINTER(ctypes.c_float)), ("pos", ctypes.POINTER(ctypes.c_int32)),
                 ("n_seq_id", ctypes.POINTER(ctypes.c_int32)),
@@ -95,7 +93,6 @@ class LlamaModel:
         self._place, self._greedy = 0, lib.llama_sampler_init_greedy()
 
     def facts(self) -> dict[str, Any]:
-        """See :class:`quantkit.evaluation.peers.base.PeerFacts`."""
         lib, text = self._library, ctypes.create_string_buffer(256)
         lib.llama_model_desc(self._model, text, len(text))
         method, version = text.value, b""

@@ -37,11 +37,9 @@ class OpenAIPeer(Peer):
 
     @property
     def uri(self) -> str:
-        """The URL."""
         return self.url
 
     def open(self, context: int, threads: int, tokenizer: Tokenizer) -> OpenAISession:
-        """Ask for the models."""
         return OpenAISession(ServerClient(self.url, self.key_env, self.timeout), self.model, tokenizer)
 
 

@@ -40,7 +40,7 @@ class WorkerSession(PeerSession):
         python: the interpreter that has the tool.
         backend: a file beside this one.
         options: for its ``open_model``.
-        hint: what to do if it can't be opened.
+        hint: advice for when it can't be opened.
 
     Raises:
         QuantkitError: the interpreter doesn't start, or the model can't be opened.
@@ -67,12 +67,10 @@ class WorkerSession(PeerSession):
             raise
 
     def encode(self, text: str) -> list[int] | None:
-        """Ids by the tool's tokenizer."""
         ids: list[int] | None = self._ask({"do": "encode", "text": text})["ids"]
         return ids
 
     def predict(self, ids: Sequence[int], prompt: int) -> PeerPrediction:
-        """All logits."""
         answer = self._ask({"do": "logits", "ids": list(ids), "skip": prompt})
         rows = len(ids) - 1 - prompt
         vocab = answer["vocab"]
@@ -95,7 +93,6 @@ class WorkerSession(PeerSession):
                          first_token_s=tuple(answer["first_token_s"]), peak_bytes=answer["peak_bytes"])
 
     def close(self) -> None:
-        """End the process."""
         self._popen.kill()
         for pipe in (self._popen.stdin, self._popen.stdout):
             if pipe is not None:
@@ -137,7 +134,6 @@ class WorkerSession(PeerSession):
             timer.cancel()
 
     def _ended(self, hint: str | None = None) -> QuantkitError:
-        """Why there is no answer."""
         code = self._popen.wait()
         self._listener.join(1)
         words = self._last_words()
@@ -182,11 +178,9 @@ class TransformersPeer(Peer):
 
     @property
     def uri(self) -> str:
-        """The folder or repository."""
         return self.path
 
     def open(self, context: int, threads: int, tokenizer: Tokenizer) -> WorkerSession:
-        """Load it in a process."""
         package = self.quantization.partition("-")[0]
         wanted = "transformers" if package in ("none", "dequantize") else f"transformers and {package}"
         options = self.model_dump(include={"path", "quantization", "dtype", "device"}) | {"threads": threads}
@@ -215,11 +209,9 @@ class LlamaPeer(Peer):
 
     @property
     def uri(self) -> str:
-        """The GGUF."""
         return self.file
 
     def open(self, context: int, threads: int, tokenizer: Tokenizer) -> WorkerSession:
-        """Open it in a process."""
         file = Path(self.file).expanduser()
         bits = gguf_bits(file)  # before anything is started: it tells best what is wrong with a file
         session = WorkerSession(

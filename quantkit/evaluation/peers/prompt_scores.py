@@ -46,7 +46,6 @@ class PromptScores:
         self._ways, self._settled = list(WAYS), False
 
     def predict(self, ids: Sequence[int], prompt: int) -> PeerPrediction | None:
-        """See :meth:`quantkit.evaluation.peers.base.PeerSession.predict`."""
         while self._ways:
             as_text, body = self._ways[0]
             text = self._tokenizer.decode(list(ids), skip_special=False) if as_text else ""
@@ -85,8 +84,7 @@ class PromptScores:
             return None
         tops = logprobs.get("top_logprobs")
         tops = tops if isinstance(tops, list) and len(tops) >= len(ids) else [None] * len(ids)
-        return ([float(value) for value in values[1:len(ids)]],
-                [self._best(top) for top in tops[1:len(ids)]])
+        return ([float(value) for value in values[1:len(ids)]], [self._best(top) for top in tops[1:len(ids)]])
 
     def _by_id(self, entries: list[Any], ids: Sequence[int]) -> tuple[list[float], list[int | None]] | None:
         """vLLM's ``prompt_logprobs``: id → log-probability and rank, the token that came among them."""

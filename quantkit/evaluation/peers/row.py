@@ -11,24 +11,22 @@ from pydantic import Field
 from quantkit.evaluation.metric_table import RegisteredMetric, registered_metrics, summarized
 from quantkit.evaluation.metrics import TOP1, Interval
 from quantkit.evaluation.peers.base import PeerFacts, PeerTimes
-from quantkit.evaluation.quality.token_scores import TokenScores, joined, tails
+from quantkit.evaluation.quality.token_scores import SCORES, TokenScores, joined, tails
 from quantkit.evaluation.result import ModelResult
 from quantkit.evaluation.speed.results import DecodeSpeed, MemoryUse, PrefillSpeed, SpeedSweep, Spread
 from quantkit.evaluation.sweep.store import MeasuredData, MeasurementResult
 
-SCORES = ("kl", "loss", "likeliest", "agrees")
-"""Of each token, ``[windows, n]``; the arrays of a text are called ``TEXT/kl`` and so on."""
 FLIPS = "flips"
 
 
 class PeerData(MeasuredData):
-    """What was measured of a peer. Beside it stand arrays: of each text with logits, :data:`SCORES`.
+    """What was measured of a peer. Beside it stand arrays: of each text with logits ``TEXT/kl`` and so on.
 
     Attributes:
         uri: the name of its model.
-        facts: what it says about itself.
+        facts: everything that the tool says about itself.
         texts: name → metric → its mean over each window.
-        times: what timed runs took; ``None``: it wasn't timed.
+        times: the times of its runs; ``None``: it wasn't timed.
         prefill: tokens of the prompt of those runs.
     """
 
@@ -47,7 +45,8 @@ def peer_row(measurement: MeasurementResult[PeerData]) -> ModelResult:
                       load_s=facts.load_s)
     metrics = {registered.metric.name: registered for registered in registered_metrics()}
     texts = data.texts
-    scores = {name: tokens for name in texts if (tokens := _tokens(measurement, name)) is not None}
+    scores = {name: TokenScores.of_arrays(measurement.arrays, f"{name}/") for name in texts
+              if f"{name}/{SCORES[0]}" in measurement.arrays}
     for name, means in texts.items():
         row.texts[name] = _summary([means], metrics, [scores[name]] if name in scores else [])
         row.window_means[name] = {key: list(values) for key, values in means.items()
@@ -61,12 +60,6 @@ def peer_row(measurement: MeasurementResult[PeerData]) -> ModelResult:
         _add_speed(row, data.times, facts, data.prefill)
     row.measured = dict.fromkeys(("quality", "speed") if row.speed else ("quality",), measurement.measured)
     return row
-
-
-def _tokens(measurement: MeasurementResult[PeerData], text: str) -> TokenScores | None:
-    if f"{text}/{SCORES[0]}" not in measurement.arrays:
-        return None
-    return TokenScores(*(measurement.arrays[f"{text}/{name}"] for name in SCORES))
 
 
 def _summary(texts: Sequence[Mapping[str, Any]], metrics: Mapping[str, RegisteredMetric],

@@ -52,7 +52,7 @@ def measure_peer(peer: str, texts: Mapping[str, torch.Tensor], prompt: int,
         peer: the tool as it is written in ``--peer``.
         texts: name → windows of token ids, int64 ``[windows, window]``; none: only speed is measured.
         prompt: tokens at the beginning of a window that aren't scored.
-        reference: what it is scored against; a :class:`TeacherForcedModel` has this ``prompt``.
+        reference: the model that it is scored against; a :class:`TeacherForcedModel` has this ``prompt``.
         speed: ``None``: speed isn't measured.
         progress: told before each window and the speed test.
 

@@ -23,7 +23,7 @@ class PeerScores:
     the likeliest tokens of all windows are known; what needs whole distributions, as KL does, is absent.
 
     Args:
-        metrics: what is measured where there are logits.
+        metrics: the metrics to measure where there are logits.
     """
 
     def __init__(self, metrics: Sequence[RegisteredMetric]) -> None:

@@ -47,7 +47,6 @@ class TransformersModel:
         self._cache: Any = None
 
     def facts(self) -> dict[str, Any]:
-        """See :class:`quantkit.evaluation.peers.base.PeerFacts`."""
         from importlib.metadata import PackageNotFoundError, version
 
         import transformers
@@ -64,7 +63,6 @@ class TransformersModel:
                 "load_s": self._load_s, "weight_bytes": int(sum(map(stored_bytes, tensors_of(self._model))))}
 
     def encode(self, text: str) -> list[int] | None:
-        """Ids without BOS."""
         if self._tokenizer is None:
             return None
         ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]

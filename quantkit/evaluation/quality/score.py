@@ -42,7 +42,7 @@ def windows_of(loaded: TokenizedModel, text: str, window: int, windows: int,
         loaded: its tokenizer and context.
         text: the text; it must be long enough.
         window, windows: how many tokens, how often.
-        options: where the user gave these two.
+        options: the options by which the user gave these two.
 
     Raises:
         UsageError: the text is too short, or the window longer than the model's context.
@@ -77,7 +77,7 @@ def compare(models: Sequence[LoadedModel | TeacherForcedModel], tokens: torch.Te
         progress: told before each model's window.
         prompt: the number of tokens at the beginning of a window that aren't scored.
         exact: the first model in float32 arithmetic: every model is compared with it too.
-        metrics: what is measured; by default every registered metric.
+        metrics: the metrics to measure; by default every registered one.
 
     Returns:
         for each model, every metric by its key; with ``exact`` also :data:`EXACT`. A plugin's metric that

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-from quantkit.evaluation.metrics import CONFIDENCE, Interval
+from quantkit.evaluation.keys import TAILS
+from quantkit.evaluation.metrics import Interval, percentiles
 
+SCORES = ("kl", "loss", "likeliest", "agrees")
+"""The arrays of :class:`TokenScores`."""
 RESAMPLES = 400
 """Of a percentile's bootstrap: each sorts all tokens anew."""
 
@@ -30,13 +34,17 @@ class TokenScores:
 
     def arrays(self) -> dict[str, np.ndarray]:
         """By name, to be stored."""
-        return {"kl": self.kl, "loss": self.loss, "likeliest": self.likeliest, "agrees": self.agrees}
+        return {name: getattr(self, name) for name in SCORES}
+
+    @classmethod
+    def of_arrays(cls, arrays: Mapping[str, np.ndarray], prefix: str) -> TokenScores:
+        """What was stored, its names behind a prefix."""
+        return cls(*(arrays[f"{prefix}{name}"] for name in SCORES))
 
 
 def joined(parts: list[TokenScores]) -> TokenScores:
     """The tokens of several texts, whose windows are of equal length."""
-    return TokenScores(*(np.concatenate([part.arrays()[name] for part in parts])
-                         for name in ("kl", "loss", "likeliest", "agrees")))
+    return TokenScores(*(np.concatenate([part.arrays()[name] for part in parts]) for name in SCORES))
 
 
 def tails(scores: TokenScores, seed: int = 0) -> dict[str, Interval]:
@@ -57,11 +65,5 @@ def tails(scores: TokenScores, seed: int = 0) -> dict[str, Interval]:
     flips = 1.0 - scores.agrees.mean(axis=1)
     pairs = [(values[place], drawn[:, place]) for place in range(len(shares))]
     pairs.append((flips.mean(), flips[picks].mean(axis=1)))
-    return {key: _interval(float(value), samples)
-            for key, (value, samples) in zip(("kl_median", "kl_p99", "kl_p999", "flips"), pairs)}
-
-
-def _interval(value: float, samples: np.ndarray) -> Interval:
-    tail = 50 * (1 - CONFIDENCE)
-    low, high = np.percentile(samples, [tail, 100 - tail])
-    return Interval(value, min(float(low), value), max(float(high), value))
+    return {key: Interval.around(value, *percentiles(samples))
+            for key, (value, samples) in zip(TAILS, pairs)}

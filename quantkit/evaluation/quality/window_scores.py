@@ -25,9 +25,9 @@ class WindowScores:
     """Mean scores of windows, by model and metric.
 
     Args:
-        metrics: what is measured. One that isn't built in and raises, writes to an argument, or returns what
-            :class:`~quantkit.evaluation.metrics.Metric` doesn't allow, is left out from then on, with one
-            warning. It gets tensors of its own, so that whatever it does to them costs nobody else.
+        metrics: the metrics to measure. One that isn't built in and raises, writes to an argument, or returns
+            what :class:`~quantkit.evaluation.metrics.Metric` doesn't allow, is left out from then on, with
+            one warning. It gets tensors of its own, so that whatever it does to them costs nobody else.
         models: the number of models that are scored.
 
     Attributes:

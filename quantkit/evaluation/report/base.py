@@ -1,21 +1,25 @@
-"""The interface of reporters, and how they all write numbers."""
+"""The interface of reporters, how they all write numbers, and how variants look in figures."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from quantkit.evaluation.keys import PER_ITEM, TAILS
 from quantkit.evaluation.metric_table import MetricInfo
 from quantkit.evaluation.metrics import Interval
-from quantkit.evaluation.result import EvalResult, short_names
+from quantkit.evaluation.result import EvalResult, ModelResult, short_names
 from quantkit.evaluation.speed.machine_load import MachineLoad, busy_reason
 
-__all__ = ["Reporter", "columns_of", "head", "kilobytes", "megabytes", "number", "short_names", "shown",
-           "spread", "tasks_of", "text_name", "withheld"]
-
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F")
+"""Those of Okabe and Ito, which people with any kind of color blindness can tell apart
+(https://jfly.uni-koeln.de/color/); its yellow and black are left out, for light and dark grounds."""
+SHAPES = ("circle", "square", "triangle-up", "diamond", "triangle-down", "cross", "triangle-left",
+          "triangle-right")
+"""Vega's names."""
+_LOOK_NAME = 40
 _NAMED = 4
 """Variants that are named in a sentence; of more their number."""
 
@@ -128,7 +132,8 @@ class TextGrid:
 
     Attributes:
         title: the title above it.
-        heads: of all columns; the first has the rows' names. What follows a line break is small: a unit.
+        heads: the heads of all columns; the first has the rows' names. What follows a line break is small: a
+            unit.
         rows: their cells. What follows a line break is small: an interval.
         notes: sentences below it.
         dimmed: indices of rows that recede, because others are better in everything.
@@ -153,3 +158,41 @@ class TextGrid:
 def pair(value: str, below: str = "") -> str:
     """A cell: a value, and what stands small below it."""
     return f"{value}\n{below}" if below else value
+
+
+@dataclass(frozen=True)
+class VariantLook:
+    """One row of results in figures: a color a model, a shape a KV setting.
+
+    Attributes:
+        name: the variant's name, its KV setting included.
+        model: the name without that.
+        setting: the KV setting; ``""``: none was given.
+        color: its color as ``#rrggbb``.
+        shape: Vega's name of the shape.
+    """
+
+    name: str
+    model: str
+    setting: str
+    color: str
+    shape: str
+
+
+def variant_looks(rows: Sequence[ModelResult]) -> list[VariantLook]:
+    """A look a row, in their order. After seven models colors repeat, after eight settings shapes."""
+    names = short_names(rows)
+    of_rows = [name if row.kv is None else name.removesuffix(f" kv {row.kv}")
+               for row, name in zip(rows, names)]
+    models, settings = list(dict.fromkeys(of_rows)), list(dict.fromkeys(row.kv for row in rows))
+    looks = []
+    for row, name, model in zip(rows, names, of_rows):
+        looks.append(VariantLook(shortened(name), shortened(model), shortened(row.kv or ""),
+                                 COLORS[models.index(model) % len(COLORS)],
+                                 SHAPES[settings.index(row.kv) % len(SHAPES)]))
+    return looks
+
+
+def shortened(text: str, limit: int = _LOOK_NAME) -> str:
+    """At most ``limit`` characters of a text; the ends of names differ more than their beginnings."""
+    return text if len(text) <= limit else f"…{text[-limit + 1:]}"

@@ -14,10 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quantkit.evaluation.metric_table import MetricInfo
-from quantkit.evaluation.report.base import Reporter, text_name
+from quantkit.evaluation.report.base import Reporter, shortened, text_name, variant_looks
 from quantkit.evaluation.report.charts.base import Spec
 from quantkit.evaluation.report.frontier import finite, frontiers
-from quantkit.evaluation.report.looks import shortened, variant_looks
 from quantkit.evaluation.result import PLOTTED, EvalResult, printable
 
 WIDTH, HEIGHT = 500, 250
@@ -38,14 +37,12 @@ NOTHING = "nothing was measured that can be drawn"
 
 
 def svg(result: EvalResult) -> str:
-    """The picture as SVG."""
     import vl_convert
 
     return vl_convert.vegalite_to_svg(_harmless(picture(result)))
 
 
 def png(result: EvalResult) -> bytes:
-    """The picture as PNG."""
     import vl_convert
 
     return vl_convert.vegalite_to_png(_harmless(picture(result)), scale=SCALE)

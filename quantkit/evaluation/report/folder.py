@@ -71,7 +71,7 @@ def reporters(names: Sequence[str] | None = None) -> list[RegisteredReporter]:
                   for name, reporter in table.usable() if reporter.in_folder]
     rejected: dict[str, str] = {}
     for registered in everything:
-        if (problem := reporter_problem(registered.reporter)) is not None:
+        if (problem := reason_against_reporter(registered.reporter)) is not None:
             rejected[registered.name] = problem
     sound = [registered for registered in everything if registered.name not in rejected]
     for first, second in _same_file(sound):
@@ -88,7 +88,7 @@ def reporters(names: Sequence[str] | None = None) -> list[RegisteredReporter]:
 def _named(name: str) -> RegisteredReporter:
     table = registry("reporters")
     reporter, owner = table.get(name), table.entry(name).owner
-    if (problem := reporter_problem(reporter)) is not None:
+    if (problem := reason_against_reporter(reporter)) is not None:
         raise PluginError(f"reporter {name!r} of {owner} can't be used", why=problem,
                           next=f"pip install --upgrade {owner}")
     return RegisteredReporter(name, reporter, owner)
@@ -103,7 +103,7 @@ def _same_file(chosen: Sequence[RegisteredReporter]
                 yield first, second
 
 
-def reporter_problem(reporter: Reporter) -> str | None:
+def reason_against_reporter(reporter: Reporter) -> str | None:
     """What is wrong with a declaration, without calling it; ``None``: nothing."""
     file = reporter.file
     if (not isinstance(file, str) or not file.isprintable() or not 0 < len(file.encode("utf-8")) < 128
@@ -120,8 +120,8 @@ def write_report(result: EvalResult, folder: Path, names: Sequence[str] | None =
     Args:
         result: the comparison's results.
         folder: made if it is missing.
-        names: of reporters; by default every one that belongs into a folder (see :func:`reporters`). One of a
-            plugin that fails then costs one warning and its own file.
+        names: the names of reporters; by default every one that belongs into a folder (see
+            :func:`reporters`). One of a plugin that fails then costs one warning and its own file.
 
     Raises:
         QuantkitError: the folder can't be written, or a reporter of ``names`` failed; the others' files are
@@ -163,7 +163,7 @@ def write_file(folder: Path, file: str, content: bytes) -> Path:
     return path
 
 
-def require_writable(folder: Path) -> None:
+def check_writable(folder: Path) -> None:
     """Find out before hours of work whether a report can be written: makes the folder and a file in it, and
     takes away again what it made.
 

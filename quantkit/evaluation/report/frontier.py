@@ -72,7 +72,7 @@ class Frontier:
         title: the title of the quantity.
         higher: whether more of it is better.
         points: in the order of the rows; a row without one of the two values has none.
-        floor: where the axis of KL ends.
+        floor: the end of the axis of KL.
     """
 
     key: str

@@ -10,8 +10,8 @@ from quantkit.evaluation.effect import WORDS, Effect, differs, effect_of_row
 from quantkit.evaluation.keys import PER_ITEM, PER_RUN
 from quantkit.evaluation.metric_table import MetricInfo
 from quantkit.evaluation.metrics import KL, TOP1
-from quantkit.evaluation.report.base import head, megabytes, number, short_names, shown
-from quantkit.evaluation.result import EvalResult, ModelResult
+from quantkit.evaluation.report.base import head, megabytes, number, shown
+from quantkit.evaluation.result import EvalResult, ModelResult, short_names
 from quantkit.support.units import times_smaller
 
 SPEED = "decode_tok_s"
@@ -31,11 +31,11 @@ class Recommendation:
     """The variant that a careful reader would take.
 
     Attributes:
-        index: of its row; 0, the reference, if none is worth its cost.
-        title: ``Take int8``.
-        facts: what it gains and costs, a value and what it is: ``("1.65 times", "smaller")``.
+        index: the number of its row; 0, the reference, if none is worth its cost.
+        title: the advice in a few words: ``Take int8``.
+        facts: the gains and costs, each a value and its name: ``("1.65 times", "smaller")``.
         sentence: all of this as text.
-        cost: what it costs, as a sentence; ``""`` if nothing is taken.
+        cost: a sentence about its cost; ``""`` if nothing is taken.
         effect: how much it costs.
     """
 

@@ -10,9 +10,8 @@ from importlib import resources
 
 import jinja2
 
-from quantkit.evaluation.report.base import Reporter
+from quantkit.evaluation.report.base import Reporter, variant_looks
 from quantkit.evaluation.report.headline import headline, recommended
-from quantkit.evaluation.report.looks import variant_looks
 from quantkit.evaluation.result import EvalResult
 
 

@@ -26,7 +26,6 @@ def table(result: LongResult) -> str:
 
 
 def markdown(result: LongResult) -> str:
-    """The report in Markdown."""
     out = [f"# {plain(result.model)} ({plain(result.method)}): KV settings at length", ""]
     for grid in grids(result):
         names, *columns = ([plain(head), *map(_marked, cells)]
@@ -92,18 +91,15 @@ def _solved(result: LongResult) -> TextGrid:
 def _memory(result: LongResult) -> TextGrid:
     lengths = [length for length in result.protocol.lengths if length in result.variants[0].bytes]
     speeds = {drift.kv: number(drift.decode_tok_s) for drift in result.drifts}
-    heads = ["setting", "KV/token", *(f"KV {length}" for length in lengths)]
-    rows = [[variant.label, kilobytes(variant.bytes_per_token),
-             *(megabytes(variant.bytes.get(length)) for length in lengths)] for variant in result.variants]
+    columns = [("setting", [variant.label for variant in result.variants]),
+               ("KV/token", [kilobytes(variant.bytes_per_token) for variant in result.variants])]
+    columns += [(f"KV {length}", [megabytes(variant.bytes.get(length)) for variant in result.variants])
+                for length in lengths]
     read = any(variant.text_bytes is not None for variant in result.variants)
     if read:
-        heads.append("KV text")
-        for row, variant in zip(rows, result.variants):
-            row.append(megabytes(variant.text_bytes))
+        columns.append(("KV text", [megabytes(variant.text_bytes) for variant in result.variants]))
     if speeds:
-        heads.append("decode tok/s")
-        for row, variant in zip(rows, result.variants):
-            row.append(speeds.get(variant.kv, "–"))
+        columns.append(("decode tok/s", [speeds.get(variant.kv, "–") for variant in result.variants]))
     notes = []
     if lengths:
         notes.append(f"KV {lengths[-1]}: bytes of the pages that a prompt of that length holds at its end")
@@ -112,7 +108,8 @@ def _memory(result: LongResult) -> TextGrid:
     if any(variant.when for variant in result.variants):
         notes.append("known: the prompt contains the question, and the policy runs at its end; later: the "
                      "question follows after the policy has run (query-agnostic)")
-    return TextGrid("the KV cache", tuple(heads), tuple(map(tuple, rows)), tuple(notes))
+    return TextGrid("the KV cache", tuple(head for head, _ in columns),
+                    tuple(zip(*(cells for _, cells in columns))), tuple(notes))
 
 
 def _task(result: LongResult, task: str) -> TextGrid:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 
-from quantkit.evaluation.keys import EXACT
 from quantkit.evaluation.metric_table import MetricInfo
 from quantkit.evaluation.report import quality_grids, speed_grids
 from quantkit.evaluation.report.base import (
@@ -15,7 +14,6 @@ from quantkit.evaluation.report.base import (
     kilobytes,
     megabytes,
     number,
-    short_names,
     shown,
     spread,
     withheld,
@@ -23,7 +21,7 @@ from quantkit.evaluation.report.base import (
 from quantkit.evaluation.report.frontier import QUALITY
 from quantkit.evaluation.report.headline import headline
 from quantkit.evaluation.report.markdown_tables import cell, fitting, grid_lines, plain, short, table, tables
-from quantkit.evaluation.result import EvalResult, ModelResult
+from quantkit.evaluation.result import EvalResult, ModelResult, short_names
 
 
 def render(result: EvalResult) -> str:
@@ -59,10 +57,10 @@ def render(result: EvalResult) -> str:
     lines += _section("Prefill", *speed_grids.prefill_grids(result))
     lines += _section("Memory", speed_grids.memory(result), titled=False)
     lines += _section("Roofline", *map(speed_grids.roofline_grid, result.roofline))
-    lines += _exact(names, result)
+    lines += _exact(result)
     if any(row.kernels for row in result.rows):
         lines += ["## Kernels", "", *table("variant", names, [
-            (phase, [_kernels(row, phase) for row in result.rows])
+            (phase, [plain(speed_grids.kernel_counts(row, phase)) for row in result.rows])
             for phase in ("prefill", "decode")], "---")]
     if any(row.answer for row in result.rows):
         lines += [f"## Answers to “{plain(result.question or '')}”", ""]
@@ -113,22 +111,16 @@ def _sizes(rows: list[ModelResult]) -> list[tuple[str, list[str]]]:
     return [(title, cells) for title, cells in sizes if set(cells) != {"–"}]
 
 
-def _exact(names: list[str], result: EvalResult) -> list[str]:
-    floor = result.noise_floor
-    if floor is None:
+def _exact(result: EvalResult) -> list[str]:
+    rows = quality_grids.exact_rows(result)
+    if not rows:
         return []
-    there = [(name, row.metrics[EXACT]) for name, row in zip(names, result.rows) if EXACT in row.metrics]
-    above = [f"{interval.value - floor.value:+.5f}" if index else "–"
-             for index, (_, interval) in enumerate(there)]
     return ["## Noise floor", "",
             "KL from the reference's weights in float32 arithmetic. The first is the noise floor, what the "
             "reference's own arithmetic costs: what is not above it is indistinguishable from nothing.", "",
-            *table("variant", [name for name, _ in there], [
-                ("KL", [cell(*spread(interval)) for _, interval in there]), ("above the floor", above)])]
-
-
-def _kernels(row: ModelResult, phase: str) -> str:
-    return ", ".join(f"{plain(name)} × {count}" for name, count in row.kernels.get(phase, {}).items()) or "–"
+            *table("variant", [short(row.name) for row in rows], [
+                ("KL", [cell(*spread(row.kl)) for row in rows]),
+                ("above the floor", ["–" if row.above is None else f"{row.above:+.5f}" for row in rows])])]
 
 
 REPORTER = Reporter("markdown", "report.md", render)

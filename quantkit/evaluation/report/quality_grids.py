@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from quantkit.evaluation.effect import effect_of, effect_of_row
-from quantkit.evaluation.keys import PER_ITEM, TAILS
-from quantkit.evaluation.metric_table import MetricInfo
-from quantkit.evaluation.metrics import KL, PERPLEXITY, TOP1
+from quantkit.evaluation.keys import EXACT, PER_ITEM, TAILS
+from quantkit.evaluation.metric_table import MetricInfo, builtin_infos
+from quantkit.evaluation.metrics import KL, PERPLEXITY, TOP1, Interval
 from quantkit.evaluation.report.base import (
     TextGrid,
     head,
@@ -13,25 +15,20 @@ from quantkit.evaluation.report.base import (
     megabytes,
     number,
     pair,
-    short_names,
     shown,
     tasks_of,
     text_name,
 )
 from quantkit.evaluation.report.frontier import dominated_rows
-from quantkit.evaluation.result import EvalResult, ModelResult, PairedDifference
+from quantkit.evaluation.result import EvalResult, ModelResult, PairedDifference, short_names
 
-_TAIL_INFOS = {"kl_median": MetricInfo("KL median", "nats", "lower"),
-               "kl_p99": MetricInfo("KL 99%", "nats", "lower"),
-               "kl_p999": MetricInfo("KL 99.9%", "nats", "lower"), "flips": MetricInfo("flips", "%", "lower")}
 _LEADING_KEYS = ("decode_tok_s", TOP1.name, KL.name)
 _VARIANT_KEYS = (PERPLEXITY.name, "prefill_tok_s", *TAILS, "word_perplexity")
 _TEXT_KEYS = (KL.name, "kl_p99", "flips", PERPLEXITY.name)
 
 
 def info_of(result: EvalResult, key: str) -> MetricInfo:
-    """What is known of a metric."""
-    return result.metrics.get(key) or _TAIL_INFOS.get(key) or result.measured.get(key) or MetricInfo(key)
+    return result.metrics.get(key) or builtin_infos().get(key) or result.measured.get(key) or MetricInfo(key)
 
 
 def variants(result: EvalResult) -> TextGrid:
@@ -61,7 +58,6 @@ def _size(row: ModelResult) -> str:
 
 
 def tails(result: EvalResult) -> TextGrid | None:
-    """Tails of KL, and flips."""
     keys = [key for key in TAILS if any(key in row.metrics for row in result.rows)]
     if not keys:
         return None
@@ -191,6 +187,25 @@ def _score(result: EvalResult, row: ModelResult, key: str, info: MetricInfo) -> 
     if test is None:
         return pair(value, span)
     return pair(value, f"{change(result, test)}, {test.verdict}")
+
+
+@dataclass(frozen=True)
+class ExactRow:
+    """A variant's KL from the reference in float32 arithmetic, and how far that is above the noise floor;
+    ``None``: it is the reference, whose own KL is the noise floor."""
+
+    name: str
+    kl: Interval
+    above: float | None
+
+
+def exact_rows(result: EvalResult) -> list[ExactRow]:
+    """All variants that were compared with float32 arithmetic; none without a noise floor."""
+    floor = result.noise_floor
+    return [] if floor is None else [
+        ExactRow(name, row.metrics[EXACT], row.metrics[EXACT].value - floor.value if index else None)
+        for index, (name, row) in enumerate(zip(short_names(result.rows), result.rows))
+        if EXACT in row.metrics]
 
 
 def floors(result: EvalResult) -> list[str]:

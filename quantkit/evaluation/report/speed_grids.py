@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from quantkit.evaluation.report.base import TextGrid, megabytes, number, pair, short_names
-from quantkit.evaluation.result import EvalResult
+from quantkit.evaluation.report.base import TextGrid, megabytes, number, pair
+from quantkit.evaluation.result import EvalResult, ModelResult, short_names
 from quantkit.evaluation.roofline.result import OperatorSpeed, Roofline
 from quantkit.evaluation.speed.results import DecodeSpeed, SpeedSweep, Spread
 
@@ -93,6 +93,11 @@ def memory(result: EvalResult) -> TextGrid | None:
                      "included. KV is the cache of one sequence at that context.",)).filled
 
 
+def kernel_counts(row: ModelResult, phase: str) -> str:
+    """How many Linears each kernel runs in a phase."""
+    return ", ".join(f"{name} × {count}" for name, count in row.kernels.get(phase, {}).items()) or "–"
+
+
 def roofline_grid(roofline: Roofline) -> TextGrid:
     """A row an operator and number of rows."""
     ceilings = roofline.ceilings
@@ -117,8 +122,8 @@ def operator_name(operator: OperatorSpeed) -> str:
 
 
 def _bound(operator: OperatorSpeed) -> str:
-    since = f"compute from {operator.bound_from} rows" if operator.bound_from is not None else ""
-    return pair(operator.bound, since)
+    return pair(operator.bound, "" if operator.bound_from is None else
+                f"compute from {operator.bound_from} rows")
 
 
 def reached(operator: OperatorSpeed) -> str:

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from quantkit.evaluation.effect import effect_of_row
-from quantkit.evaluation.keys import EXACT
 from quantkit.evaluation.metric_table import MetricInfo
 from quantkit.evaluation.report import quality_grids
 from quantkit.evaluation.report.base import (
@@ -18,7 +17,6 @@ from quantkit.evaluation.report.base import (
     kilobytes,
     megabytes,
     number,
-    short_names,
     shown,
     spread,
     tasks_of,
@@ -26,7 +24,7 @@ from quantkit.evaluation.report.base import (
 )
 from quantkit.evaluation.report.headline import headline
 from quantkit.evaluation.report.terminal import WIDTH, columns, cut, fold, grid_lines, safe, title_line
-from quantkit.evaluation.result import EvalResult
+from quantkit.evaluation.result import EvalResult, short_names
 
 LEADING = 3
 """Metrics that stand before sizes."""
@@ -195,22 +193,19 @@ def _paired(result: EvalResult) -> list[str]:
 def _change(difference: float, info: MetricInfo) -> str:
     if info.unit == "%":
         return f"{100 * difference:+.1f}"
-    text = number(difference)
-    return text if text.startswith("-") or text in ("0", "–") else f"+{text}"
+    return quality_grids.signed(difference)
 
 
 def _exact(result: EvalResult) -> list[str]:
     """A line a model: its KL from float32 arithmetic, and how far that is above the reference's own."""
-    floor = result.noise_floor
-    if floor is None:
+    rows = quality_grids.exact_rows(result)
+    if not rows:
         return []
     out = [title_line("KL from the reference in float32 arithmetic")]
-    for name, row in zip(short_names(result.rows), result.rows):
-        if (exact := row.metrics.get(EXACT)) is None:
-            continue
-        value, span = spread(exact)
-        change = "" if row is result.rows[0] else f"{exact.value - floor.value:+.5f}"
-        out.append(f"{_left(name, 32)}  {value:>8}  {span:>17}  {change:>8}".rstrip())
+    for row in rows:
+        value, span = spread(row.kl)
+        change = "" if row.above is None else f"{row.above:+.5f}"
+        out.append(f"{_left(row.name, 32)}  {value:>8}  {span:>17}  {change:>8}".rstrip())
     return [*out, *fold("The first of these is the noise floor: the reference's own arithmetic. "
                         "The last column is what others are above it."), ""]
 

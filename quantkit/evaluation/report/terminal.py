@@ -23,7 +23,6 @@ def grid_lines(grid: TextGrid) -> list[str]:
 
 
 def title_line(text: str) -> str:
-    """A title in a line."""
     title = f"── {text} "
     return cut(title + "─" * (62 - columns(title)), WIDTH)
 

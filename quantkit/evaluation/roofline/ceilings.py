@@ -29,7 +29,7 @@ def read_bandwidth() -> float:
     Raises:
         UsageError: there are no CPU kernels here.
     """
-    _require()
+    _check_kernels()
     measure = bandwidth(torch.device("cpu"))
     measure()
     return max(measure() for _ in range(REPEATS))
@@ -59,7 +59,7 @@ def flops(packed: CpuWeight) -> float:
     Raises:
         UsageError: there are no CPU kernels here.
     """
-    _require()
+    _check_kernels()
     product = CpuProduct(packed, ROWS)
     fastest = math.inf
     begin = time.perf_counter()
@@ -71,7 +71,7 @@ def flops(packed: CpuWeight) -> float:
     return 2 * ROWS * packed.shape[0] * packed.shape[1] / fastest
 
 
-def _require() -> None:
+def _check_kernels() -> None:
     if (reason := cpu_machine.reason_against_kernels()) is not None:
         raise UsageError("this machine's ceilings can't be measured", why=reason,
                          next="pip install llvmlite, or give --bandwidth and --flops")

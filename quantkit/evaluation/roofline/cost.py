@@ -102,8 +102,7 @@ def attention_cost(config: ModelConfig, kv_bytes: int, slots: int) -> OperatorCo
     """
     heads = config.num_heads * config.head_dim
     group = config.num_heads // config.num_kv_heads
-    return OperatorCost(0, kv_bytes + 2 * FLOAT * heads,
-                        {"float32": 4 * group * config.head_dim * slots})
+    return OperatorCost(0, kv_bytes + 2 * FLOAT * heads, {"float32": 4 * group * config.head_dim * slots})
 
 
 def rest_cost(config: ModelConfig, linears: Sequence[LinearOperator]) -> OperatorCost:

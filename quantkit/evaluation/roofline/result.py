@@ -28,7 +28,7 @@ class OperatorSpeed(Frozen):
     Attributes:
         operator: ``q+k+v``, ``o``, ``gate+up``, ``down``, ``head``, ``attention``, or ``rest``: what is left
             of a measured step. Where layers differ, format and shape follow.
-        arithmetic: which of :attr:`MachineCeilings.operations_s` most of its operations are.
+        arithmetic: the key of :attr:`MachineCeilings.operations_s` for most of its operations.
         rows: tokens that go through it at once; for attention and the rest, sequences with one token each.
         context: tokens in the cache of each sequence, for attention and the rest; else 0.
         bytes: the bytes that it moves: weights or keys and values, inputs and outputs.

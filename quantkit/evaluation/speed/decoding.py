@@ -55,13 +55,13 @@ class DecodeRunner:
             influence on speed.
         tokens: decoded in a timed run.
         repeats: timed runs, after one that isn't; read bandwidth is measured before each.
-        case_s: see :class:`~quantkit.evaluation.speed.results.SweepSettings`; ``None``: a run takes as
-            long as it takes.
+        case_s: seconds of a case, as in :class:`~quantkit.evaluation.speed.results.SweepSettings`; ``None``:
+            a run takes as long as it takes.
         tell: told what was run, after each timed run.
         read: measures the read bandwidth; by default of a gigabyte.
 
     Attributes:
-        loaded: the model.
+        loaded: the model that is timed.
         reads: bytes a second of every measurement of the read bandwidth so far.
     """
 
@@ -124,7 +124,7 @@ class DecodeRunner:
 
     @torch.inference_mode()
     def _case(self, cache: KVCache, first: int, token: int, batch: int, context: int) -> DecodeSpeed:
-        held_bytes = cache.bytes_of(first)
+        context_bytes = cache.bytes_of(first)
         speeds = []
         rates = []
         reads = []
@@ -157,7 +157,7 @@ class DecodeRunner:
                 break
         cache.free(rows)
         read = Spread.of(reads)
-        return DecodeSpeed(batch=batch, context=context, kv_bytes=held_bytes, tok_s=Spread.of(speeds),
+        return DecodeSpeed(batch=batch, context=context, kv_bytes=context_bytes, tok_s=Spread.of(speeds),
                            bytes_s=Spread.of(rates), read_bytes_s=read, runs=len(speeds), tokens=min(counts),
                            of_read=Spread.of(rates).median / read.median if read.median else None)
 

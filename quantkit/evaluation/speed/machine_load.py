@@ -88,9 +88,9 @@ def timed_quietly(run: Callable[[], Timed], spread: Callable[[Timed], float],
 
     Args:
         run: does what is timed.
-        spread: of what ``run`` returned: the range of its runs over their median.
-        threads: that it works with; ``None``: it works on a GPU, whose speed hardly depends on what the
-            processors do beside it.
+        spread: result of ``run`` → the range of its runs over their median.
+        threads: the threads that it works with; ``None``: it works on a GPU, whose speed hardly depends on
+            what the processors do beside it.
 
     Returns:
         What was timed while the machine was least busy, and how busy it was; ``None``: that isn't known, or

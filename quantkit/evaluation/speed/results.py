@@ -22,7 +22,6 @@ class Spread(Frozen):
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """Of one or more numbers."""
         return cls(median=median(values), low=min(values), high=max(values))
 
     @property
@@ -135,8 +134,8 @@ class SpeedSweep(Frozen):
         load_s: seconds to open the model.
         kernels: phase → kernel → how many Linears it runs.
         read_bytes_s: read bandwidth of the machine in the same run.
-        settings: what was to be measured.
-        load: of the machine while requests were timed; ``None``: not known.
+        settings: the choice of measurements.
+        load: the machine's load while requests were timed; ``None``: not known.
         withheld: why no speed is shown; ``None``: they are.
     """
 

@@ -21,13 +21,7 @@ from quantkit.evaluation.protocol import Protocol, cpu_cores, cpu_name
 from quantkit.evaluation.quality.token_scores import TokenScores, joined, tails
 from quantkit.evaluation.result import EvalResult, ModelResult, TokenDiff
 from quantkit.evaluation.settings import EvalSettings
-from quantkit.evaluation.sweep.jobs import (
-    Place,
-    RooflineData,
-    SensitivityData,
-    SpeedData,
-    TasksData,
-)
+from quantkit.evaluation.sweep.jobs import Place, RooflineData, SensitivityData, SpeedData, TasksData
 from quantkit.evaluation.sweep.models import ModelFacts
 from quantkit.evaluation.sweep.plan import SweepPlan
 from quantkit.evaluation.sweep.quality import QualityData
@@ -102,22 +96,16 @@ def _row(plan: SweepPlan, model: ModelFacts, measurements: Sequence[Quality], se
     row.metrics |= summarized(metrics, {
         name: np.concatenate([part.means[name] for part in parts]) for name in names})
     names = [name for name in names if name in row.metrics]
-    scores = [_tokens(measurement, setting) for measurement in measurements]
+    scores = [TokenScores.of_arrays(measurement.arrays, f"{setting}/") for measurement in measurements]
     row.metrics |= tails(joined(scores))
     _add_words(row, protocol)
     for text, part, tokens in zip(plan.texts, parts, scores):
         name = text.name or text.text.name
         row.texts[name] = summarized(metrics, {key: part.means[key] for key in names}) | tails(tokens)
-        row.window_means[name] = {key: part.means[key] for key in names
-                                  if metrics[key].metric.per != "run"}
+        row.window_means[name] = {key: part.means[key] for key in names if metrics[key].metric.per != "run"}
         row.window_means[name]["flips"] = (1.0 - tokens.agrees.mean(axis=1)).tolist()
     row.measured["quality"] = max(measurement.measured for measurement in measurements)
     return row
-
-
-def _tokens(measurement: Quality, setting: int, prefix: str = "") -> TokenScores:
-    return TokenScores(*(measurement.arrays[f"{setting}/{prefix}{name}"]
-                         for name in ("kl", "loss", "likeliest", "agrees")))
 
 
 def _add_words(row: ModelResult, protocol: Protocol) -> None:
@@ -184,7 +172,7 @@ def _floors(measurements: Sequence[Quality]) -> dict[str, Interval]:
     """What the reference's own arithmetic makes of each metric, compared with float32."""
     if "0/exact_kl" not in measurements[0].arrays:
         return {}
-    far = joined([_tokens(measurement, 0, "exact_") for measurement in measurements])
+    far = joined([TokenScores.of_arrays(measurement.arrays, "0/exact_") for measurement in measurements])
     floors = {KL.name: KL.summarize(far.kl.astype(np.float64).mean(axis=1))} | tails(far)
     flips = floors["flips"]
     floors["top1"] = Interval(1 - flips.value, 1 - flips.high, 1 - flips.low)
@@ -204,8 +192,7 @@ def _task_floors(exact: MeasurementResult[TasksData] | None,
     return floors
 
 
-def _diffs(plan: SweepPlan, result: EvalResult,
-           quality: Sequence[Sequence[Quality]]) -> list[TokenDiff]:
+def _diffs(plan: SweepPlan, result: EvalResult, quality: Sequence[Sequence[Quality]]) -> list[TokenDiff]:
     """The first text's beginning as the reference and each variant with a finite KL see it, the closest
     variant first."""
     variants = len(plan.models) * len(plan.kv)
@@ -217,7 +204,8 @@ def _diffs(plan: SweepPlan, result: EvalResult,
 def _diff(plan: SweepPlan, quality: Sequence[Sequence[Quality]], variant: int) -> TokenDiff:
     tokenizer = plan.models[0].tokenizer
     number, setting = divmod(variant, len(plan.kv))
-    ours, theirs = _tokens(quality[0][0], 0), _tokens(quality[number][0], setting)
+    ours = TokenScores.of_arrays(quality[0][0].arrays, "0/")
+    theirs = TokenScores.of_arrays(quality[number][0].arrays, f"{setting}/")
     count = min(DIFF_TOKENS, ours.kl.shape[1])
     ids = quality[0][0].arrays["ids"][0][-ours.kl.shape[1]:][:count]
 

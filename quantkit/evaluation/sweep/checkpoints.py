@@ -54,7 +54,7 @@ def made(model: str, recipe: str, folder: Path, *, revision: str | None = None,
         calibration: instead of the recipe's, if it has one.
         progress: hears how quantizing goes on.
         begins: told whether the folder is there.
-        device: what calibrated recipes compute on.
+        device: the device of calibrated recipes.
 
     Returns:
         whether it was made now.

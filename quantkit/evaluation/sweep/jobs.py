@@ -55,7 +55,6 @@ class JobRun:
     loading: Listener
 
     def load(self, ref: ModelRef) -> LoadedModel:
-        """A model of the run."""
         return self.models.get(ref, self.loading)
 
 
@@ -105,7 +104,7 @@ class Measurement:
         key: everything that the numbers depend on; ``None``: that can't be known, so that it isn't kept.
         place: the model and the text or setting that it is of.
         seconds: the time that it may take.
-        needs: what it takes of the machine that does it.
+        needs: the resources that it takes of a machine.
     """
 
     kind: str
@@ -180,11 +179,9 @@ class TasksJob(Job[TasksData]):
 
     @property
     def copies(self) -> int:
-        """See :class:`Job`."""
         return 4 if self.model.dtype == "float32" else 2
 
     def measure(self, run: JobRun) -> MeasurementResult[TasksData]:
-        """Ask."""
         from quantkit.evaluation.tasks.run import prepare_tasks, run_tasks
 
         loaded = run.load(self.model)
@@ -197,7 +194,6 @@ class TasksJob(Job[TasksData]):
             for score in scores)))
 
     def seconds(self, tok_s: float) -> float:
-        """By the number of items."""
         return STEP_S + (self.limit or 1000) * len(self.tasks) * TOKENS_OF_ITEM / tok_s
 
 
@@ -276,7 +272,6 @@ class RooflineJob(Job[RooflineData]):
         return MeasurementResult(RooflineData(roofline=roofline))
 
     def seconds(self, tok_s: float) -> float:
-        """The same for every model."""
         return ROOFLINE_S
 
 
@@ -316,7 +311,6 @@ class SensitivityJob(Job[SensitivityData]):
             (name, choices[0]) for name, choices in costs.items() if 0 in choices)))
 
     def seconds(self, tok_s: float) -> float:
-        """Two walks, and each layer solved."""
         return SENSITIVITY_TOKENS / tok_s
 
 
@@ -336,9 +330,9 @@ class PeerJob(Job[PeerData]):
         peer: the tool as it is written in ``--peer``.
         reference: the model that it is scored against.
         kv: the reference's setting; ``None``: its own.
-        texts: what is scored.
+        texts: the texts that are scored.
         window, prompt: see :class:`~quantkit.evaluation.protocol.Protocol`.
-        speed: what is timed; ``None``: nothing.
+        speed: the speed test; ``None``: nothing is timed.
     """
 
     data = PeerData
@@ -353,11 +347,9 @@ class PeerJob(Job[PeerData]):
 
     @property
     def timed(self) -> bool:
-        """See :class:`Job`."""
         return self.speed is not None
 
     def measure(self, run: JobRun) -> MeasurementResult[PeerData]:
-        """Run the tool beside the reference."""
         reference = run.load(self.reference)
         texts = {text.name: windows_of(reference, text.content, self.window, text.windows)
                  for text in self.texts}

@@ -62,7 +62,6 @@ class LoadedModels:
         return self._models[ref]
 
     def clear(self) -> None:
-        """Release all of them."""
         self._models.clear()
 
 
@@ -99,6 +98,10 @@ class ModelFacts:
         path = local_path(self.uri)
         uri = str(path.absolute()) if path is not None and path.exists() else self.uri
         return ModelRef(uri, self.revision, dtype, device)
+
+    def setting(self, kv: str | None) -> str:
+        """A KV setting as text; of ``None`` the one that the checkpoint names."""
+        return str(self.kv) if kv is None else kv
 
     @property
     def name(self) -> str:

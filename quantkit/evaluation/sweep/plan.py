@@ -99,7 +99,7 @@ def make_plan(models: Sequence[ModelFacts], settings: EvalSettings,
 
     Args:
         models: the reference first.
-        settings: what is measured.
+        settings: the choice of measurements.
         texts: the texts that are scored.
 
     Raises:
@@ -171,8 +171,7 @@ def _quality(models: Sequence[ModelFacts], settings: EvalSettings, texts: Sequen
                              model.ref(settings.dtype, settings.device), kv, _content(text, settings),
                              settings.window, text.windows, prompt, floor)
             key = {**base, "kind": "quality", "reference": reference.identity, "model": model.identity,
-                   "kv": [setting if setting is not None else str(model.kv) for setting in kv],
-                   "reference_kv": kv[0] if kv[0] is not None else str(reference.kv),
+                   "kv": list(map(model.setting, kv)), "reference_kv": reference.setting(kv[0]),
                    "of_reference": job.of_reference, "text": text.text.sha256,
                    "window": settings.window, "windows": text.windows,
                    "prompt": prompt, "floor": floor if number == 0 or floor == "all" else "none",
@@ -196,7 +195,7 @@ def _peers(reference: ModelFacts, settings: EvalSettings, texts: Sequence[Planne
         identity = hash_of(Path(parse_peer(peer).uri).expanduser())
         key = None if identity is None else {
             **base, "kind": "peer", "peer": peer, "identity": identity, "reference": reference.identity,
-            "kv": kv if kv is not None else str(reference.kv), "metrics": metric_names(),
+            "kv": reference.setting(kv), "metrics": metric_names(),
             "texts": [[text.name, text.text.name, text.text.sha256, text.windows] for text in texts],
             # what the tool's version is, only the tool knows: a run that was stopped today goes on
             "date": datetime.now(UTC).date().isoformat(), "window": settings.window,
@@ -226,7 +225,7 @@ def _tasks(models: Sequence[ModelFacts], settings: EvalSettings, kv: tuple[str |
         job = TasksJob(model.ref(dtype, settings.device), setting, settings.tasks, settings.task_data,
                        settings.limit)
         key = {**base, "dtype": dtype, "kind": "tasks", "model": model.identity, "asked": asked,
-               "kv": setting if setting is not None else str(model.kv)}
+               "kv": model.setting(setting)}
         return Measurement(kind, label, job, key, place)
 
     measurements = [measurement("tasks", model, setting, settings.dtype, _label("tasks for", model, setting),
@@ -248,8 +247,7 @@ def _speed(models: Sequence[ModelFacts], settings: EvalSettings, kv: tuple[str |
             job = SpeedJob(model.ref(settings.dtype, settings.device), setting, ids, sweep,
                            torch.get_num_threads())
             key = {**base, "kind": "speed", "model": model.identity,
-                   "settings": sweep.model_dump(mode="json"),
-                   "kv": setting if setting is not None else str(model.kv)}
+                   "settings": sweep.model_dump(mode="json"), "kv": model.setting(setting)}
             measurements.append(Measurement("speed", _label("speed of", model, setting), job, key,
                                             Place(number, place)))
     return measurements

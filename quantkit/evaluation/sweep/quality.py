@@ -75,7 +75,7 @@ class QualityJob(Job[QualityData]):
         kv: its settings; ``(None,)``: its own.
         text: content, so far as it is needed.
         window, windows, prompt: see :class:`~quantkit.evaluation.protocol.Protocol`.
-        floor: whose rows are compared with the reference's weights in float32 arithmetic, too.
+        floor: the models whose rows are compared with the reference's weights in float32 arithmetic, too.
     """
 
     data, copies = QualityData, 4

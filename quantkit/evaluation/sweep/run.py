@@ -39,8 +39,8 @@ class SweepResults:
     """The results of measurements, by kind and place.
 
     Args:
-        measurements: what was measured.
-        results: what came of it, in the same order.
+        measurements: the measurements that were made.
+        results: their results, in the same order.
     """
 
     def __init__(self, measurements: Sequence[Measurement],
@@ -67,7 +67,7 @@ def measured(measurements: Sequence[Measurement], model: ModelFacts, *, keep: bo
     """The results of measurements: from an earlier run where they are kept, else made now.
 
     Args:
-        measurements: what is wanted.
+        measurements: the measurements to make.
         model: the first model, by whose size the time is estimated.
         keep: whether results are kept in the user's cache folder and used again.
         fresh: whether what was kept before is measured anew.

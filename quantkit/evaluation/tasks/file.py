@@ -128,8 +128,8 @@ class Metadata(Frozen):
 
     Attributes:
         about: one sentence for lists.
-        rows: what a line of the data file looks like.
-        source: where the data can be had.
+        rows: a description of a line of the data file.
+        source: a place from which the data can be had.
         group_by: a field; examples come only from rows with the same value of it.
     """
 
@@ -191,8 +191,8 @@ class TaskInfo:
     Attributes:
         name: its name in ``--tasks``.
         about: a sentence about the task.
-        kind: lm-eval's ``output_type``.
-        metrics: what it is scored by.
+        kind: its ``output_type``, as lm-eval names it.
+        metrics: the names of its scores.
         files: the data files that it needs.
         owner: the distribution that brings it.
         path: the place of its YAML.

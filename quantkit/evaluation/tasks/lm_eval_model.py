@@ -237,7 +237,7 @@ def rolling(ids: Sequence[int], prefix: int, length: int) -> Iterator[ScoringReq
     """Cut a text so that each token is scored once, the last piece after as much context as fits.
 
     Args:
-        ids: the text.
+        ids: the tokens of the text.
         prefix: stands before the first piece.
         length: tokens that the model reads at most.
     """

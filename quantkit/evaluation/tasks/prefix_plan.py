@@ -46,7 +46,7 @@ class PrefixPlan:
 
     Attributes:
         sequences: in this order, each once.
-        shared: of each sequence, how many of its tokens are computed already when its turn comes.
+        shared: for each sequence the number of its tokens that are computed already when its turn comes.
         runs: hold all sequences together.
     """
 
@@ -92,7 +92,7 @@ def plan_prefixes(sequences: Sequence[Tokens], runs: int, step: int,
         sequences: none is empty; equal ones are taken once.
         runs: at most; no more than are needed to fill steps.
         step: tokens that a step takes, of one sequence of each run.
-        min_inherited: see :data:`MIN_INHERITED`.
+        min_inherited: the least tokens that a run inherits, see :data:`MIN_INHERITED`.
     """
     ordered = sorted(set(sequences))
     shared = [0, *map(_common, ordered, ordered[1:])][:len(ordered)]

@@ -158,7 +158,6 @@ class _Walk:
         self._rectangles = not loaded.model.chunk_invariant(cache)
 
     def run(self) -> None:
-        """Go through all sequences."""
         try:
             for index, run in enumerate(self._plan.runs):
                 if not run.inherited:
@@ -265,7 +264,6 @@ class _Head:
             self._hidden, self._numbers = [rows[self._block:]], self._numbers[self._block:]
 
     def flush(self) -> None:
-        """Compute what remains."""
         if self._numbers:
             self._compute(torch.cat(self._hidden), self._numbers)
         self._hidden, self._numbers = [], []

@@ -157,7 +157,6 @@ def render(source: str, values: dict[str, Any]) -> Outcome:
 
 
 def find_matches(pattern: str, text: str) -> list[str | tuple[str, ...]]:
-    """``re.findall``."""
     return re.findall(pattern, text)
 
 

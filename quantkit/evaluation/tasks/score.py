@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quantkit.evaluation.metrics import CONFIDENCE, RESAMPLES, Interval
+from quantkit.evaluation.metrics import RESAMPLES, Interval, percentiles
 
 Z = 1.959963984540054
 """95% of a normal distribution lies within this number of standard deviations."""
@@ -27,8 +27,8 @@ class TaskScore:
             ``exact_match,FILTER``.
         interval: the value with its 95% interval.
         items: rows that were asked.
-        values: of each item, in the items' order: see :func:`item_values`. Their mean is the value, or its
-            logarithm, so that two models that were asked the same can be compared item by item.
+        values: a number for each item, in the items' order: see :func:`item_values`. Their mean is the value,
+            or its logarithm, so that two models that were asked the same can be compared item by item.
         choices: the option that was chosen for each item, by this metric; ``None`` if there are none.
     """
 
@@ -45,8 +45,8 @@ def score(metric: str, values: Sequence[float | tuple[float, float]], seed: int 
 
     Args:
         metric: its name, without a filter's.
-        values: what lm-eval gives for each item: 0 or 1; for ``perplexity`` the log-likelihood; for
-            the others the log-likelihood and the number of words or bytes.
+        values: the numbers that lm-eval gives for each item: 0 or 1; for ``perplexity`` the log-likelihood;
+            for the others the log-likelihood and the number of words or bytes.
         seed: the seed of the bootstrap.
 
     Raises:
@@ -56,9 +56,9 @@ def score(metric: str, values: Sequence[float | tuple[float, float]], seed: int 
         raise ValueError("no items")
     if metric in PROPORTIONS:
         return wilson(sum(float(value) for value in values if not isinstance(value, tuple)), len(values))
-    ends = _bootstrap(_pairs(values), seed)
-    of = (lambda mean: mean / math.log(2)) if metric == "bits_per_byte" else _exp
-    return Interval(*(of(end) for end in ends))
+    mean = _bootstrap(_pairs(values), seed)
+    of = (lambda end: end / math.log(2)) if metric == "bits_per_byte" else _exp
+    return Interval(of(mean.value), of(mean.low), of(mean.high))
 
 
 def item_values(metric: str, values: Sequence[float | tuple[float, float]]) -> tuple[float, ...]:
@@ -94,16 +94,13 @@ def wilson(right: float, items: int) -> Interval:
     return Interval(share, max(0.0, min(share, center - half)), min(1.0, max(share, center + half)))
 
 
-def _bootstrap(pairs: np.ndarray, seed: int) -> tuple[float, float, float]:
+def _bootstrap(pairs: np.ndarray, seed: int) -> Interval:
     """Negative log-likelihood a unit over ``pairs [items, 2]``, and a percentile bootstrap over items."""
     random, sums = np.random.default_rng(seed), []
     for rows in _blocks(len(pairs)):
         drawn = pairs[random.integers(0, len(pairs), (rows, len(pairs)))].sum(axis=1)
         sums.append(-drawn[:, 0] / drawn[:, 1])
-    tail = 50 * (1 - CONFIDENCE)
-    low, high = np.percentile(np.concatenate(sums), [tail, 100 - tail])
-    value = -pairs[:, 0].sum() / pairs[:, 1].sum()
-    return float(value), float(min(low, value)), float(max(high, value))
+    return Interval.around(-pairs[:, 0].sum() / pairs[:, 1].sum(), *percentiles(np.concatenate(sums)))
 
 
 def _blocks(items: int) -> list[int]:

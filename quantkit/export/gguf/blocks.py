@@ -33,8 +33,8 @@ class _BlockType:
     """A type of blocks of :data:`BLOCK` weights.
 
     Attributes:
-        name: llama.cpp's.
-        bits: of a level.
+        name: the name that llama.cpp gives it.
+        bits: the bits of a level.
         minimum: whether levels count from a minimum, and not from the middle one.
     """
 
@@ -82,8 +82,8 @@ def exact_types(name: str, packed: QuantizedTensor) -> tuple[str, ...]:
     """Types that hold a weight exactly, the smallest first.
 
     Args:
-        name: of the layer, for errors.
-        packed: of a format and spec that :func:`reason_against` has nothing against.
+        name: the layer's name, for errors.
+        packed: a weight that :func:`reason_against` has nothing against.
 
     Raises:
         InexactError: there are none.
@@ -140,7 +140,7 @@ def blocks_of(packed: QuantizedTensor, kind: str) -> torch.Tensor:
     """A weight in blocks.
 
     Args:
-        packed: the weight.
+        packed: the weight as it is stored.
         kind: one of its :func:`exact_types`.
 
     Returns:

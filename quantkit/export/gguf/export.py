@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
-import shutil
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -27,13 +25,12 @@ from quantkit.export.gguf.file import ALIGNMENT, FileTensor, Value, header_bytes
 from quantkit.export.gguf.model_keys import ModelKeys, model_keys
 from quantkit.export.gguf.tensors import PlannedTensor, planned_tensors, tensor_bytes, visited, with_types
 from quantkit.export.gguf.tokenizer_keys import tokenizer_keys
-from quantkit.export.layouts import SHOWN, checkpoint_name, require_intact
+from quantkit.export.layouts import check_absent, check_intact, check_layers, checkpoint_name, room_for
 from quantkit.models.loadable import check_loadable
 from quantkit.sources.gguf_tokenizer import PHI3
-from quantkit.support.errors import CheckpointError, SpecError, UsageError
+from quantkit.support.errors import CheckpointError, UsageError
 from quantkit.support.paths import typed_path
 from quantkit.support.progress import Listener, Phases, ProgressEvent, silent
-from quantkit.support.units import human_bytes
 
 GGUF = "gguf"
 """What ``--to`` calls it."""
@@ -49,12 +46,12 @@ class GGUFResult:
     """What an export made.
 
     Attributes:
-        out: the file.
-        tensors: in it, in order.
-        bytes: of the file.
-        sha256: of the file.
-        notes: what programs will do otherwise than quantkit, a sentence each.
-        seconds: that it took.
+        out: the file that was made.
+        tensors: its tensors, in order.
+        bytes: the size of the file.
+        sha256: the hash of the file.
+        notes: sentences about what programs will do otherwise than quantkit.
+        seconds: the time that the export took.
     """
 
     out: Path
@@ -65,7 +62,6 @@ class GGUFResult:
     seconds: float
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for ``--json``."""
         return {"out": str(self.out), "format": GGUF, "seconds": self.seconds, "bytes": self.bytes,
                 "sha256": self.sha256, "notes": list(self.notes),
                 "tensors": [{"name": tensor.name, "type": tensor.kind, "shape": list(tensor.shape),
@@ -95,12 +91,15 @@ def export_gguf(uri: str, out: str | Path, *, revision: str | None = None,
     try:
         loadable = check_loadable(uri, opened.config(), opened.infos, opened.side_files(), opened.layers,
                                   error=CheckpointError)
-        _require_types(opened)
+        refused = [f"{row.name}: {reason}" for row in opened.layers if row.spec is not None and row.format
+                   if (reason := reason_against(row.format, row.spec, row.shape)) is not None]
+        check_layers(opened, "llama.cpp", refused,
+                     "quantize the original by a recipe with format: gguf-q4_k, or gguf-q8_0")
         model = model_keys(loadable.config)
         tokenizer = tokenizer_keys(loadable.tokenizer, loadable.config.vocab_size)
         planned = planned_tensors(loadable.config, model.family)
         if isinstance(opened, Checkpoint):
-            require_intact(opened)
+            check_intact(opened)
         planned = with_types(planned, opened, phases("checking tensors"))
         tables = [FileTensor(name, "F32", tuple(table.shape)) for name, table in model.tables.items()]
         tensors = (*tables, *(tensor.file for tensor in planned))
@@ -121,22 +120,8 @@ def _target(out: str | Path) -> Path:
     if path.suffix.lower() != ".gguf" or not path.stem:
         raise UsageError(f"{str(out)[:200]} is no name of a GGUF file", why="it must end in .gguf",
                          next="--out MODEL.gguf")
-    if os.path.lexists(path):
-        raise CheckpointError(f"{path} already exists", why="nothing is ever written over",
-                              next="choose another --out")
+    check_absent(path)
     return path
-
-
-def _require_types(checkpoint: AnyCheckpoint) -> None:
-    """Raise SpecError for layers whose spec or shape no type has."""
-    refused = [f"{row.name}: {reason}" for row in checkpoint.layers if row.spec is not None and row.format
-               if (reason := reason_against(row.format, row.spec, row.shape)) is not None]
-    if refused:
-        more = [f"and {len(refused) - SHOWN} more"] if len(refused) > SHOWN else []
-        raise SpecError(f"llama.cpp can't hold {checkpoint.path}", why="\n".join(refused[:SHOWN] + more),
-                        next="quantize the original by a recipe with format: gguf-q4_k, or gguf-q8_0")
-    if not any(row.spec for row in checkpoint.layers):
-        raise UsageError(f"no layer of {checkpoint.path} is quantized", next="quantkit inspect DIR")
 
 
 def _kv_notes(checkpoint: AnyCheckpoint) -> list[str]:
@@ -191,19 +176,11 @@ def _chunks(header: bytes, model: ModelKeys, tensors: Sequence[PlannedTensor], c
 
 def _write(path: Path, total: int, chunks: Iterator[bytes | memoryview]) -> str:
     """Write the file; its sha256. Nothing is left if that fails."""
-    remedy = "free some space, or choose another --out"
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if total > (free := shutil.disk_usage(path.parent).free):
-            raise CheckpointError(f"{path} doesn't fit on its disk", next=remedy,
-                                  why=f"{human_bytes(total)} are needed, {human_bytes(free)} are free")
-        digest, size = write_file(path, chunks)
-        assert size == total
-        return digest
-    except OSError as error:
-        raise CheckpointError(f"{path} can't be written", next=remedy,
-                              why=f"{error.strerror or error}; the file takes {human_bytes(total)}, and "
-                                  "nothing is left of it") from error
+        with room_for(path, path.parent, total, "the file"):
+            digest, size = write_file(path, chunks)
+            assert size == total
+            return digest
     finally:
         with contextlib.suppress(OSError):
             path.with_name(path.name + TEMPORARY).unlink()

@@ -28,7 +28,7 @@ class FileTensor:
     """A tensor of the file.
 
     Attributes:
-        name: GGUF's.
+        name: the name that GGUF gives it.
         kind: the name of its type, ``Q8_0``.
         shape: outermost dimension first, as torch has it.
     """

@@ -45,7 +45,7 @@ class ModelKeys:
         family: how its tensors are called.
         values: by key, without ``general.`` keys but the architecture.
         tables: further tensors by GGUF's name, float32 ``[rotated dimensions / 2]``.
-        notes: what is otherwise than in the checkpoint, a sentence each.
+        notes: sentences about what is otherwise than in the checkpoint.
     """
 
     family: GGUFFamily
@@ -72,7 +72,7 @@ def model_keys(config: ModelConfig) -> ModelKeys:
         context = min(windows)
         notes.append(f"context_length is {context:,}: beyond its sliding window, llama.cpp would let a "
                      f"{family.architecture} model see all tokens")
-    _require_runnable(config, family)
+    _check_runnable(config, family)
     if config.rope.kind == "yarn" and not config.rope.truncate:
         notes.append("llama.cpp rounds the ends of yarn's ramp to whole dimensions, and has other logits "
                      "where they aren't")
@@ -142,7 +142,7 @@ def _rope(config: ModelConfig) -> tuple[dict[str, Value], dict[str, torch.Tensor
     return values, tables
 
 
-def _require_runnable(config: ModelConfig, family: GGUFFamily) -> None:
+def _check_runnable(config: ModelConfig, family: GGUFFamily) -> None:
     """Raise UnsupportedModelError for what GGUF has keys for and llama.cpp doesn't do in this family."""
     rope, why = config.rope, ""
     if rope.kind == "llama3" and not family.freqs_table:

@@ -39,8 +39,8 @@ class PlannedTensor:
             tensors all experts'.
         suffix: ``weight`` or ``bias``; nothing of tensors that are called like a layer (``…sinks``).
         heads: by which its rows are put into the order of GGUF's RoPE; ``None``: they stay.
-        offset: what is added to each value.
-        index: of the model's layer.
+        offset: a number that is added to each value.
+        index: the number of the model's layer.
     """
 
     file: FileTensor
@@ -134,8 +134,7 @@ def with_types(tensors: list[PlannedTensor], checkpoint: AnyCheckpoint,
     return typed
 
 
-def _types(tensor: PlannedTensor, layer: str, checkpoint: AnyCheckpoint,
-           quantized: bool) -> tuple[str, ...]:
+def _types(tensor: PlannedTensor, layer: str, checkpoint: AnyCheckpoint, quantized: bool) -> tuple[str, ...]:
     if quantized and tensor.suffix == "weight":
         packed = checkpoint.quantized(layer)
         assert packed is not None

@@ -36,10 +36,10 @@ class TokenizerKeys:
     """What describes a tokenizer in a file.
 
     Attributes:
-        values: by key.
+        values: the values by key.
         strips_space: whether added tokens take away the space behind them as Phi-3's do, which llama.cpp
             tells by the model's name.
-        notes: what llama.cpp will do otherwise, a sentence each.
+        notes: sentences about what llama.cpp will do otherwise.
     """
 
     values: dict[str, Value]
@@ -51,7 +51,7 @@ def tokenizer_keys(tokenizer: Tokenizer, vocab_size: int) -> TokenizerKeys:
     """Keys of a tokenizer, its chat template too.
 
     Args:
-        tokenizer: the model's.
+        tokenizer: the model's tokenizer.
         vocab_size: rows of the embedding; those without a token get names that fill the list.
 
     Raises:
@@ -139,7 +139,7 @@ def pre_tokenizer_name(data: Mapping[str, Any]) -> str:
     """llama.cpp's name for the rule by which a byte-level tokenizer cuts text.
 
     Args:
-        data: the ``tokenizer.json``.
+        data: the content of ``tokenizer.json``.
 
     Raises:
         UnsupportedModelError: it has none.

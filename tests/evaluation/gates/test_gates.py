@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quantkit.cli.eval import gate_text
-from quantkit.evaluation.gates.check import check_gate, require_planned
+from quantkit.evaluation.gates.check import check_gate, check_planned
 from quantkit.evaluation.gates.syntax import parse_gate
 from quantkit.evaluation.metrics import Interval
 from quantkit.evaluation.paired import differences
@@ -199,7 +199,7 @@ def test_the_text_fits_a_terminal_and_says_what_failed(result):
 
 
 def planned(gate, **plan):
-    require_planned(parse_gate(gate), **{"candidates": 2, "speed": True, "tasks": ["arc_easy"],
+    check_planned(parse_gate(gate), **{"candidates": 2, "speed": True, "tasks": ["arc_easy"],
                                          "texts": ["code"], "metrics": ["mine"], **plan})
 
 

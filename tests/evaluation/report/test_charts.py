@@ -2,10 +2,10 @@
 
 import pytest
 
+from quantkit.evaluation.report.base import COLORS, SHAPES, variant_looks
 from quantkit.evaluation.report.charts import frontier, quality, roofline, speed
 from quantkit.evaluation.report.charts.base import log_axis
 from quantkit.evaluation.report.frontier import frontiers
-from quantkit.evaluation.report.looks import COLORS, SHAPES, variant_looks
 
 from .rich import rich_result
 

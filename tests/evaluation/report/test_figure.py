@@ -9,6 +9,7 @@ import pytest
 
 from quantkit.evaluation.metric_table import MetricInfo
 from quantkit.evaluation.metrics import Interval
+from quantkit.evaluation.report.base import variant_looks
 from quantkit.evaluation.report.charts.frontier import frontier_spec
 from quantkit.evaluation.report.figure import (
     HEIGHT,
@@ -21,7 +22,6 @@ from quantkit.evaluation.report.figure import (
     svg,
 )
 from quantkit.evaluation.report.frontier import frontiers
-from quantkit.evaluation.report.looks import variant_looks
 
 
 def written(document):

@@ -8,7 +8,7 @@ import pytest
 
 from quantkit.evaluation.metrics import Interval
 from quantkit.evaluation.report.base import Reporter
-from quantkit.evaluation.report.folder import reporters, require_writable, write_report
+from quantkit.evaluation.report.folder import check_writable, reporters, write_report
 from quantkit.evaluation.results_file import render as render_json
 from quantkit.support.errors import PluginError, QuantkitError, UsageError
 
@@ -167,10 +167,10 @@ def test_a_name_that_is_no_utf_8_still_has_a_report(make_result, make_row, tmp_p
 
 
 def test_a_folder_is_tried_without_a_trace(tmp_path):
-    require_writable(tmp_path / "a" / "b")
+    check_writable(tmp_path / "a" / "b")
     assert not list(tmp_path.iterdir())
     (tmp_path / "mine").mkdir()
-    require_writable(tmp_path / "mine")
+    check_writable(tmp_path / "mine")
     assert [path.name for path in tmp_path.iterdir()] == ["mine"] and not list((tmp_path / "mine").iterdir())
 
 
@@ -178,12 +178,12 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("in the way")
     for folder in (tmp_path / "file", tmp_path / "file" / "report"):
         with pytest.raises(QuantkitError, match="can't be written") as caught:
-            require_writable(folder)
+            check_writable(folder)
         assert caught.value.why and "--out" in caught.value.next
     if os.geteuid():  # root may write anywhere
         (tmp_path / "locked").mkdir(mode=0o555)
         with pytest.raises(QuantkitError, match="can't be written"):
-            require_writable(tmp_path / "locked")
+            check_writable(tmp_path / "locked")
 
 
 KEYS = ("model", "method", "bits_per_weight", "file_bytes", "peak_bytes", "perplexity", "kl_mean", "top1",

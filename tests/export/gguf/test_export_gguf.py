@@ -299,7 +299,7 @@ def test_ctrl_c_while_it_is_written(llama, tmp_path):
 
 def test_a_full_disk(llama, tmp_path, monkeypatch):
     usage = namedtuple("Usage", "total used free")
-    monkeypatch.setattr(module.shutil, "disk_usage", lambda folder: usage(10, 9, 1000))
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage(10, 9, 1000))
     with pytest.raises(CheckpointError, match="doesn't fit") as caught:
         export_gguf(str(llama), tmp_path / "m.gguf")
     assert "are needed, 1.0 kB are free" in caught.value.why

@@ -32,8 +32,8 @@ from quantkit.runtime.loader import load
 from quantkit.runtime.sampler import Sampling
 from quantkit.testing import tiny_model
 from quantkit_kernels import tuned
-from quantkit_kernels.tools.aot_cases.case import FAMILIES, SHARED
 from quantkit_kernels.tools.assembly import machine_code
+from quantkit_kernels.tools.cases.case import FAMILIES, SHARED
 from quantkit_kernels.triton import dependent
 
 SHAPE = {"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64,

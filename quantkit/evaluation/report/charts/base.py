@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import altair as alt
 
-from quantkit.evaluation.report.looks import VariantLook
+from quantkit.evaluation.report.base import COLORS, VariantLook
+from quantkit.evaluation.result import EvalResult
+from quantkit.evaluation.speed.results import SpeedSweep
 
 Spec = dict[str, Any]
 HEIGHT = 320
@@ -35,7 +37,6 @@ def finished(chart: alt.Chart | alt.LayerChart | alt.FacetChart, description: st
 
 
 def by_model(looks: Sequence[VariantLook]) -> alt.Color:
-    """Color: a model's."""
     colors = {look.model: look.color for look in looks}
     return alt.Color("model:N", title=None, scale=alt.Scale(domain=list(colors), range=list(colors.values())),
                      legend=alt.Legend(symbolType="circle", symbolStrokeWidth=0)
@@ -43,7 +44,6 @@ def by_model(looks: Sequence[VariantLook]) -> alt.Color:
 
 
 def by_setting(looks: Sequence[VariantLook]) -> alt.Shape:
-    """Shape: a KV setting's."""
     shapes = {look.setting: look.shape for look in looks}
     return alt.Shape("setting:N", title=None, legend=_setting_legend(len(shapes)),
                      scale=alt.Scale(domain=list(shapes), range=list(shapes.values())))
@@ -65,6 +65,29 @@ def dash_by_setting(looks: Sequence[VariantLook]) -> alt.StrokeDash:
 def identity(look: VariantLook) -> dict[str, object]:
     """The fields that say which variant a mark is."""
     return {"variant": look.name, "model": look.model, "setting": look.setting}
+
+
+def timed(result: EvalResult, looks: Sequence[VariantLook]) -> Iterator[tuple[VariantLook, SpeedSweep]]:
+    """The variants whose speed was measured."""
+    for row, look in zip(result.rows, looks):
+        if row.speed is not None:
+            yield look, row.speed
+
+
+def by_name(field: str, names: Sequence[str], colors: Sequence[str] = COLORS) -> alt.Color:
+    """Color: each name's, which repeat after the last one."""
+    return alt.Color(f"{field}:N", title=None, scale=alt.Scale(
+        domain=list(names), range=[colors[index % len(colors)] for index in range(len(names))]))
+
+
+def variant_axis(looks: Sequence[VariantLook], padding: float | None = None) -> alt.Y:
+    """A row a variant."""
+    scale = alt.Undefined if padding is None else alt.Scale(paddingInner=padding)
+    return alt.Y("variant:N", sort=[look.name for look in looks], axis=names_axis(), scale=scale)
+
+
+def log_scale(low: float, high: float) -> alt.Scale:
+    return alt.Scale(type="log", domain=[low, high], nice=False)
 
 
 def names_axis() -> alt.Axis:

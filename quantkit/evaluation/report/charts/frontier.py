@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import altair as alt
 
 from quantkit.evaluation.metric_table import MetricInfo
-from quantkit.evaluation.report.base import head, megabytes, number, shown
+from quantkit.evaluation.report.base import VariantLook, head, megabytes, number, shown
 from quantkit.evaluation.report.charts.base import (
     Spec,
     by_model,
@@ -16,9 +16,9 @@ from quantkit.evaluation.report.charts.base import (
     identity,
     inline,
     log_axis,
+    log_scale,
 )
 from quantkit.evaluation.report.frontier import Frontier, FrontierPoint, finite
-from quantkit.evaluation.report.looks import VariantLook
 from quantkit.evaluation.report.quality_grids import info_of
 from quantkit.evaluation.result import EvalResult
 
@@ -32,8 +32,7 @@ def frontier_spec(result: EvalResult, frontier: Frontier, looks: Sequence[Varian
     heights = [floor.at_least(point.quality.value) for point in frontier.points]
     highest = max(*heights, *(point.quality.high for point in frontier.points), floor.value * 10)
     low, high = floor.value * 0.5, highest * 1.6
-    y = alt.Y("kl:Q", title="KL, nats (log)", axis=log_axis(low, high), scale=alt.Scale(
-        type="log", domain=[low, high], nice=False))
+    y = alt.Y("kl:Q", title="KL, nats (log)", axis=log_axis(low, high), scale=log_scale(low, high))
     x = alt.X("cost:Q", title=frontier.title, scale=alt.Scale(domain=list(frontier.span), nice=False))
     tips = [alt.Tooltip(f"{name}:N") for name in rows[0] if name not in _HIDDEN]
     layers: list[alt.Chart] = []

@@ -9,24 +9,25 @@ from collections.abc import Sequence
 import altair as alt
 
 from quantkit.evaluation.metrics import KL
-from quantkit.evaluation.report.base import number, shown, tasks_of, text_name
+from quantkit.evaluation.report.base import VariantLook, number, shown, tasks_of, text_name
 from quantkit.evaluation.report.charts.base import (
     Spec,
     by_model,
+    by_name,
     by_setting,
     finished,
     identity,
     inline,
     log_axis,
+    log_scale,
     names_axis,
+    variant_axis,
 )
 from quantkit.evaluation.report.frontier import finite, quality_floor
-from quantkit.evaluation.report.looks import VariantLook
 from quantkit.evaluation.report.quality_grids import info_of, verdict
 from quantkit.evaluation.result import EvalResult
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.(.+)$")
-_TASK_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F")
 
 
 def texts_spec(result: EvalResult, looks: Sequence[VariantLook]) -> Spec | None:
@@ -39,16 +40,14 @@ def texts_spec(result: EvalResult, looks: Sequence[VariantLook]) -> Spec | None:
             if interval is not None and finite(interval) and interval.value > 0:
                 value, span = shown(interval, info_of(result, KL.name))
                 rows.append({**identity(look), "text": text_name(text), "kl": floor.at_least(interval.value),
-                             "KL": value,
-                             "interval": span})
+                             "KL": value, "interval": span})
     if not rows:
         return None
     ends = [float(str(row["kl"])) for row in rows]
+    low, high = min(ends) / 1.2, max(ends) * 1.2
     order = list(dict.fromkeys(text_name(text) for row in result.rows for text in row.texts))
     chart = alt.Chart(inline(rows)).mark_point(filled=True, size=80, opacity=0.85).encode(
-        x=alt.X("kl:Q", title="KL, nats (log)", axis=log_axis(min(ends) / 1.2, max(ends) * 1.2),
-                scale=alt.Scale(
-            type="log", nice=False, domain=[min(ends) / 1.2, max(ends) * 1.2])),
+        x=alt.X("kl:Q", title="KL, nats (log)", axis=log_axis(low, high), scale=log_scale(low, high)),
         y=alt.Y("text:N", sort=order, axis=names_axis()), color=by_model(looks), shape=by_setting(looks),
         tooltip=["variant:N", "text:N", "KL:N", "interval:N"])
     return finished(chart, "KL of each variant on each text.", 34 * len(order))
@@ -63,21 +62,16 @@ def tasks_spec(result: EvalResult, looks: Sequence[VariantLook]) -> Spec | None:
             if test.metric not in tasks or test.text:
                 continue
             factor = 100 if tasks[test.metric].unit == "%" else 1
-            rows.append({**identity(look), "task": tasks[test.metric].title,
-                         "change": factor * test.difference,
-                         "low": factor * test.low, "high": factor * test.high,
-                         "verdict": verdict(result, test),
-                         "difference": f"{number(factor * test.difference)} ({number(factor * test.low)} to "
-                                       f"{number(factor * test.high)})"})
+            change, low, high = (factor * part for part in (test.difference, test.low, test.high))
+            rows.append({**identity(look), "task": tasks[test.metric].title, "change": change, "low": low,
+                         "high": high, "verdict": verdict(result, test),
+                         "difference": f"{number(change)} ({number(low)} to {number(high)})"})
     if not rows:
         return None
     names = list(dict.fromkeys(str(row["task"]) for row in rows))
-    color = alt.Color("task:N", title=None, scale=alt.Scale(
-        domain=names, range=[_TASK_COLORS[index % len(_TASK_COLORS)] for index in range(len(names))]))
-    y = alt.Y("variant:N", sort=[look.name for look in looks], axis=names_axis(),
-              scale=alt.Scale(paddingInner=0.25))
     offset = alt.YOffset("task:N", sort=names, scale=alt.Scale(paddingOuter=0.2))
-    base = alt.Chart(inline(rows)).encode(y=y, yOffset=offset, color=color)
+    base = alt.Chart(inline(rows)).encode(y=variant_axis(looks, 0.25), yOffset=offset,
+                                          color=by_name("task", names))
     zero = alt.Chart(inline([{"change": 0}])).mark_rule(opacity=0.7).encode(x="change:Q")
     chart = alt.layer(
         zero, base.mark_rule(strokeWidth=1.5).encode(

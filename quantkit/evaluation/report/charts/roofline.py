@@ -7,9 +7,8 @@ import math
 
 import altair as alt
 
-from quantkit.evaluation.report.base import number
-from quantkit.evaluation.report.charts.base import Spec, finished, inline, log_axis
-from quantkit.evaluation.report.looks import COLORS, SHAPES
+from quantkit.evaluation.report.base import SHAPES, number
+from quantkit.evaluation.report.charts.base import Spec, by_name, finished, inline, log_axis, log_scale
 from quantkit.evaluation.report.speed_grids import operator_name, reached, seconds
 from quantkit.evaluation.roofline.result import Roofline
 
@@ -36,18 +35,14 @@ def roofline_spec(roofline: Roofline) -> Spec | None:
     low, high = min(ends) / 2, max(ends) * 3
     lowest = min(*(float(str(row["measured"])) for row in rows), low * ceilings.read_bytes_s) / 1.5
     highest = max([*limits.values(), *(float(str(row["measured"])) for row in rows)]) * 2.5
-    x = alt.X("at:Q", title="operations a byte (log)",
-              scale=alt.Scale(type="log", domain=[low, high], nice=False),
-              axis=log_axis(low, high))
+    x = alt.X("at:Q", title="operations a byte (log)", scale=log_scale(low, high), axis=log_axis(low, high))
     y = alt.Y("measured:Q", title="operations a second (log)", axis=log_axis(lowest, highest, "~s"),
-              scale=alt.Scale(type="log", domain=[lowest, highest], nice=False))
+              scale=log_scale(lowest, highest))
     roof, labels = _roof(roofline, limits, low, high)
     names = list(dict.fromkeys(str(row["operator"]) for row in rows))
-    color = alt.Color("operator:N", title=None, scale=alt.Scale(
-        domain=names, range=[COLORS[index % len(COLORS)] for index in range(len(names))]))
     shape = alt.Shape("operator:N", title=None, scale=alt.Scale(
         domain=names, range=[SHAPES[index % len(SHAPES)] for index in range(len(names))]))
-    base = alt.Chart(inline(rows)).encode(x=x, color=color)
+    base = alt.Chart(inline(rows)).encode(x=x, color=by_name("operator", names))
     layers = [
         alt.Chart(inline(roof)).mark_line(strokeWidth=1.6, opacity=0.8).encode(
             x=x, y=y, detail="ceiling:N", strokeDash=alt.StrokeDash("ceiling:N", legend=None)),
@@ -58,8 +53,7 @@ def roofline_spec(roofline: Roofline) -> Spec | None:
             y=y, shape=shape, tooltip=["name:N", "time:N", "of the roof:N",
                                         "bound by:N", "compute-bound from:N"])]
     return finished(alt.layer(*layers),
-                    f"Roofline of {roofline.label}: operators below the machine's ceilings.",
-                    360)
+                    f"Roofline of {roofline.label}: operators below the machine's ceilings.", 360)
 
 
 def _roof(roofline: Roofline, limits: dict[str, float], low: float,

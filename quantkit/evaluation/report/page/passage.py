@@ -21,7 +21,7 @@ class ShadedToken:
         text: the token as text.
         level: the level of shading, from 0 to the number of :data:`LIMITS`.
         differs: whether the two find different tokens likeliest here.
-        note: what there is to say about it.
+        note: a sentence about it.
     """
 
     text: str

@@ -6,16 +6,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from quantkit.evaluation.effect import NATS
-from quantkit.evaluation.keys import EXACT
 from quantkit.evaluation.report import quality_grids, speed_grids
-from quantkit.evaluation.report.base import TextGrid, pair, short_names, spread, withheld
+from quantkit.evaluation.report.base import TextGrid, VariantLook, pair, spread, variant_looks, withheld
 from quantkit.evaluation.report.charts import frontier, quality, roofline, speed
 from quantkit.evaluation.report.charts.base import Spec
 from quantkit.evaluation.report.frontier import frontiers
 from quantkit.evaluation.report.headline import recommended
-from quantkit.evaluation.report.looks import VariantLook, variant_looks
 from quantkit.evaluation.report.page.passage import ShadedText, largest, shaded, summary
-from quantkit.evaluation.result import EvalResult
+from quantkit.evaluation.result import EvalResult, short_names
 
 _UNFOLDED = 5
 """Rows of what is looked at least that are shown without being asked for."""
@@ -169,15 +167,11 @@ def _grids(*grids: TextGrid | None) -> list[TextGrid]:
 
 def _exact(result: EvalResult) -> TextGrid | None:
     """KL from float32 arithmetic, and what of it is above the reference's own."""
-    floor = result.noise_floor
-    if floor is None:
+    exact = quality_grids.exact_rows(result)
+    if not exact:
         return None
-    rows = []
-    for index, (name, row) in enumerate(zip(short_names(result.rows), result.rows)):
-        if (exact := row.metrics.get(EXACT)) is None:
-            continue
-        above = quality_grids.signed(exact.value - floor.value) if index else "–"
-        rows.append((name, pair(*spread(exact)), above))
+    rows = [(row.name, pair(*spread(row.kl)), "–" if row.above is None else quality_grids.signed(row.above))
+            for row in exact]
     return TextGrid("KL from the reference in float32 arithmetic",
                     ("variant", "KL\nnats", "above the\nnoise floor"), tuple(rows),
                     ("The first is the noise floor: what the reference's own arithmetic costs.",))
@@ -188,9 +182,6 @@ def _kernels(result: EvalResult) -> TextGrid | None:
     phases = list(dict.fromkeys(phase for row in result.rows for phase in row.kernels))
     if not phases:
         return None
-    rows = []
-    for name, row in zip(short_names(result.rows), result.rows):
-        counts = [row.kernels.get(phase, {}) for phase in phases]
-        rows.append((name, *(", ".join(f"{kernel} × {count}" for kernel, count in kernels.items()) or "–"
-                             for kernels in counts)))
-    return TextGrid("Linears by kernel", ("variant", *phases), tuple(rows))
+    rows = tuple((name, *(speed_grids.kernel_counts(row, phase) for phase in phases))
+                 for name, row in zip(short_names(result.rows), result.rows))
+    return TextGrid("Linears by kernel", ("variant", *phases), rows)
