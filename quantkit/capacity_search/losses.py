@@ -8,7 +8,7 @@ from pydantic import Field
 
 from quantkit.support.errors import QuantkitError
 from quantkit.support.frozen import Frozen
-from quantkit.support.resources import data_dir
+from quantkit.support.paths import data_dir
 
 FILE = "losses.json"
 

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.checkpoint.card import model_card
-from quantkit.checkpoint.checks import plain_faults, value_faults
 from quantkit.checkpoint.durable import hash_file, write_file
-from quantkit.checkpoint.integrity import BlockHashes
+from quantkit.checkpoint.integrity import BlockHashes, plain_faults, value_faults
 from quantkit.checkpoint.manifest import MANIFEST, FileRecord, LayerRow, Manifest, is_plain_name
 from quantkit.checkpoint.quantization_config import KEYS, config_words
 from quantkit.checkpoint.reader import CARD, CONFIG, GPTQ_CONFIG, INDEX, Checkpoint

@@ -75,9 +75,9 @@ def model_card(manifest: Manifest, config: Mapping[str, Any]) -> bytes:
         f"- made by: quantkit {manifest.quantkit_version}",
         f"- bits a weight in Linear layers: {manifest.bits_per_weight:.3f}, scales included"]
     if (came := manifest.exported) is not None:
-        told = f", the sha256 of its manifest is `{came.manifest_sha256}`" if came.manifest_sha256 else ""
+        digest = f", the sha256 of its manifest is `{came.manifest_sha256}`" if came.manifest_sha256 else ""
         lines.append(f"- packed from: `{came.uri}` ({', '.join(came.formats)}, {came.quant_method}), "
-                     f"levels and scales unchanged{told}")
+                     f"levels and scales unchanged{digest}")
     if manifest.plugins:
         lines.append("- with: " + ", ".join(f"{name} {version}" for name,
                                             version in sorted(manifest.plugins.items())))

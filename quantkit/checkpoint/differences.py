@@ -39,9 +39,8 @@ def differences(then: Any, now: Any, field: str = "") -> list[Difference]:
     """The leaves in which two pieces of JSON data differ, entries of lists by their names if they have any.
 
     Args:
-        then: plain JSON data.
-        now: the same.
-        field: what is put before the names of fields.
+        then, now: plain JSON data.
+        field: the text to put before the names of fields.
     """
     if isinstance(then, list) and isinstance(now, list):
         then, now = _keyed(then, now)
@@ -55,12 +54,12 @@ def _inside(field: str, key: str) -> str:
     return f"{field}.{key}" if field and not key.startswith("[") else field + key
 
 
-def told(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def changed_lines(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """At most :data:`SHOWN` lines for people: what was chosen, not what follows from it.
 
     Args:
         then: the identity of the run that was begun.
-        now: of the one that would take over.
+        now: the identity of the run that would take over.
     """
     changes = differences(then, now)
     chosen = {change.field for change in changes}

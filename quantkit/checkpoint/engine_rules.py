@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from quantkit.checkpoint.checks import VerifyCheck
+from quantkit.checkpoint.integrity import VerifyCheck
 from quantkit.checkpoint.manifest import LayerRow
 from quantkit.formats.spec import QuantSpec
 from quantkit.models.architecture import linear_slots
@@ -56,12 +56,10 @@ class CheckpointFacts:
 
     @property
     def linears(self) -> list[EngineLayer]:
-        """Every Linear."""
         return [EngineLayer(row.name, row, row.shape[0]) for row in self.rows]
 
     @property
     def packed(self) -> list[EngineLayer]:
-        """The Linears that are quantized."""
         return [layer for layer in self.linears if layer.row.spec]
 
     @property

@@ -15,7 +15,6 @@ from typing import Any, Protocol
 import torch
 
 from quantkit.checkpoint import mlx_models
-from quantkit.checkpoint.checks import VerifyCheck
 from quantkit.checkpoint.engine_rules import (
     BYTES,
     EIGHT_BIT,
@@ -30,6 +29,7 @@ from quantkit.checkpoint.engine_rules import (
     Rule,
     report,
 )
+from quantkit.checkpoint.integrity import VerifyCheck
 from quantkit.checkpoint.manifest import LayerRow
 from quantkit.checkpoint.quantization_config import stored_quantization
 from quantkit.models.architecture import EMBEDDING, HEAD, parse_config

@@ -1,27 +1,35 @@
-"""Finds damage before a model is loaded: in a bounded number of bytes, or in all of them.
+"""Finds damage: in a bounded number of bytes before a model is loaded, in all of them, or in the values.
 
 A manifest has the sha256 of every file. Of weight files it also has a short hash of every block, so that a
 file can be checked in places. Damage to a checkpoint of up to 64 MiB is always found when it is loaded; in
-the weights of a larger one, the larger the damaged part is, the likelier.
+the weights of a larger one, the larger the damaged part is, the likelier. Packed weights of any format are
+checked through the format's own unpacking.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import shlex
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
+from quantkit.checkpoint.durable import hash_file
 from quantkit.checkpoint.manifest import BLOCK, BLOCK_DIGITS, FileRecord, Manifest
 from quantkit.checkpoint.reader import CARD, Checkpoint
 from quantkit.checkpoint.shards import stored_tensors
+from quantkit.formats.base import Codes, Format, QuantizedTensor
+from quantkit.plugins.manager import registry
 from quantkit.support.errors import CheckpointError, QuantkitError
-from quantkit.support.paths import open_regular
+from quantkit.support.paths import open_regular, reading
 from quantkit.support.progress import Listener, ProgressEvent, silent
 
 SAMPLE = 64 * 2**20
 """Bytes that loading reads to look for damage: less than a fifth of a second's work."""
 _PIECE = 2**22
+Status = Literal["ok", "failed", "note"]
 
 
 class BlockHashes:
@@ -69,7 +77,9 @@ def check_sample(checkpoint: Checkpoint, limit: int = SAMPLE) -> None:
     for name, record in sorted(files.items(), key=lambda item: item[1].bytes):
         if not name.endswith(".safetensors") and record.bytes <= limit:
             limit -= record.bytes
-            if _sha256(folder / name) != record.sha256:
+            with reading(folder / name, CheckpointError):
+                digest, _ = hash_file(folder / name)
+            if digest != record.sha256:
                 raise _damaged(folder, manifest, name)
     blocks = [(name, index) for name, record in files.items() for index in range(record.block_count)]
     # of several files the last blocks are short: bytes alone don't say how many blocks are all
@@ -114,30 +124,17 @@ def check_files(checkpoint: Checkpoint, progress: Listener = silent) -> None:
 
 def _is_intact(path: Path, record: FileRecord, index: int) -> bool:
     """Whether a block's bytes are those that were written."""
-    try:
-        with open_regular(path) as file:
-            file.seek(index * BLOCK)
-            block = file.read(BLOCK)
-    except OSError as error:
-        raise CheckpointError(f"{path} can't be read", why=error.strerror or str(error)) from error
+    with reading(path, CheckpointError), open_regular(path) as file:
+        file.seek(index * BLOCK)
+        block = file.read(BLOCK)
     start = index * BLOCK_DIGITS
     return hashlib.sha256(block).hexdigest()[:BLOCK_DIGITS] == record.blocks[start:start + BLOCK_DIGITS]
 
 
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    for piece in _pieces(path):
-        digest.update(piece)
-    return digest.hexdigest()
-
-
 def _pieces(path: Path) -> Iterator[bytes]:
-    try:
-        with open_regular(path) as file:
-            while piece := file.read(_PIECE):
-                yield piece
-    except OSError as error:
-        raise CheckpointError(f"{path} can't be read", why=error.strerror or str(error)) from error
+    with reading(path, CheckpointError), open_regular(path) as file:
+        while piece := file.read(_PIECE):
+            yield piece
 
 
 def _damaged(folder: Path, manifest: Manifest, name: str, index: int | None = None) -> CheckpointError:
@@ -166,3 +163,51 @@ def _tensors_at(path: Path, index: int) -> str | None:
     if not inside:
         return None
     return f"tensor {inside[0]}" if len(inside) == 1 else f"tensors {inside[0]} to {inside[-1]}"
+
+
+@dataclass(frozen=True)
+class VerifyCheck:
+    """One thing looked at. ``detail`` says what was found; a ``note`` is nothing wrong."""
+
+    name: str
+    status: Status
+    detail: str = ""
+
+
+def value_faults(checkpoint: Checkpoint) -> Iterator[str]:
+    """A sentence for every quantized layer whose stored values can't be right, one layer in memory
+    at a time: scales that aren't finite, codes or zero points out of range, unreadable tensors."""
+    for row in checkpoint.manifest.layers:
+        try:
+            packed = checkpoint.quantized(row.name)
+            fault = packed_fault(packed) if packed is not None else None
+        except QuantkitError as error:
+            fault = " ".join(filter(None, (error.what, error.why)))
+        checkpoint.release()
+        if fault is not None:
+            yield f"{row.name}: {fault}"
+
+
+def plain_faults(checkpoint: Checkpoint) -> Iterator[str]:
+    """A sentence for every tensor outside of the quantized weights (norms, embeddings, biases, routers,
+    Linears that stay as they are) that holds NaN or infinite values, one tensor in memory at a time."""
+    quantized = {row.name for row in checkpoint.manifest.layers if row.spec is not None}
+    for name in checkpoint.infos:
+        parents = itertools.accumulate(name.split("."), "{}.{}".format)
+        if not name.endswith(".bias") and not quantized.isdisjoint(parents):
+            continue
+        try:
+            checkpoint.tensor(name)
+        except QuantkitError as error:
+            yield error.what
+        checkpoint.release()
+
+
+def packed_fault(packed: QuantizedTensor) -> str | None:
+    """What is wrong with the values of one packed weight; ``None`` if nothing. That its floats are finite was
+    checked when they were read."""
+    if (shape := packed.tensors.get("weight_shape")) is not None and shape.tolist() != list(packed.shape):
+        return f"weight_shape says {shape.tolist()}, the layer is {list(packed.shape)}"
+    form: Format = registry("formats").get(packed.format)
+    codes: Codes = form.unpack(packed)
+    return codes.fault(packed.shape)

@@ -15,7 +15,6 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from quantkit.checkpoint.coverage import Coverage, SourceFile
 from quantkit.formats.spec import QuantSpec
 from quantkit.models.architecture import EMBEDDING, EXPERT
 from quantkit.sources.base import SourceIdentity
@@ -29,6 +28,11 @@ FEW_TOKENS = 128
 """Of fewer an expert's Hessian says little."""
 MAX_BYTES = 64 * 2**20
 BLOCK, BLOCK_DIGITS = 2**20, 16
+FEWEST_DISTINCT = 0.01
+"""Of the vocabulary: a text with fewer different tokens says little about the rest."""
+SHARED = 0.2
+"""Of a window's 13-grams: from here on it counts as taken from the other text, as in Llama 2,
+https://arxiv.org/abs/2307.09288, appendix A.6."""
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+-]{0,199}")
 _SHA256 = r"^[0-9a-f]{64}$"
 
@@ -63,8 +67,8 @@ class ExportRecord(Frozen):
     Attributes:
         uri: its folder's name, or its name on the hub.
         quant_method: who could read it.
-        formats: of its layers.
-        manifest_sha256: of its ``quantkit.json``; ``None`` for another tool's checkpoint, whose files' hashes
+        formats: the formats of its layers.
+        manifest_sha256: the hash of its ``quantkit.json``; ``None`` for another tool's, whose files' hashes
             are the source's.
     """
 
@@ -74,6 +78,124 @@ class ExportRecord(Frozen):
     manifest_sha256: str | None = Field(default=None, pattern=_SHA256)
 
 
+class SourceFile(Frozen):
+    """A file that calibration text was read from, by a name without this machine's folders."""
+
+    name: str
+    sha256: str = Field(pattern=_SHA256)
+    revision: str | None = None
+
+
+class Overlap(Frozen):
+    """What the windows share with a text that models are evaluated on.
+
+    Attributes:
+        text: the name of the text.
+        windows: the number of windows that share at least a fifth of their 13-grams with it.
+        largest: the largest share of one window.
+    """
+
+    text: str
+    windows: int = Field(ge=0)
+    largest: float = Field(ge=0, le=1)
+
+
+class Coverage(Frozen):
+    """How well a calibration text covers a model: what it gets to see.
+
+    Attributes:
+        documents: documents that the tokens were chosen from.
+        chats: documents that are conversations.
+        available: tokens that there were.
+        used: tokens in the windows.
+        distinct: different tokens among those.
+        vocabulary: tokens that the model knows.
+        widest: inputs of the widest calibrated Linear.
+        short: documents of fewer tokens than a window.
+        cut: documents whose end had no room in their window.
+        lost: tokens of those ends.
+        left_out: conversations in which someone writes a special token of the model.
+        unusable: rows that are broken, of no known form, or refused by the chat template.
+        unusable_first: the fault of the first of these rows.
+        avoided: windows or documents left out for what they share with texts to avoid.
+        same: windows equal to an earlier one.
+        similar: other windows that repeat earlier ones by half.
+        overlaps: with texts that models are evaluated on.
+        fallback: the text that was asked for and can't be used, and why.
+    """
+
+    documents: int
+    chats: int = 0
+    available: int
+    used: int = 0
+    distinct: int = 0
+    vocabulary: int
+    widest: int
+    short: int = 0
+    cut: int = 0
+    lost: int = 0
+    left_out: int = 0
+    unusable: int = 0
+    unusable_first: str | None = None
+    avoided: int = 0
+    same: int = 0
+    similar: int = 0
+    overlaps: tuple[Overlap, ...] = Field(default=(), strict=False)
+    fallback: str | None = None
+
+    def lines(self) -> list[str]:
+        """The report, a sentence each."""
+        share = self.distinct / self.vocabulary
+        facts = [f"{self.used:,} of {self.available:,} tokens, from {self.documents:,} "
+                 + ("documents" if self.documents != 1 else "document")
+                 + (f" ({self.chats:,} conversations)" if self.chats else ""),
+                 f"{self.distinct:,} different tokens, {share:.1%} of the vocabulary",
+                 f"{self.same:,} windows equal an earlier one, {self.similar:,} repeat earlier ones by half"]
+        if self.cut:
+            facts.append(f"{self.cut:,} documents cut at a window's end, {self.lost:,} tokens of them lost")
+        if self.short:
+            facts.append(f"{self.short:,} documents shorter than a window")
+        if self.left_out:
+            facts.append(f"{self.left_out:,} conversations left out: a special token is written in them")
+        if self.unusable:
+            facts.append(f"{self.unusable:,} rows left out: they can't be used")
+        if self.avoided:
+            facts.append(f"{self.avoided:,} left out for what they share with texts to avoid")
+        facts += [f"up to {overlap.largest:.1%} of a window's 13-grams are in {overlap.text}"
+                  for overlap in self.overlaps]
+        return facts
+
+    def warnings(self, length: int) -> list[str]:
+        """What is bad about it, a sentence each; ``length`` is that of a window."""
+        warnings = self.row_warnings()
+        if self.used < self.widest:
+            warnings.append(f"{self.used:,} calibration tokens are fewer than the {self.widest:,} inputs of "
+                            "the widest layer: its Hessian has no full rank, and damping decides the rest; "
+                            f"--windows {-(-self.widest // length)} would do")
+        if self.distinct < FEWEST_DISTINCT * self.vocabulary:
+            warnings.append(f"the calibration text has {self.distinct:,} different tokens, "
+                            f"{self.distinct / self.vocabulary:.2%} of the vocabulary: more text covers more")
+        if self.same or self.similar:
+            warnings.append(f"of the calibration windows {self.same} are equal to an earlier one and "
+                            f"{self.similar} repeat earlier ones by half: such text counts twice")
+        if self.lost > self.used:
+            warnings.append(f"{self.lost:,} tokens were cut off at windows' ends, more than the "
+                            f"{self.used:,} that are used: a larger --window keeps more of each document")
+        return warnings + self.overlap_warnings("calibration")
+
+    def row_warnings(self) -> list[str]:
+        """That rows can't be used, a sentence."""
+        rows = "1 row is" if self.unusable == 1 else f"{self.unusable:,} rows are"
+        return [f"{rows} left out of the calibration data, where --strict would stop; the first: "
+                f"{self.unusable_first}"] if self.unusable else []
+
+    def overlap_warnings(self, kind: str) -> list[str]:
+        """What windows of this kind share with texts that models are evaluated on, a sentence each."""
+        return [f"{overlap.windows} {kind} windows share up to {overlap.largest:.0%} of their 13-grams with "
+                f"{overlap.text}: measured on that, the result looks better than it is"
+                for overlap in self.overlaps if overlap.windows]
+
+
 class CalibrationFacts(Frozen):
     """What calibrated methods saw.
 
@@ -81,9 +203,9 @@ class CalibrationFacts(Frozen):
         text: ``builtin``, base names of files, names of data sets; with commas, if there are several.
         windows, window, seed, importance: as in the recipe.
         packing: how documents became windows: ``stream`` or ``documents``.
-        tokens: how many tokens went through the model.
-        sha256: of the token ids as little-endian int64 ``[windows, tokens]``.
-        files: which files were read, as they were.
+        tokens: the number of tokens that went through the model.
+        sha256: the hash of the token ids as little-endian int64 ``[windows, tokens]``.
+        files: the files that were read, as they were.
         coverage: the report on the text.
     """
 
@@ -104,10 +226,10 @@ class LayerRow(Frozen):
 
     Attributes:
         name: full name, without ``.weight``.
-        shape: ``(out, in)``.
+        shape: the weight's, ``(out, in)``.
         dtype: logical dtype of the weight, ``bfloat16``.
         bits: stored bits a weight, scales and zero points included.
-        bytes: of all tensors stored for it.
+        bytes: the size of all tensors that are stored for it.
         error: ``‖W − Ŵ‖ / ‖W‖`` (Frobenius), of the weight as it is stored.
         tokens: calibration tokens that reached it; ``None`` where its method needs none.
         notes: every fallback taken, a sentence each.
@@ -134,7 +256,6 @@ class LayerRow(Frozen):
         return self
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON data."""
         return self.model_dump(mode="json")
 
 
@@ -166,9 +287,9 @@ class RecoveryRecord(Frozen):
 
     Attributes:
         name, options: of the recovery, defaults filled in.
-        windows: of text, those that are held out too.
-        held_out: how many of them weren't trained on.
-        sha256: of the token ids as little-endian int64 ``[windows, length]``.
+        windows: windows of text, with those that are held out.
+        held_out: windows that weren't trained on.
+        sha256: the hash of the token ids as little-endian int64 ``[windows, length]``.
         before, after: the divergence from the original model on held-out windows, with values as they are
             stored; ``after`` is ``None`` if the training diverged.
         kept: whether the trained values are in the checkpoint; otherwise it is as it was before.
@@ -197,9 +318,8 @@ class FileRecord(Frozen):
     """One file of the checkpoint.
 
     Attributes:
-        sha256: of the whole file.
-        bytes: its size.
-        blocks: of each block of :data:`BLOCK` bytes (the last may be shorter) the first :data:`BLOCK_DIGITS`
+        sha256: the hash of the whole file.
+        blocks: for each block of :data:`BLOCK` bytes (the last may be shorter) the first :data:`BLOCK_DIGITS`
             digits of its sha256, one after another; empty if blocks weren't hashed. Enough to find damage by
             chance; against malice there is ``sha256``.
     """
@@ -216,7 +336,6 @@ class FileRecord(Frozen):
 
     @property
     def block_count(self) -> int:
-        """How many blocks were hashed."""
         return len(self.blocks) // BLOCK_DIGITS
 
 
@@ -224,13 +343,13 @@ class Manifest(Frozen):
     """The whole of ``quantkit.json``.
 
     Attributes:
-        schema_version: of this file's layout.
-        recipe: ``Recipe.snapshot()``.
-        source: which model was quantized.
+        schema_version: the version of this file's layout.
+        recipe: the result of ``Recipe.snapshot()``.
+        source: the model that was quantized.
         calibration: ``None`` if no method needed any.
         layers: a row for every Linear, in the model's order; filled in by the writer.
-        recovery: what training of scales and norms came to; only there if the recipe asks for it.
-        exported: which checkpoint it was packed from; only there if it was.
+        recovery: the result of training scales and norms; only there if the recipe asks for it.
+        exported: the checkpoint that it was packed from; only there if it was.
         plugins: distribution → version of each that registered a method or format in use.
         files: every other file of the folder by plain name; filled in by the writer.
         digest: sha256 of this JSON with ``digest`` empty, so that damage to it shows too.

@@ -11,8 +11,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
-from quantkit.checkpoint.checks import VerifyCheck
 from quantkit.checkpoint.engine_rules import CheckpointFacts
+from quantkit.checkpoint.integrity import VerifyCheck
 from quantkit.checkpoint.manifest import LayerRow
 from quantkit.formats.mlx import GROUPS
 

@@ -36,8 +36,8 @@ def open_quantized(uri: str, revision: str | None = None, recipe: str = "int4") 
 
     Args:
         uri: its folder or name.
-        revision: of a name on the hub.
-        recipe: that is advised for a model that isn't quantized.
+        revision: the revision of a name on the hub.
+        recipe: the recipe that is advised for a model that isn't quantized.
 
     Raises:
         UsageError: it isn't quantized.
@@ -75,8 +75,8 @@ def open_model(uri: str, revision: str | None = None) -> ModelSource | AnyCheckp
         return open_checkpoint(folder)
     try:
         return open_source(uri, revision)
-    except QuantizedError as found:
-        return open_checkpoint(found.folder, found.identity)
+    except QuantizedError as error:
+        return open_checkpoint(error.folder, error.identity)
     except SourceError:
         if folder is not None:  # a package's model may have the name of an unfinished run
             refuse_unfinished(folder)

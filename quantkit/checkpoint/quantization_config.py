@@ -58,7 +58,7 @@ def quantization_config(rows: Sequence[LayerScheme], version: str = __version__)
     Args:
         rows: every Linear of the model, kept ones too, and the embedding if it is quantized. ``lm_head`` may
             be missing (tied embeddings).
-        version: of the quantkit that wrote them; GPTQ's standard has a place for it.
+        version: the version of the quantkit that wrote them; GPTQ's standard has a place for it.
     """
     packed = [row for row in rows if row.spec is not None]
     if not packed:
@@ -179,8 +179,7 @@ def _compressed_tensors(packed: Sequence[LayerScheme], kept: list[str]) -> dict[
         "quantization_status": "compressed", "version": "0.20.0", "global_compression_ratio": None,
         "kv_cache_scheme": None, "sparsity_config": {}, "transform_config": {}, "ignore": kept,
         "config_groups": {
-            f"group_{index}": {
-                "targets": targets(names), **scheme}
+            f"group_{index}": {"targets": targets(names), **scheme}
             for index, (scheme, names) in enumerate(groups.values())}}
 
 
@@ -226,9 +225,8 @@ def _gptq(packed: Sequence[LayerScheme], kept: list[str], version: str) -> dict[
     inside = [name for name in _with_fused(kept) if name != HEAD]
     return {
         "quant_method": "gptq", "method": "gptq", "format": form, "checkpoint_format": form,
-        "bits": spec.bits,
-        "group_size": spec.granularity.size or -1, "sym": spec.symmetric, "desc_act": False,
-        "lm_head": _has_head(packed), "pack_dtype": "int32",
+        "bits": spec.bits, "group_size": spec.granularity.size or -1, "sym": spec.symmetric,
+        "desc_act": False, "lm_head": _has_head(packed), "pack_dtype": "int32",
         **({"dynamic": {f"-:^{re.escape(name)}$": {} for name in inside}} if inside else {}),
         "meta": {"quantizer": [f"quantkit:{version}"]}}
 
@@ -249,6 +247,8 @@ def _mlx(packed: Sequence[LayerScheme]) -> dict[str, Any]:
     common = Counter(str(scheme) for scheme in schemes.values()).most_common(1)[0][0]
     default = next(scheme for scheme in schemes.values() if str(scheme) == common)
     return default | {name: scheme for name, scheme in schemes.items() if scheme != default}
+
+
 def _fine_grained(row: LayerScheme, kept: list[str]) -> dict[str, Any]:
     assert row.spec is not None
     return {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",

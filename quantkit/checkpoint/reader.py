@@ -21,7 +21,7 @@ from quantkit.sources.base import TensorInfo
 from quantkit.sources.local import has_leftover_words
 from quantkit.sources.safetensors_file import ShardedTensors
 from quantkit.support.errors import CheckpointError, QuantkitError, SourceError, SpecError
-from quantkit.support.paths import open_regular
+from quantkit.support.paths import open_regular, reading
 from quantkit.support.strict_json import MAX_CONFIG, read_object
 
 CONFIG = "config.json"
@@ -36,19 +36,16 @@ def is_checkpoint(path: str | Path) -> bool:
     """Whether ``path`` is a folder that :meth:`Checkpoint.open` should be asked about: one with
     ``quantkit.json``, an unfinished one, or one whose ``config.json`` says how it is quantized."""
     folder = Path(path)
-    if not folder.is_dir():
-        return False
-    if (folder / MANIFEST).is_file() or is_unfinished(folder):
-        return True
-    return foreign_method(folder) is not None
+    return folder.is_dir() and ((folder / MANIFEST).is_file() or is_unfinished(folder)
+                                or foreign_method(folder) is not None)
 
 
 class Checkpoint:
     """A quantized model on disk. Use :meth:`open`; close it when done, or use it in a ``with``.
 
     Attributes:
-        path: the folder.
-        manifest: what ``quantkit.json`` says.
+        path: the place of the folder.
+        manifest: the content of ``quantkit.json``.
     """
 
     def __init__(self, path: Path, manifest: Manifest, config: Mapping[str, Any] | None = None) -> None:
@@ -109,7 +106,6 @@ class Checkpoint:
 
     @property
     def file_bytes(self) -> int:
-        """Bytes of the weight files."""
         return sum(r.bytes for name, r in self.manifest.files.items() if name.endswith(".safetensors"))
 
     def config(self) -> dict[str, Any]:
@@ -195,7 +191,6 @@ class Checkpoint:
             self._tensors.release()
 
     def close(self) -> None:
-        """Release files and memory maps."""
         if "_tensors" in self.__dict__:
             self._tensors.close()
             del self.__dict__["_tensors"]
@@ -222,11 +217,8 @@ def read_manifest(folder: Path) -> Manifest:
                                   next=f"quantkit inspect {shlex.quote(str(folder))}")
         raise CheckpointError(f"{folder} is no quantkit checkpoint", why=f"it has no {MANIFEST}",
                               next=f"quantkit quantize {shlex.quote(str(folder))} --recipe int8 --out OUT")
-    try:
-        with open_regular(file) as handle:
-            raw = handle.read(MAX_BYTES + 1)
-    except OSError as error:
-        raise CheckpointError(f"{file} can't be read", why=error.strerror) from error
+    with reading(file, CheckpointError), open_regular(file) as handle:
+        raw = handle.read(MAX_BYTES + 1)
     return Manifest.from_bytes(raw, str(file))
 
 

@@ -19,15 +19,12 @@ from typing import Any
 import torch
 
 from quantkit.sources.base import TensorInfo
+from quantkit.sources.safetensors_file import DTYPES
 from quantkit.support.errors import CheckpointError
 from quantkit.support.strict_json import parse_object
 
 SHARD_BYTES = 5 * 10**9
 CHUNK = 2**22
-DTYPES: dict[str, torch.dtype] = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "I64": torch.int64, "I32": torch.int32, "U32": torch.uint32, "I16": torch.int16, "I8": torch.int8,
-    "U8": torch.uint8, "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 

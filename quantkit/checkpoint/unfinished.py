@@ -43,7 +43,7 @@ def unfinished(folder: Path, what: str) -> CheckpointError:
 
     Args:
         folder: the run's, ``OUT.partial``, or the one inside that is being assembled.
-        what: what can't be used.
+        what: the sentence that says that something can't be used.
     """
     partial = folder
     if not (folder / STATE).is_file() and (folder.resolve().parent / STATE).is_file():

@@ -22,8 +22,8 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +33,13 @@ from safetensors.torch import load_file
 
 from quantkit.checkpoint import durable
 from quantkit.checkpoint.assemble import assemble
-from quantkit.checkpoint.differences import pinned, told
+from quantkit.checkpoint.differences import changed_lines, pinned
 from quantkit.checkpoint.durable import FolderLock, disk_errors, hash_file, write_file
 from quantkit.checkpoint.manifest import MANIFEST, MAX_BYTES, LayerRow, Manifest
 from quantkit.checkpoint.shards import SHARD_BYTES, LazyTensor, stored_tensors, tensor_chunks
 from quantkit.checkpoint.unfinished import LOCK as _LOCK
 from quantkit.checkpoint.unfinished import PARTIAL, STATE
+from quantkit.sources.base import TensorInfo
 from quantkit.support.errors import CheckpointError, QuantkitError, UsageError
 from quantkit.support.paths import local_path, open_regular, typed_path
 from quantkit.support.strict_json import parse_object, read_object
@@ -124,20 +125,22 @@ class CheckpointWriter:
 
     def get(self, unit: str) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
         """Tensors and rows of a unit. Raises CheckpointError if it isn't on disk."""
-        if not self.has(unit):
-            raise CheckpointError(f"unit {unit!r} is not in {self.partial}")
-        part, record = self._paths(unit)
-        with disk_errors(f"{part} can't be read", "the other units are kept"):
-            return load_file(part), [row.to_dict() for row in _rows(_record(record))]
+        with self._reading(unit) as part:
+            return load_file(part), [row.to_dict() for row in _rows(_record(self._paths(unit)[1]))]
 
     def tensor(self, unit: str, name: str) -> torch.Tensor:
         """One tensor of a unit, without reading the others. Raises CheckpointError if it isn't on disk."""
+        with self._reading(unit) as part, safe_open(part, "pt") as file:
+            tensor: torch.Tensor = file.get_tensor(name)
+            return tensor
+
+    @contextmanager
+    def _reading(self, unit: str) -> Iterator[Path]:
         if not self.has(unit):
             raise CheckpointError(f"unit {unit!r} is not in {self.partial}")
         part, _ = self._paths(unit)
-        with disk_errors(f"{part} can't be read", "the other units are kept"), safe_open(part, "pt") as file:
-            tensor: torch.Tensor = file.get_tensor(name)
-            return tensor
+        with disk_errors(f"{part} can't be read", "the other units are kept"):
+            yield part
 
     def put(self, unit: str, tensors: Mapping[str, torch.Tensor | LazyTensor],
             rows: Sequence[Mapping[str, Any]]) -> None:
@@ -323,8 +326,65 @@ class CheckpointWriter:
         versions = pinned(old, new)
         raise CheckpointError(
             f"{self.partial} belongs to another run",
-            why="it was begun with (then → now):\n" + "\n".join(f"  {line}" for line in told(old, new)),
+            why="\n  ".join(["it was begun with (then → now):", *changed_lines(old, new)]),
             next=f"to end it, install {' and '.join(versions)} again; or {drop}" if versions else drop)
+
+
+class WorkStore:
+    """Units that only the run needs, to resume from; they never get into the checkpoint. Each is written
+    atomically, hashed and durable, as layers are.
+
+    Args:
+        writer: the writer of the run.
+        name: the name of the work: letters, digits and dashes.
+    """
+
+    def __init__(self, writer: CheckpointWriter, name: str) -> None:
+        self._writer, self._prefix = writer, f"{WORK}{name}."
+
+    def has(self, key: str) -> bool:
+        """Whether a unit is on disk and its bytes are those that were written."""
+        return self._writer.has(self._prefix + key)
+
+    def put(self, key: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Store tensors by name; durable when it returns. Raises CheckpointError if the disk fails."""
+        self._writer.put(self._prefix + key, tensors, [])
+
+    def get(self, key: str) -> dict[str, torch.Tensor]:
+        """Copies of what was put, which the files may be removed under. Raises CheckpointError if it isn't
+        there."""
+        return {name: tensor.clone() for name, tensor in self._writer.get(self._prefix + key)[0].items()}
+
+    def tensor(self, key: str, name: str) -> torch.Tensor:
+        """One tensor of what was put, and no others are read. Raises CheckpointError if it isn't there."""
+        return self._writer.tensor(self._prefix + key, name)
+
+    def put_batches(self, key: str, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype,
+                    batches: Iterable[torch.Tensor]) -> None:
+        """Store tensors of these shapes and one dtype, each made when it is written, so that it is alone in
+        memory; durable when it returns. Raises CheckpointError if the disk fails, and what
+        ``batches`` raises."""
+        iterator = iter(batches)
+        self._writer.put(self._prefix + key, {
+            _batch(i): LazyTensor(TensorInfo(_batch(i), shape, dtype), lambda: next(iterator))
+            for i, shape in enumerate(shapes)}, [])
+
+    def batch(self, key: str, index: int) -> torch.Tensor:
+        """One of those that :meth:`put_batches` stored. Raises CheckpointError if it isn't there."""
+        return self._writer.tensor(self._prefix + key, _batch(index))
+
+    def drop(self, key: str) -> None:
+        """Remove a unit that nothing will ask for again. Raises CheckpointError if it can't be."""
+        self._writer.drop(self._prefix + key)
+
+    def clear(self) -> None:
+        """Remove all units. Raises CheckpointError if one can't be."""
+        self._writer.drop_all(self._prefix)
+
+
+def _batch(index: int) -> str:
+    """Names that sort as numbers do: tensors of one dtype are written in the order of their names."""
+    return f"{index:08d}"
 
 
 def refuse_existing(out: str | Path, source: str | None = None) -> None:

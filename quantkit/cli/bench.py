@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,9 +18,9 @@ from quantkit.cli.options import (
     TokenCounts,
     device_option,
     kv_option,
-    prefill_option,
     read_kv,
     temperature_option,
+    tokens_option,
 )
 from quantkit.cli.present import note, print_json, table
 from quantkit.cli.progress import ProgressLine
@@ -79,7 +81,7 @@ def kernels(ctx: click.Context, shapes: tuple[str, ...], rows: str, repeats: int
 @click.option("--context", type=TokenCounts(0), default="0", show_default=True, metavar="LIST",
               help="Tokens in the cache before decoding: 0,2048,8k,32K.")
 @kv_option("KV settings: none,int8,int4. (The model's own.)")
-@prefill_option("Prompt tokens of the timed prefill; 0: none.", least=0, default=512)
+@tokens_option("--prefill", "Prompt tokens of the timed prefill; 0: none.", least=0, default=512)
 @click.option("--max-tokens", "-n", type=TokenCount(), default=64, show_default=True,
               help="New tokens of a timed run.")
 @click.option("--repeats", type=click.IntRange(min=1), default=3, show_default=True, help="Timed runs.")
@@ -130,10 +132,7 @@ def decode(model: str, batch: str, context: tuple[int, ...], kv: tuple[str, ...]
         if "left_out" in case:
             text += (f"\nleft out: {case['kv']}, {case['batch']} sequences of {case['context']} tokens: "
                      f"{case['left_out']}")
-    kinds: dict[str, int] = {}
-    for name in report["kernels"].values():
-        kinds[name] = kinds.get(name, 0) + 1
-    used = ", ".join(f"{count} {name}" for name, count in kinds.items())
+    used = ", ".join(f"{count} {name}" for name, count in Counter(report["kernels"].values()).items())
     text += f"\n\n{report['label']}: {human_bytes(report['bytes'])} of weights a step"
     text += f"\nLinears by kernel: {used}"
     if report["unfused"]:
@@ -274,7 +273,7 @@ def _numbers(option: str, text: str, least: int) -> list[int]:
 
 
 def _shape(text: str) -> tuple[int, int]:
-    out, _, columns = text.partition("x")
-    if not (out.isdecimal() and columns.isdecimal() and int(out) and int(columns)):
+    match = re.fullmatch(r"0*([1-9]\d*)x0*([1-9]\d*)", text)
+    if match is None:
         raise UsageError(f"--shape is {text!r}", why="it must be two whole numbers, as in 4096x14336")
-    return int(out), int(columns)
+    return int(match[1]), int(match[2])

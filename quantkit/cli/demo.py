@@ -87,7 +87,6 @@ class Stages:
         return time.monotonic() - self._start
 
     def begin(self, what: str) -> None:
-        """The next part."""
         self.number += 1
         if not self.quiet:
             passed = f"  ({self.seconds:.0f} s so far)" if self.number > 1 else ""

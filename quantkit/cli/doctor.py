@@ -9,23 +9,21 @@ import platform
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import rich_click as click
 
 from quantkit import __version__
+from quantkit.cli.inspect import DECLINED_HINT, PHASES, best_device, declined_option, other_lines
 from quantkit.cli.plugins import plugin_facts
 from quantkit.cli.present import print_json, table, wrapped
-from quantkit.cli.probe import (
-    DECLINED_HINT,
-    PHASES,
-    best_device,
-    declined_option,
-    kernels_for,
-    other_lines,
-)
 from quantkit.runtime.memory.machine import system_memory
 from quantkit.support.units import human_bytes
+
+if TYPE_CHECKING:
+    import torch
+
+    from quantkit.formats.spec import QuantSpec
 
 CPU_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx_vnni", "amx_tile", "amx_int8",
              "amx_bf16", "asimd", "asimddp", "bf16", "i8mm", "sve")
@@ -128,8 +126,8 @@ def _operations() -> list[dict[str, Any]]:
 
     from quantkit.kv.spec import KVSpec
     from quantkit.models.architecture import parse_config
+    from quantkit.models.synthetic import CONFIGS
     from quantkit.runtime.kernels import other_kernels
-    from quantkit.sources.synthetic_configs import CONFIGS
 
     config = parse_config(CONFIGS["llama-8b"])
     return [dataclasses.asdict(choice) for choice in other_kernels(
@@ -155,10 +153,29 @@ def _kernel_cases() -> Iterator[dict[str, Any]]:
                 break
             if reason is None:
                 yield {"format": name, "label": spec.label(), "spec": spec.model_dump(mode="json"),
-                       **kernels_for(name, spec, shape, torch.bfloat16)}
+                       **_kernels_for(name, spec, shape, torch.bfloat16)}
 
 
-def _specs() -> Iterator[Any]:
+def _kernels_for(format: str, spec: QuantSpec, shape: tuple[int, int], dtype: torch.dtype) -> dict[str, Any]:
+    """The chosen kernel's name for each phase (``None``: no kernel takes it) and who declined before it."""
+    from quantkit.ops.dispatch import KernelQuery, Phase, choose
+    from quantkit.support.errors import QuantkitError
+
+    phases: tuple[Phase, ...] = ("decode", "prefill")
+    device, capability = best_device()
+    facts: dict[str, Any] = {}
+    for phase in phases:
+        try:
+            choice = choose(KernelQuery("linear", device, capability, dtype, *shape, format, spec, phase))
+            name, declined = str(choice.kernel.name), choice.declined
+        except QuantkitError as error:
+            name, declined = "", (("all", error.why or error.what),)
+        facts[phase] = {"kernel": name or None,
+                        "declined": [{"kernel": kernel, "reason": reason} for kernel, reason in declined]}
+    return facts
+
+
+def _specs() -> Iterator[QuantSpec]:
     from quantkit.formats.spec import Granularity, QuantSpec
 
     channel, group = Granularity(strategy="channel"), Granularity(strategy="group", size=64)

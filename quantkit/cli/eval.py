@@ -16,9 +16,8 @@ from quantkit.cli.options import (
     device_option,
     dtype_option,
     kv_option,
-    prefill_option,
-    prompt_tokens_option,
     read_kv,
+    tokens_option,
     verify_option,
 )
 from quantkit.cli.present import note, table, width, wrapped
@@ -50,14 +49,15 @@ _MARKS = {True: "ok", False: "FAIL"}
 @click.option("--no-speed", is_flag=True, help="Quality only.")
 @kv_option("KV settings; every model runs with each of them: none,int8,\"window(512, sinks=4)\". (Each "
            "model's own.)")
-@prompt_tokens_option("Prompt tokens of a window, with KV settings: they go through the cache and aren't "
-                      "scored (default: half).")
+@tokens_option("--prompt-tokens", "Prompt tokens of a window, with KV settings: they go through the cache "
+                                  "and aren't scored (default: half).")
 @click.option("--tasks", metavar="LIST", help="Also run these lm-eval tasks: arc_easy,piqa, or YAML files.")
 @click.option("--task-data", type=click.Path(path_type=Path, file_okay=False), metavar="DIR",
               help="The folder with the tasks' JSONL files. [env: QUANTKIT_TASK_DATA]",
               envvar="QUANTKIT_TASK_DATA")
 @click.option("--limit", type=click.IntRange(min=1), help="Largest number of items of each task.")
-@prefill_option("Prompt tokens of the speed test. (256; with KV settings, enough to fill the window.)")
+@tokens_option("--prefill", "Prompt tokens of the speed test. (256; with KV settings, enough to fill the "
+                            "window.)")
 @click.option("--max-tokens", "-n", type=TokenCount(), help="New tokens of the speed test. (32.)")
 @click.option("--repeats", type=click.IntRange(min=1), help="Timed runs (3).")
 @click.option("--peer", multiple=True, metavar="TOOL",
@@ -169,7 +169,7 @@ def command(ctx: click.Context, models: tuple[str, ...], text: str | None, suite
 def _made(models: Sequence[str], recipes: Sequence[str], settings: EvalSettings, out: Path | None,
           quiet: bool) -> dict[str, str]:
     """Say what lies ahead, and quantize what is missing; checkpoint → the recipe that made it."""
-    from quantkit.cli.eta import human_seconds
+    from quantkit.cli.progress import human_seconds
     from quantkit.evaluation.sweep.ahead import look_ahead
     from quantkit.evaluation.sweep.checkpoints import folders_of, made
 
@@ -235,10 +235,10 @@ def gate_text(gate: GateResult) -> str:
     rows = [[_MARKS[check.passed] + ("?" if check.verdict == "uncertain" else ""), check.variant,
              _condition(check), amount(check.value, check), interval(check)] for check in gate.checks]
     lines = [table(["", "variant", "condition", "value", "95%"], rows, right=(3,), shrink=1)]
-    told = [check for check in gate.checks if not check.passed or check.verdict == "uncertain"]
-    if told:
+    remarkable = [check for check in gate.checks if not check.passed or check.verdict == "uncertain"]
+    if remarkable:
         lines += ["", *(wrapped(_MARKS[check.passed] + ("?" if check.verdict == "uncertain" else ""),
-                                explained(check, gate.strict), 7) for check in told)]
+                                explained(check, gate.strict), 7) for check in remarkable)]
     failed, total = len(gate.failed), len(gate.checks)
     outcome = f"failed: {failed} of {total} checks" if failed else f"passed: {total} " + (
         "check" if total == 1 else "checks")

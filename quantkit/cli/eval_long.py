@@ -14,9 +14,9 @@ from quantkit.cli.options import (
     device_option,
     dtype_option,
     kv_option,
-    prompt_tokens_option,
     read_kv,
     revision_option,
+    tokens_option,
 )
 from quantkit.cli.present import note
 from quantkit.cli.progress import ProgressLine
@@ -46,7 +46,7 @@ _DEFAULT = "passkey,needle,multikey,variables,positions,generated"
 @click.option("--filler", is_flag=True, help="Hide facts in generated sentences instead of the text.")
 @click.option("--chat", is_flag=True, help="Ask with the chat template; without it the user's text is "
                                            "continued.")
-@prompt_tokens_option("For positions and generated: prompt tokens of a text.", default=512)
+@tokens_option("--prompt-tokens", "For positions and generated: prompt tokens of a text.", default=512)
 @click.option("--max-tokens", "-n", type=TokenCount(), default=128, show_default=True,
               help="For generated: new tokens of a text.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True,
@@ -61,8 +61,7 @@ _DEFAULT = "passkey,needle,multikey,variables,positions,generated"
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
 def command(model: str, kv: tuple[str, ...], tasks: str, context: tuple[int, ...], depths: int, samples: int,
             question: str, text: str, filler: bool, chat: bool, prompt_tokens: int, max_tokens: int,
-            seed: int,
-            dtype: str, device: str, revision: str | None, out: Path | None, fresh: bool,
+            seed: int, dtype: str, device: str, revision: str | None, out: Path | None, fresh: bool,
             quiet: bool, as_json: bool) -> None:
     """Compare KV cache settings on long contexts.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -11,7 +12,6 @@ import rich_click as click
 
 from quantkit.cli.options import layers_option, revision_option
 from quantkit.cli.present import group_layers, print_json, table, wrapped
-from quantkit.cli.probe import DECLINED_HINT, PHASES, best_device, declined_option, other_lines
 from quantkit.support.units import human_bytes
 
 if TYPE_CHECKING:
@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from quantkit.sources.base import ModelSource
 
 OPERATIONS = "other operations"
+PHASES = ("decode", "prefill")
+DECLINED_HINT = "--declined shows which other kernels declined, and why"
+declined_option = click.option("--declined", is_flag=True,
+                               help="Also show which kernels declined, and why.")
 
 
 @click.command("inspect")
@@ -84,6 +88,7 @@ def _source_facts(source: ModelSource, uri: str) -> dict[str, Any]:
     from quantkit.kv.spec import KVSpec
     from quantkit.models.architecture import linear_slots, parse_config
     from quantkit.sources.base import file_bytes, quantized_types, stored_tensors
+    from quantkit.sources.open import kind_of
 
     infos, stored = source.tensors(), stored_tensors(source)
     config = parse_config(source.config(), infos)
@@ -99,7 +104,7 @@ def _source_facts(source: ModelSource, uri: str) -> dict[str, Any]:
             "error": None, "notes": []})
     kernels = _kernels(source.config(), config, KVSpec(),
                        {slot.name: (slot.out_features, slot.in_features) for slot in linear_slots(config)})
-    return {"uri": uri, "kind": "source", "path_kind": _kind_of(uri), **_config_facts(config),
+    return {"uri": uri, "kind": "source", "path_kind": kind_of(uri) or "unknown", **_config_facts(config),
             "operations": kernels.pop(OPERATIONS),
             "parameters": sum(math.prod(i.shape) for i in infos.values()), "tensors": len(infos),
             "bytes": file_bytes(source), "bytes_as_run": sum(i.nbytes for i in infos.values()),
@@ -107,12 +112,6 @@ def _source_facts(source: ModelSource, uri: str) -> dict[str, Any]:
             "quantized_types": list(quantized_types(source)),
             "bits_per_weight": _bits(layers), "recipe": None, "kv": "none", "source": None,
             "layers": [row | {"kernels": kernels[str(row["name"])]} for row in layers]}
-
-
-def _kind_of(uri: str) -> str:
-    from quantkit.sources.open import kind_of
-
-    return kind_of(uri) or "unknown"
 
 
 def _checkpoint_facts(checkpoint: AnyCheckpoint, uri: str) -> dict[str, Any]:
@@ -131,8 +130,8 @@ def _checkpoint_facts(checkpoint: AnyCheckpoint, uri: str) -> dict[str, Any]:
                "kernels": kernels[row.name]} for row in rows]
     inside = {row.name for row in rows}
     # a layer's own tensors are counted by its logical shape, a bias and all else as they are
-    outside = [i for name, i in infos.items()
-               if name.endswith(".bias") or not any(p in inside for p in _parents(name))]
+    outside = [info for name, info in infos.items() if name.endswith(".bias")
+               or inside.isdisjoint(itertools.accumulate(name.split("."), "{}.{}".format))]
     return {"uri": uri, "kind": "checkpoint" if manifest else "another tool's checkpoint", "path_kind": None,
             **_config_facts(config), "operations": kernels[OPERATIONS],
             "parameters": sum(math.prod(row.shape) for row in rows) + sum(math.prod(i.shape)
@@ -142,13 +141,6 @@ def _checkpoint_facts(checkpoint: AnyCheckpoint, uri: str) -> dict[str, Any]:
             "bits_per_weight": checkpoint.bits_per_weight,
             "recipe": manifest.recipe.get("name") if manifest else None, "kv": str(kv),
             "source": manifest.source.model_dump(mode="json") if manifest else None, "layers": layers}
-
-
-def _parents(name: str) -> Iterator[str]:
-    """``a.b.c`` → ``a.b``, ``a``."""
-    while "." in name:
-        name = name.rsplit(".", 1)[0]
-        yield name
 
 
 def _config_facts(config: ModelConfig) -> dict[str, Any]:
@@ -252,3 +244,17 @@ def _declined_lines(layers: list[dict[str, Any]]) -> Iterator[str]:
                 counted[(phase, entry["kernel"], entry["reason"])] += 1
     for (phase, kernel, reason), count in counted.items():
         yield wrapped(f"  {phase}", f"{kernel}: {reason} ({count} layers)", 11)
+
+
+def best_device() -> tuple[str, tuple[int, int] | None]:
+    """``cuda`` with its compute capability where there is one, else ``cpu``: where models run."""
+    import torch
+
+    return ("cuda", torch.cuda.get_device_capability()) if torch.cuda.is_available() else ("cpu", None)
+
+
+def other_lines(choices: list[dict[str, Any]]) -> Iterator[str]:
+    """Lines for a terminal: one per operation."""
+    for choice in choices:
+        yield wrapped(f"  {choice['op']}", choice["kernel"] + (f": {choice['reason']}"
+                                                               if choice["reason"] else ""), 20)

@@ -123,7 +123,7 @@ def guarded(run: Callable[[], Any]) -> NoReturn:
     # costs a factor of twenty. This long is enough to bridge two operations, and as fast on idle cores;
     # not to spin at all halves decode there. Read when torch is imported, and by the processes started here.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
-    with one_line_warnings(), told_of_compiling():
+    with one_line_warnings(), announced_compiling():
         try:
             code = run()
             sys.stdout.flush()
@@ -234,16 +234,16 @@ def one_line_warnings() -> Iterator[None]:
 
 
 @contextmanager
-def told_of_compiling() -> Iterator[None]:
+def announced_compiling() -> Iterator[None]:
     """Kernels that must be compiled first are no silent wait."""
-    told: list[Listener] = []
+    notices: list[Listener] = []
 
     def tell(event: ProgressEvent) -> None:
-        if not told:  # imported when there is something to say
+        if not notices:  # imported when there is something to say
             from quantkit.cli.progress import CompileNotice
 
-            told.append(CompileNotice())
-        told[0](event)
+            notices.append(CompileNotice())
+        notices[0](event)
 
     compiling.append(tell)
     try:

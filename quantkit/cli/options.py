@@ -114,21 +114,14 @@ def read_kv(given: Sequence[str], limit: int | None = None) -> tuple[KVSpec, ...
     return settings
 
 
-def prompt_tokens_option(help: str, default: int | None = None) -> Callable[[Any], Any]:
-    """``--prompt-tokens`` of a command: how long prompts are."""
-    return click.option("--prompt-tokens", type=TokenCount(), default=default,
-                        show_default=default is not None, help=help)
-
-
-def prefill_option(help: str, least: int = 1, default: int | None = None) -> Callable[[Any], Any]:
-    """``--prefill`` of a command: how long the prompts are whose reading is timed."""
-    return click.option("--prefill", type=TokenCount(least), default=default,
-                        show_default=default is not None, help=help)
+def tokens_option(name: str, help: str, default: int | None = None, least: int = 1) -> Callable[[Any], Any]:
+    """An option whose value is a number of tokens."""
+    return click.option(name, type=TokenCount(least), default=default, show_default=default is not None,
+                        help=help)
 
 
 def layers_option(
         help: str = "Show one row per layer instead of one per kind of layer.") -> Callable[[Any], Any]:
-    """The option ``--layers`` of a command."""
     return click.option("--layers", is_flag=True, help=help)
 
 

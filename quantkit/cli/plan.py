@@ -12,9 +12,9 @@ from quantkit.cli.options import (
     TokenCount,
     command_line_again,
     kv_option,
-    prompt_tokens_option,
     read_kv,
     revision_option,
+    tokens_option,
 )
 from quantkit.cli.present import print_json
 from quantkit.cli.progress import ProgressLine
@@ -42,7 +42,8 @@ _POWERS = {"g": 1e9, "t": 1e12, "p": 1e15}
                    "recipes.)")
 @kv_option('Consider only these KV settings: int8,"window(1024, sinks=4)+int8". (All measured codecs; '
            "nothing is dropped.)")
-@prompt_tokens_option("Prompt tokens within --context, at whose end policies drop what they drop. (Half.)")
+@tokens_option("--prompt-tokens", "Prompt tokens within --context, at whose end policies drop what they "
+                                  "drop. (Half.)")
 @click.option("--bandwidth", metavar="RATE", help="Memory bandwidth: 200GB/s. (Measured on this CPU.)")
 @click.option("--flops", metavar="RATE", help="Operations a second: 40T. (Measured on this CPU.)")
 @revision_option
@@ -122,7 +123,6 @@ def _ceilings(chosen: Combination, bandwidth: float | None, flops: float | None)
 
 
 def _commands(chosen: Combination, model: str, revision: str | None) -> list[str]:
-    """What to type now."""
     at = f" --revision {quote(revision)}" if revision else ""
     commands, served = [], f"{quote(model)}{at}"
     if (recipe := chosen.weights.recipe) is not None:

@@ -23,7 +23,6 @@ def show_error(what: str, why: str | None = None, next: str | None = None) -> No
 
 
 def show_warning(text: str) -> None:
-    """One line on stderr."""
     click.echo(click.style("warning:", fg="yellow", bold=True) + " " + " ".join(text.split()), err=True)
 
 

@@ -271,7 +271,7 @@ def _size(plan: Plan) -> str:
 
 
 def _print_time(plan: Plan, device: str) -> None:
-    from quantkit.cli.eta import human_seconds
+    from quantkit.cli.progress import human_seconds
     from quantkit.quantization.planning.duration import expected_seconds, operations
     from quantkit.support.device import find_device
 
@@ -291,9 +291,9 @@ def _print_choice(choice: BudgetChoice) -> None:
     for part in choice.parts():
         name = "/".join(name.rpartition(".")[2].removesuffix("_proj") for name in part.names)
         counts = [f"{count} {label}" for label, count in part.counts.items()]
-        told = [", ".join(counts[i:i + 3]) for i in range(0, len(counts), 3)]
-        rows.append([name, f"{part.bits:.2f}", f"{part.kl:.2g}", told[0]])
-        rows += [["", "", "", more] for more in told[1:]]
+        lines = [", ".join(counts[i:i + 3]) for i in range(0, len(counts), 3)]
+        rows.append([name, f"{part.bits:.2f}", f"{part.kl:.2g}", lines[0]])
+        rows += [["", "", "", more] for more in lines[1:]]
     click.echo(table(["layers", "bits", "KL", "how many of each"], rows, right=(1, 2)))
     click.echo()
     click.echo(table(["one for all", "bits", "KL", "size"],

@@ -13,7 +13,7 @@ from quantkit.cli.present import note, print_json, show_error, width, wrapped
 from quantkit.support.errors import FAILED
 
 if TYPE_CHECKING:
-    from quantkit.checkpoint.checks import VerifyCheck
+    from quantkit.checkpoint.integrity import VerifyCheck
 
 DIGEST = re.compile(r"\b([0-9a-f]{12})[0-9a-f]{52}\b")
 

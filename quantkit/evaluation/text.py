@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quantkit.support.errors import UsageError, did_you_mean
-from quantkit.support.resources import data_dir
+from quantkit.support.paths import data_dir
 
 BUILTIN = "builtin"
 SHIPPED = ("dialogue", "german")

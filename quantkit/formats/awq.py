@@ -19,17 +19,14 @@ import torch
 from quantkit.formats import bits as stream
 from quantkit.formats.base import Codes, QuantizedTensor
 from quantkit.formats.dtypes import resolve
-from quantkit.formats.fit import reason_against_integers, require_fit
-from quantkit.formats.level_values import dequantize
+from quantkit.formats.fit import FormatBase, Layout, reason_against_integers
 from quantkit.formats.spec import QuantSpec
 
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 BACK = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
-class AwqFormat:
-    """See the module's docstring."""
-
+class AwqFormat(FormatBase):
     name = "awq"
     quant_method = "awq"
     scales = "float16"
@@ -48,33 +45,20 @@ class AwqFormat:
                     f"layer with method: null")
         return None
 
-    def layout(self, spec: QuantSpec, shape: tuple[int, int],
-               dtype: torch.dtype) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Raises SpecError if it refuses the weight, or for scales of another dtype than float16."""
-        require_fit(self, spec, shape, dtype)
+    def stored_layout(self, spec: QuantSpec, shape: tuple[int, int], dtype: torch.dtype) -> Layout:
         (rows, cols), groups = shape, spec.scale_shape(shape)[1]
         return {"qweight": (torch.int32, (cols, rows // 8)), "qzeros": (torch.int32, (groups, rows // 8)),
                 "scales": (torch.float16, (groups, rows))}
 
-    def pack(self, codes: Codes, dtype: torch.dtype) -> QuantizedTensor:
-        """Codes → words. Raises SpecError as :meth:`layout` does."""
-        spec = resolve(codes.spec, dtype, self)
-        shape = (codes.codes.shape[0], codes.codes.shape[1])
-        self.layout(spec, shape, dtype)
+    def stored_tensors(self, codes: Codes, layout: Layout, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         assert codes.zero is not None
-        tensors = {"qweight": _pack(codes.codes), "qzeros": _pack(codes.zero),
-                   "scales": codes.scale.T.to(torch.float16).contiguous()}
-        return QuantizedTensor(self.name, spec, shape, dtype, tensors)
+        return {"qweight": _pack(codes.codes), "qzeros": _pack(codes.zero),
+                "scales": codes.scale.T.to(torch.float16).contiguous()}
 
     def unpack(self, packed: QuantizedTensor) -> Codes:
-        """Words → codes, exactly those that were packed."""
         parts = packed.tensors
         return Codes(resolve(packed.spec, packed.dtype, self), _unpack(parts["qweight"]),
                      parts["scales"].T.to(torch.float32).contiguous(), _unpack(parts["qzeros"]))
-
-    def dequantize(self, packed: QuantizedTensor) -> torch.Tensor:
-        """``(level - zero) * scale`` in float32 ``[out, in]``."""
-        return dequantize(self.unpack(packed))
 
 
 def _pack(levels: torch.Tensor) -> torch.Tensor:

@@ -147,7 +147,6 @@ class QuantizedTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all stored tensors."""
         return sum(t.numel() * t.element_size() for t in self.tensors.values())
 
     def to(self, device: torch.device) -> QuantizedTensor:

@@ -19,7 +19,7 @@ import torch
 
 from quantkit.formats.base import Codes, QuantizedTensor
 from quantkit.formats.dtypes import resolve
-from quantkit.formats.fit import reason_against_integers
+from quantkit.formats.fit import FormatBase, Layout, reason_against_integers
 from quantkit.formats.spec import QuantSpec
 from quantkit.support.errors import CheckpointError, SpecError
 
@@ -28,12 +28,11 @@ INVERSE = 7.874015718698502e-3
 """1 / 127 as float32 has it, which is what bitsandbytes multiplies by."""
 
 
-class BnbInt8Format:
-    """See the module's docstring."""
-
+class BnbInt8Format(FormatBase):
     name = "bnb-int8"
     quant_method = "bitsandbytes"
     scales = "float32"
+    converts_scales = True
     alone = True
 
     def reason_against(self, spec: QuantSpec, shape: tuple[int, int]) -> str | None:
@@ -46,30 +45,22 @@ class BnbInt8Format:
             return f"{self.name} has no zero points; use symmetric: true, or format pack-quantized"
         return None
 
-    def layout(self, spec: QuantSpec, shape: tuple[int, int],
-               dtype: torch.dtype) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Raises SpecError if it refuses the weight."""
-        if (reason := self.reason_against(spec, shape)) is not None:
-            raise SpecError(f"{self.name} can't hold {spec.label()} of shape {list(shape)}", why=reason)
+    def stored_layout(self, spec: QuantSpec, shape: tuple[int, int], dtype: torch.dtype) -> Layout:
         return {"weight": (torch.int8, shape), "SCB": (torch.float32, (shape[0],)),
                 "weight_format": (torch.uint8, ())}
 
-    def pack(self, codes: Codes, dtype: torch.dtype) -> QuantizedTensor:
+    def stored_tensors(self, codes: Codes, layout: Layout, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """Codes → bytes. Scales of 16 bits come back as they were; of float32 ones, about one in a hundred
         has no maximum that it follows from, and comes back as the float32 beside it.
 
         Raises:
-            SpecError: as :meth:`layout` does, or a scale whose maximum overflows float32.
+            SpecError: a scale's maximum overflows float32.
         """
-        spec = resolve(codes.spec, dtype, self)
-        shape = (codes.codes.shape[0], codes.codes.shape[1])
-        self.layout(spec, shape, dtype)
         largest = codes.scale.reshape(-1) * 127
         if not bool(torch.isfinite(largest).all()):
             raise SpecError("127 scales of a row overflow float32", next="format: pack-quantized")
-        tensors = {"weight": (codes.codes ^ MIDDLE).view(torch.int8), "SCB": _nearest(largest, codes.scale),
-                   "weight_format": torch.zeros((), dtype=torch.uint8, device=codes.codes.device)}
-        return QuantizedTensor(self.name, spec, shape, dtype, tensors)
+        return {"weight": (codes.codes ^ MIDDLE).view(torch.int8), "SCB": _nearest(largest, codes.scale),
+                "weight_format": torch.zeros((), dtype=torch.uint8, device=codes.codes.device)}
 
     def unpack(self, packed: QuantizedTensor) -> Codes:
         """Bytes → codes. Raises CheckpointError for another order of rows than the plain one."""

@@ -30,6 +30,7 @@ import torch
 
 from quantkit.formats.base import Codes, QuantizedTensor
 from quantkit.formats.dtypes import dtype_name, resolve
+from quantkit.formats.fit import FormatBase, Layout
 from quantkit.formats.level_values import CELLS, ZERO, codebook, dynamic_map, nearest_cells
 from quantkit.formats.spec import QuantSpec
 from quantkit.support.errors import CheckpointError, SpecError
@@ -41,11 +42,10 @@ STATE = "weight.quant_state.bitsandbytes__nf4"
 _OFFSET_WIDTH = 24  # the longest text of a float32 value, with a sign
 
 
-class BnbNF4Format:
-    """See the module's docstring."""
-
+class BnbNF4Format(FormatBase):
     name = "bnb-nf4"
     quant_method = "bitsandbytes"
+    converts_scales = True
 
     def reason_against(self, spec: QuantSpec, shape: tuple[int, int]) -> str | None:
         """Anything but NF4, and block sizes that bitsandbytes doesn't know."""
@@ -60,13 +60,9 @@ class BnbNF4Format:
             return f"block size {size} is not one of {', '.join(map(str, BLOCKS))}; use {best}"
         return None
 
-    def layout(self, spec: QuantSpec, shape: tuple[int, int],
-               dtype: torch.dtype) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Raises SpecError if it refuses the weight."""
-        if (reason := self.reason_against(spec, shape)) is not None:
-            raise SpecError(f"{self.name} can't hold {spec.label()} of shape {list(shape)}", why=reason)
+    def stored_layout(self, spec: QuantSpec, shape: tuple[int, int], dtype: torch.dtype) -> Layout:
         (blocks,) = spec.scale_shape(shape)
-        tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
+        tensors: Layout = {
             "weight": (torch.uint8, (-(-shape[0] * shape[1] // 2), 1)),
             "weight.absmax": (torch.uint8 if spec.nested else torch.float32, (blocks,)),
             "weight.quant_map": (torch.float32, (16,))}
@@ -77,15 +73,13 @@ class BnbNF4Format:
         tensors[STATE] = (torch.uint8, (len(state),))
         return tensors
 
-    def pack(self, codes: Codes, dtype: torch.dtype) -> QuantizedTensor:
+    def stored_tensors(self, codes: Codes, layout: Layout, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """Codes → nibbles; nested scales are rounded to 8 bits here, as bitsandbytes does.
 
         Raises:
-            SpecError: as :meth:`layout` does, or nested scales whose mean overflows.
+            SpecError: the mean of nested scales overflows.
         """
-        spec = resolve(codes.spec, dtype)
-        shape = (codes.codes.shape[0], codes.codes.shape[1])
-        self.layout(spec, shape, dtype)
+        spec, shape = codes.spec, (codes.codes.shape[0], codes.codes.shape[1])
         flat = codes.codes.reshape(-1)
         if flat.numel() % 2:
             flat = torch.nn.functional.pad(flat, (0, 1), value=ZERO)
@@ -102,7 +96,7 @@ class BnbNF4Format:
             tensors["weight.nested_quant_map"] = dynamic_map().to(flat.device)
         state = quant_state(spec, shape, dtype, offset)
         tensors[STATE] = torch.frombuffer(bytearray(state), dtype=torch.uint8)
-        return QuantizedTensor(self.name, spec, shape, dtype, tensors)
+        return tensors
 
     def unpack(self, packed: QuantizedTensor) -> Codes:
         """Nibbles → codes, exactly those that were packed; nested scales come back as rounded.

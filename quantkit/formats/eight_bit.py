@@ -13,19 +13,19 @@ https://github.com/vllm-project/compressed-tensors
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 
 import torch
 
 from quantkit.formats import e4m3
 from quantkit.formats.base import Codes, QuantizedTensor
 from quantkit.formats.dtypes import FLOATS, resolve
-from quantkit.formats.fit import require_fit
-from quantkit.formats.level_values import dequantize, level_values
+from quantkit.formats.fit import FormatBase, Layout
+from quantkit.formats.level_values import level_values
 from quantkit.formats.spec import QuantSpec
 
 
-class EightBitFormat(ABC):
+class EightBitFormat(FormatBase):
     """Base of the layouts.
 
     Attributes:
@@ -34,16 +34,13 @@ class EightBitFormat(ABC):
         strategies: the granularities that it has a place for.
         stored: the dtype of ``weight``.
         suffix: how the scales' tensor is called.
-        scales: the scales' dtype; ``None`` stands for the model's.
     """
 
     quant_method = "compressed-tensors"
-    name: str
     kind: str
     strategies: tuple[str, ...] = ("channel", "tensor")
     stored: torch.dtype
     suffix = "weight_scale"
-    scales: str | None = None
 
     def reason_against(self, spec: QuantSpec, shape: tuple[int, int]) -> str | None:
         """Anything but 8 bits of its kind, without zero points, and scales of its strategies."""
@@ -60,32 +57,20 @@ class EightBitFormat(ABC):
             return f"a weight of shape [{rows}, {cols}] is empty; keep it out with method: null"
         return None
 
-    def layout(self, spec: QuantSpec, shape: tuple[int, int],
-               dtype: torch.dtype) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Raises SpecError if it refuses the weight, or for scales of another dtype than the model's."""
-        require_fit(self, spec, shape, dtype)
+    def stored_layout(self, spec: QuantSpec, shape: tuple[int, int], dtype: torch.dtype) -> Layout:
         scales = (1,) if spec.granularity.strategy == "tensor" else spec.scale_shape(shape)
         return {"weight": (self.stored, shape), self.suffix: (FLOATS[self.scales] if self.scales else dtype,
                                                               scales)}
 
-    def pack(self, codes: Codes, dtype: torch.dtype) -> QuantizedTensor:
-        """Codes → bytes. Raises SpecError as :meth:`layout` does."""
-        spec = resolve(codes.spec, dtype, self)
-        shape = (codes.codes.shape[0], codes.codes.shape[1])
-        stored, scales = self.layout(spec, shape, dtype)[self.suffix]
-        tensors = {"weight": self._swapped(codes.codes).view(self.stored),
-                   self.suffix: codes.scale.to(stored).reshape(scales)}
-        return QuantizedTensor(self.name, spec, shape, dtype, tensors)
+    def stored_tensors(self, codes: Codes, layout: Layout, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        stored, scales = layout[self.suffix]
+        return {"weight": self._swapped(codes.codes).view(self.stored),
+                self.suffix: codes.scale.to(stored).reshape(scales)}
 
     def unpack(self, packed: QuantizedTensor) -> Codes:
-        """Bytes → codes, exactly those that were packed."""
         spec = resolve(packed.spec, packed.dtype, self)
         scale = packed.tensors[self.suffix].to(torch.float32).reshape(spec.scale_shape(packed.shape))
         return Codes(spec, self._swapped(packed.tensors["weight"].view(torch.uint8)), scale)
-
-    def dequantize(self, packed: QuantizedTensor) -> torch.Tensor:
-        """The weight in float32 ``[out, in]``."""
-        return dequantize(self.unpack(packed))
 
     def rows(self, packed: QuantizedTensor, ids: torch.Tensor) -> torch.Tensor:
         """Only these rows of the weight, float32 ``[n, in]``."""

@@ -1,20 +1,76 @@
-"""Checks whether a layout can hold a weight, before it is packed."""
+"""What our layouts share: whether one can hold a weight, and packing around what is its own."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from dataclasses import replace
+
 import torch
 
-from quantkit.formats.base import Format
+from quantkit.formats.base import Codes, Format, QuantizedTensor
 from quantkit.formats.dtypes import dtype_name, resolve
+from quantkit.formats.level_values import dequantize
 from quantkit.formats.spec import QuantSpec
 from quantkit.support.errors import SpecError
+
+Layout = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+
+
+class FormatBase(ABC):
+    """Base of our layouts; :class:`~quantkit.formats.base.Format` says what the methods do.
+
+    Attributes:
+        scales: the dtype that scales are kept in; ``None`` stands for the model's.
+        converts_scales: whether specs with scales of another dtype are taken, too.
+    """
+
+    name: str
+    quant_method: str
+    scales: str | None = None
+    converts_scales = False
+
+    @abstractmethod
+    def reason_against(self, spec: QuantSpec, shape: tuple[int, int]) -> str | None:
+        """Why the layout can't hold such a weight."""
+
+    @abstractmethod
+    def stored_layout(self, spec: QuantSpec, shape: tuple[int, int], dtype: torch.dtype) -> Layout:
+        """The layout of a weight that it takes."""
+
+    @abstractmethod
+    def stored_tensors(self, codes: Codes, layout: Layout, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """The tensors of codes whose spec is resolved, in a model of ``dtype``."""
+
+    @abstractmethod
+    def unpack(self, packed: QuantizedTensor) -> Codes:
+        """Stored tensors → codes, exactly those that were packed."""
+
+    def layout(self, spec: QuantSpec, shape: tuple[int, int], dtype: torch.dtype) -> Layout:
+        """Raises SpecError if it refuses the weight, or for scales of another dtype than it keeps."""
+        require_fit(self, spec, shape, dtype)
+        return self.stored_layout(spec, shape, dtype)
+
+    def pack(self, codes: Codes, dtype: torch.dtype) -> QuantizedTensor:
+        """Codes → stored tensors. Raises SpecError as :meth:`layout` does."""
+        spec = resolve(codes.spec, dtype, self)
+        shape = (codes.codes.shape[0], codes.codes.shape[1])
+        layout = self.layout(spec, shape, dtype)
+        tensors = self.stored_tensors(replace(codes, spec=spec), layout, dtype)
+        return QuantizedTensor(self.name, spec, shape, dtype, tensors)
+
+    def dequantize(self, packed: QuantizedTensor) -> torch.Tensor:
+        """The weight in float32 ``[out, in]``."""
+        return dequantize(self.unpack(packed))
 
 
 def require_fit(form: Format, spec: QuantSpec, shape: tuple[int, int], dtype: torch.dtype) -> None:
     """Raises SpecError for a weight that ``form`` refuses, or for scales of another dtype than it stores:
-    its own (its attribute ``scales``), else that of the model, ``dtype``."""
+    its own (its attribute ``scales``), else that of the model, ``dtype``; one that ``converts_scales`` takes
+    any."""
     if (reason := form.reason_against(spec, shape)) is not None:
         raise SpecError(f"{form.name} can't hold {spec.label()} of shape {list(shape)}", why=reason)
+    if getattr(form, "converts_scales", False):
+        return
     format_dtype: str | None = getattr(form, "scales", None)
     requested = resolve(spec, dtype, form).scale_dtype
     if format_dtype is not None and requested != format_dtype:

@@ -24,6 +24,7 @@ import torch
 
 from quantkit.formats import e2m1, e4m3
 from quantkit.formats.base import Codes, QuantizedTensor
+from quantkit.formats.fit import FormatBase, Layout
 from quantkit.formats.level_values import dequantize
 from quantkit.formats.spec import QuantSpec
 from quantkit.support.errors import SpecError
@@ -32,7 +33,7 @@ NEIGHBORS = (0, 1, -1, 2, -2)
 """Float32 numbers around a reciprocal, counted from it, that may be what it is the reciprocal of."""
 
 
-class Fp4Format:
+class Fp4Format(FormatBase):
     """One of the two layouts.
 
     Attributes:
@@ -43,6 +44,7 @@ class Fp4Format:
     """
 
     quant_method = "compressed-tensors"
+    converts_scales = True
 
     def __init__(self, name: str, scale_dtype: str, size: int, stored: torch.dtype) -> None:
         self.name = name
@@ -62,12 +64,8 @@ class Fp4Format:
             return f"group size {self.size} doesn't divide in_features {cols}; keep it with method: null"
         return None
 
-    def layout(self, spec: QuantSpec, shape: tuple[int, int],
-               dtype: torch.dtype) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Raises SpecError if it refuses the weight."""
-        if (reason := self.reason_against(spec, shape)) is not None:
-            raise SpecError(f"{self.name} can't hold {spec.label()} of shape {list(shape)}", why=reason)
-        layout: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
+    def stored_layout(self, spec: QuantSpec, shape: tuple[int, int], dtype: torch.dtype) -> Layout:
+        layout: Layout = {
             "weight_packed": (torch.uint8, (shape[0], shape[1] // 2)),
             "weight_scale": (self.stored, (shape[0], shape[1] // self.size))}
         if spec.scale_dtype == "e4m3":
@@ -76,11 +74,8 @@ class Fp4Format:
             layout["input_global_scale"] = (torch.float32, (1,))
         return layout
 
-    def pack(self, codes: Codes, dtype: torch.dtype) -> QuantizedTensor:
-        """Codes → bytes. Raises SpecError as :meth:`layout` does, and without the number that the scales of
-        activations are multiplied by."""
-        spec, shape = codes.spec, (codes.codes.shape[0], codes.codes.shape[1])
-        layout = self.layout(spec, shape, dtype)
+    def stored_tensors(self, codes: Codes, layout: Layout, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """Raises SpecError without the number that the scales of activations are multiplied by."""
         tensors = {"weight_packed": e2m1.pack(codes.codes)}
         if codes.outer is None:
             tensors["weight_scale"] = e2m1.encode_e8m0(codes.scale)
@@ -90,13 +85,12 @@ class Fp4Format:
             tensors["weight_global_scale"] = factor.reshape(1)
         if "input_global_scale" in layout:
             if codes.input_factor is None:
-                raise SpecError(f"{self.name} can't hold {spec.label()} without a scale of its inputs",
+                raise SpecError(f"{self.name} can't hold {codes.spec.label()} without a scale of its inputs",
                                 why="what their groups' scales are multiplied by must be calibrated")
             tensors["input_global_scale"] = codes.input_factor.reshape(1).clone()
-        return QuantizedTensor(self.name, spec, shape, dtype, tensors)
+        return tensors
 
     def unpack(self, packed: QuantizedTensor) -> Codes:
-        """Bytes → codes, exactly those that were packed."""
         return self._codes(packed, packed.tensors["weight_packed"], packed.tensors["weight_scale"])
 
     def _codes(self, packed: QuantizedTensor, levels: torch.Tensor, stored: torch.Tensor) -> Codes:
@@ -107,10 +101,6 @@ class Fp4Format:
         inputs = packed.tensors["input_global_scale"].reshape(1, 1) if spec.static_inputs else None
         return Codes(spec, codes, e4m3.decode(stored.view(torch.uint8)) / factor, outer=1 / factor,
                      input_factor=inputs)
-
-    def dequantize(self, packed: QuantizedTensor) -> torch.Tensor:
-        """The weight in float32 ``[out, in]``."""
-        return dequantize(self.unpack(packed))
 
     def rows(self, packed: QuantizedTensor, ids: torch.Tensor) -> torch.Tensor:
         """Only these rows of the weight, float32 ``[n, in]``."""

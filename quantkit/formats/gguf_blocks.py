@@ -16,13 +16,12 @@ import torch
 
 from quantkit.formats.base import Codes, QuantizedTensor
 from quantkit.formats.dtypes import resolve
+from quantkit.formats.fit import FormatBase, Layout
 from quantkit.formats.ggml_layout import BlockParts, packed_blocks, unpacked_blocks
-from quantkit.formats.level_values import dequantize
 from quantkit.formats.spec import Granularity, Kind, QuantSpec
-from quantkit.support.errors import SpecError
 
 
-class GgufFormat:
+class GgufFormat(FormatBase):
     """One of llama.cpp's types.
 
     Attributes:
@@ -53,19 +52,12 @@ class GgufFormat:
             return f"{self.name} has blocks of {self.block}, which don't divide in_features {cols}"
         return None
 
-    def layout(self, spec: QuantSpec, shape: tuple[int, int],
-               dtype: torch.dtype) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Raises SpecError if it refuses the weight."""
-        if (reason := self.reason_against(spec, shape)) is not None:
-            raise SpecError(f"{self.name} can't hold {spec.label()} of shape {list(shape)}", why=reason)
+    def stored_layout(self, spec: QuantSpec, shape: tuple[int, int], dtype: torch.dtype) -> Layout:
         return {"blocks": (torch.uint8, (shape[0], shape[1] // self.block * self.block_bytes))}
 
-    def pack(self, codes: Codes, dtype: torch.dtype) -> QuantizedTensor:
-        """Codes → blocks. Raises SpecError as :meth:`layout` does."""
-        shape = (codes.codes.shape[0], codes.codes.shape[1])
-        (_, stored), = self.layout(codes.spec, shape, dtype).values()
+    def stored_tensors(self, codes: Codes, layout: Layout, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         blocks = packed_blocks(self.ggml_type, self._parts(codes))
-        return QuantizedTensor(self.name, self.spec, shape, dtype, {"blocks": blocks.view(stored)})
+        return {"blocks": blocks.view(layout["blocks"][1])}
 
     def _parts(self, codes: Codes) -> BlockParts:
         levels = codes.codes.reshape(-1, self.block)
@@ -82,7 +74,6 @@ class GgufFormat:
         return BlockParts(levels, outer, depth, multiples, depths)
 
     def unpack(self, packed: QuantizedTensor) -> Codes:
-        """Blocks → codes, exactly those that were packed."""
         rows = packed.tensors["blocks"].shape[0]
         parts = unpacked_blocks(self.ggml_type, packed.tensors["blocks"].reshape(-1, self.block_bytes))
         levels, scale = parts.levels.reshape(rows, -1), parts.scale.view(rows, -1)
@@ -95,10 +86,6 @@ class GgufFormat:
         minimum = (-parts.minimum.unsqueeze(1) * parts.depths).view(rows, -1)
         return Codes(self.spec, levels, scales, minimum=minimum, outer=scale,
                      outer_minimum=parts.minimum.view(rows, -1))
-
-    def dequantize(self, packed: QuantizedTensor) -> torch.Tensor:
-        """The weight in float32 ``[out, in]``."""
-        return dequantize(self.unpack(packed))
 
     def rows(self, packed: QuantizedTensor, ids: torch.Tensor) -> torch.Tensor:
         """Only these rows of the weight, float32 ``[n, in]``."""

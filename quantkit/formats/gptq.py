@@ -22,15 +22,15 @@ import torch
 from quantkit.formats import bits as stream
 from quantkit.formats.base import Codes, QuantizedTensor
 from quantkit.formats.dtypes import resolve
-from quantkit.formats.fit import reason_against_integers, require_fit
-from quantkit.formats.level_values import dequantize, middle
+from quantkit.formats.fit import FormatBase, Layout, reason_against_integers
+from quantkit.formats.level_values import middle
 from quantkit.formats.spec import QuantSpec
 from quantkit.support.errors import CheckpointError, SpecError
 
 BITS = (2, 3, 4, 8)
 
 
-class GptqFormat:
+class GptqFormat(FormatBase):
     """See the module's docstring.
 
     Args:
@@ -57,38 +57,30 @@ class GptqFormat:
                         f"use format pack-quantized, or keep the layer with method: null")
         return None
 
-    def layout(self, spec: QuantSpec, shape: tuple[int, int],
-               dtype: torch.dtype) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Raises SpecError if it refuses the weight, or for scales of another dtype than float16."""
-        require_fit(self, spec, shape, dtype)
+    def stored_layout(self, spec: QuantSpec, shape: tuple[int, int], dtype: torch.dtype) -> Layout:
         (rows, cols), groups = shape, spec.scale_shape(shape)[1]
         return {"qweight": (torch.int32, (cols * spec.bits // 32, rows)),
                 "qzeros": (torch.int32, (groups, rows * spec.bits // 32)),
                 "scales": (torch.float16, (groups, rows)),
                 "g_idx": (torch.int32, (cols,))}
 
-    def pack(self, codes: Codes, dtype: torch.dtype) -> QuantizedTensor:
-        """Codes → words. A zero point of 0 is stored in the first version by raising the whole group by a
+    def stored_tensors(self, codes: Codes, layout: Layout, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """A zero point of 0 is stored in the first version by raising the whole group by a
         level, which leaves its weights as they are.
 
         Raises:
-            SpecError: as :meth:`layout` does, or a group whose zero point is 0 uses the highest level.
+            SpecError: a group whose zero point is 0 uses the highest level.
         """
-        spec = resolve(codes.spec, dtype, self)
-        shape = (codes.codes.shape[0], codes.codes.shape[1])
-        layout = self.layout(spec, shape, dtype)
-        level = codes.codes
-        zero = codes.zero
+        spec, level, zero = codes.spec, codes.codes, codes.zero
         if zero is None:
             zero = torch.full(codes.scale.shape, middle(spec), dtype=torch.uint8, device=level.device)
         elif self.below:
             level, zero = _raised(level, zero, spec)
         down = (zero - self.below).T.contiguous()
-        tensors = {"qweight": stream.pack(level, spec.bits).T.contiguous(),
-                   "qzeros": stream.pack(down, spec.bits),
-                   "scales": codes.scale.T.to(torch.float16).contiguous(),
-                   "g_idx": group_index(shape[1], layout["scales"][1][0]).to(level.device)}
-        return QuantizedTensor(self.name, spec, shape, dtype, tensors)
+        return {"qweight": stream.pack(level, spec.bits).T.contiguous(),
+                "qzeros": stream.pack(down, spec.bits),
+                "scales": codes.scale.T.to(torch.float16).contiguous(),
+                "g_idx": group_index(level.shape[1], layout["scales"][1][0]).to(level.device)}
 
     def unpack(self, packed: QuantizedTensor) -> Codes:
         """Words → codes.
@@ -118,10 +110,6 @@ class GptqFormat:
         level = stream.unpack(parts["qweight"].T.contiguous(), spec.bits, cols)
         scale = parts["scales"].T.to(torch.float32).contiguous()
         return Codes(spec, level, scale, None if spec.symmetric else zero)
-
-    def dequantize(self, packed: QuantizedTensor) -> torch.Tensor:
-        """``(level - zero) * scale`` in float32 ``[out, in]``."""
-        return dequantize(self.unpack(packed))
 
 
 def group_index(cols: int, groups: int) -> torch.Tensor:

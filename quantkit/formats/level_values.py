@@ -29,11 +29,6 @@ _EXPONENTS = 7
 
 
 @functools.cache
-def _codebook() -> torch.Tensor:
-    return torch.tensor(CODEBOOK, dtype=torch.float32)
-
-
-@functools.cache
 def _dynamic_map() -> torch.Tensor:
     values = [0.0, 1.0]
     for exponent in range(_EXPONENTS):
@@ -46,7 +41,7 @@ def _dynamic_map() -> torch.Tensor:
 
 def codebook() -> torch.Tensor:
     """float32 ``[16]``, ascending. A fresh tensor: files may not share storage."""
-    return _codebook().clone()
+    return torch.tensor(CODEBOOK, dtype=torch.float32)
 
 
 def dynamic_map() -> torch.Tensor:

@@ -23,7 +23,7 @@ import torch
 from quantkit.formats import bits as stream
 from quantkit.formats.base import Codes, QuantizedTensor
 from quantkit.formats.dtypes import resolve
-from quantkit.formats.fit import reason_against_integers, require_fit
+from quantkit.formats.fit import FormatBase, Layout, reason_against_integers
 from quantkit.formats.level_values import dequantize, middle
 from quantkit.formats.spec import QuantSpec
 from quantkit.support.errors import CheckpointError, SpecError
@@ -32,9 +32,7 @@ BITS = (2, 3, 4, 5, 6, 8)
 GROUPS = (32, 64, 128)
 
 
-class MlxFormat:
-    """See the module's docstring."""
-
+class MlxFormat(FormatBase):
     name = "mlx"
     quant_method = "mlx"
 
@@ -56,32 +54,22 @@ class MlxFormat:
                     "use minimum: true beside symmetric: false")
         return None
 
-    def layout(self, spec: QuantSpec, shape: tuple[int, int],
-               dtype: torch.dtype) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Raises SpecError if it refuses the weight, or for scales of another dtype than the model's."""
-        require_fit(self, spec, shape, dtype)
+    def stored_layout(self, spec: QuantSpec, shape: tuple[int, int], dtype: torch.dtype) -> Layout:
         groups = spec.scale_shape(shape)
         return {"weight": (torch.uint32, (shape[0], stream.words(shape[1], spec.bits))),
                 "scales": (dtype, groups), "biases": (dtype, groups)}
 
-    def pack(self, codes: Codes, dtype: torch.dtype) -> QuantizedTensor:
-        """Codes → words.
-
-        Raises:
-            SpecError: as :meth:`layout` does, or a bias is beyond the range of the model's dtype.
-        """
-        spec = resolve(codes.spec, dtype)
-        shape = (codes.codes.shape[0], codes.codes.shape[1])
-        self.layout(spec, shape, dtype)
+    def stored_tensors(self, codes: Codes, layout: Layout, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """Raises SpecError if a bias is beyond the range of the model's dtype."""
+        spec = codes.spec
         bias = codes.scale * -middle(spec) if codes.minimum is None else codes.minimum
         biases = bias.to(dtype)
         if not bool(torch.isfinite(biases).all()):
             raise SpecError(f"{self.name} can't hold a bias of {bias.abs().max().item():.6g}",
                             why=f"it is beyond the range of {dtype}",
                             next="quantize a bfloat16 or float32 version of the model")
-        tensors = {"weight": stream.pack(codes.codes, spec.bits).view(torch.uint32),
-                   "scales": codes.scale.to(dtype), "biases": biases}
-        return QuantizedTensor(self.name, spec, shape, dtype, tensors)
+        return {"weight": stream.pack(codes.codes, spec.bits).view(torch.uint32),
+                "scales": codes.scale.to(dtype), "biases": biases}
 
     def unpack(self, packed: QuantizedTensor) -> Codes:
         """Words → codes, exactly those that were packed.
@@ -90,10 +78,6 @@ class MlxFormat:
             CheckpointError: a symmetric weight has another bias than its scale says.
         """
         return self._codes(packed, packed.tensors)
-
-    def dequantize(self, packed: QuantizedTensor) -> torch.Tensor:
-        """``level * scale + bias`` in float32 ``[out, in]``."""
-        return dequantize(self.unpack(packed))
 
     def rows(self, packed: QuantizedTensor, ids: torch.Tensor) -> torch.Tensor:
         """Only these rows of the weight, float32 ``[n, in]``."""

@@ -20,14 +20,12 @@ import torch
 from quantkit.formats import bits as stream
 from quantkit.formats.base import Codes, QuantizedTensor
 from quantkit.formats.dtypes import resolve
-from quantkit.formats.fit import reason_against_integers, require_fit
+from quantkit.formats.fit import FormatBase, Layout, reason_against_integers
 from quantkit.formats.level_values import dequantize
 from quantkit.formats.spec import QuantSpec
 
 
-class PackQuantizedFormat:
-    """See the module's docstring."""
-
+class PackQuantizedFormat(FormatBase):
     name = "pack-quantized"
     quant_method = "compressed-tensors"
 
@@ -37,33 +35,26 @@ class PackQuantizedFormat:
             return f"{self.name} has no place for one zero point a tensor; use strategy channel or symmetric"
         return reason_against_integers(self.name, spec, shape, ("tensor", "channel", "group"))
 
-    def layout(self, spec: QuantSpec, shape: tuple[int, int],
-               dtype: torch.dtype) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Raises SpecError if it refuses the weight, or for scales of another dtype than the model's."""
-        require_fit(self, spec, shape, dtype)
+    def stored_layout(self, spec: QuantSpec, shape: tuple[int, int], dtype: torch.dtype) -> Layout:
         rows, cols = shape
         scales = spec.scale_shape(shape)
-        tensors = {"weight_packed": (torch.int32, (rows, stream.words(cols, spec.bits))),
+        tensors: Layout = {"weight_packed": (torch.int32, (rows, stream.words(cols, spec.bits))),
                    "weight_scale": (dtype, (1,) if spec.granularity.strategy == "tensor" else scales),
                    "weight_shape": (torch.int64, (2,))}
         if not spec.symmetric:
             tensors["weight_zero_point"] = (torch.int32, (stream.words(rows, spec.bits), scales[1]))
         return tensors
 
-    def pack(self, codes: Codes, dtype: torch.dtype) -> QuantizedTensor:
-        """Codes → words. Raises SpecError as :meth:`layout` does."""
-        spec = resolve(codes.spec, dtype)
-        rows, cols = codes.codes.shape
-        layout = self.layout(spec, (rows, cols), dtype)
-        tensors = {"weight_packed": stream.pack(codes.codes, spec.bits),
+    def stored_tensors(self, codes: Codes, layout: Layout, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        spec, levels = codes.spec, codes.codes
+        tensors = {"weight_packed": stream.pack(levels, spec.bits),
                    "weight_scale": codes.scale.to(dtype).reshape(layout["weight_scale"][1]),
-                   "weight_shape": torch.tensor([rows, cols], dtype=torch.int64, device=codes.codes.device)}
+                   "weight_shape": torch.tensor(levels.shape, dtype=torch.int64, device=levels.device)}
         if codes.zero is not None:
             tensors["weight_zero_point"] = stream.pack(codes.zero.T.contiguous(), spec.bits).T.contiguous()
-        return QuantizedTensor(self.name, spec, (rows, cols), dtype, tensors)
+        return tensors
 
     def unpack(self, packed: QuantizedTensor) -> Codes:
-        """Words → codes, exactly those that were packed."""
         spec, (rows, cols) = resolve(packed.spec, packed.dtype), packed.shape
         scale = packed.tensors["weight_scale"].to(torch.float32).reshape(spec.scale_shape((rows, cols)))
         zero = None
@@ -71,10 +62,6 @@ class PackQuantizedFormat:
             words = packed.tensors["weight_zero_point"].T.contiguous()
             zero = stream.unpack(words, spec.bits, rows).T.contiguous()
         return Codes(spec, stream.unpack(packed.tensors["weight_packed"], spec.bits, cols), scale, zero)
-
-    def dequantize(self, packed: QuantizedTensor) -> torch.Tensor:
-        """``(code - zero) * scale`` in float32 ``[out, in]``."""
-        return dequantize(self.unpack(packed))
 
     def rows(self, packed: QuantizedTensor, ids: torch.Tensor) -> torch.Tensor:
         """Only these rows of the weight, float32 ``[n, in]``."""

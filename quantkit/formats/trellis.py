@@ -19,13 +19,11 @@ from quantkit.formats import bits as stream
 from quantkit.formats import trellis_code
 from quantkit.formats.base import Codes, QuantizedTensor
 from quantkit.formats.dtypes import resolve
-from quantkit.formats.fit import require_fit
+from quantkit.formats.fit import FormatBase, Layout
 from quantkit.formats.spec import QuantSpec
 
 
-class TrellisFormat:
-    """See the module's docstring."""
-
+class TrellisFormat(FormatBase):
     name = "trellis"
     quant_method = "quantkit"
 
@@ -41,27 +39,18 @@ class TrellisFormat:
                     "use kind int with format pack-quantized")
         return None
 
-    def layout(self, spec: QuantSpec, shape: tuple[int, int],
-               dtype: torch.dtype) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Raises SpecError if it refuses the weight, or for scales of another dtype than the model's."""
-        require_fit(self, spec, shape, dtype)
+    def stored_layout(self, spec: QuantSpec, shape: tuple[int, int], dtype: torch.dtype) -> Layout:
         rows, cols = shape
         ring = trellis_code.RING
         return {"weight_trellis": (torch.int32, (rows // ring, cols, stream.words(ring, spec.bits))),
                 "weight_scale": (dtype, (rows, 1))}
 
-    def pack(self, codes: Codes, dtype: torch.dtype) -> QuantizedTensor:
-        """Symbols → words. Raises SpecError as :meth:`layout` does."""
-        spec = resolve(codes.spec, dtype)
-        rows, cols = codes.codes.shape
-        layout = self.layout(spec, (rows, cols), dtype)
+    def stored_tensors(self, codes: Codes, layout: Layout, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         symbols = trellis_code.rings(codes.codes).reshape(-1, trellis_code.RING)
-        words = stream.pack(symbols, spec.bits).reshape(layout["weight_trellis"][1])
-        return QuantizedTensor(self.name, spec, (rows, cols), dtype,
-                               {"weight_trellis": words, "weight_scale": codes.scale.to(dtype)})
+        words = stream.pack(symbols, codes.spec.bits).reshape(layout["weight_trellis"][1])
+        return {"weight_trellis": words, "weight_scale": codes.scale.to(dtype)}
 
     def unpack(self, packed: QuantizedTensor) -> Codes:
-        """Words → symbols, exactly those that were packed."""
         spec = resolve(packed.spec, packed.dtype)
         words = packed.tensors["weight_trellis"]
         symbols = stream.unpack(words.reshape(-1, words.shape[-1]), spec.bits, trellis_code.RING)

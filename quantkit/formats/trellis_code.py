@@ -31,15 +31,11 @@ WINDOWS = (10, 16)
 
 
 @functools.cache
-def _table(window: int) -> torch.Tensor:
+def table(window: int) -> torch.Tensor:
+    """int64 ``[2 ** window]``: the value of every state, −30 to 30. Not to be written."""
     state = torch.arange(2**window, dtype=torch.int64)
     mixed = (state * LOW & 0xFFFF) ^ (state * HIGH >> 16)
     return sum((mixed >> shift & 15 for shift in (0, 4, 8, 12)), torch.zeros_like(state)) - MIDDLE
-
-
-def table(window: int) -> torch.Tensor:
-    """int64 ``[2 ** window]``: the value of every state, −30 to 30. Not to be written."""
-    return _table(window)
 
 
 @functools.cache

@@ -10,7 +10,7 @@ from typing import Any
 
 from quantkit.models.config import ModelConfig
 from quantkit.sources.base import TensorInfo
-from quantkit.sources.text_part import CLASSES
+from quantkit.sources.causal_lm import CLASSES
 from quantkit.support.errors import PluginError, UnsupportedModelError
 
 EMBEDDING = "model.embed_tokens"

@@ -10,9 +10,9 @@ of the two must be upgraded.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pluggy
 
@@ -27,70 +27,55 @@ hookimpl = pluggy.HookimplMarker("quantkit")
 Register = Callable[..., None]
 
 
-@hookspec
-def register_sources(register: Register) -> None:
-    """Where models come from. Target: a ``quantkit.sources.base.SourceKind``."""
+class RegistryKind(NamedTuple):
+    """What one registry holds; the arguments of its :class:`~quantkit.plugins.registry.Registry`."""
+
+    noun: str
+    expects: str
+    about: str
+    rules: Mapping[str, bool] = {}
+    beside: str = ""
 
 
-@hookspec
-def register_architectures(register: Register) -> None:
-    """Model families, named by ``model_type``. Target: a ``quantkit.models.architecture.Architecture``."""
+_SUBCLASS, _NAMED = {"subclass": True}, {"named": True}
+REGISTRIES = {
+    "sources": RegistryKind("source", "quantkit.sources.base:SourceKind", "Where models come from."),
+    "architectures": RegistryKind("architecture", "quantkit.models.architecture:Architecture",
+                                  "Model families, named by ``model_type``."),
+    "methods": RegistryKind("method", "quantkit.quantization.methods.base:Method", "Weight quantizers.",
+                            _NAMED),
+    "transforms": RegistryKind("transform", "quantkit.quantization.transforms.base:Transform",
+                               "Changes that keep a model's function.", _NAMED),
+    "recoveries": RegistryKind("recovery", "quantkit.quantization.recovery:Recovery",
+                               "Training of scales and norms.", _NAMED),
+    "formats": RegistryKind("format", "quantkit.formats.base:Format", "Layouts of quantized weights.",
+                            _NAMED),
+    "kernels": RegistryKind("kernel", "quantkit.ops.dispatch:LinearKernel",
+                            "Kernels behind ``quantkit.ops``.", _NAMED),
+    "kv_policies": RegistryKind("KV policy", "quantkit.kv.base:KVPolicy",
+                                "Which positions of the KV cache stay.", _SUBCLASS),
+    "kv_codecs": RegistryKind("KV codec", "quantkit.kv.base:KVCodec", "How keys and values are stored.",
+                              _SUBCLASS, "kv_policies"),
+    "drafters": RegistryKind("drafter", "quantkit.runtime.drafting.base:Drafter",
+                             "What drafts tokens for a model to confirm.", _SUBCLASS),
+    "metrics": RegistryKind("metric", "quantkit.evaluation.metrics:Metric",
+                            "What ``quantkit eval`` measures."),
+    "reporters": RegistryKind("reporter", "quantkit.evaluation.report.base:Reporter",
+                              "How results are written."),
+    "commands": RegistryKind("command", "click:Command",
+                             "Subcommands; ``help=`` is the line that ``quantkit --help`` shows.")}
+"""Every registry; the hook ``register_<key>`` fills it."""
 
 
-@hookspec
-def register_methods(register: Register) -> None:
-    """Weight quantizers. Target: a ``quantkit.quantization.methods.base.Method``."""
+def _register_hook(key: str, kind: RegistryKind) -> Callable[[Register], None]:
+    def hook(register: Register) -> None: ...
+
+    hook.__name__ = hook.__qualname__ = f"register_{key}"
+    hook.__doc__ = f"{kind.about} Target: ``{kind.expects.replace(':', '.')}``."
+    return hookspec(hook)
 
 
-@hookspec
-def register_transforms(register: Register) -> None:
-    """Changes that keep a model's function. Target: a ``quantkit.quantization.transforms.base.Transform``."""
-
-
-@hookspec
-def register_recoveries(register: Register) -> None:
-    """Training of scales and norms. Target: a ``quantkit.quantization.recovery.Recovery``."""
-
-
-@hookspec
-def register_formats(register: Register) -> None:
-    """Layouts of quantized weights. Target: a ``quantkit.formats.base.Format``."""
-
-
-@hookspec
-def register_kernels(register: Register) -> None:
-    """Kernels behind ``quantkit.ops``. Target: a ``quantkit.ops.dispatch.LinearKernel``."""
-
-
-@hookspec
-def register_kv_policies(register: Register) -> None:
-    """Which positions of the KV cache stay. Target: a subclass of ``quantkit.kv.base.KVPolicy``."""
-
-
-@hookspec
-def register_kv_codecs(register: Register) -> None:
-    """How keys and values are stored. Target: a ``quantkit.kv.base.KVCodec``."""
-
-
-@hookspec
-def register_drafters(register: Register) -> None:
-    """What drafts tokens for a model to confirm. Target: a subclass of
-    ``quantkit.runtime.drafting.base.Drafter``."""
-
-
-@hookspec
-def register_metrics(register: Register) -> None:
-    """What ``quantkit eval`` measures. Target: a ``quantkit.evaluation.metrics.Metric``."""
-
-
-@hookspec
-def register_reporters(register: Register) -> None:
-    """How results are written. Target: a ``quantkit.evaluation.report.base.Reporter``."""
-
-
-@hookspec
-def register_commands(register: Register) -> None:
-    """Subcommands. Target: a click command; ``help=`` is the line that ``quantkit --help`` shows."""
+globals().update({f"register_{key}": _register_hook(key, kind) for key, kind in REGISTRIES.items()})
 
 
 @hookspec

@@ -36,22 +36,10 @@ HOOKS = tuple(name for name, function in inspect.getmembers(hooks, inspect.isfun
 
 def _registries() -> dict[str, Registry[Any]]:
     """Empty tables; the hook ``register_<key>`` fills each."""
-    policies: Registry[Any] = Registry("KV policy", "quantkit.kv.base:KVPolicy", subclass=True)
-    return {
-        "sources": Registry("source", "quantkit.sources.base:SourceKind"),
-        "architectures": Registry("architecture", "quantkit.models.architecture:Architecture"),
-        "methods": Registry("method", "quantkit.quantization.methods.base:Method", named=True),
-        "transforms": Registry("transform", "quantkit.quantization.transforms.base:Transform", named=True),
-        "recoveries": Registry("recovery", "quantkit.quantization.recovery:Recovery", named=True),
-        "formats": Registry("format", "quantkit.formats.base:Format", named=True),
-        "kernels": Registry("kernel", "quantkit.ops.dispatch:LinearKernel", named=True),
-        "kv_policies": policies,
-        "kv_codecs": Registry("KV codec", "quantkit.kv.base:KVCodec", subclass=True, beside=policies),
-        "drafters": Registry("drafter", "quantkit.runtime.drafting.base:Drafter", subclass=True),
-        "metrics": Registry("metric", "quantkit.evaluation.metrics:Metric"),
-        "reporters": Registry("reporter", "quantkit.evaluation.report.base:Reporter"),
-        "commands": Registry("command", "click:Command"),
-    }
+    tables: dict[str, Registry[Any]] = {}
+    for key, kind in hooks.REGISTRIES.items():
+        tables[key] = Registry(kind.noun, kind.expects, **kind.rules, beside=tables.get(kind.beside))
+    return tables
 
 
 @dataclass(frozen=True)
@@ -294,10 +282,8 @@ def _check_hooks(plugin: object) -> None:
 def _collect(entries: list[tuple[Registry[Any], RegistryEntry]], table: Registry[Any], info: PluginInfo,
              name: str, target: object, /, **about: Any) -> None:
     """The ``register`` that a hook is given: nothing is in a table before all hooks have returned."""
-    entry = RegistryEntry(table.kind, name, target, info.distribution, MappingProxyType(about), info.name,
-                          "" if info.version == "unknown" else info.version)
-    entry.check()
-    entries.append((table, entry))
+    entries.append((table, RegistryEntry(table.kind, name, target, info.distribution, MappingProxyType(about),
+                                         info.name, "" if info.version == "unknown" else info.version)))
 
 
 @functools.cache

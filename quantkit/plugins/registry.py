@@ -44,7 +44,7 @@ FIRST_PARTY: dict[str, dict[str, str]] = {
 
 @dataclass(frozen=True)
 class RegistryEntry:
-    """One registration.
+    """One registration. Raises PluginError if nobody can spell its name, or a text isn't ``"module:attr"``.
 
     Attributes:
         kind: the kind of thing, as messages say it: ``"KV codec"``.
@@ -70,8 +70,7 @@ class RegistryEntry:
         plugin = f" (plugin {self.plugin!r})" if self.plugin not in ("", self.owner) else ""
         return " ".join(filter(None, (self.owner, self.version))) + plugin
 
-    def check(self) -> None:
-        """Raise PluginError if nobody can spell the name, or the target is no ``"module:attr"``."""
+    def __post_init__(self) -> None:
         what = f"{self.kind} {self.name!r} of {self.by}"
         if not SPELLING.fullmatch(self.name) or _NO_STRING.fullmatch(self.name):
             raise PluginError(f"{what} can't have this name", next="give it another name",
@@ -113,18 +112,11 @@ class Registry(Generic[T]):
         self._warned: set[str] = set()
 
     def register(self, name: str, target: object, *, owner: str, **details: Any) -> None:
-        """Add a registration. Raises PluginError if its name or target is malformed, not if the name is
-        taken.
-
-        Args:
-            name, target, owner, details: the fields of :class:`RegistryEntry`.
-        """
-        entry = RegistryEntry(self.kind, name, target, owner, **details)
-        entry.check()
-        self.add(entry)
+        """Add a :class:`RegistryEntry` of these fields; the name may be taken."""
+        self.add(RegistryEntry(self.kind, name, target, owner, **details))
 
     def add(self, entry: RegistryEntry) -> None:
-        """Add a checked registration."""
+        """Add a registration."""
         self._claims.setdefault(entry.name, []).append(entry)
         self._loaded.pop(entry.name, None)
 

@@ -22,8 +22,7 @@ from quantkit import __version__
 from quantkit.checkpoint.manifest import CalibrationFacts, LayerRow, Manifest, RecoveryRecord, SourceRecord
 from quantkit.checkpoint.reader import read_manifest
 from quantkit.checkpoint.shards import LazyTensor
-from quantkit.checkpoint.work import WorkStore
-from quantkit.checkpoint.writer import WORK, CheckpointWriter, refuse_existing
+from quantkit.checkpoint.writer import WORK, CheckpointWriter, WorkStore, refuse_existing
 from quantkit.executor.base import Executor
 from quantkit.executor.ray import make_executor
 from quantkit.formats.base import QuantizedTensor

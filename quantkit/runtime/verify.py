@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.checkpoint.card_block import MAX_BLOCK, without_block
-from quantkit.checkpoint.checks import VerifyCheck, plain_faults, value_faults
 from quantkit.checkpoint.durable import hash_file
+from quantkit.checkpoint.integrity import VerifyCheck, plain_faults, value_faults
 from quantkit.checkpoint.manifest import MANIFEST, FileRecord, Manifest
 from quantkit.checkpoint.quantization_config import KEYS, config_words
 from quantkit.checkpoint.reader import CARD, CONFIG, Checkpoint, read_config, read_manifest

@@ -49,7 +49,7 @@ class SourceIdentity:
 
     Attributes:
         kind: the source kind's name.
-        uri: as the user gave it, made absolute for local files only when shown, never stored so.
+        uri: the name as the user gave it, made absolute for local files only when shown, never stored so.
         revision: commit sha (hub), package version (``pkg:``) or ``None``.
         files: sha256 hex digests by plain file name.
         pinned: whether ``uri`` + ``revision`` can only ever mean these bytes.
@@ -66,8 +66,8 @@ class QuantizedError(SourceError):
     """The model is there and quantized already: a checkpoint, not a source.
 
     Attributes:
-        folder: where it lies.
-        identity: which model it is; files aren't hashed yet.
+        folder: the folder of the checkpoint.
+        identity: the model's identity; files aren't hashed yet.
     """
 
     def __init__(self, folder: Path, identity: SourceIdentity) -> None:

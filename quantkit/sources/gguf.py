@@ -28,9 +28,8 @@ from quantkit.sources.base import (
     require_finite,
 )
 from quantkit.sources.gguf_config import hf_config
-from quantkit.sources.gguf_families import BARE, EXPERT, ROPE_TABLES, TOP, family_of
+from quantkit.sources.gguf_families import BARE, EXPERT, HF_FOLDER, ROPE_TABLES, TOP, family_of
 from quantkit.sources.gguf_header import GGUFTensor
-from quantkit.sources.gguf_metadata import HF_FOLDER
 from quantkit.sources.gguf_shards import GGUFShard, open_shards
 from quantkit.sources.gguf_tokenizer import tokenizer_files
 from quantkit.sources.local import sha256_file
@@ -63,7 +62,7 @@ class GGUFSource:
     from a memory map.
 
     Attributes:
-        file_bytes: of all its files, as they are.
+        file_bytes: the bytes of all its files, as they are.
 
     Raises:
         SourceError: malformed, of an unknown architecture, not all files of a split model, or with a
@@ -92,11 +91,9 @@ class GGUFSource:
                        if (heads := self._permuted_heads(name, place.part))}
 
     def config(self) -> dict[str, Any]:
-        """The ``config.json`` that the metadata means."""
         return copy.deepcopy(self._config)
 
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """Every tensor by its Hugging Face name, as bfloat16."""
         return self._infos
 
     def stored(self) -> Mapping[str, TensorStorage]:
@@ -135,13 +132,11 @@ class GGUFSource:
         return SourceIdentity(known.kind, known.uri, known.revision, hashes, known.pinned)
 
     def release(self) -> None:
-        """What was read of the files needn't stay in memory."""
         if not self._closed and hasattr(mmap, "MADV_DONTNEED"):
             for shard in self._shards:
                 shard.data.madvise(mmap.MADV_DONTNEED)
 
     def close(self) -> None:
-        """Let go of the memory maps."""
         self._closed = True
         self._places.clear()
         self._shards.clear()

@@ -3,11 +3,12 @@ to GGUF does to the weights. The table is read in both directions."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
-from quantkit.sources.gguf_metadata import GGUFMetadata
+import numpy as np
+
 from quantkit.support.errors import SourceError
 
 TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -44,6 +45,77 @@ _WINDOW, _PATTERN = "attention.sliding_window", "attention.sliding_window_patter
 _MAX_LAYERS = 4096
 """More is a malformed file, not a model."""
 _LLAMA_PERMUTED = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}
+HF_FOLDER = "give the model's Hugging Face folder instead"
+MAX_INT, HUGE = 2**31 - 1, 1e30
+
+
+def decimal(value: float) -> float:
+    """The shortest decimal number that float32 stores as this: 9.999999747378752e-06 was written as 1e-5."""
+    return float(str(np.float32(value)))
+
+
+class GGUFMetadata:
+    """``{architecture}.*``.
+
+    Args:
+        metadata: the keys of the whole file.
+        where: the file's name, for errors.
+        architecture: the architecture whose keys are read.
+        known: keys that are read, or say nothing about the maths.
+
+    Raises:
+        SourceError: another key of the architecture.
+    """
+
+    def __init__(self, metadata: Mapping[str, Any], where: str, architecture: str, known: Set[str]) -> None:
+        self.metadata = metadata
+        self.where = where
+        self.architecture = architecture
+        prefix = f"{architecture}."
+        mine = {key.removeprefix(prefix) for key in metadata if key.startswith(prefix)}
+        if unknown := sorted(mine - known):
+            raise SourceError(f"{where} sets {prefix}{unknown[0][:80]}",
+                              why="it may change the model's maths, and quantkit doesn't know it",
+                              next=HF_FOLDER)
+
+    def bad(self, key: str, value: Any, why: str) -> SourceError:
+        """The error of a value that can't be taken."""
+        return SourceError(f"{self.where}: {self.architecture}.{key} is {str(value)[:80]!r}", why=why,
+                           next=HF_FOLDER)
+
+    def layers(self, key: str) -> Any:
+        """The value as it is: one, or a list with one a layer."""
+        return self.metadata.get(f"{self.architecture}.{key}")
+
+    def raw(self, key: str) -> Any:
+        """The value; a list with one value a layer counts as that value if all are equal."""
+        value = self.layers(key)
+        if isinstance(value, list):
+            if not value or any(v != value[0] for v in value):
+                raise self.bad(key, value, "layers that differ are not supported")
+            return value[0]
+        return value
+
+    def integer(self, key: str, default: int | None = None, least: int = 1) -> int:
+        """A whole number from ``least``; without a default it must be there."""
+        value = self.raw(key)
+        if value is None:
+            if default is None:
+                raise SourceError(f"{self.where} has no {self.architecture}.{key}",
+                                  why="the model can't be built without it", next="use another conversion")
+            return default
+        if type(value) is not int or not least <= value <= MAX_INT:
+            raise self.bad(key, value, f"a whole number from {least} is needed")
+        return value
+
+    def real(self, key: str, default: float | None = None) -> float:
+        """A number above 0. As float32 stores it: 1e-5 is 9.999999747378752e-06 there."""
+        value = self.raw(key)
+        if value is None and default is not None:
+            return default
+        if type(value) not in (int, float) or not 0 < value < HUGE:
+            raise self.bad(key, value, f"a number above 0 and below {HUGE:g} is needed")
+        return float(value)
 
 
 def _silu(meta: GGUFMetadata, dim: int) -> dict[str, Any]:
@@ -55,15 +127,15 @@ class GGUFFamily:
     """A family of models as GGUF stores it.
 
     Attributes:
-        architecture: ``general.architecture``.
+        architecture: the value of ``general.architecture``.
         model_class, model_type: in ``config.json``.
-        tensors: of a layer, weights and biases: GGUF's name → Hugging Face's, with :data:`EXPERT` in those
+        tensors: GGUF's names of a layer's weights and biases → Hugging Face's, with :data:`EXPERT` in those
             that GGUF has as one tensor of all experts.
         permuted: tensors whose rows are in the order of GGUF's own RoPE, interleaved a head, → the key of
             ``config.json`` with their number of heads.
-        norm_offset: what the file's norm weights are above Hugging Face's.
+        norm_offset: how much the file's norm weights are above Hugging Face's.
         settings: the metadata and the head dimension → what ``config.json`` has beside that of all.
-        keys: that these read beside those of all.
+        keys: the keys that these read beside those of all families.
         windowed: whether its settings say which layers have a window.
         freqs_table: whether Llama 3.1's scaling of the RoPE may be there, as ``rope_freqs``.
         longrope: whether the RoPE may be LongRoPE, with tables of its factors, and may turn a share of each

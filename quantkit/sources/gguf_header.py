@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from quantkit.support.errors import SourceError
+from quantkit.support.paths import reading
 
 MAX_HEADER = 128 * 2**20
 MAX_TENSORS = 100_000
@@ -42,11 +43,11 @@ class GGUFTensor:
     """Where a tensor lies.
 
     Attributes:
-        name: GGUF's name.
+        name: the name that GGUF has for it.
         shape: outermost dimension first, as torch has it.
         type: a value of ``gguf.GGMLQuantizationType``.
-        offset: of its first byte, from the start of the file.
-        nbytes: what it takes there.
+        offset: the place of its first byte, from the start of the file.
+        nbytes: the bytes that it takes there.
     """
 
     name: str
@@ -72,15 +73,12 @@ def open_gguf(path: Path) -> tuple[GGUFHeader, mmap.mmap]:
         SourceError: unreadable, not GGUF, truncated, malformed or hostile; key or tensor and the
             offset are named.
     """
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, 2)
-            file.seek(0)
-            if file.read(4) != b"GGUF":
-                raise _not_gguf(path, size)
-            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except OSError as error:
-        raise SourceError(f"{path} can't be read", why=error.strerror or str(error)) from error
+    with reading(path, SourceError), path.open("rb") as file:
+        size = file.seek(0, 2)
+        file.seek(0)
+        if file.read(4) != b"GGUF":
+            raise _not_gguf(path, size)
+        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     return _Reader(str(path), data, size).header(), data
 
 

@@ -28,9 +28,9 @@ class GGUFShard:
     """One of the files.
 
     Attributes:
-        path: where it lies.
-        tensors: in it, by GGUF's name.
-        data: its map.
+        path: the place of the file.
+        tensors: the tensors in it, by GGUF's names.
+        data: the memory map of the file.
     """
 
     path: Path
@@ -42,7 +42,7 @@ def open_shards(path: Path) -> tuple[dict[str, Any], list[GGUFShard]]:
     """Open a model by any of its files.
 
     Args:
-        path: of one file; those beside it are opened too if it says that it is one of several.
+        path: the place of one file; those beside it are opened too if it says that it is one of several.
 
     Returns:
         The metadata, and the files in order.

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from quantkit.sources.gguf_metadata import HF_FOLDER
+from quantkit.sources.gguf_families import HF_FOLDER
 from quantkit.sources.gguf_pretokenizers import PRE_TOKENIZERS, PreTokenizer
 from quantkit.support.errors import SourceError
 
@@ -171,8 +171,7 @@ def _sentencepiece(metadata: Mapping[str, Any], tokens: list[str], kinds: list[i
     vocab = {token: i for i, token in enumerate(tokens)}
     unknown = _token(metadata, "unknown", tokens)
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=_merges(metadata, vocab, kinds, where),
-                                     fuse_unk=True,
-                                     byte_fallback=True, unk_token=unknown))
+                                     fuse_unk=True, byte_fallback=True, unk_token=unknown))
     space = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
     tokenizer.normalizer = normalizers.Sequence(
         ([normalizers.Prepend(_SPACE)] if space else []) + [normalizers.Replace(" ", _SPACE)])

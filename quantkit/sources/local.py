@@ -23,7 +23,7 @@ from quantkit.sources.safetensors_file import (
     plain_file,
 )
 from quantkit.support.errors import SourceError
-from quantkit.support.paths import local_path, open_regular
+from quantkit.support.paths import local_path, open_regular, reading
 from quantkit.support.strict_json import MAX_CONFIG, read_object
 
 CONFIG, ADAPTER = "config.json", "adapter_config.json"
@@ -40,8 +40,8 @@ class LocalSource:
     ``auto_map`` in its config is data, Python files are not looked at.
 
     Args:
-        folder: the folder.
-        uri: what the user typed.
+        folder: the place of the files.
+        uri: the name that the user typed.
         identity: kind and revision, when the folder came from elsewhere.
         quantized: take a checkpoint too.
 
@@ -66,11 +66,9 @@ class LocalSource:
         self._tensors = ShardedTensors(folder)
 
     def config(self) -> dict[str, Any]:
-        """A copy of ``config.json``."""
         return copy.deepcopy(self._config)
 
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """Every tensor by name."""
         return self._tensors.infos
 
     def tensor(self, name: str) -> torch.Tensor:
@@ -85,10 +83,8 @@ class LocalSource:
         """
         files: dict[str, bytes] = {}
         for name, path in self._side_paths().items():
-            try:
+            with reading(path, SourceError):
                 files[name] = path.read_bytes()
-            except OSError as error:
-                raise SourceError(f"{path} can't be read", why=error.strerror or str(error)) from error
         return files
 
     def identity(self) -> SourceIdentity:
@@ -106,20 +102,16 @@ class LocalSource:
 
     @property
     def file_bytes(self) -> int:
-        """Bytes of the weight files."""
         return sum(file.path.stat().st_size for file in self._tensors.files.values())
 
     def prefetch(self, names: Iterable[str]) -> None:
-        """Have the system read tensors while other work is done."""
         for name in names:
             self._tensors.prefetch(name)
 
     def release(self) -> None:
-        """What was read of the files needn't stay in memory."""
         self._tensors.release()
 
     def close(self) -> None:
-        """Close the weight files."""
         self._tensors.close()
 
     def _side_paths(self) -> dict[str, Path]:
@@ -167,11 +159,8 @@ def refuse_adapter(folder: Path) -> None:
 
 def sha256_file(path: Path) -> str:
     """Hex digest of a file, read in pieces. Raises SourceError if it can't be read."""
-    try:
-        with open_regular(path) as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise SourceError(f"{path} can't be read", why=error.strerror or str(error)) from error
+    with reading(path, SourceError), open_regular(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _model_folder(folder: Path) -> None:
@@ -182,10 +171,8 @@ def _model_folder(folder: Path) -> None:
                           next=CONVERT if pickle else f"give its folder: {shlex.quote(str(folder.parent))}")
     if not folder.is_dir():
         raise SourceError(f"{folder} doesn't exist", next="give a model's folder, or its .gguf file")
-    try:
+    with reading(folder, SourceError):
         inside = sorted(path.name for path in folder.iterdir())
-    except OSError as error:
-        raise SourceError(f"{folder} can't be read", why=error.strerror or str(error)) from error
     refuse_adapter(folder)
     if CONFIG in inside:
         return

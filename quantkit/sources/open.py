@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from quantkit.plugins.manager import registry
+from quantkit.plugins.registry import BUILTIN, a_type, described
 from quantkit.sources.base import ModelSource, SourceKind
-from quantkit.sources.checked import CheckedSource
+from quantkit.sources.causal_lm import resolve_head, text_part
 from quantkit.sources.split_experts import split_experts
-from quantkit.sources.text_part import text_part
-from quantkit.sources.untied import resolve_head
+from quantkit.sources.wrapper import CheckedSource
 from quantkit.support.errors import SourceError
 
 
@@ -19,9 +20,6 @@ def open_source(uri: str, revision: str | None = None) -> ModelSource:
         SourceError: no kind of source takes the name, or its kind can't open it.
         PluginError: a plugin's kind opened something that isn't a source.
     """
-    from quantkit.plugins.manager import registry
-    from quantkit.plugins.registry import BUILTIN
-
     if (name := kind_of(uri)) is not None:
         kind: SourceKind = registry("sources").get(name)
         source = kind.open(uri, revision)
@@ -40,9 +38,6 @@ def open_source(uri: str, revision: str | None = None) -> ModelSource:
 def kind_of(uri: str) -> str | None:
     """The first kind of source that takes a name. A plugin's kind that can't be loaded, or that fails while
     it is asked, is passed over with one warning."""
-    from quantkit.plugins.manager import registry
-    from quantkit.plugins.registry import BUILTIN, a_type, described
-
     table = registry("sources")
     for name, kind in _ordered():
         try:
@@ -63,8 +58,6 @@ def kind_of(uri: str) -> str | None:
 
 def _ordered() -> list[tuple[str, SourceKind]]:
     """Every usable kind of source in the order in which they are asked."""
-    from quantkit.plugins.manager import registry
-
     table = registry("sources")
     kinds = []
     for name, kind in table.usable():

@@ -17,6 +17,7 @@ import torch
 
 from quantkit.sources.base import TensorInfo, require_finite
 from quantkit.support.errors import SourceError
+from quantkit.support.paths import reading
 from quantkit.support.strict_json import parse_object, read_object
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -41,7 +42,7 @@ class SafetensorsFile:
     the process be stopped by the system.
 
     Attributes:
-        path: the file.
+        path: the place of the file.
         infos: every tensor by name.
         metadata: the header's ``__metadata__``.
 
@@ -58,21 +59,18 @@ class SafetensorsFile:
         self._finite: set[str] = set()  # tensors whose values were checked
         self._map: mmap.mmap | None = None
         self._closed = False
-        try:
-            with self.path.open("rb") as file:
-                size = file.seek(0, 2)
-                file.seek(0)
-                head = file.read(64)
-                length = int.from_bytes(head[:8], "little")
-                if not 2 <= length <= min(MAX_HEADER, size - 8) or head[8:9] != b"{":
-                    raise self._not_safetensors(head, size, length)
-                file.seek(8)
-                self._parse(parse_object(file.read(length), f"the header of {self.path}"), size - 8 - length)
-                self._start = 8 + length
-                if size > self._start:
-                    self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except OSError as error:
-            raise SourceError(f"{self.path} can't be read", why=error.strerror or str(error)) from error
+        with reading(self.path, SourceError), self.path.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(0)
+            head = file.read(64)
+            length = int.from_bytes(head[:8], "little")
+            if not 2 <= length <= min(MAX_HEADER, size - 8) or head[8:9] != b"{":
+                raise self._not_safetensors(head, size, length)
+            file.seek(8)
+            self._parse(parse_object(file.read(length), f"the header of {self.path}"), size - 8 - length)
+            self._start = 8 + length
+            if size > self._start:
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
     def tensor(self, name: str) -> torch.Tensor:
         """One tensor, a read-only view of the file: writing to it is a fault of the system. When it is read
@@ -230,16 +228,13 @@ class ShardedTensors:
         return self._where[name].tensor(name)
 
     def prefetch(self, name: str) -> None:
-        """Prefetch a tensor from its file. Raises KeyError for an unknown name."""
         self._where[name].prefetch(name)
 
     def release(self) -> None:
-        """Release the pages of every file."""
         for file in self.files.values():
             file.release()
 
     def close(self) -> None:
-        """Close every file."""
         for file in self.files.values():
             file.close()
 

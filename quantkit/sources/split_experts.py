@@ -68,7 +68,7 @@ class SplitExpertsSource(SourceWrapper):
     """What isn't named here is the source's. An expert is read when it is asked for, and no other.
 
     Args:
-        source: of a model whose ``model_type`` is in :data:`FAMILIES`.
+        source: the source of a model whose ``model_type`` is in :data:`FAMILIES`.
 
     Raises:
         SourceError: as :func:`split_experts`.
@@ -90,10 +90,6 @@ class SplitExpertsSource(SourceWrapper):
                     self._places[new] = place
                 shape = info.shape if place is None else _shape(info.shape, place)
                 self._infos[new] = TensorInfo(new, shape, info.dtype)
-
-    def config(self) -> dict[str, object]:
-        """The source's."""
-        return self._source.config()
 
     def tensors(self) -> Mapping[str, TensorInfo]:
         """Every tensor, those of experts one by one."""

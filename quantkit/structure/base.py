@@ -63,7 +63,7 @@ class ToolCallDelta:
     Attributes:
         index: number of the call in the turn.
         arguments: more of its arguments, which are JSON.
-        id, name: of the call; with its first delta only.
+        id, name: the call's, with its first delta only.
     """
 
     index: int
@@ -89,9 +89,7 @@ class PlainTurn:
     """The parser of a turn that is nothing but text."""
 
     def push(self, text: str) -> list[TurnDelta]:
-        """See :class:`TurnParser`."""
         return [TextDelta(text)] if text else []
 
     def finish(self) -> list[TurnDelta]:
-        """See :class:`TurnParser`."""
         return []

@@ -30,9 +30,8 @@ def conversation(format: TurnFormat, messages: Sequence[Mapping[str, Any]],
     """What ``Tokenizer.chat`` is to be given.
 
     Args:
-        format: the model's.
-        messages: as in OpenAI's requests, contents as text or ``None``.
-        tools: that the model may call.
+        messages: messages as in OpenAI's requests, contents as text or ``None``.
+        tools: functions that the model may call.
 
     Returns:
         The messages, and the tools for the template: ``None`` if there are none, or the messages say it all.

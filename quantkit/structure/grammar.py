@@ -2,7 +2,7 @@
 
 Everything here comes from a request, so everything is bounded: sizes before anything is read, time and memory
 of compiling by a trial in another process (:mod:`quantkit.structure.trial`), and time per token by
-llguidance's limits and by :class:`~quantkit.structure.constraint.GrammarConstraint`.
+llguidance's limits and by :class:`GrammarConstraint`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from quantkit.structure.base import TokenConstraint
-from quantkit.structure.formats import gemma_grammar
+import numpy as np
+import torch
+
+from quantkit.structure.base import ConstraintError, TokenConstraint
+from quantkit.structure.formats import gemma
 from quantkit.structure.lark import LarkWriter, regex_literal, schema_text
 from quantkit.structure.schemas import Fault, arguments_schema, closed, path_text, widened
 from quantkit.structure.turns import Tool, TurnFormat
@@ -41,6 +44,10 @@ MAX_TOLD = 4
 """Faults of a schema in one message."""
 MAX_COMPILED = 32
 """Compiled grammars that are kept."""
+MAX_STEP_SECONDS = 0.25
+"""Of processor time for one token."""
+FREE_SECONDS, SECONDS_PER_TOKEN = 1.0, 0.005
+"""Of processor time for all tokens so far: this much, and this much a token. Others wait meanwhile."""
 _trials = threading.BoundedSemaphore(2)  # templates are rendered in processes of the same pool, and go on
 
 
@@ -56,7 +63,7 @@ class Structure:
         choice: one of these texts.
         grammar: a text of this grammar, in llguidance's variant of Lark, or in EBNF as llama.cpp has it
             (GBNF, with ``::=``).
-        tools: what may be called.
+        tools: the functions that may be called.
         tool_choice: ``required`` (the turn is calls in the model's own format), a tool's name (one call of
             it), or ``auto`` (text, in which a call that begins must be one).
         parallel_tool_calls: whether there may be several calls.
@@ -103,7 +110,7 @@ class CompiledStructure:
     """Makes a constraint with each call; each sequence needs its own.
 
     Attributes:
-        make: makes one.
+        make: makes a constraint.
         widened: parts of schemas that aren't strict which were left out, as JSON paths:
             ``tools.mail: $.properties.to.pattern``, ``schema: $.items.uniqueItems``.
     """
@@ -138,11 +145,62 @@ class _Schema:
         return [f"{place}: {path_text(fault.path)}" for fault in faults]
 
 
+class GrammarConstraint:
+    """A :class:`~quantkit.structure.base.TokenConstraint` by llguidance.
+
+    Args:
+        matcher: llguidance's, at its beginning; nobody else uses it.
+        vocab_size: ids that it knows.
+        eos_ids: the ids that end a text: allowed where the grammar is complete, and only there.
+    """
+
+    def __init__(self, matcher: Any, vocab_size: int, eos_ids: frozenset[int]) -> None:
+        self._matcher, self._eos = matcher, eos_ids
+        self._bits = np.zeros((vocab_size + 31) // 32, dtype=np.int32)
+        self._vocab_size = vocab_size
+        self._seconds, self._tokens = 0.0, 0
+
+    @property
+    def ended(self) -> bool:
+        return bool(self._matcher.is_stopped())
+
+    def mask(self, scores: torch.Tensor) -> torch.Tensor:
+        begin = time.thread_time()
+        self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
+        self._spend(begin)
+        allowed = np.unpackbits(self._bits.view(np.uint8), count=self._vocab_size, bitorder="little")
+        excluded = torch.ones(scores.numel(), dtype=torch.bool)  # a model's rows past its vocabulary too
+        size = min(scores.numel(), self._vocab_size)
+        excluded[:size] = torch.from_numpy(allowed[:size]) == 0
+        return scores.masked_fill(excluded, -torch.inf)
+
+    def accept(self, token: int) -> None:
+        begin = time.thread_time()
+        self._tokens += 1
+        taken = self._matcher.consume_token(token)
+        self._spend(begin)
+        if not taken:
+            raise ConstraintError(f"token {token} doesn't follow the grammar of the answer")
+
+    def _spend(self, begin: float) -> None:
+        """Check for errors and for the time since ``begin``."""
+        if self._matcher.is_error():
+            raise ConstraintError("the answer can't be constrained further",
+                                  why=self._matcher.get_error().strip().splitlines()[0][:300],
+                                  next="simplify the schema or grammar")
+        spent = time.thread_time() - begin
+        self._seconds += spent
+        if spent > MAX_STEP_SECONDS or self._seconds > FREE_SECONDS + SECONDS_PER_TOKEN * self._tokens:
+            raise ConstraintError("the grammar of the answer takes too much work",
+                                  why=f"{self._seconds:.2f} s of processor time for {self._tokens} tokens",
+                                  next="simplify the schema or grammar")
+
+
 class Compiler:
     """Compiles for one served model. Any thread may call it.
 
     Args:
-        tokenizer: the model's.
+        tokenizer: the tokenizer of the model.
         format: how it writes calls and reasoning.
         vocab_size: its logits' width.
 
@@ -183,8 +241,6 @@ class Compiler:
         Raises:
             UsageError: the structure is malformed, unsupported or too large, and why.
         """
-        from quantkit.structure.constraint import GrammarConstraint
-
         check_structure(structure)
         key = json.dumps(dataclasses.asdict(structure))
         with self._lock:
@@ -210,7 +266,7 @@ class Compiler:
         from quantkit.structure.trial import limits
 
         schemas, names = _schemas(structure), []
-        widen = gemma_grammar.widened if self._format.name == "gemma" else widened
+        widen = gemma.widened if self._format.name == "gemma" else widened
         for number, given in enumerate(schemas):
             schema, faults = (widen if given.tool else widened)(given.schema)
             names += given.names(faults)

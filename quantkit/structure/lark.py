@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from quantkit.structure.formats.gemma_grammar import ArgumentsGrammar
+from quantkit.structure.formats.gemma import ArgumentsGrammar
 from quantkit.structure.formats.hermes import CLOSE, OPEN
 from quantkit.structure.formats.mistral import ARGS, CALL_ID
 from quantkit.structure.formats.mistral import OPEN as TOOL_CALLS
@@ -23,10 +23,9 @@ _ANY_TEXT = r"/(.|\n)*/"
 
 class LarkWriter:
     """Writes grammars for one model. The schemas of tools must be those of objects that llguidance, or for
-    Gemma :mod:`quantkit.structure.formats.gemma_grammar`, keeps as they are.
+    Gemma :mod:`quantkit.structure.formats.gemma`, keeps as they are.
 
     Args:
-        format: the model's.
         special: ids of the tokens that no text contains: a grammar must name them by their ids.
     """
 

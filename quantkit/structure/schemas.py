@@ -26,8 +26,7 @@ FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname
 """Formats that llguidance knows."""
 _MAPS = ("properties", "patternProperties")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
-_SINGLE = (
-    "items", "additionalProperties", "additionalItems")
+_SINGLE = ("items", "additionalProperties", "additionalItems")
 _TYPES = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
 _UNSUPPORTED = {"not": "", "if": "", "then": "", "else": "", "contains": "array", "minContains": "array",
                 "maxContains": "array", "uniqueItems": "array", "unevaluatedItems": "array",
@@ -51,7 +50,7 @@ class Fault:
     """What of a schema can't be kept.
 
     Attributes:
-        path: of the keyword.
+        path: the place of the keyword.
         reason: why, as the end of a sentence about the path.
     """
 

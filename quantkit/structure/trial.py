@@ -46,7 +46,7 @@ def trial(lark: str | None, given: str | None, vocab_size: int, special: dict[st
     Args:
         lark: a grammar, in which ``@given`` is the one that is given; ``None``: that one alone.
         given: a stranger's, in Lark's notation as llguidance has it, or in EBNF (GBNF) with ``::=``.
-        vocab_size: of the model.
+        vocab_size: ids of the model.
         special: ids of its special tokens.
         eos: the id that ends a text.
 
@@ -118,8 +118,8 @@ def _fault(root: Any) -> tuple[Path, str] | None:
         if (target := resolved(root, node.get("$ref"))) is not None:
             inside.append(target)
         for place in inside:
-            if place not in seen and (told := refusal(place)):
-                path, reason = place, told
+            if place not in seen and (inner := refusal(place)):
+                path, reason = place, inner
                 break
     for key in at(root, path):
         place = (*path, key)

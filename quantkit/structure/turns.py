@@ -32,8 +32,7 @@ class Tool:
     """A function that the model may call.
 
     Attributes:
-        name: its name.
-        description: what it does, for the model.
+        description: its purpose, for the model.
         parameters: JSON schema of its arguments.
         strict: whether calls must follow the schema whatever the model would write.
     """
@@ -52,7 +51,7 @@ class TurnFormat:
         name: ``hermes``, ``llama3``, ``mistral``, ``gemma`` or ``json``.
         reasoning: the texts that open and close it; ``None`` if the model shows none.
         special: special tokens whose text the parser must see, for ``Engine.submit(keep_special=…)``.
-        variant: which of a family's notations the template shows: for Mistral ``args``, ``call_id`` or
+        variant: the one of a family's notations that the template shows: for Mistral ``args``, ``call_id`` or
             ``list``, for Gemma ``function`` or ``4``; for plain JSON ``user`` where no system message is
             possible.
     """
@@ -77,7 +76,6 @@ def turn_format(tokenizer: Tokenizer, name: str = "auto") -> TurnFormat:
     """The format of a model's turns.
 
     Args:
-        tokenizer: the model's.
         name: one of :data:`NAMES`; by default as the chat template shows.
 
     Raises:
@@ -124,7 +122,6 @@ def parser(format: TurnFormat, tools: Sequence[Tool], prompt_opens_reasoning: bo
     """The parser of one turn. Without tools, calls are text.
 
     Args:
-        format: the model's.
         tools: those that can be called; what looks like a call of another one is text.
         prompt_opens_reasoning: whether the turn begins within reasoning (:func:`opens_reasoning`).
         bare_json_calls: whether a whole message that is a call as plain JSON is one in the formats too that
@@ -152,7 +149,6 @@ def opens_reasoning(format: TurnFormat, prompt: str) -> bool:
     """Whether a prompt ends within reasoning, so that the turn goes on there.
 
     Args:
-        format: the model's.
         prompt: its text with special tokens, or the end of it.
     """
     if format.reasoning is None:

@@ -22,8 +22,7 @@ def read_call(text: str, hint: str) -> tuple[str, Mapping[str | None, int | floa
     What is in double quotes may have commas and parentheses.
 
     Args:
-        text: as it was written.
-        hint: what to do if it can't be read.
+        hint: the remedy to suggest if it can't be read.
 
     Raises:
         UsageError: it can't be read.
@@ -62,10 +61,10 @@ def made_with(kind: type[Made], options: Mapping[str, object], what: str, see: s
 
     Args:
         kind: a model whose fields are the options.
-        options: by name.
-        what: it is, for messages: ``drafter 'ngram'``.
+        options: the options by name.
+        what: how messages name it: ``drafter 'ngram'``.
         see: the page that describes the options.
-        hint: what to do about a value that is off.
+        hint: the remedy to suggest for a value that is off.
 
     Raises:
         UsageError: an option is unknown, missing or out of range.

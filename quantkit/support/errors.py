@@ -22,9 +22,9 @@ class QuantkitError(Exception):
     """Something a person can act on.
 
     Args:
-        what: what failed, one sentence, naming the file, layer or option.
+        what: one sentence that says what failed, naming the file, layer or option.
         why: the cause, when known.
-        next: what to do now: a command to type, or one sentence.
+        next: the remedy: a command to type, or one sentence.
     """
 
     exit_code = FAILED

@@ -57,8 +57,8 @@ def call(function: str, arguments: dict[str, Any], *, seconds: float, memory: in
     Args:
         function: ``package.module:name``; its arguments and its result are JSON, in which half a
             surrogate pair is allowed.
-        arguments: by name.
-        seconds: of wall-clock time, from when the process has the arguments.
+        arguments: its arguments, by name.
+        seconds: the limit of wall-clock time, from when the process has the arguments.
         memory: bytes of address space, where the system has such a limit.
         keep: whether the process stays for the next call.
 
@@ -94,8 +94,8 @@ def start(module: str, memory: int) -> None:
     Returns at once; what goes wrong is told by that call.
 
     Args:
-        module: ``package.module``.
-        memory: as that call will give it.
+        module: the module, ``package.module``.
+        memory: the limit that the call will give.
     """
     with contextlib.suppress(QuantkitError), _lock:
         if not _idle.get((module, memory)):
@@ -139,7 +139,6 @@ class _Process:
         return self._exchange(_encode(request), seconds)
 
     def end(self) -> None:
-        """Kill it and forget it."""
         self._popen.kill()
         for pipe in (self._popen.stdin, self._popen.stdout):
             assert pipe is not None
@@ -149,7 +148,6 @@ class _Process:
 
     @property
     def alive(self) -> bool:
-        """Whether it still runs."""
         return self._popen.poll() is None
 
     def _exchange(self, message: bytes | None, seconds: float) -> dict[str, Any]:
@@ -220,7 +218,7 @@ def main(module: str, memory: int) -> None:
         os.dup2(nowhere.fileno(), 1)
     importlib.import_module(module)
     _limit(memory)
-    _reply(out, {})
+    _reply(out, _encode({}))
     for line in sys.stdin.buffer:
         request = json.loads(line.decode("utf-8", "surrogatepass"))
         _alarm(request["seconds"] + _ALARM_AFTER)
@@ -230,12 +228,11 @@ def main(module: str, memory: int) -> None:
         except Exception as error:
             message = _encode({"raised": f"{type(error).__name__}: {error}"[:1000]})
         _alarm(0)
-        out.write(message)
-        out.flush()
+        _reply(out, message)
 
 
-def _reply(out: IO[bytes], answer: dict[str, Any]) -> None:
-    out.write(_encode(answer))
+def _reply(out: IO[bytes], message: bytes) -> None:
+    out.write(message)
     out.flush()
 
 

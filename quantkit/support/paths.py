@@ -1,14 +1,17 @@
-"""Checks paths that a user typed, and opens files that may be anything."""
+"""Checks paths that a user typed, opens files that may be anything, and finds the data that ships here."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
-from quantkit.support.errors import UsageError
+from quantkit.support.errors import QuantkitError, UsageError
 
 
 def typed_path(text: str | Path) -> Path:
@@ -39,6 +42,15 @@ def local_path(text: str) -> Path | None:
         return None
 
 
+@contextlib.contextmanager
+def reading(path: Path, error: type[QuantkitError]) -> Iterator[None]:
+    """Turn an OSError of the block into an ``error`` that says that ``path`` can't be read."""
+    try:
+        yield
+    except OSError as cause:
+        raise error(f"{path} can't be read", why=cause.strerror or str(cause)) from cause
+
+
 def open_regular(path: Path) -> io.BufferedReader:
     """Open a file to read it. Raises OSError too if it is no regular file, or a link to none: a device may
     never end, and whoever opens a pipe may wait for ever."""
@@ -59,3 +71,11 @@ def read_regular(path: Path, limit: int) -> bytes:
     if len(data) > limit:
         raise OSError(errno.EFBIG, f"it is larger than {limit:,} bytes", str(path))
     return data
+
+
+def data_dir(kind: Literal["recipes", "evals"]) -> Path:
+    """The folder of shipped recipes or evaluation suites: in a wheel under ``quantkit/_data``, else beside
+    the checkout. It may not exist in an odd install."""
+    package = Path(__file__).resolve().parents[1]
+    packaged = package / "_data" / kind
+    return packaged if packaged.is_dir() else package.parent / kind

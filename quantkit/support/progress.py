@@ -11,9 +11,9 @@ class WorkPhase:
     """A part of a run that counts units of its own.
 
     Attributes:
-        name: what is done in it, ``quantizing layers``.
+        name: the work that is done in it, ``quantizing layers``.
         number: from 1 on.
-        total: of phases of the run; those that an earlier attempt has finished count too.
+        total: the phases of the run, with those that an earlier attempt has finished.
     """
 
     name: str
@@ -29,7 +29,7 @@ class ProgressEvent:
         phase: the phase whose units these are; ``None`` if the work isn't divided into phases.
         kept: an earlier attempt finished the unit ``label``: the time that it takes now says nothing about
             the others.
-        unit: what is counted, where that isn't plain: ``MiB``; ``%`` if only the share means something.
+        unit: the unit of counts where it isn't plain: ``MiB``; ``%`` if only the share means something.
     """
 
     done: int
@@ -51,8 +51,8 @@ class Phases:
     """Says of events which phase they belong to.
 
     Args:
-        listener: who is told.
-        names: of all phases, in the order in which they come.
+        listener: hears of the events.
+        names: the names of all phases, in the order in which they come.
     """
 
     def __init__(self, listener: Listener, names: Sequence[str]) -> None:
@@ -80,6 +80,5 @@ compiling: list[Listener] = []
 
 
 def tell_compiling(done: int, total: int, label: str) -> None:
-    """Tell them."""
     for listener in compiling:
         listener(ProgressEvent(done, total, label))

@@ -27,6 +27,7 @@ from ruamel.yaml.events import (
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from quantkit.support.errors import QuantkitError, RecipeError, did_you_mean
+from quantkit.support.paths import reading
 
 MAX_BYTES = 256 * 1024
 MAX_NODES = 20_000
@@ -63,7 +64,7 @@ class YamlDocument:
         """Validate against a pydantic model.
 
         Args:
-            model: what the file describes; it should forbid unknown keys.
+            model: the class that the file describes; it should forbid unknown keys.
             data: used instead of :attr:`data`, when a caller took keys out of it.
 
         Raises:
@@ -112,11 +113,8 @@ def _model_in(annotation: Any) -> type[BaseModel] | None:
 
 def read_yaml(path: Path, error: type[QuantkitError] = RecipeError) -> YamlDocument:
     """Read a YAML file whose top level is a mapping. Raises ``error``."""
-    try:
-        with path.open("rb") as file:
-            raw = file.read(MAX_BYTES + 1)
-    except OSError as cause:
-        raise error(f"{path} can't be read", why=cause.strerror or str(cause)) from cause
+    with reading(path, error), path.open("rb") as file:
+        raw = file.read(MAX_BYTES + 1)
     return parse_yaml(raw, str(path), error)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -35,9 +36,9 @@ def parse_object(raw: bytes, where: str, *, error: type[QuantkitError] = SourceE
 
     Args:
         raw: UTF-8 text; the caller has capped its length.
-        where: what it is, for errors: ``the header of model.safetensors``.
-        error: what is raised.
-        next: what to do then.
+        where: how messages name it: ``the header of model.safetensors``.
+        error: the class of the errors that are raised.
+        next: the remedy that they suggest.
 
     Raises:
         QuantkitError: of the class ``error``: it is no object, no JSON, nested too deep, has a key twice, a
@@ -48,9 +49,7 @@ def parse_object(raw: bytes, where: str, *, error: type[QuantkitError] = SourceE
     def no_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         result = dict(pairs)
         if len(result) != len(pairs):
-            seen: set[str] = set()
-            key = _first(key for key, _ in pairs if key in seen
-                         or seen.add(key))  # type: ignore[func-returns-value]
+            key = Counter(key for key, _ in pairs).most_common(1)[0][0]
             raise error(f"{where} has the key {key[:80]!r} twice",
                         why="readers disagree on which of the two counts",
                         next="don't use this file: no honest tool writes it")
@@ -93,8 +92,8 @@ def holds_lone_surrogate(text: str, data: Any) -> bool:
     """Whether a document holds half of a surrogate pair, which JSON can write and UTF-8 can't.
 
     Args:
-        text: its text.
-        data: what it was parsed to.
+        text: the document as it was written.
+        data: the values that it was parsed to.
     """
     if not _SURROGATE.search(text):
         return False
@@ -103,10 +102,6 @@ def holds_lone_surrogate(text: str, data: Any) -> bool:
     except UnicodeEncodeError:
         return True
     return False
-
-
-def _first(keys: Any) -> str:
-    return str(next(iter(keys)))
 
 
 def _no_constant(name: str) -> NoReturn:

@@ -38,25 +38,9 @@ _MODULES = {
              "tiny_weights"),
 }
 
-__all__ = [
-    "CHAT_TEMPLATE",
-    "FAMILIES",
-    "FORMAT_SPECS",
-    "METHOD_SPECS",
-    "VOCAB",
-    "check_architecture",
-    "check_codec",
-    "check_format",
-    "check_method",
-    "check_metric",
-    "check_policy",
-    "policy_view",
-    "sample_results",
-    "tiny_config",
-    "tiny_model",
-    "tiny_tokenizer",
-    "tiny_weights",
-]
+__all__ = ["CHAT_TEMPLATE", "FAMILIES", "FORMAT_SPECS", "METHOD_SPECS", "VOCAB", "check_architecture",
+           "check_codec", "check_format", "check_method", "check_metric", "check_policy", "policy_view",
+           "sample_results", "tiny_config", "tiny_model", "tiny_tokenizer", "tiny_weights"]
 
 
 def __getattr__(name: str) -> Any:

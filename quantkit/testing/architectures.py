@@ -46,7 +46,6 @@ def check_architecture(architecture: Architecture, config: Mapping[str, Any] | N
     or unknown; keys that change the maths are obeyed or refused.
 
     Args:
-        architecture: the family.
         config: the ``config.json`` of a tiny model of the family, with two layers say. For a built-in family
             there is one.
 
@@ -102,8 +101,8 @@ def _check_parse(contract: Contract, architecture: Architecture, config: Mapping
 def _check_refusals(contract: Contract, architecture: Architecture, config: Mapping[str, Any],
                     parsed: ModelConfig) -> None:
     def refused(what: str, broken: dict[str, Any], remedy: str) -> None:
-        contract.refuses(f"parse of a config {what}", architecture.parse, broken, kind=UnsupportedModelError,
-                         accepted=f"it takes a config {what}", remedy=remedy)
+        contract.check_refusal(f"parse of a config {what}", architecture.parse, broken, remedy=remedy,
+                               kind=UnsupportedModelError, accepted=f"it takes a config {what}")
 
     for key in REQUIRED:
         if key in config:

@@ -43,7 +43,6 @@ class Contract:
             raise self.error(fault)
 
     def error(self, broken: str, next: str | None = None) -> PluginError:
-        """The error to raise."""
         return PluginError(f"{self.where}: {broken}", why=f"{self.promises} says what is promised", next=next)
 
     def call(self, what: str, function: Callable[..., Result], *args: Any, **named: Any) -> Result:
@@ -55,7 +54,7 @@ class Contract:
         except Exception as error:  # plugin code may raise anything
             raise self.error(f"{what} raises {_raised(error)}") from error
 
-    def refuses(self, what: str, function: Callable[..., object], *args: Any,
+    def check_refusal(self, what: str, function: Callable[..., object], *args: Any,
                 accepted: str, remedy: str, kind: type[QuantkitError] = QuantkitError) -> None:
         """Call plugin code that must raise ``kind``.
 
@@ -91,7 +90,7 @@ class Contract:
 
         Args:
             what: the sentence's subject: what is called.
-            function: the call.
+            function: makes the call.
             arguments: tensors that it is given, by name.
 
         Raises:

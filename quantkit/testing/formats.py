@@ -7,11 +7,13 @@ from collections.abc import Iterable
 
 import torch
 
+from quantkit.formats import e4m3, trellis_code
 from quantkit.formats.base import Codes, Format, QuantizedTensor
 from quantkit.formats.dtypes import FLOATS, plain_name, resolve
+from quantkit.formats.level_values import codebook, level_table
 from quantkit.formats.spec import Granularity, QuantSpec
 from quantkit.ops.packing import layout, reason_against_packed, reason_against_weight
-from quantkit.testing.codes import formula, random_codes
+from quantkit.quantization.methods.random_codes import random_codes as random_codes_from
 from quantkit.testing.contract import Contract, same, same_bits
 
 _CHANNEL, _TENSOR = Granularity(strategy="channel"), Granularity(strategy="tensor")
@@ -59,7 +61,6 @@ def check_format(form: Format, specs: Iterable[QuantSpec] = FORMAT_SPECS) -> Non
     its own; ``rows`` equal to its rows; nothing written to. What it refuses, it must refuse to pack.
 
     Args:
-        form: the format.
         specs: the specs that it is asked for; at least one must be accepted.
 
     Raises:
@@ -82,9 +83,9 @@ def check_format(form: Format, specs: Iterable[QuantSpec] = FORMAT_SPECS) -> Non
             taken += 1
             _check_packing(case, form, random_codes(wanted, shape), dtype)
         else:
-            case.refuses("pack of a refused weight", form.pack, random_codes(wanted, shape), dtype,
-                         accepted=f"pack takes what reason_against doesn't: {reason}",
-                         remedy="raise SpecError in layout and pack: quantkit.formats.fit.require_fit")
+            case.check_refusal("pack of a refused weight", form.pack, random_codes(wanted, shape), dtype,
+                               accepted=f"pack takes what reason_against doesn't: {reason}",
+                               remedy="raise SpecError in layout and pack: quantkit.formats.fit.require_fit")
     contract.must(taken > 0, "it refuses everything that it was asked for")
 
 
@@ -132,3 +133,37 @@ def _check_values(case: Contract, form: Format, packed: QuantizedTensor, back: C
             part = case.call("rows", rows, packed, torch.tensor(ids))
             case.must(isinstance(part, torch.Tensor) and same_bits(part, values[ids]),
                       f"rows disagrees with dequantize at {ids[:4]}")
+
+
+def random_codes(spec: QuantSpec, shape: tuple[int, int], seed: int = 0) -> Codes:
+    """:func:`quantkit.quantization.methods.random_codes.random_codes` on a CPU."""
+    return random_codes_from(spec, shape, torch.Generator().manual_seed(seed))
+
+
+def formula(codes: Codes) -> torch.Tensor:
+    """float32 ``[out, in]``: what :class:`~quantkit.formats.base.Codes` says that they mean, worked out apart
+    from every format."""
+    spec, shape = codes.spec, codes.codes.shape
+    if spec.kind == "nf":
+        size = spec.granularity.size or 1
+        scale = codes.scale.repeat_interleave(size)[:codes.codes.numel()].reshape(shape)
+        return codebook()[codes.codes.long()] * scale
+    if spec.kind == "trellis":
+        assert spec.window is not None
+        return trellis_code.decode(codes.codes, spec.bits, spec.window) * codes.scale
+    if spec.granularity.strategy == "tile":
+        size = spec.granularity.size or 1
+        squares = torch.arange(shape[0])[:, None] // size, torch.arange(shape[1])[None] // size
+        return e4m3.decode(codes.codes) * codes.scale[squares]
+    columns = shape[1] // codes.scale.shape[1]
+    if (table := level_table(spec)) is not None:
+        return torch.tensor(table)[codes.codes.long()] * codes.scale.repeat_interleave(columns, dim=1)
+    if spec.kind == "fp":
+        return e4m3.decode(codes.codes) * codes.scale
+    if codes.minimum is not None:
+        steps = codes.codes.float() * codes.scale.repeat_interleave(columns, dim=1)
+        return steps + codes.minimum.repeat_interleave(columns, dim=1)
+    zero: torch.Tensor | int = 2 ** (spec.bits - 1)
+    if codes.zero is not None:
+        zero = codes.zero.float().repeat_interleave(columns, dim=1)
+    return (codes.codes.float() - zero) * codes.scale.repeat_interleave(columns, dim=1)

@@ -306,9 +306,7 @@ def _check_setting(spec: KVSpec, dim: int, contract: Contract) -> int:
     """Run a tiny model with a KV setting whose policy and codec are registered.
 
     Args:
-        spec: the setting.
         dim: the head dimension of the model.
-        contract: what is checked.
 
     Returns:
         The most slots that a head holds after a text that ran alone.

@@ -118,9 +118,10 @@ def _check_spec(contract: Contract, method: Method, spec: QuantSpec, options: Me
     for name, value in (("NaN", float("nan")), ("infinity", float("inf"))):
         spoiled = weight.clone()
         spoiled[0, 3] = value
-        contract.refuses(f"quantize of a weight with {name}", method.run, spoiled, stats, spec, options,
-                         accepted=f"it accepts a weight of {name}, which no engine can run",
-                         remedy="raise SpecError, as quantkit.quantization.methods.grid.require_finite does")
+        contract.check_refusal(f"quantize of a weight with {name}", method.run, spoiled, stats, spec, options,
+                               accepted=f"it accepts a weight of {name}, which no engine can run",
+                               remedy="raise SpecError, as quantkit.quantization.methods.grid.require_finite "
+                                      "does")
 
 
 def _check_run(contract: Contract, method: Method, spec: QuantSpec, weight: torch.Tensor,

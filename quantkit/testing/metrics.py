@@ -52,7 +52,6 @@ def check_metric(metric: Metric) -> None:
 
 
 def _windows() -> dict[str, Window]:
-    """Ordinary and awkward ones."""
     random = torch.Generator().manual_seed(0)
 
     def logits(tokens: int, vocab: int, scale: float = 3.0) -> torch.Tensor:

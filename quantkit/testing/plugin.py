@@ -141,7 +141,6 @@ def _check_recipe(manager: PluginManager, path: Path) -> None:
 
 
 def _check_suite(path: Path) -> None:
-    """It can be read."""
     from quantkit.evaluation.suite import EvalSuite
     from quantkit.support.safe_yaml import read_yaml
 

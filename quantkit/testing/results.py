@@ -53,8 +53,7 @@ def sample_results() -> dict[str, EvalResult]:
     results["tasks"] = _result(tasks)
     results["many models"] = _result([_row(f"model-{i}", "rtn", 100 + i, 30 + i, 0.001 * i, 40 + i, 4.0)
                                       for i in range(60)])
-    plugins = _result([_reference(),
-                       _int8()])
+    plugins = _result([_reference(), _int8()])
     for number, row in enumerate(plugins.rows):
         row.metrics |= {f"plugin_{i}": Interval(number - i, number - i - 0.5, number - i + 0.5)
                         for i in range(6)}
@@ -62,8 +61,7 @@ def sample_results() -> dict[str, EvalResult]:
                                                   ("lower", "higher", "")[i % 3], "run", "quantkit-other")
                         for i in range(6)}
     results["metrics of plugins"] = plugins
-    floor = _result([_reference(),
-                     _int8()])
+    floor = _result([_reference(), _int8()])
     for row in floor.rows:
         row.metrics |= {"kl_exact": Interval(0.0011, 0.001, 0.0012), "word_perplexity": Interval(60, 50, 70)}
     results["noise floor"] = floor

@@ -38,7 +38,7 @@ class TemplateKind:
         summary: a sentence that says what the example does.
         example: the name under which the documentation shows the example.
         shows: a command that shows the plugin at work.
-        recipe: what the name of its recipe begins with; empty if it has none.
+        recipe: the beginning of its recipe's name; empty if it has none.
     """
 
     registry: str
@@ -190,7 +190,7 @@ def _check_free(plugin: NewPlugin) -> None:
             raise UsageError(f"{table.kind} {plugin.key!r} exists already, in {owner}",
                              why="a name means one thing", next=other)
     try:
-        RegistryEntry(plugin.kind, plugin.key, "module:NAME", plugin.distribution).check()
+        RegistryEntry(plugin.kind, plugin.key, "module:NAME", plugin.distribution)
     except PluginError as error:
         raise UsageError(f"a {plugin.kind} can't be called {plugin.name!r}", why=error.why,
                          next=other) from error

@@ -65,7 +65,7 @@ def tiny_model(folder: Path | str, family: str = "llama", seed: int = 0, *, dtyp
     Args:
         folder: made if missing; files of the same names are overwritten.
         family: one of :data:`FAMILIES`.
-        seed: the same seed gives the same bytes.
+        seed: a number; with the same one the bytes are the same.
         dtype: ``float32``, ``bfloat16`` or ``float16``.
         overrides: keys of ``config.json``; ``None`` writes null.
 

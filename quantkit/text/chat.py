@@ -25,7 +25,7 @@ class ChatTemplate:
     """One template.
 
     Attributes:
-        source: its text.
+        source: the text of the template.
 
     Raises:
         TemplateError: too large, or not a template.
@@ -75,9 +75,9 @@ class ChatTemplate:
             messages: ``role`` and ``content`` each, and what else the template knows: ``tool_calls``,
                 ``tool_call_id``, ``reasoning_content``.
             answer: whether an answer is to follow; without, the conversation is whole as it is.
-            tools: what the model may call, as in OpenAI's requests.
+            tools: functions that the model may call, as in OpenAI's requests.
             options: the template's own, such as ``enable_thinking``.
-            tokens: what the template may call by name: ``bos_token``, ``eos_token``, ….
+            tokens: tokens that the template may call by name: ``bos_token``, ``eos_token``, ….
 
         Raises:
             TemplateError: the template refuses the messages, fails, reaches for what it may not, or

@@ -42,8 +42,8 @@ class ControlTokens:
     """The control tokens of one tokenizer.
 
     Args:
-        inner: the tokenizer.
-        ids: of the control tokens that begin and end turns and texts. Those that aren't among the added
+        inner: the library's tokenizer.
+        ids: ids of control tokens that begin and end turns and texts. Those that aren't among the added
             tokens are ignored, as the tokenizer doesn't look for them either.
         marks: ids of those that the template has within turns, around reasoning, calls and results.
         make: makes the same tokenizer again.
@@ -112,7 +112,7 @@ class ControlTokens:
 
         Args:
             text: control tokens in it are the template's own.
-            stand_ins: what stands for which typed token, of :meth:`hide`.
+            stand_ins: the typed token of each stand-in, from :meth:`hide`.
 
         Raises:
             SourceError: the tokenizer fails, or has a typed token in its vocabulary as plain text.

@@ -36,7 +36,7 @@ def token_length(content: Mapping[str, Any]) -> TokenLength | None:
     """The same for a tokenizer.
 
     Args:
-        content: of ``tokenizer.json``.
+        content: the content of ``tokenizer.json``.
 
     Returns:
         ``None`` if there is no such length: if a part of the tokenizer can drop text (strip spaces, replace

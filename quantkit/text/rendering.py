@@ -37,8 +37,7 @@ def ask(function: str, arguments: Mapping[str, Any]) -> Outcome:
     """Call one of a rendering module's functions where it can do no harm.
 
     Args:
-        function: ``package.module:name``.
-        arguments: its own.
+        function: its name, ``package.module:name``.
 
     Raises:
         QuantkitError: no process can be started.

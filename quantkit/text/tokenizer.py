@@ -16,7 +16,6 @@ from quantkit.text import library
 from quantkit.text.chat import ChatTemplate
 from quantkit.text.controls import ControlTokens
 from quantkit.text.length import TokenLength, token_length
-from quantkit.text.stream import StreamDecoder
 
 SETTINGS, GENERATION = "tokenizer_config.json", "generation_config.json"
 _USUAL = [{"role": role, "content": "a"} for role in ("system", "user", "assistant", "user")]
@@ -29,6 +28,53 @@ _BRACKETED = re.compile(r"[^\w\s].*[^\w\s]")
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "answer", "self"})
 """Names that no option of a template may have."""
 _ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+MAX_HELD = 32
+"""Ids that may be held back; a character has four bytes, so more than that is no character."""
+_BROKEN = "\ufffd"
+
+
+class StreamDecoder:
+    """Decodes ids that arrive one at a time into text, without splitting a character: it holds back
+    what is not yet certain and puts out the rest at once.
+
+    What a token looks like depends on the ones before it (a word's leading space, a byte of a
+    character), so a token is decoded behind the tokens of the previous piece, and its text is what
+    that adds. Cost a token: the length of two pieces, however long the text.
+
+    Args:
+        decode: ids → text; unfinished characters as U+FFFD.
+        kept: texts of special tokens that ``decode`` leaves out and that are wanted nevertheless.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str],
+                 kept: Mapping[int, str] = MappingProxyType({})) -> None:
+        self._decode, self._kept = decode, kept
+        self._context: list[int] = []  # the ids of the last piece
+        self._held: list[int] = []
+
+    def push(self, token: int) -> str:
+        """Add an id; returns the text that is now certain, often one word, sometimes nothing."""
+        if token in self._kept:  # no character goes on behind it; the context stays, as decode skips it too
+            return self._take(final=True) + self._kept[token]
+        self._held.append(token)
+        return self._take(final=len(self._held) > MAX_HELD)
+
+    def finish(self) -> str:
+        """What was held back; the decoder is then ready for another sequence."""
+        out = self._take(final=True)
+        self._context, self._held = [], []
+        return out
+
+    def _take(self, final: bool) -> str:
+        before = self._decode(self._context)
+        text = self._decode([*self._context, *self._held])
+        fresh = text[len(before):]
+        if not fresh or (fresh.endswith(_BROKEN) and not final):
+            if final:  # tokens without text, of which there may be any number
+                self._held = []
+            return ""
+        self._context, self._held = self._held, []
+        return fresh
 
 
 class Tokenizer:
@@ -108,7 +154,6 @@ class Tokenizer:
         """Ids of ``text``.
 
         Args:
-            text: any.
             special: also put around it what the post-processor of ``tokenizer.json`` does, a BOS for
                 instance; it alone decides, as in transformers 5 (``add_bos_token`` of
                 ``tokenizer_config.json`` only describes it). A text that already begins with BOS
@@ -154,7 +199,7 @@ class Tokenizer:
             parse_special: control tokens written out in messages, tools and options become their ids, so that
                 a message can end its turn and open a role; otherwise only the template's own do, and marks
                 such as ``</think>`` in the content of assistants' messages.
-            tools: what the model may call, as in OpenAI's requests.
+            tools: functions that the model may call, as in OpenAI's requests.
             options: the template's own, such as ``enable_thinking``.
 
         Raises:
@@ -240,7 +285,6 @@ class Tokenizer:
 
     @property
     def vocabulary(self) -> dict[str, int]:
-        """Ids of all tokens."""
         return dict(self._inner.get_vocab(with_added_tokens=True))
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quantkit.checkpoint.differences import SHOWN, differences, pinned, told
+from quantkit.checkpoint.differences import SHOWN, changed_lines, differences, pinned
 
 HASH = "3f" * 32
 OTHER = "9b" * 32
@@ -31,10 +31,10 @@ def test_entries_of_lists_are_known_by_their_names_wherever_they_stand():
 
 
 def test_hashes_and_long_values_are_shortened():
-    assert told({"source": {"files": {"model.safetensors": HASH}}},
+    assert changed_lines({"source": {"files": {"model.safetensors": HASH}}},
                 {"source": {"files": {"model.safetensors": OTHER}}}) == [
         "the model's model.safetensors: 3f3f3f3f3f3f… → 9b9b9b9b9b9b…"]
-    (line,) = told({"recipe": {"description": "a" * 100}}, {"recipe": {"description": "b" * 30}})
+    (line,) = changed_lines({"recipe": {"description": "a" * 100}}, {"recipe": {"description": "b" * 30}})
     assert line == f"recipe: description: {'a' * 32}…{'a' * 15} → {'b' * 30}"
 
 
@@ -43,9 +43,9 @@ def test_what_follows_from_a_choice_is_left_out():
             "calibration": {"seed": 0, "sha256": HASH, "coverage": {"distinct": 5}}}
     now = {"recipe": {"calibration": {"seed": 1}},
            "calibration": {"seed": 1, "sha256": OTHER, "coverage": {"distinct": 6}}}
-    assert told(then, now) == ["recipe: calibration.seed: 0 → 1",
+    assert changed_lines(then, now) == ["recipe: calibration.seed: 0 → 1",
                                "calibration's tokens: 3f3f3f3f3f3f… → 9b9b9b9b9b9b…"]
-    assert told({"calibration": {"coverage": {"distinct": 5}}},
+    assert changed_lines({"calibration": {"coverage": {"distinct": 5}}},
                 {"calibration": {"coverage": {"distinct": 6}}}) == ["calibration: coverage.distinct: 5 → 6"]
 
 
@@ -54,7 +54,7 @@ def test_few_lines_the_weightiest_first():
             "quantkit_version": "1", "layout": 1}
     now = {"source": {"files": {f"{i}.safetensors": OTHER for i in range(40)}, "uri": "b"},
            "quantkit_version": "2", "layout": 2}
-    said = told(then, now)
+    said = changed_lines(then, now)
     assert len(said) == SHOWN
     assert said[:2] == ["layout: 1 → 2", "quantkit: 1 → 2"] and "model: a → b" in said
     assert said[-1] == "and 36 more"
@@ -65,9 +65,9 @@ def test_the_names_of_fields():
             "calibration": {"files": [{"name": "a.txt", "sha256": HASH}]}, "exported": {"uri": "a"}}
     now = {"plugins": {"quantkit": "2", "quantkit-hqq": "2"}, "quantkit_version": "2", "format": "awq",
            "calibration": {"files": [{"name": "a.txt", "sha256": OTHER}]}, "exported": {"uri": "b"}}
-    assert told(then, now) == ["quantkit: 1 → 2", "plugin quantkit-hqq: 1 → 2", "checkpoint: uri: a → b",
-                               "--to: gptq → awq",
-                               "calibration file [a.txt].sha256: 3f3f3f3f3f3f… → 9b9b9b9b9b9b…"]
+    assert changed_lines(then, now) == ["quantkit: 1 → 2", "plugin quantkit-hqq: 1 → 2",
+                                        "checkpoint: uri: a → b", "--to: gptq → awq",
+                                        "calibration file [a.txt].sha256: 3f3f3f3f3f3f… → 9b9b9b9b9b9b…"]
 
 
 def test_versions_that_would_end_the_run():

@@ -12,7 +12,7 @@ from quantkit.checkpoint.manifest import Manifest
 from quantkit.checkpoint.reader import Checkpoint, is_checkpoint
 from quantkit.plugins.manager import registry
 from quantkit.runtime.verify import verify
-from quantkit.sources.untied import resolve_head
+from quantkit.sources.causal_lm import resolve_head
 from quantkit.support.errors import CheckpointError
 
 

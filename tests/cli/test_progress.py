@@ -6,8 +6,14 @@ from itertools import pairwise
 
 import pytest
 
-from quantkit.cli.eta import MAX_GROWTH, MIN_SECONDS, TimeLeft, human_seconds
-from quantkit.cli.progress import CompileNotice, ProgressLine
+from quantkit.cli.progress import (
+    MAX_GROWTH,
+    MIN_SECONDS,
+    CompileNotice,
+    ProgressLine,
+    TimeLeft,
+    human_seconds,
+)
 from quantkit.support.progress import Phases, ProgressEvent, between
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from quantkit.cli.recipe_facts import START
+from quantkit.cli.recipes import START
 from quantkit.quantization.recipe import list_recipes
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from quantkit.runtime.loader import load
-from quantkit.support.resources import data_dir
+from quantkit.support.paths import data_dir
 from quantkit.testing import tiny_model
 
 ARGUMENTS = ("--recipe", "none,int4-rtn", "--kv", "none,int8", "--window", "96", "--windows", "1")

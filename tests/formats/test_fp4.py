@@ -17,7 +17,7 @@ from quantkit.formats.level_values import E2M1
 from quantkit.formats.spec import QuantSpec
 from quantkit.plugins.manager import registry
 from quantkit.support.errors import SpecError
-from quantkit.testing.codes import random_codes
+from quantkit.testing.formats import random_codes
 from tests.helpers.quantized import quant_spec
 
 NV = quant_spec("fp", 4, "group", 16, scale_dtype="e4m3")

@@ -16,8 +16,8 @@ from quantkit.formats.spec import Granularity, QuantSpec
 from quantkit.plugins.manager import registry
 from quantkit.quantization.methods.rounding import RTN
 from quantkit.support.errors import SpecError
-from quantkit.testing.codes import random_codes
 from quantkit.testing.contract import same_bits
+from quantkit.testing.formats import random_codes
 
 TYPES = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL")
 
@@ -88,8 +88,8 @@ def test_rows_are_decoded_alone() -> None:
 
 def test_other_weights_are_refused() -> None:
     form = form_of("Q4_K")
-    reason = str(form.reason_against(form.spec, (8, 576)))
-    assert "blocks of 256, which don't divide in_features 576" in reason
+    reason = form.reason_against(form.spec, (8, 576))
+    assert "blocks of 256, which don't divide in_features 576" in str(reason)
     other = QuantSpec(bits=4, granularity=Granularity(strategy="group", size=32))
     assert "holds int4 g32 min s6" in str(form.reason_against(other, (8, 256)))
     with pytest.raises(SpecError, match="can't hold"):

@@ -14,7 +14,7 @@ from quantkit.formats.eight_bit import FLOAT as FLOATS
 from quantkit.formats.spec import QuantSpec
 from quantkit.plugins.manager import registry
 from quantkit.support.errors import SpecError
-from quantkit.testing.codes import random_codes
+from quantkit.testing.formats import random_codes
 from tests.helpers.quantized import quant_spec
 
 

@@ -12,7 +12,7 @@ from quantkit.ops import cpu_linear
 from quantkit.ops.cpu_weight import multiply
 from quantkit.ops.dispatch import KernelQuery
 from quantkit.quantization.methods.rounding import RTN
-from quantkit.testing.codes import formula, random_codes
+from quantkit.testing.formats import formula, random_codes
 from tests.helpers.quantized import quant_spec
 
 KERNELS = (cpu_linear.INT8, cpu_linear.INT4, cpu_linear.NF, cpu_linear.TRELLIS, cpu_linear.FP4,

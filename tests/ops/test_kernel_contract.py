@@ -19,7 +19,7 @@ from quantkit.plugins.hooks import Register, hookimpl
 from quantkit.plugins.manager import current, registry
 from quantkit.support.errors import PluginError, SpecError
 from quantkit.testing import FORMAT_SPECS
-from quantkit.testing.codes import random_codes
+from quantkit.testing.formats import random_codes
 
 SPEC = QuantSpec(bits=4, granularity=Granularity(strategy="channel"))
 

@@ -9,7 +9,7 @@ import torch
 
 from quantkit.formats.fp4 import MXFP4, NVFP4
 from quantkit.ops.packing import with_one_outer
-from quantkit.testing.codes import random_codes
+from quantkit.testing.formats import random_codes
 from tests.helpers.quantized import quant_spec
 
 NV = quant_spec("fp", 4, "group", 16, scale_dtype="e4m3")

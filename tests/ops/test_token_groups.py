@@ -11,7 +11,7 @@ from quantkit.formats.fp4 import MXFP4, NVFP4
 from quantkit.ops.reference import REFERENCE
 from quantkit.ops.stored_weight import reason_against_product
 from quantkit.ops.tokens import round_groups
-from quantkit.testing.codes import random_codes
+from quantkit.testing.formats import random_codes
 from tests.helpers.quantized import quant_spec
 
 NVFP4_SPEC = quant_spec("fp", 4, "group", 16, scale_dtype="e4m3", activations="group")

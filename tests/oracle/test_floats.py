@@ -20,7 +20,7 @@ from quantkit.plugins.manager import registry
 from quantkit.quantization.run import quantize
 from quantkit.runtime.loader import load
 from quantkit.testing import tiny_model
-from quantkit.testing.codes import random_codes
+from quantkit.testing.formats import random_codes
 from tests.helpers.quantized import quant_spec
 
 pytestmark = pytest.mark.oracle

@@ -79,10 +79,10 @@ def test_a_broken_format_is_left_out_of_doctor(add):
     from quantkit.cli.doctor import _kernel_cases
 
     usual = list(_kernel_cases())
-    broken = type("Broken", (type(registry("formats").get("pack-quantized")),), {"refuses": failing})
+    broken = type("Broken", (type(registry("formats").get("pack-quantized")),), {"reason_against": failing})
     add(register_formats=lambda register: register("mine", "qk_broken_format:FORMAT"))
     registry("formats")._loaded["mine"] = broken.__new__(broken)
-    with pytest.warns(UserWarning, match="format 'mine' of stranger 7 .*fails in refuses") as caught:
+    with pytest.warns(UserWarning, match="format 'mine' of stranger 7 .*fails in reason_against") as caught:
         assert list(_kernel_cases()) == usual
         assert list(_kernel_cases()) == usual
     assert len(caught) == 1

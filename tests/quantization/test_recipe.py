@@ -12,7 +12,7 @@ from ruamel.yaml import YAML
 from quantkit.quantization import recipe as recipes
 from quantkit.quantization.recipe import Recipe, Rule, list_recipes, load_recipe
 from quantkit.support.errors import RecipeError
-from quantkit.support.resources import data_dir
+from quantkit.support.paths import data_dir
 from quantkit.support.safe_yaml import MAX_ANCHORS, MAX_BYTES, MAX_DEPTH, parse_yaml
 
 GOOD = """\

@@ -20,10 +20,10 @@ from quantkit.quantization.planning.plan import make_plan
 from quantkit.quantization.recipe import CalibrationSpec, load_recipe
 from quantkit.quantization.run import quantize
 from quantkit.sources.base import TensorInfo, prefetch
+from quantkit.sources.causal_lm import ResolvedHeadSource
 from quantkit.sources.local import LocalSource
 from quantkit.sources.open import open_source
 from quantkit.sources.safetensors_file import SafetensorsFile
-from quantkit.sources.untied import UntiedSource
 from quantkit.support.errors import CheckpointError, Stopped
 from quantkit.testing import tiny_model
 from tests.helpers.folders import contents
@@ -175,7 +175,7 @@ def test_wrappers_pass_it_on_by_the_sources_names(tmp_path):
         def prefetch(self, names):
             asked.extend(names)
 
-    source = UntiedSource(Source(tiny_model(tmp_path / "tied"), "tied"))
+    source = ResolvedHeadSource(Source(tiny_model(tmp_path / "tied"), "tied"), tied=False)
     prefetch(source, ["lm_head.weight", "model.norm.weight"])
     assert asked == ["model.embed_tokens.weight", "model.norm.weight"]
 

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from quantkit.models.architecture import parse_config, tensor_shapes
 from quantkit.sources import gguf as module
 from quantkit.sources.base import file_bytes, quantized_types, stored_tensors
+from quantkit.sources.causal_lm import ResolvedHeadSource
 from quantkit.sources.gguf import KIND, GGUFSource
 from quantkit.sources.gguf_header import open_gguf
 from quantkit.sources.open import open_source
-from quantkit.sources.untied import UntiedSource
 from quantkit.support.errors import SourceError
 
 
@@ -293,8 +293,9 @@ def test_how_the_file_keeps_its_tensors_and_how_many_bytes_it_has(tmp_path, gguf
         assert set(quantized_types(source)) == {"Q8_0", "Q4_1"}
         assert file_bytes(source) == (tmp_path / "m.gguf").stat().st_size
         # its head by itself is the embedding's bytes, and adds none to the file
-        assert file_bytes(UntiedSource(source)) == file_bytes(source)
-        assert stored_tensors(UntiedSource(source))["lm_head.weight"] == stored["model.embed_tokens.weight"]
+        untied = ResolvedHeadSource(source, tied=False)
+        assert file_bytes(untied) == file_bytes(source)
+        assert stored_tensors(untied)["lm_head.weight"] == stored["model.embed_tokens.weight"]
 
 
 @pytest.mark.parametrize(("kind", "what"), [

@@ -3,8 +3,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from quantkit.models.architecture import parse_config
-from quantkit.sources import synthetic_configs
+from quantkit.models.architecture import parse_config, tensor_shapes
+from quantkit.models.synthetic import CONFIGS
 from quantkit.sources.gguf_config import hf_config
 from quantkit.support.errors import SourceError
 
@@ -98,8 +98,8 @@ def test_gpt_oss_20b():
             "rope.scaling.factor": 32.0, "rope.scaling.original_context_length": 4096,
             "rope.scaling.yarn_beta_fast": 32.0, "rope.scaling.yarn_beta_slow": 1.0}
     metadata = {"general.architecture": "gpt-oss", **{f"gpt-oss.{key}": value for key, value in keys.items()}}
-    published = synthetic_configs.CONFIGS["gpt-oss-20b"]
-    model = parse_config(hf_config(metadata, synthetic_configs.shapes(published), {}, "x.gguf"))
+    published = CONFIGS["gpt-oss-20b"]
+    model = parse_config(hf_config(metadata, tensor_shapes(parse_config(published)), {}, "x.gguf"))
     assert model == parse_config(published)
 
 

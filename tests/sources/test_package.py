@@ -14,7 +14,7 @@ from safetensors.torch import save
 from quantkit.runtime.generate import generate
 from quantkit.runtime.loader import load
 from quantkit.runtime.sampler import Sampling
-from quantkit.sources import package_parts
+from quantkit.sources import package as package_source
 from quantkit.sources.gguf import GGUFSource
 from quantkit.sources.local import LocalSource
 from quantkit.sources.open import open_source
@@ -149,7 +149,7 @@ def test_parts_of_other_versions(in_parts, monkeypatch):
     assert "toy-mixed-part3==1.3" in refused("pkg:toy-mixed", "different versions").next
     in_parts("toy-one", ("1.2", "1.2", "1.2"))
     assert refused("pkg:toy-one", "1.2 is installed, not 2", "2").next.endswith("toy-one-part3==2")
-    monkeypatch.setitem(package_parts.KNOWN, "toy-one", 4)
+    monkeypatch.setitem(package_source.KNOWN, "toy-one", 4)
     assert refused("pkg:toy-one", "3 of the 4 packages").next.endswith("toy-one-part4==1.2")
 
 
@@ -164,7 +164,7 @@ def test_a_full_disk_leaves_nothing(in_parts, monkeypatch, tmp_path):
             raise OSError(28, "No space left on device")
 
     in_parts("toy-large")
-    monkeypatch.setattr(package_parts.os, "fdopen", lambda handle, mode: os.close(handle) or Full())
+    monkeypatch.setattr(package_source.os, "fdopen", lambda handle, mode: os.close(handle) or Full())
     error = refused("pkg:toy-large", "can't be joined")
     assert error.why == "No space left on device" and "QUANTKIT_CACHE" in error.next
     assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]

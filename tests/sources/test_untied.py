@@ -13,9 +13,9 @@ from quantkit.export.gguf.export import export_gguf
 from quantkit.quantization.run import quantize
 from quantkit.runtime.loader import load
 from quantkit.runtime.verify import verify
-from quantkit.sources import untied
+from quantkit.sources import causal_lm
+from quantkit.sources.causal_lm import EMBEDDING, HEAD, ResolvedHeadSource
 from quantkit.sources.open import open_source
-from quantkit.sources.untied import EMBEDDING, HEAD, UntiedSource
 from quantkit.support.errors import QuantkitError
 from quantkit.testing import tiny_model
 
@@ -36,7 +36,7 @@ def tied(tmp_path):
 
 
 def test_the_head_is_the_embedding_by_another_name(tied):
-    source = UntiedSource(open_source(str(tied)))
+    source = ResolvedHeadSource(open_source(str(tied)), tied=False)
     infos = source.tensors()
     assert source.config()["tie_word_embeddings"] is False and infos[HEAD].name == HEAD
     assert infos[HEAD].shape == infos[EMBEDDING].shape
@@ -131,7 +131,7 @@ def test_a_head_of_equal_values_is_the_embedding(tied, dtype):
 
 def test_large_heads_are_compared_piece_by_piece(tied, monkeypatch):
     """What differs in the last value only, is another."""
-    monkeypatch.setattr(untied, "_CHUNK", 1000)
+    monkeypatch.setattr(causal_lm, "_CHUNK", 1000)
     stored = load_file(tied / "model.safetensors")
     head = stored[EMBEDDING].clone()
     head[-1, -1] += 1

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantkit.structure import arguments as checked
-from quantkit.structure.arguments import fit
+from quantkit.structure.formats import bare_calls as checked
+from quantkit.structure.formats.bare_calls import fit
 from quantkit.structure.formats.scanner import MAX_HEAD
 from quantkit.structure.turns import THINK, Tool, TurnFormat, parser
 

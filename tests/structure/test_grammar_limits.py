@@ -123,8 +123,8 @@ def test_hostile_structures_end_soon(compilers, tiny, structure):
 
 
 def test_a_constraint_that_takes_too_long_fails_alone(tiny, compilers, monkeypatch):
-    monkeypatch.setattr("quantkit.structure.constraint.FREE_SECONDS", 0.0)
-    monkeypatch.setattr("quantkit.structure.constraint.SECONDS_PER_TOKEN", 0.0)
+    monkeypatch.setattr("quantkit.structure.grammar.FREE_SECONDS", 0.0)
+    monkeypatch.setattr("quantkit.structure.grammar.SECONDS_PER_TOKEN", 0.0)
     engine, errors = Engine(tiny), []
     engine.submit([5], Sampling(max_tokens=50), on_error=errors.append,
                   constraint=compilers("tiny").compile(Structure(json_object=True))())

@@ -19,7 +19,7 @@ from quantkit.plugins.manager import current, registry
 from quantkit.quantization.run import quantize
 from quantkit.support.errors import PluginError, SpecError
 from quantkit.testing import check_format, tiny_model
-from quantkit.testing.codes import random_codes
+from quantkit.testing.formats import random_codes
 
 SPECS = (QuantSpec(bits=4, granularity=Granularity(strategy="channel")),
          QuantSpec(bits=8, symmetric=False, granularity=Granularity(strategy="group", size=16)))

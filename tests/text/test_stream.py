@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers
 
 from quantkit.testing import VOCAB, tiny_tokenizer
-from quantkit.text.stream import MAX_HELD, StreamDecoder
+from quantkit.text.tokenizer import MAX_HELD, StreamDecoder
 
 BYTES = tiny_tokenizer()
 

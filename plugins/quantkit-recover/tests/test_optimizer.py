@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quantkit.checkpoint.work import WorkStore
-from quantkit.checkpoint.writer import CheckpointWriter
+from quantkit.checkpoint.writer import CheckpointWriter, WorkStore
 from quantkit_recover.optimizer import DistillOptions, Parameter, saved_state, train
 
 

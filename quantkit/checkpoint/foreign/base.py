@@ -29,7 +29,7 @@ class ForeignLayer:
 
     Attributes:
         format: the layout of ours that is the same.
-        spec: what it is, ``scale_dtype`` as the file has it.
+        spec: the weight's spec, with ``scale_dtype`` as the file has it.
         dtype: logical dtype of the weight.
         stored: suffixes of the file's tensors that it is made of.
         convert: those tensors → those of the layout, where they differ.
@@ -71,11 +71,12 @@ def square(config: ConfigReader, key: str) -> int:
     return int(block[0])
 
 
-def missing(slot: LinearSlot, tensor: str) -> CheckpointError:
-    """The error for a layer without one of its tensors."""
-    return CheckpointError(f"{slot.name} has no {tensor}",
-                           why="its quantization_config says that it is quantized",
-                           next="download the checkpoint again")
+def check_stored(slot: LinearSlot, infos: Infos, *suffixes: str) -> None:
+    """Raise CheckpointError for a layer without one of these tensors."""
+    for suffix in suffixes:
+        if f"{slot.name}.{suffix}" not in infos:
+            raise CheckpointError(f"{slot.name} has no {suffix}", next="download the checkpoint again",
+                                  why="its quantization_config says that it is quantized")
 
 
 def contradiction(slot: LinearSlot, claim: str) -> CheckpointError:

@@ -16,8 +16,8 @@ from quantkit.checkpoint.foreign.base import (
     Infos,
     Layers,
     Tensors,
+    check_stored,
     contradiction,
-    missing,
 )
 from quantkit.formats.bnb_nf4 import NESTED_BLOCK, STATE, quant_state
 from quantkit.formats.dtypes import FLOATS, dtype_name
@@ -68,8 +68,7 @@ def layers(config: ConfigReader, infos: Infos, dtype: str) -> Layers:
 
 def _int8(slot: LinearSlot, infos: Infos, dtype: str) -> ForeignLayer:
     spec = QuantSpec(bits=8, granularity=Granularity(strategy="channel"), scale_dtype="float32")
-    if f"{slot.name}.weight" not in infos:
-        raise missing(slot, "weight")
+    check_stored(slot, infos, "weight")
     if f"{slot.name}.weight_format" in infos:
         return ForeignLayer("bnb-int8", spec, dtype, ("weight", "SCB", "weight_format"))
     return ForeignLayer("bnb-int8", spec, dtype, ("weight", "SCB"),
@@ -80,9 +79,7 @@ def _nf4(slot: LinearSlot, infos: Infos, dtype: str, nested: bool) -> ForeignLay
     """Block size and dtype are taken from the sizes of the tensors and checked with the state's own words."""
     names = ["weight", "weight.absmax", "weight.quant_map", STATE]
     names += ["weight.nested_absmax", "weight.nested_quant_map"] if nested else []
-    for suffix in names:
-        if f"{slot.name}.{suffix}" not in infos:
-            raise missing(slot, suffix)
+    check_stored(slot, infos, *names)
     blocks = infos[f"{slot.name}.weight.absmax"].shape
     count = slot.out_features * slot.in_features
     sizes = [size for size in (32, 64, 128, 256, 512, 1024, 2048, 4096) if blocks == (-(-count // size),)]
@@ -90,7 +87,6 @@ def _nf4(slot: LinearSlot, infos: Infos, dtype: str, nested: bool) -> ForeignLay
         raise CheckpointError(f"{slot.name}.weight.absmax is {list(blocks)}",
                               why=f"no block size gives that number of scales for {count} weights",
                               next="download the checkpoint again")
-
     spec = QuantSpec(kind="nf", bits=4, granularity=Granularity(strategy="block", size=sizes[0]),
                      scale_dtype="float32", nested=nested)
 

@@ -9,17 +9,10 @@ from typing import Any
 
 import torch
 
-from quantkit.checkpoint.checks import packed_fault
-from quantkit.checkpoint.foreign import (
-    awq,
-    bitsandbytes,
-    compressed_tensors,
-    fine_grained_fp8,
-    gptq,
-    mlx,
-    mxfp4,
-)
+from quantkit.checkpoint.foreign import bitsandbytes, compressed_tensors, fine_grained_fp8, mlx, mxfp4
 from quantkit.checkpoint.foreign.base import ORIGINAL, Dialect, ForeignLayer, Layers
+from quantkit.checkpoint.foreign.gptq_awq import awq_layers, gptq_layers
+from quantkit.checkpoint.integrity import packed_fault
 from quantkit.checkpoint.manifest import LayerRow, bits_per_weight
 from quantkit.checkpoint.quantization_config import stored_quantization
 from quantkit.formats.base import Format, QuantizedTensor
@@ -28,13 +21,12 @@ from quantkit.models.architecture import EMBEDDING, LinearSlot, all_slots, parse
 from quantkit.models.reader import ConfigReader
 from quantkit.plugins.manager import registry
 from quantkit.sources.base import ModelSource, SourceIdentity, TensorInfo
+from quantkit.sources.causal_lm import CLASSES, resolve_head
 from quantkit.sources.local import LocalSource
 from quantkit.sources.split_experts import split_experts
-from quantkit.sources.text_part import CLASSES
-from quantkit.sources.untied import resolve_head
 from quantkit.support.errors import CheckpointError, QuantkitError, UnsupportedModelError, did_you_mean
 
-DIALECTS: dict[str, Dialect] = {"gptq": gptq.layers, "awq": awq.layers, "bitsandbytes": bitsandbytes.layers,
+DIALECTS: dict[str, Dialect] = {"gptq": gptq_layers, "awq": awq_layers, "bitsandbytes": bitsandbytes.layers,
                                 "compressed-tensors": compressed_tensors.layers,
                                 "fp8": fine_grained_fp8.layers, "mlx": mlx.layers, "mxfp4": mxfp4.layers}
 """By ``quant_method``."""
@@ -48,10 +40,10 @@ class ForeignCheckpoint:
 
     Args:
         folder: with ``config.json`` and safetensors.
-        identity: where the folder came from, if it wasn't here.
+        identity: the place that the folder came from, if it wasn't here.
 
     Attributes:
-        path: the folder.
+        path: the place of the folder.
         layers: a row for every Linear; the method is the tool's ``quant_method``.
 
     Raises:
@@ -66,7 +58,7 @@ class ForeignCheckpoint:
         self.path = folder
         self.source = LocalSource(folder, identity.uri if identity else str(folder), identity, quantized=True)
         try:
-            self._found: dict[str, ForeignLayer] = {}
+            self._quantized: dict[str, ForeignLayer] = {}
             self._model: ModelSource = resolve_head(split_experts(self.source))
             self._infos = dict(self._model.tensors())
             self.layers = tuple(self._rows())
@@ -80,9 +72,8 @@ class ForeignCheckpoint:
         raw = self._model.config()
         if str(raw.get("model_type")) in CLASSES:
             raise CheckpointError(f"{self.path} is a quantized model of images and text",
-                                  why="only unquantized multimodal checkpoints are read, as the text model"
-                                      " inside",
-                                  next=ORIGINAL)
+                                  why="only unquantized multimodal checkpoints are read, as the text model "
+                                      "inside", next=ORIGINAL)
         method, layers = self._layers(raw)
         pairs = [(slot, layers(slot)) for slot in all_slots(parse_config(raw))]
         return [self._row(slot, method, layer) for slot, layer in pairs if layer or slot.name != EMBEDDING]
@@ -132,7 +123,7 @@ class ForeignCheckpoint:
         except QuantkitError as error:
             raise CheckpointError(f"layer {name} of {self.path} can't be read", why=error.why or error.what,
                                   next=ORIGINAL) from error
-        self._found[name] = layer
+        self._quantized[name] = layer
         for suffix in layer.stored:
             info = self._infos.pop(f"{name}.{suffix}")
             wanted = layout.get(suffix)
@@ -152,7 +143,7 @@ class ForeignCheckpoint:
     def _drop_empty_biases(self) -> None:
         """Some tools store a bias of zeros beside every layer that they quantized."""
         known = tensor_shapes(parse_config(self._model.config()))
-        for name in self._found:
+        for name in self._quantized:
             bias = f"{name}.bias"
             if bias in self._infos and bias not in known and not self._model.tensor(bias).any():
                 del self._infos[bias]
@@ -169,7 +160,6 @@ class ForeignCheckpoint:
 
     @property
     def file_bytes(self) -> int:
-        """Bytes of the weight files."""
         return self.source.file_bytes
 
     def config(self) -> dict[str, Any]:
@@ -190,7 +180,7 @@ class ForeignCheckpoint:
         Raises:
             CheckpointError: its values can't be right, or its inputs are out of order.
         """
-        foreign = self._found.get(layer)
+        foreign = self._quantized.get(layer)
         if foreign is None:
             return None
         shape = self._shapes[layer]
@@ -221,7 +211,6 @@ class ForeignCheckpoint:
         self.source.release()
 
     def close(self) -> None:
-        """Close the weight files."""
         self.source.close()
 
     def __enter__(self) -> ForeignCheckpoint:

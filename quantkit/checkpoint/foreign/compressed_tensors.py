@@ -19,7 +19,7 @@ from quantkit.checkpoint.foreign.base import (
     Infos,
     Layers,
     Tensors,
-    missing,
+    check_stored,
     square,
     unchanged,
 )
@@ -121,8 +121,8 @@ class Inputs:
     Attributes:
         kind, bits: of the levels.
         strategy: ``token``, ``group`` or ``tensor_group``.
-        size: of a group.
-        scale_dtype: of groups' scales; ``None``: they aren't rounded.
+        size: values in a group.
+        scale_dtype: the dtype of groups' scales; ``None``: they aren't rounded.
     """
 
     kind: str
@@ -228,9 +228,7 @@ def _fp4(slot: LinearSlot, spec: QuantSpec, infos: Infos, model_dtype: str) -> F
     if spec.scale_dtype == "e4m3":
         form = "nvfp4-pack-quantized"
         names += ["weight_global_scale"] + ["input_global_scale"] * spec.static_inputs
-    for suffix in names:
-        if f"{slot.name}.{suffix}" not in infos:
-            raise missing(slot, suffix)
+    check_stored(slot, infos, *names)
     return ForeignLayer(form, spec, model_dtype, tuple(names))
 
 
@@ -295,9 +293,7 @@ def _plain(slot: LinearSlot, spec: QuantSpec, infos: Infos, model_dtype: str) ->
 
 def _scales(slot: LinearSlot, names: Sequence[str], infos: Infos) -> str:
     """The dtype of a layer's scales, once all its tensors are known to be there."""
-    for suffix in names:
-        if f"{slot.name}.{suffix}" not in infos:
-            raise missing(slot, suffix)
+    check_stored(slot, infos, *names)
     dtype = infos[f"{slot.name}.weight_scale"].dtype
     if dtype not in FLOATS.values():
         raise CheckpointError(f"{slot.name}.weight_scale is {dtype}", why=f"known: {', '.join(FLOATS)}",

@@ -18,8 +18,8 @@ from quantkit.checkpoint.foreign.base import (
     Infos,
     Layers,
     Tensors,
+    check_stored,
     contradiction,
-    missing,
     square,
 )
 from quantkit.formats.dtypes import FLOATS
@@ -47,11 +47,9 @@ def layers(config: ConfigReader, infos: Infos, dtype: str) -> Layers:
             return None
         if any(slot.name == name or slot.name.startswith(f"{name}.") for name in kept):
             raise contradiction(slot, "'modules_to_not_convert'")
-        if f"{slot.name}.weight" not in infos:
-            raise missing(slot, "weight")
+        check_stored(slot, infos, "weight")
 
         def convert(tensors: Tensors) -> Tensors:
-            """Scales in float32."""
             scales = tensors[SCALES]
             if scales.dtype not in FLOATS.values():
                 raise CheckpointError(f"{slot.name}.{SCALES} is {scales.dtype}", next=ORIGINAL,

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from quantkit.checkpoint.foreign.base import ForeignLayer, Infos, Layers, contradiction, missing
+from quantkit.checkpoint.foreign.base import ForeignLayer, Infos, Layers, check_stored, contradiction
 from quantkit.formats.dtypes import FLOATS, dtype_name
 from quantkit.formats.mlx import BITS, GROUPS
 from quantkit.formats.spec import Granularity, QuantSpec
@@ -31,7 +31,6 @@ PLAIN: Scheme = (0, 0)
 
 
 def layers(config: ConfigReader, infos: Infos, dtype: str) -> Layers:
-    """See the module's docstring."""
     default = _scheme(config)
     named = {name: _entry(value, default, f"{config.where}: {name}")
              for name, value in config.raw("layers").items()}
@@ -43,9 +42,7 @@ def layers(config: ConfigReader, infos: Infos, dtype: str) -> Layers:
             return None
         if entry == PLAIN:
             raise contradiction(slot, f"'{slot.name}': false")
-        for suffix in STORED:
-            if f"{slot.name}.{suffix}" not in infos:
-                raise missing(slot, suffix)
+        check_stored(slot, infos, *STORED)
         bits, size = entry or _stored_scheme(slot, infos)
         scales = infos[f"{slot.name}.scales"].dtype
         if scales not in FLOATS.values():

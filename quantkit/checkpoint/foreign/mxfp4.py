@@ -23,8 +23,8 @@ from quantkit.checkpoint.foreign.base import (
     Infos,
     Layers,
     Tensors,
+    check_stored,
     contradiction,
-    missing,
 )
 from quantkit.formats.spec import Granularity, QuantSpec
 from quantkit.models.architecture import EXPERT, LinearSlot
@@ -42,7 +42,6 @@ _LONGEST, _MANY = 200, 10_000
 
 
 def layers(config: ConfigReader, infos: Infos, dtype: str) -> Layers:
-    """See the module's docstring."""
     kept = _kept(config)
     config.finish(HARMLESS, {})
     if not any(EXPERT in name and name.endswith(f".{STORED[0]}") for name in infos):
@@ -57,9 +56,7 @@ def layers(config: ConfigReader, infos: Infos, dtype: str) -> Layers:
             if stored:
                 raise contradiction(slot, f"'{KEPT}'")
             return None
-        for suffix in STORED:
-            if suffix not in stored:
-                raise missing(slot, suffix)
+        check_stored(slot, infos, *STORED)
         if f"{slot.name}.weight" in infos:
             raise CheckpointError(f"{slot.name} is stored twice, plain and quantized",
                                   why="readers would disagree about the layer",

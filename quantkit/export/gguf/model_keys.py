@@ -20,9 +20,8 @@ from quantkit.models.architecture import parse_config, tensor_shapes
 from quantkit.models.config import ModelConfig
 from quantkit.models.forward_context import inverse_frequencies
 from quantkit.models.rope_config import RopeConfig
-from quantkit.sources.gguf_config import hf_config
+from quantkit.sources.gguf_config import hf_config, yarn_magnitude
 from quantkit.sources.gguf_families import FAMILIES, LONG_FACTORS, ROPE_FREQS, SHORT_FACTORS, GGUFFamily
-from quantkit.sources.gguf_rope import yarn_magnitude
 from quantkit.support.errors import QuantkitError, UnsupportedModelError, did_you_mean
 
 _SAME = {"mistral": "llama"}

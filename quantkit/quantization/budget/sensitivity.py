@@ -22,8 +22,7 @@ import torch
 
 from quantkit import __version__
 from quantkit.checkpoint.manifest import SourceRecord
-from quantkit.checkpoint.work import WorkStore
-from quantkit.checkpoint.writer import WORK, CheckpointWriter
+from quantkit.checkpoint.writer import WORK, CheckpointWriter, WorkStore
 from quantkit.models.architecture import parse_config
 from quantkit.models.linear import Weights
 from quantkit.ops import packing

@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from quantkit.checkpoint.coverage import SHARED, Coverage, Overlap, SourceFile
-from quantkit.checkpoint.manifest import CalibrationFacts
+from quantkit.checkpoint.manifest import SHARED, CalibrationFacts, Coverage, Overlap, SourceFile
 from quantkit.models.architecture import parse_config
 from quantkit.models.interfaces import LanguageModel
 from quantkit.models.linear import Weights

@@ -33,7 +33,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from quantkit import __version__
-from quantkit.checkpoint.work import WorkStore
+from quantkit.checkpoint.writer import WorkStore
 from quantkit.models.architecture import EMBEDDING, HEAD
 from quantkit.models.config import ModelConfig
 from quantkit.models.decoder import DecoderLayer

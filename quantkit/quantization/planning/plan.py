@@ -44,7 +44,7 @@ from quantkit.quantization.recipe import CalibrationSpec, Recipe, Rule, spec_of
 from quantkit.quantization.recovery import check_recovery, find_recovery
 from quantkit.quantization.transforms.base import resolve_transforms
 from quantkit.sources.base import ModelSource, TensorInfo, file_bytes
-from quantkit.sources.untied import UntiedSource
+from quantkit.sources.causal_lm import ResolvedHeadSource
 from quantkit.support.errors import PluginError, QuantkitError, RecipeError, UsageError, did_you_mean, nearest
 
 
@@ -312,7 +312,7 @@ def with_own_head(recipe: Recipe, source: ModelSource) -> ModelSource:
     """The source; if a rule with ``match: lm_head`` quantizes the head of a model that has it tied to its
     embedding, the model with a head of its own, whatever becomes of the embedding."""
     tied = parse_config(source.config(), source.tensors()).tie_word_embeddings
-    return UntiedSource(source) if tied and any(r.match == HEAD and r.method
+    return ResolvedHeadSource(source, tied=False) if tied and any(r.match == HEAD and r.method
                                                 for r in recipe.rules) else source
 
 

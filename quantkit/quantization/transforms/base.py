@@ -15,7 +15,7 @@ from quantkit.plugins.manager import describe_entry, is_builtin, registry
 from quantkit.quantization.methods.base import LayerStats, MethodOptions, checked_options
 from quantkit.quantization.recipe import TransformSpec
 from quantkit.sources.base import ModelSource
-from quantkit.sources.checked import CheckedSource
+from quantkit.sources.wrapper import CheckedSource
 from quantkit.support.errors import PluginError, RecipeError
 
 

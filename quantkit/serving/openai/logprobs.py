@@ -8,8 +8,7 @@ from typing import Any
 
 from quantkit.runtime.core import TokenInfo
 from quantkit.serving.models import TokenTexts
-from quantkit.text.stream import StreamDecoder
-from quantkit.text.tokenizer import Tokenizer
+from quantkit.text.tokenizer import StreamDecoder, Tokenizer
 
 LEAST = -9999.0
 """Stands for minus infinity, which JSON doesn't have; as OpenAI does it."""

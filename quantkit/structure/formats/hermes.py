@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
-from quantkit.structure.formats.call_scanner import CallScanner
+from quantkit.structure.formats.json_call import CallScanner
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 

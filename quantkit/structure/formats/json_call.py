@@ -1,11 +1,13 @@
-"""One call as a JSON object, ``{"name": …, "arguments": {…}}``, whose arguments come as they are written."""
+"""Calls as JSON objects, ``{"name": …, "arguments": {…}}``, whose arguments come as they are written."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection
 from typing import Any
 
+from quantkit.structure.formats.scanner import TurnScanner
 from quantkit.structure.json_scanner import JsonScanner
 
 ARGUMENTS = ("arguments", "parameters", "input")
@@ -15,10 +17,10 @@ class JsonCall:
     """Reads one call.
 
     Args:
-        names: of the tools that can be called.
+        names: the names of the tools that can be called.
 
     Attributes:
-        name: of the tool, once the call has begun: its name is known, and where its arguments begin.
+        name: the tool's name, once the call has begun: its name is known, and where its arguments begin.
         done: whether the object is complete.
         broken: whether it is no call, or stopped being one.
     """
@@ -69,6 +71,47 @@ class JsonCall:
             return ""
         self.name = name
         return json.dumps(arguments)  # all ASCII: there may be halves of surrogate pairs in it
+
+
+class CallScanner(TurnScanner, ABC):
+    """Reads a call's object; a format says what may stand around it."""
+
+    _object: JsonCall
+
+    @abstractmethod
+    def _after_call(self) -> Callable[[str], None]:
+        """The state behind a complete call."""
+
+    def _begin_call(self, char: str = "") -> None:
+        """A call's object begins, perhaps with ``char``."""
+        self._object = JsonCall(self._names)
+        self._state = self._call_text
+        self._begun = False
+        if char:
+            self._object.feed(char)
+
+    def _call_text(self, char: str) -> None:
+        call = self._object
+        if not self._head_grows(char):
+            self._broken()
+            return
+        arguments = call.feed(char)
+        if call.broken:
+            self._cut(char)
+            return
+        if call.name is not None and not self._begun:
+            self._call(call.name)
+        if arguments:
+            self._arguments(arguments)
+        if call.done:
+            self._raw, self._state = "", self._after_call()
+
+    def _cut(self, char: str) -> None:
+        """What is read isn't a call, or stops being one: then what follows is text."""
+        if not self._begun:
+            self._broken()
+        else:
+            self._read_as_text(char)
 
 
 def read_json(text: str) -> Any:

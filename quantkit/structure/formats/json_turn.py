@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
-from quantkit.structure.formats.call_scanner import CallScanner
+from quantkit.structure.formats.json_call import CallScanner
 from quantkit.structure.formats.scanner import MAX_SPACE
 
 PYTHON_TAG = "<|python_tag|>"
@@ -19,7 +19,7 @@ class JsonTurn(CallScanner):
     """The parser of a turn in this format.
 
     Args:
-        names: of the tools that can be called.
+        names: the names of the tools that can be called.
         marks: texts that announce calls where they aren't the beginning of the turn.
         reasoning, opened: as the scanner's.
     """
@@ -83,15 +83,10 @@ class JsonTurn(CallScanner):
             self._fenced = self._listed = False
             self._begun = False
         elif (begun and not any(mark.startswith(begun) for mark in marks)) or len(self._raw) > MAX_SPACE:
-            begun = begun or self._raw
-            self._raw, self._state = "", self._text
-            self._again(begun)
+            self._read_as_text(begun or self._raw)
 
     def _end(self) -> bool:
         if self._state == self._between and self._raw.strip(" \t\r\n,;]`"):
-            raw = self._raw
-            self._raw = ""
-            self._state = self._text
-            self._again(raw)
+            self._read_as_text(self._raw)
             return False
         return super()._end()

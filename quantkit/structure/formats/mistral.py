@@ -6,7 +6,7 @@ import secrets
 import string
 from collections.abc import Callable, Collection
 
-from quantkit.structure.formats.call_scanner import CallScanner
+from quantkit.structure.formats.json_call import CallScanner
 from quantkit.structure.formats.scanner import MAX_SPACE
 from quantkit.structure.json_scanner import JsonScanner
 
@@ -62,10 +62,7 @@ class MistralTurn(CallScanner):
         elif char == "]":
             self._raw, self._state = "", self._text
         elif (not char.isspace() and char != ",") or len(self._raw) > MAX_SPACE:
-            raw = self._raw
-            self._raw = ""
-            self._state = self._text
-            self._again(raw.lstrip(", \t\r\n"))
+            self._read_as_text(self._raw.lstrip(", \t\r\n"))
 
     def _named(self, char: str) -> None:
         """A name, up to its arguments."""

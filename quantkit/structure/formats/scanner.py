@@ -23,11 +23,11 @@ class TurnScanner:
     White space around reasoning and calls belongs to the format and is dropped.
 
     Args:
-        names: of the tools that can be called.
+        names: the names of the tools that can be called.
         marks: texts that begin calls wherever they come.
-        reasoning: what opens and closes reasoning.
+        reasoning: the texts that open and close reasoning.
         opened: whether the prompt has opened reasoning already.
-        close: what a call ends with, if that is always the same.
+        close: the text that a call ends with, if that is always the same.
     """
 
     def __init__(self, names: Collection[str] = (), marks: Sequence[str] = (),
@@ -51,13 +51,11 @@ class TurnScanner:
             self._state = self._answer()
 
     def push(self, text: str) -> list[TurnDelta]:
-        """See :class:`~quantkit.structure.base.TurnParser`."""
         self._input.extend(text)
         self._run()
         return self._take()
 
     def finish(self) -> list[TurnDelta]:
-        """See :class:`~quantkit.structure.base.TurnParser`."""
         while not self._end():
             self._run()
         return self._take()
@@ -84,6 +82,11 @@ class TurnScanner:
 
     def _again(self, text: str) -> None:
         self._input.extendleft(reversed(text))
+
+    def _read_as_text(self, text: str) -> None:
+        """What was read belongs to no call: go on with ``text`` as text."""
+        self._raw, self._state = "", self._text
+        self._again(text)
 
     def _begin(self, char: str) -> None:
         self._held += char
@@ -194,18 +197,12 @@ class TurnScanner:
         if begun == self._close:
             self._raw, self._state = "", self._text
         elif not self._close.startswith(begun) or len(self._raw) > MAX_SPACE:
-            raw = self._raw
-            self._raw = ""
-            self._state = self._text
-            self._again(raw)
+            self._read_as_text(self._raw)
 
     def _end(self) -> bool:
         """Nothing follows: what is held comes out as what it is so far. Returns whether that is all."""
         if self._state == self._closing and self._raw.strip():
-            raw = self._raw
-            self._raw = ""
-            self._state = self._text
-            self._again(raw)
+            self._read_as_text(self._raw)
             return False
         if self._state == self._begin:
             text, self._held, self._state = self._held, "", self._answer()

@@ -6,12 +6,12 @@ import json
 import random
 
 import pytest
+from quantkit.sources.synthetic_configs import CONFIGS
 
 from quantkit.formats.spec import Granularity, QuantSpec
 from quantkit.models.architecture import linear_slots, parse_config
 from quantkit.quantization.budget.choose import part_of, rules_of
 from quantkit.quantization.recipe import Candidate
-from quantkit.sources.synthetic_configs import CONFIGS
 from quantkit.testing import FAMILIES, tiny_model
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from quantkit.checkpoint.coverage import Coverage, Overlap
+from quantkit.checkpoint.manifest import Coverage, Overlap
 
 FINE = Coverage(documents=1, available=2000, used=1024, distinct=300, vocabulary=1000, widest=512)
 

@@ -9,8 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from quantkit.checkpoint.manifest import reached_experts
 from quantkit.checkpoint.reader import read_manifest
-from quantkit.checkpoint.work import WorkStore
-from quantkit.checkpoint.writer import CheckpointWriter
+from quantkit.checkpoint.writer import CheckpointWriter, WorkStore
 from quantkit.cli.main import main
 from quantkit.formats.spec import Granularity, QuantSpec
 from quantkit.models.architecture import parse_config

@@ -9,8 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from quantkit.checkpoint.work import WorkStore
-from quantkit.checkpoint.writer import CheckpointWriter
+from quantkit.checkpoint.writer import CheckpointWriter, WorkStore
 from quantkit.models.architecture import linear_slots, parse_config
 from quantkit.models.decoder import CausalLM
 from quantkit.models.linear import Weights

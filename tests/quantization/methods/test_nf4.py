@@ -41,8 +41,8 @@ def test_nearest_entry_in_numpy(name: str) -> None:
 
 
 def test_refuses_int_and_a_damaged_weight() -> None:
-    channel = QuantSpec(bits=4, granularity=Granularity(strategy="channel"))
-    assert "not int" in str(METHOD.reason_against(channel))
+    integers = QuantSpec(bits=4, granularity=Granularity(strategy="channel"))
+    assert "not int" in str(METHOD.reason_against(integers))
     weight = torch.ones(2, 64)
     weight[1, 1] = float("nan")
     with pytest.raises(SpecError, match="NaN or infinite"):

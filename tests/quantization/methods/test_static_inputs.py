@@ -11,7 +11,7 @@ from quantkit.quantization.methods.gptq import GptqOptions
 from quantkit.quantization.methods.rounding import RTN, RtnOptions
 from quantkit.quantization.solve import with_input_factor
 from quantkit.support.errors import CalibrationError
-from quantkit.testing.codes import random_codes
+from quantkit.testing.formats import random_codes
 from tests.helpers.quantized import quant_spec
 
 NV = quant_spec("fp", 4, "group", 16, scale_dtype="e4m3")

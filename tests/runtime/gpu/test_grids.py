@@ -11,7 +11,7 @@ from quantkit.ops import gpu, triton_linear
 from quantkit.ops.dispatch import KernelQuery
 from quantkit.runtime.gpu.linears import _side_by_side
 from quantkit.runtime.memory.weights import _tile_bytes
-from quantkit.testing.codes import formula, random_codes
+from quantkit.testing.formats import formula, random_codes
 from tests.helpers.quantized import quant_spec
 
 KERNELS = (triton_linear.W8, triton_linear.W4, triton_linear.NF, triton_linear.FP, triton_linear.INT,

@@ -17,7 +17,7 @@ from quantkit.ops.stored_weight import QuantizedWeight
 from quantkit.ops.tokens import round_groups
 from quantkit.runtime.gpu.linears import FusedLinear
 from quantkit.runtime.memory.weights import gpu_packed_bytes
-from quantkit.testing.codes import formula, random_codes
+from quantkit.testing.formats import formula, random_codes
 from tests.helpers.quantized import quant_spec
 
 KERNEL, CPU = triton_linear.FP4A4, torch.device("cpu")

@@ -37,7 +37,7 @@ class HqqOptions(MethodOptions):
     Attributes:
         lp_norm: the exponent p of the error.
         beta: coupling in the first iteration, in units of a level.
-        kappa: what ``beta`` is multiplied by after each iteration.
+        kappa: the factor of ``beta`` after each iteration.
         iterations: alternations, for the zeros and again for the scales.
     """
 

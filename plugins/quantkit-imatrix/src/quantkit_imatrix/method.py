@@ -97,7 +97,7 @@ class _Search:
     Args:
         groups: float32 ``[n, g]``.
         costs: float32 ``[n or 1, g]``, of each weight's squared error.
-        spec: of kind ``int``.
+        spec: a spec of kind ``int``.
         first: the grid that plain rounding has, ``[n, 1]``.
     """
 

@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from pydantic import Field
 
-from quantkit.checkpoint.work import WorkStore
+from quantkit.checkpoint.writer import WorkStore
 from quantkit.quantization.methods.base import MethodOptions
 
 Values = Mapping[str, torch.Tensor]

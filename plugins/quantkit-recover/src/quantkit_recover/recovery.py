@@ -16,8 +16,7 @@ from typing import Any, Literal
 import torch
 
 from quantkit.checkpoint.manifest import LayerRow, RecoveryRecord
-from quantkit.checkpoint.work import WorkStore
-from quantkit.checkpoint.writer import WORK, CheckpointWriter
+from quantkit.checkpoint.writer import WORK, CheckpointWriter, WorkStore
 from quantkit.formats.base import QuantizedTensor
 from quantkit.formats.finite import squares
 from quantkit.formats.spec import QuantSpec

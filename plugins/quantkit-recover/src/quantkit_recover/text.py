@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 import torch
 
-from quantkit.checkpoint.coverage import SHARED
+from quantkit.checkpoint.manifest import SHARED
 from quantkit.models.architecture import parse_config
 from quantkit.quantization.calibration.data import (
     RANDOM,

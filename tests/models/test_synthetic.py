@@ -6,10 +6,10 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
+from quantkit.models import synthetic
 from quantkit.models.architecture import parse_config, tensor_shapes
-from quantkit.sources import synthetic
+from quantkit.models.synthetic import CONFIGS
 from quantkit.sources.open import open_source
-from quantkit.sources.synthetic import CONFIGS
 from quantkit.support.errors import QuantkitError
 
 PUBLISHED = {"llama-8b": 8_030_261_248, "llama-3.1-8b": 8_030_261_248, "llama-1b": 1_235_814_400,
