@@ -6,10 +6,10 @@ import json
 import random
 
 import pytest
-from quantkit.sources.synthetic_configs import CONFIGS
 
 from quantkit.formats.spec import Granularity, QuantSpec
 from quantkit.models.architecture import linear_slots, parse_config
+from quantkit.models.synthetic import CONFIGS
 from quantkit.quantization.budget.choose import part_of, rules_of
 from quantkit.quantization.recipe import Candidate
 from quantkit.testing import FAMILIES, tiny_model
