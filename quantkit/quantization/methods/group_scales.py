@@ -16,10 +16,10 @@ from quantkit.formats.spec import QuantSpec
 from quantkit.quantization.methods.grid import (
     Grid,
     at_once,
+    check_in_range,
     costs_of_groups,
     find_grid,
     multiples,
-    require_in_range,
     rising,
     rounded_minimum,
     rounded_multiple,
@@ -74,7 +74,7 @@ def choose_grid(weight: torch.Tensor, spec: QuantSpec, *, importance: torch.Tens
     if spec.grid == "fp" or (spec.grid == "int" and not spec.signed):
         return find_grid(weight, spec, importance=importance, shrinks=factors)
     shape = spec.scale_shape((weight.shape[0], weight.shape[1]))
-    require_in_range(weight, spec)
+    check_in_range(weight, spec)
     groups = weight.reshape(shape[0] * shape[1], -1)
     if spec.scale_dtype == "e4m3" and outer is None:
         outer = _power(weight.abs().max().reshape(1, 1) / (E2M1_LARGEST * E4M3_LARGEST))

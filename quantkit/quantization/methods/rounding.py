@@ -18,7 +18,7 @@ from quantkit.formats.level_values import codebook
 from quantkit.formats.spec import QuantSpec
 from quantkit.quantization.methods import trellis
 from quantkit.quantization.methods.base import LayerStats, Method, MethodOptions
-from quantkit.quantization.methods.grid import join, require_finite, round_to_grid, row_parts, to_codes
+from quantkit.quantization.methods.grid import check_finite, join, round_to_grid, row_parts, to_codes
 from quantkit.quantization.methods.group_scales import GRIDS, choose_grid
 
 _AT_ONCE = 1 << 22
@@ -44,7 +44,7 @@ def round_to_nearest(weight: torch.Tensor, stats: LayerStats | None, spec: Quant
         SpecError: the weight isn't finite, or is beyond the range of the scales' dtype.
     """
     assert isinstance(options, RtnOptions)
-    require_finite(weight)
+    check_finite(weight)
     if spec.kind == "trellis":
         return trellis.nearest(weight, spec)
     grid = choose_grid(weight, spec, search=options.clip_search)
@@ -62,7 +62,7 @@ def round_to_codebook(weight: torch.Tensor, stats: LayerStats | None, spec: Quan
     Raises:
         SpecError: the weight isn't finite.
     """
-    require_finite(weight)
+    check_finite(weight)
     size = spec.granularity.size
     assert size is not None
     table = codebook().to(weight.device)
