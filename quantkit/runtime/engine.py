@@ -115,7 +115,7 @@ class Engine:
         trace: records what requests and steps did.
         speculator: asks for drafts; ``None``: nobody drafts.
         thread: the thread that steps from :meth:`start` to :meth:`close`.
-        failure: the reason why that thread has ended, if an error has ended it.
+        failure: the error that has ended that thread, if one has.
     """
 
     def __init__(self, loaded: LoadedModel, *, kv: KVSpec | None = None, more_kv: Sequence[KVSpec] = (),
@@ -147,7 +147,7 @@ class Engine:
         self._lock = lock or FairLock()
         self._numbers = itertools.count()
         self.thread: threading.Thread | None = None
-        self.failure: EngineDeadError | None = None
+        self.failure: BaseException | None = None
         self._unheard: list[BaseException] = []  # errors that no request's listener took
         self._generated = self._prompt_tokens = self._steps = 0
 
@@ -183,7 +183,8 @@ class Engine:
             priority: requests with a lower one go first, and give up their pages last.
             pooling: compute the prompt's embedding, and no token.
             label: names it in the trace; by default its number does.
-            cache_salt: only requests with the same salt share prefixes; see :func:`block_names`.
+            cache_salt: only requests with the same salt share prefixes; see
+                :func:`~quantkit.kv.prefix.block_names`.
             on_token, on_done, on_error: called on the stepping thread; they must return at once. Without
                 ``on_error`` an error is raised at the end of :meth:`step`, or printed by the thread.
 
@@ -204,8 +205,8 @@ class Engine:
             self._scheduler.submit(request)
         except BaseException as error:
             text.manager.texts.discard(text)
-            if self.failure is not None and isinstance(error, EngineClosed):
-                raise self.failure from None
+            if isinstance(error, EngineClosed):
+                self.check_alive()
             raise
         return request
 
@@ -252,6 +253,11 @@ class Engine:
                                        daemon=True)
         self.thread.start()
 
+    def check_alive(self) -> None:
+        """Raises EngineDeadError: an error has ended the engine's thread."""
+        if self.failure is not None:
+            raise EngineDeadError(self.failure)  # its own for everybody, as whoever raises it writes to it
+
     def drain(self, timeout: float | None = None) -> bool:
         """Take no more requests and wait until all have ended.
 
@@ -280,19 +286,17 @@ class Engine:
         try:
             self._loop()
         except BaseException as error:
+            self.failure = error
+            self._scheduler.close()  # who comes from now on is told at once
             dead = EngineDeadError(error)
             dead.__cause__ = error
-            self.failure = dead
-            self._scheduler.close()  # who comes from now on is told at once
-            if on_dead is None:
-                _print_error(dead)
-            else:
-                on_dead(dead)
             for request in self._scheduler.requests:
-                with contextlib.suppress(Exception):  # what it holds can't be given back
+                with contextlib.suppress(BaseException):  # what it holds can't be given back
                     self._fail(request, dead)
-        with contextlib.suppress(Exception):
-            self._lock.decodes(self, False)
+            (on_dead or _print_error)(dead)
+        finally:
+            with contextlib.suppress(Exception):
+                self._lock.decodes(self, False)
 
     def _loop(self) -> None:
         scheduler = self._scheduler

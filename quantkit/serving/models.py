@@ -186,8 +186,7 @@ class ServedModels:
     def check_alive(self) -> None:
         """Raises EngineDeadError: an error has ended an engine's thread."""
         for model in self:
-            if model.engine.failure is not None:
-                raise model.engine.failure
+            model.engine.check_alive()
 
     def close(self) -> None:
         """Close the engines; answers that aren't complete are cut.

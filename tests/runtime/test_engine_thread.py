@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from quantkit.runtime.core import EngineClosed
-from quantkit.runtime.engine import Engine
+from quantkit.runtime.core import EngineClosed, EngineDeadError
+from quantkit.runtime.engine import Engine, FairLock
 from quantkit.runtime.generate import generate
 from quantkit.runtime.sampler import Sampling
 
@@ -94,6 +94,37 @@ def test_a_thread_survives_errors_that_nobody_hears(started, monkeypatch, prompt
     request, ends = submit(engine, 5, Sampling(max_tokens=4, ignore_eos=True))
     assert engine.drain(WAIT) and ends == ["length"] and len(request.result.token_ids) == 4
     assert [str(args.exc_value) for args in hooked] == ["listener"] * 3
+
+
+class DyingLock(FairLock):
+    """A lock that raises before a step, where no request is at fault."""
+
+    def __enter__(self):
+        raise SystemExit("no device")
+
+
+def test_when_the_thread_dies_every_request_is_told_even_if_nobody_hears_of_the_death(
+        small, monkeypatch, prompt_of, submit, long):
+    errors, hooked, raised = [], [], []
+    monkeypatch.setattr(threading, "excepthook", lambda args: hooked.append(args.exc_value))
+    engine = Engine(small, lock=DyingLock())
+    for _ in range(3):
+        engine.submit(prompt_of(5), long, on_error=errors.append)
+
+    def broken(_):
+        raise OSError("the terminal is gone")
+
+    engine.start(broken)
+    engine.thread.join(WAIT)
+    assert [error.why for error in errors] == ["SystemExit: no device"] * 3 and engine.drain(WAIT)
+    assert list(map(str, hooked)) == ["the terminal is gone"]
+    for refused in (engine.check_alive, lambda: submit(engine, 3)):
+        with pytest.raises(EngineDeadError, match="the engine has stopped") as caught:
+            refused()
+        raised.append(caught.value)
+    assert raised[0] is not raised[1], "an error keeps all that was there when it was raised"
+    engine.close()
+    assert engine.cache.allocated_bytes == 0
 
 
 def test_a_thread_starts_once_and_closes_at_once(started, submit):

@@ -113,8 +113,10 @@ class Replica:
 
     def _check_engines(self) -> None:
         for model in self._models:
-            if model.engine.failure is not None:
-                raise reported(model.engine.failure)
+            try:
+                model.engine.check_alive()
+            except QuantkitError as error:
+                raise reported(error) from None
 
     async def answer(self, request: ForwardedRequest) -> AsyncIterator[list[Message]]:
         """ASGI messages of the answer, as many at a time as there are. Cancelling it ends the request.

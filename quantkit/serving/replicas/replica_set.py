@@ -211,8 +211,8 @@ class ReplicaSet:
             if isinstance(error, self._ray.exceptions.RayTaskError) and not isinstance(error.cause,
                                                                                        QuantkitError):
                 raise
-            if isinstance(error, self._ray.exceptions.ActorDiedError):  # this may be known here first
-                self._ready.pop(replica, None)
+            if isinstance(error, (self._ray.exceptions.ActorDiedError, self._ray.exceptions.RayTaskError)):
+                self._ready.pop(replica, None)  # this may be known here first
             raise ReplicaLostError(str(error)) from error
         except BaseException:  # the client has left
             if not self._closed.is_set():

@@ -13,6 +13,7 @@ from quantkit.executor.cluster import WorkerSetup
 from quantkit.runtime.core import EngineDeadError
 from quantkit.serving.replicas import replica as module
 from quantkit.serving.replicas.replica import MAX_MESSAGES, REPORT, ForwardedRequest, Replica
+from quantkit.serving.replicas.replica_set import ReplicaLostError, ReplicaSet
 from quantkit.support.errors import QuantkitError, UsageError
 
 REQUEST = ForwardedRequest({"type": "http", "method": "POST", "path": "/v1/completions", "headers": []},
@@ -78,14 +79,42 @@ def test_an_application_waits_for_a_slow_reader():
 
 def test_a_replica_whose_engine_has_ended_isn_t_healthy(monkeypatch):
     monkeypatch.setattr(module, "CHECK_SECONDS", 0)
-    well, dead = (SimpleNamespace(engine=SimpleNamespace(failure=failure))
-                  for failure in (None, EngineDeadError(RuntimeError("no device"))))
+
+    def die():
+        raise EngineDeadError(RuntimeError("no device"))
+
+    well, dead = (SimpleNamespace(engine=SimpleNamespace(check_alive=check)) for check in (lambda: None, die))
     asyncio.run(replica(None, well, well).check())
     with pytest.raises(QuantkitError, match="the engine has stopped") as caught:
         asyncio.run(replica(None, well, dead).check())
     assert pickle.loads(pickle.dumps(caught.value)).why == "RuntimeError: no device"
     with pytest.raises(QuantkitError, match="the engine has stopped"):
         asyncio.run(everything(replica(None, well, dead)))
+
+
+def test_a_replica_whose_engine_has_ended_gets_no_more_requests():
+    """Not even the one that finds out: what reads the same beginnings would choose that replica again."""
+    class RayError(Exception):
+        pass
+
+    class RayTaskError(RayError):
+        cause = QuantkitError("the engine has stopped")
+
+    class ActorDiedError(RayError):
+        pass
+
+    async def refuse(request):
+        raise RayTaskError
+        yield
+
+    replicas = object.__new__(ReplicaSet)
+    actor = SimpleNamespace(answer=SimpleNamespace(options=lambda **_: SimpleNamespace(remote=refuse)))
+    errors = SimpleNamespace(RayError=RayError, RayTaskError=RayTaskError, ActorDiedError=ActorDiedError)
+    vars(replicas).update(_ray=SimpleNamespace(exceptions=errors), _ready={"a": actor, "b": actor},
+                          _answering=0)
+    with pytest.raises(ReplicaLostError):
+        asyncio.run(anext(replicas.answer("a", REQUEST)))
+    assert replicas.running == ["b"]
 
 
 def test_an_error_of_loading_arrives_with_all_its_parts():
