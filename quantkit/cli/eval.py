@@ -137,8 +137,8 @@ def command(ctx: click.Context, models: tuple[str, ...], text: str | None, suite
         roofline=base.roofline and not no_speed, peers=peer,
         plot=_listed(plot, "--plot", "kl_mean") if plot is not None else ())
     check_planned(conditions, speed=settings.speed, texts=[text.name for text in settings.texts],
-                    tasks=[find_task(name)[0].task for name in settings.tasks],
-                    candidates=len(models) * max(1, len(settings.kv)) - 1 + len(peer) + bool(recipes))
+                  tasks=[find_task(name)[0].task for name in settings.tasks],
+                  candidates=len(models) * max(1, len(settings.kv)) - 1 + len(peer) + bool(recipes))
     check_plot(settings)
     check_executor(executor, find_device(device), gpus=True)
     if settings.speed and not quiet and (busy := busy_now()):

@@ -184,7 +184,7 @@ def _variant(name: str, before: ModelResult, after: ModelResult, result: EvalRes
             else before.manifest_sha256 == after.manifest_sha256)
     # what the reference's distance from itself is in both results tells nothing
     shown = (change for change in changes
-            if not change.before == change.after == DISTANCES.get(change.metric, math.nan))
+             if not change.before == change.after == DISTANCES.get(change.metric, math.nan))
     return VariantChange(name, after.kv, same, tuple(shown))
 
 

@@ -153,8 +153,8 @@ class ModelResult:
                        "texts": {name: {key: _ends(value) for key, value in metrics.items()}
                                  for name, metrics in self.texts.items()},
                        "window_means": {text: {key: [finite(value) for value in values]
-                                          for key, values in means.items()}
-                                   for text, means in self.window_means.items()},
+                                               for key, values in means.items()}
+                                        for text, means in self.window_means.items()},
                        "items": {key: [finite(value) for value in values]
                                  for key, values in self.items.items()},
                        "differences": [difference.model_dump(mode="json") for difference in self.differences],

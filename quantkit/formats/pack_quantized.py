@@ -38,9 +38,10 @@ class PackQuantizedFormat(FormatBase):
     def stored_layout(self, spec: QuantSpec, shape: tuple[int, int], dtype: torch.dtype) -> Layout:
         rows, cols = shape
         scales = spec.scale_shape(shape)
-        tensors: Layout = {"weight_packed": (torch.int32, (rows, stream.words(cols, spec.bits))),
-                   "weight_scale": (dtype, (1,) if spec.granularity.strategy == "tensor" else scales),
-                   "weight_shape": (torch.int64, (2,))}
+        tensors: Layout = {
+            "weight_packed": (torch.int32, (rows, stream.words(cols, spec.bits))),
+            "weight_scale": (dtype, (1,) if spec.granularity.strategy == "tensor" else scales),
+            "weight_shape": (torch.int64, (2,))}
         if not spec.symmetric:
             tensors["weight_zero_point"] = (torch.int32, (stream.words(rows, spec.bits), scales[1]))
         return tensors

@@ -169,8 +169,7 @@ def peak_bytes(rows: Sequence[PlanRow], needs: set[str], calibration: Calibratio
       activations of ``BATCH_TOKENS``; or *run* with what is stored, which is there too;
       A transform that changes layers holds one in float32, beside that;
     - the *embedding or the head*, if it is quantized: as it is stored before and after, its codes, and as
-      for a layer's Linear what a part of its rows takes
-      (:func:`~quantkit.quantization.planning.plan.rows_at_once`);
+      for a layer's Linear what a part of its rows takes (:func:`rows_at_once`);
     - *another tensor* is copied, as it is stored; of the embeddings those that the text needs, in float32;
     - where tokens get an importance, a layer is held with all that its backward pass needs, or the head with
       some of its logits; all layers' inputs are on disk;

@@ -55,7 +55,7 @@ class Contract:
             raise self.error(f"{what} raises {_raised(error)}") from error
 
     def check_refusal(self, what: str, function: Callable[..., object], *args: Any,
-                accepted: str, remedy: str, kind: type[QuantkitError] = QuantkitError) -> None:
+                      accepted: str, remedy: str, kind: type[QuantkitError] = QuantkitError) -> None:
         """Call plugin code that must raise ``kind``.
 
         Args:

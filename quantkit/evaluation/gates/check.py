@@ -70,8 +70,8 @@ def check_gate(result: EvalResult, gate: str | Sequence[GateCondition], *,
 
 
 def check_planned(conditions: Sequence[GateCondition], *, candidates: int, speed: bool,
-                    tasks: Sequence[str] = (), texts: Sequence[str] = (),
-                    metrics: Sequence[str] = ()) -> None:
+                  tasks: Sequence[str] = (), texts: Sequence[str] = (),
+                  metrics: Sequence[str] = ()) -> None:
     """Find out before anything is measured whether a gate's metrics will be.
 
     Args:
