@@ -19,7 +19,7 @@ from quantkit.serving.metrics import Metrics
 from quantkit.serving.models import ServedEngine, ServedModels
 from quantkit.serving.openapi import describe
 from quantkit.serving.page import page
-from quantkit.serving.respond import Responder
+from quantkit.serving.reply import Responder
 from quantkit.serving.routes import add_routes
 
 OnError = Callable[[BaseException], None]

@@ -22,7 +22,7 @@ from quantkit.serving.openai.responses import ResponsesReply
 from quantkit.serving.openai.responses_request import ResponsesRequest
 from quantkit.serving.openai.tokens import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
 from quantkit.serving.openapi import anthropic_responses, responses, text_responses
-from quantkit.serving.respond import Responder
+from quantkit.serving.reply import Responder
 from quantkit.serving.timeline import Timeline, TraceResponse
 
 

@@ -6,10 +6,9 @@ import threading
 import pytest
 
 from quantkit.runtime.core import EngineFull
-from quantkit.serving import respond
 from quantkit.serving.errors import ApiError
 from quantkit.serving.models import ServedEngine
-from quantkit.serving.respond import BoundedThreads
+from quantkit.serving.reply import COMPILING, PREPARING, BoundedThreads
 from quantkit.text.tokenizer import Tokenizer
 
 from .conftest import sent
@@ -88,10 +87,10 @@ def test_requests_that_are_read_slowly_hold_up_nobody_else_and_are_forgotten(liv
                                               extra_body={"ignore_eos": True})
     # ids are read by the same threads, so this one has to come first
     next(iter(stream))
-    reading = [ask(f"hold {number}") for number in range(respond.PREPARING)]
-    eventually(lambda: len(texts) == respond.PREPARING)
+    reading = [ask(f"hold {number}") for number in range(PREPARING)]
+    eventually(lambda: len(texts) == PREPARING)
     waiting = [ask(f"hold, waiting {number}") for number in range(3)]
-    eventually(lambda: made.application.guard.active == 1 + respond.PREPARING + 3)
+    eventually(lambda: made.application.guard.active == 1 + PREPARING + 3)
     for _ in range(20):
         assert next(iter(stream)).choices, "others' tokens go on"
     assert made.get("/health").status_code == 200
@@ -100,13 +99,13 @@ def test_requests_that_are_read_slowly_hold_up_nobody_else_and_are_forgotten(liv
     assert refused.headers["retry-after"]
     for raw in waiting:
         raw.close()
-    eventually(lambda: made.application.guard.active == 1 + respond.PREPARING)
+    eventually(lambda: made.application.guard.active == 1 + PREPARING)
     going.set()
     for raw in reading:
         assert raw.recv(2**16).startswith(b"HTTP/1.1 200 ")
         raw.close()
     assert made.post(PATH, {"prompt": "a", "max_tokens": 1}).status_code == 200
-    assert len(texts) == respond.PREPARING, "the prompts of those who left were not read"
+    assert len(texts) == PREPARING, "the prompts of those who left were not read"
     stream.close()
 
 
@@ -124,11 +123,11 @@ def test_structures_that_compile_slowly_hold_up_no_other_prompts(live, monkeypat
     def ask():
         statuses.append(made.post(PATH, {"prompt": "a", "guided_regex": "a+", "max_tokens": 1}).status_code)
 
-    asking = [threading.Thread(target=ask) for _ in range(respond.COMPILING + 1)]
+    asking = [threading.Thread(target=ask) for _ in range(COMPILING + 1)]
     for number, thread in enumerate(asking):
         thread.start()
         eventually(lambda number=number: made.application.guard.active == number + 1)
-        eventually(lambda number=number: len(compiling) == min(number + 1, respond.COMPILING))
+        eventually(lambda number=number: len(compiling) == min(number + 1, COMPILING))
     assert made.post(PATH, {"prompt": "a", "max_tokens": 1}).status_code == 200
     too_long = made.post(PATH, {"prompt": [5] * 70_000, "guided_regex": "a+"})
     assert too_long.json()["error"]["code"] == "context_length_exceeded", "it is told before it would wait"
@@ -137,4 +136,4 @@ def test_structures_that_compile_slowly_hold_up_no_other_prompts(live, monkeypat
     going.set()
     for thread in asking:
         thread.join(60)
-    assert statuses == [400] * (respond.COMPILING + 1)
+    assert statuses == [400] * (COMPILING + 1)
