@@ -305,4 +305,3 @@ class KVCache:
     def _shrink(self, index: int) -> None:
         self.layers[index].store.shrink(
             lambda: (sequence.layers[index] for sequence in self._sequences.values()))
-
