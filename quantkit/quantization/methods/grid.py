@@ -250,7 +250,7 @@ def round_scale(scale: torch.Tensor, zero: torch.Tensor, spec: QuantSpec) -> tor
 
 
 def search_groups(groups: torch.Tensor, spec: QuantSpec, cost: torch.Tensor | None,
-            shrinks: tuple[float, ...]) -> Grid:
+                  shrinks: tuple[float, ...]) -> Grid:
     """``groups [n, g]`` → grids ``[n, 1]``; ties go to the earlier, wider factor."""
     low = groups.amin(dim=1, keepdim=True).clamp(max=0)
     high = groups.amax(dim=1, keepdim=True).clamp(min=0)

@@ -37,7 +37,7 @@ class RtnOptions(MethodOptions):
 
 
 def round_to_nearest(weight: torch.Tensor, stats: LayerStats | None, spec: QuantSpec,
-             options: MethodOptions) -> Codes:
+                     options: MethodOptions) -> Codes:
     """Round ``weight`` (float32 ``[out, in]``) to nearest; ``stats`` isn't looked at.
 
     Raises:
@@ -53,7 +53,7 @@ def round_to_nearest(weight: torch.Tensor, stats: LayerStats | None, spec: Quant
 
 
 def round_to_codebook(weight: torch.Tensor, stats: LayerStats | None, spec: QuantSpec,
-             options: MethodOptions) -> Codes:
+                      options: MethodOptions) -> Codes:
     """Round ``weight`` (float32 ``[out, in]``) to the codebook; ``stats`` isn't looked at.
 
     A block of zeros keeps the scale 0, as in bitsandbytes. With ``spec.nested`` the scales are

@@ -166,8 +166,8 @@ def with_own_head(recipe: Recipe, source: ModelSource) -> ModelSource:
     """The source; if a rule with ``match: lm_head`` quantizes the head of a model that has it tied to its
     embedding, the model with a head of its own, whatever becomes of the embedding."""
     tied = parse_config(source.config(), source.tensors()).tie_word_embeddings
-    own = tied and any(rule.match == HEAD and rule.method for rule in recipe.rules)
-    return ResolvedHeadSource(source, tied=False) if own else source
+    quantizes_head = any(rule.match == HEAD and rule.method for rule in recipe.rules)
+    return ResolvedHeadSource(source, tied=False) if tied and quantizes_head else source
 
 
 def make_plan(recipe: Recipe, source: ModelSource) -> Plan:

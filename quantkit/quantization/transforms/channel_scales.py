@@ -139,7 +139,7 @@ AWQ = Transform(name="awq", paper="https://arxiv.org/abs/2306.00978", layer=find
                 reason_against_spec=lambda spec: None if spec.kind in GRIDS else
                 f"it is for weights of kind {' or '.join(GRIDS)}, not for {spec.label()}")
 SMOOTHQUANT = Transform(name="smoothquant", paper="https://arxiv.org/abs/2211.10438", layer=smooth_layer,
-                      needs=frozenset({"largest"}), options=SmoothOptions,
-                      reason_against_spec=lambda spec: None if spec.activations else
-                      f"it is for inputs that are rounded too (spec: activations), not for {spec.label()}; "
-                      "awq is for weights alone")
+                        needs=frozenset({"largest"}), options=SmoothOptions,
+                        reason_against_spec=lambda spec: None if spec.activations else
+                        f"it is for inputs that are rounded too (spec: activations), not for {spec.label()}; "
+                        "awq is for weights alone")
