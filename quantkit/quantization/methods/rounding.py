@@ -18,8 +18,15 @@ from quantkit.formats.level_values import codebook
 from quantkit.formats.spec import QuantSpec
 from quantkit.quantization.methods import trellis
 from quantkit.quantization.methods.base import LayerStats, Method, MethodOptions
-from quantkit.quantization.methods.grid import join, require_finite, round_to_grid, row_parts, to_codes
-from quantkit.quantization.methods.group_scales import GRIDS, choose_grid
+from quantkit.quantization.methods.grid import (
+    GRIDS,
+    choose_grid,
+    join,
+    require_finite,
+    round_to_grid,
+    row_parts,
+    to_codes,
+)
 
 _AT_ONCE = 1 << 22
 """Weights that are rounded at a time."""

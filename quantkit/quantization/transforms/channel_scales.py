@@ -21,8 +21,7 @@ from pydantic import Field
 
 from quantkit.models.config import ModelConfig
 from quantkit.quantization.methods.base import MethodOptions
-from quantkit.quantization.methods.grid import from_grid, round_to_grid
-from quantkit.quantization.methods.group_scales import choose_grid
+from quantkit.quantization.methods.grid import choose_grid, from_grid, round_to_grid
 from quantkit.quantization.methods.hessian import losses
 from quantkit.quantization.transforms.base import LayerTensors, ScaleGroup, Transform, scale_groups
 
