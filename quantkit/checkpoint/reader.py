@@ -76,7 +76,7 @@ class Checkpoint:
             if (size := file.stat().st_size) != record.bytes:
                 raise CheckpointError(f"{file} is damaged", next=AGAIN,
                                       why=f"it has {size:,} bytes, it was written with {record.bytes:,}")
-        _require_formats(folder, manifest)
+        _check_formats(folder, manifest)
         checkpoint = cls(folder, manifest)
         try:
             checkpoint.check_structure()
@@ -240,7 +240,7 @@ def foreign_method(folder: Path) -> str | None:
     return str(stored.get("quant_method"))
 
 
-def _require_formats(folder: Path, manifest: Manifest) -> None:
+def _check_formats(folder: Path, manifest: Manifest) -> None:
     """Raises CheckpointError for a format that isn't installed; it names the plugins of the checkpoint."""
     known = registry("formats")
     missing = next((row.format for row in manifest.layers if row.format and row.format not in known), None)

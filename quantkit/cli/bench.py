@@ -194,7 +194,7 @@ def tune(ctx: click.Context, folder: Path | None, only: str, minutes: float, fre
     The result is one JSON file for this kind of GPU, which all commands that run models then use. When you
     stop the command (Ctrl-C), its measurements are kept, and the same command continues from there.
     """
-    _require_triton()
+    _check_triton()
     import torch
 
     if not torch.cuda.is_available():
@@ -212,7 +212,7 @@ def compile_kernels(quiet: bool) -> tuple[dict[str, Any], str]:
 
     Raises QuantkitError without triton.
     """
-    _require_triton()
+    _check_triton()
     from quantkit_kernels.tools.aot import compile_all, verdict
     from quantkit_kernels.tools.aot import table as kernel_table
 
@@ -223,7 +223,7 @@ def compile_kernels(quiet: bool) -> tuple[dict[str, Any], str]:
             f"{kernel_table(rows)}\n\n{verdict(rows)}")
 
 
-def _require_triton() -> None:
+def _check_triton() -> None:
     if importlib.util.find_spec("triton") is None:
         raise QuantkitError("triton is not installed", why="GPU kernels are written in it",
                             next="pip install triton, on Linux")

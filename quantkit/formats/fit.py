@@ -47,7 +47,7 @@ class FormatBase(ABC):
 
     def layout(self, spec: QuantSpec, shape: tuple[int, int], dtype: torch.dtype) -> Layout:
         """Raises SpecError if it refuses the weight, or for scales of another dtype than it keeps."""
-        require_fit(self, spec, shape, dtype)
+        check_fit(self, spec, shape, dtype)
         return self.stored_layout(spec, shape, dtype)
 
     def pack(self, codes: Codes, dtype: torch.dtype) -> QuantizedTensor:
@@ -63,7 +63,7 @@ class FormatBase(ABC):
         return dequantize(self.unpack(packed))
 
 
-def require_fit(form: Format, spec: QuantSpec, shape: tuple[int, int], dtype: torch.dtype) -> None:
+def check_fit(form: Format, spec: QuantSpec, shape: tuple[int, int], dtype: torch.dtype) -> None:
     """Raises SpecError for a weight that ``form`` refuses, or for scales of another dtype than it stores:
     its own (its attribute ``scales``), else that of the model, ``dtype``; one that ``converts_scales`` takes
     any."""

@@ -77,7 +77,7 @@ class CpuInt8(CpuKernel):
             return f"multiplies integers of 5 to 8 bits, not {spec.kind}{spec.bits}"
         if spec.activations:
             return "leaves activations as they are"
-        return _reason_against_groups(query)
+        return reason_against_group(query)
 
     def _pack(self, codes: Codes, weight: QuantizedTensor) -> CpuWeight:
         from quantkit_kernels.cpu import decoders, pack
@@ -118,7 +118,7 @@ class CpuInt4(CpuKernel):
         spec = query.spec
         if spec.kind != "int" or spec.bits > 4:
             return f"multiplies integers of at most 4 bits, not {spec.kind}{spec.bits}"
-        return _reason_against_groups(query)
+        return reason_against_group(query)
 
     def _pack(self, codes: Codes, weight: QuantizedTensor) -> CpuWeight:
         from quantkit_kernels.cpu import decoders, pack
@@ -142,7 +142,7 @@ class CpuNF4(CpuKernel):
         size = query.spec.granularity.size or 0
         if query.k % size:
             return f"needs in_features divisible by the block of {size}, not {query.k}"
-        return _reason_against_groups(query)
+        return reason_against_group(query)
 
     def _pack(self, codes: Codes, weight: QuantizedTensor) -> CpuWeight:
         from quantkit_kernels.cpu import decoders, matmul, pack
@@ -174,7 +174,7 @@ class CpuTrellis(CpuKernel):
         return grouped(self.name, codes, weight, decoder, lambda *_: pack.trellis(codes.codes, spec.bits))
 
 
-def _reason_against_groups(query: KernelQuery) -> str | None:
+def reason_against_group(query: KernelQuery) -> str | None:
     """Groups that no kernel here takes."""
     from quantkit_kernels.cpu.weight_decoder import SUB
 
@@ -288,7 +288,7 @@ class CpuTable(CpuKernel):
             return f"multiplies {self._kind}4, not {spec.kind}{spec.bits}"
         if spec.activations:
             return "leaves activations as they are"
-        return _reason_against_groups(query)
+        return reason_against_group(query)
 
     def _pack(self, codes: Codes, weight: QuantizedTensor) -> CpuWeight:
         from quantkit_kernels.cpu import decoders, pack

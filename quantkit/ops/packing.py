@@ -59,7 +59,7 @@ def dequantize(form: Format, packed: QuantizedTensor) -> torch.Tensor:
     return values
 
 
-def require_finite_error(form: Format, error: float) -> None:
+def check_finite_error(form: Format, error: float) -> None:
     """Raises PluginError if the error of a finite weight isn't: then the format gave back what isn't."""
     if not math.isfinite(error):
         raise _broken(form, "dequantize returned a value that is not finite, of codes and scales that are")

@@ -30,7 +30,7 @@ from quantkit.plugins.manager import registry
 from quantkit.quantization.calibration.runner import LayerRunner
 from quantkit.quantization.memory import batch_groups, rows_at_once
 from quantkit.quantization.methods.base import LayerStats, Method, MethodOptions
-from quantkit.quantization.methods.grid import require_finite
+from quantkit.quantization.methods.grid import check_finite
 from quantkit.quantization.planning.plan import PlanRow, with_own_head
 from quantkit.quantization.recipe import Recipe
 from quantkit.quantization.transforms.base import LayerTensors, transformed
@@ -125,7 +125,7 @@ def solve(plans: Sequence[PlanRow], dtype: torch.dtype,
             weights = [weight.to(device).float() for weight in weights]
             for plan, weight in zip(plans, weights, strict=True):
                 blamed = plan.name
-                require_finite(weight)
+                check_finite(weight)
             blamed = everyone
             weights = [_exact(weight, spec) for weight in weights]
             batch = method.run_batch(weights, stats, spec, options)
@@ -134,7 +134,7 @@ def solve(plans: Sequence[PlanRow], dtype: torch.dtype,
                 tensor, notes = packing.pack(form, codes, dtype), codes.notes
                 del codes
                 off = squares(packing.dequantize(form, tensor).sub_(weight)) / max(squares(weight), 1e-60)
-                packing.require_finite_error(form, off)
+                packing.check_finite_error(form, off)
                 packed.append(Packed(tensor.to(torch.device("cpu")), off ** 0.5, notes))
     except QuantkitError as error:
         raise type(error)(f"{blamed}: {error.what}", why=error.why, next=error.next) from error
@@ -172,7 +172,7 @@ def solve_by_parts(weight: torch.Tensor, method: Method, form: Format, stats: La
             start:start + step]
         off += squares(back - part)
         of += squares(part)
-    packing.require_finite_error(form, off)
+    packing.check_finite_error(form, off)
     return Packed(packed, (off / max(of, 1e-60)) ** 0.5, codes.notes)
 
 

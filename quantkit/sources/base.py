@@ -125,7 +125,7 @@ class SourceKind:
     order: int = 50
 
 
-def require_finite(tensor: torch.Tensor, name: str, path: str | Path) -> None:
+def check_finite(tensor: torch.Tensor, name: str, path: str | Path) -> None:
     """Raise SourceError if a floating tensor, read of ``path``, holds a value that is NaN or infinite."""
     if not tensor.dtype.is_floating_point or tensor.dtype == torch.float8_e5m2 or all_finite(tensor):
         return

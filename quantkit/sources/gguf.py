@@ -25,7 +25,7 @@ from quantkit.sources.base import (
     SourceKind,
     TensorInfo,
     TensorStorage,
-    require_finite,
+    check_finite,
 )
 from quantkit.sources.gguf_config import hf_config
 from quantkit.sources.gguf_families import BARE, EXPERT, HF_FOLDER, ROPE_TABLES, TOP, family_of
@@ -115,7 +115,7 @@ class GGUFSource:
             values = values.float() - self._family.norm_offset
         values = values.to(torch.bfloat16)
         place = self._places[name]
-        require_finite(values, place.tensor.name, place.shard.path)
+        check_finite(values, place.tensor.name, place.shard.path)
         if heads := self._heads.get(name):
             half = values.shape[0] // heads // 2
             values = values.reshape(heads, half, 2, -1).transpose(1, 2).reshape(values.shape)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from quantkit.sources.base import TensorInfo, require_finite
+from quantkit.sources.base import TensorInfo, check_finite
 from quantkit.support.errors import SourceError
 from quantkit.support.paths import reading
 from quantkit.support.strict_json import parse_object, read_object
@@ -95,7 +95,7 @@ class SafetensorsFile:
             else:  # legal in the format, not for a view
                 flat = torch.frombuffer(bytearray(self._map[offset:self._start + end]), dtype=info.dtype)
         if name not in self._finite:
-            require_finite(flat, name, self.path)
+            check_finite(flat, name, self.path)
             self._finite.add(name)
         return flat.reshape(info.shape)
 

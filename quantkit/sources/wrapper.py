@@ -13,10 +13,10 @@ from quantkit.sources.base import (
     SourceIdentity,
     TensorInfo,
     TensorStorage,
+    check_finite,
     file_bytes,
     prefetch,
     release,
-    require_finite,
 )
 from quantkit.support.errors import PluginError
 
@@ -113,7 +113,7 @@ class CheckedSource(SourceWrapper):
         if info is not None and (tensor.dtype, tuple(tensor.shape)) != (info.dtype, tuple(info.shape)):
             raise PluginError(f"{self._maker}: tensor({name!r}) is {tensor.dtype} {list(tensor.shape)}",
                               why=f"tensors() announces {info.dtype} {list(info.shape)}")
-        require_finite(tensor, name, self._maker)
+        check_finite(tensor, name, self._maker)
         return tensor
 
     def side_files(self) -> Mapping[str, bytes]:

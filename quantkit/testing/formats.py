@@ -85,7 +85,7 @@ def check_format(form: Format, specs: Iterable[QuantSpec] = FORMAT_SPECS) -> Non
         else:
             case.check_refusal("pack of a refused weight", form.pack, random_codes(wanted, shape), dtype,
                                accepted=f"pack takes what reason_against doesn't: {reason}",
-                               remedy="raise SpecError in layout and pack: quantkit.formats.fit.require_fit")
+                               remedy="raise SpecError in layout and pack: quantkit.formats.fit.check_fit")
     contract.must(taken > 0, "it refuses everything that it was asked for")
 
 

@@ -120,7 +120,7 @@ def _check_spec(contract: Contract, method: Method, spec: QuantSpec, options: Me
         spoiled[0, 3] = value
         contract.check_refusal(f"quantize of a weight with {name}", method.run, spoiled, stats, spec, options,
                                accepted=f"it accepts a weight of {name}, which no engine can run",
-                               remedy="raise SpecError, as quantkit.quantization.methods.grid.require_finite "
+                               remedy="raise SpecError, as quantkit.quantization.methods.grid.check_finite "
                                       "does")
 
 

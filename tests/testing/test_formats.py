@@ -10,7 +10,7 @@ import torch
 
 from quantkit.formats.base import Codes, QuantizedTensor
 from quantkit.formats.dtypes import resolve
-from quantkit.formats.fit import require_fit
+from quantkit.formats.fit import check_fit
 from quantkit.formats.level_values import dequantize
 from quantkit.formats.spec import Granularity, QuantSpec
 from quantkit.ops import packing
@@ -37,7 +37,7 @@ class Sound:
         return f"groups of {size} don't fit" if size and shape[1] % size else None
 
     def layout(self, spec: QuantSpec, shape: tuple[int, int], dtype: torch.dtype) -> dict[str, Any]:
-        require_fit(self, spec, shape, dtype)
+        check_fit(self, spec, shape, dtype)
         scales = spec.scale_shape(shape)
         tensors = {"weight": (torch.uint8, shape), "weight_scale": (dtype, scales)}
         return tensors if spec.symmetric else tensors | {"weight_zero": (torch.uint8, scales)}

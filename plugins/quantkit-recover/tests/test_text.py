@@ -138,7 +138,7 @@ def test_a_window_that_overflows_is_named(plugin, tmp_path, monkeypatch, place):
     int2 = QuantSpec(bits=2, symmetric=False, granularity=Granularity(strategy="group", size=16))
     recipe = Recipe(name="r", calibration=spec, recover=RecoverySpec(name="distill", windows=16), rules=(
         Rule(match="lm_head", optional=True), Rule(match="*", method="gptq", spec=int2)))
-    real = walk.require_finite_states
+    real = walk.check_finite_states
 
     def require(states, first, what, layer):
         states = states.clone()
@@ -147,7 +147,7 @@ def test_a_window_that_overflows_is_named(plugin, tmp_path, monkeypatch, place):
             states[1 if held_out else place - first, 0, 0] = torch.nan
         real(states, first, what, layer)
 
-    monkeypatch.setattr(walk, "require_finite_states", require)
+    monkeypatch.setattr(walk, "check_finite_states", require)
     with pytest.raises(CalibrationError) as caught:
         quantize(source.uri, recipe, tmp_path / "out")
     assert f"in recovery window {place} ({origin})" in caught.value.what

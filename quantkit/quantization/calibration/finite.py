@@ -38,7 +38,7 @@ class NonFiniteError(CalibrationError):
         return NonFiniteError(self.tensor, sample=sample, layer=self.layer, why=self.why)
 
 
-def require_finite_input(x: torch.Tensor, name: str) -> None:
+def check_finite_input(x: torch.Tensor, name: str) -> None:
     """Raises NonFiniteError if a value of the Linear ``name``'s input is no number below :data:`LARGEST`."""
     peak = float(torch.maximum(-x.amin(), x.amax())) if x.numel() else 0.0
     if peak < LARGEST:
@@ -50,7 +50,7 @@ def require_finite_input(x: torch.Tensor, name: str) -> None:
                          why=f"its largest value is {peak:.3g}")
 
 
-def require_finite_states(states: torch.Tensor, first: int, what: str, layer: int | None = None) -> None:
+def check_finite_states(states: torch.Tensor, first: int, what: str, layer: int | None = None) -> None:
     """``what``, states ``[B, T, …]`` of the samples from ``first`` on, must be finite.
 
     Raises:
@@ -91,7 +91,7 @@ def first_nonfinite(run: Callable[[int], torch.Tensor], linears: Mapping[str, Li
         for place in range(samples):
             sample = first + place
             try:
-                require_finite_states(run(place), sample, what or behind(layer))
+                check_finite_states(run(place), sample, what or behind(layer))
             except NonFiniteError as error:
                 return NonFiniteError(error.tensor, sample=sample, layer=layer, why=error.why)
     finally:
@@ -102,7 +102,7 @@ def first_nonfinite(run: Callable[[int], torch.Tensor], linears: Mapping[str, Li
 
 def _input_watch(name: str) -> Watcher:
     def watch(x: torch.Tensor, tokens: torch.Tensor | None = None) -> None:
-        require_finite_input(x, name)
+        check_finite_input(x, name)
 
     return watch
 

@@ -44,8 +44,8 @@ from quantkit.quantization.calibration.data import tokens_sha256
 from quantkit.quantization.calibration.finite import (
     NonFiniteError,
     behind,
+    check_finite_states,
     first_nonfinite,
-    require_finite_states,
 )
 from quantkit.quantization.calibration.runner import embeddings
 from quantkit.quantization.memory import BACKWARD_LOGITS, BACKWARD_TOKENS
@@ -218,7 +218,7 @@ def _forward(layer: DecoderLayer, index: int, x: torch.Tensor, positions: torch.
              first: int) -> torch.Tensor:
     y = layer(x, positions[:x.shape[0]], None)
     try:
-        require_finite_states(y, first, behind(index), index)
+        check_finite_states(y, first, behind(index), index)
     except NonFiniteError as error:
         raise first_nonfinite(lambda place: layer(x[place:place + 1], positions[:1], None), layer.linears(),
                               len(x), first, index) or error from None

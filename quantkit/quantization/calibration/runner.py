@@ -32,9 +32,9 @@ from quantkit.quantization.calibration.finite import (
     NEXT,
     NonFiniteError,
     behind,
+    check_finite_input,
+    check_finite_states,
     first_nonfinite,
-    require_finite_input,
-    require_finite_states,
 )
 from quantkit.quantization.calibration.spill import Spill
 from quantkit.quantization.memory import BATCH_TOKENS
@@ -318,7 +318,7 @@ class LayerRunner:
         states = stream.take(batch)
         result = self._run(stage, states)
         try:
-            require_finite_states(result[-1], batch * self._batch, stage.result, stage.index)
+            check_finite_states(result[-1], batch * self._batch, stage.result, stage.index)
         except NonFiniteError as error:
             raise self._traced(stage, batch, states, error) from None
         stream.put(batch, result)
@@ -421,7 +421,7 @@ class HessianObserver:
             tokens: int64 ``[n]``, which of the pass's tokens these are; by default all, in order.
         """
         rows = x.detach().reshape(-1, x.shape[-1]).to(torch.float32)
-        require_finite_input(rows, self.name)
+        check_finite_input(rows, self.name)
         if not rows.shape[0]:
             return
         self.tokens += rows.shape[0]
@@ -495,5 +495,5 @@ def embeddings(config: ModelConfig, weights: Weights, tokens: torch.Tensor, batc
         stored, places = QuantizedWeight(table), tokens
     for i, part in enumerate(places.split(batch)):
         x = embedded(config, part.to(weights.device), stored, weights.dtype)
-        require_finite_states(x, i * batch, "the hidden state after the embedding")
+        check_finite_states(x, i * batch, "the hidden state after the embedding")
         yield x

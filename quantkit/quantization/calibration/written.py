@@ -22,7 +22,7 @@ from quantkit.kv.cache import KVCache
 from quantkit.models.decoder import CausalLM, DecoderLayer
 from quantkit.models.interfaces import LanguageModel
 from quantkit.models.linear import Weights
-from quantkit.quantization.calibration.finite import NonFiniteError, first_nonfinite, require_finite_states
+from quantkit.quantization.calibration.finite import NonFiniteError, check_finite_states, first_nonfinite
 from quantkit.quantization.memory import WRITTEN
 from quantkit.quantization.recipe import CalibrationSpec
 from quantkit.support.errors import CalibrationError, SourceError
@@ -192,7 +192,7 @@ def _traced(model: CausalLM, tokens: torch.Tensor, first: int) -> NonFiniteError
     for sample, window in enumerate(tokens.to(model.device), first):
         x, positions = model.embed(window[None]), torch.arange(len(window), device=model.device)[None]
         try:
-            require_finite_states(x, sample, "the hidden state after the embedding")
+            check_finite_states(x, sample, "the hidden state after the embedding")
         except NonFiniteError as error:
             return error
         for index, layer in enumerate(model.layers):

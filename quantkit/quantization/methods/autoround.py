@@ -23,9 +23,9 @@ from quantkit.quantization.methods.base import LayerStats, Method, MethodOptions
 from quantkit.quantization.methods.descent import descend_levels, descend_scales
 from quantkit.quantization.methods.grid import (
     Grid,
+    check_finite,
     grid_between,
     join,
-    require_finite,
     row_parts,
     settle_,
     to_codes,
@@ -84,7 +84,7 @@ def quantize(weight: torch.Tensor, stats: LayerStats | None, spec: QuantSpec,
         SpecError: the weight isn't finite, or is beyond the range of the scales' dtype.
     """
     assert isinstance(options, AutoRoundOptions)
-    require_finite(weight)
+    check_finite(weight)
     hessian = hessian_of(weight, stats, "autoround")
     reached = bool((hessian.diagonal() > 0).any())
     damped = hessian.clone()  # a pivot of 0 has no best level

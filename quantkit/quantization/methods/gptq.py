@@ -46,10 +46,10 @@ from quantkit.quantization.methods.grid import (
     Grid,
     above_minima,
     at_once,
+    check_finite,
     choose_grid,
     from_grid,
     join,
-    require_finite,
     rising,
     round_to_grid,
     row_parts,
@@ -143,7 +143,7 @@ def quantize_batch(weights: Sequence[torch.Tensor], stats: Sequence[LayerStats |
     factored: dict[int, tuple[HessianFactors | None, tuple[str, ...]]] = {}
     by_kernels = solved_by_kernels(spec, weights[0].device)
     for number, (weight, known) in enumerate(zip(weights, stats, strict=True)):
-        require_finite(weight)
+        check_finite(weight)
         hessian = hessian_of(weight, known)
         if id(known) in factored:
             factors, notes = factored.pop(id(known))
@@ -153,7 +153,7 @@ def quantize_batch(weights: Sequence[torch.Tensor], stats: Sequence[LayerStats |
             factored[id(known)] = factors, notes
         if factors is not None and known is not None and known.drift is not None and options.drift:
             weight = undrifted(weight, known.drift, factors, options.drift)
-            require_finite(weight)
+            check_finite(weight)
         if spec.kind == "trellis":
             results[number] = trellis.solve(weight, hessian, factors, spec, options.descent_passes, notes)
             continue

@@ -114,7 +114,7 @@ def at_once(device: torch.device) -> int:
     return SERIAL if device.type == "cpu" else LAUNCHED
 
 
-def require_finite(weight: torch.Tensor) -> None:
+def check_finite(weight: torch.Tensor) -> None:
     """Raises SpecError if a weight is NaN or infinite: no scale can stand for it."""
     if not all_finite(weight):
         bad = int((~torch.isfinite(weight)).sum())
@@ -122,7 +122,7 @@ def require_finite(weight: torch.Tensor) -> None:
                         why="a quantized layer can't represent them; the model itself is damaged")
 
 
-def require_in_range(weight: torch.Tensor, spec: QuantSpec) -> None:
+def check_in_range(weight: torch.Tensor, spec: QuantSpec) -> None:
     """Raises SpecError if a weight is beyond the range of the dtype that scales are stored in."""
     if spec.scale_dtype in GROUP_SCALES:  # e4m3 has a number of the tensor's beside it, e8m0 float32's range
         return
@@ -152,7 +152,7 @@ def choose_grid(weight: torch.Tensor, spec: QuantSpec, *, importance: torch.Tens
     if spec.grid == "fp" or (spec.grid == "int" and not spec.signed):
         return find_grid(weight, spec, importance=importance, shrinks=factors)
     shape = spec.scale_shape((weight.shape[0], weight.shape[1]))
-    require_in_range(weight, spec)
+    check_in_range(weight, spec)
     groups = weight.reshape(shape[0] * shape[1], -1)
     if spec.scale_dtype == "e4m3" and outer is None:
         outer = _power(weight.abs().max().reshape(1, 1) / (e2m1.LARGEST * LARGEST))
@@ -189,7 +189,7 @@ def find_grid(weight: torch.Tensor, spec: QuantSpec, *, importance: torch.Tensor
         SpecError: a weight is beyond the range of the scales' dtype.
     """
     shape = spec.scale_shape((weight.shape[0], weight.shape[1]))
-    require_in_range(weight, spec)
+    check_in_range(weight, spec)
     groups = weight.reshape(shape[0] * shape[1], -1)
     parts = []
     step = max(1, at_once(weight.device) // groups.shape[1])
@@ -424,7 +424,7 @@ def tile_grid(weight: torch.Tensor, spec: QuantSpec, *, importance: torch.Tensor
     """
     rows, cols = weight.shape
     size = spec.granularity.size or 1
-    require_in_range(weight, spec)
+    check_in_range(weight, spec)
     down, across = spec.scale_shape((rows, cols))
     costs = None
     if importance is not None:

@@ -20,9 +20,9 @@ from quantkit.quantization.methods import trellis
 from quantkit.quantization.methods.base import LayerStats, Method, MethodOptions
 from quantkit.quantization.methods.grid import (
     GRIDS,
+    check_finite,
     choose_grid,
     join,
-    require_finite,
     round_to_grid,
     row_parts,
     to_codes,
@@ -51,7 +51,7 @@ def round_to_nearest(weight: torch.Tensor, stats: LayerStats | None, spec: Quant
         SpecError: the weight isn't finite, or is beyond the range of the scales' dtype.
     """
     assert isinstance(options, RtnOptions)
-    require_finite(weight)
+    check_finite(weight)
     if spec.kind == "trellis":
         return trellis.nearest(weight, spec)
     grid = choose_grid(weight, spec, search=options.clip_search)
@@ -69,7 +69,7 @@ def round_to_codebook(weight: torch.Tensor, stats: LayerStats | None, spec: Quan
     Raises:
         SpecError: the weight isn't finite.
     """
-    require_finite(weight)
+    check_finite(weight)
     size = spec.granularity.size
     assert size is not None
     table = codebook().to(weight.device)

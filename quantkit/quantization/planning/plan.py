@@ -347,7 +347,7 @@ class RowResolver:
                 filled = options_type(method).model_validate(rule.options)
                 self._options[index] = filled.model_dump(mode="json")
             except ValidationError as error:
-                self._options[index] = LayerRefusal(_options_fault(method, error))
+                self._options[index] = LayerRefusal(_reason_against_options(method, error))
         options = self._options[index]
         if isinstance(options, LayerRefusal):
             raise options
@@ -361,7 +361,7 @@ def _row(slot: LinearSlot, before: int, after: int, dtype: str, method: str | No
                    spec, options or {}, before, after, dtype)
 
 
-def _options_fault(method: Method, error: ValidationError) -> str:
+def _reason_against_options(method: Method, error: ValidationError) -> str:
     fault = error.errors(include_url=False)[0]
     key = ".".join(str(part) for part in fault["loc"])
     if fault["type"] == "extra_forbidden":

@@ -22,8 +22,8 @@ from quantkit.quantization.methods.base import LayerStats, Method, MethodOptions
 from quantkit.quantization.methods.grid import (
     SERIAL,
     Grid,
+    check_finite,
     find_grid,
-    require_finite,
     round_scale,
     round_to_grid,
     to_codes,
@@ -55,7 +55,7 @@ def quantize(weight: torch.Tensor, stats: LayerStats | None, spec: QuantSpec,
         SpecError: the weight isn't finite, or is beyond the range of the scales' dtype.
     """
     assert isinstance(options, HqqOptions)
-    require_finite(weight)
+    check_finite(weight)
     start = find_grid(weight, spec)
     groups = weight.reshape(start.scale.numel(), -1)
     scale, zero = start.scale.reshape(-1, 1), start.zero.reshape(-1, 1)

@@ -20,9 +20,9 @@ from quantkit.quantization.methods.base import LayerStats, Method, MethodOptions
 from quantkit.quantization.methods.grid import (
     Grid,
     at_once,
+    check_finite,
     find_grid,
     grid_between,
-    require_finite,
     round_scale,
     round_to_grid,
     settle_,
@@ -57,7 +57,7 @@ def quantize(weight: torch.Tensor, stats: LayerStats | None, spec: QuantSpec,
         CalibrationError: there is no Hessian, or it isn't finite.
     """
     assert isinstance(options, ImatrixOptions)
-    require_finite(weight)
+    check_finite(weight)
     importance = hessian_of(weight, stats, "imatrix").diagonal().clamp(min=0)
     notes: tuple[str, ...] = ()
     if float(largest := importance.max()) > 0:

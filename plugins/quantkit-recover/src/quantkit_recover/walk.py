@@ -22,7 +22,7 @@ from quantkit.ops import packing
 from quantkit.ops.hadamard import apply_hadamard, undo_hadamard
 from quantkit.ops.rows import softcapped
 from quantkit.plugins.manager import registry
-from quantkit.quantization.calibration.finite import NonFiniteError, behind, require_finite_states
+from quantkit.quantization.calibration.finite import NonFiniteError, behind, check_finite_states
 from quantkit.quantization.calibration.runner import embeddings
 from quantkit.quantization.calibration.spill import Spill
 from quantkit.quantization.memory import BACKWARD_LOGITS, BACKWARD_TOKENS
@@ -119,7 +119,7 @@ class QuantizedWalk:
             for i in parts:
                 x = (self._spill.take if gradients is None else self._spill.get)(_key(index, i))
                 y = layer(x.to(self._weights.device), self._positions(x), None)
-                require_finite_states(y, i * batch, behind(index), index)
+                check_finite_states(y, i * batch, behind(index), index)
                 self._spill.put(_key(index + 1, i), y)
         name, loss = f"{NORM}.weight", 0.0
         wanted = gradients is not None
@@ -251,7 +251,7 @@ def original_states(config: ModelConfig, weights: Weights, tokens: torch.Tensor,
             for i in parts:
                 x = spill.take(_key(0, i)).to(weights.device)
                 y = layer(x, positions.expand(x.shape[:2]), None)
-                require_finite_states(y, i * batch, behind(index), index)
+                check_finite_states(y, i * batch, behind(index), index)
                 spill.put(_key(0, i), y)
         norm = RMSNorm(NORM, config.hidden_size, config, weights)
         for i in parts:
