@@ -223,6 +223,7 @@ class KVCache:
             self._shrink(index)
 
     def sequence(self, number: int) -> SequenceState:
+        """The state of a sequence. Raises KeyError."""
         return self._sequences[number]
 
     @property

@@ -83,12 +83,12 @@ class Scheduler:
         """Queue a request.
 
         Raises:
-            EngineClosed: no more requests are taken.
+            EngineClosed: the engine is shutting down.
             EngineFull: too many wait.
         """
         with self.changed:
             if self._refuses:
-                raise EngineClosed("no more requests are taken", why="it is about to end")
+                raise EngineClosed("the engine is shutting down", why="it takes no more requests")
             if len(self._waiting) >= self._max_queue:
                 raise EngineFull(f"{len(self._waiting)} requests wait already", why="the queue is full",
                                  next="try again in a moment, or start with a larger --max-queue")

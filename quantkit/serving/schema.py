@@ -146,8 +146,8 @@ class RequestPart(BaseModel):
 
     @classmethod
     def _check_length(cls, name: str, field: FieldInfo, value: Any) -> None:
-        """Raises Refused: an object has more entries than may be given. Later each of them would have been
-        checked first."""
+        """Raises RefusedValue: an object has more entries than may be given. Later each of them would have
+        been checked first."""
         limit = next((rule.max_length for rule in field.metadata if hasattr(rule, "max_length")), None)
         if limit is not None and isinstance(value, dict) and len(value) > limit:
             raise RefusedValue(name, f"{name}: {len(value)} entries are given; at most {limit} are accepted",
@@ -155,7 +155,7 @@ class RequestPart(BaseModel):
 
     @classmethod
     def _check_object(cls, data: dict[Any, Any]) -> None:
-        """Raises Refused: what better explains what is wrong than the first key would."""
+        """Raises RefusedValue: what better explains what is wrong than the first key would."""
 
     @classmethod
     def _reason_against_null(cls, name: str) -> str:
