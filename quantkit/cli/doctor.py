@@ -99,7 +99,7 @@ def doctor_facts() -> dict[str, Any]:
     """Everything that ``doctor`` shows, as plain data."""
     import torch
 
-    from quantkit.ops.dispatch import native_bf16
+    from quantkit.ops.reference import native_bf16
 
     return {
         "quantkit": __version__,

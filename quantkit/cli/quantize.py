@@ -157,7 +157,7 @@ def _calibration(recipe: Recipe, changes: dict[str, Any]) -> CalibrationSpec | N
         return CalibrationSpec(**(recipe.calibration or CalibrationSpec()).model_dump() | changes)
     except ValidationError as error:
         why = error.errors()[-1]["msg"].removeprefix("Value error, ")
-        raise UsageError("these options of calibration can't be", why=why,
+        raise UsageError("invalid calibration options", why=why,
                          next="quantkit quantize --help") from None
 
 

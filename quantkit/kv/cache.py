@@ -223,6 +223,7 @@ class KVCache:
             self._shrink(index)
 
     def sequence(self, number: int) -> SequenceState:
+        """The state of a sequence. Raises KeyError."""
         return self._sequences[number]
 
     @property
@@ -305,4 +306,3 @@ class KVCache:
     def _shrink(self, index: int) -> None:
         self.layers[index].store.shrink(
             lambda: (sequence.layers[index] for sequence in self._sequences.values()))
-

@@ -182,6 +182,9 @@ class _Block:
 class BlockPrefixes(PrefixCache):
     """The radix tree over the blocks of a divisible KV cache.
 
+    A block's pages are shared by the sequences that read them, and nobody writes to a shared page. Blocks
+    that a running sequence reads are never evicted: that would free nothing.
+
     Args:
         cache, budget: see :class:`~quantkit.kv.prefix.PrefixCache`.
     """
@@ -227,8 +230,8 @@ class BlockPrefixes(PrefixCache):
         return number
 
     def insert(self, names: Sequence[bytes], number: int) -> None:
-        """Keeps all whole blocks; of those that are there already, the tree's pages. A
-        sequence that computed such a block itself, at the same time as another, counts as its reader."""
+        """Keeps all whole blocks; of those that are there already, the tree's pages. A sequence that computed
+        such a block itself, at the same time as another, counts as its reader."""
         cache = self._cache
         depth = min(cache.seen(number) // PAGE, len(names))
         known = next((at for at in range(depth) if names[at] not in self._blocks), depth)

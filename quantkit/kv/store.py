@@ -288,7 +288,7 @@ class PageStore:
         """Join what both kinds of pages hold, by slot: ``[Hkv, S, …]``."""
         first, longest = self._codecs.first, int(state.lengths.max())
         joined = codes.new_zeros(self._heads, longest, *codes.shape[2:],
-                                dtype=torch.promote_types(codes.dtype, residual.dtype))
+                                 dtype=torch.promote_types(codes.dtype, residual.dtype))
         heads = zip(borders, state.starts.tolist(), state.lengths.tolist())
         for head, (border, start, length) in enumerate(heads):
             joined[head, :min(first, length)] = residual[head, :min(first, length)]

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from quantkit_kernels.cpu.program import Program
     from quantkit_kernels.cpu.rows import Source
 
+
 def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """``silu(gate) * up``, elementwise: SwiGLU, https://arxiv.org/abs/2002.05202.
 

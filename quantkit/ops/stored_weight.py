@@ -14,9 +14,10 @@ from quantkit.formats.dtypes import plain_name
 from quantkit.formats.spec import QuantSpec
 from quantkit.ops.cpu_linear import CpuKernel
 from quantkit.ops.cpu_weight import CpuWeight, pack_plain
-from quantkit.ops.dispatch import DECODE_ROWS, LinearKernel, Phase, choose, dense, query_for
+from quantkit.ops.dispatch import DECODE_ROWS, LinearKernel, Phase, choose, query_for
 from quantkit.ops.hadamard import apply_hadamard
 from quantkit.ops.linear_weight import LinearWeight
+from quantkit.ops.reference import dense
 from quantkit.ops.tokens import quantize_tokens, round_groups
 from quantkit.plugins.manager import describe_entry, is_builtin, registry
 from quantkit.plugins.registry import described

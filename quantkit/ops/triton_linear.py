@@ -19,12 +19,274 @@ from quantkit.ops.dispatch import KernelQuery, codes_of
 if TYPE_CHECKING:
     from quantkit_kernels.triton.packed import TritonWeight
 
+
+NF4_BLOCK = 64
+
+
+def _reason_against(query: KernelQuery, kind: str, bits: tuple[int, ...],
+                    rounded: bool = False) -> str | None:
+    """Reasons that hold for all of them; ``rounded``: activations are."""
+    if query.op != "linear":
+        return f"implements linear, not {query.op}"
+    if (reason := gpu.reason_against(query.device, query.dtype)) is not None:
+        return reason
+    if query.device == "cuda" and query.dtype == torch.float32:
+        return "takes 16-bit activations, not float32"
+    if query.spec.kind != kind:
+        return f"multiplies {kind}, not {query.spec.kind}"
+    if query.spec.bits not in bits:
+        return f"multiplies {'- and '.join(map(str, bits))}-bit weights, not {query.spec.bits}-bit"
+    if bool(query.spec.activations) != rounded:
+        return f"rounds activations to {bits[-1]} bits" if rounded else "leaves activations as they are"
+    return None
+
+
+def _reason_against_scales(query: KernelQuery) -> str | None:
+    if not query.spec.symmetric:
+        return "has no zero point"
+    if query.spec.granularity.strategy not in ("channel", "tensor"):
+        return f"takes one scale a row, not {query.spec.granularity}"
+    return None
+
+
+class TritonKernel(ABC):
+    """What all of them share."""
+
+    name: str
+    order = 50
+
+    @abstractmethod
+    def reason_against(self, query: KernelQuery) -> str | None:
+        """See :class:`~quantkit.ops.dispatch.LinearKernel`."""
+
+    @abstractmethod
+    def pack(self, codes: Codes, gated: bool = False) -> TritonWeight:
+        """Codes in the tensor core's order; ``gated``: see
+        :class:`quantkit_kernels.triton.packed.TritonWeight`."""
+
+    def filled(self, k: int, device: torch.device) -> int:
+        """Columns that a weight has on a device beside its own, where rows are filled up to whole tiles that
+        are wider there."""
+        return k
+
+    def prepare(self, weight: QuantizedTensor) -> TritonWeight:
+        """Codes in the tensor core's order."""
+        return self.pack(codes_of(weight))
+
+    def run(self, x: torch.Tensor, prepared: TritonWeight) -> torch.Tensor:
+        """``x [m, k]`` → ``[m, n]`` in x's dtype."""
+        from quantkit_kernels.triton.matmul import multiply
+
+        return multiply(x, prepared)
+
+
+class TritonW8A16(TritonKernel):
+    """Integers of 8 bits with one scale a row, or of 5 to 8 in groups, with or without minima or zero
+    points."""
+
+    name = "triton-w8a16"
+
+    def reason_against(self, query: KernelQuery) -> str | None:
+        """Anything but 8-bit symmetric weights with one scale a row (or a tensor), or 5 to 8 bits in groups
+        of 16, 32, 64 or a multiple of 128."""
+        if query.spec.granularity.strategy == "group":
+            return _reason_against(query, "int", (5, 6, 7, 8)) or _reason_against_groups(query)
+        return _reason_against(query, "int", (8,)) or _reason_against_scales(query)
+
+    def pack(self, codes: Codes, gated: bool = False) -> TritonWeight:
+        from quantkit_kernels.triton.w8a16 import pack
+
+        if codes.spec.granularity.strategy == "group":
+            return pack_int8(codes, gated)
+        return pack(_signed(codes), _by_row(codes), gated=gated)
+
+
+class TritonFP8(TritonKernel):
+    """e4m3 weights with one scale a row, or for each tile."""
+
+    name = "triton-fp8"
+
+    def reason_against(self, query: KernelQuery) -> str | None:
+        """Anything but fp8 weights with one scale a row (or a tensor), or a tile of a multiple of 64."""
+        granularity = query.spec.granularity
+        if granularity.strategy != "tile":
+            return _reason_against(query, "fp", (8,)) or _reason_against_scales(query)
+        if (granularity.size or 0) % 64:
+            return f"takes tiles of a multiple of 64, not {granularity}"
+        return _reason_against(query, "fp", (8,))
+
+    def pack(self, codes: Codes, gated: bool = False) -> TritonWeight:
+        """Their bits are where the decoder wants them."""
+        from quantkit_kernels.triton.fp8 import pack
+
+        if (size := codes.spec.granularity.size) is not None:
+            return pack(codes.codes, tile_rows(codes), gated=gated, group=size)
+        return pack(codes.codes, _by_row(codes), gated=gated)
+
+
+class TritonW8A8(TritonKernel):
+    """int8 or e4m3 weights with one scale a row, by activations of the same kind with one scale a token."""
+
+    name = "triton-w8a8"
+
+    def reason_against(self, query: KernelQuery) -> str | None:
+        """Anything but 8 bits with one scale a row (or a tensor) and rounded activations."""
+        kind = "fp" if query.spec.kind == "fp" else "int"
+        reason = _reason_against(query, kind, (8,), rounded=True) or _reason_against_scales(query)
+        if reason is not None:
+            return reason
+        return f"takes up to {gpu.MAX_ROW} columns, not {query.k}" if query.k > gpu.MAX_ROW else None
+
+    def pack(self, codes: Codes, gated: bool = False) -> TritonWeight:
+        from quantkit_kernels.triton.w8a8 import pack
+
+        floats = codes.spec.kind == "fp"
+        return pack(codes.codes.view(torch.float8_e4m3fn) if floats else _signed(codes), _by_row(codes),
+                    gated=gated)
+
+    def run(self, x: torch.Tensor, prepared: TritonWeight) -> torch.Tensor:
+        """``x [m, k]`` → ``[m, n]`` in x's dtype."""
+        from quantkit_kernels.triton.levels import quantize
+        from quantkit_kernels.triton.matmul import multiply
+
+        return multiply(quantize(x, prepared.decoder.takes[0]), prepared)
+
+
+class TritonW4A16(TritonKernel):
+    """Integers of up to 4 bits in groups, with or without zero points or minima."""
+
+    name = "triton-w4a16"
+
+    def reason_against(self, query: KernelQuery) -> str | None:
+        """Anything but 2 to 4 bits in groups of 16, 32, 64 or a multiple of 128, or with a scale a row."""
+        if (reason := _reason_against(query, "int", (2, 3, 4)) or _reason_against_groups(query)) is not None:
+            return reason
+        spec = query.spec
+        if spec.minimum:
+            return None
+        wide = spec.scale_dtype == "float32" or (spec.scale_dtype == "model" and query.dtype == torch.float32)
+        if not spec.symmetric and wide:
+            return "keeps scales beside zero points in 16 bits, which would round float32 ones"
+        return None
+
+    def pack(self, codes: Codes, gated: bool = False) -> TritonWeight:
+        """Fewer bits lie in four, symmetric ones around the same middle."""
+        from quantkit_kernels.triton.w4a16 import pack
+
+        scale, levels = codes.scale, codes.codes
+        if codes.minimum is not None or codes.spec.granularity.size == FINE:
+            return pack_int4(codes, gated)
+        if scale.shape[0] == 1:
+            scale = scale.expand(levels.shape[0], -1)
+        if codes.zero is None:
+            return pack(levels + (8 - 2**(codes.spec.bits - 1)), scale, gated=gated)
+        return pack(levels, scale, codes.zero.expand_as(scale), gated=gated)
+
+
+class TritonNF4(TritonKernel):
+    """NF4 weights in blocks of 64 that don't cross rows; nested scales are unfolded once."""
+
+    name = "triton-nf4"
+
+    def reason_against(self, query: KernelQuery) -> str | None:
+        """Anything but NF4 in blocks of 64, with rows of whole blocks."""
+        if (reason := _reason_against(query, "nf", (4,))) is not None:
+            return reason
+        if query.spec.granularity.size != NF4_BLOCK:
+            return f"takes blocks of {NF4_BLOCK}, not {query.spec.granularity}"
+        if query.k % NF4_BLOCK:
+            return f"needs in_features divisible by {NF4_BLOCK}, not {query.k}"
+        return None
+
+    def pack(self, codes: Codes, gated: bool = False) -> TritonWeight:
+        from quantkit_kernels.triton.nf4 import pack
+
+        return pack(codes.codes, codes.scale, gated=gated)
+
+
+class TritonFP4(TritonKernel):
+    """4-bit floats in groups: of 16 with e4m3 scales (NVFP4), of more with powers of 2 (MXFP4)."""
+
+    name = "triton-fp4"
+
+    def reason_against(self, query: KernelQuery) -> str | None:
+        """Anything but e2m1 weights, and groups of 16 whose scales aren't e4m3, or e4m3 scales of others."""
+        if (reason := _reason_against(query, "fp", (4,)) or _reason_against_groups(query)) is not None:
+            return reason
+        return _reason_against_group_scales(query)
+
+    def pack(self, codes: Codes, gated: bool = False) -> TritonWeight:
+        from quantkit_kernels.triton import fp4
+
+        if codes.outer is None:
+            return fp4.pack(codes.codes, codes.scale, gated=gated)
+        return fp4.pack_fine(codes.codes, _e4m3_scales(codes, codes.outer), codes.outer, gated=gated)
+
+
+class TritonW4A4(TritonKernel):
+    """The same weights by activations that are rounded in groups of as many; as such where the GPU has an
+    instruction for it, elsewhere decoded."""
+
+    name = "triton-w4a4"
+
+    def reason_against(self, query: KernelQuery) -> str | None:
+        """Anything but e2m1 weights in groups of 16 (e4m3 scales), 32, 64 or 128 (powers of 2), with rounded
+        activations."""
+        reason = _reason_against(query, "fp", (4,), rounded=True) or _reason_against_groups(query)
+        if reason is not None:
+            return reason
+        size = query.spec.granularity.size or 0
+        if size > gpu.MAX_GROUP:
+            return f"rounds activations in groups of up to {gpu.MAX_GROUP}, not {size}"
+        return _reason_against_group_scales(query)
+
+    def pack(self, codes: Codes, gated: bool = False) -> TritonWeight:
+        from quantkit_kernels.triton.w4a4 import pack
+
+        if codes.outer is None:
+            return pack(codes.codes, codes.scale, gated=gated)
+        return pack(codes.codes, _e4m3_scales(codes, codes.outer), codes.outer, codes.input_factor,
+                    gated=gated)
+
+    def filled(self, k: int, device: torch.device) -> int:
+        """Of whole tiles of the instruction's."""
+        from quantkit_kernels.triton import block_scaled, w4a4
+        from quantkit_kernels.triton.fragment import family_of
+
+        return -(-k // block_scaled.BK) * block_scaled.BK if family_of(device) in w4a4.NATIVE else k
+
+    def run(self, x: torch.Tensor, prepared: TritonWeight) -> torch.Tensor:
+        """``x [m, k]`` → ``[m, n]`` in x's dtype."""
+        from quantkit_kernels.triton.matmul import multiply
+        from quantkit_kernels.triton.token_groups import round_groups
+
+        assert prepared.inputs is not None
+        return multiply(round_groups(x, prepared.inputs), prepared)
+
+
+class TritonIQ4(TritonKernel):
+    """IQ4_NL's levels, in groups."""
+
+    name = "triton-iq4"
+
+    def reason_against(self, query: KernelQuery) -> str | None:
+        """Anything but such weights in groups of 32, 64 or a multiple of 128."""
+        if (reason := _reason_against(query, "iq", (4,)) or _reason_against_groups(query)) is not None:
+            return reason
+        return "takes groups of 32 or more" if query.spec.granularity.size == FINE else None
+
+    def pack(self, codes: Codes, gated: bool = False) -> TritonWeight:
+        from quantkit_kernels.triton import iq4
+
+        return iq4.pack(codes.codes, scales_of(codes, gated), codes.spec.granularity.size or 0, gated=gated)
+
+
 FINE = 16
 """Columns that share a scale which multiplies weights instead of their sum."""
 SUPERBLOCK = 256
 
 
-def _against_groups(query: KernelQuery) -> str | None:
+def _reason_against_groups(query: KernelQuery) -> str | None:
     """Groups that Triton's kernels don't take."""
     spec = query.spec
     strategy, size = spec.granularity.strategy, spec.granularity.size or 0
@@ -102,266 +364,7 @@ def tile_rows(codes: Codes) -> torch.Tensor:
     return codes.scale.repeat_interleave(codes.spec.granularity.size or 1, dim=0)[:rows]
 
 
-NF4_BLOCK = 64
-
-
-def _reason_against(query: KernelQuery, kind: str, bits: tuple[int, ...],
-                    rounded: bool = False) -> str | None:
-    """Reasons that hold for all of them; ``rounded``: activations are."""
-    if query.op != "linear":
-        return f"implements linear, not {query.op}"
-    if (reason := gpu.reason_against(query.device, query.dtype)) is not None:
-        return reason
-    if query.device == "cuda" and query.dtype == torch.float32:
-        return "takes 16-bit activations, not float32"
-    if query.spec.kind != kind:
-        return f"multiplies {kind}, not {query.spec.kind}"
-    if query.spec.bits not in bits:
-        return f"multiplies {'- and '.join(map(str, bits))}-bit weights, not {query.spec.bits}-bit"
-    if bool(query.spec.activations) != rounded:
-        return f"rounds activations to {bits[-1]} bits" if rounded else "leaves activations as they are"
-    return None
-
-
-def _against_scales(query: KernelQuery) -> str | None:
-    if not query.spec.symmetric:
-        return "has no zero point"
-    if query.spec.granularity.strategy not in ("channel", "tensor"):
-        return f"takes one scale a row, not {query.spec.granularity}"
-    return None
-
-
-class TritonKernel(ABC):
-    """What all of them share."""
-
-    name: str
-    order = 50
-
-    @abstractmethod
-    def reason_against(self, query: KernelQuery) -> str | None:
-        """See :class:`~quantkit.ops.dispatch.LinearKernel`."""
-
-    @abstractmethod
-    def pack(self, codes: Codes, gated: bool = False) -> TritonWeight:
-        """Codes in the tensor core's order; ``gated``: see
-        :class:`quantkit_kernels.triton.packed.TritonWeight`."""
-
-    def filled(self, k: int, device: torch.device) -> int:
-        """Columns that a weight has on a device beside its own, where rows are filled up to whole tiles that
-        are wider there."""
-        return k
-
-    def prepare(self, weight: QuantizedTensor) -> TritonWeight:
-        """Codes in the tensor core's order."""
-        return self.pack(codes_of(weight))
-
-    def run(self, x: torch.Tensor, prepared: TritonWeight) -> torch.Tensor:
-        """``x [m, k]`` → ``[m, n]`` in x's dtype."""
-        from quantkit_kernels.triton.matmul import multiply
-
-        return multiply(x, prepared)
-
-
-class TritonW8A16(TritonKernel):
-    """Integers of 8 bits with one scale a row, or of 5 to 8 in groups, with or without minima or zero
-    points."""
-
-    name = "triton-w8a16"
-
-    def reason_against(self, query: KernelQuery) -> str | None:
-        """Anything but 8-bit symmetric weights with one scale a row (or a tensor), or 5 to 8 bits in groups
-        of 16, 32, 64 or a multiple of 128."""
-        if query.spec.granularity.strategy == "group":
-            return _reason_against(query, "int", (5, 6, 7, 8)) or _against_groups(query)
-        return _reason_against(query, "int", (8,)) or _against_scales(query)
-
-    def pack(self, codes: Codes, gated: bool = False) -> TritonWeight:
-        from quantkit_kernels.triton.w8a16 import pack
-
-        if codes.spec.granularity.strategy == "group":
-            return pack_int8(codes, gated)
-        return pack(_signed(codes), _by_row(codes), gated=gated)
-
-
-class TritonFP8(TritonKernel):
-    """e4m3 weights with one scale a row, or for each tile."""
-
-    name = "triton-fp8"
-
-    def reason_against(self, query: KernelQuery) -> str | None:
-        """Anything but fp8 weights with one scale a row (or a tensor), or a tile of a multiple of 64."""
-        granularity = query.spec.granularity
-        if granularity.strategy != "tile":
-            return _reason_against(query, "fp", (8,)) or _against_scales(query)
-        if (granularity.size or 0) % 64:
-            return f"takes tiles of a multiple of 64, not {granularity}"
-        return _reason_against(query, "fp", (8,))
-
-    def pack(self, codes: Codes, gated: bool = False) -> TritonWeight:
-        """Their bits are where the decoder wants them."""
-        from quantkit_kernels.triton.fp8 import pack
-
-        if (size := codes.spec.granularity.size) is not None:
-            return pack(codes.codes, tile_rows(codes), gated=gated, group=size)
-        return pack(codes.codes, _by_row(codes), gated=gated)
-
-
-class TritonW8A8(TritonKernel):
-    """int8 or e4m3 weights with one scale a row, by activations of the same kind with one scale a token."""
-
-    name = "triton-w8a8"
-
-    def reason_against(self, query: KernelQuery) -> str | None:
-        """Anything but 8 bits with one scale a row (or a tensor) and rounded activations."""
-        kind = "fp" if query.spec.kind == "fp" else "int"
-        if (reason := _reason_against(query, kind, (8,), rounded=True) or _against_scales(query)) is not None:
-            return reason
-        return f"takes up to {gpu.MAX_ROW} columns, not {query.k}" if query.k > gpu.MAX_ROW else None
-
-    def pack(self, codes: Codes, gated: bool = False) -> TritonWeight:
-        from quantkit_kernels.triton.w8a8 import pack
-
-        floats = codes.spec.kind == "fp"
-        return pack(codes.codes.view(torch.float8_e4m3fn) if floats else _signed(codes), _by_row(codes),
-                    gated=gated)
-
-    def run(self, x: torch.Tensor, prepared: TritonWeight) -> torch.Tensor:
-        """``x [m, k]`` → ``[m, n]`` in x's dtype."""
-        from quantkit_kernels.triton.levels import quantize
-        from quantkit_kernels.triton.matmul import multiply
-
-        return multiply(quantize(x, prepared.decoder.takes[0]), prepared)
-
-
-class TritonW4A16(TritonKernel):
-    """Integers of up to 4 bits in groups, with or without zero points or minima."""
-
-    name = "triton-w4a16"
-
-    def reason_against(self, query: KernelQuery) -> str | None:
-        """Anything but 2 to 4 bits in groups of 16, 32, 64 or a multiple of 128, or with a scale a row."""
-        if (reason := _reason_against(query, "int", (2, 3, 4)) or _against_groups(query)) is not None:
-            return reason
-        spec = query.spec
-        if spec.minimum:
-            return None
-        wide = spec.scale_dtype == "float32" or (spec.scale_dtype == "model" and query.dtype == torch.float32)
-        if not spec.symmetric and wide:
-            return "keeps scales beside zero points in 16 bits, which would round float32 ones"
-        return None
-
-    def pack(self, codes: Codes, gated: bool = False) -> TritonWeight:
-        """Fewer bits lie in four, symmetric ones around the same middle."""
-        from quantkit_kernels.triton.w4a16 import pack
-
-        scale, levels = codes.scale, codes.codes
-        if codes.minimum is not None or codes.spec.granularity.size == FINE:
-            return pack_int4(codes, gated)
-        if scale.shape[0] == 1:
-            scale = scale.expand(levels.shape[0], -1)
-        if codes.zero is None:
-            return pack(levels + (8 - 2**(codes.spec.bits - 1)), scale, gated=gated)
-        return pack(levels, scale, codes.zero.expand_as(scale), gated=gated)
-
-
-class TritonNF4(TritonKernel):
-    """NF4 weights in blocks of 64 that don't cross rows; nested scales are unfolded once."""
-
-    name = "triton-nf4"
-
-    def reason_against(self, query: KernelQuery) -> str | None:
-        """Anything but NF4 in blocks of 64, with rows of whole blocks."""
-        if (reason := _reason_against(query, "nf", (4,))) is not None:
-            return reason
-        if query.spec.granularity.size != NF4_BLOCK:
-            return f"takes blocks of {NF4_BLOCK}, not {query.spec.granularity}"
-        if query.k % NF4_BLOCK:
-            return f"needs in_features divisible by {NF4_BLOCK}, not {query.k}"
-        return None
-
-    def pack(self, codes: Codes, gated: bool = False) -> TritonWeight:
-        from quantkit_kernels.triton.nf4 import pack
-
-        return pack(codes.codes, codes.scale, gated=gated)
-
-
-class TritonFP4(TritonKernel):
-    """4-bit floats in groups: of 16 with e4m3 scales (NVFP4), of more with powers of 2 (MXFP4)."""
-
-    name = "triton-fp4"
-
-    def reason_against(self, query: KernelQuery) -> str | None:
-        """Anything but e2m1 weights, and groups of 16 whose scales aren't e4m3, or e4m3 scales of others."""
-        if (reason := _reason_against(query, "fp", (4,)) or _against_groups(query)) is not None:
-            return reason
-        return _against_group_scales(query)
-
-    def pack(self, codes: Codes, gated: bool = False) -> TritonWeight:
-        from quantkit_kernels.triton import fp4
-
-        if codes.outer is None:
-            return fp4.pack(codes.codes, codes.scale, gated=gated)
-        return fp4.pack_fine(codes.codes, _e4m3_scales(codes, codes.outer), codes.outer, gated=gated)
-
-
-class TritonW4A4(TritonKernel):
-    """The same weights by activations that are rounded in groups of as many; as such where the GPU has an
-    instruction for it, elsewhere decoded."""
-
-    name = "triton-w4a4"
-
-    def reason_against(self, query: KernelQuery) -> str | None:
-        """Anything but e2m1 weights in groups of 16 (e4m3 scales), 32, 64 or 128 (powers of 2), with rounded
-        activations."""
-        if (reason := _reason_against(query, "fp", (4,), rounded=True) or _against_groups(query)) is not None:
-            return reason
-        size = query.spec.granularity.size or 0
-        if size > gpu.MAX_GROUP:
-            return f"rounds activations in groups of up to {gpu.MAX_GROUP}, not {size}"
-        return _against_group_scales(query)
-
-    def pack(self, codes: Codes, gated: bool = False) -> TritonWeight:
-        from quantkit_kernels.triton.w4a4 import pack
-
-        if codes.outer is None:
-            return pack(codes.codes, codes.scale, gated=gated)
-        return pack(codes.codes, _e4m3_scales(codes, codes.outer), codes.outer, codes.input_factor,
-                    gated=gated)
-
-    def filled(self, k: int, device: torch.device) -> int:
-        """Of whole tiles of the instruction's."""
-        from quantkit_kernels.triton import block_scaled, w4a4
-        from quantkit_kernels.triton.fragment import family_of
-
-        return -(-k // block_scaled.BK) * block_scaled.BK if family_of(device) in w4a4.NATIVE else k
-
-    def run(self, x: torch.Tensor, prepared: TritonWeight) -> torch.Tensor:
-        """``x [m, k]`` → ``[m, n]`` in x's dtype."""
-        from quantkit_kernels.triton.matmul import multiply
-        from quantkit_kernels.triton.token_groups import round_groups
-
-        assert prepared.inputs is not None
-        return multiply(round_groups(x, prepared.inputs), prepared)
-
-
-class TritonIQ4(TritonKernel):
-    """IQ4_NL's levels, in groups."""
-
-    name = "triton-iq4"
-
-    def reason_against(self, query: KernelQuery) -> str | None:
-        """Anything but such weights in groups of 32, 64 or a multiple of 128."""
-        if (reason := _reason_against(query, "iq", (4,)) or _against_groups(query)) is not None:
-            return reason
-        return "takes groups of 32 or more" if query.spec.granularity.size == FINE else None
-
-    def pack(self, codes: Codes, gated: bool = False) -> TritonWeight:
-        from quantkit_kernels.triton import iq4
-
-        return iq4.pack(codes.codes, scales_of(codes, gated), codes.spec.granularity.size or 0, gated=gated)
-
-
-def _against_group_scales(query: KernelQuery) -> str | None:
+def _reason_against_group_scales(query: KernelQuery) -> str | None:
     """4-bit floats' groups with other scales than their size has."""
     spec = query.spec
     if (spec.scale_dtype == "e4m3") == (spec.granularity.size == FINE):

@@ -309,8 +309,8 @@ being made."""
 
 
 def recovery_memory_bytes(rows: Sequence[PlanRow], config: ModelConfig, infos: Mapping[str, TensorInfo],
-                   windows: int, length: int) -> int:
-    """The peak of resident memory.
+                          windows: int, length: int) -> int:
+    """The peak of resident memory while scales and norms are trained.
 
     Trained numbers with what the optimizer keeps of them; what enters each layer, up to
     ``RECOVERY_STATES``; the heads of both models; and a layer with all that its backward pass needs, 16
@@ -338,8 +338,9 @@ def recovery_memory_bytes(rows: Sequence[PlanRow], config: ModelConfig, infos: M
 
 
 def recovery_disk_bytes(rows: Sequence[PlanRow], config: ModelConfig, windows: int, length: int) -> int:
-    """About what is on disk beside the finished layers: the original model's last states, hidden states
-    between two layers, the optimizer's state twice, the result, and a layer that is being replaced."""
+    """About what is on disk beside the finished layers while scales and norms are trained: the original
+    model's last states, hidden states between two layers, the optimizer's state twice, the result, and a
+    layer that is being replaced."""
     units: dict[int, int] = defaultdict(int)
     for row in rows:
         if row.layer is not None:

@@ -58,6 +58,7 @@ class CalibrationSpec(Frozen):
             folder of them, a ``.jsonl`` or ``.parquet`` file of texts or conversations,
             ``hub:OWNER/NAME[:SPLIT][:FILE]``; or several of these. Or ``self``: the model writes it. Or
             ``random``: no text at all, but tokens drawn from the vocabulary.
+        windows: the number of windows.
         window: tokens in each.
         seed: chooses the windows.
         importance: says what a token's error counts for in a layer: ``gradient`` (how much the model's

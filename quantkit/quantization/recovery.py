@@ -17,8 +17,7 @@ from quantkit.checkpoint.writer import CheckpointWriter
 from quantkit.models.config import ModelConfig
 from quantkit.models.linear import Weights
 from quantkit.plugins.manager import registry
-from quantkit.quantization.calibration.data import CalibrationData
-from quantkit.quantization.calibration.windows import tokens_sha256
+from quantkit.quantization.calibration.data import CalibrationData, tokens_sha256
 from quantkit.quantization.memory import PlanRow
 from quantkit.quantization.methods.base import MethodOptions, checked_options
 from quantkit.quantization.recipe import CalibrationSpec, Recipe

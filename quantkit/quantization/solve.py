@@ -152,7 +152,7 @@ def _recorded(plan: PlanRow, result: Packed, stats: LayerStats | None) -> LayerR
 
 
 def solve_by_parts(weight: torch.Tensor, method: Method, form: Format, stats: LayerStats | None,
-                    spec: QuantSpec, options: MethodOptions) -> Packed:
+                   spec: QuantSpec, options: MethodOptions) -> Packed:
     """Quantize and pack ``weight`` ``[out, in]``, of any floating dtype, some rows at a time; ``stats`` are
     rotated if the spec says so."""
     step = rows_at_once(spec, (weight.shape[0], weight.shape[1]))

@@ -38,7 +38,7 @@ class EngineDeadError(QuantkitError):
     """An error outside of any request has ended the engine's thread: nothing is answered any more.
 
     Attributes:
-        kind: The name of that error's class.
+        kind: the name of that error's class.
     """
 
     def __init__(self, error: BaseException) -> None:
@@ -117,7 +117,7 @@ class Pooler:
     cut makes no difference.
 
     Args:
-        pooling: says whose tokens' states count.
+        pooling: says which tokens' states count.
     """
 
     def __init__(self, pooling: Pooling) -> None:

@@ -245,7 +245,7 @@ class Engine:
         """Step on a thread of its own until :meth:`close`.
 
         Args:
-            on_dead: This is called once if an error ends the thread. By default the error is printed.
+            on_dead: called once if an error ends the thread. By default the error is printed.
         """
         if self.thread is not None:
             raise EngineClosed("this engine was started before", why="it has one thread, once")

@@ -62,7 +62,7 @@ class UsageMeter:
     """What one rendering has left.
 
     Raises:
-        Overrun: from any method, when a limit is passed.
+        LimitExceeded: from any method, when a limit is passed.
     """
 
     def __init__(self) -> None:

@@ -13,7 +13,8 @@ from quantkit.formats.base import QuantizedTensor
 from quantkit.formats.dtypes import resolve
 from quantkit.formats.spec import Granularity, QuantSpec
 from quantkit.ops.cpu_machine import reason_against_kernels
-from quantkit.ops.dispatch import DECODE_ROWS, KernelQuery, dense
+from quantkit.ops.dispatch import DECODE_ROWS, KernelQuery
+from quantkit.ops.reference import dense
 from quantkit.ops.stored_weight import QuantizedWeight, probe, reason_against_product
 from quantkit.plugins.hooks import Register, hookimpl
 from quantkit.plugins.manager import current, registry

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quantkit.ops import dispatch as module
+from quantkit.ops import reference as module
 from quantkit.ops.cpu_weight import CpuWeight
-from quantkit.ops.dispatch import DECODE_ROWS, dense
+from quantkit.ops.dispatch import DECODE_ROWS
 from quantkit.ops.packing import dequantize
+from quantkit.ops.reference import dense
 from quantkit.ops.stored_weight import PlainWeight, QuantizedWeight
 from quantkit.plugins.manager import registry
 

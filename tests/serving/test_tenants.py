@@ -10,7 +10,7 @@ from quantkit.serving.work import prefix_salt
 from .conftest import APIS, asked
 
 SECRET = "the patient is Mr. Smith, and what he has is " * 12
-BODIES = {path: asked(path, SECRET) for path in APIS}
+BODIES = {path: asked(path, SECRET) | {"temperature": 0} for path in APIS}  # every answer has the same length
 KEYS = ("sesame-1", "sesame-2")
 
 

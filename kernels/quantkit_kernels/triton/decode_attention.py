@@ -232,10 +232,10 @@ def decode_attention(q: torch.Tensor, pages: LayerPages, tables: SequenceTables,
         tables, step: of all sequences; N tokens. The result of a token that belongs to no sequence is zeros.
         layer: index in the tables.
         scale: multiplies the scores.
-        window: a bound: only slots at positions above the query's minus ``window`` are visible.
+        window: if given, only slots at positions above the query's minus ``window`` are visible.
         limit, sinks: if given, only slots at positions above the query's minus ``limit``, or below ``sinks``,
             are visible.
-        softcap: caps scores: a score x becomes ``softcap · tanh(x / softcap)``.
+        softcap: if given, a score x becomes ``softcap · tanh(x / softcap)``.
         out: ``[N, H, D]`` of q's dtype; tokens may have gaps between them.
         splits: memory from :meth:`SplitResults.of`; afterwards it contains maxima and sums of the softmax.
 

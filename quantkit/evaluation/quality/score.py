@@ -14,7 +14,7 @@ from quantkit.evaluation.quality.feed import TeacherForcedModel
 from quantkit.evaluation.quality.window_scores import WindowScores
 from quantkit.models.config import ModelConfig
 from quantkit.plugins.manager import BUILTIN
-from quantkit.quantization.calibration.windows import with_bos
+from quantkit.quantization.calibration.data import with_bos
 from quantkit.runtime.loader import LoadedModel
 from quantkit.support.errors import QuantkitError, UsageError
 from quantkit.support.progress import Listener, ProgressEvent, silent

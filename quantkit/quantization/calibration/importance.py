@@ -40,6 +40,7 @@ from quantkit.models.decoder import DecoderLayer
 from quantkit.models.layers import RMSNorm
 from quantkit.models.linear import Weights
 from quantkit.ops.rows import softcapped
+from quantkit.quantization.calibration.data import tokens_sha256
 from quantkit.quantization.calibration.finite import (
     NonFiniteError,
     behind,
@@ -47,7 +48,6 @@ from quantkit.quantization.calibration.finite import (
     first_nonfinite,
 )
 from quantkit.quantization.calibration.runner import embeddings
-from quantkit.quantization.calibration.windows import tokens_sha256
 from quantkit.quantization.memory import BACKWARD_LOGITS, BACKWARD_TOKENS
 from quantkit.quantization.recipe import TransformSpec
 from quantkit.quantization.transforms.base import resolve_transforms

@@ -41,11 +41,13 @@ from quantkit.quantization.methods.descent import (
     stacked,
 )
 from quantkit.quantization.methods.grid import (
+    GRIDS,
     SHRINKS,
     Grid,
     above_minima,
     at_once,
     check_finite,
+    choose_grid,
     from_grid,
     join,
     rising,
@@ -55,7 +57,6 @@ from quantkit.quantization.methods.grid import (
     sums_of_tiles,
     to_codes,
 )
-from quantkit.quantization.methods.group_scales import GRIDS, choose_grid
 from quantkit.quantization.methods.hessian import (
     NO_BETTER,
     HessianFactors,

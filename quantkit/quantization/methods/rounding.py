@@ -18,8 +18,15 @@ from quantkit.formats.level_values import codebook
 from quantkit.formats.spec import QuantSpec
 from quantkit.quantization.methods import trellis
 from quantkit.quantization.methods.base import LayerStats, Method, MethodOptions
-from quantkit.quantization.methods.grid import check_finite, join, round_to_grid, row_parts, to_codes
-from quantkit.quantization.methods.group_scales import GRIDS, choose_grid
+from quantkit.quantization.methods.grid import (
+    GRIDS,
+    check_finite,
+    choose_grid,
+    join,
+    round_to_grid,
+    row_parts,
+    to_codes,
+)
 
 _AT_ONCE = 1 << 22
 """Weights that are rounded at a time."""
@@ -37,7 +44,7 @@ class RtnOptions(MethodOptions):
 
 
 def round_to_nearest(weight: torch.Tensor, stats: LayerStats | None, spec: QuantSpec,
-             options: MethodOptions) -> Codes:
+                     options: MethodOptions) -> Codes:
     """Round ``weight`` (float32 ``[out, in]``) to nearest; ``stats`` isn't looked at.
 
     Raises:
@@ -53,7 +60,7 @@ def round_to_nearest(weight: torch.Tensor, stats: LayerStats | None, spec: Quant
 
 
 def round_to_codebook(weight: torch.Tensor, stats: LayerStats | None, spec: QuantSpec,
-             options: MethodOptions) -> Codes:
+                      options: MethodOptions) -> Codes:
     """Round ``weight`` (float32 ``[out, in]``) to the codebook; ``stats`` isn't looked at.
 
     A block of zeros keeps the scale 0, as in bitsandbytes. With ``spec.nested`` the scales are

@@ -21,8 +21,7 @@ from pydantic import Field
 
 from quantkit.models.config import ModelConfig
 from quantkit.quantization.methods.base import MethodOptions
-from quantkit.quantization.methods.grid import from_grid, round_to_grid
-from quantkit.quantization.methods.group_scales import choose_grid
+from quantkit.quantization.methods.grid import choose_grid, from_grid, round_to_grid
 from quantkit.quantization.methods.hessian import losses
 from quantkit.quantization.transforms.base import LayerTensors, ScaleGroup, Transform, scale_groups
 
@@ -139,7 +138,7 @@ AWQ = Transform(name="awq", paper="https://arxiv.org/abs/2306.00978", layer=find
                 reason_against_spec=lambda spec: None if spec.kind in GRIDS else
                 f"it is for weights of kind {' or '.join(GRIDS)}, not for {spec.label()}")
 SMOOTHQUANT = Transform(name="smoothquant", paper="https://arxiv.org/abs/2211.10438", layer=smooth_layer,
-                      needs=frozenset({"largest"}), options=SmoothOptions,
-                      reason_against_spec=lambda spec: None if spec.activations else
-                      f"it is for inputs that are rounded too (spec: activations), not for {spec.label()}; "
-                      "awq is for weights alone")
+                        needs=frozenset({"largest"}), options=SmoothOptions,
+                        reason_against_spec=lambda spec: None if spec.activations else
+                        f"it is for inputs that are rounded too (spec: activations), not for {spec.label()}; "
+                        "awq is for weights alone")

@@ -78,8 +78,8 @@ class CpuProgram:
         self._tile = max(1, QUERIES // self._group)
         packed = [packed_of(linear, high) for linear in (*model.linears().values(), model.head)]
         scratch = max(scratch_bytes(config.head_dim, self._tile * self._group), encode_bytes(config.head_dim),
-                   *(product_bytes(weight.kernel, isa, weight.columns // SUB) for weight in packed),
-                   *(hadamard_bytes(weight.shape[1]) for weight in packed if weight.rotated))
+                      *(product_bytes(weight.kernel, isa, weight.columns // SUB) for weight in packed),
+                      *(hadamard_bytes(weight.shape[1]) for weight in packed if weight.rotated))
         self._scratch = torch.empty(threads, -(-scratch // 64) * 64, dtype=torch.uint8)
         self._ids, self._selected = (torch.zeros(MAX_ROWS, dtype=torch.int64) for _ in range(2))
         self._rows, self._tiles = (torch.zeros(MAX_ROWS, 3, dtype=torch.int64) for _ in range(2))

@@ -29,6 +29,7 @@ from quantkit.support.errors import UsageError
 if TYPE_CHECKING:
     from quantkit.runtime.loader import LoadedModel
 
+
 class CheckpointDrafter(Drafter):
     """A drafter that decodes with a checkpoint.
 

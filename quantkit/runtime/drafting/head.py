@@ -33,6 +33,7 @@ from quantkit.support.errors import SourceError, UsageError
 if TYPE_CHECKING:
     from quantkit.runtime.loader import LoadedModel
 
+
 class HeadDrafter(Drafter):
     """A drafter whose drafts are a head's.
 

@@ -165,7 +165,7 @@ class GpuModel(ProgramModel):
             return None
         config = self.config
         return kv_gpu.reason_against_cache(cache.codecs, self.dtype, config.head_dim,
-                               config.num_heads // config.num_kv_heads, self.device.type)
+                                           config.num_heads // config.num_kv_heads, self.device.type)
 
     def check_cache(self, cache: KVCache) -> None:
         """Raises UsageError: no kernel reads such a cache, and nothing else runs this model's weights, which

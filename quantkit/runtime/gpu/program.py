@@ -177,7 +177,7 @@ class GpuProgram:
         limit, sinks = cache.layers[index].policy.visible or (None, 0)
         scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
         options: dict[str, Any] = {"scale": scale, "window": config.sliding_windows[index], "limit": limit,
-               "sinks": sinks, "softcap": config.attention_softcap}
+                                   "sinks": sinks, "softcap": config.attention_softcap}
         if pages.has_residual:
             close_pages(pages, tables, step, index)
         out = decode_attention(q, pages, tables, step, index, **options) if tiles is None else (

@@ -282,7 +282,7 @@ def _gpu_parts(weights: ModelWeights, device: torch.device) -> list[MemoryPart]:
 
 
 def check_gpu_memory(config: ModelConfig, dtype: torch.dtype, quantized: Mapping[str, QuantizedTensor],
-          device: torch.device, uri: str, ours: bool) -> None:
+                     device: torch.device, uri: str, ours: bool) -> None:
     """Before anything is loaded.
 
     Args:

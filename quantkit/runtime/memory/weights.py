@@ -268,7 +268,7 @@ def _tile_bytes(kernel: TritonKernel, spec: QuantSpec, k: int) -> int:
 
 
 def gpu_weight_bytes(config: ModelConfig, dtype: torch.dtype, quantized: Mapping[str, QuantizedTensor],
-                 device: torch.device) -> int:
+                     device: torch.device) -> int:
     """What all weights take on the device in the kernels' order."""
     weights = sum(gpu_packed_bytes(weight, dtype, device) for weight in quantized.values())
     for name, shape in tensor_shapes(config).items():

@@ -13,9 +13,8 @@ from pydantic import ValidationError
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.models.architecture import parse_config
 from quantkit.models.linear import Weights
-from quantkit.quantization.calibration.data import correlation, prepare
+from quantkit.quantization.calibration.data import CORRELATION, OFFSET, correlation, prepare, random_windows
 from quantkit.quantization.calibration.runner import HessianObserver, LayerRunner
-from quantkit.quantization.calibration.windows import CORRELATION, OFFSET, random_windows
 from quantkit.quantization.recipe import CalibrationSpec, load_recipe
 from quantkit.quantization.run import quantize
 from quantkit.sources.open import open_source

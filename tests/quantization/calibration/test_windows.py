@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from quantkit.quantization.calibration.windows import Encoded, cut_windows
+from quantkit.quantization.calibration.data import Encoded, cut_windows
 from quantkit.quantization.recipe import CalibrationSpec
 from quantkit.support.errors import CalibrationError
 

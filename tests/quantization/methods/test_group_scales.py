@@ -7,11 +7,11 @@ import torch
 
 from quantkit.formats.spec import QuantSpec
 from quantkit.quantization.methods.grid import (
+    choose_grid,
     from_grid,
     round_to_grid,
     rounded_scale,
 )
-from quantkit.quantization.methods.group_scales import choose_grid
 from tests.helpers.grids import GROUPED
 
 

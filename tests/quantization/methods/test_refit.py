@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from quantkit.formats.spec import QuantSpec
 from quantkit.quantization.methods.descent import refit_scales
-from quantkit.quantization.methods.grid import Grid, from_grid, round_to_grid
-from quantkit.quantization.methods.group_scales import choose_grid
+from quantkit.quantization.methods.grid import Grid, choose_grid, from_grid, round_to_grid
 from tests.helpers.grids import GROUPED
 
 

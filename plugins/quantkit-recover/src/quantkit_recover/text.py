@@ -17,11 +17,11 @@ from quantkit.models.architecture import parse_config
 from quantkit.quantization.calibration.data import (
     RANDOM,
     SELF,
+    TooFewWindowsError,
     check_length,
     load_calibration,
     own_calibration,
 )
-from quantkit.quantization.calibration.windows import TooFewWindowsError
 from quantkit.quantization.recipe import CalibrationSpec
 from quantkit.quantization.recovery import RecoveryText
 from quantkit.sources.base import ModelSource
