@@ -99,13 +99,13 @@ def odd(strict):
     named = {"name": "look", "strict": strict}
     text = {"type": "json_schema", "name": "x", "schema": ODD, "strict": strict}
     return {
-        "chat": (CHAT, {"messages": USER, "response_format": {
+        "chat": (CHAT, {"messages": USER, "max_tokens": 3, "response_format": {
             "type": "json_schema", "json_schema": {"name": "x", "schema": ODD, "strict": strict}}}),
-        "chat tool": (CHAT, {"messages": USER, "tool_choice": "required", "tools": [
+        "chat tool": (CHAT, {"messages": USER, "max_tokens": 3, "tool_choice": "required", "tools": [
             {"type": "function", "function": {**named, "parameters": ODD}}]}),
-        "response": (RESPONSES, {"input": "the cat", "text": {"format": text}}),
-        "response tool": (RESPONSES, {"input": "the cat", "tool_choice": "required", "tools": [
-            {"type": "function", **named, "parameters": ODD}]}),
+        "response": (RESPONSES, {"input": "the cat", "max_output_tokens": 3, "text": {"format": text}}),
+        "response tool": (RESPONSES, {"input": "the cat", "max_output_tokens": 3, "tool_choice": "required",
+                                      "tools": [{"type": "function", **named, "parameters": ODD}]}),
         "message tool": (MESSAGES, {"messages": USER, "max_tokens": 3, "tool_choice": {"type": "any"},
                                           "tools": [{**named, "input_schema": ODD}]})}
 
