@@ -97,7 +97,7 @@ class ServerComparison:
 
     async def stream(self, name: str, prompt: str, max_tokens: int, route: str = "chat",
                      into: Response | None = None) -> Response:
-        """One greedy answer of exactly so many tokens."""
+        """One greedy answer of exactly this number of tokens."""
         body = {"model": self.models[name], "max_tokens": max_tokens, "temperature": 0, "stream": True,
                 "stream_options": {"include_usage": True}, "ignore_eos": True}
         if route == "chat":

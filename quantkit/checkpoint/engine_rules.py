@@ -149,7 +149,7 @@ class EngineLayer:
 
     @property
     def fits_marlin(self) -> bool:
-        """Whether Marlin multiplies so many bits."""
+        """Whether Marlin multiplies weights of this width."""
         return (self.spec.bits, self.spec.symmetric) in FOUR_OR_EIGHT
 
 

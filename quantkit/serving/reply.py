@@ -11,6 +11,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import Request, Response
@@ -120,23 +121,18 @@ class BoundedThreads:
         loop = asyncio.get_running_loop()
         done: asyncio.Future[T] = loop.create_future()
 
-        def tell(result: T | None, error: BaseException | None) -> None:
+        def end(report: Callable[[], None]) -> None:
             self._free.release()
-            if done.cancelled():
-                return
-            if error is None:
-                done.set_result(result)  # type: ignore[arg-type]
-            else:
-                done.set_exception(error)
+            if not done.cancelled():
+                report()
 
         def work() -> None:
-            result, error = None, None
             try:
-                result = function()
-            except BaseException as raised:
-                error = raised
+                report = partial(done.set_result, function())
+            except BaseException as error:
+                report = partial(done.set_exception, error)
             with contextlib.suppress(RuntimeError):  # the loop is closed: the server is gone
-                loop.call_soon_threadsafe(tell, result, error)
+                loop.call_soon_threadsafe(end, report)
 
         # a thread each rather than a pool, whose threads would keep the process from ending
         try:

@@ -19,15 +19,13 @@ from pydantic import Field
 
 from quantkit.formats.base import Codes
 from quantkit.formats.spec import QuantSpec
-from quantkit.quantization.methods.base import LayerStats, Method, MethodOptions
+from quantkit.quantization.methods.base import LayerStats, Method, MethodOptions, row_parts
 from quantkit.quantization.methods.descent import descend_levels, descend_scales
 from quantkit.quantization.methods.grid import (
     Grid,
     check_finite,
     grid_between,
-    join,
-    row_parts,
-    settle_,
+    round_levels_,
     to_codes,
 )
 from quantkit.quantization.methods.hessian import UNREACHED, hessian_of
@@ -96,7 +94,8 @@ def quantize(weight: torch.Tensor, stats: LayerStats | None, spec: QuantSpec,
         if reached and options.descent_passes:
             _visit(best, rows, hessian, damped, spec, options)
         results.append(to_codes(best.levels, Grid(best.scale, best.zero), spec))
-    return join(results, () if reached else (f"rounded to nearest in place of autoround: {UNREACHED}",))
+    return Codes.joined(
+        results, () if reached else (f"rounded to nearest in place of autoround: {UNREACHED}",))
 
 
 def _visit(best: _Best, weight: torch.Tensor, hessian: torch.Tensor, damped: torch.Tensor, spec: QuantSpec,
@@ -119,7 +118,7 @@ def _learn(weight: torch.Tensor, hessian: torch.Tensor, spec: QuantSpec, options
         grid = grid_between(low * ends[0], high * ends[1], spec)
         scaled = groups / grid.scale
         raw = scaled + shift
-        levels = settle_(raw.clone(), grid.zero, spec)
+        levels = round_levels_(raw.clone(), grid.zero, spec)
         flat = Grid(grid.scale.reshape(shape), grid.zero.reshape(shape))
         loss, pull = _loss(weight, levels.reshape(weight.shape), flat, hessian)
         if best is None:

@@ -171,3 +171,14 @@ def checked_options(owner: str, options: type[MethodOptions], values: Mapping[st
         why = did_you_mean(key, options.model_fields) if extra else fault["msg"]
         raise RecipeError(f"{owner} can't take option {key!r}", why=why,
                           next="quantkit plugins list") from None
+
+
+def row_parts(weight: torch.Tensor, spec: QuantSpec, values: int, multiple: int = 1) -> list[slice]:
+    """Rows that are worked on together, a multiple of some number and about ``values`` weights, so that there
+    are copies of few at a time; all of them where they share a scale, and squares whole."""
+    if spec.granularity.strategy == "tile":
+        multiple = spec.granularity.size or 1
+    rows, step = weight.shape[0], max(1, values // (weight.shape[1] * multiple)) * multiple
+    if spec.granularity.strategy == "tensor" or step >= rows:
+        return [slice(None)]
+    return [slice(start, start + step) for start in range(0, rows, step)]

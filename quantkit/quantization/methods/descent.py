@@ -21,11 +21,11 @@ from quantkit.quantization.methods.grid import (
     Grid,
     at_once,
     from_grid,
+    round_levels_,
     round_scale,
     rounded_minimum,
     rounded_multiple,
     rounded_scale,
-    settle_,
 )
 
 _FORM = 1 << 24  # values of intermediate results while the scales' quadratic form is made
@@ -68,7 +68,7 @@ def descend_levels(weight: torch.Tensor, levels: torch.Tensor, grids: Sequence[G
             for i in range(first, last):
                 scale, zero = scales[:, i // size], zeros[:, i // size]
                 level = torch.div(slopes[:, i], scale * pivots[i]).add_(work[:, i]).sub_(zero)
-                settle_(level, zero, spec)
+                round_levels_(level, zero, spec)
                 step = torch.sub(level, work[:, i], out=steps[:, i - start]).mul_(scale)
                 work[:, i] = level
                 if i + 1 < last:

@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from pydantic import Field
 
 from quantkit.formats.base import Codes
@@ -32,7 +33,7 @@ from quantkit.formats.spec import QuantSpec
 from quantkit.ops import columns, gpu
 from quantkit.quantization.memory import WEIGHTS_AT_ONCE
 from quantkit.quantization.methods import trellis
-from quantkit.quantization.methods.base import LayerStats, Method, MethodOptions
+from quantkit.quantization.methods.base import LayerStats, Method, MethodOptions, row_parts
 from quantkit.quantization.methods.descent import (
     by_column,
     descend_levels,
@@ -49,12 +50,9 @@ from quantkit.quantization.methods.grid import (
     check_finite,
     choose_grid,
     from_grid,
-    join,
     rising,
+    round_levels_,
     round_to_grid,
-    row_parts,
-    settle_,
-    sums_of_tiles,
     to_codes,
 )
 from quantkit.quantization.methods.hessian import (
@@ -184,7 +182,7 @@ def _unless_rounded(task: PendingSolve, levels: torch.Tensor, grid: Grid, part: 
     if spec.granularity.strategy == "tensor":  # one scale for all rows: all or none
         solved, baseline = solved.sum().expand_as(solved), baseline.sum().expand_as(baseline)
     elif spec.granularity.strategy == "tile":  # the same for the rows of a square
-        solved, baseline = (sums_of_tiles(each, spec.granularity.size or 1) for each in (solved, baseline))
+        solved, baseline = (_sums_of_tiles(each, spec.granularity.size or 1) for each in (solved, baseline))
     worse = ~(solved <= baseline)  # also where a loss is NaN
     best = plain.where(worse, grid)
     return to_codes(torch.where(worse.unsqueeze(1), rounded, levels), best, spec), worse
@@ -220,7 +218,7 @@ def _solve_by_kernels(task: PendingSolve, spec: QuantSpec, options: GptqOptions)
         better, worse = _unless_rounded(task, levels, grid, part, spec)
         codes.append(better)
         failed &= bool(worse.all())
-    return join(codes, task.notes + (NO_BETTER,) * failed)
+    return Codes.joined(codes, task.notes + (NO_BETTER,) * failed)
 
 
 def _solve_tiles(weight: torch.Tensor, factors: HessianFactors, grid: Grid, spec: QuantSpec,
@@ -340,7 +338,7 @@ def _solve_by_torch(pending: Sequence[PendingSolve], spec: QuantSpec, options: G
             better, worse = _unless_rounded(task, levels[number, part], grids[number], part, spec)
             codes[number].append(better)
             failed[number] &= bool(worse.all())
-    return [join(codes[number], task.notes + (NO_BETTER,) * failed[number])
+    return [Codes.joined(codes[number], task.notes + (NO_BETTER,) * failed[number])
             for number, task in enumerate(pending)]
 
 
@@ -407,7 +405,7 @@ def _solve_block(work: torch.Tensor, upper: torch.Tensor, scales: torch.Tensor, 
         last = min(first + inner, count)
         for i in range(first, last):
             scale, zero = scales[lines, groups[i]], zeros[lines, groups[i]]
-            level = settle_(torch.div(work[:, i], scale, out=levels[:, i]), zero, spec)
+            level = round_levels_(torch.div(work[:, i], scale, out=levels[:, i]), zero, spec)
             error = torch.sub(work[:, i], (level - zero).mul_(scale), out=errors[:, i]).div_(pivots[i])
             if i + 1 < last:
                 work[:, i + 1:last].addcmul_(upper[:, i, i + 1:last, None], error[:, None], value=-1)
@@ -418,3 +416,9 @@ METHOD = Method(name="gptq", paper="https://arxiv.org/abs/2210.17323", quantize=
                 needs=frozenset({"hessian", "drift"}), options=GptqOptions,
                 kinds=GRIDS, quantize_batch=quantize_batch,
                 quick={"refit": 0, "descent_passes": 0})
+
+
+def _sums_of_tiles(values: torch.Tensor, size: int) -> torch.Tensor:
+    """The sum over the rows of each row's squares, in the place of every one, float32 ``[out]``."""
+    sums = F.pad(values, (0, -len(values) % size)).view(-1, size).sum(dim=1)
+    return sums.repeat_interleave(size)[:len(values)]

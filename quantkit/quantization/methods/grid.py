@@ -23,6 +23,7 @@ lose least.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -153,18 +154,13 @@ def choose_grid(weight: torch.Tensor, spec: QuantSpec, *, importance: torch.Tens
         return find_grid(weight, spec, importance=importance, shrinks=factors)
     shape = spec.scale_shape((weight.shape[0], weight.shape[1]))
     check_in_range(weight, spec)
-    groups = weight.reshape(shape[0] * shape[1], -1)
     if spec.scale_dtype == "e4m3" and outer is None:
         outer = _power(weight.abs().max().reshape(1, 1) / (e2m1.LARGEST * LARGEST))
-    step = max(1, at_once(weight.device) // groups.shape[1])
-    costs = None if importance is None else costs_of_groups(importance, shape, groups.shape[1], step)
     fits = []
-    for start in range(0, len(groups), step):
-        part = groups[start:start + step]
-        first = start % shape[1]
-        cost = torch.ones_like(part) if costs is None else costs[first:first + len(part)]
-        fits.append(_fit_pair(part, cost, spec, search) if spec.minimum
-                    else _fit_scale(part, cost, spec, search, outer))
+    for groups, costs in _portions(weight, shape, importance):
+        cost = torch.ones_like(groups) if costs is None else costs
+        fits.append(_fit_pair(groups, cost, spec, search) if spec.minimum
+                    else _fit_scale(groups, cost, spec, search, outer))
     scale = torch.cat([fit.scale for fit in fits]).reshape(shape)
     bottom = torch.cat([fit.minimum for fit in fits]).reshape(shape) if spec.minimum else None
     if spec.superblock is not None:
@@ -190,25 +186,28 @@ def find_grid(weight: torch.Tensor, spec: QuantSpec, *, importance: torch.Tensor
     """
     shape = spec.scale_shape((weight.shape[0], weight.shape[1]))
     check_in_range(weight, spec)
+    grids = [search_groups(groups, spec, costs, shrinks)
+             for groups, costs in _portions(weight, shape, importance)]
+    return Grid(torch.cat([grid.scale for grid in grids]).reshape(shape),
+                torch.cat([grid.zero for grid in grids]).reshape(shape))
+
+
+def _portions(weight: torch.Tensor, shape: tuple[int, ...],
+              importance: torch.Tensor | None) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
+    """Some groups ``[n, size]`` at a time, so that a search's copies stay small, with the weights on their
+    squared errors in the same shape."""
     groups = weight.reshape(shape[0] * shape[1], -1)
-    parts = []
     step = max(1, at_once(weight.device) // groups.shape[1])
     costs = None if importance is None else costs_of_groups(importance, shape, groups.shape[1], step)
-    for start in range(0, groups.shape[0], step):
-        chunk = groups[start:start + step]
-        cost = None
-        if costs is not None:
-            first = start % shape[1]
-            cost = costs[first:first + chunk.shape[0]]
-        parts.append(search_groups(chunk, spec, cost, shrinks))
-    return Grid(torch.cat([p.scale for p in parts]).reshape(shape),
-                torch.cat([p.zero for p in parts]).reshape(shape))
+    for start in range(0, len(groups), step):
+        part, first = groups[start:start + step], start % shape[1]
+        yield part, None if costs is None else costs[first:first + len(part)]
 
 
 def round_to_grid(weight: torch.Tensor, grid: Grid, spec: QuantSpec) -> torch.Tensor:
     """The nearest level of every weight, float32 ``[out, in]``."""
     groups = above_minima(weight, grid).reshape(grid.scale.numel(), -1)
-    levels = settle_(groups / grid.scale.reshape(-1, 1), grid.zero.reshape(-1, 1), spec)
+    levels = round_levels_(groups / grid.scale.reshape(-1, 1), grid.zero.reshape(-1, 1), spec)
     return levels.reshape(weight.shape)
 
 
@@ -220,23 +219,7 @@ def above_minima(weight: torch.Tensor, grid: Grid) -> torch.Tensor:
     return (groups - grid.minimum.unsqueeze(-1)).reshape(weight.shape)
 
 
-def row_parts(weight: torch.Tensor, spec: QuantSpec, values: int, multiple: int = 1) -> list[slice]:
-    """Rows that are worked on together, a multiple of some number and about ``values`` weights, so that there
-    are copies of few at a time; all of them where they share a scale, and squares whole."""
-    if spec.granularity.strategy == "tile":
-        multiple = spec.granularity.size or 1
-    rows, step = weight.shape[0], max(1, values // (weight.shape[1] * multiple)) * multiple
-    if spec.granularity.strategy == "tensor" or step >= rows:
-        return [slice(None)]
-    return [slice(start, start + step) for start in range(0, rows, step)]
-
-
-def join(parts: list[Codes], notes: tuple[str, ...] = ()) -> Codes:
-    """Parts of a weight's rows, one below the other."""
-    return Codes.joined(parts, notes)
-
-
-def settle_(quotients: torch.Tensor, zero: torch.Tensor, spec: QuantSpec) -> torch.Tensor:
+def round_levels_(quotients: torch.Tensor, zero: torch.Tensor, spec: QuantSpec) -> torch.Tensor:
     """Weights over their scales, in place, → the nearest levels; those of a table are its values."""
     table = rising(spec)
     if table is not None:
@@ -441,12 +424,6 @@ def tile_grid(weight: torch.Tensor, spec: QuantSpec, *, importance: torch.Tensor
     return Grid(scale, scale.new_zeros(()).expand_as(scale))  # a zero for all takes no memory
 
 
-def sums_of_tiles(values: torch.Tensor, size: int) -> torch.Tensor:
-    """The sum over the rows of each row's squares, in the place of every one, float32 ``[out]``."""
-    sums = F.pad(values, (0, -len(values) % size)).view(-1, size).sum(dim=1)
-    return sums.repeat_interleave(size)[:len(values)]
-
-
 # by a least-squares fit of a group's scale, and of its minimum
 
 
@@ -608,7 +585,7 @@ def _fit_superblocks(values: torch.Tensor, curve: torch.Tensor, spec: QuantSpec,
 def _signed_levels(quotients: torch.Tensor, spec: QuantSpec) -> torch.Tensor:
     """Levels less their zero."""
     if spec.kind != "int":
-        return settle_(quotients, quotients, spec)
+        return round_levels_(quotients, quotients, spec)
     low = -2.0 ** (spec.bits - 1)
     return quotients.clamp_(low, -low - 1).round_()
 

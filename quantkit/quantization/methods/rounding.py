@@ -17,14 +17,12 @@ from quantkit.formats.dtypes import resolve, scale_dtype
 from quantkit.formats.level_values import codebook
 from quantkit.formats.spec import QuantSpec
 from quantkit.quantization.methods import trellis
-from quantkit.quantization.methods.base import LayerStats, Method, MethodOptions
+from quantkit.quantization.methods.base import LayerStats, Method, MethodOptions, row_parts
 from quantkit.quantization.methods.grid import (
     GRIDS,
     check_finite,
     choose_grid,
-    join,
     round_to_grid,
-    row_parts,
     to_codes,
 )
 
@@ -55,7 +53,7 @@ def round_to_nearest(weight: torch.Tensor, stats: LayerStats | None, spec: Quant
     if spec.kind == "trellis":
         return trellis.nearest(weight, spec)
     grid = choose_grid(weight, spec, search=options.clip_search)
-    return join([to_codes(round_to_grid(weight[part], grid.rows(part), spec), grid.rows(part), spec)
+    return Codes.joined([to_codes(round_to_grid(weight[part], grid.rows(part), spec), grid.rows(part), spec)
                  for part in row_parts(weight, spec, _AT_ONCE)])
 
 

@@ -163,7 +163,7 @@ def gpu_step_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
 
 
 def table_size(entries: int) -> int:
-    """Entries for which a GPU's table has room that must hold so many."""
+    """Entries of a GPU's table that must hold a number of them: tables grow in steps."""
     return max(TABLE_WIDTH, 1 << (entries - 1).bit_length())
 
 
@@ -182,7 +182,7 @@ def comparison_bytes(parameters: int, models: int, noise_floor: bool, logits: in
     noise floor the reference in float32 too, and the logits of a window.
 
     Args:
-        parameters: the largest model has so many.
+        parameters: the number that the largest model has.
         models: the number of models that are compared.
         noise_floor: whether the reference is scored in float32 too.
         logits: the number of logits of a window.

@@ -112,7 +112,7 @@ class ModelWeights:
         return tuple(layer for layer in self.layers if tied or layer.name != EMBEDDING)
 
     def read_bytes(self, batch: int) -> float:
-        """Bytes that a decode step of so many tokens reads; of experts, those that as many tokens reach if
+        """Bytes that a decode step of ``batch`` tokens reads; of experts, those that as many tokens reach if
         a router chooses evenly."""
         return sum(layer.read * self._reached(layer, batch) for layer in self.multiplied)
 

@@ -37,7 +37,7 @@ TOP_P, MIN_P = 0.95, 0.01
 VOCABULARY = 128256
 TOP_LEVEL = 15
 GROUPED = {16: "nvfp4 a4", 32: "mxfp4 a4"}
-"""Formats that round activations in groups of so many."""
+"""Formats that round activations, and the channels of each of their groups."""
 
 
 def bench_cases(setup: BenchSetup) -> Iterator[BenchCase]:

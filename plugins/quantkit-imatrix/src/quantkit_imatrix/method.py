@@ -23,9 +23,9 @@ from quantkit.quantization.methods.grid import (
     check_finite,
     find_grid,
     grid_between,
+    round_levels_,
     round_scale,
     round_to_grid,
-    settle_,
     to_codes,
 )
 from quantkit.quantization.methods.hessian import UNREACHED, hessian_of
@@ -131,7 +131,7 @@ class _Search:
         return bool(better.any())
 
     def _levels(self, grid: Grid) -> torch.Tensor:
-        return settle_(self._groups / grid.scale, grid.zero, self._spec)
+        return round_levels_(self._groups / grid.scale, grid.zero, self._spec)
 
     def _error(self, grid: Grid, levels: torch.Tensor) -> torch.Tensor:
         """The weighted squared error ``[n, 1]``."""
