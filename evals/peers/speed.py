@@ -6,10 +6,10 @@
 Every tool runs by itself, by its own benchmark (``llama-batched-bench``) or API (``theirs/timed.py``), on the
 same cases: a prompt is read, and tokens are decoded greedily after the first new one, which isn't timed as
 decoded. ``--long`` measures prompts of 3,000 and 8,000 tokens in place of short ones. With each row stands
-the read bandwidth just before it. FILE keeps what it has: a second run adds a round to it, and the table
-shows medians. A tool that isn't given is left out, and so is a row whose file isn't in DIR. DIR has one
-model; all files are made from the same bfloat16 folder (for a model that comes from a quantized file, a twin:
-``off_grid.py``):
+the read bandwidth just before it. FILE keeps what it has: another run adds a round to it, and the table shows
+the fastest round, since other programs only ever slow one. A tool that isn't given is left out, and so is a
+row whose file isn't in DIR. DIR has one model; all files are made from the same bfloat16 folder (for a model
+that comes from a quantized file, a twin: ``off_grid.py``):
 
     convert_hf_to_gguf.py MODEL --outtype bf16 --outfile DIR/bf16.gguf
     llama-imatrix -m DIR/bf16.gguf -f wiki.valid.raw --chunks 32 --output-format dat -o DIR/imatrix.dat
@@ -33,7 +33,6 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -89,13 +88,13 @@ def llama(place: str, row: Row, model: Path, cases: list[Case], threads: int) ->
     for prompt, new, batch in cases:
         text, resident = output([program, "-m", str(model), "-t", str(threads), "-tb", str(threads),
                                  "-fa", "on", "-c", str(batch * (prompt + new) + 64), "-npp", str(prompt),
-                                 "-ntg", str(new), "-npl", str(batch), *row.options])
+                                 "-ntg", str(new), "-npl", str(batch), *row.options], threads)
         found = LINE.search(text)
         if found is None:
             sys.exit(f"{program} printed no times: {text[-500:]}")
         times.append((float(found[5]), float(found[7])))
         peak = max(peak, resident)
-    said = re.search(r"version: (.*)", output([program, "--version"])[0])
+    said = re.search(r"version: (.*)", output([program, "--version"], threads)[0])
     return {"version": said[1] if said else "", "times": times, "peak_bytes": peak}
 
 
@@ -103,7 +102,7 @@ def python(place: str, row: Row, model: Path, cases: list[Case], threads: int) -
     """A tool that is a Python package, by its API."""
     script = Path(__file__).parent / "theirs" / "timed.py"
     text, peak = output([place, str(script), "-".join((row.tool, *row.options)), str(model), str(threads),
-                         json.dumps(cases)], row.tool == "quantkit")
+                         json.dumps(cases)], threads, row.tool == "quantkit")
     times = [tuple(map(float, pair)) for pair in re.findall(r"^case (\S+) (\S+)$", text, re.MULTILINE)]
     said = re.search(r"^version (.*)$", text, re.MULTILINE)
     if said is None or len(times) != len(cases):
@@ -111,9 +110,9 @@ def python(place: str, row: Row, model: Path, cases: list[Case], threads: int) -
     return {"version": said[1], "times": times, "peak_bytes": peak}
 
 
-def output(command: list[str], with_quantkit: bool = False) -> tuple[str, int]:
+def output(command: list[str], threads: int, with_quantkit: bool = False) -> tuple[str, int]:
     """What a process prints, and its largest resident set in bytes."""
-    env = dict(os.environ) if with_quantkit else without_pythonpath()
+    env = (dict(os.environ) if with_quantkit else without_pythonpath()) | {"OMP_NUM_THREADS": str(threads)}
     with tempfile.TemporaryFile() as file:
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=env)
         _, process.returncode, used = os.wait4(process.pid, 0)
@@ -159,11 +158,11 @@ def table(report: dict[str, Any]) -> str:
     for row in report["rows"]:
         cells = []
         for prompt, batch, kind in COLUMNS.values():
-            speeds = [median(case[f"{kind}_tok_s"]) for case in row["cases"]
+            speeds = [max(case[f"{kind}_tok_s"]) for case in row["cases"]
                       if (case["prompt"], case["batch"]) == (prompt, batch)]
             cells.append(f"{speeds[0]:>12.{0 if kind == 'prefill' else 1}f}" if speeds else " " * 12)
         lines.append(f"{row['tool'] + ' ' + row['weights']:30}{row['file_bytes'] / 1e9:>6.2f}"
-                     + "".join(cells) + f"{median(row['read_bandwidth']) / 1e9:>11.1f}")
+                     + "".join(cells) + f"{max(row['read_bandwidth']) / 1e9:>11.1f}")
     return "\n".join(lines)
 
 
