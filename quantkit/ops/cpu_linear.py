@@ -261,11 +261,11 @@ class CpuFP8(CpuKernel):
         if size is None:
             decoder = decoders.E4M3_TOKENS if codes.spec.activations else decoders.E4M3
             return grouped(self.name, codes, weight, decoder,
-                           lambda lanes, _: pack.e4m3(codes.codes, lanes))
+                           lambda *_: pack.rows(codes.codes))
         columns = padded(weight.shape[1], size)
         scales = tile_scales(codes.scale, weight.shape[0], columns, size)
         return CpuWeight(self.name, matmul.Matmul(decoders.E4M3, size, scales.layout), weight.shape, columns,
-                         pack.e4m3(codes.codes, isa().lanes, size), scales.scales)
+                         pack.rows(codes.codes, multiple=size), scales.scales)
 
 
 class CpuTable(CpuKernel):

@@ -1,5 +1,6 @@
 """The formats of weights: how a subgroup of 32 values of each lane's row lies, and how it is unpacked.
 
+Weights of floating-point families lie row after row: a subgroup is 32 neighbors, as they are in a file.
 :mod:`~quantkit_kernels.cpu.pack` brings weights into these orders.
 """
 
@@ -12,7 +13,14 @@ from quantkit_kernels.cpu import weight_decoder
 from quantkit_kernels.cpu.emit import Emitter
 from quantkit_kernels.cpu.isa import Isa
 from quantkit_kernels.cpu.values import F32, I8, I16, I32, Value, vec
-from quantkit_kernels.cpu.weight_decoder import BYTES, FLOATS, SUB, WORDS, WeightDecoder
+from quantkit_kernels.cpu.weight_decoder import (
+    BYTES,
+    FLOATS,
+    ROUNDED,
+    SUB,
+    WORDS,
+    WeightDecoder,
+)
 
 NF4_LEVELS = 8191
 """NF4's table is rounded to whole multiples of 1/8191: nearer than bfloat16 would be."""
@@ -73,25 +81,21 @@ def _wide_integers(bits: int) -> Callable[..., Iterator[Sequence[Value]]]:
     return unpack
 
 
-def _bf16(e: Emitter, isa: Isa, source: Value) -> Iterator[Sequence[Value]]:
-    """Two neighbors of each lane's row side by side: one is a lane's high half, one is shifted there."""
-    real = vec(F32, isa.lanes)
-    for i in range(SUB // 2):
-        pair = e.load(source, vec(I32, isa.lanes), i * 4 * isa.lanes)
-        yield ((pair << 16).bits(real),)
-        yield ((pair & -65536).bits(real),)
+def _bf16(e: Emitter, source: Value) -> Iterator[Value]:
+    """One of a pair is a 32-bit word's high half, the other is shifted there."""
+    pairs, real = e.load(source, vec(I32, SUB // 2)), vec(F32, SUB // 2)
+    yield (pairs & -65536).bits(real)
+    yield (pairs << 16).bits(real)
 
 
-def _f16(e: Emitter, isa: Isa, source: Value) -> Iterator[Sequence[Value]]:
-    """One value of each lane's row."""
-    for i in range(SUB):
-        yield (e.half_widened(e.load(source, vec(I16, isa.lanes), i * 2 * isa.lanes)),)
+def _f16(e: Emitter, source: Value) -> Iterator[Value]:
+    for half in range(2):
+        yield e.half_widened(e.load(source, vec(I16, SUB // 2), half * SUB))
 
 
-def _f32(e: Emitter, isa: Isa, source: Value) -> Iterator[Sequence[Value]]:
-    """One value of each lane's row."""
-    for i in range(SUB):
-        yield (e.load(source, vec(F32, isa.lanes), i * 4 * isa.lanes),)
+def _f32(e: Emitter, source: Value) -> Iterator[Value]:
+    for half in range(2):
+        yield e.load(source, vec(F32, SUB // 2), half * 2 * SUB)
 
 
 def _w8a8(e: Emitter, isa: Isa, source: Value) -> Iterator[Sequence[Value]]:
@@ -100,15 +104,13 @@ def _w8a8(e: Emitter, isa: Isa, source: Value) -> Iterator[Sequence[Value]]:
         yield (e.load(source, vec(I8, 4 * isa.lanes), i * 4 * isa.lanes),)
 
 
-def _e4m3(e: Emitter, isa: Isa, source: Value) -> Iterator[Sequence[Value]]:
-    """Four neighbors of each lane's row side by side. Where float32 has its sign, the low bits of its
-    exponent and the high ones of its mantissa, e4m3's bits mean 2⁻¹²⁰ of what they are, denormal ones too."""
-    real = vec(F32, isa.lanes)
-    for i in range(SUB // 4):
-        four = e.load(source, vec(I32, isa.lanes), i * 4 * isa.lanes)
-        for place in range(4):
-            bits = ((four << (24 - 8 * place)) >> 4) & -0x78100000
-            yield (bits.bits(real) * 2.0**120,)
+def _e4m3(e: Emitter, source: Value) -> Iterator[Value]:
+    """Where float32 has its sign, the low bits of its exponent and the high ones of its mantissa, e4m3's bits
+    mean 2⁻¹²⁰ of what they are, denormal ones too."""
+    words, real = vec(I32, SUB // 2), vec(F32, SUB // 2)
+    for half in range(2):
+        codes = e.load(source, vec(I8, SUB // 2), half * SUB // 2).sext(words)
+        yield ((codes << 20) & -0x78100000).bits(real) * 2.0**120
 
 
 def nf4(table: tuple[float, ...]) -> WeightDecoder:
@@ -223,6 +225,13 @@ INT8_PLANES = WeightDecoder("int8_planes", WORDS, SUB // 2, _int8_planes, planes
 W8A8 = WeightDecoder("w8a8", weight_decoder.INT8, SUB, _w8a8)
 E4M3 = WeightDecoder("e4m3", FLOATS, SUB, _e4m3)
 E4M3_TOKENS = WeightDecoder("e4m3_tokens", weight_decoder.E4M3, SUB, _e4m3)
-BF16 = WeightDecoder("bf16", FLOATS, 2 * SUB, _bf16)
+BF16 = WeightDecoder("bf16", weight_decoder.BF16, 2 * SUB, _bf16)
+BF16_ROUNDED = WeightDecoder("bf16_rounded", ROUNDED, 2 * SUB, _bf16)
+"""Of bfloat16, by activations that are rounded to it."""
 FP16 = WeightDecoder("f16", FLOATS, 2 * SUB, _f16)
-FP32 = WeightDecoder("f32", FLOATS, 4 * SUB, _f32, split_sums=True)
+FP32 = WeightDecoder("f32", FLOATS, 4 * SUB, _f32)
+
+
+def bf16(isa: Isa) -> WeightDecoder:
+    """The decoder of bfloat16 by activations rounded to it, with what instructions there are."""
+    return BF16 if isa.bf16 else BF16_ROUNDED

@@ -64,7 +64,7 @@ class Emitter:
         instruction.align = 8 if value.type in (I64, PTR) else 4 if value.type in (I32, F32) else 1
 
     @contextmanager
-    def loop(self, start: Any, stop: Any, step: int = 1) -> Iterator[Value]:
+    def loop(self, start: Any, stop: Any, step: Any = 1) -> Iterator[Value]:
         """``for i in range(start, stop, step)`` over int64, at run time."""
         index = self.var(self._i64(start))
         end = self._i64(stop)

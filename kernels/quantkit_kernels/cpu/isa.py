@@ -28,6 +28,21 @@ class Isa:
     needs: tuple[str, ...] = ()
 
     @property
+    def vnni(self) -> bool:
+        """Whether one instruction multiplies and adds small integers."""
+        return "avx512vnni" in self.needs
+
+    @property
+    def amx(self) -> bool:
+        """Whether one instruction multiplies tiles of bfloat16; the system must be asked first."""
+        return "amx-bf16" in self.needs
+
+    @property
+    def bf16(self) -> bool:
+        """Whether one instruction multiplies and adds pairs of bfloat16."""
+        return "avx512bf16" in self.needs
+
+    @property
     def sums_int16(self) -> bool:
         """Whether sums of :meth:`bytes_dot` have 16 bits."""
         return self.name == "avx2"
@@ -46,7 +61,7 @@ class Isa:
             unsigned: uint8 ``[4 · lanes]``, at most 24.
             signed: int8 ``[4 · lanes]``, at least −127.
         """
-        if self.name == "avx512-vnni":
+        if self.vnni:
             kind = vec(I32, self.lanes)
             return e.intrinsic("llvm.x86.avx512.vpdpbusd.512", kind, total, unsigned, signed)
         if self.name == "avx2":
@@ -90,7 +105,7 @@ class Isa:
 
     def words_dot(self, e: Emitter, total: Value, a: Value, b: Value) -> Value:
         """``total + Σ a · b`` over each lane's two 16-bit integers; total is int32 ``[lanes]``."""
-        if self.name == "avx512-vnni":
+        if self.vnni:
             return e.intrinsic("llvm.x86.avx512.vpdpwssd.512", total.type, total,
                                a.bits(vec(I32, self.lanes)), b.bits(vec(I32, self.lanes)))
         sums = total + self._pairs(e, a, b)
@@ -119,7 +134,9 @@ class Isa:
 PLAIN = Isa("plain", 8)
 AVX2 = Isa("avx2", 8, ("avx2", "fma"))
 VNNI = Isa("avx512-vnni", 16, ("avx512f", "avx512bw", "avx512vl", "avx512vnni", "fma"))
-ALL = (VNNI, AVX2, PLAIN)
+BF16 = Isa("avx512-bf16", 16, (*VNNI.needs, "avx512bf16"))
+AMX = Isa("amx", 16, (*BF16.needs, "amx-tile", "amx-bf16"))
+ALL = (AMX, BF16, VNNI, AVX2, PLAIN)
 """Best first."""
 
 

@@ -16,15 +16,21 @@ AT_ONCE = 1 << 19
 """Weights that are reordered at a time: more would be in memory twice."""
 
 
-def bf16(weight: torch.Tensor, lanes: int, read: Callable[[], None] = lambda: None) -> torch.Tensor:
-    """bfloat16 ``[n, k]`` → uint8; ``read`` is called whenever some of the weight isn't needed any more."""
-    return _packed(weight.view(torch.int16), lanes, SUB, 0, lambda rows: _by_lane(rows, torch.int32), read)
+def rows(weight: torch.Tensor, read: Callable[[], None] = lambda: None, multiple: int = SUB) -> torch.Tensor:
+    """A floating-point weight ``[n, k]``, or the codes of one, → uint8, row after row.
 
-
-def floats(weight: torch.Tensor, lanes: int, read: Callable[[], None] = lambda: None) -> torch.Tensor:
-    """float16 or float32 ``[n, k]`` → uint8; ``read`` is called as for :func:`bf16`."""
-    word = torch.int16 if weight.dtype == torch.float16 else torch.int32
-    return _packed(weight.view(word), lanes, SUB, 0, lambda rows: _by_lane(rows, word), read)
+    It stays where it is if it has no padding to take; else ``read`` is called whenever some of it isn't
+    needed any more.
+    """
+    count, columns = weight.shape
+    if not (count % STRIPE or columns % multiple) and weight.is_contiguous():
+        return weight.view(torch.uint8).flatten()
+    out = torch.zeros(count + -count % STRIPE, columns + -columns % multiple, dtype=weight.dtype)
+    for start in range(0, count, step := max(1, AT_ONCE // columns)):
+        part = weight[start:start + step]
+        out[start:start + len(part), :columns] = part
+        read()
+    return out.view(torch.uint8).flatten()
 
 
 def int8(codes: torch.Tensor, lanes: int, group: int = SUB, middle: int = 0) -> torch.Tensor:
@@ -75,11 +81,6 @@ def wide_integers(codes: torch.Tensor, lanes: int, bits: int, group: int = SUB) 
 def w8a8(codes: torch.Tensor, lanes: int) -> torch.Tensor:
     """Codes uint8 ``[n, k]``, of which 128 means 0 → uint8: signed."""
     return _packed(codes, lanes, SUB, 128, lambda rows: _by_lane(rows ^ 128, torch.int32))
-
-
-def e4m3(codes: torch.Tensor, lanes: int, group: int = SUB) -> torch.Tensor:
-    """Bit patterns uint8 ``[n, k]`` → uint8."""
-    return _packed(codes, lanes, group, 0, lambda rows: _by_lane(rows, torch.int32))
 
 
 def nf4(codes: torch.Tensor, lanes: int, group: int = SUB) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""A tile of a product: some blocks of weights by some rows of activations, along all of k."""
+"""A tile of a product of integers: some blocks of weights by some rows of activations, along all of k."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quantkit_kernels.cpu.isa import Isa
 from quantkit_kernels.cpu.product_spec import ProductSpec
 from quantkit_kernels.cpu.scales import ScaleReader
 from quantkit_kernels.cpu.values import F32, I8, I32, I64, Value, Var, vec
-from quantkit_kernels.cpu.weight_decoder import CHAIN, STRIPE, SUB
+from quantkit_kernels.cpu.weight_decoder import STRIPE, SUB
 
 AHEAD = 1024
 """Bytes by which weights are fetched before they are needed."""
@@ -107,9 +107,7 @@ class TileWriter:
         tile = _Tile([block + b for b in range(blocks)], [row + m for m in range(rows)],
                      [a.x + (row + m) * a.x_stride for m in range(rows)],
                      [[e.var(start) for _ in range(rows)] for _ in range(blocks)], unpacked)
-        if self.family.real:
-            self._floats(tile)
-        elif self.family.sums_rows:
+        if self.family.sums_rows:
             with e.loop(0, a.subgroups) as s:
                 sums = self._subgroup_sums(tile, s)
                 for b, m in tile.each():
@@ -141,42 +139,6 @@ class TileWriter:
         kind = self.family.vector(self.lanes)
         for i in range(count):
             yield [self.e.load(source, kind, i * self.lanes * 4) for source in sources]
-
-    def _floats(self, tile: _Tile) -> None:
-        """Chains of products, of all of k or of each group."""
-        e = self.e
-        if not self.spec.group:
-            with e.loop(0, self.a.subgroups) as s:
-                self._chain(tile, s, tile.totals)
-            return
-        per, zero = self.spec.group // SUB, e.const(self.reals, 0.0)
-        with self._groups(tile, 1) as (group, (scales,)):
-            chains = [[e.var(zero) for _ in tile.rows] for _ in tile.blocks]
-            with e.loop(0, per) as step:
-                self._chain(tile, group * per + step, chains)
-            for b, m in tile.each():
-                total, scale = tile.totals[b][m], scales[b].scale
-                assert scale is not None
-                total.set(e.fma(chains[b][m].get(), scale, total.get()))
-
-    def _chain(self, tile: _Tile, s: Value, totals: Sequence[Sequence[Var]]) -> None:
-        """Add a subgroup's products to sums of floats."""
-        e = self.e
-        parts: dict[tuple[int, int], Value] = {}
-        sums: dict[tuple[int, int], Value] = {}
-        for i, weights in enumerate(self._weights(tile, s)):
-            factors = self._factors(tile, s * (SUB * self.family.width), i)
-            for b, m in tile.each():
-                if not self.decoder.split_sums:
-                    totals[b][m].set(e.fma(weights[b], factors[m], totals[b][m].get()))
-                    continue
-                part = weights[b] * factors[m] if i % CHAIN == 0 else e.fma(
-                    weights[b], factors[m], parts[b, m])
-                parts[b, m] = part
-                if i % CHAIN == CHAIN - 1:
-                    sums[b, m] = part if i < CHAIN else sums[b, m] + part
-        for (b, m), total in sums.items():
-            totals[b][m].set(totals[b][m].get() + total)
 
     def _integers(self, tile: _Tile) -> None:
         """Exact sums of subgroups, or of their halves, each scaled and added."""
@@ -293,8 +255,6 @@ class TileWriter:
 
     def _factors(self, tile: _Tile, at: Value, step: int) -> list[Value]:
         """The step's values of each row of activations, in every lane."""
-        if self.family.real:
-            return [self.e.load(x + at, F32, step * 4).spread(self.lanes) for x in tile.x]
         kind = self.family.vector(self.lanes)
         return [self.e.load(x + at, I32, step * 4).spread(self.lanes).bits(kind) for x in tile.x]
 

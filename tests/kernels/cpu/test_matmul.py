@@ -62,20 +62,16 @@ class Case:
         if zero_groups:
             scale[torch.rand(n, groups, generator=make) < 0.3] = 0
         self.zeros = self.levels = self.scale = None
-        if name == "bf16":
-            weight = torch.randn(n, k, generator=make).bfloat16()
-            self.matmul, self.weight = Matmul(decoders.BF16, None), weight.double()
-            self.pack = lambda lanes: (pack.bf16(weight, lanes), None, None)
-            self.exact = lambda x: reference.float_matmul(x, _pad(weight.float(), self.k).numpy())
-            return
-        if name in ("f16", "f32"):
-            decoder = decoders.FP16 if name == "f16" else decoders.FP32
-            weight = torch.randn(n, k, generator=make).to(torch.float16 if name == "f16" else torch.float32)
+        if name in ("bf16", "f16", "f32"):
+            decoder = {"bf16": decoders.BF16, "f16": decoders.FP16, "f32": decoders.FP32}[name]
+            dtype = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}[name]
+            weight = torch.randn(n, k, generator=make).to(dtype)
             weight[0, 0] = 1e-7  # a subnormal float16
             self.matmul, self.weight = Matmul(decoder, None), weight.double()
-            self.pack = lambda lanes: (pack.floats(weight, lanes), None, None)
-            self.exact = lambda x: reference.float_matmul(
-                x, _pad(weight.float(), self.k).numpy(), decoder.split_sums)
+            self.pack = lambda _: (pack.rows(weight), None, None)
+            wide = _pad(weight.float(), self.k).numpy()
+            self.exact = lambda x: reference.float_matmul(reference.bfloat(x) if name == "bf16" else x, wide,
+                                                          name == "bf16")
             return
         if name in ("w8a8", "e4m3", "e4m3_tokens"):
             self._eight_bit(name, n, k, scale, make)
@@ -136,7 +132,7 @@ class Case:
             levels, decoder, packer = codes.float() - 128, decoders.W8A8, pack.w8a8
         else:
             codes[codes & 0x7F == 0x7F] = 1
-            levels, packer = codes.view(torch.float8_e4m3fn).float(), pack.e4m3
+            levels, packer = codes.view(torch.float8_e4m3fn).float(), lambda codes, _: pack.rows(codes)
             decoder = decoders.E4M3 if name == "e4m3" else decoders.E4M3_TOKENS
         self.matmul = Matmul(decoder, 0)
         self.weight = levels.double() * scale.double()
@@ -144,7 +140,7 @@ class Case:
         self.pack = lambda lanes: (packer(codes, lanes), pack.scales(scale, lanes), None)
         padded = _pad(levels, self.k).numpy()
         if name == "e4m3":
-            self.exact = lambda x: reference.float_matmul(x, padded) * scale.numpy()[:, 0]
+            self.exact = lambda x: reference.float_matmul(x, padded, times=scale.numpy()[:, 0])
         else:
             self.exact = lambda x: reference.token_matmul(x, padded, scale.numpy(), decoder.family)
 
@@ -214,7 +210,7 @@ class GroupedCase:
         drawn = torch.randint(0, top, (self.n, COLUMNS), generator=make, dtype=torch.uint8)
         if codes == "e4m3":
             drawn[drawn & 0x7F == 0x7F] = 1
-            self.pack, self.decoder = lambda lanes: pack.e4m3(drawn, lanes, self.group), decoders.E4M3
+            self.pack, self.decoder = lambda _: pack.rows(drawn, multiple=self.group), decoders.E4M3
             self.levels, self.family = drawn.view(torch.float8_e4m3fn).float(), FLOATS
         elif codes in ("int8", "uint8"):
             self.pack = lambda lanes: pack.int8(drawn, lanes, self.group, 128)
@@ -267,7 +263,7 @@ class GroupedCase:
         """The reference's product."""
         levels, scale = self.levels.numpy(), self.scale.numpy()
         if self.family is FLOATS:
-            return reference.tile_matmul(x, levels, scale, self.group)
+            return reference.float_matmul(x, levels, scale=scale, group=self.group)
         minimum = None if self.minimum is None else self.minimum.numpy()
         return reference.integer_matmul(x, levels, scale, self.family, self.group, minimum)
 
@@ -321,7 +317,7 @@ def test_near_float64_over_random_shapes(multiply, fastest, kind, n, k, m, seed,
         groups = x.abs().unflatten(1, (-1, SUB)).amax(-1).clamp_min(1e-30).double()
         step = (groups / 127).repeat_interleave(SUB, 1)[:, :k]
         allowed = 0.5 * step @ case.weight.abs().T + 1e-5 * (x[:, :k].double().abs() @ case.weight.abs().T)
-    else:
+    else:  # bfloat16 weights take bfloat16 activations
         rounded = (x[:, :k].bfloat16().double() - x[:, :k].double()).abs()
         lost = rounded @ case.weight.abs().T
         lowest = x[:, :k].double().abs() @ case.weight.abs().T
@@ -389,12 +385,13 @@ def test_rows_of_an_embedding_are_what_codes_mean(isa, pools, room, kind, scale)
 
 
 @pytest.mark.parametrize("kind", ("bf16", "f16", "f32", "int4 g32"))
-def test_bias_and_residual_are_added_last(isa, multiply, same, kind):
+def test_bias_and_residual_are_added(isa, multiply, same, kind):
+    """Integers are added up before; products of floats are added to both."""
     case = Case(kind, 40, 64, 7)
     x, bias, held = activations(5, 64, case.k, 8), torch.randn(64), torch.randn(5, 40)
     plain = multiply(isa, case.matmul, x, **case.arguments(isa.lanes), n=40)
     found = multiply(isa, case.matmul, x, **case.arguments(isa.lanes), n=40, bias=bias, add=held)
-    same(found, held + (plain + bias[:40]))
+    same(found, held + (plain + bias[:40]) if kind == "int4 g32" else held + bias[:40] + plain)
 
 
 @pytest.mark.parametrize("m", [1, 9])
