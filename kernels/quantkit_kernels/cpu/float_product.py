@@ -8,7 +8,7 @@ columns i and i + 16; of bfloat16 weights it takes the odd one of pair i, then t
 instructions; only subnormal numbers are 0 to that one.
 
 Few rows of activations wait in a cache while each weight passes once. For many, a chunk of them stays in the
-core's second cache, and a few rows of weights in its first.
+core's second cache, and a chunk of a few rows of weights in its first.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ from quantkit_kernels.cpu.weight_decoder import STRIPE, SUB
 
 LANES = 16
 """Chains of a chunk, whatever the instruction set's lanes are."""
-CHUNK = 1024
-"""Columns of a chunk, or as many as are whole groups."""
-NEAR = 16
-"""Rows of weights that stay in the first cache while activations pass."""
+CHUNK = 2048
+"""Columns of a chunk, at most: a row is cut into as few as possible, of whole groups, all but the last as
+long."""
+FEW = 16
+"""Rows of activations for which each row of weights is read to its end before the next."""
 AHEAD = 1024
 """Bytes by which weights are fetched before they are needed."""
 
@@ -48,13 +49,13 @@ class FloatProduct:
         self.row_bytes = self.a.subgroups * spec.decoder.bytes
         self.kind = vec(F32, LANES)
         per = (spec.group or SUB) // SUB
-        self.chunk = max(1, CHUNK // SUB // per) * per
+        limit = max(1, CHUNK // (per * SUB))
+        groups = self.a.subgroups // per
+        chunks = (groups + (limit - 1)) // limit
+        self.chunk = (groups + chunks - 1) // chunks * per
         """Subgroups of a chunk."""
-        wide = isa.lanes == LANES
-        self.weights = 4 if wide else 2
-        """Rows of weights in a tile."""
-        self.rows = _rows(spec, wide)
-        """Rows of activations in a tile."""
+        self.weights, self.rows = _tile_shape(spec, isa)
+        """Rows of weights and of activations in a tile."""
 
     def bounds(self) -> tuple[Value, Value, Value, Value]:
         """Of the unit: begin and end of rows of weights, then of activations."""
@@ -69,66 +70,69 @@ class FloatProduct:
         e, a = self.e, self.a
         begin, end, top, bottom = self.bounds()
         whole = (bottom - top) // self.rows * self.rows + top
-        span = e.select(bottom - top <= NEAR, e.const(I64, NEAR), end - begin)
+        span = e.select(bottom - top <= FEW, e.const(I64, self.weights), end - begin)
         with e.loop(begin, end, span) as panel:
             panel_end = e.min(panel + span, end)
             with (e.loop(0, a.subgroups, self.chunk) as chunk,
-                  e.loop(panel, panel_end, NEAR) as near):
+                  e.loop(panel, panel_end, self.weights) as weight):
                 with e.loop(top, whole, self.rows) as row:
-                    self._near(near, row, self.rows, chunk)
+                    self._tile(weight, row, self.rows, chunk)
                 for number in range(1, self.rows):
                     with e.when((bottom - whole).equals(number)):
-                        self._near(near, whole, number, chunk)
+                        self._tile(weight, whole, number, chunk)
         e.ret()
-
-    def _near(self, weight: Value, row: Value, rows: int, chunk: Value) -> None:
-        with self.e.loop(weight, weight + NEAR, self.weights) as first:
-            self._tile(first, row, rows, chunk)
 
     def _tile(self, weight: Value, row: Value, rows: int, chunk: Value) -> None:
         """Add a chunk's products of some rows of weights by ``rows`` rows of activations to the outputs."""
         e, a, zero = self.e, self.a, self.e.const(self.kind, 0.0)
         sources = [a.weights + (weight + i) * self.row_bytes for i in range(self.weights)]
-        factors = [a.x + (row + m) * a.x_stride for m in range(rows)]
-        totals = [[e.var(zero) for _ in factors] for _ in sources]
+        inputs = [a.x + (row + m) * a.x_stride for m in range(rows)]
+        totals = [[e.var(zero) for _ in inputs] for _ in sources]
         end = e.min(chunk + self.chunk, a.subgroups)
         if self.spec.group:
             per = self.spec.group // SUB
             with e.loop(chunk, end, per) as start:
-                chains = [[e.var(zero) for _ in factors] for _ in sources]
+                chains = [[e.var(zero) for _ in inputs] for _ in sources]
                 with e.loop(start, start + per) as s:
-                    self._step(s, sources, factors, chains)
+                    self._step(s, sources, inputs, chains)
                 scale = self._group_scale(weight, start // per)
                 for line, sums in zip(chains, totals):
                     for chain, total in zip(line, sums):
                         total.set(e.fma(chain.get(), scale, total.get()))
         else:
             with e.loop(chunk, end) as s:
-                self._step(s, sources, factors, totals)
+                self._step(s, sources, inputs, totals)
         self.add(weight, row, [lane_sums([line[m].get() for line in totals]) for m in range(rows)], chunk)
 
-    def _step(self, s: Value, sources: Sequence[Value], factors: Sequence[Value],
+    def _step(self, s: Value, sources: Sequence[Value], inputs: Sequence[Value],
               totals: Sequence[Sequence[Var]]) -> None:
         """Multiply a subgroup."""
         e = self.e
         places = [source + s * self.decoder.bytes for source in sources]
-        inputs = [factor + s * (SUB * self.family.width) for factor in factors]
+        inputs = [start + s * (SUB * self.family.width) for start in inputs]
         for place in places:
             e.prefetch(place + AHEAD)
         if self.family.width == 2:
             pairs, raw = vec(BF16, SUB), vec(I16, SUB)
-            weights = [e.load(place, raw).bits(pairs) for place in places]
-            for m, at in enumerate(inputs):
-                x = e.load(at, raw).bits(pairs)
-                for line, weight in zip(totals, weights):
-                    line[m].set(e.intrinsic("llvm.x86.avx512bf16.dpbf16ps.512", self.kind, line[m].get(),
-                                            weight, x))
+            factors = [e.load(at, raw).bits(pairs) for at in inputs]
+            for line, place in zip(totals, places):
+                weight = e.load(place, raw).bits(pairs)
+                for total, factor in zip(line, factors):
+                    total.set(e.intrinsic("llvm.x86.avx512bf16.dpbf16ps.512", self.kind, total.get(), weight,
+                                          factor))
             return
-        for half, parts in enumerate(zip(*(self.decoder.unpack(e, place) for place in places))):
-            for m, at in enumerate(inputs):
-                x = e.load(at, self.kind, half * LANES * 4)
-                for line, part in zip(totals, parts):
-                    line[m].set(e.fma(part, x, line[m].get()))
+        if self.weights < self.rows:  # the shorter side stays in registers
+            for half, parts in enumerate(zip(*(self.decoder.unpack(e, place) for place in places))):
+                for m, at in enumerate(inputs):
+                    factor = e.load(at, self.kind, half * LANES * 4)
+                    for line, part in zip(totals, parts):
+                        line[m].set(e.fma(part, factor, line[m].get()))
+            return
+        halves = [[e.load(at, self.kind, half * LANES * 4) for at in inputs] for half in range(2)]
+        for line, place in zip(totals, places):
+            for part, factors in zip(self.decoder.unpack(e, place), halves):
+                for total, factor in zip(line, factors):
+                    total.set(e.fma(part, factor, total.get()))
 
     def _group_scale(self, weight: Value, group: Value) -> Value:
         """The scale of a tile of the weight, which as many rows share as the instruction set has lanes."""
@@ -162,18 +166,18 @@ class FloatProduct:
             e.store(place, variable.get() + total)
 
 
-def _rows(spec: ProductSpec, wide: bool) -> int:
-    """Rows of activations in a tile: as many as registers hold beside the weights."""
+def _tile_shape(spec: ProductSpec, isa: Isa) -> tuple[int, int]:
+    """As many rows of weights and of activations as registers hold sums of."""
+    if isa.lanes < LANES:
+        return (2, 1) if spec.group else (2, 3)
     if spec.group:
-        return 2 if wide else 1
-    if not wide:
-        return 3
-    return 6 if spec.decoder.family.width == 2 else 5
+        return 4, 2
+    return 8, 3 if spec.decoder.family.width == 2 else 2
 
 
 def lane_sums(vectors: Sequence[Value]) -> Value:
-    """The sums of two or four vectors ``[16]``, a lane each, the upper half of each added to the lower one
-    until one number is left: their halves lie side by side, so that steps are shared."""
+    """The sums of some vectors ``[16]``, a power of 2 of them, a lane each. A vector's upper half is added to
+    its lower one until one number is left; halves lie side by side, so that steps are shared."""
     size = LANES  # of the part of a vector that is one's
     while size > 1:
         half = size // 2

@@ -142,8 +142,9 @@ def token_matmul(x: Floats, levels: Floats, scale: Floats, family: Family) -> Fl
     if family.sums_rows:
         return (rows.astype(np.int64) @ levels.T.astype(np.int64)).astype(F) * steps * scale[:, 0]
     total = np.zeros((len(x), len(levels)), F)
-    for start in range(0, x.shape[1], CHUNK):
-        part = slice(start, start + CHUNK)
+    chunk = chunk_of(x.shape[1])
+    for start in range(0, x.shape[1], chunk):
+        part = slice(start, start + chunk)
         total = total + float_matmul(rows[:, part], levels[:, part]) * steps * scale[:, 0]
     return total
 
@@ -187,6 +188,13 @@ def bfloat(x: Floats) -> Floats:
     return rounded
 
 
+def chunk_of(columns: int, group: int = 0) -> int:
+    """Columns of a chunk: as few chunks as there may be, of whole groups."""
+    whole = group or SUB
+    chunks = -(-columns // (max(1, CHUNK // whole) * whole))
+    return -(-columns // whole // chunks) * whole
+
+
 def float_matmul(x: Floats, weight: Floats, pairs: bool = False, *, scale: Floats | None = None,
                  group: int = 0, times: Floats | None = None) -> Floats:
     """Rows ``[m, k]`` by ``[n, k]``, a chunk of columns after another: 16 chains, then their halves.
@@ -199,7 +207,7 @@ def float_matmul(x: Floats, weight: Floats, pairs: bool = False, *, scale: Float
         times: what a chunk's sums are multiplied by, ``[m, n]``.
     """
     total = np.zeros((len(x), len(weight)), F)
-    chunk = CHUNK // (group or SUB) * (group or SUB)
+    chunk = chunk_of(x.shape[1], group)
     for start in range(0, x.shape[1], chunk):
         end = min(start + chunk, x.shape[1])
         lanes = np.zeros((len(x), len(weight), SUM_LANES), F)

@@ -58,9 +58,10 @@ class TilesInMemory(Tiles):
 def expected(x, weight, held, bias):
     """A chunk of columns after another, added to the residual and the bias."""
     total = (held + bias).astype(np.float32)
-    for start in range(0, x.shape[1], CHUNK):
+    chunk = reference.chunk_of(x.shape[1])
+    for start in range(0, x.shape[1], chunk):
         sums = np.zeros_like(total)
-        for at in range(start, min(start + CHUNK, x.shape[1]), SUB):
+        for at in range(start, min(start + chunk, x.shape[1]), SUB):
             even, odd = np.zeros_like(total), np.zeros_like(total)
             for k in range(at, at + SUB, 2):
                 even = reference.fma(weight[None, :, k], x[:, k, None], even)

@@ -298,6 +298,14 @@ def test_the_bits_of_the_reference(isa, multiply, same, kind, m):
     same(found, case.exact(x.numpy())[:, :65])
 
 
+@pytest.mark.parametrize("kind", ["bf16", "f16", "e4m3", "e4m3_tokens"])
+def test_long_rows_are_cut_into_chunks(isa, multiply, same, kind):
+    case = Case(kind, 33, 4160, 0)
+    x = activations(4, 4160, case.k, 1)
+    result = multiply(isa, case.matmul, x, **case.arguments(isa.lanes), n=33)
+    same(result, case.exact(x.numpy())[:, :33])
+
+
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(kind=st.sampled_from(KINDS), n=st.sampled_from(SIZES), k=st.sampled_from(SIZES), m=st.integers(1, 20),
        seed=st.integers(0, 99), outlier=st.booleans(), zeros=st.booleans(), zero_groups=st.booleans())
