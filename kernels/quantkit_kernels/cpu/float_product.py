@@ -60,9 +60,9 @@ class FloatProduct:
     def bounds(self) -> tuple[Value, Value, Value, Value]:
         """Of the unit: begin and end of rows of weights, then of activations."""
         e, a = self.e, self.a
-        across = (a.stripes + a.stripes_a_unit - 1) // a.stripes_a_unit
-        first = self.unit % across * a.stripes_a_unit
-        top = self.unit // across * a.rows_a_unit
+        down = (a.rows + a.rows_a_unit - 1) // a.rows_a_unit
+        first = self.unit // down * a.stripes_a_unit  # units side by side read the same weights
+        top = self.unit % down * a.rows_a_unit
         return (first * STRIPE, e.min(first + a.stripes_a_unit, a.stripes) * STRIPE, top,
                 e.min(top + a.rows_a_unit, a.rows))
 
