@@ -17,9 +17,10 @@ import numpy as np
 import torch
 from llvmlite import ir
 
+from quantkit_kernels.cpu.amx import Tiles
 from quantkit_kernels.cpu.driver import begin
 from quantkit_kernels.cpu.emit import Emitter
-from quantkit_kernels.cpu.isa import VNNI, Isa, host_features
+from quantkit_kernels.cpu.isa import Isa
 from quantkit_kernels.cpu.pool import Pool
 from quantkit_kernels.cpu.product_tile import AHEAD
 from quantkit_kernels.cpu.program import Program, ProgramKernel
@@ -41,6 +42,8 @@ PLACES = 8
 """Vectors that all chains are multiplied by in turns, so that no product stays the same."""
 STEPS, UNITS = 1 << 14, 64
 """Steps of a unit, and units of a thread: milliseconds in all."""
+TILE_PAIRS = ((4, 6), (4, 7), (5, 6), (5, 7))
+"""Tiles of AMX that are multiplied, into sums that don't wait for each other."""
 REPEATS = 5
 """Measurements that a value is the median of, at least."""
 
@@ -78,6 +81,10 @@ class ProductKernel:
 
     def emit(self, module: ir.Module, isa: Isa) -> None:
         e, a, unit, _ = begin(module, self.name, PRODUCT_ARGUMENTS)
+        if isa.amx and self.operands == "bf16":
+            self._multiply_tiles(e, a.steps)
+            e.ret()
+            return
         size = 4 * isa.lanes
         kind: Type = vec(F32, isa.lanes) if self.operands == "float32" else vec(I8, size)
         start = {"int8": isa.nothing(e), "int16": e.const(vec(I32, isa.lanes), 0)}.get(
@@ -93,6 +100,16 @@ class ProductKernel:
         e.store(a.sums + unit * LINE, sums[0].get())
         e.ret()
 
+    def _multiply_tiles(self, e: Emitter, steps: Value) -> None:
+        tiles = Tiles(e)
+        tiles.begin()
+        for tile in range(8):
+            tiles.clear(tile)
+        with e.loop(0, steps):
+            for total, (left, right) in enumerate(TILE_PAIRS):
+                tiles.multiply(total, left, right)
+        tiles.end()
+
     def _added(self, e: Emitter, isa: Isa, total: Value, a: Value, b: Value) -> Value:
         if self.operands == "float32":
             return e.fma(a, b, total)
@@ -101,12 +118,12 @@ class ProductKernel:
         if self.operands == "int16":
             pairs = vec(I16, 2 * isa.lanes)
             return isa.words_dot(e, total, a.bits(pairs), b.bits(pairs))
-        words = vec(I32, isa.lanes)
-        return e.intrinsic("llvm.x86.avx512bf16.dpbf16ps.512", total.type, total, a.bits(words),
-                           b.bits(words))
+        return isa.bfloat_dot(e, total, a, b)
 
     def multiply_adds(self, isa: Isa) -> int:
         """Of a unit."""
+        if isa.amx and self.operands == "bf16":
+            return STEPS * len(TILE_PAIRS) * 16 * 16 * 32
         return STEPS * CHAINS * isa.lanes * {"float32": 1, "bf16": 2, "int16": 2, "int8": 4}[self.operands]
 
 
@@ -173,7 +190,7 @@ class CpuCeilings:
 
     def _own(self, operands: Operands) -> Operands:
         """What is multiplied for these."""
-        return "float32" if operands == "bf16" and not has_bf16(self._isa) else operands
+        return "float32" if operands == "bf16" and not self._isa.bf16 else operands
 
     def _program(self, kernel: ProgramKernel, units: int, **values: Any) -> Program:
         program = Program(self._isa)
@@ -187,7 +204,3 @@ class CpuCeilings:
         self._pool.run(program.records)
         return time.perf_counter() - start
 
-
-def has_bf16(isa: Isa) -> bool:
-    """Whether this CPU multiplies bf16 with this instruction set."""
-    return isa == VNNI and host_features().get("avx512bf16", False)

@@ -21,7 +21,7 @@ from quantkit_kernels.cpu.driver import begin
 from quantkit_kernels.cpu.isa import Isa
 from quantkit_kernels.cpu.product_spec import ARGUMENTS, ProductSpec
 from quantkit_kernels.cpu.scales import WIDTHS, widened
-from quantkit_kernels.cpu.values import BF16, F32, I16, I64, Value, Var, vec
+from quantkit_kernels.cpu.values import F32, I16, I64, Value, Var, vec
 from quantkit_kernels.cpu.weight_decoder import STRIPE, SUB
 
 LANES = 16
@@ -113,13 +113,12 @@ class FloatProduct:
         for place in places:
             e.prefetch(place + AHEAD)
         if self.family.width == 2:
-            pairs, raw = vec(BF16, SUB), vec(I16, SUB)
-            factors = [e.load(at, raw).bits(pairs) for at in inputs]
+            pairs = vec(I16, SUB)
+            factors = [e.load(at, pairs) for at in inputs]
             for line, place in zip(totals, places):
-                weight = e.load(place, raw).bits(pairs)
+                weight = e.load(place, pairs)
                 for total, factor in zip(line, factors):
-                    total.set(e.intrinsic("llvm.x86.avx512bf16.dpbf16ps.512", self.kind, total.get(), weight,
-                                          factor))
+                    total.set(self.isa.bfloat_dot(e, total.get(), weight, factor))
             return
         if self.weights < self.rows:  # the shorter side stays in registers
             for half, parts in enumerate(zip(*(self.decoder.unpack(e, place) for place in places))):

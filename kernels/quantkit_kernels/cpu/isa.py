@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from quantkit_kernels.cpu.emit import Emitter
-from quantkit_kernels.cpu.values import I8, I16, I32, Value, vec
+from quantkit_kernels.cpu.values import BFLOAT, I8, I16, I32, Value, vec
 
 
 @dataclass(frozen=True)
@@ -110,6 +110,13 @@ class Isa:
                                a.bits(vec(I32, self.lanes)), b.bits(vec(I32, self.lanes)))
         sums = total + self._pairs(e, a, b)
         return e.pinned(sums) if self.name == "avx2" else sums
+
+    def bfloat_dot(self, e: Emitter, total: Value, a: Value, b: Value) -> Value:
+        """``total + Σ a · b`` over each lane's two bfloat16 of vectors of 64 bytes; total is float32.
+        Only where :attr:`bf16` says so. The second product is added first, and each sum rounded once."""
+        pairs = vec(BFLOAT, 2 * self.lanes)
+        return e.intrinsic("llvm.x86.avx512bf16.dpbf16ps.512", total.type, total, a.bits(pairs),
+                           b.bits(pairs))
 
     def _pairs(self, e: Emitter, a: Value, b: Value) -> Value:
         if self.name == "avx2":

@@ -19,7 +19,7 @@ class _BFloat(ir.Type):
         return "bfloat"
 
 
-BF16 = _BFloat()
+BFLOAT = _BFloat()
 Type: TypeAlias = Any
 """One of LLVM's types."""
 

@@ -9,6 +9,7 @@ import torch
 
 from quantkit_kernels.cpu import ceilings
 from quantkit_kernels.cpu.ceilings import CHAINS, PLACES, CpuCeilings, ProductKernel
+from quantkit_kernels.cpu.isa import PLAIN
 from quantkit_kernels.cpu.program import Program
 
 
@@ -31,7 +32,7 @@ def test_every_kind_of_product_has_one(measured):
 
 
 def test_bf16_has_the_ceiling_of_float32_where_there_is_no_instruction(measured, monkeypatch):
-    monkeypatch.setattr(ceilings, "has_bf16", lambda isa: False)
+    monkeypatch.setattr(measured, "_isa", PLAIN)
     rates = [measured.multiply(operands) for operands in ("bf16", "float32", "bf16", "float32", "float32")]
     assert measured.products("bf16") == measured.products("float32") == median(rates)
 
@@ -45,7 +46,7 @@ def test_what_was_not_read_is_an_error(measured):
 @pytest.mark.parametrize("operands", ["bf16", "float32", "int16", "int8"])
 def test_every_step_multiplies_by_every_vector(isa, operands, pools):
     """Whole small numbers, so that every sum is exact: none of the products is left out."""
-    if operands == "bf16" and not ceilings.has_bf16(isa):
+    if operands == "bf16" and not isa.bf16:
         pytest.skip("this CPU has no bf16")
     dtype = torch.bfloat16 if operands == "bf16" else getattr(torch, operands)
     each = {1: 4, 2: 2, 4: 1}[dtype.itemsize]
