@@ -6,8 +6,9 @@ scale) in rising order, each an exact sum of integers (or one such sum over the 
 activations share a scale): the same bits for one row of activations or many, for any number of threads and
 any instruction set. Floating-point weights lie row after row: :mod:`~quantkit_kernels.cpu.float_product`.
 
-A few rows are multiplied while weights are unpacked in registers. For more rows a block is unpacked once
-into this thread's scratch memory, and all rows are multiplied from there, a tile of rows at a time.
+Rows are multiplied while weights are unpacked in registers. Where registers are few, or unpacking takes long,
+a block is unpacked once for many rows, into this thread's scratch memory, and all of them are multiplied from
+there, a tile of rows at a time.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from quantkit_kernels.cpu.isa import Isa
 from quantkit_kernels.cpu.product_spec import ARGUMENTS, ProductSpec
 from quantkit_kernels.cpu.product_tile import TileWriter
 from quantkit_kernels.cpu.values import Value
-from quantkit_kernels.cpu.weight_decoder import STRIPE, SUB
+from quantkit_kernels.cpu.weight_decoder import STRIPE, SUB, WeightDecoder
 
 FEW = 4
 """Rows of activations that are multiplied at once while weights are unpacked in registers, at most."""
@@ -52,10 +53,18 @@ def tile(isa: Isa) -> tuple[int, int]:
     return 2, isa.lanes // 2
 
 
+def unpacks_before(decoder: WeightDecoder, isa: Isa) -> bool:
+    """Whether a block is unpacked into scratch memory before many rows are multiplied by it: where unpacking
+    takes long, or registers are few."""
+    return decoder.blocks_per_unpack(isa) > 1 or isa.lanes < 16
+
+
 def scratch_bytes(product: ProductSpec, isa: Isa, subgroups: int) -> int:
     """Scratch memory that a thread needs."""
     if product.decoder.family.real:
         return amx.SCRATCH_BYTES if isa.amx and product.decoder == decoders.BF16 else 0
+    if not unpacks_before(product.decoder, isa):
+        return 0
     blocks = max(tile(isa)[0], product.decoder.blocks_per_unpack(isa))
     return blocks * subgroups * SUB * isa.lanes * product.decoder.family.width
 
@@ -82,29 +91,39 @@ class _Writer:
         top = unit // across * a.rows_a_unit
         bottom = e.min(top + a.rows_a_unit, a.rows)
         count = bottom - top
-        few, limit = (1, 1) if together > 1 else (FEW, self.decoder.family.direct_rows)
-        with e.either(count <= limit) as otherwise:
-            for number in range(1, few):
-                with e.when(count.equals(number)), e.loop(begin, end, together) as block:
-                    self.tiles.multiply(block, top, together, number)
-            with e.when(count >= few), e.loop(begin, end, together) as block:
-                full = count // few * few + top
-                with e.loop(top, full, few) as row:
-                    self.tiles.multiply(block, row, together, few)
-                for number in range(1, few):
-                    with e.when((bottom - full).equals(number)):
-                        self.tiles.multiply(block, full, together, number)
-            otherwise()
-            size = max(blocks, together)
-            with e.loop(begin, end, size) as block:
-                self._unpack(block, size)
-                full = count // rows * rows + top
-                with e.loop(0, size, blocks) as first:
-                    with e.loop(top, full, rows) as row:
-                        self.tiles.multiply(block, row, blocks, rows, first)
-                    with e.loop(full, bottom) as row:
-                        self.tiles.multiply(block, row, blocks, 1, first)
+        limit = self.decoder.family.direct_rows if together == 1 else 1
+        if not unpacks_before(self.decoder, self.isa):
+            self._directly(begin, end, top, bottom)
+        else:
+            with e.either(count <= limit) as otherwise:
+                self._directly(begin, end, top, bottom)
+                otherwise()
+                size = max(blocks, together)
+                with e.loop(begin, end, size) as block:
+                    self._unpack(block, size)
+                    full = count // rows * rows + top
+                    with e.loop(0, size, blocks) as first:
+                        with e.loop(top, full, rows) as row:
+                            self.tiles.multiply(block, row, blocks, rows, first)
+                        with e.loop(full, bottom) as row:
+                            self.tiles.multiply(block, row, blocks, 1, first)
         e.ret()
+
+    def _directly(self, begin: Value, end: Value, top: Value, bottom: Value) -> None:
+        """Multiply while weights are unpacked in registers."""
+        e, together = self.e, self.tiles.blocks_per_unpack
+        few = FEW if together == 1 else 1
+        blocks = together if unpacks_before(self.decoder, self.isa) else 2
+        for number in range(1, few):
+            with e.when((bottom - top).equals(number)), e.loop(begin, end, together) as block:
+                self.tiles.multiply(block, top, together, number)
+        with e.when(bottom - top >= few), e.loop(begin, end, blocks) as block:
+            full = (bottom - top) // few * few + top
+            with e.loop(top, full, few) as row:
+                self.tiles.multiply(block, row, blocks, few)
+            for number in range(1, few):
+                with e.when((bottom - full).equals(number)):
+                    self.tiles.multiply(block, full, blocks, number)
 
     def _unpack(self, block: Value, count: int) -> None:
         e = self.e
