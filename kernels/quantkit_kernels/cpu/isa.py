@@ -34,7 +34,7 @@ class Isa:
 
     @property
     def amx(self) -> bool:
-        """Whether one instruction multiplies tiles of bfloat16; the system must be asked first."""
+        """Whether one instruction multiplies tiles; the system must be asked first."""
         return "amx-bf16" in self.needs
 
     @property
@@ -142,7 +142,7 @@ PLAIN = Isa("plain", 8)
 AVX2 = Isa("avx2", 8, ("avx2", "fma"))
 VNNI = Isa("avx512-vnni", 16, ("avx512f", "avx512bw", "avx512vl", "avx512vnni", "fma"))
 BF16 = Isa("avx512-bf16", 16, (*VNNI.needs, "avx512bf16"))
-AMX = Isa("amx", 16, (*BF16.needs, "amx-tile", "amx-bf16"))
+AMX = Isa("amx", 16, (*BF16.needs, "amx-tile", "amx-bf16", "amx-int8"))
 ALL = (AMX, BF16, VNNI, AVX2, PLAIN)
 """Best first."""
 

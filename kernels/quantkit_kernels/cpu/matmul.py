@@ -24,9 +24,10 @@ from quantkit_kernels.cpu.driver import begin
 from quantkit_kernels.cpu.float_product import FloatProduct
 from quantkit_kernels.cpu.isa import Isa
 from quantkit_kernels.cpu.product_spec import ARGUMENTS, ProductSpec
-from quantkit_kernels.cpu.product_tile import TileWriter
+from quantkit_kernels.cpu.product_tile import BLOCKS_BY_TILES, TILE_SHAPES, TileWriter, by_tiles
+from quantkit_kernels.cpu.tiles import ROWS
 from quantkit_kernels.cpu.values import Value
-from quantkit_kernels.cpu.weight_decoder import STRIPE, SUB, WeightDecoder
+from quantkit_kernels.cpu.weight_decoder import STRIPE, SUB
 
 FEW = 4
 """Rows of activations that are multiplied at once while weights are unpacked in registers, at most."""
@@ -48,24 +49,24 @@ class Matmul(ProductSpec):
             _Writer(module, isa, self).write()
 
 
-def tile(isa: Isa) -> tuple[int, int]:
+def tile(spec: ProductSpec, isa: Isa) -> tuple[int, int]:
     """Blocks and rows of activations that are multiplied at once from scratch memory."""
-    return 2, isa.lanes // 2
+    return (BLOCKS_BY_TILES, ROWS) if by_tiles(spec, isa) else (2, isa.lanes // 2)
 
 
-def unpacks_before(decoder: WeightDecoder, isa: Isa) -> bool:
+def unpacks_before(spec: ProductSpec, isa: Isa) -> bool:
     """Whether a block is unpacked into scratch memory before many rows are multiplied by it: where unpacking
-    takes long, or registers are few."""
-    return decoder.blocks_per_unpack(isa) > 1 or isa.lanes < 16
+    takes long, registers are few, or AMX multiplies."""
+    return spec.decoder.blocks_per_unpack(isa) > 1 or isa.lanes < 16 or by_tiles(spec, isa)
 
 
 def scratch_bytes(product: ProductSpec, isa: Isa, subgroups: int) -> int:
     """Scratch memory that a thread needs."""
     if product.decoder.family.real:
         return amx.SCRATCH_BYTES if isa.amx and product.decoder == decoders.BF16 else 0
-    if not unpacks_before(product.decoder, isa):
+    if not unpacks_before(product, isa):
         return 0
-    blocks = max(tile(isa)[0], product.decoder.blocks_per_unpack(isa))
+    blocks = max(tile(product, isa)[0], product.decoder.blocks_per_unpack(isa))
     return blocks * subgroups * SUB * isa.lanes * product.decoder.family.width
 
 
@@ -73,6 +74,7 @@ class _Writer:
     def __init__(self, module: ir.Module, isa: Isa, spec: ProductSpec) -> None:
         self.e, self.a, self.unit, thread = begin(module, spec.name, ARGUMENTS)
         self.isa = isa
+        self.spec = spec
         self.decoder = spec.decoder
         a = self.a
         a.x, a.x_scales, a.x_sums = (p + thread * a.x_private for p in (a.x, a.x_scales, a.x_sums))
@@ -82,7 +84,8 @@ class _Writer:
     def write(self) -> None:
         e, a = self.e, self.a
         together = self.tiles.blocks_per_unpack
-        blocks, rows = tile(self.isa)
+        blocks, rows = tile(self.spec, self.isa)
+        has_tiles = by_tiles(self.spec, self.isa)
         unit = self.unit
         across = (a.stripes + a.stripes_a_unit - 1) // a.stripes_a_unit
         first = unit % across * a.stripes_a_unit
@@ -92,13 +95,15 @@ class _Writer:
         bottom = e.min(top + a.rows_a_unit, a.rows)
         count = bottom - top
         limit = self.decoder.family.direct_rows if together == 1 else 1
-        if not unpacks_before(self.decoder, self.isa):
+        if not unpacks_before(self.spec, self.isa):
             self._directly(begin, end, top, bottom)
         else:
             with e.either(count <= limit) as otherwise:
                 self._directly(begin, end, top, bottom)
                 otherwise()
                 size = max(blocks, together)
+                if has_tiles:
+                    self.tiles.tiles.begin(TILE_SHAPES)
                 with e.loop(begin, end, size) as block:
                     self._unpack(block, size)
                     full = count // rows * rows + top
@@ -107,13 +112,15 @@ class _Writer:
                             self.tiles.multiply(block, row, blocks, rows, first)
                         with e.loop(full, bottom) as row:
                             self.tiles.multiply(block, row, blocks, 1, first)
+                if has_tiles:
+                    self.tiles.tiles.end()
         e.ret()
 
     def _directly(self, begin: Value, end: Value, top: Value, bottom: Value) -> None:
         """Multiply while weights are unpacked in registers."""
         e, together = self.e, self.tiles.blocks_per_unpack
         few = FEW if together == 1 else 1
-        blocks = together if unpacks_before(self.decoder, self.isa) else 2
+        blocks = together if unpacks_before(self.spec, self.isa) else 2
         for number in range(1, few):
             with e.when((bottom - top).equals(number)), e.loop(begin, end, together) as block:
                 self.tiles.multiply(block, top, together, number)
