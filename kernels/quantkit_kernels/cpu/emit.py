@@ -50,6 +50,14 @@ class Emitter:
         memory.align, memory.type = 8, PTR
         return Value(self.b, memory)
 
+    def constants(self, numbers: Sequence[int]) -> Value:
+        """Where these bytes, 0 to 255, lie in memory that isn't written."""
+        kind = ir.ArrayType(I8, len(numbers))
+        memory = ir.GlobalVariable(self.module, kind, self.module.get_unique_name("constants"))
+        memory.linkage, memory.global_constant = "private", True
+        memory.initializer = ir.Constant(kind, list(numbers))
+        return Value(self.b, memory.bitcast(PTR))
+
     def load(self, pointer: Value, kind: Type, offset: Any = 0) -> Value:
         """Read, at any alignment."""
         where = pointer + offset if not (isinstance(offset, int) and offset == 0) else pointer
