@@ -182,7 +182,7 @@ class QuantSpec(Frozen):
 
     def label(self) -> str:
         """A short name such as ``int4 g64 sym``, ``nf4 b64 nested``, ``fp8 channel a8`` (activations too),
-        ``int4 g32 min s6`` (minima, and 6 bits for a scale) or ``trellis3 channel w12 rot``."""
+        ``int4 g32 min s6`` (minima, and 6 bits for a scale) or ``trellis3 channel w8 rot``."""
         tail = {"nf": "nested" if self.nested else "", "iq": "", "trellis": f"w{self.window}",
                 "fp": self.scale_dtype if self.scale_dtype in GROUP_SCALES else "",
                 "int": "sym" if self.symmetric else "min" if self.minimum else "asym"}[self.kind]

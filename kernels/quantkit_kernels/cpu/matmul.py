@@ -78,7 +78,7 @@ class _Writer:
         top = unit // across * a.rows_a_unit
         bottom = e.min(top + a.rows_a_unit, a.rows)
         count = bottom - top
-        few, limit = (1, 1) if together > 1 else (FEW, self.decoder.family.direct_rows)
+        few, limit = (1, 1) if together > FEW else (FEW, self.decoder.family.direct_rows)
         with e.either(count <= limit) as otherwise:
             for number in range(1, few):
                 with e.when(count.equals(number)), e.loop(begin, end, self._alone(number)) as block:
