@@ -89,7 +89,7 @@ def _code(spec: QuantSpec) -> tuple[int, int]:
 def _rounded(scale: torch.Tensor, spec: QuantSpec, other: torch.Tensor | None = None) -> torch.Tensor:
     """Rounded to the dtype of scales; where that is not a positive number, ``other`` or the smallest is."""
     dtype = scale_dtype(spec)
-    rounded = scale.clamp(max=torch.finfo(dtype).max / RING).to(dtype).float()
+    rounded = scale.clamp(max=torch.finfo(dtype).max / 128).to(dtype).float()
     lowest = torch.full_like(rounded, smallest(dtype))
     return torch.where(torch.isfinite(rounded) & (rounded >= lowest), rounded,
                        lowest if other is None else other)
