@@ -50,6 +50,14 @@ class Emitter:
         memory.align, memory.type = 8, PTR
         return Value(self.b, memory)
 
+    def constants(self, numbers: Sequence[int]) -> Value:
+        """Where these bytes, 0 to 255, lie in memory that isn't written."""
+        kind = ir.ArrayType(I8, len(numbers))
+        memory = ir.GlobalVariable(self.module, kind, self.module.get_unique_name("constants"))
+        memory.linkage, memory.global_constant = "private", True
+        memory.initializer = ir.Constant(kind, list(numbers))
+        return Value(self.b, memory.bitcast(PTR))
+
     def load(self, pointer: Value, kind: Type, offset: Any = 0) -> Value:
         """Read, at any alignment."""
         where = pointer + offset if not (isinstance(offset, int) and offset == 0) else pointer
@@ -249,8 +257,8 @@ class Emitter:
             first, second = (tuple(lane + quarter for quarter in quarters for lane in lanes)
                              for lanes in step)
             halves = [_across(a, b, first, second) for a, b in zip(halves[::2], halves[1::2])]
-        first, second = halves
-        return _across(first, second, (0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27),
+        left, right = halves
+        return _across(left, right, (0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27),
                        (4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31))
 
     def ret(self, value: Value | None = None) -> None:

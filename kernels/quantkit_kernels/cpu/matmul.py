@@ -94,7 +94,7 @@ class _Writer:
         top = unit // across * a.rows_a_unit
         bottom = e.min(top + a.rows_a_unit, a.rows)
         count = bottom - top
-        limit = self.decoder.family.direct_rows if together == 1 else 1
+        limit = self.decoder.family.direct_rows if together <= FEW else 1
         if not unpacks_before(self.spec, self.isa):
             self._directly(begin, end, top, bottom)
         else:
@@ -119,7 +119,7 @@ class _Writer:
     def _directly(self, begin: Value, end: Value, top: Value, bottom: Value) -> None:
         """Multiply while weights are unpacked in registers."""
         e, together = self.e, self.tiles.blocks_per_unpack
-        few = FEW if together == 1 else 1
+        few = FEW if together <= FEW else 1
         blocks = together if unpacks_before(self.spec, self.isa) else 2
         for number in range(1, few):
             with e.when((bottom - top).equals(number)), e.loop(begin, end, together) as block:
