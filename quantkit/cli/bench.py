@@ -51,7 +51,8 @@ def kernels(ctx: click.Context, shapes: tuple[str, ...], rows: str, repeats: int
     """Measure the matrix products of the CPU kernels.
 
     GB/s counts the packed weights, and `of read` is their share of the bandwidth at which all threads read
-    memory in the same minute. GMAC/s is billions of multiplications a second.
+    memory. GMAC/s is billions of multiply-adds a second, and `of products` is their share of what all threads
+    do without memory. Both ceilings are medians of measurements between the timed runs.
 
     With --aot the command compiles every GPU kernel for every supported GPU instead, and shows registers,
     spills and shared memory. That takes minutes and needs no GPU. The exit code is 1 if a kernel has a fault.
@@ -65,8 +66,8 @@ def kernels(ctx: click.Context, shapes: tuple[str, ...], rows: str, repeats: int
     with ProgressLine("measuring", quiet) as progress:
         report = bench_kernels([_shape(shape) for shape in shapes], _numbers("--rows", rows, 1), repeats,
                                progress)
-    text = table(("format", "shape", "rows", "GB/s", "of read", "GMAC/s"), list(lines(report)),
-                 right=(2, 3, 4, 5))
+    text = table(("format", "shape", "rows", "GB/s", "of read", "GMAC/s", "of products"), list(lines(report)),
+                 right=(2, 3, 4, 5, 6))
     for case in report["left_out"]:
         text += "\n" * (2 if case is report["left_out"][0] else 1) + (
             f"left out: {case['format']} {case['shape'][0]}x{case['shape'][1]}, "
@@ -101,8 +102,9 @@ def decode(model: str, batch: str, context: tuple[int, ...], kv: tuple[str, ...]
     """Measure how fast MODEL reads a prompt and decodes.
 
     tok/s counts all sequences together. GB/s counts the weights and the KV cache that a step must read, and
-    `of read` is their share of the bandwidth at which memory was read in the same minute: by all threads of
-    a CPU, by a kernel that does nothing else on a GPU.
+    `of read` is their share of the bandwidth at which memory was read between the runs, one figure for all:
+    by all threads of a CPU, by a kernel that does nothing else on a GPU. `of products` is the share that a
+    prompt's multiply-adds, without attention, are of those that all threads of a CPU do without memory.
     """
     from quantkit.evaluation.bench.decode import DecodeSettings, bench_decode
     from quantkit.quantization.recipe import load_recipe
@@ -122,12 +124,13 @@ def decode(model: str, batch: str, context: tuple[int, ...], kv: tuple[str, ...]
                               repeats, not no_fallback, pdl)
     with ProgressLine("measuring", quiet) as progress:
         report = bench_decode(loaded, settings, progress, lambda report: write(report, out))
-    rows = [(case["kv"], f"{case['tokens']}", "", f"{case['tok_s']['median']:.0f}", "", "")
-            for case in report["prefill"]]
+    rows = [(case["kv"], f"{case['tokens']}", "", f"{case['tok_s']['median']:.0f}", "", "",
+             f"{case['of_products']:.0%}" if "of_products" in case else "") for case in report["prefill"]]
     rows += [(case["kv"], f"{case['context']}", f"{case['batch']}", f"{case['tok_s']['median']:.1f}",
-              f"{case['bytes_s']['median'] / 1e9:.1f}", f"{case['of_read']:.0%}" if case["of_read"] else "")
-             for case in report["cases"] if "left_out" not in case]
-    text = table(("kv", "tokens", "batch", "tok/s", "GB/s", "of read"), rows, right=(1, 2, 3, 4, 5))
+              f"{case['bytes_s']['median'] / 1e9:.1f}", f"{case['of_read']:.0%}" if case["of_read"] else "",
+              "") for case in report["cases"] if "left_out" not in case]
+    text = table(("kv", "tokens", "batch", "tok/s", "GB/s", "of read", "of products"), rows,
+                 right=(1, 2, 3, 4, 5, 6))
     for case in report["cases"]:
         if "left_out" in case:
             text += (f"\nleft out: {case['kv']}, {case['batch']} sequences of {case['context']} tokens: "
@@ -230,10 +233,14 @@ def _check_triton() -> None:
 
 
 def show(report: dict[str, Any], text: str, out: Path | None, as_json: bool) -> None:
-    """Print a report's table, and on which machine it was measured."""
+    """Print a report's table, on which machine it was measured, and what that machine can do."""
     machine = report["machine"]
     where = machine["gpu"] or f"{machine['cpu']}, {machine['threads']} threads, {machine['isa']}"
     shown = f"{text}\n\n{where}, quantkit {machine['quantkit']}, {machine['date']}"
+    if report.get("read_bytes_s"):
+        limits = ", ".join(f"{name} {value / 1e9:,.0f}" for name, value in report["mac_s"].items())
+        shown += (f"\nceilings: {report['read_bytes_s'] / 1e9:.1f} GB/s read"
+                  + f", GMAC/s: {limits}" * bool(limits))
     print_report(report, shown, out, as_json)
 
 

@@ -115,11 +115,15 @@ def _ceilings(chosen: Combination, bandwidth: float | None, flops: float | None)
 
     whose = {name: "measured on this CPU now" if rate is None else "given"
              for name, rate in (("bandwidth", bandwidth), ("flops", flops))}
+    if bandwidth and flops:
+        return Ceilings(bandwidth, flops, whose)
     try:
-        return Ceilings(bandwidth or ceilings.read_bandwidth(),
-                        flops or ceilings.flops(chosen.weights.sample(ceilings.ROWS)), whose)
+        machine = ceilings.cpu_ceilings()
     except UsageError as error:
         return error.why or error.what
+    packed = max(chosen.weights.multiplied, key=lambda layer: layer.read).packed
+    arithmetic = "float32" if packed is None else ceilings.arithmetic_of(packed)
+    return Ceilings(bandwidth or machine.bandwidth(), flops or 2 * machine.products(arithmetic), whose)
 
 
 def _commands(chosen: Combination, model: str, revision: str | None) -> list[str]:

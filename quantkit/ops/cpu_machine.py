@@ -32,14 +32,39 @@ def isa() -> Isa:
     features = host_features()
     named = os.environ.get("QUANTKIT_ISA")
     if named is None:
-        return next(isa for isa in ALL if not missing(isa, features))
+        return next(isa for isa in ALL
+                    if not missing(isa, features) and (not isa.amx or reason_against_tiles() is None))
     table = {isa.name: isa for isa in ALL}
     if named not in table:
         raise UsageError(f"QUANTKIT_ISA is {named!r}", why=did_you_mean(named, table))
     if lacking := missing(table[named], features):
         raise UsageError(f"QUANTKIT_ISA is {named!r}", why=f"this CPU lacks {', '.join(lacking)}",
                          next="unset QUANTKIT_ISA")
+    if table[named].amx and (reason := reason_against_tiles()) is not None:
+        raise UsageError(f"QUANTKIT_ISA is {named!r}", why=reason, next="unset QUANTKIT_ISA")
     return table[named]
+
+
+@functools.cache
+def reason_against_tiles() -> str | None:
+    """Why AMX isn't used on a CPU that has it; ``None`` if it is: the system permits it, and a product is
+    right."""
+    from quantkit_kernels.cpu import amx, decoders, isa, matmul, tiles
+    from quantkit_kernels.cpu.pool import Pool
+    from quantkit_kernels.cpu.program import Program
+
+    if not tiles.permitted():
+        return "the system doesn't permit AMX's tiles"
+    make = torch.Generator().manual_seed(0)
+    weight, x = (torch.randn(32, 64, generator=make).bfloat16() for _ in range(2))
+    out, program = torch.zeros(32, 32), Program(isa.AMX)
+    program.add(matmul.Matmul(decoders.BF16, None), weights=weight, x=x, x_stride=128, out=out,
+                out_stride=128, stripes=1, stripes_a_unit=1, subgroups=2, rows=32, rows_a_unit=32,
+                scratch=torch.zeros(amx.SCRATCH_BYTES, dtype=torch.uint8))
+    program.finish()
+    Pool(1).run(program.records)
+    right = torch.allclose(out.double(), x.double() @ weight.double().T, rtol=1e-5, atol=1e-5)
+    return None if right else "AMX's products are wrong here"
 
 
 def pool() -> Pool:

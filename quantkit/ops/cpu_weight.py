@@ -208,11 +208,10 @@ def pack_plain(weight: torch.Tensor, read: Callable[[], None] = lambda: None) ->
     from quantkit_kernels.cpu import decoders, matmul, pack
     from quantkit_kernels.cpu.weight_decoder import SUB
 
-    shape, kind = (weight.shape[0], weight.shape[1]), PLAIN[weight.dtype]
-    decoder = {"bf16": decoders.BF16, "f16": decoders.FP16, "f32": decoders.FP32}[kind]
-    reorder = pack.bf16 if kind == "bf16" else pack.floats
-    return CpuWeight(f"cpu-{kind}", matmul.Matmul(decoder, None), shape, padded(shape[1], SUB),
-                     reorder(weight, isa().lanes, read))
+    kind = PLAIN[weight.dtype]
+    decoder = {"bf16": decoders.bf16(isa()), "f16": decoders.FP16, "f32": decoders.FP32}[kind]
+    return CpuWeight(f"cpu-{kind}", matmul.Matmul(decoder, None), (weight.shape[0], weight.shape[1]),
+                     padded(weight.shape[1], SUB), pack.rows(weight, read))
 
 
 def padded(columns: int, group: int) -> int:

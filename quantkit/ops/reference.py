@@ -61,9 +61,7 @@ def _product(x: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:
     if x.device.type != "cpu":
         return dense(x, plain)
     x = x.to(plain.dtype)
-    # packing takes longer than a few rows, which dense multiplies one at a time
-    few = len(x) <= DECODE_ROWS
-    return dense(x, plain) if few or reason_against_kernels() else multiply(x, pack_plain(plain))
+    return dense(x, plain) if reason_against_kernels() else multiply(x, pack_plain(plain))
 
 
 def dense(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -143,15 +143,15 @@ def test_a_file_that_cannot_be_written(cli, tiny, tmp_path):
 
 @pytest.mark.slow
 def test_kernels_measures_every_format_and_says_what_it_leaves_out(cli, cli_json):
-    arguments = ("bench", "kernels", "--shape", "64x96", "--shape", "70x128", "--rows", "1,5",
+    arguments = ("bench", "kernels", "--shape", "64x96", "--shape", "70x256", "--rows", "1,5",
                  "--repeats", 1, "-q")
     found = cli_json(*arguments)
-    whole = [one["format"] for one in found["cases"] if one["shape"] == [70, 128] and one["rows"] == 5]
+    whole = [one["format"] for one in found["cases"] if one["shape"] == [70, 256] and one["rows"] == 5]
     assert whole == list(SPECS)
     assert [one["format"] for one in found["cases"] if one["shape"] == [64, 96] and one["rows"] == 1] == [
-        "bf16", "int8", "int8 a8", "fp8", "fp8 a8", "int4 g32"]
+        "bf16", "int8", "int8 a8", "fp8", "fp8 a8", "int4 g32", "nvfp4", "mxfp4", "iq4_nl", "fp8 tiles"]
     assert [one["format"] for one in found["left_out"]] == [
-        "int4 g64", "int4 g64 asym", "int4 g128", "nf4 b64"]
+        "int4 g64", "int4 g64 asym", "int4 g128", "nf4 b64", "q4_k", "q6_k", "mlx g64"]
     for one in found["cases"]:
         assert one["mac_s"] == pytest.approx(one["rows"] * one["shape"][0] * one["shape"][1] / one["seconds"])
     result = cli(*arguments)

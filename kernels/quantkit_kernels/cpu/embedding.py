@@ -56,11 +56,34 @@ class Embed:
             row = a.table + token * a.size * width
             with e.loop(0, a.size) as k:
                 e.store(out + k * 4, self._times(self._plain(e, row + k * width)))
+        elif self.packed.decoder.family.real:
+            self._read_row(e, isa, self.packed, a, token, out)
         else:
             self._decode(e, isa, self.packed, a, token, out)
         with e.loop(a.size, a.padded) as k:  # a later row must not find what an earlier one left
             e.store(out + k * 4, e.const(F32, 0.0))
         e.ret()
+
+    def _read_row(self, e: Emitter, isa: Isa, packed: ProductSpec, a: SimpleNamespace, token: Value,
+                  out: Value) -> None:
+        """Floating-point weights lie row after row."""
+        decoder, group, single = packed.decoder, packed.group or 0, e.const(I64, 1)
+        scales = ScaleReader(e, packed.scales, 1, a.scales, a.outer,
+                             a.columns // group if group else single, single)
+        row = token // isa.lanes if packed.scales.shared else token
+        source = a.table + token * (a.columns // SUB * decoder.bytes)
+        with e.loop(0, a.columns, SUB) as k:
+            first, second = decoder.unpack(e, source + k // SUB * decoder.bytes)
+            halves = [first, second]
+            if decoder.family.rounded:
+                halves = [second.shuffle([place for i in range(start, start + SUB // 4)
+                                          for place in (i, i + SUB // 2)], first)
+                          for start in (0, SUB // 4)]
+            for half, values in enumerate(halves):
+                if packed.group is not None:
+                    (scale,) = scales.read(row, k // group if group else e.const(I64, 0))
+                    values = values * scale.lane(0).spread(values.lanes)
+                e.store(out + k * 4, self._times(values), half * SUB * 2)
 
     def _decode(self, e: Emitter, isa: Isa, packed: ProductSpec, a: SimpleNamespace, token: Value,
                 out: Value) -> None:
@@ -74,7 +97,7 @@ class Embed:
         groups = a.columns // group if group else single
         scales = ScaleReader(e, packed.scales, lanes, a.scales, a.outer, groups,
                              a.columns // outer if outer else single)
-        kind = F32 if decoder.family.real else decoder.family.vector(1)
+        kind = decoder.family.vector(1)
         room, each = e.room(SUB * lanes * width), lanes * step * width
         lane_room = e.room(2 * lanes * 4)
         span = min(group or SUB, SUB)
@@ -93,8 +116,7 @@ class Embed:
                 zero = e.load(a.zeros, I8, (block * groups + place) * lanes + lane) if packed.zeros else None
                 for i in range(first // step, (first + span) // step):
                     values = e.load(room + lane * (step * width), kind, i * each)
-                    if not decoder.family.real:
-                        values = self._level(values, decoder, isa, zero)
+                    values = self._level(values, decoder, isa, zero)
                     for n, number in enumerate(numbers):
                         other = number.spread(step) if values.lanes > 1 else number
                         values = values * other if n == 0 else values + other

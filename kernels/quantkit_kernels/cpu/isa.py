@@ -6,11 +6,11 @@ Products of integers are exact and everything else goes through :mod:`emit`: all
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from quantkit_kernels.cpu.emit import Emitter
-from quantkit_kernels.cpu.values import I8, I16, I32, Value, vec
+from quantkit_kernels.cpu.values import BFLOAT, I8, I16, I32, I64, Value, vec
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,26 @@ class Isa:
     name: str
     lanes: int
     needs: tuple[str, ...] = ()
+
+    @property
+    def vnni(self) -> bool:
+        """Whether one instruction multiplies and adds small integers."""
+        return "avx512vnni" in self.needs
+
+    @property
+    def vbmi(self) -> bool:
+        """Whether one instruction looks bytes up in 128, and another takes bytes from any bit of a word."""
+        return "avx512vbmi" in self.needs
+
+    @property
+    def amx(self) -> bool:
+        """Whether one instruction multiplies tiles; the system must be asked first."""
+        return "amx-bf16" in self.needs
+
+    @property
+    def bf16(self) -> bool:
+        """Whether one instruction multiplies and adds pairs of bfloat16."""
+        return "avx512bf16" in self.needs
 
     @property
     def sums_int16(self) -> bool:
@@ -46,7 +66,7 @@ class Isa:
             unsigned: uint8 ``[4 · lanes]``, at most 24.
             signed: int8 ``[4 · lanes]``, at least −127.
         """
-        if self.name == "avx512-vnni":
+        if self.vnni:
             kind = vec(I32, self.lanes)
             return e.intrinsic("llvm.x86.avx512.vpdpbusd.512", kind, total, unsigned, signed)
         if self.name == "avx2":
@@ -90,11 +110,18 @@ class Isa:
 
     def words_dot(self, e: Emitter, total: Value, a: Value, b: Value) -> Value:
         """``total + Σ a · b`` over each lane's two 16-bit integers; total is int32 ``[lanes]``."""
-        if self.name == "avx512-vnni":
+        if self.vnni:
             return e.intrinsic("llvm.x86.avx512.vpdpwssd.512", total.type, total,
                                a.bits(vec(I32, self.lanes)), b.bits(vec(I32, self.lanes)))
         sums = total + self._pairs(e, a, b)
         return e.pinned(sums) if self.name == "avx2" else sums
+
+    def bfloat_dot(self, e: Emitter, total: Value, a: Value, b: Value) -> Value:
+        """``total + Σ a · b`` over each lane's two bfloat16 of vectors of 64 bytes; total is float32.
+        Only where :attr:`bf16` says so. The second product is added first, and each sum rounded once."""
+        pairs = vec(BFLOAT, 2 * self.lanes)
+        return e.intrinsic("llvm.x86.avx512bf16.dpbf16ps.512", total.type, total, a.bits(pairs),
+                           b.bits(pairs))
 
     def _pairs(self, e: Emitter, a: Value, b: Value) -> Value:
         if self.name == "avx2":
@@ -115,11 +142,53 @@ class Isa:
         entries = e.const(kind, list(table) * (width // 16))
         return e.intrinsic(name, kind, entries, index)
 
+    def lookup_128(self, e: Emitter, table: tuple[int, ...], index: Value) -> Value:
+        """Bytes of a table of 128 by the low 7 bits of ``index`` uint8 ``[4 · lanes]``."""
+        if self.vbmi:
+            low, high = (e.const(index.type, list(table[at:at + 64])) for at in (0, 64))
+            return e.intrinsic("llvm.x86.avx512.vpermi2var.qi.512", index.type, low, index, high)
+        if self.name == "plain":
+            entries, room = e.constants(table), e.room(index.lanes)
+            e.store(room, index & 127)
+            with e.loop(0, index.lanes) as at:
+                e.store(room, e.load(entries + e.load(room, I8, at).zext(I64), I8), at)
+            return e.load(room, index.type)
+        parts = [self.lookup(e, table[at:at + 16], index & 15) for at in range(0, 128, 16)]
+        for bit in (16, 32, 64):
+            upper = (index & bit).differs(0)
+            parts = [e.select(upper, above, below) for below, above in zip(parts[::2], parts[1::2])]
+        return parts[0]
+
+    def bit_fields(self, e: Emitter, words: Value, starts: Sequence[int]) -> Value:
+        """Bytes from any place of the 32-bit words that they replace.
+
+        Args:
+            e: writes the kernel.
+            words: int32 ``[lanes]``.
+            starts: for each byte of the result the bit of its word where it begins, at most 24; those of a
+                word's bytes differ by the same in all words.
+        """
+        wide = vec(I8, 4 * self.lanes)
+        if self.vbmi:
+            control = e.const(wide, [start + at % 8 // 4 * 32 for at, start in enumerate(starts)])
+            return e.intrinsic("llvm.x86.avx512.pmultishift.qb.512", wide, control, words.bits(wide))
+        first = starts[::4]
+        if any(first):
+            words = words.shr(e.const(words.type, first))
+        result = words & 255
+        for place in range(1, 4):
+            shift = 8 * place - (starts[place] - starts[0])
+            result = result | (words << shift if shift >= 0 else words.shr(-shift)) & 255 << 8 * place
+        return result.bits(wide)
+
 
 PLAIN = Isa("plain", 8)
 AVX2 = Isa("avx2", 8, ("avx2", "fma"))
 VNNI = Isa("avx512-vnni", 16, ("avx512f", "avx512bw", "avx512vl", "avx512vnni", "fma"))
-ALL = (VNNI, AVX2, PLAIN)
+VBMI = Isa("avx512-vbmi", 16, (*VNNI.needs, "avx512vbmi"))
+BF16 = Isa("avx512-bf16", 16, (*VBMI.needs, "avx512bf16"))
+AMX = Isa("amx", 16, (*BF16.needs, "amx-tile", "amx-bf16", "amx-int8"))
+ALL = (AMX, BF16, VBMI, VNNI, AVX2, PLAIN)
 """Best first."""
 
 

@@ -1,14 +1,14 @@
 """``y = x Wᵀ``: one loop for all formats; a decoder says how a format's weights are unpacked.
 
-Weights lie in blocks of ``lanes`` rows, a row a lane, in the order in which they are read; 32 values of a
-row are a subgroup. An output is a sum over subgroups (or halves of them, where 16 values share a scale) in
-rising order, each an exact sum of integers (or one such sum over the whole row, where its activations share a
-scale; or, for floating-point weights, a chain of fused multiply-adds over k, of float32 ones in parts, so
-that errors don't pile up): the same bits for one row of activations or many, for any number of threads and
-any instruction set.
+Weights of integers lie in blocks of ``lanes`` rows, a row a lane, in the order in which they are read; 32
+values of a row are a subgroup. An output is a sum over subgroups (or halves of them, where 16 values share a
+scale) in rising order, each an exact sum of integers (or one such sum over the whole row, where its
+activations share a scale): the same bits for one row of activations or many, for any number of threads and
+any instruction set. Floating-point weights lie row after row: :mod:`~quantkit_kernels.cpu.float_product`.
 
-A few rows are multiplied while weights are unpacked in registers. For more rows a block is unpacked once
-into this thread's scratch memory, and all rows are multiplied from there, a tile of rows at a time.
+Rows are multiplied while weights are unpacked in registers. Where registers are few, or unpacking takes long,
+a block is unpacked once for many rows, into this thread's scratch memory, and all of them are multiplied from
+there, a tile of rows at a time.
 """
 
 from __future__ import annotations
@@ -18,18 +18,17 @@ from typing import ClassVar
 
 from llvmlite import ir
 
+from quantkit_kernels.cpu import amx, decoders
+from quantkit_kernels.cpu.amx import AmxProduct
 from quantkit_kernels.cpu.driver import begin
+from quantkit_kernels.cpu.float_product import FloatProduct
 from quantkit_kernels.cpu.isa import Isa
-from quantkit_kernels.cpu.product_spec import ProductSpec
-from quantkit_kernels.cpu.product_tile import TileWriter
+from quantkit_kernels.cpu.product_spec import ARGUMENTS, ProductSpec
+from quantkit_kernels.cpu.product_tile import BLOCKS_BY_TILES, TILE_SHAPES, TileWriter, by_tiles
+from quantkit_kernels.cpu.tiles import ROWS
 from quantkit_kernels.cpu.values import Value
 from quantkit_kernels.cpu.weight_decoder import STRIPE, SUB
 
-ARGUMENTS = ("*weights", "*scales", "*outer", "*zeros", "*x", "*x_scales", "*x_sums", "*out", "*bias",
-             "*scratch", "add", "x_stride", "out_stride", "stripes", "subgroups", "stripes_a_unit", "rows",
-             "rows_a_unit", "x_private", "scratch_private")
-"""Of a record. Strides are bytes; ``x_stride`` is that of codes, scales and sums alike; the sums of halves of
-subgroups lie behind a row's sums. ``x_private`` and ``scratch_private`` are those from thread to thread."""
 FEW = 4
 """Rows of activations that are multiplied at once while weights are unpacked in registers, at most."""
 MOST_COLUMNS = 1 << 17
@@ -42,17 +41,32 @@ class Matmul(ProductSpec):
     arguments: ClassVar[Sequence[str]] = ARGUMENTS
 
     def emit(self, module: ir.Module, isa: Isa) -> None:
-        _Writer(module, isa, self).write()
+        if isa.amx and self.decoder == decoders.BF16:
+            AmxProduct(module, isa, self).write()
+        elif self.decoder.family.real:
+            FloatProduct(module, isa, self).write()
+        else:
+            _Writer(module, isa, self).write()
 
 
-def tile(isa: Isa) -> tuple[int, int]:
+def tile(spec: ProductSpec, isa: Isa) -> tuple[int, int]:
     """Blocks and rows of activations that are multiplied at once from scratch memory."""
-    return 2, isa.lanes // 2
+    return (BLOCKS_BY_TILES, ROWS) if by_tiles(spec, isa) else (2, isa.lanes // 2)
+
+
+def unpacks_before(spec: ProductSpec, isa: Isa) -> bool:
+    """Whether a block is unpacked into scratch memory before many rows are multiplied by it: where unpacking
+    takes long, registers are few, or AMX multiplies."""
+    return spec.decoder.blocks_per_unpack(isa) > 1 or isa.lanes < 16 or by_tiles(spec, isa)
 
 
 def scratch_bytes(product: ProductSpec, isa: Isa, subgroups: int) -> int:
     """Scratch memory that a thread needs."""
-    blocks = max(tile(isa)[0], product.decoder.blocks_per_unpack(isa))
+    if product.decoder.family.real:
+        return amx.SCRATCH_BYTES if isa.amx and product.decoder == decoders.BF16 else 0
+    if not unpacks_before(product, isa):
+        return 0
+    blocks = max(tile(product, isa)[0], product.decoder.blocks_per_unpack(isa))
     return blocks * subgroups * SUB * isa.lanes * product.decoder.family.width
 
 
@@ -60,6 +74,7 @@ class _Writer:
     def __init__(self, module: ir.Module, isa: Isa, spec: ProductSpec) -> None:
         self.e, self.a, self.unit, thread = begin(module, spec.name, ARGUMENTS)
         self.isa = isa
+        self.spec = spec
         self.decoder = spec.decoder
         a = self.a
         a.x, a.x_scales, a.x_sums = (p + thread * a.x_private for p in (a.x, a.x_scales, a.x_sums))
@@ -69,7 +84,8 @@ class _Writer:
     def write(self) -> None:
         e, a = self.e, self.a
         together = self.tiles.blocks_per_unpack
-        blocks, rows = tile(self.isa)
+        blocks, rows = tile(self.spec, self.isa)
+        has_tiles = by_tiles(self.spec, self.isa)
         unit = self.unit
         across = (a.stripes + a.stripes_a_unit - 1) // a.stripes_a_unit
         first = unit % across * a.stripes_a_unit
@@ -78,36 +94,43 @@ class _Writer:
         top = unit // across * a.rows_a_unit
         bottom = e.min(top + a.rows_a_unit, a.rows)
         count = bottom - top
-        few, limit = (1, 1) if together > 1 else (FEW, self.decoder.family.direct_rows)
-        with e.either(count <= limit) as otherwise:
-            for number in range(1, few):
-                with e.when(count.equals(number)), e.loop(begin, end, self._alone(number)) as block:
-                    self.tiles.multiply(block, top, self._alone(number), number)
-            with e.when(count >= few), e.loop(begin, end, self._alone(few)) as block:
-                full = count // few * few + top
-                with e.loop(top, full, few) as row:
-                    self.tiles.multiply(block, row, self._alone(few), few)
-                for number in range(1, few):
-                    with e.when((bottom - full).equals(number)):
-                        self.tiles.multiply(block, full, self._alone(few), number)
-            otherwise()
-            size = max(blocks, together)
-            with e.loop(begin, end, size) as block:
-                self._unpack(block, size)
-                full = count // rows * rows + top
-                with e.loop(0, size, blocks) as first:
-                    with e.loop(top, full, rows) as row:
-                        self.tiles.multiply(block, row, blocks, rows, first)
-                    with e.loop(full, bottom) as row:
-                        self.tiles.multiply(block, row, blocks, 1, first)
+        limit = self.decoder.family.direct_rows if together <= FEW else 1
+        if not unpacks_before(self.spec, self.isa):
+            self._directly(begin, end, top, bottom)
+        else:
+            with e.either(count <= limit) as otherwise:
+                self._directly(begin, end, top, bottom)
+                otherwise()
+                size = max(blocks, together)
+                if has_tiles:
+                    self.tiles.tiles.begin(TILE_SHAPES)
+                with e.loop(begin, end, size) as block:
+                    self._unpack(block, size)
+                    full = count // rows * rows + top
+                    with e.loop(0, size, blocks) as first:
+                        with e.loop(top, full, rows) as row:
+                            self.tiles.multiply(block, row, blocks, rows, first)
+                        with e.loop(full, bottom) as row:
+                            self.tiles.multiply(block, row, blocks, 1, first)
+                if has_tiles:
+                    self.tiles.tiles.end()
         e.ret()
 
-    def _alone(self, rows: int) -> int:
-        """Blocks that this number of rows is multiplied by at once, straight from their codes: of floats so
-        many that no sum waits for itself."""
-        if self.decoder.family.real and self.isa.lanes == 8:
-            return 4 if rows == 1 else 2
-        return self.tiles.blocks_per_unpack
+    def _directly(self, begin: Value, end: Value, top: Value, bottom: Value) -> None:
+        """Multiply while weights are unpacked in registers."""
+        e, together = self.e, self.tiles.blocks_per_unpack
+        few = FEW if together <= FEW else 1
+        blocks = together if unpacks_before(self.spec, self.isa) else 2
+        for number in range(1, few):
+            with e.when((bottom - top).equals(number)), e.loop(begin, end, together) as block:
+                self.tiles.multiply(block, top, together, number)
+        with e.when(bottom - top >= few), e.loop(begin, end, blocks) as block:
+            full = (bottom - top) // few * few + top
+            with e.loop(top, full, few) as row:
+                self.tiles.multiply(block, row, blocks, few)
+            for number in range(1, few):
+                with e.when((bottom - full).equals(number)):
+                    self.tiles.multiply(block, full, blocks, number)
 
     def _unpack(self, block: Value, count: int) -> None:
         e = self.e

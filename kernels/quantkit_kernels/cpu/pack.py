@@ -16,15 +16,21 @@ AT_ONCE = 1 << 19
 """Weights that are reordered at a time: more would be in memory twice."""
 
 
-def bf16(weight: torch.Tensor, lanes: int, read: Callable[[], None] = lambda: None) -> torch.Tensor:
-    """bfloat16 ``[n, k]`` → uint8; ``read`` is called whenever some of the weight isn't needed any more."""
-    return _packed(weight.view(torch.int16), lanes, SUB, 0, lambda rows: _by_lane(rows, torch.int32), read)
+def rows(weight: torch.Tensor, read: Callable[[], None] = lambda: None, multiple: int = SUB) -> torch.Tensor:
+    """A floating-point weight ``[n, k]``, or the codes of one, → uint8, row after row.
 
-
-def floats(weight: torch.Tensor, lanes: int, read: Callable[[], None] = lambda: None) -> torch.Tensor:
-    """float16 or float32 ``[n, k]`` → uint8; ``read`` is called as for :func:`bf16`."""
-    word = torch.int16 if weight.dtype == torch.float16 else torch.int32
-    return _packed(weight.view(word), lanes, SUB, 0, lambda rows: _by_lane(rows, word), read)
+    It stays where it is if it has no padding to take; else ``read`` is called whenever some of it isn't
+    needed any more.
+    """
+    count, columns = weight.shape
+    if not (count % STRIPE or columns % multiple) and weight.is_contiguous():
+        return weight.view(torch.uint8).flatten()
+    out = torch.zeros(count + -count % STRIPE, columns + -columns % multiple, dtype=weight.dtype)
+    for start in range(0, count, step := max(1, AT_ONCE // columns)):
+        part = weight[start:start + step]
+        out[start:start + len(part), :columns] = part
+        read()
+    return out.view(torch.uint8).flatten()
 
 
 def int8(codes: torch.Tensor, lanes: int, group: int = SUB, middle: int = 0) -> torch.Tensor:
@@ -72,14 +78,24 @@ def wide_integers(codes: torch.Tensor, lanes: int, bits: int, group: int = SUB) 
     return _packed(codes, lanes, group, 0, runs)
 
 
+def narrow_integers(codes: torch.Tensor, lanes: int, bits: int, group: int = SUB) -> torch.Tensor:
+    """Codes uint8 ``[n, k]`` of 2 or 3 bits → uint8."""
+    def runs(rows: torch.Tensor) -> torch.Tensor:
+        # dimensions: block, lane, subgroup, vector, value of four
+        parts = rows.unflatten(-1, (-1, SUB // 4, 4)).permute(0, 2, 3, 1, 4)
+        pairs = (parts & 3).unflatten(2, (2, 4)) << (torch.arange(4, dtype=torch.uint8) * 2)[:, None, None]
+        low = pairs.sum(3, dtype=torch.uint8)
+        if bits == 2:
+            return low
+        high = (parts >> 2) << torch.arange(8, dtype=torch.uint8)[:, None, None]
+        return torch.cat((low, high.sum(2, keepdim=True, dtype=torch.uint8)), 2)
+
+    return _packed(codes, lanes, group, 0, runs)
+
+
 def w8a8(codes: torch.Tensor, lanes: int) -> torch.Tensor:
     """Codes uint8 ``[n, k]``, of which 128 means 0 → uint8: signed."""
     return _packed(codes, lanes, SUB, 128, lambda rows: _by_lane(rows ^ 128, torch.int32))
-
-
-def e4m3(codes: torch.Tensor, lanes: int, group: int = SUB) -> torch.Tensor:
-    """Bit patterns uint8 ``[n, k]`` → uint8."""
-    return _packed(codes, lanes, group, 0, lambda rows: _by_lane(rows, torch.int32))
 
 
 def nf4(codes: torch.Tensor, lanes: int, group: int = SUB) -> torch.Tensor:
@@ -113,6 +129,20 @@ def trellis(codes: torch.Tensor, bits: int) -> torch.Tensor:
             packed = torch.cat((pairs & 255, high[:, :16] | high[:, 16:] << 4), 1).to(torch.uint8)
         part.copy_(packed.flatten())
     return out
+
+
+def learned_trellis(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Symbols uint8 ``[n, k]`` of 2 to 4 bits, n a multiple of 64 → uint8, a column's 64 rows after the
+    other's."""
+    rows, columns = codes.shape
+    out = torch.empty(rows // 64, columns + -columns % SUB, 8 * bits, dtype=torch.uint8)
+    for part, tile in zip(out, codes.split(64)):  # a tile at a time: words are wide
+        eight = torch.nn.functional.pad(tile, (0, -columns % SUB)).T.unflatten(1, (8, 8))
+        words = torch.zeros(len(eight), 8, dtype=torch.int64)
+        for place in range(8):
+            words |= eight[:, :, place].long() << place * bits
+        part.copy_(words.unsqueeze(-1).view(torch.uint8)[:, :, :bits].flatten(1))
+    return out.flatten()
 
 
 def scales(parts: torch.Tensor | Sequence[torch.Tensor], lanes: int) -> torch.Tensor:

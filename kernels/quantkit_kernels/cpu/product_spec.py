@@ -7,6 +7,12 @@ from dataclasses import dataclass
 from quantkit_kernels.cpu.scales import FLOAT32, ScaleLayout
 from quantkit_kernels.cpu.weight_decoder import WeightDecoder
 
+ARGUMENTS = ("*weights", "*scales", "*outer", "*zeros", "*x", "*x_scales", "*x_sums", "*out", "*bias",
+             "*scratch", "add", "x_stride", "out_stride", "stripes", "subgroups", "stripes_a_unit", "rows",
+             "rows_a_unit", "x_private", "scratch_private")
+"""Of a record. Strides are bytes; ``x_stride`` is that of codes, scales and sums alike; the sums of halves of
+subgroups lie behind a row's sums. ``x_private`` and ``scratch_private`` are those from thread to thread."""
+
 
 @dataclass(frozen=True)
 class ProductSpec:

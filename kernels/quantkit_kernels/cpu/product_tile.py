@@ -1,4 +1,4 @@
-"""A tile of a product: some blocks of weights by some rows of activations, along all of k."""
+"""A tile of a product of integers: some blocks of weights by some rows of activations, along all of k."""
 
 from __future__ import annotations
 
@@ -12,15 +12,27 @@ from quantkit_kernels.cpu.emit import Emitter
 from quantkit_kernels.cpu.isa import Isa
 from quantkit_kernels.cpu.product_spec import ProductSpec
 from quantkit_kernels.cpu.scales import ScaleReader
+from quantkit_kernels.cpu.tiles import ROWS, SQUARE, TILE_BYTES, Tiles, TileShape
 from quantkit_kernels.cpu.values import F32, I8, I32, I64, Value, Var, vec
-from quantkit_kernels.cpu.weight_decoder import CHAIN, STRIPE, SUB
+from quantkit_kernels.cpu.weight_decoder import STRIPE, SUB
 
 AHEAD = 1024
 """Bytes by which weights are fetched before they are needed."""
 TOGETHER = 4
 """Steps of a tile between which nothing is a loop."""
+BLOCKS_BY_TILES = 2
+WEIGHTS, INPUTS = 2, 4
+"""AMX's tiles of weights and of activations; the first two are sums."""
+TILE_SHAPES = [*[SQUARE] * 2, *[TileShape(SUB // 4, 64)] * 2, *[TileShape(ROWS, SUB)] * 4]
 Sums = Sequence[Sequence[Value]]
 """A vector for each block and row."""
+
+
+def by_tiles(spec: ProductSpec, isa: Isa) -> bool:
+    """Whether AMX multiplies many rows: by weights that unpack to bytes, where activations have a scale for
+    each 32."""
+    family = spec.decoder.family
+    return isa.amx and family.width == 1 and not family.by_token and (spec.group or SUB) % SUB == 0
 
 
 class GroupNumbers(NamedTuple):
@@ -74,6 +86,9 @@ class TileWriter:
         self.superblocks = columns // outer if outer else single
         self.scales = ScaleReader(e, spec.scales, isa.lanes, a.scales, a.outer, self.groups, self.superblocks)
         self.sums_int16 = self.decoder.fits_int16 and isa.sums_int16
+        if by_tiles(spec, isa):
+            self.tiles = Tiles(e)
+            self.room = e.room(BLOCKS_BY_TILES * TILE_BYTES)
 
     def scratch(self, block: Any, subgroup: Value) -> Value:
         """Where a block's unpacked subgroup lies."""
@@ -107,9 +122,7 @@ class TileWriter:
         tile = _Tile([block + b for b in range(blocks)], [row + m for m in range(rows)],
                      [a.x + (row + m) * a.x_stride for m in range(rows)],
                      [[e.var(start) for _ in range(rows)] for _ in range(blocks)], unpacked)
-        if self.family.real:
-            self._floats(tile)
-        elif self.family.sums_rows:
+        if self.family.sums_rows:
             with e.loop(0, a.subgroups) as s:
                 sums = self._subgroup_sums(tile, s)
                 for b, m in tile.each():
@@ -141,42 +154,6 @@ class TileWriter:
         kind = self.family.vector(self.lanes)
         for i in range(count):
             yield [self.e.load(source, kind, i * self.lanes * 4) for source in sources]
-
-    def _floats(self, tile: _Tile) -> None:
-        """Chains of products, of all of k or of each group."""
-        e = self.e
-        if not self.spec.group:
-            with e.loop(0, self.a.subgroups) as s:
-                self._chain(tile, s, tile.totals)
-            return
-        per, zero = self.spec.group // SUB, e.const(self.reals, 0.0)
-        with self._groups(tile, 1) as (group, (scales,)):
-            chains = [[e.var(zero) for _ in tile.rows] for _ in tile.blocks]
-            with e.loop(0, per) as step:
-                self._chain(tile, group * per + step, chains)
-            for b, m in tile.each():
-                total, scale = tile.totals[b][m], scales[b].scale
-                assert scale is not None
-                total.set(e.fma(chains[b][m].get(), scale, total.get()))
-
-    def _chain(self, tile: _Tile, s: Value, totals: Sequence[Sequence[Var]]) -> None:
-        """Add a subgroup's products to sums of floats."""
-        e = self.e
-        parts: dict[tuple[int, int], Value] = {}
-        sums: dict[tuple[int, int], Value] = {}
-        for i, weights in enumerate(self._weights(tile, s)):
-            factors = self._factors(tile, s * (SUB * self.family.width), i)
-            for b, m in tile.each():
-                if not self.decoder.split_sums:
-                    totals[b][m].set(e.fma(weights[b], factors[m], totals[b][m].get()))
-                    continue
-                part = weights[b] * factors[m] if i % CHAIN == 0 else e.fma(
-                    weights[b], factors[m], parts[b, m])
-                parts[b, m] = part
-                if i % CHAIN == CHAIN - 1:
-                    sums[b, m] = part if i < CHAIN else sums[b, m] + part
-        for (b, m), total in sums.items():
-            totals[b][m].set(totals[b][m].get() + total)
 
     def _integers(self, tile: _Tile) -> None:
         """Exact sums of subgroups, or of their halves, each scaled and added."""
@@ -265,6 +242,8 @@ class TileWriter:
         registers. ``run``: which subgroup, or half of one."""
         e, count, size = self.e, self.span // self.family.step, self.span * self.family.width
         assert tile.unpacked is not None
+        if len(tile.rows) == ROWS and by_tiles(self.spec, self.isa):
+            return self._sums_by_tiles(tile.unpacked, tile.x[0], run)
         sources = [source + run * (size * self.lanes) for source in tile.unpacked]
         if count <= TOGETHER:
             return self._sums(tile, self._loaded(sources, count), run * size, count)
@@ -285,6 +264,19 @@ class TileWriter:
         sums = [[variable.get() for variable in line] for line in variables]
         return sums if self.sums_int16 else self._finished(sums)
 
+    def _sums_by_tiles(self, unpacked: Sequence[Value], x: Value, subgroup: Value) -> Sums:
+        """The sums of 16 rows, by AMX: activations are read as they lie, a block's subgroup too."""
+        e, tiles = self.e, self.tiles
+        tiles.load(INPUTS, x + subgroup * SUB, self.a.x_stride)
+        sums = []
+        for b, source in enumerate(unpacked):
+            tiles.clear(b)
+            tiles.load(WEIGHTS + b, source + subgroup * (SUB * self.lanes), e.const(I64, 4 * self.lanes))
+            tiles.multiply_bytes(b, INPUTS, WEIGHTS + b)
+            tiles.store(b, self.room + b * TILE_BYTES)
+            sums.append([e.load(self.room, vec(I32, ROWS), b * TILE_BYTES + m * 64) for m in range(ROWS)])
+        return sums
+
     def _add(self, tile: _Tile, sums: list[list[Value]], weights: Sequence[Value],
              factors: Sequence[Value]) -> None:
         add = self.family.dot(self.isa, self.decoder.signed)
@@ -293,8 +285,6 @@ class TileWriter:
 
     def _factors(self, tile: _Tile, at: Value, step: int) -> list[Value]:
         """The step's values of each row of activations, in every lane."""
-        if self.family.real:
-            return [self.e.load(x + at, F32, step * 4).spread(self.lanes) for x in tile.x]
         kind = self.family.vector(self.lanes)
         return [self.e.load(x + at, I32, step * 4).spread(self.lanes).bits(kind) for x in tile.x]
 

@@ -1,8 +1,9 @@
 """What happens to a row of activations between two multiplications: norm, SiLU or GELU, quantization.
 
 A row operation takes a row from somewhere (``plain``, ``norm``, ``silu``, ``gelu``) and leaves it as a
-multiplication wants it: float32, int16 or int8 with a scale for each subgroup of 32, or int8 or e4m3 with one
-scale for the row; rotated before (:mod:`~quantkit_kernels.cpu.hadamard`) if the weights are. A unit is a row.
+multiplication wants it: float32, bfloat16, int16 or int8 with a scale for each subgroup of 32, or int8 or
+e4m3 with one scale for the row; rotated before (:mod:`~quantkit_kernels.cpu.hadamard`) if the weights are. A
+unit is a row.
 """
 
 from __future__ import annotations
@@ -162,12 +163,23 @@ def _e4m3(e: Emitter, value: Value) -> Value:
     return value + large - large
 
 
+def _as_real(e: Emitter, family: Family, values: list[Value]) -> list[Value]:
+    """The two halves of a subgroup as a floating-point family wants them."""
+    if family.rounded:
+        values = [e.narrowed(value) for value in values]
+        if family.width == 2:
+            return values
+        first, second = (e.widened(value) for value in values)
+        return [first.shuffle(range(odd, 2 * LANES, 2), second) for odd in (1, 0)]
+    return values
+
+
 def _leave(e: Emitter, family: Family, values: list[Value], subgroups: Value, out: Value, scales: Value,
            sums: Value, index: Value) -> None:
     """Store the subgroup ``index`` of a row."""
     if family.real:
-        for half, value in enumerate(values):
-            e.store(out + index * (SUB * 4), value, half * LANES * 4)
+        for half, value in enumerate(_as_real(e, family, values)):
+            e.store(out + index * (SUB * family.width), value, half * LANES * family.width)
         return
     levels, width = family.levels, family.width
     largest = e.max(e.abs(values[0]), e.abs(values[1]))

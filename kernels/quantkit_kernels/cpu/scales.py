@@ -83,11 +83,11 @@ class ScaleReader:
 
     def _numbers(self, start: Value, place: Value, stored: Stored) -> list[Value]:
         count, size = 1 + self.layout.minima, self.lanes * WIDTHS[stored]
-        return [_widened(self.e, stored, start + (place * (count * size) + part * size), self.lanes)
+        return [widened(self.e, stored, start + (place * (count * size) + part * size), self.lanes)
                 for part in range(count)]
 
 
-def _widened(e: Emitter, stored: Stored, where: Value, lanes: int) -> Value:
+def widened(e: Emitter, stored: Stored, where: Value, lanes: int) -> Value:
     """The numbers that lie there, float32 ``[lanes]``."""
     if stored == "f32":
         return e.load(where, vec(F32, lanes))

@@ -10,6 +10,16 @@ from llvmlite import ir
 I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 F16, F32 = ir.HalfType(), ir.FloatType()
 PTR = ir.PointerType()
+
+
+class _BFloat(ir.Type):
+    """bfloat16, which the library has no name for; only instructions that take it need it."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+
+BFLOAT = _BFloat()
 Type: TypeAlias = Any
 """One of LLVM's types."""
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from quantkit_kernels.cpu.emit import Emitter
 from quantkit_kernels.cpu.isa import Isa
@@ -26,7 +27,10 @@ class Family:
         direct_rows: rows up to which weights are unpacked for every few of them; for more, unpacking once is
             faster.
         levels: the largest code of an activation; 0: activations are float32 as they were.
-        real: activations and unpacked weights are float32; else integers.
+        real: activations and unpacked weights are floating-point numbers, and weights lie row after row;
+            else they are integers.
+        rounded: whether activations are rounded to bfloat16. Where they are float32 afterwards, of each 32
+            the odd ones come first, then the even ones.
         by_token: a row of activations has one scale; else each subgroup has a scale and a sum.
         unsigned: unpacked weights and zero points are unsigned, unless the decoder is ``signed``.
     """
@@ -37,6 +41,7 @@ class Family:
     direct_rows: int
     levels: int = 0
     real: bool = False
+    rounded: bool = False
     by_token: bool = False
     unsigned: bool = False
 
@@ -49,8 +54,8 @@ class Family:
         return self.by_token and not self.real
 
     def element(self) -> Type:
-        """The type of an activation, and of an unpacked weight."""
-        return F32 if self.real else {1: I8, 2: I16}[self.width]
+        """The type of an activation, and of an unpacked weight; int16 stands for bfloat16."""
+        return {1: I8, 2: I16, 4: F32}[self.width]
 
     def vector(self, lanes: int) -> Type:
         """The unpacked weights of a step, and its activations in every lane."""
@@ -69,12 +74,12 @@ BYTES = Family("bytes", 1, 4, 16, 127, unsigned=True)
 WORDS = Family("words", 2, 2, 8, 8191)
 """A subgroup's 32 products of 8191 · 8191 just fit an int32."""
 FLOATS = Family("floats", 4, 1, 16, real=True)
+ROUNDED = Family("rounded", 4, 1, 16, real=True, rounded=True)
+BF16 = Family("bf16", 2, 1, 16, real=True, rounded=True)
+"""The same numbers as ``ROUNDED``, for CPUs that multiply pairs of bfloat16."""
 INT8 = Family("int8", 1, 4, 8, 127, by_token=True)
 E4M3 = Family("e4m3", 4, 1, 16, 448, real=True, by_token=True)
 """Activations are those float32 that e4m3 has."""
-CHAIN = 8
-"""Products that are added one to another where a decoder's sums are made of parts; a subgroup's parts are
-added, then the subgroups."""
 
 
 @dataclass(frozen=True)
@@ -85,11 +90,9 @@ class WeightDecoder:
         family: how the activations come that its unpacked values are multiplied with.
         bytes: the size of a subgroup of one row in each plane.
         unpack: ``(e, isa, pointer to a subgroup in each plane)`` → for every step along k a vector of
-            ``lanes · step`` values of each block that is unpacked together.
-        rows: the number of rows that are unpacked together; 0: those of a block.
-        split_sums: whether sums over k are made of parts of :data:`CHAIN` products: of float32 activations,
-            as
-            exactly as a library would.
+            ``lanes · step`` values of each block that is unpacked together. Of a real family: ``(e, pointer
+            to a subgroup of one row)`` → its two halves, float32 ``[16]`` each; of bfloat16 the odd values,
+            then the even ones.
         planes: parts of a weight that lie one after another, each with some bits of all values.
         zero_level: the unpacked integer that means 0 where a group has no zero point of its own.
         fits_int16: whether half a subgroup's products fit 16 bits, though not all of them (family ``bytes``).
@@ -99,9 +102,8 @@ class WeightDecoder:
     name: str
     family: Family
     bytes: int
-    unpack: Callable[..., Iterator[Sequence[Value]]]
+    unpack: Callable[..., Iterator[Any]]
     rows: int = 0
-    split_sums: bool = False
     planes: int = 1
     zero_level: int = 0
     fits_int16: bool = False

@@ -33,7 +33,7 @@ class DecodeSettings:
         kv: the KV settings to measure.
         prompt: tokens of the prefill that is timed, from an empty cache; 0: none is.
         tokens: decoded in a timed run.
-        repeats: timed runs; read bandwidth is measured before each.
+        repeats: timed runs; the ceilings are measured before each.
         fallback: whether operations that torch runs are accepted.
         pdl: whether a GPU's products begin before the kernel before them has ended (programmatic dependent
             launch); else only where that was measured to be faster.
@@ -61,8 +61,9 @@ def bench_decode(loaded: LoadedModel, settings: DecodeSettings, progress: Listen
 
     Returns:
         ``machine``, ``model``, ``label``, ``bytes`` (read a step, KV aside), ``kernels`` (by Linear, in
-        decoding), ``prefill`` and ``cases`` (``kv_bytes``: a sequence's pages at its context's end; or
-        ``left_out``, why one isn't measured); speeds are medians with their range.
+        decoding), ``read_bytes_s`` and ``mac_s`` (the ceilings of this run, the second by arithmetic),
+        ``prefill`` and ``cases`` (``kv_bytes``: a sequence's pages at its context's end; or ``left_out``, why
+        one isn't measured); speeds are medians with their range.
 
     Raises:
         UsageError: a context doesn't fit the model, or, without fallback, torch would run something.
@@ -87,16 +88,25 @@ def bench_decode(loaded: LoadedModel, settings: DecodeSettings, progress: Listen
     done = itertools.count(1)
     runner = DecodeRunner(loaded, ids, tokens=settings.tokens, repeats=settings.repeats,
                           tell=lambda label: progress(ProgressEvent(next(done), runs, label)))
+    measured = list[tuple[KVSpec, DecodeSpeed]]()
+
+    def tell() -> None:
+        read = runner.ceilings.read_bytes_s
+        report["read_bytes_s"] = None if read is None else read.median
+        report["mac_s"] = runner.ceilings.mac_s
+        report["cases"] = [_plain(kv, case.below(read)) for kv, case in measured]
+        keep(report)
+
     with tuned.trial({"pdl": 1}) if settings.pdl else nullcontext():
         for kv in settings.kv:
             if settings.prompt:
                 prefill = runner.prefill(kv, settings.prompt)
                 report["prefill"].append({"kv": str(kv), **prefill.model_dump(exclude_none=True)})
-                keep(report)
+                tell()
             for context in settings.contexts:
                 for case in runner.decode(kv, settings.batches, context):
-                    report["cases"].append(_plain(kv, case))
-                    keep(report)
+                    measured.append((kv, case))
+                    tell()
     return report
 
 

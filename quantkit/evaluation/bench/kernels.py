@@ -10,16 +10,16 @@ from typing import Any, Literal, cast
 import torch
 
 from quantkit.evaluation.protocol import machine
-from quantkit.evaluation.roofline.ceilings import packed_weight
+from quantkit.evaluation.roofline.ceilings import arithmetic_of, cpu_ceilings
 from quantkit.formats.base import Format
 from quantkit.formats.spec import Granularity, QuantSpec, ScaleDtype
-from quantkit.ops import cpu_machine
+from quantkit.ops import cpu_weight
 from quantkit.ops.cpu_linear import CpuKernel
 from quantkit.ops.cpu_weight import CpuProduct, CpuWeight
-from quantkit.ops.dispatch import KernelQuery, choose
+from quantkit.ops.dispatch import KernelQuery, choose, query_for
 from quantkit.plugins.manager import registry
+from quantkit.quantization.methods.random_codes import random_codes
 from quantkit.quantization.recipe import default_format
-from quantkit.support.errors import UsageError
 from quantkit.support.progress import Listener, ProgressEvent, silent
 
 
@@ -68,43 +68,46 @@ def bench_kernels(shapes: Sequence[tuple[int, int]], rows: Sequence[int], repeat
         progress: told of every case.
 
     Returns:
-        ``machine``, ``cases``: format, kernel, shape, rows, seconds, weights' bytes a second and
-        their share of the read bandwidth, multiplications a second; ``left_out``: format, shape and why
-        such weights don't exist.
+        ``machine``; ``read_bytes_s`` and ``mac_s``: the ceilings of this run, as
+        :class:`~quantkit_kernels.cpu.ceilings.CpuCeilings` measures them, the second by arithmetic;
+        ``cases``: format, kernel, shape, rows, arithmetic, seconds, weights' bytes and multiply-adds a second
+        and their shares of these ceilings; ``left_out``: format, shape and why such weights don't exist.
 
     Raises:
         UsageError: there are no CPU kernels here.
     """
-    if (reason := cpu_machine.reason_against_kernels()) is not None:
-        raise UsageError("there are no CPU kernels to measure", why=reason, next="pip install llvmlite")
-    from quantkit_kernels.cpu.bandwidth import Bandwidth
-
-    memory = Bandwidth(cpu_machine.pool(), cpu_machine.isa())
+    ceilings = cpu_ceilings()
     reasons = {(shape, label): _reason_against(shape, spec)
                for shape in shapes for label, spec in SPECS.items()}
     possible = [case for case, reason in reasons.items() if reason is None]
-    total, results = len(possible) * len(rows), []
+    total, results = len(possible) * len(rows), list[dict[str, Any]]()
     for shape, label in possible:
         weights = _weights(shape, SPECS[label])
+        arithmetic = arithmetic_of(weights[0])
         for count in rows:
             x = torch.randn(count, shape[1]).to(torch.bfloat16)
             products = [CpuProduct(weight, count) for weight in weights]
             for product in products:
                 product(x)
-            times, reads = [], []
+            times = []
             for _ in range(repeats):
-                reads.append(memory.measure())
+                ceilings.multiply(arithmetic)
+                ceilings.read()
                 begin = time.perf_counter()
                 for product in products:
                     product.run()
                 times.append((time.perf_counter() - begin) / len(weights))
-            spent, read = median(times), median(reads)
+            spent = median(times)
             results.append({"format": label, "kernel": weights[0].name, "shape": list(shape), "rows": count,
-                            "seconds": spent, "bytes_s": weights[0].nbytes / spent, "read_bytes_s": read,
-                            "of_read": weights[0].nbytes / spent / read,
+                            "arithmetic": arithmetic, "seconds": spent,
+                            "bytes_s": weights[0].nbytes / spent,
                             "mac_s": count * shape[0] * shape[1] / spent})
             progress(ProgressEvent(len(results), total, f"{label}, {count} rows"))
-    return {"machine": machine(), "cases": results,
+    read = ceilings.bandwidth()
+    mac_s = {name: ceilings.products(name) for name in ceilings.rates}
+    for case in results:
+        case |= {"of_read": case["bytes_s"] / read, "of_products": case["mac_s"] / mac_s[case["arithmetic"]]}
+    return {"machine": machine(), "read_bytes_s": read, "mac_s": mac_s, "cases": results,
             "left_out": [{"format": label, "shape": list(shape), "why": reason}
                          for (shape, label), reason in reasons.items() if reason is not None]}
 
@@ -126,8 +129,21 @@ def _weights(shape: tuple[int, int], spec: QuantSpec | None) -> list[CpuWeight]:
     return [first, *(packed_weight(shape, spec) for _ in range(min(63, BUDGET // max(first.nbytes, 1))))]
 
 
+def packed_weight(shape: tuple[int, int], spec: QuantSpec | None) -> CpuWeight:
+    """A weight ``(out, in)`` of random codes as a CPU kernel reads it; ``None``: of plain bf16 numbers."""
+    if spec is None:
+        return cpu_weight.pack_plain(torch.randn(shape).to(torch.bfloat16))
+    codes = random_codes(spec, shape, torch.Generator())
+    weight = registry("formats").get(default_format(spec)).pack(codes, torch.bfloat16)
+    kernel = choose(query_for(weight, torch.bfloat16, torch.device("cpu"), "decode")).kernel
+    packed: CpuWeight = kernel.prepare(weight)
+    return packed
+
+
 def lines(report: dict[str, Any]) -> Iterator[tuple[str, ...]]:
-    """A table's rows: format, shape, rows, GB/s, share of the read bandwidth, billions of multiplications."""
+    """A table's rows: format, shape, rows, GB/s, share of the read bandwidth, billions of multiply-adds,
+    their share of the ceiling of such products."""
     for case in report["cases"]:
         yield (case["format"], "x".join(map(str, case["shape"])), str(case["rows"]),
-               f"{case['bytes_s'] / 1e9:.1f}", f"{case['of_read']:.0%}", f"{case['mac_s'] / 1e9:.0f}")
+               f"{case['bytes_s'] / 1e9:.1f}", f"{case['of_read']:.0%}", f"{case['mac_s'] / 1e9:.0f}",
+               f"{case['of_products']:.0%}")

@@ -1,88 +1,91 @@
-"""Measures the machine's limits, memory bandwidth and arithmetic, in a second or two."""
+"""The limits of the device that a run is measured on: one value for each in a run, measured in one way."""
 
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import torch
 
-from quantkit.formats.spec import QuantSpec
-from quantkit.ops import cpu_machine, cpu_weight
-from quantkit.ops.cpu_weight import CpuProduct, CpuWeight
-from quantkit.ops.dispatch import choose, query_for
-from quantkit.plugins.manager import registry
-from quantkit.quantization.methods.random_codes import random_codes
-from quantkit.quantization.recipe import default_format
+from quantkit.evaluation.speed.results import Spread
+from quantkit.ops import cpu_machine
+from quantkit.ops.cpu_weight import CpuWeight
 from quantkit.support.errors import UsageError
 
-ROWS = 512
-"""Of activations: as many as go through a model at once, far more than it takes to be bound by compute."""
-REPEATS, SECONDS = 3, 0.3
-"""Of reads, and for products. The fastest one counts: other programs only ever make it less."""
+if TYPE_CHECKING:
+    from quantkit_kernels.cpu.ceilings import CpuCeilings, Operands
+
+REPEATS, SIZE = 3, 1 << 30
+"""Of a GPU's reads, whose median is one, and their bytes."""
+ARITHMETIC: dict[str, Operands] = {"bytes": "int8", "int8": "int8", "words": "int16", "floats": "float32",
+                                   "e4m3": "float32"}
+"""What the kernels of each family multiply. Weights of 4 bits meet activations of 8; int8 and NF4 weights
+meet activations of 14 bits in 16; plain and fp8 weights are widened."""
 
 
-def read_bandwidth() -> float:
-    """Bytes a second at which all threads read memory; a gigabyte is taken for it.
-
-    Raises:
-        UsageError: there are no CPU kernels here.
-    """
-    _check_kernels()
-    measure = bandwidth(torch.device("cpu"))
-    measure()
-    return max(measure() for _ in range(REPEATS))
+def arithmetic_of(weight: CpuWeight) -> Operands:
+    """Which product's ceiling a kernel is below."""
+    return ARITHMETIC[weight.kernel.decoder.family.name]
 
 
-def bandwidth(device: torch.device, size: int = 1 << 30) -> Callable[[], float]:
-    """What measures, each time it is called, the bytes a second that a program can have of a device's memory:
-    all threads' or a GPU's reads of ``size`` bytes. 0 where nothing can be
-    measured."""
-    if device.type == "cuda":
-        from quantkit_kernels.tools.bench import graph_timer, read_bandwidth
-
-        return lambda: read_bandwidth(graph_timer, REPEATS, device, size)
-    if cpu_machine.reason_against_kernels() is not None:
-        return lambda: 0.0
-    from quantkit_kernels.cpu.bandwidth import Bandwidth
-
-    return Bandwidth(cpu_machine.pool(), cpu_machine.isa(), size).measure
-
-
-def flops(packed: CpuWeight) -> float:
-    """Operations a second of the product with such a weight, two for each of its numbers and row.
-
-    Args:
-        packed: some rows of it.
+def cpu_ceilings() -> CpuCeilings:
+    """What measures this CPU; a gigabyte is taken for it.
 
     Raises:
         UsageError: there are no CPU kernels here.
     """
-    _check_kernels()
-    product = CpuProduct(packed, ROWS)
-    fastest = math.inf
-    begin = time.perf_counter()
-    product(torch.randn(ROWS, packed.shape[1], generator=torch.Generator().manual_seed(0)))
-    while math.isinf(fastest) or time.perf_counter() - begin < SECONDS:
-        start = time.perf_counter()
-        product.run()
-        fastest = min(fastest, time.perf_counter() - start)
-    return 2 * ROWS * packed.shape[0] * packed.shape[1] / fastest
-
-
-def _check_kernels() -> None:
     if (reason := cpu_machine.reason_against_kernels()) is not None:
         raise UsageError("this machine's ceilings can't be measured", why=reason,
                          next="pip install llvmlite, or give --bandwidth and --flops")
+    from quantkit_kernels.cpu.ceilings import CpuCeilings
+
+    return CpuCeilings(cpu_machine.pool(), cpu_machine.isa())
 
 
-def packed_weight(shape: tuple[int, int], spec: QuantSpec | None) -> CpuWeight:
-    """A weight ``(out, in)`` of random codes as a CPU kernel reads it; ``None``: of plain bf16 numbers."""
-    if spec is None:
-        return cpu_weight.pack_plain(torch.randn(shape).to(torch.bfloat16))
-    codes = random_codes(spec, shape, torch.Generator())
-    weight = registry("formats").get(default_format(spec)).pack(codes, torch.bfloat16)
-    kernel = choose(query_for(weight, torch.bfloat16, torch.device("cpu"), "decode")).kernel
-    packed: CpuWeight = kernel.prepare(weight)
-    return packed
+class DeviceCeilings:
+    """What one run measures of its device, :class:`~quantkit_kernels.cpu.ceilings.CpuCeilings` says how.
+
+    Args:
+        device: the device. Of a GPU only reads are measured; of a CPU without kernels nothing is.
+
+    Attributes:
+        cpu: what measures a CPU.
+        reads: bytes a second of every read so far.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        kernels = device.type == "cpu" and cpu_machine.reason_against_kernels() is None
+        self.cpu = cpu_ceilings() if kernels else None
+        self.reads: list[float] = [] if self.cpu is None else self.cpu.reads
+
+    def read(self) -> None:
+        """Read memory, after which caches have something else."""
+        if self.cpu is not None:
+            self.cpu.read()
+        elif self._device.type == "cuda":
+            from quantkit_kernels.tools.bench import graph_timer, read_bandwidth
+
+            self.reads.append(read_bandwidth(graph_timer, REPEATS, self._device, SIZE))
+
+    def multiply(self, packed: Iterable[CpuWeight]) -> None:
+        """Multiply as products by such weights do, without their memory."""
+        if self.cpu is not None:
+            for arithmetic in {arithmetic_of(weight) for weight in packed}:
+                self.cpu.multiply(arithmetic)
+
+    def least_seconds(self, packed: Iterable[CpuWeight]) -> float:
+        """Seconds that the products of one row by these weights take at least, if memory takes none."""
+        return sum(math.prod(weight.shape) / self.cpu.products(arithmetic_of(weight))
+                   for weight in packed) if self.cpu is not None else 0.0
+
+    @property
+    def mac_s(self) -> dict[str, float]:
+        """Arithmetic → multiply-adds a second at most, of all that was measured in this run."""
+        return {name: self.cpu.products(name) for name in self.cpu.rates} if self.cpu is not None else {}
+
+    @property
+    def read_bytes_s(self) -> Spread | None:
+        """The run's read bandwidth, as the median of all its reads; ``None``: there are none."""
+        return Spread.of(self.reads) if self.reads else None

@@ -10,20 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from quantkit.evaluation.roofline.ceilings import arithmetic_of
 from quantkit.evaluation.roofline.result import MachineCeilings
 from quantkit.models.config import ModelConfig
-from quantkit.ops.cpu_weight import CpuWeight
 from quantkit.runtime.cpu.program_variants import LinearOperator
 
 FLOAT = 4
-ARITHMETIC = {"bytes": "int8", "int8": "int8", "words": "int16", "floats": "float32", "e4m3": "float32"}
-"""What the kernels of each family multiply. Weights of 4 bits meet activations of 8; int8 and NF4 weights
-meet activations of 14 bits in 16; plain and fp8 weights are widened."""
-
-
-def arithmetic_of(weight: CpuWeight) -> str:
-    """A key of :attr:`MachineCeilings.operations_s`."""
-    return ARITHMETIC[weight.kernel.decoder.family.name]
 
 
 @dataclass(frozen=True)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from quantkit.evaluation.roofline.ceilings import bandwidth, flops, packed_weight
+from quantkit.evaluation.roofline.ceilings import arithmetic_of
 from quantkit.evaluation.roofline.cost import (
     OperatorCost,
-    arithmetic_of,
     attention_cost,
     linear_cost,
     rest_cost,
@@ -20,7 +20,6 @@ from quantkit.evaluation.roofline.cost import (
 from quantkit.evaluation.roofline.result import MachineCeilings, OperatorSpeed, Roofline
 from quantkit.evaluation.speed.decoding import DecodeRunner
 from quantkit.evaluation.speed.results import Spread
-from quantkit.formats.spec import Granularity, QuantSpec
 from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
 from quantkit.kv.spec import KVSpec
@@ -32,13 +31,12 @@ from quantkit.runtime.loader import LoadedModel
 from quantkit.support.errors import UsageError
 from quantkit.support.progress import Listener, ProgressEvent, silent
 
+if TYPE_CHECKING:
+    from quantkit_kernels.cpu.ceilings import Operands
+
 ROWS, CONTEXTS = (1, 2, 4, 8, 16, 64, 512), (256, 1024, 4096)
-CEILING_SHAPE = (1024, 1024)
-"""Of the weight that the ceilings of arithmetic are measured with, by 512 rows: that takes milliseconds, so
-that other programs leave some run alone."""
 BUDGET = 1 << 28
-"""Bytes that a timed run reads, at most, and that are read before it: more than caches have, few enough for
-a large model."""
+"""Bytes of weights that a timed run reads, at most: more than caches have."""
 RUN_S = 0.15
 """Seconds that a timed run is predicted to take, at most; one layer is always run."""
 CASE_S = 1.0
@@ -46,6 +44,8 @@ CASE_S = 1.0
 REPEATS, TOKENS = 5, 8
 """Timed runs, and tokens of a timed run of whole steps."""
 REST, ATTENTION = "rest", "attention"
+FLOAT32: Operands = "float32"
+"""The arithmetic of attention."""
 
 
 def measure_roofline(loaded: LoadedModel, rows: Sequence[int] = ROWS, contexts: Sequence[int] = CONTEXTS, *,
@@ -90,8 +90,9 @@ class _Measurement:
         self._kv = kv
         self._progress = progress
         self._config = loaded.config
-        self._runner = DecodeRunner(loaded, [0], tokens=TOKENS, repeats=REPEATS, case_s=CASE_S,
-                                    read=bandwidth(model.device, BUDGET))
+        self._runner = DecodeRunner(loaded, [0], tokens=TOKENS, repeats=REPEATS, case_s=CASE_S)
+        assert self._runner.ceilings.cpu is not None
+        self._machine = self._runner.ceilings.cpu
         self._results: list[tuple[str, int, int, int, OperatorCost, Spread]] = []
 
     def run(self, rows: Sequence[int], contexts: Sequence[int]) -> Roofline:
@@ -100,10 +101,10 @@ class _Measurement:
         over_pages = self._model.operator_program(self._cache(self._kv))
         groups = _distinct(program.linears())
         tell = self._teller(sum(_runs(name, count) for name in groups for count in rows) + len(contexts) + 1)
-        self._runner.read_bandwidth()  # the first one takes the memory
-        operations_s = self._arithmetic(program.linears())
-        guess = MachineCeilings(read_bytes_s=self._runner.read_bandwidth(), operations_s=operations_s)
+        weights = (weight for operator in program.linears() for weight in operator.weights)
+        arithmetic: list[Operands] = sorted({FLOAT32, *map(arithmetic_of, weights)})
         for count in rows:
+            guess = self._ceilings(arithmetic)
             for name, (cost, seconds, layers) in self._linears(program, groups, count, guess).items():
                 self._results.append((name, count, 0, layers, cost, seconds))
                 tell(f"{name}, {count} rows")
@@ -112,7 +113,7 @@ class _Measurement:
             tell(f"attention, context {context}")
         self._rest(program.linears(), few, contexts[0])
         tell("whole steps")
-        ceilings = MachineCeilings(read_bytes_s=max(self._runner.reads), operations_s=operations_s)
+        ceilings = self._ceilings(arithmetic)
         return Roofline(model=self._loaded.uri, label=self._loaded.label, ceilings=ceilings, operators=tuple(
             _speed(ceilings, *result) for result in self._results))
 
@@ -129,12 +130,12 @@ class _Measurement:
     def _cache(self, kv: KVSpec) -> KVCache:
         return KVCache(self._config, kv, self._loaded.dtype, self._model.device)
 
-    def _arithmetic(self, linears: Iterable[LinearOperator]) -> dict[str, float]:
-        """Operations a second of a large product, for each arithmetic that the model has; attention has
-        float32."""
-        names = {arithmetic_of(weight) for operator in linears for weight in operator.weights} | {"float32"}
-        return {name: flops(packed_weight(CEILING_SHAPE, spec)) for name, spec in _CEILINGS.items()
-                if name in names}
+    def _ceilings(self, arithmetic: Sequence[Operands]) -> MachineCeilings:
+        """As they are known now; another measurement of each arithmetic is made."""
+        for name in arithmetic:
+            self._machine.multiply(name)
+        return MachineCeilings(read_bytes_s=self._machine.bandwidth(), operations_s={
+            name: 2 * self._machine.products(name) for name in arithmetic})
 
     def _linears(self, program: OperatorProgram, groups: dict[str, list[LinearOperator]], rows: int,
                  guess: MachineCeilings) -> dict[str, tuple[OperatorCost, Spread, int]]:
@@ -158,7 +159,7 @@ class _Measurement:
         """Seconds of one of ``parts`` equal parts of a run. Caches have something else before each."""
         seconds, started = list[float](), time.perf_counter()
         while len(seconds) < REPEATS and (not seconds or time.perf_counter() - started < CASE_S):
-            self._runner.read_bandwidth()
+            self._machine.read()
             begin = time.perf_counter()
             program.run_records(records)
             seconds.append((time.perf_counter() - begin) / parts)
@@ -230,11 +231,3 @@ def _speed(ceilings: MachineCeilings, name: str, rows: int, context: int, layers
         operations=cost.operations(rows), seconds=seconds, predicted_s=cost.predicted_s(rows, ceilings),
         bound=cost.bound(rows, ceilings), bound_from=cost.bound_from(ceilings), layers=layers)
 
-
-def _int8(activations: bool) -> QuantSpec:
-    return QuantSpec(bits=8, granularity=Granularity(strategy="channel"), scale_dtype="bfloat16",
-                     activations="token" if activations else None)
-
-
-_CEILINGS = {"float32": None, "int16": _int8(False), "int8": _int8(True)}
-"""The fastest kernel of each arithmetic: of plain weights, of int8 weights, and of both in int8."""

@@ -9,13 +9,13 @@ from quantkit.support.frozen import Frozen
 
 
 class MachineCeilings(Frozen):
-    """The machine's limits, measured in the same run: the fastest of several measurements, since other
-    programs only ever make it less.
+    """The machine's limits, measured in the same run: medians of measurements between all others, as
+    :class:`~quantkit_kernels.cpu.ceilings.CpuCeilings` says. What is below them is a median too.
 
     Attributes:
         read_bytes_s: bytes a second at which all threads read memory.
-        operations_s: operations a second of a large product by what its kernel multiplies, ``float32``,
-            ``int16`` or ``int8``; a multiplication and an addition count as two.
+        operations_s: operations a second of products without memory by what is multiplied, ``bf16``,
+            ``float32``, ``int16`` or ``int8``; a multiplication and an addition count as two.
     """
 
     read_bytes_s: float

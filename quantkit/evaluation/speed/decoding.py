@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from quantkit.evaluation.quality.feed import prefill
-from quantkit.evaluation.roofline.ceilings import bandwidth
+from quantkit.evaluation.roofline.ceilings import DeviceCeilings
 from quantkit.evaluation.speed.results import DecodeSpeed, PrefillSpeed, Spread
 from quantkit.kv.base import PAGE
 from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
 from quantkit.kv.spec import KVSpec
+from quantkit.ops.cpu_weight import CpuWeight
 from quantkit.runtime.cpu.model import CpuModel
 from quantkit.runtime.gpu.model import GpuModel
 from quantkit.runtime.loader import LoadedModel
@@ -46,6 +47,14 @@ def weights_in_memory(loaded: LoadedModel) -> int:
     return model.weight_bytes if isinstance(model, CpuModel | GpuModel) else loaded.weight_bytes
 
 
+def _linears(loaded: LoadedModel) -> list[CpuWeight]:
+    """What all tokens of a prompt are multiplied by; none where a token chooses experts."""
+    if loaded.config.experts is not None:
+        return []
+    weights = [linear.weight for linear in loaded.model.linears().values()]
+    return [weight for weight in weights if isinstance(weight, CpuWeight)]
+
+
 class DecodeRunner:
     """Runs a model on a cache of its own, without an engine.
 
@@ -54,20 +63,18 @@ class DecodeRunner:
         ids: tokens of a text, repeated where it is shorter than the model's context: what is read has no
             influence on speed.
         tokens: decoded in a timed run.
-        repeats: timed runs, after one that isn't; read bandwidth is measured before each.
+        repeats: timed runs, after one that isn't; the ceilings are measured before each.
         case_s: seconds of a case, as in :class:`~quantkit.evaluation.speed.results.SweepSettings`; ``None``:
             a run takes as long as it takes.
         tell: told what was run, after each timed run.
-        read: measures the read bandwidth; by default of a gigabyte.
 
     Attributes:
         loaded: the model that is timed.
-        reads: bytes a second of every measurement of the read bandwidth so far.
+        ceilings: the limits of its device, as this run measures them.
     """
 
     def __init__(self, loaded: LoadedModel, ids: Sequence[int], *, tokens: int, repeats: int,
-                 case_s: float | None = None, tell: Callable[[str], None] = lambda label: None,
-                 read: Callable[[], float] | None = None) -> None:
+                 case_s: float | None = None, tell: Callable[[str], None] = lambda label: None) -> None:
         limit = loaded.config.max_position_embeddings
         self.loaded = loaded
         self._tokens = tokens
@@ -76,20 +83,15 @@ class DecodeRunner:
         self._ids = (list(ids) * -(-limit // len(ids)))[:limit]
         self._tell, self._greedy = tell, Sampler(Sampling())
         self._device = loaded.model.device
-        self._bandwidth = read or bandwidth(self._device)
-        self.reads: list[float] = []
-
-    def read_bandwidth(self) -> float:
-        """Bytes a second at which memory is read now; caches have something else after it. 0: it can't be
-        measured."""
-        self.reads.append(self._bandwidth())
-        return self.reads[-1]
+        self.ceilings = DeviceCeilings(self._device)
 
     @torch.inference_mode()
     def prefill(self, kv: KVSpec, length: int) -> PrefillSpeed:
         """A prompt from an empty cache, after one that nobody times."""
         speeds = []
+        weights = _linears(self.loaded)
         for run in range(self._repeats + 1):
+            self.ceilings.multiply(weights)
             cache = self.cache(kv)
             if self._device.type != "cpu":  # where pages exist from the beginning
                 keep_pages(cache, 1, length)
@@ -98,7 +100,10 @@ class DecodeRunner:
             if run:
                 speeds.append(length / (time.perf_counter() - begin))
                 self._tell(f"prefill {kv}")
-        return PrefillSpeed(tokens=length, tok_s=Spread.of(speeds), runs=len(speeds))
+        speed = Spread.of(speeds)
+        least = self.ceilings.least_seconds(weights)
+        return PrefillSpeed(tokens=length, tok_s=speed, runs=len(speeds),
+                            of_products=speed.median * least if least else None)
 
     def decode(self, kv: KVSpec, batches: Sequence[int], context: int) -> Iterator[DecodeSpeed]:
         """Sequences with the same context decode greedily, each on its own. The context is read once,
@@ -127,7 +132,6 @@ class DecodeRunner:
         context_bytes = cache.bytes_of(first)
         speeds = []
         rates = []
-        reads = []
         counts = []
         begin = time.perf_counter()
         # copying pages takes longer than decoding: where tokens can be taken back, it is done once
@@ -136,7 +140,7 @@ class DecodeRunner:
             if not rows:
                 rows = [cache.fork(first, shared=False) for _ in range(batch)]
                 keep_pages(cache, batch, self._tokens)
-            reads.append(self.read_bandwidth())
+            self.ceilings.read()
             before = cache.step_bytes(rows[0])  # layers with a window don't grow
             limit = self._tokens if run else min(LEAST_TOKENS, self._tokens)
             spent, tokens = self.steps(cache, rows, [token] * batch, limit)
@@ -156,10 +160,8 @@ class DecodeRunner:
             if run and self._case_s is not None and time.perf_counter() - begin >= self._case_s:
                 break
         cache.free(rows)
-        read = Spread.of(reads)
         return DecodeSpeed(batch=batch, context=context, kv_bytes=context_bytes, tok_s=Spread.of(speeds),
-                           bytes_s=Spread.of(rates), read_bytes_s=read, runs=len(speeds), tokens=min(counts),
-                           of_read=Spread.of(rates).median / read.median if read.median else None)
+                           bytes_s=Spread.of(rates), runs=len(speeds), tokens=min(counts))
 
     def cache(self, kv: KVSpec) -> KVCache:
         """An empty one for this model."""

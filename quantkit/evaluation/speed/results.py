@@ -66,8 +66,8 @@ class DecodeSpeed(Frozen):
         context: tokens that each holds before.
         tok_s: tokens a second of all sequences together; ``None`` if it wasn't measured.
         bytes_s: bytes of weights and KV cache that were read a second.
-        read_bytes_s: read bandwidth of the machine, measured before each run.
-        of_read: the share of it that ``bytes_s`` is.
+        read_bytes_s: read bandwidth of the machine, of all reads in the same run of measurements.
+        of_read: the share of it that ``bytes_s`` is, both as medians.
         kv_bytes: the bytes of one sequence's pages at its context's end.
         runs: the number of timed runs; fewer than were asked for where one takes long.
         tokens: the tokens of each sequence in a timed run, at least; fewer where one takes long.
@@ -85,6 +85,13 @@ class DecodeSpeed(Frozen):
     tokens: int | None = None
     left_out: str | None = None
 
+    def below(self, read_bytes_s: Spread | None) -> DecodeSpeed:
+        """The same as a share of a read bandwidth; ``None``: it isn't known."""
+        if self.bytes_s is None or read_bytes_s is None:
+            return self
+        return self.model_copy(update={"read_bytes_s": read_bytes_s,
+                                       "of_read": self.bytes_s.median / read_bytes_s.median})
+
 
 class PrefillSpeed(Frozen):
     """Reading a prompt from an empty cache.
@@ -95,6 +102,7 @@ class PrefillSpeed(Frozen):
         first_token_s: seconds from the request to its first token, through the engine.
         decode_tok_s: tokens a second of the answer behind it, one sequence through the engine.
         runs: the number of timed runs.
+        of_products: the share of the ceiling of arithmetic that its products are, attention aside.
     """
 
     tokens: int
@@ -102,6 +110,7 @@ class PrefillSpeed(Frozen):
     first_token_s: Spread | None = None
     decode_tok_s: Spread | None = None
     runs: int | None = None
+    of_products: float | None = None
 
 
 class MemoryUse(Frozen):

@@ -12,7 +12,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from statistics import median
 from typing import Any
 
 import torch
@@ -61,10 +60,12 @@ def measure(request: dict[str, Any]) -> SpeedSweep:
                                  answers.prefill.tok_s.median)), _widest, threads)
     load = max(filter(None, (load, decode_load)), key=lambda load: load.worst, default=None)
     sizes = {case.context: case.kv_bytes for case in cases if case.kv_bytes is not None}
+    read = runner.ceilings.read_bytes_s
     return SpeedSweep(
-        decode=cases, prefill=(answers.prefill,), gap_ms=answers.gap_ms, load_s=load_s,
+        decode=tuple(case.below(read) for case in cases), prefill=(answers.prefill,), gap_ms=answers.gap_ms,
+        load_s=load_s,
         memory=memory.model_copy(update={"kv_by_context": tuple(sorted(sizes.items()))}),
-        kernels=kernels(loaded), read_bytes_s=(median(runner.reads) or None) if runner.reads else None,
+        kernels=kernels(loaded), read_bytes_s=None if read is None else read.median,
         settings=settings, load=load)
 
 

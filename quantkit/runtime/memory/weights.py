@@ -120,13 +120,6 @@ class ModelWeights:
         """Multiplications for one token, without attention."""
         return sum(math.prod(layer.shape) * self._reached(layer, 1) for layer in self.multiplied)
 
-    def sample(self, rows: int) -> CpuWeight:
-        """``rows`` rows of the largest layer, packed for a CPU kernel; in bfloat16 if none takes it."""
-        row = max(self.multiplied, key=lambda layer: layer.read).row
-        kind = row.format, row.spec, row.shape[1]
-        packed = _packed(*kind, row.dtype, self.dtype, rows)
-        return packed or cpu_weight.pack_plain(torch.zeros(rows, row.shape[1], dtype=torch.bfloat16))
-
     def _reached(self, layer: LinearMemory, tokens: int) -> float:
         experts = self.config.experts
         if experts is None or ".experts." not in layer.name:
@@ -215,22 +208,22 @@ def _in_memory(row: LayerRow, packed: CpuWeight | None) -> LinearMemory:
 
 
 @functools.lru_cache(maxsize=256)
-def _packed(form: str | None, spec: QuantSpec | None, columns: int, stored: str, dtype: torch.dtype,
-            rows: int = ROWS) -> CpuWeight | None:
-    sample = _sample(form, spec, columns, stored, rows)
+def _packed(form: str | None, spec: QuantSpec | None, columns: int, stored: str,
+            dtype: torch.dtype) -> CpuWeight | None:
+    sample = _sample(form, spec, columns, stored)
     if sample is None:
-        return cpu_weight.pack_plain(torch.zeros(rows, columns, dtype=dtype))
+        return cpu_weight.pack_plain(torch.zeros(ROWS, columns, dtype=dtype))
     kernel = choose(query_for(sample, dtype, CPU, "decode")).kernel
     return kernel.prepare(sample) if isinstance(kernel, CpuKernel) else None
 
 
 @functools.lru_cache(maxsize=256)
-def _sample(form: str | None, spec: QuantSpec | None, columns: int, dtype: str,
-            rows: int = ROWS) -> QuantizedTensor | None:
+def _sample(form: str | None, spec: QuantSpec | None, columns: int,
+            dtype: str) -> QuantizedTensor | None:
     """A few rows of such a layer, of level 0 and scale 1; ``None`` of a plain one."""
     if form is None or spec is None:
         return None
-    codes = _codes(spec, (rows, columns))
+    codes = _codes(spec, (ROWS, columns))
     quantized: QuantizedTensor = registry("formats").get(form).pack(codes, FLOATS[dtype])
     return quantized
 

@@ -7,14 +7,14 @@ from collections import Counter
 import pytest
 import torch
 
-from quantkit.evaluation.bench.kernels import SPECS
+from quantkit.evaluation.bench.kernels import SPECS, packed_weight
 from quantkit.evaluation.roofline import ceilings, measure
-from quantkit.evaluation.roofline.ceilings import packed_weight
-from quantkit.evaluation.roofline.cost import OperatorCost, arithmetic_of
+from quantkit.evaluation.roofline.ceilings import arithmetic_of
+from quantkit.evaluation.roofline.cost import OperatorCost
 from quantkit.evaluation.roofline.measure import measure_roofline
 from quantkit.evaluation.roofline.result import MachineCeilings, Roofline
 from quantkit.kv.spec import parse_kv
-from quantkit.ops import cpu_linear, cpu_machine, cpu_weight
+from quantkit.ops import cpu_linear, cpu_machine
 from quantkit.quantization.run import quantize
 from quantkit.runtime.loader import load
 from quantkit.support.errors import UsageError
@@ -139,21 +139,11 @@ def test_nothing_to_measure_is_an_error(loaded, options):
     assert "512" in caught.value.why
 
 
-def test_the_fastest_measurement_is_the_ceiling(monkeypatch):
-    rates = iter([9.0, 1.0, 3.0, 2.0])
-    monkeypatch.setattr(ceilings, "bandwidth", lambda device: lambda: next(rates))
-    assert ceilings.read_bandwidth() == 3.0, "the first read takes the memory, and doesn't count"
-    ends = iter([0.0, 0.0, 0.2, 0.2, 0.2, 0.25, 0.9])  # products of 0.2 and of 0.05 s
-    monkeypatch.setattr(ceilings.time, "perf_counter", lambda: next(ends))
-    packed = cpu_weight.pack_plain(torch.ones(64, 96, dtype=torch.bfloat16))
-    assert ceilings.flops(packed) == pytest.approx(2 * 512 * 64 * 96 / 0.05)
-
-
 def test_without_kernels_it_says_what_to_give(monkeypatch):
     for module in (cpu_linear, cpu_machine):
         monkeypatch.setattr(module, "reason_against_kernels", lambda: "llvmlite is not installed")
     with pytest.raises(UsageError, match="can't be measured") as caught:
-        ceilings.read_bandwidth()
+        ceilings.cpu_ceilings()
     assert "--bandwidth and --flops" in str(caught.value.next)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import struct
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from quantkit_kernels.cpu import decoders
 from quantkit_kernels.cpu import isa as isas
 from quantkit_kernels.cpu.matmul import Matmul, scratch_bytes
 from quantkit_kernels.cpu.pool import Pool
@@ -108,6 +110,8 @@ def multiply(pools, room):
     def run(isa, matmul: Matmul, x, weights, scales=None, zeros=None, n=1, *, outer=None, threads=1,
             stripes_a_unit=1, rows_a_unit=None, bias=None, add=None):
         m, k = x.shape
+        if matmul.decoder is decoders.BF16:
+            matmul = dataclasses.replace(matmul, decoder=decoders.bf16(isa))
         family, together = matmul.decoder.family, max(1, matmul.decoder.rows // STRIPE)
         subgroups, stripes = k // SUB, -(-n // (STRIPE * together)) * together
         stripes_a_unit *= together

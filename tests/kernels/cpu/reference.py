@@ -12,9 +12,11 @@ import numpy.typing as npt
 
 from quantkit_kernels.cpu.attention import NOTHING, SPLIT, WIDE
 from quantkit_kernels.cpu.emit import HIGHEST, LN2_HIGH, LN2_LOW, LOG2E, LOWEST, POLYNOMIAL
+from quantkit_kernels.cpu.float_product import CHUNK
+from quantkit_kernels.cpu.float_product import LANES as SUM_LANES
 from quantkit_kernels.cpu.kv_codecs import lanes
 from quantkit_kernels.cpu.rows import GELU, GELU_CUBE, LANES, SMALLEST
-from quantkit_kernels.cpu.weight_decoder import CHAIN, SUB, Family
+from quantkit_kernels.cpu.weight_decoder import SUB, Family
 
 Floats = npt.NDArray[np.float32]
 Whole = npt.NDArray[np.int32]
@@ -138,10 +140,13 @@ def token_matmul(x: Floats, levels: Floats, scale: Floats, family: Family) -> Fl
     """Rows ``[m, k]``, each with one scale, by weights' levels ``[n, k]`` with a scale a row ``[n, 1]``."""
     rows, steps = quantize_row(x, family)
     if family.sums_rows:
-        total = (rows.astype(np.int64) @ levels.T.astype(np.int64)).astype(F)
-    else:
-        total = float_matmul(rows, levels)
-    return total * steps * scale[:, 0]
+        return (rows.astype(np.int64) @ levels.T.astype(np.int64)).astype(F) * steps * scale[:, 0]
+    total = np.zeros((len(x), len(levels)), F)
+    chunk = chunk_of(x.shape[1])
+    for start in range(0, x.shape[1], chunk):
+        part = slice(start, start + chunk)
+        total = total + float_matmul(rows[:, part], levels[:, part]) * steps * scale[:, 0]
+    return total
 
 
 def integer_matmul(x: Floats, levels: Whole, scale: Floats, family: Family, group: int,
@@ -176,26 +181,45 @@ def integer_matmul(x: Floats, levels: Whole, scale: Floats, family: Family, grou
     return total if group else total * scale[:, 0]
 
 
-def float_matmul(x: Floats, weight: Floats, parts: bool = False) -> Floats:
-    """Rows ``[m, k]`` by ``[n, k]``: one chain of fused multiply-adds over k, or a sum of ``parts``."""
+def bfloat(x: Floats) -> Floats:
+    """Rounded to bfloat16, half to even."""
+    words = x.view(np.uint32)
+    rounded: Floats = (words + 0x7FFF + (words >> 16 & 1) & np.uint32(0xFFFF0000)).view(F)
+    return rounded
+
+
+def chunk_of(columns: int, group: int = 0) -> int:
+    """Columns of a chunk: as few chunks as there may be, of whole groups."""
+    whole = group or SUB
+    chunks = -(-columns // (max(1, CHUNK // whole) * whole))
+    return -(-columns // whole // chunks) * whole
+
+
+def float_matmul(x: Floats, weight: Floats, pairs: bool = False, *, scale: Floats | None = None,
+                 group: int = 0, times: Floats | None = None) -> Floats:
+    """Rows ``[m, k]`` by ``[n, k]``, a chunk of columns after another: 16 chains, then their halves.
+
+    Args:
+        x, weight: the two factors.
+        pairs: whether a chain takes neighbors, the odd one first; else what lies 16 apart.
+        scale: of tiles, ``[n, k / group]``.
+        group: columns that share a scale; 0: there are none.
+        times: what a chunk's sums are multiplied by, ``[m, n]``.
+    """
     total = np.zeros((len(x), len(weight)), F)
-    if parts:
-        for s in range(0, x.shape[1], SUB):
-            chains = [float_matmul(x[:, at:at + CHAIN], weight[:, at:at + CHAIN])
-                      for at in range(s, s + SUB, CHAIN)]
-            total = total + (((chains[0] + chains[1]) + chains[2]) + chains[3])
-        return total
-    for k in range(x.shape[1]):
-        total = fma(weight[None, :, k], x[:, k, None], total)
-    return total
-
-
-def tile_matmul(x: Floats, levels: Floats, scale: Floats, group: int) -> Floats:
-    """Rows ``[m, k]`` by ``[n, k]`` with scales ``[n, k / group]``: a chain for each group."""
-    total = np.zeros((len(x), len(levels)), F)
-    for at in range(0, x.shape[1], group):
-        part = slice(at, at + group)
-        total = fma(float_matmul(x[:, part], levels[:, part]), scale[None, :, at // group], total)
+    chunk = chunk_of(x.shape[1], group)
+    for start in range(0, x.shape[1], chunk):
+        end = min(start + chunk, x.shape[1])
+        lanes = np.zeros((len(x), len(weight), SUM_LANES), F)
+        for first in range(start, end, group or chunk):
+            chain = np.zeros_like(lanes) if group else lanes
+            for at in range(first, min(first + (group or chunk), end), SUB):
+                for part in ((slice(at + 1, at + SUB, 2), slice(at, at + SUB, 2)) if pairs else
+                             (slice(at, at + SUM_LANES), slice(at + SUM_LANES, at + SUB))):
+                    chain = fma(weight[None, :, part], x[:, None, part], chain)
+            lanes = chain if scale is None else fma(chain, scale[None, :, first // group, None], lanes)
+        sums = halves(lanes)
+        total = total + (sums if times is None else sums * times)
     return total
 
 

@@ -14,9 +14,8 @@ from tests.kernels.cpu import reference
 
 VOCABULARY = 70
 TOKENS = [0, VOCABULARY - 1, 31, 32, 33, 5, 5, 7]
-PLAIN = {"bf16": (torch.bfloat16, decoders.BF16, pack.bf16),
-         "f16": (torch.float16, decoders.FP16, pack.floats),
-         "f32": (torch.float32, decoders.FP32, pack.floats)}
+PLAIN = {"bf16": (torch.bfloat16, decoders.BF16), "f16": (torch.float16, decoders.FP16),
+         "f32": (torch.float32, decoders.FP32)}
 
 
 @pytest.fixture
@@ -44,13 +43,13 @@ def every_bit(n, dtype):
 
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("kind", PLAIN)
-@pytest.mark.parametrize("packed", [False, True], ids=["table", "blocks"])
+@pytest.mark.parametrize("packed", [False, True], ids=["table", "rows"])
 @pytest.mark.parametrize("size", [1, 31, 32, 33, 96, 576])
 def test_the_bits_of_the_reference(isa, look_up, size, packed, kind):
-    dtype, decoder, packer = PLAIN[kind]
+    dtype, decoder = PLAIN[kind]
     ids, table = torch.tensor(TOKENS), every_bit(size, dtype)
     padded = -(-size // 32) * 32
-    laid = packer(table, isa.lanes) if packed else table
+    laid = pack.rows(table) if packed else table
     found = look_up(isa, ids, Matmul(decoder, None) if packed else None, size, padded + 16, laid, plain=kind,
                     columns=padded)[:, :size].contiguous().numpy()
     bits = table.view(torch.int16) if kind == "bf16" else table
@@ -60,11 +59,11 @@ def test_the_bits_of_the_reference(isa, look_up, size, packed, kind):
 
 
 @pytest.mark.parametrize("kind", PLAIN)
-@pytest.mark.parametrize("packed", [False, True], ids=["table", "blocks"])
+@pytest.mark.parametrize("packed", [False, True], ids=["table", "rows"])
 def test_rows_times_a_number(isa, look_up, packed, kind):
-    dtype, decoder, packer = PLAIN[kind]
+    dtype, decoder = PLAIN[kind]
     ids, table = torch.tensor(TOKENS), torch.randn(VOCABULARY, 64).to(dtype)
-    laid = packer(table, isa.lanes) if packed else table
+    laid = pack.rows(table) if packed else table
     found = look_up(isa, ids, Matmul(decoder, None) if packed else None, 64, 64, laid, scale=33.75,
                     plain=kind, columns=64)
     assert torch.equal(found, table[ids].float() * 33.75)

@@ -26,7 +26,8 @@ NF4 = decoders.nf4(TABLE)
 TOKENS = ("w8a8", "e4m3_tokens")
 KINDS = ("bf16", "f16", "f32", "int8", "int8 g64", "int8 zp", "int8 g64 zp", *TOKENS, "e4m3",
          "int4", "int4 zp", "int4 g32", "int4 g64", "int4 g128", "int4 g32 zp", "int4 g128 zp", "nf4 g32",
-         "nf4 g64", "trellis2 w10", "trellis2 w16", "trellis3 w12", "trellis4 w13", "trellis4 w16")
+         "nf4 g64", "trellis2 w8", "trellis3 w8", "trellis4 w8",
+         "trellis2 w10", "trellis2 w16", "trellis3 w12", "trellis4 w13", "trellis4 w16")
 SIZES = (1, 2, 3, 5, 7, 8, 13, 16, 31, 32, 33, 63, 64, 65, 97, 127, 129)
 
 
@@ -48,6 +49,18 @@ def trellis_values(symbols, width, window):
     return (sum(mixed // 16**digit % 16 for digit in range(4)) - CODE[2]).flatten(0, 1)
 
 
+HALF = torch.randint(-127, 128, (128,), generator=torch.Generator().manual_seed(0)).tolist()
+LEVELS = (*HALF, *(-level for level in HALF))
+
+
+def learned_values(symbols, width):
+    """Of symbols ``[n, k]``: a row's state begins with its own symbol, in the low bits; those of the rows
+    behind it follow, around the ring of 64."""
+    tiles = symbols.long().unflatten(0, (-1, 64))
+    state = sum(tiles.roll(-step, 1) << step * width for step in range(4)) % 256
+    return torch.tensor(LEVELS)[state].flatten(0, 1).int()
+
+
 class Case:
     """A weight of some kind ``[n, k]`` and how it is stored; ``weight`` is what it means, in float64."""
 
@@ -62,20 +75,16 @@ class Case:
         if zero_groups:
             scale[torch.rand(n, groups, generator=make) < 0.3] = 0
         self.zeros = self.levels = self.scale = None
-        if name == "bf16":
-            weight = torch.randn(n, k, generator=make).bfloat16()
-            self.matmul, self.weight = Matmul(decoders.BF16, None), weight.double()
-            self.pack = lambda lanes: (pack.bf16(weight, lanes), None, None)
-            self.exact = lambda x: reference.float_matmul(x, _pad(weight.float(), self.k).numpy())
-            return
-        if name in ("f16", "f32"):
-            decoder = decoders.FP16 if name == "f16" else decoders.FP32
-            weight = torch.randn(n, k, generator=make).to(torch.float16 if name == "f16" else torch.float32)
+        if name in ("bf16", "f16", "f32"):
+            decoder = {"bf16": decoders.BF16, "f16": decoders.FP16, "f32": decoders.FP32}[name]
+            dtype = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}[name]
+            weight = torch.randn(n, k, generator=make).to(dtype)
             weight[0, 0] = 1e-7  # a subnormal float16
             self.matmul, self.weight = Matmul(decoder, None), weight.double()
-            self.pack = lambda lanes: (pack.floats(weight, lanes), None, None)
-            self.exact = lambda x: reference.float_matmul(
-                x, _pad(weight.float(), self.k).numpy(), decoder.split_sums)
+            self.pack = lambda _: (pack.rows(weight), None, None)
+            wide = _pad(weight.float(), self.k).numpy()
+            self.exact = lambda x: reference.float_matmul(reference.bfloat(x) if name == "bf16" else x, wide,
+                                                          name == "bf16")
             return
         if name in ("w8a8", "e4m3", "e4m3_tokens"):
             self._eight_bit(name, n, k, scale, make)
@@ -84,7 +93,12 @@ class Case:
         if name.startswith("trellis"):
             width, window = int(name[-1]), int(rest[0][1:])
             codes = torch.randint(0, 2**width, (-(-n // 64) * 64, k), generator=make, dtype=torch.uint8)
-            levels, decoder = trellis_values(codes, width, window)[:n], decoders.trellis(width, window, CODE)
+            if window == 8:
+                levels, family, decoder = learned_values(codes, width)[:n], BYTES, decoders.learned_trellis(
+                    width, LEVELS)
+            else:
+                levels = trellis_values(codes, width, window)[:n]
+                decoder = decoders.trellis(width, window, CODE)
         elif name == "int8":
             codes = torch.randint(-128, 128, (n, k), generator=make, dtype=torch.int8)
             levels, decoder, dtype = codes.int(), decoders.INT8, torch.bfloat16
@@ -112,7 +126,8 @@ class Case:
             self.weight = torch.tensor(TABLE, dtype=torch.float64)[codes.long()] * decoders.NF4_LEVELS * wide
         else:
             self.weight = levels.double() * wide
-        packer = getattr(pack, name, lambda codes, *_: pack.trellis(codes, width))
+        rings = pack.learned_trellis if family is BYTES else pack.trellis
+        packer = getattr(pack, name, lambda codes, *_: rings(codes, width))
         self.pack = lambda lanes: (packer(codes, lanes, self.multiple), pack.scales(scale, lanes),
                                    None if self.zeros is None else pack.scales(self.zeros, lanes))
         self.exact = lambda x: reference.integer_matmul(x, _pad(levels, self.k).numpy(),
@@ -136,7 +151,7 @@ class Case:
             levels, decoder, packer = codes.float() - 128, decoders.W8A8, pack.w8a8
         else:
             codes[codes & 0x7F == 0x7F] = 1
-            levels, packer = codes.view(torch.float8_e4m3fn).float(), pack.e4m3
+            levels, packer = codes.view(torch.float8_e4m3fn).float(), lambda codes, _: pack.rows(codes)
             decoder = decoders.E4M3 if name == "e4m3" else decoders.E4M3_TOKENS
         self.matmul = Matmul(decoder, 0)
         self.weight = levels.double() * scale.double()
@@ -144,7 +159,7 @@ class Case:
         self.pack = lambda lanes: (packer(codes, lanes), pack.scales(scale, lanes), None)
         padded = _pad(levels, self.k).numpy()
         if name == "e4m3":
-            self.exact = lambda x: reference.float_matmul(x, padded) * scale.numpy()[:, 0]
+            self.exact = lambda x: reference.float_matmul(x, padded, times=scale.numpy()[:, 0])
         else:
             self.exact = lambda x: reference.token_matmul(x, padded, scale.numpy(), decoder.family)
 
@@ -159,6 +174,12 @@ GROUPED = {
     "int4 in 16 with minima": ("uint4", 16, ScaleLayout("bf16", minima=True), False),
     "int4 in 96 with minima": ("uint4", 96, ScaleLayout("f32", minima=True), False),
     "int4 in superblocks": ("uint4", 32, ScaleLayout("u8", minima=True, outer=96, outer_stored="f16"), False),
+    "int2 in 16": ("int2", 16, ScaleLayout("bf16"), False),
+    "int2 with zero points": ("int2", 64, ScaleLayout("bf16"), True),
+    "int2 with minima": ("uint2", 32, ScaleLayout("f16", minima=True), False),
+    "int3 in 64": ("int3", 64, ScaleLayout("bf16"), False),
+    "int3 in 16 with zero points": ("int3", 16, ScaleLayout("f32"), True),
+    "int3 in superblocks": ("uint3", 32, ScaleLayout("u8", minima=True, outer=96, outer_stored="f16"), False),
     "int8 in 16": ("int8", 16, ScaleLayout("f16"), False),
     "int8 in 16 with zero points": ("int8", 16, ScaleLayout("bf16"), True),
     "int8 with minima": ("uint8", 64, ScaleLayout("bf16", minima=True), False),
@@ -214,14 +235,15 @@ class GroupedCase:
         drawn = torch.randint(0, top, (self.n, COLUMNS), generator=make, dtype=torch.uint8)
         if codes == "e4m3":
             drawn[drawn & 0x7F == 0x7F] = 1
-            self.pack, self.decoder = lambda lanes: pack.e4m3(drawn, lanes, self.group), decoders.E4M3
+            self.pack, self.decoder = lambda _: pack.rows(drawn, multiple=self.group), decoders.E4M3
             self.levels, self.family = drawn.view(torch.float8_e4m3fn).float(), FLOATS
         elif codes in ("int8", "uint8"):
             self.pack = lambda lanes: pack.int8(drawn, lanes, self.group, 128)
             self.decoder = {"int8": decoders.INT8, "uint8": decoders.UINT8}[codes]
             self.levels = drawn.int() - (128 if codes == "int8" else 0)
-        elif bits in (5, 6):
-            self.pack = lambda lanes: pack.wide_integers(drawn, lanes, bits, self.group)
+        elif bits in (2, 3, 5, 6):
+            packer = pack.narrow_integers if bits < 4 else pack.wide_integers
+            self.pack = lambda lanes: packer(drawn, lanes, bits, self.group)
             self.decoder = getattr(decoders, codes.upper())
             self.levels = drawn.int() - (0 if codes[0] == "u" else top // 2)
         else:
@@ -267,7 +289,7 @@ class GroupedCase:
         """The reference's product."""
         levels, scale = self.levels.numpy(), self.scale.numpy()
         if self.family is FLOATS:
-            return reference.tile_matmul(x, levels, scale, self.group)
+            return reference.float_matmul(x, levels, scale=scale, group=self.group)
         minimum = None if self.minimum is None else self.minimum.numpy()
         return reference.integer_matmul(x, levels, scale, self.family, self.group, minimum)
 
@@ -302,6 +324,14 @@ def test_the_bits_of_the_reference(isa, multiply, same, kind, m):
     same(found, case.exact(x.numpy())[:, :65])
 
 
+@pytest.mark.parametrize("kind", ["bf16", "f16", "e4m3", "e4m3_tokens"])
+def test_long_rows_are_cut_into_chunks(isa, multiply, same, kind):
+    case = Case(kind, 33, 4160, 0)
+    x = activations(4, 4160, case.k, 1)
+    result = multiply(isa, case.matmul, x, **case.arguments(isa.lanes), n=33)
+    same(result, case.exact(x.numpy())[:, :33])
+
+
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(kind=st.sampled_from(KINDS), n=st.sampled_from(SIZES), k=st.sampled_from(SIZES), m=st.integers(1, 20),
        seed=st.integers(0, 99), outlier=st.booleans(), zeros=st.booleans(), zero_groups=st.booleans())
@@ -321,7 +351,7 @@ def test_near_float64_over_random_shapes(multiply, fastest, kind, n, k, m, seed,
         groups = x.abs().unflatten(1, (-1, SUB)).amax(-1).clamp_min(1e-30).double()
         step = (groups / 127).repeat_interleave(SUB, 1)[:, :k]
         allowed = 0.5 * step @ case.weight.abs().T + 1e-5 * (x[:, :k].double().abs() @ case.weight.abs().T)
-    else:
+    else:  # bfloat16 weights take bfloat16 activations
         rounded = (x[:, :k].bfloat16().double() - x[:, :k].double()).abs()
         lost = rounded @ case.weight.abs().T
         lowest = x[:, :k].double().abs() @ case.weight.abs().T
@@ -389,12 +419,13 @@ def test_rows_of_an_embedding_are_what_codes_mean(isa, pools, room, kind, scale)
 
 
 @pytest.mark.parametrize("kind", ("bf16", "f16", "f32", "int4 g32"))
-def test_bias_and_residual_are_added_last(isa, multiply, same, kind):
+def test_bias_and_residual_are_added(isa, multiply, same, kind):
+    """Integers are added up before; products of floats are added to both."""
     case = Case(kind, 40, 64, 7)
     x, bias, held = activations(5, 64, case.k, 8), torch.randn(64), torch.randn(5, 40)
     plain = multiply(isa, case.matmul, x, **case.arguments(isa.lanes), n=40)
     found = multiply(isa, case.matmul, x, **case.arguments(isa.lanes), n=40, bias=bias, add=held)
-    same(found, held + (plain + bias[:40]))
+    same(found, held + (plain + bias[:40]) if kind == "int4 g32" else held + bias[:40] + plain)
 
 
 @pytest.mark.parametrize("m", [1, 9])
