@@ -33,18 +33,19 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-import torch
 from commands import without_pythonpath
 
 from quantkit.evaluation.protocol import machine
-from quantkit.evaluation.roofline.ceilings import bandwidth
+from quantkit.evaluation.roofline.ceilings import cpu_ceilings
 
 Case = tuple[int, int, int]
 """Tokens of a prompt, new tokens after the first, sequences."""
 SHORT: tuple[Case, ...] = ((16, 64, 1), (512, 4, 1), (16, 32, 8), (16, 32, 16))
 LONG: tuple[Case, ...] = ((3000, 4, 1), (8000, 32, 1))
+READS = 3
 COLUMNS = {"prefill 512": (512, 1, "prefill"), "3,000": (3000, 1, "prefill"), "decode": (16, 1, "decode"),
            "at 8,000": (8000, 1, "decode"), "8 seqs": (16, 8, "decode"), "16 seqs": (16, 16, "decode")}
 LINE = re.compile(r"^\|" + r"\s*([\d.]+)\s*\|" * 10, re.MULTILINE)
@@ -162,7 +163,7 @@ def table(report: dict[str, Any]) -> str:
                       if (case["prompt"], case["batch"]) == (prompt, batch)]
             cells.append(f"{speeds[0]:>12.{0 if kind == 'prefill' else 1}f}" if speeds else " " * 12)
         lines.append(f"{row['tool'] + ' ' + row['weights']:30}{row['file_bytes'] / 1e9:>6.2f}"
-                     + "".join(cells) + f"{max(row['read_bandwidth']) / 1e9:>11.1f}")
+                     + "".join(cells) + f"{median(row['read_bandwidth']) / 1e9:>11.1f}")
     return "\n".join(lines)
 
 
@@ -178,15 +179,15 @@ def main() -> None:
     places = dict(tool.split("=", 1) for tool in args.tool)
     report = json.loads(args.out.read_text(encoding="utf-8")) if args.out.exists() else {
         "machine": machine(), "model": args.folder.name, "rows": []}
-    read = bandwidth(torch.device("cpu"))
+    ceilings = cpu_ceilings()
     for row in ROWS:
         name = f"{row.tool} {row.weights}"
         if row.tool not in places or not (args.folder / row.file).exists() or not any(
                 fnmatch.fnmatch(name, pattern) for pattern in args.only):
             continue
-        speeds = [read() for _ in range(3)]
+        read = median(ceilings.read() for _ in range(READS))
         new = measured(row, places[row.tool], args.folder, list(LONG if args.long else SHORT), args.threads)
-        merge(report["rows"], new | {"read_bandwidth": [max(speeds)]})
+        merge(report["rows"], new | {"read_bandwidth": [read]})
         args.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         print(name, flush=True)
     print(table(report))

@@ -34,10 +34,10 @@ def quantkit(model: str, threads: int) -> TimeCase:
     from quantkit.runtime.loader import load
 
     loaded = load(model, dtype="bfloat16")
+    runner = DecodeRunner(loaded, range(100), tokens=1, repeats=1)
 
     @torch.inference_mode()
     def run(prompts: list[list[int]], new: int) -> tuple[float, float]:
-        runner = DecodeRunner(loaded, prompts[0], tokens=new, repeats=1, read=lambda: 0.0)
         cache = runner.cache(loaded.kv)
         rows = [cache.add(len(ids) + new) for ids in prompts]
         begin = time.perf_counter()
