@@ -115,7 +115,8 @@ def output(command: list[str], threads: int, with_quantkit: bool = False) -> tup
     """What a process prints, and its largest resident set in bytes."""
     env = (dict(os.environ) if with_quantkit else without_pythonpath()) | {"OMP_NUM_THREADS": str(threads)}
     with tempfile.TemporaryFile() as file:
-        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=env)
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=env,
+                                   cwd=tempfile.gettempdir())  # ik_llama.cpp leaves a log there
         _, process.returncode, used = os.wait4(process.pid, 0)
         file.seek(0)
         return file.read().decode(errors="replace"), used.ru_maxrss * 1024
@@ -176,17 +177,18 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    places = dict(tool.split("=", 1) for tool in args.tool)
+    folder = args.folder.absolute()
+    places = {name: str(Path(place).absolute()) for name, place in (tool.split("=", 1) for tool in args.tool)}
     report = json.loads(args.out.read_text(encoding="utf-8")) if args.out.exists() else {
-        "machine": machine(), "model": args.folder.name, "rows": []}
+        "machine": machine(), "model": folder.name, "rows": []}
     ceilings = cpu_ceilings()
     for row in ROWS:
         name = f"{row.tool} {row.weights}"
-        if row.tool not in places or not (args.folder / row.file).exists() or not any(
+        if row.tool not in places or not (folder / row.file).exists() or not any(
                 fnmatch.fnmatch(name, pattern) for pattern in args.only):
             continue
         read = median(ceilings.read() for _ in range(READS))
-        new = measured(row, places[row.tool], args.folder, list(LONG if args.long else SHORT), args.threads)
+        new = measured(row, places[row.tool], folder, list(LONG if args.long else SHORT), args.threads)
         merge(report["rows"], new | {"read_bandwidth": [read]})
         args.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         print(name, flush=True)

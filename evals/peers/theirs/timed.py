@@ -128,6 +128,11 @@ BACKENDS: dict[str, tuple[str, Callable[[str, int], TimeCase]]] = {
 """Name → its distribution, and what loads a model."""
 
 
+def sequence(number: int, length: int) -> list[int]:
+    """Token ids. No two sequences begin alike, so that no prefix cache helps."""
+    return [5000 + (number + 37 * at) % 4096 for at in range(length)]
+
+
 def main() -> None:
     backend, model, threads, cases = sys.argv[1:]
     package, opened = BACKENDS[backend]
@@ -135,13 +140,9 @@ def main() -> None:
     print(f"version {package} {version(package)}{torch}", flush=True)
     run = opened(model, int(threads))
     for number, (prompt, new, batch) in enumerate(json.loads(cases)):
-        # no two sequences begin alike
-        prompts = [[1000 + (number + 7 * row + 31 * at) % 5000 for at in range(prompt)]
-                   for row in range(batch)]
-        if prompt <= WARM:
-            run(prompts, new if "compile" in backend else 2)
-        else:
-            run([ids[:WARM] for ids in prompts], 2)
+        prompts = [sequence(SEQUENCES * number + row, prompt) for row in range(batch)]
+        warm = [sequence(-1 - SEQUENCES * number - row, min(prompt, WARM)) for row in range(batch)]
+        run(warm, new if "compile" in backend else 2)
         first, rest = run(prompts, new)
         print(f"case {first} {rest}", flush=True)
 
