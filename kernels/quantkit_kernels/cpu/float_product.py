@@ -27,7 +27,7 @@ from quantkit_kernels.cpu.weight_decoder import STRIPE, SUB
 LANES = 16
 """Chains of a chunk, whatever the instruction set's lanes are."""
 CHUNK = 2048
-"""Columns of a chunk, at most: a row is cut into as few as possible, of full groups, all but the last as
+"""Columns of a chunk, at most: a row is cut into as few as possible, of whole groups, all but the last as
 long."""
 FEW = 16
 """Rows of activations for which each row of weights is read to its end before the next."""
