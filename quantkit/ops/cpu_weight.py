@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from quantkit_kernels.cpu.matmul import Matmul
     from quantkit_kernels.cpu.weight_decoder import Family
 
-ROWS = 128
-"""Rows of activations in a unit: their codes stay in a core's own cache."""
 UNITS = 32
 """Units that a thread has in a product with few rows, at most: the last even out what a busy core lost."""
 KEPT = 8
@@ -156,9 +154,10 @@ class CpuWeight:
 
     def units(self, rows: int, threads: int) -> ProductUnits:
         """How a product with this number of rows is cut."""
+        from quantkit_kernels.cpu.product_spec import MOST_ROWS
         from quantkit_kernels.cpu.weight_decoder import STRIPE
 
-        wide = rows if rows <= 16 else ROWS
+        wide = rows if rows <= 16 else MOST_ROWS
         wanted = UNITS * threads if rows <= 16 else 4 * threads
         least = max(1, self.kernel.decoder.rows // STRIPE)  # what is unpacked together is not cut
         each = -(-self.stripes // (wanted * least)) * least

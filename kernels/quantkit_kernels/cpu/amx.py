@@ -12,12 +12,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from quantkit_kernels.cpu.float_product import CHUNK, FloatProduct
+from quantkit_kernels.cpu.product_spec import MOST_ROWS
 from quantkit_kernels.cpu.tiles import ROWS, SQUARE, TILE_BYTES, Tiles
 from quantkit_kernels.cpu.values import I32, I64, Value, vec
 from quantkit_kernels.cpu.weight_decoder import STRIPE, SUB
 
-MOST_ROWS = 128
-"""Rows of activations in a unit, at most."""
 SCRATCH_BYTES = MOST_ROWS * CHUNK * 2
 """What a thread needs for a chunk of them."""
 WEIGHTS, INPUTS = 4, 6

@@ -69,17 +69,17 @@ class FloatProduct:
     def write(self) -> None:
         e, a = self.e, self.a
         begin, end, top, bottom = self.bounds()
-        whole = (bottom - top) // self.rows * self.rows + top
+        full = (bottom - top) // self.rows * self.rows + top
         span = e.select(bottom - top <= FEW, e.const(I64, self.weights), end - begin)
         with e.loop(begin, end, span) as panel:
             panel_end = e.min(panel + span, end)
             with (e.loop(0, a.subgroups, self.chunk) as chunk,
                   e.loop(panel, panel_end, self.weights) as weight):
-                with e.loop(top, whole, self.rows) as row:
+                with e.loop(top, full, self.rows) as row:
                     self._tile(weight, row, self.rows, chunk)
                 for number in range(1, self.rows):
-                    with e.when((bottom - whole).equals(number)):
-                        self._tile(weight, whole, number, chunk)
+                    with e.when((bottom - full).equals(number)):
+                        self._tile(weight, full, number, chunk)
         e.ret()
 
     def _tile(self, weight: Value, row: Value, rows: int, chunk: Value) -> None:
@@ -187,7 +187,7 @@ def lane_sums(vectors: Sequence[Value]) -> Value:
         else:
             lanes = vectors[0].lanes
             lower, upper = ([*part, *(lanes + place for place in part)] for part in (lower, upper))
-            vectors = [one.shuffle(lower, other) + one.shuffle(upper, other)
-                       for one, other in zip(vectors[::2], vectors[1::2])]
+            vectors = [left.shuffle(lower, right) + left.shuffle(upper, right)
+                       for left, right in zip(vectors[::2], vectors[1::2])]
         size = half
     return vectors[0]

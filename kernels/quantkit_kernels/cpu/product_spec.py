@@ -12,6 +12,8 @@ ARGUMENTS = ("*weights", "*scales", "*outer", "*zeros", "*x", "*x_scales", "*x_s
              "rows_a_unit", "x_private", "scratch_private")
 """Of a record. Strides are bytes; ``x_stride`` is that of codes, scales and sums alike; the sums of halves of
 subgroups lie behind a row's sums. ``x_private`` and ``scratch_private`` are those from thread to thread."""
+MOST_ROWS = 128
+"""Rows of activations in a unit, at most: their codes stay in a core's own cache."""
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,11 @@ if TYPE_CHECKING:
 
 REPEATS, SIZE = 3, 1 << 30
 """Of a GPU's reads, whose median is one, and their bytes."""
-ARITHMETIC: dict[str, Operands] = {"bytes": "int8", "int8": "int8", "words": "int16", "floats": "float32",
-                                   "e4m3": "float32"}
+ARITHMETIC: dict[str, Operands] = {"bytes": "int8", "int8": "int8", "words": "int16", "bf16": "bf16",
+                                   "rounded": "float32", "floats": "float32", "e4m3": "float32"}
 """What the kernels of each family multiply. Weights of 4 bits meet activations of 8; int8 and NF4 weights
-meet activations of 14 bits in 16; plain and fp8 weights are widened."""
+meet activations of 14 bits in 16; fp16 and fp8 weights are widened, as those of bfloat16 are where no
+instruction multiplies it."""
 
 
 def arithmetic_of(weight: CpuWeight) -> Operands:

@@ -151,11 +151,14 @@ def test_the_wide_kernels_use_the_instructions_they_are_named_for():
 
     for decoder, group, wanted in ((decoders.INT4, 64, "vpdpbusd"), (decoders.INT8, 0, "vpdpwssd"),
                                    (decoders.W8A8, 0, "vpdpbusd"), (decoders.E4M3, 0, "vfmadd231ps"),
-                                   (decoders.BF16, None, "vfmadd231ps")):
+                                   (decoders.bf16(isa.VNNI), None, "vfmadd231ps")):
         spec = Matmul(decoder, group)
         text = compiled.assembly(spec.name, isa.VNNI, partial(spec.emit, isa=isa.VNNI), "sapphirerapids",
                                  triple=X86)
         assert wanted in text and "zmm" in text
+    spec = Matmul(decoders.BF16, None)
+    assert "vdpbf16ps" in compiled.assembly(spec.name, isa.BF16, partial(spec.emit, isa=isa.BF16), "znver4",
+                                            triple=X86)
     for spec in (Matmul(decoders.INT4, 64), Matmul(decoders.W8A8, 0)):
         text = compiled.assembly(spec.name, isa.AVX2, partial(spec.emit, isa=isa.AVX2), "haswell", triple=X86)
         assert "vpmaddubsw" in text and "zmm" not in text
