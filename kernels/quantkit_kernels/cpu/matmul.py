@@ -82,7 +82,9 @@ class _Writer:
         top = unit // across * a.rows_a_unit
         bottom = e.min(top + a.rows_a_unit, a.rows)
         count = bottom - top
-        few, limit = (1, 1) if together > 1 else (FEW, self.decoder.family.direct_rows)
+        # a multiplication of 16 bits by a lane takes that from 16 of ARM's registers only
+        most = FEW - (self.isa.neon and self.decoder.family.width == 2)
+        few, limit = (1, 1) if together > 1 else (most, self.decoder.family.direct_rows)
         with e.either(count <= limit) as otherwise:
             for number in range(1, few):
                 with e.when(count.equals(number)), e.loop(begin, end, together) as block:

@@ -160,7 +160,8 @@ class TileWriter:
 
         with self._groups(tile, parts) as (group, scales):
             per = max(1, self.spec.group // SUB) if self.spec.group else self.a.subgroups
-            if isinstance(per, int) and per <= 4:
+            # over more subgroups LLVM's scheduler for ARM runs out of registers
+            if isinstance(per, int) and per <= (1 if self.isa.neon else 4):
                 for i in range(per):
                     subgroup(group * per + i, scales)
             else:
@@ -256,6 +257,10 @@ class TileWriter:
     def _factors(self, tile: _Tile, at: Value, step: int) -> list[Value]:
         """The step's values of each row of activations, in every lane."""
         kind = self.family.vector(self.lanes)
+        if self.isa.neon:  # ARM multiplies by a lane of a vector
+            run, first = vec(self.family.element(), 4 * self.family.step), step % 4 * self.family.step
+            order = [*range(first, first + self.family.step)] * self.lanes
+            return [self.e.load(x + at, run, step // 4 * 16).shuffle(order) for x in tile.x]
         return [self.e.load(x + at, I32, step * 4).spread(self.lanes).bits(kind) for x in tile.x]
 
     def _nothing(self) -> Value:
