@@ -51,6 +51,11 @@ class Isa:
         return "dotprod" in self.needs
 
     @property
+    def i8mm(self) -> bool:
+        """Whether one instruction multiplies two rows of eight bytes by two others."""
+        return "i8mm" in self.needs
+
+    @property
     def sums_int16(self) -> bool:
         """Whether sums of :meth:`bytes_dot` have 16 bits."""
         return self.name == "avx2"
@@ -126,6 +131,12 @@ class Isa:
             return total
         sums = total + self._pairs(e, a, b)
         return e.pinned(sums) if self.name == "avx2" else sums
+
+    def matrix_dot(self, e: Emitter, total: Value, a: Value, b: Value) -> Value:
+        """Products of pairs of rows of ``a`` int8 ``[lanes, 8]`` by two rows ``b`` int8 ``[2, 8]``, added to
+        int32 ``[lanes, 2]``. Only where :attr:`i8mm` says so."""
+        every = b.shuffle([*range(16)] * (a.lanes // 16))
+        return _by_128_bits(e, "smmla.v4i32.v16i8", total.type, total, a, every)
 
     def bfloat_dot(self, e: Emitter, total: Value, a: Value, b: Value) -> Value:
         """``total + Σ a · b`` over each lane's two bfloat16; total is float32 ``[16]``, or less on ARM.
@@ -219,10 +230,12 @@ def _arm_features() -> dict[str, bool]:
     """Features of ARM that LLVM doesn't ask Linux or macOS for; empty on other CPUs."""
     if platform.machine() not in ("aarch64", "arm64") or sys.platform not in ("linux", "darwin"):
         return {}
-    system, present = ctypes.CDLL(None), {}
+    system = ctypes.CDLL(None)
+    present: dict[str, bool] = {}
     for name, (capability, entry, bit) in ARM_FEATURES.items():
         if sys.platform == "darwin":
-            value, size = ctypes.c_int(), ctypes.c_size_t(4)
+            value = ctypes.c_int()
+            size = ctypes.c_size_t(4)
             system.sysctlbyname(f"hw.optional.arm.FEAT_{capability}".encode(), ctypes.byref(value),
                                 ctypes.byref(size), None, 0)
             present[name] = bool(value.value)

@@ -112,6 +112,6 @@ class _Writer:
         e = self.e
         with e.loop(0, self.a.subgroups) as s:
             for b in range(0, count, self.tiles.blocks_per_unpack):
-                for i, values in enumerate(self.tiles.steps([self.tiles.packed(block + b, s)])):
+                for i, values in enumerate(self.tiles.scratch_steps(self.tiles.packed(block + b, s))):
                     for j, value in enumerate(values):
                         e.store(self.tiles.scratch(b + j, s), value, i * self.isa.lanes * 4)

@@ -73,6 +73,8 @@ class TileWriter:
         self.groups = columns // spec.group if spec.group else single
         self.superblocks = columns // outer if outer else single
         self.scales = ScaleReader(e, spec.scales, isa.lanes, a.scales, a.outer, self.groups, self.superblocks)
+        self.matrices = isa.i8mm and self.family.width == 1
+        """Whether unpacked weights lie by eight columns, which are multiplied by two rows at once."""
         self.sums_int16 = self.decoder.fits_int16 and isa.sums_int16
 
     def scratch(self, block: Any, subgroup: Value) -> Value:
@@ -91,6 +93,17 @@ class TileWriter:
         for parts in zip(*(self.decoder.unpack(self.e, self.isa, *self._planes(source))
                            for source in sources)):
             yield [value for part in parts for value in part]
+
+    def scratch_steps(self, source: Value) -> Iterator[list[Value]]:
+        """What lies there, as it comes to scratch memory."""
+        steps = self.steps([source])
+        if not self.matrices:
+            yield from steps
+            return
+        for pair in zip(steps, steps):
+            first, second = (values[0].bits(vec(I32, self.lanes)) for values in pair)
+            for half in (range(self.lanes // 2), range(self.lanes // 2, self.lanes)):
+                yield [first.shuffle([at for lane in half for at in (lane, lane + self.lanes)], second)]
 
     def multiply(self, block: Value, row: Value, blocks: int, rows: int,
                  scratch: Value | None = None) -> None:
@@ -229,6 +242,8 @@ class TileWriter:
         e, count, size = self.e, self.span // self.family.step, self.span * self.family.width
         assert tile.unpacked is not None
         sources = [source + run * (size * self.lanes) for source in tile.unpacked]
+        if self.matrices:
+            return self._matrix_sums(sources, [x + run * size for x in tile.x])
         if count <= TOGETHER:
             return self._sums(tile, self._loaded(sources, count), run * size, count)
         start = e.const(vec(I32, self.lanes), 0) if self.sums_int16 else self._nothing()
@@ -247,6 +262,21 @@ class TileWriter:
                     variables[b][m].set(now[b][m])
         sums = [[variable.get() for variable in line] for line in variables]
         return sums if self.sums_int16 else self._finished(sums)
+
+    def _matrix_sums(self, sources: Sequence[Value], inputs: Sequence[Value]) -> Sums:
+        """The same of two rows at once, the last of an odd number twice."""
+        e, lanes = self.e, self.lanes
+        pairs = [(inputs[m], inputs[min(m + 1, len(inputs) - 1)]) for m in range(0, len(inputs), 2)]
+        sums = [[e.const(vec(I32, 2 * lanes), 0) for _ in pairs] for _ in sources]
+        for column in range(0, self.span, 8):
+            weights = [e.load(source, vec(I8, 8 * lanes), column * lanes) for source in sources]
+            for m, pair in enumerate(pairs):
+                first, second = (e.load(x, vec(I8, 8), column) for x in pair)
+                factor = first.shuffle(range(16), second)
+                for line, weight in zip(sums, weights):
+                    line[m] = self.isa.matrix_dot(e, line[m], weight, factor)
+        return [[line[m // 2].shuffle(range(m % 2, 2 * lanes, 2)) for m in range(len(inputs))]
+                for line in sums]
 
     def _add(self, tile: _Tile, sums: list[list[Value]], weights: Sequence[Value],
              factors: Sequence[Value]) -> None:
