@@ -144,8 +144,7 @@ def _remarks(chosen: Combination) -> Iterator[str]:
                "activations are an estimate")
     if any(layer.row.spec is not None and layer.row.spec.kind == "trellis"
            for layer in chosen.weights.layers):
-        yield ("only quantkit loads a trellis, and unpacking one takes longer than reading it: decoding is "
-               "slower than these bounds (docs/results.md)")
+        yield "only quantkit loads a trellis"
     if not policy.keeps_all:
         requirements = chosen.requirements
         yield (f"what {chosen.kv.policy} drops is counted for a prompt of {requirements.prompt_tokens:,} of "

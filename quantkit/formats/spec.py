@@ -71,8 +71,8 @@ class QuantSpec(Frozen):
             of the superblock, which is stored in ``scale_dtype``.
         scale_bits: bits of those whole numbers: unsigned ones with minima, signed ones without.
         rotation: ``hadamard``: the columns are rotated (:mod:`quantkit.ops.hadamard`), and inputs must be.
-        window: bits that decide a weight (``trellis`` only): the wider, the better, and twice the work to
-            quantize for each.
+        window: bits that decide a weight (``trellis`` only): 8, whose values are a learned table, or 10 to
+            16, whose values are computed: the wider, the better, and twice the work to quantize for each.
         activations: inputs of the product are rounded too, as they come, to the same kind and
             bits and without zero points. ``token``: with one scale a token. ``group``: with a scale for as
             many values of a token as share one in the weight. ``None``: it isn't.
@@ -89,7 +89,7 @@ class QuantSpec(Frozen):
     superblock: int | None = Field(default=None, ge=4)
     scale_bits: int | None = Field(default=None, ge=4, le=8)
     rotation: Literal["hadamard"] | None = None
-    window: int | None = Field(default=None, ge=10, le=16)
+    window: Literal[8, 10, 11, 12, 13, 14, 15, 16] | None = None
     activations: Literal["token", "group"] | None = None
 
     @model_validator(mode="after")
@@ -182,7 +182,7 @@ class QuantSpec(Frozen):
 
     def label(self) -> str:
         """A short name such as ``int4 g64 sym``, ``nf4 b64 nested``, ``fp8 channel a8`` (activations too),
-        ``int4 g32 min s6`` (minima, and 6 bits for a scale) or ``trellis3 channel w12 rot``."""
+        ``int4 g32 min s6`` (minima, and 6 bits for a scale) or ``trellis3 channel w8 rot``."""
         tail = {"nf": "nested" if self.nested else "", "iq": "", "trellis": f"w{self.window}",
                 "fp": self.scale_dtype if self.scale_dtype in GROUP_SCALES else "",
                 "int": "sym" if self.symmetric else "min" if self.minimum else "asym"}[self.kind]

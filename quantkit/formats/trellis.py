@@ -3,12 +3,13 @@
 ==================  ===========  ============================================================
 suffix              dtype        shape
 ==================  ===========  ============================================================
-``weight_trellis``  int32        ``[out / 64, in, 2 * bits]``: a ring's symbols, in order of its places
+``weight_trellis``  int32        ``[out / 64, in, 2 * bits]``: a ring's symbols
 ``weight_scale``    the model's  ``[out, 1]``
 ==================  ===========  ============================================================
 
 :mod:`~quantkit.formats.trellis_code` says what symbols mean. Rings are little-endian streams, as in
-``pack-quantized``. The window is in the configuration.
+``pack-quantized``: of a computed code in the order of its places, of a learned table in the order of rows, so
+that a weight's state is the 8 bits of the stream that begin with its own. The window is in the configuration.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ class TrellisFormat(FormatBase):
                 "weight_scale": (dtype, (rows, 1))}
 
     def stored_tensors(self, codes: Codes, layout: Layout, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        symbols = trellis_code.rings(codes.codes).reshape(-1, trellis_code.RING)
+        rings = trellis_code.rings(codes.codes, _window(codes.spec))
+        symbols = _stored(rings, codes.spec).reshape(-1, trellis_code.RING)
         words = stream.pack(symbols, codes.spec.bits).reshape(layout["weight_trellis"][1])
         return {"weight_trellis": words, "weight_scale": codes.scale.to(dtype)}
 
@@ -54,14 +56,24 @@ class TrellisFormat(FormatBase):
         spec = resolve(packed.spec, packed.dtype)
         words = packed.tensors["weight_trellis"]
         symbols = stream.unpack(words.reshape(-1, words.shape[-1]), spec.bits, trellis_code.RING)
-        codes = trellis_code.unring(symbols.reshape(*words.shape[:2], trellis_code.RING))
+        rings = _stored(symbols.reshape(*words.shape[:2], trellis_code.RING), spec)
+        codes = trellis_code.unring(rings, _window(spec))
         return Codes(spec, codes, packed.tensors["weight_scale"].to(torch.float32))
 
     def dequantize(self, packed: QuantizedTensor) -> torch.Tensor:
         """``value(state) * scale`` in float32 ``[out, in]``."""
         codes = self.unpack(packed)
-        assert codes.spec.window is not None
-        return trellis_code.decode(codes.codes, codes.spec.bits, codes.spec.window) * codes.scale
+        return trellis_code.decode(codes.codes, codes.spec.bits, _window(codes.spec)) * codes.scale
+
+
+def _window(spec: QuantSpec) -> int:
+    assert spec.window is not None
+    return spec.window
+
+
+def _stored(rings: torch.Tensor, spec: QuantSpec) -> torch.Tensor:
+    """Rings in the order of places ⇄ in the order in which they are stored."""
+    return rings.flip(-1) if spec.window == trellis_code.LEARNED else rings
 
 
 FORMAT = TrellisFormat()

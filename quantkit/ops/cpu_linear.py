@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from quantkit.formats.base import Codes, QuantizedTensor
 from quantkit.formats.level_values import codebook, level_table
 from quantkit.formats.spec import Kind
-from quantkit.formats.trellis_code import HIGH, LOW, MIDDLE
+from quantkit.formats.trellis_code import HIGH, LEARNED, LOW, MIDDLE, learned
 from quantkit.ops import gpu
 from quantkit.ops.cpu_machine import isa, reason_against_kernels
 from quantkit.ops.cpu_weight import CpuWeight, multiply, padded
@@ -109,7 +109,7 @@ class CpuInt8(CpuKernel):
 
 
 class CpuInt4(CpuKernel):
-    """Integers of up to 4 bits, with or without zero points or minima, activations as int8 with a scale for
+    """Integers of 2 to 4 bits, with or without zero points or minima, activations as int8 with a scale for
     each 32."""
 
     name = "cpu-int4"
@@ -123,12 +123,16 @@ class CpuInt4(CpuKernel):
     def _pack(self, codes: Codes, weight: QuantizedTensor) -> CpuWeight:
         from quantkit_kernels.cpu import decoders, pack
 
-        level = codes.codes
-        if codes.spec.symmetric and codes.spec.bits < 4:
-            level = level + (8 - 2 ** (codes.spec.bits - 1))  # the kernel's middle is 8
-        decoder = decoders.UINT4 if codes.spec.minimum else decoders.INT4
-        return grouped(self.name, codes, weight, decoder,
-                       lambda lanes, multiple: pack.int4(level, lanes, multiple), zero=codes.zero)
+        bits, level = codes.spec.bits, codes.codes
+        pair = {2: (decoders.INT2, decoders.UINT2), 3: (decoders.INT3, decoders.UINT3),
+                4: (decoders.INT4, decoders.UINT4)}[bits]
+
+        def packed(lanes: int, multiple: int) -> torch.Tensor:
+            if bits == 4:
+                return pack.int4(level, lanes, multiple)
+            return pack.narrow_integers(level, lanes, bits, multiple)
+
+        return grouped(self.name, codes, weight, pair[codes.spec.minimum], packed, zero=codes.zero)
 
 
 class CpuNF4(CpuKernel):
@@ -158,7 +162,8 @@ class CpuNF4(CpuKernel):
 
 
 class CpuTrellis(CpuKernel):
-    """A trellis, activations as 14-bit integers with a scale for each 32."""
+    """A trellis, activations as integers with a scale for each 32: int8 with a learned table, else of 14
+    bits."""
 
     name = "cpu-trellis"
 
@@ -170,6 +175,9 @@ class CpuTrellis(CpuKernel):
 
         spec = codes.spec
         assert spec.window is not None
+        if spec.window == LEARNED:
+            return grouped(self.name, codes, weight, decoders.learned_trellis(spec.bits, learned(spec.bits)),
+                           lambda *_: pack.learned_trellis(codes.codes, spec.bits))
         decoder = decoders.trellis(spec.bits, spec.window, (LOW, HIGH, MIDDLE))
         return grouped(self.name, codes, weight, decoder, lambda *_: pack.trellis(codes.codes, spec.bits))
 

@@ -49,11 +49,11 @@ def isa() -> Isa:
 def reason_against_tiles() -> str | None:
     """Why AMX isn't used on a CPU that has it; ``None`` if it is: the system permits it, and a product is
     right."""
-    from quantkit_kernels.cpu import amx, decoders, isa, matmul
+    from quantkit_kernels.cpu import amx, decoders, isa, matmul, tiles
     from quantkit_kernels.cpu.pool import Pool
     from quantkit_kernels.cpu.program import Program
 
-    if not amx.permitted():
+    if not tiles.permitted():
         return "the system doesn't permit AMX's tiles"
     make = torch.Generator().manual_seed(0)
     weight, x = (torch.randn(32, 64, generator=make).bfloat16() for _ in range(2))

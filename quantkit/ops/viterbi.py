@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from quantkit.formats import trellis_code
@@ -35,7 +36,13 @@ def nearest(target: torch.Tensor, weight: torch.Tensor, bits: int,
     Returns:
         Symbols uint8 and values float32, ``[n, 64]``.
     """
-    values = _values(window, target.device)
+    return _nearest(target, weight, trellis_code.table(bits, window).to(target.device), bits)
+
+
+def _nearest(target: torch.Tensor, weight: torch.Tensor, values: torch.Tensor,
+             bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`nearest` where the states mean ``values``."""
+    window = values.numel().bit_length() - 1
     symbols = torch.empty(target.shape, dtype=torch.uint8, device=target.device)
     if _by_kernel(target):
         from quantkit_kernels.cpu.viterbi import Viterbi
@@ -138,12 +145,34 @@ def _path(target: torch.Tensor, weight: torch.Tensor, values: torch.Tensor, bits
     return (states & choices - 1).to(torch.uint8), states
 
 
+def learned_levels(bits: int) -> tuple[list[int], float]:
+    """Learn what the states of a window of 8 bits mean: by turns the nearest rings of a Gaussian source, and
+    the mean of what each state stands for, https://doi.org/10.1109/TIT.1982.1056489. A state and the one
+    with the other highest bit mean opposite numbers.
+
+    Args:
+        bits: the bits of a symbol.
+
+    Returns:
+        The levels of the states 0 to 127, −127 to 127, and what a standard deviation of the source is in
+        them: :data:`~quantkit.formats.trellis_code.LEVELS` and ``DEVIATIONS``.
+    """
+    random = np.random.default_rng(3)
+    source = torch.from_numpy(random.standard_normal((3000, RING), dtype=np.float32))
+    spread = np.sort(random.standard_normal((128, 64)).ravel()).reshape(128, 64).mean(1)
+    half = torch.from_numpy(random.permutation(spread))
+    for _ in range(100):
+        symbols, _ = _nearest(source, torch.ones_like(source), torch.cat((half, -half)).float(), bits)
+        states = trellis_code.states(symbols, bits, trellis_code.LEARNED).flatten()
+        sign = torch.where(states < 128, 1.0, -1.0)
+        total = torch.bincount(states % 128, (source.flatten() * sign).double(), 128)
+        half = total / torch.bincount(states % 128, minlength=128).clamp(min=1)
+    factor = 127 / float(half.abs().max())
+    return [round(level) for level in (half * factor).tolist()], round(factor, 2)
+
+
 def _by_kernel(x: torch.Tensor) -> bool:
     return x.device.type == "cpu" and reason_against_kernels() is None
-
-
-def _values(window: int, device: torch.device) -> torch.Tensor:
-    return trellis_code.table(window).to(device=device, dtype=torch.float32)
 
 
 def _columns(again: bool, work: torch.Tensor, matrix: torch.Tensor, scale: torch.Tensor, bits: int,
@@ -152,7 +181,7 @@ def _columns(again: bool, work: torch.Tensor, matrix: torch.Tensor, scale: torch
 
     scale = scale.contiguous()
     _run(ColumnSearch(Viterbi(bits, window), again), len(work), work=work, matrix=matrix.contiguous(),
-         scale=scale, weight=evened(scale), values=_values(window, work.device), symbols=symbols,
+         scale=scale, weight=evened(scale), values=trellis_code.table(bits, window), symbols=symbols,
          found=values, columns=work.shape[1])
 
 

@@ -45,7 +45,8 @@ FORMAT_SPECS = (
               activations="group"),
     QuantSpec(kind="fp", bits=8, granularity=Granularity(strategy="tile", size=128)),
     QuantSpec(kind="fp", bits=8, granularity=Granularity(strategy="tile", size=32), activations="group"),
-    *(QuantSpec(kind="trellis", bits=bits, window=12, granularity=_CHANNEL) for bits in (2, 3, 4)))
+    *(QuantSpec(kind="trellis", bits=bits, window=window, granularity=_CHANNEL)
+      for bits in (2, 3, 4) for window in (8, 12)))
 """What :func:`check_format` asks a format for."""
 SHAPES = ((1, 64), (7, 37), (33, 96), (64, 64), (128, 48), (16, 1), (5, 512))
 LAST_BITS = 2.0**-22

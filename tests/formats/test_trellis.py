@@ -37,17 +37,37 @@ def test_what_symbols_mean(bits: int, window: int) -> None:
                 assert found[row, column] == value * codes.scale[row, 0]
 
 
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_what_symbols_mean_by_a_learned_table(bits: int) -> None:
+    """A weight is the 8 bits of its column's stream that begin with its own, around the ring."""
+    codes = random_codes(trellis_spec(bits, 8), 128, 3, bits)
+    packed = FORMAT.pack(codes, torch.bfloat16)
+    found = FORMAT.dequantize(packed)
+    half = [byte - 256 if byte > 127 else byte for byte in bytes.fromhex(trellis_code.LEVELS[bits])]
+    assert len(half) == 128 and max(map(abs, half)) == 127
+    for tile in range(2):
+        for column in range(3):
+            octets = packed.tensors["weight_trellis"][tile, column].numpy().tobytes()
+            ring = int.from_bytes(octets, "little")
+            ring |= ring << 64 * bits
+            for row in range(64):
+                state = ring >> bits * row & 255
+                value = half[state % 128] * (1 if state < 128 else -1)
+                assert found[64 * tile + row, column] == value * codes.scale[64 * tile + row, 0]
+
+
 def test_values_are_spread_like_a_sum_of_four_nibbles() -> None:
-    values = trellis_code.table(16).double()
+    values = trellis_code.table(3, 16).double()
     assert abs(float(values.mean())) < 0.05
     assert abs(float(values.std()) / trellis_code.DEVIATION - 1) < 0.01
     assert (int(values.min()), int(values.max())) == (-30, 30)
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize("window", [8, 12])
 @pytest.mark.parametrize(("rows", "cols"), [(64, 1), (64, 33), (192, 64)])
-def test_round_trip_is_exact(bits: int, rows: int, cols: int) -> None:
-    spec = trellis_spec(bits)
+def test_round_trip_is_exact(bits: int, window: int, rows: int, cols: int) -> None:
+    spec = trellis_spec(bits, window)
     codes = random_codes(spec, rows, cols, 1)
     packed = FORMAT.pack(codes, torch.bfloat16)
     assert {k: (t.dtype, tuple(t.shape)) for k, t in packed.tensors.items()} == FORMAT.layout(
@@ -68,8 +88,8 @@ def test_refusals() -> None:
 
 
 @pytest.mark.parametrize(("changes", "said"), [
-    ({"window": None}, "needs a window"), ({"window": 9}, "greater than or equal to 10"),
-    ({"window": 17}, "less than or equal to 16"), ({"bits": 5}, "2 to 4 bits"),
+    ({"window": None}, "needs a window"), ({"window": 9}, "should be 8, 10, 11"),
+    ({"window": 17}, "or 16"), ({"bits": 5}, "2 to 4 bits"),
     ({"symmetric": False}, "symmetric"), ({"kind": "int", "bits": 4}, "alone has a window"),
     ({"granularity": {"strategy": "group", "size": 64}}, "a scale a channel")])
 def test_specs_that_mean_nothing(changes: dict[str, object], said: str) -> None:

@@ -11,7 +11,7 @@ import torch
 from quantkit.formats import trellis_code
 from quantkit.ops import viterbi
 
-CASES = [(2, 10), (2, 12), (3, 11), (3, 12), (4, 10), (4, 13)]
+CASES = [(2, 8), (3, 8), (4, 8), (2, 10), (2, 12), (3, 11), (3, 12), (4, 10), (4, 13)]
 
 
 @pytest.fixture(params=["kernel", "torch"])
@@ -46,8 +46,8 @@ def test_the_nearest_ring_of_those_with_its_cut(way, bits, window):
     target, weight = numbers(6, 64), numbers(6, 64, seed=1).abs() / 9 + 0.1
     symbols, found = viterbi.nearest(target, weight, bits, window)
     states = trellis_code.states(symbols, bits, window)
-    values = trellis_code.table(window)
-    assert torch.equal(found, values[states].float())
+    values = trellis_code.table(bits, window)
+    assert torch.equal(found, values[states])
     cuts = states[:, -1] % (2**window >> bits)
     for row in range(6):
         ring, factor = target[row].double().numpy(), weight[row].double().numpy()
@@ -56,12 +56,22 @@ def test_the_nearest_ring_of_those_with_its_cut(way, bits, window):
 
 
 @pytest.mark.parametrize(("bits", "most"), [(2, 0.085), (3, 0.0235), (4, 0.0068)])
-def test_the_error_of_gaussian_numbers(bits, most):
+@pytest.mark.parametrize("window", [8, 12])
+def test_the_error_of_gaussian_numbers(bits, window, most):
     """Uniform grids leave 0.119, 0.0374 and 0.0115; no code leaves less than 0.0625, 0.0156 and 0.0039."""
-    target = numbers(400, 64) / 9 * trellis_code.DEVIATION
-    _, found = viterbi.nearest(target, torch.ones_like(target), bits, 12)
-    error = float((found - target).square().mean()) / trellis_code.DEVIATION**2
+    deviation = trellis_code.deviation(bits, window)
+    target = numbers(400, 64) / 9 * deviation
+    _, found = viterbi.nearest(target, torch.ones_like(target), bits, window)
+    error = float((found - target).square().mean()) / deviation**2
     assert 4.0**-bits < error < most
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_the_table_is_what_is_learned(bits):
+    levels, deviation = viterbi.learned_levels(bits)
+    assert trellis_code.learned(bits) == (*levels, *(-level for level in levels))
+    assert trellis_code.DEVIATIONS[bits] == deviation
 
 
 def test_numbers_that_lie_elsewise_in_memory():
@@ -97,10 +107,10 @@ def test_kernel_and_torch_feed_back_alike(monkeypatch, columns):
         monkeypatch.setattr(viterbi, "_by_kernel", lambda x, by_kernel=by_kernel: by_kernel)
         symbols, found = viterbi.feed_back(weight.clone(), upper, scale, 3, 10)
         solved = loss(weight, found, scale, hessian)
-        assert torch.equal(found, trellis_code.table(10)[trellis_code.states(symbols, 3, 10)].float())
+        assert torch.equal(found, trellis_code.table(3, 10)[trellis_code.states(symbols, 3, 10)])
         slopes = hessian @ (weight - found * scale.unsqueeze(1))
         viterbi.visit(slopes, hessian, scale, 3, 10, symbols, found)
-        assert torch.equal(found, trellis_code.table(10)[trellis_code.states(symbols, 3, 10)].float())
+        assert torch.equal(found, trellis_code.table(3, 10)[trellis_code.states(symbols, 3, 10)])
         both.append((solved, loss(weight, found, scale, hessian)))
     # sums have another order, so that a path may be another one; what they cost is nearly the same
     assert both[0] == pytest.approx(both[1], rel=0.05)

@@ -34,13 +34,17 @@ SHIPPED = {"int8": "int8 channel sym", "int8-gptq": "int8 channel sym", "int5-as
            "int2": "int2 g64 asym",
            "int4-awq": "int4 g64 sym", "int4-autoround": "int4 g64 sym",
            "w8a8-smooth": "int8 channel sym a8", "w8a8": "int8 channel sym a8", "fp8": "fp8 channel a8",
-           **{f"trellis{bits}": f"trellis{bits} channel w12 rot" for bits in (2, 3, 4)},
+           **{f"trellis{bits}": f"trellis{bits} channel w8 rot" for bits in (2, 3, 4)},
+           "trellis3-embed6": "trellis3 channel w8 rot",
            **{f"int{bits}-datafree": f"int{bits} g64 asym" for bits in (2, 3, 4)},
            "int8-datafree": "int8 g64 sym",
            **{f"nvfp4{end}": "fp4 g16 e4m3" for end in ("", "-datafree")}, "nvfp4-a4": "fp4 g16 e4m3 a4",
            **{f"mxfp4{end}": "fp4 g32 e8m0" for end in ("", "-datafree")}, "mxfp4-a4": "fp4 g32 e8m0 a4",
            "fp8-block": "fp8 t128 a8",
            "nf4": "nf4 b64", "nf4-nested": "nf4 b64 nested", "int8-kv8": "int8 channel sym"}
+
+MIXED = ("mixed", "mixed-trellis")
+"""Those whose candidates a budget chooses from."""
 
 
 @pytest.fixture
@@ -99,9 +103,9 @@ def test_shipped_recipes_load_and_leave_the_head_alone_unless_their_name_says_so
 
 def test_the_list_is_what_is_shipped_and_none_is_broken():
     listed = list_recipes()
-    assert [info.name for info in listed] == sorted([*SHIPPED, "mixed", *MLX, *GGUF])
+    assert [info.name for info in listed] == sorted([*SHIPPED, *MIXED, *MLX, *GGUF])
     assert {info.owner for info in listed} == {"quantkit"} and not any(info.error for info in listed)
-    assert {p.stem for p in data_dir("recipes").iterdir()} == {*SHIPPED, "mixed", *MLX, *GGUF}
+    assert {p.stem for p in data_dir("recipes").iterdir()} == {*SHIPPED, *MIXED, *MLX, *GGUF}
 
 
 @pytest.mark.parametrize("name", GGUF)

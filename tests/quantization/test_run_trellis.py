@@ -98,7 +98,18 @@ rules:
     assert len(text[0].token_ids) == 8
     with Checkpoint.open(result.out) as checkpoint:
         row = checkpoint.manifest.layers[0]
-        assert (row.format, row.spec.label()) == ("trellis", f"trellis{bits} channel w12 rot")
+        assert (row.format, row.spec.label()) == ("trellis", f"trellis{bits} channel w8 rot")
+
+
+def test_a_computed_code_is_still_made_and_read(tmp_path, tiny):
+    """Checkpoints say their window: those of an earlier version have one of 12."""
+    (tmp_path / "r.yaml").write_text(ROTATED.replace("METHOD", "rtn").replace(
+        "SPEC", "kind: trellis, bits: 4, window: 12, granularity: {strategy: channel}"))
+    out = quantize(str(tiny), str(tmp_path / "r.yaml"), tmp_path / "out").out
+    with Checkpoint.open(out) as checkpoint:
+        assert checkpoint.manifest.layers[0].spec.label() == "trellis4 channel w12 rot"
+    computed = load(str(out)).model(ids(2, 40))
+    assert far(computed, load(str(tiny)).model(ids(2, 40))) < 0.3
 
 
 def test_stopped_and_run_again(tmp_path, tiny, stop_at):

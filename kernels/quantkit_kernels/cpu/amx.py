@@ -1,5 +1,4 @@
-"""Products of bfloat16 by Intel's AMX: eight tiles of 16 rows of 64 bytes, and an instruction that multiplies
-two of them.
+"""Products by weights of bfloat16 with Intel's AMX.
 
 A tile of weights is read as it lies: 16 rows, 32 columns. Activations are brought into the other factor's
 order first: pairs of columns are rows, tokens are columns. What
@@ -10,90 +9,36 @@ instructions, and are the same in any company.
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import sys
 from collections.abc import Sequence
 
-from llvmlite import ir
-
-from quantkit_kernels.cpu.emit import Emitter
 from quantkit_kernels.cpu.float_product import CHUNK, FloatProduct
-from quantkit_kernels.cpu.values import I8, I16, I32, I64, Value, vec
+from quantkit_kernels.cpu.tiles import ROWS, SQUARE, TILE_BYTES, Tiles
+from quantkit_kernels.cpu.values import I32, I64, Value, vec
 from quantkit_kernels.cpu.weight_decoder import STRIPE, SUB
 
-TILE_ROWS, TILE_BYTES = 16, 1024
 MOST_ROWS = 128
 """Rows of activations in a unit, at most."""
 SCRATCH_BYTES = MOST_ROWS * CHUNK * 2
 """What a thread needs for a chunk of them."""
 WEIGHTS, INPUTS = 4, 6
 """The first tile of weights, and of activations; those before are sums."""
-REQUEST, TILE_DATA, SYSTEM_CALL = 0x1023, 18, 158
-"""Linux's ``arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA)``."""
-
-
-class Tiles:
-    """Emits the instructions.
-
-    Args:
-        e: writes the kernel.
-    """
-
-    def __init__(self, e: Emitter) -> None:
-        self.e = e
-
-    def begin(self) -> None:
-        """Give all tiles their shape."""
-        e = self.e
-        shape = e.room(64)
-        e.store(shape, e.const(vec(I8, 64), 0))
-        e.store(shape, e.const(I8, 1))
-        e.store(shape, e.const(vec(I16, 8), 64), 16)
-        e.store(shape, e.const(vec(I8, 8), TILE_ROWS), 48)
-        self._run("ldtilecfg", shape)
-
-    def end(self) -> None:
-        self._run("tilerelease")
-
-    def clear(self, tile: int) -> None:
-        self._run("tilezero", self._number(tile))
-
-    def load(self, tile: int, start: Value, stride: Value) -> None:
-        self._run("tileloadd64", self._number(tile), start, stride)
-
-    def store(self, tile: int, start: Value) -> None:
-        """Rows of 64 bytes, one behind the other."""
-        self._run("tilestored64", self._number(tile), start, self.e.const(I64, 64))
-
-    def multiply(self, total: int, weights: int, inputs: int) -> None:
-        """Add ``weights · inputs`` to the tile ``total``, float32 ``[16, 16]``."""
-        self._run("tdpbf16ps", *map(self._number, (total, weights, inputs)))
-
-    def _number(self, tile: int) -> Value:
-        return self.e.const(I8, tile)
-
-    def _run(self, name: str, *arguments: Value) -> None:
-        self.e.intrinsic(f"llvm.x86.{name}", ir.VoidType(), *arguments)
 
 
 class AmxProduct(FloatProduct):
     """Emits the kernel of a product by weights of bfloat16."""
 
-    tiles_of: type[Tiles] = Tiles
-
     def write(self) -> None:
         e, a = self.e, self.a
         self.scratch = a.scratch + self.thread * a.scratch_private
         self.room = e.room(2 * TILE_BYTES)
-        self.tiles = self.tiles_of(e)
+        self.tiles = Tiles(e)
         begin, end, top, bottom = self.bounds()
-        groups = (bottom - top + TILE_ROWS - 1) // TILE_ROWS
-        self.tiles.begin()
+        groups = (bottom - top + ROWS - 1) // ROWS
+        self.tiles.begin([SQUARE] * 8)
         with e.loop(0, a.subgroups, self.chunk) as chunk:
             stop = e.min(chunk + self.chunk, a.subgroups)
             with e.loop(0, groups) as group, e.loop(chunk, stop) as s:
-                self._turn(top + group * TILE_ROWS, bottom, s, self._inputs(group, s - chunk))
+                self._turn(top + group * ROWS, bottom, s, self._inputs(group, s - chunk))
             with e.loop(begin, end, STRIPE) as weight:
                 with e.loop(0, groups // 2 * 2, 2) as group:
                     self._square(weight, top, bottom, group, 2, chunk, stop)
@@ -112,9 +57,9 @@ class AmxProduct(FloatProduct):
         stores."""
         e, a = self.e, self.a
         pairs = []
-        for i in range(TILE_ROWS):
+        for i in range(ROWS):
             place = a.x + e.min(row + i, bottom - 1) * a.x_stride
-            pairs.append(e.load(place + subgroup * (2 * SUB), vec(I32, TILE_ROWS)))
+            pairs.append(e.load(place + subgroup * (2 * SUB), vec(I32, ROWS)))
         for i, turned in enumerate(transposed(pairs)):
             e.store(out, turned, i * 64)
 
@@ -127,7 +72,7 @@ class AmxProduct(FloatProduct):
             tiles.clear(2 * i + j)
         with e.loop(chunk, stop) as s:
             for i in range(2):
-                source = a.weights + (weight + i * TILE_ROWS) * self.row_bytes + s * (2 * SUB)
+                source = a.weights + (weight + i * ROWS) * self.row_bytes + s * (2 * SUB)
                 tiles.load(WEIGHTS + i, source, self.row_bytes)
             for j in range(count):
                 tiles.load(INPUTS + j, self._inputs(group + j, s - chunk), e.const(I64, 64))
@@ -136,13 +81,13 @@ class AmxProduct(FloatProduct):
         turned = self.room + TILE_BYTES
         for i, j in places:
             tiles.store(2 * i + j, self.room)
-            rows = [e.load(self.room, self.kind, n * 64) for n in range(TILE_ROWS)]
+            rows = [e.load(self.room, self.kind, n * 64) for n in range(ROWS)]
             for n, sums in enumerate(transposed(rows)):
                 e.store(turned, sums, n * 64)
-            first = top + (group + j) * TILE_ROWS
-            with e.loop(first, e.min(first + TILE_ROWS, bottom)) as row:
+            first = top + (group + j) * ROWS
+            with e.loop(first, e.min(first + ROWS, bottom)) as row:
                 sums = e.load(turned + (row - first) * 64, self.kind)
-                self.add(weight + i * TILE_ROWS, row, [sums], chunk)
+                self.add(weight + i * ROWS, row, [sums], chunk)
 
 
 def transposed(rows: Sequence[Value]) -> list[Value]:
@@ -159,13 +104,3 @@ def transposed(rows: Sequence[Value]) -> list[Value]:
                                                  lower)
         distance *= 2
     return result
-
-
-def permitted() -> bool:
-    """Whether the system lets this process use tiles; it is asked once, and holds for all threads."""
-    if not sys.platform.startswith("linux"):
-        return False
-    with contextlib.suppress(OSError, AttributeError):
-        return ctypes.CDLL(None, use_errno=True).syscall(SYSTEM_CALL, REQUEST, TILE_DATA) == 0
-    return False
-

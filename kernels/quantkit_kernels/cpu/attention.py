@@ -7,7 +7,7 @@ however the prompt was cut. https://arxiv.org/abs/2205.14135
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import ClassVar
@@ -25,6 +25,8 @@ SPLIT = 256
 """Slots whose scores share a maximum."""
 TILE = 32
 """Slots that are decoded at once; they divide a page."""
+LINE = 64
+"""Bytes of a cache line."""
 WIDE = 16
 """Scores handled at once in a softmax."""
 NOTHING = -1e30
@@ -57,12 +59,13 @@ class Attend:
 
     def emit(self, module: ir.Module, isa: Isa) -> None:
         e, a, unit, thread = begin(module, self.name, ATTEND_ARGUMENTS)
-        _Attend(e, a, self.codecs, self.dim).write(unit, thread)
+        _Attend(e, a, self.codecs, self.dim, isa).write(unit, thread)
 
 
 class _Attend:
-    def __init__(self, e: Emitter, a: SimpleNamespace, codecs: PageCodecs, dim: int) -> None:
+    def __init__(self, e: Emitter, a: SimpleNamespace, codecs: PageCodecs, dim: int, isa: Isa) -> None:
         self.e, self.a, self.codecs, self.dim, self.width = e, a, codecs, dim, lanes(dim)
+        self.span = 8 * isa.lanes if isa.lanes == 16 else 4 * isa.lanes  # sums of two queries in registers
 
     def write(self, unit: Value, thread: Value) -> None:
         e, a = self.e, self.a
@@ -163,8 +166,8 @@ class _Attend:
         with e.loop(begin, end, TILE) as at:
             count = e.min(end - at, e.const(I64, TILE))
             self._decode("k", at, count, True)
-            with e.loop(0, self.queries) as q:
-                self._score(q, self.scores + q * (SPLIT * 4) + (at - begin) * 4, count)
+            for q, together in self._pairs():
+                self._score(q, together, self.scores + q * (SPLIT * 4) + (at - begin) * 4, count)
         with e.loop(0, self.queries) as q:
             self._softmax(q, begin, end)
             for at_ in range(0, self.dim, self.width):
@@ -172,8 +175,8 @@ class _Attend:
         with e.loop(begin, end, TILE) as at:
             count = e.min(end - at, e.const(I64, TILE))
             self._decode("v", at, count, False)
-            with e.loop(0, self.queries) as q:
-                self._add(q, self.scores + q * (SPLIT * 4) + (at - begin) * 4, count)
+            for q, together in self._pairs():
+                self._add(q, together, self.scores + q * (SPLIT * 4) + (at - begin) * 4, count)
 
     def _decode(self, side: str, at: Value, count: Value, places: bool) -> None:
         """The slots of a page as float32 in the tile; on the way also their positions."""
@@ -202,11 +205,16 @@ class _Attend:
         e, codec = self.e, self.codecs.side(side)
         common = codec.common(e, self.held.shared(side, base), (at & (PAGE - 1)) // TILE, self.dim)
         ahead = self.held.slot(e.min(at + PAGE, end - 1) & -PAGE) + (at & (PAGE - 1)) if side == "k" else base
-        with e.loop(0, count) as i:
+
+        def fetch(i: Value, slots: int) -> None:
             if side == "k":
-                self._fetch(self.held.parts("v", base + i), "v")
+                self._fetch("v", base + i, slots)
                 with e.when(at + i + PAGE < end):
-                    self._fetch(self.held.parts("k", ahead + i), "k")
+                    self._fetch("k", ahead + i, slots)
+
+        fetch(e.const(I64, 0), TILE)
+        with e.loop(0, count) as i:
+            fetch(i, 1)
             self._keep(i, codec.load(e, self.held.parts(side, base + i), self.dim, common))
 
     def _keep(self, i: Value, values: list[Value]) -> None:
@@ -223,26 +231,41 @@ class _Attend:
             with e.loop(0, TILE, WIDE) as i:
                 e.store(where + i * 4, (at + i).trunc(I32).spread(WIDE) + steps)
 
-    def _fetch(self, parts: Mapping[str, Value], side: str) -> None:
+    def _fetch(self, side: str, slot: Value, slots: int) -> None:
+        """Fetch a slot's parts of whole cache lines, or those parts of some slots that share lines."""
         sizes = self.codecs.side(side).bytes(self.dim)
-        for name, pointer in parts.items():
-            for line in range(0, sizes[name], 64):
-                self.e.prefetch(pointer + line)
+        for name, pointer in self.held.parts(side, slot).items():
+            if (sizes[name] < LINE) == (slots > 1):
+                for line in range(0, sizes[name] * slots, LINE):
+                    self.e.prefetch(pointer + line)
 
-    def _score(self, q: Value, out: Value, count: Value) -> None:
-        """A query's products with the tile's keys, eight at a time; none behind the last is ever seen."""
+    def _pairs(self) -> Iterator[tuple[Value, int]]:
+        """The queries by twos, then one that is left: what is loaded of the tile then serves both."""
+        e = self.e
+        with e.loop(0, self.queries & -2, 2) as q:
+            yield q, 2
+        with e.when((self.queries & 1).equals(1)):
+            yield self.queries - 1, 1
+
+    def _score(self, q: Value, together: int, out: Value, count: Value) -> None:
+        """Queries' products with the tile's keys, eight at a time; none behind the last is ever seen."""
         e, kind = self.e, vec(F32, self.width)
-        query = self._query(q)
-        parts = [e.load(query, kind, at * 4) for at in range(0, self.dim, self.width)]
+        ats = range(0, self.dim, self.width)
+        queries = [[e.load(self._query(q + m), kind, at * 4) for at in ats] for m in range(together)]
         with e.loop(0, count, 8) as key:
-            totals = []
+            totals: list[list[Value]] = [[] for _ in queries]
             for i in range(8):
                 row = self.tile + (key + i) * (self.dim * 4)
-                total = parts[0] * e.load(row, kind)
-                for j, part in enumerate(parts[1:], 1):
-                    total = e.fma(part, e.load(row, kind, j * self.width * 4), total)
-                totals.append(total)
-            e.store(out + key * 4, e.sums(totals))
+                parts = [e.load(row, kind, at * 4) for at in ats]
+                for query, products in zip(queries, totals):
+                    total = query[0] * parts[0]
+                    for part, other in zip(parts[1:], query[1:]):
+                        total = e.fma(other, part, total)
+                    products.append(total)
+            sums = e.sums([total for products in totals for total in products])
+            for m in range(together):
+                part = sums.shuffle(range(8 * m, 8 * m + 8)) if together > 1 else sums
+                e.store(out + m * (SPLIT * 4) + key * 4, part)
 
     def _softmax(self, q: Value, begin: Value, end: Value) -> None:
         """Scores become ``exp(score - maximum)``, 0 where the query doesn't see; the sum of these is kept."""
@@ -288,20 +311,23 @@ class _Attend:
         e.store(self.most + q * 16, top, 8)
         e.store(self.most + q * 16, e.sum(total.get()), 12)
 
-    def _add(self, q: Value, weights: Value, count: Value) -> None:
+    def _add(self, q: Value, together: int, weights: Value, count: Value) -> None:
         """The tile's values by their weights, added to the split's sums."""
-        e, kind = self.e, vec(F32, self.width)
-        for low in range(0, self.dim, 64):
-            ats = range(low, min(low + 64, self.dim), self.width)
-            sums = self.sums + q * (self.dim * 4)
-            totals = [e.var(e.load(sums, kind, at * 4)) for at in ats]
+        e, kind, size = self.e, vec(F32, self.width), self.dim * 4
+        for low in range(0, self.dim, self.span):
+            ats = range(low, min(low + self.span, self.dim), self.width)
+            sums = [self.sums + (q + m) * size for m in range(together)]
+            totals = [[e.var(e.load(where, kind, at * 4)) for at in ats] for where in sums]
             with e.loop(0, count) as key:
-                weight = e.load(weights, F32, key * 4).spread(self.width)
-                for total, at in zip(totals, ats):
-                    value = e.load(self.tile + key * (self.dim * 4), kind, at * 4)
-                    total.set(e.fma(weight, value, total.get()))
-            for total, at in zip(totals, ats):
-                e.store(sums, total.get(), at * 4)
+                factors = [e.load(weights + m * (SPLIT * 4), F32, key * 4).spread(self.width)
+                           for m in range(together)]
+                for i, at in enumerate(ats):
+                    value = e.load(self.tile + key * size, kind, at * 4)
+                    for factor, variables in zip(factors, totals):
+                        variables[i].set(e.fma(factor, value, variables[i].get()))
+            for where, variables in zip(sums, totals):
+                for at, total in zip(ats, variables):
+                    e.store(where, total.get(), at * 4)
 
 
 @dataclass(frozen=True)

@@ -17,13 +17,13 @@ import numpy as np
 import torch
 from llvmlite import ir
 
-from quantkit_kernels.cpu.amx import Tiles
 from quantkit_kernels.cpu.driver import begin
 from quantkit_kernels.cpu.emit import Emitter
 from quantkit_kernels.cpu.isa import Isa
 from quantkit_kernels.cpu.pool import Pool
 from quantkit_kernels.cpu.product_tile import AHEAD
 from quantkit_kernels.cpu.program import Program, ProgramKernel
+from quantkit_kernels.cpu.tiles import SQUARE, Tiles
 from quantkit_kernels.cpu.values import F32, I8, I16, I32, Type, Value, vec
 
 Operands = Literal["bf16", "float32", "int16", "int8"]
@@ -102,7 +102,7 @@ class ProductKernel:
 
     def _multiply_tiles(self, e: Emitter, steps: Value) -> None:
         tiles = Tiles(e)
-        tiles.begin()
+        tiles.begin([SQUARE] * 8)
         for tile in range(8):
             tiles.clear(tile)
         with e.loop(0, steps):

@@ -81,6 +81,23 @@ def _wide_integers(bits: int) -> Callable[..., Iterator[Sequence[Value]]]:
     return unpack
 
 
+def _narrow_integers(bits: int) -> Callable[..., Iterator[Sequence[Value]]]:
+    """2 or 3 bits: four values of each lane's row a vector, as :func:`_w8a8` has them. The low two bits of
+    four vectors share their bytes, the first lowest; behind them the third bits of all eight, likewise."""
+    def unpack(e: Emitter, isa: Isa, source: Value) -> Iterator[Sequence[Value]]:
+        words, size = vec(I16, 2 * isa.lanes), 4 * isa.lanes
+        above = e.load(source, words, 2 * size) if bits == 3 else None
+        for i in range(SUB // 4):
+            if i % 4 == 0:
+                low = e.load(source, words, i // 4 * size)
+            codes = (low.shr(i % 4 * 2) if i % 4 else low) & 0x0303
+            if above is not None:
+                codes = codes | (above << 2 - i if i < 2 else above.shr(i - 2)) & 0x0404
+            yield (codes.bits(vec(I8, size)),)
+
+    return unpack
+
+
 def _bf16(e: Emitter, source: Value) -> Iterator[Value]:
     """One of a pair is a 32-bit word's high half, the other is shifted there."""
     pairs, real = e.load(source, vec(I32, SUB // 2)), vec(F32, SUB // 2)
@@ -195,6 +212,61 @@ def trellis(bits: int, window: int, code: tuple[int, int, int]) -> WeightDecoder
                          64)
 
 
+def learned_trellis(bits: int, levels: tuple[int, ...]) -> WeightDecoder:
+    """Rings of 64 rows of symbols of 2 to 4 bits, of which the 8 bits that begin with a row's own mean one
+    of 256 ``levels``, −127 to 127. The upper half of these is the lower half, negated.
+
+    A column's ring is a little-endian stream of ``8 · bits`` bytes, the first row's symbol in its lowest
+    bits.
+    """
+    size = 8 * bits  # bytes of a ring
+
+    def unpack(e: Emitter, isa: Isa, source: Value) -> Iterator[Sequence[Value]]:
+        table = tuple(level + isa.offset & 255 for level in levels[:128])
+        wide, taken = vec(I8, 4 * isa.lanes), min(32, SUB * size)
+        for step in range(SUB // 4):
+            values: list[list[Value]] = []
+            for column in range(4 * step, 4 * step + 4):
+                # more than the ring is read, since 32 bytes are a vector, but nothing behind the subgroup
+                start = min(column * size, SUB * size - taken)
+                ring = e.load(source + start, vec(I8, taken))
+                values.append([])
+                for first in range(0, 64, 4 * isa.lanes):
+                    places, starts = _windows(bits, isa.lanes, first)
+                    windows = isa.bit_fields(
+                        e, ring.shuffle([column * size - start + place % size for place in places]).bits(
+                            vec(I32, isa.lanes)), starts)
+                    level = isa.lookup_128(e, table, windows)
+                    values[-1].append(e.select(windows < 0, e.const(wide, 0) - level, level))
+            yield [block for four in zip(*values) for block in _side_by_side(four)]
+
+    return WeightDecoder(f"trellis{bits}_learned_{_digest(levels)}", BYTES, SUB * bits // 8, unpack, 64,
+                         signed=True)
+
+
+def _windows(bits: int, lanes: int, first: int) -> tuple[list[int], list[int]]:
+    """Where the windows of ``4 · lanes`` rows lie: the bytes of the ring that make up each word, which has
+    those of four rows, and the bit of its word at which each begins. Words are in the order that
+    :func:`_side_by_side` turns into that of rows."""
+    rows = [first + lanes * block + 4 * run for run in range(lanes // 4) for block in range(4)]
+    places = [bits * row // 8 + byte for row in rows for byte in range(4)]
+    return places, [bits * row % 8 + bits * place for row in rows for place in range(4)]
+
+
+def _side_by_side(columns: Sequence[Value]) -> list[Value]:
+    """Four vectors of bytes, a column each → four vectors whose words have a byte of each column: the first
+    has the first four bytes of every run of 16, the second the next four, and so on."""
+    def woven(a: Value, b: Value, half: int, each: int) -> Value:
+        """A half of each run of 16 bytes of ``a`` and ``b``, each ``each`` bytes of theirs by turns."""
+        return a.shuffle([16 * run + 8 * half + at * each + byte + other * a.lanes
+                          for run in range(a.lanes // 16) for at in range(8 // each)
+                          for other in range(2) for byte in range(each)], b)
+
+    a, b, c, d = columns
+    return [woven(woven(a, b, half, 1), woven(c, d, half, 1), quarter, 2)
+            for half in range(2) for quarter in range(2)]
+
+
 def _ring_words(e: Emitter, source: Value, bits: int) -> Value:
     """int16 ``[32]``, of ``4 · bits`` bits: those of 3 bits have their low bytes first, then high nibbles."""
     words = vec(I16, 32)
@@ -214,6 +286,10 @@ def _turned(words: Value, places: int) -> Value:
 
 INT4 = WeightDecoder("int4", BYTES, SUB // 2, _int4, zero_level=8)
 UINT4 = WeightDecoder("uint4", BYTES, SUB // 2, _int4)
+INT2, UINT2, INT3, UINT3 = (
+    WeightDecoder(f"{'u' * (not signed)}int{bits}", BYTES, SUB * bits // 8, _narrow_integers(bits),
+                  zero_level=signed << (bits - 1))
+    for bits in (2, 3) for signed in (1, 0))
 INT8 = WeightDecoder("int8", WORDS, SUB, _int8)
 UINT8 = WeightDecoder("uint8", WORDS, SUB, _int8, zero_level=-128)
 """Unsigned codes, which lie as int8 of which −128 means 0."""

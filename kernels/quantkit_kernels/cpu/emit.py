@@ -50,6 +50,14 @@ class Emitter:
         memory.align, memory.type = 8, PTR
         return Value(self.b, memory)
 
+    def constants(self, numbers: Sequence[int]) -> Value:
+        """Where these bytes, 0 to 255, lie in memory that isn't written."""
+        kind = ir.ArrayType(I8, len(numbers))
+        memory = ir.GlobalVariable(self.module, kind, self.module.get_unique_name("constants"))
+        memory.linkage, memory.global_constant = "private", True
+        memory.initializer = ir.Constant(kind, list(numbers))
+        return Value(self.b, memory.bitcast(PTR))
+
     def load(self, pointer: Value, kind: Type, offset: Any = 0) -> Value:
         """Read, at any alignment."""
         where = pointer + offset if not (isinstance(offset, int) and offset == 0) else pointer
@@ -220,8 +228,13 @@ class Emitter:
         return self.highest(largest)
 
     def sums(self, vectors: Sequence[Value]) -> Value:
-        """Each vector's sum, as the lanes of one; eight vectors, by pairs: fewer steps than one by one."""
+        """Each vector's sum, as the lanes of one; eight vectors, or sixteen, by pairs: fewer steps than one
+        by one."""
         count = vectors[0].lanes
+        if len(vectors) == 16 and count == 16:
+            return self._sixteen(vectors)
+        if len(vectors) == 16:
+            return self.sums(vectors[:8]).shuffle(range(16), self.sums(vectors[8:]))
         while count > 8:
             count //= 2
             vectors = [v.shuffle(range(count)) + v.shuffle(range(count, 2 * count)) for v in vectors]
@@ -236,6 +249,21 @@ class Emitter:
         fours = [_across(a, b, (0, 1, 8, 9, 4, 5, 12, 13), (2, 3, 10, 11, 6, 7, 14, 15))
                  for a, b in zip(pairs[::2], pairs[1::2])]
         return _across(fours[0], fours[1], (0, 1, 2, 3, 8, 9, 10, 11), (4, 5, 6, 7, 12, 13, 14, 15))
+
+    def _sixteen(self, vectors: Sequence[Value]) -> Value:
+        """:meth:`sums` of sixteen by sixteen lanes, added in the same order: halves, then within quarters,
+        then quarters."""
+        low, high = range(8), range(8, 16)
+        halves = [_across(a, b, (*low, *(i + 16 for i in low)), (*high, *(i + 16 for i in high)))
+                  for a, b in zip(vectors[:8], vectors[8:])]
+        quarters = (0, 4, 8, 12)
+        for step in (((0, 1, 16, 17), (2, 3, 18, 19)), ((0, 2, 16, 18), (1, 3, 17, 19))):
+            first, second = (tuple(lane + quarter for quarter in quarters for lane in lanes)
+                             for lanes in step)
+            halves = [_across(a, b, first, second) for a, b in zip(halves[::2], halves[1::2])]
+        left, right = halves
+        return _across(left, right, (0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27),
+                       (4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31))
 
     def ret(self, value: Value | None = None) -> None:
         if value is None:

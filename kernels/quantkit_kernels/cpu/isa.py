@@ -9,11 +9,11 @@ import ctypes
 import functools
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from quantkit_kernels.cpu.emit import Emitter
-from quantkit_kernels.cpu.values import BFLOAT, F32, I8, I16, I32, Type, Value, vec
+from quantkit_kernels.cpu.values import BFLOAT, F32, I8, I16, I32, I64, Type, Value, vec
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,13 @@ class Isa:
         return "avx512vnni" in self.needs
 
     @property
+    def vbmi(self) -> bool:
+        """Whether one instruction looks bytes up in 128, and another takes bytes from any bit of a word."""
+        return "avx512vbmi" in self.needs
+
+    @property
     def amx(self) -> bool:
-        """Whether one instruction multiplies tiles of bfloat16; the system must be asked first."""
+        """Whether one instruction multiplies tiles; the system must be asked first."""
         return "amx-bf16" in self.needs
 
     @property
@@ -171,15 +176,62 @@ class Isa:
         entries = e.const(kind, list(table) * (width // 16))
         return e.intrinsic(name, kind, entries, index)
 
+    def lookup_128(self, e: Emitter, table: tuple[int, ...], index: Value) -> Value:
+        """Bytes of a table of 128 by the low 7 bits of ``index`` uint8 ``[4 · lanes]``."""
+        if self.vbmi:
+            low, high = (e.const(index.type, list(table[at:at + 64])) for at in (0, 64))
+            return e.intrinsic("llvm.x86.avx512.vpermi2var.qi.512", index.type, low, index, high)
+        if self.name == "plain":
+            entries, room = e.constants(table), e.room(index.lanes)
+            e.store(room, index & 127)
+            with e.loop(0, index.lanes) as at:
+                e.store(room, e.load(entries + e.load(room, I8, at).zext(I64), I8), at)
+            return e.load(room, index.type)
+        if self.neon:  # looks up in 64, and gives 0 beyond them
+            places = range(0, 64, 16)
+            halves = [_by_128_bits(e, "tbl4.v16i8", index.type,
+                                   *(e.const(index.type, list(table[first + at:first + at + 16]) * (
+                                       index.lanes // 16)) for at in places), (index & 127) - first)
+                      for first in (0, 64)]
+            return halves[0] | halves[1]
+        parts = [self.lookup(e, table[at:at + 16], index & 15) for at in range(0, 128, 16)]
+        for bit in (16, 32, 64):
+            upper = (index & bit).differs(0)
+            parts = [e.select(upper, above, below) for below, above in zip(parts[::2], parts[1::2])]
+        return parts[0]
+
+    def bit_fields(self, e: Emitter, words: Value, starts: Sequence[int]) -> Value:
+        """Bytes from any place of the 32-bit words that they replace.
+
+        Args:
+            e: writes the kernel.
+            words: int32 ``[lanes]``.
+            starts: for each byte of the result the bit of its word where it begins, at most 24; those of a
+                word's bytes differ by the same in all words.
+        """
+        wide = vec(I8, 4 * self.lanes)
+        if self.vbmi:
+            control = e.const(wide, [start + at % 8 // 4 * 32 for at, start in enumerate(starts)])
+            return e.intrinsic("llvm.x86.avx512.pmultishift.qb.512", wide, control, words.bits(wide))
+        first = starts[::4]
+        if any(first):
+            words = words.shr(e.const(words.type, first))
+        result = words & 255
+        for place in range(1, 4):
+            shift = 8 * place - (starts[place] - starts[0])
+            result = result | (words << shift if shift >= 0 else words.shr(-shift)) & 255 << 8 * place
+        return result.bits(wide)
+
 
 PLAIN = Isa("plain", 8)
 AVX2 = Isa("avx2", 8, ("avx2", "fma"))
 VNNI = Isa("avx512-vnni", 16, ("avx512f", "avx512bw", "avx512vl", "avx512vnni", "fma"))
-BF16 = Isa("avx512-bf16", 16, (*VNNI.needs, "avx512bf16"))
-AMX = Isa("amx", 16, (*BF16.needs, "amx-tile", "amx-bf16"))
+VBMI = Isa("avx512-vbmi", 16, (*VNNI.needs, "avx512vbmi"))
+BF16 = Isa("avx512-bf16", 16, (*VBMI.needs, "avx512bf16"))
+AMX = Isa("amx", 16, (*BF16.needs, "amx-tile", "amx-bf16", "amx-int8"))
 NEON = Isa("neon-dotprod", 8, ("dotprod",))
 NEON_BF16 = Isa("neon-bf16", 8, (*NEON.needs, "i8mm", "bf16"))
-ALL = (AMX, BF16, VNNI, AVX2, NEON_BF16, NEON, PLAIN)
+ALL = (AMX, BF16, VBMI, VNNI, AVX2, NEON_BF16, NEON, PLAIN)
 """Best first."""
 
 

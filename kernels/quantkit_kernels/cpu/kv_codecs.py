@@ -142,13 +142,10 @@ def _by_token(bits: int) -> PageCodec:
         pack(e, parts["codes"], parts_of_groups, bits)
 
     def load(e: Emitter, parts: Parts, dim: int, common: Sequence[Value]) -> list[Value]:
-        result = []
-        for i, code in enumerate(unpack(e, parts["codes"], dim, bits)):
-            if i * 16 % GROUP == 0:
-                scale, low = (bf16(e, parts[name], i * 16 // GROUP * 2).spread(16)
-                              for name in ("scale", "low"))
-            result.append(code.real() * scale + low)
-        return result
+        scales, lows = (e.widened(e.load(parts[name], vec(I16, dim // GROUP))) for name in ("scale", "low"))
+        groups = [[i * 16 // GROUP] * 16 for i in range(dim // 16)]
+        return [code.real() * scales.shuffle(group) + lows.shuffle(group)
+                for code, group in zip(unpack(e, parts["codes"], dim, bits), groups)]
 
     return PageCodec(f"token{bits}", lambda dim: {"codes": dim * bits // 8, "scale": dim // GROUP * 2,
                                                   "low": dim // GROUP * 2}, store, load)
@@ -278,18 +275,14 @@ def unpack(e: Emitter, where: Value, dim: int, bits: int) -> list[Value]:
     if bits == 3:
         high = unpack(e, where + dim // 4, dim, 1)
         return [low | bit << 2 for low, bit in zip(unpack(e, where, dim, 2), high)]
-    codes, wide = [], vec(I32, 16)
-    for at in range(0, dim, 16):
-        start = at * bits // 8
-        if bits == 4:  # eight codes in a word
-            first, second = (e.load(where, I32, start + half).spread(8) for half in (0, 4))
-            words = first.shuffle(range(16), second)
-        elif bits == 2:
-            words = e.load(where, I32, start).spread(16)
-        else:
-            words = e.load(where, I16, start).zext(I32).spread(16)
-        codes.append(words.shr(e.const(wide, [bits * i % 32 for i in range(16)])) & 2**bits - 1)
-    return codes
+    shifts = e.const(vec(I32, 16), [bits * i % 32 for i in range(16)])
+    if bits == 1:
+        words = [e.load(where, I16, at // 8).zext(I32).spread(16) for at in range(0, dim, 16)]
+    else:  # eight or sixteen codes in a word
+        each = 32 // bits
+        loaded = e.load(where, vec(I32, dim // each))
+        words = [loaded.shuffle([(at + i) // each for i in range(16)]) for at in range(0, dim, 16)]
+    return [word.shr(shifts) & 2**bits - 1 for word in words]
 
 
 def within(e: Emitter, x: Value, limit: float) -> Value:

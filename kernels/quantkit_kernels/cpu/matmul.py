@@ -6,8 +6,9 @@ scale) in rising order, each an exact sum of integers (or one such sum over the 
 activations share a scale): the same bits for one row of activations or many, for any number of threads and
 any instruction set. Floating-point weights lie row after row: :mod:`~quantkit_kernels.cpu.float_product`.
 
-A few rows are multiplied while weights are unpacked in registers. For more rows a block is unpacked once
-into this thread's scratch memory, and all rows are multiplied from there, a tile of rows at a time.
+Rows are multiplied while weights are unpacked in registers. Where registers are few, or unpacking takes long,
+a block is unpacked once for many rows, into this thread's scratch memory, and all of them are multiplied from
+there, a tile of rows at a time.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from quantkit_kernels.cpu.driver import begin
 from quantkit_kernels.cpu.float_product import FloatProduct
 from quantkit_kernels.cpu.isa import Isa
 from quantkit_kernels.cpu.product_spec import ARGUMENTS, ProductSpec
-from quantkit_kernels.cpu.product_tile import TileWriter
+from quantkit_kernels.cpu.product_tile import BLOCKS_BY_TILES, TILE_SHAPES, TileWriter, by_tiles
+from quantkit_kernels.cpu.tiles import ROWS
 from quantkit_kernels.cpu.values import Value
 from quantkit_kernels.cpu.weight_decoder import STRIPE, SUB
 
@@ -47,16 +49,24 @@ class Matmul(ProductSpec):
             _Writer(module, isa, self).write()
 
 
-def tile(isa: Isa) -> tuple[int, int]:
+def tile(spec: ProductSpec, isa: Isa) -> tuple[int, int]:
     """Blocks and rows of activations that are multiplied at once from scratch memory."""
-    return 2, isa.lanes // 2
+    return (BLOCKS_BY_TILES, ROWS) if by_tiles(spec, isa) else (2, isa.lanes // 2)
+
+
+def unpacks_before(spec: ProductSpec, isa: Isa) -> bool:
+    """Whether a block is unpacked into scratch memory before many rows are multiplied by it: where unpacking
+    takes long, registers are few, or AMX multiplies."""
+    return spec.decoder.blocks_per_unpack(isa) > 1 or isa.lanes < 16 or by_tiles(spec, isa)
 
 
 def scratch_bytes(product: ProductSpec, isa: Isa, subgroups: int) -> int:
     """Scratch memory that a thread needs."""
     if product.decoder.family.real:
         return amx.SCRATCH_BYTES if isa.amx and product.decoder == decoders.BF16 else 0
-    blocks = max(tile(isa)[0], product.decoder.blocks_per_unpack(isa))
+    if not unpacks_before(product, isa):
+        return 0
+    blocks = max(tile(product, isa)[0], product.decoder.blocks_per_unpack(isa))
     return blocks * subgroups * SUB * isa.lanes * product.decoder.family.width
 
 
@@ -64,6 +74,7 @@ class _Writer:
     def __init__(self, module: ir.Module, isa: Isa, spec: ProductSpec) -> None:
         self.e, self.a, self.unit, thread = begin(module, spec.name, ARGUMENTS)
         self.isa = isa
+        self.spec = spec
         self.decoder = spec.decoder
         a = self.a
         a.x, a.x_scales, a.x_sums = (p + thread * a.x_private for p in (a.x, a.x_scales, a.x_sums))
@@ -73,7 +84,8 @@ class _Writer:
     def write(self) -> None:
         e, a = self.e, self.a
         together = self.tiles.blocks_per_unpack
-        blocks, rows = tile(self.isa)
+        blocks, rows = tile(self.spec, self.isa)
+        has_tiles = by_tiles(self.spec, self.isa)
         unit = self.unit
         across = (a.stripes + a.stripes_a_unit - 1) // a.stripes_a_unit
         first = unit % across * a.stripes_a_unit
@@ -82,31 +94,44 @@ class _Writer:
         top = unit // across * a.rows_a_unit
         bottom = e.min(top + a.rows_a_unit, a.rows)
         count = bottom - top
-        # a multiplication of 16 bits by a lane takes that from 16 of ARM's registers only
-        most = FEW - (self.isa.neon and self.decoder.family.width == 2)
-        few, limit = (1, 1) if together > 1 else (most, self.decoder.family.direct_rows)
-        with e.either(count <= limit) as otherwise:
-            for number in range(1, few):
-                with e.when(count.equals(number)), e.loop(begin, end, together) as block:
-                    self.tiles.multiply(block, top, together, number)
-            with e.when(count >= few), e.loop(begin, end, together) as block:
-                full = count // few * few + top
-                with e.loop(top, full, few) as row:
-                    self.tiles.multiply(block, row, together, few)
-                for number in range(1, few):
-                    with e.when((bottom - full).equals(number)):
-                        self.tiles.multiply(block, full, together, number)
-            otherwise()
-            size = max(blocks, together)
-            with e.loop(begin, end, size) as block:
-                self._unpack(block, size)
-                full = count // rows * rows + top
-                with e.loop(0, size, blocks) as first:
-                    with e.loop(top, full, rows) as row:
-                        self.tiles.multiply(block, row, blocks, rows, first)
-                    with e.loop(full, bottom) as row:
-                        self.tiles.multiply(block, row, blocks, 1, first)
+        limit = self.decoder.family.direct_rows if together <= FEW else 1
+        if not unpacks_before(self.spec, self.isa):
+            self._directly(begin, end, top, bottom)
+        else:
+            with e.either(count <= limit) as otherwise:
+                self._directly(begin, end, top, bottom)
+                otherwise()
+                size = max(blocks, together)
+                if has_tiles:
+                    self.tiles.tiles.begin(TILE_SHAPES)
+                with e.loop(begin, end, size) as block:
+                    self._unpack(block, size)
+                    full = count // rows * rows + top
+                    with e.loop(0, size, blocks) as first:
+                        with e.loop(top, full, rows) as row:
+                            self.tiles.multiply(block, row, blocks, rows, first)
+                        with e.loop(full, bottom) as row:
+                            self.tiles.multiply(block, row, blocks, 1, first)
+                if has_tiles:
+                    self.tiles.tiles.end()
         e.ret()
+
+    def _directly(self, begin: Value, end: Value, top: Value, bottom: Value) -> None:
+        """Multiply while weights are unpacked in registers."""
+        e, together = self.e, self.tiles.blocks_per_unpack
+        # a multiplication of 16 bits by a lane takes that from 16 of ARM's registers only
+        few = FEW - (self.isa.neon and self.decoder.family.width == 2) if together <= FEW else 1
+        blocks = together if unpacks_before(self.spec, self.isa) else 2
+        for number in range(1, few):
+            with e.when((bottom - top).equals(number)), e.loop(begin, end, together) as block:
+                self.tiles.multiply(block, top, together, number)
+        with e.when(bottom - top >= few), e.loop(begin, end, blocks) as block:
+            full = (bottom - top) // few * few + top
+            with e.loop(top, full, few) as row:
+                self.tiles.multiply(block, row, blocks, few)
+            for number in range(1, few):
+                with e.when((bottom - full).equals(number)):
+                    self.tiles.multiply(block, full, blocks, number)
 
     def _unpack(self, block: Value, count: int) -> None:
         e = self.e

@@ -78,6 +78,21 @@ def wide_integers(codes: torch.Tensor, lanes: int, bits: int, group: int = SUB) 
     return _packed(codes, lanes, group, 0, runs)
 
 
+def narrow_integers(codes: torch.Tensor, lanes: int, bits: int, group: int = SUB) -> torch.Tensor:
+    """Codes uint8 ``[n, k]`` of 2 or 3 bits → uint8."""
+    def runs(rows: torch.Tensor) -> torch.Tensor:
+        # dimensions: block, lane, subgroup, vector, value of four
+        parts = rows.unflatten(-1, (-1, SUB // 4, 4)).permute(0, 2, 3, 1, 4)
+        pairs = (parts & 3).unflatten(2, (2, 4)) << (torch.arange(4, dtype=torch.uint8) * 2)[:, None, None]
+        low = pairs.sum(3, dtype=torch.uint8)
+        if bits == 2:
+            return low
+        high = (parts >> 2) << torch.arange(8, dtype=torch.uint8)[:, None, None]
+        return torch.cat((low, high.sum(2, keepdim=True, dtype=torch.uint8)), 2)
+
+    return _packed(codes, lanes, group, 0, runs)
+
+
 def w8a8(codes: torch.Tensor, lanes: int) -> torch.Tensor:
     """Codes uint8 ``[n, k]``, of which 128 means 0 → uint8: signed."""
     return _packed(codes, lanes, SUB, 128, lambda rows: _by_lane(rows ^ 128, torch.int32))
@@ -114,6 +129,20 @@ def trellis(codes: torch.Tensor, bits: int) -> torch.Tensor:
             packed = torch.cat((pairs & 255, high[:, :16] | high[:, 16:] << 4), 1).to(torch.uint8)
         part.copy_(packed.flatten())
     return out
+
+
+def learned_trellis(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Symbols uint8 ``[n, k]`` of 2 to 4 bits, n a multiple of 64 → uint8, a column's 64 rows after the
+    other's."""
+    rows, columns = codes.shape
+    out = torch.empty(rows // 64, columns + -columns % SUB, 8 * bits, dtype=torch.uint8)
+    for part, tile in zip(out, codes.split(64)):  # a tile at a time: words are wide
+        eight = torch.nn.functional.pad(tile, (0, -columns % SUB)).T.unflatten(1, (8, 8))
+        words = torch.zeros(len(eight), 8, dtype=torch.int64)
+        for place in range(8):
+            words |= eight[:, :, place].long() << place * bits
+        part.copy_(words.unsqueeze(-1).view(torch.uint8)[:, :, :bits].flatten(1))
+    return out.flatten()
 
 
 def scales(parts: torch.Tensor | Sequence[torch.Tensor], lanes: int) -> torch.Tensor:

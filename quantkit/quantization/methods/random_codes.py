@@ -6,9 +6,10 @@ import torch
 
 from quantkit.formats.base import Codes
 from quantkit.formats.spec import QuantSpec
+from quantkit.formats.trellis_code import deviation
 from quantkit.quantization.methods.grid import multiples, rounded_scale
 
-RMS = {"int": 2**-1.8, "nf": 0.5, "fp": 100.0, "fp4": 3.0, "iq": 70.0, "trellis": 1.0}
+RMS = {"int": 2**-1.8, "nf": 0.5, "fp": 100.0, "fp4": 3.0, "iq": 70.0}
 """How large random levels are, about; of ``int``, over ``2 ** bits``."""
 
 
@@ -62,5 +63,7 @@ def random_codes(spec: QuantSpec, shape: tuple[int, int], random: torch.Generato
 
 def scale_for(spec: QuantSpec, std: float) -> float:
     """The scale with which random weights are about as large as a normal distribution's of ``std``."""
+    if spec.window is not None:
+        return std / deviation(spec.bits, spec.window)
     rms = RMS[spec.grid if spec.grid in RMS else spec.kind] * (2.0**spec.bits if spec.kind == "int" else 1)
     return std / rms / (multiples(spec)[1] / 2 if spec.superblock else 1)

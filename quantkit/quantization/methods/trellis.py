@@ -17,7 +17,7 @@ import torch
 from quantkit.formats.base import Codes
 from quantkit.formats.dtypes import resolve, scale_dtype
 from quantkit.formats.spec import QuantSpec
-from quantkit.formats.trellis_code import DEVIATION, RING, decode, rings, unring
+from quantkit.formats.trellis_code import RING, decode, deviation, rings, unring
 from quantkit.ops import viterbi
 from quantkit.quantization.methods.grid import smallest
 from quantkit.quantization.methods.hessian import NO_BETTER, HessianFactors, damped, losses
@@ -25,13 +25,14 @@ from quantkit.quantization.methods.hessian import NO_BETTER, HessianFactors, dam
 
 def nearest(weight: torch.Tensor, spec: QuantSpec, notes: tuple[str, ...] = ()) -> Codes:
     """Round ``weight`` (float32 ``[out, in]``, *out* a multiple of 64) to the nearest path, data-free."""
-    tiles = rings(weight)
-    scale = _rounded(tiles.square().mean(dim=1).sqrt() / DEVIATION, spec)
+    bits, window = _code(spec)
+    tiles = rings(weight, window)
+    scale = _rounded(tiles.square().mean(dim=1).sqrt() / deviation(bits, window), spec)
     wanted = (tiles / scale.unsqueeze(1)).reshape(-1, RING)
     even = viterbi.evened(scale).unsqueeze(1).expand(tiles.shape).reshape(-1, RING)
-    symbols, values = (tensor.view(tiles.shape) for tensor in viterbi.nearest(wanted, even, *_code(spec)))
+    symbols, values = (tensor.view(tiles.shape) for tensor in viterbi.nearest(wanted, even, bits, window))
     scale = _rounded((tiles * values).sum(dim=1) / values.square().sum(dim=1), spec, scale)
-    return Codes(resolve(spec), unring(symbols), unring(scale.unsqueeze(1)), notes=notes)
+    return Codes(resolve(spec), unring(symbols, window), unring(scale.unsqueeze(1), window), notes=notes)
 
 
 def solve(weight: torch.Tensor, hessian: torch.Tensor, factors: HessianFactors | None, spec: QuantSpec,
@@ -51,18 +52,18 @@ def solve(weight: torch.Tensor, hessian: torch.Tensor, factors: HessianFactors |
     plain = nearest(weight, spec, notes)
     if factors is None:
         return plain
-    order = factors.order
+    order, window = factors.order, _code(spec)[1]
     form = damped(hessian, factors.damping, order)
-    wanted = rings(weight)[:, order].contiguous()
-    scale = rings(plain.scale).squeeze(1)
+    wanted = rings(weight, window)[:, order].contiguous()
+    scale = rings(plain.scale, window).squeeze(1)
     symbols, values = viterbi.feed_back(wanted.clone(), factors.upper, scale, *_code(spec))
     scale = _refit(wanted, values, form, scale, spec)
     for _ in range(descent_passes):
         slopes = form @ (wanted - values * scale.unsqueeze(1))
         viterbi.visit(slopes, form, scale, *_code(spec), symbols, values)
         scale = _refit(wanted, values, form, scale, spec)
-    symbols, values = (unring(tensor[:, order.argsort()]) for tensor in (symbols, values))
-    scale = unring(scale.unsqueeze(1))
+    symbols, values = (unring(tensor[:, order.argsort()], window) for tensor in (symbols, values))
+    scale = unring(scale.unsqueeze(1), window)
     solved = losses(weight - values * scale, hessian)
     baseline = losses(weight - decode(plain.codes, *_code(spec)) * plain.scale, hessian)
     worse = ~(solved.view(-1, RING).sum(1) <= baseline.view(-1, RING).sum(1))  # also where a loss is NaN
@@ -88,7 +89,7 @@ def _code(spec: QuantSpec) -> tuple[int, int]:
 def _rounded(scale: torch.Tensor, spec: QuantSpec, other: torch.Tensor | None = None) -> torch.Tensor:
     """Rounded to the dtype of scales; where that is not a positive number, ``other`` or the smallest is."""
     dtype = scale_dtype(spec)
-    rounded = scale.clamp(max=torch.finfo(dtype).max / RING).to(dtype).float()
+    rounded = scale.clamp(max=torch.finfo(dtype).max / 128).to(dtype).float()
     lowest = torch.full_like(rounded, smallest(dtype))
     return torch.where(torch.isfinite(rounded) & (rounded >= lowest), rounded,
                        lowest if other is None else other)

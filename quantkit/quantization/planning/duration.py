@@ -16,8 +16,8 @@ OPENING = 0.5
 """Seconds that every run takes to open the model and to finish the checkpoint."""
 ROUNDED = 2.5e3
 """Operations a weight of reading, rounding, packing, writing and rereading."""
-TRELLIS = 7e4
-"""Operations a weight of searching a trellis."""
+TRELLIS = 17
+"""Operations a weight and state of searching a trellis."""
 SOLVED = 16.0
 """Products of a weight with its Hessian that solving it is as long as, with AVX-512; with AVX2, where the
 timed product is slower and our kernels are not, it is about half as many."""
@@ -89,8 +89,8 @@ def expected_seconds(plan: Plan, rate: float) -> Duration | None:
             total += 2 * SOLVED * weights * row.shape[1]
         if "awq" in transforms and row.layer is not None and row.name in plan.measured:
             total += 2 * AWQ_SCALES * min(AWQ_ROWS, row.shape[0]) * row.shape[1] ** 2
-        if row.spec is not None and row.spec.kind == "trellis":
-            total += TRELLIS * weights
+        if row.spec is not None and row.spec.window is not None:
+            total += TRELLIS * 2**row.spec.window * weights
     if spec is not None:
         tokens = spec.windows * spec.window
         weights = sum(row.shape[0] * row.shape[1] for row in plan.rows if row.layer is not None)

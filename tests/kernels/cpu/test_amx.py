@@ -1,4 +1,4 @@
-"""AMX's products of bfloat16, by tiles in memory as Intel's manual has them: few machines have real ones."""
+"""AMX's products, by tiles in memory as Intel's manual has them: few machines have real ones."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ import numpy as np
 import pytest
 import torch
 
-from quantkit_kernels.cpu import amx, compiled, decoders, isa, matmul, pack
-from quantkit_kernels.cpu.amx import TILE_BYTES, AmxProduct, Tiles
+from quantkit_kernels.cpu import compiled, decoders, isa, matmul, pack, tiles
 from quantkit_kernels.cpu.float_product import CHUNK
+from quantkit_kernels.cpu.tiles import TILE_BYTES, Tiles
 from quantkit_kernels.cpu.values import F32, I8, I32, I64, vec
 from quantkit_kernels.cpu.weight_decoder import SUB
 from tests.kernels.cpu import reference
+from tests.kernels.cpu.test_matmul import activations, case_of
 
 ROW = vec(I32, 16)
+IN_MEMORY = isa.Isa("amx-in-memory", 16, isa.AMX.needs)
 
 
 class TilesInMemory(Tiles):
-    def begin(self):
-        self.memory = self.e.room(8 * TILE_BYTES)
-        self.e.store(self.memory, self.e.const(I8, 0))
+    def begin(self, shapes):
+        self.memory, self.shapes = self.e.room(8 * TILE_BYTES), shapes
 
     def end(self):
         pass
@@ -31,8 +32,9 @@ class TilesInMemory(Tiles):
             self.e.store(self._row(tile, row), self.e.const(ROW, 0))
 
     def load(self, tile, start, stride):
-        with self.e.loop(0, 16) as row:
-            self.e.store(self._row(tile, row), self.e.load(start + row * stride, ROW))
+        with self.e.loop(0, self.shapes[tile].rows) as row:
+            kind = vec(I8, self.shapes[tile].width)
+            self.e.store(self._row(tile, row), self.e.load(start + row * stride, kind))
 
     def store(self, tile, start):
         with self.e.loop(0, 16) as row:
@@ -49,6 +51,17 @@ class TilesInMemory(Tiles):
                 odd.set(e.fma((pair & -65536).bits(real), (columns & -65536).bits(real), odd.get()))
             place = self._row(total, row)
             e.store(place, e.load(place, real) + (even.get() + odd.get()))
+
+    def multiply_bytes(self, total, left, right):
+        e = self.e
+        with e.loop(0, 16) as row:
+            place = self._row(total, row)
+            sums = e.var(e.load(place, ROW))
+            for k in range(self.shapes[right].rows):
+                four = e.load(self._row(left, row) + k * 4, I32).spread(16).bits(vec(I8, 64))
+                columns = e.load(self._row(right, k), vec(I8, 64))
+                sums.set(isa.Isa("plain", 16).bytes_dot(e, sums.get(), columns, four))
+            e.store(place, sums.get())
 
     def _row(self, tile, row):
         row = row if hasattr(row, "ir") else self.e.const(I64, row)
@@ -73,20 +86,12 @@ def expected(x, weight, held, bias):
 
 @pytest.fixture
 def product(monkeypatch, multiply, fastest):
-    """``product(x, weight, …)``: by tiles in memory."""
-    monkeypatch.setattr(AmxProduct, "tiles_of", TilesInMemory)
-
-    class InMemory(matmul.Matmul):
-        name = "matmul_amx_in_memory"
-
-        def emit(self, module, isa):
-            AmxProduct(module, isa, self).write()
-
-    monkeypatch.setattr("tests.kernels.cpu.conftest.scratch_bytes", lambda *_: amx.SCRATCH_BYTES)
+    """``product(matmul, x, …)``: by tiles in memory."""
     if not fastest.bf16:
-        pytest.skip("activations are left as bfloat16 for CPUs that multiply it")
-    return lambda x, weight, **how: multiply(fastest, InMemory(decoders.BF16, None), x, pack.rows(weight),
-                                             n=len(weight), **how)
+        pytest.skip("all but the tiles is done by AVX-512, which this CPU lacks")
+    for user in ("amx", "product_tile"):
+        monkeypatch.setattr(f"quantkit_kernels.cpu.{user}.Tiles", TilesInMemory)
+    return functools.partial(multiply, IN_MEMORY)
 
 
 @pytest.mark.parametrize(("n", "k"), [(32, 32), (97, 96), (64, CHUNK + 64)])
@@ -95,17 +100,30 @@ def test_the_bits_of_the_manual_in_any_company(product, same, n, k):
     weight, x = torch.randn(n, k, generator=make).bfloat16(), torch.randn(37, k, generator=make)
     held, bias = torch.randn(37, n, generator=make), torch.randn(-(-n // 32) * 32, generator=make)
     exact = expected(reference.bfloat(x.numpy()), weight.float().numpy(), held.numpy(), bias[:n].numpy())
+    run = functools.partial(product, matmul.Matmul(decoders.BF16, None), weights=pack.rows(weight), n=n,
+                            bias=bias)
     for rows in (1, 5, 16, 17, 32, 37):
-        same(product(x[:rows], weight, add=held[:rows], bias=bias), exact[:rows])
+        same(run(x[:rows], add=held[:rows]), exact[:rows])
     for units in ({"stripes_a_unit": 2}, {"rows_a_unit": 20, "threads": 2}):
-        same(product(x, weight, add=held, bias=bias, **units), exact)
+        same(run(x, add=held, **units), exact)
 
 
-def test_the_kernel_uses_the_instructions():
-    spec = matmul.Matmul(decoders.BF16, None)
+@pytest.mark.parametrize("kind", ["int4", "int4 g64", "int4 g32 zp", "int4 with minima", "a wide table"])
+def test_integers_have_the_bits_of_other_instructions(product, same, kind):
+    case = case_of(kind, 97, 192)
+    x = activations(37, 192, case.k, 1)
+    exact = case.exact(x.numpy())[:, :97]
+    for rows in (1, 16, 17, 37):
+        same(product(case.matmul, x[:rows], **case.arguments(16), n=97), exact[:rows])
+    same(product(case.matmul, x, **case.arguments(16), n=97, rows_a_unit=20, threads=2), exact)
+
+
+@pytest.mark.parametrize(("spec", "instruction", "count"), [
+    (matmul.Matmul(decoders.BF16, None), "tdpbf16ps", 6), (matmul.Matmul(decoders.INT4, 64), "tdpbsud", 2)])
+def test_kernels_use_the_instructions(spec, instruction, count):
     text = compiled.assembly(spec.name, isa.AMX, functools.partial(spec.emit, isa=isa.AMX), "sapphirerapids",
                              triple="x86_64-unknown-linux-gnu")
-    assert text.count("tdpbf16ps") == 6
+    assert text.count(instruction) == count
     assert all(word in text for word in ("ldtilecfg", "tileloadd", "tilerelease"))
 
 
@@ -115,7 +133,7 @@ def test_who_may_not_use_tiles_is_given_other_instructions(monkeypatch):
     features = dict.fromkeys(isa.AMX.needs, True)
     monkeypatch.delenv("QUANTKIT_ISA", raising=False)
     monkeypatch.setattr(isa, "host_features", lambda: features)
-    monkeypatch.setattr(amx, "permitted", lambda: False)
+    monkeypatch.setattr(tiles, "permitted", lambda: False)
     cpu_machine.isa.cache_clear()
     cpu_machine.reason_against_tiles.cache_clear()
     try:

@@ -26,7 +26,8 @@ NF4 = decoders.nf4(TABLE)
 TOKENS = ("w8a8", "e4m3_tokens")
 KINDS = ("bf16", "f16", "f32", "int8", "int8 g64", "int8 zp", "int8 g64 zp", *TOKENS, "e4m3",
          "int4", "int4 zp", "int4 g32", "int4 g64", "int4 g128", "int4 g32 zp", "int4 g128 zp", "nf4 g32",
-         "nf4 g64", "trellis2 w10", "trellis2 w16", "trellis3 w12", "trellis4 w13", "trellis4 w16")
+         "nf4 g64", "trellis2 w8", "trellis3 w8", "trellis4 w8",
+         "trellis2 w10", "trellis2 w16", "trellis3 w12", "trellis4 w13", "trellis4 w16")
 SIZES = (1, 2, 3, 5, 7, 8, 13, 16, 31, 32, 33, 63, 64, 65, 97, 127, 129)
 
 
@@ -46,6 +47,18 @@ def trellis_values(symbols, width, window):
     state %= 2**window
     mixed = state * CODE[0] % 65536 ^ state * CODE[1] // 65536
     return (sum(mixed // 16**digit % 16 for digit in range(4)) - CODE[2]).flatten(0, 1)
+
+
+HALF = torch.randint(-127, 128, (128,), generator=torch.Generator().manual_seed(0)).tolist()
+LEVELS = (*HALF, *(-level for level in HALF))
+
+
+def learned_values(symbols, width):
+    """Of symbols ``[n, k]``: a row's state begins with its own symbol, in the low bits; those of the rows
+    behind it follow, around the ring of 64."""
+    tiles = symbols.long().unflatten(0, (-1, 64))
+    state = sum(tiles.roll(-step, 1) << step * width for step in range(4)) % 256
+    return torch.tensor(LEVELS)[state].flatten(0, 1).int()
 
 
 class Case:
@@ -80,7 +93,12 @@ class Case:
         if name.startswith("trellis"):
             width, window = int(name[-1]), int(rest[0][1:])
             codes = torch.randint(0, 2**width, (-(-n // 64) * 64, k), generator=make, dtype=torch.uint8)
-            levels, decoder = trellis_values(codes, width, window)[:n], decoders.trellis(width, window, CODE)
+            if window == 8:
+                levels, family, decoder = learned_values(codes, width)[:n], BYTES, decoders.learned_trellis(
+                    width, LEVELS)
+            else:
+                levels = trellis_values(codes, width, window)[:n]
+                decoder = decoders.trellis(width, window, CODE)
         elif name == "int8":
             codes = torch.randint(-128, 128, (n, k), generator=make, dtype=torch.int8)
             levels, decoder, dtype = codes.int(), decoders.INT8, torch.bfloat16
@@ -108,7 +126,8 @@ class Case:
             self.weight = torch.tensor(TABLE, dtype=torch.float64)[codes.long()] * decoders.NF4_LEVELS * wide
         else:
             self.weight = levels.double() * wide
-        packer = getattr(pack, name, lambda codes, *_: pack.trellis(codes, width))
+        rings = pack.learned_trellis if family is BYTES else pack.trellis
+        packer = getattr(pack, name, lambda codes, *_: rings(codes, width))
         self.pack = lambda lanes: (packer(codes, lanes, self.multiple), pack.scales(scale, lanes),
                                    None if self.zeros is None else pack.scales(self.zeros, lanes))
         self.exact = lambda x: reference.integer_matmul(x, _pad(levels, self.k).numpy(),
@@ -155,6 +174,12 @@ GROUPED = {
     "int4 in 16 with minima": ("uint4", 16, ScaleLayout("bf16", minima=True), False),
     "int4 in 96 with minima": ("uint4", 96, ScaleLayout("f32", minima=True), False),
     "int4 in superblocks": ("uint4", 32, ScaleLayout("u8", minima=True, outer=96, outer_stored="f16"), False),
+    "int2 in 16": ("int2", 16, ScaleLayout("bf16"), False),
+    "int2 with zero points": ("int2", 64, ScaleLayout("bf16"), True),
+    "int2 with minima": ("uint2", 32, ScaleLayout("f16", minima=True), False),
+    "int3 in 64": ("int3", 64, ScaleLayout("bf16"), False),
+    "int3 in 16 with zero points": ("int3", 16, ScaleLayout("f32"), True),
+    "int3 in superblocks": ("uint3", 32, ScaleLayout("u8", minima=True, outer=96, outer_stored="f16"), False),
     "int8 in 16": ("int8", 16, ScaleLayout("f16"), False),
     "int8 in 16 with zero points": ("int8", 16, ScaleLayout("bf16"), True),
     "int8 with minima": ("uint8", 64, ScaleLayout("bf16", minima=True), False),
@@ -216,8 +241,9 @@ class GroupedCase:
             self.pack = lambda lanes: pack.int8(drawn, lanes, self.group, 128)
             self.decoder = {"int8": decoders.INT8, "uint8": decoders.UINT8}[codes]
             self.levels = drawn.int() - (128 if codes == "int8" else 0)
-        elif bits in (5, 6):
-            self.pack = lambda lanes: pack.wide_integers(drawn, lanes, bits, self.group)
+        elif bits in (2, 3, 5, 6):
+            packer = pack.narrow_integers if bits < 4 else pack.wide_integers
+            self.pack = lambda lanes: packer(drawn, lanes, bits, self.group)
             self.decoder = getattr(decoders, codes.upper())
             self.levels = drawn.int() - (0 if codes[0] == "u" else top // 2)
         else:

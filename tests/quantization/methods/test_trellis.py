@@ -38,14 +38,15 @@ def loss(weight, codes, stats):
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
-def test_closer_than_a_grid(bits):
+@pytest.mark.parametrize("window", [8, 10])
+def test_closer_than_a_grid(bits, window):
     weight, stats = weight_of(), stats_of()
     grid = QuantSpec(bits=bits, granularity=CHANNEL, scale_dtype="bfloat16")
     rounded, gridded = (RTN.run(weight, None, spec, RtnOptions(clip_search=True))
-                        for spec in (trellis_spec(bits, 10), grid))
+                        for spec in (trellis_spec(bits, window), grid))
     assert (meaning(rounded) - weight).square().sum() < 0.7 * (meaning(gridded) - weight).square().sum()
     solved, of_grid = (GPTQ.run(weight, stats, spec, GptqOptions())
-                       for spec in (trellis_spec(bits, 10), grid))
+                       for spec in (trellis_spec(bits, window), grid))
     assert loss(weight, solved, stats).sum() < 0.7 * loss(weight, of_grid, stats).sum()
 
 
