@@ -155,10 +155,14 @@ class Emitter:
         return (a.zext(vec(I32, a.lanes)) << 16).bits(vec(F32, a.lanes))
 
     def pinned(self, a: Value) -> Value:
-        """A vector register of x86 that the optimizer must not look into. Sums would else become trees,
+        """A vector register that the optimizer must not look into. On x86 sums would else become trees,
         which need more registers than there are."""
+        x86 = self.module.triple.startswith("x86")
         kind = ir.FunctionType(a.type, [a.type])
-        return Value(self.b, self.b.asm(kind, "", "=x,0", [a.ir], False))
+        call = self.b.asm(kind, "", "=x,0" if x86 else "=w,0", [a.ir], False)
+        if not x86:
+            call.attributes.add("readnone")  # the same of equal values, and loads may pass it
+        return Value(self.b, call)
 
     def narrowed(self, a: Value) -> Value:
         """float32 → bfloat16 as int16, half to even."""

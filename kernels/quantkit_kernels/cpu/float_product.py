@@ -4,8 +4,8 @@ An output is made of chunks of columns, which are added to it in rising order: a
 bias, then each chunk times its scales. A chunk is 16 chains of multiply-adds side by side, whose ends are
 added, the upper half to the lower one until one number is left. Lane i of a subgroup of 32 columns takes
 columns i and i + 16; of bfloat16 weights it takes the odd one of pair i, then the even one, which is what
-``vdpbf16ps`` does. So one row of activations has the same bits as many, whatever the threads and the
-instructions; only subnormal numbers are 0 to that one.
+``vdpbf16ps`` does, and ``bfmlalt`` and ``bfmlalb`` together. So one row of activations has the same bits as
+many, whatever the threads and the instructions; only subnormal numbers are 0 to the first of these.
 
 Few rows of activations wait in a cache while each weight passes once. For many, a chunk of them stays in the
 core's second cache, and a chunk of a few rows of weights in its first.

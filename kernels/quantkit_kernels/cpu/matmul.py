@@ -119,7 +119,8 @@ class _Writer:
     def _directly(self, begin: Value, end: Value, top: Value, bottom: Value) -> None:
         """Multiply while weights are unpacked in registers."""
         e, together = self.e, self.tiles.blocks_per_unpack
-        few = FEW if together <= FEW else 1
+        # a multiplication of 16 bits by a lane takes that from 16 of ARM's registers only
+        few = FEW - (self.isa.neon and self.decoder.family.width == 2) if together <= FEW else 1
         blocks = together if unpacks_before(self.spec, self.isa) else 2
         for number in range(1, few):
             with e.when((bottom - top).equals(number)), e.loop(begin, end, together) as block:
@@ -136,6 +137,6 @@ class _Writer:
         e = self.e
         with e.loop(0, self.a.subgroups) as s:
             for b in range(0, count, self.tiles.blocks_per_unpack):
-                for i, values in enumerate(self.tiles.steps([self.tiles.packed(block + b, s)])):
+                for i, values in enumerate(self.tiles.scratch_steps(self.tiles.packed(block + b, s))):
                     for j, value in enumerate(values):
                         e.store(self.tiles.scratch(b + j, s), value, i * self.isa.lanes * 4)

@@ -85,6 +85,8 @@ class TileWriter:
         self.groups = columns // spec.group if spec.group else single
         self.superblocks = columns // outer if outer else single
         self.scales = ScaleReader(e, spec.scales, isa.lanes, a.scales, a.outer, self.groups, self.superblocks)
+        self.matrices = isa.i8mm and self.family.width == 1
+        """Whether unpacked weights lie by eight columns, which are multiplied by two rows at once."""
         self.sums_int16 = self.decoder.fits_int16 and isa.sums_int16
         if by_tiles(spec, isa):
             self.tiles = Tiles(e)
@@ -106,6 +108,18 @@ class TileWriter:
         for parts in zip(*(self.decoder.unpack(self.e, self.isa, *self._planes(source))
                            for source in sources)):
             yield [value for part in parts for value in part]
+
+    def scratch_steps(self, source: Value) -> Iterator[list[Value]]:
+        """What lies there, as it comes to scratch memory."""
+        steps = self.steps([source])
+        if not self.matrices:
+            yield from steps
+            return
+        for pair in zip(steps, steps):
+            words = [[value.bits(vec(I32, self.lanes)) for value in values] for values in pair]
+            for half in (range(self.lanes // 2), range(self.lanes // 2, self.lanes)):
+                order = [at for lane in half for at in (lane, lane + self.lanes)]
+                yield [first.shuffle(order, second) for first, second in zip(*words)]
 
     def multiply(self, block: Value, row: Value, blocks: int, rows: int,
                  scratch: Value | None = None) -> None:
@@ -175,7 +189,8 @@ class TileWriter:
 
         with self._groups(tile, parts) as (group, scales):
             per = max(1, self.spec.group // SUB) if self.spec.group else self.a.subgroups
-            if isinstance(per, int) and per <= 4:
+            # over more subgroups LLVM's scheduler for ARM runs out of registers
+            if isinstance(per, int) and per <= (1 if self.isa.neon else 4):
                 for i in range(per):
                     subgroup(group * per + i, scales)
             else:
@@ -245,6 +260,8 @@ class TileWriter:
         if len(tile.rows) == ROWS and by_tiles(self.spec, self.isa):
             return self._sums_by_tiles(tile.unpacked, tile.x[0], run)
         sources = [source + run * (size * self.lanes) for source in tile.unpacked]
+        if self.matrices:
+            return self._matrix_sums(sources, [x + run * size for x in tile.x])
         if count <= TOGETHER:
             return self._sums(tile, self._loaded(sources, count), run * size, count)
         start = e.const(vec(I32, self.lanes), 0) if self.sums_int16 else self._nothing()
@@ -264,6 +281,20 @@ class TileWriter:
         sums = [[variable.get() for variable in line] for line in variables]
         return sums if self.sums_int16 else self._finished(sums)
 
+    def _matrix_sums(self, sources: Sequence[Value], inputs: Sequence[Value]) -> Sums:
+        """The same of two rows at once, the last of an odd number twice."""
+        e, lanes = self.e, self.lanes
+        pairs = [(inputs[m], inputs[min(m + 1, len(inputs) - 1)]) for m in range(0, len(inputs), 2)]
+        sums = [[e.const(vec(I32, 2 * lanes), 0) for _ in pairs] for _ in sources]
+        for column in range(0, self.span, 8):
+            weights = [e.load(source, vec(I8, 8 * lanes), column * lanes) for source in sources]
+            for m, pair in enumerate(pairs):
+                first, second = (e.load(x, vec(I8, 8), column) for x in pair)
+                factor = first.shuffle(range(16), second)
+                for line, weight in zip(sums, weights):
+                    line[m] = self.isa.matrix_dot(e, line[m], weight, factor)
+        return [[line[m // 2].shuffle(range(m % 2, 2 * lanes, 2)) for m in range(len(inputs))]
+                for line in sums]
     def _sums_by_tiles(self, unpacked: Sequence[Value], x: Value, subgroup: Value) -> Sums:
         """The sums of 16 rows, by AMX: activations are read as they lie, a block's subgroup too."""
         e, tiles = self.e, self.tiles
@@ -286,6 +317,10 @@ class TileWriter:
     def _factors(self, tile: _Tile, at: Value, step: int) -> list[Value]:
         """The step's values of each row of activations, in every lane."""
         kind = self.family.vector(self.lanes)
+        if self.isa.neon:  # ARM multiplies by a lane of a vector
+            run, first = vec(self.family.element(), 4 * self.family.step), step % 4 * self.family.step
+            order = [*range(first, first + self.family.step)] * self.lanes
+            return [self.e.load(x + at, run, step // 4 * 16).shuffle(order) for x in tile.x]
         return [self.e.load(x + at, I32, step * 4).spread(self.lanes).bits(kind) for x in tile.x]
 
     def _nothing(self) -> Value:

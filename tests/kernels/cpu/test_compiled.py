@@ -15,6 +15,7 @@ from quantkit_kernels.cpu.emit import Emitter
 from quantkit_kernels.cpu.values import I64
 
 X86 = "x86_64-unknown-linux-gnu"
+ARM = "aarch64-unknown-linux-gnu"
 CODE = """
 import ctypes
 from quantkit_kernels.cpu import compiled, isa
@@ -164,13 +165,36 @@ def test_the_wide_kernels_use_the_instructions_they_are_named_for():
         assert "vpmaddubsw" in text and "zmm" not in text
 
 
-def test_plain_kernels_compile_for_other_processors():
+def arm_loops(spec, target, cpu):
+    """The innermost loops of a kernel for ARM, each a list of instructions."""
+    text = compiled.assembly(spec.name, target, partial(spec.emit, isa=target), cpu, triple=ARM)
+    lines = [line for raw in text.splitlines() if (line := raw.split("//")[0].strip())]
+    places = {line[:-1]: i for i, line in enumerate(lines) if line.endswith(":")}
+    spans = [(places[target], i) for i, line in enumerate(lines)
+             if line.startswith(("b", "cb", "tb")) and places.get(target := line.split()[-1], i) < i]
+    return [lines[first:last + 1] for first, last in spans
+            if sum(first <= start and end <= last for start, end in spans) == 1]
+
+
+@pytest.mark.parametrize(("target", "cpu"), [(isa.NEON_BF16, "neoverse-v1"), (isa.NEON_BF16, "apple-m2"),
+                                             (isa.NEON, "neoverse-n1")])
+def test_loops_for_arm_multiply_with_what_there_is(target, cpu):
+    """An instruction is a large part of some loop. The loops that it fills touch the stack for nothing."""
     from quantkit_kernels.cpu import decoders
     from quantkit_kernels.cpu.matmul import Matmul
 
-    spec = Matmul(decoders.INT4, 64)
-    assert "fmla" in compiled.assembly(spec.name, isa.PLAIN, partial(spec.emit, isa=isa.PLAIN), "apple-m1",
-                                       triple="aarch64-unknown-linux-gnu")
+    table = decoders.int_table((-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113))
+    wanted = [(decoders.INT4, 64, "sdot", 0.35), (decoders.W8A8, 0, "sdot", 0.5), (table, 32, "tbl", 0.2),
+              (decoders.INT8, 0, "smlal", 0.8), (decoders.INT5, 32, "smlal", 0.8),
+              (decoders.bf16(target), None, "bfmlal" if target.bf16 else "fmla", 0.4)]
+    if target.i8mm:
+        wanted += [(decoders.INT4, 64, "smmla", 0.25), (decoders.W8A8, 0, "smmla", 0.35)]
+    for decoder, group, name, share in wanted:
+        counts = {tuple(loop): sum(line.startswith(name) for line in loop)
+                  for loop in arm_loops(Matmul(decoder, group), target, cpu)}
+        loop = max(counts, key=lambda lines: counts[lines] / len(lines))
+        assert counts[loop] >= share * len(loop), (decoder.name, name)
+        assert not any("[sp" in line and "\tq" in line for line in loop), (decoder.name, name)
 
 
 def test_code_under_another_keys_name_is_compiled_anew(cache, twice):
