@@ -90,13 +90,13 @@ def llama(place: str, row: Row, model: Path, cases: list[Case], threads: int) ->
         text, resident = output([program, "-m", str(model), "-t", str(threads), "-tb", str(threads),
                                  "-fa", "on", "-c", str(batch * (prompt + new) + 64), "-npp", str(prompt),
                                  "-ntg", str(new), "-npl", str(batch), *row.options], threads)
-        found = LINE.search(text)
-        if found is None:
+        line = LINE.search(text)
+        if line is None:
             sys.exit(f"{program} printed no times: {text[-500:]}")
-        times.append((float(found[5]), float(found[7])))
+        times.append((float(line[5]), float(line[7])))
         peak = max(peak, resident)
-    said = re.search(r"version: (.*)", output([program, "--version"], threads)[0])
-    return {"version": said[1] if said else "", "times": times, "peak_bytes": peak}
+    release = re.search(r"version: (.*)", output([program, "--version"], threads)[0])
+    return {"version": release[1] if release else "", "times": times, "peak_bytes": peak}
 
 
 def python(place: str, row: Row, model: Path, cases: list[Case], threads: int) -> dict[str, Any]:
@@ -105,10 +105,10 @@ def python(place: str, row: Row, model: Path, cases: list[Case], threads: int) -
     text, peak = output([place, str(script), "-".join((row.tool, *row.options)), str(model), str(threads),
                          json.dumps(cases)], threads, row.tool == "quantkit")
     times = [tuple(map(float, pair)) for pair in re.findall(r"^case (\S+) (\S+)$", text, re.MULTILINE)]
-    said = re.search(r"^version (.*)$", text, re.MULTILINE)
-    if said is None or len(times) != len(cases):
+    release = re.search(r"^version (.*)$", text, re.MULTILINE)
+    if release is None or len(times) != len(cases):
         sys.exit(f"{row.tool} failed: {text[-1000:]}")
-    return {"version": said[1], "times": times, "peak_bytes": peak}
+    return {"version": release[1], "times": times, "peak_bytes": peak}
 
 
 def output(command: list[str], threads: int, with_quantkit: bool = False) -> tuple[str, int]:
