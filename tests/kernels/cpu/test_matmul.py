@@ -357,8 +357,8 @@ def test_near_float64_over_random_shapes(multiply, fastest, kind, n, k, m, seed,
         lowest = x[:, :k].double().abs() @ case.weight.abs().T
         groups = x.abs().unflatten(1, (-1, SUB)).amax(-1).double() / 8191
         step = groups.repeat_interleave(SUB, 1)[:, :k] @ case.weight.abs().T
-        table = 6.2e-5 * (x[:, :k].double().abs() @ case.weight.abs().amax().expand(n, k).T)
-        allowed = 2 * lost + 1e-5 * lowest + 0.5 * step + (table if "nf4" in kind else 0)
+        table = 0.5 * x[:, :k].double().abs() @ case.scale.double().T if "nf4" in kind else 0
+        allowed = 2 * lost + 1e-5 * lowest + 0.5 * step + table
     assert ((found - true).abs() <= allowed + 1e-12).all()
 
 
