@@ -61,42 +61,11 @@ def test_packed_bytes_are_those_of_the_loaded_model(request, name, model, tmp_pa
     assert again.recipe is None and counted.recipe == name
 
 
-def test_two_bits_are_multiplied_from_two(wide):
+def test_two_bits_are_multiplied_from_four(wide):
+    """A plan by the file's size would promise twice what there is."""
     counted = by_recipe("int2", open_source(str(wide)))
     linears = [one for one in counted.multiplied if one.row.spec is not None]
-    assert 0.95 < sum(one.row.bytes for one in linears) / sum(one.bytes for one in linears) <= 1
-
-
-@pytest.mark.parametrize("model", ["tiny", "wide"])
-def test_packed_bytes_are_those_of_the_loaded_model(request, name, model, tmp_path):
-    source = request.getfixturevalue(model)
-    if name.startswith("{"):  # by rounding: how codes are found doesn't matter here
-        path = tmp_path / "mine.yaml"
-        path.write_text(f"rules:\n  - {{match: lm_head, optional: true}}\n"
-                        f"  - {{match: '*', method: rtn, spec: {name.replace('GROUPS', GROUPS)}}}\n")
-        name = str(path)
-    counted = by_recipe(name, open_source(str(source)))
-    result = quantize(str(source), name, tmp_path / "out")
-    loaded = load(str(tmp_path / "out"))
-    assert isinstance(loaded.model, CpuModel) and counted.fallback_reason is None
-    assert counted.file_bytes == result.plan.disk_bytes
-    small = counted.bytes - held_by(loaded.model)  # norms
-    assert 0 < small < 4096 and small == sum(
-        2 * math.prod(t.shape) for n, t in open_source(str(source)).tensors().items() if "norm" in n)
-    assert counted.read_bytes(1) == loaded.model.step_bytes
-    with open_checkpoint(tmp_path / "out") as opened:
-        again = of_checkpoint(opened, reason_against)
-    assert (again.bytes, again.read_bytes(3)) == (counted.bytes, counted.read_bytes(3))
-    assert again.recipe is None and counted.recipe == name
-
-
-@pytest.mark.parametrize(("recipe", "least"), [("int2", 0.99), ("nf4-nested", 0.9)])
-def test_what_is_multiplied_isnt_always_what_is_stored(wide, recipe, least):
-    """Integers are multiplied from as many bits as they have; nested scales are not."""
-    counted = by_recipe(recipe, open_source(str(wide)))
-    linears = [one for one in counted.multiplied if one.row.spec is not None]
-    share = sum(one.row.bytes for one in linears) / sum(one.bytes for one in linears)
-    assert least < share < least + 0.1
+    assert sum(one.row.bytes for one in linears) < 0.7 * sum(one.bytes for one in linears)
 
 
 @pytest.mark.parametrize("model", ["tiny", "wide"])
