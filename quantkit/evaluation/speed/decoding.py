@@ -48,10 +48,11 @@ def weights_in_memory(loaded: LoadedModel) -> int:
 
 
 def _linears(loaded: LoadedModel) -> list[CpuWeight]:
-    """What all tokens of a prompt are multiplied by; none where a token chooses experts."""
+    """What all tokens of a prompt are multiplied by, which isn't the head; none where a token chooses
+    experts."""
     if loaded.config.experts is not None:
         return []
-    weights = [linear.weight for linear in loaded.model.linears().values()]
+    weights = [linear.weight for name, linear in loaded.model.linears().items() if name != "lm_head"]
     return [weight for weight in weights if isinstance(weight, CpuWeight)]
 
 
