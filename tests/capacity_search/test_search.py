@@ -36,7 +36,7 @@ def test_the_least_expected_loss_of_what_fits_is_chosen(big, memory):
     found = combine(big, Requirements(8192, 4, memory * 10**9))
     fitting = [one for one in found if one.total <= memory * 10**9]
     assert [one.left >= 0 for one in found] == [one in fitting for one in found]
-    known = [one for one in fitting if one.kl is not None]
+    known = [choice for choice in fitting if choice.kl is not None]
     if not known:
         assert memory == 5
         return

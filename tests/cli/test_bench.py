@@ -146,7 +146,7 @@ def test_kernels_measures_every_format_and_says_what_it_leaves_out(cli, cli_json
     arguments = ("bench", "kernels", "--shape", "64x96", "--shape", "70x256", "--rows", "1,5",
                  "--repeats", 1, "-q")
     found = cli_json(*arguments)
-    whole = [one["format"] for one in found["cases"] if one["shape"] == [70, 256] and one["rows"] == 5]
+    whole = [case["format"] for case in found["cases"] if case["shape"] == [70, 256] and case["rows"] == 5]
     assert whole == list(SPECS)
     assert [one["format"] for one in found["cases"] if one["shape"] == [64, 96] and one["rows"] == 1] == [
         "bf16", "int8", "int8 a8", "fp8", "fp8 a8", "int4 g32", "nvfp4", "mxfp4", "iq4_nl", "fp8 tiles"]

@@ -42,7 +42,7 @@ def test_what_symbols_mean_by_a_learned_table(bits: int) -> None:
     """A weight is the 8 bits of its column's stream that begin with its own, around the ring."""
     codes = random_codes(trellis_spec(bits, 8), 128, 3, bits)
     packed = FORMAT.pack(codes, torch.bfloat16)
-    found = FORMAT.dequantize(packed)
+    weight = FORMAT.dequantize(packed)
     half = [byte - 256 if byte > 127 else byte for byte in bytes.fromhex(trellis_code.LEVELS[bits])]
     assert len(half) == 128 and max(map(abs, half)) == 127
     for tile in range(2):
@@ -53,7 +53,7 @@ def test_what_symbols_mean_by_a_learned_table(bits: int) -> None:
             for row in range(64):
                 state = ring >> bits * row & 255
                 value = half[state % 128] * (1 if state < 128 else -1)
-                assert found[64 * tile + row, column] == value * codes.scale[64 * tile + row, 0]
+                assert weight[64 * tile + row, column] == value * codes.scale[64 * tile + row, 0]
 
 
 def test_values_are_spread_like_a_sum_of_four_nibbles() -> None:

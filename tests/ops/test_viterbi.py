@@ -61,8 +61,8 @@ def test_the_error_of_gaussian_numbers(bits, window, most):
     """Uniform grids leave 0.119, 0.0374 and 0.0115; no code leaves less than 0.0625, 0.0156 and 0.0039."""
     deviation = trellis_code.deviation(bits, window)
     target = numbers(400, 64) / 9 * deviation
-    _, found = viterbi.nearest(target, torch.ones_like(target), bits, window)
-    error = float((found - target).square().mean()) / deviation**2
+    _, nearest = viterbi.nearest(target, torch.ones_like(target), bits, window)
+    error = float((nearest - target).square().mean()) / deviation**2
     assert 4.0**-bits < error < most
 
 

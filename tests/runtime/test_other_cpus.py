@@ -16,7 +16,7 @@ import pytest
 
 from quantkit_kernels.cpu import isa as isas
 
-ISA = ("plain", "avx2", "avx512-vnni")
+ISA = ("plain", "avx2", "avx512-vnni", "avx512-vbmi", "avx512-bf16")
 ATEN = ("default", "avx2", "avx512")
 ONEDNN = ("SSE41", "AVX2", "AVX512_CORE", "AVX512_CORE_VNNI", "AVX512_CORE_BF16", "AVX512_CORE_FP16",
           "AVX512_CORE_AMX")

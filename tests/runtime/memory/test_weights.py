@@ -63,8 +63,8 @@ def test_packed_bytes_are_those_of_the_loaded_model(request, name, model, tmp_pa
 
 def test_two_bits_are_multiplied_from_two(wide):
     counted = by_recipe("int2", open_source(str(wide)))
-    linears = [one for one in counted.multiplied if one.row.spec is not None]
-    assert 0.95 < sum(one.row.bytes for one in linears) / sum(one.bytes for one in linears) <= 1
+    linears = [linear for linear in counted.multiplied if linear.row.spec is not None]
+    assert 0.95 < sum(linear.row.bytes for linear in linears) / sum(linear.bytes for linear in linears) <= 1
 
 
 @pytest.mark.parametrize("model", ["tiny", "wide"])
