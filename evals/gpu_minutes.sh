@@ -15,7 +15,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
 OUT=${OUT:-gpu-minutes} WORK=${WORK:-/tmp/quantkit-gpu-minutes} PYTHON=${PYTHON:-python3} mode=measure
 device=cuda scale=1 seconds=540 clients=64 repeats=5 rehearse=() marker=gpu peers=bf16,int8,int4 head8=int4-head8
 model=synthetic:llama-3.1-8b context=1100 long=1100,32000,128000 batches=1,64,256 prompts=2048,8192
-contexts=1x32768,1x131072,64x1100 rows=1,16,32,64,128,256,512,2048 trellis=tests/kernels
+contexts=1x32768,1x131072,64x1100 rows=1,16,32,64,128,256,512,2048
+trellis=(tests/kernels -k "trellis and bfloat16 and not large and not order")
 tests=(tests/runtime/gpu/test_model.py tests/runtime/gpu/test_engine_ahead.py)
 case ${1:-} in
   "") ;;
@@ -24,9 +25,10 @@ case ${1:-} in
     export TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES=
     device=cpu scale=20 seconds=7200 clients=4 repeats=1 rehearse=(--rehearse) marker="not gpu and not slow"
     model="synthetic:llama-1b?layers=1" context=40 long=40,200 batches=1,4 prompts=64,128 contexts=1x70,2x70
-    rows=1,20 trellis=tests/formats peers=bf16,int8 head8=int4-embed8 tests=(tests/kernels/test_levels.py) ;;
+    rows=1,20 trellis=(tests/formats -k trellis) peers=bf16,int8 head8=int4-embed8 tests=(tests/kernels/test_levels.py) ;;
   *) sed -n '2,/^set/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 2 ;;
 esac
+test=("$PYTHON" -m pytest -m "$marker" -p no:cacheprovider -n 8 -vv)
 deadline=${RUN_SECONDS:-$seconds} into=$WORK/results
 say() { printf '%s == %s\n' "$(date +%H:%M:%S)" "$*" | tee -a "$OUT/log.txt"; }
 
@@ -61,9 +63,10 @@ profiled() {  # profiled SECONDS NAME [OPTION…]
 
 models() {
   kernels 20 ceilings "w16a16 o m1,w4a16 g128 o m1"
-  grep -q trellis kernels/quantkit_kernels/tools/cases/products.py && kernels 40 trellis trellis
-  stage 40 trellis-tests "$PYTHON" -m pytest -m "$marker" -p no:cacheprovider "$trellis" \
-    -k "trellis and not float16"
+  grep -q trellis kernels/quantkit_kernels/tools/cases/products.py && for bits in 4 3 2; do
+    kernels 20 "trellis$bits" "trellis$bits o,trellis$bits gate"
+  done
+  stage 40 trellis-tests "${test[@]}" "${trellis[@]}"
   kernels 60 attention "attention b,attention int8,attention fp8,attention int4,attention hadamard4" \
     --contexts "$contexts"
   decode 40 decode-bf16 none --context "$context" --kv none
@@ -84,29 +87,29 @@ products() {
 serving() {  # first token, tokens a second, and the milliseconds of steps by the number of sequences
   local server='' url=URL begin=$SECONDS
   local command=("$PYTHON" -m quantkit.cli.main serve-local "$model" --random int4-rtn --device "$device" --port 0
-                 --max-batch "$clients" --drain-timeout 5 --json --trace "$into/serving-trace.json")
+                 --max-batch "$clients" --drain-timeout 5 --json)
   if [ "$mode" = list ]; then stage 0 server "${command[@]}"; else
     "${command[@]}" >"$WORK/server.json" 2>"$into/server.log" &
     server=$!
-    until [ -s "$WORK/server.json" ] || ! kill -0 $server || [ $((SECONDS - begin)) -gt $((60 * scale)) ]; do
-      sleep 0.2
-    done
-    url=$(sed 's/.*"url": "\([^"]*\)".*/\1/' "$WORK/server.json")
+    until url=$(sed -n 's/^{"url": "\([^"]*\)".*/\1/p' "$WORK/server.json") && [ -n "$url" ] \
+        || ! kill -0 $server || [ $((SECONDS - begin)) -gt $((60 * scale)) ]; do sleep 0.2; done
   fi
   stage 80 serving "$PYTHON" evals/serving/load.py throughput "$url" --clients "$clients" --per-client 2 \
     --rounds 2 --route completions --out "$into/serving.json"
   [ -n "$server" ] || return
-  kill $server
-  wait $server
-  "$PYTHON" -c 'if True:
-    import json, statistics, sys
-    steps = [event for event in json.load(open(sys.argv[1])) if event["name"] == "step"]
-    for bits in range(10):
-        durations = [step["dur"] / 1e3 for step in steps if not step["args"]["prompt_tokens"]
-                     and step["args"]["decode_rows"].bit_length() == bits]
+  timeout 10 "$PYTHON" -c 'if True:
+    import json, statistics, sys, urllib.request
+    trace = json.load(urllib.request.urlopen(sys.argv[1] + "/trace"))
+    json.dump(trace, open(sys.argv[2], "w"))
+    steps = [step for step in trace["models"][0]["steps"] if not step["prompt_tokens"]]
+    for bits in range(1, 10):
+        durations = [1e3 * (step["end"] - step["start"]) for step in steps
+                     if step["decode_rows"].bit_length() == bits]
         if durations:
             print(f"{len(durations)} steps of {1 << bits >> 1} to {(1 << bits) - 1} sequences without prompts: "
-                  f"{statistics.median(durations):.2f} ms")' "$into/serving-trace.json" 2>&1 | tee -a "$OUT/log.txt"
+                  f"{statistics.median(durations):.2f} ms")' "$url" "$into/serving-trace.json" 2>&1 | tee -a "$OUT/log.txt"
+  kill $server
+  wait $server
 }
 
 if [ "$mode" = measure ]; then
@@ -134,6 +137,6 @@ if [ "$mode" = list ] || command -v ncu >/dev/null; then
 fi
 profiled 30 "decode-$clients" --batch "$clients" --context "$context"
 products
-stage 60 tests "$PYTHON" -m pytest -m "$marker" -p no:cacheprovider -n 8 -vv "${tests[@]}"
+stage 60 tests "${test[@]}" "${tests[@]}"
 stage 80 torch-compile "$PYTHON" evals/peers/torch_compile.py --weights "$peers" --context 1100 \
   --out "$into/torch-compile.json" "${rehearse[@]}"
