@@ -183,10 +183,11 @@ class CpuTrellis(CpuKernel):
 
 
 def fastest_window() -> int:
-    """Bits of the window of a trellis that this CPU decodes fastest: a table is slow where it is looked up 16
-    entries at a time and into 32 bytes at most."""
+    """Bits of the window of a trellis that this machine decodes fastest: a table is slow on a CPU that looks up
+    16 entries at a time, into 32 bytes at most."""
     machine = isa()
-    return LEARNED if machine.lanes == 16 or machine.neon else COMPUTED
+    looks_up = torch.cuda.is_available() or machine.lanes == 16 or machine.neon
+    return LEARNED if looks_up else COMPUTED
 
 
 def reason_against_group(query: KernelQuery) -> str | None:
