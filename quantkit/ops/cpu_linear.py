@@ -183,8 +183,8 @@ class CpuTrellis(CpuKernel):
 
 
 def fastest_window() -> int:
-    """Bits of the window of a trellis that this machine decodes fastest: a table is slow on a CPU that looks up
-    16 entries at a time, into 32 bytes at most."""
+    """Bits of the window of a trellis that this machine decodes fastest: a table is slow on a CPU that looks
+    up 16 entries at a time, into 32 bytes at most."""
     machine = isa()
     looks_up = torch.cuda.is_available() or machine.lanes == 16 or machine.neon
     return LEARNED if looks_up else COMPUTED
