@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from quantkit.formats import trellis_code
 from quantkit.formats.base import Codes, QuantizedTensor
 from quantkit.formats.level_values import middle
-from quantkit.formats.trellis_code import LEARNED
+from quantkit.formats.trellis_code import LEARNED, learned
 from quantkit.ops import gpu
 from quantkit.ops.dispatch import KernelQuery, codes_of
 
@@ -297,10 +296,10 @@ class TritonTrellis(TritonKernel):
         return None
 
     def pack(self, codes: Codes, gated: bool = False) -> TritonWeight:
-        from quantkit_kernels.triton.w8a16 import pack
+        from quantkit_kernels.triton.trellis import pack
 
-        levels = trellis_code.decode(codes.codes, codes.spec.bits, LEARNED).to(torch.int8)
-        return pack(levels, _by_row(codes), gated=gated)
+        bits = codes.spec.bits
+        return pack(codes.codes, _by_row(codes), learned(bits), bits, gated=gated)
 
 
 FINE = 16
