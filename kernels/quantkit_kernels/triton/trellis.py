@@ -237,10 +237,10 @@ def pack(symbols: torch.Tensor, scale: torch.Tensor, levels: tuple[int, ...], bi
         raise ValueError(f"rows must be a multiple of {RING << gated}, not {n}")
     family = family or family_of(symbols.device)
     shared = symbols.is_cuda and family in SHARED if shared is None else shared
-    whole = whole_tiles(symbols, BK, gated)
+    padded = whole_tiles(symbols, BK, gated)
     if not gated:
-        whole = whole.unflatten(0, (-1, 2, RING // 8, 8)).transpose(1, 2).reshape(whole.shape)
-    planes = [(whole, bits)] if bits != 3 else [(whole & 3, 2), (whole >> 2, 1)]
-    words = torch.cat([shuffle(plane, each, BK, lane_columns(family)) for plane, each in planes], dim=2)
+        padded = padded.unflatten(0, (-1, 2, RING // 8, 8)).transpose(1, 2).reshape(padded.shape)
+    words = torch.cat([shuffle(padded >> first & 2**count - 1, count, BK, lane_columns(family))
+                       for first, count in (((0, 2), (2, 1)) if bits == 3 else ((0, bits),))], dim=2)
     return TritonWeight(words, rows(scale.float(), gated), n, k, BK, 0, f"{bits}{' shared' * shared}",
                         family, TRELLIS, gated, LAYOUT, table=table(levels, bits, symbols.device))

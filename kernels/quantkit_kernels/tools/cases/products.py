@@ -272,9 +272,12 @@ def kinds(family: str) -> dict[str, ProductFormat]:
                   ProductFormat(f"w4a16 g{group} zp", w4a16.INT4, 4, group, group, "bfloat16", scale=WORD,
                                 most=limits[1])]
     every += _in_groups(select)
-    every += [ProductFormat(f"trellis{bits}{shared}", trellis.TRELLIS, bits, trellis.BK,
-                            mode=f"{bits}{shared}", layout=trellis.LAYOUT)
-              for bits in (2, 3, 4) for shared in (("", " shared") if family in trellis.SHARED else ("",))]
+    for bits, limit in ((2, 5.4), (3, 5.6), (4, 4.6)):
+        looked_up = ProductFormat(f"trellis{bits}", trellis.TRELLIS, bits, trellis.BK, mode=f"{bits}",
+                                  layout=trellis.LAYOUT)
+        every.append(looked_up)
+        if native:
+            every.append(replace(looked_up, name=f"trellis{bits} shared", mode=f"{bits} shared", most=limit))
     if family not in w4a4.NATIVE:  # there codes of both are multiplied
         every += [replace(kind, name=f"{kind.name} a4", decoder=decoder) for kind in every
                   for name, decoder in (("mxfp4", w4a4.COARSE), ("nvfp4", w4a4.FINE)) if kind.name == name]
