@@ -24,6 +24,8 @@ LANES = 16
 With a learned table, the ring's places are its rows from the last to the first instead."""
 LEARNED = 8
 """The window of the learned tables."""
+COMPUTED = 12
+"""The window of computed levels that recipes have, where they are decoded faster."""
 LOW, HIGH = 0x9E35, 0x6A4D
 """The hash is the low half of ``state · LOW``, exclusive-or the high half of ``state · HIGH``."""
 MIDDLE = 30

@@ -19,6 +19,8 @@ _STD = 0.02
 _CHUNK = 2**22
 """Values drawn at once: 16 MiB as float32, whatever the tensor's size. Part of what a seed means."""
 _SPECIAL = ("<|begin_of_text|>", "<|end_of_text|>")
+_NO_TEXT = ("þ", "ÿ")
+"""The bytes 254 and 255, which no UTF-8 has: their merge says that the tokenizer has not lost its merges."""
 _LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
           "attention_bias": False, "mlp_bias": False, "torch_dtype": "bfloat16"}
 _MIXTRAL = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "hidden_act": "silu",
@@ -138,12 +140,15 @@ class SyntheticSource:
     def side_files(self) -> Mapping[str, bytes]:
         """A tokenizer of the 256 bytes and two special tokens, so that the model can be run: ids 0 to 257.
 
-        Ids beyond, which random weights produce too, decode to nothing.
+        Ids beyond, which random weights produce too, decode to a space and their number.
         """
         from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
         alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-        tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+        texts = [*alphabet, *_SPECIAL, "".join(_NO_TEXT)]
+        texts += [f"Ġ{number}" for number in range(len(texts), self._config["vocab_size"])]
+        vocab = {text: number for number, text in enumerate(texts)}
+        tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[_NO_TEXT]))
         tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in _SPECIAL])
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         tokenizer.decoder = decoders.ByteLevel()

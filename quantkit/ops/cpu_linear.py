@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from quantkit.formats.base import Codes, QuantizedTensor
 from quantkit.formats.level_values import codebook, level_table
 from quantkit.formats.spec import Kind
-from quantkit.formats.trellis_code import HIGH, LEARNED, LOW, MIDDLE, learned
+from quantkit.formats.trellis_code import COMPUTED, HIGH, LEARNED, LOW, MIDDLE, learned
 from quantkit.ops import gpu
 from quantkit.ops.cpu_machine import isa, reason_against_kernels
 from quantkit.ops.cpu_weight import CpuWeight, multiply, padded
@@ -180,6 +180,13 @@ class CpuTrellis(CpuKernel):
                            lambda *_: pack.learned_trellis(codes.codes, spec.bits))
         decoder = decoders.trellis(spec.bits, spec.window, (LOW, HIGH, MIDDLE))
         return grouped(self.name, codes, weight, decoder, lambda *_: pack.trellis(codes.codes, spec.bits))
+
+
+def fastest_window() -> int:
+    """Bits of the window of a trellis that this CPU decodes fastest: a table is slow where it is looked up 16
+    entries at a time and into 32 bytes at most."""
+    machine = isa()
+    return LEARNED if machine.lanes == 16 or machine.neon else COMPUTED
 
 
 def reason_against_group(query: KernelQuery) -> str | None:

@@ -158,6 +158,7 @@ class Candidate(Frozen):
     Attributes:
         method: a registered method; ``null`` keeps the layer as it is.
         spec: how the weight is represented; needed with a method, unless the format can hold one spec only.
+            A trellis without a window has that which this CPU decodes fastest.
         options: the method's own, checked against its model when a plan is made.
         format: a registered format; by default the standard one of the spec.
         fallback: a registered format that can hold one spec only, for layers whose shape ``format`` refuses.
@@ -176,6 +177,16 @@ class Candidate(Frozen):
             return values
         only = spec_of(values.get("format"))
         return values if only is None else {**values, "spec": only.model_dump()}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _window_of_cpu(cls, values: Any) -> Any:
+        spec = values.get("spec") if isinstance(values, dict) else None
+        if not isinstance(spec, dict) or spec.get("kind") != "trellis" or "window" in spec:
+            return values
+        from quantkit.ops.cpu_linear import fastest_window
+
+        return {**values, "spec": {**spec, "window": fastest_window()}}
 
     @model_validator(mode="after")
     def _coherent(self) -> Self:

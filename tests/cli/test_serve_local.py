@@ -195,6 +195,15 @@ def test_a_kv_cache_of_a_fixed_size(cli, serving, tiny):
     assert code == 0 and "taken, for 512 tokens" in said
 
 
+def test_random_weights_have_text(serving):
+    with serving("synthetic:tiny", "--random", "int8") as process:
+        answer = process.ask(prompt="the cat", max_tokens=9, temperature=0, extra_body={"ignore_eos": True})
+        process.child.send_signal(signal.SIGTERM)
+        code, said = process.ended()
+    assert answer.usage.completion_tokens == 9 and len(answer.choices[0].text) >= 9
+    assert code == 0 and "loaded random int8" in said
+
+
 def test_a_port_in_use(cli, tiny):
     with socket.create_server(("127.0.0.1", 0)) as other:
         result = cli("serve-local", tiny, "--port", other.getsockname()[1])

@@ -9,11 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ruamel.yaml import YAML
 
+from quantkit.ops import cpu_linear
+from quantkit.ops.cpu_linear import fastest_window
 from quantkit.quantization import recipe as recipes
 from quantkit.quantization.recipe import Recipe, Rule, list_recipes, load_recipe
 from quantkit.support.errors import RecipeError
 from quantkit.support.paths import data_dir
 from quantkit.support.safe_yaml import MAX_ANCHORS, MAX_BYTES, MAX_DEPTH, parse_yaml
+from quantkit_kernels.cpu import isa as cpu_isa
 
 GOOD = """\
 description: good
@@ -34,8 +37,8 @@ SHIPPED = {"int8": "int8 channel sym", "int8-gptq": "int8 channel sym", "int5-as
            "int2": "int2 g64 asym",
            "int4-awq": "int4 g64 sym", "int4-autoround": "int4 g64 sym",
            "w8a8-smooth": "int8 channel sym a8", "w8a8": "int8 channel sym a8", "fp8": "fp8 channel a8",
-           **{f"trellis{bits}": f"trellis{bits} channel w8 rot" for bits in (2, 3, 4)},
-           "trellis3-embed6": "trellis3 channel w8 rot",
+           **{f"trellis{bits}": f"trellis{bits} channel WINDOW rot" for bits in (2, 3, 4)},
+           "trellis3-embed6": "trellis3 channel WINDOW rot",
            **{f"int{bits}-datafree": f"int{bits} g64 asym" for bits in (2, 3, 4)},
            "int8-datafree": "int8 g64 sym",
            **{f"nvfp4{end}": "fp4 g16 e4m3" for end in ("", "-datafree")}, "nvfp4-a4": "fp4 g16 e4m3 a4",
@@ -93,12 +96,22 @@ def test_shipped_recipes_load_and_leave_the_head_alone_unless_their_name_says_so
     assert (head.method == "rtn") if outside else (head.method is None and head.optional)
     assert head.matches("model.embed_tokens") == ("embed" in name)
     assert not rest.matches("model.embed_tokens")
-    assert rest.matches("model.layers.3.mlp.up_proj") and rest.spec.label() == SHIPPED[name]
+    assert rest.matches("model.layers.3.mlp.up_proj") and rest.spec.label() == SHIPPED[name].replace(
+        "WINDOW", f"w{fastest_window()}")
     assert rest.format_name == {"nf4": "bnb-nf4", "w8a": "int-quantized", "fp8": "float-quantized",
                                 "tre": "trellis", "nvf": "nvfp4-pack-quantized",
                                 "mxf": "mxfp4-pack-quantized"}.get(name[:3], "pack-quantized")
     calibrated = rest.method in ("gptq", "autoround") or bool(recipe.transforms)
     assert (recipe.calibration is not None) == calibrated
+
+
+@pytest.mark.parametrize("isa, window", [("AMX", 8), ("VNNI", 8), ("NEON", 8), ("AVX2", 12), ("PLAIN", 12)])
+def test_a_trellis_has_the_window_that_the_cpu_decodes_fastest(monkeypatch, tmp_path, isa, window):
+    monkeypatch.setattr(cpu_linear, "isa", lambda: getattr(cpu_isa, isa))
+    assert load_recipe("trellis3").rules[-1].spec.window == window
+    own, shipped = tmp_path / "own.yaml", Path(str(data_dir("recipes"))) / "trellis3.yaml"
+    own.write_text(shipped.read_text().replace("kind: trellis", "kind: trellis, window: 10"))
+    assert load_recipe(str(own)).rules[-1].spec.window == 10
 
 
 def test_the_list_is_what_is_shipped_and_none_is_broken():

@@ -10,6 +10,7 @@ import torch
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.models.architecture import parse_config
 from quantkit.models.linear import Weights
+from quantkit.ops.cpu_linear import fastest_window
 from quantkit.quantization.calibration.runner import LayerRunner
 from quantkit.quantization.recipe import CalibrationSpec
 from quantkit.quantization.run import quantize
@@ -98,7 +99,7 @@ rules:
     assert len(text[0].token_ids) == 8
     with Checkpoint.open(result.out) as checkpoint:
         row = checkpoint.manifest.layers[0]
-        assert (row.format, row.spec.label()) == ("trellis", f"trellis{bits} channel w8 rot")
+        assert (row.format, row.spec.label()) == ("trellis", f"trellis{bits} channel w{fastest_window()} rot")
 
 
 def test_a_computed_code_is_still_made_and_read(tmp_path, tiny):

@@ -228,42 +228,25 @@ class Emitter:
         return self.highest(largest)
 
     def sums(self, vectors: Sequence[Value]) -> Value:
-        """Each vector's sum, as the lanes of one; eight vectors, or sixteen, by pairs: fewer steps than one
-        by one."""
-        count = vectors[0].lanes
-        if len(vectors) == 16 and count == 16:
-            return self._sixteen(vectors)
-        if len(vectors) == 16:
-            return self.sums(vectors[:8]).shuffle(range(16), self.sums(vectors[8:]))
-        while count > 8:
-            count //= 2
-            vectors = [v.shuffle(range(count)) + v.shuffle(range(count, 2 * count)) for v in vectors]
-        if count < 8:
-            result = Value(self.b, ir.Constant(vec(F32, 8), ir.Undefined))
-            for i, v in enumerate(vectors):
-                result = Value(self.b, self.b.insert_element(result.ir, self.sum(v).ir, I32(i)))
-            return result
-        # within halves of a register first: that is what x86 shuffles
-        pairs = [_across(a, b, (0, 8, 1, 9, 4, 12, 5, 13), (2, 10, 3, 11, 6, 14, 7, 15))
-                 for a, b in zip(vectors[::2], vectors[1::2])]
-        fours = [_across(a, b, (0, 1, 8, 9, 4, 5, 12, 13), (2, 3, 10, 11, 6, 7, 14, 15))
-                 for a, b in zip(pairs[::2], pairs[1::2])]
-        return _across(fours[0], fours[1], (0, 1, 2, 3, 8, 9, 10, 11), (4, 5, 6, 7, 12, 13, 14, 15))
-
-    def _sixteen(self, vectors: Sequence[Value]) -> Value:
-        """:meth:`sums` of sixteen by sixteen lanes, added in the same order: halves, then within quarters,
-        then quarters."""
-        low, high = range(8), range(8, 16)
-        halves = [_across(a, b, (*low, *(i + 16 for i in low)), (*high, *(i + 16 for i in high)))
-                  for a, b in zip(vectors[:8], vectors[8:])]
-        quarters = (0, 4, 8, 12)
-        for step in (((0, 1, 16, 17), (2, 3, 18, 19)), ((0, 2, 16, 18), (1, 3, 17, 19))):
-            first, second = (tuple(lane + quarter for quarter in quarters for lane in lanes)
-                             for lanes in step)
-            halves = [_across(a, b, first, second) for a, b in zip(halves[::2], halves[1::2])]
-        left, right = halves
-        return _across(left, right, (0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27),
-                       (4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31))
+        """The sums of some vectors of equal length, a power of 2 of them, a lane each, added as by
+        :meth:`sum`: halves lie side by side, so that steps are shared."""
+        size = vectors[0].lanes  # of the part of a vector that is one's
+        while size > 1 or len(vectors) > 1:
+            half = max(size // 2, 1)
+            lanes = vectors[0].lanes
+            lower = [start + i for start in range(0, lanes, size) for i in range(half)]
+            upper = [place + half for place in lower]
+            if size == 1:
+                vectors = [left.shuffle(range(2 * lanes), right)
+                           for left, right in zip(vectors[::2], vectors[1::2])]
+            elif len(vectors) == 1:
+                vectors = [vectors[0].shuffle(lower) + vectors[0].shuffle(upper)]
+            else:
+                lower, upper = ([*part, *(lanes + place for place in part)] for part in (lower, upper))
+                vectors = [left.shuffle(lower, right) + left.shuffle(upper, right)
+                           for left, right in zip(vectors[::2], vectors[1::2])]
+            size = half
+        return vectors[0]
 
     def ret(self, value: Value | None = None) -> None:
         if value is None:
@@ -276,9 +259,6 @@ class Emitter:
             value = value.get()
         return value if isinstance(value, Value) else self.const(I64, value)
 
-
-def _across(a: Value, b: Value, first: Sequence[int], second: Sequence[int]) -> Value:
-    return a.shuffle(first, b) + a.shuffle(second, b)
 
 
 class _Callee(ir.Value):

@@ -102,7 +102,7 @@ class FloatProduct:
         else:
             with e.loop(chunk, end) as s:
                 self._step(s, sources, inputs, totals)
-        self.add(weight, row, [lane_sums([line[m].get() for line in totals]) for m in range(rows)], chunk)
+        self.add(weight, row, [self.e.sums([line[m].get() for line in totals]) for m in range(rows)], chunk)
 
     def _step(self, s: Value, sources: Sequence[Value], inputs: Sequence[Value],
               totals: Sequence[Sequence[Var]]) -> None:
@@ -172,22 +172,3 @@ def _tile_shape(spec: ProductSpec, isa: Isa) -> tuple[int, int]:
     if spec.group:
         return 4, 2
     return 8, 3 if spec.decoder.family.width == 2 else 2
-
-
-def lane_sums(vectors: Sequence[Value]) -> Value:
-    """The sums of some vectors ``[16]``, a power of 2 of them, a lane each. A vector's upper half is added to
-    its lower one until one number is left; halves lie side by side, so that steps are shared."""
-    size = LANES  # of the part of a vector that is one's
-    while size > 1:
-        half = size // 2
-        lower = [start + i for start in range(0, vectors[0].lanes, size) for i in range(half)]
-        upper = [place + half for place in lower]
-        if len(vectors) == 1:
-            vectors = [vectors[0].shuffle(lower) + vectors[0].shuffle(upper)]
-        else:
-            lanes = vectors[0].lanes
-            lower, upper = ([*part, *(lanes + place for place in part)] for part in (lower, upper))
-            vectors = [left.shuffle(lower, right) + left.shuffle(upper, right)
-                       for left, right in zip(vectors[::2], vectors[1::2])]
-        size = half
-    return vectors[0]

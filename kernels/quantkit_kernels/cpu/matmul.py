@@ -24,7 +24,7 @@ from quantkit_kernels.cpu.driver import begin
 from quantkit_kernels.cpu.float_product import FloatProduct
 from quantkit_kernels.cpu.isa import Isa
 from quantkit_kernels.cpu.product_spec import ARGUMENTS, ProductSpec
-from quantkit_kernels.cpu.product_tile import BLOCKS_BY_TILES, TILE_SHAPES, TileWriter, by_tiles
+from quantkit_kernels.cpu.product_tile import BLOCKS_BY_TILES, TILE_SHAPES, TileWriter, Turns, by_tiles
 from quantkit_kernels.cpu.tiles import ROWS
 from quantkit_kernels.cpu.values import Value
 from quantkit_kernels.cpu.weight_decoder import STRIPE, SUB
@@ -126,12 +126,15 @@ class _Writer:
             with e.when((bottom - top).equals(number)), e.loop(begin, end, together) as block:
                 self.tiles.multiply(block, top, together, number)
         with e.when(bottom - top >= few), e.loop(begin, end, blocks) as block:
-            full = (bottom - top) // few * few + top
-            with e.loop(top, full, few) as row:
-                self.tiles.multiply(block, row, blocks, few)
-            for number in range(1, few):
-                with e.when((bottom - full).equals(number)):
-                    self.tiles.multiply(block, full, blocks, number)
+            times = (bottom - top) // few
+            full = times * few + top
+            distance = self.tiles.block_bytes * blocks
+            with e.loop(0, times) as turn:
+                row = top + turn * few
+                self.tiles.multiply(block, row, blocks, few, turns=Turns.of(e, turn, times, distance))
+            for count in range(1, few):
+                with e.when((bottom - full).equals(count)):
+                    self.tiles.multiply(block, full, blocks, count)
 
     def _unpack(self, block: Value, count: int) -> None:
         e = self.e

@@ -35,6 +35,30 @@ def by_tiles(spec: ProductSpec, isa: Isa) -> bool:
     return isa.amx and family.width == 1 and not family.by_token and (spec.group or SUB) % SUB == 0
 
 
+@dataclass(frozen=True)
+class Turns:
+    """How often the weights of a tile are read, for some rows of activations after others.
+
+    The weights of the tile after it are fetched meanwhile, so that they come from memory all the time, and
+    not while they are read for the first rows only. ``count``, a power of 2: in so many turns, from
+    ``number`` 0 on, a part each of what lies ``distance`` bytes behind.
+    """
+
+    number: Value
+    count: Value
+    distance: Value
+
+    @classmethod
+    def of(cls, e: Emitter, number: Value, times: Value, distance: Value) -> Turns:
+        """Of weights that are read so many times."""
+        count = e.select(times >= 4, e.const(I64, 4), e.select(times >= 2, e.const(I64, 2), e.const(I64, 1)))
+        return cls(number, count, e.select(times > 1, distance, e.const(I64, AHEAD)))
+
+    def now(self, s: Value) -> Value:
+        """Whether what is behind the subgroup ``s`` is fetched in this turn."""
+        return (s & (self.count - 1)).equals(self.number)
+
+
 class GroupNumbers(NamedTuple):
     """What a group of each lane's row has: float32, or int32 for the zero point."""
 
@@ -52,6 +76,7 @@ class _Tile:
     x: Sequence[Value]
     totals: Sequence[Sequence[Var]]
     unpacked: Sequence[Value] | None
+    turns: Turns | None
 
     def each(self) -> Iterator[tuple[int, int]]:
         """Every place of the tile: block and row."""
@@ -122,10 +147,11 @@ class TileWriter:
                 yield [first.shuffle(order, second) for first, second in zip(*words)]
 
     def multiply(self, block: Value, row: Value, blocks: int, rows: int,
-                 scratch: Value | None = None) -> None:
+                 scratch: Value | None = None, turns: Turns | None = None) -> None:
         """Write ``blocks`` blocks of weights by ``rows`` rows of activations.
 
-        ``block`` is the first; where it was unpacked, ``scratch`` says which of those there it is.
+        ``block`` is the first; where it was unpacked, ``scratch`` says which of those there it is. ``turns``:
+        the blocks are read several times.
         """
         e, a = self.e, self.a
         unpacked = None
@@ -135,7 +161,7 @@ class TileWriter:
         start = e.const(vec(I32, self.lanes), 0) if self.family.sums_rows else e.const(self.reals, 0.0)
         tile = _Tile([block + b for b in range(blocks)], [row + m for m in range(rows)],
                      [a.x + (row + m) * a.x_stride for m in range(rows)],
-                     [[e.var(start) for _ in range(rows)] for _ in range(blocks)], unpacked)
+                     [[e.var(start) for _ in range(rows)] for _ in range(blocks)], unpacked, turns)
         if self.family.sums_rows:
             with e.loop(0, a.subgroups) as s:
                 sums = self._subgroup_sums(tile, s)
@@ -158,10 +184,19 @@ class TileWriter:
             at = s * (SUB * self.lanes * self.family.width)
             return self._loaded([source + at for source in tile.unpacked], SUB // self.family.step)
         sources = [self.packed(block, s) for block in tile.blocks[::self.blocks_per_unpack]]
-        for source in (part for block_source in sources for part in self._planes(block_source)):
-            for line in range(0, self.decoder.bytes * self.lanes * self.blocks_per_unpack, 64):
-                self.e.prefetch(source + (AHEAD + line))
+        parts = [part for source in sources for part in self._planes(source)]
+        if tile.turns is None:
+            self._fetch(parts, AHEAD)
+        else:
+            with self.e.when(tile.turns.now(s)):
+                self._fetch(parts, tile.turns.distance)
         return self.steps(sources)
+
+    def _fetch(self, parts: Sequence[Value], distance: int | Value) -> None:
+        """Begin to fetch what lies at this distance behind subgroups."""
+        for part in parts:
+            for line in range(0, self.decoder.bytes * self.lanes * self.blocks_per_unpack, 64):
+                self.e.prefetch(part + distance + line)
 
     def _loaded(self, sources: Sequence[Value], count: int) -> Iterator[list[Value]]:
         """The unpacked vectors of ``count`` steps."""

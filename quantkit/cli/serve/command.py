@@ -96,6 +96,9 @@ MAX_NAME = 200
 @click.option("--chat-template", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
               help="Jinja template that chats are written by, in place of the model's own: for base models "
                    "and files that have lost theirs.")
+@click.option("--random", metavar="RECIPE",
+              help="Serve random weights in the formats of this recipe, to measure speed; `none`: "
+                   "unquantized ones.")
 @trace_option
 @revision_option
 @dtype_option
@@ -107,8 +110,9 @@ def command(models: tuple[str, ...], host: str, port: int, hosts: tuple[str, ...
             names: tuple[str, ...], kv: tuple[str, ...], kv_memory: str | None, prefix_cache: str | None,
             draft: str, replicas: int | None, overcommit: bool, max_batch: int, max_queue: int,
             scheduling_policy: SchedulingPolicy, max_itl: float, drain_timeout: float, parse_special: bool,
-            strict_requests: bool, bare_json_calls: bool, chat_template: Path | None, trace: Path | None,
-            revision: str | None, dtype: str, device: str, verify: bool, as_json: bool) -> None:
+            strict_requests: bool, bare_json_calls: bool, chat_template: Path | None, random: str | None,
+            trace: Path | None, revision: str | None, dtype: str, device: str, verify: bool,
+            as_json: bool) -> None:
     """Serve models on this machine with the APIs of OpenAI and Anthropic and a chat page.
 
     MODEL is a checkpoint's folder or anything that `quantkit quantize` takes. Concurrent requests are
@@ -120,6 +124,10 @@ def command(models: tuple[str, ...], host: str, port: int, hosts: tuple[str, ...
     if revision is not None and len(models) > 1:
         raise UsageError("--revision with several models", why="it is a revision of one of them",
                          next="write it behind each model: NAME@REVISION")
+    if random is not None and (revision is not None or verify):
+        raise UsageError("--random doesn't go with --revision and --verify", why="no weights are read",
+                         next="leave out one of them")
+    from quantkit.quantization.recipe import load_recipe
     from quantkit.runtime.drafting.base import parse_drafter
     from quantkit.serving.address import bind, is_loopback, url
     from quantkit.support.device import find_device
@@ -130,13 +138,15 @@ def command(models: tuple[str, ...], host: str, port: int, hosts: tuple[str, ...
                          next="leave out one of them")
     kvs = read_kv(kv)
     parse_drafter(draft)
+    if random not in (None, "none"):
+        load_recipe(random)
     if replicas is None:
         find_device(device)
     options = ServingOptions(models, tuple(called), kvs, _bytes("--kv-memory", kv_memory),
                              _bytes("--prefix-cache", prefix_cache), draft, overcommit, max_batch, max_queue,
                              scheduling_policy, max_itl, parse_special, revision, dtype, device, verify,
                              None if chat_template is None else _template(chat_template), strict_requests,
-                             bare_json_calls)
+                             bare_json_calls, random)
     with bind(host, port, has_key=bool(keys)) as bound, open_trace(trace) as trace_file:
         note(f"loading {', '.join(models)}")
         loopback = is_loopback(bound)

@@ -37,6 +37,7 @@ class ServingOptions:
         chat_template: Jinja text that replaces the models' own.
         strict_requests: whether requests that ask for what the server doesn't do are refused.
         bare_json_calls: whether a message that is a call as plain JSON is one.
+        random: the recipe whose formats random weights have; ``None``: the models' own weights are loaded.
         sharing: replicas that share the memory of this machine's CPU.
     """
 
@@ -59,6 +60,7 @@ class ServingOptions:
     chat_template: str | None = None
     strict_requests: bool = False
     bare_json_calls: bool = True
+    random: str | None = None
     sharing: int = 1
 
 
@@ -117,6 +119,7 @@ def load_served(options: ServingOptions) -> list[ServedEngine]:
     import_large("quantkit.runtime.loader")
     from quantkit.runtime.drafting.base import parse_drafter
     from quantkit.runtime.engine import Engine, FairLock
+    from quantkit.support.device import find_device
 
     def take_tokenizer(start: ServingStart, tokenizer: Tokenizer) -> None:
         if options.chat_template is not None:
@@ -133,10 +136,16 @@ def load_served(options: ServingOptions) -> list[ServedEngine]:
                                   sharing=options.sharing)
         for model in options.models:
             with ServingStart() as start:
-                loaded = load_model(model, revision=options.revision, dtype=options.dtype,
-                                    device=options.device, verify=options.verify,
-                                    on_open=functools.partial(forecast.add, model),
-                                    on_tokenizer=functools.partial(take_tokenizer, start))
+                if options.random is None:
+                    loaded = load_model(model, revision=options.revision, dtype=options.dtype,
+                                        device=options.device, verify=options.verify,
+                                        on_open=functools.partial(forecast.add, model),
+                                        on_tokenizer=functools.partial(take_tokenizer, start))
+                else:
+                    from quantkit.evaluation.bench.random_model import random_model
+
+                    loaded = random_model(model, options.random, find_device(options.device), options.dtype)
+                    take_tokenizer(start, loaded.tokenizer)
                 engine = Engine(loaded, kv=spec, more_kv=options.kvs[1:], max_batch=options.max_batch,
                                 max_queue=options.max_queue, memory=options.kv_memory,
                                 max_itl=options.max_itl / 1000, prefix_cache=options.prefix_cache,

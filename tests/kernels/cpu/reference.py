@@ -250,7 +250,7 @@ def attend(q: Floats, k: Floats, v: Floats, seen: npt.NDArray[np.bool_]) -> Floa
         lane = q[:, None, :width] * keys[None, :, :width]
         for at in range(width, dim, width):
             lane = fma(q[:, None, at:at + width], keys[None, :, at:at + width], lane)
-        scores = np.where(visible, _score(lane), F(NOTHING))
+        scores = np.where(visible, halves(lane), F(NOTHING))
         top = scores.max(-1)
         chances = np.where(scores > NOTHING, exp(scores - top[:, None]), F(0))
         padded = np.pad(chances, ((0, 0), (0, -chances.shape[1] % WIDE)))
@@ -267,15 +267,3 @@ def attend(q: Floats, k: Floats, v: Floats, seen: npt.NDArray[np.bool_]) -> Floa
         total = np.where(occupied[:, None], fma(total_of_split, take[:, None], total * keep[:, None]), total)
         maximum = np.where(occupied, new, maximum)
     return total * (F(1) / weight)[:, None]
-
-
-def _score(lane: Floats) -> Floats:
-    """The sum over lanes: halves down to eight, then neighbors at distance 2, 1 and 4."""
-    while lane.shape[-1] > 8:
-        half = lane.shape[-1] // 2
-        lane = lane[..., :half] + lane[..., half:]
-    if lane.shape[-1] < 8:
-        return halves(lane)
-    a = [lane[..., i] for i in range(8)]
-    low, high = ((a[i] + a[i + 2]) + (a[i + 1] + a[i + 3]) for i in (0, 4))
-    return low + high
