@@ -158,7 +158,7 @@ class Candidate(Frozen):
     Attributes:
         method: a registered method; ``null`` keeps the layer as it is.
         spec: how the weight is represented; needed with a method, unless the format can hold one spec only.
-            A trellis without a window has that which this CPU decodes fastest.
+            A trellis without a window has that which this machine decodes fastest.
         options: the method's own, checked against its model when a plan is made.
         format: a registered format; by default the standard one of the spec.
         fallback: a registered format that can hold one spec only, for layers whose shape ``format`` refuses.

@@ -108,6 +108,9 @@ def test_shipped_recipes_load_and_leave_the_head_alone_unless_their_name_says_so
 @pytest.mark.parametrize("isa, window", [("AMX", 8), ("VNNI", 8), ("NEON", 8), ("AVX2", 12), ("PLAIN", 12)])
 def test_a_trellis_has_the_window_that_the_cpu_decodes_fastest(monkeypatch, tmp_path, isa, window):
     monkeypatch.setattr(cpu_linear, "isa", lambda: getattr(cpu_isa, isa))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert load_recipe("trellis3").rules[-1].spec.window == 8
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert load_recipe("trellis3").rules[-1].spec.window == window
     own, shipped = tmp_path / "own.yaml", Path(str(data_dir("recipes"))) / "trellis3.yaml"
     own.write_text(shipped.read_text().replace("kind: trellis", "kind: trellis, window: 10"))
