@@ -13,6 +13,7 @@ import torch
 
 from quantkit.formats.base import Codes, QuantizedTensor
 from quantkit.formats.level_values import middle
+from quantkit.formats.trellis_code import LEARNED, learned
 from quantkit.ops import gpu
 from quantkit.ops.dispatch import KernelQuery, codes_of
 
@@ -281,6 +282,26 @@ class TritonIQ4(TritonKernel):
         return iq4.pack(codes.codes, scales_of(codes, gated), codes.spec.granularity.size or 0, gated=gated)
 
 
+class TritonTrellis(TritonKernel):
+    """A trellis with a learned table, whose levels are 8-bit integers."""
+
+    name = "triton-trellis"
+
+    def reason_against(self, query: KernelQuery) -> str | None:
+        """Anything but a trellis with a window of 8 bits: levels of others are computed and wider."""
+        if (reason := _reason_against(query, "trellis", (2, 3, 4))) is not None:
+            return reason
+        if query.spec.window != LEARNED:
+            return f"looks levels up in a table of 8-bit states, not of {query.spec.window} bits"
+        return None
+
+    def pack(self, codes: Codes, gated: bool = False) -> TritonWeight:
+        from quantkit_kernels.triton.trellis import pack
+
+        bits = codes.spec.bits
+        return pack(codes.codes, _by_row(codes), learned(bits), bits, gated=gated)
+
+
 FINE = 16
 """Columns that share a scale which multiplies weights instead of their sum."""
 SUPERBLOCK = 256
@@ -395,3 +416,4 @@ INT = TritonW8A8()
 FP4 = TritonFP4()
 FP4A4 = TritonW4A4()
 IQ4 = TritonIQ4()
+TRELLIS = TritonTrellis()

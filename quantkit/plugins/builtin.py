@@ -31,7 +31,7 @@ TARGETS: dict[str, dict[str, str]] = {
     "kernels": {
         **{f"triton-{name}": f"ops.triton_linear:{target}" for name, target in (
             ("w8a16", "W8"), ("w4a16", "W4"), ("nf4", "NF"), ("fp8", "FP"), ("w8a8", "INT"), ("fp4", "FP4"),
-            ("w4a4", "FP4A4"), ("iq4", "IQ4"))},
+            ("w4a4", "FP4A4"), ("iq4", "IQ4"), ("trellis", "TRELLIS"))},
         **{f"cpu-{name}": f"ops.cpu_linear:{target}" for name, target in (
             ("int8", "INT8"), ("int4", "INT4"), ("nf4", "NF"), ("trellis", "TRELLIS"), ("w8a8", "INT"),
             ("fp8", "FP"), ("fp4", "FP4"), ("iq4", "IQ4"))},

@@ -54,7 +54,7 @@ def test_both_sides_compute_the_same(small, on):
         "rms_norm add", "rms_norm int8", "quantize int8", "hadamard", "rope", "rope int8", "close int4",
         "attention", "attention int8", "attention fp8", "attention int4", "attention hadamard4", "prefill",
         "prefill int8", "argmax", "sample", "gptq", "iq4 g32", "mxfp4 g32", "mxfp4 by mxfp4", "nvfp4 g16",
-            "nvfp4 by nvfp4"}
+            "nvfp4 by nvfp4", "trellis4", "trellis3", "trellis2"}
     assert all(row.speedup == (1, 1, 1) for row in found)
     assert "head m65" not in {row.shape for row in found} and "o m65" in {row.shape for row in found}
 

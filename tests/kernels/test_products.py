@@ -7,7 +7,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from quantkit_kernels.triton import fp4, fp8, iq4, nf4, w4a16, w8a8, w8a16, w16a16
+from quantkit_kernels.triton import fp4, fp8, iq4, nf4, trellis, w4a16, w8a8, w8a16, w16a16
 from quantkit_kernels.triton.embedding import embed
 from quantkit_kernels.triton.group_scales import pack_scales, pack_superblocks
 from quantkit_kernels.triton.levels import quantize
@@ -131,6 +131,21 @@ def iq4_nl(n, k, group, how):
         torch.tensor(iq4.LEVELS).double()[codes.long()] * wide(scale, k))
 
 
+def trellis_of(bits):
+    """Rows are filled up to whole rings, of a gate and of what it opens."""
+    def make(n, k, group, how):
+        whole = 128 if how.get("gated") else 64
+        n = -(-n // whole) * whole
+        symbols, scale = drawn(2**bits, n, k), numbers(n, 1, torch.float32)
+        later = [symbols.unflatten(0, (-1, 64)).roll(-at, 1).flatten(0, 1).long() for at in range(4)]
+        states = sum(symbol << bits * at for at, symbol in enumerate(later)) & 255
+        levels = torch.randint(-127, 128, (256,), generator=torch.Generator().manual_seed(bits))
+        return lambda to: trellis.pack(to(symbols), to(scale)[:, 0], tuple(levels.tolist()), bits, **how), (
+            levels[states].double() * scale.double())
+
+    return make
+
+
 def fp8_tiles(n, k, group, how):
     codes = drawn(256, n, k)
     codes[codes & 127 == 127] = 0
@@ -151,7 +166,8 @@ KINDS = {"plain": (plain, 0, 52), "int4 in 32": (int4, 32, 32), "int4 in 64": (i
          "int8 in 32": (int8_groups, 32, 32), "int8 in 128": (int8_groups, 128, 128),
          "int4 in 16": (int4_fine, 16, 64), "int8 in 16": (int8_fine, 16, 64), "mxfp4": (mxfp4, 32, 32),
          "e2m1 in 64": (mxfp4, 64, 64), "nvfp4": (nvfp4, 16, 64), "iq4_nl": (iq4_nl, 32, 32),
-         "iq4 in 128": (iq4_nl, 128, 128), "fp8 tiles": (fp8_tiles, 128, 128)}
+         "iq4 in 128": (iq4_nl, 128, 128), "fp8 tiles": (fp8_tiles, 128, 128),
+         **{f"trellis of {bits} bits": (trellis_of(bits), 0, 52) for bits in (2, 3, 4)}}
 ROUNDED = {"int8 by int8": (rows_of(w8a8.pack), 0, 52), "fp8 by fp8": (rows_of(w8a8.pack, True), 0, 52)}
 """Kinds whose activations are rounded: their products are in ``test_w8a8.py``."""
 
@@ -244,8 +260,9 @@ def test_one_program_or_many_give_the_same_bits(on, there, randn, any_kind):
 
 @pytest.mark.sampled(4)
 def test_a_gate_beside_what_it_opens(on, there, randn, kind):
-    n = 140
-    plain, gated = kind(n, 256)[0](there), kind(n, 256, gated=True)[0](there)
+    gated = kind(140, 256, gated=True)[0](there)
+    n = gated.n
+    plain = kind(n, 256)[0](there)
     x = randn(3, plain.k, on=on)
     y = multiply(x, plain).float()
     got = multiply(x, gated, gated="silu")

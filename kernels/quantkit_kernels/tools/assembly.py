@@ -29,7 +29,7 @@ class KernelFacts:
     Attributes:
         registers: a thread; vector registers on AMD.
         spills: instructions (NVIDIA) or registers (AMD) that go through memory for want of registers.
-        shared: bytes of shared memory a block.
+        shared: bytes of shared memory a block, those of inline assembly with them.
         widest: bits of the widest load from global memory.
         wide_loads: 128-bit loads in the largest loop; in the whole kernel if it has none.
         matrix: whether it has tensor-core instructions.
@@ -85,7 +85,7 @@ def machine_code(cubin: bytes, shared: int) -> KernelFacts:
         file = Path(folder) / "kernel.cubin"
         file.write_bytes(cubin)
         usage, text = _tool("cuobjdump", "-res-usage", str(file)), _tool("nvdisasm", str(file))
-    registers = re.search(r"REG:(\d+)", usage)
+    registers, static = re.search(r"REG:(\d+)", usage), re.search(r"SHARED:(\d+)", usage)
     guarded: list[str] = []
     labels: dict[str, int] = {}
     for line in text.splitlines():
@@ -94,13 +94,14 @@ def machine_code(cubin: bytes, shared: int) -> KernelFacts:
         elif match := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", line):
             guarded.append(match[1])
     code = [wgmma.GUARD.sub("", line_of_code, count=1) for line_of_code in guarded]
-    if registers is None or not code:
+    if registers is None or static is None or not code:
         raise ValueError("the disassembly was not understood")
     loop = _largest_loop(code, labels)
     names = {line_of_code.split()[0] for line_of_code in code}
     count = Counter(line_of_code.split()[0].split(".")[0] for line_of_code in code)
     loads = [name for name in names if name.split(".")[0] in ("LDG", "LDGSTS")]
-    return KernelFacts(int(registers[1]), count["LDL"] + count["STL"], shared,
+    # from Hopper on the system has 1,024 bytes
+    return KernelFacts(int(registers[1]), count["LDL"] + count["STL"], shared + max(0, int(static[1]) - 1024),
                        max(map(_bits, loads), default=0),
                        sum(_bits(line_of_code.split()[0]) == 128 for line_of_code in loop or code
                            if line_of_code.split(".")[0] in ("LDG", "LDGSTS")),

@@ -122,7 +122,8 @@ def block_scaled_kernel(x_ptr: tl.tensor, t_ptr: tl.tensor, w_ptr: tl.tensor, s_
         part = (tl.program_id(2).to(tl.int64) * m + rm[None, :]) * NPAD
         tl.store(y_ptr + part + tl.program_id(0) * 128 + rn[:, None], total, mask=seen[None, :])
     else:
-        finish(total, tl.program_id(0) * 128, rm, t_ptr, s_ptr, b_ptr, r_ptr, y_ptr, m, n, r_row, y_row,
+        finish(total, tl.program_id(0) * 128, tl.arange(0, 128), rm, t_ptr, s_ptr, b_ptr, r_ptr, y_ptr, m, n,
+               r_row, y_row,
                GATED)
 
 

@@ -19,10 +19,10 @@ BLOCK = 512
 
 @triton.jit
 def embed_kernel(ids_ptr: tl.tensor, w_ptr: tl.tensor, s_ptr: tl.tensor, y_ptr: tl.tensor, y_row: tl.tensor,
-                 K: tl.constexpr, BK: tl.constexpr, WORDS: tl.constexpr, TILES: tl.constexpr,
-                 GROUP: tl.constexpr, NPAD: tl.constexpr, NUMBER: tl.constexpr, MODE: tl.constexpr,
-                 WIDE: tl.constexpr, BLOCK: tl.constexpr, LAYOUT: tl.constexpr, MIDDLE: tl.constexpr,
-                 BITS: tl.constexpr) -> None:
+                 table_ptr: tl.tensor, K: tl.constexpr, BK: tl.constexpr, WORDS: tl.constexpr,
+                 TILES: tl.constexpr, GROUP: tl.constexpr, NPAD: tl.constexpr, NUMBER: tl.constexpr,
+                 MODE: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, LAYOUT: tl.constexpr,
+                 MIDDLE: tl.constexpr, BITS: tl.constexpr) -> None:
     """Decode BLOCK numbers of one row.
 
     ids is ``[m]``, y is ``[m, K]`` with rows y_row apart; the weight is packed as for a matrix product.
@@ -39,6 +39,8 @@ def embed_kernel(ids_ptr: tl.tensor, w_ptr: tl.tensor, s_ptr: tl.tensor, y_ptr: 
         word, c, _, _ = place(lane, col % BK, SPAN, 1, WIDE)
         s = fine_at(s_ptr, tile, word if BITS == 4 else word * 2 + c, NPAD, WORDS, BITS, MODE)
         v = NUMBER(w_ptr + tile * WORDS, s, lane, col % BK, BK, MODE, WIDE) * tl.load(s_ptr + row)
+    elif LAYOUT == "rings":
+        v = NUMBER(w_ptr + tile * WORDS, table_ptr, lane, col % BK, BK, MODE, WIDE) * tl.load(s_ptr + row)
     elif LAYOUT == "word":
         s = s_ptr
         if s_ptr is not None:
@@ -76,7 +78,7 @@ def embed(ids: torch.Tensor, w: TritonWeight, dtype: torch.dtype, *,
     y = torch.empty(shape, dtype=dtype, device=ids.device) if out is None else out
     if len(ids):
         embed_kernel[(len(ids), -(-w.k // BLOCK))](ids.contiguous(), w.words, w.scale, y, y.stride(0),
-                                                  **constants(w))
+                                                  w.table, **constants(w))
     return y
 
 

@@ -19,12 +19,12 @@ def activated(gate: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def finish(total: tl.tensor, first: tl.tensor, rm: tl.tensor, t_ptr: tl.tensor, s_ptr: tl.tensor,
-           b_ptr: tl.tensor, r_ptr: tl.tensor, y_ptr: tl.tensor, m: tl.tensor, n: tl.tensor, r_row: tl.tensor,
-           y_row: tl.tensor, GATED: tl.constexpr) -> None:
+def finish(total: tl.tensor, first: tl.tensor, inner: tl.tensor, rm: tl.tensor, t_ptr: tl.tensor,
+           s_ptr: tl.tensor, b_ptr: tl.tensor, r_ptr: tl.tensor, y_ptr: tl.tensor, m: tl.tensor,
+           n: tl.tensor, r_row: tl.tensor, y_row: tl.tensor, GATED: tl.constexpr) -> None:
     """Finish the sums ``total [N, M]`` and store y, M by n.
 
-    The sums are of the weight's rows from ``first`` on by rows ``rm`` of x. t are float32 scales ``[m]`` of
+    The sums are of the weight's rows ``first + inner`` by rows ``rm`` of x. t are float32 scales ``[m]`` of
     x's rows; s are float32 scales of the weight's rows; b is the bias ``[n]``, or with GATED ``[2 n]`` with
     that of the gate first; r is the residual, with rows r_row apart. Each of them may be ``None``. With GATED
     y is ``act(gate) · up``.
@@ -35,7 +35,7 @@ def finish(total: tl.tensor, first: tl.tensor, rm: tl.tensor, t_ptr: tl.tensor, 
     if t_ptr is not None:
         v *= tl.load(t_ptr + rm, mask=rm < m, other=0.0)[None, :]
     if s_ptr is not None:
-        v *= tl.load(s_ptr + first + tl.arange(0, N))[:, None]
+        v *= tl.load(s_ptr + first + inner)[:, None]
     if GATED is not None:
         gate, up = tl.split(v.reshape(N // 16, 2, 8, M).trans(0, 2, 3, 1))
         gate, up = gate.reshape(N // 2, M), up.reshape(N // 2, M)
@@ -45,7 +45,7 @@ def finish(total: tl.tensor, first: tl.tensor, rm: tl.tensor, t_ptr: tl.tensor, 
             up += tl.load(b_ptr + n + rn, mask=rn < n, other=0.0).to(tl.float32)[:, None]
         v = activated(gate, GATED) * up
     else:
-        rn = first + tl.arange(0, N)
+        rn = first + inner
         if b_ptr is not None:
             v += tl.load(b_ptr + rn, mask=rn < n, other=0.0).to(tl.float32)[:, None]
     seen = (rm < m)[None, :] & (rn < n)[:, None]

@@ -42,8 +42,8 @@ def shuffle(codes: torch.Tensor, bits: int, k: int, wide: int, adjacent: bool = 
 
     Args:
         codes: uint8 ``[n, k_all]``, ``n`` a multiple of 128 and ``k_all`` of ``k``.
-        bits: 4 or 8.
-        k: columns of a tile: 32, or a multiple of 64 (int4), or of 32 (int8).
+        bits: 1, 2, 4 or 8.
+        k: columns of a tile: 32, or a multiple of 64 (int4), or of 32 (int8); 128 of fewer bits.
         wide: adjacent columns that a lane reads: see :func:`lane_columns`.
         adjacent: the two numbers of a word that make one register are in neighboring nibbles instead of the
             two halves.
@@ -59,17 +59,21 @@ def shuffle(codes: torch.Tensor, bits: int, k: int, wide: int, adjacent: bool = 
     c, t = (9, 10) if wide == 2 else (10, 9)
     # the order is: tile, its column, load, block, warp, g, t, block in the vector, 16 columns, c, e, h
     parts = parts.permute(0, 6, 7, 1, 3, 5, t, 2, 8, c, 11, 4)
-    if bits == 4:
+    shape: tuple[int, ...]
+    if bits == 8:
+        shape, shifts = (-1, 1, 2, 2), [[[16 * e + 8 * h for h in (0, 1)] for e in (0, 1)]]
+    else:
         shape, shifts = (-1, 2, 2, 2), [[[4 * e + 8 * c + 16 * h if adjacent else 16 * e + 4 * c + 8 * h
                                           for h in (0, 1)] for e in (0, 1)] for c in (0, 1)]
-    else:
-        shape, shifts = (-1, 1, 2, 2), [[[16 * e + 8 * h for h in (0, 1)] for e in (0, 1)]]
     shift = torch.tensor(shifts, dtype=torch.int64, device=codes.device)
+    if bits < 4:  # where a nibble would be are numbers of two or four times 16 columns, halves first
+        within = torch.tensor([0, 2, 1, 3][:4 // bits], device=codes.device)
+        shape, shift = (-1, 4 // bits, *shape[1:]), within.view(-1, 1, 1, 1) + shift
     # tile by tile: eight bytes per code would take too much memory for a whole large layer
     words = torch.empty(n // ROWS, total // k, ROWS * k * bits // 32, dtype=torch.int32, device=codes.device)
     for row, part in zip(words, parts):
         fields = part.reshape(shape).to(torch.int64) << shift
-        row.copy_(fields.sum((1, 2, 3)).to(torch.int32).view(row.shape))
+        row.copy_(fields.flatten(1).sum(1).to(torch.int32).view(row.shape))
     return words
 
 

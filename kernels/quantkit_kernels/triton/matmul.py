@@ -27,6 +27,7 @@ from quantkit_kernels.triton.fragment import MAGIC, ROWS, lane_columns
 from quantkit_kernels.triton.group_scales import MINIMA, fine_at, scales_at
 from quantkit_kernels.triton.levels import QuantizedActivations
 from quantkit_kernels.triton.packed import TritonWeight, bits
+from quantkit_kernels.triton.trellis import LAYOUT, ready
 
 PROGRAMS = 256
 """Programs that a small multiply is cut into: two for each multiprocessor of a large GPU."""
@@ -41,20 +42,27 @@ GATES = ("silu", "gelu_tanh")
 @triton.jit(do_not_specialize=["m"])
 def matmul_kernel(x_ptr: tl.tensor, t_ptr: tl.tensor, w_ptr: tl.tensor, s_ptr: tl.tensor, b_ptr: tl.tensor,
                   r_ptr: tl.tensor, y_ptr: tl.tensor, m: tl.tensor, n: tl.tensor, x_row: tl.tensor,
-                  r_row: tl.tensor, y_row: tl.tensor, magic: tl.tensor, K: tl.constexpr, BM: tl.constexpr,
+                  r_row: tl.tensor, y_row: tl.tensor, magic: tl.tensor, table_ptr: tl.tensor,
+                  K: tl.constexpr, BM: tl.constexpr,
                   BK: tl.constexpr, WORDS: tl.constexpr, TILES: tl.constexpr, PER: tl.constexpr,
                   SPLIT: tl.constexpr, GROUP: tl.constexpr, NPAD: tl.constexpr, DECODE: tl.constexpr,
                   MODE: tl.constexpr, WIDE: tl.constexpr, GATED: tl.constexpr, STAGES: tl.constexpr,
                   UNROLL: tl.constexpr, FRESH: tl.constexpr, PDL: tl.constexpr, LAYOUT: tl.constexpr,
-                  LOWS: tl.constexpr, MIDDLE: tl.constexpr, BITS: tl.constexpr) -> None:
+                  LOWS: tl.constexpr, MIDDLE: tl.constexpr, BITS: tl.constexpr,
+                  RINGS: tl.constexpr, IN_TURN: tl.constexpr) -> None:
     """128 rows of the weight by BM rows of x.
 
     x ``[m, K]``, rows x_row apart; w ``[NPAD / 128, TILES, WORDS]``; s ``[K / GROUP, NPAD]``, or float32
     ``[NPAD]`` with GROUP 0; the rest: see :func:`~quantkit_kernels.triton.epilogue.finish`. A segment is PER
     tiles. With SPLIT y is ``[segments, m, NPAD]``, float32 or int32, and nothing follows the sum. FRESH: see
     :func:`sums_tiles_apart`. LAYOUT: of s, with LOWS if it has minima, of what is MIDDLE more than numbers.
+    RINGS: see :mod:`~quantkit_kernels.triton.trellis`. IN_TURN: the halves of a tile's rows lie in turn, by
+    eight rows.
     """
-    rn = tl.program_id(0) * 128 + tl.arange(0, 128)
+    inner = tl.arange(0, 128)
+    if IN_TURN:
+        inner = inner // 8 % 2 * 64 + inner // 16 * 8 + inner % 8
+    rn = tl.program_id(0) * 128 + inner
     rm = tl.program_id(1) * BM + tl.arange(0, BM)
     rk = tl.arange(0, BK)
     first = tl.program_id(2) * PER if SPLIT else 0
@@ -63,16 +71,21 @@ def matmul_kernel(x_ptr: tl.tensor, t_ptr: tl.tensor, w_ptr: tl.tensor, s_ptr: t
     # a segment's sum joins the others as soon as it is complete; whole numbers needn't be kept apart
     APART: tl.constexpr = not SPLIT and TILES > PER and SUM.is_floating()
     x_here = x_ptr + rm.to(tl.int64)[None, :] * x_row
-    w_here = w_ptr + tl.program_id(0).to(tl.int64) * (TILES * WORDS) + tl.arange(0, WORDS)
+    w_here = w_ptr + tl.program_id(0).to(tl.int64) * (TILES * WORDS)
+    if not RINGS:
+        w_here += tl.arange(0, WORDS)
     if PDL:
         let_next_begin()
         start = w_ptr + (tl.program_id(0).to(tl.int64) * TILES + first) * WORDS
         fetch(start, (last - first) * WORDS)
         wait()
+    table = ready(table_ptr, x_ptr.dtype.element_ty, MODE) if RINGS else 0
     total = tl.zeros([128, BM], SUM)
     acc = tl.zeros([128, BM], SUM)
     for i in tl.range(first, last, num_stages=STAGES, loop_unroll_factor=UNROLL):
-        w = tl.load(w_here + i * WORDS, eviction_policy="evict_first")
+        w = w_here + i * WORDS
+        if not RINGS:
+            w = tl.load(w, eviction_policy="evict_first")
         k = i * BK + rk[:, None]
         seen = (rm < m)[None, :] if K % BK == 0 else (rm < m)[None, :] & (k < K)
         x = tl.load(x_here + k, mask=seen, other=0.0)
@@ -85,7 +98,7 @@ def matmul_kernel(x_ptr: tl.tensor, t_ptr: tl.tensor, w_ptr: tl.tensor, s_ptr: t
                 _, a = DECODE(w, w, magic, x.dtype, BK, MODE, WIDE)
             acc += tl.dot(a, x, input_precision="ieee") * scale[:, None]
         else:
-            s = w
+            s = table if RINGS else w
             if LAYOUT == "fine":
                 tile = tl.program_id(0).to(tl.int64) * TILES + i
                 s = fine_at(s_ptr, tile, tl.arange(0, WORDS), NPAD, WORDS, BITS, MODE)
@@ -114,8 +127,8 @@ def matmul_kernel(x_ptr: tl.tensor, t_ptr: tl.tensor, w_ptr: tl.tensor, s_ptr: t
         offsets = (tl.program_id(2).to(tl.int64) * m + rm[None, :]) * NPAD + rn[:, None]
         tl.store(y_ptr + offsets, acc, mask=(rm < m)[None, :])
     else:
-        finish(acc, tl.program_id(0) * 128, rm, t_ptr, None if GROUP else s_ptr, b_ptr, r_ptr, y_ptr, m, n,
-               r_row, y_row, GATED)
+        finish(acc, tl.program_id(0) * 128, inner, rm, t_ptr, None if GROUP else s_ptr, b_ptr, r_ptr, y_ptr,
+               m, n, r_row, y_row, GATED)
 
 
 @triton.jit(do_not_specialize=["m"])
@@ -134,7 +147,8 @@ def add_segments_kernel(part_ptr: tl.tensor, t_ptr: tl.tensor, s_ptr: tl.tensor,
     for i in tl.static_range(SEGMENTS):
         offsets = (i * m.to(tl.int64) + rm[None, :]) * NPAD + rn[:, None]
         total += tl.load(part_ptr + offsets, mask=(rn < NPAD)[:, None], other=0)
-    finish(total, first, rm, t_ptr, s_ptr, b_ptr, r_ptr, y_ptr, m, n, r_row, y_row, GATED)
+    finish(total, first, tl.arange(0, BLOCK), rm, t_ptr, s_ptr, b_ptr, r_ptr, y_ptr, m, n, r_row, y_row,
+           GATED)
 
 
 @dataclass(frozen=True)
@@ -204,7 +218,8 @@ def sums_tiles_apart(w: TritonWeight) -> bool:
 def arguments(w: TritonWeight, m: int) -> tuple[LaunchPlan, dict[str, Any]]:
     """The plan, and the kernel's compile-time arguments but GATED."""
     tiles = w.words.shape[1]
-    grouped = w.group > 0 or torch.float8_e4m3fn in w.decoder.takes
+    rings = w.layout == LAYOUT
+    grouped = w.group > 0 or torch.float8_e4m3fn in w.decoder.takes or rings
     name = tuned.kernel_name(w.decoder.tile, w.mode)
     wide = bits(w) == 8 and (w.group > 0 or w.layout == "fine")
     p = plan(w.n, tiles, m, w.bk, w.family, grouped,
@@ -214,6 +229,7 @@ def arguments(w: TritonWeight, m: int) -> tuple[LaunchPlan, dict[str, Any]]:
                "MODE": w.mode, "WIDE": lane_columns(w.family), "STAGES": p.stages,
                "UNROLL": p.unroll, "FRESH": sums_tiles_apart(w), "PDL": p.early, "LAYOUT": w.layout,
                "LOWS": w.layout in MINIMA, "MIDDLE": w.decoder.zero_level, "BITS": bits(w),
+               "RINGS": rings, "IN_TURN": rings and not w.gated,
                "INSTRUCTION": w.words.is_cuda or w.words.is_meta}
     names = kernel_of(w).arg_names
     return p, {name: value for name, value in every.items() if name in names}
@@ -263,15 +279,16 @@ def multiply(x: torch.Tensor | QuantizedActivations, w: TritonWeight, *, out: to
     r_row = 0 if residual is None else residual.stride(0)
     grid = (w.words.shape[0], -(-m // p.bm), p.segments if p.split else 1)
     magic, kernel = MAGIC.get(values.dtype, 0), kernel_of(w)
+    tables = {"table_ptr": w.table} if "table_ptr" in kernel.arg_names else {}
     if not p.split:
         kernel[grid](values, t, w.words, w.scale, bias, residual, y, m, n, values.stride(0), r_row,
-                     y.stride(0), magic, GATED=gated, **constants, **p.options)
+                     y.stride(0), magic, **tables, GATED=gated, **constants, **p.options)
         return y
     padded = constants["NPAD"]
     part = torch.empty(p.segments, m, padded, device=values.device,
                        dtype=torch.int32 if values.dtype == torch.int8 else torch.float32)
     kernel[grid](values, None, w.words, w.scale, None, None, part, m, n, values.stride(0), 0, 0, magic,
-                 GATED=None, **constants, **p.options)
+                 **tables, GATED=None, **constants, **p.options)
     add_segments_kernel[(-(-padded // BLOCK), m)](
         part, t, None if w.group else w.scale, bias, residual, y, m, n, r_row, y.stride(0), NPAD=padded,
         SEGMENTS=p.segments, GATED=gated, BLOCK=BLOCK, PDL=p.early,

@@ -54,9 +54,11 @@ class TritonWeight:
         decoder: unpacks the words.
         gated: rows of a gate and of what it opens lie in turn: y has half as many columns.
         layout: the scales' layout. ``word`` is the decoder's own. ``fine``: float32 ``[rows]``, then those of
-            16 columns
-            each. Others: see :mod:`~quantkit_kernels.triton.group_scales`.
+            16 columns each. ``rings``: a scale a row, and the decoder loads words itself; see
+            :mod:`~quantkit_kernels.triton.trellis`. Others: see
+            :mod:`~quantkit_kernels.triton.group_scales`.
         inputs: how rows of x are rounded in groups before they are multiplied; ``None``: they aren't.
+        table: what the decoder looks levels up in, beside the weight's own bytes; ``None``: nothing.
     """
 
     words: torch.Tensor
@@ -71,6 +73,7 @@ class TritonWeight:
     gated: bool = False
     layout: str = "word"
     inputs: GroupRounding | None = None
+    table: torch.Tensor | None = None
 
     @property
     def columns(self) -> int:

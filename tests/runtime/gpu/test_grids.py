@@ -12,10 +12,10 @@ from quantkit.ops.dispatch import KernelQuery
 from quantkit.runtime.gpu.linears import _side_by_side
 from quantkit.runtime.memory.weights import _tile_bytes
 from quantkit.testing.formats import formula, random_codes
-from tests.helpers.quantized import quant_spec
+from tests.helpers.quantized import quant_spec, trellis_spec
 
 KERNELS = (triton_linear.W8, triton_linear.W4, triton_linear.NF, triton_linear.FP, triton_linear.INT,
-           triton_linear.FP4, triton_linear.FP4A4, triton_linear.IQ4)
+           triton_linear.FP4, triton_linear.FP4A4, triton_linear.IQ4, triton_linear.TRELLIS)
 
 
 def minima(bits, size, dtype="bfloat16", **more):
@@ -39,6 +39,7 @@ CASES = {
     "int4 in 16": (quant_spec("int", 4, "group", 16), "triton-w4a16", 1 + 32 / 512),
     "nvfp4": (quant_spec("fp", 4, "group", 16, scale_dtype="e4m3"), "triton-fp4", 0.5 + 32 / 512),
     "mxfp4": (quant_spec("fp", 4, "group", 32, scale_dtype="e8m0"), "triton-fp4", 0.25),
+    **{f"trellis {bits}": (trellis_spec(bits, 8), "triton-trellis", None) for bits in (2, 3, 4)},
     "fp8 tiles": (quant_spec("fp", 8, "tile", 128, scale_dtype="float32"), "triton-fp8", 0.25),
 }
 
@@ -89,8 +90,9 @@ def test_weights_one_below_the_other(case, monkeypatch):
     from quantkit_kernels.triton.matmul import multiply
 
     spec = case[0]
-    kernel = kernel_of(spec, 72, 256, monkeypatch)
-    parts = [random_codes(spec, (rows, 256), seed) for seed, rows in enumerate((40, 32))]
+    sizes = (64, 128) if spec.kind == "trellis" else (40, 32)
+    kernel = kernel_of(spec, sum(sizes), 256, monkeypatch)
+    parts = [random_codes(spec, (rows, 256), seed) for seed, rows in enumerate(sizes)]
     if spec.scale_dtype == "e4m3":
         parts[1] = dataclasses.replace(parts[1], scale=parts[1].scale * 2, outer=parts[1].outer * 2)
     x = torch.randn(4, 256, generator=torch.Generator().manual_seed(1)).half()
@@ -103,6 +105,7 @@ def test_weights_one_below_the_other(case, monkeypatch):
     (quant_spec("fp", 8, "tile", 96, scale_dtype="float32"), "tiles of a multiple of 64"),
     (quant_spec("fp", 4, "group", 16, scale_dtype="e8m0"), "e4m3 scales of groups of 16"),
     (quant_spec("iq", 4, "group", 16, scale_dtype="float16"), "groups of 32 or more"),
+    (trellis_spec(3, 12), "a table of 8-bit states"),
     (quant_spec("fp", 4, "group", 256, scale_dtype="e8m0", activations="group"), "groups of up to 128"),
     (quant_spec("fp", 4, "group", 16, scale_dtype="e8m0", activations="group"), "powers of 2 of larger"),
     (quant_spec("fp", 8, "tile", 128, scale_dtype="float32", activations="group"), "leaves activations")],

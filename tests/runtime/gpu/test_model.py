@@ -135,19 +135,43 @@ rules:
     method: rtn
     spec: {bits: 3, symmetric: false, granularity: {strategy: group, size: 64}}
 """
+TRELLIS = """
+name: trellis
+description: a trellis of three bits on rotated inputs
+rules:
+  - match: "*"
+    method: rtn
+    spec: {kind: trellis, bits: 3, window: 8, rotation: hadamard, granularity: {strategy: channel}}
+"""
 
 
-@pytest.mark.parametrize("recipe", ["none", "int8", THREE, "int4-rtn", "nf4", "nf4-nested", "w8a8",
+@torch.inference_mode()
+def test_a_trellis(simulated, tmp_path):
+    """Its rows are whole rings; those of a query, key and value are one product, those of a gate are between
+    those of what it opens."""
+    folder = tiny_model(tmp_path / "m", **SMALL | {"head_dim": 64, "intermediate_size": 192})
+    (tmp_path / "trellis.yaml").write_text(TRELLIS)
+    quantize(str(folder), str(tmp_path / "trellis.yaml"), tmp_path / "out")
+    plain, _ = logits(tmp_path / "out")
+    simulated()
+    ours, model = logits(tmp_path / "out")
+    names = {linear.weight.kernel_name(model.dtype, model.model.device, "decode")
+             for linear in model.model.linears().values()}
+    assert isinstance(model.model, GpuModel) and "triton-trellis" in names
+    assert (ours - plain).abs().max() < 5e-5 * plain.abs().max()
+
+
+@pytest.mark.parametrize("recipe", ["none", "int8", THREE, TRELLIS, "int4-rtn", "nf4", "nf4-nested", "w8a8",
                                     "nvfp4-a4", "mxfp4-a4"],
-                         ids=lambda recipe: recipe.split("\n")[0] or "three")
+                         ids=lambda recipe: recipe.strip().splitlines()[0])
 def test_what_weights_will_take_is_known_before(tmp_path, simulated, recipe):
     folder = tiny_model(tmp_path / "m", **SMALL | {
         "hidden_size": 256, "head_dim": 128, "intermediate_size": 256, "dtype": "float16"})
     held = {}
     if recipe != "none":
-        if recipe == THREE:
-            (tmp_path / "three.yaml").write_text(THREE)
-            recipe = str(tmp_path / "three.yaml")
+        if recipe in (THREE, TRELLIS):
+            (tmp_path / "written.yaml").write_text(recipe)
+            recipe = str(tmp_path / "written.yaml")
         quantize(str(folder), recipe, tmp_path / "out")
         folder = tmp_path / "out"
         checkpoint = Checkpoint.open(folder)

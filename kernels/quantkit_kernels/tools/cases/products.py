@@ -33,6 +33,7 @@ from quantkit_kernels.triton import (
     matmul,
     nf4,
     token_groups,
+    trellis,
     w4a4,
     w4a16,
     w8a8,
@@ -148,10 +149,23 @@ def _q4_k(setup: BenchSetup, n: int, k: int) -> BenchWeight:
                        dense.flatten(1).to(setup.dtype))
 
 
+def _trellis(setup: BenchSetup, n: int, k: int, bits: int, shared: bool | None) -> BenchWeight:
+    """Of any table: how fast it is looked up doesn't depend on what it says."""
+    symbols = torch.randint(0, 2**bits, (-(-n // 64) * 64, k), dtype=torch.uint8, device=setup.device)
+    scale = torch.rand(len(symbols), device=setup.device) * 0.001 + 0.001
+    levels = tuple(at * 97 % 255 - 127 for at in range(trellis.STATES))
+    later = [symbols.unflatten(0, (-1, trellis.RING)).roll(-at, 1).flatten(0, 1).int() for at in range(4)]
+    state = sum(symbol << bits * at for at, symbol in enumerate(later)) & trellis.STATES - 1
+    dense = torch.tensor(levels, dtype=setup.dtype, device=setup.device)[state]
+    packed = trellis.pack(symbols, scale, levels, bits, shared=shared)
+    return BenchWeight(f"trellis{packed.mode}", packed, _scaled(dense, scale[:, None]))
+
+
 WEIGHTS: tuple[Callable[[BenchSetup, int, int], BenchWeight], ...] = (
     _plain, _int4, partial(_int4, group=64), partial(_int4, zeros=True),
     partial(_eight, kernel="w8a16", pack=w8a16.pack),
     partial(_eight, kernel="fp8", pack=fp8.pack, floats=True), _nf4, _nvfp4, _mxfp4, _iq4, _q4_k,
+    *(partial(_trellis, bits=bits, shared=shared) for bits in (4, 3, 2) for shared in (False, None)),
     partial(_eight, kernel="w8a8", pack=w8a8.pack),
     partial(_eight, kernel="fp8 by fp8", pack=w8a8.pack, floats=True),
     partial(_nvfp4, rounded=True),
@@ -258,6 +272,12 @@ def kinds(family: str) -> dict[str, ProductFormat]:
                   ProductFormat(f"w4a16 g{group} zp", w4a16.INT4, 4, group, group, "bfloat16", scale=WORD,
                                 most=limits[1])]
     every += _in_groups(select)
+    for bits, limit in ((2, 5.4), (3, 5.6), (4, 4.6)):
+        looked_up = ProductFormat(f"trellis{bits}", trellis.TRELLIS, bits, trellis.BK, mode=f"{bits}",
+                                  layout=trellis.LAYOUT)
+        every.append(looked_up)
+        if native:
+            every.append(replace(looked_up, name=f"trellis{bits} shared", mode=f"{bits} shared", most=limit))
     if family not in w4a4.NATIVE:  # there codes of both are multiplied
         every += [replace(kind, name=f"{kind.name} a4", decoder=decoder) for kind in every
                   for name, decoder in (("mxfp4", w4a4.COARSE), ("nvfp4", w4a4.FINE)) if kind.name == name]
@@ -323,11 +343,11 @@ def aot_cases(family: str) -> Iterator[AotCase]:
 
 
 def _aot_lookup(kind: ProductFormat, family: str) -> AotCase:
-    scale = {} if kind.scale is None else {"s_ptr": POINTERS[kind.scale]}
+    scale = ({} if kind.scale is None else {"s_ptr": POINTERS[kind.scale]}) | _table(kind)
     return aot_case(f"embed {kind.name}", embedding.embed_kernel,
                     {"ids_ptr": "*i64", "w_ptr": POINTERS[kind.words], "y_ptr": "*bf16", "y_row": "i32",
                      **scale},
-                    {**({} if scale else {"s_ptr": None}), "num_warps": 4,
+                    {**{key: None for key in ("s_ptr", "table_ptr") if key not in scale}, "num_warps": 4,
                      **embedding.constants(kind.packed(128256, 4096, family))}, multiples=("y_row",))
 
 
@@ -339,9 +359,14 @@ def _epilogue(kind: ProductFormat, full: bool, scale: bool) -> dict[str, str]:
     return pointers | ({"b_ptr": "*bf16", "r_ptr": "*bf16"} if full else {})
 
 
+def _table(kind: ProductFormat) -> dict[str, str]:
+    """The type of the table that levels are looked up in."""
+    return {"table_ptr": "*i16"} if kind.layout == trellis.LAYOUT else {}
+
+
 def _absent(pointers: Mapping[str, str]) -> dict[str, None]:
     """The epilogue's arguments that aren't given."""
-    return {key: None for key in ("t_ptr", "s_ptr", "b_ptr", "r_ptr") if key not in pointers}
+    return {key: None for key in ("t_ptr", "s_ptr", "b_ptr", "r_ptr", "table_ptr") if key not in pointers}
 
 
 def _aot_segments(kind: ProductFormat, gated: str | None, full: bool, early: bool = False) -> AotCase:
@@ -362,7 +387,7 @@ def _aot_product(kind: ProductFormat, m: int, family: str, dtype: torch.dtype | 
     weight = kind.packed(n, k, family, gated is not None)
     with tuned.trial({"pdl": 1}) if early else nullcontext():
         plan, constants = matmul.arguments(weight, m)
-    pointers = _epilogue(kind, full and not plan.split, True)
+    pointers = _epilogue(kind, full and not plan.split, True) | _table(kind)
     if plan.split:
         pointers.pop("t_ptr", None)
     each = threads(plan.options, family)
