@@ -103,15 +103,16 @@ class Banked(dict):
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_every_state_of_the_learned_tables(on, bits):
     """As the format decodes them, times a row's scale; whichever way levels are looked up."""
-    symbols = torch.randint(0, 2**bits, (192, 128), generator=torch.Generator().manual_seed(bits),
+    k = trellis.SEVERAL * trellis.BK
+    symbols = torch.randint(0, 2**bits, (192, k), generator=torch.Generator().manual_seed(bits),
                             dtype=torch.uint8)
     levels = trellis_code.decode(symbols, bits, trellis_code.LEARNED)
     assert len(levels.unique()) == len(set(trellis_code.learned(bits)))
     for shared in (False, None):
         packed = trellis.pack(symbols.to(on[0]), torch.ones(192, device=on[0]), trellis_code.learned(bits),
                               bits, shared=shared)
-        assert packed.words.nbytes * 8 == 256 * 128 * bits
-        got = multiply(torch.eye(128, dtype=on[1], device=on[0]), packed)
+        assert packed.words.nbytes * 8 == 256 * k * bits
+        got = multiply(torch.eye(k, dtype=on[1], device=on[0]), packed)
         assert torch.equal(got.cpu().float().T, levels)
 
 

@@ -39,6 +39,9 @@ STATES = 256
 LAYOUT = "rings"
 SHARED = ("hopper", "blackwell")
 """GPUs with shared memory for as many copies of the table as a warp has threads: 32 KiB a program."""
+SEVERAL = 4
+"""Tiles of a row from which on the table is copied: of one tile no later ones are loaded ahead, and a launch
+with little more shared memory than the table asks the driver for none."""
 COPY = tl.constexpr("""{
         .shared .align 128 .b8 table[32768];
         .reg .pred more;
@@ -227,7 +230,8 @@ def pack(symbols: torch.Tensor, scale: torch.Tensor, levels: tuple[int, ...], bi
         family: the GPUs' family; by default that of the tensors' device.
         gated: rows are a gate's, then as many of what it opens.
         shared: the table is copied to shared memory, a copy for every thread of a warp; by default where
-            there is room. In the interpreter, and on AMD's GPUs, it can't be.
+            there is room, and rows are of :data:`SEVERAL` tiles. In the interpreter, and on AMD's GPUs, it
+            can't be.
 
     Raises:
         ValueError: rows aren't whole rings.
@@ -236,7 +240,7 @@ def pack(symbols: torch.Tensor, scale: torch.Tensor, levels: tuple[int, ...], bi
     if n % (RING << gated):
         raise ValueError(f"rows must be a multiple of {RING << gated}, not {n}")
     family = family or family_of(symbols.device)
-    shared = symbols.is_cuda and family in SHARED if shared is None else shared
+    shared = symbols.is_cuda and family in SHARED and k >= SEVERAL * BK if shared is None else shared
     padded = whole_tiles(symbols, BK, gated)
     if not gated:
         padded = padded.unflatten(0, (-1, 2, RING // 8, 8)).transpose(1, 2).reshape(padded.shape)
