@@ -40,8 +40,8 @@ class Turns:
     """How often the weights of a tile are read, for some rows of activations after others.
 
     The weights of the tile after it are fetched meanwhile, so that they come from memory all the time, and
-    not while they are read for the first rows only. ``count``, a power of 2: in so many turns, from
-    ``number`` 0 on, a part each of what lies ``distance`` bytes behind.
+    not while they are read for the first rows only. What lies ``distance`` bytes behind is
+    fetched in parts, one in each turn from ``number`` 0 on; ``count``, a power of 2, is how many there are.
     """
 
     number: Value
@@ -50,7 +50,7 @@ class Turns:
 
     @classmethod
     def of(cls, e: Emitter, number: Value, times: Value, distance: Value) -> Turns:
-        """Of weights that are read so many times."""
+        """For weights that are read several ``times``."""
         count = e.select(times >= 4, e.const(I64, 4), e.select(times >= 2, e.const(I64, 2), e.const(I64, 1)))
         return cls(number, count, e.select(times > 1, distance, e.const(I64, AHEAD)))
 
