@@ -256,8 +256,12 @@ def test_an_observer_that_ends_the_process_costs_a_warning(manager):
 
 def test_an_interrupt_in_an_observer_is_the_users(manager):
     manager.add(plugin(on_run_finished=lambda kind: signal.raise_signal(signal.SIGINT)), "dist-mine")
-    with pytest.raises(KeyboardInterrupt):
-        manager.notify("on_run_finished", kind="quantize", summary={})
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            manager.notify("on_run_finished", kind="quantize", summary={})
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_what_a_plugin_prints_stays_off_stdout(installed, capsys):
