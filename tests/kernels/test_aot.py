@@ -44,6 +44,12 @@ def test_all_kernels_on_all_targets():
 
 
 @pytest.mark.parametrize("target", FAMILIES)
+def test_a_case_gives_a_kernel_all_of_its_arguments(target):
+    for case in aot_cases(target):
+        assert {*case.signature, *case.constants} == set(case.kernel.arg_names), case.name
+
+
+@pytest.mark.parametrize("target", FAMILIES)
 def test_names_are_unique_and_short(target):
     names = [case.name for case in aot_cases(target)]
     assert len(set(names)) == len(names) and max(map(len, names)) <= 28

@@ -364,9 +364,10 @@ def _table(kind: ProductFormat) -> dict[str, str]:
     return {"table_ptr": "*i16"} if kind.layout == trellis.LAYOUT else {}
 
 
-def _absent(pointers: Mapping[str, str]) -> dict[str, None]:
-    """The epilogue's arguments that aren't given."""
-    return {key: None for key in ("t_ptr", "s_ptr", "b_ptr", "r_ptr", "table_ptr") if key not in pointers}
+def _absent(kernel: Any, pointers: Mapping[str, str]) -> dict[str, None]:
+    """The pointers of a kernel that aren't given."""
+    return {key: None for key in ("t_ptr", "s_ptr", "b_ptr", "r_ptr", "table_ptr")
+            if key in kernel.arg_names and key not in pointers}
 
 
 def _aot_segments(kind: ProductFormat, gated: str | None, full: bool, early: bool = False) -> AotCase:
@@ -375,8 +376,9 @@ def _aot_segments(kind: ProductFormat, gated: str | None, full: bool, early: boo
     return aot_case(f"add segments{label}", matmul.add_segments_kernel,
                     {"part_ptr": "*i32" if kind.x == INT8 else "*fp32", **pointers, "y_ptr": "*bf16",
                      **dict.fromkeys(("m", "n", "r_row", "y_row"), "i32")},
-                    {**_absent(pointers), "NPAD": 4096, "SEGMENTS": 8, "GATED": gated, "BLOCK": matmul.BLOCK,
-                     "PDL": early, "num_warps": 4, **({"launch_pdl": True} if early else {})},
+                    {**_absent(matmul.add_segments_kernel, pointers), "NPAD": 4096, "SEGMENTS": 8,
+                     "GATED": gated, "BLOCK": matmul.BLOCK, "PDL": early, "num_warps": 4,
+                     **({"launch_pdl": True} if early else {})},
                     multiples=("n", "r_row", "y_row"))
 
 
@@ -402,10 +404,11 @@ def _aot_product(kind: ProductFormat, m: int, family: str, dtype: torch.dtype | 
     if plan.split:
         result = "*i32" if x == INT8 else "*fp32"
     integers = ("m", "n", "x_row", "r_row", "y_row", "magic")
-    return aot_case(f"{kind.name} m{m}{label}{shape}", kind.decoder.product or matmul.matmul_kernel,
+    kernel = kind.decoder.product or matmul.matmul_kernel
+    return aot_case(f"{kind.name} m{m}{label}{shape}", kernel,
                     {"x_ptr": POINTERS[x], "w_ptr": POINTERS[x if kind.words == BF16 else kind.words],
                      **pointers, "y_ptr": result, **dict.fromkeys(integers, "i32")},
-                    {**_absent(pointers), **constants, "GATED": None if plan.split else gated,
+                    {**_absent(kernel, pointers), **constants, "GATED": None if plan.split else gated,
                      **plan.options}, matrix=True,
                     multiples=tuple(key for key in integers
                                     if key != "m" and (key != "magic" or MAGIC.get(x, 0) % 16 == 0)), **about)
