@@ -154,6 +154,13 @@ def merge(rows: list[dict[str, Any]], new: dict[str, Any]) -> None:
                 same[key] += case[key]
 
 
+def lines(report: dict[str, Any]) -> str:
+    """The report as JSON, a line for each row."""
+    rows = ",\n".join(f"  {json.dumps(row)}" for row in report["rows"])
+    head = json.dumps(report | {"rows": []}).removesuffix("]}")
+    return f"{head}\n{rows}\n]}}\n"
+
+
 def table(report: dict[str, Any]) -> str:
     """Tokens a second of all sequences together, and gigabytes."""
     lines = [f"{'':30}{'GB':>6}" + "".join(f"{name:>12}" for name in COLUMNS) + f"{'read GB/s':>11}"]
@@ -190,7 +197,7 @@ def main() -> None:
         read = median(ceilings.read() for _ in range(READS))
         new = measured(row, places[row.tool], folder, list(LONG if args.long else SHORT), args.threads)
         merge(report["rows"], new | {"read_bandwidth": [read]})
-        args.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        args.out.write_text(lines(report), encoding="utf-8")
         print(name, flush=True)
     print(table(report))
 
