@@ -15,6 +15,8 @@ from quantkit.cli.present import group_layers, print_json, table, wrapped
 from quantkit.support.units import human_bytes
 
 if TYPE_CHECKING:
+    import torch
+
     from quantkit.checkpoint.open import AnyCheckpoint
     from quantkit.kv.spec import KVSpec
     from quantkit.models.config import ModelConfig
@@ -87,6 +89,7 @@ def inspect_facts(uri: str, revision: str | None = None) -> dict[str, Any]:
 def _source_facts(source: ModelSource, uri: str) -> dict[str, Any]:
     from quantkit.kv.spec import KVSpec
     from quantkit.models.architecture import linear_slots, parse_config
+    from quantkit.runtime.memory.weights import stored_blocks, stored_bytes
     from quantkit.sources.base import file_bytes, quantized_types, stored_tensors
     from quantkit.sources.open import kind_of
 
@@ -102,12 +105,19 @@ def _source_facts(source: ModelSource, uri: str) -> dict[str, Any]:
             "bytes": tensor.nbytes if tensor else 0,
             "bits": 8 * tensor.nbytes / (slot.out_features * slot.in_features) if tensor else None,
             "error": None, "notes": []})
-    kernels = _kernels(source.config(), config, KVSpec(),
-                       {slot.name: (slot.out_features, slot.in_features) for slot in linear_slots(config)})
+    import torch
+
+    device, dtype = torch.device(best_device()[0]), _dtype(source.config())
+    blocks = stored_blocks(source, config, dtype, device)
+    kernels = _kernels(source.config(), config, KVSpec(), {
+        slot.name: blocks.get(slot.name, (slot.out_features, slot.in_features))
+        for slot in linear_slots(config)})
     return {"uri": uri, "kind": "source", "path_kind": kind_of(uri) or "unknown", **_config_facts(config),
             "operations": kernels.pop(OPERATIONS),
             "parameters": sum(math.prod(i.shape) for i in infos.values()), "tensors": len(infos),
-            "bytes": file_bytes(source), "bytes_as_run": sum(i.nbytes for i in infos.values()),
+            "bytes": file_bytes(source), "bytes_as_run": stored_bytes(config, dtype, blocks),
+            "decoded": [row["name"] for row in layers if row["name"] not in blocks
+                        and row["dtype"] in quantized_types(source)],
             "dtypes": dict(Counter(tensor.type for tensor in stored.values())),
             "quantized_types": list(quantized_types(source)),
             "bits_per_weight": _bits(layers), "recipe": None, "kv": "none", "source": None,
@@ -158,21 +168,29 @@ def _kernels(hf: Mapping[str, Any], config: ModelConfig, kv: KVSpec,
 
     import torch
 
-    from quantkit.models.loadable import dtype_of
     from quantkit.runtime.kernels import linear_kernels, other_kernels
-    from quantkit.support.errors import SourceError
 
-    device = torch.device(best_device()[0])
-    try:
-        dtype = dtype_of(hf)
-    except SourceError:  # it can be described all the same
-        dtype = torch.bfloat16
+    device, dtype = torch.device(best_device()[0]), _dtype(hf)
     named = linear_kernels(config, dtype, device, layers)
     kernels: dict[str, Any] = {name: {phase: {
         "kernel": kernel, "declined": [{"kernel": k, "reason": why} for k, why in declined]}
         for phase, (kernel, declined) in phases.items()} for name, phases in named.items()}
     others = other_kernels(config, kv, dtype, device, layers)
     return kernels | {OPERATIONS: [dataclasses.asdict(other) for other in others]}
+
+
+def _dtype(hf: Mapping[str, Any]) -> torch.dtype:
+    """The dtype that the model is run in; bfloat16 for one whose dtype is wrong: it can be described all the
+    same."""
+    import torch
+
+    from quantkit.models.loadable import dtype_of
+    from quantkit.support.errors import SourceError
+
+    try:
+        return dtype_of(hf)
+    except SourceError:
+        return torch.bfloat16
 
 
 def _bits(layers: list[dict[str, Any]]) -> float:
@@ -193,8 +211,12 @@ def _print_head(facts: dict[str, Any]) -> None:
     click.echo(wrapped("tensors", f"{facts['tensors']} ({dtypes}), {human_bytes(facts['bytes'])}"))
     click.echo(wrapped("bits/weight", f"{facts['bits_per_weight']:.2f} over all Linear layers"))
     if facts.get("quantized_types"):
-        click.echo(wrapped("runs as", f"16-bit numbers, {human_bytes(facts['bytes_as_run'])}: each weight is "
-                                      "dequantized when the model is loaded"))
+        layers, decoded = facts["layers"], facts["decoded"]
+        types = ", ".join(sorted({row["dtype"] for row in layers if row["name"] in decoded}))
+        rest = f"; {len(decoded)} of {len(layers)} layers ({types}) as 16-bit numbers: no kernel has these"
+        what = "16-bit numbers" if len(decoded) == len(layers) else "the file's own blocks"
+        click.echo(wrapped("runs as", f"{what}, {human_bytes(facts['bytes_as_run'])}"
+                           + (rest if 0 < len(decoded) < len(layers) else "")))
     from quantkit.models.architecture import EMBEDDING
 
     kinds = Counter((row["name"] == EMBEDDING, row["method"], row["label"], row["format"])

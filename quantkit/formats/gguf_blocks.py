@@ -16,6 +16,7 @@ import torch
 
 from quantkit.formats.base import Codes, QuantizedTensor
 from quantkit.formats.dtypes import resolve
+from quantkit.formats.finite import all_finite
 from quantkit.formats.fit import FormatBase, Layout
 from quantkit.formats.ggml_layout import BlockParts, packed_blocks, unpacked_blocks
 from quantkit.formats.spec import Granularity, Kind, QuantSpec
@@ -87,6 +88,13 @@ class GgufFormat(FormatBase):
         return Codes(self.spec, levels, scales, minimum=minimum, outer=scale,
                      outer_minimum=parts.minimum.view(rows, -1))
 
+    def is_finite(self, packed: QuantizedTensor) -> bool:
+        """Whether all float16 numbers of the blocks are."""
+        blocks = packed.tensors["blocks"].reshape(-1, self.block_bytes)
+        start = self.block_bytes - 2 if self.ggml_type == "Q6_K" else 0
+        numbers = blocks[:, start:start + (4 if self.spec.minimum else 2)].contiguous().view(torch.float16)
+        return all_finite(numbers)
+
     def rows(self, packed: QuantizedTensor, ids: torch.Tensor) -> torch.Tensor:
         """Only these rows of the weight, float32 ``[n, in]``."""
         some = QuantizedTensor(packed.format, packed.spec, (len(ids), packed.shape[1]), packed.dtype,
@@ -111,3 +119,5 @@ Q4_K = GgufFormat("Q4_K", 144, _spec(4, minimum=True, scale_bits=6))
 Q5_K = GgufFormat("Q5_K", 176, _spec(5, minimum=True, scale_bits=6))
 Q6_K = GgufFormat("Q6_K", 210, _spec(6, 16, scale_bits=8))
 IQ4_NL = GgufFormat("IQ4_NL", 18, _spec(4, kind="iq"))
+FORMATS = {form.ggml_type: form for form in (Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K, IQ4_NL)}
+"""By type."""

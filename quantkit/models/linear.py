@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 import torch
 
@@ -54,22 +55,25 @@ class Weights:
         has: whether a tensor exists.
         device: the device on which tensors are put.
         pack: turns a stored weight into the one that a Linear keeps; without it they are the same.
+        ready: weights by name that are such already: nothing is read of these.
     """
 
     def __init__(self, tensor: Callable[[str], torch.Tensor], has: Callable[[str], bool],
                  dtype: torch.dtype, quantized: Callable[[str], QuantizedTensor | None] = lambda n: None,
                  device: torch.device | str = "cpu",
-                 pack: Callable[[StoredWeight], LinearWeight] | None = None) -> None:
+                 pack: Callable[[StoredWeight], LinearWeight] | None = None,
+                 ready: Mapping[str, LinearWeight] = MappingProxyType({})) -> None:
         self._tensor = tensor
         self.has = has
         self._quantized = quantized
         self._pack = pack
+        self._ready = ready
         self.dtype, self.device = dtype, torch.device(device)
 
     def with_changed(self, changed: Mapping[str, torch.Tensor]) -> Weights:
         """The same, some tensors in place of its own."""
         return Weights(lambda name: changed[name] if name in changed else self._tensor(name), self.has,
-                       self.dtype, self._quantized, self.device, self._pack)
+                       self.dtype, self._quantized, self.device, self._pack, self._ready)
 
     def tensor(self, name: str) -> torch.Tensor:
         """A plain tensor in the model's dtype."""
@@ -81,14 +85,18 @@ class Weights:
 
     def table(self, name: str, tied: bool = False) -> LinearWeight:
         """The embedding ``name``: ``name.weight``, or packed if it is quantized or ``tied`` to the head."""
+        if (ready := self._ready.get(name)) is not None:
+            return ready
         weight = self._stored(name)
         return weight if self._pack is None or (weight.spec is None and not tied) else self._pack(weight)
 
     def linear(self, name: str, bias: bool = False) -> Linear:
         """The layer ``name`` with ``name.weight`` (packed if it is quantized) and ``name.bias``."""
-        weight = self._stored(name)
-        return Linear(name, weight if self._pack is None else self._pack(weight),
-                      self.tensor(f"{name}.bias") if bias else None)
+        weight = self._ready.get(name)
+        if weight is None:
+            stored = self._stored(name)
+            weight = stored if self._pack is None else self._pack(stored)
+        return Linear(name, weight, self.tensor(f"{name}.bias") if bias else None)
 
     def _stored(self, name: str) -> StoredWeight:
         quantized = self._quantized(name)

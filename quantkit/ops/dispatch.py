@@ -93,6 +93,11 @@ def choose(query: KernelQuery) -> KernelChoice:
                         why="; ".join(f"{n}: {r}" for n, r in declined), next="quantkit doctor")
 
 
+def has_kernel(weight: QuantizedTensor, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether a kernel multiplies by a weight as it is: the reference dequantizes it for every product."""
+    return choose(query_for(weight, dtype, device, "decode")).kernel.name != "reference"
+
+
 def _has_place(kernel: LinearKernel, registered: str) -> bool:
     """Whether a kernel's order is such that it can be asked in its turn."""
     from quantkit.plugins.manager import registry

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -31,8 +31,9 @@ from quantkit.runtime.cpu.model import CpuModel
 from quantkit.runtime.gpu.model import GpuModel
 from quantkit.runtime.kernels import choose_runtime
 from quantkit.runtime.memory.serving import check_gpu_memory
-from quantkit.runtime.memory.weights import stored_bytes
-from quantkit.sources.base import ModelSource, file_bytes, quantized_types, stored_tensors
+from quantkit.runtime.memory.weights import stored_blocks, stored_bytes
+from quantkit.runtime.packed_file import packed_weights
+from quantkit.sources.base import BlockSource, ModelSource, file_bytes, quantized_types, stored_tensors
 from quantkit.support.device import find_device
 from quantkit.support.errors import CheckpointError, UsageError, did_you_mean
 from quantkit.support.progress import Listener, ProgressEvent, silent
@@ -40,6 +41,7 @@ from quantkit.text.tokenizer import Tokenizer
 
 SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
 MIB = 1 << 20
+Stored = TypeVar("Stored", StoredWeight, QuantizedTensor)
 TRIM_EVERY = 1 << 24
 """Bytes of weights after which freed memory goes back to the system."""
 
@@ -64,12 +66,13 @@ class LoadedModel:
         model: the network, for the runtime that was chosen.
         tokenizer: text ⇄ ids.
         uri: the name that it was loaded by.
-        label: ``bf16``, of a GGUF file ``Q4_K, Q6_K as bf16``; or how it was quantized: ``gptq int4 g64``.
+        label: ``bf16``, of a GGUF file ``Q4_K, Q6_K``; or how it was quantized: ``gptq int4 g64``.
         manifest: the manifest of a checkpoint made by quantkit, else ``None``.
         file_bytes: bytes of the weight files; of a source without files, of its tensors.
         bits_per_weight: stored bits of the Linears over their parameters. The embedding, tied or not, and
             norms don't count.
         weight_bytes: bytes of all weights in memory before kernels repack them; mapped pages of a file count.
+            Of a GGUF file that was decoded on demand, what it takes otherwise.
         fallback_reason: why it is run one operation after another; ``None`` if kernels run it.
     """
 
@@ -99,7 +102,7 @@ class LoadedModel:
 
 
 def load(uri: str, *, revision: str | None = None, dtype: str = "auto", device: str = "auto",
-         verify: bool = False, progress: Listener = silent, loading: Listener = silent,
+         verify: bool = False, decoded: bool = False, progress: Listener = silent, loading: Listener = silent,
          on_open: Callable[[ModelSource | AnyCheckpoint, torch.device], object] = lambda source, device: None,
          on_tokenizer: Callable[[Tokenizer], object] = lambda tokenizer: None) -> LoadedModel:
     """Load a model.
@@ -115,6 +118,8 @@ def load(uri: str, *, revision: str | None = None, dtype: str = "auto", device: 
             takes the model's.
         device: the device, as torch names it; ``auto`` takes the GPU if there is one.
         verify: check all bytes against their hashes before anything is loaded.
+        decoded: run a GGUF file by 16-bit numbers that its weights are decoded to, which leaves activations
+            as they are, and not by its own blocks: it is what others are compared with.
         progress: told of what is verified.
         loading: told of the weights that are there, in MiB as they are stored.
         on_open: called with what is going to be loaded, and where, before more than headers is read; what it
@@ -142,7 +147,7 @@ def load(uri: str, *, revision: str | None = None, dtype: str = "auto", device: 
                              why="only checkpoints of quantkit record the hashes of their files")
         if isinstance(source, Checkpoint | ForeignCheckpoint):
             return _checkpoint(source, uri, dtype, place, loading, on_tokenizer)
-        return _source(source, uri, dtype, place, loading, on_tokenizer)
+        return _source(source, uri, dtype, place, loading, on_tokenizer, decoded)
     finally:
         source.close()
 
@@ -169,21 +174,23 @@ def load_source(source: ModelSource, device: torch.device) -> LanguageModel:
 
 
 def _source(source: ModelSource, uri: str, dtype: str, device: torch.device, loading: Listener,
-            on_tokenizer: Callable[[Tokenizer], object]) -> LoadedModel:
+            on_tokenizer: Callable[[Tokenizer], object], decoded: bool) -> LoadedModel:
     infos = source.tensors()
     checked = check_loadable(uri, source.config(), infos, source.side_files(), dtype=dtype)
     config, kind = checked.config, checked.dtype
     on_tokenizer(checked.tokenizer)
-    model, reason = build_model(config, source, infos.__contains__, kind, {}, device, uri, loading)
+    blocks = stored_blocks(source, config, kind, device)
+    model, reason = build_model(config, source, infos.__contains__, kind, {} if decoded else blocks, device,
+                                uri, loading)
     names = [f"{slot.name}.weight" for slot in linear_slots(config)]
     stored, weights = stored_tensors(source), sum(math.prod(infos[name].shape) for name in names)
     bits = 8 * sum(stored[name].nbytes for name in names) / weights
     dtypes = {infos[name].dtype for name in names}
     label = SHORT.get(dtypes.pop(), "mixed") if len(dtypes) == 1 else "mixed"
     if types := quantized_types(source, set(names)):
-        label = f"{', '.join(types)} as {label}"
+        label = ", ".join(types) + ("" if blocks else f" as {label}")
     return LoadedModel(model, config, checked.tokenizer, uri, label, None, file_bytes(source), bits,
-                       kind.itemsize * sum(map(math.prod, tensor_shapes(config).values())), reason)
+                       stored_bytes(config, kind, blocks), reason)
 
 
 def _checkpoint(checkpoint: AnyCheckpoint, uri: str, dtype: str, device: torch.device, loading: Listener,
@@ -221,7 +228,7 @@ class _LoadedBytes:
         self._listener = listener
         self._tell()
 
-    def counted(self, weight: StoredWeight) -> StoredWeight:
+    def counted(self, weight: Stored) -> Stored:
         """The same weight, which is there now."""
         self._done += weight.nbytes
         self._tell()
@@ -250,7 +257,10 @@ def build_model(config: ModelConfig, files: TensorFiles, has: Callable[[str], bo
     On a CPU weights are packed whatever the runtime: what torch computes for a row may depend on other rows.
 
     Args:
-        config, dtype, quantized: of the model.
+        config, dtype: of the model.
+        files: where its tensors come from; a :class:`~quantkit.sources.base.BlockSource` has the numbers of
+            ``quantized`` too.
+        quantized: its quantized weights by name.
         has: whether there is a tensor of a name.
         loading: told of the weights that are there, in MiB as they are stored.
 
@@ -262,10 +272,14 @@ def build_model(config: ModelConfig, files: TensorFiles, has: Callable[[str], bo
     """
     loaded = _LoadedBytes(stored_bytes(config, dtype, quantized), loading)
     release = getattr(files, "release", lambda: None)
+    numbers: Callable[[str], QuantizedTensor | None] = quantized.get
+    if isinstance(files, BlockSource):
+        def numbers(name: str) -> QuantizedTensor | None:
+            return files.quantized(name) if name in quantized else None
     choice = choose_runtime(config, dtype, device, quantized)
     check_gpu_memory(config, dtype, quantized, device, uri, choice.runtime == "gpu")
     if choice.runtime == "gpu":  # weights are taken from the file's pages a layer at a time
-        weights = Weights(files.tensor, has, dtype, quantized.get)
+        weights = Weights(files.tensor, has, dtype, numbers)
 
         def layer_is_there() -> None:
             release()
@@ -273,7 +287,7 @@ def build_model(config: ModelConfig, files: TensorFiles, has: Callable[[str], bo
 
         return GpuModel(CausalLM(config, weights), device, layer_is_there), None
     if device.type != "cpu" or reason_against_kernels() is not None:
-        moved = {name: weight.to(device) for name, weight in quantized.items()}
+        moved = {name: weight.to(device) for name in quantized if (weight := numbers(name)) is not None}
         return CausalLM(config, Weights(files.tensor, has, dtype, moved.get, device,
                                         loaded.counted)), choice.reason
     packed_bytes = 0
@@ -294,7 +308,9 @@ def build_model(config: ModelConfig, files: TensorFiles, has: Callable[[str], bo
     if max(slot.in_features * slot.out_features for slot in linear_slots(config)) < THREADS_FROM:
         torch.set_num_threads(1)
     try:
-        model = CausalLM(config, Weights(files.tensor, has, dtype, quantized.get, device, pack_and_release))
+        ready = (packed_weights(files, quantized, dtype, loaded.counted)
+                 if isinstance(files, BlockSource) else {})
+        model = CausalLM(config, Weights(files.tensor, has, dtype, numbers, device, pack_and_release, ready))
     finally:
         torch.set_num_threads(threads)
     release()

@@ -7,10 +7,11 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 
+from quantkit.formats.base import QuantizedTensor
 from quantkit.formats.finite import all_finite
 from quantkit.support.errors import SourceError
 from quantkit.support.units import human_bytes
@@ -106,6 +107,20 @@ class ModelSource(Protocol):
 
     def close(self) -> None:
         """Release files and memory maps."""
+
+
+@runtime_checkable
+class BlockSource(ModelSource, Protocol):
+    """A source whose file has weights in blocks of GGUF's types, by which the model can be run."""
+
+    def stored(self) -> Mapping[str, TensorStorage]:
+        """How the file keeps each tensor, by its Hugging Face name."""
+
+    def quantized(self, layer: str) -> QuantizedTensor:
+        """The weight of a layer as the file has it; its type has a format of ours."""
+
+    def fingerprint(self) -> str:
+        """A hash by which the files are told from others, without their weights being read."""
 
 
 @dataclass(frozen=True)

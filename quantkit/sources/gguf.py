@@ -1,5 +1,6 @@
 """A ``.gguf`` file as a Hugging Face model: names, shapes and RoPE layout of Hugging Face, bfloat16.
 
+As a source its tensors are bfloat16. It is run by the file's own blocks (:meth:`GGUFSource.quantized`).
 GGUF keeps the Q and K rows of Llama models interleaved for its own RoPE; they are put back to the
 rotate-half order that ``config.json`` means. It keeps all experts of a layer in one tensor; here each is
 another. What else differs between families is in :mod:`~quantkit.sources.gguf_families`.
@@ -8,6 +9,7 @@ another. What else differs between families is in :mod:`~quantkit.sources.gguf_f
 from __future__ import annotations
 
 import copy
+import hashlib
 import math
 import mmap
 import re
@@ -19,6 +21,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from quantkit.formats.base import QuantizedTensor
+from quantkit.formats.gguf_blocks import FORMATS
 from quantkit.sources.base import (
     ModelSource,
     SourceIdentity,
@@ -106,20 +110,46 @@ class GGUFSource:
         Raises:
             SourceError: the name is unknown, the source is closed, or a value is NaN or infinite.
         """
-        if name not in self._infos:
-            raise SourceError(f"{self.path} has no tensor for {name[:120]!r}")
-        if self._closed:
-            raise SourceError(f"{self.path} is closed", why=f"{name!r} was asked for afterwards")
-        values = self._dequantize(self._places[name])
+        place = self._place(name)
+        values = self._dequantize(place)
         if self._family.norm_offset and name.endswith("norm.weight"):
             values = values.float() - self._family.norm_offset
         values = values.to(torch.bfloat16)
-        place = self._places[name]
         check_finite(values, place.tensor.name, place.shard.path)
-        if heads := self._heads.get(name):
-            half = values.shape[0] // heads // 2
-            values = values.reshape(heads, half, 2, -1).transpose(1, 2).reshape(values.shape)
-        return values
+        return self._in_order(name, values)
+
+    def quantized(self, layer: str) -> QuantizedTensor:
+        """The weight of a layer whose type is one of :data:`~quantkit.formats.gguf_blocks.FORMATS`, in its
+        file's own blocks, in memory of its own.
+
+        Raises:
+            SourceError: the source is closed, the file isn't the one that was opened, or a scale is NaN or
+                infinite.
+        """
+        name = f"{layer}.weight"
+        place = self._place(name)
+        form, (rows, columns) = FORMATS[self._stored[name].type], place.tensor.shape
+        blocks = torch.empty(rows, place.tensor.nbytes // rows, dtype=torch.uint8)
+        place.shard.read(place.tensor.offset, blocks.numpy().reshape(-1).data)
+        weight = QuantizedTensor(form.name, form.spec, (rows, columns), torch.bfloat16,
+                                 {"blocks": self._in_order(name, blocks)})
+        if not form.is_finite(weight):
+            raise SourceError(f"{place.shard.path}: {place.tensor.name!r} has a scale that is not finite",
+                              why="the model can't answer anything", next="download the file again")
+        return weight
+
+    def fingerprint(self) -> str:
+        """A hash of what can be told of the files without reading their weights: sizes, times, headers.
+
+        Raises:
+            SourceError: a file isn't the one that was opened.
+        """
+        digest = hashlib.sha256()
+        for shard in self._shards:
+            shard.check_unchanged()
+            start = min((tensor.offset for tensor in shard.tensors.values()), default=0)
+            digest.update(repr((shard.path.name, shard.opened)).encode() + shard.data[:start])
+        return digest.hexdigest()
 
     def side_files(self) -> Mapping[str, bytes]:
         """Tokenizer and chat template, made from the metadata."""
@@ -222,6 +252,26 @@ class GGUFSource:
                               why="the metadata and the tensors disagree", next="use another conversion")
         return heads
 
+    def _place(self, name: str) -> _Place:
+        if name not in self._infos:
+            raise SourceError(f"{self.path} has no tensor for {name[:120]!r}")
+        if self._closed:
+            raise SourceError(f"{self.path} is closed", why=f"{name!r} was asked for afterwards")
+        return self._places[name]
+
+    def _in_order(self, name: str, rows: torch.Tensor) -> torch.Tensor:
+        """Rows of a tensor, or of its blocks, in the order that Hugging Face's has."""
+        if (heads := self._heads.get(name)) is None:
+            return rows
+        half = rows.shape[0] // heads // 2
+        return rows.reshape(heads, half, 2, -1).transpose(1, 2).reshape(rows.shape)
+
+    def _raw(self, place: _Place) -> np.ndarray:
+        """The bytes of a tensor's rows, as they lie in the file."""
+        tensor = place.tensor
+        return np.frombuffer(place.shard.data, np.uint8, tensor.nbytes, tensor.offset).reshape(
+            math.prod(tensor.shape[:-1]), -1)
+
     def _dequantize(self, place: _Place) -> torch.Tensor:
         """Values of one tensor: float32 if small, else rounded to bfloat16 piece by piece."""
         from gguf.constants import GGMLQuantizationType
@@ -229,8 +279,8 @@ class GGUFSource:
 
         tensor = place.tensor
         rows, cols = int(np.prod(tensor.shape[:-1])), tensor.shape[-1]
-        raw = np.frombuffer(place.shard.data, np.uint8, tensor.nbytes, tensor.offset).reshape(rows, -1)
-        kind, step = GGMLQuantizationType(tensor.type), max(1, _CHUNK // cols)
+        raw, kind = self._raw(place), GGMLQuantizationType(tensor.type)
+        step = max(1, _CHUNK // cols)
         # the library takes 16 rows at a time; short ones would cost it a thousand calls a tensor
         joined = math.gcd(rows, 1 << (_JOINED // cols).bit_length() >> 1) or 1
         raw, step = raw.reshape(rows // joined, -1), max(1, step // joined)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import mmap
+import os
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,8 @@ import numpy as np
 from quantkit.support.errors import SourceError
 from quantkit.support.paths import reading
 
+FileState = tuple[int, int, int]
+"""Size, time of the last change, inode."""
 MAX_HEADER = 128 * 2**20
 MAX_TENSORS = 100_000
 MAX_KEYS = 10_000
@@ -59,11 +62,18 @@ class GGUFTensor:
 
 @dataclass(frozen=True)
 class GGUFHeader:
-    """Metadata by key (numbers, strings, lists of them) and tensors by GGUF's name."""
+    """Metadata by key (numbers, strings, lists of them) and tensors by GGUF's name; ``opened`` is the
+    :func:`file_state` of the file that they were read of."""
 
+    opened: FileState
     version: int
     metadata: dict[str, Any]
     tensors: dict[str, GGUFTensor]
+
+
+def file_state(stat: os.stat_result) -> FileState:
+    """By which a file can be told from what is at its place later."""
+    return stat.st_size, stat.st_mtime_ns, stat.st_ino
 
 
 def open_gguf(path: Path) -> tuple[GGUFHeader, mmap.mmap]:
@@ -78,8 +88,9 @@ def open_gguf(path: Path) -> tuple[GGUFHeader, mmap.mmap]:
         file.seek(0)
         if file.read(4) != b"GGUF":
             raise _not_gguf(path, size)
+        opened = file_state(os.fstat(file.fileno()))
         data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    return _Reader(str(path), data, size).header(), data
+    return _Reader(str(path), data, size).header(opened), data
 
 
 def _not_gguf(path: Path, size: int) -> SourceError:
@@ -155,7 +166,7 @@ class _Reader:
         except UnicodeDecodeError:
             raise self.bad("a name that is not UTF-8") from None
 
-    def header(self) -> GGUFHeader:
+    def header(self, opened: FileState) -> GGUFHeader:
         self.take(4)
         if (version := self.number("I")) not in (2, 3):
             raise self.bad(f"version {version} (2 and 3 are read; a big-endian file shows as another)")
@@ -174,7 +185,7 @@ class _Reader:
         alignment = metadata.get(_ALIGNMENT, 32)
         if not 1 <= alignment <= 2**20 or alignment & (alignment - 1):
             raise self.bad(f"an alignment of {alignment}")
-        return GGUFHeader(version, metadata, self.tensors(tensors, alignment))
+        return GGUFHeader(opened, version, metadata, self.tensors(tensors, alignment))
 
     def value(self, kind: int, depth: int) -> Any:
         if kind in _FORMS:

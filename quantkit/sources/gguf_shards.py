@@ -7,14 +7,16 @@ that and with each other; no path is taken from them. The first has the metadata
 from __future__ import annotations
 
 import mmap
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quantkit.sources.gguf_header import GGUFHeader, GGUFTensor, open_gguf
+from quantkit.sources.gguf_header import FileState, GGUFHeader, GGUFTensor, file_state, open_gguf
 from quantkit.support.errors import SourceError
+from quantkit.support.paths import reading
 
 COUNT = "split.count"
 NUMBER = "split.no"
@@ -31,11 +33,37 @@ class GGUFShard:
         path: the place of the file.
         tensors: the tensors in it, by GGUF's names.
         data: the memory map of the file.
+        opened: size, time of the last change and inode of the file that was opened.
     """
 
     path: Path
     tensors: dict[str, GGUFTensor]
     data: mmap.mmap
+    opened: FileState
+
+    def read(self, offset: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` from there on. A file that is cut meanwhile gives an error, where its map would end
+        the process.
+
+        Raises:
+            SourceError: the file isn't the one that was opened, before or afterwards.
+        """
+        with reading(self.path, SourceError), self.path.open("rb") as file:
+            file.seek(offset)
+            count = file.readinto(buffer)
+            if count < len(buffer) or file_state(os.fstat(file.fileno())) != self.opened:
+                raise self._changed()
+
+    def check_unchanged(self) -> None:
+        """Raise SourceError if the file isn't the one that was opened."""
+        with reading(self.path, SourceError):
+            if file_state(self.path.stat()) != self.opened:
+                raise self._changed()
+
+    def _changed(self) -> SourceError:
+        return SourceError(f"{self.path} was changed while it was read",
+                           why="its size, its time or the file itself isn't what it was when it was opened",
+                           next="run it again when it is complete")
 
 
 def open_shards(path: Path) -> tuple[dict[str, Any], list[GGUFShard]]:
@@ -57,14 +85,14 @@ def open_shards(path: Path) -> tuple[dict[str, Any], list[GGUFShard]]:
         raise SourceError(f"{path} is one of {str(count)[:40]} files", why=f"{COUNT} can't be that",
                           next="download the file again")
     if count <= 1:
-        return header.metadata, [GGUFShard(path, header.tensors, data)]
+        return header.metadata, [GGUFShard(path, header.tensors, data, header.opened)]
     metadata: list[dict[str, Any]] = []
     shards: list[GGUFShard] = []
     for place in _places(path, count):
         opened = (header, data) if place == path else _open_beside(path, place, count)
         _check_place(place, opened[0].metadata, len(shards), count)
         metadata.append(opened[0].metadata)
-        shards.append(GGUFShard(place, opened[0].tensors, opened[1]))
+        shards.append(GGUFShard(place, opened[0].tensors, opened[1], opened[0].opened))
     _check_together(metadata, shards)
     return metadata[0], shards
 

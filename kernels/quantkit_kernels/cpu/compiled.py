@@ -77,15 +77,15 @@ def assembly(name: str, isa: Isa, emit: Callable[[ir.Module], None], cpu: str, f
 
 def _key(name: str, isa: Isa) -> str:
     llvm = _llvm()
-    parts = (name, isa.name, str(isa.lanes), _sources(), repr(llvm.llvm_version_info),
+    parts = (name, isa.name, str(isa.lanes), sources_digest(), repr(llvm.llvm_version_info),
              llvm.get_default_triple(), llvm.get_host_cpu_name(),
              ",".join(sorted(name for name, present in host_features().items() if present)))
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:40]
 
 
 @functools.cache
-def _sources() -> str:
-    """A digest of this package: another version compiles anew."""
+def sources_digest() -> str:
+    """A digest of this package: another version compiles, and packs weights, anew."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())

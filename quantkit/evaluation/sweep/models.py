@@ -36,13 +36,14 @@ class ModelRef:
 
     Attributes:
         uri: its name, which workers in other folders find too.
-        revision, dtype, device: arguments of :func:`~quantkit.runtime.loader.load`.
+        revision, dtype, device, decoded: arguments of :func:`~quantkit.runtime.loader.load`.
     """
 
     uri: str
     revision: str | None = None
     dtype: str = "auto"
     device: str = "auto"
+    decoded: bool = False
 
 
 class LoadedModels:
@@ -57,7 +58,7 @@ class LoadedModels:
             while len(self._models) >= limit:
                 self._models.popitem(last=False)
             self._models[ref] = load(ref.uri, revision=ref.revision, dtype=ref.dtype, device=ref.device,
-                                     loading=loading)
+                                     decoded=ref.decoded, loading=loading)
         self._models.move_to_end(ref)
         return self._models[ref]
 
@@ -93,11 +94,11 @@ class ModelFacts:
     tokenizer: Tokenizer = field(compare=False, repr=False)
     recipe: str | None = None
 
-    def ref(self, dtype: str, device: str) -> ModelRef:
-        """How workers in other folders load it."""
+    def ref(self, dtype: str, device: str, decoded: bool = False) -> ModelRef:
+        """How workers in other folders load it; ``decoded``: as the one that others are compared with."""
         path = local_path(self.uri)
         uri = str(path.absolute()) if path is not None and path.exists() else self.uri
-        return ModelRef(uri, self.revision, dtype, device)
+        return ModelRef(uri, self.revision, dtype, device, decoded)
 
     def setting(self, kv: str | None) -> str:
         """A KV setting as text; of ``None`` the one that the checkpoint names."""

@@ -167,8 +167,9 @@ def _quality(models: Sequence[ModelFacts], settings: EvalSettings, texts: Sequen
     reference, measurements = models[0], []
     for number, model in enumerate(models):
         for place, text in enumerate(texts):
-            job = QualityJob(reference.ref(settings.dtype, settings.device), kv[0],
-                             model.ref(settings.dtype, settings.device), kv, _content(text, settings),
+            job = QualityJob(reference.ref(settings.dtype, settings.device, decoded=True), kv[0],
+                             model.ref(settings.dtype, settings.device, decoded=number == 0), kv,
+                             _content(text, settings),
                              settings.window, text.windows, prompt, floor)
             key = {**base, "kind": "quality", "reference": reference.identity, "model": model.identity,
                    "kv": list(map(model.setting, kv)), "reference_kv": reference.setting(kv[0]),
@@ -190,8 +191,8 @@ def _peers(reference: ModelFacts, settings: EvalSettings, texts: Sequence[Planne
     for number, peer in enumerate(settings.peers):
         parts = tuple(PeerText(text.name or text.text.name, _content(text, settings), text.windows)
                       for text in texts)
-        job = PeerJob(peer, reference.ref(settings.dtype, settings.device), kv, parts, settings.window,
-                      prompt, speed)
+        job = PeerJob(peer, reference.ref(settings.dtype, settings.device, decoded=True), kv, parts,
+                      settings.window, prompt, speed)
         identity = hash_of(Path(parse_peer(peer).uri).expanduser())
         key = None if identity is None else {
             **base, "kind": "peer", "peer": peer, "identity": identity, "reference": reference.identity,
@@ -222,8 +223,8 @@ def _tasks(models: Sequence[ModelFacts], settings: EvalSettings, kv: tuple[str |
 
     def measurement(kind: str, model: ModelFacts, setting: str | None, dtype: str, label: str,
                     place: Place) -> Measurement:
-        job = TasksJob(model.ref(dtype, settings.device), setting, settings.tasks, settings.task_data,
-                       settings.limit)
+        job = TasksJob(model.ref(dtype, settings.device, decoded=place.model == 0), setting, settings.tasks,
+                       settings.task_data, settings.limit)
         key = {**base, "dtype": dtype, "kind": "tasks", "model": model.identity, "asked": asked,
                "kv": model.setting(setting)}
         return Measurement(kind, label, job, key, place)

@@ -19,17 +19,18 @@ from quantkit.checkpoint.open import AnyCheckpoint
 from quantkit.checkpoint.quantization_config import KEYS
 from quantkit.formats.base import Codes, QuantizedTensor
 from quantkit.formats.dtypes import FLOATS, dtype_name
+from quantkit.formats.gguf_blocks import FORMATS
 from quantkit.formats.spec import QuantSpec
-from quantkit.models.architecture import EMBEDDING, linear_slots, parse_config, tensor_shapes
+from quantkit.models.architecture import EMBEDDING, LinearSlot, all_slots, parse_config, tensor_shapes
 from quantkit.models.config import ModelConfig
 from quantkit.models.loadable import dtype_of
 from quantkit.ops import cpu_machine, cpu_weight
 from quantkit.ops.cpu_linear import CpuKernel
 from quantkit.ops.cpu_weight import CpuWeight
-from quantkit.ops.dispatch import choose, query_for
+from quantkit.ops.dispatch import choose, has_kernel, query_for
 from quantkit.ops.triton_linear import TritonKernel
 from quantkit.plugins.manager import registry
-from quantkit.sources.base import ModelSource, file_bytes, quantized_types
+from quantkit.sources.base import BlockSource, ModelSource, file_bytes, quantized_types
 
 UNQUANTIZED = "none"
 """What the weights are called that stay as they are, as in ``--kv none``."""
@@ -135,9 +136,28 @@ def weight_of(row: LayerRow) -> QuantizedTensor | None:
     return QuantizedTensor(row.format, row.spec, row.shape, FLOATS[row.dtype], {})
 
 
+def stored_blocks(source: ModelSource, config: ModelConfig, dtype: torch.dtype,
+                  device: torch.device) -> dict[str, QuantizedTensor]:
+    """The weights of a model by which it is run as its file has them, by name, without their numbers: those
+    of a GGUF file that a kernel takes. All others are plain, or decoded to plain ones when they are loaded."""
+    if not isinstance(source, BlockSource):
+        return {}
+    stored, blocks = source.stored(), {}
+    for slot in all_slots(config):
+        tensor = stored.get(f"{slot.name}.weight")
+        if tensor is not None and (form := FORMATS.get(tensor.type)) is not None:
+            shape = slot.out_features, slot.in_features
+            numbers = {name: torch.empty(size, dtype=kind, device="meta")
+                       for name, (kind, size) in form.layout(form.spec, shape, dtype).items()}
+            weight = QuantizedTensor(form.name, form.spec, shape, torch.bfloat16, numbers)
+            if has_kernel(weight, dtype, device):
+                blocks[slot.name] = weight
+    return blocks
+
+
 def unquantized(source: ModelSource, reason_against: Declines, device: torch.device = CPU,
                 dtype: str = "auto") -> ModelWeights:
-    """The model as it is, in the dtype that it is run in: its own, or another.
+    """The model as it is, in the dtype that it is run in: its own, or another; a GGUF file by its blocks.
 
     Raises:
         QuantkitError: it isn't known, or has a dtype that isn't.
@@ -145,14 +165,25 @@ def unquantized(source: ModelSource, reason_against: Declines, device: torch.dev
     config = parse_config(source.config())
     kind = dtype_of(source.config(), dtype)
     name = dtype_name(kind)
-    rows = [LayerRow(name=slot.name, shape=(slot.out_features, slot.in_features), dtype=name,
-                     bits=8.0 * kind.itemsize, bytes=slot.out_features * slot.in_features * kind.itemsize)
-            for slot in linear_slots(config)]
-    total = kind.itemsize * sum(map(math.prod, tensor_shapes(config).values()))
+    blocks = stored_blocks(source, config, kind, device)
+    rows = [_stored_row(slot, blocks.get(slot.name), kind) for slot in all_slots(config)
+            if slot.name in blocks or slot.name != EMBEDDING]
     types = quantized_types(source)
-    how = f"{', '.join(types)}, run in {name}" if types else f"in {name}"
+    how = f"in {name}" if not types else ", ".join(types) if blocks else f"{', '.join(types)}, run in {name}"
     return model_weights(UNQUANTIZED, f"as they are, {how}", config, kind, rows,
-                         total - sum(row.bytes for row in rows), file_bytes(source), reason_against, device)
+                         stored_bytes(config, kind, blocks) - sum(row.bytes for row in rows),
+                         file_bytes(source), reason_against, device)
+
+
+def _stored_row(slot: LinearSlot, weight: QuantizedTensor | None, dtype: torch.dtype) -> LayerRow:
+    """The row of a layer of a source: quantized as its file has it, or plain."""
+    shape = slot.out_features, slot.in_features
+    if weight is None:
+        return LayerRow(name=slot.name, shape=shape, dtype=dtype_name(dtype), bits=8.0 * dtype.itemsize,
+                        bytes=math.prod(shape) * dtype.itemsize)
+    return LayerRow(name=slot.name, shape=shape, dtype=dtype_name(weight.dtype), method="gguf",
+                    format=weight.format, spec=weight.spec, bits=8 * weight.nbytes / math.prod(shape),
+                    bytes=weight.nbytes)
 
 
 def of_checkpoint(checkpoint: AnyCheckpoint, reason_against: Declines, device: torch.device = CPU,
@@ -191,7 +222,7 @@ def model_weights(name: str, description: str, config: ModelConfig, dtype: torch
                                 dtype=dtype_name(dtype), bits=8.0 * dtype.itemsize))
         other -= size
     kernels = cpu_machine.reason_against_kernels() is None
-    layers = [_in_memory(row, _packed(row.format, row.spec, row.shape[1], row.dtype, dtype)
+    layers = [_in_memory(row, packed_sample(row.format, row.spec, row.shape[1], row.dtype, dtype)
                          if kernels else None) for row in rows]
     weights = ModelWeights(name, description, config, dtype, file_bytes, tuple(layers), other)
     return dataclasses.replace(weights,
@@ -208,8 +239,10 @@ def _in_memory(row: LayerRow, packed: CpuWeight | None) -> LinearMemory:
 
 
 @functools.lru_cache(maxsize=256)
-def _packed(form: str | None, spec: QuantSpec | None, columns: int, stored: str,
-            dtype: torch.dtype) -> CpuWeight | None:
+def packed_sample(form: str | None, spec: QuantSpec | None, columns: int, stored: str,
+                  dtype: torch.dtype) -> CpuWeight | None:
+    """:data:`ROWS` rows of such a layer, of level 0 and scale 1, as a CPU kernel reads them; ``None`` if none
+    does."""
     sample = _sample(form, spec, columns, stored)
     if sample is None:
         return cpu_weight.pack_plain(torch.zeros(ROWS, columns, dtype=dtype))
