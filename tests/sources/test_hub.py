@@ -115,7 +115,7 @@ def test_a_repository_of_gguf_files(hub):
     hub.repo = {"x.Q4_K_M.gguf": b"GGUF"}
     with pytest.raises(SourceError, match=r"no config\.json") as caught:
         open_source("owner/name", SHA)
-    assert "hf download owner/name" in (caught.value.next or "")
+    assert "quantkit inspect owner/name:Q4_K_M" in (caught.value.next or "")
 
 
 def test_a_quantized_model_is_refused(hub):

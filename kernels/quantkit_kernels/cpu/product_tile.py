@@ -330,6 +330,7 @@ class TileWriter:
                     line[m] = self.isa.matrix_dot(e, line[m], weight, factor)
         return [[line[m // 2].shuffle(range(m % 2, 2 * lanes, 2)) for m in range(len(inputs))]
                 for line in sums]
+
     def _sums_by_tiles(self, unpacked: Sequence[Value], x: Value, subgroup: Value) -> Sums:
         """The sums of 16 rows, by AMX: activations are read as they lie, a block's subgroup too."""
         e, tiles = self.e, self.tiles

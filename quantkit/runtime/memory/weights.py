@@ -138,8 +138,8 @@ def weight_of(row: LayerRow) -> QuantizedTensor | None:
 
 def stored_blocks(source: ModelSource, config: ModelConfig, dtype: torch.dtype,
                   device: torch.device) -> dict[str, QuantizedTensor]:
-    """The weights of a model by which it is run as its file has them, by name, without their numbers: those
-    of a GGUF file that a kernel takes. All others are plain, or decoded to plain ones when they are loaded."""
+    """The weights by which a model is run as its file has them, by name, without their numbers: those of a
+    GGUF file that a kernel takes. All others are plain, or decoded to plain ones when they are loaded."""
     if not isinstance(source, BlockSource):
         return {}
     stored, blocks = source.stored(), {}
