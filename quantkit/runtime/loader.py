@@ -72,8 +72,9 @@ class LoadedModel:
         bits_per_weight: stored bits of the Linears over their parameters. The embedding, tied or not, and
             norms don't count.
         weight_bytes: bytes of all weights in memory before kernels repack them; mapped pages of a file count.
-            Of a GGUF file that was decoded on demand, what it takes otherwise.
+            Of a decoded GGUF file, what it takes otherwise.
         fallback_reason: why it is run one operation after another; ``None`` if kernels run it.
+        decoded: whether it is a GGUF file that is run by 16-bit numbers, though kernels take its blocks.
     """
 
     model: LanguageModel
@@ -86,6 +87,7 @@ class LoadedModel:
     bits_per_weight: float
     weight_bytes: int
     fallback_reason: str | None = None
+    decoded: bool = False
 
     @property
     def kv(self) -> KVSpec:
@@ -190,7 +192,7 @@ def _source(source: ModelSource, uri: str, dtype: str, device: torch.device, loa
     if types := quantized_types(source, set(names)):
         label = ", ".join(types) + ("" if blocks else f" as {label}")
     return LoadedModel(model, config, checked.tokenizer, uri, label, None, file_bytes(source), bits,
-                       stored_bytes(config, kind, blocks), reason)
+                       stored_bytes(config, kind, blocks), reason, decoded and bool(blocks))
 
 
 def _checkpoint(checkpoint: AnyCheckpoint, uri: str, dtype: str, device: torch.device, loading: Listener,

@@ -42,9 +42,11 @@ def step_bytes(loaded: LoadedModel) -> int:
 
 def weights_in_memory(loaded: LoadedModel) -> int:
     """Bytes of all weights as they lie in memory. Where no program runs the model: before kernels repack
-    them."""
+    them. Of a GGUF file that was decoded to be compared with: what it takes otherwise."""
     model = loaded.model
-    return model.weight_bytes if isinstance(model, CpuModel | GpuModel) else loaded.weight_bytes
+    if isinstance(model, CpuModel | GpuModel) and not loaded.decoded:
+        return model.weight_bytes
+    return loaded.weight_bytes
 
 
 def _linears(loaded: LoadedModel) -> list[CpuWeight]:
