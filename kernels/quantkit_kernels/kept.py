@@ -22,6 +22,11 @@ def cache_folder() -> Path | None:
     return base / "quantkit" / "cpu"
 
 
+def is_ours(about: os.stat_result) -> bool:
+    """Whether a file that was kept counts: this user or root owns it, and nobody else may write to it."""
+    return not hasattr(os, "getuid") or (about.st_uid in (os.getuid(), 0) and not about.st_mode & 0o022)
+
+
 def is_writable(folder: Path | None) -> bool:
     """Whether something can be kept there; the folder is made if it isn't there."""
     if folder is None:

@@ -55,7 +55,7 @@ def packed_weights(source: BlockSource, blocks: Mapping[str, QuantizedTensor], d
     Raises:
         SourceError: the source's file was changed meanwhile.
     """
-    from quantkit_kernels.kept import cache_folder
+    from quantkit_kernels.kept import cache_folder, is_ours
 
     base = cache_folder()
     if base is None or not blocks:
@@ -64,7 +64,7 @@ def packed_weights(source: BlockSource, blocks: Mapping[str, QuantizedTensor], d
                for name, weight in blocks.items()}
     like = {name: _like(sample, blocks[name].shape) for name, sample in samples.items() if sample is not None}
     path = base.with_name("packed") / f"{_place(source)}-{_key(source, like)}.safetensors"
-    if not path.is_file():
+    if not path.is_file() or not is_ours(path.stat()):
         try:
             _write(path, source, like, dtype, packing)
         except OSError as error:

@@ -113,4 +113,4 @@ def test_a_gguf_reference_is_compared_with_activations_as_they_are(tmp_path):
     row, blocks = evaluate([str(tmp_path / "m.gguf"), str(tmp_path / "quantized")], QUALITY).rows
     assert row.file_bytes == (tmp_path / "m.gguf").stat().st_size > row.weight_bytes and row.method == "Q4_0"
     assert row.bits_per_weight == 4.5
-    assert blocks.metrics["kl_mean"].value > 0, "the same blocks, by which a variant multiplies rounded activations"
+    assert blocks.metrics["kl_mean"].value > 0, "the same blocks, by activations that are rounded"

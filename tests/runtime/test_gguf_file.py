@@ -132,6 +132,17 @@ def test_a_full_disk(made, cache, monkeypatch):
     assert not list((cache / "packed").iterdir())
 
 
+@pytest.mark.skipif(not hasattr(os, "getuid"), reason="files have no owner there")
+def test_what_others_may_write_to_is_made_anew(made, cache):
+    wanted = load(str(made[1])).model(IDS)
+    (kept,) = (cache / "packed").iterdir()
+    data = bytearray(kept.read_bytes())
+    data[-4096:] = bytes(4096)
+    kept.write_bytes(data)
+    kept.chmod(0o666)
+    assert torch.equal(load(str(made[1])).model(IDS), wanted) and not kept.stat().st_mode & 0o022
+
+
 def test_what_is_kept_is_damaged(made, cache):
     wanted = load(str(made[1])).model(IDS)
     (kept,) = (cache / "packed").iterdir()

@@ -16,7 +16,7 @@ from typing import Any
 from llvmlite import ir
 
 from quantkit_kernels.cpu.isa import Isa, host_features
-from quantkit_kernels.kept import cache_folder
+from quantkit_kernels.kept import cache_folder, is_ours
 
 DIGEST = 32
 _loaded: dict[str, tuple[int, Any]] = {}
@@ -107,8 +107,7 @@ def _read(key: str) -> bytes | None:
         return None
     try:
         with path.open("rb") as file:
-            about = os.fstat(file.fileno())
-            if hasattr(os, "getuid") and (about.st_uid not in (os.getuid(), 0) or about.st_mode & 0o022):
+            if not is_ours(os.fstat(file.fileno())):
                 return None
             data = file.read()
     except OSError:
