@@ -31,7 +31,7 @@ from quantkit.checkpoint.engine_rules import (
 )
 from quantkit.checkpoint.integrity import VerifyCheck
 from quantkit.checkpoint.manifest import LayerRow
-from quantkit.checkpoint.quantization_config import stored_quantization
+from quantkit.checkpoint.quantization_config import KEYS, config_words, stored_quantization
 from quantkit.models.architecture import EMBEDDING, HEAD, parse_config
 from quantkit.plugins.manager import registry
 from quantkit.sources.split_experts import FAMILIES as SPLIT_FAMILIES
@@ -370,6 +370,19 @@ def check_layers(engine: str, config: Mapping[str, Any], layers: Sequence[LayerR
     for rule in (joined_experts, *readers[subject.method]):
         checks += rule(subject)
     return tuple(checks)
+
+
+def reason_against(engine: str, config: Mapping[str, Any], layers: Sequence[LayerRow]) -> str | None:
+    """Why an engine wouldn't load layers on a GPU that are still to be written; ``None`` if it would.
+
+    Args:
+        engine: as for :func:`check_engine`.
+        config: the model's ``config.json``; what it says of quantization isn't used.
+        layers: the rows of the manifest that is to be.
+    """
+    plain = {key: value for key, value in config.items() if key not in KEYS}
+    checks = check_layers(engine, {**plain, **config_words(layers)}, layers)
+    return next((f"{check.name}: {check.detail}" for check in checks if check.status == "failed"), None)
 
 
 def sort_engines(check: Callable[[str], Sequence[VerifyCheck]]) -> tuple[list[str], list[str]]:

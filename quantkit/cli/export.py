@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import rich_click as click
 
-from quantkit.cli.options import revision_option
+from quantkit.cli.options import LOADERS, revision_option
 from quantkit.cli.present import note, print_json, show_warning, table, wrapped
 from quantkit.cli.progress import ProgressLine
 from quantkit.support.errors import UsageError
@@ -31,17 +31,21 @@ GGUF = "gguf"
               help="pack-quantized, int-quantized, float-quantized, bnb-nf4, bnb-int8, gptq, gptq-v2, awq, "
                    "mlx or trellis; plugins add others. Or gguf: one file for llama.cpp, Ollama and LM "
                    "Studio. Or gpt-oss: such a model as OpenAI publishes it.")
+@click.option("--for", "engine", type=click.Choice(LOADERS),
+              help="The engine that must load the result. What it reads only plain, as transformers the "
+                   "embedding, is decoded.")
 @click.option("--out", "-o", type=click.Path(path_type=Path), metavar="OUT", help="The same as OUT.")
 @revision_option
 @click.option("--quiet", "-q", is_flag=True, help="No progress on stderr.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
-def command(checkpoint: str, place: Path | None, out: Path | None, form: str, revision: str | None,
-            quiet: bool, as_json: bool) -> None:
-    """Convert a checkpoint to another layout without rounding anything.
+def command(checkpoint: str, place: Path | None, out: Path | None, form: str, engine: str | None,
+            revision: str | None, quiet: bool, as_json: bool) -> None:
+    """Convert a checkpoint to another layout without rounding a Linear.
 
     DIR is a checkpoint of quantkit or another tool, on this machine or on the hub. OUT is the folder to
     create, or with --to gguf the file. If the layout can't hold the same codes and scales, the export is
-    refused with the reason.
+    refused with the reason. Only an embedding and a head for which the layout has no place are decoded, to
+    the model's 16 bits.
     """
     from quantkit.export.gguf.export import export_gguf
     from quantkit.export.gpt_oss import GPT_OSS, export_gpt_oss
@@ -51,11 +55,14 @@ def command(checkpoint: str, place: Path | None, out: Path | None, form: str, re
     if target is None or (place and out):
         raise UsageError("two places are given for the export" if target else "no place is given for it",
                          next=f"quantkit export {quote(checkpoint)} --to {quote(form)} OUT")
+    if engine is not None and form in (GGUF, GPT_OSS):
+        raise UsageError(f"--for {engine} doesn't go with --to {form}", why="that layout is for one kind of "
+                         "engine", next=f"quantkit export {quote(checkpoint)} --to {form} OUT")
     with ProgressLine(f"{checkpoint} to {form}", quiet=quiet) as progress:
         result: ExportResult | GGUFResult | FolderResult = (
             export_gguf(checkpoint, target, revision=revision, progress=progress) if form == GGUF
             else export_gpt_oss(checkpoint, target, revision=revision, progress=progress) if form == GPT_OSS
-            else export(checkpoint, form, target, revision=revision, progress=progress))
+            else export(checkpoint, form, target, engine=engine, revision=revision, progress=progress))
     if as_json:
         print_json(result.to_dict())
         return
@@ -63,20 +70,22 @@ def command(checkpoint: str, place: Path | None, out: Path | None, form: str, re
     from quantkit.export.layouts import ExportResult
 
     if isinstance(result, ExportResult):
-        _show_checkpoint(result)
+        _show_checkpoint(result, engine)
     elif isinstance(result, FolderResult):
         _show_folder(result)
     else:
         _show_file(result)
 
 
-def _show_checkpoint(result: ExportResult) -> None:
+def _show_checkpoint(result: ExportResult, engine: str | None) -> None:
     packed = [row for row in result.rows if row.spec]
     size = sum(row.bytes for row in result.rows)
     click.echo(wrapped("checkpoint", f"{result.out} ({result.seconds:.0f} s)"))
     click.echo(wrapped("layers", f"{len(packed)} of {len(result.rows)} in format {result.format}, "
                                  f"{human_bytes(size)}"))
-    engine = "transformers" if result.format.startswith("bnb-") else "vllm"
+    if result.decoded:
+        click.echo(wrapped("decoded", f"{' and '.join(result.decoded)}, to 16 bits"))
+    engine = engine or ("transformers" if result.format.startswith("bnb-") else "vllm")
     click.echo(f"{'next':<14}quantkit verify {quote(str(result.out))} --for {engine}")
 
 

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from quantkit.kv.spec import KVSpec
     from quantkit.runtime.trace_file import TraceFile
 
+LOADERS = ["vllm", "sglang", "transformers", "mlx"]
+"""The engines whose loading rules we know (:mod:`quantkit.checkpoint.engines`)."""
 device_option = click.option("--device", default="auto", show_default=True, metavar="NAME",
                              help="Device: cpu, cuda, cuda:1; auto takes a GPU if there is one.")
 dtype_option = click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]),

@@ -5,17 +5,17 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 import rich_click as click
 
-from quantkit.cli.options import TokenCount, command_line_again, device_option, layers_option, revision_option
+from quantkit.cli.options import LOADERS, TokenCount, command_line_again, device_option, layers_option, revision_option
 from quantkit.cli.present import group_layers, print_json, show_warning, table, wrapped
 from quantkit.cli.progress import ProgressLine
-from quantkit.support.errors import UsageError
+from quantkit.support.errors import RecipeError, UsageError
 from quantkit.support.progress import Listener, between
 from quantkit.support.units import human_bytes
 
@@ -25,9 +25,11 @@ if TYPE_CHECKING:
     from quantkit.quantization.planning.plan import Plan, PlanRow
     from quantkit.quantization.recipe import CalibrationSpec, Recipe
     from quantkit.quantization.recovery import RecoveryText
+    from quantkit.sources.base import ModelSource
 
 MIXED = "mixed"
 """Whose candidates a budget chooses from, if nothing else is said."""
+LLAMA_CPP = "llama.cpp"
 
 
 @click.command("quantize")
@@ -38,6 +40,9 @@ MIXED = "mixed"
 @click.option("--budget", metavar="SIZE",
               help="Measure what each layer costs at each width, and choose the best that fits: 4.25bpw "
                    "(stored bits a weight of all Linears) or 5GB (all tensors).")
+@click.option("--for", "engine", type=click.Choice(["quantkit", *LOADERS, LLAMA_CPP]),
+              help="The engine that must load the checkpoint: layers get its layouts, and what it reads only "
+                   "plain stays 16-bit. (The recipe's, mostly quantkit.)")
 @click.option("--out", "-o", type=click.Path(path_type=Path), metavar="DIR",
               help="The folder to create; it must not exist yet.")
 @click.option("--dry-run", is_flag=True,
@@ -68,8 +73,8 @@ MIXED = "mixed"
               "instead of leaving out rows of the calibration data.")
 @click.option("--quiet", "-q", is_flag=True, help="No progress on stderr.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan or the result as JSON.")
-def command(source: str, recipe_name: str | None, budget: str | None, out: Path | None, dry_run: bool,
-            layers: bool, revision: str | None, calibration: tuple[str, ...], window: int | None,
+def command(source: str, recipe_name: str | None, budget: str | None, engine: str | None, out: Path | None,
+            dry_run: bool, layers: bool, revision: str | None, calibration: tuple[str, ...], window: int | None,
             windows: int | None, packing: str | None, avoid: tuple[str, ...], seed: int | None, executor: str,
             device: str, strict: bool, quiet: bool, as_json: bool) -> None:
     """Quantize a model by a recipe, or to a size, and write a checkpoint.
@@ -96,6 +101,8 @@ def command(source: str, recipe_name: str | None, budget: str | None, out: Path 
         raise UsageError("--layers is given without --dry-run", why="only a dry run shows a table of layers",
                          next=f"leave it out, or {again} --dry-run --layers")
     recipe = load_recipe(recipe_name or MIXED)
+    if engine is not None:
+        recipe = recipe.model_copy(update={"engine": engine})
     changes = {"text": calibration[0] if len(calibration) == 1 else calibration or None, "windows": windows,
                "window": window, "packing": packing, "avoid": avoid or None, "seed": seed}
     spec = _calibration(recipe, {key: value for key, value in changes.items() if value is not None})
@@ -109,11 +116,11 @@ def command(source: str, recipe_name: str | None, budget: str | None, out: Path 
         choice = _choose(source, recipe, budget, revision, quiet, alone=dry_run)
         recipe = choice.recipe
     if dry_run:
-        plan, facts, text = _plan(source, recipe, revision, strict, quiet)
+        plan, facts, text, others = _plan(source, recipe, revision, strict, quiet)
         _warn_of_no_effect(plan, spec)
         if as_json:
             known = facts.model_dump(mode="json") if facts else None
-            print_json({"source": source, **plan.to_dict(), "calibration": known}
+            print_json({"source": source, **plan.to_dict(), "calibration": known, "disk_bytes_for": {name: other.disk_bytes for name, other in others.items()}}
                        | ({"recovery": {"windows": len(text.tokens), "held_out": text.held_out,
                                         "sha256": text.sha256}} if text else {})
                        | ({"budget": choice.to_dict()} if choice else {}))
@@ -126,6 +133,7 @@ def command(source: str, recipe_name: str | None, budget: str | None, out: Path 
             if text is not None:
                 _print_recovery(plan, text)
             _print_sums(plan)
+            _print_engines(plan, others)
             if executor == "local":
                 _print_time(plan, device)
             click.echo(f"{'next':<14}{again} --out OUT")
@@ -189,7 +197,9 @@ def _choose(source: str, recipe: Recipe, text: str, revision: str | None, quiet:
 
 
 def _plan(source: str, recipe: Recipe, revision: str | None,
-          strict: bool, quiet: bool) -> tuple[Plan, CalibrationFacts | None, RecoveryText | None]:
+          strict: bool, quiet: bool) -> tuple[Plan, CalibrationFacts | None, RecoveryText | None,
+                                              dict[str, Plan]]:
+    """The plan, its calibration and recovery text, and the plan for each other engine."""
     from quantkit.quantization.calibration.data import calibration_facts, prepare
     from quantkit.quantization.planning.plan import make_plan
     from quantkit.quantization.recovery import read_recovery_text
@@ -203,9 +213,21 @@ def _plan(source: str, recipe: Recipe, revision: str | None,
         with ProgressLine("calibration data", quiet=quiet) as progress:
             data = prepare(plan.calibration, opened, plan.widest_hessian, progress, strict)
             text = read_recovery_text(plan.recipe, opened, data, progress, strict)
-            return plan, calibration_facts(plan.recipe.calibration, data), text
+            others = _plans_for_engines(recipe, opened)
+            return plan, calibration_facts(plan.recipe.calibration, data), text, others
     finally:
         opened.close()
+
+
+def _plans_for_engines(recipe: Recipe, source: ModelSource) -> dict[str, Plan]:
+    """By engine, the smallest checkpoint of this recipe that it loads; those that load none are missing."""
+    from quantkit.quantization.planning.plan import make_plan
+
+    plans = {}
+    for engine in [*LOADERS, LLAMA_CPP] if recipe.engine == "quantkit" else [recipe.engine]:
+        with suppress(RecipeError):
+            plans[engine] = make_plan(recipe.model_copy(update={"engine": engine}), source)
+    return plans
 
 
 def _layer_table(plan: Plan, each: bool) -> str:
@@ -254,6 +276,15 @@ def _print_sums(plan: Plan) -> None:
     click.echo(wrapped("peak memory", f"about {human_bytes(plan.peak_bytes)}"))
     click.echo(wrapped("disk needed", f"{human_bytes(plan.needed_disk_bytes)} while it runs, "
                                       f"{human_bytes(plan.disk_bytes)} when done"))
+
+
+def _print_engines(plan: Plan, others: dict[str, Plan]) -> None:
+    """Which engines load this checkpoint, and how large it is with ``--for`` another one."""
+    same = [engine for engine, other in others.items() if other.rows == plan.rows]
+    click.echo(wrapped("engines", ", ".join(["quantkit", *same])))
+    if sizes := [f"{engine} {human_bytes(other.disk_bytes)}" for engine, other in others.items()
+                 if engine not in same]:
+        click.echo(wrapped("with --for", ", ".join(sizes)))
 
 
 def _size(plan: Plan) -> str:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import rich_click as click
 
+from quantkit.cli.options import LOADERS
 from quantkit.cli.present import note, print_json, show_error, width, wrapped
 from quantkit.support.errors import FAILED
 
@@ -20,7 +21,7 @@ DIGEST = re.compile(r"\b([0-9a-f]{12})[0-9a-f]{52}\b")
 
 @click.command("verify")
 @click.argument("checkpoint", type=click.Path(path_type=Path), metavar="DIR")
-@click.option("--for", "engine", type=click.Choice(["vllm", "sglang", "transformers", "mlx"]),
+@click.option("--for", "engine", type=click.Choice(LOADERS),
               help="Report instead whether this engine loads the checkpoint, and why not. Works for any "
                    "tool's checkpoint.")
 @click.option("--for-device", "device", type=click.Choice(["cuda", "cpu"]), default="cuda",
@@ -87,5 +88,6 @@ def _loads(folder: Path, engine: str, device: str, as_json: bool) -> bool:
         return True
     note()
     show_error(f"{where} refuses {folder}", "\n".join(f"{check.name}: {check.detail}" for check in refused),
-               f"quantkit export {quote(str(folder))} --to FORMAT OUT, or quantize by another recipe")
+               f"quantkit export {quote(str(folder))} --to FORMAT --for {engine} OUT, or quantize the original with "
+               f"--for {engine}")
     return False

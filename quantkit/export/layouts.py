@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 import os
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ import torch
 
 from quantkit import __version__
 from quantkit.checkpoint.durable import hash_file
+from quantkit.checkpoint.engines import reason_against
 from quantkit.checkpoint.manifest import ExportRecord, LayerRow, Manifest, SourceRecord
 from quantkit.checkpoint.open import AnyCheckpoint, open_quantized
 from quantkit.checkpoint.quantization_config import OWN, quantization_config, stored_quantization
@@ -29,7 +31,7 @@ from quantkit.formats.base import Codes, Format, QuantizedTensor
 from quantkit.formats.dtypes import FLOATS
 from quantkit.formats.level_values import middle
 from quantkit.formats.spec import QuantSpec
-from quantkit.models.architecture import EMBEDDING, all_slots, layer_of, parse_config
+from quantkit.models.architecture import EMBEDDING, HEAD, all_slots, layer_of, parse_config
 from quantkit.models.loadable import check_loadable
 from quantkit.ops import packing
 from quantkit.plugins.manager import current, registry
@@ -50,28 +52,34 @@ class ExportResult:
         out: the checkpoint's folder.
         format: the layout of its quantized layers.
         rows: a row a Linear.
+        decoded: the layers that are quantized in the original and plain here.
         seconds: the time that this attempt took.
     """
 
     out: Path
     format: str
     rows: tuple[LayerRow, ...]
+    decoded: tuple[str, ...]
     seconds: float
 
     def to_dict(self) -> dict[str, Any]:
         return {"out": str(self.out), "format": self.format, "seconds": self.seconds,
-                "tensor_bytes": sum(row.bytes for row in self.rows),
+                "decoded": list(self.decoded), "tensor_bytes": sum(row.bytes for row in self.rows),
                 "layers": [row.to_dict() for row in self.rows]}
 
 
-def export(uri: str, to: str, out: str | Path, *, revision: str | None = None,
+def export(uri: str, to: str, out: str | Path, *, engine: str | None = None, revision: str | None = None,
            progress: Listener = silent) -> ExportResult:
     """Pack a checkpoint anew in another layout.
+
+    An embedding or a head that the layout has no place for, or that ``engine`` reads only plain, is decoded
+    to the model's dtype.
 
     Args:
         uri: a checkpoint, of quantkit or another tool, here or on the hub.
         to: a registered format.
         out: the folder to make; nothing may be there.
+        engine: ``vllm``, ``sglang``, ``transformers`` or ``mlx``: what must load the result on a GPU.
         revision: commit or tag, of a checkpoint on the hub.
         progress: called before each unit and once at the end.
 
@@ -89,23 +97,51 @@ def export(uri: str, to: str, out: str | Path, *, revision: str | None = None,
     try:
         check_loadable(uri, opened.config(), opened.infos, opened.side_files(), opened.layers,
                        error=CheckpointError)
-        rows = _rows(opened, form, to)
+        rows = _rows(opened, form, to, engine)
         manifest = _manifest(opened, to, checkpoint_name(uri))
         needed = 2 * sum(info.nbytes for info in opened.infos.values())
         identity = manifest.model_dump(mode="json") | {"format": to}
         with CheckpointWriter(out, identity, needed_bytes=needed) as writer:
             done = _write(writer, opened, form, rows, manifest, progress)
-        return ExportResult(done, to, read_manifest(done).layers, time.monotonic() - start)
+        before = {row.name for row in opened.layers if row.spec is not None}
+        decoded = tuple(row.name for row in rows if row.spec is None and row.name in before)
+        return ExportResult(done, to, read_manifest(done).layers, decoded, time.monotonic() - start)
     finally:
         opened.close()
 
 
-def _rows(checkpoint: AnyCheckpoint, form: Format, to: str) -> list[LayerRow]:
-    """What every layer becomes. Raises SpecError for all that the layout refuses."""
+def _rows(checkpoint: AnyCheckpoint, form: Format, to: str, engine: str | None) -> list[LayerRow]:
+    """What every layer becomes. Raises SpecError for all that the layout or the engine refuses."""
+    quantized = {row.name for row in checkpoint.layers if row.spec is not None}
+    refusal = None
+    for plain in ((), (EMBEDDING,), (HEAD,), (EMBEDDING, HEAD)):
+        if not quantized.issuperset(plain):
+            continue
+        try:
+            rows = _layout_rows(checkpoint, form, to, plain)
+            if engine is None or (reason := reason_against(engine, checkpoint.config(), rows)) is None:
+                return rows
+        except SpecError as error:
+            refusal = error
+            continue
+        refusal = SpecError(f"{engine} wouldn't load {checkpoint.path} in format {to}", why=reason,
+                            next="choose another --to, or quantize the original by a recipe with "
+                                 f"--for {engine}")
+    assert refusal is not None
+    raise refusal
+
+
+def _layout_rows(checkpoint: AnyCheckpoint, form: Format, to: str, plain: Collection[str]) -> list[LayerRow]:
+    """The rows with the layers ``plain`` decoded. Raises SpecError for all that the layout refuses."""
     rows, refused = [], []
     for row in checkpoint.layers:
         if row.spec is None:
             rows.append(row)
+            continue
+        if row.name in plain:
+            size = _bytes(FLOATS[row.dtype], row.shape)
+            rows.append(row.model_copy(update={"method": None, "format": None, "spec": None, "options": {},
+                                               "bytes": size, "bits": 8 * size / math.prod(row.shape)}))
             continue
         spec = _spec(row.spec, form, row)
         try:
@@ -119,20 +155,17 @@ def _rows(checkpoint: AnyCheckpoint, form: Format, to: str) -> list[LayerRow]:
             continue
         size = sum(_bytes(dtype, shape) for dtype, shape in layout.values())
         rows.append(row.model_copy(update={"format": to, "spec": spec, "bytes": size,
-                                           "bits": 8 * size / (row.shape[0] * row.shape[1])}))
+                                           "bits": 8 * size / math.prod(row.shape)}))
     check_layers(checkpoint, f"format {to}", refused,
                  "choose another --to, or quantize the original by a recipe with that format")
     if form.quant_method != OWN["quant_method"] and quantization_config(rows) == OWN:
         kinds = dict.fromkeys(row.spec.label() for row in rows if row.spec)
-        table = [row.name for row in rows if row.name == EMBEDDING and row.spec]
         if turned := [row.name for row in rows if row.spec and row.spec.rotation]:
             raise SpecError(f"format {to} has no words for inputs that are rotated",
                             why=f"{turned[0]} has a rotation, and {len(turned) - 1} more",
                             next="quantize the original by a recipe without rotation:")
-        raise SpecError(f"no quantization_config can say this mix in format {to}",
-                        why=", ".join([*kinds, *(f"and {name} is one of them" for name in table)]),
-                        next=f"quantize the original by a recipe that keeps {table[0]}" if table else
-                        "--to pack-quantized can say a mix of integers")
+        raise SpecError(f"no quantization_config can say this mix in format {to}", why=", ".join(kinds),
+                        next="--to pack-quantized can say a mix of integers")
     return rows
 
 
@@ -268,6 +301,10 @@ def _tensors(checkpoint: AnyCheckpoint, form: Format, rows: Sequence[LayerRow]) 
     tensors: dict[str, torch.Tensor] = {}
     for row in rows:
         packed = checkpoint.quantized(row.name)
+        if packed is not None and row.spec is None:
+            decoded = packing.dequantize(registry("formats").get(packed.format), packed)
+            tensors[f"{row.name}.weight"] = decoded.to(FLOATS[row.dtype])
+            continue
         if packed is None or row.spec is None:
             tensors[f"{row.name}.weight"] = checkpoint.tensor(f"{row.name}.weight")
             continue

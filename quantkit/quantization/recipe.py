@@ -219,11 +219,14 @@ class Rule(Candidate):
         match: a glob on the layer's full name (``*.down_proj``), or ``re:`` and a regular
             expression that must match the whole of it.
         optional: a rule that matches no layer is an error unless this is true (``lm_head`` exists
-            only in models whose embeddings aren't tied).
+            only in models whose embeddings aren't tied). Without it a rule with ``match: lm_head`` gives a
+            tied head a copy of its own.
+        tied: the rule is only for models whose embedding is the head too (``true``), or only for others.
     """
 
     match: str = Field(min_length=1, max_length=512)
     optional: bool = False
+    tied: bool | None = None
 
     @model_validator(mode="after")
     def _compiles(self) -> Self:
@@ -234,10 +237,11 @@ class Rule(Candidate):
                 raise ValueError(f"match {self.match!r} {error}") from None
         return self
 
-    def matches(self, layer: str) -> bool:
-        """Whether this rule speaks of ``layer`` (a full name without ``.weight``). Of the embedding speaks
-        only one that spells ``embed_tokens`` out: it is no Linear, and ``*`` doesn't mean it."""
-        if layer == EMBEDDING and "embed_tokens" not in self.match:
+    def matches(self, layer: str, tied: bool = False) -> bool:
+        """Whether this rule speaks of ``layer`` (a full name without ``.weight``) in a model whose embedding
+        is its head too, or isn't. Of the embedding speaks only one that spells ``embed_tokens`` out: it is no
+        Linear, and ``*`` doesn't mean it."""
+        if self.tied not in (None, tied) or (layer == EMBEDDING and "embed_tokens" not in self.match):
             return False
         if self.match.startswith("re:"):
             return re.fullmatch(self.match[3:], layer) is not None
@@ -247,7 +251,8 @@ class Rule(Candidate):
 class Recipe(Frozen):
     """Ordered rules; the first that matches a layer decides. See ``docs/architecture.md``.
 
-    ``kv`` says how keys and values are kept when the checkpoint runs, as ``--kv`` does; ``transforms``
+    ``kv`` says how keys and values are kept when the checkpoint runs, as ``--kv`` does. ``for`` names the
+    engine that must load the checkpoint (:mod:`quantkit.quantization.planning.engine`). ``transforms``
     change the model first, in their order, written as names or as ``{name, options}``. ``candidates`` are
     what a budget chooses from for the layers that no rule takes (:mod:`quantkit.quantization.budget`).
     ``recover`` trains scales and norms at the end, written as a name or as ``{name, windows, options}``.
@@ -258,6 +263,8 @@ class Recipe(Frozen):
     calibration: CalibrationSpec | None = None
     rules: tuple[Rule, ...] = Field(default=(), strict=False, max_length=256)
     kv: str | None = Field(default=None, max_length=256)
+    engine: Literal["quantkit", "vllm", "sglang", "transformers", "mlx", "llama.cpp"] = Field(
+        default="quantkit", alias="for")
     candidates: tuple[Candidate, ...] = Field(default=(), strict=False, max_length=32)
     transforms: tuple[TransformSpec, ...] = Field(default=(), strict=False, max_length=16)
     recover: RecoverySpec | None = None
@@ -279,8 +286,11 @@ class Recipe(Frozen):
         key that it doesn't use."""
         data = self.model_dump(mode="json")
         for choice in (*data["rules"], *data["candidates"]):
-            if choice["fallback"] is None:
-                del choice["fallback"]
+            for key in ("fallback", "tied"):
+                if choice.get(key) is None:
+                    choice.pop(key, None)
+        if (engine := data.pop("engine")) != "quantkit":
+            data["for"] = engine
         if not self.candidates:
             del data["candidates"]
         if self.calibration is not None:

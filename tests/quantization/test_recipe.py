@@ -31,14 +31,10 @@ rules:
 """
 SHIPPED = {"int8": "int8 channel sym", "int8-gptq": "int8 channel sym", "int5-asym": "int5 g64 asym",
            "int4": "int4 g64 sym", "int4-asym": "int4 g64 asym",
-           "int4-rtn": "int4 g64 sym", "int4-head8": "int4 g64 sym", "int4-embed8": "int4 g64 sym",
-           "int8-head8": "int8 channel sym", "int8-head8-draft": "int8 g32 sym",
-           "nf4-head8": "nf4 b64", "int3": "int3 g64 sym",
-           "int2": "int2 g64 asym",
+           "int4-rtn": "int4 g64 sym", "int8-head8-draft": "int8 g32 sym", "int3": "int3 g64 sym", "int2": "int2 g64 asym",
            "int4-awq": "int4 g64 sym", "int4-autoround": "int4 g64 sym",
            "w8a8-smooth": "int8 channel sym a8", "w8a8": "int8 channel sym a8", "fp8": "fp8 channel a8",
            **{f"trellis{bits}": f"trellis{bits} channel WINDOW rot" for bits in (2, 3, 4)},
-           "trellis3-embed6": "trellis3 channel WINDOW rot",
            **{f"int{bits}-datafree": f"int{bits} g64 asym" for bits in (2, 3, 4)},
            "int8-datafree": "int8 g64 sym",
            **{f"nvfp4{end}": "fp4 g16 e4m3" for end in ("", "-datafree")}, "nvfp4-a4": "fp4 g16 e4m3 a4",
@@ -46,8 +42,8 @@ SHIPPED = {"int8": "int8 channel sym", "int8-gptq": "int8 channel sym", "int5-as
            "fp8-block": "fp8 t128 a8",
            "nf4": "nf4 b64", "nf4-nested": "nf4 b64 nested", "int8-kv8": "int8 channel sym"}
 
-MIXED = ("mixed", "mixed-trellis")
-"""Those whose candidates a budget chooses from."""
+MIXED = ("mixed", "mixed-trellis", "embedding-head")
+"""Those whose candidates a budget chooses from, and the one that others extend."""
 
 
 @pytest.fixture
@@ -86,18 +82,29 @@ MLX = {"mlx-4bit": "rtn", "mlx-4bit-tied": "gptq"}
 """What they do with the embedding."""
 
 
+def rule_of(recipe: Recipe, layer: str, tied: bool = False) -> Rule | None:
+    """The first rule that takes a layer."""
+    return next((rule for rule in recipe.rules if rule.matches(layer, tied)), None)
+
+
 @pytest.mark.parametrize("name", SHIPPED)
-def test_shipped_recipes_load_and_leave_the_head_alone_unless_their_name_says_so(name):
+def test_shipped_recipes_quantize_embedding_and_head_unless_they_are_of_other_engines(name):
     recipe = load_recipe(name)
     assert recipe.name == name and recipe.description.endswith(".") and "\n" not in recipe.description
-    head, rest = recipe.rules
-    assert head.matches("lm_head")
-    outside = "head" in name or "embed" in name
-    assert (head.method == "rtn") if outside else (head.method is None and head.optional)
-    assert head.matches("model.embed_tokens") == ("embed" in name)
-    assert not rest.matches("model.embed_tokens")
-    assert rest.matches("model.layers.3.mlp.up_proj") and rest.spec.label() == SHIPPED[name].replace(
-        "WINDOW", f"w{fastest_window()}")
+    outside = [rule_of(recipe, "model.embed_tokens", tied=True), rule_of(recipe, "model.embed_tokens"),
+               rule_of(recipe, "lm_head")]
+    labels = [rule and rule.spec and rule.spec.label() for rule in outside]
+    if name == "int8-head8-draft":
+        assert labels == [None, None, "int8 g32 sym"]
+    elif name.startswith(("w8a8", "fp8", "nvfp4", "mxfp4")):
+        assert labels == [None] * 3
+    elif name.startswith("int8"):
+        assert labels == ["int8 channel sym"] * 3
+    else:
+        assert labels == ["int6 g64 asym", "int4 g64 sym", "int8 channel sym"]
+    assert all(rule.method in (None, "rtn") for rule in outside if rule)
+    rest = rule_of(recipe, "model.layers.3.mlp.up_proj")
+    assert rest.spec.label() == SHIPPED[name].replace("WINDOW", f"w{fastest_window()}")
     assert rest.format_name == {"nf4": "bnb-nf4", "w8a": "int-quantized", "fp8": "float-quantized",
                                 "tre": "trellis", "nvf": "nvfp4-pack-quantized",
                                 "mxf": "mxfp4-pack-quantized"}.get(name[:3], "pack-quantized")
@@ -109,12 +116,12 @@ def test_shipped_recipes_load_and_leave_the_head_alone_unless_their_name_says_so
 def test_a_trellis_has_the_window_that_the_machine_decodes_fastest(monkeypatch, tmp_path, isa, window):
     monkeypatch.setattr(cpu_linear, "isa", lambda: getattr(cpu_isa, isa))
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert load_recipe("trellis3").rules[-1].spec.window == window
+    assert load_recipe("trellis3").rules[0].spec.window == window
     own, shipped = tmp_path / "own.yaml", Path(str(data_dir("recipes"))) / "trellis3.yaml"
     own.write_text(shipped.read_text().replace("kind: trellis", "kind: trellis, window: 10"))
-    assert load_recipe(str(own)).rules[-1].spec.window == 10
+    assert load_recipe(str(own)).rules[0].spec.window == 10
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    assert load_recipe("trellis3").rules[-1].spec.window == 8
+    assert load_recipe("trellis3").rules[0].spec.window == 8
 
 
 def test_the_list_is_what_is_shipped_and_none_is_broken():

@@ -56,7 +56,7 @@ class Reads:
         monkeypatch.setattr(LocalSource, "tensor", tensor)
 
 
-@pytest.mark.parametrize("recipe", ["int8", "int4-rtn", "nf4", "int8-head8"])
+@pytest.mark.parametrize("recipe", ["int8", "int4-rtn", "nf4"])
 def test_a_data_free_run_reads_what_it_quantizes_once_and_alone(model, tmp_path, monkeypatch, recipe):
     reads = Reads(monkeypatch)
     quantize(model, recipe, tmp_path / "out")

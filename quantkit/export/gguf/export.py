@@ -23,7 +23,14 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.export.gguf.blocks import reason_against
 from quantkit.export.gguf.file import ALIGNMENT, FileTensor, Value, header_bytes
 from quantkit.export.gguf.model_keys import ModelKeys, model_keys
-from quantkit.export.gguf.tensors import PlannedTensor, planned_tensors, tensor_bytes, visited, with_types
+from quantkit.export.gguf.tensors import (
+    OUTSIDE,
+    PlannedTensor,
+    planned_tensors,
+    tensor_bytes,
+    visited,
+    with_types,
+)
 from quantkit.export.gguf.tokenizer_keys import tokenizer_keys
 from quantkit.export.layouts import check_absent, check_intact, check_layers, checkpoint_name, room_for
 from quantkit.models.loadable import check_loadable
@@ -91,8 +98,9 @@ def export_gguf(uri: str, out: str | Path, *, revision: str | None = None,
     try:
         loadable = check_loadable(uri, opened.config(), opened.infos, opened.side_files(), opened.layers,
                                   error=CheckpointError)
-        refused = [f"{row.name}: {reason}" for row in opened.layers if row.spec is not None and row.format
-                   if (reason := reason_against(row.format, row.spec, row.shape)) is not None]
+        refused = [f"{row.name}: {reason}" for row in opened.layers
+                   if row.spec is not None and row.format and row.name not in OUTSIDE
+                   and (reason := reason_against(row.format, row.spec, row.shape)) is not None]
         check_layers(opened, "llama.cpp", refused,
                      "quantize the original by a recipe with format: gguf-q4_k, or gguf-q8_0")
         model = model_keys(loadable.config)

@@ -14,16 +14,21 @@ from dataclasses import dataclass, replace
 import torch
 
 from quantkit.checkpoint.open import AnyCheckpoint
-from quantkit.export.gguf.blocks import blocks_of, exact_types
+from quantkit.export.gguf.blocks import blocks_of, exact_types, reason_against
 from quantkit.export.gguf.file import FileTensor
+from quantkit.export.layouts import InexactError
 from quantkit.formats.dtypes import FLOATS
-from quantkit.models.architecture import layer_of, tensor_shapes
+from quantkit.models.architecture import EMBEDDING, HEAD, layer_of, tensor_shapes
 from quantkit.models.config import ModelConfig
+from quantkit.ops import packing
+from quantkit.plugins.manager import registry
 from quantkit.sources.gguf_families import BARE, EXPERT, TOP, GGUFFamily
 from quantkit.support.errors import SpecError
 from quantkit.support.progress import Listener, ProgressEvent
 
 _PLAIN = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
+OUTSIDE = (EMBEDDING, HEAD)
+"""Layers that are decoded where no type of llama.cpp's holds them exactly."""
 _ROUTER = "ffn_gate_inp"
 """Small, and what it chooses must not depend on rounding: float32, as llama.cpp's converter writes it."""
 _NUMBERED = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
@@ -138,7 +143,14 @@ def _types(tensor: PlannedTensor, layer: str, checkpoint: AnyCheckpoint, quantiz
     if quantized and tensor.suffix == "weight":
         packed = checkpoint.quantized(layer)
         assert packed is not None
-        return exact_types(layer, packed)
+        if layer not in OUTSIDE:
+            return exact_types(layer, packed)
+        try:
+            if reason_against(packed.format, packed.spec, packed.shape) is None:
+                return exact_types(layer, packed)
+        except InexactError:
+            pass  # it is written as plain numbers then
+        return (_PLAIN[packed.dtype],)
     stored = checkpoint.infos[tensor.stored(layer)].dtype
     if (len(tensor.file.shape) == 1 or tensor.suffix != "weight" or _ROUTER in tensor.file.name
             or stored not in FLOATS.values()):
@@ -150,7 +162,9 @@ def tensor_bytes(tensor: PlannedTensor, checkpoint: AnyCheckpoint) -> Iterator[m
     """The values as the file has them, a Linear at a time."""
     for layer in tensor.layers:
         packed = checkpoint.quantized(layer) if tensor.suffix == "weight" else None
-        if packed is not None:
+        if packed is not None and tensor.file.kind == _PLAIN[packed.dtype]:
+            values = packing.dequantize(registry("formats").get(packed.format), packed).to(packed.dtype)
+        elif packed is not None:
             values = blocks_of(packed, tensor.file.kind)
         else:
             values = checkpoint.tensor(tensor.stored(layer))

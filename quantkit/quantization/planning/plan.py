@@ -7,7 +7,7 @@ and for all layers at once. :func:`make_plan` reads no weight.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from pydantic import ValidationError
@@ -40,6 +40,7 @@ from quantkit.quantization.memory import (
     walks_bytes,
 )
 from quantkit.quantization.methods.base import Method, options_type
+from quantkit.quantization.planning.engine import reason_against_rows, refuse, variants
 from quantkit.quantization.recipe import CalibrationSpec, Recipe, Rule, spec_of
 from quantkit.quantization.recovery import check_recovery, find_recovery
 from quantkit.quantization.transforms.base import resolve_transforms
@@ -163,19 +164,21 @@ def run_phases(recipe: Recipe, calibration: CalibrationSpec | None, weighed: boo
 
 
 def with_own_head(recipe: Recipe, source: ModelSource) -> ModelSource:
-    """The source; if a rule with ``match: lm_head`` quantizes the head of a model that has it tied to its
-    embedding, the model with a head of its own, whatever becomes of the embedding."""
+    """The source; if a rule with ``match: lm_head`` that isn't optional quantizes the head of a model that
+    has it tied to its embedding, the model with a head of its own, whatever becomes of the embedding."""
     tied = parse_config(source.config(), source.tensors()).tie_word_embeddings
-    quantizes_head = any(rule.match == HEAD and rule.method for rule in recipe.rules)
+    quantizes_head = any(rule.match == HEAD and rule.method and not rule.optional for rule in recipe.rules)
     return ResolvedHeadSource(source, tied=False) if tied and quantizes_head else source
 
 
 def make_plan(recipe: Recipe, source: ModelSource) -> Plan:
     """Resolve ``recipe`` against the model of ``source``.
 
+    Of a recipe for another engine it is the plan of the smallest variant that this engine loads.
+
     Raises:
         RecipeError: a rule matches no layer, or any layer is refused; the first five refusals are
-            shown with their remedies, and the count.
+            shown with their remedies, and the count. Or the recipe's engine loads no variant of it.
         UsageError: the recipe's KV setting can't be read.
         SourceError, UnsupportedModelError: the model couldn't be loaded, see
             :func:`~quantkit.models.loadable.check_loadable`; so its checkpoint couldn't be either.
@@ -184,12 +187,14 @@ def make_plan(recipe: Recipe, source: ModelSource) -> Plan:
         raise RecipeError(f"recipe {recipe.name!r} leaves a choice",
                           why=f"its {len(recipe.candidates)} candidates are for a budget to choose from",
                           next="--budget 4.25bpw, or a size such as --budget 5GB")
+    if recipe.engine != "quantkit":
+        return _plan_for_engine(recipe, source)
     if recipe.kv is not None:
         check_kv(parse_kv(recipe.kv))
     infos = source.tensors()
     config = check_loadable(source.uri, source.config(), infos, source.side_files()).config
     slots = all_slots(config)
-    chosen = assign(recipe, slots)
+    chosen = assign(recipe, slots, config.tie_word_embeddings)
     if chosen[0] is None or recipe.rules[chosen[0]].method is None:  # it is one of the other tensors
         slots, chosen = slots[1:], chosen[1:]
     resolver = RowResolver(recipe)
@@ -234,19 +239,36 @@ def make_plan(recipe: Recipe, source: ModelSource) -> Plan:
                 walks_bytes=walks, between_bytes=between, recovery_disk_bytes=recovery)
 
 
+def _plan_for_engine(recipe: Recipe, source: ModelSource) -> Plan:
+    refusal: RecipeError | str | None = None
+    for variant in variants(recipe):
+        try:
+            plan = make_plan(variant, source)
+        except RecipeError as error:
+            refusal = error
+            continue
+        refusal = reason_against_rows(recipe.engine, plan.rows, source.config())
+        if refusal is None:
+            return replace(plan, recipe=plan.recipe.model_copy(update={"engine": recipe.engine}))
+    if isinstance(refusal, RecipeError):
+        raise refusal
+    refuse(recipe, str(refusal))
+
+
 class LayerRefusal(Exception):
     """Why one layer can't be done as its rule says."""
 
 
-def assign(recipe: Recipe, slots: Iterable[LinearSlot]) -> list[int | None]:
-    """The index of the rule of every slot. Raises RecipeError for a rule that applies to no layer."""
+def assign(recipe: Recipe, slots: Iterable[LinearSlot], tied: bool) -> list[int | None]:
+    """The index of the rule of every slot. ``tied``: whether the model's embedding is its head too. Raises
+    RecipeError for a rule that applies to no layer."""
     names = [slot.name for slot in slots]
-    chosen = [next((i for i, rule in enumerate(recipe.rules) if rule.matches(name)), None)
+    chosen = [next((i for i, rule in enumerate(recipe.rules) if rule.matches(name, tied)), None)
               for name in names]
     for index, rule in enumerate(recipe.rules):
-        if rule.optional or index in chosen:
+        if rule.optional or rule.tied not in (None, tied) or index in chosen:
             continue
-        hits = [i for i, name in enumerate(names) if rule.matches(name)]
+        hits = [i for i, name in enumerate(names) if rule.matches(name, tied)]
         where = f"rule {index + 1} of recipe {recipe.name!r} (match {rule.match!r})"
         if hits:
             earlier = sorted({cast(int, chosen[i]) + 1 for i in hits})
@@ -410,13 +432,14 @@ def candidate_rows(recipe: Recipe, source: ModelSource) -> dict[str, dict[int, P
     Raises:
         RecipeError: no candidate fits some layer.
     """
-    slots, infos = linear_slots(parse_config(source.config())), source.tensors()
+    config, infos = parse_config(source.config()), source.tensors()
+    slots, tied = linear_slots(config), config.tie_word_embeddings
     rules = tuple(Rule(match="*", **dict(candidate)) for candidate in recipe.candidates)
     resolver = RowResolver(recipe.model_copy(update={"rules": rules}))
     rows_by_name: dict[str, dict[int, PlanRow]] = {}
     refused = []
     for slot in slots:
-        if any(rule.matches(slot.name) for rule in recipe.rules):
+        if any(rule.matches(slot.name, tied) for rule in recipe.rules):
             continue
         rows, whys = {}, []
         for index in range(len(rules)):

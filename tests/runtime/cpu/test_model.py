@@ -81,7 +81,7 @@ def test_an_unknown_token_is_refused(fused, token):
         fused(torch.tensor([[5, token]]))
 
 
-@pytest.mark.parametrize("recipe", ["int8-head8", "int4-head8", "nf4-head8", "w8a8", "fp8"])
+@pytest.mark.parametrize("recipe", ["int8", "int4", "nf4", "w8a8", "fp8"])
 def test_a_broken_weight_shows(tmp_path, recipe):
     """Rounding to integers must not make numbers of what is none."""
     source = tiny_model(tmp_path / "tiny")
@@ -167,7 +167,7 @@ def tensors(folder):
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("recipe", [None, "int8", "int4-rtn", "nf4-head8"])
+@pytest.mark.parametrize("recipe", [None, "int8", "int4-rtn", "nf4"])
 @pytest.mark.parametrize(("family", "keys"), [
     ("phi3", {"sliding_window": 40}),
     ("gemma3_text", {"sliding_window": 40, "final_logit_softcapping": 20.0}),

@@ -35,7 +35,7 @@ def held_by(model):
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("name", ["int8", "int4-rtn", "nf4", "nf4-nested", "w8a8", "fp8", "int8-head8",
+@pytest.mark.parametrize("name", ["int8", "int4-rtn", "nf4", "nf4-nested", "w8a8", "fp8",
                                   "{bits: 2, GROUPS}", "{bits: 3, symmetric: false, GROUPS}",
                                   "{bits: 6, GROUPS}"])
 @pytest.mark.parametrize("model", ["tiny", "wide"])

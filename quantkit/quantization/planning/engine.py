@@ -1,0 +1,67 @@
+"""Makes of a recipe what a given engine loads: its layouts, and 16 bits where it expects a plain weight.
+
+quantkit runs every mix of formats, so by default a recipe quantizes the embedding and the head too. Other
+engines load less: transformers no quantized embedding, bitsandbytes one format for all layers. A recipe with
+``for: ENGINE`` is planned in up to three variants, and the first that the engine loads is taken: as it is,
+with a plain embedding, and with a plain embedding and head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from quantkit.checkpoint.engines import reason_against
+from quantkit.formats.mlx import BITS, GROUPS
+from quantkit.formats.spec import Granularity, QuantSpec
+from quantkit.models.architecture import EMBEDDING, HEAD
+from quantkit.quantization.memory import PlanRow
+from quantkit.quantization.recipe import Candidate, Recipe, Rule, spec_of
+from quantkit.support.errors import RecipeError
+
+LLAMA_CPP = {8: ("gguf-q8_0", None), 6: ("gguf-q6_k", "gguf-q8_0"), 5: ("gguf-q5_k", "gguf-q5_1"),
+             4: ("gguf-q4_k", "gguf-q5_0")}
+"""llama.cpp's type of integers by their bits, and the one for rows that aren't whole superblocks."""
+PLAIN: tuple[tuple[str, ...], ...] = ((), (EMBEDDING,), (EMBEDDING, HEAD))
+"""What is kept in 16 bits, from the smallest checkpoint to the largest."""
+
+
+def variants(recipe: Recipe) -> list[Recipe]:
+    """The recipes to try for ``recipe.engine``, the smallest checkpoint first. They leave the engine open."""
+    rules = tuple(rule.model_copy(update=_layout(rule, recipe)) for rule in recipe.rules)
+    candidates = tuple(choice.model_copy(update=_layout(choice, recipe)) for choice in recipe.candidates)
+    changed = recipe.model_copy(update={"engine": "quantkit", "candidates": candidates})
+    # a rule whose only layer is kept by one before it isn't an error here
+    return [changed.model_copy(update={"rules": rules if not names else (
+        *(Rule(match=name, optional=True) for name in names),
+        *(rule.model_copy(update={"optional": True}) for rule in rules))}) for names in PLAIN]
+
+
+def reason_against_rows(engine: str, rows: Sequence[PlanRow], config: Mapping[str, Any]) -> str | None:
+    """Why an engine doesn't load such layers on a GPU; ``None`` if it does."""
+    if engine != "llama.cpp":
+        return reason_against(engine, config, [row.recorded() for row in rows])
+    row = next((row for row in rows if row.spec and not str(row.format).startswith("gguf-")), None)
+    return f"{row.name}: llama.cpp has no type for {row.spec.label()}" if row and row.spec else None
+
+
+def refuse(recipe: Recipe, reason: str) -> NoReturn:
+    """Raise RecipeError: no variant is loaded by the engine."""
+    raise RecipeError(f"{recipe.engine} loads no checkpoint of recipe {recipe.name!r}", why=reason,
+                      next="quantkit recipes list, whose last column names the engines")
+
+
+def _layout(choice: Candidate, recipe: Recipe) -> dict[str, Any]:
+    """What becomes of a rule or candidate for an engine that has layouts of its own."""
+    spec = choice.spec
+    if spec is None or spec.kind != "int" or spec.activations:
+        return {}
+    if recipe.engine == "llama.cpp" and spec.bits in LLAMA_CPP:
+        form, fallback = LLAMA_CPP[spec.bits]
+        return {"format": form, "spec": spec_of(form), "fallback": fallback}
+    if recipe.engine == "mlx" and spec.bits in BITS:
+        size = spec.granularity.size if spec.granularity.size in GROUPS else 64
+        group = Granularity(strategy="group", size=size)
+        return {"format": "mlx", "spec": QuantSpec(bits=spec.bits, symmetric=False, minimum=True,
+                                                   granularity=group)}
+    return {}
