@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 LOADERS = ["vllm", "sglang", "transformers", "mlx"]
 """The engines whose loading rules we know (:mod:`quantkit.checkpoint.engines`)."""
+LLAMA_CPP = "llama.cpp"
+"""The engine that reads one GGUF file, which an export makes."""
 device_option = click.option("--device", default="auto", show_default=True, metavar="NAME",
                              help="Device: cpu, cuda, cuda:1; auto takes a GPU if there is one.")
 dtype_option = click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]),

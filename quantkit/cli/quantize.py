@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 import rich_click as click
 
-from quantkit.cli.options import LOADERS, TokenCount, command_line_again, device_option, layers_option, revision_option
+from quantkit.cli.options import (
+    LLAMA_CPP,
+    LOADERS,
+    TokenCount,
+    command_line_again,
+    device_option,
+    layers_option,
+    revision_option,
+)
 from quantkit.cli.present import group_layers, print_json, show_warning, table, wrapped
 from quantkit.cli.progress import ProgressLine
 from quantkit.support.errors import RecipeError, UsageError
@@ -29,7 +37,6 @@ if TYPE_CHECKING:
 
 MIXED = "mixed"
 """Whose candidates a budget chooses from, if nothing else is said."""
-LLAMA_CPP = "llama.cpp"
 
 
 @click.command("quantize")
@@ -74,9 +81,9 @@ LLAMA_CPP = "llama.cpp"
 @click.option("--quiet", "-q", is_flag=True, help="No progress on stderr.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan or the result as JSON.")
 def command(source: str, recipe_name: str | None, budget: str | None, engine: str | None, out: Path | None,
-            dry_run: bool, layers: bool, revision: str | None, calibration: tuple[str, ...], window: int | None,
-            windows: int | None, packing: str | None, avoid: tuple[str, ...], seed: int | None, executor: str,
-            device: str, strict: bool, quiet: bool, as_json: bool) -> None:
+            dry_run: bool, layers: bool, revision: str | None, calibration: tuple[str, ...],
+            window: int | None, windows: int | None, packing: str | None, avoid: tuple[str, ...],
+            seed: int | None, executor: str, device: str, strict: bool, quiet: bool, as_json: bool) -> None:
     """Quantize a model by a recipe, or to a size, and write a checkpoint.
 
     SOURCE is a local folder, a .gguf file, pkg:NAME, synthetic:NAME or a model on the hub. Finished
@@ -120,7 +127,8 @@ def command(source: str, recipe_name: str | None, budget: str | None, engine: st
         _warn_of_no_effect(plan, spec)
         if as_json:
             known = facts.model_dump(mode="json") if facts else None
-            print_json({"source": source, **plan.to_dict(), "calibration": known, "disk_bytes_for": {name: other.disk_bytes for name, other in others.items()}}
+            sizes = {engine: other.disk_bytes for engine, other in others.items()}
+            print_json({"source": source, **plan.to_dict(), "calibration": known, "disk_bytes_for": sizes}
                        | ({"recovery": {"windows": len(text.tokens), "held_out": text.held_out,
                                         "sha256": text.sha256}} if text else {})
                        | ({"budget": choice.to_dict()} if choice else {}))

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from shlex import quote
 from typing import TYPE_CHECKING
 
 import rich_click as click
 
+from quantkit.cli.options import LLAMA_CPP, LOADERS
 from quantkit.cli.present import print_json, table, wrapped
-from quantkit.support.errors import QuantkitError
+from quantkit.support.errors import QuantkitError, RecipeError
 
 if TYPE_CHECKING:
     from quantkit.quantization.recipe import Candidate, Recipe
@@ -22,7 +24,7 @@ START = {
     "int5-asym": "answers that hardly change",
     "int8-gptq": "the same answers as the original's",
     "int8": "needs no text and only seconds",
-    "int4": "4 bits that transformers loads too",
+    "int4": "4 bits for every engine, by --for",
     "gguf-q4_k_m": "for llama.cpp, Ollama and LM Studio",
 }
 """Where to start → for what; docs/recipes.md has the measurements."""
@@ -40,8 +42,9 @@ def list_(as_json: bool) -> None:
 
     Bits are stored bits a weight. KL is what the recipe cost a small model (SmolLM2-135M) in nats a token;
     lower is better, and on another model only the order is a hint. Text is what calibration needs: `text` (a
-    passage of each kind ships with quantkit), `random` tokens, or none. All recipes run in quantkit; the
-    engines named load the checkpoint too, on a GPU, where the model's shapes allow it.
+    passage of each kind ships with quantkit), `random` tokens, or none. All recipes run in quantkit; for the
+    engines named, `quantize --for ENGINE` makes a checkpoint that they load on a GPU, where the model's
+    shapes allow it.
     """
     from quantkit.quantization.recipe import list_recipes
 
@@ -91,8 +94,10 @@ def show(recipe: str, as_json: bool) -> None:
         click.echo(wrapped("calibration", f"{spec.windows} windows of {spec.window} "
                                           f"{tokens_of(', '.join(spec.texts))}, seed {spec.seed}"))
     for number, rule in enumerate(loaded.rules, 1):
-        optional = " (need not match)" if rule.optional else ""
-        click.echo(wrapped(f"rule {number}", f"{rule.match}{optional}: {_does(rule)}"))
+        limits = [" (need not match)"] if rule.optional else []
+        if rule.tied is not None:
+            limits.append(" where it is the head too" if rule.tied else " beside a head")
+        click.echo(wrapped(f"rule {number}", f"{rule.match}{''.join(limits)}: {_does(rule)}"))
     for number, candidate in enumerate(loaded.candidates, 1):
         click.echo(wrapped(f"candidate {number}", _does(candidate)))
     budget = " --budget 4.25bpw" if loaded.candidates else ""
@@ -115,7 +120,7 @@ class RecipeFacts:
         bits: stored bits a weight of the decoder's Linears; ``None`` where a budget decides.
         kl: nats a token that it cost the model of :mod:`quantkit.capacity_search.losses`, if it was measured.
         calibration: ``text``, ``random`` (tokens), or ``none``.
-        engines: the engines that load such a checkpoint beside quantkit, on a GPU.
+        engines: the engines beside quantkit for which ``--for`` makes a checkpoint that they load on a GPU.
     """
 
     bits: float | None
@@ -127,8 +132,6 @@ class RecipeFacts:
 def recipe_facts(recipe: Recipe, source: ModelSource) -> RecipeFacts:
     """Plan the recipe for ``source``, which is :data:`USUAL`; nothing is read or computed."""
     from quantkit.capacity_search.losses import losses
-    from quantkit.checkpoint.engines import check_layers, sort_engines
-    from quantkit.checkpoint.quantization_config import config_words
     from quantkit.quantization.planning.plan import make_plan, with_own_head
 
     kl = losses().of_weights(recipe.name)
@@ -140,12 +143,12 @@ def recipe_facts(recipe: Recipe, source: ModelSource) -> RecipeFacts:
     bits = 8 * sum(row.bytes_after for row in rows) / sum(row.shape[0] * row.shape[1] for row in rows)
     spec = plan.calibration
     calibration = "none" if spec is None else "random" if spec.text == "random" else "text"
-    if any((row.format or "").startswith("gguf-") for row in rows):
-        return RecipeFacts(bits, kl, calibration, ("llama.cpp",))
-    layers = [row.recorded() for row in plan.rows]
-    config = {**source.config(), **config_words(layers)}
-    loads, _ = sort_engines(lambda engine: check_layers(engine, config, layers))
-    return RecipeFacts(bits, kl, calibration, tuple(loads))
+    engines = []
+    for engine in [*LOADERS, LLAMA_CPP]:
+        with suppress(RecipeError):
+            make_plan(recipe.model_copy(update={"engine": engine}), source)
+            engines.append(engine)
+    return RecipeFacts(bits, kl, calibration, tuple(engines))
 
 
 def facts_of_all(names: list[str]) -> dict[str, RecipeFacts]:

@@ -87,7 +87,8 @@ def _loads(folder: Path, engine: str, device: str, as_json: bool) -> bool:
         click.echo(f"{where} loads {folder}")
         return True
     note()
-    show_error(f"{where} refuses {folder}", "\n".join(f"{check.name}: {check.detail}" for check in refused),
-               f"quantkit export {quote(str(folder))} --to FORMAT --for {engine} OUT, or quantize the original with "
-               f"--for {engine}")
+    show_error(f"{where} refuses {folder}",
+               "\n".join(f"{check.name}: {check.detail}" for check in refused),
+               f"quantkit export {quote(str(folder))} --to FORMAT --for {engine} OUT, or quantize the "
+               f"original with --for {engine}")
     return False

@@ -9,8 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from quantkit.checkpoint.engines import check_engine
 from quantkit.checkpoint.manifest import Manifest
 from quantkit.checkpoint.open import open_checkpoint
+from quantkit.checkpoint.reader import Checkpoint
 from quantkit.export.layouts import InexactError, export, repack
 from quantkit.formats.base import Codes
 from quantkit.formats.spec import Granularity, QuantSpec
@@ -293,13 +295,32 @@ def test_a_quantized_head_goes_to_other_layouts(tmp_path, to):
 
 
 @pytest.mark.parametrize(("to", "name"), [("gptq", "int4"), ("awq", "int4-asym"), ("bnb-int8", "int8")])
-def test_an_embedding_has_no_place_in_layouts_of_linears(tmp_path, to, name):
+def test_an_embedding_is_decoded_for_layouts_of_linears(tmp_path, to, name):
     first = with_outside(tmp_path / "first", name, name, name)
-    with pytest.raises(SpecError) as caught:
-        export(str(first), to, tmp_path / "out")
-    assert "model.embed_tokens: " in caught.value.why and "single rows" in caught.value.why
-    assert "quantize the original" in caught.value.next
-    assert [path.name for path in tmp_path.iterdir()] == ["first"]
+    result = export(str(first), to, tmp_path / "out")
+    assert result.decoded == ("model.embed_tokens",) and verify(result.out).ok
+    with Checkpoint.open(first) as checkpoint:
+        packed = checkpoint.quantized("model.embed_tokens")
+    weight = load_file(result.out / "model.safetensors")["model.embed_tokens.weight"]
+    values = registry("formats").get(packed.format).dequantize(packed)
+    assert weight.dtype == packed.dtype and torch.equal(weight, values.to(packed.dtype))
+
+
+@pytest.mark.parametrize(("engine", "decoded"), [
+    ("vllm", ()), ("transformers", ("model.embed_tokens",))])
+def test_what_an_engine_reads_only_plain_is_decoded_for_it(tmp_path, engine, decoded):
+    first = with_outside(tmp_path / "first", "int8", "int8", "int4")
+    result = export(str(first), "pack-quantized", tmp_path / "out", engine=engine)
+    assert result.decoded == decoded and verify(result.out).ok
+    with Checkpoint.open(result.out) as checkpoint:
+        assert not any(check.status == "failed" for check in check_engine(engine, checkpoint))
+
+
+def test_an_engine_that_refuses_the_linears_is_named(tmp_path):
+    first = with_outside(tmp_path / "first", "int4-asym", "int8", "int4-asym")
+    with pytest.raises(SpecError, match="transformers wouldn't load") as caught:
+        export(str(first), "pack-quantized", tmp_path / "out", engine="transformers")
+    assert "zero points" in caught.value.why and "--for transformers" in caught.value.next
 
 
 def test_mlx_has_a_place_for_a_mix_with_a_tied_embedding(tmp_path):
@@ -326,16 +347,16 @@ def test_an_embedding_among_pack_quantized_layers_is_packed_again(tmp_path):
     assert verify(out).ok
 
 
-def test_an_embedding_that_is_the_head_and_unlike_the_layers_can_not_be_said(tmp_path):
+def test_an_embedding_that_is_the_head_and_unlike_the_layers_is_decoded(tmp_path):
     tied = tiny_model(tmp_path / "tied")
     (tmp_path / "recipe.yaml").write_text(
         f"rules:\n  - {{match: model.embed_tokens, method: rtn, spec: {SPECS['int8']}}}\n"
         f"  - {{match: '*', method: rtn, spec: {SPECS['int4']}}}\n")
     first = quantize(str(tied), str(tmp_path / "recipe.yaml"), tmp_path / "first").out
-    with pytest.raises(SpecError, match="can say this mix") as caught:
-        export(str(first), "pack-quantized", tmp_path / "out")
-    assert "model.embed_tokens is one of them" in caught.value.why
-    assert caught.value.next == "quantize the original by a recipe that keeps model.embed_tokens"
+    result = export(str(first), "pack-quantized", tmp_path / "out")
+    assert result.decoded == ("model.embed_tokens",)
+    config = json.loads((result.out / "config.json").read_text())
+    assert config["quantization_config"]["quant_method"] == "compressed-tensors"
 
 
 def test_rotated_inputs_are_named(tmp_path):

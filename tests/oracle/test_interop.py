@@ -17,6 +17,7 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.formats.dtypes import resolve
 from quantkit.formats.spec import Granularity, QuantSpec
 from quantkit.plugins.manager import registry
+from quantkit.quantization.recipe import Recipe, load_recipe
 from quantkit.quantization.run import quantize
 from quantkit.runtime.loader import load
 from quantkit.sources.open import open_source
@@ -87,10 +88,15 @@ def make(models, tmp_path_factory):
         recipe.write_text(written or "calibration: {windows: 4, window: 32}\nrules:\n"
                           "  - {match: lm_head, optional: true}\n"
                           f"  - {{match: '*', {method}, spec: {spec}}}\n")
-        given = str(recipe) if method or written else name
+        given = str(recipe) if method or written else for_transformers(name)
         return quantize(str(models[dtype]), given, folder / "out").out
 
     return quantized
+
+
+def for_transformers(name: str) -> Recipe:
+    """A shipped recipe, as ``--for transformers`` has it."""
+    return load_recipe(name).model_copy(update={"engine": "transformers"})
 
 
 def theirs(folder, **options):
@@ -193,7 +199,7 @@ def test_compressed_tensors_without_any_option(make, name, dtype):
 def test_fused_projections_and_experts_load_as_they_are(tmp_path, family, recipe):
     """transformers holds all experts of a layer in one tensor, and reads our files of one Linear each."""
     pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed (extra: oracle)")
-    folder = quantize(str(tiny_model(tmp_path / "model", family, dtype="float32")), recipe,
+    folder = quantize(str(tiny_model(tmp_path / "model", family, dtype="float32")), for_transformers(recipe),
                       tmp_path / "out").out
     logits_agree(folder, theirs(folder))
 

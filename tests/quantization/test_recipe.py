@@ -31,7 +31,8 @@ rules:
 """
 SHIPPED = {"int8": "int8 channel sym", "int8-gptq": "int8 channel sym", "int5-asym": "int5 g64 asym",
            "int4": "int4 g64 sym", "int4-asym": "int4 g64 asym",
-           "int4-rtn": "int4 g64 sym", "int8-head8-draft": "int8 g32 sym", "int3": "int3 g64 sym", "int2": "int2 g64 asym",
+           "int4-rtn": "int4 g64 sym", "int8-head8-draft": "int8 g32 sym",
+           "int3": "int3 g64 sym", "int2": "int2 g64 asym",
            "int4-awq": "int4 g64 sym", "int4-autoround": "int4 g64 sym",
            "w8a8-smooth": "int8 channel sym a8", "w8a8": "int8 channel sym a8", "fp8": "fp8 channel a8",
            **{f"trellis{bits}": f"trellis{bits} channel WINDOW rot" for bits in (2, 3, 4)},
