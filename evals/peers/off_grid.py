@@ -6,9 +6,9 @@ A model that was read from a 4-bit file lies on that file's grid: whoever quanti
 no error, and a comparison below about 6 bits says nothing. The twin's weights are off every grid. The inputs
 of q, k and v, of o, of gate and up, and of down are divided by random factors between 0.8 and 1.25, which the
 norm before, v and up undo; heads that share a v share its factors. TWIN is a folder in bfloat16 that
-quantkit, transformers, OpenVINO, vLLM and llama.cpp's ``convert_hf_to_gguf.py`` read: all quantize the same.
-Before it is rounded to bfloat16, the twin's logits are checked against the model's in float32. Models of
-Llama's structure only (Llama, Mistral, Qwen2, SmolLM2).
+quantkit, transformers, OpenVINO and vLLM read, and TWIN.gguf has the same numbers for llama.cpp: all quantize
+the same. Before it is rounded to bfloat16, the twin's logits are checked against the model's in float32.
+Models of Llama's structure (Llama, Mistral, Qwen2, SmolLM2), and Gemma 3.
 """
 
 from __future__ import annotations
@@ -21,13 +21,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from commands import plain_folder
+from commands import plain_folder, quantkit
 from transformers import AutoModelForCausalLM
 
 SPREAD = 1.25
 TOLERANCE = 1e-4
 """Largest difference of a logit, as a share of the largest logit."""
-PARTS = ("input_layernorm", "post_attention_layernorm", "self_attn", "mlp")
+PARTS = {"input_layernorm", "post_attention_layernorm", "self_attn", "mlp"}
+SANDWICH = PARTS | {"pre_feedforward_layernorm", "post_feedforward_layernorm"}
+"""Of a Gemma: norms come before and behind attention and MLP, and multiply by their weights and 1."""
 
 
 @torch.inference_mode()
@@ -35,13 +37,15 @@ def rescale(model: Any, seed: int) -> None:
     """Make a model of Llama's structure its own twin, in place. Raises ValueError for another structure."""
     chance = torch.Generator().manual_seed(seed)
     for layer in model.model.layers:
-        if sorted(name for name, _ in layer.named_children()) != sorted(PARTS):
-            raise ValueError(f"a layer of {[name for name, _ in layer.named_children()]}, not of {PARTS}")
-        attention, mlp = layer.self_attn, layer.mlp
+        parts = {name for name, _ in layer.named_children()}
+        if parts not in (PARTS, SANDWICH):
+            raise ValueError(f"a layer of {sorted(parts)}, not of {sorted(PARTS)}")
+        attention, mlp, offset = layer.self_attn, layer.mlp, float(parts == SANDWICH)
+        before_mlp = layer.pre_feedforward_layernorm if offset else layer.post_attention_layernorm
         for norm, readers in ((layer.input_layernorm, (attention.q_proj, attention.k_proj, attention.v_proj)),
-                              (layer.post_attention_layernorm, (mlp.gate_proj, mlp.up_proj))):
+                              (before_mlp, (mlp.gate_proj, mlp.up_proj))):
             factors = _factors(len(norm.weight), chance)
-            norm.weight *= factors
+            norm.weight.copy_((norm.weight + offset) * factors - offset)
             for linear in readers:
                 linear.weight /= factors
         for writer, reader in ((attention.v_proj, attention.o_proj), (mlp.up_proj, mlp.down_proj)):
@@ -81,7 +85,8 @@ def main() -> None:
             if file.suffix != ".safetensors":
                 shutil.copy(file, args.twin)
         model.bfloat16().save_pretrained(args.twin)
-    print(f"{args.twin}: logits equal to {difference:.1e} of the largest before rounding to bfloat16")
+    quantkit("export", str(args.twin), "--to", "gguf", f"{args.twin}.gguf")
+    print(f"{args.twin} and {args.twin}.gguf: logits equal to {difference:.1e} of the largest before rounding to bfloat16")
 
 
 if __name__ == "__main__":

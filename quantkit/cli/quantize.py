@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ from quantkit.cli.options import (
 )
 from quantkit.cli.present import group_layers, print_json, show_warning, table, wrapped
 from quantkit.cli.progress import ProgressLine
-from quantkit.support.errors import RecipeError, UsageError
+from quantkit.support.errors import UsageError
 from quantkit.support.progress import Listener, between
 from quantkit.support.units import human_bytes
 
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from quantkit.quantization.planning.plan import Plan, PlanRow
     from quantkit.quantization.recipe import CalibrationSpec, Recipe
     from quantkit.quantization.recovery import RecoveryText
-    from quantkit.sources.base import ModelSource
 
 MIXED = "mixed"
 """Whose candidates a budget chooses from, if nothing else is said."""
@@ -209,7 +208,7 @@ def _plan(source: str, recipe: Recipe, revision: str | None,
                                               dict[str, Plan]]:
     """The plan, its calibration and recovery text, and the plan for each other engine."""
     from quantkit.quantization.calibration.data import calibration_facts, prepare
-    from quantkit.quantization.planning.plan import make_plan
+    from quantkit.quantization.planning.plan import make_plan, plans_for_engines
     from quantkit.quantization.recovery import read_recovery_text
     from quantkit.quantization.solve import ModelOrigin
     from quantkit.sources.base import warn_if_quantized
@@ -221,21 +220,11 @@ def _plan(source: str, recipe: Recipe, revision: str | None,
         with ProgressLine("calibration data", quiet=quiet) as progress:
             data = prepare(plan.calibration, opened, plan.widest_hessian, progress, strict)
             text = read_recovery_text(plan.recipe, opened, data, progress, strict)
-            others = _plans_for_engines(recipe, opened)
+            engines = [*LOADERS, LLAMA_CPP] if recipe.engine == "quantkit" else [recipe.engine]
+            others = plans_for_engines(recipe, opened, engines)
             return plan, calibration_facts(plan.recipe.calibration, data), text, others
     finally:
         opened.close()
-
-
-def _plans_for_engines(recipe: Recipe, source: ModelSource) -> dict[str, Plan]:
-    """By engine, the smallest checkpoint of this recipe that it loads; those that load none are missing."""
-    from quantkit.quantization.planning.plan import make_plan
-
-    plans = {}
-    for engine in [*LOADERS, LLAMA_CPP] if recipe.engine == "quantkit" else [recipe.engine]:
-        with suppress(RecipeError):
-            plans[engine] = make_plan(recipe.model_copy(update={"engine": engine}), source)
-    return plans
 
 
 def _layer_table(plan: Plan, each: bool) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from shlex import quote
 from typing import TYPE_CHECKING
@@ -11,7 +10,7 @@ import rich_click as click
 
 from quantkit.cli.options import LLAMA_CPP, LOADERS
 from quantkit.cli.present import print_json, table, wrapped
-from quantkit.support.errors import QuantkitError, RecipeError
+from quantkit.support.errors import QuantkitError
 
 if TYPE_CHECKING:
     from quantkit.quantization.recipe import Candidate, Recipe
@@ -132,23 +131,19 @@ class RecipeFacts:
 def recipe_facts(recipe: Recipe, source: ModelSource) -> RecipeFacts:
     """Plan the recipe for ``source``, which is :data:`USUAL`; nothing is read or computed."""
     from quantkit.capacity_search.losses import losses
-    from quantkit.quantization.planning.plan import make_plan, with_own_head
+    from quantkit.quantization.planning.plan import make_plan, plans_for_engines, with_own_head
 
     kl = losses().of_weights(recipe.name)
     if recipe.candidates:
         return RecipeFacts(None, kl, "text", ())
     source = with_own_head(recipe, source)
-    plan = make_plan(recipe, source)
+    plans = plans_for_engines(recipe, source, ["quantkit", *LOADERS, LLAMA_CPP])
+    plan = plans.pop("quantkit", None) or make_plan(recipe, source)  # which says why there is none
     rows = [row for row in plan.rows if row.layer is not None]
     bits = 8 * sum(row.bytes_after for row in rows) / sum(row.shape[0] * row.shape[1] for row in rows)
     spec = plan.calibration
     calibration = "none" if spec is None else "random" if spec.text == "random" else "text"
-    engines = []
-    for engine in [*LOADERS, LLAMA_CPP]:
-        with suppress(RecipeError):
-            make_plan(recipe.model_copy(update={"engine": engine}), source)
-            engines.append(engine)
-    return RecipeFacts(bits, kl, calibration, tuple(engines))
+    return RecipeFacts(bits, kl, calibration, tuple(plans))
 
 
 def facts_of_all(names: list[str]) -> dict[str, RecipeFacts]:

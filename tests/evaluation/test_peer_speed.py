@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from quantkit.runtime.loader import load
+from quantkit.sources.gguf import GGUFSource
 from quantkit.testing import tiny_model
 
 PEERS = Path(__file__).resolve().parents[2] / "evals" / "peers"
@@ -59,7 +60,7 @@ def test_a_tool_times_its_cases(tmp_path):
 
 
 @pytest.mark.oracle
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3_text"])
 def test_a_twin_computes_the_same_from_other_weights(tmp_path, family):
     pytest.importorskip("transformers")
     model, twin = tiny_model(tmp_path / "model", family), tmp_path / "twin"
@@ -70,6 +71,9 @@ def test_a_twin_computes_the_same_from_other_weights(tmp_path, family):
     with torch.inference_mode():
         ours, theirs = (load(str(folder), dtype="float32").model(ids) for folder in (model, twin))
     assert (ours - theirs).abs().max() < 0.05 * ours.abs().max()
+    file = GGUFSource(tmp_path / "twin.gguf", "twin.gguf")
+    assert all(torch.equal(file.tensor(name).float(), tensor.float())
+               for name, tensor in load_file(twin / "model.safetensors").items())
     before, after = (load_file(folder / "model.safetensors") for folder in (model, twin))
     for name in (name for name in before if "proj.weight" in name):
         ratio = (after[name].float() / before[name].float()).nan_to_num(1.0)

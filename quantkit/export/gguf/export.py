@@ -1,5 +1,7 @@
 """A checkpoint → one GGUF file, with the same codes and scales, or not at all.
 
+A model that isn't quantized becomes one of bfloat16, float16 or float32, as it is stored.
+
 Everything that can be told without a file is told before one is begun: the model's keys, the tokenizer's, and
 for each layer the type of llama.cpp's that holds it exactly. The values are written a tensor at a time into a
 temporary neighbor, which gets its name when it is complete.
@@ -18,13 +20,16 @@ from typing import Any
 
 from quantkit import __version__
 from quantkit.checkpoint.durable import TEMPORARY, write_file
-from quantkit.checkpoint.open import AnyCheckpoint, open_quantized
+from quantkit.checkpoint.foreign.checkpoint import ForeignCheckpoint
+from quantkit.checkpoint.open import open_model, open_quantized
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.export.gguf.blocks import reason_against
 from quantkit.export.gguf.file import ALIGNMENT, FileTensor, Value, header_bytes
 from quantkit.export.gguf.model_keys import ModelKeys, model_keys
 from quantkit.export.gguf.tensors import (
     OUTSIDE,
+    Exportable,
+    PlainModel,
     PlannedTensor,
     planned_tensors,
     tensor_bytes,
@@ -34,6 +39,7 @@ from quantkit.export.gguf.tensors import (
 from quantkit.export.gguf.tokenizer_keys import tokenizer_keys
 from quantkit.export.layouts import check_absent, check_intact, check_layers, checkpoint_name, room_for
 from quantkit.models.loadable import check_loadable
+from quantkit.sources.base import quantized_types
 from quantkit.sources.gguf_tokenizer import PHI3
 from quantkit.support.errors import CheckpointError, UsageError
 from quantkit.support.paths import typed_path
@@ -77,16 +83,16 @@ class GGUFResult:
 
 def export_gguf(uri: str, out: str | Path, *, revision: str | None = None,
                 progress: Listener = silent) -> GGUFResult:
-    """Write a checkpoint as one GGUF file.
+    """Write a checkpoint, or a model that isn't quantized, as one GGUF file.
 
     Args:
-        uri: a checkpoint, of quantkit or another tool, here or on the hub.
+        uri: a checkpoint, of quantkit or another tool, or a model, here or on the hub.
         out: the file to make, ``.gguf``; nothing may be there.
         revision: commit or tag, of a checkpoint on the hub.
         progress: called before each tensor, first while they are checked, then while they are written.
 
     Raises:
-        UsageError: it isn't quantized, or ``out`` can't be such a file's name.
+        UsageError: it is a quantized GGUF file already, or ``out`` can't be such a file's name.
         UnsupportedModelError: llama.cpp has no such model or tokenizer.
         SpecError: llama.cpp has no type for a layer's spec or shape.
         CheckpointError: no type holds a layer exactly, a file of the checkpoint is damaged, or the disk is
@@ -94,15 +100,16 @@ def export_gguf(uri: str, out: str | Path, *, revision: str | None = None,
     """
     start, path = time.monotonic(), _target(out)
     phases = Phases(progress, ("checking tensors", "writing tensors"))
-    opened = open_quantized(uri, revision, "int8")
+    opened = _open(uri, revision)
     try:
         loadable = check_loadable(uri, opened.config(), opened.infos, opened.side_files(), opened.layers,
                                   error=CheckpointError)
         refused = [f"{row.name}: {reason}" for row in opened.layers
                    if row.spec is not None and row.format and row.name not in OUTSIDE
                    and (reason := reason_against(row.format, row.spec, row.shape)) is not None]
-        check_layers(opened, "llama.cpp", refused,
-                     "quantize the original by a recipe with format: gguf-q4_k, or gguf-q8_0")
+        if not isinstance(opened, PlainModel):
+            check_layers(opened, "llama.cpp", refused,
+                         "quantize the original by a recipe with format: gguf-q4_k, or gguf-q8_0")
         model = model_keys(loadable.config)
         tokenizer = tokenizer_keys(loadable.tokenizer, loadable.config.vocab_size)
         planned = planned_tensors(loadable.config, model.family)
@@ -122,6 +129,16 @@ def export_gguf(uri: str, out: str | Path, *, revision: str | None = None,
         opened.close()
 
 
+def _open(uri: str, revision: str | None) -> Exportable:
+    opened = open_model(uri, revision)
+    if isinstance(opened, Checkpoint | ForeignCheckpoint):
+        return opened
+    if not quantized_types(opened):
+        return PlainModel(opened)
+    opened.close()
+    return open_quantized(uri, revision, "int8")  # which says why it can't be
+
+
 def _target(out: str | Path) -> Path:
     """The file's path. Raises UsageError, or CheckpointError if something is there."""
     path = typed_path(out)
@@ -132,7 +149,7 @@ def _target(out: str | Path) -> Path:
     return path
 
 
-def _kv_notes(checkpoint: AnyCheckpoint) -> list[str]:
+def _kv_notes(checkpoint: Exportable) -> list[str]:
     setting = checkpoint.manifest.recipe.get("kv") if checkpoint.manifest else None
     return [f"the KV setting {setting} isn't in the file: llama.cpp has its own options"] if setting else []
 
@@ -144,7 +161,7 @@ def _model_name(name: str, strips_space: bool) -> str:
     return PHI3.sub("Phi 3", name)
 
 
-def _general(checkpoint: AnyCheckpoint, name: str, tensors: Sequence[PlannedTensor]) -> dict[str, Value]:
+def _general(checkpoint: Exportable, name: str, tensors: Sequence[PlannedTensor]) -> dict[str, Value]:
     """What the file is, and where it comes from."""
     from gguf.constants import LlamaFileType
 
@@ -159,6 +176,8 @@ def _general(checkpoint: AnyCheckpoint, name: str, tensors: Sequence[PlannedTens
         "general.type": "model", "general.name": name,
         "general.quantized_by": f"quantkit {__version__}", "general.file_type": int(file_type),
         "general.quantization_version": QUANTIZATION_VERSION, "quantkit.version": __version__}
+    if isinstance(checkpoint, PlainModel):
+        return general
     if not isinstance(checkpoint, Checkpoint):
         config = checkpoint.config().get("quantization_config") or {}
         return general | {"quantkit.quant_method": str(config.get("quant_method"))}
@@ -171,7 +190,7 @@ def _general(checkpoint: AnyCheckpoint, name: str, tensors: Sequence[PlannedTens
     return general
 
 
-def _chunks(header: bytes, model: ModelKeys, tensors: Sequence[PlannedTensor], checkpoint: AnyCheckpoint,
+def _chunks(header: bytes, model: ModelKeys, tensors: Sequence[PlannedTensor], checkpoint: Exportable,
             progress: Listener) -> Iterator[bytes | memoryview]:
     yield header
     for table in model.tables.values():

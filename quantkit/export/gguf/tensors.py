@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from quantkit.checkpoint.manifest import LayerRow, Manifest
 from quantkit.checkpoint.open import AnyCheckpoint
 from quantkit.export.gguf.blocks import blocks_of, exact_types, reason_against
 from quantkit.export.gguf.file import FileTensor
@@ -22,7 +23,9 @@ from quantkit.models.architecture import EMBEDDING, HEAD, layer_of, tensor_shape
 from quantkit.models.config import ModelConfig
 from quantkit.ops import packing
 from quantkit.plugins.manager import registry
+from quantkit.sources.base import TensorInfo
 from quantkit.sources.gguf_families import BARE, EXPERT, TOP, GGUFFamily
+from quantkit.sources.wrapper import SourceWrapper
 from quantkit.support.errors import SpecError
 from quantkit.support.progress import Listener, ProgressEvent
 
@@ -32,6 +35,23 @@ OUTSIDE = (EMBEDDING, HEAD)
 _ROUTER = "ffn_gate_inp"
 """Small, and what it chooses must not depend on rounding: float32, as llama.cpp's converter writes it."""
 _NUMBERED = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
+
+
+class PlainModel(SourceWrapper):
+    """A model that isn't quantized, as a checkpoint without quantized layers."""
+
+    layers: Sequence[LayerRow] = ()
+    manifest: Manifest | None = None
+
+    @property
+    def infos(self) -> Mapping[str, TensorInfo]:
+        return self.tensors()
+
+    def quantized(self, layer: str) -> None:
+        """No layer is."""
+
+
+Exportable = AnyCheckpoint | PlainModel
 
 
 @dataclass(frozen=True)
@@ -102,7 +122,7 @@ def _stacked(tensor: PlannedTensor) -> PlannedTensor:
     return replace(tensor, file=replace(tensor.file, shape=(len(tensor.layers), *tensor.file.shape)))
 
 
-def visited(tensors: Sequence[PlannedTensor], checkpoint: AnyCheckpoint,
+def visited(tensors: Sequence[PlannedTensor], checkpoint: Exportable,
             progress: Listener) -> Iterator[PlannedTensor]:
     """Each tensor in its order; the memory of a layer that was read is given back before the next one."""
     last = None
@@ -114,7 +134,7 @@ def visited(tensors: Sequence[PlannedTensor], checkpoint: AnyCheckpoint,
         yield tensor
 
 
-def with_types(tensors: list[PlannedTensor], checkpoint: AnyCheckpoint,
+def with_types(tensors: list[PlannedTensor], checkpoint: Exportable,
                progress: Listener) -> list[PlannedTensor]:
     """The same with the type of each: of quantized layers the smallest one that holds them exactly.
 
@@ -139,7 +159,7 @@ def with_types(tensors: list[PlannedTensor], checkpoint: AnyCheckpoint,
     return typed
 
 
-def _types(tensor: PlannedTensor, layer: str, checkpoint: AnyCheckpoint, quantized: bool) -> tuple[str, ...]:
+def _types(tensor: PlannedTensor, layer: str, checkpoint: Exportable, quantized: bool) -> tuple[str, ...]:
     if quantized and tensor.suffix == "weight":
         packed = checkpoint.quantized(layer)
         assert packed is not None
@@ -158,7 +178,7 @@ def _types(tensor: PlannedTensor, layer: str, checkpoint: AnyCheckpoint, quantiz
     return (_PLAIN[stored],)
 
 
-def tensor_bytes(tensor: PlannedTensor, checkpoint: AnyCheckpoint) -> Iterator[memoryview]:
+def tensor_bytes(tensor: PlannedTensor, checkpoint: Exportable) -> Iterator[memoryview]:
     """The values as the file has them, a Linear at a time."""
     for layer in tensor.layers:
         packed = checkpoint.quantized(layer) if tensor.suffix == "weight" else None

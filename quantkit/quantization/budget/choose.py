@@ -201,6 +201,11 @@ def _check(recipe: Recipe) -> None:
         raise RecipeError(f"recipe {recipe.name!r} has no candidates",
                           why="its rules leave a budget no choice",
                           next="leave out --recipe, or add a section 'candidates' to it (docs/budget.md)")
+    if recipe.engine != "quantkit":
+        raise RecipeError(f"recipe {recipe.name!r} is for {recipe.engine} and leaves a choice to a budget",
+                          why="layouts are chosen for an engine before layers are measured",
+                          next="leave out --for, list candidates that the engine loads (docs/budget.md), and "
+                               f"quantkit export OUT --to pack-quantized --for {recipe.engine} OUT2")
     if recipe.calibration is not None and recipe.calibration.importance != "gradient":
         raise RecipeError(f"recipe {recipe.name!r} says importance: equal",
                           why="the cost of a layer's error is measured by gradients",

@@ -16,7 +16,7 @@ from quantkit.formats.mlx import BITS, GROUPS
 from quantkit.formats.spec import Granularity, QuantSpec
 from quantkit.models.architecture import EMBEDDING, HEAD
 from quantkit.quantization.memory import PlanRow
-from quantkit.quantization.recipe import Candidate, Recipe, Rule, spec_of
+from quantkit.quantization.recipe import Recipe, Rule, spec_of
 from quantkit.support.errors import RecipeError
 
 LLAMA_CPP = {8: ("gguf-q8_0", None), 6: ("gguf-q6_k", "gguf-q8_0"), 5: ("gguf-q5_k", "gguf-q5_1"),
@@ -28,9 +28,8 @@ PLAIN: tuple[tuple[str, ...], ...] = ((), (EMBEDDING,), (EMBEDDING, HEAD))
 
 def variants(recipe: Recipe) -> list[Recipe]:
     """The recipes to try for ``recipe.engine``, the smallest checkpoint first. They leave the engine open."""
-    rules = tuple(rule.model_copy(update=_layout(rule, recipe)) for rule in recipe.rules)
-    candidates = tuple(choice.model_copy(update=_layout(choice, recipe)) for choice in recipe.candidates)
-    changed = recipe.model_copy(update={"engine": "quantkit", "candidates": candidates})
+    rules = tuple(rule.model_copy(update=_layout(rule, recipe.engine)) for rule in recipe.rules)
+    changed = recipe.model_copy(update={"engine": "quantkit"})
     # a rule whose only layer is kept by one before it isn't an error here
     return [changed.model_copy(update={"rules": rules if not names else (
         *(Rule(match=name, optional=True) for name in names),
@@ -48,18 +47,18 @@ def reason_against_rows(engine: str, rows: Sequence[PlanRow], config: Mapping[st
 def refuse(recipe: Recipe, reason: str) -> NoReturn:
     """Raise RecipeError: no variant is loaded by the engine."""
     raise RecipeError(f"{recipe.engine} loads no checkpoint of recipe {recipe.name!r}", why=reason,
-                      next="quantkit recipes list, whose last column names the engines")
+                      next="quantkit recipes list")
 
 
-def _layout(choice: Candidate, recipe: Recipe) -> dict[str, Any]:
-    """What becomes of a rule or candidate for an engine that has layouts of its own."""
-    spec = choice.spec
-    if spec is None or spec.kind != "int" or spec.activations:
+def _layout(rule: Rule, engine: str) -> dict[str, Any]:
+    """What becomes of a rule for an engine that has layouts of its own, unless it names one."""
+    spec = rule.spec
+    if spec is None or rule.format is not None or spec.kind != "int" or spec.activations:
         return {}
-    if recipe.engine == "llama.cpp" and spec.bits in LLAMA_CPP:
+    if engine == "llama.cpp" and spec.bits in LLAMA_CPP:
         form, fallback = LLAMA_CPP[spec.bits]
         return {"format": form, "spec": spec_of(form), "fallback": fallback}
-    if recipe.engine == "mlx" and spec.bits in BITS:
+    if engine == "mlx" and spec.bits in BITS:
         size = spec.granularity.size if spec.granularity.size in GROUPS else 64
         group = Granularity(strategy="group", size=size)
         return {"format": "mlx", "spec": QuantSpec(bits=spec.bits, symmetric=False, minimum=True,

@@ -7,6 +7,7 @@ and for all layers at once. :func:`make_plan` reads no weight.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -26,6 +27,7 @@ from quantkit.models.architecture import (
     linear_slots,
     parse_config,
 )
+from quantkit.models.config import ModelConfig
 from quantkit.models.loadable import check_loadable
 from quantkit.ops import packing
 from quantkit.plugins.manager import registry
@@ -187,13 +189,46 @@ def make_plan(recipe: Recipe, source: ModelSource) -> Plan:
         raise RecipeError(f"recipe {recipe.name!r} leaves a choice",
                           why=f"its {len(recipe.candidates)} candidates are for a budget to choose from",
                           next="--budget 4.25bpw, or a size such as --budget 5GB")
-    if recipe.engine != "quantkit":
-        return _plan_for_engine(recipe, source)
     if recipe.kv is not None:
         check_kv(parse_kv(recipe.kv))
-    infos = source.tensors()
-    config = check_loadable(source.uri, source.config(), infos, source.side_files()).config
-    slots = all_slots(config)
+    config = check_loadable(source.uri, source.config(), source.tensors(), source.side_files()).config
+    return _plan_for_engine(recipe, source, config)
+
+
+def plans_for_engines(recipe: Recipe, source: ModelSource, engines: Iterable[str]) -> dict[str, Plan]:
+    """By engine, the smallest checkpoint of this recipe that it loads; those that load none are missing.
+
+    Raises:
+        QuantkitError: what :func:`make_plan` raises of the model itself.
+    """
+    config = check_loadable(source.uri, source.config(), source.tensors(), source.side_files()).config
+    plans = {}
+    for engine in engines:
+        with suppress(RecipeError):
+            plans[engine] = _plan_for_engine(recipe.model_copy(update={"engine": engine}), source, config)
+    return plans
+
+
+def _plan_for_engine(recipe: Recipe, source: ModelSource, config: ModelConfig) -> Plan:
+    if recipe.engine == "quantkit":
+        return _plan(recipe, source, config)
+    refusal: RecipeError | str | None = None
+    for variant in variants(recipe):
+        try:
+            plan = _plan(variant, source, config)
+        except RecipeError as error:
+            refusal = error
+            continue
+        refusal = reason_against_rows(recipe.engine, plan.rows, source.config())
+        if refusal is None:
+            return replace(plan, recipe=plan.recipe.model_copy(update={"engine": recipe.engine}))
+    if isinstance(refusal, RecipeError):
+        raise refusal
+    refuse(recipe, str(refusal))
+
+
+def _plan(recipe: Recipe, source: ModelSource, config: ModelConfig) -> Plan:
+    infos, slots = source.tensors(), all_slots(config)
     chosen = assign(recipe, slots, config.tie_word_embeddings)
     if chosen[0] is None or recipe.rules[chosen[0]].method is None:  # it is one of the other tensors
         slots, chosen = slots[1:], chosen[1:]
@@ -237,22 +272,6 @@ def make_plan(recipe: Recipe, source: ModelSource) -> Plan:
                 source_bytes=file_bytes(source),
                 disk_bytes=other_bytes + sum(row.bytes_after for row in rows), peak_bytes=peak,
                 walks_bytes=walks, between_bytes=between, recovery_disk_bytes=recovery)
-
-
-def _plan_for_engine(recipe: Recipe, source: ModelSource) -> Plan:
-    refusal: RecipeError | str | None = None
-    for variant in variants(recipe):
-        try:
-            plan = make_plan(variant, source)
-        except RecipeError as error:
-            refusal = error
-            continue
-        refusal = reason_against_rows(recipe.engine, plan.rows, source.config())
-        if refusal is None:
-            return replace(plan, recipe=plan.recipe.model_copy(update={"engine": recipe.engine}))
-    if isinstance(refusal, RecipeError):
-        raise refusal
-    refuse(recipe, str(refusal))
 
 
 class LayerRefusal(Exception):

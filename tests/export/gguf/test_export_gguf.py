@@ -234,11 +234,33 @@ def test_experts_share_a_type(tmp_path):
     assert torch.equal(source.tensor(name), wanted[name].to(torch.bfloat16))
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_model_that_is_not_quantized_keeps_its_numbers(tmp_path, dtype):
+    plain = tiny_model(tmp_path / "plain", "qwen2", dtype=dtype)
+    result = export_gguf(str(plain), tmp_path / "m.gguf")
+    assert {tensor.kind for tensor in result.tensors} == {"F32", {"bfloat16": "BF16", "float16": "F16"}[dtype]}
+    source, wanted = GGUFSource(result.out, "m.gguf"), load_file(plain / "model.safetensors")
+    for name, tensor in wanted.items():
+        assert torch.equal(source.tensor(name), tensor.to(torch.bfloat16)), name
+    with pytest.raises(UsageError, match="GGUF file"):
+        export_gguf(str(export_gguf(str(made(tmp_path / "q")), tmp_path / "q.gguf").out), tmp_path / "n.gguf")
+
+
+def test_an_embedding_that_no_type_holds_is_decoded(tmp_path):
+    """6 bits with zero points in a scale of bfloat16 fit Q8_0 only where float16 holds the scale."""
+    rule = "{bits: 8, symmetric: false, granularity: {strategy: group, size: 64}}"
+    recipe = (f"rules:\n  - {{match: model.embed_tokens, method: rtn, spec: {rule}}}\n"
+              f"  - {{match: '*', method: rtn, spec: {INT8}}}\n")
+    checkpoint = made(tmp_path / "mixed", "llama", recipe)
+    result = export_gguf(str(checkpoint), tmp_path / "m.gguf")
+    assert {t.name: t.kind for t in result.tensors}["token_embd.weight"] == "BF16"
+    name = "model.embed_tokens.weight"
+    assert torch.equal(GGUFSource(result.out, "m.gguf").tensor(name), weights(checkpoint)[name].bfloat16())
+
+
 def test_usage(llama, tmp_path):
     with pytest.raises(UsageError, match=r"must end in \.gguf"):
         export_gguf(str(llama), tmp_path / "out")
-    with pytest.raises(UsageError, match="is not quantized"):
-        export_gguf(str(tiny_model(tmp_path / "plain")), tmp_path / "m.gguf")
     (tmp_path / "there.gguf").write_bytes(b"x")
     with pytest.raises(CheckpointError, match="already exists"):
         export_gguf(str(llama), tmp_path / "there.gguf")
