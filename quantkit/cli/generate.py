@@ -99,7 +99,7 @@ def command(ctx: click.Context, model: str, prompt: str, chat: bool, system: str
 
     (setting,), drafter = read_kv(kv, limit=1) or (None,), parse_drafter(draft)
     timings: list[Timing] = []
-    show = None if as_json else _Output()
+    show = None if as_json else StreamedText()
     with open_trace(trace) as trace_file:  # what can't be written is refused before a model is loaded
         loaded = load_model(model, revision=revision, dtype=dtype, device=device, verify=verify, quiet=quiet)
         ids = _ids(loaded, text, system, parse_special) if chat else loaded.tokenizer.encode(text)
@@ -157,7 +157,7 @@ def _ids(loaded: LoadedModel, text: str, system: str | None, parse_special: bool
     return loaded.tokenizer.chat([*messages, {"role": "user", "content": text}], parse_special=parse_special)
 
 
-class _Output:
+class StreamedText:
     """Writes pieces to stdout as they come, made harmless where that is a terminal."""
 
     def __init__(self) -> None:

@@ -75,8 +75,8 @@ def command(model: str, context: int, concurrency: int, memory: str, recipes: tu
     combinations = combine(possible.pairs, Requirements(context, concurrency, size, prompt_tokens))
     chosen = next((combination for combination in combinations if combination.left >= 0), None)
     if chosen is None:
-        raise _nothing_fits(min(combinations, key=lambda combination: combination.total))
-    ceilings = _ceilings(chosen, *rates)
+        raise nothing_fits(min(combinations, key=lambda combination: combination.total))
+    ceilings = ceilings_of(chosen, *rates)
     commands = _commands(chosen, model, revision)
     from quantkit.cli.plan_output import facts, lines
 
@@ -90,7 +90,7 @@ def command(model: str, context: int, concurrency: int, memory: str, recipes: tu
         click.echo(f"{label:<14}{text}")  # not folded: it is there to be copied
 
 
-def _nothing_fits(closest: Combination) -> UsageError:
+def nothing_fits(closest: Combination) -> UsageError:
     """The error if nothing fits: it names the combination that needs least, and what would make it fit."""
     requirements = closest.requirements
     context, count = closest.most_context(), closest.most_sequences()
@@ -108,7 +108,7 @@ def _nothing_fits(closest: Combination) -> UsageError:
         next="\n".join(ways))
 
 
-def _ceilings(chosen: Combination, bandwidth: float | None, flops: float | None) -> Ceilings | str:
+def ceilings_of(chosen: Combination, bandwidth: float | None, flops: float | None) -> Ceilings | str:
     """The given ceilings, or this machine's; or why there are none."""
     from quantkit.capacity_search.roofline import Ceilings
     from quantkit.evaluation.roofline import ceilings

@@ -77,6 +77,7 @@ globals().update({f"register_{key}": _register_hook(targets) for key, targets in
 def register_commands(register: Register) -> None:
     for name, line in (
         ("demo", "Quantize a real small model three ways and measure what each cost."),
+        ("auto", "Make a model fit into your memory with the least loss, and run it."),
         ("plan", "Choose weights and KV cache for an amount of memory, with the arithmetic."),
         ("quantize", "Quantize a model by a recipe into a checkpoint."),
         ("export", "Pack a checkpoint anew in another layout, exactly."),
@@ -84,6 +85,7 @@ def register_commands(register: Register) -> None:
         ("eval-long", "Compare KV cache settings at length: retrieval, positions, generated text."),
         ("compare", "Compare two results of eval, variant by variant."),
         ("generate", "Generate text from a model or a checkpoint."),
+        ("chat", "Chat with a model in the terminal."),
         ("serve-local", "Serve a model on this machine: OpenAI's API and a page to chat."),
         ("inspect", "Show what a model or checkpoint holds, layer by layer."),
         ("verify", "Reread a checkpoint and check every hash and value."),
