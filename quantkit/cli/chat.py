@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import signal
+import sys
 from typing import TYPE_CHECKING
 
 import rich_click as click
@@ -79,7 +81,7 @@ def command(model: str, system: str | None, max_tokens: int, temperature: float,
 def _question() -> str:
     """What the user types; :data:`LEAVE` at the end of the input."""
     try:
-        return input("> " if click.get_text_stream("stdin").isatty() else "").strip()
+        return input("> " if sys.stdin.isatty() else "").strip()
     except (EOFError, KeyboardInterrupt):
         click.echo()
         return LEAVE
@@ -94,12 +96,11 @@ def _answer(engine: Engine, prompt: list[int], sampling: Sampling) -> str:
             show(0, info.text)
 
     request = engine.submit(prompt, sampling, on_token=on_token)
+    before = signal.signal(signal.SIGINT, lambda *_: request.cancel())  # a step is never cut in two
     try:
         while engine.step():
             pass
-    except KeyboardInterrupt:
-        request.cancel()
-        while engine.step():
-            pass
+    finally:
+        signal.signal(signal.SIGINT, before)
     click.echo()
     return request.result.text
