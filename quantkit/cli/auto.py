@@ -32,11 +32,13 @@ SHARE = 0.9
               help="The checkpoint's folder. (Here, called after model and recipe.)")
 @click.option("--serve", is_flag=True, help="Serve the result with its APIs and a chat page. By default you "
                                             "chat with it in the terminal.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True,
+              help="With --serve: port to listen on; 0 takes a free one.")
 @click.option("--dry-run", is_flag=True, help="Say what would be done, and do nothing.")
 @revision_option
 @click.pass_context
 def command(ctx: click.Context, model: str, memory: str | None, context: int | None, out: Path | None,
-            serve: bool, dry_run: bool, revision: str | None) -> None:
+            serve: bool, port: int, dry_run: bool, revision: str | None) -> None:
     """Make a model fit into your memory with the least loss, and run it.
 
     MODEL is anything that `quantkit quantize` takes, or a checkpoint. The recipe and the KV setting are those
@@ -73,7 +75,7 @@ def command(ctx: click.Context, model: str, memory: str | None, context: int | N
     click.echo(f"{'again':<14}{then}")
     if serve:
         ctx.invoke(server.command, models=(str(target) if recipe is not None else model,), kv=(kv,),
-                   revision=at)
+                   revision=at, port=port)
     else:
         ctx.invoke(chat.command, model=str(target) if recipe is not None else model, kv=(kv,), revision=at)
 

@@ -74,7 +74,7 @@ def test_it_serves(tiny, monkeypatch):
                                                                             callback=served.update))
     result = auto(tiny, "--memory", "8GB", "--serve")
     assert result.exit_code == 0, result.stderr
-    assert served == {"models": (str(tiny),), "kv": ("none",), "revision": None}
+    assert served == {"models": (str(tiny),), "kv": ("none",), "revision": None, "port": 8000}
     assert f"quantkit serve-local {tiny} --kv none" in result.stdout
 
 

@@ -44,7 +44,7 @@ NOT_TYPED = {
         "needs 22 packages of 1.1 GB; tests/sources/test_package.py runs that model where they are",
 }
 """Why a reader of the page can't expect a test of it."""
-OTHERWISE = {"110MB": "290kB", "serve-local": "serve-local --port 0"}
+OTHERWISE = {"110MB": "290kB", "serve-local": "serve-local --port 0", "--serve": "--serve --port 0"}
 """What is typed in place of a size that only the real model has, and of a port that may be taken."""
 LONG = re.compile(r"quantkit (eval-long|bench) |eval .*--(kv|windows|window) |--window 1024")
 """Commands that take a while with any model, by what they measure; typed by ``make test-all``."""
@@ -139,8 +139,9 @@ def terminal(named, tmp_path):
         for out in re.findall(r"--out (\S+)", command):  # of another command of the page
             (tmp_path / out).unlink(missing_ok=True)
         return subprocess.Popen(["bash", "-c", f"exec {command}" if "time -v" not in command else command],
-                                cwd=tmp_path, env=environment, text=True, stdout=subprocess.PIPE,
-                                stderr=subprocess.PIPE, **options)
+                                cwd=tmp_path, env=environment, text=True,
+                                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                                **options)
 
     return start
 
@@ -149,7 +150,8 @@ def terminal(named, tmp_path):
 @pytest.mark.parametrize("command", TYPED)
 def test_a_documented_command(command, terminal, tmp_path):
     process = terminal(command)
-    if "serve-local" in command:
+    serves = "serve-local" in command or "--serve" in command
+    if serves:
         told = process.stderr.readline()
         while process.poll() is None and "listening on" not in told:
             told = process.stderr.readline()
@@ -159,7 +161,7 @@ def test_a_documented_command(command, terminal, tmp_path):
     stdout, stderr = process.communicate(timeout=300)
     assert process.returncode == 0, stderr
     assert "Traceback" not in stderr
-    if "serve-local" not in command:
+    if not serves:
         assert stdout.strip(), "it says what it did"
     if out := re.search(r"--out (\S+)", command):
         assert (tmp_path / out[1]).exists() != ("--dry-run" in command)
