@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from quantkit.evaluation.protocol import cpu_name
-from quantkit.evaluation.sweep.jobs import Measurement, Place, run_job
+from quantkit.evaluation.sweep.jobs import Job, Measurement, Place, run_job
 from quantkit.evaluation.sweep.models import LoadedModels, ModelFacts
+from quantkit.evaluation.sweep.quality import QualityJob
 from quantkit.evaluation.sweep.store import (
     Data,
     MeasuredData,
@@ -105,8 +106,15 @@ def with_seconds(measurements: Sequence[Measurement], model: ModelFacts) -> list
     """Measurements with the seconds that they may take, from a model's size and this machine's arithmetic."""
     if not measurements:
         return []
-    tok_s = SHARE * operations() / (2 * model.parameters)
-    return [replace(measurement, seconds=measurement.job.seconds(tok_s)) for measurement in measurements]
+    tok_s, read, timed = SHARE * operations() / (2 * model.parameters), set[str](), []
+    for measurement in measurements:
+        job: Job[MeasuredData] = measurement.job
+        seconds = job.seconds(tok_s)
+        if isinstance(job, QualityJob) and job.text not in read:
+            seconds += job.reference_seconds(tok_s)
+            read.add(job.text)
+        timed.append(replace(measurement, seconds=seconds))
+    return timed
 
 
 def run_measurements(measurements: Sequence[Measurement], store: MeasurementStore, executor: Executor,
