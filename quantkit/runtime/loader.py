@@ -113,6 +113,11 @@ class LoadedModel:
     def dtype(self) -> torch.dtype:
         return self.model.dtype
 
+    def check_files(self) -> None:
+        """Raise SourceError if a file was written to whose pages are weights of the model."""
+        for file in self.files:
+            file.check_unchanged()
+
 
 def load(uri: str, *, revision: str | None = None, dtype: str = "auto", device: str = "auto",
          verify: bool = False, decoded: bool = False, progress: Listener = silent, loading: Listener = silent,
@@ -161,10 +166,9 @@ def load(uri: str, *, revision: str | None = None, dtype: str = "auto", device: 
             loaded = _checkpoint(source, uri, dtype, place, loading, on_tokenizer)
         else:
             loaded = _source(source, uri, dtype, place, loading, on_tokenizer, decoded)
-        files = mapped_files(source)
-        for file in files:
-            file.check_unchanged()
-        return replace(loaded, files=files)
+        loaded = replace(loaded, files=mapped_files(source))
+        loaded.check_files()
+        return loaded
     finally:
         source.close()
 

@@ -36,6 +36,7 @@ class WindowLogits:
 
     def __init__(self, loaded: LoadedModel, hidden: torch.Tensor, number: int) -> None:
         self._loaded, self._hidden, self._number = loaded, hidden, number
+        self.shape = len(hidden), loaded.config.vocab_size
 
     def __getitem__(self, part: slice) -> torch.Tensor:
         """Raises QuantkitError: they aren't finite."""
@@ -74,7 +75,7 @@ class HiddenStates:
         with _writing(folder):
             if folder is not None:
                 folder.mkdir(parents=True, exist_ok=True)
-            self._file = tempfile.TemporaryFile(dir=folder)
+            self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (it lives as long as this object)
         for number, window in enumerate(tokens):
             progress(ProgressEvent(number, len(tokens), label_of(runner)))
             rows = hidden_of(runner, window, prompt).cpu().contiguous()
@@ -89,6 +90,9 @@ class HiddenStates:
         if isinstance(runner, TeacherForcedModel):
             self.runner = copy.copy(runner)
             self.runner.loaded = self._loaded
+        loaded.check_files()
+        for file in loaded.files:  # what is scored next needs the head only
+            file.release()
 
     def window(self, number: int) -> WindowLogits:
         rows = torch.empty_like(self._like, device="cpu")

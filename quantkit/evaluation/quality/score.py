@@ -139,6 +139,8 @@ def score(models: Sequence[Runner | HiddenStates], tokens: torch.Tensor, progres
             if truth is not None:
                 distances.add(row, truth, logits, targets)
             done += 1
+    for model in models:
+        model_of(runner_of(model)).check_files()
     progress(ProgressEvent(done, done, "scored"))
     return scores, None if exact is None else distances
 

@@ -13,9 +13,12 @@ from quantkit.evaluation.metric_table import RegisteredMetric, left_out
 from quantkit.evaluation.metrics import KL, PERPLEXITY, TOP1, Interval, Metric
 from quantkit.evaluation.quality.token_scores import TokenScores
 
-ROWS = 32
-"""Positions scored at once: what is held is some times ROWS × vocabulary floats, unless a metric is of whole
-windows."""
+LOGITS = 10 * 2**20
+"""Logits that are scored at once, at least, unless a metric is of whole windows. As
+float32 they take more than the 32 MiB from which on glibc always gives memory back to the system: smaller
+tensors leave holes in its heap, which takes gigabytes in the end."""
+LOGIT_BYTES = 36
+"""Of a logit with its copies while it is scored: probabilities of both models, and what they differ by."""
 _LIKELIEST = "likeliest"
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Log-probabilities float32 ``[T, vocab]`` of the reference and of the candidate, targets int64 ``[T]``."""
@@ -24,6 +27,8 @@ Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 class LogitRows(Protocol):
     """Logits ``[T, vocab]`` of any float dtype: a tensor, or what makes a part of them at a time."""
 
+    @property
+    def shape(self) -> Sequence[int]: ...
     def __getitem__(self, part: slice, /) -> torch.Tensor: ...
 
 
@@ -74,8 +79,9 @@ class WindowScores:
         sums: dict[str, Any] = {}
         self._row = model
         windowed = {name for name, registered in self._metrics.items() if registered.metric.per == "window"}
-        parts = [(self._metrics.keys() - windowed, slice(begin, begin + ROWS))
-                 for begin in range(0, len(targets), ROWS)]
+        rows = -(-LOGITS // candidate.shape[1])
+        parts = [(self._metrics.keys() - windowed, slice(begin, begin + rows))
+                 for begin in range(0, len(targets), rows)]
         for names, part in parts + [(windowed, slice(None))] * bool(windowed):
             ours = candidate[part]
             theirs = ours if reference is candidate else reference[part]

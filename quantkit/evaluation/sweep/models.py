@@ -20,8 +20,10 @@ from quantkit.kv.spec import KVSpec, parse_kv, setting_of
 from quantkit.models.architecture import tensor_shapes
 from quantkit.models.config import ModelConfig
 from quantkit.models.loadable import check_loadable
+from quantkit.runtime.cpu.model import reason_against
 from quantkit.runtime.loader import LoadedModel, load
-from quantkit.sources.base import ModelSource
+from quantkit.runtime.memory.weights import of_checkpoint, unquantized
+from quantkit.sources.base import ModelSource, mapped_files
 from quantkit.support.errors import CheckpointError, SourceError
 from quantkit.support.paths import local_path
 from quantkit.support.progress import Listener, silent
@@ -123,6 +125,7 @@ class ModelFacts:
         kv: the KV setting that its checkpoint names.
         dtype: the dtype of activations, as torch writes it without ``torch.``.
         parameters: the number of numbers in its tensors.
+        weight_bytes: bytes of its weights in memory; ``mapped``: they are pages of its files.
         tokenizer: the model's tokenizer.
         recipe: the recipe that made it in this comparison; ``None``: it was there.
     """
@@ -135,6 +138,8 @@ class ModelFacts:
     kv: KVSpec
     dtype: str
     parameters: int
+    weight_bytes: int
+    mapped: bool
     tokenizer: Tokenizer = field(compare=False, repr=False)
     recipe: str | None = None
 
@@ -171,15 +176,20 @@ def facts_of(uri: str, revision: str | None = None, dtype: str = "auto", recipe:
         if isinstance(opened, Checkpoint | ForeignCheckpoint):
             checked = check_loadable(uri, opened.config(), opened.infos, opened.side_files(), opened.layers,
                                      dtype=dtype, error=CheckpointError)
+            weights, mapped = of_checkpoint(opened, reason_against, dtype=dtype), False
         else:
-            checked = check_loadable(uri, opened.config(), opened.tensors(), opened.side_files(), dtype=dtype,
+            infos = opened.tensors()
+            checked = check_loadable(uri, opened.config(), infos, opened.side_files(), dtype=dtype,
                                      error=SourceError)
+            weights = unquantized(opened, reason_against, dtype=dtype)
+            mapped = bool(mapped_files(opened)) and {info.dtype for info in infos.values()} == {checked.dtype}
         kv = setting_of(opened.manifest.recipe) if isinstance(opened, Checkpoint) else KVSpec()
         identity = _identity(opened) if hashed else None
         quantized = isinstance(opened, Checkpoint | ForeignCheckpoint)
     parameters = sum(math.prod(shape) for shape in tensor_shapes(checked.config).values())
     return ModelFacts(uri, revision, identity, quantized, checked.config, kv,
-                      str(checked.dtype).removeprefix("torch."), parameters, checked.tokenizer, recipe)
+                      str(checked.dtype).removeprefix("torch."), parameters, weights.bytes, mapped,
+                      checked.tokenizer, recipe)
 
 
 def _identity(opened: ModelSource | AnyCheckpoint) -> str | None:
