@@ -227,7 +227,7 @@ class SpeedJob(Job[SpeedData]):
         """Start the process that is timed, to which the memory belongs."""
         from quantkit.evaluation.speed.process import measure_sweep
 
-        run.models.clear()
+        run.models.clear(states=True)
         model = self.model
         sweep = measure_sweep(model.uri, self.ids, self.settings, revision=model.revision, dtype=model.dtype,
                               device=model.device, kv=self.kv, threads=self.threads)

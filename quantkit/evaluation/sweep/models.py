@@ -20,6 +20,7 @@ from quantkit.kv.spec import KVSpec, parse_kv, setting_of
 from quantkit.models.architecture import tensor_shapes
 from quantkit.models.config import ModelConfig
 from quantkit.models.loadable import check_loadable
+from quantkit.ops.cpu_machine import trim_heap
 from quantkit.runtime.cpu.model import reason_against
 from quantkit.runtime.loader import LoadedModel, load
 from quantkit.runtime.memory.weights import of_checkpoint, unquantized
@@ -97,12 +98,15 @@ class LoadedModels:
                                              folder if is_writable(folder) else None, progress)
         return self._states[key]
 
-    def clear(self) -> None:
-        """Let go of the model; what models left of texts stays."""
+    def clear(self, states: bool = False) -> None:
+        """Let go of the model, and with ``states`` of what models left of texts too."""
+        if states:
+            self._states.clear()
         files = () if self._model is None else self._model.files
         self._model = None
         for file in files:  # which stay mapped if its head lies there
             file.release()
+        trim_heap()
 
 
 def with_kv(model: LoadedModel, kv: str | None, prompt: int | None) -> LoadedModel | TeacherForcedModel:
