@@ -18,13 +18,15 @@ from typing import Any
 
 import torch
 
+from quantkit.evaluation.metric_table import registered_metrics
 from quantkit.evaluation.protocol import machine
-from quantkit.evaluation.quality.feed import TeacherForcedModel, force, prefill
-from quantkit.evaluation.quality.score import compare, windows_of
+from quantkit.evaluation.quality.feed import force, prefill
+from quantkit.evaluation.quality.score import windows_of
+from quantkit.evaluation.quality.window_scores import WindowScores
 from quantkit.evaluation.text import load_text
 from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
-from quantkit.kv.spec import KVSpec, parse_kv, split_settings
+from quantkit.kv.spec import parse_kv, split_settings
 from quantkit.quantization.run import quantize
 from quantkit.runtime.loader import LoadedModel, load
 from quantkit.support.errors import QuantkitError
@@ -34,18 +36,18 @@ MOST = 0.02
 """KL in nats that a GPU may be farther from the exact result than 16-bit arithmetic on the CPU is."""
 
 
-class PromptComparison(TeacherForcedModel):
-    """As a prompt is read; results on the CPU.
+class PromptComparison:
+    """A model as a prompt is read; results on the CPU.
 
     All windows, and every way that a model is run, share one ``cache``: on a GPU it takes all the memory that
     is left, and the graphs of decode steps are made for it.
     """
 
-    def __init__(self, loaded: LoadedModel, kv: KVSpec, prompt: int, cache: KVCache) -> None:
-        super().__init__(loaded, kv, prompt)
-        self._cache = cache
+    def __init__(self, loaded: LoadedModel, prompt: int, cache: KVCache) -> None:
+        self.loaded, self._prompt, self._cache = loaded, prompt, cache
 
     def logits(self, window: torch.Tensor) -> torch.Tensor:
+        """Logits ``[n - prompt, vocab]`` of ``window`` int64 ``[n]`` from position ``prompt`` on."""
         ids: list[int] = window.tolist()
         row = self._cache.add(len(ids))
         prefill(self.loaded, self._cache, row, ids[:self._prompt])
@@ -75,13 +77,18 @@ def check(uri: str, kv: str, tokens: torch.Tensor, models: tuple[LoadedModel, ..
     prompt, spec = tokens.shape[1] // 2, parse_kv(kv)
     of_exact, of_gpu, of_cpu = (KVCache(model.config, spec, model.dtype, model.model.device)
                                 for model in models)
-    ways = [PromptComparison(exact, spec, prompt, of_exact), PromptComparison(gpu, spec, prompt, of_gpu),
-            DecodeComparison(gpu, spec, prompt, of_gpu), PromptComparison(cpu, spec, prompt, of_cpu)]
+    ways = [PromptComparison(exact, prompt, of_exact), PromptComparison(gpu, prompt, of_gpu),
+            DecodeComparison(gpu, prompt, of_gpu), PromptComparison(cpu, prompt, of_cpu)]
     names = ("exact", "portions", "one_by_one", "cpu")
+    scores = WindowScores(registered_metrics(), len(ways))
+    for window in tokens:
+        logits = [way.logits(window)[:-1] for way in ways]
+        for number, candidate in enumerate(logits):
+            scores.add(number, logits[0], candidate, window[1 + prompt:])
     return {"model": uri, "label": gpu.label, "kv": kv, "unfused": gpu.fallback_reason,
             "cpu_unfused": cpu.fallback_reason, **{name: {key: metric.value
                                                           for key, metric in metrics.items()}
-               for name, metrics in zip(names, compare(ways, tokens, prompt=prompt))}}
+               for name, metrics in zip(names, scores.summaries())}}
 
 
 def main() -> int:

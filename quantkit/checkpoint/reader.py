@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from quantkit.formats.base import Format, QuantizedTensor
 from quantkit.formats.dtypes import FLOATS
 from quantkit.ops import packing
 from quantkit.plugins.manager import BUILTIN, registry
-from quantkit.sources.base import TensorInfo
+from quantkit.sources.base import MappedFile, TensorInfo
 from quantkit.sources.local import has_leftover_words
 from quantkit.sources.safetensors_file import ShardedTensors
 from quantkit.support.errors import CheckpointError, QuantkitError, SourceError, SpecError
@@ -189,6 +189,10 @@ class Checkpoint:
         """What was read of the files needn't stay in memory; it is read again when it is needed."""
         if "_tensors" in self.__dict__:
             self._tensors.release()
+
+    def mapped_files(self) -> Sequence[MappedFile]:
+        """See :class:`~quantkit.sources.base.ModelSource`."""
+        return [*self._tensors.files.values()]
 
     def close(self) -> None:
         if "_tensors" in self.__dict__:

@@ -63,7 +63,8 @@ class Metric:
     Attributes:
         name: its key in results. It must not be one of :data:`~quantkit.evaluation.keys.RESERVED_KEYS`.
         score: the function that is described above. It is called in the evaluating process's main thread, for
-            each model and each part of 128 tokens (``per="window"``: each window), in inference mode.
+            each model and each part of some dozens of tokens or more (``per="window"``: each window), in
+            inference mode.
         of_mean: mean → reported value. Per token and window: shape ``[...]`` → ``[...]``, elementwise, and it
             must not decrease. Per run: ``[..., K]`` → ``[...]``, any function. Called a few times at the end.
         per: the part of a text that has a score.
@@ -150,8 +151,8 @@ def _kl(reference: torch.Tensor, candidate: torch.Tensor, targets: torch.Tensor)
     # a small KL is what is left of large terms of both signs: their sum needs more than float32.
     # A token that the reference excludes adds nothing, whatever the candidate thinks of it.
     share = reference.exp()
-    gap = torch.where(share == 0, 0.0, reference - candidate)
-    return (share * gap).sum(-1, dtype=torch.float64)
+    gap = (reference - candidate).masked_fill_(share == 0, 0.0)
+    return gap.mul_(share).sum(-1, dtype=torch.float64)
 
 
 def _agree(reference: torch.Tensor, candidate: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

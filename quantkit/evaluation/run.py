@@ -10,7 +10,7 @@ from quantkit.evaluation.result import EvalResult
 from quantkit.evaluation.settings import EvalSettings
 from quantkit.evaluation.sweep.assemble import assemble
 from quantkit.evaluation.sweep.models import facts_of
-from quantkit.evaluation.sweep.plan import make_plan, memory_bytes, planned_texts
+from quantkit.evaluation.sweep.plan import disk_bytes, make_plan, memory_bytes, planned_texts
 from quantkit.evaluation.sweep.run import SweepResults, measured
 from quantkit.plugins.manager import current
 from quantkit.support.errors import UsageError, did_you_mean
@@ -31,7 +31,7 @@ def evaluate(uris: Sequence[str], settings: EvalSettings, progress: Listener = s
         loading: told of the weights of each model that is loaded, in MiB.
         executor: the place of measurements: ``local`` or ``ray``.
         recipes: checkpoint → the recipe that made it.
-        announce: told in a sentence, before a weight is read, how much memory this takes.
+        announce: told in a sentence, before a weight is read, how much memory and disk this takes.
 
     Raises:
         UsageError: models can't be compared, or a metric to plot isn't measured.
@@ -50,7 +50,8 @@ def evaluate(uris: Sequence[str], settings: EvalSettings, progress: Listener = s
     plan = make_plan(models, settings, texts)
     results = measured(plan.measurements, models[0], keep=settings.keep, fresh=settings.fresh,
                        device=settings.device, executor=executor, progress=progress, loading=loading,
-                       memory=memory_bytes(models, settings), announce=announce)
+                       memory=memory_bytes(models, settings), disk=disk_bytes(models[0], texts, settings),
+                       announce=announce)
     result = assemble(plan, settings, SweepResults(plan.measurements, results))
     result.metrics, result.command = infos, command
     result.plotted = settings.plot or result.plotted

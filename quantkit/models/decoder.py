@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -140,6 +141,11 @@ class CausalLM:
         if self.config.logit_softcap is None:
             return y
         return torch.cat([softcapped(sequence, self.config.logit_softcap) for sequence in by_sequence(y)])
+
+    def head_alone(self) -> CausalLM:
+        alone = copy.copy(self)
+        alone.layers, alone.embedding = [], self.head.weight
+        return alone
 
     def __call__(self, ids: torch.Tensor, positions: torch.Tensor | None = None,
                  cache: KVCacheProtocol | None = None, last: torch.Tensor | None = None) -> torch.Tensor:

@@ -70,6 +70,10 @@ class LanguageModel(Protocol):
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """See :meth:`~quantkit.models.decoder.CausalLM.logits`."""
 
+    def head_alone(self) -> LanguageModel:
+        """The same final norm and head, which keep no layer in memory: nothing but :meth:`logits` works, with
+        the same results."""
+
     def linears(self) -> dict[str, Linear]:
         """See :meth:`~quantkit.models.decoder.CausalLM.linears`."""
 

@@ -344,7 +344,10 @@ class Engine:
         speculator = self.speculator if mixed and not scheduler.prefilling else None
         drafts = {} if speculator is None else speculator.propose(mixed)
         drafted = self._clock()
+        # before: weights that are gone would end the process; after: what was changed gives no token
+        self.loaded.check_files()
         output = self._runner.run(step, mixed, awaited, drafts)
+        self.loaded.check_files()
         if speculator is not None and not output.failed:
             rows = len(mixed) + sum(map(len, drafts.values()))
             speculator.times.observe(rows, output.computed_at - drafted)
@@ -421,6 +424,7 @@ class Engine:
     def _give(self, results: Iterable[TokenResult]) -> None:
         """Give requests their tokens, or the reasons why there are none, one by one as they come."""
         for result in results:
+            self.loaded.check_files()
             request, error = result.request, result.error
             if error is None:
                 try:

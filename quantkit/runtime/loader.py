@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
 import torch
@@ -33,7 +34,15 @@ from quantkit.runtime.kernels import choose_runtime
 from quantkit.runtime.memory.serving import check_gpu_memory
 from quantkit.runtime.memory.weights import stored_blocks, stored_bytes
 from quantkit.runtime.packed_file import packed_weights
-from quantkit.sources.base import BlockSource, ModelSource, file_bytes, quantized_types, stored_tensors
+from quantkit.sources.base import (
+    BlockSource,
+    MappedFile,
+    ModelSource,
+    file_bytes,
+    mapped_files,
+    quantized_types,
+    stored_tensors,
+)
 from quantkit.support.device import find_device
 from quantkit.support.errors import CheckpointError, UsageError, did_you_mean
 from quantkit.support.progress import Listener, ProgressEvent, silent
@@ -75,6 +84,7 @@ class LoadedModel:
             Of a decoded GGUF file, what it takes otherwise.
         fallback_reason: why it is run one operation after another; ``None`` if kernels run it.
         decoded: whether it is a GGUF file that is run by 16-bit numbers, though kernels take its blocks.
+        files: the files whose pages weights may be.
     """
 
     model: LanguageModel
@@ -88,6 +98,7 @@ class LoadedModel:
     weight_bytes: int
     fallback_reason: str | None = None
     decoded: bool = False
+    files: Sequence[MappedFile] = ()
 
     @property
     def kv(self) -> KVSpec:
@@ -101,6 +112,11 @@ class LoadedModel:
     @property
     def dtype(self) -> torch.dtype:
         return self.model.dtype
+
+    def check_files(self) -> None:
+        """Raise SourceError if a file was written to whose pages are weights of the model."""
+        for file in self.files:
+            file.check_unchanged()
 
 
 def load(uri: str, *, revision: str | None = None, dtype: str = "auto", device: str = "auto",
@@ -138,28 +154,32 @@ def load(uri: str, *, revision: str | None = None, dtype: str = "auto", device: 
     source = open_model(uri, revision)
     try:
         on_open(source, place)
+        if verify and not isinstance(source, Checkpoint):
+            raise UsageError(f"{uri} can't be verified", next="leave out --verify",
+                             why="only checkpoints of quantkit record the hashes of their files")
         if isinstance(source, Checkpoint):
             if verify:
                 check_files(source, progress)
-            else:
-                return _beside_check(source, lambda: _checkpoint(source, uri, dtype, place, loading,
-                                                                  on_tokenizer))
-        elif verify:
-            raise UsageError(f"{uri} can't be verified", next="leave out --verify",
-                             why="only checkpoints of quantkit record the hashes of their files")
-        if isinstance(source, Checkpoint | ForeignCheckpoint):
-            return _checkpoint(source, uri, dtype, place, loading, on_tokenizer)
-        return _source(source, uri, dtype, place, loading, on_tokenizer, decoded)
+            with nullcontext() if verify else _checked_meanwhile(source):
+                loaded = _checkpoint(source, uri, dtype, place, loading, on_tokenizer)
+        elif isinstance(source, ForeignCheckpoint):
+            loaded = _checkpoint(source, uri, dtype, place, loading, on_tokenizer)
+        else:
+            loaded = _source(source, uri, dtype, place, loading, on_tokenizer, decoded)
+        loaded = replace(loaded, files=mapped_files(source))
+        loaded.check_files()
+        return loaded
     finally:
         source.close()
 
 
-def _beside_check(checkpoint: Checkpoint, build: Callable[[], LoadedModel]) -> LoadedModel:
-    """What ``build`` returns, while a thread looks for damage; that is raised rather than what came of it."""
+@contextmanager
+def _checked_meanwhile(checkpoint: Checkpoint) -> Iterator[None]:
+    """A thread looks for damage; that is raised rather than what came of it."""
     with ThreadPoolExecutor(1) as threads:
         check = threads.submit(check_sample, checkpoint)
         try:
-            return build()
+            yield
         finally:
             check.result()
 

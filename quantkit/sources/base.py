@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, cast, runtime_checkable
@@ -77,6 +77,16 @@ class QuantizedError(SourceError):
                          next=f"quantkit inspect {shlex.quote(identity.uri)}")
 
 
+class MappedFile(Protocol):
+    """A file whose pages tensors may be, also when its source is closed."""
+
+    def release(self) -> None:
+        """Its pages needn't stay in memory: they are read again when they are needed."""
+
+    def check_unchanged(self) -> None:
+        """Raise SourceError if it was written to while tensors are pages of it."""
+
+
 class ModelSource(Protocol):
     """A model that can be read one tensor at a time; the whole of it is never in memory.
 
@@ -84,6 +94,7 @@ class ModelSource(Protocol):
 
     - ``prefetch(names)``: have these tensors read while other work is done.
     - ``release()``: what was read needn't stay in memory; views of it that are still in use are read again.
+    - ``mapped_files()``: its files of which tensors are views.
     - ``stored()``: how the file keeps each tensor, by its Hugging Face name, if not as :meth:`tensors` says.
     - ``file_bytes``: an attribute, the bytes of all weight files.
     """
@@ -161,6 +172,12 @@ def release(source: ModelSource) -> None:
     """Let a source give back the memory of what was read of it."""
     if (method := getattr(source, "release", None)) is not None:
         method()
+
+
+def mapped_files(source: object) -> Sequence[MappedFile]:
+    """The files of a source or checkpoint of whose pages tensors are views."""
+    method: Callable[[], Sequence[MappedFile]] | None = getattr(source, "mapped_files", None)
+    return () if method is None else method()
 
 
 def tensor_alone(source: ModelSource, name: str) -> torch.Tensor:

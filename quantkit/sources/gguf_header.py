@@ -18,10 +18,8 @@ from typing import Any
 import numpy as np
 
 from quantkit.support.errors import SourceError
-from quantkit.support.paths import reading
+from quantkit.support.paths import FileState, file_state, reading
 
-FileState = tuple[int, int, int]
-"""Size, time of the last change, inode."""
 MAX_HEADER = 128 * 2**20
 MAX_TENSORS = 100_000
 MAX_KEYS = 10_000
@@ -69,11 +67,6 @@ class GGUFHeader:
     version: int
     metadata: dict[str, Any]
     tensors: dict[str, GGUFTensor]
-
-
-def file_state(stat: os.stat_result) -> FileState:
-    """By which a file can be told from what is at its place later."""
-    return stat.st_size, stat.st_mtime_ns, stat.st_ino
 
 
 def open_gguf(path: Path) -> tuple[GGUFHeader, mmap.mmap]:

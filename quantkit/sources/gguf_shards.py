@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quantkit.sources.gguf_header import FileState, GGUFHeader, GGUFTensor, file_state, open_gguf
+from quantkit.sources.gguf_header import GGUFHeader, GGUFTensor, open_gguf
 from quantkit.support.errors import SourceError
-from quantkit.support.paths import reading
+from quantkit.support.paths import FileState, file_state, reading
 
 COUNT = "split.count"
 NUMBER = "split.no"

@@ -6,13 +6,20 @@ import copy
 import hashlib
 import shlex
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from quantkit.sources.base import ModelSource, QuantizedError, SourceIdentity, SourceKind, TensorInfo
+from quantkit.sources.base import (
+    MappedFile,
+    ModelSource,
+    QuantizedError,
+    SourceIdentity,
+    SourceKind,
+    TensorInfo,
+)
 from quantkit.sources.safetensors_file import (
     CONVERT,
     INDEX,
@@ -110,6 +117,9 @@ class LocalSource:
 
     def release(self) -> None:
         self._tensors.release()
+
+    def mapped_files(self) -> Sequence[MappedFile]:
+        return [*self._tensors.files.values()]
 
     def close(self) -> None:
         self._tensors.close()

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 import mmap
+import os
 import warnings
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ import torch
 
 from quantkit.sources.base import TensorInfo, check_finite
 from quantkit.support.errors import SourceError
-from quantkit.support.paths import reading
+from quantkit.support.paths import file_state, reading
 from quantkit.support.strict_json import parse_object, read_object
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -38,8 +40,9 @@ CONVERT = "convert to safetensors with the tools that made it, or get the model'
 class SafetensorsFile:
     """One file. Tensors are views of a memory map: reading one costs no copy.
 
-    The file must not be cut or overwritten in place while it is open: the views would change, or
-    the process be stopped by the system.
+    The file must not be cut or overwritten in place while there are views: they would change, or the process
+    be stopped by the system. :meth:`check_unchanged` says whether that has happened; a file that is replaced
+    by another of its name, as downloads and quantkit do it, is still there for those who have mapped it.
 
     Attributes:
         path: the place of the file.
@@ -58,6 +61,7 @@ class SafetensorsFile:
         self._spans: dict[str, tuple[int, int]] = {}
         self._finite: set[str] = set()  # tensors whose values were checked
         self._map: mmap.mmap | None = None
+        self._mapped: Callable[[], mmap.mmap | None] = lambda: None  # by this object, or by a view
         self._closed = False
         with reading(self.path, SourceError), self.path.open("rb") as file:
             size = file.seek(0, 2)
@@ -68,9 +72,10 @@ class SafetensorsFile:
                 raise self._not_safetensors(head, size, length)
             file.seek(8)
             self._parse(parse_object(file.read(length), f"the header of {self.path}"), size - 8 - length)
-            self._start = 8 + length
+            self._start, self._opened = 8 + length, file_state(os.fstat(file.fileno()))
             if size > self._start:
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                self._mapped = weakref.ref(self._map)
 
     def tensor(self, name: str) -> torch.Tensor:
         """One tensor, a read-only view of the file: writing to it is a fault of the system. When it is read
@@ -100,9 +105,23 @@ class SafetensorsFile:
         return flat.reshape(info.shape)
 
     def release(self) -> None:
-        """What was read needn't stay in memory: it comes back from the file when it is needed again."""
-        if self._map is not None and hasattr(mmap, "MADV_DONTNEED"):
-            self._map.madvise(mmap.MADV_DONTNEED)
+        """What was read needn't stay in memory: it comes back from the file when it is needed again, also
+        where the file was closed and views are left."""
+        if (mapped := self._mapped()) is not None and hasattr(mmap, "MADV_DONTNEED"):
+            mapped.madvise(mmap.MADV_DONTNEED)
+
+    def check_unchanged(self) -> None:
+        """Raise SourceError if the file was cut or written to since it was opened, and something maps it."""
+        if self._mapped() is None:
+            return
+        try:
+            now = file_state(self.path.stat())
+        except OSError:  # it was deleted, which takes nothing from those who have mapped it
+            return
+        if now != self._opened and now[2] == self._opened[2]:
+            raise SourceError(f"{self.path} was changed while the model in it was in memory",
+                              why="weights are read from the file itself, and it isn't what was loaded",
+                              next="load the model again; to replace a file, write another and rename it")
 
     def prefetch(self, name: str) -> None:
         """Ask the system to read a tensor into its cache meanwhile; this process's memory stays as it is."""

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from quantkit.plugins.registry import a_type
 from quantkit.sources.base import (
+    MappedFile,
     ModelSource,
     SourceIdentity,
     TensorInfo,
     TensorStorage,
     check_finite,
     file_bytes,
+    mapped_files,
     prefetch,
     release,
 )
@@ -52,6 +54,9 @@ class SourceWrapper:
 
     def release(self) -> None:
         release(self._source)
+
+    def mapped_files(self) -> Sequence[MappedFile]:
+        return mapped_files(self._source)
 
     @property
     def file_bytes(self) -> int:

@@ -13,6 +13,14 @@ from typing import Literal
 
 from quantkit.support.errors import QuantkitError, UsageError
 
+FileState = tuple[int, int, int]
+"""Size, time of the last change, inode."""
+
+
+def file_state(stat: os.stat_result) -> FileState:
+    """By which a file can be told from what is at its place later."""
+    return stat.st_size, stat.st_mtime_ns, stat.st_ino
+
 
 def typed_path(text: str | Path) -> Path:
     """The path that ``text`` names, ``~`` expanded; something may be there or not.

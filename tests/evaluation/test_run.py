@@ -90,7 +90,7 @@ def test_memory_is_said_before_a_weight_is_read(tiny, int8):
     said = []
     with pytest.raises(KeyboardInterrupt):
         evaluate([str(tiny), str(int8)], QUALITY, announce=lambda text: said.append(text) or _stop())
-    assert re.match(r"this takes about [\d.]+ [MG]B of memory", said[0])
+    assert re.match(r"this takes about [\d.]+ [MG]B of memory; until it ends, [\d.]+ kB of disk", said[0])
 
 
 def _stop():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from quantkit.formats.dtypes import FLOATS
 from quantkit.models.architecture import EMBEDDING, LinearSlot, all_slots, parse_config, tensor_shapes
 from quantkit.models.reader import ConfigReader
 from quantkit.plugins.manager import registry
-from quantkit.sources.base import ModelSource, SourceIdentity, TensorInfo
+from quantkit.sources.base import MappedFile, ModelSource, SourceIdentity, TensorInfo
 from quantkit.sources.causal_lm import CLASSES, resolve_head
 from quantkit.sources.local import LocalSource
 from quantkit.sources.split_experts import split_experts
@@ -209,6 +209,10 @@ class ForeignCheckpoint:
     def release(self) -> None:
         """What was read of the files needn't stay in memory."""
         self.source.release()
+
+    def mapped_files(self) -> Sequence[MappedFile]:
+        """See :class:`~quantkit.sources.base.ModelSource`."""
+        return self.source.mapped_files()
 
     def close(self) -> None:
         self.source.close()

@@ -15,7 +15,7 @@ from quantkit.evaluation.peers.openai_peer import OpenAIPeer
 from quantkit.evaluation.peers.process import LlamaPeer, TransformersPeer
 from quantkit.evaluation.peers.row import PeerData
 from quantkit.evaluation.peers.scores import PeerScores
-from quantkit.evaluation.quality.feed import TeacherForcedModel
+from quantkit.evaluation.quality.hidden_states import HiddenStates
 from quantkit.evaluation.sweep.store import MeasurementResult
 from quantkit.runtime.loader import LoadedModel
 from quantkit.support.call_text import made_with, named_options, read_call
@@ -43,16 +43,16 @@ class PeerSpeedSettings(Frozen):
     threads: int
 
 
-def measure_peer(peer: str, texts: Mapping[str, torch.Tensor], prompt: int,
-                 reference: LoadedModel | TeacherForcedModel, speed: PeerSpeedSettings | None = None,
+def measure_peer(peer: str, states: Mapping[str, HiddenStates], prompt: int, loaded: LoadedModel,
+                 speed: PeerSpeedSettings | None = None,
                  progress: Listener = silent) -> MeasurementResult[PeerData]:
     """Measure a peer.
 
     Args:
         peer: the tool as it is written in ``--peer``.
-        texts: name → windows of token ids, int64 ``[windows, window]``; none: only speed is measured.
+        states: text → what the reference left of it; none: only speed is measured.
         prompt: tokens at the beginning of a window that aren't scored.
-        reference: the model that it is scored against; a :class:`TeacherForcedModel` has this ``prompt``.
+        loaded: the reference, whose layers aren't needed.
         speed: ``None``: speed isn't measured.
         progress: told before each window and the speed test.
 
@@ -64,7 +64,7 @@ def measure_peer(peer: str, texts: Mapping[str, torch.Tensor], prompt: int,
         QuantkitError: the tool isn't there, can't open the model, or failed.
     """
     tool = parse_peer(peer)
-    loaded = reference.loaded if isinstance(reference, TeacherForcedModel) else reference
+    texts = {name: left.tokens for name, left in states.items()}
     lengths = [windows.shape[1] for windows in texts.values()]
     if speed:
         lengths.append(speed.prefill + speed.decode + 2)
@@ -83,7 +83,7 @@ def measure_peer(peer: str, texts: Mapping[str, torch.Tensor], prompt: int,
             data = data.model_copy(update={"times": times, "prefill": speed.prefill})
             done += 1
         if texts:
-            means, arrays = _scored(tool, session, texts, prompt, reference, lambda number: progress(
+            means, arrays = _scored(tool, session, states, prompt, lambda number: progress(
                 ProgressEvent(done + number, total, f"{tool.name} {facts.method}")))
             data = data.model_copy(update={"texts": means})
     progress(ProgressEvent(total, total, "scored"))
@@ -112,35 +112,26 @@ def _check_tokens(tool: Peer, session: PeerSession, texts: Mapping[str, torch.Te
                 next="compare models of one family")
 
 
-def _scored(tool: Peer, session: PeerSession, texts: Mapping[str, torch.Tensor], prompt: int,
-            reference: LoadedModel | TeacherForcedModel,
+@torch.inference_mode()
+def _scored(tool: Peer, session: PeerSession, states: Mapping[str, HiddenStates], prompt: int,
             at: Callable[[int], None]) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Each text's means of each window, and arrays; nothing if the tool predicts no given tokens."""
     metrics, number = registered_metrics(), 0
     means: dict[str, Any] = {}
     arrays: dict[str, np.ndarray] = {}
-    for name, windows in texts.items():
+    for name, left in states.items():
         scores = PeerScores(metrics)
-        for window in windows:
+        for place, window in enumerate(left.tokens):
             at(number)
             number += 1
             prediction = session.predict(window.tolist(), prompt)
             if prediction is None:
                 return {}, {}
             _check_finite(tool, prediction)
-            scores.add(_reference_logits(reference, window, prompt), prediction, window[1 + prompt:])
+            scores.add(left.window(place)[:], prediction, window[1 + prompt:])
         means[name] = scores.means()
         arrays |= {f"{name}/{key}": array for key, array in scores.arrays().items()}
     return means, arrays
-
-
-@torch.inference_mode()
-def _reference_logits(reference: LoadedModel | TeacherForcedModel, window: torch.Tensor,
-                      prompt: int) -> torch.Tensor:
-    """``[T, vocab]`` of the positions that are scored."""
-    if isinstance(reference, TeacherForcedModel):
-        return reference.logits(window)[:-1]
-    return reference.model(window[None].to(reference.model.device))[0, prompt:-1]
 
 
 def _check_finite(tool: Peer, prediction: PeerPrediction) -> None:

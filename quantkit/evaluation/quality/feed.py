@@ -51,7 +51,8 @@ def prefill(loaded: LoadedModel, cache: KVCache, row: int, ids: Sequence[int], *
     return _without_codec_fault(logits, cache, row)
 
 
-def force(loaded: LoadedModel, cache: KVCache, row: int, ids: Sequence[int], done: int = 0) -> torch.Tensor:
+def force(loaded: LoadedModel, cache: KVCache, row: int, ids: Sequence[int], done: int = 0, *,
+          hidden: bool = False) -> torch.Tensor:
     """Feed tokens as if they had been generated; every query reads what decoding reads.
 
     Tokens go together between two actions of the policy, which changes nothing but the speed.
@@ -60,26 +61,28 @@ def force(loaded: LoadedModel, cache: KVCache, row: int, ids: Sequence[int], don
         loaded, cache, row: as for :func:`prefill`.
         ids: at least one token.
         done: tokens that were decoded or forced after the prompt before.
+        hidden: what the last layer leaves is wanted, of which ``loaded.model.logits`` makes logits.
 
     Returns:
-        Logits ``[n, vocab]``, each after one of the tokens.
+        Logits ``[n, vocab]``, or hidden states ``[n, hidden]``, each after one of the tokens.
     """
+    run = loaded.model.hidden if hidden else loaded.model
     every = cache.policy.decode_interval
     steps = []
     start = 0
     while start < len(ids):
         room = MOST if every is None else min(MOST, every - (done + start) % every)
         chunk = torch.tensor([list(ids[start:start + room])], device=loaded.model.device)
-        steps.append(loaded.model(chunk, cache=Batch(cache, [row], "decode"))[0].clone())
+        steps.append(run(chunk, cache=Batch(cache, [row], "decode"))[0].clone())
         start += room
     return _without_codec_fault(torch.cat(steps), cache, row)
 
 
-def _without_codec_fault(logits: torch.Tensor, cache: KVCache, row: int) -> torch.Tensor:
-    """``logits`` as they are. Raises PluginError if they aren't finite and a plugin's codec is to blame."""
-    if not (logits < torch.inf).all() and (fault := cache.codec_fault(row)) is not None:
+def _without_codec_fault(rows: torch.Tensor, cache: KVCache, row: int) -> torch.Tensor:
+    """``rows`` as they are. Raises PluginError if they aren't finite and a plugin's codec is to blame."""
+    if not (rows < torch.inf).all() and (fault := cache.codec_fault(row)) is not None:
         raise fault
-    return logits
+    return rows
 
 
 def likeliest(loaded: LoadedModel, logits: torch.Tensor) -> int:
@@ -115,12 +118,13 @@ class TeacherForcedModel:
         self._prompt = prompt
         self.kv_bytes, self.kv_bytes_per_token = 0, 0
 
-    def logits(self, window: torch.Tensor) -> torch.Tensor:
-        """Logits ``[n - prompt, vocab]`` of ``window`` int64 ``[n]`` from position ``prompt`` on."""
+    def hidden(self, window: torch.Tensor) -> torch.Tensor:
+        """What the last layer leaves of ``window`` int64 ``[n]`` from position ``prompt`` on, ``[n - prompt,
+        hidden]``."""
         ids: list[int] = window.tolist()
         cache = KVCache(self.loaded.config, self.kv, self.loaded.dtype, self.loaded.model.device)
         row = cache.add(len(ids))
         prefill(self.loaded, cache, row, ids[:self._prompt])
-        logits = force(self.loaded, cache, row, ids[self._prompt:])
+        rows = force(self.loaded, cache, row, ids[self._prompt:], hidden=True)
         self.kv_bytes, self.kv_bytes_per_token = cache.allocated_bytes, cache.bytes_per_token
-        return logits
+        return rows

@@ -1,4 +1,4 @@
-"""Runs models over the same windows in lockstep and scores them against the first."""
+"""Runs models over the same windows and scores them against the first."""
 
 from __future__ import annotations
 
@@ -10,13 +10,20 @@ import torch
 from quantkit.evaluation.keys import EXACT
 from quantkit.evaluation.metric_table import RegisteredMetric, registered_metrics
 from quantkit.evaluation.metrics import KL, PERPLEXITY, TOP1, Interval, Metric
-from quantkit.evaluation.quality.feed import TeacherForcedModel
+from quantkit.evaluation.quality.hidden_states import (
+    HiddenStates,
+    Runner,
+    WindowLogits,
+    hidden_of,
+    label_of,
+    model_of,
+    runner_of,
+)
 from quantkit.evaluation.quality.window_scores import WindowScores
 from quantkit.models.config import ModelConfig
 from quantkit.plugins.manager import BUILTIN
 from quantkit.quantization.calibration.data import with_bos
-from quantkit.runtime.loader import LoadedModel
-from quantkit.support.errors import QuantkitError, UsageError
+from quantkit.support.errors import UsageError
 from quantkit.support.progress import Listener, ProgressEvent, silent
 from quantkit.text.tokenizer import Tokenizer
 
@@ -65,19 +72,13 @@ def windows_of(loaded: TokenizedModel, text: str, window: int, windows: int,
     return with_bos(torch.tensor(ids[:need]).reshape(windows, window), loaded.tokenizer.first_id)
 
 
-def compare(models: Sequence[LoadedModel | TeacherForcedModel], tokens: torch.Tensor,
-            progress: Listener = silent, prompt: int = 0,
-            exact: LoadedModel | TeacherForcedModel | None = None,
+def compare(models: Sequence[Runner], tokens: torch.Tensor, progress: Listener = silent, prompt: int = 0,
+            exact: Runner | None = None,
             metrics: Sequence[RegisteredMetric] | None = None) -> list[dict[str, Interval]]:
-    """Score every model; the first is the reference.
+    """Score models that are all in memory; the first is the reference.
 
     Args:
-        models: loaded models with the same vocabulary; or each with a KV setting, all with ``prompt``.
-        tokens: int64 ``[windows, window]``.
-        progress: told before each model's window.
-        prompt: the number of tokens at the beginning of a window that aren't scored.
-        exact: the first model in float32 arithmetic: every model is compared with it too.
-        metrics: the metrics to measure; by default every registered one.
+        models, tokens, progress, prompt, exact, metrics: as for :func:`score`.
 
     Returns:
         for each model, every metric by its key; with ``exact`` also :data:`EXACT`. A plugin's metric that
@@ -94,58 +95,57 @@ def compare(models: Sequence[LoadedModel | TeacherForcedModel], tokens: torch.Te
 
 
 @torch.inference_mode()
-def score(models: Sequence[LoadedModel | TeacherForcedModel], tokens: torch.Tensor,
-          progress: Listener = silent, prompt: int = 0,
-          exact: LoadedModel | TeacherForcedModel | None = None,
-          metrics: Sequence[RegisteredMetric] | None = None) -> tuple[WindowScores, WindowScores | None]:
-    """:func:`compare` before it is summed up: each window's and each token's scores.
+def score(models: Sequence[Runner | HiddenStates], tokens: torch.Tensor, progress: Listener = silent,
+          prompt: int = 0, exact: Runner | HiddenStates | None = None,
+          metrics: Sequence[RegisteredMetric] | None = None,
+          reference: HiddenStates | None = None) -> tuple[WindowScores, WindowScores | None]:
+    """Score every model against the reference.
+
+    Args:
+        models: loaded models with the same vocabulary; or each with a KV setting, all with ``prompt``; or
+            what a model left of ``tokens``.
+        tokens: int64 ``[windows, window]``.
+        progress: told before each model's window.
+        prompt: the number of tokens at the beginning of a window that aren't scored.
+        exact: the reference in float32 arithmetic: every model is compared with it too.
+        metrics: the metrics to measure; by default every registered one.
+        reference: what others are compared with; by default the first of the models.
 
     Returns:
-        against the first model; and, with ``exact``, against that one: by :data:`EXACT` in the place of KL,
-        top-1 and perplexity.
+        Each window's and each token's scores against the reference; and, with ``exact``, against that one:
+        by :data:`EXACT` in the place of KL, top-1 and perplexity.
+
+    Raises:
+        UsageError: vocabularies differ.
+        QuantkitError: a model's logits are not finite.
     """
-    loaded = [model.loaded if isinstance(model, TeacherForcedModel) else model for model in models]
-    sizes = {model.config.vocab_size for model in loaded}
+    sizes = {model_of(runner_of(model)).config.vocab_size for model in models}
     if len(sizes) > 1:
         raise UsageError(f"the models have vocabularies of {sorted(sizes)} tokens",
                          why="KL and top-1 compare the same tokens", next="compare models of one family")
     scores = WindowScores(registered_metrics() if metrics is None else metrics, len(models))
     distances = WindowScores([RegisteredMetric(metric, BUILTIN) for metric in (
         Metric(EXACT, KL.score), TOP1, PERPLEXITY)], len(models))
-    done, total = 0, (len(models) + (exact is not None)) * len(tokens)
+    done, total = 0, len(models) * len(tokens)
     for number, window in enumerate(tokens):
         targets = window[1 + prompt:]
-        if exact is not None:
-            progress(ProgressEvent(done, total, "float32"))
-            truth = _logits(exact, window, number)
-            done += 1
-        reference: torch.Tensor | None = None
-        for row, runner in enumerate(models):
-            progress(ProgressEvent(done, total, _label(runner)))
-            logits = _logits(runner, window, number)
-            reference = logits if reference is None else reference
-            scores.add(row, reference, logits, targets)
-            if exact is not None:
+        truth = None if exact is None else _logits(exact, window, number, prompt)
+        expected = None if reference is None or reference is models[0] else reference.window(number)
+        for row, model in enumerate(models):
+            progress(ProgressEvent(done, total, label_of(runner_of(model))))
+            logits = _logits(model, window, number, prompt)
+            expected = expected or logits
+            scores.add(row, expected, logits, targets)
+            if truth is not None:
                 distances.add(row, truth, logits, targets)
             done += 1
+    for model in models:
+        model_of(runner_of(model)).check_files()
     progress(ProgressEvent(done, done, "scored"))
     return scores, None if exact is None else distances
 
 
-def _logits(runner: LoadedModel | TeacherForcedModel, window: torch.Tensor, number: int) -> torch.Tensor:
-    """``[T, vocab]``: all but the last, whose next token isn't known."""
-    model = runner.loaded if isinstance(runner, TeacherForcedModel) else runner
-    logits = runner.logits(window)[:-1] if isinstance(runner, TeacherForcedModel) else model.model(
-        window[None].to(model.model.device))[0, :-1]
-    if not (logits < torch.inf).all():
-        raise QuantkitError(f"{model.uri} gives logits that are not finite", next="--dtype float32",
-                            why=f"at window {number}: {_overflow(model)}")
-    return logits
-
-
-def _label(runner: LoadedModel | TeacherForcedModel) -> str:
-    return runner.label if isinstance(runner, LoadedModel) else f"{runner.loaded.label} kv {runner.kv}"
-
-
-def _overflow(model: LoadedModel) -> str:
-    return f"{str(model.dtype).removeprefix('torch.')} overflows"
+def _logits(model: Runner | HiddenStates, window: torch.Tensor, number: int, prompt: int) -> WindowLogits:
+    if isinstance(model, HiddenStates):
+        return model.window(number)
+    return WindowLogits(model_of(model), hidden_of(model, window, prompt), number)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -13,12 +13,23 @@ from quantkit.evaluation.metric_table import RegisteredMetric, left_out
 from quantkit.evaluation.metrics import KL, PERPLEXITY, TOP1, Interval, Metric
 from quantkit.evaluation.quality.token_scores import TokenScores
 
-ROWS = 128
-"""Positions scored at once: what is held beyond a window's logits is ROWS × vocabulary floats, unless
-a metric is of whole windows."""
+LOGITS = 10 * 2**20
+"""Logits that are scored at once, at least, unless a metric is of whole windows. As
+float32 they take more than the 32 MiB from which on glibc always gives memory back to the system: smaller
+tensors leave holes in its heap, which takes gigabytes in the end."""
+LOGIT_BYTES = 36
+"""Of a logit with its copies while it is scored: probabilities of both models, and what they differ by."""
 _LIKELIEST = "likeliest"
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Log-probabilities float32 ``[T, vocab]`` of the reference and of the candidate, targets int64 ``[T]``."""
+
+
+class LogitRows(Protocol):
+    """Logits ``[T, vocab]`` of any float dtype: a tensor, or what makes a part of them at a time."""
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+    def __getitem__(self, part: slice, /) -> torch.Tensor: ...
 
 
 class WindowScores:
@@ -54,13 +65,12 @@ class WindowScores:
         return TokenScores(*(np.concatenate(kept[name]).reshape(windows, -1).astype(kind)
                              for name, kind in kinds))
 
-    def add(self, model: int, reference: torch.Tensor, candidate: torch.Tensor,
-            targets: torch.Tensor) -> None:
+    def add(self, model: int, reference: LogitRows, candidate: LogitRows, targets: torch.Tensor) -> None:
         """Score a window.
 
         Args:
             model: the number of the model, from 0.
-            reference, candidate: logits ``[T, vocab]`` of any float dtype; one tensor if they are the same.
+            reference, candidate: their logits; one object if they are the same.
             targets: the tokens that came, int64 ``[T]``.
 
         Raises:
@@ -69,11 +79,13 @@ class WindowScores:
         sums: dict[str, Any] = {}
         self._row = model
         windowed = {name for name, registered in self._metrics.items() if registered.metric.per == "window"}
-        for begin in range(0, len(targets), ROWS):
-            self._score(sums, self._metrics.keys() - windowed, reference, candidate, targets,
-                        slice(begin, begin + ROWS))
-        if windowed:
-            self._score(sums, windowed, reference, candidate, targets, slice(None))
+        rows = -(-LOGITS // candidate.shape[1])
+        parts = [(self._metrics.keys() - windowed, slice(begin, begin + rows))
+                 for begin in range(0, len(targets), rows)]
+        for names, part in parts + [(windowed, slice(None))] * bool(windowed):
+            ours = candidate[part]
+            theirs = ours if reference is candidate else reference[part]
+            self._score(sums, names, theirs, ours, targets[part])
         for name in self._metrics:
             mean = sums[name] if name in windowed else sums[name] / len(targets)
             self._kept[model][name].append(mean)
@@ -96,30 +108,29 @@ class WindowScores:
         return rows
 
     def _score(self, sums: dict[str, Any], names: set[str], reference: torch.Tensor, candidate: torch.Tensor,
-               targets: torch.Tensor, part: slice) -> None:
+               targets: torch.Tensor) -> None:
         shared = None
         for name, registered in list(self._metrics.items()):
             if name not in names:
                 continue
             try:
                 if registered.builtin:
-                    shared = shared or self._shared(reference, candidate, targets, part)
+                    shared = shared or self._shared(reference, candidate, targets)
                     scores = _checked(registered.metric, *shared)
                     if registered.metric.per == "token":
                         self._keep(name, scores)
                     total = _total(registered.metric, scores)
                 else:
-                    total = _apart(registered.metric, _inputs(reference, candidate, targets, part))
+                    total = _apart(registered.metric, _inputs(reference, candidate, targets))
                 if name in sums and total.shape != sums[name].shape:
                     raise ValueError(f"it returns {total.size} statistics after {sums[name].size} before")
                 sums[name] = sums[name] + total if name in sums else total
             except Exception as error:
                 self._drop(registered, error)
 
-    def _shared(self, reference: torch.Tensor, candidate: torch.Tensor, targets: torch.Tensor,
-                part: slice) -> Inputs:
-        self._keep(_LIKELIEST, candidate[part].argmax(-1))
-        return _inputs(reference, candidate, targets, part)
+    def _shared(self, reference: torch.Tensor, candidate: torch.Tensor, targets: torch.Tensor) -> Inputs:
+        self._keep(_LIKELIEST, candidate.argmax(-1))
+        return _inputs(reference, candidate, targets)
 
     def _keep(self, name: str, scores: torch.Tensor) -> None:
         self._tokens[self._row].setdefault(name, []).append(scores.cpu().numpy())
@@ -133,13 +144,13 @@ class WindowScores:
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def _inputs(reference: torch.Tensor, candidate: torch.Tensor, targets: torch.Tensor, part: slice) -> Inputs:
+def _inputs(reference: torch.Tensor, candidate: torch.Tensor, targets: torch.Tensor) -> Inputs:
     """What a metric is given of a part of a window, in memory of its own. Tensors that are made outside
     inference mode count what is written to them."""
-    ours = candidate[part].float().log_softmax(-1)
-    theirs = ours if reference is candidate else reference[part].float().log_softmax(-1)
-    following = torch.empty(targets[part].shape, dtype=targets.dtype, device=ours.device)
-    return theirs, ours, following.copy_(targets[part])
+    ours = candidate.float().log_softmax(-1)
+    theirs = ours if reference is candidate else reference.float().log_softmax(-1)
+    following = torch.empty(targets.shape, dtype=targets.dtype, device=ours.device)
+    return theirs, ours, following.copy_(targets)
 
 
 def _apart(metric: Metric, inputs: Inputs) -> np.ndarray:

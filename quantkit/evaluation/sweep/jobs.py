@@ -13,12 +13,11 @@ from typing import Any, ClassVar, Generic, NamedTuple
 from quantkit.evaluation.peers.row import PeerData
 from quantkit.evaluation.peers.run import PeerSpeedSettings, measure_peer
 from quantkit.evaluation.protocol import cpu_name
-from quantkit.evaluation.quality.feed import TeacherForcedModel
-from quantkit.evaluation.quality.score import windows_of
+from quantkit.evaluation.quality.hidden_states import HiddenStates, model_of
 from quantkit.evaluation.roofline.result import Roofline
 from quantkit.evaluation.speed.machine_load import busy_reason
 from quantkit.evaluation.speed.results import SpeedSweep, SweepSettings
-from quantkit.evaluation.sweep.models import LoadedModels, ModelRef
+from quantkit.evaluation.sweep.models import LoadedModels, ModelRef, TextWindows
 from quantkit.evaluation.sweep.store import Data, MeasuredData, MeasurementResult
 from quantkit.executor.base import TaskNeeds
 from quantkit.formats.spec import Granularity, QuantSpec
@@ -56,6 +55,14 @@ class JobRun:
 
     def load(self, ref: ModelRef) -> LoadedModel:
         return self.models.get(ref, self.loading)
+
+    def states(self, ref: ModelRef, kv: str | None, text: TextWindows, progress: Listener) -> HiddenStates:
+        return self.models.states(ref, kv, text, progress, self.loading)
+
+    def part(self, first: int, steps: int, total: int) -> Listener:
+        """Hears of ``steps`` of the job's ``total`` steps, which come after the ``first`` ones."""
+        return lambda event: self.progress(ProgressEvent(
+            first * event.total + steps * event.done, total * event.total, event.label))
 
 
 class Job(ABC, Generic[Data]):
@@ -132,13 +139,6 @@ def run_job(job: Job[Data], progress: Listener | None = None, loading: Listener 
     done = job.measure(JobRun(models or LoadedModels(), progress or silent, loading or silent))
     return replace(done, data=done.data.model_copy(update={"cpu": cpu_name()}),
                    measured=datetime.now(UTC).isoformat(timespec="seconds"), seconds=time.monotonic() - begin)
-
-
-def with_kv(model: LoadedModel, kv: str | None, prompt: int | None) -> LoadedModel | TeacherForcedModel:
-    """A model with its KV setting, as text; as it is, if no cache is involved."""
-    if prompt is None:
-        return model
-    return TeacherForcedModel(model, model.kv if kv is None else parse_kv(kv), prompt)
 
 
 class StoredScore(Frozen):
@@ -227,7 +227,7 @@ class SpeedJob(Job[SpeedData]):
         """Start the process that is timed, to which the memory belongs."""
         from quantkit.evaluation.speed.process import measure_sweep
 
-        run.models.clear()
+        run.models.clear(states=True)
         model = self.model
         sweep = measure_sweep(model.uri, self.ids, self.settings, revision=model.revision, dtype=model.dtype,
                               device=model.device, kv=self.kv, threads=self.threads)
@@ -350,11 +350,15 @@ class PeerJob(Job[PeerData]):
         return self.speed is not None
 
     def measure(self, run: JobRun) -> MeasurementResult[PeerData]:
-        reference = run.load(self.reference)
-        texts = {text.name: windows_of(reference, text.content, self.window, text.windows)
-                 for text in self.texts}
-        return measure_peer(self.peer, texts, self.prompt or 0, with_kv(reference, self.kv, self.prompt),
-                            self.speed, run.progress)
+        """Score the tool, with no model of ours in memory."""
+        total, states = 2 * len(self.texts), {}
+        for number, text in enumerate(self.texts):
+            windows = TextWindows(text.content, self.window, text.windows, self.prompt)
+            states[text.name] = run.states(self.reference, self.kv, windows, run.part(number, 1, total))
+        run.models.clear()
+        reference = model_of(states[self.texts[0].name].runner)
+        return measure_peer(self.peer, states, self.prompt or 0, reference, self.speed,
+                            run.part(len(states), len(states), total))
 
     def seconds(self, tok_s: float) -> float:
         """By the windows, three times: the tool may be slower."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections import OrderedDict
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,20 +12,25 @@ from pathlib import Path
 from quantkit.checkpoint.foreign.checkpoint import ForeignCheckpoint
 from quantkit.checkpoint.open import AnyCheckpoint, open_model
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.kv.spec import KVSpec, setting_of
+from quantkit.evaluation.quality.feed import TeacherForcedModel
+from quantkit.evaluation.quality.hidden_states import HiddenStates
+from quantkit.evaluation.quality.score import windows_of
+from quantkit.evaluation.sweep.store import user_folder
+from quantkit.kv.spec import KVSpec, parse_kv, setting_of
 from quantkit.models.architecture import tensor_shapes
 from quantkit.models.config import ModelConfig
 from quantkit.models.loadable import check_loadable
+from quantkit.ops.cpu_machine import trim_heap
+from quantkit.runtime.cpu.model import reason_against
 from quantkit.runtime.loader import LoadedModel, load
-from quantkit.sources.base import ModelSource
+from quantkit.runtime.memory.weights import of_checkpoint, unquantized
+from quantkit.sources.base import ModelSource, mapped_files
 from quantkit.support.errors import CheckpointError, SourceError
 from quantkit.support.paths import local_path
 from quantkit.support.progress import Listener, silent
 from quantkit.text.tokenizer import Tokenizer
+from quantkit_kernels.kept import is_writable
 
-KEPT = 2
-"""Models that stay in memory, the reference among them: a model is scored on every text before the next one
-comes. With a noise floor there is one more, the reference in float32."""
 _BLOCK = 1 << 22
 
 
@@ -46,24 +50,70 @@ class ModelRef:
     decoded: bool = False
 
 
+@dataclass(frozen=True)
+class TextWindows:
+    """A text as models read it.
+
+    Attributes:
+        content: the text, so far as it is needed.
+        window, windows: tokens of a window, and their number.
+        prompt: tokens of a window that go through the KV cache as its prompt; ``None``: there is no cache.
+    """
+
+    content: str
+    window: int
+    windows: int
+    prompt: int | None
+
+
 class LoadedModels:
-    """The last models that a run has loaded, so that several measurements share them."""
+    """The model that a run has in memory, and what models left of texts: measurements share both."""
 
     def __init__(self) -> None:
-        self._models: OrderedDict[ModelRef, LoadedModel] = OrderedDict()
+        self._ref: ModelRef | None = None
+        self._model: LoadedModel | None = None
+        self._states: dict[tuple[ModelRef, str | None, TextWindows], HiddenStates] = {}
 
-    def get(self, ref: ModelRef, loading: Listener = silent, limit: int = KEPT) -> LoadedModel:
-        """The model, loaded unless it is in memory; of the others the last ``limit - 1`` stay."""
-        if ref not in self._models:
-            while len(self._models) >= limit:
-                self._models.popitem(last=False)
-            self._models[ref] = load(ref.uri, revision=ref.revision, dtype=ref.dtype, device=ref.device,
-                                     decoded=ref.decoded, loading=loading)
-        self._models.move_to_end(ref)
-        return self._models[ref]
+    def get(self, ref: ModelRef, loading: Listener = silent) -> LoadedModel:
+        """The model, loaded unless it is the one in memory, which goes first."""
+        if self._model is None or self._ref != ref:
+            self.clear()
+            self._ref, self._model = ref, load(ref.uri, revision=ref.revision, dtype=ref.dtype,
+                                               device=ref.device, decoded=ref.decoded, loading=loading)
+        return self._model
 
-    def clear(self) -> None:
-        self._models.clear()
+    def states(self, ref: ModelRef, kv: str | None, text: TextWindows, progress: Listener = silent,
+               loading: Listener = silent) -> HiddenStates:
+        """What a model with a KV setting leaves of a text, which it reads unless it has.
+
+        Raises:
+            UsageError: the text is too short.
+            QuantkitError: the model can't be loaded, or the disk is full.
+        """
+        key = ref, kv, text
+        if key not in self._states:
+            loaded, folder = self.get(ref, loading), user_folder()
+            tokens = windows_of(loaded, text.content, text.window, text.windows)
+            self._states[key] = HiddenStates(with_kv(loaded, kv, text.prompt), tokens, text.prompt or 0,
+                                             folder if is_writable(folder) else None, progress)
+        return self._states[key]
+
+    def clear(self, states: bool = False) -> None:
+        """Let go of the model, and with ``states`` of what models left of texts too."""
+        if states:
+            self._states.clear()
+        files = () if self._model is None else self._model.files
+        self._model = None
+        for file in files:  # which stay mapped if its head lies there
+            file.release()
+        trim_heap()
+
+
+def with_kv(model: LoadedModel, kv: str | None, prompt: int | None) -> LoadedModel | TeacherForcedModel:
+    """A model with its KV setting, as text; as it is, if no cache is involved."""
+    if prompt is None:
+        return model
+    return TeacherForcedModel(model, model.kv if kv is None else parse_kv(kv), prompt)
 
 
 @dataclass(frozen=True)
@@ -79,6 +129,7 @@ class ModelFacts:
         kv: the KV setting that its checkpoint names.
         dtype: the dtype of activations, as torch writes it without ``torch.``.
         parameters: the number of numbers in its tensors.
+        weight_bytes: bytes of its weights in memory; ``mapped``: they are pages of its files.
         tokenizer: the model's tokenizer.
         recipe: the recipe that made it in this comparison; ``None``: it was there.
     """
@@ -91,6 +142,8 @@ class ModelFacts:
     kv: KVSpec
     dtype: str
     parameters: int
+    weight_bytes: int
+    mapped: bool
     tokenizer: Tokenizer = field(compare=False, repr=False)
     recipe: str | None = None
 
@@ -127,15 +180,20 @@ def facts_of(uri: str, revision: str | None = None, dtype: str = "auto", recipe:
         if isinstance(opened, Checkpoint | ForeignCheckpoint):
             checked = check_loadable(uri, opened.config(), opened.infos, opened.side_files(), opened.layers,
                                      dtype=dtype, error=CheckpointError)
+            weights, mapped = of_checkpoint(opened, reason_against, dtype=dtype), False
         else:
-            checked = check_loadable(uri, opened.config(), opened.tensors(), opened.side_files(), dtype=dtype,
+            infos = opened.tensors()
+            checked = check_loadable(uri, opened.config(), infos, opened.side_files(), dtype=dtype,
                                      error=SourceError)
+            weights = unquantized(opened, reason_against, dtype=dtype)
+            mapped = bool(mapped_files(opened)) and {info.dtype for info in infos.values()} == {checked.dtype}
         kv = setting_of(opened.manifest.recipe) if isinstance(opened, Checkpoint) else KVSpec()
         identity = _identity(opened) if hashed else None
         quantized = isinstance(opened, Checkpoint | ForeignCheckpoint)
     parameters = sum(math.prod(shape) for shape in tensor_shapes(checked.config).values())
     return ModelFacts(uri, revision, identity, quantized, checked.config, kv,
-                      str(checked.dtype).removeprefix("torch."), parameters, checked.tokenizer, recipe)
+                      str(checked.dtype).removeprefix("torch."), parameters, weights.bytes, mapped,
+                      checked.tokenizer, recipe)
 
 
 def _identity(opened: ModelSource | AnyCheckpoint) -> str | None:

@@ -16,6 +16,7 @@ from quantkit import __version__
 from quantkit.evaluation.peers.run import PeerSpeedSettings, parse_peer
 from quantkit.evaluation.protocol import cpu_cores, cpu_name
 from quantkit.evaluation.quality.score import windows_of
+from quantkit.evaluation.quality.window_scores import LOGIT_BYTES, LOGITS
 from quantkit.evaluation.settings import EvalSettings
 from quantkit.evaluation.speed.results import SweepSettings
 from quantkit.evaluation.sweep.jobs import (
@@ -37,7 +38,7 @@ from quantkit.kv.cache import KVCache
 from quantkit.kv.spec import KVSpec
 from quantkit.ops import cpu_machine
 from quantkit.plugins.manager import current
-from quantkit.runtime.memory.scratch import comparison_bytes
+from quantkit.runtime.memory.machine import RUNTIME_BYTES
 from quantkit.support.device import find_device, gpu_name
 from quantkit.support.errors import UsageError
 
@@ -155,10 +156,21 @@ def with_needs(measurements: Sequence[Measurement], models: Sequence[ModelFacts]
 
 
 def memory_bytes(models: Sequence[ModelFacts], settings: EvalSettings) -> int:
-    """What a comparison takes of memory at most, about."""
-    return comparison_bytes(max(model.parameters for model in models), len(models),
-                            settings.floor or settings.noise_floor,
-                            settings.window * models[0].config.vocab_size)
+    """What a comparison takes of memory at most, about: one model after the other, and beside those that are
+    scored the reference's head and some logits. Pages of a file aren't needed any more then."""
+    reference, exact = models[0], settings.floor or settings.noise_floor
+    head = reference.config.vocab_size * reference.config.hidden_size * WEIGHT_BYTES * (1 + 2 * exact)
+    scoring = LOGIT_BYTES * min(LOGITS, settings.window * reference.config.vocab_size)
+    decoded = reference.weight_bytes if reference.quantized else WEIGHT_BYTES * reference.parameters
+    peaks = [decoded + scoring * (not reference.mapped), 2 * exact * WEIGHT_BYTES * reference.parameters]
+    peaks += [model.weight_bytes + head + scoring for model in models[1:]]
+    return RUNTIME_BYTES + max(peaks)
+
+
+def disk_bytes(reference: ModelFacts, texts: Sequence[PlannedText], settings: EvalSettings) -> int:
+    """What the reference leaves of all texts, in a file until the comparison ends."""
+    tokens = settings.window * sum(text.windows for text in texts)
+    return 4 * reference.config.hidden_size * tokens * (1 + (settings.floor or settings.noise_floor))
 
 
 def _quality(models: Sequence[ModelFacts], settings: EvalSettings, texts: Sequence[PlannedText],

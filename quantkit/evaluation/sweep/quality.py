@@ -11,13 +11,13 @@ import numpy as np
 from quantkit.evaluation.keys import EXACT
 from quantkit.evaluation.metric_table import registered_metrics
 from quantkit.evaluation.quality.feed import TeacherForcedModel
-from quantkit.evaluation.quality.score import score, windows_of
+from quantkit.evaluation.quality.hidden_states import HiddenStates, Runner, model_of, runner_of
+from quantkit.evaluation.quality.score import score
 from quantkit.evaluation.quality.window_scores import WindowScores
 from quantkit.evaluation.speed.decoding import weights_in_memory
-from quantkit.evaluation.sweep.jobs import Job, JobRun, with_kv
-from quantkit.evaluation.sweep.models import KEPT, ModelRef
+from quantkit.evaluation.sweep.jobs import Job, JobRun
+from quantkit.evaluation.sweep.models import ModelRef, TextWindows, with_kv
 from quantkit.evaluation.sweep.store import MeasuredData, MeasurementResult
-from quantkit.runtime.loader import LoadedModel
 from quantkit.support.frozen import Frozen
 
 Floor = Literal["none", "reference", "all"]
@@ -78,7 +78,7 @@ class QualityJob(Job[QualityData]):
         floor: the models whose rows are compared with the reference's weights in float32 arithmetic, too.
     """
 
-    data, copies = QualityData, 4
+    data = QualityData
 
     reference: ModelRef
     reference_kv: str | None
@@ -100,12 +100,20 @@ class QualityJob(Job[QualityData]):
         """Whether it is compared with float32 arithmetic."""
         return self.floor == "all" or (self.floor == "reference" and self.of_reference)
 
+    @property
+    def copies(self) -> int:
+        return 3 if self.exact else 2
+
     def seconds(self, tok_s: float) -> float:
-        """By the number of passes through a model; that in float32 counts twice."""
-        passes = len(self.kv) * (CACHED if self.prompt is not None else 1.0)
-        passes += not self.of_reference
-        passes += 2.0 * self.exact
-        return self.window * self.windows * passes / tok_s
+        """By the number of passes through the model, without those by which others are measured."""
+        return self._pass_seconds(tok_s) * (len(self.kv) - self.of_reference)
+
+    def reference_seconds(self, tok_s: float) -> float:
+        """What it takes longer where the reference hasn't read the text yet; float32 counts twice."""
+        return self._pass_seconds(tok_s) * (3 if self.exact else 1)
+
+    def _pass_seconds(self, tok_s: float) -> float:
+        return self.window * self.windows * (CACHED if self.prompt is not None else 1.0) / tok_s
 
     def measure(self, run: JobRun) -> MeasurementResult[QualityData]:
         """Score a model on a text.
@@ -114,27 +122,25 @@ class QualityJob(Job[QualityData]):
             UsageError: the text is too short.
             QuantkitError: a model can't be loaded, or its logits aren't finite.
         """
-        limit = KEPT + self.exact
-        reference = run.models.get(self.reference, run.loading, limit)
-        model = reference if self.of_reference else run.models.get(self.model, run.loading, limit)
-        ids = windows_of(reference, self.text, self.window, self.windows)
+        text = TextWindows(self.text, self.window, self.windows, self.prompt)
+        total = 1 + self.exact + len(self.kv)
         truth = None
         if self.exact:
-            wide = run.models.get(replace(self.reference, dtype="float32"), run.loading, limit)
-            truth = with_kv(wide, self.reference_kv, self.prompt)
-        runners = [with_kv(model, kv, self.prompt) for kv in self.kv]
-        if not self.of_reference:
-            runners.insert(0, with_kv(reference, self.reference_kv, self.prompt))
-        scores, distances = score(runners, ids, run.progress, self.prompt or 0, truth)
-        first = 0 if self.of_reference else 1
-        rows = []
+            truth = run.states(replace(self.reference, dtype="float32"), self.reference_kv, text,
+                               run.part(0, 1, total))
+        reference = run.states(self.reference, self.reference_kv, text, run.part(self.exact, 1, total))
+        scored: list[Runner | HiddenStates] = [reference] if self.of_reference else []
+        scored += [with_kv(run.load(self.model), kv, self.prompt) for kv in self.kv[len(scored):]]
+        ids = reference.tokens
+        scores, distances = score(scored, ids, run.part(1 + self.exact, len(scored), total), self.prompt or 0,
+                                  truth, reference=reference)
         arrays: dict[str, np.ndarray] = {"ids": ids.numpy().astype(np.int32)}
-        for number, place in enumerate(range(first, len(runners))):
-            rows.append(_row(runners[place], model, scores, distances, place))
-            arrays |= _named(number, "", scores, place)
-            if distances is not None and self.of_reference and number == 0:
-                arrays |= _named(number, "exact_", distances, place)
-        tokenizer = reference.tokenizer
+        for number in range(len(scored)):
+            arrays |= _named(number, "", scores, number)
+        if distances is not None and self.of_reference:
+            arrays |= _named(0, "exact_", distances, 0)
+        rows = [_row(runner_of(model), scores, distances, number) for number, model in enumerate(scored)]
+        tokenizer = model_of(reference.runner).tokenizer
         return MeasurementResult(QualityData(
             tokens=hashlib.sha256(ids.numpy().astype("<i8").tobytes()).hexdigest(),
             bos=tokenizer.first_id is not None, rows=tuple(rows),
@@ -142,8 +148,8 @@ class QualityJob(Job[QualityData]):
             arrays)
 
 
-def _row(runner: LoadedModel | TeacherForcedModel, model: LoadedModel, scores: WindowScores,
-         distances: WindowScores | None, place: int) -> QualityRow:
+def _row(runner: Runner, scores: WindowScores, distances: WindowScores | None, place: int) -> QualityRow:
+    model = model_of(runner)
     means = {name: np.stack(values).tolist() for name, values in scores.means[place].items()}
     if distances is not None:
         means[EXACT] = np.stack(distances.means[place][EXACT]).tolist()

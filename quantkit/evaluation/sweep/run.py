@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from quantkit.evaluation.protocol import cpu_name
-from quantkit.evaluation.sweep.jobs import Measurement, Place, run_job
+from quantkit.evaluation.sweep.jobs import Job, Measurement, Place, run_job
 from quantkit.evaluation.sweep.models import LoadedModels, ModelFacts
+from quantkit.evaluation.sweep.quality import QualityJob
 from quantkit.evaluation.sweep.store import (
     Data,
     MeasuredData,
@@ -62,7 +63,7 @@ def store_of(keep: bool) -> MeasurementStore:
 
 def measured(measurements: Sequence[Measurement], model: ModelFacts, *, keep: bool, fresh: bool = False,
              device: str = "auto", executor: str = "local", progress: Listener = silent,
-             loading: Listener = silent, memory: int = 0,
+             loading: Listener = silent, memory: int = 0, disk: int = 0,
              announce: Callable[[str], object] = lambda text: None) -> list[MeasurementResult[MeasuredData]]:
     """The results of measurements: from an earlier run where they are kept, else made now.
 
@@ -73,7 +74,7 @@ def measured(measurements: Sequence[Measurement], model: ModelFacts, *, keep: bo
         fresh: whether what was kept before is measured anew.
         device, executor: where measurements are done.
         progress, loading: see :func:`run_measurements`.
-        memory: bytes that this takes, about.
+        memory, disk: bytes that this takes, about.
         announce: told so in a sentence, before a weight is read.
 
     Raises:
@@ -91,7 +92,8 @@ def measured(measurements: Sequence[Measurement], model: ModelFacts, *, keep: bo
         if memory:
             free = available_memory()
             short = f", and {human_bytes(free)} are free" if free is not None and free < memory else ""
-            announce(f"this takes about {human_bytes(memory)} of memory{short}")
+            announce(f"this takes about {human_bytes(memory)} of memory{short}; until it ends, "
+                     f"{human_bytes(disk)} of disk")
         missing = with_seconds([measurements[number] for number in numbers], model)
         with closing(make_executor(executor, find_device(device), gpus=True)) as runs:
             for number, result in run_measurements(missing, store, runs, progress, loading):
@@ -105,8 +107,15 @@ def with_seconds(measurements: Sequence[Measurement], model: ModelFacts) -> list
     """Measurements with the seconds that they may take, from a model's size and this machine's arithmetic."""
     if not measurements:
         return []
-    tok_s = SHARE * operations() / (2 * model.parameters)
-    return [replace(measurement, seconds=measurement.job.seconds(tok_s)) for measurement in measurements]
+    tok_s, read, timed = SHARE * operations() / (2 * model.parameters), set[str](), []
+    for measurement in measurements:
+        job: Job[MeasuredData] = measurement.job
+        seconds = job.seconds(tok_s)
+        if isinstance(job, QualityJob) and job.text not in read:
+            seconds += job.reference_seconds(tok_s)
+            read.add(job.text)
+        timed.append(replace(measurement, seconds=seconds))
+    return timed
 
 
 def run_measurements(measurements: Sequence[Measurement], store: MeasurementStore, executor: Executor,

@@ -155,7 +155,12 @@ def _read(place: Path, key: Mapping[str, Any], kind: type[Data]) -> MeasurementR
     return MeasurementResult(data, load(arrays), content["measured"], content["seconds"])
 
 
-def user_store() -> MeasurementStore:
-    """The store in the user's cache folder, or in ``QUANTKIT_CACHE``."""
+def user_folder() -> Path | None:
+    """Where measurements are kept: in the user's cache folder, or in ``QUANTKIT_CACHE``."""
     base = cache_folder()
-    return MeasurementStore(None if base is None else base.with_name("evaluations"))
+    return None if base is None else base.with_name("evaluations")
+
+
+def user_store() -> MeasurementStore:
+    """The store in :func:`user_folder`."""
+    return MeasurementStore(user_folder())

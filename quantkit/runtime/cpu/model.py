@@ -141,6 +141,9 @@ class CpuModel(ProgramModel):
         """What is behind the final norm, ``[..., hidden]`` → ``[..., vocab]``."""
         return self._model.head(x)
 
+    def head_alone(self) -> CausalLM:
+        return self._model.head_alone()
+
     def reason_against(self, cache: KVCache) -> str | None:
         return reason_against_cache(cache)
 

@@ -6,6 +6,7 @@ are there: so a request's tokens depend on nothing but the request.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
@@ -130,6 +131,10 @@ class GpuModel(ProgramModel):
     Args:
         model: built on the CPU, its weights as their files have them; they are moved and let go of.
         done: called when some weights are on the device.
+
+    Attributes:
+        weight_bytes: bytes of all weights on the device but norms: those of :attr:`step_bytes`, and the
+            embedding.
     """
 
     max_rows = GPU_ROWS
@@ -144,17 +149,19 @@ class GpuModel(ProgramModel):
         with gpu.current(device):
             self._program = GpuProgram(model, device, done)
         self._caches: WeakKeyDictionary[KVCache, _CacheOnDevice] = WeakKeyDictionary()
+        table = model.embedding
+        self.weight_bytes = self.step_bytes + (0 if table is model.head.weight else table.nbytes)
 
     @property
     def step_bytes(self) -> int:
         """Bytes of weights that a decode step reads."""
         return self._program.step_bytes
 
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of all weights on the device but norms: those of :attr:`step_bytes`, and the embedding."""
-        table = self._model.embedding
-        return self._program.step_bytes + (0 if table is self._model.head.weight else table.nbytes)
+    def head_alone(self) -> GpuModel:
+        alone = copy.copy(self)
+        alone._model, alone._program = self._model.head_alone(), self._program.head_alone()
+        alone._caches = WeakKeyDictionary()
+        return alone
 
     def on_device(self) -> AbstractContextManager[object]:
         return gpu.current(self.device)

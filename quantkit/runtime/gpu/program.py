@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -87,6 +88,12 @@ class GpuProgram:
         self._hadamard = signs.to(device), mix.to(device)
         self._cos_sin: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._angles_now = self.moves = 0
+
+    def head_alone(self) -> GpuProgram:
+        """What :meth:`logits` needs of it."""
+        alone = copy.copy(self)
+        alone._layers, alone._table = [], None
+        return alone
 
     def pages(self, cache: KVCache) -> list[LayerPages]:
         """The pages of all layers, where they lie now."""

@@ -40,8 +40,6 @@ TABLE_WIDTH = 16
 """Pages of a head for which a GPU's tables have room at first."""
 PAGE_NUMBER_BYTES = 40
 """Of a page's number: in a list, as an integer, and in a step's table."""
-LOGIT_BYTES = 12
-"""Of a logit with its copies while a window is scored."""
 FLOAT = 4
 
 
@@ -177,15 +175,3 @@ def gpu_table_bytes(cache: KVCache, sequences: int, context: int) -> int:
     return 4 * table_size(sequences + 1) * len(cache.layers) * cache.heads * entries * 3 // 2
 
 
-def comparison_bytes(parameters: int, models: int, noise_floor: bool, logits: int) -> int:
-    """What a comparison takes of memory at most, about: the reference and the scored model in 16 bits, with a
-    noise floor the reference in float32 too, and the logits of a window.
-
-    Args:
-        parameters: the number that the largest model has.
-        models: the number of models that are compared.
-        noise_floor: whether the reference is scored in float32 too.
-        logits: the number of logits of a window.
-    """
-    return RUNTIME_BYTES + 2 * parameters * (min(models, 2) + 2 * noise_floor) + (
-        logits * LOGIT_BYTES * (2 + noise_floor))

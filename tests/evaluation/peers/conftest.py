@@ -9,6 +9,7 @@ import torch
 
 from quantkit.evaluation.peers.row import peer_row
 from quantkit.evaluation.peers.run import measure_peer
+from quantkit.evaluation.quality.hidden_states import HiddenStates
 from quantkit.evaluation.result import ModelResult
 from quantkit.runtime.loader import LoadedModel, load
 from quantkit.testing import tiny_model
@@ -16,9 +17,11 @@ from quantkit.testing import tiny_model
 TEXT = "the cat and dog in house of a man sat on red mat with tall hat. " * 20
 
 
-def run_peer(*arguments: Any) -> ModelResult:
+def run_peer(peer: str, texts: dict[str, torch.Tensor], prompt: int, reference: LoadedModel,
+             *more: Any) -> ModelResult:
     """The row that :func:`measure_peer` comes to."""
-    return peer_row(measure_peer(*arguments))
+    states = {name: HiddenStates(reference, windows, prompt) for name, windows in texts.items()}
+    return peer_row(measure_peer(peer, states, prompt, reference, *more))
 
 
 @pytest.fixture(scope="session")

@@ -74,11 +74,12 @@ def test_another_tokenizer_is_refused(reference, windows, tmp_path):
         run_peer(f"transformers({other})", {"one": windows}, 0, reference)
 
 
-def test_ids_beyond_the_vocabulary_are_refused(folder, reference, windows):
+def test_ids_beyond_the_vocabulary_are_refused(folder, reference, windows, tmp_path):
+    larger = load(str(tiny_model(tmp_path / "larger", vocab_size=320)))
     wrong = windows.clone()
     wrong[1, 3] = reference.config.vocab_size
     with pytest.raises(UsageError, match=f"vocabulary of {reference.config.vocab_size} tokens"):
-        run_peer(f"transformers({folder})", {"one": wrong}, 0, reference)
+        run_peer(f"transformers({folder})", {"one": wrong}, 0, larger)
 
 
 def test_a_folder_that_is_not_there(reference, windows, tmp_path, monkeypatch):

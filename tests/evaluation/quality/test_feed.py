@@ -66,7 +66,7 @@ def exact(tmp_path):
 def test_chunks_equal_one_token_at_a_time(exact, kv):
     window = torch.randint(4, 300, (150,), generator=torch.Generator().manual_seed(1))
     forced = TeacherForcedModel(exact, parse_kv(kv), 60)
-    got = forced.logits(window)
+    got = exact.model.logits(forced.hidden(window))
     cache = KVCache(exact.config, parse_kv(kv), exact.dtype)
     row, alone = cache.add(), []
     batch = Batch(cache, [row], "prefill_end")

@@ -114,8 +114,8 @@ def test_different_vocabularies(loaded, tmp_path):
 
 def test_the_reference_runs_once_a_window(plain, monkeypatch):
     other, calls = perturbed(plain, 0.3), []
-    run = type(plain.model).__call__
-    monkeypatch.setattr(type(plain.model), "__call__",
+    run = type(plain.model).hidden
+    monkeypatch.setattr(type(plain.model), "hidden",
                         lambda self, *a, **k: calls.append(self) or run(self, *a, **k))
     compare([plain, other], windows_of(plain, TEXT, 20, 3))
     assert [self is plain.model for self in calls] == [True, False] * 3
@@ -125,7 +125,7 @@ def test_the_reference_runs_once_a_window(plain, monkeypatch):
 def test_how_many_positions_are_scored_at_once_changes_nothing(plain, monkeypatch, rows):
     models, tokens = [plain, perturbed(plain, 0.3)], windows_of(plain, TEXT, 20, 2)
     usual = compare(models, tokens)
-    monkeypatch.setattr(window_scores, "ROWS", rows)
+    monkeypatch.setattr(window_scores, "LOGITS", rows * plain.config.vocab_size)
     for one, found in zip(usual, compare(models, tokens)):
         for name in one:
             assert found[name].value == pytest.approx(one[name].value, rel=1e-5, abs=1e-7)
@@ -147,14 +147,14 @@ def test_of_a_long_text_only_a_beginning_is_tokenized(loaded, monkeypatch):
 
 
 def test_an_infinite_logit_is_an_error_too(loaded, monkeypatch):
-    run = type(loaded.model).__call__
+    run = type(loaded.model).logits
 
-    def broken(self, *rest, **more):
-        logits = run(self, *rest, **more).clone()
-        logits[0, 3, 5] = torch.inf
+    def broken(self, x):
+        logits = run(self, x).clone()
+        logits[3, 5] = torch.inf
         return logits
 
-    monkeypatch.setattr(type(loaded.model), "__call__", broken)
+    monkeypatch.setattr(type(loaded.model), "logits", broken)
     with pytest.raises(QuantkitError, match="not finite") as caught:
         compare([loaded], windows_of(loaded, TEXT, 8, 1))
     assert "window 0" in caught.value.why and "bfloat16" in caught.value.why

@@ -40,7 +40,7 @@ def mine(metric, owner="quantkit-mine"):
 
 @pytest.mark.parametrize("rows", [1, 7, 1000])
 def test_a_metric_of_whole_windows_sees_whole_windows(monkeypatch, rows):
-    monkeypatch.setattr(window_scores, "ROWS", rows)
+    monkeypatch.setattr(window_scores, "LOGITS", rows * 11)
     lengths = []
 
     def largest(reference, candidate, targets):
@@ -56,7 +56,7 @@ def test_a_metric_of_whole_windows_sees_whole_windows(monkeypatch, rows):
 
 @pytest.mark.parametrize("rows", [1, 7, 1000])
 def test_statistics_of_a_run_are_means_over_all_tokens(monkeypatch, rows):
-    monkeypatch.setattr(window_scores, "ROWS", rows)
+    monkeypatch.setattr(window_scores, "LOGITS", rows * 11)
     data = windows()
     metric = Metric("deviation", lambda r, c, t: torch.stack([c[:, 0], c[:, 0] ** 2], 1),
                     lambda mean: np.sqrt(mean[..., 1] - mean[..., 0] ** 2), per="run")

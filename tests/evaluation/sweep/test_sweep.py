@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import shutil
+import weakref
 
 import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
 from quantkit.evaluation.metrics import KL
+from quantkit.evaluation.quality.hidden_states import HiddenStates
 from quantkit.evaluation.run import evaluate
 from quantkit.evaluation.settings import EvalSettings
 from quantkit.evaluation.suite import SuiteText
+from quantkit.evaluation.sweep import models
 from quantkit.evaluation.sweep.ahead import look_ahead
 from quantkit.evaluation.sweep.models import facts_of
 from quantkit.evaluation.sweep.quality import QualityJob
 from quantkit.evaluation.tasks.score import wilson
 from quantkit.kv.spec import parse_kv
+from quantkit.runtime.loader import load
 from quantkit.support.errors import QuantkitError, Stopped
 
 SETTINGS = EvalSettings(window=32, windows=3, speed=False, keep=True, floor=True, texts=(
@@ -83,6 +88,30 @@ def test_a_stopped_run_goes_on(tiny, int8, cache, work, error, raised):
     resumed = evaluate(models, SETTINGS)
     assert len(done) == 4 and (done[-1].model.uri, done[-1].windows) == (str(int8), 2)
     assert plain(resumed) == plain(evaluate(models, dataclasses.replace(SETTINGS, keep=False)))
+
+
+def test_one_model_is_in_memory_and_the_reference_reads_a_text_once(tiny, int8, int4, cache, monkeypatch):
+    alive, loads, reads = [], [], []
+
+    def load_alone(uri, **more):
+        gc.collect()
+        assert not [layers for layers in alive if layers() is not None]
+        loaded = load(uri, **more)
+        alive.append(weakref.ref(loaded.model._model.layers[0]))
+        loads.append((uri, more["dtype"]))
+        return loaded
+
+    class Watched(HiddenStates):
+        def __init__(self, runner, *more):
+            reads.append(str(runner.dtype))
+            super().__init__(runner, *more)
+
+    monkeypatch.setattr(models, "load", load_alone)
+    monkeypatch.setattr(models, "HiddenStates", Watched)
+    evaluate([str(tiny), str(int8), str(int4)], SETTINGS)
+    assert reads == ["torch.float32", "torch.bfloat16"] * 2, "for two texts, whatever the number of variants"
+    assert [uri for uri, _ in loads] == [str(tiny)] * 4 + [str(int8), str(int4)]
+    assert len(list(cache.iterdir())) == 6, "measurements, and nothing else"
 
 
 def test_each_text_has_a_row_and_all_together_the_mean(tiny, int8, cache):

@@ -96,6 +96,16 @@ def test_every_way_to_keep_the_cache(folder, simulated, kv):
     assert plain.std() > 0.1 and (ours - plain).abs().max() < 2e-4 * plain.abs().max()
 
 
+@torch.inference_mode()
+def test_the_head_alone(tmp_path, simulated):
+    folder = tiny_model(tmp_path / "m", **SMALL | {"tie_word_embeddings": False})
+    simulated()
+    model = load(str(folder)).model
+    hidden, alone = torch.randn(5, 64), model.head_alone()
+    assert isinstance(alone, GpuModel) and torch.equal(alone.logits(hidden), model.logits(hidden))
+    assert alone.weight_bytes == model.weight_bytes > model.step_bytes
+
+
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.inference_mode()
