@@ -28,6 +28,7 @@ from quantkit.executor.ray import make_executor
 from quantkit.formats.base import QuantizedTensor
 from quantkit.models.architecture import EMBEDDING, layer_of, parse_config
 from quantkit.models.linear import Weights
+from quantkit.ops.reference import fast_float32
 from quantkit.plugins.manager import current, registry
 from quantkit.quantization.calibration.data import (
     calibration_facts,
@@ -45,7 +46,7 @@ from quantkit.quantization.calibration.importance import (
     weighed_windows,
     weighing_steps,
 )
-from quantkit.quantization.calibration.runner import LayerRunner
+from quantkit.quantization.calibration.runner import LayerRunner, original_weights
 from quantkit.quantization.calibration.spill import Spill
 from quantkit.quantization.memory import EMBEDDING_UNIT, REST_UNIT, PlanRow, layer_unit
 from quantkit.quantization.methods.base import LayerStats
@@ -146,6 +147,7 @@ def quantize(uri: str, recipe: str | Recipe, out: str | Path, *, revision: str |
         warn_if_quantized(source)
         if isinstance(executor, str):
             executor = ends.enter_context(closing(make_executor(executor, place)))
+        ends.enter_context(fast_float32())
         result = _Run(source, plan, Path(out), strict, progress, origin, executor, place)(start)
     current().notify("on_run_finished", kind="quantize", summary=result.to_dict())
     return result
@@ -237,8 +239,8 @@ class _Run:
         return identity if self.job is None else identity | {"recovery_text": self.job.text.sha256}
 
     def weights(self) -> Weights:
-        """The original model's, in float32 on the run's device."""
-        return Weights(self.read, self.source.tensors().__contains__, torch.float32, device=self.device)
+        """The original model's, on the run's device."""
+        return original_weights(self.source, self.device)
 
     def _write_text(self, writer: CheckpointWriter) -> None:
         """Let the model write what it is calibrated on, if it shall; once a run."""

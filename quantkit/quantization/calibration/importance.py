@@ -349,7 +349,7 @@ def balanced(squares: torch.Tensor) -> torch.Tensor:
 
 # -- kept in the user's cache folder by model and text: the walks depend neither on the bits nor on the method
 
-DRAWS = 2
+DRAWS = 3
 """Number of the way in which answers are drawn."""
 LEAST_GRADIENTS = 1 << 16
 """Numbers: fewer are found again as quickly as they are looked for."""

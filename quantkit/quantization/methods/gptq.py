@@ -265,7 +265,11 @@ def _descend_tiles(weight: torch.Tensor, levels: torch.Tensor, grid: Grid, form:
     rows, size = len(weight), weight.shape[1] // grid.scale.shape[1]
     scale, zero = columns.tiles(grid.scale, 1.0), columns.tiles(grid.zero)
     tiled = columns.tiles(weight)
-    slopes = form @ _errors_of_tiles(tiled, levels, scale, zero)
+
+    def slopes_now() -> torch.Tensor:
+        return columns.tiles(columns.untile(_errors_of_tiles(tiled, levels, scale, zero), rows) @ form)
+
+    slopes = slopes_now()
 
     def descend_columns(dtype: str | None, descent_passes: int, refits: int) -> None:
         columns.descend_columns(slopes, levels, scale, zero, form, spec.bits, dtype, descent_passes, refits)
@@ -274,7 +278,7 @@ def _descend_tiles(weight: torch.Tensor, levels: torch.Tensor, grid: Grid, form:
         better = descend_scales(weight, columns.untile(levels, rows), _untiled(scale, zero, rows), form, spec,
                                 refits)
         scale.copy_(columns.tiles(better.scale, 1.0))
-        torch.matmul(form, _errors_of_tiles(tiled, levels, scale, zero), out=slopes)
+        slopes.copy_(slopes_now())
 
     if not refits or size <= columns.LARGEST_GROUP:
         descend_columns(dtype_name(scale_dtype(spec)) if refits else None, options.descent_passes, refits)
@@ -294,8 +298,8 @@ def _descend_in_turns(weight: torch.Tensor, levels: torch.Tensor, grid: Grid, fo
         grid = refit_scales(weight, columns.untile(levels, rows), grid, form, spec,
                             options.refit if last else min(options.refit, 1))
         if not last:
-            off = columns.tiles(weight - from_grid(columns.untile(levels, rows), grid))
-            columns.descend_columns(form @ off, levels, columns.tiles(grid.scale, 1.0),
+            off = weight - from_grid(columns.untile(levels, rows), grid)
+            columns.descend_columns(columns.tiles(off @ form), levels, columns.tiles(grid.scale, 1.0),
                                     columns.tiles(grid.zero), form, spec.bits, None, 1, 0, rising(spec))
     return columns.untile(levels, rows), grid
 
