@@ -48,6 +48,7 @@ from quantkit.quantization.calibration.importance import (
 )
 from quantkit.quantization.calibration.runner import LayerRunner, original_weights
 from quantkit.quantization.calibration.spill import Spill
+from quantkit.quantization.effort import Effort, with_effort
 from quantkit.quantization.memory import EMBEDDING_UNIT, REST_UNIT, PlanRow, layer_unit
 from quantkit.quantization.methods.base import LayerStats
 from quantkit.quantization.planning.plan import ASSEMBLING, QUANTIZING, WRITING, Plan, make_plan
@@ -111,7 +112,7 @@ class QuantizeResult:
 def quantize(uri: str, recipe: str | Recipe, out: str | Path, *, revision: str | None = None,
              calibration: CalibrationSpec | None = None, strict: bool = False,
              progress: Listener = silent, executor: str | Executor = "local",
-             device: str = "cpu") -> QuantizeResult:
+             device: str = "cpu", effort: Effort | None = None) -> QuantizeResult:
     """Quantize a model into a checkpoint folder.
 
     Args:
@@ -124,6 +125,8 @@ def quantize(uri: str, recipe: str | Recipe, out: str | Path, *, revision: str |
         progress: called before each unit and once at the end.
         executor: solves the Linears: ``local``, ``ray``, or one that stays open.
         device: the device on which calibrated recipes compute: ``cpu``, ``cuda``, or ``auto``.
+        effort: how much time the run may take, in place of what a recipe says that is named; see
+            :mod:`quantkit.quantization.effort`.
 
     Warns:
         UserWarning: of what is bad about the calibration data, of sources that aren't pinned, and of a model
@@ -137,13 +140,16 @@ def quantize(uri: str, recipe: str | Recipe, out: str | Path, *, revision: str |
     start = time.monotonic()
     refuse_existing(out, uri)
     place = find_device(device)
-    loaded = load_recipe(recipe) if isinstance(recipe, str) else recipe
+    if isinstance(recipe, str):
+        recipe = load_recipe(recipe, effort)
+    elif effort is not None:
+        recipe = with_effort(recipe, effort)
     if calibration is not None:
-        loaded = loaded.model_copy(update={"calibration": calibration})
-    origin = ModelOrigin(uri, revision, loaded)
+        recipe = recipe.model_copy(update={"calibration": calibration})
+    origin = ModelOrigin(uri, revision, recipe)
     with ExitStack() as ends:
         source = ends.enter_context(closing(origin.open()))
-        plan = make_plan(loaded, source)
+        plan = make_plan(recipe, source)
         warn_if_quantized(source)
         if isinstance(executor, str):
             executor = ends.enter_context(closing(make_executor(executor, place)))
