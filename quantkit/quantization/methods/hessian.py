@@ -146,8 +146,8 @@ def _upper(hessian: torch.Tensor, damping: float, order: torch.Tensor) -> torch.
 
 
 def _factorize_(matrix: torch.Tensor) -> bool:
-    """Put the upper factor ``R`` of a symmetric matrix ``Rᵀ R`` in its place, a block of rows at a time; whether
-    it is positive definite."""
+    """Put the upper factor ``R`` of a symmetric matrix ``Rᵀ R`` in its place, a block of rows at a time;
+    whether it is positive definite."""
     size, whole = len(matrix), _whole(matrix)
     for start in range(0, size, whole):
         stop = min(start + whole, size)
