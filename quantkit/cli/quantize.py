@@ -62,7 +62,7 @@ MIXED = "mixed"
                    "left out.")
 @click.option("--seed", type=click.IntRange(min=0), metavar="N", help="Seed that chooses the windows.")
 @click.option("--effort", type=click.Choice(["fast", "default"]),
-              help="How much time it may take: fast calibrates on 8 windows, weighs no tokens and leaves out "
+              help="How much time it may take: fast calibrates on 6 windows, weighs no tokens and leaves out "
                    "what improves a solution. (The recipe's, mostly default.)")
 @click.option("--executor", type=click.Choice(["local", "ray"]), default="local", show_default=True,
               help="Where layers are quantized: in this process, or on a Ray cluster (the one that "

@@ -8,22 +8,20 @@ differs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from quantkit.plugins.manager import registry
 
 if TYPE_CHECKING:
+    from quantkit.quantization.methods.base import Method
     from quantkit.quantization.recipe import Candidate, Recipe
 
 Effort = Literal["default", "fast"]
 Choice = TypeVar("Choice", bound="Candidate")
-FAST_WINDOWS = 8
+FAST_WINDOWS = 6
 """Windows of calibration text at most, when a run shall be fast."""
 EQUAL_TOKENS = {"importance": "equal"}
 """Spares the walks forward and backward that weigh tokens."""
-NO_DRIFT = {"drift": 0}
-"""Spares the walk of the original model beside the quantized one."""
 
 
 def with_effort(recipe: Recipe, effort: Effort) -> Recipe:
@@ -51,8 +49,5 @@ def _quick(choice: Choice) -> Choice:
     methods = registry("methods")
     if choice.method is None or choice.method not in methods:
         return choice
-    method = methods.get(choice.method)
-    options: Mapping[str, Any] = choice.options | method.quick
-    if "drift" in method.options.model_fields:
-        options = {**options, **NO_DRIFT}
-    return choice.model_copy(update={"options": dict(options)})
+    method: Method = methods.get(choice.method)
+    return choice.model_copy(update={"options": choice.options | method.quick})

@@ -10,20 +10,29 @@ import torch
 from quantkit.ops.reference import fast_float32
 from quantkit.quantization.memory import PlanRow
 from quantkit.quantization.planning.plan import Plan
-from quantkit.quantization.planning.steps import measure_operations, solve_operations, walk_operations
+from quantkit.quantization.planning.steps import (
+    handle_operations,
+    measure_operations,
+    solve_operations,
+    walk_operations,
+)
 from quantkit.quantization.transforms.channel_scales import AWQ_ROWS
 
 PROBE = 512
 """Rows and columns of the product that is timed."""
 OPENING = 0.5
 """Seconds that every run takes to open the model and to finish the checkpoint."""
-WEIGHED = 0.7
-"""Walks of all calibration tokens that weighing some of them is as long as."""
+WEIGHED = 5.0
+"""Walks of the tokens of ``importance_windows`` through layers and head that weighing tokens is as long
+as."""
 AWQ_SCALES = 42
 """Scales that awq tries for a layer, each a product of some rows with the Hessian."""
 KNOWN_TRANSFORMS = {"awq", "smoothquant"}
 """Transforms whose time is known; smoothquant takes none to speak of."""
-FASTEST = 0.75
+MEASURED_RATE = 4.3e11
+"""Operations a second of the machine on which :mod:`~quantkit.quantization.planning.steps` was measured. One
+with slower arithmetic has not so much slower memory."""
+FASTEST = 0.7
 SLOWEST = 1.4
 """What an estimate is multiplied by for its ends."""
 
@@ -61,7 +70,7 @@ def expected_seconds(plan: Plan, rate: float) -> Duration | None:
     if plan.recipe.recover is not None or (spec is not None and spec.self_written) or (
             not transforms <= KNOWN_TRANSFORMS):
         return None
-    total = 0.0
+    total = handling = 0.0
     inputs: dict[tuple[int | None, str], PlanRow] = {}
     for row in plan.rows:
         if row.method is None:
@@ -69,6 +78,7 @@ def expected_seconds(plan: Plan, rate: float) -> Duration | None:
         if row.method not in ("rtn", "nf4", "gptq"):
             return None
         total += solve_operations(row, plan)
+        handling += handle_operations(row)
         if "hessian" in plan.measured.get(row.name, ()):
             inputs[row.layer, row.shares] = row
         if "awq" in transforms and row.layer is not None and row.name in plan.measured:
@@ -76,8 +86,12 @@ def expected_seconds(plan: Plan, rate: float) -> Duration | None:
     if spec is not None:
         tokens = spec.windows * spec.window
         weights = sum(row.shape[0] * row.shape[1] for row in plan.rows if row.layer is not None)
-        total += (1 + bool(plan.drift) + WEIGHED * plan.weighed) * walk_operations(weights, tokens)
+        total += (1 + bool(plan.drift)) * walk_operations(weights, tokens)
+        if plan.weighed:
+            outside = sum(row.shape[0] * row.shape[1] for row in plan.rows if row.layer is None)
+            total += WEIGHED * walk_operations(weights + outside,
+                                               min(spec.windows, spec.importance_windows) * spec.window)
         total += sum(measure_operations(row.shape[1], tokens, row.name in plan.drift)
                      for row in inputs.values())
-    seconds = OPENING + total / rate
+    seconds = OPENING + total / rate + handling / (rate * MEASURED_RATE) ** 0.5
     return Duration(FASTEST * seconds, SLOWEST * seconds)

@@ -1,4 +1,4 @@
-"""What the steps of a run cost in arithmetic: the estimate before it and progress within a layer rest on that.
+"""What the steps of a run cost in arithmetic, on which its estimate and the progress within a layer rest.
 
 Costs are operations, at the speed of a large product in float32. The constants were measured on a model of
 1.5B parameters on 2 cores of an AMD EPYC with AVX-512 and its bfloat16, on 28 November 2026.
@@ -16,18 +16,24 @@ from quantkit.quantization.planning.plan import Plan
 if TYPE_CHECKING:
     from quantkit.quantization.solve import Solved
 
-ROUNDED = 2.5e3
+ROUNDED = 6e3
 """Operations a weight of reading, rounding, packing, writing and rereading."""
-TRELLIS = 17
+TRELLIS = 34
 """Operations a weight and state of searching a trellis."""
+TRELLIS_SOLVED = 32.0
+"""Products of a weight with its Hessian that solving it in a trellis is as long as."""
 SOLVED = 0.5
 """Products of a weight with its Hessian that solving the columns is as long as."""
 COMPARED = 1.2
 """The same of comparing with plain rounding."""
+SOLVED_WEIGHT = 1.2e4
+"""Operations a weight that descent and comparing take beside products."""
 FACTORED = 1.2
 """Operations of factorizing a Hessian, over the cube of its side."""
 OBSERVED = 0.6
 """Products of the calibration tokens with themselves that summing up a Hessian is as long as."""
+TOUCHED = 2e3
+"""Operations that a number of a Linear's input takes beside products."""
 WALKED = 1.1
 WALKED_BF16 = 0.75
 """Products of the calibration tokens with all weights that a walk through a model is as long as."""
@@ -40,22 +46,28 @@ def walk_operations(weights: int, tokens: int) -> float:
 
 def measure_operations(size: int, tokens: int, drift: bool) -> float:
     """Of the Hessian of an input of ``size`` channels, and of its drift."""
-    return 2 * (OBSERVED + drift) * tokens * size ** 2
+    return tokens * size * (2 * (OBSERVED + drift) * size + TOUCHED)
 
 
 def solve_operations(row: PlanRow, plan: Plan) -> float:
-    """Of solving and storing a Linear; a Hessian that it shares with others counts for each."""
+    """Of solving a Linear; a Hessian that it shares with others counts for each."""
     weights, size = row.shape[0] * row.shape[1], row.shape[1]
-    operations = ROUNDED * weights
+    if row.spec is not None and row.spec.window is not None:
+        products = TRELLIS_SOLVED * (row.name in plan.measured)
+        return (TRELLIS * 2**row.spec.window + 2 * products * size) * weights
+    operations = 0.0
     if row.method == "gptq" and row.name in plan.measured:
         options = row.options
         passes = options["descent_passes"] + options["refit"]
         products = (SOLVED + passes + (passes > 0) + COMPARED * options["compare"]
                     + (row.name in plan.drift and options["drift"] > 0))
-        operations += 2 * products * weights * size + FACTORED * size ** 3
-    if row.spec is not None and row.spec.window is not None:
-        operations += TRELLIS * 2**row.spec.window * weights
+        operations = 2 * products * weights * size + FACTORED * size ** 3
     return operations
+
+
+def handle_operations(row: PlanRow) -> float:
+    """Of all that goes through a Linear's weights one by one: memory decides how long that takes."""
+    return (ROUNDED + SOLVED_WEIGHT * bool(row.options.get("compare"))) * row.shape[0] * row.shape[1]
 
 
 class LayerProgress:
@@ -71,21 +83,16 @@ class LayerProgress:
         self._rows = {row.name: row for row in rows if row.method}
         spec = plan.calibration
         self._tokens = 0 if spec is None else spec.windows * spec.window
-        self._streams = 1 + bool(plan.drift)
-        self._done = 0.0
-        shared = {row.shares: row.name for row in self._rows.values()}
-        self._total = self._walk([row.name for row in rows]) + self._measure(shared.values()) + sum(
-            solve_operations(row, plan) for row in self._rows.values())
-        self._solved = 0
+        self._done, self._solved = 0.0, 0
+        self._total = self._measure(self._rows) + self._walk(self._rows) + sum(map(self._solve, self._rows))
 
     def measuring(self, names: Sequence[str]) -> None:
         """What enters these Linears is about to be measured."""
         self._say("measuring the input of", next(iter(names), ""))
 
     def measured(self, names: Sequence[str]) -> None:
-        """That is done."""
-        shared = {self._rows[name].shares: name for name in names if name in self._rows}
-        self._done += self._measure(shared.values())
+        """That is done, and the original model's tokens have gone through them where drift is measured."""
+        self._done += self._measure(names)
 
     def solving(self, solved: Iterable[Solved], names: Sequence[str]) -> Iterator[Solved]:
         """The same solved Linears; each one's name is told before it is asked for."""
@@ -94,7 +101,7 @@ class LayerProgress:
             self._say("solving", name)
             yield next(results)
             self._solved += 1
-            self._done += solve_operations(self._rows[name], self._plan)
+            self._done += self._solve(name)
 
     def walked(self, names: Sequence[str]) -> None:
         """The tokens have gone through these Linears."""
@@ -105,14 +112,19 @@ class LayerProgress:
             self._tell(min(1.0, self._done / max(self._total, 1.0)),
                        f"{verb} {_short(name)}, {self._solved} of {len(self._rows)} Linears done")
 
+    def _solve(self, name: str) -> float:
+        return solve_operations(self._rows[name], self._plan) + handle_operations(self._rows[name])
+
     def _walk(self, names: Iterable[str]) -> float:
-        weights = sum(self._rows[name].shape[0] * self._rows[name].shape[1] for name in names
-                      if name in self._rows)
-        return self._streams * walk_operations(weights, self._tokens)
+        shapes = [self._rows[name].shape for name in names]
+        return walk_operations(sum(rows * columns for rows, columns in shapes), self._tokens)
 
     def _measure(self, names: Iterable[str]) -> float:
-        return sum(measure_operations(self._rows[name].shape[1], self._tokens, name in self._plan.drift)
-                   for name in names if "hessian" in self._plan.measured.get(name, ()))
+        plan, operations = self._plan, self._walk(names) if self._plan.drift else 0.0
+        inputs = {self._rows[name].shares: self._rows[name] for name in names
+                  if "hessian" in plan.measured.get(name, ())}
+        return operations + sum(measure_operations(row.shape[1], self._tokens, row.name in plan.drift)
+                                for row in inputs.values())
 
 
 def _short(name: str) -> str:
