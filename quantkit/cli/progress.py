@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, ClassVar
 
@@ -14,11 +14,16 @@ from quantkit.support.progress import ProgressEvent, WorkPhase
 from quantkit_kernels.kept import cache_folder, is_writable
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
     from rich.progress import Progress as Bar
     from rich.progress import TaskID
 
 MIN_SECONDS, MIN_UNITS = 5.0, 3
 """What an estimate rests on at least; of fewer units than six in all, half of them are enough."""
+MIN_SHARE = 0.25
+"""The share of a unit that is enough, where steps within units are reported."""
+DETAIL_SECONDS = 30.0
+"""Off a terminal: seconds without a line after which a step within a unit gets one."""
 MAX_GROWTH = 1.5
 """How much longer than the one that was shown before an estimate may be: one slow unit isn't a slow rest."""
 _MEMORY = 0.2
@@ -72,6 +77,7 @@ class ProgressLine:
         self._eta = TimeLeft(clock)
         self._part: tuple[WorkPhase | None, int] | None = None
         self._tenths = 0
+        self._said = 0.0
 
     def __enter__(self) -> ProgressLine:
         return self
@@ -84,7 +90,8 @@ class ProgressLine:
             # the first report, or the work has come to a part that counts other things
             self._part, self._tenths = (step.phase, step.total), 0
             self._eta.begin(step.done)
-        self._eta.update(step.done, step.total, step.kept)
+            self._said = self._begun
+        self._eta.update(step.done + step.share, step.total, step.kept)
         if self.quiet or self._clock() - self._begun < self._after:
             return
         if sys.stderr.isatty():
@@ -97,13 +104,23 @@ class ProgressLine:
         from rich.console import Console
         from rich.progress import BarColumn, TextColumn
         from rich.progress import Progress as Bar
+        from rich.text import Text
+
+        class DetailedBar(Bar):
+            """With a line below that says what is done within a unit."""
+
+            def get_renderables(self) -> Iterator[RenderableType]:
+                yield from super().get_renderables()
+                for task in self.tasks:
+                    if task.fields["detail"]:
+                        yield Text(f"  {task.fields['detail']}", no_wrap=True, overflow="ellipsis")
 
         if ProgressLine._drawn is not None:
             ProgressLine._drawn.close()
         ProgressLine._drawn = self
-        self._bar = Bar(TextColumn("{task.description}"), BarColumn(bar_width=None),
-                        TextColumn("{task.fields[counted]}"), TextColumn("{task.fields[left]}"),
-                        console=Console(stderr=True))
+        self._bar = DetailedBar(TextColumn("{task.description}"), BarColumn(bar_width=None),
+                                TextColumn("{task.fields[counted]}"), TextColumn("{task.fields[left]}"),
+                                console=Console(stderr=True))
         self._bar.start()
         return self._bar
 
@@ -116,10 +133,10 @@ class ProgressLine:
     def _draw(self, bar: Bar, step: ProgressEvent) -> None:
         if self._task is None:
             self._task = bar.add_task(self.title, total=step.total, completed=step.done, left="",
-                                      counted="")
+                                      counted="", detail="")
         name = _name(step.phase).capitalize() if step.phase else f"{self.title}  {step.label}"
-        bar.update(self._task, completed=step.done, total=step.total, description=name,
-                   left=self._left(step), counted=_counted(step, "/"))
+        bar.update(self._task, completed=step.done + step.share, total=step.total, description=name,
+                   left=self._left(step), counted=_counted(step, "/"), detail=step.detail)
 
     def _line(self, step: ProgressEvent, begins: bool) -> None:
         name = f"{self.title}: {_name(step.phase)}" if step.phase else self.title
@@ -127,11 +144,13 @@ class ProgressLine:
         if begins and step.phase and (step.done == 0 or tenths == 10):
             self._tenths = tenths  # how much it is need not be said
             note(name)
-        if tenths <= self._tenths:
+        counted = tenths > self._tenths
+        if not counted and not (step.detail and self._clock() - self._said >= DETAIL_SECONDS):
             return
-        self._tenths = tenths
+        self._tenths, self._said = max(tenths, self._tenths), self._clock()
         left = self._left(step)
-        note(f"{name}: {_counted(step, ' of ')}" + (f", {left}" if left else ""))
+        what = _counted(step, " of ") if counted else step.detail
+        note(f"{name}: {what}" + (f", {left}" if left else ""))
 
     def close(self) -> None:
         """Leave the bar as it is, if there is one."""
@@ -168,23 +187,26 @@ class TimeLeft:
         self._clock = clock
         self.begin(0)
 
-    def begin(self, done: int) -> None:
+    def begin(self, done: float) -> None:
         """Forget everything: ``done`` units are finished, and what comes is measured from now on."""
-        self._start, self._first = self._last, self._done = self._clock(), done
+        self._start = self._last = self._clock()
+        self._first = self._done = float(done)
+        self._by_steps = False
         self._pace: float | None = None
         self._shown: float | None = None
         self._kept, self._total = False, done
 
-    def update(self, done: int, total: int, kept: bool = False) -> None:
+    def update(self, done: float, total: int, kept: bool = False) -> None:
         """Take in a report.
 
         Args:
-            done, total: units.
+            done, total: units; a fraction says that steps within units are reported.
             kept: the unit that begins was finished by an earlier attempt; its time doesn't count.
         """
         if self._kept:
             self.begin(done)
         self._kept = kept
+        self._by_steps |= done % 1 > 0
         now, moved = self._clock(), done - self._done
         if moved > 0:
             pace = (now - self._last) / moved
@@ -196,7 +218,7 @@ class TimeLeft:
 
     def show(self) -> float | None:
         """The seconds left, for showing them; ``None`` if that can't be known yet, or nothing is left."""
-        enough = min(MIN_UNITS, math.ceil((self._total - self._first) / 2))
+        enough = MIN_SHARE if self._by_steps else min(MIN_UNITS, math.ceil((self._total - self._first) / 2))
         if self._pace is None or self._done >= self._total or self._done - self._first < enough or (
                 self._last - self._start < MIN_SECONDS):
             return None

@@ -30,6 +30,7 @@ from quantkit.support.units import human_bytes
 if TYPE_CHECKING:
     from quantkit.checkpoint.manifest import CalibrationFacts
     from quantkit.quantization.budget.choose import BudgetChoice
+    from quantkit.quantization.effort import Effort
     from quantkit.quantization.planning.plan import Plan, PlanRow
     from quantkit.quantization.recipe import CalibrationSpec, Recipe
     from quantkit.quantization.recovery import RecoveryText
@@ -71,6 +72,9 @@ MIXED = "mixed"
               help="A text that you will evaluate on. Calibration text that shares passages with it is "
                    "left out.")
 @click.option("--seed", type=click.IntRange(min=0), metavar="N", help="Seed that chooses the windows.")
+@click.option("--effort", type=click.Choice(["fast", "default"]),
+              help="How much time it may take: fast calibrates on 6 windows, weighs no tokens and leaves out "
+                   "what improves a solution. (The recipe's, mostly default.)")
 @click.option("--executor", type=click.Choice(["local", "ray"]), default="local", show_default=True,
               help="Where layers are quantized: in this process, or on a Ray cluster (the one that "
                    "RAY_ADDRESS names, else this machine's cores).")
@@ -82,7 +86,8 @@ MIXED = "mixed"
 def command(source: str, recipe_name: str | None, budget: str | None, engine: str | None, out: Path | None,
             dry_run: bool, layers: bool, revision: str | None, calibration: tuple[str, ...],
             window: int | None, windows: int | None, packing: str | None, avoid: tuple[str, ...],
-            seed: int | None, executor: str, device: str, strict: bool, quiet: bool, as_json: bool) -> None:
+            seed: int | None, effort: Effort | None, executor: str, device: str, strict: bool, quiet: bool,
+            as_json: bool) -> None:
     """Quantize a model by a recipe, or to a size, and write a checkpoint.
 
     SOURCE is a local folder, a .gguf file, pkg:NAME, synthetic:NAME or a model on the hub. Finished
@@ -106,7 +111,7 @@ def command(source: str, recipe_name: str | None, budget: str | None, engine: st
     if layers and not dry_run:
         raise UsageError("--layers is given without --dry-run", why="only a dry run shows a table of layers",
                          next=f"leave it out, or {again} --dry-run --layers")
-    recipe = load_recipe(recipe_name or MIXED)
+    recipe = load_recipe(recipe_name or MIXED, effort)
     if engine is not None:
         recipe = recipe.model_copy(update={"engine": engine})
     changes = {"text": calibration[0] if len(calibration) == 1 else calibration or None, "windows": windows,
@@ -137,6 +142,8 @@ def command(source: str, recipe_name: str | None, budget: str | None, engine: st
             if choice:
                 _print_choice(choice)
             _print_calibration(plan, facts)
+            if recipe.effort != "default":
+                click.echo(wrapped("effort", recipe.effort))
             if text is not None:
                 _print_recovery(plan, text)
             _print_sums(plan)

@@ -88,15 +88,18 @@ class Weights:
         if (ready := self._ready.get(name)) is not None:
             return ready
         weight = self._stored(name)
-        return weight if self._pack is None or (weight.spec is None and not tied) else self._pack(weight)
+        return weight if weight.spec is None and not tied else self.kept(weight)
 
     def linear(self, name: str, bias: bool = False) -> Linear:
         """The layer ``name`` with ``name.weight`` (packed if it is quantized) and ``name.bias``."""
         weight = self._ready.get(name)
         if weight is None:
-            stored = self._stored(name)
-            weight = stored if self._pack is None else self._pack(stored)
+            weight = self.kept(self._stored(name))
         return Linear(name, weight, self.tensor(f"{name}.bias") if bias else None)
+
+    def kept(self, weight: StoredWeight) -> LinearWeight:
+        """A stored weight as a Linear keeps it."""
+        return weight if self._pack is None else self._pack(weight)
 
     def _stored(self, name: str) -> StoredWeight:
         quantized = self._quantized(name)

@@ -83,6 +83,21 @@ class PlainWeight(StoredWeight):
         return pack_plain(self.tensor, read)
 
 
+class RoundedWeight(PlainWeight):
+    """A plain weight in bfloat16 whose products round what is multiplied to bfloat16 too; sums, biases and
+    results are in the dtype of what is multiplied. Where a CPU has instructions for such products
+    (:func:`~quantkit.ops.reference.native_bf16`) they take a quarter of a float32 product's time."""
+
+    __slots__ = ()
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        super().__init__(tensor.to(torch.bfloat16))
+
+    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        y = dense(x.to(torch.bfloat16), self.tensor).to(x.dtype)
+        return y if bias is None else y.add_(bias)
+
+
 class QuantizedWeight(StoredWeight):
     """A quantized tensor; the first kernel that accepts it multiplies by it."""
 

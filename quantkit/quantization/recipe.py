@@ -15,6 +15,7 @@ from quantkit.kv.spec import parse_kv
 from quantkit.models.architecture import EMBEDDING
 from quantkit.plugins.manager import current, registry
 from quantkit.plugins.registry import described, explain_absent
+from quantkit.quantization.effort import Effort, with_effort
 from quantkit.support.errors import QuantkitError, RecipeError, UsageError, did_you_mean
 from quantkit.support.frozen import Frozen
 from quantkit.support.paths import local_path
@@ -256,6 +257,7 @@ class Recipe(Frozen):
     change the model first, in their order, written as names or as ``{name, options}``. ``candidates`` are
     what a budget chooses from for the layers that no rule takes (:mod:`quantkit.quantization.budget`).
     ``recover`` trains scales and norms at the end, written as a name or as ``{name, windows, options}``.
+    ``effort`` says how much time that may take (:mod:`quantkit.quantization.effort`).
     """
 
     name: str = Field(min_length=1, max_length=64)
@@ -268,6 +270,7 @@ class Recipe(Frozen):
     candidates: tuple[Candidate, ...] = Field(default=(), strict=False, max_length=32)
     transforms: tuple[TransformSpec, ...] = Field(default=(), strict=False, max_length=16)
     recover: RecoverySpec | None = None
+    effort: Effort = "default"
 
     @field_validator("transforms", mode="before")
     @classmethod
@@ -299,6 +302,8 @@ class Recipe(Frozen):
             del data["transforms"]
         if self.recover is None:
             del data["recover"]
+        if self.effort == "default":
+            del data["effort"]
         return data
 
 
@@ -313,15 +318,17 @@ class RecipeInfo:
     error: str | None = None
 
 
-def load_recipe(name_or_path: str) -> Recipe:
-    """Load a recipe by name, or from a ``.yaml`` file.
+def load_recipe(name_or_path: str, effort: Effort | None = None) -> Recipe:
+    """Load a recipe by name, or from a ``.yaml`` file; its effort, or the one that is given, is resolved.
 
     Raises:
         RecipeError: not found, found twice, malformed (with the line), or its ``extends`` is bad.
     """
     if _is_path(name_or_path):
-        return _load(local_path(name_or_path) or Path(name_or_path), ())
-    return _load(_find(name_or_path), (name_or_path,))
+        recipe = _load(local_path(name_or_path) or Path(name_or_path), ())
+    else:
+        recipe = _load(_find(name_or_path), (name_or_path,))
+    return with_effort(recipe, effort or recipe.effort)
 
 
 def list_recipes() -> list[RecipeInfo]:

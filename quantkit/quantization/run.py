@@ -28,6 +28,7 @@ from quantkit.executor.ray import make_executor
 from quantkit.formats.base import QuantizedTensor
 from quantkit.models.architecture import EMBEDDING, layer_of, parse_config
 from quantkit.models.linear import Weights
+from quantkit.ops.reference import fast_float32
 from quantkit.plugins.manager import current, registry
 from quantkit.quantization.calibration.data import (
     calibration_facts,
@@ -45,11 +46,13 @@ from quantkit.quantization.calibration.importance import (
     weighed_windows,
     weighing_steps,
 )
-from quantkit.quantization.calibration.runner import LayerRunner
+from quantkit.quantization.calibration.runner import LayerRunner, original_weights
 from quantkit.quantization.calibration.spill import Spill
+from quantkit.quantization.effort import Effort, with_effort
 from quantkit.quantization.memory import EMBEDDING_UNIT, REST_UNIT, PlanRow, layer_unit
 from quantkit.quantization.methods.base import LayerStats
 from quantkit.quantization.planning.plan import ASSEMBLING, QUANTIZING, WRITING, Plan, make_plan
+from quantkit.quantization.planning.steps import LayerProgress
 from quantkit.quantization.recipe import CalibrationSpec, Recipe, load_recipe
 from quantkit.quantization.recovery import RecoveryJob, find_recovery, read_recovery_text
 from quantkit.quantization.solve import (
@@ -110,7 +113,7 @@ class QuantizeResult:
 def quantize(uri: str, recipe: str | Recipe, out: str | Path, *, revision: str | None = None,
              calibration: CalibrationSpec | None = None, strict: bool = False,
              progress: Listener = silent, executor: str | Executor = "local",
-             device: str = "cpu") -> QuantizeResult:
+             device: str = "cpu", effort: Effort | None = None) -> QuantizeResult:
     """Quantize a model into a checkpoint folder.
 
     Args:
@@ -123,6 +126,8 @@ def quantize(uri: str, recipe: str | Recipe, out: str | Path, *, revision: str |
         progress: called before each unit and once at the end.
         executor: solves the Linears: ``local``, ``ray``, or one that stays open.
         device: the device on which calibrated recipes compute: ``cpu``, ``cuda``, or ``auto``.
+        effort: how much time the run may take, in place of what a recipe says that is named; see
+            :mod:`quantkit.quantization.effort`.
 
     Warns:
         UserWarning: of what is bad about the calibration data, of sources that aren't pinned, and of a model
@@ -136,16 +141,20 @@ def quantize(uri: str, recipe: str | Recipe, out: str | Path, *, revision: str |
     start = time.monotonic()
     refuse_existing(out, uri)
     place = find_device(device)
-    loaded = load_recipe(recipe) if isinstance(recipe, str) else recipe
+    if isinstance(recipe, str):
+        recipe = load_recipe(recipe, effort)
+    elif effort is not None:
+        recipe = with_effort(recipe, effort)
     if calibration is not None:
-        loaded = loaded.model_copy(update={"calibration": calibration})
-    origin = ModelOrigin(uri, revision, loaded)
+        recipe = recipe.model_copy(update={"calibration": calibration})
+    origin = ModelOrigin(uri, revision, recipe)
     with ExitStack() as ends:
         source = ends.enter_context(closing(origin.open()))
-        plan = make_plan(loaded, source)
+        plan = make_plan(recipe, source)
         warn_if_quantized(source)
         if isinstance(executor, str):
             executor = ends.enter_context(closing(make_executor(executor, place)))
+        ends.enter_context(fast_float32())
         result = _Run(source, plan, Path(out), strict, progress, origin, executor, place)(start)
     current().notify("on_run_finished", kind="quantize", summary=result.to_dict())
     return result
@@ -237,8 +246,8 @@ class _Run:
         return identity if self.job is None else identity | {"recovery_text": self.job.text.sha256}
 
     def weights(self) -> Weights:
-        """The original model's, in float32 on the run's device."""
-        return Weights(self.read, self.source.tensors().__contains__, torch.float32, device=self.device)
+        """The original model's, on the run's device."""
+        return original_weights(self.source, self.device)
 
     def _write_text(self, writer: CheckpointWriter) -> None:
         """Let the model write what it is calibrated on, if it shall; once a run."""
@@ -341,9 +350,10 @@ class _UnitMaker:
                     self.runner = LayerRunner(self.config, weights, tokens, importance, states, table,
                                               correlation(self.plan.calibration), bool(self.plan.drift))
             for index in self.layers:
-                progress(ProgressEvent(len(self.before) + index, self.total, f"layer {index}",
-                                       kept=index not in missing))
-                self._make_layer(index, advance=index < last)
+                place = ProgressEvent(len(self.before) + index, self.total, f"layer {index}",
+                                      kept=index not in missing)
+                progress(place)
+                self._make_layer(index, index < last, self._progress_within(place, progress))
             stats = self._measure_head(measured_head)
             for number, unit in enumerate(self.after, self.total - len(self.after)):
                 progress(ProgressEvent(number, self.total,
@@ -376,11 +386,19 @@ class _UnitMaker:
         with self.run.blaming():
             return {name: runner.measure_head(name)}
 
-    def _make_layer(self, index: int, advance: bool) -> None:
+    def _progress_within(self, place: ProgressEvent, tell: Listener) -> LayerProgress:
+        """Tells of a layer's steps as of ``place``."""
+        index = place.done - len(self.before)
+        return LayerProgress(
+            self.plan, self.rows.get(layer_unit(index), []), lambda share, doing: tell(dataclasses.replace(
+                place, share=share, detail=f"layer {index + 1} of {len(self.layers)}: {doing}")))
+
+    def _make_layer(self, index: int, advance: bool, progress: LayerProgress) -> None:
         """Solve and store a layer, unless it is on disk.
 
         Args:
             advance: whether the hidden states go on through it.
+            progress: hears of the steps.
         """
         unit = layer_unit(index)
         rows = self.rows.get(unit, [])
@@ -396,26 +414,32 @@ class _UnitMaker:
         if self.runner is not None and wanted and not self.plan.has_layer_transforms:
             layer = self._tensors(rows, {})
             with self.run.blaming():
-                solved = [*solve_stages(rows, layer, wanted, self.run.executor, self.runner, advance)]
+                solved = [*solve_stages(rows, layer, wanted, self.run.executor, self.runner, advance,
+                                       progress)]
             self._store(unit, rows, self._other(index), layer, iter(solved))
         else:
-            self._make_whole_layer(index, wanted, advance)
+            self._make_whole_layer(index, wanted, advance, progress)
 
-    def _make_whole_layer(self, index: int, wanted: Mapping[str, Collection[str]], advance: bool) -> None:
+    def _make_whole_layer(self, index: int, wanted: Mapping[str, Collection[str]], advance: bool,
+                          progress: LayerProgress) -> None:
         """A layer whose Linears are all measured before any is solved, so that transforms can change it; or
         one in which nothing is measured."""
         unit, runner = layer_unit(index), self.runner
         rows = self.rows.get(unit, [])
         stats: dict[str, LayerStats] = {}
+        names = [row.name for row in rows if row.method]
         if runner is not None and wanted:
+            progress.measuring(names)
             with self.run.blaming():
                 stats = runner.measure(index, wanted)
-            runner.forget([row.name for row in rows if row.method])
+            progress.measured(names)
+            runner.forget(names)
             stats = {name: stat.to(torch.device("cpu")) for name, stat in stats.items()}  # where weights are
         layer = self._tensors(rows, stats)
         for transform, options in self.transforms if stats else ():
             apply_to_layer(transform, options, self.config, index, layer)
-        packed = self._store(unit, rows, self._other(index), layer, self._solve(rows, layer))
+        packed = self._store(unit, rows, self._other(index), layer,
+                             progress.solving(self._solve(rows, layer), names))
         if runner is not None and advance:
             with self.run.blaming():
                 runner.advance(index, packed, {name: layer.stored(name)

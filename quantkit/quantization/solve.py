@@ -32,6 +32,7 @@ from quantkit.quantization.memory import batch_groups, rows_at_once
 from quantkit.quantization.methods.base import LayerStats, Method, MethodOptions
 from quantkit.quantization.methods.grid import check_finite
 from quantkit.quantization.planning.plan import PlanRow, with_own_head
+from quantkit.quantization.planning.steps import LayerProgress
 from quantkit.quantization.recipe import Recipe
 from quantkit.quantization.transforms.base import LayerTensors, transformed
 from quantkit.sources.base import ModelSource, SourceIdentity, release
@@ -250,7 +251,8 @@ def _with_one_outer(solved: Sequence[Solved]) -> list[Solved]:
 
 
 def solve_stages(rows: Sequence[PlanRow], layer: LayerTensors, needs: Mapping[str, Collection[str]],
-                 executor: Executor, runner: LayerRunner, advance: bool) -> Iterator[Solved]:
+                 executor: Executor, runner: LayerRunner, advance: bool,
+                 progress: LayerProgress) -> Iterator[Solved]:
     """A decoder layer's Linears in order, each stage measured behind those before it as they are stored.
 
     Args:
@@ -259,6 +261,7 @@ def solve_stages(rows: Sequence[PlanRow], layer: LayerTensors, needs: Mapping[st
         needs: the statistics that their methods need, by name.
         runner: measures their inputs; its hidden states go on from stage to stage.
         advance: whether the hidden states also go through the last stage.
+        progress: hears of each step.
 
     Raises:
         NonFiniteError: while measuring; sample, layer and tensor are named.
@@ -268,11 +271,14 @@ def solve_stages(rows: Sequence[PlanRow], layer: LayerTensors, needs: Mapping[st
         stage_rows = [row for row in rows if row.name in stage.linears and row.method]
         names = [row.name for row in stage_rows]
         wanted = {name: needs[name] for name in names if name in needs}
+        progress.measuring(names)
         layer.stats.update(runner.measure_stage(stage, wanted))
+        progress.measured(names)
         runner.forget(names)
-        solved = list(solve_rows(stage_rows, layer, needs, executor))
+        solved = list(progress.solving(solve_rows(stage_rows, layer, needs, executor), names))
         if advance or not stage.last:
             runner.advance_stage(stage, {row.name: result for result, row in solved})
+        progress.walked(names)
         yield from solved
 
 

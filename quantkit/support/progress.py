@@ -30,6 +30,8 @@ class ProgressEvent:
         kept: an earlier attempt finished the unit ``label``: the time that it takes now says nothing about
             the others.
         unit: the unit of counts where it isn't plain: ``MiB``; ``%`` if only the share means something.
+        share: the share of the unit ``label`` that is done, from 0 to 1, where that is known.
+        detail: what is being done within the unit, if there is more to say than ``label``.
     """
 
     done: int
@@ -38,6 +40,8 @@ class ProgressEvent:
     phase: WorkPhase | None = None
     kept: bool = False
     unit: str = ""
+    share: float = 0.0
+    detail: str = ""
 
 
 Listener = Callable[[ProgressEvent], None]

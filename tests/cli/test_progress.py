@@ -96,6 +96,55 @@ def test_a_bar_names_the_phase(monkeypatch, capsys):
     assert "Phase 2 of 2, solving" in err and "1/4" in err
 
 
+def within(progress, clock, layers, shares, seconds):
+    """Events of layers that take ``seconds`` each, with steps at these shares of them."""
+    named = Phases(progress, ["weighing", "quantizing"])("quantizing")
+    for layer in range(layers):
+        named(ProgressEvent(layer, layers, f"layer {layer}"))
+        before = 0.0
+        for share in shares:
+            clock.now += (share - before) * seconds
+            before = share
+            named(ProgressEvent(layer, layers, f"layer {layer}", share=share,
+                                detail=f"layer {layer}: {share}"))
+        clock.now += (1 - before) * seconds
+    named(ProgressEvent(layers, layers, ""))
+
+
+def test_what_is_left_is_known_before_the_first_layer_ends(capsys):
+    clock = Clock()
+    with ProgressLine("work", clock=clock) as progress:
+        within(progress, clock, 28, (0.1, 0.5, 0.9), 70.0)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "work: phase 2 of 2, quantizing"
+    assert lines[1] == "work: phase 2 of 2, quantizing: layer 0: 0.5, about 32 min left in this phase"
+    assert lines[2].startswith("work: phase 2 of 2, quantizing: layer 1: 0.1")
+    assert "work: phase 2 of 2, quantizing: 14 of 28, about 16 min left in this phase" in lines
+
+
+def test_short_layers_get_no_lines_of_their_own(capsys):
+    clock = Clock()
+    with ProgressLine("work", clock=clock) as progress:
+        within(progress, clock, 20, (0.1, 0.5, 0.9), 2.0)
+    assert "layer" not in capsys.readouterr().err
+
+
+def test_a_bar_says_what_is_done_within_a_layer_in_80_columns(monkeypatch, capsys):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "80")
+    detail = "layer 3 of 28: solving self_attn.q_proj, 1 of 7 Linears done"
+    clock = Clock()
+    with ProgressLine("work", clock=clock) as progress:
+        named = Phases(progress, ["weighing", "measuring", "quantizing layers"])("quantizing layers")
+        named(ProgressEvent(2, 28, "layer 2"))
+        clock.now += 60
+        named(ProgressEvent(2, 28, "layer 2", share=0.5, detail=detail))
+    err = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().err)
+    assert f"  {detail}" in err and "about 51 min left in this phase" in err
+    assert max(map(len, err.replace("\r", "\n").split("\n"))) <= 80
+
+
 # -- phases
 
 

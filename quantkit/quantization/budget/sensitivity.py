@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from quantkit import __version__
 from quantkit.checkpoint.manifest import SourceRecord
 from quantkit.checkpoint.writer import WORK, CheckpointWriter, WorkStore
 from quantkit.models.architecture import parse_config
-from quantkit.models.linear import Weights
 from quantkit.ops import packing
 from quantkit.ops.hadamard import apply_hadamard, rotate_hessian
 from quantkit.plugins.manager import current, registry
@@ -41,7 +39,7 @@ from quantkit.quantization.calibration.importance import (
     weighed_windows,
     weighing_steps,
 )
-from quantkit.quantization.calibration.runner import LayerRunner
+from quantkit.quantization.calibration.runner import LayerRunner, original_weights
 from quantkit.quantization.calibration.spill import Spill
 from quantkit.quantization.memory import walks_bytes
 from quantkit.quantization.methods.base import LayerStats
@@ -118,7 +116,7 @@ class _Run:
         widest = max(row.shape[1] for choices in rows.values() for row in choices.values())
         self.data = prepare(spec, source, widest, progress)
         self.config = parse_config(source.config())
-        self.weights = Weights(partial(tensor_alone, source), source.tensors().__contains__, torch.float32)
+        self.weights = original_weights(source)
         self.identity = _identity(source, plan.recipe, candidates, rows, self.data)
 
     def __call__(self, writer: CheckpointWriter) -> dict[str, dict[int, float]]:

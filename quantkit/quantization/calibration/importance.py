@@ -69,6 +69,7 @@ WALKS = "walks"
 FORWARD = "weighing tokens forward"
 BACKWARD = "weighing tokens backward"
 """The phases of a run in which that is done."""
+WEIGHING = "what each token matters"
 HIDDEN = "hidden.{}"
 """What enters a layer. The head counts as one behind the last layer."""
 SLOPES = "slopes.{}"
@@ -92,7 +93,7 @@ def token_gradients(config: ModelConfig, weights: Weights, tokens: torch.Tensor,
         seed: the seed of the answers that are drawn.
         store: keeps finished layers, which are found if an earlier attempt with the same arguments was
             stopped. The caller clears it once the result is kept elsewhere.
-        step: called after each layer, twice: forward and backward.
+        step: called after each layer, twice: forward and backward; and after the head, between the two.
 
     Returns:
         By full name, float32 ``[windows · tokens]`` on the CPU: the squared gradient of the log-likelihood
@@ -116,6 +117,7 @@ def token_gradients(config: ModelConfig, weights: Weights, tokens: torch.Tensor,
             step()
     if reached > layers:
         walks.head(seed, bool(behind))
+    step()
     squares = store.get(SQUARES.format(layers))["head"]
     result = dict.fromkeys(behind, squares)
     for index in reversed(range(layers)) if inside else ():
@@ -289,9 +291,16 @@ def weighing_steps(phases: Phases, layers: int, backward: bool = True) -> Callab
 
     def step() -> None:
         done = next(count)
-        name = BACKWARD if backward and done >= layers else FORWARD
-        phases(name)(ProgressEvent(done - layers if name == BACKWARD else done, layers,
-                                   "what each token matters"))
+        if done < layers:
+            phases(FORWARD)(ProgressEvent(done, layers, WEIGHING, detail=f"layer {done + 1} of {layers}"))
+        elif not backward:
+            phases(FORWARD)(ProgressEvent(layers, layers, WEIGHING))
+        elif done == layers:  # no layer: its time says nothing about theirs
+            phases(BACKWARD)(ProgressEvent(0, layers, WEIGHING, kept=True, detail="the head"))
+        else:
+            behind = done - layers - 1
+            detail = f"layer {layers - behind} of {layers}" if behind < layers else ""
+            phases(BACKWARD)(ProgressEvent(behind, layers, WEIGHING, detail=detail))
 
     step()
     return step
@@ -349,7 +358,7 @@ def balanced(squares: torch.Tensor) -> torch.Tensor:
 
 # -- kept in the user's cache folder by model and text: the walks depend neither on the bits nor on the method
 
-DRAWS = 2
+DRAWS = 3
 """Number of the way in which answers are drawn."""
 LEAST_GRADIENTS = 1 << 16
 """Numbers: fewer are found again as quickly as they are looked for."""

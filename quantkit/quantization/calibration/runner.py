@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -26,7 +27,9 @@ from quantkit.models.forward_context import ForwardContext
 from quantkit.models.layers import MixtureOfExperts, RMSNorm, embedded
 from quantkit.models.linear import Linear, Weights
 from quantkit.ops.hadamard import undo_hadamard
-from quantkit.ops.stored_weight import PlainWeight, QuantizedWeight, StoredWeight
+from quantkit.ops.linear_weight import LinearWeight
+from quantkit.ops.reference import native_bf16
+from quantkit.ops.stored_weight import PlainWeight, QuantizedWeight, RoundedWeight, StoredWeight
 from quantkit.plugins.manager import registry
 from quantkit.quantization.calibration.finite import (
     NEXT,
@@ -40,11 +43,24 @@ from quantkit.quantization.calibration.spill import Spill
 from quantkit.quantization.memory import BATCH_TOKENS
 from quantkit.quantization.methods.base import LayerStats
 from quantkit.quantization.methods.hessian import symmetric_
+from quantkit.sources.base import ModelSource, tensor_alone
 from quantkit.support.errors import CalibrationError
 
 States = tuple[torch.Tensor, ...]
 """Between two stages: hidden states ``[B, T, hidden]`` and, within attention or MLP, what its last Linear
 multiplies, ``[B, T, in]``."""
+
+
+def original_weights(source: ModelSource, device: torch.device | str = "cpu") -> Weights:
+    """The original model's in float32. On a CPU that multiplies in bfloat16 Linears do so: what that rounds
+    away is far below what quantizing does."""
+    half = torch.device(device).type == "cpu" and native_bf16()
+    return Weights(partial(tensor_alone, source), source.tensors().__contains__, torch.float32, device=device,
+                   pack=_rounded if half else None)
+
+
+def _rounded(weight: StoredWeight) -> LinearWeight:
+    return RoundedWeight(weight.tensor) if isinstance(weight, PlainWeight) else weight
 
 
 @dataclass(frozen=True)
@@ -254,7 +270,7 @@ class LayerRunner:
                                                     self._weights.with_changed(changed)))
         for name, linear in stage.linears.items():
             if name in replaced:
-                linear.weight = PlainWeight(self._plain(replaced[name]))
+                linear.weight = self._weights.kept(PlainWeight(self._plain(replaced[name])))
         for i in range(len(self._states)):
             self._push(stage, self._states, i)
         self._ahead = False

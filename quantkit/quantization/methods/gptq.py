@@ -63,6 +63,7 @@ from quantkit.quantization.methods.hessian import (
     factorize,
     hessian_of,
     losses,
+    rows_below,
     undrifted,
 )
 
@@ -81,6 +82,7 @@ class GptqOptions(MethodOptions):
             refit a group's scale in each pass, before its levels, and do these rounds at the end.
         descent_passes: passes of coordinate descent over all levels after solving.
         drift: share of the inputs' drift from the original model's that the weights make up for.
+        compare: keep a row rounded where that is no worse.
     """
 
     damp: float = Field(default=0.05, gt=0, le=1)
@@ -90,6 +92,7 @@ class GptqOptions(MethodOptions):
     refit: int = Field(default=3, ge=0, le=20)
     descent_passes: int = Field(default=3, ge=0, le=100)
     drift: float = Field(default=0.5, ge=0, le=1)
+    compare: bool = True
 
 
 @dataclass
@@ -173,17 +176,18 @@ def quantize_batch(weights: Sequence[torch.Tensor], stats: Sequence[LayerStats |
 
 
 def _unless_rounded(task: PendingSolve, levels: torch.Tensor, grid: Grid, part: slice,
-                    spec: QuantSpec) -> tuple[Codes, torch.Tensor]:
-    """Solved rows; rounded where that is no worse, bool ``[out]``."""
+                    spec: QuantSpec, options: GptqOptions) -> tuple[Codes, torch.Tensor]:
+    """Solved rows; rounded where that is no worse, bool ``[out]``, if the options say so."""
+    if not options.compare:
+        return to_codes(levels, grid, spec), torch.zeros(len(levels), dtype=torch.bool)
     weight, plain = task.weight[part], task.plain.rows(part)
     rounded = round_to_grid(weight, plain, spec)
-    solved = losses(weight - from_grid(levels, grid), task.hessian)
-    baseline = losses(weight - from_grid(rounded, plain), task.hessian)
-    if spec.granularity.strategy == "tensor":  # one scale for all rows: all or none
-        solved, baseline = solved.sum().expand_as(solved), baseline.sum().expand_as(baseline)
-    elif spec.granularity.strategy == "tile":  # the same for the rows of a square
-        solved, baseline = (_sums_of_tiles(each, spec.granularity.size or 1) for each in (solved, baseline))
-    worse = ~(solved <= baseline)  # also where a loss is NaN
+    errors = weight - from_grid(levels, grid), weight - from_grid(rounded, plain)
+    if spec.granularity.strategy in ("tensor", "tile"):  # one scale for several rows: all of them or none
+        solved, baseline = (_shared(losses(error, task.hessian), spec) for error in errors)
+        worse = ~(solved <= baseline)  # also where a loss is NaN
+    else:
+        worse = ~rows_below(*errors, task.hessian)
     best = plain.where(worse, grid)
     return to_codes(torch.where(worse.unsqueeze(1), rounded, levels), best, spec), worse
 
@@ -212,10 +216,14 @@ def _solve_by_kernels(task: PendingSolve, spec: QuantSpec, options: GptqOptions)
     solved = [_solve_tiles(task.weight[part], task.factors, task.plain.rows(part), spec, costs)
               for part in parts]
     damping, task.factors = task.factors.damping, None
-    form = damped(task.hessian, damping)
+    form = damped(task.hessian, damping) if options.descent_passes or options.refit else None
     for part in parts:
-        levels, grid = _descend_tiles(task.weight[part], *solved.pop(0), form, spec, options)
-        better, worse = _unless_rounded(task, levels, grid, part, spec)
+        levels, grid = solved.pop(0)
+        if form is None:
+            levels = columns.untile(levels.float(), len(task.weight[part]))
+        else:
+            levels, grid = _descend_tiles(task.weight[part], levels, grid, form, spec, options)
+        better, worse = _unless_rounded(task, levels, grid, part, spec, options)
         codes.append(better)
         failed &= bool(worse.all())
     return Codes.joined(codes, task.notes + (NO_BETTER,) * failed)
@@ -265,7 +273,11 @@ def _descend_tiles(weight: torch.Tensor, levels: torch.Tensor, grid: Grid, form:
     rows, size = len(weight), weight.shape[1] // grid.scale.shape[1]
     scale, zero = columns.tiles(grid.scale, 1.0), columns.tiles(grid.zero)
     tiled = columns.tiles(weight)
-    slopes = form @ _errors_of_tiles(tiled, levels, scale, zero)
+
+    def slopes_now() -> torch.Tensor:
+        return columns.tiles(columns.untile(_errors_of_tiles(tiled, levels, scale, zero), rows) @ form)
+
+    slopes = slopes_now()
 
     def descend_columns(dtype: str | None, descent_passes: int, refits: int) -> None:
         columns.descend_columns(slopes, levels, scale, zero, form, spec.bits, dtype, descent_passes, refits)
@@ -274,7 +286,7 @@ def _descend_tiles(weight: torch.Tensor, levels: torch.Tensor, grid: Grid, form:
         better = descend_scales(weight, columns.untile(levels, rows), _untiled(scale, zero, rows), form, spec,
                                 refits)
         scale.copy_(columns.tiles(better.scale, 1.0))
-        torch.matmul(form, _errors_of_tiles(tiled, levels, scale, zero), out=slopes)
+        slopes.copy_(slopes_now())
 
     if not refits or size <= columns.LARGEST_GROUP:
         descend_columns(dtype_name(scale_dtype(spec)) if refits else None, options.descent_passes, refits)
@@ -294,8 +306,8 @@ def _descend_in_turns(weight: torch.Tensor, levels: torch.Tensor, grid: Grid, fo
         grid = refit_scales(weight, columns.untile(levels, rows), grid, form, spec,
                             options.refit if last else min(options.refit, 1))
         if not last:
-            off = columns.tiles(weight - from_grid(columns.untile(levels, rows), grid))
-            columns.descend_columns(form @ off, levels, columns.tiles(grid.scale, 1.0),
+            off = weight - from_grid(columns.untile(levels, rows), grid)
+            columns.descend_columns(columns.tiles(off @ form), levels, columns.tiles(grid.scale, 1.0),
                                     columns.tiles(grid.zero), form, spec.bits, None, 1, 0, rising(spec))
     return columns.untile(levels, rows), grid
 
@@ -335,7 +347,8 @@ def _solve_by_torch(pending: Sequence[PendingSolve], spec: QuantSpec, options: G
     for part in parts:
         grids = _descend(pending, levels, part, form, spec, options)
         for number, task in enumerate(pending):
-            better, worse = _unless_rounded(task, levels[number, part], grids[number], part, spec)
+            better, worse = _unless_rounded(task, levels[number, part], grids[number], part, spec,
+                                            options)
             codes[number].append(better)
             failed[number] &= bool(worse.all())
     return [Codes.joined(codes[number], task.notes + (NO_BETTER,) * failed[number])
@@ -415,10 +428,11 @@ def _solve_block(work: torch.Tensor, upper: torch.Tensor, scales: torch.Tensor, 
 METHOD = Method(name="gptq", paper="https://arxiv.org/abs/2210.17323", quantize=quantize,
                 needs=frozenset({"hessian", "drift"}), options=GptqOptions,
                 kinds=GRIDS, quantize_batch=quantize_batch,
-                quick={"refit": 0, "descent_passes": 0})
+                quick={"refit": 0, "descent_passes": 0, "compare": False})
 
 
-def _sums_of_tiles(values: torch.Tensor, size: int) -> torch.Tensor:
-    """The sum over the rows of each row's squares, in the place of every one, float32 ``[out]``."""
+def _shared(values: torch.Tensor, spec: QuantSpec) -> torch.Tensor:
+    """The sum over the rows that have a scale in common, in the place of every one, float32 ``[out]``."""
+    size = len(values) if spec.granularity.strategy == "tensor" else spec.granularity.size or 1
     sums = F.pad(values, (0, -len(values) % size)).view(-1, size).sum(dim=1)
     return sums.repeat_interleave(size)[:len(values)]

@@ -7,39 +7,34 @@ from typing import NamedTuple
 
 import torch
 
+from quantkit.ops.reference import fast_float32
+from quantkit.quantization.memory import PlanRow
 from quantkit.quantization.planning.plan import Plan
+from quantkit.quantization.planning.steps import (
+    handle_operations,
+    measure_operations,
+    solve_operations,
+    walk_operations,
+)
 from quantkit.quantization.transforms.channel_scales import AWQ_ROWS
 
 PROBE = 512
 """Rows and columns of the product that is timed."""
 OPENING = 0.5
 """Seconds that every run takes to open the model and to finish the checkpoint."""
-ROUNDED = 2.5e3
-"""Operations a weight of reading, rounding, packing, writing and rereading."""
-TRELLIS = 17
-"""Operations a weight and state of searching a trellis."""
-SOLVED = 16.0
-"""Products of a weight with its Hessian that solving it is as long as, with AVX-512; with AVX2, where the
-timed product is slower and our kernels are not, it is about half as many."""
-FACTORED = 1.5
-"""Operations of factorizing a Hessian, over the cube of its side."""
-OBSERVED = 0.6
-"""Products of the calibration tokens with themselves that summing up a Hessian is as long as."""
-WALKS = 2.0
-"""Products of the calibration tokens with all weights that a calibrated run is as long as."""
-WEIGHED = 0.5
-"""What weighing tokens adds to that."""
+WEIGHED = 5.0
+"""Walks of the tokens of ``importance_windows`` through layers and head that weighing tokens is as long
+as."""
 AWQ_SCALES = 42
 """Scales that awq tries for a layer, each a product of some rows with the Hessian."""
 KNOWN_TRANSFORMS = {"awq", "smoothquant"}
 """Transforms whose time is known; smoothquant takes none to speak of."""
-FASTEST = 0.6
-SLOWEST = 2.0
-"""What an estimate is multiplied by for its ends.
-
-The constants were measured on a model of 135M and on one of 1.5B parameters, on AMD EPYCs with AVX2 and with
-AVX-512, on 27 November 2026.
-"""
+MEASURED_RATE = 4.3e11
+"""Operations a second of the machine on which :mod:`~quantkit.quantization.planning.steps` was measured. One
+with slower arithmetic has not so much slower memory."""
+FASTEST = 0.7
+SLOWEST = 1.4
+"""What an estimate is multiplied by for its ends."""
 
 
 class Duration(NamedTuple):
@@ -52,11 +47,12 @@ class Duration(NamedTuple):
 def operations() -> float:
     """Operations a second of a product in float32 on all threads, in a tenth of a second."""
     left, right = torch.randn(PROBE, PROBE), torch.randn(PROBE, PROBE)
-    runs, begin = 0, time.perf_counter()
-    left @ right
-    while (spent := time.perf_counter() - begin) < 0.1 or runs < 2:
+    with fast_float32():
         left @ right
-        runs += 1
+        runs, begin = 0, time.perf_counter()
+        while (spent := time.perf_counter() - begin) < 0.1 or runs < 2:
+            left @ right
+            runs += 1
     return 2 * PROBE ** 3 * runs / spent
 
 
@@ -74,27 +70,28 @@ def expected_seconds(plan: Plan, rate: float) -> Duration | None:
     if plan.recipe.recover is not None or (spec is not None and spec.self_written) or (
             not transforms <= KNOWN_TRANSFORMS):
         return None
-    total = 0.0
-    inputs: dict[tuple[int | None, str], int] = {}
+    total = handling = 0.0
+    inputs: dict[tuple[int | None, str], PlanRow] = {}
     for row in plan.rows:
-        weights = row.shape[0] * row.shape[1]
         if row.method is None:
             continue
         if row.method not in ("rtn", "nf4", "gptq"):
             return None
-        total += ROUNDED * weights
+        total += solve_operations(row, plan)
+        handling += handle_operations(row)
         if "hessian" in plan.measured.get(row.name, ()):
-            inputs[row.layer, row.shares] = row.shape[1]
-        if row.method == "gptq" and row.name in plan.measured:
-            total += 2 * SOLVED * weights * row.shape[1]
+            inputs[row.layer, row.shares] = row
         if "awq" in transforms and row.layer is not None and row.name in plan.measured:
             total += 2 * AWQ_SCALES * min(AWQ_ROWS, row.shape[0]) * row.shape[1] ** 2
-        if row.spec is not None and row.spec.window is not None:
-            total += TRELLIS * 2**row.spec.window * weights
     if spec is not None:
         tokens = spec.windows * spec.window
         weights = sum(row.shape[0] * row.shape[1] for row in plan.rows if row.layer is not None)
-        total += 2 * (WALKS + WEIGHED * plan.weighed) * weights * tokens
-        total += sum(FACTORED * size ** 3 + 2 * OBSERVED * tokens * size ** 2 for size in inputs.values())
-    seconds = OPENING + total / rate
+        total += (1 + bool(plan.drift)) * walk_operations(weights, tokens)
+        if plan.weighed:
+            outside = sum(row.shape[0] * row.shape[1] for row in plan.rows if row.layer is None)
+            total += WEIGHED * walk_operations(weights + outside,
+                                               min(spec.windows, spec.importance_windows) * spec.window)
+        total += sum(measure_operations(row.shape[1], tokens, row.name in plan.drift)
+                     for row in inputs.values())
+    seconds = OPENING + total / rate + handling / (rate * MEASURED_RATE) ** 0.5
     return Duration(FASTEST * seconds, SLOWEST * seconds)

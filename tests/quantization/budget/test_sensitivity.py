@@ -205,7 +205,7 @@ def test_stopped_anywhere_and_run_again_it_finds_the_same(measured, folder, kept
         assert measured() == whole
 
 
-@pytest.mark.parametrize("at, left", [(0, 4), (1, 3), (2, 2), (3, 1), (4, 0)])
+@pytest.mark.parametrize("at, left", [(0, 4), (1, 3), (2, 2), (3, 2), (4, 1), (5, 0)])
 def test_walks_that_were_stopped_go_on_at_the_layer_they_had_reached(measured, kept, monkeypatch, stop_at, at,
                                                                      left):
     walked = []

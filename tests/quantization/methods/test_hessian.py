@@ -9,7 +9,14 @@ from quantkit.formats.finite import all_finite
 from quantkit.formats.spec import Granularity, QuantSpec
 from quantkit.quantization.methods import gptq, hessian
 from quantkit.quantization.methods.base import LayerStats
-from quantkit.quantization.methods.hessian import damped, factorize, losses, symmetric_, undrifted
+from quantkit.quantization.methods.hessian import (
+    damped,
+    factorize,
+    losses,
+    rows_below,
+    symmetric_,
+    undrifted,
+)
 
 
 def form(size: int, seed: int = 0) -> torch.Tensor:
@@ -40,6 +47,27 @@ def test_the_factor_is_that_of_the_inverse(size, whole, act_order, monkeypatch):
     upper = factors.upper.double()
     assert torch.equal(upper, upper.triu()) and bool((upper.diagonal() > 0).all())
     torch.testing.assert_close(upper.T @ upper, inverse, rtol=1e-4, atol=1e-5 * float(inverse.abs().max()))
+
+
+def test_a_matrix_that_is_not_positive_definite_is_found_in_any_block(monkeypatch):
+    monkeypatch.setattr(hessian, "WHOLE", 4)
+    for place in range(10):
+        given = form(10)
+        given[place, place] = -1.0
+        assert not hessian._factorize_(given)
+
+
+@pytest.mark.parametrize("half", [True, False])
+def test_lower_losses_are_those_of_products_in_float32(half, monkeypatch):
+    monkeypatch.setattr(hessian, "native_bf16", lambda: half)
+    random = torch.Generator().manual_seed(0)
+    given, error = form(96), torch.randn(200, 96, generator=random)
+    other = error * torch.linspace(0.5, 1.5, 200)[:, None]
+    other[100] = error[100]  # the same is no lower, and no higher
+    other[7] = float("nan")
+    expected = losses(error, given) <= losses(other, given)
+    assert torch.equal(rows_below(error, other, given), expected)
+    assert expected[100] and not expected[7] and 50 < int(expected.sum()) < 150
 
 
 @pytest.mark.parametrize("size", [1, 7, 300])

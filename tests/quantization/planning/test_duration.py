@@ -3,7 +3,7 @@
 import pytest
 
 from quantkit.models.architecture import linear_slots, parse_config
-from quantkit.quantization.planning import duration
+from quantkit.quantization.planning import duration, steps
 from quantkit.quantization.planning.duration import OPENING, SLOWEST, expected_seconds, operations
 from quantkit.quantization.planning.plan import make_plan
 from quantkit.quantization.recipe import Recipe, load_recipe
@@ -45,13 +45,14 @@ LARGE = {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28
          "num_key_value_heads": 2}
 
 
-@pytest.mark.parametrize(("settings", "name", "rate", "seconds"), [
-    (SMALL, "nf4", 5e10, 6), (SMALL, "int4", 5e10, 156), (SMALL, "int4-asym", 5e10, 192),
-    (SMALL, "int8", 1.03e11, 2.2), (SMALL, "int4-rtn", 1.03e11, 2.0),
-    (LARGE, "int4-rtn", 2.2e11, 24.5), (LARGE, "int8", 2.2e11, 24.5), (LARGE, "int4", 2.2e11, 33 * 60)])
-def test_what_was_measured_is_within_the_range(settings, name, rate, seconds):
-    """135M parameters on a core with AVX2 and on one with AVX-512, and 1.5B on two with AVX-512."""
-    expected = expected_seconds(make_plan(load_recipe(name), Sized(**settings)), rate)
+@pytest.mark.parametrize(("settings", "name", "effort", "rate", "seconds"), [
+    (SMALL, "nf4", None, 5e10, 6), (SMALL, "int8", None, 2e11, 2.2), (SMALL, "int4-rtn", None, 2e11, 2.0),
+    (LARGE, "int4-rtn", None, 4.3e11, 24.5), (SMALL, "int4", None, 4.3e11, 39),
+    (LARGE, "int4", None, 4.3e11, 650), (LARGE, "int4", "fast", 4.3e11, 154)])
+def test_what_was_measured_is_within_the_range(settings, name, effort, rate, seconds, monkeypatch):
+    """135M parameters on a core with AVX2 and on one and two with AVX-512, and 1.5B on two with AVX-512."""
+    monkeypatch.setattr(steps, "native_bf16", lambda: rate > 1e11)
+    expected = expected_seconds(make_plan(load_recipe(name, effort), Sized(**settings)), rate)
     assert expected is not None and expected.least <= seconds <= expected.most
 
 
@@ -64,11 +65,12 @@ def test_it_follows_layers_tokens_and_the_machine():
     recipe = load_recipe("int4")
     low, high = expected_seconds(plan(recipe), 1e11)
     assert 0 < low < high < 10 * low
-    assert expected_seconds(plan(recipe), 2e11).most == pytest.approx((high + SLOWEST * OPENING) / 2)
+    twice = expected_seconds(plan(recipe), 2e11)
+    assert twice.most == pytest.approx((high + SLOWEST * OPENING) / 2, rel=0.05)
     more = recipe.model_copy(update={"calibration": recipe.calibration.model_copy(update={"windows": 48})})
     assert low < expected_seconds(plan(more), 1e11)[0] < 2 * low
     assert expected_seconds(plan(recipe, "synthetic:llama-8b?seed=0&layers=4"), 1e11)[0] == pytest.approx(
-        2 * low, rel=0.01)
+        2 * low, rel=0.1)
     assert expected_seconds(plan("trellis4"), 1e11)[0] > low
 
 
