@@ -238,7 +238,8 @@ def test_experts_share_a_type(tmp_path):
 def test_a_model_that_is_not_quantized_keeps_its_numbers(tmp_path, dtype):
     plain = tiny_model(tmp_path / "plain", "qwen2", dtype=dtype)
     result = export_gguf(str(plain), tmp_path / "m.gguf")
-    assert {tensor.kind for tensor in result.tensors} == {"F32", {"bfloat16": "BF16", "float16": "F16"}[dtype]}
+    kind = {"bfloat16": "BF16", "float16": "F16"}[dtype]
+    assert {tensor.kind for tensor in result.tensors} == {"F32", kind}
     source, wanted = GGUFSource(result.out, "m.gguf"), load_file(plain / "model.safetensors")
     for name, tensor in wanted.items():
         assert torch.equal(source.tensor(name), tensor.to(torch.bfloat16)), name
