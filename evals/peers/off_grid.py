@@ -86,7 +86,8 @@ def main() -> None:
                 shutil.copy(file, args.twin)
         model.bfloat16().save_pretrained(args.twin)
     quantkit("export", str(args.twin), "--to", "gguf", f"{args.twin}.gguf")
-    print(f"{args.twin} and {args.twin}.gguf: logits equal to {difference:.1e} of the largest before rounding to bfloat16")
+    print(f"{args.twin} and {args.twin}.gguf: logits equal to {difference:.1e} of the largest before "
+          "rounding to bfloat16")
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ SHARE = 0.9
 @click.option("--memory", metavar="SIZE", help="Total memory for weights, KV cache and runtime: 8GB. (Nine "
                                                "tenths of what is free now.)")
 @click.option("--context", type=TokenCount(), metavar="TOKENS",
-              help=f"Tokens of a context, a whole conversation: 32k, 8192. ({CONTEXT:,}, or the model's most.)")
+              help=f"Tokens of a context, a conversation: 32k, 8192. ({CONTEXT:,}, or the model's most.)")
 @click.option("--out", "-o", type=click.Path(path_type=Path), metavar="DIR",
               help="The checkpoint's folder. (Here, called after model and recipe.)")
 @click.option("--serve", is_flag=True, help="Serve the result with its APIs and a chat page. By default you "
