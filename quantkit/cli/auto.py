@@ -91,8 +91,8 @@ def _choose(model: str, revision: str | None, memory: str | None,
             else int(SHARE * (available_memory() or memory_limit())))
     with ProgressLine(f"planning for {model}") as progress:
         possible = candidates(model, revision, progress=progress)
-    most = possible.pairs[0][0].config.max_position_embeddings
-    tokens = min(CONTEXT, most) if context is None else context
+    limit = possible.pairs[0][0].config.max_position_embeddings
+    tokens = min(CONTEXT, limit) if context is None else context
     ranked = combine(possible.pairs, Requirements(tokens, 1, size, None))
     chosen = next((combination for combination in ranked if combination.left >= 0), None)
     if chosen is None:
