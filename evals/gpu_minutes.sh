@@ -13,7 +13,7 @@ set -u -o pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
 
 OUT=${OUT:-gpu-minutes} WORK=${WORK:-/tmp/quantkit-gpu-minutes} PYTHON=${PYTHON:-python3} mode=measure
-device=cuda scale=1 seconds=540 clients=64 repeats=5 rehearse=() marker=gpu peers=bf16,int8,int4 head8=int4-head8
+device=cuda scale=1 seconds=540 clients=64 repeats=5 rehearse=() marker=gpu peers=bf16,int8,int4
 model=synthetic:llama-3.1-8b context=1100 long=1100,32000,128000 batches=1,64,256 prompts=2048,8192
 contexts=1x32768,1x131072,64x1100 rows=1,16,32,64,128,256,512,2048
 trellis=(tests/kernels -k "trellis and bfloat16 and not large and not order")
@@ -25,7 +25,7 @@ case ${1:-} in
     export TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES=
     device=cpu scale=20 seconds=7200 clients=4 repeats=1 rehearse=(--rehearse) marker="not gpu and not slow"
     model="synthetic:llama-1b?layers=1" context=40 long=40,200 batches=1,4 prompts=64,128 contexts=1x70,2x70
-    rows=1,20 trellis=(tests/formats -k trellis) peers=bf16,int8 head8=int4-embed8 tests=(tests/kernels/test_levels.py) ;;
+    rows=1,20 trellis=(tests/formats -k trellis) peers=bf16,int8 tests=(tests/kernels/test_levels.py) ;;
   *) sed -n '2,/^set/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 2 ;;
 esac
 test=("$PYTHON" -m pytest -m "$marker" -p no:cacheprovider -n 8 -vv)
@@ -72,7 +72,6 @@ models() {
   decode 40 decode-bf16 none --context "$context" --kv none
   decode 70 decode-int8 int8 --context "$long" --kv none,int8,fp8,int4
   decode 60 decode-int4-rtn int4-rtn --context "$context" --kv none,int8 --batch "$batches"
-  decode 30 decode-int4-head8 "$head8" --context "$context" --kv none
   decode 40 decode-trellis4 trellis4 --context "$context" --kv none
   decode 40 decode-trellis3 trellis3 --context "$context" --kv none
   profiled 60 prompts --prompt "$prompts" --chunk 512,2048

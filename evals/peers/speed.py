@@ -68,6 +68,8 @@ class Row:
 
 LLAMA_CPP = ("BF16", "Q8_0", "Q4_0", "Q4_K_M", "IQ4_XS", "Q3_K_M", "IQ3_XXS")
 IK = ("IQ4_KS", "IQ4_KT", "IQ3_K", "IQ3_KT")
+# folders of ours are called after recipes of their day: int8-head8 is int8 with a plain embedding,
+# int4-head8-rtn is int4-rtn with that, trellis3-embed6 is trellis3 with 6 bits for embedding and head
 ROWS = (
     *(Row("llama.cpp", kind, f"{'bf16' if kind == 'BF16' else kind}.gguf") for kind in LLAMA_CPP),
     *(Row("ik_llama.cpp", f"{kind} -rtr", f"{'bf16' if kind == 'BF16' else kind}.gguf", ("-rtr",))

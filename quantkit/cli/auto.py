@@ -27,7 +27,7 @@ SHARE = 0.9
 @click.option("--memory", metavar="SIZE", help="Total memory for weights, KV cache and runtime: 8GB. (Nine "
                                                "tenths of what is free now.)")
 @click.option("--context", type=TokenCount(), metavar="TOKENS",
-              help=f"Tokens of a conversation: 32k, 8192. ({CONTEXT:,}, or as many as the model takes.)")
+              help=f"Tokens of a context, a conversation: 32k, 8192. ({CONTEXT:,}, or the model's most.)")
 @click.option("--out", "-o", type=click.Path(path_type=Path), metavar="DIR",
               help="The checkpoint's folder. (Here, called after model and recipe.)")
 @click.option("--serve", is_flag=True, help="Serve the result with its APIs and a chat page. By default you "
@@ -93,8 +93,8 @@ def _choose(model: str, revision: str | None, memory: str | None,
             else int(SHARE * (available_memory() or memory_limit())))
     with ProgressLine(f"planning for {model}") as progress:
         possible = candidates(model, revision, progress=progress)
-    most = possible.pairs[0][0].config.max_position_embeddings
-    tokens = min(CONTEXT, most) if context is None else context
+    limit = possible.pairs[0][0].config.max_position_embeddings
+    tokens = min(CONTEXT, limit) if context is None else context
     ranked = combine(possible.pairs, Requirements(tokens, 1, size, None))
     chosen = next((combination for combination in ranked if combination.left >= 0), None)
     if chosen is None:

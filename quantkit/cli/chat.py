@@ -35,7 +35,7 @@ LEAVE, CLEAR = "/exit", "/clear"
 @click.argument("model")
 @click.option("--system", metavar="TEXT", help="System message before the conversation.")
 @click.option("--max-tokens", "-n", type=TokenCount(), default=1024, show_default=True,
-              help="Largest number of tokens of an answer.")
+              help="Largest number of new tokens of an answer.")
 @temperature_option
 @kv_option("KV setting, one only: none, int8, int4, …. (The checkpoint's own.)")
 @revision_option

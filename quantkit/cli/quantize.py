@@ -273,10 +273,14 @@ def _print_recovery(plan: Plan, text: RecoveryText) -> None:
 
 def _print_sums(plan: Plan) -> None:
     """What a dry run is run for, and so its end."""
+    from quantkit.models.architecture import EMBEDDING, HEAD
+
     kept = "stay as they are" if plan.recipe.recover is None else "aren't quantized"
+    plain = {*plan.other, *(f"{row.name}.weight" for row in plan.rows if row.method is None)}
+    names = [word for word, layer in (("embedding", EMBEDDING), ("head", HEAD)) if f"{layer}.weight" in plain]
     click.echo(wrapped("bits/weight", f"{plan.bits_per_weight:.2f} over {plan.linears} Linear layers"))
     click.echo(wrapped("size", f"{_size(plan)}; of this {human_bytes(plan.kept_bytes)} {kept} "
-                               "(embedding, head, norms)"))
+                               f"({', '.join([*names, 'norms'])})"))
     click.echo(wrapped("peak memory", f"about {human_bytes(plan.peak_bytes)}"))
     click.echo(wrapped("disk needed", f"{human_bytes(plan.needed_disk_bytes)} while it runs, "
                                       f"{human_bytes(plan.disk_bytes)} when done"))

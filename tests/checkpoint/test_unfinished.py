@@ -34,7 +34,7 @@ def test_a_run_that_stopped(stopped, use):
         use(stopped)
     assert caught.value.what == f"{stopped} isn't finished"
     assert caught.value.why == ("the run that was writing it stopped, of source by recipe int8: "
-                                f"1 finished unit is kept in {stopped}.partial")
+                                f"2 finished units are kept in {stopped}.partial")
     assert f"quantkit quantize source … --out '{stopped}'" in caught.value.next
 
 

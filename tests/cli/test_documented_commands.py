@@ -14,6 +14,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 import tomllib
 from pathlib import Path
 
@@ -100,6 +101,9 @@ def named(tmp_path_factory) -> Path:
     (folder / "RULE.yaml").write_text(json.dumps({"rules": [
         {"match": "lm_head", "optional": True}, {"match": "*", "method": "rtn", "spec": {
             "bits": 4, "granularity": {"strategy": "group", "size": 64}}}]}))
+    page = (ROOT / "docs/results.md").read_text(encoding="utf-8")
+    written = re.search(r"^    name: trellis3-embed6\n(?:    .*\n)+", page, re.M)[0]
+    (folder / "trellis3-embed6.yaml").write_text(textwrap.dedent(written))
     tasks = folder / "tasks"
     tasks.mkdir()
     choices = [{"query": f"What did cat {i} say?", "choices": ["it would rain", "nothing"], "gold": i % 2}

@@ -6,12 +6,15 @@ from __future__ import annotations
 def test_export(cli, cli_json, checkpoint, tmp_path):
     done = cli("export", checkpoint, "--to", "gptq", tmp_path / "out")
     assert done.exit_code == 0, done.stderr
-    assert "14 of 14 in format gptq" in done.stdout and "--for vllm" in done.stdout
+    assert "14 of 15 in format gptq" in done.stdout and "--for vllm" in done.stdout
+    assert "decoded       model.embed_tokens, to 16 bits" in done.stdout
     assert cli("verify", tmp_path / "out").exit_code == 0
     facts = cli_json("inspect", tmp_path / "out")
-    assert {row["format"] for row in facts["layers"]} == {"gptq"}
+    assert {row["format"] for row in facts["layers"] if "layers" in row["name"]} == {"gptq"}
     result = cli_json("export", checkpoint, "--to", "bnb-int8", tmp_path / "json")
-    assert result["format"] == "bnb-int8" and len(result["layers"]) == 14
+    assert result["format"] == "bnb-int8" and result["decoded"] == ["model.embed_tokens"]
+    assert [row["name"] for row in result["layers"] if row["format"] is None] == result["decoded"]
+    assert len(result["layers"]) == 1 + 14
     text = cli("generate", tmp_path / "out", "Once", "-n", "4")
     assert text.exit_code == 0 and text.stdout == cli("generate", checkpoint, "Once", "-n", "4").stdout
 
@@ -19,12 +22,12 @@ def test_export(cli, cli_json, checkpoint, tmp_path):
 def test_a_gguf_file(cli, cli_json, checkpoint, tmp_path):
     done = cli("export", checkpoint, "--to", "gguf", "--out", tmp_path / "m.gguf")
     assert done.exit_code == 0, done.stderr
-    assert "14 Q8_0" in done.stdout and "llama-server -m" in done.stdout
+    assert "15 Q8_0" in done.stdout and "llama-server -m" in done.stdout
     facts = cli_json("inspect", tmp_path / "m.gguf")
     assert facts["path_kind"] == "gguf" and len(facts["layers"]) == 14
     result = cli_json("export", checkpoint, "--to", "gguf", tmp_path / "again.gguf")
     kinds = {row["type"] for row in result["tensors"]}
-    assert result["format"] == "gguf" and kinds == {"Q8_0", "F32", "BF16"}
+    assert result["format"] == "gguf" and kinds == {"Q8_0", "F32"}
     assert (tmp_path / "again.gguf").read_bytes() == (tmp_path / "m.gguf").read_bytes()
 
 

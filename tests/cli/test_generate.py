@@ -179,11 +179,11 @@ def test_a_terminal_gets_no_control_characters(monkeypatch):
 
     screen = Terminal()
     monkeypatch.setattr(sys, "stdout", screen)
-    module._Output()(0, "a\x1b]0;title\x07b\x9b31m\tc\nd\re")
+    module.StreamedText()(0, "a\x1b]0;title\x07b\x9b31m\tc\nd\re")
     assert screen.getvalue() == "a]0;titleb31m\tc\nde"
     plain = io.StringIO()
     monkeypatch.setattr(sys, "stdout", plain)
-    module._Output()(0, "a\x1b[0m")
+    module.StreamedText()(0, "a\x1b[0m")
     assert plain.getvalue() == "a\x1b[0m", "a file gets the text as it is"
 
 
@@ -196,6 +196,6 @@ def test_importing_the_command_is_cheap():
 
 
 def test_a_real_model_answers(cli, smollm2):
-    result = cli("generate", smollm2, "What is the capital of France?", "--chat", "-n", 24)
+    result = cli("generate", smollm2, "Name the capital of France.", "--chat", "-n", 24)
     assert result.exit_code == 0 and "Paris" in result.stdout
     assert "the model ended it" in result.stderr

@@ -52,7 +52,7 @@ def test_what_declined_is_shown_on_demand(cli, checkpoint):
     short, long = cli("inspect", checkpoint).stdout, cli("inspect", checkpoint, "--declined").stdout
     assert "cpu-int8" in short and "cpu-int4: " not in short
     assert "--declined shows" in short and "--declined" not in long
-    assert "cpu-int4: multiplies integers of at most 4 bits, not int8 (14 layers)" in long
+    assert "cpu-int4: multiplies integers of at most 4 bits, not int8 (15 layers)" in long
     head, _, reasons = long.partition("\nkernels that declined\n")
     assert "other operations" in head, "what runs comes first"
     assert "_proj" not in reasons
@@ -60,7 +60,7 @@ def test_what_declined_is_shown_on_demand(cli, checkpoint):
 
 def test_json_has_kernels_and_reasons(cli_json, checkpoint):
     facts = cli_json("inspect", checkpoint)
-    assert facts["kind"] == "checkpoint" and len(facts["layers"]) == 14
+    assert facts["kind"] == "checkpoint" and len(facts["layers"]) == 1 + 14
     for row in facts["layers"]:
         for phase in ("decode", "prefill"):
             choice = row["kernels"][phase]

@@ -31,7 +31,8 @@ def test_dry_run_prints_a_row_a_kind_of_layer_and_makes_nothing(cli, tiny, tmp_p
 def test_dry_run_ends_with_the_sums_and_the_next_command(cli, tiny):
     lines = cli("quantize", tiny, "--recipe", "int4-asym", "--dry-run").stdout.splitlines()
     heads = [line[:14].strip() for line in lines if line[:1].strip()]
-    assert heads[-7:] == ["calibration", "bits/weight", "size", "peak memory", "disk needed", "time", "next"]
+    assert heads[-9:] == ["calibration", "bits/weight", "size", "peak memory", "disk needed", "engines",
+                          "with --for", "time", "next"]
     assert lines[-1] == f"next          quantkit quantize {tiny} --recipe int4-asym --out OUT"
     cluster = cli("quantize", tiny, "--recipe", "int4-asym", "--dry-run", "--executor", "ray").stdout
     assert "peak memory" in cluster and "on this CPU" not in cluster, "a cluster's speed isn't known"
@@ -56,23 +57,31 @@ def test_layers_of_one_kind_with_different_specs_are_different_rows(cli, tiny, t
 
 def test_dry_run_as_json(cli_json, tiny):
     plan = cli_json("quantize", tiny, "--recipe", "nf4", "--dry-run")
-    assert len(plan["rows"]) == 14
-    row = plan["rows"][0]
+    assert len(plan["rows"]) == 1 + 14
+    embedding, row = plan["rows"][:2]
+    assert (embedding["name"], embedding["format"]) == ("model.embed_tokens", "pack-quantized")
     assert row["name"] == "model.layers.0.self_attn.q_proj"
     assert (row["method"], row["format"], row["shape"]) == ("nf4", "bnb-nf4", [64, 64])
     assert row["bytes_before"] == 64 * 64 * 2 > row["bytes_after"]
     assert plan["peak_bytes"] > 0 and plan["disk_bytes"] > 0
+    assert plan["disk_bytes_for"].keys() == {"sglang", "transformers"}
+    assert min(plan["disk_bytes_for"].values()) > plan["disk_bytes"], "16 bits for the embedding"
 
 
-def test_a_run_makes_what_the_plan_said(cli, cli_json, tiny, tmp_path):
+@pytest.mark.parametrize(("engine", "engines"), [
+    ("quantkit", "quantkit; not vllm, sglang, transformers, mlx, see below"),
+    ("transformers", "quantkit, vllm, transformers; not sglang, mlx, see below")])
+def test_a_run_makes_what_the_plan_said(cli, cli_json, tiny, tmp_path, engine, engines):
     out = tmp_path / "OUT"
-    plan = cli_json("quantize", tiny, "--recipe", "int8", "--dry-run")
-    result = cli("quantize", tiny, "--recipe", "int8", "--out", out)
+    command = ["quantize", tiny, "--recipe", "int8", "--for", engine]
+    plan = cli_json(*command, "--dry-run")
+    result = cli(*command, "--out", out)
     assert result.exit_code == 0, result.stderr
     assert f"quantkit eval {tiny} {out}" in result.stdout
     assert "fallbacks     none" in result.stdout
-    assert "engines       quantkit, vllm, transformers; not sglang, mlx, see below" in result.stdout
-    assert result.stdout.splitlines()[-1].strip() == f"quantkit verify {out} --for sglang"
+    assert f"engines       {engines}" in result.stdout
+    refusing = engines.partition("; not ")[2].partition(",")[0]
+    assert result.stdout.splitlines()[-1].strip() == f"quantkit verify {out} --for {refusing}"
     told = [line.partition(": ")[2] for line in result.stderr.splitlines()]
     assert told[0] == "phase 1 of 2, quantizing layers", "progress belongs on stderr"
     assert told[-1] == "phase 2 of 2, assembling and rereading"
@@ -92,7 +101,7 @@ def test_a_checkpoint_for_gguf_is_to_be_exported(cli, tmp_path):
 
 def test_json_result(cli_json, tiny, tmp_path):
     result = cli_json("quantize", tiny, "--recipe", "int8", "--out", tmp_path / "OUT", "--quiet")
-    assert len(result["layers"]) == 14 and result["fallbacks"] == []
+    assert len(result["layers"]) == 1 + 14 and result["fallbacks"] == []
     assert result["out"] == str(tmp_path / "OUT")
 
 
@@ -292,8 +301,12 @@ def test_a_model_in_16_bits_is_not_warned_of(cli, tiny):
     assert "quantized already" not in plan.stderr and "times smaller" in plan.stdout
 
 
-def test_a_kept_head_counts_among_what_stays(cli_json, tmp_path):
+def test_a_kept_head_counts_among_what_stays(cli, cli_json, tmp_path):
     source = tiny_model(tmp_path / "own-head", tie_word_embeddings=False)
-    plan = cli_json("quantize", source, "--recipe", "int8", "--dry-run")
+    plan = cli_json("quantize", source, "--recipe", "w8a8", "--dry-run")
     head = next(row for row in plan["rows"] if row["name"] == "lm_head")
     assert head["method"] is None and plan["kept_bytes"] == plan["other_bytes"] + head["bytes_after"]
+    for recipe, engine, kept in (("int8", "quantkit", "norms"), ("int8", "transformers", "embedding, norms"),
+                                 ("w8a8", "quantkit", "embedding, head, norms")):
+        told = cli("quantize", source, "--recipe", recipe, "--for", engine, "--dry-run").stdout
+        assert f"stay as they are ({kept})" in " ".join(told.split())

@@ -1,6 +1,8 @@
 """``quantkit verify``: whole, damaged, and no checkpoint at all."""
 
 import json
+import re
+import shlex
 import shutil
 
 import pytest
@@ -39,7 +41,13 @@ def test_not_a_checkpoint(cli, tiny, tmp_path):
         assert result.stderr.startswith("error: ") and "next: " in result.stderr
 
 
-def test_for_an_engine(cli, cli_json, checkpoint):
+def test_for_an_engine(cli, cli_json, checkpoint, tmp_path):
+    refused = cli("verify", checkpoint, "--for", "vllm")
+    assert refused.exit_code == 1 and "model.embed_tokens" in refused.stderr
+    (command,) = re.findall(r"next: quantkit (export .* OUT),", refused.stderr)
+    checkpoint = tmp_path / "OUT"
+    words = command.replace("FORMAT", "pack-quantized").replace("OUT", str(checkpoint))
+    assert cli(*shlex.split(words)).exit_code == 0, "as the refusal says"
     loads = cli("verify", checkpoint, "--for", "vllm")
     assert loads.exit_code == 0 and "vllm on cuda loads" in loads.stdout
     assert "ok      kernel on cuda" in loads.stdout

@@ -394,6 +394,6 @@ def test_rules_that_contradict_themselves(rule, said):
 def test_shipped_files_say_what_they_hold_only():
     for path in data_dir("recipes").iterdir():
         data = YAML(typ="safe", pure=True).load(path)
-        assert data.keys() <= {"name", "description", "calibration", "kv", "rules", "candidates",
+        assert data.keys() <= {"name", "extends", "description", "calibration", "kv", "rules", "candidates",
                                "transforms"}
         assert Path(path).stem == data["name"]

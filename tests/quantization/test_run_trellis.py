@@ -98,7 +98,8 @@ rules:
     text = generate(found, [[5, 6, 7]], Sampling(max_tokens=8, temperature=0.0, ignore_eos=True))
     assert len(text[0].token_ids) == 8
     with Checkpoint.open(result.out) as checkpoint:
-        row = checkpoint.manifest.layers[0]
+        embedding, row = checkpoint.manifest.layers[:2]
+        assert (embedding.name, embedding.spec.label()) == ("model.embed_tokens", "int6 g64 asym")
         assert (row.format, row.spec.label()) == ("trellis", f"trellis{bits} channel w{fastest_window()} rot")
 
 

@@ -115,6 +115,7 @@ def test_recipes_without_text(model: str, tmp_path: Path, bits: int) -> None:
     with Checkpoint.open(out) as checkpoint:
         facts, rows = checkpoint.manifest.calibration, checkpoint.manifest.layers
     assert facts is not None and facts.text == "random" and facts.tokens == 128
-    solved = [row for row in rows if row.method]
+    assert {row.method for row in rows if "layers" not in row.name} == {"rtn"}
+    solved = [row for row in rows if row.method == "gptq"]
     assert solved and all(row.spec and row.spec.bits == bits and row.spec.symmetric == (bits == 8)
                           for row in solved)

@@ -90,6 +90,20 @@ def test_what_no_variant_makes_loadable_is_refused(engine, name, why):
     assert why in caught.value.why
 
 
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("name", ["int8", "int4", "nf4", "trellis3"])
+def test_who_extends_a_recipe_may_say_something_else_of_embedding_and_head(tmp_path, name, tied):
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"""extends: {name}
+rules:
+  - match: "re:model\\\\.embed_tokens|lm_head"
+    method: rtn
+    spec: {{bits: 5, granularity: {{strategy: channel}}}}
+""")
+    plan = make_plan(load_recipe(str(path)), Wide(tied))
+    assert set(outside(plan).values()) == {"int5 channel sym"} and len(outside(plan)) == 2 - tied
+
+
 def test_a_rule_for_tied_models_is_none_of_others():
     rules = [{"match": "model.embed_tokens", "tied": tied, "method": "rtn",
               "spec": {"bits": bits, "granularity": {"strategy": "channel"}}} for tied, bits in

@@ -83,10 +83,12 @@ def test_scales_follow_the_models_dtype(dtype):
 
 
 def test_tied_embeddings_have_no_head_and_are_counted_once():
-    plan = make_plan(load_recipe("int8"), Source(tied=True))
-    assert all(row.name != "lm_head" for row in plan.rows)
-    assert "lm_head.weight" not in plan.other
-    assert plan.other_bytes == 2 * (VOCAB * HIDDEN + HIDDEN + LAYERS * 2 * HIDDEN)
+    norms = 2 * (HIDDEN + LAYERS * 2 * HIDDEN)
+    for name, outside in (("int8", ["model.embed_tokens"]), ("w8a8", [])):
+        plan = make_plan(load_recipe(name), Source(tied=True))
+        assert [row.name for row in plan.rows if row.layer is None] == outside
+        assert "lm_head.weight" not in plan.other
+        assert plan.other_bytes == norms + (0 if outside else 2 * VOCAB * HIDDEN)
 
 
 # -- refusals
