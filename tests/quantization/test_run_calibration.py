@@ -175,11 +175,9 @@ def raised(model, tmp_path, monkeypatch):
     """The first factorization of the second layer fails at the least damping."""
     factorize, calls = torch.linalg.cholesky_ex, []
 
-    def fails(matrix, out):
+    def fails(matrix, upper):
         calls.append(1)
-        factorize(matrix, out=out)
-        if len(calls) == 8:
-            out[1].fill_(1)
+        return factorize(matrix, upper=upper)[0], torch.tensor(int(len(calls) == 8))
 
     monkeypatch.setattr(torch.linalg, "cholesky_ex", fails)
 
@@ -187,23 +185,21 @@ def raised(model, tmp_path, monkeypatch):
 def hopeless(model, tmp_path, monkeypatch):
     factorize, calls = torch.linalg.cholesky_ex, []
 
-    def fails(matrix, out):
+    def fails(matrix, upper):
         calls.append(1)
-        factorize(matrix, out=out)
-        if 8 <= len(calls) < 12:
-            out[1].fill_(1)
+        return factorize(matrix, upper=upper)[0], torch.tensor(int(8 <= len(calls) < 12))
 
     monkeypatch.setattr(torch.linalg, "cholesky_ex", fails)
 
 
 def no_better(model, tmp_path, monkeypatch):
-    loss, calls = gptq.losses, []
+    below, calls = gptq.rows_below, []
 
-    def worse(error, hessian):
+    def worse(error, other, hessian):
         calls.append(1)
-        return loss(error, hessian) + (1e9 if len(calls) == 15 else 0)
+        return below(error, other, hessian) & (len(calls) != 8)
 
-    monkeypatch.setattr(gptq, "losses", worse)
+    monkeypatch.setattr(gptq, "rows_below", worse)
 
 
 def few_tokens(model, tmp_path, monkeypatch):

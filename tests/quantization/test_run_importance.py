@@ -75,8 +75,8 @@ def test_stopped_anywhere_and_run_again_it_ends_with_the_same_bytes(model, recip
         quantize(model, recipe("gradient"), tmp_path / "out", progress=stop_at(at))
     result = quantize(model, recipe("gradient"), tmp_path / "out")
     assert contents(result.out) == whole and not (tmp_path / "out.partial").exists()
-    # five events while it is found: at the beginning and after each layer, forward and backward
-    assert len(found) == (2 if 0 < at < 5 else 1)
+    # six events while it is found: at the beginning and after each layer, forward and backward, and the head
+    assert len(found) == (2 if 0 < at < 6 else 1)
 
 
 def test_what_the_walks_left_is_removed_once_they_are_done(model, recipe, tmp_path):
@@ -88,9 +88,10 @@ def test_what_the_walks_left_is_removed_once_they_are_done(model, recipe, tmp_pa
 
     quantize(model, recipe("gradient"), tmp_path / "out", progress=watch)
     hidden = ["hidden.0", "hidden.1", "hidden.2"]
-    assert seen[:5] == [[], hidden[:2], hidden, ["hidden.0", "slopes.1", "squares.1", "squares.2"],
+    assert seen[:6] == [[], hidden[:2], hidden, [*hidden[:2], "slopes.2", "squares.2"],
+                        ["hidden.0", "slopes.1", "squares.1", "squares.2"],
                         ["slopes.0", "squares.0", "squares.1", "squares.2"]]
-    assert seen[5:] == [["importance"]] * len(seen[5:])
+    assert seen[6:] == [["importance"]] * len(seen[6:])
     assert not [path.name for path in (tmp_path / "out").iterdir() if "work" in path.name]
 
 
