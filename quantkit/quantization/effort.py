@@ -50,4 +50,4 @@ def _quick(choice: Choice) -> Choice:
     if choice.method is None or choice.method not in methods:
         return choice
     method: Method = methods.get(choice.method)
-    return choice.model_copy(update={"options": choice.options | method.quick})
+    return choice.model_copy(update={"options": {**choice.options, **method.quick}})
