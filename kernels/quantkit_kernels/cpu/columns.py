@@ -348,8 +348,8 @@ def _subtract_block(e: Emitter, wide: Type, work: Value, low: Value, high: Value
     ``[start, stop)``; ``steps`` is ``[block, 64]``. Rows of the matrix lie ``stride`` bytes apart."""
     ranges: list[tuple[Value, Value, int]] = [(low, high, 1)]
     if wide.count > LEAST_LANES:
-        whole = high - (high - low) % TOGETHER
-        ranges = [(low, whole, TOGETHER), (whole, high, 1)]
+        border = high - (high - low) % TOGETHER
+        ranges = [(low, border, TOGETHER), (border, high, 1)]
     for first, last, count in ranges:
         with e.loop(first, last, count) as j:
             columns = [work + (j + number) * _SIZE for number in range(count)]

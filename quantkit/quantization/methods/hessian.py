@@ -148,9 +148,9 @@ def _upper(hessian: torch.Tensor, damping: float, order: torch.Tensor) -> torch.
 def _factorize_(matrix: torch.Tensor) -> bool:
     """Put the upper factor ``R`` of a symmetric matrix ``Rᵀ R`` in its place, a block of rows at a time;
     whether it is positive definite."""
-    size, whole = len(matrix), _whole(matrix)
-    for start in range(0, size, whole):
-        stop = min(start + whole, size)
+    size, width = len(matrix), _block_width(matrix)
+    for start in range(0, size, width):
+        stop = min(start + width, size)
         block = slice(start, stop)
         corner, failed = torch.linalg.cholesky_ex(matrix[block, block], upper=True)
         if int(failed):
@@ -159,13 +159,13 @@ def _factorize_(matrix: torch.Tensor) -> bool:
         matrix[block, block] = corner
         rest = matrix[block, stop:]
         rest.copy_(torch.linalg.solve_triangular(corner, _eye(corner), upper=True).mT @ rest)
-        for first in range(stop, size, whole):  # only what is on and above the diagonal is read
-            rows = slice(first, first + whole)
+        for first in range(stop, size, width):  # only what is on and above the diagonal is read
+            rows = slice(first, first + width)
             matrix[rows, first:].addmm_(matrix[block, rows].mT, matrix[block, first:], alpha=-1)
     return True
 
 
-def _whole(matrix: torch.Tensor) -> int:
+def _block_width(matrix: torch.Tensor) -> int:
     return WHOLE if matrix.device.type == "cpu" else WHOLE_GPU
 
 
@@ -186,13 +186,13 @@ def _reverse_(values: torch.Tensor) -> None:
 
 def _invert_upper_(matrix: torch.Tensor) -> torch.Tensor:
     """The inverse of an upper triangular matrix: a block of columns at a time, in place."""
-    size, whole = len(matrix), _whole(matrix)
-    for start in range(0, size, whole):
-        block = slice(start, min(start + whole, size))
+    size, width = len(matrix), _block_width(matrix)
+    for start in range(0, size, width):
+        block = slice(start, min(start + width, size))
         corner = torch.linalg.solve_triangular(matrix[block, block], _eye(matrix[block, block]), upper=True)
-        for first in range(0, start, whole):  # a row needs those below it, as they were
-            above = matrix[first:first + whole, first:start] @ matrix[first:start, block]
-            matrix[first:first + whole, block] = (above @ corner).neg_()
+        for first in range(0, start, width):  # a row needs those below it, as they were
+            above = matrix[first:first + width, first:start] @ matrix[first:start, block]
+            matrix[first:first + width, block] = (above @ corner).neg_()
         matrix[block, block] = corner
     return matrix
 

@@ -110,7 +110,7 @@ def test_it_is_the_square_of_the_gradient_of_answers_that_the_model_gives(
     steps = []
     found = token_importance(config, weights, all_of(config), 7, tmp_path / "x", lambda: steps.append(1))
     expected = by_autograd(config, weights, torch.cat(drawn))
-    assert found.keys() == expected.keys() and len(steps) == 6
+    assert found.keys() == expected.keys() and len(steps) == 7
     for name, (squares, rows) in expected.items():
         limited = (squares / squares.mean()).clamp(max=MOST)
         weights = torch.ones(TOKENS.numel())
