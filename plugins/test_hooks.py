@@ -50,7 +50,9 @@ def test_it_registers_what_is_said_of_it(folder: Path, monkeypatch: pytest.Monke
             if kind != "recipe":
                 assert kinds[kind].entry(name).owner == folder.name and kinds[kind].get(name).name == name
                 continue
-            (rule,) = [rule for rule in load_recipe(name).rules if rule.method]
-            method = manager.registries["methods"].get(rule.method)
-            assert rule.spec is not None and method.reason_against(rule.spec) is None
-            method.options.model_validate(rule.options)
+            rules = [rule for rule in load_recipe(name).rules if rule.method]
+            assert rules
+            for rule in rules:
+                method = manager.registries["methods"].get(rule.method)
+                assert rule.spec is not None and method.reason_against(rule.spec) is None
+                method.options.model_validate(rule.options)

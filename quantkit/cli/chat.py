@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import signal
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import rich_click as click
@@ -56,6 +57,7 @@ def command(model: str, system: str | None, max_tokens: int, temperature: float,
     from quantkit.runtime.sampler import Sampling
 
     (setting,) = read_kv(kv, limit=1) or (None,)
+    sampling = Sampling(max_tokens=max_tokens, temperature=temperature)
     loaded = load_model(model, revision=revision, dtype=dtype, device=device)
     engine = Engine(loaded, kv=setting, max_batch=1, max_queue=1, prefix_cache=None)
     begin = [] if system is None else [{"role": "system", "content": system}]
@@ -67,8 +69,8 @@ def command(model: str, system: str | None, max_tokens: int, temperature: float,
             messages = list(begin)
         elif text:
             messages.append({"role": "user", "content": text})
-            seed = None if temperature == 0 else random.SystemRandom().getrandbits(31)
-            sampling = Sampling(max_tokens=max_tokens, temperature=temperature, seed=seed)
+            if not sampling.greedy:
+                sampling = replace(sampling, seed=random.SystemRandom().getrandbits(31))
             try:
                 answer = _answer(engine, loaded.tokenizer.chat(messages), sampling)
             except QuantkitError as error:  # such as a conversation longer than the model's context

@@ -8,7 +8,7 @@ from tests.helpers.options import OPTIONS, long_name
 
 MISSING = "no-such-model"
 COMMANDS = {
-    "bench decode": (), "bench drafts": (), "eval": (), "eval-long": (), "generate": ("Hello",),
+    "bench decode": (), "bench drafts": (), "eval": (), "eval-long": (), "chat": (), "generate": ("Hello",),
     "serve-local": ("--port", "0"), "plan": ("--context", "512", "--memory", "1GB"),
     "quantize": ("--recipe", "int4", "--dry-run"),
 }
@@ -25,6 +25,7 @@ WRONG = {
              ("--text", "missing.txt"), ("--kv", "int8,int8"), ("--recipe", "int8")],
     "eval-long": [*KV, *DEVICE, ("--tasks", "telepathy"), ("--context", "x"), ("--text", "missing.txt"),
                   ("--kv", "int8,int8")],
+    "chat": [*KV, *DEVICE[:3], ("--temperature", "-1"), ("--kv", "int8,int4")],
     "generate": [*KV, *DEVICE, ("--draft", "telepathy"), ("--temperature", "-1"), ("--top-p", "7"),
                  ("--kv", "int8,int4"), ("--system", "Hi")],
     "serve-local": [*KV, *DEVICE, ("--draft", "telepathy"), ("--kv-memory", "much"), ("--prefix-cache", "8"),

@@ -35,7 +35,7 @@ def test_every_way_is_compared_with_the_exact_one(model, tmp_path):
     assert "0.02 is allowed" in done.stdout and max(map(len, done.stdout.splitlines())) <= 80
     rows = json.loads(out.read_text(encoding="utf-8"))["rows"]
     assert [(row["label"], row["kv"]) for row in rows] == [
-        (label, kv) for label in ("bf16", "rtn int4 g64 sym") for kv in ("none", "int8")]
+        (label, kv) for label in ("bf16", "rtn int6 g64 asym, rtn int4 g64 sym") for kv in ("none", "int8")]
     for row in rows:
         assert row["exact"]["kl_mean"] == 0
         assert -1e-6 < row["portions"]["kl_mean"] < 0.02 and row["portions"]["kl_mean"] != 0

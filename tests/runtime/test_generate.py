@@ -138,7 +138,7 @@ def test_settings_must_be_as_many_as_prompts(loaded):
 
 
 def test_a_real_model_answers(real):
-    messages = [{"role": "user", "content": "What is the capital of France?"}]
+    messages = [{"role": "user", "content": "Name the capital of France."}]
     ids = real.tokenizer.chat(messages)
     pieces = []
     (done,) = generate(real, [ids], Sampling(max_tokens=24), on_text=lambda _, text: pieces.append(text))

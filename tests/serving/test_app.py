@@ -220,7 +220,7 @@ def test_eight_clients_get_what_each_would_get_alone(client):
 
 
 def test_eight_clients_of_a_real_model(live, smollm2):
-    prompts = ["What is the capital of France?", "Write a haiku about rain.", "Count to ten.", "Why?",
+    prompts = ["Name the capital of France.", "Write a haiku about rain.", "Count to ten.", "Why?",
                "Explain photosynthesis in two sentences.", "List three primes.", "Say hello in German.",
                "Who was Ada Lovelace, and what did she write?"]
     client = live(loaded=load(smollm2)).openai()

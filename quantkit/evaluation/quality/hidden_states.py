@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import tempfile
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -76,6 +77,7 @@ class HiddenStates:
             if folder is not None:
                 folder.mkdir(parents=True, exist_ok=True)
             self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (it lives as long as this object)
+        weakref.finalize(self, self._file.close)
         for number, window in enumerate(tokens):
             progress(ProgressEvent(number, len(tokens), label_of(runner)))
             rows = hidden_of(runner, window, prompt).cpu().contiguous()

@@ -36,7 +36,7 @@ def test_logits_are_those_of_the_whole_model(tmp_path, family, dtype):
 
 
 def test_a_quantized_head(tmp_path, tiny):
-    quantize(str(tiny), "int8-head8", tmp_path / "head8")
+    quantize(str(tiny), "int8", tmp_path / "head8")
     loaded = load(str(tmp_path / "head8"))
     states = HiddenStates(loaded, TOKENS)
     with torch.inference_mode():
@@ -77,6 +77,9 @@ def test_the_file_has_no_name(tiny, tmp_path):
 
 def test_a_full_disk(tiny, tmp_path, monkeypatch):
     class Full:
+        def close(self):
+            pass
+
         def write(self, data):
             raise OSError(errno.ENOSPC, "No space left on device")
 

@@ -141,7 +141,7 @@ def test_many_processes_at_once(cache):
 
 def test_another_version_of_the_sources_is_another_code(cache, twice, monkeypatch):
     twice()
-    monkeypatch.setattr(compiled, "_sources", lambda: "others")
+    monkeypatch.setattr(compiled, "sources_digest", lambda: "others")
     assert twice() == (42, 2)
 
 
