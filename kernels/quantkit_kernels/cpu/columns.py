@@ -24,8 +24,8 @@ ROWS = 64
 LEAST_LANES = 8
 """Of this module's vectors, where the instruction set's have fewer."""
 TOGETHER = 4
-"""Columns that a block's errors are subtracted from at a time, where vectors have 16 lanes: so many sums
-don't wait for one another."""
+"""Columns that a block's errors are subtracted from at a time, where vectors have 16 lanes. Four sums do not
+wait for one another."""
 AHEAD = 16
 """Columns that are fetched before they are needed: the rows of a wide matrix lie too far apart for a CPU to
 guess."""

@@ -8,6 +8,7 @@ others.
 from __future__ import annotations
 
 import copy
+import io
 import tempfile
 import weakref
 from collections.abc import Iterator
@@ -76,7 +77,7 @@ class HiddenStates:
         with _writing(folder):
             if folder is not None:
                 folder.mkdir(parents=True, exist_ok=True)
-            self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (it lives as long as this object)
+            self._file = _unnamed_file(folder)
         weakref.finalize(self, self._file.close)
         for number, window in enumerate(tokens):
             progress(ProgressEvent(number, len(tokens), label_of(runner)))
@@ -123,6 +124,10 @@ def hidden_of(runner: Runner, window: torch.Tensor, prompt: int) -> torch.Tensor
     if isinstance(runner, TeacherForcedModel):
         return runner.hidden(window)[:-1]
     return runner.model.hidden(window[None].to(runner.model.device))[0, prompt:-1]
+
+
+def _unnamed_file(folder: Path | None) -> io.BufferedRandom:
+    return tempfile.TemporaryFile(dir=folder)
 
 
 @contextmanager

@@ -40,17 +40,17 @@ WALKED_BF16 = 0.75
 
 
 def walk_operations(weights: int, tokens: int) -> float:
-    """Of sending ``tokens`` through Linears with so many weights."""
+    """Operations of sending ``tokens`` tokens through Linears that have ``weights`` weights in all."""
     return 2 * (WALKED_BF16 if native_bf16() else WALKED) * weights * tokens
 
 
 def measure_operations(size: int, tokens: int, drift: bool) -> float:
-    """Of the Hessian of an input of ``size`` channels, and of its drift."""
+    """Operations of summing up the Hessian of an input of ``size`` channels, and its drift."""
     return tokens * size * (2 * (OBSERVED + drift) * size + TOUCHED)
 
 
 def solve_operations(row: PlanRow, plan: Plan) -> float:
-    """Of solving a Linear; a Hessian that it shares with others counts for each."""
+    """Operations of solving a Linear. A Hessian that several Linears share is counted for each of them."""
     weights, size = row.shape[0] * row.shape[1], row.shape[1]
     if row.spec is not None and row.spec.window is not None:
         products = TRELLIS_SOLVED * (row.name in plan.measured)
@@ -66,7 +66,7 @@ def solve_operations(row: PlanRow, plan: Plan) -> float:
 
 
 def handle_operations(row: PlanRow) -> float:
-    """Of all that goes through a Linear's weights one by one: memory decides how long that takes."""
+    """Operations of what goes through a Linear's weights one by one, whose time memory decides."""
     return (ROUNDED + SOLVED_WEIGHT * bool(row.options.get("compare"))) * row.shape[0] * row.shape[1]
 
 
