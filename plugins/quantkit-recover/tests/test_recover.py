@@ -52,6 +52,8 @@ INT2 = "bits: 2, symmetric: false, granularity: {strategy: group, size: 16}"
 INT3 = "bits: 3, granularity: {strategy: channel}"
 TRELLIS = "kind: trellis, bits: 2, window: 10, granularity: {strategy: channel}, rotation: hadamard"
 DISTILL = "{name: distill, windows: 16, options: {steps: 10, batch: 4, lr: 0.02, norm_lr: 0.01}}"
+# enough text and steps that a random model of any CPU's arithmetic comes closer
+LONGER = "{name: distill, windows: 64, options: {steps: 20, batch: 8, lr: 0.01, norm_lr: 0.005}}"
 WORSE = "{name: distill, windows: 16, options: {steps: 3, batch: 4, lr: 1, norm_lr: 1, warmup: 0}}"
 
 
@@ -73,9 +75,9 @@ def test_the_loss_falls_and_codes_stay(tmp_path, family, method, spec):
     # rings of a trellis have 64 rows, which k and v of the other models haven't
     overrides = {"num_key_value_heads": 4} if family == "mha" else {}
     tiny = str(tiny_model(tmp_path / "tiny", family.replace("mha", "llama"), **overrides))
-    result = quantize(tiny, recipe(tmp_path, method=method, spec=spec), tmp_path / "out")
-    assert result.recovery.kept and result.recovery.after < 0.998 * result.recovery.before
-    assert result.recovery.windows == 16 and result.recovery.held_out == 2 and not result.fallbacks
+    result = quantize(tiny, recipe(tmp_path, LONGER, method, spec), tmp_path / "out")
+    assert result.recovery.kept and result.recovery.after < 0.95 * result.recovery.before
+    assert result.recovery.windows == 64 and result.recovery.held_out == 8 and not result.fallbacks
     assert verify(result.out).ok
     plain = quantize(tiny, recipe(tmp_path, recover="null", method=method, spec=spec), tmp_path / "plain")
     before, after = tensors(plain.out), tensors(result.out)
