@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import math
 import os
 import shutil
@@ -72,6 +73,7 @@ def export(uri: str, to: str, out: str | Path, *, engine: str | None = None, rev
            progress: Listener = silent) -> ExportResult:
     """Pack a checkpoint anew in another layout.
 
+    Symmetric integers of 5 to 7 bits are stored in 8 where the layout or ``engine`` has none of their bits.
     An embedding or a head that the layout has no place for, or that ``engine`` reads only plain, is decoded
     to the model's dtype.
 
@@ -111,28 +113,31 @@ def export(uri: str, to: str, out: str | Path, *, engine: str | None = None, rev
 
 
 def _rows(checkpoint: AnyCheckpoint, form: Format, to: str, engine: str | None) -> list[LayerRow]:
-    """What every layer becomes. Raises SpecError for all that the layout or the engine refuses."""
+    """What every layer becomes. Raises SpecError for all that the layout or the engine refuses of the bits
+    that the layers have."""
     quantized = {row.name for row in checkpoint.layers if row.spec is not None}
     refusal = None
-    for plain in ((), (EMBEDDING,), (HEAD,), (EMBEDDING, HEAD)):
-        if not quantized.issuperset(plain):
-            continue
+    ends = [plain for plain in ((), (EMBEDDING,), (HEAD,), (EMBEDDING, HEAD)) if quantized.issuperset(plain)]
+    widths = {False, any(row.spec and row.spec != row.spec.in_bytes for row in checkpoint.layers)}
+    for in_bytes, plain in itertools.product(sorted(widths), ends):
         try:
-            rows = _layout_rows(checkpoint, form, to, plain)
+            rows = _layout_rows(checkpoint, form, to, plain, in_bytes)
             if engine is None or (reason := reason_against(engine, checkpoint.config(), rows)) is None:
                 return rows
-        except SpecError as error:
-            refusal = error
-            continue
-        refusal = SpecError(f"{engine} wouldn't load {checkpoint.path} in format {to}", why=reason,
+            raise SpecError(f"{engine} wouldn't load {checkpoint.path} in format {to}", why=reason,
                             next="choose another --to, or quantize the original by a recipe with "
                                  f"--for {engine}")
+        except SpecError as error:
+            if not in_bytes:
+                refusal = error
     assert refusal is not None
     raise refusal
 
 
-def _layout_rows(checkpoint: AnyCheckpoint, form: Format, to: str, plain: Collection[str]) -> list[LayerRow]:
-    """The rows with the layers ``plain`` decoded. Raises SpecError for all that the layout refuses."""
+def _layout_rows(checkpoint: AnyCheckpoint, form: Format, to: str, plain: Collection[str], in_bytes: bool
+                 ) -> list[LayerRow]:
+    """The rows with the layers ``plain`` decoded, and by :attr:`QuantSpec.in_bytes`. Raises SpecError for all
+    that the layout refuses."""
     rows, refused = [], []
     for row in checkpoint.layers:
         if row.spec is None:
@@ -143,7 +148,7 @@ def _layout_rows(checkpoint: AnyCheckpoint, form: Format, to: str, plain: Collec
             rows.append(row.model_copy(update={"method": None, "format": None, "spec": None, "options": {},
                                                "bytes": size, "bits": 8 * size / math.prod(row.shape)}))
             continue
-        spec = _spec(row.spec, form, row)
+        spec = _spec(row.spec.in_bytes if in_bytes else row.spec, form, row)
         try:
             if (reason := form.reason_against(spec, row.shape)) is not None:
                 raise SpecError(reason)
@@ -330,6 +335,9 @@ def repack(name: str, packed: QuantizedTensor, form: Format, spec: QuantSpec) ->
         InexactError: the format can't hold a scale or a zero point as it is.
     """
     codes: Codes = registry("formats").get(packed.format).unpack(packed)
+    if spec.bits != codes.spec.bits:
+        wider = codes.spec.in_bytes
+        codes = replace(codes, spec=wider, codes=codes.codes + (middle(wider) - middle(codes.spec)))
     zero, minimum = _offsets(codes, spec)
     if spec.minimum and minimum is None:
         raise InexactError(f"layer {name} has zero points, for which format {form.name} has no place",

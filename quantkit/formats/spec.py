@@ -92,6 +92,13 @@ class QuantSpec(Frozen):
     window: Literal[8, 10, 11, 12, 13, 14, 15, 16] | None = None
     activations: Literal["token", "group"] | None = None
 
+    @property
+    def in_bytes(self) -> QuantSpec:
+        """Symmetric integers of 5 to 7 bits in 8, which hold the same levels; any other spec as it is. Some
+        engines and layouts have 4 and 8 bits alone."""
+        between = self.kind == "int" and self.symmetric and not self.superblock and 4 < self.bits < 8
+        return self.model_copy(update={"bits": 8}) if between else self
+
     @model_validator(mode="after")
     def _coherent(self) -> QuantSpec:
         strategy, size = self.granularity.strategy, self.granularity.size or 0

@@ -316,6 +316,41 @@ def test_what_an_engine_reads_only_plain_is_decoded_for_it(tmp_path, engine, dec
         assert not any(check.status == "failed" for check in check_engine(engine, checkpoint))
 
 
+def test_bits_that_an_engine_has_not_are_stored_in_eight(tmp_path):
+    (tmp_path / "recipe.yaml").write_text("""rules:
+  - {match: lm_head, optional: true}
+  - {match: "*.down_proj", method: rtn, spec: {bits: 6, granularity: {strategy: group, size: 32}}}
+  - {match: "*", method: rtn, spec: {bits: 4, granularity: {strategy: group, size: 32}}}
+""")
+    model = str(tiny_model(tmp_path / "tiny"))
+    first = quantize(model, str(tmp_path / "recipe.yaml"), tmp_path / "first").out
+    same = export(str(first), "pack-quantized", tmp_path / "same")
+    assert {row.spec.bits for row in same.rows if row.spec} == {4, 6}
+    result = export(str(first), "pack-quantized", tmp_path / "out", engine="vllm")
+    bits = {row.name.rpartition(".")[2]: row.spec.bits for row in result.rows if row.spec}
+    assert bits.pop("down_proj") == 8 and set(bits.values()) == {4} and verify(result.out).ok
+    assert torch.equal(load(str(result.out), dtype="float32").model(IDS),
+                       load(str(first), dtype="float32").model(IDS))
+    with Checkpoint.open(result.out) as checkpoint:
+        assert not any(check.status == "failed" for check in check_engine("vllm", checkpoint))
+
+
+def test_bits_that_a_layout_has_not_are_stored_in_eight_or_named(tmp_path):
+    (tmp_path / "recipe.yaml").write_text("""rules:
+  - {match: lm_head, optional: true}
+  - {match: "*", method: rtn, spec: {bits: 6, granularity: {strategy: group, size: 32}}}
+""")
+    model = str(tiny_model(tmp_path / "tiny"))
+    first = quantize(model, str(tmp_path / "recipe.yaml"), tmp_path / "first").out
+    result = export(str(first), "gptq", tmp_path / "out")
+    assert {row.spec.bits for row in result.rows if row.spec} == {8}
+    assert torch.equal(load(str(result.out), dtype="float32").model(IDS),
+                       load(str(first), dtype="float32").model(IDS))
+    with pytest.raises(SpecError) as caught:
+        export(str(first), "awq", tmp_path / "awq")
+    assert "8" not in caught.value.why.splitlines()[0]
+
+
 def test_an_engine_that_refuses_the_linears_is_named(tmp_path):
     first = with_outside(tmp_path / "first", "int4-asym", "int8", "int4-asym")
     with pytest.raises(SpecError, match="transformers wouldn't load") as caught:

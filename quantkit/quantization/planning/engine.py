@@ -1,9 +1,11 @@
 """Makes of a recipe what a given engine loads: its layouts, and 16 bits where it expects a plain weight.
 
 quantkit runs every mix of formats, so by default a recipe quantizes the embedding and the head too. Other
-engines load less: transformers no quantized embedding, bitsandbytes one format for all layers. A recipe with
-``for: ENGINE`` is planned in up to three variants, and the first that the engine loads is taken: as it is,
-with a plain embedding, and with a plain embedding and head.
+engines load less: transformers no quantized embedding, vLLM no 6 bits, bitsandbytes one format for all
+layers. A rule that names no format gets the layout of an engine that has its own, and symmetric integers of
+5 to 7 bits become 8 for one that has none of these. A recipe with ``for: ENGINE`` is then planned in up to
+three variants, and the first that the engine loads is taken: as it is, with a plain embedding, and with a
+plain embedding and head.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ from quantkit.support.errors import RecipeError
 LLAMA_CPP = {8: ("gguf-q8_0", None), 6: ("gguf-q6_k", "gguf-q8_0"), 5: ("gguf-q5_k", "gguf-q5_1"),
              4: ("gguf-q4_k", "gguf-q5_0")}
 """llama.cpp's type of integers by their bits, and the one for rows that aren't whole superblocks."""
+FOUR_OR_EIGHT_BITS = ("vllm", "sglang")
+"""Engines whose kernels have no integers between."""
 PLAIN: tuple[tuple[str, ...], ...] = ((), (EMBEDDING,), (EMBEDDING, HEAD))
 """What is kept in 16 bits, from the smallest checkpoint to the largest."""
 
@@ -51,7 +55,7 @@ def refuse(recipe: Recipe, reason: str) -> NoReturn:
 
 
 def _layout(rule: Rule, engine: str) -> dict[str, Any]:
-    """What becomes of a rule for an engine that has layouts of its own, unless it names one."""
+    """What becomes of a rule that names no layout, for an engine that has its own, or fewer widths."""
     spec = rule.spec
     if spec is None or rule.format is not None or spec.kind != "int" or spec.activations:
         return {}
@@ -63,4 +67,4 @@ def _layout(rule: Rule, engine: str) -> dict[str, Any]:
         group = Granularity(strategy="group", size=size)
         return {"format": "mlx", "spec": QuantSpec(bits=spec.bits, symmetric=False, minimum=True,
                                                    granularity=group)}
-    return {}
+    return {"spec": spec.in_bytes} if engine in FOUR_OR_EIGHT_BITS else {}

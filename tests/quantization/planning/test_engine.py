@@ -71,6 +71,19 @@ def test_engines_with_layouts_of_their_own_get_them(engine, formats):
     assert {row.format for row in plan_for(engine, "int4-asym").rows} == formats
 
 
+@pytest.mark.parametrize(("engine", "bits"), [
+    ("quantkit", 6), ("transformers", 6), ("vllm", 8), ("sglang", 8)])
+def test_bits_that_an_engine_has_not_become_eight(engine, bits):
+    group = {"granularity": {"strategy": "group", "size": 32}}
+    recipe = Recipe.model_validate({"name": "mine", "for": engine, "rules": [
+        {"match": "lm_head", "optional": True},
+        {"match": "*.down_proj", "method": "rtn", "spec": {"bits": 6, **group}},
+        {"match": "*", "method": "rtn", "spec": {"bits": 4, **group}}]})
+    rows = [row for row in make_plan(recipe, Wide(False)).rows if row.spec]
+    assert {row.spec.bits for row in rows if row.name.endswith("down_proj")} == {bits}
+    assert {row.spec.bits for row in rows if not row.name.endswith("down_proj")} == {4}
+
+
 def test_a_recipe_names_its_engine_and_the_default_leaves_no_trace():
     recipe = load_recipe("int4")
     assert "for" not in recipe.snapshot() and "tied" not in recipe.snapshot()["rules"][0]
