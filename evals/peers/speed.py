@@ -5,8 +5,9 @@
 
 Every tool runs by itself, by its own benchmark (``llama-batched-bench``) or API (``theirs/timed.py``), on the
 same cases: a prompt is read, and tokens are decoded greedily after the first new one, which isn't timed as
-decoded. ``--long`` measures prompts of 3,000 and 8,000 tokens in place of short ones. With each row stands
-the read bandwidth just before it. FILE keeps what it has: another run adds a round to it, and the table shows
+decoded. ``--long`` measures prompts of 3,000 and 8,000 tokens in place of short ones. `ready` is how long a
+process takes for 16 tokens and two new ones, from its start to its end. With each row stands the read
+bandwidth just before it. FILE keeps what it has: another run adds a round to it, and the table shows
 the fastest round, since other programs only ever slow one. A tool that isn't given is left out, and so is a
 row whose file isn't in DIR. DIR has one model; all files are made from the same bfloat16 folder (for a model
 that comes from a quantized file, a twin: ``off_grid.py``):
@@ -31,7 +32,9 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import dataclass
+from math import nan
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -45,6 +48,7 @@ Case = tuple[int, int, int]
 """Tokens of a prompt, new tokens after the first, sequences."""
 SHORT: tuple[Case, ...] = ((16, 64, 1), (512, 4, 1), (16, 32, 8), (16, 32, 16))
 LONG: tuple[Case, ...] = ((3000, 4, 1), (8000, 32, 1))
+READY: Case = (16, 1, 1)
 READS = 3
 COLUMNS = {"prefill 512": (512, 1, "prefill"), "3,000": (3000, 1, "prefill"), "decode": (16, 1, "decode"),
            "at 8,000": (8000, 1, "decode"), "8 seqs": (16, 8, "decode"), "16 seqs": (16, 16, "decode")}
@@ -82,7 +86,8 @@ ROWS = (
     Row("transformers", "bf16 compiled", "bf16", ("compile",), single=True),
     Row("quantkit", "bf16", "bf16"), Row("quantkit", "int8", "int8-head8"), Row("quantkit", "w8a8", "w8a8"),
     Row("quantkit", "int4 g64", "int4-rtn"), Row("quantkit", "int4 g64, head 8", "int4-head8-rtn"),
-    Row("quantkit", "Q4_K_M", "q4_k_m-rtn"), Row("quantkit", "trellis 3, head 6", "trellis3-embed6"))
+    Row("quantkit", "Q4_K_M", "q4_k_m-rtn"), Row("quantkit", "Q4_K_M, the file", "Q4_K_M.gguf"),
+    Row("quantkit", "trellis 3, head 6", "trellis3-embed6"))
 
 
 def llama(place: str, row: Row, model: Path, cases: list[Case], threads: int) -> dict[str, Any]:
@@ -129,11 +134,15 @@ def measured(row: Row, place: str, folder: Path, cases: list[Case], threads: int
     model = folder / row.file
     files = [model] if model.is_file() else list(model.glob("*.safetensors")) + list(model.glob("*model.bin"))
     taken = [case for case in cases if case[2] == 1 or not row.single]
-    result = (llama if "llama" in row.tool else python)(place, row, model, taken, threads)
+    measure = llama if "llama" in row.tool else python
+    began = time.perf_counter()
+    measure(place, row, model, [READY], threads)
+    ready = time.perf_counter() - began
+    result = measure(place, row, model, taken, threads)
     speeds = [{"prompt": prompt, "new": new, "batch": batch, "prefill_tok_s": [batch * prompt / first],
                "decode_tok_s": [batch * new / rest]}
               for (prompt, new, batch), (first, rest) in zip(taken, result["times"], strict=True)]
-    return {"tool": row.tool, "version": result["version"], "weights": row.weights,
+    return {"tool": row.tool, "version": result["version"], "weights": row.weights, "ready_s": [ready],
             "file_bytes": sum(file.stat().st_size for file in files),
             "peak_bytes": result["peak_bytes"], "cases": speeds}
 
@@ -145,6 +154,7 @@ def merge(rows: list[dict[str, Any]], new: dict[str, Any]) -> None:
         rows.append(new)
         return
     old["read_bandwidth"] += new["read_bandwidth"]
+    old["ready_s"] = old.get("ready_s", []) + new["ready_s"]
     old["peak_bytes"] = max(old["peak_bytes"], new["peak_bytes"])
     for case in new["cases"]:
         same = next((other for other in old["cases"] if all(other[key] == case[key]
@@ -164,8 +174,9 @@ def lines(report: dict[str, Any]) -> str:
 
 
 def table(report: dict[str, Any]) -> str:
-    """Tokens a second of all sequences together, and gigabytes."""
-    lines = [f"{'':30}{'GB':>6}" + "".join(f"{name:>12}" for name in COLUMNS) + f"{'read GB/s':>11}"]
+    """Tokens a second of all sequences together, gigabytes, and seconds until a process has answered."""
+    lines = [f"{'':30}{'GB':>6}{'ready, s':>10}{'peak GB':>9}"
+             + "".join(f"{name:>12}" for name in COLUMNS) + f"{'read GB/s':>11}"]
     for row in report["rows"]:
         cells = []
         for prompt, batch, kind in COLUMNS.values():
@@ -173,6 +184,7 @@ def table(report: dict[str, Any]) -> str:
                       if (case["prompt"], case["batch"]) == (prompt, batch)]
             cells.append(f"{speeds[0]:>12.{0 if kind == 'prefill' else 1}f}" if speeds else " " * 12)
         lines.append(f"{row['tool'] + ' ' + row['weights']:30}{row['file_bytes'] / 1e9:>6.2f}"
+                     + f"{min(row.get('ready_s', [nan])):>10.2f}{row['peak_bytes'] / 1e9:>9.2f}"
                      + "".join(cells) + f"{median(row['read_bandwidth']) / 1e9:>11.1f}")
     return "\n".join(lines)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from quantkit.quantization.run import quantize
 from quantkit.runtime import packed_file
 from quantkit.runtime.loader import load
 from quantkit.sources.gguf import GGUFSource
+from quantkit.sources.open import open_source
 from quantkit.support.errors import SourceError
 from quantkit.testing import tiny_model
 
@@ -160,3 +162,36 @@ def test_a_scale_that_is_not_finite(file):
     file.write_bytes(with_nan)
     with pytest.raises(SourceError, match="scale that is not finite"):
         load(str(file))
+
+
+@pytest.fixture(scope="module")
+def read_by_blocks(qwen):
+    """Tokens of a text, and which next ones a real model gives them by its file's own blocks: logits."""
+    model = load(qwen)
+    text = (Path(__file__).parents[2] / "docs" / "kv.md").read_text(encoding="utf-8")
+    ids = model.tokenizer.encode(text)[:257]
+    with torch.inference_mode():
+        return ids, model.model(torch.tensor([ids[:-1]]))[0].float()
+
+
+def same_where_it_is_clear(logits, wanted, share):
+    """Whether greedy tokens are the same where the first is 1 nat ahead, which it is at ``share`` of all."""
+    best = wanted.topk(2).values
+    clear = best[:, 0] - best[:, 1] > 1
+    return clear.float().mean() > share and torch.equal(logits[clear].argmax(-1), wanted[clear].argmax(-1))
+
+
+@pytest.mark.slow
+def test_greedy_tokens_of_a_real_model(qwen, read_by_blocks):
+    ids, logits = read_by_blocks
+    with torch.inference_mode():
+        wanted = load(qwen, decoded=True).model(torch.tensor([ids[:-1]]))[0].float()
+    assert same_where_it_is_clear(logits, wanted, 0.4)
+
+
+@pytest.mark.slow
+@pytest.mark.oracle
+def test_greedy_tokens_of_llama_cpp(qwen, read_by_blocks, llama_cpp):
+    ids, logits = read_by_blocks
+    with llama_cpp(open_source(qwen).path) as session:
+        assert same_where_it_is_clear(logits, session.predict(ids, 0).logits.float(), 0.4)
