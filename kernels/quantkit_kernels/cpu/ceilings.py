@@ -23,8 +23,8 @@ from quantkit_kernels.cpu.isa import Isa
 from quantkit_kernels.cpu.pool import Pool
 from quantkit_kernels.cpu.product_tile import AHEAD
 from quantkit_kernels.cpu.program import Program, ProgramKernel
-from quantkit_kernels.cpu.tiles import SQUARE, Tiles
-from quantkit_kernels.cpu.values import F32, I8, I16, I32, Type, Value, vec
+from quantkit_kernels.cpu.tiles import ROWS, SQUARE, TILE_BYTES, Tiles
+from quantkit_kernels.cpu.values import F32, I8, I16, I32, I64, Type, Value, vec
 
 Operands = Literal["bf16", "float32", "int16", "int8"]
 """What is multiplied; bf16 and float32 are added up in float32, the others in integers."""
@@ -70,7 +70,7 @@ class ReadKernel:
 @dataclass(frozen=True)
 class ProductKernel:
     """Independent chains of the widest multiply-add that the instruction set has, over operands that stay in
-    the first cache: a vector of ``data`` by :data:`CHAINS` others, ``steps`` times."""
+    the first cache: a vector of ``data`` by :data:`CHAINS` others, ``steps`` times, or pairs of tiles."""
 
     operands: Operands
     arguments: ClassVar[Sequence[str]] = PRODUCT_ARGUMENTS
@@ -82,7 +82,7 @@ class ProductKernel:
     def emit(self, module: ir.Module, isa: Isa) -> None:
         e, a, unit, _ = begin(module, self.name, PRODUCT_ARGUMENTS)
         if isa.amx and self.operands == "bf16":
-            self._multiply_tiles(e, a.steps)
+            e.store(a.sums + unit * LINE, self._multiply_tiles(e, a.data, a.steps))
             e.ret()
             return
         size = 4 * isa.lanes
@@ -100,15 +100,23 @@ class ProductKernel:
         e.store(a.sums + unit * LINE, sums[0].get())
         e.ret()
 
-    def _multiply_tiles(self, e: Emitter, steps: Value) -> None:
-        tiles = Tiles(e)
+    def _multiply_tiles(self, e: Emitter, data: Value, steps: Value) -> Value:
+        """The first rows of all sums together; each operand's rows are a vector of ``data``."""
+        tiles, row = Tiles(e), vec(F32, ROWS)
         tiles.begin([SQUARE] * 8)
-        for tile in range(8):
-            tiles.clear(tile)
+        for total in range(len(TILE_PAIRS)):
+            tiles.clear(total)
+        for place, operand in enumerate(sorted({tile for pair in TILE_PAIRS for tile in pair})):
+            tiles.load(operand, data + place * LINE, e.const(I64, 0))
         with e.loop(0, steps):
             for total, (left, right) in enumerate(TILE_PAIRS):
                 tiles.multiply(total, left, right)
+        room, sums = e.room(TILE_BYTES), e.const(row, 0.0)
+        for total in range(len(TILE_PAIRS)):
+            tiles.store(total, room)
+            sums = sums + e.load(room, row)
         tiles.end()
+        return sums
 
     def _added(self, e: Emitter, isa: Isa, total: Value, a: Value, b: Value) -> Value:
         if self.operands == "float32":

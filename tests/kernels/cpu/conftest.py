@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from quantkit_kernels.cpu import decoders
+from quantkit_kernels.cpu import decoders, tiles
 from quantkit_kernels.cpu import isa as isas
 from quantkit_kernels.cpu.matmul import Matmul, scratch_bytes
 from quantkit_kernels.cpu.pool import Pool
@@ -23,18 +23,25 @@ WIDE = isas.Isa("plain", 16)
 """The plain kernels in the layout of wide vectors, which this machine may not have."""
 
 
-@pytest.fixture(params=[*isas.ALL, WIDE], ids=lambda one: f"{one.name}-{one.lanes}")
+def reason_against(isa):
+    """Why this machine can't run an instruction set; ``None`` if it can. Asks for the use of AMX's tiles."""
+    if lacking := isas.missing(isa, isas.host_features()):
+        return f"this CPU lacks {', '.join(lacking)}"
+    return "the system doesn't permit AMX's tiles" if isa.amx and not tiles.permitted() else None
+
+
+@pytest.fixture(params=[*isas.ALL, WIDE], ids=lambda isa: f"{isa.name}-{isa.lanes}")
 def isa(request):
     """Every instruction set that this machine has."""
-    if lacking := isas.missing(request.param, isas.host_features()):
-        pytest.skip(f"this CPU lacks {', '.join(lacking)}")
+    if reason := reason_against(request.param):
+        pytest.skip(reason)
     return request.param
 
 
 @pytest.fixture
 def fastest():
     """The best instruction set of this machine."""
-    return next(one for one in isas.ALL if not isas.missing(one, isas.host_features()))
+    return next(isa for isa in isas.ALL if reason_against(isa) is None)
 
 
 @pytest.fixture(scope="session")

@@ -223,6 +223,22 @@ def float_matmul(x: Floats, weight: Floats, pairs: bool = False, *, scale: Float
     return total
 
 
+def tile_matmul(x: Floats, weight: Floats, total: Floats) -> Floats:
+    """Rows ``[m, k]`` by ``[n, k]`` by AMX, a chunk of columns after another added to ``total`` ``[m, n]``:
+    of each tile's columns the even ones are a chain, and the odd ones another."""
+    chunk = chunk_of(x.shape[1])
+    for start in range(0, x.shape[1], chunk):
+        sums = np.zeros_like(total)
+        for at in range(start, min(start + chunk, x.shape[1]), SUB):
+            even, odd = np.zeros_like(total), np.zeros_like(total)
+            for k in range(at, at + SUB, 2):
+                even = fma(weight[None, :, k], x[:, k, None], even)
+                odd = fma(weight[None, :, k + 1], x[:, k + 1, None], odd)
+            sums = sums + (even + odd)
+        total = total + sums
+    return total
+
+
 def rotate(x: Floats, cos: Floats, sin: Floats, scale: float | None = None) -> Floats:
     """``[..., D]`` by angles ``[..., D / 2]``."""
     half = x.shape[-1] // 2

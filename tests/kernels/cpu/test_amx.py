@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 
-import numpy as np
 import pytest
 import torch
 
@@ -12,7 +11,6 @@ from quantkit_kernels.cpu import compiled, decoders, isa, matmul, pack, tiles
 from quantkit_kernels.cpu.float_product import CHUNK
 from quantkit_kernels.cpu.tiles import TILE_BYTES, Tiles
 from quantkit_kernels.cpu.values import F32, I8, I32, I64, vec
-from quantkit_kernels.cpu.weight_decoder import SUB
 from tests.kernels.cpu import reference
 from tests.kernels.cpu.test_matmul import activations, case_of
 
@@ -68,22 +66,6 @@ class TilesInMemory(Tiles):
         return self.memory + (row * 64 + tile * TILE_BYTES)
 
 
-def expected(x, weight, held, bias):
-    """A chunk of columns after another, added to the residual and the bias."""
-    total = (held + bias).astype(np.float32)
-    chunk = reference.chunk_of(x.shape[1])
-    for start in range(0, x.shape[1], chunk):
-        sums = np.zeros_like(total)
-        for at in range(start, min(start + chunk, x.shape[1]), SUB):
-            even, odd = np.zeros_like(total), np.zeros_like(total)
-            for k in range(at, at + SUB, 2):
-                even = reference.fma(weight[None, :, k], x[:, k, None], even)
-                odd = reference.fma(weight[None, :, k + 1], x[:, k + 1, None], odd)
-            sums = sums + (even + odd)
-        total = total + sums
-    return total
-
-
 @pytest.fixture
 def product(monkeypatch, multiply, fastest):
     """``product(matmul, x, …)``: by tiles in memory."""
@@ -99,7 +81,8 @@ def test_the_bits_of_the_manual_in_any_company(product, same, n, k):
     make = torch.Generator().manual_seed(n)
     weight, x = torch.randn(n, k, generator=make).bfloat16(), torch.randn(37, k, generator=make)
     held, bias = torch.randn(37, n, generator=make), torch.randn(-(-n // 32) * 32, generator=make)
-    exact = expected(reference.bfloat(x.numpy()), weight.float().numpy(), held.numpy(), bias[:n].numpy())
+    exact = reference.tile_matmul(reference.bfloat(x.numpy()), weight.float().numpy(),
+                                  (held + bias[:n]).numpy())
     run = functools.partial(product, matmul.Matmul(decoders.BF16, None), weights=pack.rows(weight), n=n,
                             bias=bias)
     for rows in (1, 5, 16, 17, 32, 37):

@@ -61,6 +61,14 @@ def learned_values(symbols, width):
     return torch.tensor(LEVELS)[state].flatten(0, 1).int()
 
 
+def floats_product(wide, pairs, x, isa=None):
+    """Of bfloat16 pairs are multiplied; each kind of instruction has its own bits."""
+    x = reference.bfloat(x) if pairs else x
+    if pairs and isa is not None and isa.amx:
+        return reference.tile_matmul(x, wide, np.zeros((len(x), len(wide)), np.float32))
+    return reference.float_matmul(x, wide, pairs)
+
+
 class Case:
     """A weight of some kind ``[n, k]`` and how it is stored; ``weight`` is what it means, in float64."""
 
@@ -83,8 +91,7 @@ class Case:
             self.matmul, self.weight = Matmul(decoder, None), weight.double()
             self.pack = lambda _: (pack.rows(weight), None, None)
             wide = _pad(weight.float(), self.k).numpy()
-            self.exact = lambda x: reference.float_matmul(reference.bfloat(x) if name == "bf16" else x, wide,
-                                                          name == "bf16")
+            self.exact = functools.partial(floats_product, wide, name == "bf16")
             return
         if name in ("w8a8", "e4m3", "e4m3_tokens"):
             self._eight_bit(name, n, k, scale, make)
@@ -130,7 +137,7 @@ class Case:
         packer = getattr(pack, name, lambda codes, *_: rings(codes, width))
         self.pack = lambda lanes: (packer(codes, lanes, self.multiple), pack.scales(scale, lanes),
                                    None if self.zeros is None else pack.scales(self.zeros, lanes))
-        self.exact = lambda x: reference.integer_matmul(x, _pad(levels, self.k).numpy(),
+        self.exact = lambda x, isa=None: reference.integer_matmul(x, _pad(levels, self.k).numpy(),
                                                         scale.float().numpy(), family, group)
 
     def arguments(self, lanes):
@@ -159,9 +166,9 @@ class Case:
         self.pack = lambda lanes: (packer(codes, lanes), pack.scales(scale, lanes), None)
         padded = _pad(levels, self.k).numpy()
         if name == "e4m3":
-            self.exact = lambda x: reference.float_matmul(x, padded, times=scale.numpy()[:, 0])
+            self.exact = lambda x, isa=None: reference.float_matmul(x, padded, times=scale.numpy()[:, 0])
         else:
-            self.exact = lambda x: reference.token_matmul(x, padded, scale.numpy(), decoder.family)
+            self.exact = lambda x, isa=None: reference.token_matmul(x, padded, scale.numpy(), decoder.family)
 
 
 E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
@@ -285,7 +292,7 @@ class GroupedCase:
         rows = self.levels.float() * self.scale.repeat_interleave(self.group, 1)
         return rows if self.minimum is None else rows + self.minimum.repeat_interleave(self.group, 1)
 
-    def exact(self, x):
+    def exact(self, x, isa=None):
         """The reference's product."""
         levels, scale = self.levels.numpy(), self.scale.numpy()
         if self.family is FLOATS:
@@ -321,7 +328,7 @@ def test_the_bits_of_the_reference(isa, multiply, same, kind, m):
     case = case_of(kind, 65, 192)
     x = activations(m, 192, case.k, 1, outlier=True)
     found = multiply(isa, case.matmul, x, **case.arguments(isa.lanes), n=65)
-    same(found, case.exact(x.numpy())[:, :65])
+    same(found, case.exact(x.numpy(), isa)[:, :65])
 
 
 @pytest.mark.parametrize("kind", ["bf16", "f16", "e4m3", "e4m3_tokens"])
@@ -329,7 +336,7 @@ def test_long_rows_are_cut_into_chunks(isa, multiply, same, kind):
     case = Case(kind, 33, 4160, 0)
     x = activations(4, 4160, case.k, 1)
     result = multiply(isa, case.matmul, x, **case.arguments(isa.lanes), n=33)
-    same(result, case.exact(x.numpy())[:, :33])
+    same(result, case.exact(x.numpy(), isa)[:, :33])
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
