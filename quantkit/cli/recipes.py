@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from quantkit.quantization.recipe import Candidate, Recipe
     from quantkit.sources.base import ModelSource
 
-USUAL = "synthetic:llama-1b?layers=1"
+USUAL = "synthetic:llama-1b"
 """The model whose shapes are planned for: Llama's, with its head tied to the embedding."""
 START = {
-    "int4-asym": "most uses: 4 bits, closest to the original",
+    "int4": "most uses: as small as Q4_K_M, and closer",
     "int5-asym": "answers that hardly change",
     "int8-gptq": "the same answers as the original's",
     "int8": "needs no text and only seconds",
-    "int4": "4 bits for every engine, by --for",
+    "int4-asym": "4 bits in all layers, the same scheme",
     "gguf-q4_k_m": "for llama.cpp, Ollama and LM Studio",
 }
 """Where to start → for what; docs/recipes.md has the measurements."""

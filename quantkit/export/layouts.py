@@ -10,10 +10,11 @@ import contextlib
 import hashlib
 import itertools
 import math
+import operator
 import os
 import shutil
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,10 @@ from quantkit.support.units import human_bytes
 
 REST = "rest"
 SHOWN = 5
+Widening = Callable[[QuantSpec], QuantSpec]
+WIDENED: tuple[Widening, ...] = (lambda spec: spec, operator.attrgetter("in_bytes"),
+                                 operator.attrgetter("centered"))
+"""How the same levels are kept, the smallest first."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +78,8 @@ def export(uri: str, to: str, out: str | Path, *, engine: str | None = None, rev
            progress: Listener = silent) -> ExportResult:
     """Pack a checkpoint anew in another layout.
 
-    Symmetric integers of 5 to 7 bits are stored in 8 where the layout or ``engine`` has none of their bits.
+    Integers of 5 to 7 bits are stored in 8 symmetric ones where the layout or ``engine`` has none of theirs,
+    and integers with zero points as symmetric ones of a bit more where it has none of these.
     An embedding or a head that the layout has no place for, or that ``engine`` reads only plain, is decoded
     to the model's dtype.
 
@@ -118,25 +124,25 @@ def _rows(checkpoint: AnyCheckpoint, form: Format, to: str, engine: str | None) 
     quantized = {row.name for row in checkpoint.layers if row.spec is not None}
     refusal = None
     ends = [plain for plain in ((), (EMBEDDING,), (HEAD,), (EMBEDDING, HEAD)) if quantized.issuperset(plain)]
-    widths = {False, any(row.spec and row.spec != row.spec.in_bytes for row in checkpoint.layers)}
-    for in_bytes, plain in itertools.product(sorted(widths), ends):
+    specs = [row.spec for row in checkpoint.layers if row.spec is not None]
+    widenings = [widen for widen in WIDENED if widen is WIDENED[0] or any(widen(s) != s for s in specs)]
+    for widen, plain in itertools.product(widenings, ends):
         try:
-            rows = _layout_rows(checkpoint, form, to, plain, in_bytes)
+            rows = _layout_rows(checkpoint, form, to, plain, widen)
             if engine is None or (reason := reason_against(engine, checkpoint.config(), rows)) is None:
                 return rows
             raise SpecError(f"{engine} wouldn't load {checkpoint.path} in format {to}", why=reason,
                             next="choose another --to, or quantize the original by a recipe with "
                                  f"--for {engine}")
         except SpecError as error:
-            if not in_bytes:
-                refusal = error
+            refusal = refusal or error
     assert refusal is not None
     raise refusal
 
 
-def _layout_rows(checkpoint: AnyCheckpoint, form: Format, to: str, plain: Collection[str], in_bytes: bool
-                 ) -> list[LayerRow]:
-    """The rows with the layers ``plain`` decoded, and by :attr:`QuantSpec.in_bytes`. Raises SpecError for all
+def _layout_rows(checkpoint: AnyCheckpoint, form: Format, to: str, plain: Collection[str],
+                 widen: Widening) -> list[LayerRow]:
+    """The rows with the layers ``plain`` decoded and the specs of others widened. Raises SpecError for all
     that the layout refuses."""
     rows, refused = [], []
     for row in checkpoint.layers:
@@ -148,7 +154,7 @@ def _layout_rows(checkpoint: AnyCheckpoint, form: Format, to: str, plain: Collec
             rows.append(row.model_copy(update={"method": None, "format": None, "spec": None, "options": {},
                                                "bytes": size, "bits": 8 * size / math.prod(row.shape)}))
             continue
-        spec = _spec(row.spec.in_bytes if in_bytes else row.spec, form, row)
+        spec = _spec(widen(row.spec), form, row)
         try:
             if (reason := form.reason_against(spec, row.shape)) is not None:
                 raise SpecError(reason)
@@ -336,8 +342,9 @@ def repack(name: str, packed: QuantizedTensor, form: Format, spec: QuantSpec) ->
     """
     codes: Codes = registry("formats").get(packed.format).unpack(packed)
     if spec.bits != codes.spec.bits:
-        wider = codes.spec.in_bytes
-        codes = replace(codes, spec=wider, codes=codes.codes + (middle(wider) - middle(codes.spec)))
+        wider = codes.spec.model_copy(update={"bits": spec.bits, "symmetric": True})
+        levels = (signed_levels(codes) + middle(wider)).to(codes.codes.dtype)
+        codes = replace(codes, spec=wider, codes=levels, zero=None)
     zero, minimum = _offsets(codes, spec)
     if spec.minimum and minimum is None:
         raise InexactError(f"layer {name} has zero points, for which format {form.name} has no place",

@@ -94,10 +94,17 @@ class QuantSpec(Frozen):
 
     @property
     def in_bytes(self) -> QuantSpec:
-        """Symmetric integers of 5 to 7 bits in 8, which hold the same levels; any other spec as it is. Some
-        engines and layouts have 4 and 8 bits alone."""
-        between = self.kind == "int" and self.symmetric and not self.superblock and 4 < self.bits < 8
-        return self.model_copy(update={"bits": 8}) if between else self
+        """Integers of 5 to 7 bits in 8 symmetric ones, which hold the same levels; any other spec as it is.
+        Some engines and layouts have 4 and 8 bits alone."""
+        between = self.kind == "int" and not (self.superblock or self.minimum) and 4 < self.bits < 8
+        return self.model_copy(update={"bits": 8, "symmetric": True}) if between else self
+
+    @property
+    def centered(self) -> QuantSpec:
+        """Integers with zero points as symmetric ones of a bit more, which hold the same levels; any other
+        spec as it is."""
+        off = self.kind == "int" and not (self.symmetric or self.minimum or self.superblock) and self.bits < 8
+        return self.model_copy(update={"bits": self.bits + 1, "symmetric": True}) if off else self
 
     @model_validator(mode="after")
     def _coherent(self) -> QuantSpec:

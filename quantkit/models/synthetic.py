@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 import json
 from collections.abc import Mapping
@@ -138,24 +139,7 @@ class SyntheticSource:
         return values
 
     def side_files(self) -> Mapping[str, bytes]:
-        """A tokenizer of the 256 bytes and two special tokens, so that the model can be run: ids 0 to 257.
-
-        Ids beyond, which random weights produce too, decode to a space and their number.
-        """
-        from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-
-        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-        texts = [*alphabet, *_SPECIAL, "".join(_NO_TEXT)]
-        texts += [f"Ġ{number}" for number in range(len(texts), self._config["vocab_size"])]
-        vocab = {text: number for number, text in enumerate(texts)}
-        tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[_NO_TEXT]))
-        tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in _SPECIAL])
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        tokenizer.decoder = decoders.ByteLevel()
-        config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": _SPECIAL[0],
-                  "eos_token": _SPECIAL[1], "add_bos_token": False, "clean_up_tokenization_spaces": False}
-        return {"tokenizer.json": tokenizer.to_str(pretty=True).encode(),
-                "tokenizer_config.json": (json.dumps(config, indent=2) + "\n").encode()}
+        return _tokenizer_files(self._config["vocab_size"])
 
     def identity(self) -> SourceIdentity:
         """Pinned by its name: the weights follow from it."""
@@ -163,6 +147,28 @@ class SyntheticSource:
 
     def close(self) -> None:
         """Nothing is open."""
+
+
+@functools.lru_cache(maxsize=1)
+def _tokenizer_files(vocabulary: int) -> Mapping[str, bytes]:
+    """A tokenizer of the 256 bytes and two special tokens, so that the model can be run: ids 0 to 257.
+
+    Ids beyond, which random weights produce too, decode to a space and their number.
+    """
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    texts = [*alphabet, *_SPECIAL, "".join(_NO_TEXT)]
+    texts += [f"Ġ{number}" for number in range(len(texts), vocabulary)]
+    vocab = {text: number for number, text in enumerate(texts)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[_NO_TEXT]))
+    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in _SPECIAL])
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": _SPECIAL[0],
+              "eos_token": _SPECIAL[1], "add_bos_token": False, "clean_up_tokenization_spaces": False}
+    return {"tokenizer.json": tokenizer.to_str(pretty=True).encode(),
+            "tokenizer_config.json": (json.dumps(config, indent=2) + "\n").encode()}
 
 
 def _open(uri: str, revision: str | None) -> ModelSource:

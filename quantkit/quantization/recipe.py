@@ -223,11 +223,13 @@ class Rule(Candidate):
             only in models whose embeddings aren't tied). Without it a rule with ``match: lm_head`` gives a
             tied head a copy of its own.
         tied: the rule is only for models whose embedding is the head too (``true``), or only for others.
+        layers: the rule is only for these decoder layers, by their numbers; -1 is the last.
     """
 
     match: str = Field(min_length=1, max_length=512)
     optional: bool = False
     tied: bool | None = None
+    layers: tuple[int, ...] | None = Field(default=None, strict=False, min_length=1, max_length=512)
 
     @model_validator(mode="after")
     def _compiles(self) -> Self:
@@ -238,12 +240,16 @@ class Rule(Candidate):
                 raise ValueError(f"match {self.match!r} {error}") from None
         return self
 
-    def matches(self, layer: str, tied: bool = False) -> bool:
-        """Whether this rule speaks of ``layer`` (a full name without ``.weight``) in a model whose embedding
-        is its head too, or isn't. Of the embedding speaks only one that spells ``embed_tokens`` out: it is no
-        Linear, and ``*`` doesn't mean it."""
+    def matches(self, layer: str, tied: bool = False, count: int = 0) -> bool:
+        """Whether this rule speaks of ``layer`` (a full name without ``.weight``) in a model of ``count``
+        decoder layers whose embedding is its head too, or isn't. Of the embedding speaks only one that spells
+        ``embed_tokens`` out: it is no Linear, and ``*`` doesn't mean it."""
         if self.tied not in (None, tied) or (layer == EMBEDDING and "embed_tokens" not in self.match):
             return False
+        if self.layers is not None:
+            number = re.search(r"(?:^|\.)layers\.(\d+)\.", layer)
+            if number is None or not {int(number[1]), int(number[1]) - count}.intersection(self.layers):
+                return False
         if self.match.startswith("re:"):
             return re.fullmatch(self.match[3:], layer) is not None
         return fnmatch.fnmatchcase(layer, self.match)
@@ -289,7 +295,7 @@ class Recipe(Frozen):
         key that it doesn't use."""
         data = self.model_dump(mode="json")
         for choice in (*data["rules"], *data["candidates"]):
-            for key in ("fallback", "tied"):
+            for key in ("fallback", "tied", "layers"):
                 if choice.get(key) is None:
                     choice.pop(key, None)
         if (engine := data.pop("engine")) != "quantkit":

@@ -39,7 +39,7 @@ def made(out):
 def test_first_run_and_second(cli, chatless, out):
     result = cli("demo", chatless, "--out", out, "--windows", 2)
     assert result.exit_code == 0, result.stderr
-    for name in ("chatless · bf16", "int8 · cost ", "int4 · cost ", "gptq int4", "nf4 · cost ",
+    for name in ("chatless · bf16", "int8 · cost ", "int4 · cost ", "gptq int6", "nf4 · cost ",
                  demo.QUESTION, "perplexity", "KL"):
         assert name in result.stdout
     for recipe in demo.RECIPES:

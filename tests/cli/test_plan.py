@@ -139,7 +139,7 @@ def test_when_nothing_fits_the_closest_is_named_and_every_way_out_works(cli):
     assert result.exit_code == 2 and result.stdout == ""
     text = " ".join(result.stderr.split())
     assert "nothing fits: 4 sequences of 8,192 tokens in 4.5 GB" in text
-    assert "closest are weights int4 (4.5 GB) with a KV cache int8 (2.5 GB)" in text and "too much" in text
+    assert "closest are weights int4 (5.1 GB) with a KV cache int8 (2.5 GB)" in text and "too much" in text
     (way,) = [line[6:] for line in result.stderr.splitlines() if "quantkit plan" in line]
     again = cli(*shlex.split(way)[1:])
     assert again.exit_code == 0, again.stderr

@@ -30,7 +30,7 @@ rules:
       granularity: {strategy: group, size: 64}
 """
 SHIPPED = {"int8": "int8 channel sym", "int8-gptq": "int8 channel sym", "int5-asym": "int5 g64 asym",
-           "int4": "int4 g64 sym", "int4-asym": "int4 g64 asym",
+           "int4": "int4 g32 asym", "int4-sym": "int4 g64 sym", "int4-asym": "int4 g64 asym",
            "int4-rtn": "int4 g64 sym", "int8-head8-draft": "int8 g32 sym",
            "int3": "int3 g64 sym", "int2": "int2 g64 asym",
            "int4-awq": "int4 g64 sym", "int4-autoround": "int4 g64 sym",
@@ -88,6 +88,16 @@ def rule_of(recipe: Recipe, layer: str, tied: bool = False) -> Rule | None:
     return next((rule for rule in recipe.rules if rule.matches(layer, tied)), None)
 
 
+def test_a_rule_may_be_for_some_decoder_layers_only():
+    rule = Rule(match="model.layers.*", layers=(0, -2, -1))
+    names = [*(f"model.layers.{number}.mlp.up_proj" for number in range(12)), "lm_head"]
+    assert [name.split(".")[2] for name in names if rule.matches(name, count=12)] == ["0", "10", "11"]
+    assert [rule.matches("model.layers.1.mlp.up_proj", count=count) for count in (2, 3, 4)] == [
+        True, True, False]
+    with pytest.raises(ValueError):
+        Rule(match="*", layers=())
+
+
 @pytest.mark.parametrize("name", SHIPPED)
 def test_shipped_recipes_quantize_embedding_and_head_unless_they_are_of_other_engines(name):
     recipe = load_recipe(name)
@@ -102,7 +112,8 @@ def test_shipped_recipes_quantize_embedding_and_head_unless_they_are_of_other_en
     elif name.startswith("int8"):
         assert labels == ["int8 channel sym"] * 3
     else:
-        assert labels == ["int6 g64 asym", "int4 g64 sym", "int8 channel sym"]
+        assert labels == ["int6 g64 asym", "int4 g64 sym",
+                          "int6 g64 asym" if name == "int4" else "int8 channel sym"]
     assert all(rule.method in (None, "rtn") for rule in outside if rule)
     rest = rule_of(recipe, "model.layers.3.mlp.up_proj")
     assert rest.spec.label() == SHIPPED[name].replace("WINDOW", f"w{fastest_window()}")

@@ -27,7 +27,7 @@ def bf16(tmp_path_factory):
     return tiny_model(tmp_path_factory.mktemp("loader") / "tiny")
 
 
-@pytest.fixture(scope="module", params=["int8", "int4", "nf4"])
+@pytest.fixture(scope="module", params=["int8", "int4-sym", "nf4"])
 def checkpoint(request, bf16, tmp_path_factory):
     out = tmp_path_factory.mktemp("loader") / request.param
     quantize(str(bf16), request.param, out, calibration=CalibrationSpec(windows=4, window=64))
@@ -157,13 +157,13 @@ def test_a_checkpoint_knows_what_it_is(checkpoint):
     loaded = load(str(checkpoint))
     name = checkpoint.name
     assert loaded.manifest is not None and loaded.uri == str(checkpoint)
-    assert {"int8": "rtn int8", "int4": "gptq int4 g", "nf4": "nf4 b64"}[name] in loaded.label
-    low, high = {"int8": (8, 9), "int4": (4.1, 5), "nf4": (4.1, 5)}[name]
+    assert {"int8": "rtn int8", "int4-sym": "gptq int4 g", "nf4": "nf4 b64"}[name] in loaded.label
+    low, high = {"int8": (8, 9), "int4-sym": (4.1, 5), "nf4": (4.1, 5)}[name]
     assert low < loaded.bits_per_weight < high
     assert loaded.file_bytes == sum(f.stat().st_size for f in checkpoint.glob("*.safetensors"))
     stored = load_file(checkpoint / "model.safetensors")
     assert loaded.weight_bytes <= sum(t.nbytes for t in stored.values()) <= loaded.weight_bytes + 4096
-    kernel = {"int8": "cpu-int8", "int4": "cpu-int4", "nf4": "cpu-nf4"}[name]
+    kernel = {"int8": "cpu-int8", "int4-sym": "cpu-int4", "nf4": "cpu-nf4"}[name]
     assert {packed_of(one).name for one in loaded.model.linears().values()} == {kernel}
     plain = load(str(checkpoint), dtype="float32")
     assert all(isinstance(one.weight, QuantizedWeight) for one in plain.model.linears().values())

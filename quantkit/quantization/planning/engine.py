@@ -1,9 +1,10 @@
 """Makes of a recipe what a given engine loads: its layouts, and 16 bits where it expects a plain weight.
 
 quantkit runs every mix of formats, so by default a recipe quantizes the embedding and the head too. Other
-engines load less: transformers no quantized embedding, vLLM no 6 bits, bitsandbytes one format for all
-layers. A rule that names no format gets the layout of an engine that has its own, and symmetric integers of
-5 to 7 bits become 8 for one that has none of these. A recipe with ``for: ENGINE`` is then planned in up to
+engines load less: transformers no quantized embedding and no zero points, vLLM no 6 bits, bitsandbytes one
+format for all layers. A rule that names no format gets the layout of an engine that has its own, integers
+with zero points become symmetric for one that has none of these, and 5 to 7 bits become 8 symmetric ones for
+one that has 4 and 8 alone. A recipe with ``for: ENGINE`` is then planned in up to
 three variants, and the first that the engine loads is taken: as it is, with a plain embedding, and with a
 plain embedding and head.
 """
@@ -55,7 +56,7 @@ def refuse(recipe: Recipe, reason: str) -> NoReturn:
 
 
 def _layout(rule: Rule, engine: str) -> dict[str, Any]:
-    """What becomes of a rule that names no layout, for an engine that has its own, or fewer widths."""
+    """What becomes of a rule that names no layout, for an engine that has its own, or fewer kinds."""
     spec = rule.spec
     if spec is None or rule.format is not None or spec.kind != "int" or spec.activations:
         return {}
@@ -67,4 +68,6 @@ def _layout(rule: Rule, engine: str) -> dict[str, Any]:
         group = Granularity(strategy="group", size=size)
         return {"format": "mlx", "spec": QuantSpec(bits=spec.bits, symmetric=False, minimum=True,
                                                    granularity=group)}
+    if engine == "transformers" and not spec.symmetric:
+        return {"spec": spec.model_copy(update={"symmetric": True})}
     return {"spec": spec.in_bytes} if engine in FOUR_OR_EIGHT_BITS else {}

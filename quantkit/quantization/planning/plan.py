@@ -6,7 +6,7 @@ and for all layers at once. :func:`make_plan` reads no weight.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -278,16 +278,17 @@ class LayerRefusal(Exception):
     """Why one layer can't be done as its rule says."""
 
 
-def assign(recipe: Recipe, slots: Iterable[LinearSlot], tied: bool) -> list[int | None]:
+def assign(recipe: Recipe, slots: Sequence[LinearSlot], tied: bool) -> list[int | None]:
     """The index of the rule of every slot. ``tied``: whether the model's embedding is its head too. Raises
     RecipeError for a rule that applies to no layer."""
     names = [slot.name for slot in slots]
-    chosen = [next((i for i, rule in enumerate(recipe.rules) if rule.matches(name, tied)), None)
+    count = 1 + max((slot.layer for slot in slots if slot.layer is not None), default=-1)
+    chosen = [next((i for i, rule in enumerate(recipe.rules) if rule.matches(name, tied, count)), None)
               for name in names]
     for index, rule in enumerate(recipe.rules):
         if rule.optional or rule.tied not in (None, tied) or index in chosen:
             continue
-        hits = [i for i, name in enumerate(names) if rule.matches(name, tied)]
+        hits = [i for i, name in enumerate(names) if rule.matches(name, tied, count)]
         where = f"rule {index + 1} of recipe {recipe.name!r} (match {rule.match!r})"
         if hits:
             earlier = sorted({cast(int, chosen[i]) + 1 for i in hits})
@@ -317,6 +318,7 @@ class RowResolver:
         self.recipe = recipe
         self.methods, self.formats = registry("methods"), registry("formats")
         self._options: dict[int, Mapping[str, Any] | LayerRefusal] = {}
+        self._known: dict[Any, PlanRow] = {}  # of which a model has many
 
     def row(self, slot: LinearSlot, index: int | None, infos: Mapping[str, TensorInfo]) -> PlanRow:
         """``infos``: the model's tensors, known to be there and of the shapes that its config says."""
@@ -324,7 +326,10 @@ class RowResolver:
         known = infos[f"{slot.name}.weight"]
         if rule is None or rule.method is None or index is None:
             return _row(slot, known.nbytes, known.nbytes, str(known.dtype).removeprefix("torch."))
-        return self._quantized(slot, index, rule, known)
+        key = index, slot.name == EMBEDDING, slot.out_features, slot.in_features, known.dtype
+        if key not in self._known:
+            self._known[key] = self._quantized(slot, index, rule, known)
+        return replace(self._known[key], name=slot.name, layer=slot.layer, shares=slot.shares)
 
     def _quantized(self, slot: LinearSlot, index: int, rule: Rule, known: TensorInfo) -> PlanRow:
         shape = slot.out_features, slot.in_features
@@ -458,7 +463,7 @@ def candidate_rows(recipe: Recipe, source: ModelSource) -> dict[str, dict[int, P
     rows_by_name: dict[str, dict[int, PlanRow]] = {}
     refused = []
     for slot in slots:
-        if any(rule.matches(slot.name, tied) for rule in recipe.rules):
+        if any(rule.matches(slot.name, tied, config.num_layers) for rule in recipe.rules):
             continue
         rows, whys = {}, []
         for index in range(len(rules)):

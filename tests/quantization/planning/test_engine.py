@@ -39,13 +39,13 @@ def outside(plan: Plan) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("name", ["int4", "int8", "int4-asym", "nf4", "int4-rtn"])
+@pytest.mark.parametrize("name", ["int4", "int8", "int4-asym", "nf4", "int4-sym"])
 @pytest.mark.parametrize("engine", ["vllm", "sglang", "transformers", "mlx"])
 def test_what_is_planned_for_an_engine_is_loaded_by_it(engine, name, tied):
     try:
         plan = plan_for(engine, name, tied)
     except RecipeError as error:
-        assert (engine, name) in {("transformers", "int4-asym"), ("vllm", "nf4"), ("mlx", "nf4")}
+        assert (engine, name) in {("vllm", "nf4"), ("mlx", "nf4")}
         assert error.what == f"{engine} loads no checkpoint of recipe {name!r}" and error.why
         return
     rows = [row.recorded() for row in plan.rows]
@@ -55,10 +55,10 @@ def test_what_is_planned_for_an_engine_is_loaded_by_it(engine, name, tied):
 
 
 def test_each_engine_gets_as_much_quantized_as_it_loads():
-    head = "int8 channel sym"
-    assert outside(plan_for("quantkit", "int4")) == {"model.embed_tokens": "int4 g64 sym", "lm_head": head}
-    assert outside(plan_for("vllm", "int4")) == {"model.embed_tokens": "int4 g64 sym", "lm_head": head}
-    assert outside(plan_for("transformers", "int4")) == {"lm_head": head}
+    embedding, head = {"model.embed_tokens": "int4 g64 sym"}, "int6 g64 asym"
+    assert outside(plan_for("quantkit", "int4")) == {**embedding, "lm_head": head}
+    assert outside(plan_for("vllm", "int4")) == {**embedding, "lm_head": "int8 g64 sym"}
+    assert outside(plan_for("transformers", "int4")) == {"lm_head": "int6 g64 sym"}
     assert outside(plan_for("transformers", "nf4")) == {}
     assert outside(plan_for("quantkit", "int4", tied=True)) == {"model.embed_tokens": "int6 g64 asym"}
     assert outside(plan_for("vllm", "int4", tied=True)) == {}
@@ -84,19 +84,26 @@ def test_bits_that_an_engine_has_not_become_eight(engine, bits):
     assert {row.spec.bits for row in rows if not row.name.endswith("down_proj")} == {4}
 
 
+@pytest.mark.parametrize(("engine", "label"), [("quantkit", "int4 g64 asym"), ("vllm", "int4 g64 asym"),
+                                               ("transformers", "int4 g64 sym")])
+def test_zero_points_are_left_out_for_an_engine_without_them(engine, label):
+    rows = [row for row in plan_for(engine, "int4-asym").rows if row.layer is not None]
+    assert {row.spec.label() for row in rows} == {label}
+
+
 def test_a_recipe_names_its_engine_and_the_default_leaves_no_trace():
     recipe = load_recipe("int4")
-    assert "for" not in recipe.snapshot() and "tied" not in recipe.snapshot()["rules"][0]
+    assert "for" not in recipe.snapshot() and not {"tied", "layers"} & {*recipe.snapshot()["rules"][0]}
     again = Recipe.model_validate({"name": "mine", "for": "transformers", "rules": [
         rule.model_dump() for rule in recipe.rules]})
-    assert outside(make_plan(again, Wide(False))) == {"lm_head": "int8 channel sym"}
+    assert outside(make_plan(again, Wide(False))) == {"lm_head": "int6 g64 sym"}
     with pytest.raises(ValueError, match="for"):
         Recipe.model_validate({"name": "mine", "for": "ollama", "rules": [{"match": "*"}]})
 
 
 @pytest.mark.parametrize(("engine", "name", "why"), [
     ("llama.cpp", "trellis3", "llama.cpp has no type for trellis3"),
-    ("vllm", "trellis3", "vllm reads"), ("transformers", "int4-asym", "zero points")])
+    ("vllm", "trellis3", "vllm reads"), ("transformers", "trellis3", "transformers reads")])
 def test_what_no_variant_makes_loadable_is_refused(engine, name, why):
     with pytest.raises(RecipeError, match=f"{engine} loads no checkpoint") as caught:
         plan_for(engine, name)
