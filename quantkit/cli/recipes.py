@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 USUAL = "synthetic:llama-1b"
 """The model whose shapes are planned for: Llama's, with its head tied to the embedding."""
 START = {
-    "int4": "most uses: as small as Q4_K_M, and closer",
+    "int4": "most uses: 4 bits, and more where errors cost most",
     "int5-asym": "answers that hardly change",
     "int8-gptq": "the same answers as the original's",
     "int8": "needs no text and only seconds",

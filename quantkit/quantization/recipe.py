@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -223,13 +224,15 @@ class Rule(Candidate):
             only in models whose embeddings aren't tied). Without it a rule with ``match: lm_head`` gives a
             tied head a copy of its own.
         tied: the rule is only for models whose embedding is the head too (``true``), or only for others.
-        layers: the rule is only for these decoder layers, by their numbers; -1 is the last.
+        layers: the rule is only for these decoder layers: numbers, of which -1 is the last; or a share, such
+            as 0.25 for the first and the last quarter, rounded up.
     """
 
     match: str = Field(min_length=1, max_length=512)
     optional: bool = False
     tied: bool | None = None
-    layers: tuple[int, ...] | None = Field(default=None, strict=False, min_length=1, max_length=512)
+    layers: Annotated[tuple[int, ...], Field(strict=False, min_length=1, max_length=512)] | Annotated[
+        float, Field(gt=0, le=0.5)] | None = None
 
     @model_validator(mode="after")
     def _compiles(self) -> Self:
@@ -246,13 +249,22 @@ class Rule(Candidate):
         ``embed_tokens`` out: it is no Linear, and ``*`` doesn't mean it."""
         if self.tied not in (None, tied) or (layer == EMBEDDING and "embed_tokens" not in self.match):
             return False
-        if self.layers is not None:
-            number = re.search(r"(?:^|\.)layers\.(\d+)\.", layer)
-            if number is None or not {int(number[1]), int(number[1]) - count}.intersection(self.layers):
-                return False
+        if self.layers is not None and not self._is_for(layer, count):
+            return False
         if self.match.startswith("re:"):
             return re.fullmatch(self.match[3:], layer) is not None
         return fnmatch.fnmatchcase(layer, self.match)
+
+
+    def _is_for(self, layer: str, count: int) -> bool:
+        number = re.search(r"(?:^|\.)layers\.(\d+)\.", layer)
+        if number is None:
+            return False
+        places = int(number[1]), int(number[1]) - count
+        if isinstance(self.layers, float):
+            near = math.ceil(self.layers * count)
+            return places[0] < near or places[1] >= -near
+        return self.layers is not None and any(place in self.layers for place in places)
 
 
 class Recipe(Frozen):

@@ -20,7 +20,7 @@ def test_list_names_every_recipe(cli):
 def test_list_says_size_needs_and_engines(cli_json):
     facts = {row["name"]: row["facts"] for row in cli_json("recipes", "list")}
     assert facts["int4-sym"]["bits"] == pytest.approx(4.25, abs=0.01)
-    assert facts["int4"]["bits"] == pytest.approx(5.07, abs=0.01)
+    assert facts["int4"]["bits"] == pytest.approx(4.97, abs=0.01)
     assert [facts[name]["calibration"] for name in ("int4", "int4-datafree", "int8")] == [
         "text", "random", "none"]
     assert facts["int4"]["engines"] == ["vllm", "sglang", "transformers", "mlx", "llama.cpp"]

@@ -30,7 +30,7 @@ rules:
       granularity: {strategy: group, size: 64}
 """
 SHIPPED = {"int8": "int8 channel sym", "int8-gptq": "int8 channel sym", "int5-asym": "int5 g64 asym",
-           "int4": "int4 g32 asym", "int4-sym": "int4 g64 sym", "int4-asym": "int4 g64 asym",
+           "int4": "int4 g64 asym", "int4-sym": "int4 g64 sym", "int4-asym": "int4 g64 asym",
            "int4-rtn": "int4 g64 sym", "int8-head8-draft": "int8 g32 sym",
            "int3": "int3 g64 sym", "int2": "int2 g64 asym",
            "int4-awq": "int4 g64 sym", "int4-autoround": "int4 g64 sym",
@@ -85,7 +85,7 @@ MLX = {"mlx-4bit": "rtn", "mlx-4bit-tied": "gptq"}
 
 def rule_of(recipe: Recipe, layer: str, tied: bool = False) -> Rule | None:
     """The first rule that takes a layer."""
-    return next((rule for rule in recipe.rules if rule.matches(layer, tied)), None)
+    return next((rule for rule in recipe.rules if rule.matches(layer, tied, 12)), None)
 
 
 def test_a_rule_may_be_for_some_decoder_layers_only():
@@ -94,8 +94,14 @@ def test_a_rule_may_be_for_some_decoder_layers_only():
     assert [name.split(".")[2] for name in names if rule.matches(name, count=12)] == ["0", "10", "11"]
     assert [rule.matches("model.layers.1.mlp.up_proj", count=count) for count in (2, 3, 4)] == [
         True, True, False]
-    with pytest.raises(ValueError):
-        Rule(match="*", layers=())
+    share = Rule(match="model.layers.*", layers=0.25)
+    assert [name.split(".")[2] for name in names if share.matches(name, count=12)] == [
+        "0", "1", "2", "9", "10", "11"]
+    assert [share.matches("model.layers.1.mlp.up_proj", count=count) for count in (2, 3, 5)] == [
+        True, False, True]
+    for wrong in ((), 0.0, 0.6):
+        with pytest.raises(ValueError):
+            Rule(match="*", layers=wrong)
 
 
 @pytest.mark.parametrize("name", SHIPPED)

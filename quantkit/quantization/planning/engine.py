@@ -3,8 +3,8 @@
 quantkit runs every mix of formats, so by default a recipe quantizes the embedding and the head too. Other
 engines load less: transformers no quantized embedding and no zero points, vLLM no 6 bits, bitsandbytes one
 format for all layers. A rule that names no format gets the layout of an engine that has its own, integers
-with zero points become symmetric for one that has none of these, and 5 to 7 bits become 8 symmetric ones for
-one that has 4 and 8 alone. A recipe with ``for: ENGINE`` is then planned in up to
+with zero points become symmetric for one that has none of these, and one that has 4 and 8 bits alone gets the
+nearest of them. A recipe with ``for: ENGINE`` is then planned in up to
 three variants, and the first that the engine loads is taken: as it is, with a plain embedding, and with a
 plain embedding and head.
 """
@@ -70,4 +70,6 @@ def _layout(rule: Rule, engine: str) -> dict[str, Any]:
                                                    granularity=group)}
     if engine == "transformers" and not spec.symmetric:
         return {"spec": spec.model_copy(update={"symmetric": True})}
-    return {"spec": spec.in_bytes} if engine in FOUR_OR_EIGHT_BITS else {}
+    if engine in FOUR_OR_EIGHT_BITS:
+        return {"spec": spec.model_copy(update={"bits": 4}) if spec.bits == 5 else spec.in_bytes}
+    return {}
