@@ -54,6 +54,8 @@ NOT_TYPED = {
     'quantkit eval smollm2 --recipe int8,int4 --peer "llama.cpp(SmolLM2-Q4_K_M.gguf, '
     'bin=llama.cpp/build/bin)" --peer "transformers(SmolLM2-135M, quantization=bitsandbytes-nf4)" '
     '--peer "openai(http://127.0.0.1:8000, model=smollm2)"': "needs the programs that it compares with",
+    "quantkit eval TWIN OUT Q4_K_M.gguf IQ4_XS.gguf --text wiki.test.raw --window 512 --windows 8 --no-speed":
+        "needs files that llama.cpp made",
     'quantkit generate qwen2.5-coder-1.5b --chat "Reverse a string in Python."':
         "needs 22 packages of 1.1 GB; tests/sources/test_package.py runs that model where they are",
 }
