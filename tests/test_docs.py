@@ -100,7 +100,7 @@ def test_every_kv_policy_and_codec_is_described_with_its_options():
 def test_the_recipe_of_the_page_is_a_recipe(tmp_path):
     (tmp_path / "mine.yaml").write_text(blocks("docs/recipes.md", "yaml")[0], encoding="utf-8")
     recipe = load_recipe(str(tmp_path / "mine.yaml"))
-    assert len(recipe.rules) == 4
+    assert len(recipe.rules) == 5
     for rule in recipe.rules:
         if rule.method:
             method = registry("methods").get(rule.method)

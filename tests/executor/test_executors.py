@@ -176,11 +176,20 @@ def test_a_task_whose_worker_is_lost_is_done_again(two, tmp_path):
     assert (tmp_path / "tried").exists()
 
 
-def test_tasks_come_as_they_are_done_and_know_their_numbers(two):
-    list(two.as_completed(sleeps, [Task("begins", (0.5,))] * 2))  # both workers are there then
-    tasks = [Task(str(seconds), (seconds,)) for seconds in (2.5, 0.0)]
-    assert [number for number, _ in two.as_completed(sleeps, tasks)] == [1, 0]
-    assert [number for number, _ in Executor().as_completed(sleeps, tasks[::-1])] == [0, 1]
+def waits_for(path):
+    for _ in range(1200):
+        if not path or Path(path).exists():
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_tasks_come_as_they_are_done_and_know_their_numbers(two, tmp_path):
+    results = two.as_completed(waits_for, [Task("first", (str(tmp_path / "go"),)), Task("second", ("",))])
+    assert next(results) == (1, True)
+    (tmp_path / "go").touch()
+    assert list(results) == [(0, True)]
+    assert [number for number, _ in Executor().as_completed(sleeps, [Task("", (0.0,))] * 2)] == [0, 1]
 
 
 def test_what_is_timed_is_alone(two):
