@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 USUAL = "synthetic:llama-1b"
 """The model whose shapes are planned for: Llama's, with its head tied to the embedding."""
 START = {
-    "int4": "most uses: 4 bits, and more where errors cost most",
+    "int4": "4 bits, and more where errors cost most",
     "int5-asym": "answers that hardly change",
     "int8-gptq": "the same answers as the original's",
     "int8": "needs no text and only seconds",
-    "int4-asym": "4 bits in all layers, the same scheme",
+    "int4-asym": "4 bits in all layers, smaller",
     "gguf-q4_k_m": "for llama.cpp, Ollama and LM Studio",
 }
 """Where to start → for what; docs/recipes.md has the measurements."""
