@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import rich_click as click
 
+from quantkit.api.progress import ProgressLine
 from quantkit.cli.loading import loading_line
 from quantkit.cli.options import (
     TokenCount,
@@ -21,7 +22,6 @@ from quantkit.cli.options import (
     verify_option,
 )
 from quantkit.cli.present import note, table, width, wrapped
-from quantkit.cli.progress import ProgressLine
 from quantkit.support.errors import FAILED, PluginError, UsageError
 
 if TYPE_CHECKING:
@@ -94,14 +94,13 @@ def command(ctx: click.Context, models: tuple[str, ...], text: str | None, suite
     MODEL is a checkpoint or anything that `quantkit quantize` takes. The first model with the first KV
     setting is the reference of KL and top-1 agreement.
     """
+    from quantkit.api.evaluate import chosen_settings
     from quantkit.evaluation.gates.check import check_gate, check_planned
     from quantkit.evaluation.gates.syntax import parse_gate
     from quantkit.evaluation.peers.run import parse_peer
     from quantkit.evaluation.report.folder import check_writable, reporters, write_report
     from quantkit.evaluation.run import check_plot, evaluate
-    from quantkit.evaluation.settings import EvalSettings, of_suite
     from quantkit.evaluation.speed.machine_load import busy_now
-    from quantkit.evaluation.suite import load_suite
     from quantkit.evaluation.tasks.file import find_task
     from quantkit.executor.ray import check_executor
     from quantkit.support.device import find_device
@@ -118,7 +117,7 @@ def command(ctx: click.Context, models: tuple[str, ...], text: str | None, suite
         check_writable(out)
     if verify:
         _verify(models, revision, quiet)
-    base = of_suite(load_suite(suite)) if suite else EvalSettings()
+    base = chosen_settings(suite, {})
     if base.tasks and not tasks and task_data is None:
         if not quiet:
             note(f"suite {base.suite}: its tasks are left out; --task-data DIR says where their data is")
@@ -169,7 +168,7 @@ def command(ctx: click.Context, models: tuple[str, ...], text: str | None, suite
 def _made(models: Sequence[str], recipes: Sequence[str], settings: EvalSettings, out: Path | None,
           quiet: bool) -> dict[str, str]:
     """Say what lies ahead, and quantize what is missing; checkpoint → the recipe that made it."""
-    from quantkit.cli.progress import human_seconds
+    from quantkit.api.progress import human_seconds
     from quantkit.evaluation.sweep.ahead import look_ahead
     from quantkit.evaluation.sweep.checkpoints import folders_of, made
 
