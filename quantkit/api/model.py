@@ -162,7 +162,7 @@ class Model:
         return TextScore(tuple(token_ids), tuple(
             info.logprob for info in done.prompt_logprobs if info.logprob is not None))
 
-    def chat(self, system: str | None = None, **options: Unpack[SamplingOptions]) -> Conversation:
+    def chat(self, system: str | None = None, **options: Unpack[SamplingOptions]) -> Chat:
         """Begin a conversation.
 
         Args:
@@ -177,7 +177,7 @@ class Model:
         >>> [message["role"] for message in conversation.messages]
         ['system', 'user', 'assistant']
         """
-        return Conversation(self, system, options)
+        return Chat(self, system, options)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """The token ids of a prompt."""
@@ -247,8 +247,8 @@ class TextStream(Iterator[str]):
             self._model._step()
 
 
-class Conversation:
-    """Messages, to which a model's answers are added. :meth:`Model.chat` makes one.
+class Chat:
+    """A conversation: messages, to which a model's answers are added. :meth:`Model.chat` makes one.
 
     What was said before stays in the KV cache.
 
@@ -359,4 +359,4 @@ def sampling_of(options: SamplingOptions) -> Sampling:
     return Sampling(**values)
 
 
-__all__ = ["Conversation", "Message", "Model", "Prompt", "SamplingOptions", "TextScore", "TextStream", "load"]
+__all__ = ["Chat", "Message", "Model", "Prompt", "SamplingOptions", "TextScore", "TextStream", "load"]

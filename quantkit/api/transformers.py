@@ -197,8 +197,8 @@ class _Unrotated(ForwardContext):
     def rope_tables(self, window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
         """``cos`` 1 and ``sin`` 0."""
         shape = (*self.positions.shape, self._config.rope_of(window).rotated(self._config.head_dim))
-        one = torch.ones(shape, dtype=self._dtype, device=self.positions.device)[:, None]
-        return one, torch.zeros_like(one)
+        cos = torch.ones(shape, dtype=self._dtype, device=self.positions.device)[:, None]
+        return cos, torch.zeros_like(cos)
 
 
 def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,

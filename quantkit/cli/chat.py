@@ -22,7 +22,7 @@ from quantkit.cli.present import note, show_error
 from quantkit.support.errors import QuantkitError
 
 if TYPE_CHECKING:
-    from quantkit.api.model import Conversation
+    from quantkit.api.model import Chat
 
 LEAVE, CLEAR = "/exit", "/clear"
 
@@ -75,7 +75,7 @@ def _question() -> str:
         return LEAVE
 
 
-def _answer(conversation: Conversation, text: str) -> None:
+def _answer(conversation: Chat, text: str) -> None:
     """Stream an answer, until it ends or is interrupted."""
     show, pieces = StreamedText(), conversation.stream(text)
     try:

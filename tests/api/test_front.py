@@ -5,16 +5,21 @@ from __future__ import annotations
 import doctest
 import importlib
 import inspect
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import quantkit
+from quantkit.testing import tiny_model
 
 NAMES = ["Checkpoint", "Engine", "KVSpec", "Model", "QuantkitError", "Recipe", "compare", "evaluate", "load",
          "plan", "quantize", "serve"]
 MODULES = ["evaluate", "model", "plan", "quantize", "serve"]
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "python.md").read_text(encoding="utf-8")
+FIRST, OF_TRANSFORMERS = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 
 
 def run(code: str) -> str:
@@ -61,3 +66,22 @@ def test_examples(name, smollm2, tmp_path, monkeypatch):
     functions = [value for value in vars(module).values() if inspect.isfunction(value)
                  and value.__module__ == module.__name__ and value.__name__ in NAMES]
     assert functions and all(">>>" in function.__doc__ for function in functions)
+
+
+def test_the_pages_names_are_all_and_its_example_runs(smollm2, tmp_path, monkeypatch, capsys):
+    table = PAGE.partition("| name |")[2].partition("\n\n")[0]
+    assert set(re.findall(r"`(\w+)`", "".join(row.split("|")[1] for row in table.splitlines()[2:]))) == (
+        set(NAMES) - {"Checkpoint", "Model"})
+    monkeypatch.chdir(tmp_path)
+    quick = FIRST.replace('"int4"', '"int8"').replace("windows=8", "windows=1, speed=False")
+    exec(compile(quick, "page", "exec"), {})
+    said = capsys.readouterr().out
+    assert "smollm2-int4: rtn int8" in said and "Interval(" in said
+
+
+def test_the_pages_example_with_transformers_runs(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("transformers", reason="needs the extra transformers")
+    folder = tiny_model(tmp_path / "tiny", hidden_size=128, head_dim=32, max_position_embeddings=2048)
+    code = OF_TRANSFORMERS.replace("MODEL", str(folder)).replace("max_new_tokens=100", "max_new_tokens=8")
+    exec(compile(code, "page", "exec"), {})
+    assert int(capsys.readouterr().out) > 0
