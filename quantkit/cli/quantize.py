@@ -69,9 +69,10 @@ if TYPE_CHECKING:
               help="A text that you will evaluate on. Calibration text that shares passages with it is "
                    "left out.")
 @click.option("--seed", type=click.IntRange(min=0), metavar="N", help="Seed that chooses the windows.")
-@click.option("--effort", type=click.Choice(["fast", "default"]),
+@click.option("--effort", type=click.Choice(["fast", "default", "best"]),
               help="How much time it may take: fast calibrates on 6 windows, weighs no tokens and leaves out "
-                   "what improves a solution. (The recipe's, mostly default.)")
+                   "what improves a solution; best calibrates on three times as many windows. (The "
+                   "recipe's, mostly default.)")
 @click.option("--executor", type=click.Choice(["local", "ray"]), default="local", show_default=True,
               help="Where layers are quantized: in this process, or on a Ray cluster (the one that "
                    "RAY_ADDRESS names, else this machine's cores).")

@@ -122,22 +122,22 @@ def _rows(checkpoint: AnyCheckpoint, form: Format, to: str, engine: str | None) 
     """What every layer becomes. Raises SpecError for all that the layout or the engine refuses of the bits
     that the layers have."""
     quantized = {row.name for row in checkpoint.layers if row.spec is not None}
-    refusal = None
+    refusal = unloadable = None
     ends = [plain for plain in ((), (EMBEDDING,), (HEAD,), (EMBEDDING, HEAD)) if quantized.issuperset(plain)]
     specs = [row.spec for row in checkpoint.layers if row.spec is not None]
     widenings = [widen for widen in WIDENED if widen is WIDENED[0] or any(widen(s) != s for s in specs)]
     for widen, plain in itertools.product(widenings, ends):
         try:
             rows = _layout_rows(checkpoint, form, to, plain, widen)
-            if engine is None or (reason := reason_against(engine, checkpoint.config(), rows)) is None:
-                return rows
-            raise SpecError(f"{engine} wouldn't load {checkpoint.path} in format {to}", why=reason,
-                            next="choose another --to, or quantize the original by a recipe with "
-                                 f"--for {engine}")
         except SpecError as error:
             refusal = refusal or error
-    assert refusal is not None
-    raise refusal
+            continue
+        if engine is None or (reason := reason_against(engine, checkpoint.config(), rows)) is None:
+            return rows
+        unloadable = unloadable or SpecError(
+            f"{engine} wouldn't load {checkpoint.path} in format {to}", why=reason,
+            next=f"choose another --to, or quantize the original by a recipe with --for {engine}")
+    raise unloadable or refusal or AssertionError("nothing was tried")
 
 
 def _layout_rows(checkpoint: AnyCheckpoint, form: Format, to: str, plain: Collection[str],

@@ -52,6 +52,13 @@ def test_fast_takes_few_windows_unless_more_are_asked_for():
     assert load_recipe("mixed", "fast").candidates[0].spec == load_recipe("mixed").candidates[0].spec
 
 
+def test_best_calibrates_on_more_and_changes_nothing_else(recipe):
+    best, default = load_recipe(recipe, "best"), load_recipe(recipe)
+    assert (best.calibration.windows, best.calibration.importance_windows) == (12, 6)
+    assert best.rules == default.rules and best.snapshot()["effort"] == "best"
+    assert load_recipe("int8", "best").calibration is load_recipe("int8").calibration is None
+
+
 def test_a_recipe_may_say_its_effort(tmp_path, recipe):
     path = tmp_path / "fast.yaml"
     path.write_text(f"effort: fast\n{RECIPE}")
@@ -77,7 +84,7 @@ def test_the_manifest_says_the_effort_and_what_it_meant(model, recipe, tmp_path)
     assert (again.out / "model.safetensors").read_bytes() == (result.out / "model.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize(("first", "second"), [("default", "fast"), ("fast", "default")])
+@pytest.mark.parametrize(("first", "second"), [("default", "fast"), ("fast", "best")])
 def test_a_run_of_another_effort_does_not_take_over(model, recipe, tmp_path, stop_at, first, second):
     with pytest.raises(Stopped):
         quantize(model, recipe, tmp_path / "out", effort=first, progress=stop_at("layer 1"))
