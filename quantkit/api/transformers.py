@@ -156,7 +156,7 @@ class Cache(TransformersCache):
         self._batch.begin([tokens] * rows)
 
 
-class _Layer(CacheLayerMixin):  # type: ignore[misc]
+class _Layer(CacheLayerMixin):
     """What transformers asks of a layer's cache."""
 
     is_compileable = False
@@ -251,6 +251,7 @@ class QuantizedLinear(torch.nn.Module):
         stored = QuantizedWeight(packed.to(device))
         self.out_features, self.in_features = packed.shape
         self.packed = stored.packed(dtype) if device.type == "cpu" else stored
+        self.bias: torch.Tensor | None
         self.register_buffer("bias", None if bias is None else bias.detach())
         self._spec, self._device = packed.spec, device
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import rich_click as click
 
@@ -91,9 +91,9 @@ def command(ctx: click.Context, model: str, prompt: str, chat: bool, system: str
 
         rendering.start()
     import_large("quantkit.api.model")
-    from quantkit.api.model import SamplingOptions, load
+    from quantkit.api.model import load
 
-    sampling, text = _sampling(ctx, SamplingOptions(**options)), _prompt(prompt)
+    sampling, text = _sampling(ctx, cast("SamplingOptions", options)), _prompt(prompt)
     (setting,) = read_kv(kv, limit=1) or (None,)
     with open_trace(trace) as trace_file:  # what can't be written is refused before a model is loaded
         loaded = load(model, kv=setting, draft=draft, revision=revision, dtype=dtype, device=device,
