@@ -28,6 +28,7 @@ from quantkit.executor.ray import make_executor
 from quantkit.formats.base import QuantizedTensor
 from quantkit.models.architecture import EMBEDDING, layer_of, parse_config
 from quantkit.models.linear import Weights
+from quantkit.ops.cpu_machine import trim_heap
 from quantkit.ops.reference import fast_float32
 from quantkit.plugins.manager import current, registry
 from quantkit.quantization.calibration.data import (
@@ -355,6 +356,7 @@ class _UnitMaker:
                 progress(place)
                 self._make_layer(index, index < last, self._progress_within(place, progress))
             stats = self._measure_head(measured_head)
+            trim_heap()  # what layers left free, before the largest weights are read
             for number, unit in enumerate(self.after, self.total - len(self.after)):
                 progress(ProgressEvent(number, self.total,
                                        unit if unit == EMBEDDING_UNIT else "embeddings and head"))
