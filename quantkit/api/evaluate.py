@@ -16,11 +16,11 @@ from quantkit.evaluation.run import evaluate as measure
 from quantkit.evaluation.settings import EvalSettings, of_suite
 from quantkit.evaluation.suite import load_suite
 from quantkit.kv.build import check_kv
-from quantkit.kv.spec import KVSpec, parse_kv
+from quantkit.kv.spec import KVSpec, parse_kv, split_settings
 from quantkit.support.errors import UsageError, did_you_mean
 
 
-def evaluate(models: str | Sequence[str], *, suite: str | None = None, kv: Sequence[str | KVSpec] = (),
+def evaluate(models: str | Sequence[str], *, suite: str | None = None, kv: str | Sequence[str | KVSpec] = (),
              text: str | None = None, windows: int | None = None, speed: bool = True,
              out: str | Path | None = None, executor: str = "local", progress: Progress = True,
              **settings: Any) -> EvalResult:
@@ -29,7 +29,7 @@ def evaluate(models: str | Sequence[str], *, suite: str | None = None, kv: Seque
     Args:
         models: checkpoints or sources. The first with the first KV setting is the reference.
         suite: what is measured: ``quick``, ``standard``, ``long``, or a YAML file; what is given besides
-            overrides it.
+            overrides it. Its tasks are left out without ``task_data``.
         kv: settings that every model runs with; by default each with its own.
         text: a file of UTF-8 text, ``builtin``, or ``hf://datasets/OWNER/NAME/FILE@REVISION``.
         windows: windows of that text.
@@ -54,6 +54,9 @@ def evaluate(models: str | Sequence[str], *, suite: str | None = None, kv: Seque
     """
     if out is not None:
         check_writable(Path(out))
+    for name in ("keep", "plot", "suite"):
+        if name in settings:
+            raise UsageError(f"{name!r} is no setting of evaluate", next="help(quantkit.evaluate) lists them")
     chosen = chosen_settings(suite, {"text": text, "windows": windows, **settings}, kv=settings_of(kv),
                              speed=speed, keep=out is not None)
     with reported(progress, "evaluating") as listener:
@@ -82,8 +85,14 @@ def compare(before: str | Path | EvalResult, after: str | Path | EvalResult) -> 
     return compare_results(first, second)
 
 
-def chosen_settings(suite: str | None, given: Mapping[str, Any], **always: Any) -> EvalSettings:
+def chosen_settings(suite: str | None, given: Mapping[str, Any], *, speed: bool, **always: Any
+                    ) -> EvalSettings:
     """The settings of a suite, changed by what is given (not ``None``) and by ``always``.
+
+    Args:
+        suite: its name or file; ``None``: the defaults.
+        given: settings by name. A text or a number of windows replaces those of the suite's texts.
+        speed: whether speed is measured.
 
     Raises:
         UsageError: one is unknown or out of range.
@@ -95,11 +104,20 @@ def chosen_settings(suite: str | None, given: Mapping[str, Any], **always: Any) 
         if name not in known:
             raise UsageError(f"there is no setting {name!r}", why=did_you_mean(name, known),
                              next="help(quantkit.evaluate) lists settings")
-    return dataclasses.replace(base, **changes, **always)
+    if base.tasks and not changes.get("tasks") and changes.get("task_data") is None:
+        changes["tasks"] = ()
+    texts = () if "text" in changes else tuple(
+        part if "windows" not in changes else part.model_copy(update={"windows": None})
+        for part in base.texts)
+    return dataclasses.replace(base, **{"texts": texts, **changes, **always}, speed=speed,
+                               roofline=base.roofline and speed)
 
 
-def settings_of(kv: Sequence[str | KVSpec]) -> tuple[KVSpec, ...]:
-    """KV settings, checked. Raises UsageError: one can't be read or is unknown."""
+def settings_of(kv: str | Sequence[str | KVSpec]) -> tuple[KVSpec, ...]:
+    """KV settings, checked; in one text they are separated by commas. Raises UsageError: one can't be read or
+    is unknown."""
+    if isinstance(kv, str):
+        kv = split_settings(kv)
     specs = tuple(parse_kv(setting) if isinstance(setting, str) else setting for setting in kv)
     for spec in specs:
         check_kv(spec)

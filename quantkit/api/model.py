@@ -6,7 +6,7 @@ import math
 import signal
 import threading
 import weakref
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack, cast
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack, cast
 from quantkit.api.progress import Progress, reported
 from quantkit.kv.build import check_kv
 from quantkit.kv.spec import KVSpec, parse_kv
-from quantkit.runtime.core import Completion, Request, TokenInfo
+from quantkit.runtime.core import Completion
 from quantkit.runtime.drafting.base import parse_drafter
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.loader import LoadedModel
@@ -121,7 +121,7 @@ class Model:
         >>> model.generate("1, 2, 3,", max_tokens=3).text
         ' 4,'
         """
-        return self._finished([self._submit(self.encode(prompt), options)])[0]
+        return self._completions([prompt], options)[0]
 
     def generate_all(self, prompts: Sequence[Prompt], **options: Unpack[SamplingOptions]) -> list[Completion]:
         """:meth:`generate` for several prompts, side by side; a completion each, in their order.
@@ -129,7 +129,7 @@ class Model:
         >>> [done.text for done in model.generate_all(["1, 2, 3,", "2, 4, 6,"], max_tokens=3)]
         [' 4,', ' 8,']
         """
-        return self._finished([self._submit(ids, options) for ids in map(self.encode, prompts)])
+        return self._completions(prompts, options)
 
     def stream(self, prompt: Prompt, **options: Unpack[SamplingOptions]) -> TextStream:
         """:meth:`generate`, a piece of text at a time. A loop that is left ends the request.
@@ -156,8 +156,7 @@ class Model:
         if len(token_ids) < 2:
             raise UsageError("a text of fewer than two tokens has no score",
                              why="the first token has nothing before it", next="give a longer text")
-        request = self.engine.submit(token_ids, Sampling(max_tokens=1), logprobs=0, echo=True)
-        (done,) = self._finished([request])
+        (done,) = self._completions([token_ids], SamplingOptions(max_tokens=1), logprobs=0, echo=True)
         assert done.prompt_logprobs is not None
         return TextScore(tuple(token_ids), tuple(
             info.logprob for info in done.prompt_logprobs if info.logprob is not None))
@@ -187,25 +186,22 @@ class Model:
             return list(cast(Sequence[int], prompt))
         return self.tokenizer.chat(cast(Sequence[Message], prompt))
 
-    def _submit(self, token_ids: Sequence[int], options: SamplingOptions,
-                on_token: Callable[[TokenInfo], None] | None = None) -> Request:
-        return self.engine.submit(token_ids, sampling_of(options), on_token=on_token)
+    def _completions(self, prompts: Sequence[Prompt], options: SamplingOptions, **wanted: Any
+                     ) -> list[Completion]:
+        """The results for prompts, which are taken out of the engine if nobody waits for them any more."""
+        streams = list[TextStream]()
+        try:
+            for prompt in prompts:
+                streams.append(TextStream(self, self.encode(prompt), options, **wanted))
+            return [stream.finish() for stream in streams]
+        finally:
+            for stream in streams:
+                stream.close()
 
-    def _step(self) -> None:
+    def step(self) -> None:
+        """Let the engine make a step, of all requests; streams call it."""
         with self._lock, _interrupted_later():
             self.engine.step()
-
-    def _finished(self, requests: Sequence[Request]) -> list[Completion]:
-        """The results of requests, which are taken out of the engine if somebody stops waiting for them."""
-        try:
-            while not all(request.done for request in requests):
-                self._step()
-        finally:
-            for request in requests:
-                request.cancel()
-            while not all(request.done for request in requests):
-                self._step()
-        return [request.result for request in requests]
 
 
 class TextStream(Iterator[str]):
@@ -220,10 +216,12 @@ class TextStream(Iterator[str]):
         UsageError: as :meth:`Model.generate`; at once, and not with the first piece.
     """
 
-    def __init__(self, model: Model, prompt: Sequence[int], options: SamplingOptions) -> None:
-        self._model, text = model, list[str]()
-        self._text = text
-        self._request = model._submit(prompt, options, lambda info: text.append(info.text))
+    def __init__(self, model: Model, prompt: Sequence[int], options: SamplingOptions, **wanted: Any) -> None:
+        text, errors = list[str](), list[BaseException]()
+        self._model, self._text, self._errors = model, text, errors
+        self._request = model.engine.submit(
+            prompt, sampling_of(options), on_token=lambda info: text.append(info.text),
+            on_error=errors.append, **wanted)
         weakref.finalize(self, self._request.cancel)
 
     @property
@@ -234,17 +232,29 @@ class TextStream(Iterator[str]):
     def __next__(self) -> str:
         while not any(self._text):
             if self._request.done:
+                self._raise()
                 raise StopIteration
-            self._model._step()
+            self._model.step()
         piece = "".join(self._text)
         self._text.clear()
         return piece
+
+    def finish(self) -> Completion:
+        """The whole result. Raises what went wrong with this request."""
+        while not self._request.done:
+            self._model.step()
+        self._raise()
+        return self._request.result
 
     def close(self) -> None:
         """End it before it ends itself."""
         self._request.cancel()
         while not self._request.done:
-            self._model._step()
+            self._model.step()
+
+    def _raise(self) -> None:
+        if self._errors:
+            raise self._errors[0]
 
 
 class Chat:
@@ -267,32 +277,40 @@ class Chat:
         """Say something; the whole answer.
 
         Raises:
-            UsageError: the conversation is longer than the model's context; nothing was added to it.
+            QuantkitError: such as that the conversation is longer than the model's context; nothing was added
+                to it.
         """
         return "".join(self.stream(text))
 
     def stream(self, text: str) -> Generator[str, None, None]:
         """:meth:`send`, a piece of the answer at a time. What came of an answer that is left stays."""
         messages = [*self.messages, {"role": "user", "content": text}]
-        answer = TextStream(self._model, self._model.encode(messages), self._options)
-        self.messages = messages
-        return self._answered(answer)
+        return self._answered(messages, TextStream(self._model, self._model.encode(messages), self._options))
 
     def clear(self) -> None:
         """Begin anew, behind the system message."""
         self.messages = list(self._begin)
 
-    def _answered(self, answer: TextStream) -> Generator[str, None, None]:
+    def _answered(self, messages: list[Message], answer: TextStream) -> Generator[str, None, None]:
+        failed = True
         try:
             yield from answer
+            failed = False
+        except (GeneratorExit, KeyboardInterrupt):
+            failed = False
+            raise
         finally:
-            answer.close()
-            self.messages.append({"role": "assistant", "content": answer.result.text})
+            try:
+                answer.close()
+            finally:
+                if not failed:
+                    self.messages = [*messages, {"role": "assistant", "content": answer.result.text}]
 
 
 def load(model: str, *, kv: str | KVSpec | None = None, draft: str = "none", device: str = "auto",
          dtype: str = "auto", revision: str | None = None, verify: bool = False, max_batch: int = 8,
-         kv_memory: int | None = None, prefix_cache: int | None = None, progress: Progress = True) -> Model:
+         max_queue: int = WAITING, max_itl: float | None = None, kv_memory: int | None = None,
+         prefix_cache: int | None = None, progress: Progress = True) -> Model:
     """Load a model that runs.
 
     Args:
@@ -306,7 +324,9 @@ def load(model: str, *, kv: str | KVSpec | None = None, draft: str = "none", dev
             model's own.
         revision: branch, tag or commit of a model on the hub.
         verify: first check all bytes of a checkpoint of ours against their hashes.
-        max_batch: sequences that run side by side.
+        max_batch, max_queue: sequences that run side by side, and that wait.
+        max_itl: seconds between two tokens of a request while another's prompt is read; by default prompts
+            are read in large pieces.
         kv_memory: bytes that the KV cache takes at once; by default it grows and shrinks, and on a GPU takes
             what is left.
         prefix_cache: bytes of keys and values kept for prompts that begin like earlier ones; 0: none; by
@@ -328,8 +348,9 @@ def load(model: str, *, kv: str | KVSpec | None = None, draft: str = "none", dev
     with reported(progress, f"loading {model}", after=2.0) as listener:
         loaded = load_weights(model, revision=revision, dtype=dtype, device=device, verify=verify,
                               progress=listener, loading=listener)
-    return Model(loaded, Engine(loaded, kv=spec, max_batch=max_batch, max_queue=WAITING,
-                                memory=kv_memory, prefix_cache=prefix_cache, drafter=drafter))
+    return Model(loaded, Engine(loaded, kv=spec, max_batch=max_batch, max_queue=max_queue,
+                                max_itl=max_itl, memory=kv_memory, prefix_cache=prefix_cache,
+                                drafter=drafter))
 
 
 @contextmanager

@@ -82,8 +82,9 @@ class NothingFits(UsageError):
 
 
 def plan(model: str, *, context: int | None = None, memory: int | str | None = None, concurrency: int = 1,
-         recipes: Sequence[str] = (), kv: Sequence[str | KVSpec] = (), prompt_tokens: int | None = None,
-         revision: str | None = None, progress: Progress = True) -> MemoryPlan:
+         recipes: str | Sequence[str] = (), kv: str | Sequence[str | KVSpec] = (),
+         prompt_tokens: int | None = None, revision: str | None = None,
+         progress: Progress = True) -> MemoryPlan:
     """Find the weights and the KV setting that fit into an amount of memory and lose least.
 
     No weight is read. What this package's runtime holds on a CPU is counted; losses were measured on one
@@ -114,13 +115,15 @@ def plan(model: str, *, context: int | None = None, memory: int | str | None = N
     """
     if memory is None:
         memory = int(SHARE * (available_memory() or memory_limit()))
-    size = memory if isinstance(memory, int) else parse_bytes(memory, "--memory")
+    size = memory if isinstance(memory, int) else parse_bytes(memory, "memory")
     for name, value in (("context", context), ("concurrency", concurrency)):
         if value is not None and value < 1:
             raise UsageError(f"{name} is {value}", why="it must be at least 1")
     if prompt_tokens is not None and context is not None and prompt_tokens > context:
-        raise UsageError(f"--prompt-tokens is {prompt_tokens:,}", why=f"a sequence has {context:,} tokens",
-                         next=f"--prompt-tokens {context}")
+        raise UsageError(f"a prompt of {prompt_tokens:,} tokens is asked for",
+                         why=f"a sequence has {context:,} tokens", next=f"a prompt of {context:,} at most")
+    if isinstance(recipes, str):
+        recipes = recipes.split(",")
     with reported(progress, f"planning for {model}") as listener:
         possible = candidates(model, revision, recipes, settings_of(kv), listener)
     if context is None:

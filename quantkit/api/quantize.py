@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -50,7 +51,8 @@ def quantize(model: str, recipe: str | Recipe | None = None, out: str | Path | N
             layer costs at each width is measured, and the best that fits is taken.
         engine: what must load the checkpoint, if not quantkit alone: layers get its layouts, and what it
             reads only plain stays 16-bit.
-        effort: how much time it may take: ``fast``, ``default``, ``best``.
+        effort: how much time it may take: ``fast``, ``default``, ``best``. The effort of a ``Recipe`` that
+            is given is one that was resolved, as ``load_recipe`` does.
         calibration: texts to calibrate on, in place of the recipe's: files, folders, ``hub:OWNER/NAME``,
             ``builtin``, ``self``, ``random``.
         windows, window, packing, avoid, seed: as of
@@ -63,6 +65,9 @@ def quantize(model: str, recipe: str | Recipe | None = None, out: str | Path | N
 
     Returns:
         The checkpoint; its ``layers`` say what became of each Linear.
+
+    Warns:
+        UserWarning: of each fallback that a layer took, and of options without effect.
 
     Raises:
         UsageError: neither a recipe nor a budget is given, or no folder, or an argument is out of range.
@@ -88,7 +93,13 @@ def quantize(model: str, recipe: str | Recipe | None = None, out: str | Path | N
             refuse_existing(out, model)
             order.check_machine()
             choice = order.choose(listener)
-        return Checkpoint.open(order.run(out, choice, strict, listener).out)
+        result = order.run(out, choice, strict, listener)
+    if order.calibration is not None and not result.plan.calibrated:
+        warnings.warn(f"options of calibration have no effect: recipe {result.plan.recipe.name!r} calibrates "
+                      "nothing", stacklevel=2)
+    for text in result.fallbacks:
+        warnings.warn(text, stacklevel=2)
+    return Checkpoint.open(result.out)
 
 
 @dataclass(frozen=True)
@@ -160,7 +171,7 @@ def order_of(model: str, recipe: str | Recipe | None, *, budget: str | None, eng
         try:
             spec = CalibrationSpec(**(recipe.calibration or CalibrationSpec()).model_dump() | changes)
         except ValidationError as error:
-            raise UsageError("invalid calibration options", next="quantkit quantize --help",
+            raise UsageError("invalid calibration options", next="give other windows, or leave them out",
                              why=error.errors()[-1]["msg"].removeprefix("Value error, ")) from None
         recipe = recipe.model_copy(update={"calibration": spec})
     return QuantizeOrder(model, recipe, budget, device, executor, revision, spec)
@@ -170,5 +181,7 @@ def calibration_changes(text: str | Sequence[str] | None, **others: Any) -> dict
     """What is given of a :class:`~quantkit.quantization.recipe.CalibrationSpec`."""
     if text is not None and not isinstance(text, str):
         text = tuple(text) if len(text) > 1 else next(iter(text), None)
-    given = {"text": text, **others, "avoid": tuple(others.get("avoid") or ()) or None}
+    avoid = others.get("avoid") or ()
+    others["avoid"] = (avoid,) if isinstance(avoid, str) else tuple(avoid) or None
+    given = {"text": text, **others}
     return {key: value for key, value in given.items() if value is not None}

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection
+import traceback
+from collections.abc import Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
 from quantkit.api.model import load
-from quantkit.serving.address import bind, is_loopback, model_name, url
+from quantkit.serving.address import bind, check_keys, is_loopback, model_name, url
 from quantkit.serving.app import Application, create_app
 from quantkit.serving.models import ServedEngine
 from quantkit.serving.server import Server
+
+MAX_QUEUE = 64
+"""Requests that wait; others are told to try again."""
+MAX_ITL = 0.05
+"""Seconds between two tokens of an answer while another's prompt is read."""
 
 
 class LocalServer:
@@ -25,13 +31,19 @@ class LocalServer:
 
     def __init__(self, application: Application, bound: Any, model: str, drain_timeout: float) -> None:
         self.url, self.model = url(bound), model
-        self._application, ready = application, threading.Event()
-        self._server = Server(application, drain_timeout=drain_timeout, on_ready=ready.set,
+        self._application, begun = application, threading.Event()
+        self._server = Server(application, drain_timeout=drain_timeout, on_ready=begun.set,
                               on_drain=lambda active: None)
-        self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [bound]}, daemon=True,
-                                        name="quantkit server")
+
+        def run() -> None:
+            try:
+                self._server.run(sockets=[bound])
+            finally:
+                begun.set()  # it may have ended before it was ready
+
+        self._thread = threading.Thread(target=run, daemon=True, name="quantkit server")
         self._thread.start()
-        ready.wait()
+        begun.wait()
 
     def __repr__(self) -> str:
         return f"<quantkit.LocalServer {self.model} at {self.url}>"
@@ -45,13 +57,16 @@ class LocalServer:
 
     def close(self) -> None:
         """Let running answers finish, and end."""
-        self._server.end()
-        self._thread.join()
-        self._application.close()
+        try:
+            if self._thread.is_alive():
+                self._server.end()
+                self._thread.join()
+        finally:
+            self._application.close()
 
 
 def serve(model: str, *, host: str = "127.0.0.1", port: int = 0, name: str | None = None,
-          api_keys: Collection[str] = (), allow_hosts: Collection[str] = (), drain_timeout: float = 60.0,
+          api_keys: Sequence[str] = (), allow_hosts: Sequence[str] = (), drain_timeout: float = 60.0,
           **options: Any) -> LocalServer:
     """Serve a model with the APIs of OpenAI and Anthropic and a chat page, beside the program.
 
@@ -66,7 +81,8 @@ def serve(model: str, *, host: str = "127.0.0.1", port: int = 0, name: str | Non
         api_keys: keys of which clients must send one.
         allow_hosts: further host names that clients may use for this server.
         drain_timeout: seconds that running answers have to finish when it is closed.
-        options: others of :func:`quantkit.load`: ``kv``, ``draft``, ``device``, ``max_batch`` and more.
+        options: others of :func:`quantkit.load`: ``kv``, ``draft``, ``device``, ``max_batch`` and more; by
+            default at most 64 requests wait, and prompts are cut so that others get a token every 50 ms.
 
     Raises:
         UsageError: the address can't be used, or an option is out of range.
@@ -77,11 +93,16 @@ def serve(model: str, *, host: str = "127.0.0.1", port: int = 0, name: str | Non
     'smollm2'
     """
     called = model_name(model, name)
+    keys, hosts = ([given] if isinstance(given, str) else list(given) for given in (api_keys, allow_hosts))
+    if keys:
+        check_keys(keys, "api_keys")
     with ExitStack() as ends:
-        bound = ends.enter_context(bind(host, port, has_key=bool(api_keys)))
-        loaded = load(model, **options)
+        bound = ends.enter_context(bind(host, port, has_key=bool(keys)))
+        loaded = load(model, **{"max_queue": MAX_QUEUE, "max_itl": MAX_ITL, **options})
         application = create_app([ServedEngine(loaded.engine, loaded.loaded, called)],
-                                 loopback=is_loopback(bound), hosts=(*allow_hosts, host), keys=api_keys)
+                                 loopback=is_loopback(bound), hosts=(*hosts, host), keys=keys,
+                                 on_error=traceback.print_exception)
+        ends.callback(application.close)
         loaded.engine.start()
         server = LocalServer(application, bound, called, drain_timeout)
         ends.pop_all()

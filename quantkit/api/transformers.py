@@ -6,9 +6,9 @@
     quantize_linears(model, "int4-rtn")
     model.generate(**inputs, past_key_values=Cache(model, "snapkv(0.5)+int4"))
 
-transformers' own cache classes hand keys and values to an attention function of its own. Ours stores them as
-codes, in pages of which every head may hold another number, and so it comes with the attention that reads
-these, registered under the name ``quantkit``.
+transformers' own cache classes hand keys and values to an attention function. Ours stores them as codes, in
+pages of which every head may hold another number, and so it comes with the attention that reads these,
+registered under the name ``quantkit``.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache as TransformersCache
 from transformers.cache_utils import CacheLayerMixin
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from quantkit.api.progress import Progress, reported
@@ -52,8 +50,9 @@ _MARK = "_quantkit_cache_layer"
 class Cache(TransformersCache):
     """A KV cache for ``model.generate(…, past_key_values=cache)``, kept as ``--kv`` keeps it.
 
-    It switches the model to our attention, which computes as before where no cache of ours is given. Prompts
-    of a batch must be equally long. A cache is for one text, or one batch of texts, that goes on.
+    Each layer attends by our attention while it stores its keys here, and by its own otherwise. Prompts of a
+    batch must be equally long. A cache is for one text, or one batch of texts, that goes on. No gradients
+    flow through it.
 
     Args:
         model: the model; its config says layers, heads and windows.
@@ -78,13 +77,15 @@ class Cache(TransformersCache):
         self.config = parse_config(model.config.to_dict())
         self.kv_cache = KVCache(self.config, spec, model.dtype, model.device)
         if (why := _reason_against(self.kv_cache)) is not None:
-            raise UsageError(f"--kv {spec} can't be used in transformers", why=why,
+            raise UsageError(f"the KV setting {spec} can't be used in transformers", why=why,
                              next=f'quantkit.load("MODEL", kv="{spec}") runs it')
+        self._model_config = model.config.get_text_config()
         self._batch: Batch | None = None
         self._context: ForwardContext | None = None
-        self._attended = 0
+        self._own: str | None = None
+        self._checked: tuple[int | None, torch.Tensor | None] | None = None
+        self._layer = 0
         super().__init__(layers=[_Layer(self, index) for index in range(self.config.num_layers)])
-        model.set_attn_implementation(NAME)
 
     def __repr__(self) -> str:
         return f"<Cache {self.kv_cache.spec}: {self.get_seq_length()} tokens, {self.nbytes:,} bytes>"
@@ -97,7 +98,7 @@ class Cache(TransformersCache):
     def reset(self) -> None:
         """Forget everything."""
         self.kv_cache.free(self.kv_cache.numbers)
-        self._batch, self._attended = None, 0
+        self._batch, self._layer = None, 0
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Raises QuantkitError: beams aren't supported."""
@@ -117,33 +118,60 @@ class Cache(TransformersCache):
         """Raises QuantkitError: rows can't be chosen."""
         raise _unsupported("choosing rows of a batch", "all of them end together")
 
-    def store(self, layer: int, keys: torch.Tensor) -> None:
-        """Take note of a step's keys ``[B, Hkv, T, D]`` on their way to our attention."""
+    def take(self, layer: int, keys: torch.Tensor) -> None:
+        """Take note of a step's keys ``[B, Hkv, T, D]``: the layer's attention will be ours, this once."""
+        if layer != self._layer or self._own is not None:
+            self._restore()
+            self.reset()
+            raise _unsupported("this model, or going on after an error",
+                               f"keys of layer {layer} came where those of layer {self._layer} were awaited")
         if layer == 0:
             self._begin(keys.shape[0], keys.shape[2])
-        if layer != self._attended:
-            raise _unsupported("this model", f"keys of layer {self._attended} never came to our attention")
+        self._own = self._model_config._attn_implementation
+        self._model_config._attn_implementation = NAME
         setattr(keys, _MARK, (self, layer))
 
+    @torch.no_grad()
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-               mask: torch.Tensor | None) -> torch.Tensor:
+               mask: torch.Tensor | None, sinks: torch.Tensor | None) -> torch.Tensor:
         """Store a layer's keys and values, rotated, and attend: ``[B, H, T, D]``."""
+        self._restore()
         assert self._batch is not None and self._context is not None
         window = self.config.sliding_windows[layer]
-        if mask is not None and not bool(_sees_all(mask, window)):
-            self.reset()
-            raise _unsupported("a padded batch", "padding would be stored as if it were text")
-        out = self._batch.attend(layer, q, k, v, self._context, window)
-        self._attended = layer + 1
-        if self._attended == self.config.num_layers:
+        self._layer = -1  # until the layer is whole
+        self._check(mask, window, q.shape[2])
+        out = self._batch.attend(layer, q, k, v, self._context, window,
+                                 None if sinks is None else sinks.detach().float())
+        self._layer = layer + 1
+        if self._layer == self.config.num_layers:
             self._batch.end()
-            self._attended = 0
+            self._layer = 0
         return out
+
+    def _restore(self) -> None:
+        if self._own is not None:
+            self._model_config._attn_implementation, self._own = self._own, None
+
+    def _check(self, mask: torch.Tensor | None, window: int | None, tokens: int) -> None:
+        """Raise QuantkitError for a mask that is another than that of causal attention in a window."""
+        if mask is None or (self._checked is not None and self._checked[0] == window
+                            and self._checked[1] is mask):
+            return
+        seen = mask if mask.dtype == torch.bool else mask == (1 if mask.dim() == 2 else 0)
+        if mask.dim() == 2:
+            right = bool(seen.all())
+        else:
+            keys = torch.arange(mask.shape[-1], device=mask.device)
+            queries = keys[-tokens:, None]
+            expected = (keys <= queries) if window is None else (keys <= queries) & (keys > queries - window)
+            right = bool((seen == expected).all())
+        if not right:
+            raise _unsupported("a padded batch, or another mask than a causal one",
+                               "padding would be stored as if it were text")
+        self._checked = window, mask
 
     def _begin(self, rows: int, tokens: int) -> None:
         cache = self.kv_cache
-        if self._attended:
-            raise _unsupported("this model", f"keys of layer {self._attended} never came to our attention")
         if not cache.numbers:
             for _ in range(rows):
                 cache.add()
@@ -153,6 +181,7 @@ class Cache(TransformersCache):
         first = not cache.seen(cache.numbers[0])
         self._batch = Batch(cache, cache.numbers, "prefill_end" if first or tokens > 1 else "decode")
         self._context = _Unrotated(self.config, self._batch.next_positions(tokens), cache.dtype)
+        self._checked = None
         self._batch.begin([tokens] * rows)
 
 
@@ -175,7 +204,7 @@ class _Layer(CacheLayerMixin):
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any,
                **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """The same keys and values: our attention stores them."""
-        self._cache.store(self._index, key_states)
+        self._cache.take(self._index, key_states)
         return key_states, value_states
 
     def get_seq_length(self) -> int:
@@ -203,23 +232,19 @@ class _Unrotated(ForwardContext):
 
 def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
               attention_mask: torch.Tensor | None, **options: Any) -> tuple[torch.Tensor, None]:
-    """Attention as transformers calls it: over a cache of ours if the keys are on their way to one, else
-    torch's. ``[B, T, H, D]``."""
+    """Attention over a cache of ours, as transformers calls it: ``[B, T, H, D]``.
+
+    Raises:
+        QuantkitError: keys come from elsewhere: the model changes them behind its cache.
+    """
     cache, layer = getattr(key, _MARK, (None, 0))
     if cache is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
-    return cache.attend(layer, query, key, value, attention_mask).transpose(1, 2).contiguous(), None
+        raise _unsupported("this model", "it changes keys behind its cache, or has no cache of ours")
+    out: torch.Tensor = cache.attend(layer, query, key, value, attention_mask, options.get("s_aux"))
+    return out.transpose(1, 2).contiguous(), None
 
 
 ALL_ATTENTION_FUNCTIONS.register(NAME, attention)
-ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, sdpa_mask)
-
-
-def _sees_all(mask: torch.Tensor, window: int | None) -> torch.Tensor:
-    """Whether the last query of each row sees as many positions as there are, or as its window has."""
-    last = mask[:, 0, -1]
-    seen = last if last.dtype == torch.bool else last == 0
-    return (seen.sum(-1) == (last.shape[-1] if window is None else min(window, last.shape[-1]))).all()
 
 
 def _reason_against(cache: KVCache) -> str | None:
@@ -256,8 +281,17 @@ class QuantizedLinear(torch.nn.Module):
         self._spec, self._device = packed.spec, device
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``[…, in]`` → ``[…, out]``."""
+        """``[…, in]`` → ``[…, out]``. Raises QuantkitError: a gradient is wanted."""
+        if x.requires_grad and torch.is_grad_enabled():
+            raise QuantkitError("nothing can be trained through a quantized Linear",
+                                why="its kernel has no gradient",
+                                next="call the model under torch.no_grad(), or leave it unquantized")
         return self.packed.multiply(x, self.bias)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        raise QuantkitError("a module with quantized Linears can't be saved",
+                            why="their weights are packed for the kernel of this machine",
+                            next='quantkit.quantize(MODEL, RECIPE, "OUT") makes a checkpoint')
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, {self._spec.label()}"
@@ -273,6 +307,9 @@ class QuantizedLinear(torch.nn.Module):
 def quantize_linears(model: torch.nn.Module, recipe: str | Recipe = "int8", *,
                      progress: Progress = True) -> list[LayerRow]:
     """Replace a module's Linears by quantized ones, in memory and without calibration.
+
+    The module is for inference then: nothing of it requires a gradient, and it can't be saved. Weights that
+    are no ``nn.Linear``'s stay: embeddings, and experts that a model keeps in one tensor.
 
     Args:
         model: any module; names of its Linears are matched by the recipe's rules. A Linear whose weight is
@@ -317,6 +354,7 @@ def quantize_linears(model: torch.nn.Module, recipe: str | Recipe = "int8", *,
                          why=f"{', '.join(sorted(calibrated)) or 'its transforms'} can't do without",
                          next='quantkit.quantize(MODEL, RECIPE, "OUT"), or a recipe such as int8 or int4-rtn')
     done = list[LayerRow]()
+    model.requires_grad_(False)
     with reported(progress, f"quantizing by {given.name}") as listener:
         for number, row in enumerate(rows):
             listener(ProgressEvent(number, len(rows), row.name))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import rich_click as click
 
-from quantkit.cli.loading import import_large
+from quantkit.cli.loading import import_large, load_model
 from quantkit.cli.options import (
     TokenCount,
     device_option,
@@ -25,8 +25,9 @@ from quantkit.cli.present import note, print_json, show_warning
 from quantkit.support.errors import UsageError
 
 if TYPE_CHECKING:
-    from quantkit.api.model import Model, SamplingOptions
+    from quantkit.api.model import SamplingOptions
     from quantkit.runtime.core import Completion
+    from quantkit.runtime.loader import LoadedModel
     from quantkit.runtime.trace import Timing
 
 MAX_PROMPT = 64 * 2**20
@@ -91,17 +92,23 @@ def command(ctx: click.Context, model: str, prompt: str, chat: bool, system: str
 
         rendering.start()
     import_large("quantkit.api.model")
-    from quantkit.api.model import load
+    from quantkit.api.model import Model, sampling_of
+    from quantkit.runtime.core import check_request
+    from quantkit.runtime.drafting.base import parse_drafter
+    from quantkit.runtime.engine import Engine
 
     sampling, text = _sampling(ctx, cast("SamplingOptions", options)), _prompt(prompt)
     (setting,) = read_kv(kv, limit=1) or (None,)
+    drafter = parse_drafter(draft)
     with open_trace(trace) as trace_file:  # what can't be written is refused before a model is loaded
-        loaded = load(model, kv=setting, draft=draft, revision=revision, dtype=dtype, device=device,
-                      verify=verify, max_batch=1, prefix_cache=0, progress=not quiet)
+        loaded = load_model(model, revision=revision, dtype=dtype, device=device, verify=verify, quiet=quiet)
+        ids = _ids(loaded, text, system, parse_special) if chat else loaded.tokenizer.encode(text)
+        check_request(loaded, ids, sampling_of(sampling))
+        engine = Engine(loaded, kv=setting, max_batch=1, max_queue=1, drafter=drafter,
+                        context=len(ids) + sampling["max_tokens"])
         if trace_file is not None:
-            trace_file.add(model, loaded.engine)
-        ids = _ids(loaded, text, system, parse_special) if chat else loaded.encode(text)
-        stream = loaded.stream(ids, **sampling)
+            trace_file.add(model, engine)
+        stream = Model(loaded, engine).stream(ids, **sampling)
         show = StreamedText()
         try:
             for piece in stream:
@@ -111,11 +118,11 @@ def command(ctx: click.Context, model: str, prompt: str, chat: bool, system: str
             if show.begun:  # an interruption's message starts on a line of its own
                 click.echo()
             raise
-    done, timing = stream.result, loaded.engine.timing
+    done, timing = stream.result, engine.timing
     if not as_json:
         click.echo()
     else:
-        print_json(_report(loaded, done, timing, sampling, chat))
+        print_json(_report(loaded, done, timing, sampling, chat) | {"kv": str(engine.cache.spec)})
         return
     if not quiet:
         note(_figures(done, timing, sampling))
@@ -154,7 +161,7 @@ def _prompt(prompt: str) -> str:
     return text.removesuffix("\n").removesuffix("\r")
 
 
-def _ids(loaded: Model, text: str, system: str | None, parse_special: bool) -> list[int]:
+def _ids(loaded: LoadedModel, text: str, system: str | None, parse_special: bool) -> list[int]:
     messages = [] if system is None else [{"role": "system", "content": system}]
     return loaded.tokenizer.chat([*messages, {"role": "user", "content": text}], parse_special=parse_special)
 
@@ -188,7 +195,7 @@ def _decode_rate(timing: Timing) -> float | None:
     return timing.decode_tokens / timing.decode_s if timing.decode_tokens and timing.decode_s else None
 
 
-def _report(model: Model, done: Completion, timing: Timing, sampling: SamplingOptions,
+def _report(loaded: LoadedModel, done: Completion, timing: Timing, sampling: SamplingOptions,
             chat: bool) -> dict[str, Any]:
     import dataclasses
 
@@ -196,7 +203,6 @@ def _report(model: Model, done: Completion, timing: Timing, sampling: SamplingOp
 
     from quantkit.api.model import sampling_of
 
-    loaded = model.loaded
     return {"model": loaded.uri, "method": loaded.label, "text": done.text, "token_ids": done.token_ids,
             "finish_reason": done.finish_reason, "prompt_tokens": done.prompt_tokens,
             "completion_tokens": len(done.token_ids), "drafted_tokens": done.drafted_tokens,
@@ -205,4 +211,4 @@ def _report(model: Model, done: Completion, timing: Timing, sampling: SamplingOp
             "sampling": dataclasses.asdict(sampling_of(sampling)),
             "protocol": {"chat": chat, "dtype": str(loaded.dtype).removeprefix("torch."),
                          "device": str(loaded.model.device), "threads": torch.get_num_threads(),
-                         "torch": torch.__version__}, "kv": str(model.kv)}
+                         "torch": torch.__version__}}

@@ -61,6 +61,9 @@ def command(model: str, context: int, concurrency: int, memory: str, recipes: tu
     rates = (None if bandwidth is None else
              float(parse_bytes(bandwidth.strip().removesuffix("/s"), "--bandwidth", "200GB/s")),
              None if flops is None else _flops(flops))
+    if prompt_tokens is not None and prompt_tokens > context:
+        raise UsageError(f"--prompt-tokens is {prompt_tokens:,}", why=f"a sequence has {context:,} tokens",
+                         next=f"--prompt-tokens {context}")
     from quantkit.api.plan import NothingFits, plan
 
     settings, named = read_kv(kv), [name.strip() for text in recipes for name in text.split(",")]

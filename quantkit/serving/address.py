@@ -6,6 +6,7 @@ import errno
 import ipaddress
 import os
 import socket
+from collections.abc import Sequence
 
 from quantkit.support.errors import QuantkitError, UsageError
 from quantkit.support.paths import local_path
@@ -28,6 +29,16 @@ def model_name(model: str, name: str | None) -> str:
         raise UsageError(f"the model can't be called {name[:80]!r}", next="--name NAME",
                          why=f"a name is 1 to {MAX_NAME} printable characters")
     return name
+
+
+def check_keys(keys: Sequence[str], where: str) -> None:
+    """Raise UsageError for keys of which one can't be sent in a header. ``where``: names their place."""
+    why = ("it is empty" if not all(keys) or not keys else None if all(
+        key.isascii() and key.isprintable() and " " not in key for key in keys) else
+        "only letters, digits and signs can be sent")
+    if why is not None:
+        raise UsageError(f"the API key in {where} can't be used", why=why,
+                         next='python -c "import secrets; print(secrets.token_urlsafe())" makes one')
 
 
 def bind(host: str, port: int, *, has_key: bool) -> socket.socket:

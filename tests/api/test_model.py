@@ -13,6 +13,7 @@ import torch
 
 import quantkit
 from quantkit.api.model import Model
+from quantkit.runtime.core import Request
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.generate import generate
 from quantkit.runtime.loader import load as load_weights
@@ -156,3 +157,27 @@ def test_kv_settings_and_drafts(model):
     assert plain.generate("the cat the cat the cat", max_tokens=12).text == text
     with pytest.raises(UsageError):
         quantkit.load(model.loaded.uri, kv="int9", progress=False)
+
+
+def test_an_error_is_that_of_its_request(model, monkeypatch):
+    """Two streams, of which one fails: who steps the engine has nothing to do with it."""
+    fails = model.stream("the cat", max_tokens=20)
+    append, its = Request.append, fails._request
+
+    def broken(request, *arguments, **options):
+        if request is its and len(request.result.token_ids) == 3:
+            raise ValueError("broken")
+        return append(request, *arguments, **options)
+
+    monkeypatch.setattr(Request, "append", broken)
+    other = model.generate("the dog", max_tokens=8)
+    assert other.finish_reason == "length" and len(other.token_ids) == 8
+    with pytest.raises(ValueError, match="broken"):
+        "".join(fails)
+
+
+def test_a_list_with_a_bad_prompt_leaves_nothing_behind(model):
+    with pytest.raises(UsageError):
+        model.generate_all(["the cat", [1] * 100_000], max_tokens=4)
+    stats = model.engine.stats()
+    assert stats["running"] == stats["waiting"] == 0

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import urllib.error
 import urllib.request
 
 import pytest
 
 import quantkit
+from quantkit.api.evaluate import chosen_settings, settings_of
 from quantkit.support.errors import UsageError
 from quantkit.testing import tiny_model
 
@@ -100,5 +102,31 @@ def test_a_server_answers_until_it_is_closed(tiny):
         assert text == quantkit.load(tiny, progress=False).generate("the cat", max_tokens=8).text
         with pytest.raises(UsageError, match="no API key"):
             quantkit.serve(tiny, host="0.0.0.0", progress=False)
+    server.close()
     with pytest.raises(OSError):
         urllib.request.urlopen(server.url)
+
+
+def test_a_key_is_whole(tiny):
+    with quantkit.serve(tiny, api_keys="secret", progress=False) as server:
+        for key, status in (("secret", 200), ("s", 401), ("", 401)):
+            request = urllib.request.Request(f"{server.url}/v1/models",
+                                             headers={"Authorization": f"Bearer {key}"})
+            try:
+                assert urllib.request.urlopen(request).status == status
+            except urllib.error.HTTPError as error:
+                assert error.code == status
+    with pytest.raises(UsageError, match="api_keys"):
+        quantkit.serve(tiny, api_keys=[""], progress=False)
+
+
+def test_options_override_a_suite():
+    chosen = chosen_settings("standard", {"windows": 2}, speed=False)
+    assert not chosen.tasks and not chosen.roofline and {text.windows for text in chosen.texts} == {None}
+    assert chosen_settings("standard", {"text": "builtin"}, speed=True).texts == ()
+    assert [str(spec) for spec in settings_of("none,int8")] == ["none", "int8"]
+
+
+def test_what_has_no_effect_and_what_fell_back_is_said(tiny, tmp_path):
+    with pytest.warns(UserWarning, match="have no effect"):
+        quantkit.quantize(tiny, "int8", tmp_path / "out", windows=3, progress=False)

@@ -180,6 +180,8 @@ def command(models: tuple[str, ...], host: str, port: int, hosts: tuple[str, ...
 
 def _keys(file: Path | None) -> list[str]:
     """The keys of which clients need one, if any. Raises UsageError: one can't be sent in a header."""
+    from quantkit.serving.address import check_keys
+
     if file is not None:
         where = str(file)
         with file.open("rb") as stream:
@@ -189,13 +191,11 @@ def _keys(file: Path | None) -> list[str]:
             os.environ[KEY_VARIABLE].encode()
     else:
         return []
+    if len(raw) > MAX_KEYS:
+        raise UsageError(f"the API key in {where} can't be used", why=f"they are more than {MAX_KEYS} bytes",
+                         next="keep fewer keys there")
     keys = [key for line in raw.decode("latin-1").split("\n") if (key := line.strip())]
-    why = ("it is empty" if not keys else f"they are more than {MAX_KEYS} bytes" if len(raw) > MAX_KEYS else
-           "only letters, digits and signs can be sent" if not all(
-               key.isascii() and key.isprintable() and " " not in key for key in keys) else None)
-    if why is not None:
-        raise UsageError(f"the API key in {where} can't be used", why=why,
-                         next='python -c "import secrets; print(secrets.token_urlsafe())" makes one')
+    check_keys(keys, where)
     return keys
 
 
