@@ -7,6 +7,7 @@ import getpass
 import importlib.metadata
 import importlib.util
 import itertools
+import json
 import os
 import sys
 import tempfile
@@ -14,10 +15,13 @@ import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    from click.testing import Result
 
 # a machine that is busy with other work is slow, the test isn't wrong for that
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -155,3 +159,29 @@ def _same_torch_threads() -> Iterator[None]:
     yield
     if torch and torch.get_num_threads() != before:
         torch.set_num_threads(before)
+
+
+@pytest.fixture
+def cli() -> Callable[..., Result]:
+    """``cli("quantize", source, …)`` → exit_code, stdout, stderr."""
+
+    from click.testing import CliRunner
+
+    from quantkit.cli.main import main
+
+    def call(*arguments: object) -> Result:
+        return CliRunner().invoke(main, [str(a) for a in arguments])
+
+    return call
+
+
+@pytest.fixture
+def cli_json(cli: Callable[..., Result]) -> Callable[..., Any]:
+    """The same, expecting success; stdout must be one JSON value and nothing else."""
+
+    def call(*arguments: object) -> Any:
+        result = cli(*arguments, "--json")
+        assert result.exit_code == 0, result.stderr
+        return json.loads(result.stdout)
+
+    return call

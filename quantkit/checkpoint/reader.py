@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from quantkit.checkpoint.manifest import MANIFEST, MAX_BYTES, LayerRow, Manifest
+from quantkit.checkpoint.manifest import MANIFEST, MAX_BYTES, LayerRow, Manifest, quantization_label
 from quantkit.checkpoint.quantization_config import stored_quantization
 from quantkit.checkpoint.unfinished import is_unfinished, refuse_unfinished, unfinished
 from quantkit.formats.base import Format, QuantizedTensor
@@ -21,8 +21,10 @@ from quantkit.sources.base import MappedFile, TensorInfo
 from quantkit.sources.local import has_leftover_words
 from quantkit.sources.safetensors_file import ShardedTensors
 from quantkit.support.errors import CheckpointError, QuantkitError, SourceError, SpecError
+from quantkit.support.html import html_table
 from quantkit.support.paths import open_regular, reading
 from quantkit.support.strict_json import MAX_CONFIG, read_object
+from quantkit.support.units import human_bytes
 
 CONFIG = "config.json"
 CARD = "README.md"
@@ -84,6 +86,18 @@ class Checkpoint:
             checkpoint.close()
             raise
         return checkpoint
+
+    def __repr__(self) -> str:
+        return (f"<quantkit.Checkpoint {self.path}: {quantization_label(self.layers)}, "
+                f"{human_bytes(self.file_bytes)}>")
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: what became of each Linear."""
+        rows = [(row.name, row.method or "kept", row.spec.label() if row.spec else row.dtype,
+                 f"{row.bits:.2f}", human_bytes(row.bytes), "" if row.error is None else f"{row.error:.4f}",
+                 "\n".join(row.notes)) for row in self.layers]
+        heads = ("layer", "method", "spec", "bits", "size", "error", "notes")
+        return html_table(repr(self)[1:-1], heads, rows)
 
     @cached_property
     def _tensors(self) -> ShardedTensors:

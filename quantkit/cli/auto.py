@@ -10,16 +10,11 @@ import rich_click as click
 
 from quantkit.cli.options import TokenCount, revision_option
 from quantkit.cli.present import wrapped
-from quantkit.cli.progress import ProgressLine
 from quantkit.support.errors import UsageError
 from quantkit.support.units import human_bytes
 
 if TYPE_CHECKING:
     from quantkit.capacity_search.search import Combination
-
-CONTEXT = 8192
-SHARE = 0.9
-"""Of the memory that is free, if none is named: the rest is left to other programs."""
 
 
 @click.command("auto")
@@ -27,7 +22,7 @@ SHARE = 0.9
 @click.option("--memory", metavar="SIZE", help="Total memory for weights, KV cache and runtime: 8GB. (Nine "
                                                "tenths of what is free now.)")
 @click.option("--context", type=TokenCount(), metavar="TOKENS",
-              help=f"Tokens of a context, a conversation: 32k, 8192. ({CONTEXT:,}, or the model's most.)")
+              help="Tokens of a context, a conversation: 32k, 8192. (8,192, or the model's most.)")
 @click.option("--out", "-o", type=click.Path(path_type=Path), metavar="DIR",
               help="The checkpoint's folder. (Here, called after model and recipe.)")
 @click.option("--serve", is_flag=True, help="Serve the result with its APIs and a chat page. By default you "
@@ -83,23 +78,14 @@ def command(ctx: click.Context, model: str, memory: str | None, context: int | N
 def _choose(model: str, revision: str | None, memory: str | None,
             context: int | None) -> tuple[Combination, str]:
     """The combination to take, and why no better one was."""
-    from quantkit.capacity_search.search import candidates, combine
+    from quantkit.api.plan import NothingFits, plan
     from quantkit.cli.plan import nothing_fits
-    from quantkit.quantization.budget.amount import parse_bytes
-    from quantkit.runtime.memory.machine import available_memory, memory_limit
-    from quantkit.runtime.memory.serving import Requirements
 
-    size = (parse_bytes(memory, "--memory") if memory is not None
-            else int(SHARE * (available_memory() or memory_limit())))
-    with ProgressLine(f"planning for {model}") as progress:
-        possible = candidates(model, revision, progress=progress)
-    limit = possible.pairs[0][0].config.max_position_embeddings
-    tokens = min(CONTEXT, limit) if context is None else context
-    ranked = combine(possible.pairs, Requirements(tokens, 1, size, None))
-    chosen = next((combination for combination in ranked if combination.left >= 0), None)
-    if chosen is None:
-        raise nothing_fits(min(ranked, key=lambda combination: combination.total))
-    better = ranked[0]
+    made = plan(model, context=context, memory=memory, revision=revision)
+    try:
+        chosen, better = made.chosen, made.combinations[0]
+    except NothingFits as error:
+        raise nothing_fits(error) from None
     if better is chosen:
         return chosen, "nothing is expected to lose less"
     return chosen, (f"the least expected loss that fits: weights {better.weights.name} with a KV cache "

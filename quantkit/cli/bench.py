@@ -12,6 +12,7 @@ from typing import Any
 
 import rich_click as click
 
+from quantkit.api.progress import ProgressLine
 from quantkit.cli.loading import load_model
 from quantkit.cli.options import (
     TokenCount,
@@ -23,7 +24,6 @@ from quantkit.cli.options import (
     tokens_option,
 )
 from quantkit.cli.present import note, print_json, table
-from quantkit.cli.progress import ProgressLine
 from quantkit.support.errors import QuantkitError, UsageError
 from quantkit.support.progress import ProgressEvent
 from quantkit.support.units import human_bytes

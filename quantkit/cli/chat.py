@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import random
-import signal
 import sys
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import rich_click as click
 
 from quantkit.cli.generate import StreamedText
-from quantkit.cli.loading import import_large, load_model
+from quantkit.cli.loading import import_large
 from quantkit.cli.options import (
     TokenCount,
     device_option,
@@ -25,9 +22,7 @@ from quantkit.cli.present import note, show_error
 from quantkit.support.errors import QuantkitError
 
 if TYPE_CHECKING:
-    from quantkit.runtime.core import TokenInfo
-    from quantkit.runtime.engine import Engine
-    from quantkit.runtime.sampler import Sampling
+    from quantkit.api.model import Chat
 
 LEAVE, CLEAR = "/exit", "/clear"
 
@@ -52,32 +47,23 @@ def command(model: str, system: str | None, max_tokens: int, temperature: float,
     from quantkit.text import rendering
 
     rendering.start()
-    import_large("quantkit.runtime.generate")
-    from quantkit.runtime.engine import Engine
-    from quantkit.runtime.sampler import Sampling
+    import_large("quantkit.api.model")
+    from quantkit.api.model import SamplingOptions, load, sampling_of
 
     (setting,) = read_kv(kv, limit=1) or (None,)
-    sampling = Sampling(max_tokens=max_tokens, temperature=temperature)
-    loaded = load_model(model, revision=revision, dtype=dtype, device=device)
-    engine = Engine(loaded, kv=setting, max_batch=1, max_queue=1, prefix_cache=None)
-    begin = [] if system is None else [{"role": "system", "content": system}]
-    loaded.tokenizer.chat_text([*begin, {"role": "user", "content": ""}])  # tells of a missing template
-    messages = list(begin)
+    options = SamplingOptions(max_tokens=max_tokens, temperature=temperature)
+    sampling_of(options)  # what can't be used is refused before a model is loaded
+    loaded = load(model, kv=setting, revision=revision, dtype=dtype, device=device, max_batch=1)
+    conversation = loaded.chat(system, **options)
     note(f"Ctrl-C stops an answer; {CLEAR} begins anew; {LEAVE} or Ctrl-D leaves")
     while (text := _question()) != LEAVE:
         if text == CLEAR:
-            messages = list(begin)
+            conversation.clear()
         elif text:
-            messages.append({"role": "user", "content": text})
-            if not sampling.greedy:
-                sampling = replace(sampling, seed=random.SystemRandom().getrandbits(31))
             try:
-                answer = _answer(engine, loaded.tokenizer.chat(messages), sampling)
+                _answer(conversation, text)
             except QuantkitError as error:  # such as a conversation longer than the model's context
                 show_error(error.what, error.why, f"{CLEAR} begins anew")
-                messages.pop()
-                continue
-            messages.append({"role": "assistant", "content": answer})
 
 
 def _question() -> str:
@@ -89,20 +75,12 @@ def _question() -> str:
         return LEAVE
 
 
-def _answer(engine: Engine, prompt: list[int], sampling: Sampling) -> str:
-    """Stream an answer; what there is of it if it is interrupted."""
-    show = StreamedText()
-
-    def on_token(info: TokenInfo) -> None:
-        if info.text:
-            show(0, info.text)
-
-    request = engine.submit(prompt, sampling, on_token=on_token)
-    before = signal.signal(signal.SIGINT, lambda *_: request.cancel())  # a step is never cut in two
+def _answer(conversation: Chat, text: str) -> None:
+    """Stream an answer, until it ends or is interrupted."""
+    show, pieces = StreamedText(), conversation.stream(text)
     try:
-        while engine.step():
-            pass
-    finally:
-        signal.signal(signal.SIGINT, before)
+        for piece in pieces:
+            show(piece)
+    except KeyboardInterrupt:
+        pieces.close()
     click.echo()
-    return request.result.text

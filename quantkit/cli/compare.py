@@ -26,11 +26,11 @@ def command(before: Path, after: Path, as_json: bool) -> None:
     KV setting. Quality is compared only between equal protocols; if they differ, the field is named and the
     exit code is 2. Speed is compared only if the machine and its threads are the same too.
     """
-    from quantkit.evaluation.compare import compare_results
+    from quantkit.api.evaluate import compare
     from quantkit.evaluation.results_file import read_results
 
-    first, second = read_results(before), read_results(after)
-    comparison = compare_results(first, second)
+    second = read_results(after)
+    comparison = compare(before, second)
     if as_json:
         print_json(comparison.to_dict())
         return

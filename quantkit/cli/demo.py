@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import rich_click as click
 
+from quantkit.api.progress import ProgressLine
 from quantkit.cli.present import note
-from quantkit.cli.progress import ProgressLine
 from quantkit.support.progress import ProgressEvent
 
 if TYPE_CHECKING:

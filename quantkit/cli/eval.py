@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import rich_click as click
 
+from quantkit.api.progress import ProgressLine
 from quantkit.cli.loading import loading_line
 from quantkit.cli.options import (
     TokenCount,
@@ -21,7 +21,6 @@ from quantkit.cli.options import (
     verify_option,
 )
 from quantkit.cli.present import note, table, width, wrapped
-from quantkit.cli.progress import ProgressLine
 from quantkit.support.errors import FAILED, PluginError, UsageError
 
 if TYPE_CHECKING:
@@ -94,12 +93,13 @@ def command(ctx: click.Context, models: tuple[str, ...], text: str | None, suite
     MODEL is a checkpoint or anything that `quantkit quantize` takes. The first model with the first KV
     setting is the reference of KL and top-1 agreement.
     """
+    from quantkit.api.evaluate import chosen_settings
     from quantkit.evaluation.gates.check import check_gate, check_planned
     from quantkit.evaluation.gates.syntax import parse_gate
     from quantkit.evaluation.peers.run import parse_peer
     from quantkit.evaluation.report.folder import check_writable, reporters, write_report
     from quantkit.evaluation.run import check_plot, evaluate
-    from quantkit.evaluation.settings import EvalSettings, of_suite
+    from quantkit.evaluation.settings import of_suite
     from quantkit.evaluation.speed.machine_load import busy_now
     from quantkit.evaluation.suite import load_suite
     from quantkit.evaluation.tasks.file import find_task
@@ -118,24 +118,16 @@ def command(ctx: click.Context, models: tuple[str, ...], text: str | None, suite
         check_writable(out)
     if verify:
         _verify(models, revision, quiet)
-    base = of_suite(load_suite(suite)) if suite else EvalSettings()
-    if base.tasks and not tasks and task_data is None:
-        if not quiet:
-            note(f"suite {base.suite}: its tasks are left out; --task-data DIR says where their data is")
-        base = dataclasses.replace(base, tasks=())
-    given: dict[str, Any] = {"text": text, "window": window, "windows": windows, "prefill": prefill,
-                             "decode": max_tokens, "repeats": repeats, "prompt": prompt_tokens,
-                             "limit": limit}
-    settings = dataclasses.replace(
-        base, **{name: value for name, value in given.items() if value is not None},
-        texts=() if text is not None else tuple(
-            part if windows is None else part.model_copy(update={"windows": None}) for part in base.texts),
-        dtype=dtype, device=device, speed=not no_speed,
-        noise_floor=noise_floor, revision=revision, task_data=task_data, keep=out is not None, fresh=fresh,
-        kv=settings_of_kv,
-        tasks=tuple(name.strip() for name in tasks.split(",")) if tasks else base.tasks,
-        roofline=base.roofline and not no_speed, peers=peer,
+    given: dict[str, Any] = {
+        "text": text, "window": window, "windows": windows, "prefill": prefill, "decode": max_tokens,
+        "repeats": repeats, "prompt": prompt_tokens, "limit": limit, "task_data": task_data,
+        "tasks": tuple(name.strip() for name in tasks.split(",")) if tasks else None}
+    settings = chosen_settings(
+        suite, given, speed=not no_speed, dtype=dtype, device=device, noise_floor=noise_floor,
+        revision=revision, keep=out is not None, fresh=fresh, kv=settings_of_kv, peers=peer,
         plot=_listed(plot, "--plot", "kl_mean") if plot is not None else ())
+    if suite and not quiet and not settings.tasks and of_suite(load_suite(suite)).tasks:
+        note(f"suite {settings.suite}: its tasks are left out; --task-data DIR says where their data is")
     check_planned(conditions, speed=settings.speed, texts=[text.name for text in settings.texts],
                   tasks=[find_task(name)[0].task for name in settings.tasks],
                   candidates=len(models) * max(1, len(settings.kv)) - 1 + len(peer) + bool(recipes))
@@ -169,7 +161,7 @@ def command(ctx: click.Context, models: tuple[str, ...], text: str | None, suite
 def _made(models: Sequence[str], recipes: Sequence[str], settings: EvalSettings, out: Path | None,
           quiet: bool) -> dict[str, str]:
     """Say what lies ahead, and quantize what is missing; checkpoint → the recipe that made it."""
-    from quantkit.cli.progress import human_seconds
+    from quantkit.api.progress import human_seconds
     from quantkit.evaluation.sweep.ahead import look_ahead
     from quantkit.evaluation.sweep.checkpoints import folders_of, made
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import rich_click as click
 
+from quantkit.api.progress import ProgressLine
 from quantkit.cli.loading import loading_line
 from quantkit.cli.options import (
     TokenCount,
@@ -19,7 +20,6 @@ from quantkit.cli.options import (
     tokens_option,
 )
 from quantkit.cli.present import note
-from quantkit.cli.progress import ProgressLine
 
 if TYPE_CHECKING:
     from quantkit.evaluation.long.answer import When

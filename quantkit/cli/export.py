@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import rich_click as click
 
+from quantkit.api.progress import ProgressLine
 from quantkit.cli.options import LOADERS, revision_option
 from quantkit.cli.present import note, print_json, show_warning, table, wrapped
-from quantkit.cli.progress import ProgressLine
 from quantkit.support.errors import UsageError
 from quantkit.support.paths import typed_path
 from quantkit.support.units import human_bytes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import rich_click as click
 
@@ -25,9 +25,9 @@ from quantkit.cli.present import note, print_json, show_warning
 from quantkit.support.errors import UsageError
 
 if TYPE_CHECKING:
+    from quantkit.api.model import SamplingOptions
     from quantkit.runtime.core import Completion
     from quantkit.runtime.loader import LoadedModel
-    from quantkit.runtime.sampler import Sampling
     from quantkit.runtime.trace import Timing
 
 MAX_PROMPT = 64 * 2**20
@@ -91,51 +91,60 @@ def command(ctx: click.Context, model: str, prompt: str, chat: bool, system: str
         from quantkit.text import rendering
 
         rendering.start()
-    import_large("quantkit.runtime.generate")
-    sampling = _sampling(ctx, options)
-    text = _prompt(prompt)
+    import_large("quantkit.api.model")
+    from quantkit.api.model import Model, sampling_of
+    from quantkit.runtime.core import check_request
     from quantkit.runtime.drafting.base import parse_drafter
-    from quantkit.runtime.generate import generate
+    from quantkit.runtime.engine import Engine
 
-    (setting,), drafter = read_kv(kv, limit=1) or (None,), parse_drafter(draft)
-    timings: list[Timing] = []
-    show = None if as_json else StreamedText()
+    sampling, text = _sampling(ctx, cast("SamplingOptions", options)), _prompt(prompt)
+    (setting,) = read_kv(kv, limit=1) or (None,)
+    drafter = parse_drafter(draft)
     with open_trace(trace) as trace_file:  # what can't be written is refused before a model is loaded
         loaded = load_model(model, revision=revision, dtype=dtype, device=device, verify=verify, quiet=quiet)
         ids = _ids(loaded, text, system, parse_special) if chat else loaded.tokenizer.encode(text)
+        check_request(loaded, ids, sampling_of(sampling))
+        engine = Engine(loaded, kv=setting, max_batch=1, max_queue=1, drafter=drafter,
+                        context=len(ids) + sampling["max_tokens"])
+        if trace_file is not None:
+            trace_file.add(model, engine)
+        stream = Model(loaded, engine).stream(ids, **sampling)
+        show = StreamedText()
         try:
-            (done,) = generate(loaded, [ids], sampling, on_text=show, on_done=timings.append, kv=setting,
-                               drafter=drafter, trace=trace_file)
+            for piece in stream:
+                if not as_json:
+                    show(piece)
         except BaseException:
-            if show is not None and show.begun:  # an interruption's message starts on a line of its own
+            if show.begun:  # an interruption's message starts on a line of its own
                 click.echo()
             raise
-    if show is not None:
+    done, timing = stream.result, engine.timing
+    if not as_json:
         click.echo()
-    if as_json:
-        print_json(_report(loaded, done, timings[0], sampling, chat) | {"kv": str(setting or loaded.kv)})
-    elif not quiet:
-        note(_figures(done, timings[0], sampling))
+    else:
+        print_json(_report(loaded, done, timing, sampling, chat) | {"kv": str(engine.cache.spec)})
+        return
+    if not quiet:
+        note(_figures(done, timing, sampling))
 
 
-def _sampling(ctx: click.Context, options: dict[str, Any]) -> Sampling:
-    """The options as checked settings, with a seed when chance plays a part."""
+def _sampling(ctx: click.Context, options: SamplingOptions) -> SamplingOptions:
+    """The options, with a seed when chance plays a part. Raises UsageError: one is out of range."""
     import random
 
     from click.core import ParameterSource
 
-    from quantkit.runtime.sampler import Sampling
+    from quantkit.api.model import sampling_of
 
-    sampling = Sampling(**options)
-    if sampling.greedy:
-        given = [name for name in _NEEDS_CHANCE
-                 if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE]
-        if given:
-            names = ", ".join("--" + name.replace("_", "-") for name in given)
-            show_warning(f"{names} changes nothing at temperature 0; give --temperature too")
-    elif sampling.seed is None:
-        return Sampling(**options | {"seed": random.SystemRandom().getrandbits(31)})
-    return sampling
+    if not sampling_of(options).greedy:
+        drawn = random.SystemRandom().getrandbits(31)
+        return options if options["seed"] is not None else {**options, "seed": drawn}
+    given = [name for name in _NEEDS_CHANCE
+             if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE]
+    if given:
+        names = ", ".join("--" + name.replace("_", "-") for name in given)
+        show_warning(f"{names} changes nothing at temperature 0; give --temperature too")
+    return options
 
 
 def _prompt(prompt: str) -> str:
@@ -164,13 +173,13 @@ class StreamedText:
         self._terminal = sys.stdout.isatty()
         self.begun = False
 
-    def __call__(self, index: int, text: str) -> None:
+    def __call__(self, text: str) -> None:
         self.begun = True
         # color: a file gets every byte of the text, also what looks like a color
         click.echo(text.translate(_CONTROLS) if self._terminal else text, nl=False, color=True)
 
 
-def _figures(done: Completion, timing: Timing, sampling: Sampling) -> str:
+def _figures(done: Completion, timing: Timing, sampling: SamplingOptions) -> str:
     rate = _decode_rate(timing)
     speed = [f"{done.prompt_tokens} tokens in ({timing.prefill_tokens / timing.prefill_s:.0f} a second)",
              f"{len(done.token_ids)} out" + (f" ({rate:.1f} a second)" if rate else "")]
@@ -178,7 +187,7 @@ def _figures(done: Completion, timing: Timing, sampling: Sampling) -> str:
         speed.append(f"{done.accepted_tokens} of {done.drafted_tokens} drafted tokens right")
     why = {"stop": "the model ended it", "length": "--max-tokens reached", "stop_string": "a stop text came",
            "cancelled": "it was cancelled"}
-    seed = "" if sampling.greedy else f"; seed {sampling.seed}"
+    seed = f"; seed {sampling['seed']}" if sampling["temperature"] else ""
     return f"{', '.join(speed)}; {why[done.finish_reason]}{seed}"
 
 
@@ -186,18 +195,20 @@ def _decode_rate(timing: Timing) -> float | None:
     return timing.decode_tokens / timing.decode_s if timing.decode_tokens and timing.decode_s else None
 
 
-def _report(loaded: LoadedModel, done: Completion, timing: Timing, sampling: Sampling,
+def _report(loaded: LoadedModel, done: Completion, timing: Timing, sampling: SamplingOptions,
             chat: bool) -> dict[str, Any]:
     import dataclasses
 
     import torch
+
+    from quantkit.api.model import sampling_of
 
     return {"model": loaded.uri, "method": loaded.label, "text": done.text, "token_ids": done.token_ids,
             "finish_reason": done.finish_reason, "prompt_tokens": done.prompt_tokens,
             "completion_tokens": len(done.token_ids), "drafted_tokens": done.drafted_tokens,
             "accepted_tokens": done.accepted_tokens,
             "prefill_tok_s": timing.prefill_tokens / timing.prefill_s, "decode_tok_s": _decode_rate(timing),
-            "sampling": dataclasses.asdict(sampling),
+            "sampling": dataclasses.asdict(sampling_of(sampling)),
             "protocol": {"chat": chat, "dtype": str(loaded.dtype).removeprefix("torch."),
                          "device": str(loaded.model.device), "threads": torch.get_num_threads(),
                          "torch": torch.__version__}}

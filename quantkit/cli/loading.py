@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from quantkit.cli.progress import ProgressLine
+from quantkit.api.progress import ProgressLine
 
 if TYPE_CHECKING:
     import torch

@@ -240,7 +240,7 @@ def announced_compiling() -> Iterator[None]:
 
     def tell(event: ProgressEvent) -> None:
         if not notices:  # imported when there is something to say
-            from quantkit.cli.progress import CompileNotice
+            from quantkit.api.progress import CompileNotice
 
             notices.append(CompileNotice())
         notices[0](event)

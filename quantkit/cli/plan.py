@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from shlex import quote
 from typing import TYPE_CHECKING
 
 import rich_click as click
@@ -17,11 +16,10 @@ from quantkit.cli.options import (
     tokens_option,
 )
 from quantkit.cli.present import print_json
-from quantkit.cli.progress import ProgressLine
 from quantkit.support.errors import UsageError
-from quantkit.support.units import human_bytes
 
 if TYPE_CHECKING:
+    from quantkit.api.plan import NothingFits
     from quantkit.capacity_search.roofline import Ceilings
     from quantkit.capacity_search.search import Combination
 
@@ -66,46 +64,38 @@ def command(model: str, context: int, concurrency: int, memory: str, recipes: tu
     if prompt_tokens is not None and prompt_tokens > context:
         raise UsageError(f"--prompt-tokens is {prompt_tokens:,}", why=f"a sequence has {context:,} tokens",
                          next=f"--prompt-tokens {context}")
-    from quantkit.capacity_search.search import candidates, combine
-    from quantkit.runtime.memory.serving import Requirements
+    from quantkit.api.plan import NothingFits, plan
 
     settings, named = read_kv(kv), [name.strip() for text in recipes for name in text.split(",")]
-    with ProgressLine(f"planning for {model}") as progress:
-        possible = candidates(model, revision, named, settings, progress)
-    combinations = combine(possible.pairs, Requirements(context, concurrency, size, prompt_tokens))
-    chosen = next((combination for combination in combinations if combination.left >= 0), None)
-    if chosen is None:
-        raise nothing_fits(min(combinations, key=lambda combination: combination.total))
+    made = plan(model, context=context, memory=size, concurrency=concurrency, recipes=named, kv=settings,
+                prompt_tokens=prompt_tokens, revision=revision)
+    try:
+        chosen, combinations = made.chosen, made.combinations
+    except NothingFits as error:
+        raise nothing_fits(error) from None
     ceilings = ceilings_of(chosen, *rates)
-    commands = _commands(chosen, model, revision)
     from quantkit.cli.plan_output import facts, lines
 
     if as_json:
-        print_json({"model": model, **facts(chosen, combinations, ceilings), "left_out": possible.left_out,
-                    "next": commands})
+        print_json({"model": model, **facts(chosen, combinations, ceilings), "left_out": made.left_out,
+                    "next": made.commands})
         return
-    for line in lines(model, chosen, combinations, ceilings, possible.left_out):
+    for line in lines(model, chosen, combinations, ceilings, made.left_out):
         click.echo(line)
-    for label, text in zip(("next", *[""] * len(commands)), commands):
+    for label, text in zip(("next", *[""] * len(made.commands)), made.commands):
         click.echo(f"{label:<14}{text}")  # not folded: it is there to be copied
 
 
-def nothing_fits(closest: Combination) -> UsageError:
-    """The error if nothing fits: it names the combination that needs least, and what would make it fit."""
-    requirements = closest.requirements
+def nothing_fits(error: NothingFits) -> UsageError:
+    """The same error with commands that fit."""
+    closest = error.closest
     context, count = closest.most_context(), closest.most_sequences()
     ways = [f"{command_line_again('memory')} --memory {-(-closest.total // 10**6)}MB"]
     if context:
         ways.append(f"{command_line_again('context', 'prompt_tokens')} --context {context}")
     if count:
         ways.append(f"{command_line_again('concurrency')} --concurrency {count}")
-    many = f"{requirements.concurrency:,} sequences" if requirements.concurrency > 1 else "a sequence"
-    return UsageError(
-        f"nothing fits: {many} of {requirements.context:,} tokens in {human_bytes(requirements.memory)}",
-        why=f"closest are weights {closest.weights.name} ({human_bytes(closest.weights.bytes)}) with a KV "
-            f"cache {closest.kv} ({human_bytes(closest.kv_bytes + closest.spare_bytes)}):\n"
-            f"{human_bytes(closest.total)} in all, {human_bytes(-closest.left)} too much",
-        next="\n".join(ways))
+    return UsageError(error.what, why=error.why, next="\n".join(ways))
 
 
 def ceilings_of(chosen: Combination, bandwidth: float | None, flops: float | None) -> Ceilings | str:
@@ -124,15 +114,6 @@ def ceilings_of(chosen: Combination, bandwidth: float | None, flops: float | Non
     packed = max(chosen.weights.multiplied, key=lambda layer: layer.read).packed
     arithmetic = "float32" if packed is None else ceilings.arithmetic_of(packed)
     return Ceilings(bandwidth or machine.bandwidth(), flops or 2 * machine.products(arithmetic), whose)
-
-
-def _commands(chosen: Combination, model: str, revision: str | None) -> list[str]:
-    at = f" --revision {quote(revision)}" if revision else ""
-    commands, served = [], f"{quote(model)}{at}"
-    if (recipe := chosen.weights.recipe) is not None:
-        commands, served = [f"quantkit quantize {quote(model)}{at} --recipe {quote(recipe)} --out OUT"], "OUT"
-    return [*commands, f"quantkit serve-local {served} --kv {quote(str(chosen.kv))} "
-                       f"--max-batch {chosen.requirements.concurrency}"]
 
 
 def _flops(text: str) -> float:

@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import rich_click as click
 
+from quantkit.api.progress import ProgressLine
 from quantkit.cli.options import (
     LLAMA_CPP,
     LOADERS,
@@ -22,21 +23,17 @@ from quantkit.cli.options import (
     revision_option,
 )
 from quantkit.cli.present import group_layers, print_json, show_warning, table, wrapped
-from quantkit.cli.progress import ProgressLine
 from quantkit.support.errors import UsageError
-from quantkit.support.progress import Listener, between
 from quantkit.support.units import human_bytes
 
 if TYPE_CHECKING:
+    from quantkit.api.quantize import EngineName, QuantizeOrder
     from quantkit.checkpoint.manifest import CalibrationFacts
     from quantkit.quantization.budget.choose import BudgetChoice
     from quantkit.quantization.effort import Effort
     from quantkit.quantization.planning.plan import Plan, PlanRow
     from quantkit.quantization.recipe import CalibrationSpec, Recipe
     from quantkit.quantization.recovery import RecoveryText
-
-MIXED = "mixed"
-"""Whose candidates a budget chooses from, if nothing else is said."""
 
 
 @click.command("quantize")
@@ -84,27 +81,20 @@ MIXED = "mixed"
               "instead of leaving out rows of the calibration data.")
 @click.option("--quiet", "-q", is_flag=True, help="No progress on stderr.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan or the result as JSON.")
-def command(source: str, recipe_name: str | None, budget: str | None, engine: str | None, out: Path | None,
-            dry_run: bool, layers: bool, revision: str | None, calibration: tuple[str, ...],
-            window: int | None, windows: int | None, packing: str | None, avoid: tuple[str, ...],
-            seed: int | None, effort: Effort | None, executor: str, device: str, strict: bool, quiet: bool,
-            as_json: bool) -> None:
+def command(source: str, recipe_name: str | None, budget: str | None, engine: EngineName | None,
+            out: Path | None, dry_run: bool, layers: bool, revision: str | None,
+            calibration: tuple[str, ...], window: int | None, windows: int | None, packing: str | None,
+            avoid: tuple[str, ...], seed: int | None, effort: Effort | None, executor: str, device: str,
+            strict: bool, quiet: bool, as_json: bool) -> None:
     """Quantize a model by a recipe, or to a size, and write a checkpoint.
 
     SOURCE is a local folder, a .gguf file, pkg:NAME, synthetic:NAME or a model on the hub. Finished
     layers are kept, so the same command resumes a run that was stopped.
     """
+    from quantkit.api.quantize import calibration_changes, order_of
     from quantkit.checkpoint.writer import refuse_existing
-    from quantkit.quantization.recipe import load_recipe
     from quantkit.support.device import find_device
 
-    if recipe_name is None and budget is None:
-        raise UsageError("neither --recipe nor --budget is given", why="one of them says how to quantize",
-                         next=f"quantkit quantize {quote(source)} --budget 4.25bpw --out OUT, or a recipe of "
-                              "`quantkit recipes list`")
-    if executor == "ray" and device == "auto":
-        device = "cpu"  # where workers of a cluster compute
-    find_device(device)
     again = command_line_again("out", "dry_run", "layers", "as_json")
     if out is None and not dry_run:
         raise UsageError("--out is missing", why="the checkpoint needs a folder",
@@ -112,24 +102,28 @@ def command(source: str, recipe_name: str | None, budget: str | None, engine: st
     if layers and not dry_run:
         raise UsageError("--layers is given without --dry-run", why="only a dry run shows a table of layers",
                          next=f"leave it out, or {again} --dry-run --layers")
-    recipe = load_recipe(recipe_name or MIXED, effort)
-    if engine is not None:
-        recipe = recipe.model_copy(update={"engine": engine})
-    changes = {"text": calibration[0] if len(calibration) == 1 else calibration or None, "windows": windows,
-               "window": window, "packing": packing, "avoid": avoid or None, "seed": seed}
-    spec = _calibration(recipe, {key: value for key, value in changes.items() if value is not None})
-    if spec is not None:
-        recipe = recipe.model_copy(update={"calibration": spec})
+    if recipe_name is None and budget is None:
+        raise UsageError("neither --recipe nor --budget is given", why="one of them says how to quantize",
+                         next=f"quantkit quantize {quote(source)} --budget 4.25bpw --out OUT, or a recipe of "
+                              "`quantkit recipes list`")
+    changes = calibration_changes(calibration, windows=windows, window=window, packing=packing, avoid=avoid,
+                                  seed=seed)
+    order = order_of(source, recipe_name, budget=budget, engine=engine, effort=effort, changes=changes,
+                     device=device, executor=executor, revision=revision)
     choice = None
     if budget is not None:
         if not dry_run and out is not None:
             refuse_existing(out, source)
-            _check_machine(executor, device)
-        choice = _choose(source, recipe, budget, revision, quiet, alone=dry_run)
-        recipe = choice.recipe
+            order.check_machine()
+            if find_device(order.device).type != "cpu":
+                show_warning("what layers cost is measured on the CPU; they are solved on --device "
+                             f"{order.device} then")
+        with _terminate_is_interrupt(), ProgressLine(f"{source} in {budget}", quiet=quiet) as progress:
+            choice = order.choose(progress, alone=dry_run)
+    recipe = choice.recipe if choice else order.recipe
     if dry_run:
         plan, facts, text, others = _plan(source, recipe, revision, strict, quiet)
-        _warn_of_no_effect(plan, spec)
+        _warn_of_no_effect(plan, order.calibration)
         if as_json:
             known = facts.model_dump(mode="json") if facts else None
             sizes = {engine: other.disk_bytes for engine, other in others.items()}
@@ -150,65 +144,11 @@ def command(source: str, recipe_name: str | None, budget: str | None, engine: st
             _print_sums(plan)
             _print_engines(plan, others)
             if executor == "local":
-                _print_time(plan, device)
+                _print_time(plan, order.device)
             click.echo(f"{'next':<14}{again} --out OUT")
         return
     assert out is not None
-    _run(source, recipe, out, revision, spec, executor, device, strict, quiet, as_json, choice)
-
-
-def _check_machine(executor: str, device: str) -> None:
-    """Before anything is measured. Raises UsageError, QuantkitError for what isn't here."""
-    from quantkit.executor.ray import check_executor
-    from quantkit.support.device import find_device
-
-    target = find_device(device)
-    check_executor(executor, target)
-    if target.type != "cpu":
-        show_warning(f"what layers cost is measured on the CPU; they are solved on --device {device} then")
-
-
-def _calibration(recipe: Recipe, changes: dict[str, Any]) -> CalibrationSpec | None:
-    """The recipe's calibration with what the command line changes; ``None`` when it changes nothing."""
-    from pydantic import ValidationError
-
-    from quantkit.quantization.recipe import CalibrationSpec
-
-    if not changes:
-        return None
-    try:
-        return CalibrationSpec(**(recipe.calibration or CalibrationSpec()).model_dump() | changes)
-    except ValidationError as error:
-        why = error.errors()[-1]["msg"].removeprefix("Value error, ")
-        raise UsageError("invalid calibration options", why=why,
-                         next="quantkit quantize --help") from None
-
-
-def _phases_of_all(recipe: Recipe) -> int:
-    """Of a run that measures, chooses and quantizes, if no phase turns out to be needless."""
-    from quantkit.quantization.budget.sensitivity import budget_phases
-    from quantkit.quantization.planning.plan import run_phases
-    from quantkit.quantization.recipe import CalibrationSpec
-
-    spec = recipe.calibration or CalibrationSpec()
-    return len(budget_phases(spec)) + len(run_phases(recipe, spec, spec.importance == "gradient"))
-
-
-def _choose(source: str, recipe: Recipe, text: str, revision: str | None, quiet: bool,
-            alone: bool) -> BudgetChoice:
-    """``alone``: nothing is quantized afterwards."""
-    from quantkit.quantization.budget.amount import parse_budget
-    from quantkit.quantization.budget.choose import choose
-    from quantkit.quantization.solve import ModelOrigin
-
-    budget = parse_budget(text)
-    opened = ModelOrigin(source, revision, recipe).open()
-    try:
-        with _terminate_is_interrupt(), ProgressLine(f"{source} in {text}", quiet=quiet) as progress:
-            return choose(opened, recipe, budget,
-                          progress if alone else between(progress, 0, _phases_of_all(recipe)))
-    finally:
-        opened.close()
+    _run(order, out, choice, strict, quiet, as_json)
 
 
 def _plan(source: str, recipe: Recipe, revision: str | None,
@@ -311,7 +251,7 @@ def _size(plan: Plan) -> str:
 
 
 def _print_time(plan: Plan, device: str) -> None:
-    from quantkit.cli.progress import human_seconds
+    from quantkit.api.progress import human_seconds
     from quantkit.quantization.planning.duration import expected_seconds, operations
     from quantkit.support.device import find_device
 
@@ -358,22 +298,16 @@ def _label(row: PlanRow) -> str:
     return row.spec.label() if row.spec else row.dtype
 
 
-def _run(source: str, recipe: Recipe, out: Path, revision: str | None, calibration: CalibrationSpec | None,
-         executor: str, device: str, strict: bool, quiet: bool, as_json: bool,
-         choice: BudgetChoice | None) -> None:
+def _run(order: QuantizeOrder, out: Path, choice: BudgetChoice | None, strict: bool, quiet: bool,
+         as_json: bool) -> None:
     from quantkit.checkpoint.manifest import reached_experts
-    from quantkit.quantization.run import quantize
 
+    source, name, revision = order.model, (choice.recipe if choice else order.recipe).name, order.revision
     if choice and not as_json:
         _print_choice(choice)
-    with _terminate_is_interrupt(), ProgressLine(f"{source} by {recipe.name}", quiet=quiet) as progress:
-        listener: Listener = progress
-        if choice:  # its phases come after those in which layers were measured
-            total = _phases_of_all(recipe)
-            listener = between(progress, total - len(choice.plan.phases), total)
-        result = quantize(source, recipe, out, revision=revision, strict=strict, progress=listener,
-                          executor=executor, device=device)
-    _warn_of_no_effect(result.plan, calibration)
+    with _terminate_is_interrupt(), ProgressLine(f"{source} by {name}", quiet=quiet) as progress:
+        result = order.run(out, choice, strict, progress)
+    _warn_of_no_effect(result.plan, order.calibration)
     for text in result.fallbacks:
         show_warning(text)
     if as_json:

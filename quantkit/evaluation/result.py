@@ -16,6 +16,7 @@ from quantkit.evaluation.protocol import Protocol
 from quantkit.evaluation.roofline.result import Roofline
 from quantkit.evaluation.speed.results import SpeedSweep
 from quantkit.support.frozen import Frozen
+from quantkit.support.html import html_table
 
 Verdict = Literal["better", "worse", "indistinguishable", "undecided"]
 
@@ -208,6 +209,25 @@ class EvalResult:
         keys = dict.fromkeys(key for row in self.rows for key in row.metrics)
         known = {key: info for key, info in self.metrics.items() if key in keys}
         return known | {key: task_info(key) for key in keys if key not in known}
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: a row a variant."""
+        from quantkit.evaluation.report.quality_grids import variants
+
+        grid = variants(self)
+        return html_table(grid.title, grid.heads, grid.rows)
+
+    def to_pandas(self) -> Any:
+        """A ``pandas.DataFrame``, a row a variant, with columns ``kl_mean``, ``kl_mean_low``,
+        ``kl_mean_high`` and so on; needs pandas."""
+        import pandas
+
+        return pandas.DataFrame([
+            {"variant": name, "method": row.method, "file_bytes": row.file_bytes,
+             "bits_per_weight": row.bits_per_weight, "peak_bytes": row.peak_bytes}
+            | {key + end: getattr(value, field) for key, value in row.metrics.items()
+               for end, field in (("", "value"), ("_low", "low"), ("_high", "high"))}
+            for name, row in zip(short_names(self.rows), self.rows)])
 
     def to_dict(self) -> dict[str, Any]:
         """The object that ``--json`` prints."""

@@ -1,4 +1,4 @@
-"""The address that a server listens on, without what it takes to serve there."""
+"""A server's address and the name of a model on it, without what it takes to serve there."""
 
 from __future__ import annotations
 
@@ -6,8 +6,39 @@ import errno
 import ipaddress
 import os
 import socket
+from collections.abc import Sequence
 
 from quantkit.support.errors import QuantkitError, UsageError
+from quantkit.support.paths import local_path
+
+MAX_NAME = 200
+
+
+def model_name(model: str, name: str | None) -> str:
+    """What requests call a model: ``name``, or the last part of its path or of its name on the hub.
+
+    Raises:
+        UsageError: that can't be a name.
+    """
+    if name is None:
+        path = local_path(model)
+        exists = path is not None and path.exists()
+        name = path.resolve().name if path and exists else model.rstrip("/").rpartition("/")[2]
+        name = name.partition("@")[0] or model
+    if not name.strip() or len(name) > MAX_NAME or not name.isprintable():
+        raise UsageError(f"the model can't be called {name[:80]!r}", next="--name NAME",
+                         why=f"a name is 1 to {MAX_NAME} printable characters")
+    return name
+
+
+def check_keys(keys: Sequence[str], where: str) -> None:
+    """Raise UsageError for keys of which one can't be sent in a header. ``where``: names their place."""
+    why = ("it is empty" if not all(keys) or not keys else None if all(
+        key.isascii() and key.isprintable() and " " not in key for key in keys) else
+        "only letters, digits and signs can be sent")
+    if why is not None:
+        raise UsageError(f"the API key in {where} can't be used", why=why,
+                         next='python -c "import secrets; print(secrets.token_urlsafe())" makes one')
 
 
 def bind(host: str, port: int, *, has_key: bool) -> socket.socket:

@@ -48,11 +48,18 @@ class Server(uvicorn.Server):
         self._application, self._drain_timeout = application, drain_timeout
         self._on_ready, self._on_drain = on_ready, on_drain
         self._ending: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self.outcome: Outcome = "done"
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
         self._on_ready()
+
+    def end(self) -> None:
+        """What a signal does, from another thread."""
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(self._signalled)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,9 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
 
-from quantkit.cli.main import main
 from quantkit.export.gguf.export import export_gguf
 from quantkit.quantization.run import quantize
 from quantkit.testing import tiny_model
@@ -47,28 +44,6 @@ def gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     quantize(str(source), "gguf-q4_0", folder / "quantized")
     export_gguf(str(folder / "quantized"), folder / "tiny.gguf")
     return folder / "tiny.gguf"
-
-
-@pytest.fixture
-def cli() -> Callable[..., Result]:
-    """``cli("quantize", source, …)`` → exit_code, stdout, stderr."""
-
-    def call(*arguments: object) -> Result:
-        return CliRunner().invoke(main, [str(a) for a in arguments])
-
-    return call
-
-
-@pytest.fixture
-def cli_json(cli: Callable[..., Result]) -> Callable[..., Any]:
-    """The same, expecting success; stdout must be one JSON value and nothing else."""
-
-    def call(*arguments: object) -> Any:
-        result = cli(*arguments, "--json")
-        assert result.exit_code == 0, result.stderr
-        return json.loads(result.stdout)
-
-    return call
 
 
 @pytest.fixture

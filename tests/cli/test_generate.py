@@ -162,11 +162,13 @@ def test_text_comes_as_it_is_made(cli, tiny, monkeypatch):
 
 
 def test_an_interruption_ends_the_line(cli, tiny, monkeypatch):
-    def interrupted(loaded, prompts, sampling, on_text, **options):
-        on_text(0, "half a")
-        raise KeyboardInterrupt
+    def interrupted(stream):
+        if stream.result.text:
+            raise KeyboardInterrupt
+        stream.result.text = "half a"
+        return "half a"
 
-    monkeypatch.setattr("quantkit.runtime.generate.generate", interrupted)
+    monkeypatch.setattr("quantkit.api.model.TextStream.__next__", interrupted)
     result = cli("generate", tiny, "the cat")
     assert (result.exit_code, result.stdout) == (130, "half a\n")
     assert "interrupted" in result.stderr
@@ -179,11 +181,11 @@ def test_a_terminal_gets_no_control_characters(monkeypatch):
 
     screen = Terminal()
     monkeypatch.setattr(sys, "stdout", screen)
-    module.StreamedText()(0, "a\x1b]0;title\x07b\x9b31m\tc\nd\re")
+    module.StreamedText()("a\x1b]0;title\x07b\x9b31m\tc\nd\re")
     assert screen.getvalue() == "a]0;titleb31m\tc\nde"
     plain = io.StringIO()
     monkeypatch.setattr(sys, "stdout", plain)
-    module.StreamedText()(0, "a\x1b[0m")
+    module.StreamedText()("a\x1b[0m")
     assert plain.getvalue() == "a\x1b[0m", "a file gets the text as it is"
 
 

@@ -19,7 +19,8 @@ pytest.importorskip("compressed_tensors", reason="needs the extra oracle")
 pytestmark = pytest.mark.oracle
 
 README = (Path(__file__).resolve().parents[2] / "README.md").read_text(encoding="utf-8")
-BLOCK, = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+BLOCK, = (block for block in re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+          if "AutoModelForCausalLM" in block)
 FOLDER = "smollm2-int4-hf"
 """What the command before the block makes."""
 

@@ -33,7 +33,7 @@ ROTATED = CHANNEL.model_copy(update={"rotation": "hadamard"})
 TOKENS = torch.randint(4, 300, (3, 12), generator=torch.Generator().manual_seed(0))
 
 
-class Model:
+class WalkedModel:
     """A tiny model and its quantized form: what a walk needs."""
 
     def __init__(self, folder, family, spec):
@@ -90,7 +90,7 @@ class Model:
 @pytest.mark.parametrize(("family", "spec"), [("llama", INT2), ("qwen2", CHANNEL), ("gemma2", INT2),
                                               ("qwen3", CHANNEL), ("phi3", INT2), ("llama", ROTATED)])
 def test_loss_and_gradient_are_those_of_the_whole_model(tmp_path, family, spec):
-    model = Model(tmp_path, family, spec)
+    model = WalkedModel(tmp_path, family, spec)
     random = torch.Generator().manual_seed(1)
     values = {name: start * (1 + 0.1 * torch.randn(start.shape, generator=random))
               for name, start in model.starts.items()}
@@ -105,14 +105,14 @@ def test_loss_and_gradient_are_those_of_the_whole_model(tmp_path, family, spec):
 
 
 def test_the_original_is_at_no_distance_from_itself(tmp_path):
-    model = Model(tmp_path, "llama", INT2)
+    model = WalkedModel(tmp_path, "llama", INT2)
     walk = QuantizedWalk(model.config, model.weights, lambda index: {}, {}, None, model.heads, Spill(None))
     norms = {name: start for name, start in model.starts.items() if not name.endswith(SCALE)}
     assert abs(walk.loss(norms, TOKENS, model.targets)) < 1e-5
 
 
 def test_other_scales_leave_codes_as_they_are(tmp_path):
-    model = Model(tmp_path, "llama", INT2)
+    model = WalkedModel(tmp_path, "llama", INT2)
     name, packed = next(iter(model.packed.items()))
     form, scale = registry("formats").get("pack-quantized"), model.starts[name + SCALE] * 1.25
     changed = with_scale(packed, scale)

@@ -26,7 +26,6 @@ from quantkit.cli.present import note, show_error
 from quantkit.cli.serve.memory import overcommit_option
 from quantkit.cli.serve.models import ServingOptions, serve_here, serve_replicas
 from quantkit.support.errors import QuantkitError, UsageError
-from quantkit.support.paths import local_path
 from quantkit.support.units import bytes_of
 
 if TYPE_CHECKING:
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
 KEY_VARIABLE = "QUANTKIT_API_KEY"
 MAX_KEYS = 2**16
 """Bytes of all keys."""
-MAX_NAME = 200
 
 
 @click.command("serve-local")
@@ -182,6 +180,8 @@ def command(models: tuple[str, ...], host: str, port: int, hosts: tuple[str, ...
 
 def _keys(file: Path | None) -> list[str]:
     """The keys of which clients need one, if any. Raises UsageError: one can't be sent in a header."""
+    from quantkit.serving.address import check_keys
+
     if file is not None:
         where = str(file)
         with file.open("rb") as stream:
@@ -191,13 +191,11 @@ def _keys(file: Path | None) -> list[str]:
             os.environ[KEY_VARIABLE].encode()
     else:
         return []
+    if len(raw) > MAX_KEYS:
+        raise UsageError(f"the API key in {where} can't be used", why=f"they are more than {MAX_KEYS} bytes",
+                         next="keep fewer keys there")
     keys = [key for line in raw.decode("latin-1").split("\n") if (key := line.strip())]
-    why = ("it is empty" if not keys else f"they are more than {MAX_KEYS} bytes" if len(raw) > MAX_KEYS else
-           "only letters, digits and signs can be sent" if not all(
-               key.isascii() and key.isprintable() and " " not in key for key in keys) else None)
-    if why is not None:
-        raise UsageError(f"the API key in {where} can't be used", why=why,
-                         next='python -c "import secrets; print(secrets.token_urlsafe())" makes one')
+    check_keys(keys, where)
     return keys
 
 
@@ -228,23 +226,14 @@ def _names(models: tuple[str, ...], names: tuple[str, ...]) -> list[str]:
     if names and len(names) != len(models):
         raise UsageError(f"{len(models)} models and {len(names)} names", why="each model has one name",
                          next="give --name for each model, in their order, or leave all out")
-    called = [_called(model, name) for model, name in zip(models, names or [None] * len(models), strict=True)]
+    from quantkit.serving.address import model_name
+
+    called = [model_name(model, name)
+              for model, name in zip(models, names or [None] * len(models), strict=True)]
     if len(set(called)) < len(called):
         raise UsageError("two models have the same name", why="requests choose a model by its name",
                          next="give --name for each model, in their order")
     return called
-
-
-def _called(model: str, name: str | None) -> str:
-    if name is None:
-        path = local_path(model)
-        exists = path is not None and path.exists()
-        name = path.resolve().name if path and exists else model.rstrip("/").rpartition("/")[2]
-        name = name.partition("@")[0] or model
-    if not name.strip() or len(name) > MAX_NAME or not name.isprintable():
-        raise UsageError(f"the model can't be called {name[:80]!r}", next="--name NAME",
-                         why=f"a name is 1 to {MAX_NAME} printable characters")
-    return name
 
 
 def _curl(address: str, name: str, chat: bool, has_key: bool) -> str:

@@ -1,16 +1,20 @@
-"""Progress with phases and an ETA on stderr: a bar on a terminal, a line every tenth elsewhere."""
+"""Progress with phases and an ETA: a bar on a terminal and in a notebook, a line every tenth elsewhere."""
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import math
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, ClassVar
 
-from quantkit.cli.present import note
-from quantkit.support.progress import ProgressEvent, WorkPhase
+import click
+
+from quantkit.support.progress import Listener, ProgressEvent, WorkPhase
 from quantkit_kernels.kept import cache_folder, is_writable
 
 if TYPE_CHECKING:
@@ -28,6 +32,19 @@ MAX_GROWTH = 1.5
 """How much longer than the one that was shown before an estimate may be: one slow unit isn't a slow rest."""
 _MEMORY = 0.2
 """The share of all units over which the pace is averaged."""
+Progress = bool | Listener
+"""Whether a bar is shown, or a function that is called with each event."""
+
+
+@contextmanager
+def reported(progress: Progress, title: str, after: float = 0.0) -> Iterator[Listener]:
+    """A listener for long work: the function that was given, a bar with a title, or nobody. ``after`` as for
+    :class:`ProgressLine`."""
+    if not isinstance(progress, bool):
+        yield progress
+        return
+    with ProgressLine(title, quiet=not progress, after=after) as line:
+        yield line
 
 
 class CompileNotice:
@@ -44,11 +61,11 @@ class CompileNotice:
             again = "the next time they are there" if is_writable(folder) else (
                 f"this time only, as {folder or 'a cache folder'} can't be written: QUANTKIT_CACHE=DIR names "
                 "another")
-            note(f"compiling {step.total} kernels for this CPU; {again}")
+            _note(f"compiling {step.total} kernels for this CPU; {again}")
         elif step.done < step.total and now - self._said > 1:
             self._said = now
             seconds_left = (now - self._begun) * (step.total - step.done) / step.done
-            note(f"compiling: {step.done} of {step.total}, about {seconds_left:.0f} s left")
+            _note(f"compiling: {step.done} of {step.total}, about {seconds_left:.0f} s left")
 
 
 class ProgressLine:
@@ -94,7 +111,7 @@ class ProgressLine:
         self._eta.update(step.done + step.share, step.total, step.kept)
         if self.quiet or self._clock() - self._begun < self._after:
             return
-        if sys.stderr.isatty():
+        if _draws_bars():
             self._draw(self._bar or self._new_bar(), step)
         else:
             self._line(step, begins)
@@ -143,14 +160,14 @@ class ProgressLine:
         tenths = 10 * step.done // step.total if step.total else 10
         if begins and step.phase and (step.done == 0 or tenths == 10):
             self._tenths = tenths  # how much it is need not be said
-            note(name)
+            _note(name)
         counted = tenths > self._tenths
         if not counted and not (step.detail and self._clock() - self._said >= DETAIL_SECONDS):
             return
         self._tenths, self._said = max(tenths, self._tenths), self._clock()
         left = self._left(step)
         what = _counted(step, " of ") if counted else step.detail
-        note(f"{name}: {what}" + (f", {left}" if left else ""))
+        _note(f"{name}: {what}" + (f", {left}" if left else ""))
 
     def close(self) -> None:
         """Leave the bar as it is, if there is one."""
@@ -162,6 +179,22 @@ class ProgressLine:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
         self.close()
+
+
+def _note(text: str) -> None:
+    click.echo(text, err=True)
+
+
+@functools.cache
+def _is_notebook() -> bool:
+    """Whether a bar can be shown as a widget."""
+    from rich.console import Console
+
+    return Console(stderr=True).is_jupyter and importlib.util.find_spec("ipywidgets") is not None
+
+
+def _draws_bars() -> bool:
+    return sys.stderr.isatty() or ("ipykernel" in sys.modules and _is_notebook())
 
 
 def _name(phase: WorkPhase) -> str:

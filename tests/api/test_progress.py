@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from quantkit.cli.progress import (
+from quantkit.api.progress import (
     MAX_GROWTH,
     MIN_SECONDS,
     CompileNotice,

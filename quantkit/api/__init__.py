@@ -1,0 +1,1 @@
+"""The functions and classes that ``import quantkit`` gives, and that the commands call."""
