@@ -41,7 +41,7 @@ class LocalServer:
             finally:
                 begun.set()  # it may have ended before it was ready
 
-        self._thread = threading.Thread(target=run, daemon=True, name="quantkit server")
+        self._thread = threading.Thread(target=run, daemon=True, name="quantkit-server")
         self._thread.start()
         begun.wait()
 

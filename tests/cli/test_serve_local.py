@@ -18,10 +18,11 @@ import openai
 import pytest
 
 from quantkit.cli.main import main
-from quantkit.cli.serve.command import _called, _keys, _names, _template
+from quantkit.cli.serve.command import _keys, _names, _template
 from quantkit.runtime.generate import generate
 from quantkit.runtime.loader import load
 from quantkit.runtime.sampler import Sampling
+from quantkit.serving.address import model_name
 from quantkit.support.errors import UsageError
 from quantkit.testing import tiny_model
 from tests.helpers.server_process import Process
@@ -223,12 +224,12 @@ def test_a_model_that_is_not_there(cli, tmp_path):
     ("synthetic:llama-8b", None, "synthetic:llama-8b"),
 ])
 def test_what_the_model_is_called(model, name, called):
-    assert _called(model, name) == called
+    assert model_name(model, name) == called
 
 
 def test_a_folder_is_called_by_its_own_name(tiny, monkeypatch):
     monkeypatch.chdir(tiny)
-    assert _called(".", None) == tiny.name
+    assert model_name(".", None) == tiny.name
 
 
 @pytest.mark.parametrize("raw", [b"", b" \n", b"a b", b"\xff", b"a\x00b", b"one\ntwo three", b"a\n" * 40_000])

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 
-pytest.importorskip("transformers", reason="needs the extra transformers")
-
-from transformers import AutoModelForCausalLM
-
 import quantkit
-from quantkit.api.transformers import Cache, QuantizedLinear, quantize_linears
 from quantkit.kv.batch import Batch
 from quantkit.support.errors import QuantkitError, UsageError
 from quantkit.testing import tiny_model
 
+AutoModelForCausalLM = pytest.importorskip("transformers", reason="needs the extra transformers"
+                                           ).AutoModelForCausalLM
+ours_there = importlib.import_module("quantkit.api.transformers")
+Cache, QuantizedLinear = ours_there.Cache, ours_there.QuantizedLinear
+quantize_linears = ours_there.quantize_linears
+pytestmark = pytest.mark.oracle
 LONG = 300
 """Tokens of a prompt: some pages, and more than a window."""
 
