@@ -14,9 +14,8 @@ from quantkit.testing import tiny_model
 
 AutoModelForCausalLM = pytest.importorskip("transformers", reason="needs the extra transformers"
                                            ).AutoModelForCausalLM
-ours_there = importlib.import_module("quantkit.api.transformers")
-Cache, QuantizedLinear = ours_there.Cache, ours_there.QuantizedLinear
-quantize_linears = ours_there.quantize_linears
+api = importlib.import_module("quantkit.api.transformers")
+Cache, QuantizedLinear, quantize_linears = api.Cache, api.QuantizedLinear, api.quantize_linears
 pytestmark = pytest.mark.oracle
 LONG = 300
 """Tokens of a prompt: some pages, and more than a window."""
