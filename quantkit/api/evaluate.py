@@ -71,7 +71,8 @@ def compare(before: str | Path | EvalResult, after: str | Path | EvalResult) -> 
     """Compare two results, variant by variant, where their protocols allow it.
 
     Args:
-        before, after: results, ``results.json`` files, or the folders that hold them.
+        before: a result, a ``results.json`` file, or the folder that holds one.
+        after: the same, of the later run.
 
     Raises:
         UsageError: a file isn't one, the protocols differ (the field is named), or no variant is in both.

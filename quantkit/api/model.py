@@ -126,8 +126,8 @@ class Model:
     def generate_all(self, prompts: Sequence[Prompt], **options: Unpack[SamplingOptions]) -> list[Completion]:
         """:meth:`generate` for several prompts, side by side; a completion each, in their order.
 
-        >>> [done.text for done in model.generate_all(["1, 2, 3,", "2, 4, 6,"], max_tokens=3)]
-        [' 4,', ' 8,']
+        >>> print(*(done.text for done in model.generate_all(["1, 2, 3,", "2, 4, 6,"], max_tokens=3)))
+         4,  8,
         """
         return self._completions(prompts, options)
 
@@ -173,8 +173,8 @@ class Model:
 
         >>> conversation = model.chat("Answer in one sentence.", max_tokens=40)
         >>> answer = conversation.send("Why is the sky blue?")
-        >>> [message["role"] for message in conversation.messages]
-        ['system', 'user', 'assistant']
+        >>> print(*(message["role"] for message in conversation.messages))
+        system user assistant
         """
         return Chat(self, system, options)
 
@@ -324,7 +324,8 @@ def load(model: str, *, kv: str | KVSpec | None = None, draft: str = "none", dev
             model's own.
         revision: branch, tag or commit of a model on the hub.
         verify: first check all bytes of a checkpoint of ours against their hashes.
-        max_batch, max_queue: sequences that run side by side, and that wait.
+        max_batch: the number of sequences that run side by side.
+        max_queue: the number of requests that may wait.
         max_itl: seconds between two tokens of a request while another's prompt is read; by default prompts
             are read in large pieces.
         kv_memory: bytes that the KV cache takes at once; by default it grows and shrinks, and on a GPU takes

@@ -55,8 +55,11 @@ def quantize(model: str, recipe: str | Recipe | None = None, out: str | Path | N
             is given is one that was resolved, as ``load_recipe`` does.
         calibration: texts to calibrate on, in place of the recipe's: files, folders, ``hub:OWNER/NAME``,
             ``builtin``, ``self``, ``random``.
-        windows, window, packing, avoid, seed: as of
-            :class:`~quantkit.quantization.recipe.CalibrationSpec`; by default as the recipe says.
+        windows: the number of calibration windows; this and the next four are by default as the recipe says.
+        window: tokens a window.
+        packing: how texts become windows, as ``CalibrationSpec`` says.
+        avoid: texts that no window may share passages with, because they will measure the result.
+        seed: chooses the windows where there are more than needed.
         device: where calibrated recipes compute: ``cpu``, ``cuda``; ``auto`` takes a GPU if there is one.
         executor: solves the Linears in this process, or on a Ray cluster.
         strict: a fallback is an error.

@@ -75,8 +75,8 @@ def serve(model: str, *, host: str = "127.0.0.1", port: int = 0, name: str | Non
 
     Args:
         model: as :func:`quantkit.load` takes it.
-        host, port: the address to listen on; one that other machines can reach needs a key; port 0 takes a
-            free one.
+        host: the address to listen on; one that other machines can reach needs a key.
+        port: the port to listen on; 0 takes a free one.
         name: the model's name in requests; by default the last part of ``model``.
         api_keys: keys of which clients must send one.
         allow_hosts: further host names that clients may use for this server.

@@ -185,8 +185,11 @@ class Engine:
             label: names it in the trace; by default its number does.
             cache_salt: only requests with the same salt share prefixes; see
                 :func:`~quantkit.kv.prefix.block_names`.
-            on_token, on_done, on_error: called on the stepping thread; they must return at once. Without
-                ``on_error`` an error is raised at the end of :meth:`step`, or printed by the thread.
+            on_token: called with each token on the stepping thread; it must return at once, as must the next
+                two.
+            on_done: called when the request has ended, in whichever way.
+            on_error: called with what failed; without it the error is raised at the end of :meth:`step`, or
+                printed by the thread.
 
         Raises:
             UsageError: the prompt is empty, has an unknown id, or doesn't fit (ContextLengthError, or the KV
