@@ -38,9 +38,6 @@ NOT_TYPED = {
         "needs a cluster at that address",
     '/usr/bin/time -v quantkit quantize "synthetic:llama-8b?layers=1" --recipe int4-rtn --out OUT':
         "needs minutes: makes 1.3 billion random weights",
-    **{f"quantkit eval smollm2 OUT … --text wiki.test.raw --windows {rest}":
-       "is shortened: … stands for further checkpoints" for rest in (
-           "16 --no-speed", "8 --prefill 64 --max-tokens 32")},
     "quantkit bench tune": "needs a GPU",
     "quantkit eval BASE THEIRS… OURS… --text wiki.test.raw --window 512 --windows 16 --no-speed":
         "is shortened: … stands for further checkpoints",
@@ -55,6 +52,8 @@ NOT_TYPED = {
     'bin=llama.cpp/build/bin)" --peer "transformers(SmolLM2-135M, quantization=bitsandbytes-nf4)" '
     '--peer "openai(http://127.0.0.1:8000, model=smollm2)"': "needs the programs that it compares with",
     "quantkit eval TWIN OUT Q4_K_M.gguf IQ4_XS.gguf --text wiki.test.raw --window 512 --windows 8 --no-speed":
+        "needs files that llama.cpp made",
+    "quantkit eval TWIN OUT Q4_K_M.gguf IQ4_XS.gguf --suite FOUR.yaml --no-speed --out report":
         "needs files that llama.cpp made",
     'quantkit generate qwen2.5-coder-1.5b --chat "Reverse a string in Python."':
         "needs 22 packages of 1.1 GB; tests/sources/test_package.py runs that model where they are",
