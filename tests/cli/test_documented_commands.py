@@ -36,6 +36,8 @@ NOT_TYPED = {
         "needs the Hugging Face hub and the name of a data set there",
     f"RAY_ADDRESS=10.0.0.1:6379 OMP_NUM_THREADS=8 {RAY.replace('int4-rtn', 'int4')}":
         "needs a cluster at that address",
+    "RAY_ADDRESS=10.0.0.1:6379 quantkit serve-local smollm2-int4 --replicas 8":
+        "needs a cluster at that address",
     '/usr/bin/time -v quantkit quantize "synthetic:llama-8b?layers=1" --recipe int4-rtn --out OUT':
         "needs minutes: makes 1.3 billion random weights",
     "quantkit bench tune": "needs a GPU",

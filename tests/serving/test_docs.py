@@ -1,39 +1,55 @@
-"""docs/serving.md names every route, option, parameter and error code."""
+"""The pages about serving name every route, parameter and error code, and options and headings that exist."""
 
 import re
 
+import click
 import pytest
 
-from quantkit.cli.serve.command import command
+from quantkit.plugins.manager import registry
 from quantkit.serving.openai.chat_request import ChatRequest
 from quantkit.serving.openai.completions import CompletionRequest
 
+PAGES = ("serving.md", "serving-api.md", "serving-operations.md")
+
 
 @pytest.fixture(scope="module")
-def text(root):
-    return (root / "docs" / "serving.md").read_text(encoding="utf-8")
+def pages(root):
+    return {name: (root / "docs" / name).read_text(encoding="utf-8") for name in PAGES}
 
 
-def test_routes(text, shared):
+def test_routes(pages, shared):
     for route in shared.application.api.routes:
-        assert f"{route.path.replace('{name:path}', 'NAME')}`" in text
+        assert f"{route.path.replace('{name:path}', 'NAME')}`" in pages["serving-api.md"]
     described = shared.get("/openapi.json").json()["paths"]
     assert {"/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/ready"} <= set(described)
 
 
-def test_options(text):
-    generic = {"--name", "--revision", "--dtype", "--debug"}  # other commands have them too
-    options = {name for parameter in command.params for name in parameter.opts if name.startswith("--")}
-    assert {name for name in options - generic if name not in text} == set()
+def test_options(pages):
+    """docs/cli.md, made from the command's help, has all of them."""
+    serve = registry("commands").get("serve-local")
+    options = {name for parameter in serve.params if isinstance(parameter, click.Option)
+               for name in (*parameter.opts, *parameter.secondary_opts)}
+    named = {name for text in pages.values() for name in re.findall(r"`(--[a-z][a-z-]+)", text)}
+    assert len(named) > 20 and named <= options
 
 
-def test_parameters(text):
+def test_parameters(pages):
     names = set(ChatRequest.model_fields) | set(CompletionRequest.model_fields)
-    assert {name for name in names if f"`{name}" not in text} == set()
+    assert {name for name in names if f"`{name}" not in pages["serving-api.md"]} == set()
 
 
-def test_error_codes(text, root):
+def test_error_codes(pages, root):
     codes = {code for path in sorted((root / "quantkit" / "serving").rglob("*.py"))
              for code in re.findall(r'code="(\w+)"', path.read_text(encoding="utf-8"))}
     assert "model_not_found" in codes
-    assert {code for code in codes if f"`{code}`" not in text} == set()
+    assert {code for code in codes if f"`{code}`" not in pages["serving-operations.md"]} == set()
+
+
+def test_links_to_headings_of_these_pages(pages, root):
+    headings = {name: {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-")
+                       for title in re.findall(r"^#+ (.*)$", text, re.MULTILINE)}
+                for name, text in pages.items()}
+    for page in [*root.glob("*.md"), *(root / "docs").rglob("*.md")]:
+        for name, heading in re.findall(r"\]\(([^)#\s]*)#([^)\s]+)\)", page.read_text(encoding="utf-8")):
+            target = name.rsplit("/", 1)[-1] or page.name
+            assert target not in PAGES or heading in headings[target], f"{page.name}: {target}#{heading}"
