@@ -27,7 +27,7 @@ from quantkit.quantization.run import quantize
 from quantkit.testing import tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ["README.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
+PAGES = ["README.md", *sorted(page.relative_to(ROOT).as_posix() for page in (ROOT / "docs").rglob("*.md"))]
 COMMAND = re.compile(r"((?:[A-Z_]+=\S+ +)*(?:\S*/time -v +)?quantkit .*)")
 
 RAY = "quantkit quantize MODEL --recipe int4-rtn --out OUT --executor ray"
@@ -41,8 +41,6 @@ NOT_TYPED = {
     '/usr/bin/time -v quantkit quantize "synthetic:llama-8b?layers=1" --recipe int4-rtn --out OUT':
         "needs minutes: makes 1.3 billion random weights",
     "quantkit bench tune": "needs a GPU",
-    "quantkit eval BASE THEIRS… OURS… --text wiki.test.raw --window 512 --windows 16 --no-speed":
-        "is shortened: … stands for further checkpoints",
     "quantkit eval smollm2 int8-gptq int5-asym int4-asym int4-sym trellis4 trellis3 --kv none,int8,int4 "
     "--text TEXTS/mixed.txt --window 2048 --windows 8 --out which":
         "needs the checkpoints that a loop above it makes, which takes minutes",
@@ -75,7 +73,7 @@ def collected() -> dict[str, str]:
             continue
         text = re.sub(r"\\\n\s*", "", (ROOT / page).read_text(encoding="utf-8"))
         fenced = "".join(re.findall(r"^```\w*\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
-        indented = re.findall(r"^    (.*)$", text, re.MULTILINE)
+        indented = re.findall(r"^ {4,7}(\S.*)$", text, re.MULTILINE)  # in a list by 7
         for line in [*fenced.splitlines(), *indented]:
             if match := COMMAND.match(line.removeprefix("$ ")):
                 found.setdefault(re.sub(r"\s+", " ", re.sub(r"\s+#.*", "", match[1])).strip(), page)
@@ -100,12 +98,14 @@ def named(tmp_path_factory) -> Path:
                   points=plugin["entry-points"]["quantkit"])
     for name, recipe in {"smollm2-int8": "int8", "smollm2-int4": "int4-rtn", "OUT": "int4-rtn",
                          "MLX-LM": "int4-rtn", "OURS": "int4-rtn", "CHECKPOINT": "gguf-q4_0",
+                         "smollm2-gguf": "gguf-q4_0",
                          "smollm2-int8-head8-draft": "int8-head8-draft",
                          "OUT_INT8": "int8", "OUT_INT4": "int4-rtn", "OUT_NF4": "nf4"}.items():
         quantize(str(folder / "MODEL"), recipe, folder / name)
-    for engine in ("vllm", "mlx"):
+    for engine in ("transformers", "vllm", "sglang", "mlx"):
         rules = load_recipe("int4-rtn").model_copy(update={"engine": engine})
-        quantize(str(folder / "MODEL"), rules, folder / f"OUT_{engine.upper()}")
+        quantize(str(folder / "MODEL"), rules, folder / f"smollm2-{engine}")
+    (folder / "smollm2-vllm-cpu").symlink_to(folder / "smollm2-vllm")
     tiny_model(folder / "GPT_OSS", "gpt_oss", tie_word_embeddings=False)
     page = (ROOT / "docs/models.md").read_text(encoding="utf-8")
     (folder / "EXPERTS.yaml").write_text(re.search(r"^```yaml\n(.*?)^```", page, re.M | re.S)[1])
