@@ -204,6 +204,24 @@ def test_links_inside_the_repository_lead_somewhere(page):
             assert ((ROOT / page).parent / target).exists(), f"{page} links to {target}"
 
 
+def headings(page: Path) -> set[str]:
+    """The names that links give a page's headings, made as GitHub makes them; code blocks have none."""
+    text = re.sub(r"^ *```.*?^ *```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    return {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-")
+            for title in re.findall(r"^#+ (.*)$", text, re.MULTILINE)}
+
+
+def test_linked_headings_exist():
+    links = [(page, (page.parent / target) if target else page, heading)
+             for page in [*sorted(ROOT.glob("*.md")), *sorted(DOCS.rglob("*.md"))]
+             for target, heading in re.findall(r"\]\(((?:[\w./-]+\.md)?)#([^)\s]+)\)",
+                                               page.read_text(encoding="utf-8"))]
+    assert len(links) > 50
+    lost = [f"{page.name}: {target.name}#{heading}" for page, target, heading in links
+            if heading not in headings(target)]
+    assert lost == []
+
+
 def test_the_changelog_has_this_version():
     assert re.search(rf"^## {re.escape(__version__)}\b", text_of("CHANGELOG.md"), re.MULTILINE)
 

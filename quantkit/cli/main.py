@@ -286,9 +286,7 @@ def with_debug(command: click.Command) -> click.Command:
 def main() -> None:
     """Make an open-weights language model smaller and faster, and measure what it cost.
 
-    Start with `quantkit demo`, or:
-
-    quantkit quantize smollm2 --recipe int4 --out OUT
+    Start with `quantkit demo`, or with `quantkit quantize smollm2 --recipe int4 --out OUT`.
     """
 
 

@@ -73,7 +73,7 @@ def collected() -> dict[str, str]:
             continue
         text = re.sub(r"\\\n\s*", "", (ROOT / page).read_text(encoding="utf-8"))
         fenced = "".join(re.findall(r"^```\w*\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
-        indented = re.findall(r"^ {4,7}(\S.*)$", text, re.MULTILINE)  # in a list by 7
+        indented = re.findall(r"^(?: {4}| {8})(\S.*)$", text, re.MULTILINE)  # in a list by 8
         for line in [*fenced.splitlines(), *indented]:
             if match := COMMAND.match(line.removeprefix("$ ")):
                 found.setdefault(re.sub(r"\s+", " ", re.sub(r"\s+#.*", "", match[1])).strip(), page)

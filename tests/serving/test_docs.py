@@ -1,4 +1,4 @@
-"""The pages about serving name every route, parameter and error code, and options and headings that exist."""
+"""The pages about serving name every route, parameter and error code, and options that exist."""
 
 import re
 
@@ -43,13 +43,3 @@ def test_error_codes(pages, root):
              for code in re.findall(r'code="(\w+)"', path.read_text(encoding="utf-8"))}
     assert "model_not_found" in codes
     assert {code for code in codes if f"`{code}`" not in pages["serving-operations.md"]} == set()
-
-
-def test_links_to_headings_of_these_pages(pages, root):
-    headings = {name: {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-")
-                       for title in re.findall(r"^#+ (.*)$", text, re.MULTILINE)}
-                for name, text in pages.items()}
-    for page in [*root.glob("*.md"), *(root / "docs").rglob("*.md")]:
-        for name, heading in re.findall(r"\]\(([^)#\s]*)#([^)\s]+)\)", page.read_text(encoding="utf-8")):
-            target = name.rsplit("/", 1)[-1] or page.name
-            assert target not in PAGES or heading in headings[target], f"{page.name}: {target}#{heading}"
