@@ -61,7 +61,7 @@ def as_json(result: EvalResult) -> dict:
                                   if b'"version": 1,' in file.read_bytes()[:40]], ids=lambda file: file.stem)
 def test_what_was_kept_is_still_read(file):
     result = read_results(file)
-    assert len(result.rows) > 3 and result.other_diffs == []
+    assert len(result.rows) >= 2 and result.other_diffs == []
 
 
 @pytest.mark.parametrize("name", [name for name in sample_results() if name != "infinite values"])
