@@ -72,8 +72,9 @@ class Row:
 
 LLAMA_CPP = ("BF16", "Q8_0", "Q4_0", "Q4_K_M", "IQ4_XS", "Q3_K_M", "IQ3_XXS")
 IK = ("IQ4_KS", "IQ4_KT", "IQ3_K", "IQ3_KT")
-# folders of ours are called after recipes of their day: int8-head8 is int8 with a plain embedding,
-# int4-head8-rtn is int4-rtn with that, trellis3-embed6 is trellis3 with 6 bits for embedding and head
+# int8 and int4 are made by these recipes; int8-head8 is int8 with a plain embedding, int4-rtn rounds and
+# leaves embedding and head plain, int4-head8-rtn has a head of 8 bits, and trellis3-embed6 is trellis3 with
+# 6 bits for embedding and head
 ROWS = (
     *(Row("llama.cpp", kind, f"{'bf16' if kind == 'BF16' else kind}.gguf") for kind in LLAMA_CPP),
     *(Row("ik_llama.cpp", f"{kind} -rtr", f"{'bf16' if kind == 'BF16' else kind}.gguf", ("-rtr",))
@@ -84,7 +85,8 @@ ROWS = (
     Row("vllm", "bf16", "bf16"), Row("vllm", "w8a8", "w8a8"), Row("vllm", "int4 g64", "int4-rtn"),
     Row("transformers", "bf16 eager", "bf16"),
     Row("transformers", "bf16 compiled", "bf16", ("compile",), single=True),
-    Row("quantkit", "bf16", "bf16"), Row("quantkit", "int8", "int8-head8"), Row("quantkit", "w8a8", "w8a8"),
+    Row("quantkit", "bf16", "bf16"), Row("quantkit", "int8", "int8"), Row("quantkit", "int4", "int4"),
+    Row("quantkit", "int8, head 8", "int8-head8"), Row("quantkit", "w8a8", "w8a8"),
     Row("quantkit", "int4 g64", "int4-rtn"), Row("quantkit", "int4 g64, head 8", "int4-head8-rtn"),
     Row("quantkit", "Q4_K_M", "q4_k_m-rtn"), Row("quantkit", "Q4_K_M, the file", "Q4_K_M.gguf"),
     Row("quantkit", "trellis 3, head 6", "trellis3-embed6"))
