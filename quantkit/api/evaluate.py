@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from quantkit.api.progress import Progress, reported
 from quantkit.evaluation.compare import Comparison, compare_results
+from quantkit.evaluation.report.base import withheld
 from quantkit.evaluation.report.folder import check_writable, write_report
 from quantkit.evaluation.result import EvalResult
 from quantkit.evaluation.results_file import read_results
@@ -38,10 +40,17 @@ def evaluate(models: str | Sequence[str], *, suite: str | None = None, kv: str |
         executor: where measurements are made: ``local`` or ``ray``.
         progress: whether a bar is shown, or a callback.
         settings: others of :class:`~quantkit.evaluation.settings.EvalSettings`: ``window`` (tokens),
-            ``tasks``, ``task_data``, ``device``, ``dtype``, ``peers`` and more.
+            ``prompt`` (tokens of a window that go through the cache unscored), ``texts``, ``noise_floor``,
+            ``floor``, ``tasks``, ``task_data``, ``limit`` (items a task), ``prefill``, ``decode``,
+            ``repeats``, ``batches``, ``contexts``, ``roofline``, ``sensitivity``, ``peers``, ``revision``,
+            ``device``, ``dtype``, ``fresh``.
 
     Returns:
-        A row a variant, with 95% intervals. A notebook shows it as a table; ``to_pandas()`` gives a frame.
+        A row a variant, with 95% intervals. ``print`` shows it as the command does, a notebook as a table;
+        ``to_pandas()`` gives a frame.
+
+    Warns:
+        UserWarning: the machine was too busy for speeds, which are left out; ``row.speed.withheld`` has why.
 
     Raises:
         UsageError: a setting is unknown or out of range, or models can't be compared.
@@ -64,6 +73,8 @@ def evaluate(models: str | Sequence[str], *, suite: str | None = None, kv: str |
                          executor=executor)
     if out is not None:
         write_report(result, Path(out))
+    for warning in withheld(result):
+        warnings.warn(warning, stacklevel=2)
     return result
 
 

@@ -112,7 +112,10 @@ class Model:
         Args:
             prompt: the text, continued as it stands; messages, written in the model's chat template; or
                 token ids.
-            options: at most 128 new tokens, and the likeliest each time, unless said otherwise.
+            options: ``max_tokens`` (128), ``temperature`` (0: the likeliest token each time), ``top_k``,
+                ``top_p``, ``min_p``, ``repetition_penalty``, ``presence_penalty``, ``frequency_penalty``,
+                ``logit_bias`` (pairs of a token id and what is added to its logit), ``seed``, ``stop`` (texts
+                that end the answer), ``ignore_eos``.
 
         Raises:
             UsageError: an option is out of range, or prompt and answer are longer than the model's context.

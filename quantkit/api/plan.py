@@ -8,12 +8,13 @@ from shlex import quote
 
 from quantkit.api.evaluate import settings_of
 from quantkit.api.progress import Progress, reported
-from quantkit.capacity_search.search import Combination, candidates, combine
+from quantkit.capacity_search.search import Combination, candidates, combine, pareto_front
 from quantkit.kv.spec import KVSpec
 from quantkit.quantization.budget.amount import parse_bytes
 from quantkit.runtime.memory.machine import available_memory, memory_limit
 from quantkit.runtime.memory.serving import Requirements
 from quantkit.support.errors import UsageError
+from quantkit.support.html import html_table
 from quantkit.support.units import human_bytes
 
 CONTEXT = 8192
@@ -22,7 +23,7 @@ SHARE = 0.9
 """Of the memory that is free, if none is named: the rest is left to other programs."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class MemoryPlan:
     """What fits into an amount of memory.
 
@@ -36,6 +37,22 @@ class MemoryPlan:
     revision: str | None
     combinations: tuple[Combination, ...]
     left_out: dict[str, str]
+
+    def __repr__(self) -> str:
+        said = "nothing fits"
+        if any(combination.left >= 0 for combination in self.combinations):
+            chosen = self.chosen
+            said = (f"weights {chosen.weights.name}, KV cache {chosen.kv}, {human_bytes(chosen.total)} of "
+                    f"{human_bytes(chosen.requirements.memory)}")
+        return f"<quantkit.MemoryPlan {self.model}: {said}>"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the combinations that fit and that no other beats in both loss and size."""
+        fitting = [combination for combination in self.combinations if combination.left >= 0]
+        rows = [(other.weights.name, str(other.kv), "?" if other.kl is None else f"{other.kl:.3g}",
+                 human_bytes(other.total), human_bytes(other.left))
+                for other in pareto_front(fitting)]
+        return html_table(repr(self)[1:-1], ("weights", "KV cache", "expected KL", "needed", "left"), rows)
 
     @property
     def chosen(self) -> Combination:

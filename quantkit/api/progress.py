@@ -141,11 +141,10 @@ class ProgressLine:
         self._bar.start()
         return self._bar
 
-    def _left(self, step: ProgressEvent) -> str:
-        """``about 40 s left in this phase``; nothing if that isn't known."""
+    def _left(self) -> str:
+        """``about 40 s left``, of a phase if there are phases; nothing if that isn't known."""
         seconds = self._eta.show()
-        where = " in this phase" if step.phase and step.phase.total > 1 else ""
-        return "" if seconds is None else f"about {human_seconds(seconds)} left{where}"
+        return "" if seconds is None else f"about {human_seconds(seconds)} left"
 
     def _draw(self, bar: Bar, step: ProgressEvent) -> None:
         if self._task is None:
@@ -153,7 +152,7 @@ class ProgressLine:
                                       counted="", detail="")
         name = _name(step.phase).capitalize() if step.phase else f"{self.title}  {step.label}"
         bar.update(self._task, completed=step.done + step.share, total=step.total, description=name,
-                   left=self._left(step), counted=_counted(step, "/"), detail=step.detail)
+                   left=self._left(), counted=_counted(step, "/"), detail=step.detail)
 
     def _line(self, step: ProgressEvent, begins: bool) -> None:
         name = f"{self.title}: {_name(step.phase)}" if step.phase else self.title
@@ -165,9 +164,10 @@ class ProgressLine:
         if not counted and not (step.detail and self._clock() - self._said >= DETAIL_SECONDS):
             return
         self._tenths, self._said = max(tenths, self._tenths), self._clock()
-        left = self._left(step)
+        left = self._left()
+        where = " in this phase" if step.phase and step.phase.total > 1 else ""
         what = _counted(step, " of ") if counted else step.detail
-        _note(f"{name}: {what}" + (f", {left}" if left else ""))
+        _note(f"{name}: {what}" + (f", {left}{where}" if left else ""))
 
     def close(self) -> None:
         """Leave the bar as it is, if there is one."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -92,12 +93,25 @@ class Checkpoint:
                 f"{human_bytes(self.file_bytes)}>")
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: what became of each Linear."""
-        rows = [(row.name, row.method or "kept", row.spec.label() if row.spec else row.dtype,
-                 f"{row.bits:.2f}", human_bytes(row.bytes), "" if row.error is None else f"{row.error:.4f}",
-                 "\n".join(row.notes)) for row in self.layers]
-        heads = ("layer", "method", "spec", "bits", "size", "error", "notes")
-        return html_table(repr(self)[1:-1], heads, rows)
+        """What a notebook shows: what became of each Linear, those of a kind together, and each by itself in
+        what can be opened."""
+        def cells(rows: Sequence[LayerRow]) -> tuple[str, ...]:
+            errors = [row.error for row in rows if row.error is not None]
+            return (rows[0].method or "kept", rows[0].spec.label() if rows[0].spec else rows[0].dtype,
+                    f"{rows[0].bits:.2f}", human_bytes(sum(row.bytes for row in rows)),
+                    f"{max(errors):.4f}" if errors else "",
+                    "\n".join(dict.fromkeys(note for row in rows for note in row.notes)))
+
+        groups: dict[tuple[str, ...], list[LayerRow]] = {}
+        for row in self.layers:
+            kind = re.sub(r"\.\d+\.", ".*.", row.name)
+            groups.setdefault((kind, *cells([row])[:2]), []).append(row)
+        heads = ("method", "spec", "bits", "size", "largest error", "notes")
+        kinds = [(kind, str(len(rows)), *cells(rows)) for (kind, *_), rows in groups.items()]
+        return (html_table(repr(self)[1:-1], ("layers", "number", *heads), kinds)
+                + "<p>An error is ‖W − Ŵ‖ / ‖W‖ of the weights.</p><details><summary>Each layer</summary>"
+                + html_table("", ("layer", *heads), [(row.name, *cells([row])) for row in self.layers])
+                + "</details>")
 
     @cached_property
     def _tensors(self) -> ShardedTensors:

@@ -21,6 +21,7 @@ from quantkit.evaluation.result import (
     short_names,
 )
 from quantkit.support.errors import UsageError
+from quantkit.support.html import html_table, paragraphs
 
 _MACHINE = ("cpu", "gpu", "threads", "prefill", "decode", "batch")
 """Of a protocol: what decides speed."""
@@ -73,7 +74,7 @@ class VariantChange:
     changes: tuple[MetricChange, ...]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Comparison:
     """Two results side by side.
 
@@ -89,6 +90,18 @@ class Comparison:
     only_before: tuple[str, ...]
     only_after: tuple[str, ...]
     notes: tuple[str, ...]
+
+    def __repr__(self) -> str:
+        return f"<quantkit.Comparison: {', '.join(variant.name for variant in self.variants)}>"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: a row a metric of each variant."""
+        rows = [(variant.name, f"{change.text}: {change.metric}" if change.text else change.metric,
+                 *(f"{value:.4g}" for value in (change.before, change.after, change.change)),
+                 "" if change.low is None else f"{change.low:.2g} to {change.high:.2g}",
+                 change.verdict or "") for variant in self.variants for change in variant.changes]
+        heads = ("variant", "metric", "before", "after", "change", "95%", "")
+        return html_table("After less before", heads, rows) + paragraphs(self.notes)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data; a number that isn't finite is ``None``."""

@@ -15,8 +15,9 @@ from quantkit.evaluation.metrics import Interval, finite
 from quantkit.evaluation.protocol import Protocol
 from quantkit.evaluation.roofline.result import Roofline
 from quantkit.evaluation.speed.results import SpeedSweep
+from quantkit.support.errors import UsageError
 from quantkit.support.frozen import Frozen
-from quantkit.support.html import html_table
+from quantkit.support.html import html_table, paragraphs
 
 Verdict = Literal["better", "worse", "indistinguishable", "undecided"]
 
@@ -162,9 +163,9 @@ class ModelResult:
                        "speed": self.speed and self.speed.model_dump(mode="json"), "measured": self.measured}
 
 
-@dataclass
+@dataclass(repr=False)
 class EvalResult:
-    """A comparison.
+    """A comparison. Printed, it is the table that ``quantkit eval`` prints.
 
     Attributes:
         protocol: how the numbers were made.
@@ -210,17 +211,34 @@ class EvalResult:
         known = {key: info for key, info in self.metrics.items() if key in keys}
         return known | {key: task_info(key) for key in keys if key not in known}
 
+    def __repr__(self) -> str:
+        return f"<quantkit.EvalResult: {', '.join(short_names(self.rows))}>"
+
+    def __str__(self) -> str:
+        from quantkit.evaluation.report.table import render
+
+        return render(self)
+
     def _repr_html_(self) -> str:
-        """What a notebook shows: a row a variant."""
+        """What a notebook shows: the headline, and a row a variant."""
+        from quantkit.evaluation.report.base import withheld
+        from quantkit.evaluation.report.headline import headline
         from quantkit.evaluation.report.quality_grids import variants
 
         grid = variants(self)
-        return html_table(grid.title, grid.heads, grid.rows)
+        legend = ("The first row is the reference. Below a value stands its 95% interval over windows, "
+                  "below a speed the range of its runs.")
+        return (paragraphs(headline(self)) + html_table(grid.title, grid.heads, grid.rows)
+                + paragraphs((*withheld(self), legend, *self.protocol.lines())))
 
     def to_pandas(self) -> Any:
         """A ``pandas.DataFrame``, a row a variant, with columns ``kl_mean``, ``kl_mean_low``,
-        ``kl_mean_high`` and so on; needs pandas."""
-        import pandas
+        ``kl_mean_high`` and so on. Raises UsageError: pandas isn't installed."""
+        try:
+            import pandas
+        except ImportError:
+            raise UsageError("pandas is not installed", why="to_pandas() makes a frame of it",
+                             next="pip install pandas") from None
 
         return pandas.DataFrame([
             {"variant": name, "method": row.method, "file_bytes": row.file_bytes,

@@ -76,7 +76,7 @@ def test_the_pages_names_are_all_and_its_example_runs(smollm2, tmp_path, monkeyp
     quick = FIRST.replace('"int4"', '"int8"').replace("windows=8", "windows=1, speed=False")
     exec(compile(quick, "page", "exec"), {})
     said = capsys.readouterr().out
-    assert "smollm2-int4: rtn int8" in said and "Interval(" in said
+    assert "self_attn.q_proj rtn int8" in said and "KL" in said
 
 
 def test_the_pages_example_with_transformers_runs(tmp_path, monkeypatch, capsys):

