@@ -15,7 +15,7 @@ CHAT = ("{% if bos_token == '<bos>' %}{{ bos_token }}{% endif %}"
         "{% for message in messages %}User: {{ message.content }}\n{% endfor %}Answer:")
 
 
-@pytest.fixture(scope="module", params=["smollm2", "gemma3"])
+@pytest.fixture(scope="module", params=["smollm2", pytest.param("gemma3", marks=pytest.mark.slow)])
 def model(request):
     return request.getfixturevalue(request.param)
 

@@ -161,7 +161,7 @@ def test_what_cant_be_is_refused_before_the_model_is_loaded(cli, tiny, arguments
     assert said in result.stderr and "Traceback" not in result.stderr and "loading" not in result.stderr
 
 
-@pytest.mark.parametrize("signals", [1, 2])
+@pytest.mark.parametrize("signals", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_its_trace_is_complete_however_it_ends(serving, long, tmp_path, signals):
     path = tmp_path / "trace.json"
     with serving(long, "--name", "mine", "--trace", path) as process:

@@ -240,21 +240,26 @@ def test_rows_of_an_embedding(on, there, any_kind, family):
     assert torch.allclose(rows, exact[ids], rtol=torch.finfo(on[1]).eps, atol=1e-6)
 
 
-@pytest.mark.sampled(4)
+def narrowest(kind, there):
+    """Columns that several programs share, where one of 16 rows has some: nine tiles of the kind's."""
+    return 9 * kind(1, 1)[0](there).bk
+
+
+@pytest.mark.sampled(8)
 def test_a_row_does_not_depend_on_the_others(on, there, randn, rows_stand_alone, any_kind):
-    packed = any_kind(150, 1280)[0](there)
+    packed = any_kind(150, narrowest(any_kind, there))[0](there)
     rows_stand_alone(packed, randn(16, packed.k, on=on), lambda x: rounded(packed, x))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 def test_one_program_or_many_give_the_same_bits(on, there, randn, any_kind):
-    packed = any_kind(100, 1152)[0](there)
-    plans = [plan(100, packed.words.shape[1], m, packed.bk, "hopper", packed.group > 0) for m in (16, 300)]
+    packed = any_kind(100, narrowest(any_kind, there))[0](there)
+    plans = [plan(100, packed.words.shape[1], m, packed.bk, "hopper", packed.group > 0) for m in (16, 140)]
     assert plans[0].split and not plans[1].split
-    x = randn(300, packed.k, on=on)
+    x = randn(140, packed.k, on=on)
     together = multiply(rounded(packed, x), packed)
     assert torch.isfinite(together).all()
-    for m in (1, 16, 17, 64, 130):
+    for m in (1, 17, 64):
         assert torch.equal(multiply(rounded(packed, x[:m]), packed), together[:m])
 
 

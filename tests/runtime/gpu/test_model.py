@@ -171,6 +171,7 @@ def test_a_trellis(simulated, tmp_path):
     assert (ours - plain).abs().max() < 5e-5 * plain.abs().max()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("recipe", ["none", "int8", THREE, TRELLIS, "int4-rtn", "nf4", "nf4-nested", "w8a8",
                                     "nvfp4-a4", "mxfp4-a4"],
                          ids=lambda recipe: recipe.strip().splitlines()[0])
