@@ -122,7 +122,8 @@ def read_yaml(path: Path, error: type[QuantkitError] = RecipeError) -> YamlDocum
 
 def parse_yaml(raw: bytes, label: str, error: type[QuantkitError] = RecipeError) -> YamlDocument:
     """Parse YAML bytes whose top level is a mapping. Raises ``error`` for anything else."""
-    data, lines = _parsed(raw, label, error)
+    # a class is hashable, whatever mypy takes from its instances
+    data, lines = _parsed(raw, label, error)  # type: ignore[arg-type]
     return YamlDocument(label, copy.deepcopy(data), lines, error)
 
 

@@ -55,7 +55,7 @@ def test_what_is_no_size_is_refused_before_there_is_a_cache(kv):
         build_policy(parse_kv(kv))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("codec", ["none", "int4", "int8(residual_length=64, sinks=512)",
                                    "int4(residual_length=64, sinks=512)"])
 @pytest.mark.parametrize("policy", ["snapkv(SIZE, window=8)", "h2o(SIZE, interval=20)", "window(SIZE)"])

@@ -98,7 +98,7 @@ def test_rows_of_a_batch_and_a_text_that_goes_on(folder, theirs):
 
 @pytest.mark.sampled(3)
 def test_bytes_are_given_back(theirs):
-    ids, sizes = prompt(800), {}
+    ids, sizes = prompt(1200), {}
     for kv in ("none", "int4", "snapkv(0.25)", "snapkv(0.25)+int4"):
         cache = Cache(theirs, kv)
         answer(theirs, ids, past_key_values=cache)

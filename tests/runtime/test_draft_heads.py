@@ -218,10 +218,10 @@ def test_texts_that_begin_in_the_prefix_cache(folder, head, prompt_of, monkeypat
     assert sum(len(draft) > 0 for _, draft, _ in drafts) > 60
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 def test_texts_that_give_up_their_pages(folder, head, prompt_of, monkeypatch):
     loaded = load(str(folder), dtype="float32")
-    prompts, longer = [prompt_of(80, seed) for seed in range(4)], dataclasses.replace(ANSWER, max_tokens=120)
+    prompts, longer = [prompt_of(80, seed) for seed in range(4)], dataclasses.replace(ANSWER, max_tokens=220)
     plain = [result.token_ids for result in generate(loaded, prompts, longer)]
     preempted = []
     preempt = Scheduler.preempt
