@@ -156,7 +156,8 @@ def peers_of(on, weight=None, **change):
 def test_peers_take_turns_too(small, on, tmp_path):
     peers = peers_of(on)
     report = bench.BenchReport(ABOUT, tmp_path / "found.json", tmp_path / "found.md", peers)
-    rows = bench.bench((case for case in small() if case.kernel == "w8a16"), fixed(1e-6), CEILINGS, 3, report)
+    rows = bench.bench((case for case in small(kinds=cases.products) if case.kernel == "w8a16"),
+                       fixed(1e-6), CEILINGS, 3, report)
     assert {row.shape: set(row.peers) for row in rows} == {
         "o m1": {"there"}, "o m20": {"there"}, "o m65": set(), "head m1": {"there"}, "head m20": {"there"}}
     assert rows[0].peers["there"] == (pytest.approx(1), 1) and "there 1 |" in bench.line(rows[0])
