@@ -201,7 +201,7 @@ def rounded(packed, x):
     return quantize(x, packed.decoder.takes[0]) if packed.decoder.levels else x
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(("n", "k", "m"), [(1, 1, 1), (33, 256, 17), (130, 512, 3), (140, 768, 16),
                                            (70, 256, 70), (17, 600, 200)])
 def test_against_float64(on, there, randn, product_obeys_the_rule, kind, n, k, m):
@@ -221,7 +221,7 @@ def test_shapes_that_nobody_chose(on, there, randn, product_obeys_the_rule, name
     product_obeys_the_rule(multiply(x, pack(there)), x, exact)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("family", ["ampere", "hopper", "blackwell", "cdna"])
 def test_every_order_of_columns(on, there, randn, product_obeys_the_rule, kind, family):
     if on[0].type == "cuda" and family != "hopper":
@@ -231,7 +231,7 @@ def test_every_order_of_columns(on, there, randn, product_obeys_the_rule, kind, 
     product_obeys_the_rule(multiply(x, pack(there)), x, exact)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("family", ["ampere", "hopper"])
 def test_rows_of_an_embedding(on, there, any_kind, family):
     pack, exact = any_kind(300, 512, family=None if on[0].type == "cuda" else family)
@@ -263,7 +263,7 @@ def test_one_program_or_many_give_the_same_bits(on, there, randn, any_kind):
         assert torch.equal(multiply(rounded(packed, x[:m]), packed), together[:m])
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 def test_a_gate_beside_what_it_opens(on, there, randn, kind):
     gated = kind(140, 256, gated=True)[0](there)
     n = gated.n

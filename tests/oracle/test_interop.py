@@ -219,7 +219,7 @@ def scales_of_engines(monkeypatch):
     monkeypatch.setattr(forward, "compute_dynamic_scales_and_zp", dynamic)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("name", [*EIGHT, "mixed-layouts"])
 def test_eight_bits_and_activations(make, scales_of_engines, name, dtype):

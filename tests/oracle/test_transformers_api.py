@@ -49,7 +49,7 @@ def ours(folder: str, ids: torch.Tensor, kv: str) -> list[list[int]]:
     return [model.generate(row, max_tokens=24, ignore_eos=True).token_ids for row in ids.tolist()]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("kv", ["none", "window(64, sinks=4)", "snapkv(0.5)", "pyramidkv(0.5)", "h2o(0.5)"])
 def test_tokens_are_those_of_our_engine(folder, theirs, kv):
     ids = prompt()
@@ -132,7 +132,7 @@ def test_what_cannot_be_is_refused(theirs):
         theirs(ids[:1], past_key_values=cache)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("recipe", ["int8", "int4-rtn", "nf4"])
 def test_linears_are_those_of_a_checkpoint(folder, tmp_path, recipe):
     ids = prompt(24)

@@ -53,7 +53,7 @@ def test_the_table_that_explains_absent_names_is_complete(run):
         assert {name: owner for name, owner in registered.items() if owner != "quantkit"} == names
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("name", ENTRIES)
 def test_each_passes_the_kit(run, name):
     report = json.loads(run("plugins", "check", name, "--json"))

@@ -94,7 +94,7 @@ def test_a_model_of_random_weights_writes_json_by_the_schema(write, schema):
     assert complete >= 2
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("prompt", ["Describe a person as JSON:", "def f(x):", "Once upon a time"])
 @pytest.mark.parametrize("schema", SCHEMAS.values(), ids=SCHEMAS)
 def test_a_real_model_writes_json_by_the_schema(write, schema, prompt):

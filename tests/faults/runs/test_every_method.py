@@ -52,7 +52,7 @@ RECOVERED = {"calibration": {"windows": 4, "window": 16}, "recover": {"name": "d
                            "bits": 2, "granularity": {"strategy": "group", "size": 32}}}]}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["recovered", "int4-autoround", "int4-datafree"])
 def test_long_runs_killed_at_some_points(name, run_of, killed_at):
     """A recovery keeps a state of its own, autoround takes steps, and datafree draws its tokens."""

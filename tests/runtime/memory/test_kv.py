@@ -76,7 +76,7 @@ class Fed:
             self.model(torch.full((len(rows), 1), 4 + at % 200), cache=Batch(self.cache, rows, "decode"))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("kv", SETTINGS)
 @pytest.mark.parametrize("prompt, decoded", [(1, 63), (200, 150), (129, 260)])
 @torch.inference_mode()
