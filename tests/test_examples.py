@@ -15,13 +15,15 @@ def _in_a_folder(smollm2, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.parametrize(("name", "words"), [("chat", "MB of keys and values"), ("compare", "KL 0.")])
+@pytest.mark.parametrize(("name", "words"), [
+    ("chat", "MB of keys and values"), pytest.param("compare", "KL 0.", marks=pytest.mark.slow)])
 def test_a_script(name, words, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", [f"{name}.py"])
     runpy.run_path(str(FOLDER / f"{name}.py"))
     assert words in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_notebook(capsys):
     names = {}
     for cell in json.loads((FOLDER / "first_model.ipynb").read_text())["cells"]:

@@ -1,6 +1,7 @@
 """Who may import whom: the table of docs/architecture.md, enforced; and what an import may cost."""
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -21,6 +22,7 @@ IMPORT_NAMES = {"huggingface-hub": "huggingface_hub", "rich-click": "rich_click"
                 "prometheus-client": "prometheus_client", "vl-convert-python": "vl_convert"}
 
 
+@functools.cache
 def package_files() -> list[Path]:
     return sorted((ROOT / "quantkit").rglob("*.py"))
 
@@ -30,8 +32,13 @@ def module_of(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imports(path: Path) -> Iterator[tuple[str, int]]:
+@functools.cache
+def imports(path: Path) -> list[tuple[str, int]]:
     """Every absolute module named by an import, wherever it stands, and its line."""
+    return list(_imports(path))
+
+
+def _imports(path: Path) -> Iterator[tuple[str, int]]:
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
@@ -87,7 +94,8 @@ def test_imports_point_down_only():
 
 
 def test_rooms_of_a_floor_stand_on_each_other_without_a_circle():
-    below = {room: {other for one, other in arrows() if one == room} for room in floors()}
+    pairs = arrows().keys()
+    below = {room: {other for one, other in pairs if one == room} for room in floors()}
     while ground := {room for room, others in below.items() if not others & set(below)}:
         below = {room: others for room, others in below.items() if room not in ground}
     assert not below, f"these rooms import from each other in a circle: {below}"

@@ -129,11 +129,12 @@ def batch_groups(rows: Iterable[PlanRow], needs: Container[str],
         if row.method is None:
             continue
         method = registry("methods").get(row.method)
-        alike = repr((row.shape, row.dtype, row.method, row.format, row.spec, sorted(row.options.items())))
         size = max(row.shape) * row.shape[1]
         if method.quantize_batch is None or row.name not in needs or 2 * size > limit:
             groups.append([row])
-        elif alike in open_groups and (len(open_groups[alike]) + 1) * size <= limit:
+            continue
+        alike = repr((row.shape, row.dtype, row.method, row.format, row.spec, sorted(row.options.items())))
+        if alike in open_groups and (len(open_groups[alike]) + 1) * size <= limit:
             open_groups[alike].append(row)
         else:
             groups.append([row])

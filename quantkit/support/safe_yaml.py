@@ -7,6 +7,8 @@ than one document, files over 256 KiB, more than 20,000 nodes counted *after* al
 
 from __future__ import annotations
 
+import copy
+import functools
 import math
 import types
 import typing
@@ -120,6 +122,15 @@ def read_yaml(path: Path, error: type[QuantkitError] = RecipeError) -> YamlDocum
 
 def parse_yaml(raw: bytes, label: str, error: type[QuantkitError] = RecipeError) -> YamlDocument:
     """Parse YAML bytes whose top level is a mapping. Raises ``error`` for anything else."""
+    # a class is hashable, whatever mypy takes from its instances
+    data, lines = _parsed(raw, label, error)  # type: ignore[arg-type]
+    return YamlDocument(label, copy.deepcopy(data), lines, error)
+
+
+@functools.lru_cache(maxsize=128)
+def _parsed(raw: bytes, label: str, error: type[QuantkitError]) -> tuple[dict[str, Any], dict[Loc, int]]:
+    """The mapping and the lines of :class:`YamlDocument`. Recipes extend one another, and a command that
+    lists all of them reads some many times."""
 
     def refuse(why: str) -> QuantkitError:
         return error(f"{label} can't be used", why=why, next=f"edit {label}")
@@ -149,7 +160,7 @@ def parse_yaml(raw: bytes, label: str, error: type[QuantkitError] = RecipeError)
         raise refuse(f"it is not valid YAML ({type(cause).__name__}: {cause})") from None
     if not isinstance(data, dict) or not isinstance(node, MappingNode):
         raise refuse("line 1: it must be a mapping of keys to values")
-    return YamlDocument(label, data, lines, error)
+    return data, lines
 
 
 class _Refused(Exception):

@@ -45,7 +45,8 @@ def test_it_is_a_module_that_runs():
                                                   capture_output=True).stdout
 
 
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("name", [
+    pytest.param("evaluate", marks=pytest.mark.slow), *MODULES[1:]])
 def test_examples(name, smollm2, tmp_path, monkeypatch):
     """They are run as they stand, one after another, behind those that make what they name."""
     module = importlib.import_module(f"quantkit.api.{name}")

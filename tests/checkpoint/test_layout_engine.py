@@ -72,6 +72,7 @@ def test_what_shows_a_cell_is_there():
                 assert name in defined, f"{row['title']} in {engine}: {shown_by}"
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_verify_says_the_same(make, case, engine):

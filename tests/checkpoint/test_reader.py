@@ -156,6 +156,7 @@ def test_weights_smuggled_in_beside_the_listed_ones_are_refused(tiny, tmp_path, 
         Checkpoint.open(folder)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("size", [2**20, 63 * 2**20])
 def test_a_config_of_many_values_takes_little_memory(tmp_path, size):
     (tmp_path / "config.json").write_bytes(b'{"a": [' + b"{}," * (size // 3) + b"{}]}")

@@ -15,9 +15,9 @@ CONTEXT = ("--context", "64")
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory):
-    """34 MB in bfloat16, so that its weights count beside the runtime."""
-    return tiny_model(tmp_path_factory.mktemp("models") / "large", hidden_size=512, intermediate_size=2048,
-                      num_hidden_layers=4, vocab_size=2048, tie_word_embeddings=False)
+    """Some MB in bfloat16, so that its weights count beside the runtime."""
+    return tiny_model(tmp_path_factory.mktemp("models") / "large", hidden_size=256, intermediate_size=1024,
+                      num_hidden_layers=2, vocab_size=2048, tie_word_embeddings=False)
 
 
 @pytest.fixture

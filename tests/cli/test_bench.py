@@ -85,6 +85,7 @@ def test_a_model_that_runs_operation_by_operation_says_why_and_by_which_kernels(
     assert refused.exit_code == 2 and found["unfused"] in refused.stderr and "falls back" in refused.stderr
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kv", ["none", "window(16, sinks=4)+int8", "snapkv(32)"])
 def test_no_fallback_asks_the_kv_setting_too(cli, checkpoint, monkeypatch, kv):
     result = cli("bench", "decode", checkpoint, *QUICK, "--kv", kv, "--no-fallback")

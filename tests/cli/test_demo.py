@@ -36,6 +36,7 @@ def made(out):
     return {p: p.stat().st_mtime_ns for p in out.rglob("*.safetensors")}
 
 
+@pytest.mark.slow
 def test_first_run_and_second(cli, chatless, out):
     result = cli("demo", chatless, "--out", out, "--windows", 2)
     assert result.exit_code == 0, result.stderr

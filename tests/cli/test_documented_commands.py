@@ -170,7 +170,7 @@ def terminal(named, tmp_path):
     return start
 
 
-@pytest.mark.sampled(13)
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("command", TYPED)
 def test_a_documented_command(command, terminal, tmp_path):
     process = terminal(command)

@@ -75,7 +75,7 @@ def test_no_such_model(cli, tiny, tmp_path):
 
 def test_models_times_kv_settings(cli_json, tiny, checkpoint):
     report_json = cli_json("eval", tiny, checkpoint, "--kv", "none,int8,window(16, sinks=2)",
-                     "--window", 64, "--windows", 2, "--prefill", 40, "--max-tokens", 3, "--repeats", 1)
+                     "--window", 64, "--windows", 2, "--no-speed")
     rows = report_json["results"]
     assert [(row["model"], row["kv"]) for row in rows] == [
         (str(model), kv) for model in (tiny, checkpoint) for kv in ("none", "int8", "window(16, sinks=2)")]
@@ -83,7 +83,7 @@ def test_models_times_kv_settings(cli_json, tiny, checkpoint):
     heads, dim, layers = 2, 16, 2
     assert rows[0]["kv_bytes_per_token"] == layers * heads * 2 * dim * 2
     assert rows[1]["kv_bytes_per_token"] == layers * heads * 2 * (dim + 2)
-    assert all(row["kv_bytes"] > 0 and row["decode_tok_s"] > 0 for row in rows)
+    assert all(row["kv_bytes"] > 0 for row in rows)
     assert report_json["protocol"]["prompt"] == 32 and report_json["protocol"]["scored"] == 2 * 31
 
 
@@ -91,6 +91,7 @@ def test_the_prefill_of_the_speed_test_fills_the_window(cli_json, tiny):
     report_json = cli_json("eval", tiny, "--kv", "int8", "--window", 64, "--windows", 1, "--max-tokens", 4,
                      "--repeats", 1)
     assert report_json["protocol"]["prefill"] == 64 - 4 - 1
+    assert report_json["results"][0]["kv_bytes"] > 0 and report_json["results"][0]["decode_tok_s"] > 0
 
 
 def test_a_kv_table_fits_a_terminal(cli, tiny, checkpoint):

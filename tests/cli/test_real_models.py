@@ -15,7 +15,7 @@ CHAT = ("{% if bos_token == '<bos>' %}{{ bos_token }}{% endif %}"
         "{% for message in messages %}User: {{ message.content }}\n{% endfor %}Answer:")
 
 
-@pytest.fixture(scope="module", params=["smollm2", "gemma3"])
+@pytest.fixture(scope="module", params=["smollm2", pytest.param("gemma3", marks=pytest.mark.slow)])
 def model(request):
     return request.getfixturevalue(request.param)
 
@@ -37,6 +37,7 @@ def test_it_is_verified_and_runs_as_one_program(cli_json, checkpoint):
     assert load(str(checkpoint)).fallback_reason is None
 
 
+@pytest.mark.slow
 def test_it_costs_next_to_nothing_beyond_any_sliding_window(cli_json, model, checkpoint):
     """In int8, weights and KV cache: Gemma's narrower layers see 512 tokens of a window."""
     result = cli_json("eval", model, checkpoint, "--window", 800, "--windows", 1, "--prompt-tokens", 700,

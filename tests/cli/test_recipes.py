@@ -18,7 +18,9 @@ def test_list_names_every_recipe(cli):
 
 
 def test_list_says_size_needs_and_engines(cli_json):
-    facts = {row["name"]: row["facts"] for row in cli_json("recipes", "list")}
+    rows = cli_json("recipes", "list")
+    assert {"name", "description", "owner", "path", "error", "facts"} == set(rows[0])
+    facts = {row["name"]: row["facts"] for row in rows}
     assert facts["int4-sym"]["bits"] == pytest.approx(4.25, abs=0.01)
     assert facts["int4"]["bits"] == pytest.approx(4.97, abs=0.01)
     assert [facts[name]["calibration"] for name in ("int4", "int4-datafree", "int8")] == [
@@ -28,10 +30,6 @@ def test_list_says_size_needs_and_engines(cli_json):
     assert facts["mlx-4bit"]["engines"] == ["mlx"] and facts["gguf-q4_k_m"]["engines"] == ["llama.cpp"]
     assert facts["trellis3"]["engines"] == [] and 0 < facts["int8"]["kl"] < facts["int4-rtn"]["kl"]
     assert all(fact is not None for fact in facts.values())
-
-
-def test_list_as_json(cli_json):
-    assert {"name", "description", "owner", "path", "error", "facts"} == set(cli_json("recipes", "list")[0])
 
 
 @pytest.mark.parametrize("name", [info.name for info in list_recipes()])

@@ -57,6 +57,7 @@ def test_newcombes_interval_covers_the_truth():
     assert 0.94 <= covered <= 0.99  # it is a little conservative; the simulation's error is 0.006
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("pairs", "texts"), [(8, 1), (16, 1), (40, 1), (10, 4)])
 def test_the_bootstrap_covers_the_truth_of_skewed_differences(pairs, texts):
     random = np.random.default_rng(11)
@@ -103,6 +104,7 @@ def test_sign_flips_that_are_drawn_agree_with_students_t_and_with_themselves():
     assert sign_flips(np.zeros(9)) == 1.0
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("pairs", "runs"), [(8, 1000), (20, 300)])
 def test_sign_flips_call_chance_a_difference_no_more_often_than_they_say(pairs, runs):
     random = np.random.default_rng(14)

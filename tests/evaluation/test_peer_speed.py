@@ -59,6 +59,7 @@ def test_a_tool_times_its_cases(tmp_path):
     assert all(float(seconds) > 0 for line in lines[1:] for seconds in line[1:])
 
 
+@pytest.mark.slow
 @pytest.mark.oracle
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3_text"])
 def test_a_twin_computes_the_same_from_other_weights(tmp_path, family):

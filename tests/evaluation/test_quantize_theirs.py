@@ -66,6 +66,7 @@ def test_stored_parts_are_counted_and_a_plain_weight_is_refused(peers, tmp_path)
         common.stored_bits(tmp_path, ["a"])
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_where_it_stopped(tmp_path):
     """What is there is not made again; what failed is, and is kept with its reason."""
     model = tiny_model(tmp_path / "tiny")

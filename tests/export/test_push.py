@@ -190,6 +190,7 @@ def test_what_shall_be_private_does_not_go_where_everybody_may_see_it(hub, check
     assert "model.safetensors" in hub.repos["ann/seen"]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("status", [401, 403])
 def test_a_token_that_may_not_write(hub, checkpoint, tmp_path, status):
     hub.refuses = status

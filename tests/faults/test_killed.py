@@ -54,10 +54,11 @@ def test_killed_at_every_point(run, steps, tmp_path, at_step, in_child, kill, re
         assert not finished & set(run.made), f"{what}: a finished unit was made again"
 
 
+@pytest.mark.parametrize("trials", [4, pytest.param(15, marks=pytest.mark.slow)])
 def test_killed_several_times_in_a_row(run, steps, tmp_path, at_step, in_child, kill, reference, contents,
-                                       monkeypatch, whole_or_absent):
+                                       monkeypatch, whole_or_absent, trials):
     chance = random.Random(0)
-    for trial in range(15):
+    for trial in range(trials):
         out = tmp_path / str(trial) / "out"
         for _ in range(4):
             at_step(chance.randrange(len(steps)), kill)

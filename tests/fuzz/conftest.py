@@ -21,7 +21,7 @@ import pytest
 
 from quantkit.support.errors import QuantkitError
 
-CASES = 300
+CASES = 200
 """Cases of a test where no time is given."""
 HANG_SECONDS = 120
 """A parser that takes longer than this for one case hangs: the traceback is printed and the run ends."""

@@ -61,6 +61,7 @@ def test_sequences_of_any_length(on, randn, obeys_the_rule, paged_cache, lengths
     obeys_the_rule(got, *expected(cache, q))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("placed", [False, True])
 def test_windows(on, randn, obeys_the_rule, paged_cache, placed):
     cache = paged_cache.PagedCache([[190, 190]], [3], 32, on, "channel4", "token4", 30, 64, placed)

@@ -11,9 +11,8 @@ import numpy
 import pytest
 import torch
 
-from quantkit_kernels.tools import bench
+from quantkit_kernels.tools import bench, cases
 from quantkit_kernels.tools.bench_peers import PeerKernel, Peers, PeerWeight
-from quantkit_kernels.tools.cases import bench_cases
 from quantkit_kernels.tools.cases.case import BenchSetup, ModelShapes
 from quantkit_kernels.triton.read import BLOCK, read
 
@@ -37,9 +36,15 @@ def fixed(seconds):
     return timer
 
 
+ONCE = pytest.mark.parametrize("on", [
+    "interpreter-float32", pytest.param("cuda-bfloat16", marks=pytest.mark.gpu)], indirect=True)
+"""For what doesn't depend on the dtype."""
+
+
 @pytest.fixture
 def small(on):
-    return lambda **change: bench_cases(BenchSetup(replace(TINY, **change), *on))
+    """``small(kinds=module)``: the cases of that module alone, which spares making the others."""
+    return lambda kinds=cases, **change: kinds.bench_cases(BenchSetup(replace(TINY, **change), *on))
 
 
 @pytest.mark.slow
@@ -69,8 +74,9 @@ def test_bytes_that_must_be_read(small):
                                                  2 * 2 * 130 * 2 * 32 * half + 2 * 2 * 128 * half)
 
 
+@ONCE
 def test_a_wrong_or_failing_kernel_is_said_and_the_others_go_on(small, tmp_path, capsys):
-    first, second, third = (case for case in small() if case.kernel == "rms_norm add")
+    first, second, third = (case for case in small(kinds=cases.rows) if case.kernel == "rms_norm add")
 
     def fails(at):
         raise RuntimeError("out of memory\nmore")
@@ -89,16 +95,18 @@ def test_a_wrong_or_failing_kernel_is_said_and_the_others_go_on(small, tmp_path,
     assert table.startswith("none, 2030-01-01") and table.count("\n| ") == 4 and "read: 2.00 TB/s" in table
 
 
+@ONCE
 def test_what_is_written_to_pages_is_compared(small):
-    case = next(case for case in small() if case.kernel == "rope int8")
+    case = next(case for case in small(kinds=cases.kv_write) if case.kernel == "rope int8")
     mine, other = case.check()
     row = bench.measure(replace(case, check=lambda: (mine * 1.1, other)), fixed(1), CEILINGS, 1)
     assert len(other) > case.ours(0).numel() and "differs" in row.fault
 
 
+@ONCE
 def test_a_case_that_cannot_be_made_ends_it_with_a_fault(small):
     def every():
-        yield next(case for case in small() if case.kernel == "rms_norm add")
+        yield next(case for case in small(kinds=cases.rows) if case.kernel == "rms_norm add")
         raise torch.OutOfMemoryError("no memory")
 
     rows = bench.bench(every(), fixed(1), CEILINGS, 1, bench.BenchReport(ABOUT))
@@ -106,11 +114,12 @@ def test_a_case_that_cannot_be_made_ends_it_with_a_fault(small):
     assert rows[0].of_read is rows[0].of_copy is None and "cached" in bench.line(rows[0])
 
 
+@ONCE
 def test_each_row_is_kept_as_soon_as_it_is_measured(small, tmp_path):
     file = tmp_path / "found.json"
 
     def stopped():
-        yield next(case for case in small() if case.kernel == "rms_norm add")
+        yield next(case for case in small(kinds=cases.rows) if case.kernel == "rms_norm add")
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -118,6 +127,7 @@ def test_each_row_is_kept_as_soon_as_it_is_measured(small, tmp_path):
     assert len(json.loads(file.read_text())["rows"]) == 1
 
 
+@ONCE
 def test_the_most_important_rows_are_first(small):
     found = [f"{case.kernel} {case.shape}" for case in small(rows=(2, 1, 300, 16))]
     wanted = ["w4a16 g128 o m1", "attention b1 70", "nf4 b64 o m16", "w8a16 o m2", "rms_norm add m300",
@@ -142,10 +152,12 @@ def peers_of(on, weight=None, **change):
                              PeerKernel("gone", "w8a16", (1,), "no_such_module", dense)))
 
 
+@ONCE
 def test_peers_take_turns_too(small, on, tmp_path):
     peers = peers_of(on)
     report = bench.BenchReport(ABOUT, tmp_path / "found.json", tmp_path / "found.md", peers)
-    rows = bench.bench((case for case in small() if case.kernel == "w8a16"), fixed(1e-6), CEILINGS, 3, report)
+    rows = bench.bench((case for case in small(kinds=cases.products) if case.kernel == "w8a16"),
+                       fixed(1e-6), CEILINGS, 3, report)
     assert {row.shape: set(row.peers) for row in rows} == {
         "o m1": {"there"}, "o m20": {"there"}, "o m65": set(), "head m1": {"there"}, "head m20": {"there"}}
     assert rows[0].peers["there"] == (pytest.approx(1), 1) and "there 1 |" in bench.line(rows[0])
@@ -153,6 +165,7 @@ def test_peers_take_turns_too(small, on, tmp_path):
     assert "- gone left out" in report.markdown.read_text()
 
 
+@ONCE
 def test_a_peer_that_fails_is_no_fault(small, on):
     def broken(setup, n, k):
         raise RuntimeError("not on this GPU\nmore")
@@ -163,8 +176,8 @@ def test_a_peer_that_fails_is_no_fault(small, on):
 
     for weight, why in ((broken, "o m1: RuntimeError: not on this GPU"), (wrong, "differs from torch's")):
         peers = peers_of(on, weight)
-        found = [bench.measure(case, fixed(1), CEILINGS, 1, peers) for case in small()
-                 if case.kernel == "w8a16"]
+        found = [bench.measure(case, fixed(1), CEILINGS, 1, peers)
+                 for case in small(kinds=cases.products, rows=(1,)) if case.kernel == "w8a16"]
         assert all(row.fault is None and not row.peers for row in found) and why in peers.left_out["there"]
 
 

@@ -102,6 +102,7 @@ def test_several_tokens_of_a_sequence(on, randn, obeys_the_rule, paged_cache, ke
     check(cache, randn(5, 4, 32, seed=5, on=on), obeys_the_rule)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("keys", "values", "residual_length"),
                          [("plain", "plain", None), ("channel4", "token4", 30)])
 def test_a_sequence_does_not_depend_on_the_others(on, randn, paged_cache, keys, values, residual_length):

@@ -48,6 +48,7 @@ def test_parts_that_are_too_long(on, randn, monkeypatch, n):
     assert (again.double() - x.double()).norm() <= 2 * rounding * x.double().norm()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("n", "m"), [(64, 40), (144, 10)])
 def test_rows_that_lie_apart_and_are_alone(on, randn, n, m):
     x = randn(m, n + 3, on=on)[:, :n]

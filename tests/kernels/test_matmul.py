@@ -70,6 +70,7 @@ def test_a_large_gated_product_has_the_same_bits_every_time(on, randn, obeys_the
 
 
 # one segment; several as programs; several in one program
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("m", "k"), [(3, 128), (17, 576), (130, 576)])
 @pytest.mark.parametrize("gate", [None, *GATES])
 def test_what_follows_the_sum(on, randn, obeys_the_rule, weight, m, k, gate):

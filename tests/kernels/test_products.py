@@ -201,7 +201,7 @@ def rounded(packed, x):
     return quantize(x, packed.decoder.takes[0]) if packed.decoder.levels else x
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(("n", "k", "m"), [(1, 1, 1), (33, 256, 17), (130, 512, 3), (140, 768, 16),
                                            (70, 256, 70), (17, 600, 200)])
 def test_against_float64(on, there, randn, product_obeys_the_rule, kind, n, k, m):
@@ -221,7 +221,7 @@ def test_shapes_that_nobody_chose(on, there, randn, product_obeys_the_rule, name
     product_obeys_the_rule(multiply(x, pack(there)), x, exact)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("family", ["ampere", "hopper", "blackwell", "cdna"])
 def test_every_order_of_columns(on, there, randn, product_obeys_the_rule, kind, family):
     if on[0].type == "cuda" and family != "hopper":
@@ -231,7 +231,7 @@ def test_every_order_of_columns(on, there, randn, product_obeys_the_rule, kind, 
     product_obeys_the_rule(multiply(x, pack(there)), x, exact)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("family", ["ampere", "hopper"])
 def test_rows_of_an_embedding(on, there, any_kind, family):
     pack, exact = any_kind(300, 512, family=None if on[0].type == "cuda" else family)
@@ -240,25 +240,30 @@ def test_rows_of_an_embedding(on, there, any_kind, family):
     assert torch.allclose(rows, exact[ids], rtol=torch.finfo(on[1]).eps, atol=1e-6)
 
 
-@pytest.mark.sampled(4)
+def narrowest(kind, there):
+    """Columns that several programs share, where one of 16 rows has some: nine tiles of the kind's."""
+    return 9 * kind(1, 1)[0](there).bk
+
+
+@pytest.mark.sampled(8)
 def test_a_row_does_not_depend_on_the_others(on, there, randn, rows_stand_alone, any_kind):
-    packed = any_kind(150, 1280)[0](there)
+    packed = any_kind(150, narrowest(any_kind, there))[0](there)
     rows_stand_alone(packed, randn(16, packed.k, on=on), lambda x: rounded(packed, x))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 def test_one_program_or_many_give_the_same_bits(on, there, randn, any_kind):
-    packed = any_kind(100, 1152)[0](there)
-    plans = [plan(100, packed.words.shape[1], m, packed.bk, "hopper", packed.group > 0) for m in (16, 300)]
+    packed = any_kind(100, narrowest(any_kind, there))[0](there)
+    plans = [plan(100, packed.words.shape[1], m, packed.bk, "hopper", packed.group > 0) for m in (16, 140)]
     assert plans[0].split and not plans[1].split
-    x = randn(300, packed.k, on=on)
+    x = randn(140, packed.k, on=on)
     together = multiply(rounded(packed, x), packed)
     assert torch.isfinite(together).all()
-    for m in (1, 16, 17, 64, 130):
+    for m in (1, 17, 64):
         assert torch.equal(multiply(rounded(packed, x[:m]), packed), together[:m])
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 def test_a_gate_beside_what_it_opens(on, there, randn, kind):
     gated = kind(140, 256, gated=True)[0](there)
     n = gated.n

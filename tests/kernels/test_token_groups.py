@@ -59,6 +59,7 @@ def awkward(on, columns=512):
     return x.clamp(-top, top).to(on[1]).to(on[0])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_as_torch_rounds(on, kind):
     group, number = KINDS[kind]
@@ -76,6 +77,7 @@ def test_as_torch_rounds(on, kind):
         assert torch.equal(got, want)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", ["nvfp4", "nvfp4, another's number", "mxfp4"])
 @pytest.mark.parametrize("columns", [64, 512, 2080])
 def test_packed_as_torch_rounds(on, kind, columns):
@@ -92,6 +94,7 @@ def test_packed_as_torch_rounds(on, kind, columns):
     assert torch.equal((level * scale)[:, :columns], expected(x, group, number))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", ["nvfp4", "mxfp4"])
 @pytest.mark.parametrize("ruin", [float("nan"), float("inf"), -float("inf")])
 def test_a_group_that_is_not_finite_is_nan_and_no_other(on, kind, ruin):
@@ -108,6 +111,7 @@ def test_a_group_that_is_not_finite_is_nan_and_no_other(on, kind, ruin):
     assert torch.isfinite(level).all()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", ["nvfp4", "mxfp4"])
 @pytest.mark.parametrize("packed", [0, 256])
 @pytest.mark.parametrize("n", [32, 512, 576, 16416])

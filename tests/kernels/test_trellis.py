@@ -100,6 +100,7 @@ class Banked(dict):
         return super().__getitem__(address)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_every_state_of_the_learned_tables(on, bits):
     """As the format decodes them, times a row's scale; whichever way levels are looked up."""

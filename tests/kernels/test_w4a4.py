@@ -93,13 +93,13 @@ def test_a_gate_beside_what_it_opens(on, randn, made):
     assert torch.allclose(got, near, rtol=2e-3, atol=2e-3 * float(near.abs().max()))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 def test_a_row_does_not_depend_on_the_others(on, randn, rows_stand_alone, made):
     packed, _ = made(150, 2304)
     rows_stand_alone(packed, randn(16, 2304, on=on), lambda x: round_groups(x, packed.inputs))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 def test_one_program_or_many_give_the_same_bits(on, randn, made):
     packed, _ = made(100, 2304)
     x = randn(140, 2304, on=on)

@@ -14,7 +14,7 @@ POLICIES = ("window(SIZE)", "window(SIZE, sinks=70)", "snapkv(SIZE, window=8)", 
             "adakv(SIZE)", "expected(SIZE)", "tova(SIZE, interval=20)", "h2o(SIZE, interval=20)")
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("codec", ["none", "int8", "int4", "int2(residual_length=0, sinks=0)", "rotation(3)",
                                    "int4(residual_length=100, sinks=70)"])
 @pytest.mark.parametrize("policy", POLICIES)
@@ -55,7 +55,7 @@ def test_what_is_no_size_is_refused_before_there_is_a_cache(kv):
         build_policy(parse_kv(kv))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("codec", ["none", "int4", "int8(residual_length=64, sinks=512)",
                                    "int4(residual_length=64, sinks=512)"])
 @pytest.mark.parametrize("policy", ["snapkv(SIZE, window=8)", "h2o(SIZE, interval=20)", "window(SIZE)"])
@@ -86,6 +86,7 @@ def test_too_little_says_how_much_there_is_at_least(feeder):
 CODECS = ("none", "bf16", "int8", "fp8")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("codec", CODECS)
 def test_a_window_takes_the_same_memory_however_long(feeder, codec):
     one = feeder(f"window(100, sinks=4)+{codec}")

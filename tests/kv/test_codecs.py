@@ -179,6 +179,7 @@ def test_rounded_up_is_the_least_bfloat16_above(x):
     assert float(below) < x or float(up) == 2.0**-126
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("bits", [2, 3, 4])
 @pytest.mark.parametrize("channels", [True, False])
 def test_grids_are_within_half_a_step(bits, channels, vectors):

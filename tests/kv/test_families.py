@@ -49,7 +49,7 @@ def divergence(model, kv, cuts):
     return float((exact.exp() * (exact - got)).sum(-1).mean())
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("cuts", [[], [17, 18, 19, 50], [*range(1, 80)]], ids=["whole", "pieces", "tokens"])
 def test_codecs_cost_what_their_bits_say(model, cuts):
     cost = [divergence(model, kv, cuts) for kv in ("none", "int8", "int2(residual_length=0, sinks=0)")]

@@ -90,7 +90,7 @@ def test_pages_are_shared_until_one_writes_to_them(model, kv):
         cache.fork(row)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kv", [*SETTINGS, "int4", "rotation(2)", "window(70)+int4"])
 def test_any_number_of_forks_in_any_order(model, served, kv, dtype):

@@ -103,7 +103,7 @@ class Lists:
         self.close()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("codec", CODECS)
 def test_each_query_reads_codes_and_vectors_as_the_rule_says(feeder, codec):
     @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -145,7 +145,7 @@ def check_pages(cache, number):
             assert 4 * spare <= pages.allocated_bytes
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("codec", CODECS)
 def test_under_a_window_chunks_make_no_difference_and_old_pages_are_given_back(feeder, codec):
     """In one piece, in pieces and token by token: the same results, from pages whose number doesn't grow."""

@@ -37,7 +37,7 @@ def made(request, folder, tmp_path_factory):
     return folder, quantize(str(folder), str(out / "recipe.yaml"), out / "out")
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_it_is_quantized_whole_and_generates(made):
     _, result = made
     assert all(row.method for row in result.rows) and 4 < result.plan.bits_per_weight < 5
@@ -49,7 +49,7 @@ def test_it_is_quantized_whole_and_generates(made):
         assert generate(loaded, [prompt], sampling)[0].token_ids == tokens
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_it_is_measured(made):
     folder, result = made
     found = evaluate([str(folder), str(result.out)], EvalSettings(window=32, windows=4, speed=False))

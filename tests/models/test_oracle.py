@@ -122,6 +122,7 @@ def difference(a, b):
     return (a - b).abs().max().item()
 
 
+@pytest.mark.sampled(2)
 def test_prefill(pair):
     hf, ours = pair
     ids = ids_of(2, 40)

@@ -112,7 +112,7 @@ def cells(engine: str, *kinds: str, formats: tuple[str, ...] = ()) -> pytest.Mar
     return pytest.mark.parametrize("case", chosen, ids=str)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 @cells("quantkit")
 def test_quantkit(make, case):
     """Beside an ordinary float32 model of the weights that the format dequantizes."""
@@ -149,7 +149,7 @@ def by_transformers(folder: Path, ids: list[int], **options) -> torch.Tensor | N
     return None if info["missing_keys"] or info["unexpected_keys"] or info["mismatched_keys"] else likeliest
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 @cells("transformers", formats=OTHERS)
 def test_transformers(make, case):
     for package in ("compressed_tensors", "bitsandbytes", "accelerate"):

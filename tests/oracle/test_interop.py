@@ -178,7 +178,7 @@ def test_zero_points_among_several_schemes_load_by_no_option(tmp_path, other):
         assert wrong
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("name", [name for name in INTS if "asym" not in name] + ["mixed"])
 def test_compressed_tensors_without_any_option(make, name, dtype):
@@ -219,7 +219,7 @@ def scales_of_engines(monkeypatch):
     monkeypatch.setattr(forward, "compute_dynamic_scales_and_zp", dynamic)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("name", [*EIGHT, "mixed-layouts"])
 def test_eight_bits_and_activations(make, scales_of_engines, name, dtype):

@@ -49,7 +49,7 @@ def ours(folder: str, ids: torch.Tensor, kv: str) -> list[list[int]]:
     return [model.generate(row, max_tokens=24, ignore_eos=True).token_ids for row in ids.tolist()]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("kv", ["none", "window(64, sinks=4)", "snapkv(0.5)", "pyramidkv(0.5)", "h2o(0.5)"])
 def test_tokens_are_those_of_our_engine(folder, theirs, kv):
     ids = prompt()
@@ -58,7 +58,7 @@ def test_tokens_are_those_of_our_engine(folder, theirs, kv):
     assert cache.get_seq_length() == LONG + 23
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("kv", ["int8", "int4", "fp8", "window(64, sinks=4)+int8", "snapkv(0.5)+int4"])
 def test_codes_are_those_of_our_cache(folder, theirs, kv):
     """Codes of nearly equal numbers may differ by one: logits are close, and tokens mostly the same."""
@@ -69,6 +69,7 @@ def test_codes_are_those_of_our_cache(folder, theirs, kv):
     assert tokens[:4] == same[:4]
 
 
+@pytest.mark.sampled(2)
 def test_without_a_cache_of_ours_nothing_changes(folder, theirs):
     ids = prompt(40)
     own = theirs.config._attn_implementation
@@ -83,6 +84,7 @@ def test_without_a_cache_of_ours_nothing_changes(folder, theirs):
                            plain(prompt(12, 2), attention_mask=mask).logits)
 
 
+@pytest.mark.sampled(3)
 def test_rows_of_a_batch_and_a_text_that_goes_on(folder, theirs):
     ids = prompt(70, 3)
     cache = Cache(theirs, "none")
@@ -94,6 +96,7 @@ def test_rows_of_a_batch_and_a_text_that_goes_on(folder, theirs):
     assert answer(theirs, more, past_key_values=cache) == ours(folder, more, "none")
 
 
+@pytest.mark.sampled(3)
 def test_bytes_are_given_back(theirs):
     ids, sizes = prompt(1200), {}
     for kv in ("none", "int4", "snapkv(0.25)", "snapkv(0.25)+int4"):
@@ -110,6 +113,7 @@ def test_settings_that_cannot_be(theirs, kv, words):
         Cache(theirs, kv)
 
 
+@pytest.mark.sampled(3)
 def test_what_cannot_be_is_refused(theirs):
     ids = prompt(20, 2)
     padded = torch.ones_like(ids)
@@ -128,7 +132,7 @@ def test_what_cannot_be_is_refused(theirs):
         theirs(ids[:1], past_key_values=cache)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("recipe", ["int8", "int4-rtn", "nf4"])
 def test_linears_are_those_of_a_checkpoint(folder, tmp_path, recipe):
     ids = prompt(24)
@@ -170,6 +174,7 @@ def test_nothing_is_trained_or_saved(folder, tmp_path):
         model(prompt(8))
 
 
+@pytest.mark.sampled(3)
 def test_after_an_error_the_cache_begins_anew(theirs, monkeypatch):
     ids, cache = prompt(40), Cache(theirs, "none")
     right = answer(theirs, ids, past_key_values=Cache(theirs, "none"))

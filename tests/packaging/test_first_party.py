@@ -53,7 +53,7 @@ def test_the_table_that_explains_absent_names_is_complete(run):
         assert {name: owner for name, owner in registered.items() if owner != "quantkit"} == names
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("name", ENTRIES)
 def test_each_passes_the_kit(run, name):
     report = json.loads(run("plugins", "check", name, "--json"))
@@ -74,7 +74,7 @@ def test_recipes_make_checkpoints(run, tiny, tmp_path, recipe, method):
 def test_metric_reporter_policy_and_codec_stand_in_one_comparison(run, tiny, tmp_path):
     out = tmp_path / "REPORT"
     run("eval", tiny, "--kv", "none,int6,keydiff(0.5),keydiff(0.5)+int6", "--window", 256, "--windows", 2,
-        "--prefill", 128, "--max-tokens", 8, "--repeats", 1, "--out", out, "--quiet")
+        "--no-speed", "--out", out, "--quiet")
     with (out / "results.csv").open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     assert [row["kv"] for row in rows] == ["none", "int6", "keydiff(0.5)", "keydiff(0.5)+int6"]

@@ -71,6 +71,7 @@ def test_the_metadata(wheel):
     assert f"{info}/licenses/LICENSE" in wheel.namelist()
 
 
+@pytest.mark.slow
 def test_the_wheel_runs_from_itself_alone(wheel, tmp_path):
     wheel.extractall(tmp_path / "site")
     env = {**os.environ, "PYTHONPATH": str(tmp_path / "site"), "QUANTKIT_PLUGINS": ""}

@@ -126,6 +126,7 @@ def test_a_weight_of_nan_is_named_where_the_model_writes(tmp_path, name):
     assert caught.value.what.startswith(f"tensor {name!r} of ") and "not finite" in caught.value.what
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("label", ["layer 0", "layer 1", "embeddings and head", "assembling and rereading"])
 def test_a_stopped_run_goes_on_with_the_text_that_it_wrote(model, tmp_path, monkeypatch, label, stop_at):
     whole = contents(quantize(model, "int4", tmp_path / "whole", calibration=OWN).out)

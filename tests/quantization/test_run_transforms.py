@@ -47,7 +47,7 @@ def far(a, b):
     return float(((a.float() - b.float()).norm(dim=-1) / b.float().norm(dim=-1)).median())
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3_moe", "phi3"])
 def test_the_checkpoint_does_what_the_model_does(tmp_path, family, case):

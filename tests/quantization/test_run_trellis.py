@@ -55,6 +55,7 @@ def far(a, b):
     return float((a.float() - b.float()).norm() / b.float().norm())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", SPECS)
 def test_rotated_weights_do_what_the_others_do(tmp_path, tiny, name):
     """An engine that doesn't rotate would compute nonsense, so config.json says that only quantkit can."""
@@ -76,6 +77,7 @@ def test_rotated_weights_do_what_the_others_do(tmp_path, tiny, name):
     assert far(found["rotated"].model(ids(2, 40)), step_by_step) < 0.04
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_a_trellis_is_closer_than_a_grid(tmp_path, tiny, bits):
     """Of the layers: the embedding stays as it is in both."""

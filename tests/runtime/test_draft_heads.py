@@ -193,6 +193,7 @@ def drafted(loaded, drafter, prompts, monkeypatch, sampling=ANSWER, **options):
     return [request.result.token_ids for request in requests], seen
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kv", ["none", "int8"])
 def test_drafts_are_those_of_the_formulas(folder, head, prompt_of, monkeypatch, kv):
     loaded = load(str(folder), dtype="float32")
@@ -206,6 +207,7 @@ def test_drafts_are_those_of_the_formulas(folder, head, prompt_of, monkeypatch, 
             assert draft == head.drafts(tokens, limit)
 
 
+@pytest.mark.sampled(2)
 def test_texts_that_begin_in_the_prefix_cache(folder, head, prompt_of, monkeypatch):
     """What is missing to a head is what the model never computed for this text: it drafts on."""
     loaded = load(str(folder), dtype="float32")
@@ -216,6 +218,7 @@ def test_texts_that_begin_in_the_prefix_cache(folder, head, prompt_of, monkeypat
     assert sum(len(draft) > 0 for _, draft, _ in drafts) > 60
 
 
+@pytest.mark.sampled(3)
 def test_texts_that_give_up_their_pages(folder, head, prompt_of, monkeypatch):
     loaded = load(str(folder), dtype="float32")
     prompts, longer = [prompt_of(80, seed) for seed in range(4)], dataclasses.replace(ANSWER, max_tokens=220)
@@ -281,6 +284,7 @@ def test_any_drafter_is_told_of_the_layers_that_it_names(folder, prompt_of):
             assert {count for start, count, _ in told if start >= 40} == {1, 2, 3}
 
 
+@pytest.mark.sampled(3)
 def test_a_drafter_that_fails_keeps_nothing(folder, head, prompt_of, monkeypatch):
     loaded = load(str(folder), dtype="float32")
     engine = Engine(loaded, drafter=head.drafter)
@@ -298,6 +302,7 @@ def test_a_drafter_that_fails_keeps_nothing(folder, head, prompt_of, monkeypatch
     assert len(request.result.token_ids) == 24 and kept() is None and engine.speculator.nbytes == 0
 
 
+@pytest.mark.sampled(2)
 def test_a_quantized_model_with_the_head_of_the_original(folder, head, prompt_of, tmp_path, monkeypatch):
     quantize(str(folder), "int8", tmp_path / "int8")
     loaded = load(str(tmp_path / "int8"), dtype="bfloat16")

@@ -91,6 +91,7 @@ CHANCE = Sampling(max_tokens=60, ignore_eos=True, temperature=1.3, top_p=0.9, se
                   presence_penalty=0.5)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kv", KV)
 def test_no_setting_lets_a_draft_change_a_bit(small, prompt_of, kv):
     prompts = [prompt_of(length, seed) for seed, length in enumerate((5, 40, 90, 17))]
@@ -287,6 +288,7 @@ def in_four_bits(tmp_path_factory):
     return str(folder / "int4")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kv", ["none", "int4", "int4(residual_length=0)", "int8(residual_length=64)",
                                 "rotation(4)", "window(20)+int4", "h2o(150, interval=60)+int4",
                                 "tova(100, interval=9)+int8", "kvzip(0.5)+int4"])

@@ -128,7 +128,7 @@ def run(loaded, kv, requests, max_batch=11):
     return heard
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("name", [*MODELS, *BY_OPERATION])
 def test_a_request_gets_the_same_bits_in_any_company(models, name):
     # what fails is a whole crowd: making it small takes minutes and shows little
@@ -153,6 +153,7 @@ def test_more_at_once_than_a_multiply_takes_as_decode(models):
         assert together[i] == run(models["qwen3 bf16"], "int8", [requests[i]])[0]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["qwen3 nvfp4-a4 bf16", "qwen3 mxfp4-a4 bf16", "qwen3 fp16",
                                   "qwen3 gguf-q4_0 bf16", "qwen3 gguf-q8_0 bf16", "qwen3 gguf-iq4_nl fp16"])
 def test_64_at_once_are_each_as_alone(models, name):

@@ -128,7 +128,7 @@ def settings_of(examples):
                     phases=[Phase.explicit, Phase.generate])
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("name", "kv"), [*(("qwen3", kv) for kv in KV), ("mixtral", "none"),
                                           ("mixtral", "int4"), ("mixtral", "h2o(40, interval=7)")])
 def test_order_company_chunks_prefixes_and_preemption_change_no_bit(models, name, kv, monkeypatch):
@@ -147,7 +147,7 @@ def test_order_company_chunks_prefixes_and_preemption_change_no_bit(models, name
     holds()
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("kv", KV)
 def test_where_pages_run_out_the_last_ones_wait_and_get_the_same_bits(models, kv, monkeypatch):
     monkeypatch.setattr(kv_manager, "LOOKAHEAD", 4)  # answers are short

@@ -29,6 +29,7 @@ def send(server, request: dict[str, Any]) -> tuple[int, dict[str, str], str]:
         return answer.status_code, dict(answer.headers), answer.read().decode()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("request_", CASES)
 def test_recorded_requests_are_answered(shared, request_):
     status, headers, text = send(shared, request_)

@@ -74,6 +74,7 @@ def test_the_page_asks_a_browser_for_the_key_and_the_client_uses_it(live):
     assert made.openai(api_key=KEY).models.list().data[0].id == "tiny"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("host", "status"), [
     ("127.0.0.1", 200), ("127.0.0.1:1", 200), ("localhost:99", 200), ("LOCALHOST", 200), ("[::1]:80", 200),
     ("127.8.9.1", 200), ("evil.example", 403), ("evil.example:8000", 403), ("127.0.0.1.evil.example", 403),
@@ -98,6 +99,7 @@ def test_a_foreign_host_is_refused(shared, host, status):
     assert status == 200 or answer.json()["error"]["code"] == "forbidden_host"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("origin", "status"), [
     ("http://127.0.0.1:{port}", 200), ("https://127.0.0.1:{port}", 200), ("http://evil.example", 403),
     ("null", 403), ("http://127.0.0.1:1", 403), ("http://localhost:{port}", 403), ("", 403),

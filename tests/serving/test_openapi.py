@@ -20,7 +20,8 @@ def described(shared):
     return shared.get("/openapi.json").json()
 
 
-@pytest.fixture(scope="module", params=[[], ["--strict-requests"]], ids=["lenient", "strict"])
+@pytest.fixture(scope="module", ids=["lenient", "strict"],
+                params=[pytest.param([], marks=pytest.mark.slow), ["--strict-requests"]])
 def url(tmp_path_factory, request):
     """A server in a process of its own. What a request may say of reasoning, its chat template knows."""
     folder = tiny_model(tmp_path_factory.mktemp("models") / "tiny", dtype="float32",
@@ -36,7 +37,7 @@ def url(tmp_path_factory, request):
 
 
 @pytest.mark.parametrize("options", [
-    pytest.param(["--phases", "examples,fuzzing,stateful", "--max-examples", "15", "--seed", "1"],
+    pytest.param(["--phases", "examples,fuzzing,stateful", "--max-examples", "8", "--seed", "1"],
                  id="short"),
     pytest.param(["--phases", "examples,coverage,fuzzing,stateful", "--max-examples", "200"], id="long",
                  marks=pytest.mark.slow),

@@ -26,6 +26,7 @@ def refused(answer, param, code, said):
     assert code in ("", error.get("code")) and said in error["message"]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("change", "param", "said"), [
     ({"n": 0}, "n", ""), ({"n": 17}, "n", ""), ({"n": 1.5}, "n", ""), ({"n": True}, "n", ""),
     ({"n": "2"}, "n", "must be an integer"), ({"temperature": -1}, "temperature", ""),
@@ -50,6 +51,7 @@ def test_a_value_out_of_range(strict, path, change, param, said):
     refused(strict.post_content(path, json.dumps(body)), param, "invalid_value", said)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("path", "change"), [
     *((path, change) for path in (CHAT, TEXT) for change in (
         {"temprature": 1}, {"stream_options": {"usage": True}}, {"\ud800": 1}, {"chat_template": "{{ 1 }}"})),
@@ -64,6 +66,7 @@ def test_what_would_change_the_answer_and_cant_be_obeyed(strict, path, change):
     refused(answer, param, "unsupported_parameter", "")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("message", "param", "code", "said"), [
     ({"role": "tool", "content": "3"}, "tool_call_id", "missing_parameter", "which call"),
     ({"tool_call_id": "a", "role": "tool"}, "content", "missing_parameter", "content is missing"),
@@ -213,12 +216,14 @@ REFUSED = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("path", "change", "param", "code", "said"), [
     (path, *case) for path, cases in REFUSED.items() for case in cases])
 def test_what_cant_be(strict, path, change, param, code, said):
     refused(strict.post(path, {**BODIES[path], **change}), param, code, said)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("prompt", "said"), [
     ([], "empty"), (["a", 3], "prompt"), ([3, "a"], "prompt"), ([[3], "a"], "prompt"), ({"a": 1}, "prompt"),
     ([True], "prompt"), ([-1], "doesn't know"), ([10**9], "doesn't know"), ([2**70], "doesn't know"),
@@ -268,6 +273,7 @@ NUMBERS = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", NUMBERS)
 def test_extreme_numbers_are_obeyed_or_refused(shared, name):
     statuses = set()

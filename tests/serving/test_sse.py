@@ -7,6 +7,7 @@ from .conftest import CHAT, MESSAGES, RESPONSES, TEXT, asked
 PROMPT = "the cat sat " * 2000
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("path", "sign"), [
     (MESSAGES, 'event: ping\ndata: {"type":"ping"}'), (RESPONSES, "event: response.in_progress"),
     (CHAT, ": keep-alive"), (TEXT, ": keep-alive")])

@@ -28,6 +28,7 @@ def ended(made, count):
     return lambda: sum(span["kind"] == "end" for span in spans(trace(made))) >= count
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("path", APIS)
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_answers_id_names_its_spans(live, eventually, path, stream):

@@ -101,6 +101,7 @@ def test_parts_by_a_commit(hub, tmp_path):
     assert facts and facts["tensors"] > 10 and "not pinned" not in done.stderr, done.stderr
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind,what,remedy", [
     ("Q4_K_M", "has 2 GGUF files of type Q4_K_M", "owner/name:Model-Q4_K_M"),
     ("Q5_K_M", "has no GGUF file of type Q5_K_M", "write the end of one's name"),

@@ -100,6 +100,7 @@ HOSTILE["faults everywhere"] = Structure(strict=False, json_schema={"properties"
     f"p{n}": {"items": {"type": "string", "pattern": "["}} for n in range(500)}})
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("structure", HOSTILE.values(), ids=HOSTILE)
 def test_hostile_structures_end_soon(compilers, tiny, structure):
     """Refused, or at work for some tokens and then refused, or bounded; the next request is served."""

@@ -161,7 +161,7 @@ PIECES = st.one_of(st.sampled_from([
     "3", "a", ONE, TWO, LLAMA, GEMMA, f"<tool_call>{ONE[:30]}"]), st.text(max_size=3))
 
 
-@settings(max_examples=400)
+@settings(max_examples=150)
 @given(st.data())
 def test_how_a_text_is_cut_makes_no_difference(read, data):
     text = "".join(data.draw(st.lists(PIECES, max_size=12)))
@@ -176,7 +176,7 @@ def test_how_a_text_is_cut_makes_no_difference(read, data):
             assert together.text == text
 
 
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(st.data())
 def test_nothing_is_lost(read, data):
     """Letters that nothing has a use for come out, in their order, as text or as arguments."""

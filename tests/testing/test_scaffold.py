@@ -18,6 +18,7 @@ from quantkit.testing.scaffold import KINDS, LONGEST, make_plugin, render
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_what_is_made_passes_its_own_tests_and_the_check(kind, tmp_path, monkeypatch):
     plugin = make_plugin(kind, KINDS[kind].example, tmp_path)

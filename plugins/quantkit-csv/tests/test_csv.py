@@ -59,6 +59,7 @@ def test_a_negative_number_stays_a_number() -> None:
     assert (row["kl_mean"], row["kl_mean_low"], row["kl_mean_high"]) == ("-0.5", "-1.0", "inf")
 
 
+@pytest.mark.slow
 def test_eval_writes_and_prints_it(command: Callable[..., CompletedProcess[bytes]], tmp_path: Path) -> None:
     """As a user has it: found by its entry point, beside the other files, and on stdout by its name."""
     model, out = tiny_model(tmp_path / "tiny"), tmp_path / "out"

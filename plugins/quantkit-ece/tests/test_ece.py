@@ -80,6 +80,7 @@ def test_the_kit() -> None:
     check_metric(METRIC)
 
 
+@pytest.mark.slow
 def test_eval_has_the_column(command: Callable[..., CompletedProcess[bytes]], tmp_path: Path) -> None:
     """As a user has it: found by its entry point, in the table, the report, the plot and JSON."""
     model, out = tiny_model(tmp_path / "tiny"), tmp_path / "out"

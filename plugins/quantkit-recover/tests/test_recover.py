@@ -69,6 +69,7 @@ def tensors(folder):
     return load_file(folder / "model.safetensors")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("family", "method", "spec"), [
     ("llama", "rtn", INT2), ("qwen2", "gptq", INT2), ("gemma2", "rtn", INT3), ("mha", "gptq", TRELLIS)])
 def test_the_loss_falls_and_codes_stay(tmp_path, family, method, spec):
@@ -122,6 +123,7 @@ class Crash(BaseException):
     """A process that is killed."""
 
 
+@pytest.mark.slow
 def test_killed_at_any_instant_it_ends_with_the_same_bytes(tmp_path, monkeypatch):
     tiny, path = str(tiny_model(tmp_path / "tiny")), recipe(tmp_path)
     steps = []

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 from pydantic import ValidationError
 
@@ -191,7 +192,7 @@ def make_plan(recipe: Recipe, source: ModelSource) -> Plan:
                           next="--budget 4.25bpw, or a size such as --budget 5GB")
     if recipe.kv is not None:
         check_kv(parse_kv(recipe.kv))
-    config = check_loadable(source.uri, source.config(), source.tensors(), source.side_files()).config
+    config = _checked_config(source)
     return _plan_for_engine(recipe, source, config)
 
 
@@ -201,12 +202,24 @@ def plans_for_engines(recipe: Recipe, source: ModelSource, engines: Iterable[str
     Raises:
         QuantkitError: what :func:`make_plan` raises of the model itself.
     """
-    config = check_loadable(source.uri, source.config(), source.tensors(), source.side_files()).config
+    config = _checked_config(source)
     plans = {}
     for engine in engines:
         with suppress(RecipeError):
             plans[engine] = _plan_for_engine(recipe.model_copy(update={"engine": engine}), source, config)
     return plans
+
+
+_CHECKED: WeakKeyDictionary[ModelSource, ModelConfig] = WeakKeyDictionary()
+"""Of sources that were checked: many recipes are planned for one, and its tokenizer takes long to read."""
+
+
+def _checked_config(source: ModelSource) -> ModelConfig:
+    """The config of a model that could be loaded. Raises what :func:`make_plan` does of it."""
+    if source not in _CHECKED:
+        _CHECKED[source] = check_loadable(source.uri, source.config(), source.tensors(),
+                                          source.side_files()).config
+    return _CHECKED[source]
 
 
 def _plan_for_engine(recipe: Recipe, source: ModelSource, config: ModelConfig) -> Plan:

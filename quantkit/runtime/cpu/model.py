@@ -60,8 +60,10 @@ def reason_against(config: ModelConfig, dtype: torch.dtype, device: torch.device
         return reason
     from quantkit_kernels.cpu.hadamard import reason_against as reason_against_rotation
 
+    queries = {name: query_for(weight, dtype, device, "decode") for name, weight in quantized.items()}
+    kernels = {query: choose(query).kernel for query in dict.fromkeys(queries.values())}  # most are alike
     for name, weight in quantized.items():
-        kernel = choose(query_for(weight, dtype, device, "decode")).kernel
+        kernel = kernels[queries[name]]
         if not isinstance(kernel, cpu_linear.CpuKernel):
             return f"{name} is multiplied by {kernel.name}"
         if weight.spec.rotation and (reason := reason_against_rotation(weight.shape[1])) is not None:

@@ -54,7 +54,9 @@ class PeakUsage:
     tracked: int = 0
 
     def __or__(self, other: PeakUsage) -> PeakUsage:
-        return PeakUsage(*map(max, dataclasses.astuple(self), dataclasses.astuple(other)))
+        return PeakUsage(max(self.codes, other.codes), max(self.residual, other.residual),
+                         max(self.bytes, other.bytes), max(self.slots, other.slots),
+                         max(self.tracked, other.tracked))
 
 
 @dataclass(frozen=True)

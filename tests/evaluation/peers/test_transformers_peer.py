@@ -31,6 +31,7 @@ def test_the_same_weights_give_the_same_numbers(folder, reference, windows):
     assert json.loads(json.dumps(row.to_dict()))["kl_mean"] == row.metrics["kl_mean"].value
 
 
+@pytest.mark.slow
 def test_a_prompt_is_not_scored(folder, reference, windows):
     row = run_peer(f"transformers({folder})", {"one": windows}, 10, reference)
     (ours,) = compare([reference], windows, prompt=0)
@@ -48,7 +49,7 @@ def test_bitsandbytes_quantizes_while_it_loads(folder, reference, windows):
 
 
 @pytest.mark.parametrize(("symmetric", "options", "method"), [
-    ("true", "", "compressed-tensors"),
+    pytest.param("true", "", "compressed-tensors", marks=pytest.mark.slow),
     ("false", ", quantization=dequantize", "compressed-tensors, dequantized")])
 def test_a_checkpoint_of_ours_differs_there_as_it_does_here(folder, reference, windows, tmp_path, symmetric,
                                                             options, method):
@@ -74,6 +75,7 @@ def test_another_tokenizer_is_refused(reference, windows, tmp_path):
         run_peer(f"transformers({other})", {"one": windows}, 0, reference)
 
 
+@pytest.mark.slow
 def test_ids_beyond_the_vocabulary_are_refused(folder, reference, windows, tmp_path):
     larger = load(str(tiny_model(tmp_path / "larger", vocab_size=320)))
     wrong = windows.clone()

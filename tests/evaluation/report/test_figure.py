@@ -74,6 +74,7 @@ def test_names_stand_beside_their_marks_apart_and_inside(rich, number):
     assert all(box[0] >= 0 and box[1] >= 0 and box[2] <= WIDTH + 10 and box[3] <= HEIGHT for box in boxes)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["W" * 200, "模型" * 50, "$x^2$ a_b", "_hidden", "", "\x1b[31m",
                                  "<!-- & -->"])
 def test_awkward_names(make_result, make_row, name):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,7 @@ def fails(result):
     raise KeyError("decode")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("render", "reason"), [
     (fails, "KeyError"), (lambda result: None, "returns a NoneType"), (lambda result: 1 / 0, "ZeroDivision")])
 def test_a_reporter_that_fails_costs_its_own_file(make_result, tmp_path, registered, render, reason):
@@ -122,15 +124,20 @@ def test_a_reporter_that_changes_the_result_changes_only_its_copy(make_result, t
     assert (tmp_path / "b.txt").read_text() == "4" and len(result.rows) == 4
 
 
-@pytest.mark.parametrize("file", ["../up.txt", "/tmp/x", "a/b", "a\\b", "", ".", "..", "a\nb", ".hidden",
-                                  "x.new", "c:x", "n" * 200])
-def test_a_file_that_has_no_plain_name_is_left_out(make_result, tmp_path, registered, file):
-    registered("mine", Reporter("mine", file, lambda result: "text"))
-    with pytest.warns(UserWarning, match="'mine' of quantkit-mine was left out: .*plain file name"):
+def test_a_file_that_has_no_plain_name_is_left_out(make_result, tmp_path, registered):
+    files = ("../up.txt", "/tmp/x", "a/b", "a\\b", "", ".", "..", "a\nb", ".hidden", "x.new", "c:x",
+             "n" * 200)
+    for number, file in enumerate(files):
+        registered(f"mine{number}", Reporter(f"mine{number}", file, lambda result: "text"))
+    with pytest.warns(UserWarning) as caught:
         assert written(make_result(), tmp_path / "in") == FILES
+    for number in range(len(files)):
+        pattern = f"'mine{number}' of quantkit-mine was left out: .*plain file name"
+        assert sum(bool(re.search(pattern, str(warning.message), re.DOTALL)) for warning in caught) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
-    with pytest.raises(PluginError, match="can't be used"):
-        write_report(make_result(), tmp_path / "in", ["mine"])
+    for number in range(len(files)):
+        with pytest.raises(PluginError, match="can't be used"):
+            write_report(make_result(), tmp_path / "in", [f"mine{number}"])
 
 
 def test_of_equal_files_the_built_in_stays(make_result, tmp_path, registered):

@@ -72,8 +72,9 @@ def overflow(page):
     return page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize(("width", "scheme"), [
+    (390, "light"), (1280, "dark"), *(pytest.param(*sizes, marks=pytest.mark.slow)
+                                      for sizes in ((390, "dark"), (1280, "light")))])
 def test_every_chart_is_drawn_and_nothing_is_wider_than_the_screen(files, visit, width, scheme):
     page = visit(files("rich", rich_result()), width, color_scheme=scheme)
     charts = page.locator("[data-chart]")
@@ -169,6 +170,7 @@ def test_a_change_of_width_and_of_the_scheme_draws_again(files, visit):
     assert overflow(page) == 0
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", sorted(sample_results()))
 def test_awkward_results_are_shown_too(files, visit, name):
     page = visit(files(name, sample_results()[name]), 390)

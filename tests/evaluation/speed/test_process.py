@@ -46,6 +46,7 @@ def test_a_sweep_of_a_tiny_checkpoint_through_its_worker(int8):
     assert all(sum(names.values()) == 14 for names in sweep.kernels.values()), "a kernel for every Linear"
 
 
+@pytest.mark.slow
 def test_the_memory_of_a_sweep(int8):
     sweep, loaded = measure(int8, kv="int8"), load(str(int8))
     memory, cache = sweep.memory, KVCache(loaded.config, parse_kv("int8"), loaded.dtype)

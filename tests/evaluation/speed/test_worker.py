@@ -82,6 +82,7 @@ def test_the_bytes_of_a_step_are_the_weights_and_what_every_sequence_has(loaded)
     assert moved == pytest.approx(loaded.model.step_bytes + 2 * token * (5 + 2 + 8 / 2))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kv", ["none", "int8", "window(16, sinks=2)"])
 def test_every_run_begins_with_the_same_context(loaded, kv):
     """Bytes a token are the same in the slowest and the fastest run, whether tokens are taken back or not."""

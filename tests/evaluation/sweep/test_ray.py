@@ -14,6 +14,7 @@ from quantkit.evaluation.run import evaluate
 from tests.helpers.killed_worker import SETTINGS
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray isn't installed")
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="workers are found in Linux's /proc")
 def test_a_killed_worker_costs_nothing(tiny, int8, int4, root):

@@ -230,6 +230,7 @@ def check(loaded, requests, **options):
     return results
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family(family, tmp_path):
     check(model_of(tmp_path, family), tree(), batch=5)

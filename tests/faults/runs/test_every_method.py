@@ -41,7 +41,7 @@ def test_no_method_and_no_format_is_left_out(every_case):
     assert "hqq" in registry("methods"), "plugins are among them"
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(6)
 def test_killed_at_some_points(case, run_of, killed_at):
     killed_at(run_of(case), run_of(case).points(1 if "calibration" in case.recipe else 2))
 
@@ -52,6 +52,7 @@ RECOVERED = {"calibration": {"windows": 4, "window": 16}, "recover": {"name": "d
                            "bits": 2, "granularity": {"strategy": "group", "size": 32}}}]}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["recovered", "int4-autoround", "int4-datafree"])
 def test_long_runs_killed_at_some_points(name, run_of, killed_at):
     """A recovery keeps a state of its own, autoround takes steps, and datafree draws its tokens."""

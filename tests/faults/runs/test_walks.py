@@ -143,6 +143,7 @@ def test_another_run_does_not_take_them_up(run, deep, recipe, tmp_path, at_step,
     run.again(out)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("unit", ["hidden.1", "slopes.3", "squares.5", f"squares.{LAYERS}"])
 def test_damaged_layers_are_computed_again(run, tmp_path, at_step, in_child, kill, monkeypatch, unit):
     """A power cut may tear what a kill leaves whole."""

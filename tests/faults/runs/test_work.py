@@ -26,6 +26,7 @@ def killed(run, number, out, at_step, in_child, kill, monkeypatch):
     monkeypatch.setattr(durable, "step", lambda what: None)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("what, kept", [
     ("create part-work-text.json", ()), ("create part-work-importance.safetensors", ("write",)),
     ("rename part-work-importance.json", ("write",)),

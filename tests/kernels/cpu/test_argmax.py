@@ -14,12 +14,14 @@ FEW = st.sampled_from([-3e38, -2.0, -1e-45, -0.0, 0.0, 1.0, 2.0, 3e38])
 ANY = st.floats(width=32)
 
 
+@pytest.mark.sampled(3)
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(values=st.lists(FEW, min_size=1, max_size=70))
 def test_the_lowest_index_of_the_largest(isa, values):
     assert argmax(torch.tensor(values), isa) == values.index(max(values))
 
 
+@pytest.mark.sampled(3)
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(values=st.lists(FEW, min_size=1, max_size=70) | st.lists(ANY, min_size=1, max_size=70))
 def test_the_answer_of_the_reference(isa, values):

@@ -134,7 +134,7 @@ def test_what_is_stored_is_what_the_codec_makes(isa, pages, codec):
             assert torch.equal(found, wanted), name
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("limits", [{}, {"window": 40}, {"limit": 30, "sinks": 4}, {"window": 1}])
 def test_any_tile_split_chunk_and_thread_gives_the_same_bits(isa, pages, codec, limits):

@@ -176,8 +176,9 @@ def arm_loops(spec, target, cpu):
             if sum(first <= start and end <= last for start, end in spans) == 1]
 
 
-@pytest.mark.parametrize(("target", "cpu"), [(isa.NEON_BF16, "neoverse-v1"), (isa.NEON_BF16, "apple-m2"),
-                                             (isa.NEON, "neoverse-n1")])
+@pytest.mark.parametrize(("target", "cpu"), [
+    (isa.NEON_BF16, "neoverse-v1"), pytest.param(isa.NEON_BF16, "apple-m2", marks=pytest.mark.slow),
+    (isa.NEON, "neoverse-n1")])
 def test_loops_for_arm_multiply_with_what_there_is(target, cpu):
     """An instruction is a large part of some loop. The loops that it fills touch the stack for nothing."""
     from quantkit_kernels.cpu import decoders

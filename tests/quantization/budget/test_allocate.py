@@ -39,6 +39,7 @@ def test_no_other_choice_that_fits_costs_less(groups, share):
     assert total(costs, chosen) <= best * (1 + 2e-5) + 1e-8 * largest
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("bits", [2.3, 3.5, 4.25, 7])
 def test_real_sizes_fill_the_budget_and_beat_a_greedy_choice(bits):
     """A model of 80 layers, and the classical heuristic: the largest saving for each byte goes first."""

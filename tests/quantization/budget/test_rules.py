@@ -32,6 +32,7 @@ def unit_of(slot):
     return slot.name.partition(".experts.")[0] if ".experts." in slot.name else slot.shares
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("family", list(FAMILIES))
 @pytest.mark.parametrize("seed", range(4))
 def test_every_layer_gets_its_own(family, seed, tmp_path):
@@ -51,6 +52,7 @@ def test_every_layer_gets_its_own(family, seed, tmp_path):
     assert used == set(range(len(rules))), "a rule that decides nothing is an error when a plan is made"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", list(CONFIGS))
 def test_a_large_model_needs_few_rules(name):
     chance, of = random.Random(0), {}

@@ -162,6 +162,7 @@ def rounded(measured, name, index):
     return form.dequantize(form.pack(method.run(weight, None, row.spec, method.options()), torch.bfloat16))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
 def test_it_predicts_what_is_measured(tmp_path, family):
     measured = Measured(tiny_model(tmp_path / "model", family), CANDIDATES,

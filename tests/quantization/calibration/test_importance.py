@@ -118,13 +118,14 @@ def test_it_is_the_square_of_the_gradient_of_answers_that_the_model_gives(
         torch.testing.assert_close(found[name], weights, rtol=2e-3, atol=1e-5)
 
 
+@pytest.mark.sampled(2)
 def test_the_same_seed_gives_the_same_bits_and_another_one_does_not(model, tmp_path):
     once, again, other = (importance(model, tmp_path / "x", seed) for seed in (1, 1, 2))
     assert all(torch.equal(once[name], again[name]) for name in once)
     assert not torch.equal(once["model.layers.0.mlp.down_proj"], other["model.layers.0.mlp.down_proj"])
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 def test_answers_are_drawn_as_often_as_the_model_gives_them(model, drawn, tmp_path):
     config, weights, _ = model
     for seed in range(60):
@@ -140,6 +141,7 @@ def test_answers_are_drawn_as_often_as_the_model_gives_them(model, drawn, tmp_pa
     assert abs(seen - expected) < 5 * spread
 
 
+@pytest.mark.sampled(2)
 def test_the_largest_are_cut(model, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "MOST", 1e9)
     whole = importance(model, tmp_path / "x")
@@ -227,6 +229,7 @@ def test_a_hidden_state_that_is_not_finite_names_sample_and_layer(model, tmp_pat
         importance(model, tmp_path / "x")
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("model", ["tied", "untied", "capped", "experts"], indirect=True)
 @pytest.mark.parametrize("logits", [1 << 25, 250])
 def test_the_heads_is_the_mean_over_all_answers_of_the_squared_gradient(model, tmp_path, monkeypatch, logits):

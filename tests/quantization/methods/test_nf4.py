@@ -49,7 +49,7 @@ def test_refuses_int_and_a_damaged_weight() -> None:
         METHOD.run(weight, None, nf4_spec(), MethodOptions())
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.oracle
 @pytest.mark.parametrize("name", list(weights()))
 @pytest.mark.parametrize("nested", [True, False])

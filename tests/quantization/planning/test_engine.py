@@ -38,6 +38,7 @@ def outside(plan: Plan) -> dict[str, str]:
     return {row.name: row.spec.label() for row in plan.rows if row.layer is None and row.spec}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("name", ["int4", "int8", "int4-asym", "nf4", "int4-sym"])
 @pytest.mark.parametrize("engine", ["vllm", "sglang", "transformers", "mlx"])

@@ -222,7 +222,7 @@ def test_what_was_kept_is_seen_through_a_models_own_window(tmp_path, kv):
     assert (found[0] - found[1]).abs().mean() < 0.02 * found[1].abs().mean() + 0.02
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("codec", ["none", "int8", "int4", "rotation(3)"])
 @pytest.mark.parametrize("policy", ["snapkv(0.4, window=30)", "pyramidkv(0.4, window=10)", "adakv(0.4)",
                                     "h2o(200, interval=20)", "tova(150, interval=9)", "expected(0.4)"])

@@ -64,6 +64,7 @@ def near(got, x, weight):
     return (got.double() - exact).norm() <= 2 * (plain.double() - exact).norm()
 
 
+@pytest.mark.sampled(3)
 def test_each_has_a_kernel_and_obeys_the_rule(case, monkeypatch):
     from quantkit_kernels.triton.embedding import embed
     from quantkit_kernels.triton.matmul import multiply
@@ -85,6 +86,7 @@ def test_bytes_are_known_before_it_is_packed(case, monkeypatch):
     assert 2 * _tile_bytes(kernel, case[0], 512) == packed.nbytes
 
 
+@pytest.mark.sampled(3)
 def test_weights_one_below_the_other(case, monkeypatch):
     """Of tiles that no row of the second begins; of tensors whose numbers differ."""
     from quantkit_kernels.triton.matmul import multiply

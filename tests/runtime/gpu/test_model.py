@@ -85,7 +85,7 @@ def logits(folder, kv="none", device="cpu", dtype="float32"):
     return torch.cat(found, 1), model
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("kv", KV)
 @torch.inference_mode()
 def test_every_way_to_keep_the_cache(folder, simulated, kv):
@@ -106,7 +106,7 @@ def test_the_head_alone(tmp_path, simulated):
     assert alone.weight_bytes == model.weight_bytes > model.step_bytes
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.inference_mode()
 def test_every_family(tmp_path, simulated, family):
@@ -118,7 +118,7 @@ def test_every_family(tmp_path, simulated, family):
     assert (ours - plain).abs().max() < 5e-5 * plain.abs().max()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(("recipe", "kernel"), [("int8", "triton-w8a16"), ("int4-rtn", "triton-w4a16"),
                                                 ("nf4", "triton-nf4"), ("w8a8", "triton-w8a8"),
                                                 ("fp8", "triton-w8a8"), ("nvfp4-a4", "triton-w4a4"),
@@ -171,6 +171,7 @@ def test_a_trellis(simulated, tmp_path):
     assert (ours - plain).abs().max() < 5e-5 * plain.abs().max()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("recipe", ["none", "int8", THREE, TRELLIS, "int4-rtn", "nf4", "nf4-nested", "w8a8",
                                     "nvfp4-a4", "mxfp4-a4"],
                          ids=lambda recipe: recipe.strip().splitlines()[0])

@@ -14,11 +14,13 @@ from quantkit.testing import tiny_model
 LENGTH = 150
 
 
-@pytest.mark.parametrize("kv", ["none", "int8", "fp8", "int4", "rotation(4)", "int8/int4"])
+@pytest.mark.parametrize("kv", [
+    "none", "fp8", "rotation(4)", "int8/int4",
+    *(pytest.param(kv, marks=pytest.mark.slow) for kv in ("int8", "int4"))])
 def test_a_step_after_it_reads_what_a_prompt_would_have_left(tmp_path, monkeypatch, kv):
     monkeypatch.setattr(gpu, "SIMULATE", True)
     monkeypatch.setattr(decoding, "STEP", 64)
-    folder = tiny_model(tmp_path / "m", num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+    folder = tiny_model(tmp_path / "m", num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
                         head_dim=32, dtype="float32")
     model = load(str(folder)).model
     cache = KVCache(model.config, parse_kv(kv), model.dtype, model.device)

@@ -18,6 +18,7 @@ REQUESTS = [ScoringRequest((*EXAMPLES, 100), (5, 6)), ScoringRequest((*EXAMPLES,
             ScoringRequest(EXAMPLES[:3], EXAMPLES[3:5]), ScoringRequest((7,), (8,))]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("family", "changes"), [("llama", {}), ("mistral", {"sliding_window": 20})])
 def test_as_on_the_cpu_and_in_any_company(family, changes, tmp_path, monkeypatch):
     if torch.cuda.is_available():

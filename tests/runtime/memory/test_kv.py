@@ -76,7 +76,7 @@ class Fed:
             self.model(torch.full((len(rows), 1), 4 + at % 200), cache=Batch(self.cache, rows, "decode"))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("kv", SETTINGS)
 @pytest.mark.parametrize("prompt, decoded", [(1, 63), (200, 150), (129, 260)])
 @torch.inference_mode()
@@ -205,6 +205,7 @@ def test_a_long_sequence_is_no_more_work_and_no_other_result(context, prompt):
     assert residual_slots.groups[0].decoding.codes == max(0, -(-(context - 127) // 64)) - (context > 127)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("kv", ["snapkv(0.5)", "tova(0.5)", "h2o(0.25, interval=24)+int4",
                                 "window(1000)+int8"])
 def test_a_long_answer_is_predicted_in_a_few_steps(loaded, kv, monkeypatch):
@@ -237,7 +238,7 @@ def test_queries_give_their_memory_back_when_the_prompt_ends(tmp_path, kv, dtype
         assert (watched > 0) == (phase == "prefill" or kv.startswith("h2o")), phase
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("kv", ["none", "int4", "window(100, sinks=4)+int4", "window(700)"])
 @pytest.mark.parametrize("context, prompt, chunk", [(3001, 2500, 128), (2048, 2047, 384), (4000, 3300, 200)])
 def test_a_long_prompt_behind_windows_is_predicted_by_its_last_chunks(hybrid, kv, context, prompt, chunk,

@@ -119,6 +119,7 @@ def test_a_difference_without_tokens_is_found_in_the_texts(shared, visit):
     assert verdict == ["The first difference is character 5.", "d"]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("ended, verdict", [
     (["stop", "stop"], "The first difference is token 3."),
     (["stop", "stopped"], "Stopped: equal so far, 2 tokens."),

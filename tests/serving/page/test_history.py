@@ -68,6 +68,7 @@ def test_a_chat_is_renamed_deleted_and_brought_back(shared, visit):
     assert titles(page) == []
 
 
+@pytest.mark.slow
 def test_a_title_that_is_being_written_and_the_focus_outlast_a_change_of_the_list(shared, visit):
     page = visit(shared.url)
     ask(page, "about the cat")
@@ -132,6 +133,7 @@ def test_a_chat_that_another_tab_deleted_cannot_be_renamed_or_saved(shared, visi
         page.evaluate("chat.keep()")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("turns", [None, "text", [None], [{"role": "system", "content": ""}],
                                    [{"role": "user"}], [{"role": "user", "content": "", "calls": [None]}]])
 def test_what_is_no_chat_is_left_out(shared, visit, turns):

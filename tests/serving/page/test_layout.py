@@ -49,6 +49,7 @@ def test_nothing_is_wider_than_the_screen(live, loaded, twin, visit, width):
     assert page.evaluate("at('settings').scrollWidth - at('settings').clientWidth") == 0
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("width", [390, 1280])
 def test_the_buttons_of_an_answer_stand_in_one_line_beside_its_figures(shared, visit, width):
     page = visit(shared.url, width=width)
