@@ -5,6 +5,9 @@ order first: pairs of columns are rows, tokens are columns. What
 :mod:`~quantkit_kernels.cpu.float_product` says of chunks holds here too. Within one, the even columns of each
 32 are a chain and the odd ones another, and both are added to the sum: these bits differ from those of other
 instructions, and are the same in any company.
+
+Integers are left to AVX-512: with a scale for each 32 columns every tile's product would be stored and
+scaled by itself, which takes longer than it spares.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from collections.abc import Sequence
 
 from quantkit_kernels.cpu.float_product import CHUNK, FloatProduct
 from quantkit_kernels.cpu.product_spec import MOST_ROWS
-from quantkit_kernels.cpu.tiles import ROWS, SQUARE, TILE_BYTES, Tiles
+from quantkit_kernels.cpu.tiles import ROWS, TILE_BYTES, Tiles
 from quantkit_kernels.cpu.values import I32, I64, Value, vec
 from quantkit_kernels.cpu.weight_decoder import STRIPE, SUB
 
@@ -33,7 +36,7 @@ class AmxProduct(FloatProduct):
         self.tiles = Tiles(e)
         begin, end, top, bottom = self.bounds()
         groups = (bottom - top + ROWS - 1) // ROWS
-        self.tiles.begin([SQUARE] * 8)
+        self.tiles.begin()
         with e.loop(0, a.subgroups, self.chunk) as chunk:
             stop = e.min(chunk + self.chunk, a.subgroups)
             with e.loop(0, groups) as group, e.loop(chunk, stop) as s:

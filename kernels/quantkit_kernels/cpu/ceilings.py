@@ -23,7 +23,7 @@ from quantkit_kernels.cpu.isa import Isa
 from quantkit_kernels.cpu.pool import Pool
 from quantkit_kernels.cpu.product_tile import AHEAD
 from quantkit_kernels.cpu.program import Program, ProgramKernel
-from quantkit_kernels.cpu.tiles import ROWS, SQUARE, TILE_BYTES, Tiles
+from quantkit_kernels.cpu.tiles import ROWS, TILE_BYTES, Tiles
 from quantkit_kernels.cpu.values import F32, I8, I16, I32, I64, Type, Value, vec
 
 Operands = Literal["bf16", "float32", "int16", "int8"]
@@ -103,7 +103,7 @@ class ProductKernel:
     def _multiply_tiles(self, e: Emitter, data: Value, steps: Value) -> Value:
         """The first rows of all sums together; each operand's rows are a vector of ``data``."""
         tiles, row = Tiles(e), vec(F32, ROWS)
-        tiles.begin([SQUARE] * 8)
+        tiles.begin()
         for total in range(len(TILE_PAIRS)):
             tiles.clear(total)
         for place, operand in enumerate(sorted({tile for pair in TILE_PAIRS for tile in pair})):

@@ -24,8 +24,7 @@ from quantkit_kernels.cpu.driver import begin
 from quantkit_kernels.cpu.float_product import FloatProduct
 from quantkit_kernels.cpu.isa import Isa
 from quantkit_kernels.cpu.product_spec import ARGUMENTS, ProductSpec
-from quantkit_kernels.cpu.product_tile import BLOCKS_BY_TILES, TILE_SHAPES, TileWriter, Turns, by_tiles
-from quantkit_kernels.cpu.tiles import ROWS
+from quantkit_kernels.cpu.product_tile import TileWriter, Turns
 from quantkit_kernels.cpu.values import Value
 from quantkit_kernels.cpu.weight_decoder import STRIPE, SUB
 
@@ -49,15 +48,15 @@ class Matmul(ProductSpec):
             _Writer(module, isa, self).write()
 
 
-def tile(spec: ProductSpec, isa: Isa) -> tuple[int, int]:
+def tile(isa: Isa) -> tuple[int, int]:
     """Blocks and rows of activations that are multiplied at once from scratch memory."""
-    return (BLOCKS_BY_TILES, ROWS) if by_tiles(spec, isa) else (2, isa.lanes // 2)
+    return 2, isa.lanes // 2
 
 
 def unpacks_before(spec: ProductSpec, isa: Isa) -> bool:
     """Whether a block is unpacked into scratch memory before many rows are multiplied by it: where unpacking
-    takes long, registers are few, or AMX multiplies."""
-    return spec.decoder.blocks_per_unpack(isa) > 1 or isa.lanes < 16 or by_tiles(spec, isa)
+    takes long, or registers are few."""
+    return spec.decoder.blocks_per_unpack(isa) > 1 or isa.lanes < 16
 
 
 def scratch_bytes(product: ProductSpec, isa: Isa, subgroups: int) -> int:
@@ -66,7 +65,7 @@ def scratch_bytes(product: ProductSpec, isa: Isa, subgroups: int) -> int:
         return amx.SCRATCH_BYTES if isa.amx and product.decoder == decoders.BF16 else 0
     if not unpacks_before(product, isa):
         return 0
-    blocks = max(tile(product, isa)[0], product.decoder.blocks_per_unpack(isa))
+    blocks = max(tile(isa)[0], product.decoder.blocks_per_unpack(isa))
     return blocks * subgroups * SUB * isa.lanes * product.decoder.family.width
 
 
@@ -84,8 +83,7 @@ class _Writer:
     def write(self) -> None:
         e, a = self.e, self.a
         together = self.tiles.blocks_per_unpack
-        blocks, rows = tile(self.spec, self.isa)
-        has_tiles = by_tiles(self.spec, self.isa)
+        blocks, rows = tile(self.isa)
         unit = self.unit
         across = (a.stripes + a.stripes_a_unit - 1) // a.stripes_a_unit
         first = unit % across * a.stripes_a_unit
@@ -102,8 +100,6 @@ class _Writer:
                 self._directly(begin, end, top, bottom)
                 otherwise()
                 size = max(blocks, together)
-                if has_tiles:
-                    self.tiles.tiles.begin(TILE_SHAPES)
                 with e.loop(begin, end, size) as block:
                     self._unpack(block, size)
                     full = count // rows * rows + top
@@ -112,8 +108,6 @@ class _Writer:
                             self.tiles.multiply(block, row, blocks, rows, first)
                         with e.loop(full, bottom) as row:
                             self.tiles.multiply(block, row, blocks, 1, first)
-                if has_tiles:
-                    self.tiles.tiles.end()
         e.ret()
 
     def _directly(self, begin: Value, end: Value, top: Value, bottom: Value) -> None:

@@ -12,7 +12,6 @@ from quantkit_kernels.cpu.emit import Emitter
 from quantkit_kernels.cpu.isa import Isa
 from quantkit_kernels.cpu.product_spec import ProductSpec
 from quantkit_kernels.cpu.scales import ScaleReader
-from quantkit_kernels.cpu.tiles import ROWS, SQUARE, TILE_BYTES, Tiles, TileShape
 from quantkit_kernels.cpu.values import F32, I8, I32, I64, Value, Var, vec
 from quantkit_kernels.cpu.weight_decoder import STRIPE, SUB
 
@@ -20,19 +19,8 @@ AHEAD = 1024
 """Bytes by which weights are fetched before they are needed."""
 TOGETHER = 4
 """Steps of a tile between which nothing is a loop."""
-BLOCKS_BY_TILES = 2
-WEIGHTS, INPUTS = 2, 4
-"""AMX's tiles of weights and of activations; the first two are sums."""
-TILE_SHAPES = [*[SQUARE] * 2, *[TileShape(SUB // 4, 64)] * 2, *[TileShape(ROWS, SUB)] * 4]
 Sums = Sequence[Sequence[Value]]
 """A vector for each block and row."""
-
-
-def by_tiles(spec: ProductSpec, isa: Isa) -> bool:
-    """Whether AMX multiplies many rows: by weights that unpack to bytes, where activations have a scale for
-    each 32."""
-    family = spec.decoder.family
-    return isa.amx and family.width == 1 and not family.by_token and (spec.group or SUB) % SUB == 0
 
 
 @dataclass(frozen=True)
@@ -113,9 +101,6 @@ class TileWriter:
         self.matrices = isa.i8mm and self.family.width == 1
         """Whether unpacked weights lie by eight columns, which are multiplied by two rows at once."""
         self.sums_int16 = self.decoder.fits_int16 and isa.sums_int16
-        if by_tiles(spec, isa):
-            self.tiles = Tiles(e)
-            self.room = e.room(BLOCKS_BY_TILES * TILE_BYTES)
 
     def scratch(self, block: Any, subgroup: Value) -> Value:
         """Where a block's unpacked subgroup lies."""
@@ -292,8 +277,6 @@ class TileWriter:
         registers. ``run``: which subgroup, or half of one."""
         e, count, size = self.e, self.span // self.family.step, self.span * self.family.width
         assert tile.unpacked is not None
-        if len(tile.rows) == ROWS and by_tiles(self.spec, self.isa):
-            return self._sums_by_tiles(tile.unpacked, tile.x[0], run)
         sources = [source + run * (size * self.lanes) for source in tile.unpacked]
         if self.matrices:
             return self._matrix_sums(sources, [x + run * size for x in tile.x])
@@ -330,19 +313,6 @@ class TileWriter:
                     line[m] = self.isa.matrix_dot(e, line[m], weight, factor)
         return [[line[m // 2].shuffle(range(m % 2, 2 * lanes, 2)) for m in range(len(inputs))]
                 for line in sums]
-
-    def _sums_by_tiles(self, unpacked: Sequence[Value], x: Value, subgroup: Value) -> Sums:
-        """The sums of 16 rows, by AMX: activations are read as they lie, a block's subgroup too."""
-        e, tiles = self.e, self.tiles
-        tiles.load(INPUTS, x + subgroup * SUB, self.a.x_stride)
-        sums = []
-        for b, source in enumerate(unpacked):
-            tiles.clear(b)
-            tiles.load(WEIGHTS + b, source + subgroup * (SUB * self.lanes), e.const(I64, 4 * self.lanes))
-            tiles.multiply_bytes(b, INPUTS, WEIGHTS + b)
-            tiles.store(b, self.room + b * TILE_BYTES)
-            sums.append([e.load(self.room, vec(I32, ROWS), b * TILE_BYTES + m * 64) for m in range(ROWS)])
-        return sums
 
     def _add(self, tile: _Tile, sums: list[list[Value]], weights: Sequence[Value],
              factors: Sequence[Value]) -> None:

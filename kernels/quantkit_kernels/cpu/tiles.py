@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import sys
-from collections.abc import Sequence
-from typing import NamedTuple
 
 from llvmlite import ir
 
@@ -16,16 +14,6 @@ from quantkit_kernels.cpu.values import I8, I16, I64, Value, vec
 ROWS, TILE_BYTES = 16, 1024
 REQUEST, TILE_DATA, SYSTEM_CALL = 0x1023, 18, 158
 """Linux's ``arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA)``."""
-
-
-class TileShape(NamedTuple):
-    """Rows of a tile, and bytes in each."""
-
-    rows: int
-    width: int
-
-
-SQUARE = TileShape(ROWS, 64)
 
 
 class Tiles:
@@ -38,14 +26,14 @@ class Tiles:
     def __init__(self, e: Emitter) -> None:
         self.e = e
 
-    def begin(self, shapes: Sequence[TileShape]) -> None:
-        """Give each of the eight tiles its shape."""
+    def begin(self) -> None:
+        """Give each of the eight tiles 16 rows of 64 bytes."""
         e = self.e
         shape = e.room(64)
         e.store(shape, e.const(vec(I8, 64), 0))
         e.store(shape, e.const(I8, 1))
-        e.store(shape, e.const(vec(I16, 8), [tile.width for tile in shapes]), 16)
-        e.store(shape, e.const(vec(I8, 8), [tile.rows for tile in shapes]), 48)
+        e.store(shape, e.const(vec(I16, 8), [64] * 8), 16)
+        e.store(shape, e.const(vec(I8, 8), [ROWS] * 8), 48)
         self._run("ldtilecfg", shape)
 
     def end(self) -> None:
@@ -65,11 +53,6 @@ class Tiles:
         """Add a product of bfloat16 to the tile ``total``, float32 ``[16, 16]``: ``left`` is ``[16, k]``,
         ``right`` has a row for two of k, pairs side by side."""
         self._run("tdpbf16ps", *map(self._number, (total, left, right)))
-
-    def multiply_bytes(self, total: int, left: int, right: int) -> None:
-        """Add a product of int8 by uint8 to the tile ``total``, int32 ``[16, 16]``; ``right`` has a row for
-        four of k."""
-        self._run("tdpbsud", *map(self._number, (total, left, right)))
 
     def _number(self, tile: int) -> Value:
         return self.e.const(I8, tile)

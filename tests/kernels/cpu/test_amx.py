@@ -10,17 +10,16 @@ import torch
 from quantkit_kernels.cpu import compiled, decoders, isa, matmul, pack, tiles
 from quantkit_kernels.cpu.float_product import CHUNK
 from quantkit_kernels.cpu.tiles import TILE_BYTES, Tiles
-from quantkit_kernels.cpu.values import F32, I8, I32, I64, vec
+from quantkit_kernels.cpu.values import F32, I32, I64, vec
 from tests.kernels.cpu import reference
-from tests.kernels.cpu.test_matmul import activations, case_of
 
 ROW = vec(I32, 16)
 IN_MEMORY = isa.Isa("amx-in-memory", 16, isa.AMX.needs)
 
 
 class TilesInMemory(Tiles):
-    def begin(self, shapes):
-        self.memory, self.shapes = self.e.room(8 * TILE_BYTES), shapes
+    def begin(self):
+        self.memory = self.e.room(8 * TILE_BYTES)
 
     def end(self):
         pass
@@ -30,9 +29,8 @@ class TilesInMemory(Tiles):
             self.e.store(self._row(tile, row), self.e.const(ROW, 0))
 
     def load(self, tile, start, stride):
-        with self.e.loop(0, self.shapes[tile].rows) as row:
-            kind = vec(I8, self.shapes[tile].width)
-            self.e.store(self._row(tile, row), self.e.load(start + row * stride, kind))
+        with self.e.loop(0, 16) as row:
+            self.e.store(self._row(tile, row), self.e.load(start + row * stride, ROW))
 
     def store(self, tile, start):
         with self.e.loop(0, 16) as row:
@@ -50,17 +48,6 @@ class TilesInMemory(Tiles):
             place = self._row(total, row)
             e.store(place, e.load(place, real) + (even.get() + odd.get()))
 
-    def multiply_bytes(self, total, left, right):
-        e = self.e
-        with e.loop(0, 16) as row:
-            place = self._row(total, row)
-            sums = e.var(e.load(place, ROW))
-            for k in range(self.shapes[right].rows):
-                four = e.load(self._row(left, row) + k * 4, I32).spread(16).bits(vec(I8, 64))
-                columns = e.load(self._row(right, k), vec(I8, 64))
-                sums.set(isa.Isa("plain", 16).bytes_dot(e, sums.get(), columns, four))
-            e.store(place, sums.get())
-
     def _row(self, tile, row):
         row = row if hasattr(row, "ir") else self.e.const(I64, row)
         return self.memory + (row * 64 + tile * TILE_BYTES)
@@ -71,8 +58,7 @@ def product(monkeypatch, multiply, fastest):
     """``product(matmul, x, …)``: by tiles in memory."""
     if not fastest.bf16:
         pytest.skip("all but the tiles is done by AVX-512, which this CPU lacks")
-    for user in ("amx", "product_tile"):
-        monkeypatch.setattr(f"quantkit_kernels.cpu.{user}.Tiles", TilesInMemory)
+    monkeypatch.setattr("quantkit_kernels.cpu.amx.Tiles", TilesInMemory)
     return functools.partial(multiply, IN_MEMORY)
 
 
@@ -91,22 +77,11 @@ def test_the_bits_of_the_manual_in_any_company(product, same, n, k):
         same(run(x, add=held, **units), exact)
 
 
-@pytest.mark.parametrize("kind", ["int4", "int4 g64", "int4 g32 zp", "int4 with minima", "a wide table"])
-def test_integers_have_the_bits_of_other_instructions(product, same, kind):
-    case = case_of(kind, 97, 192)
-    x = activations(37, 192, case.k, 1)
-    exact = case.exact(x.numpy())[:, :97]
-    for rows in (1, 16, 17, 37):
-        same(product(case.matmul, x[:rows], **case.arguments(16), n=97), exact[:rows])
-    same(product(case.matmul, x, **case.arguments(16), n=97, rows_a_unit=20, threads=2), exact)
-
-
-@pytest.mark.parametrize(("spec", "instruction", "count"), [
-    (matmul.Matmul(decoders.BF16, None), "tdpbf16ps", 6), (matmul.Matmul(decoders.INT4, 64), "tdpbsud", 2)])
-def test_kernels_use_the_instructions(spec, instruction, count):
+def test_kernels_use_the_instructions():
+    spec = matmul.Matmul(decoders.BF16, None)
     text = compiled.assembly(spec.name, isa.AMX, functools.partial(spec.emit, isa=isa.AMX), "sapphirerapids",
                              triple="x86_64-unknown-linux-gnu")
-    assert text.count(instruction) == count
+    assert text.count("tdpbf16ps") == 6
     assert all(word in text for word in ("ldtilecfg", "tileloadd", "tilerelease"))
 
 
