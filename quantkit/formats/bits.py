@@ -77,11 +77,19 @@ def unpack(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
     octets = _pad(octets, blocks * bits)[:, : blocks * bits].reshape(rows, blocks, bits)
     stream = torch.zeros(rows, blocks, _LANES, dtype=torch.uint8, device=packed.device)
     stream[:, :, :bits] = octets
-    wide = stream.view(torch.int64).squeeze(-1)
-    codes = torch.empty(rows, blocks, _LANES, dtype=torch.uint8, device=packed.device)
-    for lane in range(_LANES):
-        codes[:, :, lane] = (wide >> (lane * bits)) & (2**bits - 1)
-    return codes.reshape(rows, -1)[:, :count].contiguous()
+    wide = stream.view(torch.int64)
+    for part in wide.view(-1).split(_SPREAD // 16):
+        _spread_(part, bits)
+    return wide.view(torch.uint8).reshape(rows, -1)[:, :count].contiguous()
+
+
+def _spread_(wide: torch.Tensor, bits: int) -> None:
+    """Move the eight codes that begin each int64, lowest first, to its eight bytes: halves of four codes
+    apart, then quarters, then single codes."""
+    for size in (4, 2, 1):
+        mask = sum((2 ** (size * bits) - 1) << at for at in range(0, 64, 16 * size))
+        upper = (wide >> (size * bits)).bitwise_and_(mask)
+        wide.bitwise_and_(mask).bitwise_or_(upper.bitwise_left_shift_(8 * size))
 
 
 def take(packed: torch.Tensor, bits: int, index: torch.Tensor) -> torch.Tensor:

@@ -68,12 +68,15 @@ def wide_integers(codes: torch.Tensor, lanes: int, bits: int, group: int = SUB) 
     shared = 8 // (bits - 4)
 
     def runs(rows: torch.Tensor) -> torch.Tensor:
-        # dimensions: block, lane, subgroup, vector, value of four
-        parts = rows.unflatten(-1, (-1, SUB // 4, 4))[..., (0, 2, 1, 3)].permute(0, 2, 3, 1, 4)
-        low = parts[:, :, ::2] & 15 | (parts[:, :, 1::2] & 15) << 4
-        shifts = (torch.arange(shared, dtype=torch.uint8) * (bits - 4))[:, None, None]
-        high = (parts >> 4).unflatten(2, (-1, shared)) << shifts
-        return torch.cat((low, high.sum(3, dtype=torch.uint8)), 2)
+        # dimensions: block, subgroup, vector, lane; four values are a word, of which the middle two swap
+        words = rows.view(torch.int32).transpose(1, 2).contiguous().unflatten(1, (-1, SUB // 4))
+        words = words & 0xFF0000FF - 2**32 | words >> 8 & 0xFF00 | (words & 0xFF00) << 8
+        low = words[:, :, ::2] & 0x0F0F0F0F | (words[:, :, 1::2] & 0x0F0F0F0F) << 4
+        parts = (words >> 4 & 0x03030303).unflatten(2, (-1, shared))
+        high = parts[:, :, :, 0]
+        for place in range(1, shared):
+            high = high | parts[:, :, :, place] << place * (bits - 4)
+        return torch.cat((low, high), 2)
 
     return _packed(codes, lanes, group, 0, runs)
 
