@@ -39,12 +39,12 @@ class MemoryPlan:
     left_out: dict[str, str]
 
     def __repr__(self) -> str:
-        said = "nothing fits"
+        outcome = "nothing fits"
         if any(combination.left >= 0 for combination in self.combinations):
             chosen = self.chosen
-            said = (f"weights {chosen.weights.name}, KV cache {chosen.kv}, {human_bytes(chosen.total)} of "
-                    f"{human_bytes(chosen.requirements.memory)}")
-        return f"<quantkit.MemoryPlan {self.model}: {said}>"
+            outcome = (f"weights {chosen.weights.name}, KV cache {chosen.kv}, {human_bytes(chosen.total)} of "
+                       f"{human_bytes(chosen.requirements.memory)}")
+        return f"<quantkit.MemoryPlan {self.model}: {outcome}>"
 
     def _repr_html_(self) -> str:
         """What a notebook shows: the combinations that fit and that no other beats in both loss and size."""
