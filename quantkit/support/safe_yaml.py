@@ -122,21 +122,19 @@ def read_yaml(path: Path, error: type[QuantkitError] = RecipeError) -> YamlDocum
 
 def parse_yaml(raw: bytes, label: str, error: type[QuantkitError] = RecipeError) -> YamlDocument:
     """Parse YAML bytes whose top level is a mapping. Raises ``error`` for anything else."""
-    # a class is hashable, whatever mypy takes from its instances
-    data, lines = _parsed(raw, label, error)  # type: ignore[arg-type]
+    try:
+        data, lines = _parsed(raw)
+    except _Refused as refusal:
+        raise error(f"{label} can't be used", why=str(refusal), next=f"edit {label}") from None
     return YamlDocument(label, copy.deepcopy(data), lines, error)
 
 
 @functools.lru_cache(maxsize=128)
-def _parsed(raw: bytes, label: str, error: type[QuantkitError]) -> tuple[dict[str, Any], dict[Loc, int]]:
-    """The mapping and the lines of :class:`YamlDocument`. Recipes extend one another, and a command that
-    lists all of them reads some many times."""
-
-    def refuse(why: str) -> QuantkitError:
-        return error(f"{label} can't be used", why=why, next=f"edit {label}")
-
+def _parsed(raw: bytes) -> tuple[dict[str, Any], dict[Loc, int]]:
+    """The mapping and the lines of :class:`YamlDocument`. Recipes extend each other, and a command that lists
+    all of them reads some many times."""
     if len(raw) > MAX_BYTES:
-        raise refuse(f"it is larger than {MAX_BYTES // 1024} KiB")
+        raise _Refused(f"it is larger than {MAX_BYTES // 1024} KiB")
     try:
         text = raw.decode("utf-8")
         _check_events(text)
@@ -147,24 +145,24 @@ def _parsed(raw: bytes, label: str, error: type[QuantkitError]) -> tuple[dict[st
             _walk(node, (), lines, [0])
         _check_values(data)
     except UnicodeDecodeError as cause:
-        raise refuse(f"it is not UTF-8 (byte {cause.start})") from None
+        raise _Refused(f"it is not UTF-8 (byte {cause.start})") from None
     except MarkedYAMLError as cause:
         mark = cause.problem_mark or cause.context_mark
         at = f"line {mark.line + 1}: " if mark else ""
-        raise refuse(at + " ".join(str(cause.problem or cause.context or "").split())) from None
+        raise _Refused(at + " ".join(str(cause.problem or cause.context or "").split())) from None
     except (YAMLError, _Refused) as cause:
-        raise refuse(str(cause).strip()) from None
+        raise _Refused(str(cause).strip()) from None
     except (ValueError, TypeError, ArithmeticError, LookupError, AttributeError, AssertionError,
             RecursionError, NotImplementedError) as cause:
         # a scanner that meets what it never expected may raise any of these on hostile text
-        raise refuse(f"it is not valid YAML ({type(cause).__name__}: {cause})") from None
+        raise _Refused(f"it is not valid YAML ({type(cause).__name__}: {cause})") from None
     if not isinstance(data, dict) or not isinstance(node, MappingNode):
-        raise refuse("line 1: it must be a mapping of keys to values")
+        raise _Refused("line 1: it must be a mapping of keys to values")
     return data, lines
 
 
 class _Refused(Exception):
-    """A rule of ours, not of YAML's."""
+    """Why a text isn't taken: a rule of ours, or of YAML's."""
 
 
 def _check_events(text: str) -> None:

@@ -211,7 +211,8 @@ def plans_for_engines(recipe: Recipe, source: ModelSource, engines: Iterable[str
 
 
 _CHECKED: WeakKeyDictionary[ModelSource, ModelConfig] = WeakKeyDictionary()
-"""Of sources that were checked: many recipes are planned for one, and its tokenizer takes long to read."""
+"""Configs of sources that were checked: many recipes are planned for a source, and its tokenizer takes long
+to read."""
 
 
 def _checked_config(source: ModelSource) -> ModelConfig:
