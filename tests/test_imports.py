@@ -95,7 +95,7 @@ def test_imports_point_down_only():
 
 def test_rooms_of_a_floor_stand_on_each_other_without_a_circle():
     pairs = arrows().keys()
-    below = {room: {other for one, other in pairs if one == room} for room in floors()}
+    below = {room: {lower for upper, lower in pairs if upper == room} for room in floors()}
     while ground := {room for room, others in below.items() if not others & set(below)}:
         below = {room: others for room, others in below.items() if room not in ground}
     assert not below, f"these rooms import from each other in a circle: {below}"

@@ -59,7 +59,7 @@ def several(loaded, **more):
 
 def test_requests_that_come_and_go_give_the_same_tokens(loaded, waiting):
     found = several(loaded)
-    assert [len(one) for one in found] == [3, 1, 4, 2]
+    assert [len(tokens) for tokens in found] == [3, 1, 4, 2]
     waiting()
     assert several(loaded) == found
 
