@@ -102,7 +102,7 @@ def descend_columns(slopes: torch.Tensor, levels: torch.Tensor, scale: torch.Ten
         bits: the bits of a level.
         dtype: in which scales are stored; ``None``: they stay as they are.
         descent_passes: passes over all groups, each with its scale and then its levels.
-        refits: passes over the scales alone, afterwards.
+        refits: passes in which scales move; those beyond ``descent_passes`` leave levels alone.
         table: the values of levels, rising, where they aren't equal steps.
     """
     from quantkit_kernels.cpu.columns import BLOCK, DescendColumns
@@ -111,7 +111,7 @@ def descend_columns(slopes: torch.Tensor, levels: torch.Tensor, scale: torch.Ten
     block, kernel = BLOCK if dtype is None else size, DescendColumns(bits, dtype, table)
     _run(kernel, len(slopes), kernel.room_bytes(block), slopes=slopes, levels=levels, scale=scale, zero=zero,
          hessian=hessian.contiguous(), columns=slopes.shape[1], groups=scale.shape[1], size=size, block=block,
-         passes=descent_passes + refits, level_passes=descent_passes)
+         passes=max(descent_passes, refits), level_passes=descent_passes)
 
 
 def _run(kernel: SearchRanges | SolveColumns | DescendColumns, units: int, room_bytes: int,

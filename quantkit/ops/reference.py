@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -117,11 +117,17 @@ def fast_float32() -> Iterator[None]:
     """Multiply float32 matrices by oneDNN's kernels in place of torch's default library, whose kernels are
     half as fast on CPUs of AMD with AVX-512. Results are float32 in full: where oneDNN would round to
     bfloat16, to use AMX, nothing is changed."""
+    with nullcontext() if torch.cpu._is_amx_tile_supported() else rounded_products():
+        yield
+
+
+@contextmanager
+def rounded_products() -> Iterator[None]:
+    """Multiply float32 matrices rounded to bfloat16 where a CPU has tiles for that (AMX), which takes less
+    than half as long; sums and results stay float32. Elsewhere nothing is rounded."""
     backend: Any = torch.backends.mkldnn
     settings = backend.matmul
-    before = settings.fp32_precision
-    if not torch.cpu._is_amx_tile_supported():
-        settings.fp32_precision = "bf16"
+    before, settings.fp32_precision = settings.fp32_precision, "bf16"
     try:
         yield
     finally:

@@ -13,6 +13,7 @@ one stage: which of them see a token is known only while they run.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -28,7 +29,7 @@ from quantkit.models.layers import MixtureOfExperts, RMSNorm, embedded
 from quantkit.models.linear import Linear, Weights
 from quantkit.ops.hadamard import undo_hadamard
 from quantkit.ops.linear_weight import LinearWeight
-from quantkit.ops.reference import native_bf16
+from quantkit.ops.reference import native_bf16, rounded_products
 from quantkit.ops.stored_weight import PlainWeight, QuantizedWeight, RoundedWeight, StoredWeight
 from quantkit.plugins.manager import registry
 from quantkit.quantization.calibration.finite import (
@@ -395,6 +396,7 @@ class StatesOfBatches:
 
 
 _BLOCK = 384  # columns a multiply: the sum is symmetric, so only blocks on and below the diagonal are made
+_WIDE = 1024  # columns from which rounded products save time
 
 
 class HessianObserver:
@@ -447,21 +449,23 @@ class HessianObserver:
             return
         if self._sum is None:
             self._sum = torch.zeros(rows.shape[1], rows.shape[1], device=rows.device)
-        weighted = rows
+        roots = None  # of what each token counts: both sides get them, and the sum stays positive definite
         if self.importance is not None:
             if tokens is None:
                 tokens = torch.arange(rows.shape[0], device=rows.device)
-            mine = self.importance[self.first + tokens.to(self.importance.device)]
-            weighted = rows * mine[:, None].to(rows.device)
-        for start in range(0, rows.shape[1], _BLOCK):
-            stop = start + _BLOCK
-            self._sum[start:stop, :stop].addmm_(weighted[:, start:stop].T, rows[:, :stop])
-        if self.original is not None:
-            if self._drift is None:
-                self._drift = torch.zeros_like(self._sum)
-            drift = self.original.reshape(rows.shape).to(torch.float32) - rows
-            self._drift.addmm_(drift.T, weighted)
-            self.original = None
+            counts = self.importance[self.first + tokens.to(self.importance.device)]
+            roots = counts.sqrt()[:, None].to(rows.device)
+        weighted = rows if roots is None else rows * roots
+        with rounded_products() if rows.shape[1] >= _WIDE else nullcontext():
+            for start in range(0, rows.shape[1], _BLOCK):
+                stop = start + _BLOCK
+                self._sum[start:stop, :stop].addmm_(weighted[:, start:stop].T, weighted[:, :stop])
+            if self.original is not None:
+                if self._drift is None:
+                    self._drift = torch.zeros_like(self._sum)
+                drift = self.original.reshape(rows.shape).to(torch.float32) - rows
+                self._drift.addmm_(drift.T, rows if roots is None else weighted.mul_(roots))
+                self.original = None
 
     def result(self) -> LayerStats:
         """The mean over the tokens seen; once.

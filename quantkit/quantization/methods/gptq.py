@@ -43,13 +43,13 @@ from quantkit.quantization.methods.descent import (
 )
 from quantkit.quantization.methods.grid import (
     GRIDS,
-    SHRINKS,
     Grid,
     above_minima,
     at_once,
     check_finite,
     choose_grid,
     from_grid,
+    has_plain_scales,
     rising,
     round_levels_,
     round_to_grid,
@@ -79,7 +79,7 @@ class GptqOptions(MethodOptions):
             speed, not the result.
         clip_search: choose the groups' ranges by squared error, weighed by ``1 / diag(H⁻¹)``.
         refit: rounds of refitting the scales after solving, and after each descent pass. Our CPU kernels
-            refit a group's scale in each pass, before its levels, and do these rounds at the end.
+            refit a group's scale in each pass, before its levels, and add passes only to reach this number.
         descent_passes: passes of coordinate descent over all levels after solving.
         drift: share of the inputs' drift from the original model's that the weights make up for.
         compare: keep a row rounded where that is no worse.
@@ -202,12 +202,6 @@ def solved_by_kernels(spec: QuantSpec, device: torch.device) -> bool:
             and spec.granularity.strategy in ("channel", "group") and columns.by_kernel(device))
 
 
-def has_plain_scales(spec: QuantSpec) -> bool:
-    """Whether a scale is a positive number by itself, in a dtype, and a zero a level: the kernels then choose
-    scales too."""
-    return spec.grid == "int" and not spec.signed
-
-
 def _solve_by_kernels(task: PendingSolve, spec: QuantSpec, options: GptqOptions) -> Codes:
     codes, failed = list[Codes](), True
     parts = row_parts(task.weight, spec, WEIGHTS_AT_ONCE, columns.ROWS)
@@ -243,14 +237,9 @@ def _solve_tiles(weight: torch.Tensor, factors: HessianFactors, grid: Grid, spec
         Levels ``[tiles, in, 64]``, uint8 or, of a table, float16; and their grid.
     """
     size, order = weight.shape[1] // grid.scale.shape[1], factors.order
-    if costs is not None and has_plain_scales(spec):
-        scale, zero = columns.search_ranges(columns.tiles(weight), costs, size, SHRINKS, spec.bits,
-                                            spec.symmetric, dtype_name(scale_dtype(spec)))
-        grid = _untiled(scale, zero, len(weight))
-    else:
-        if costs is not None:
-            grid = choose_grid(weight, spec, importance=costs, search=True, outer=grid.outer)
-        scale, zero = columns.tiles(grid.scale, 1.0), columns.tiles(grid.zero)
+    if costs is not None:
+        grid = choose_grid(weight, spec, importance=costs, search=True, outer=grid.outer)
+    scale, zero = columns.tiles(grid.scale, 1.0), columns.tiles(grid.zero)
     tiled = columns.tiles(above_minima(weight, grid))[:, order]
     table = rising(spec)
     solved = columns.solve_columns(tiled, factors.upper, scale, zero, order // size, spec.bits, table)

@@ -32,11 +32,12 @@ import torch.nn.functional as F
 
 from quantkit.formats import e2m1
 from quantkit.formats.base import Codes
-from quantkit.formats.dtypes import resolve, scale_dtype
+from quantkit.formats.dtypes import dtype_name, resolve, scale_dtype
 from quantkit.formats.e4m3 import LARGEST, nearest_
 from quantkit.formats.finite import all_finite
 from quantkit.formats.level_values import encode, level_table, spread_tiles
 from quantkit.formats.spec import GROUP_SCALES, QuantSpec
+from quantkit.ops import columns
 from quantkit.support.errors import SpecError
 
 SHRINKS = tuple(1 + 0.025 * step for step in range(4, -20, -1))
@@ -147,6 +148,9 @@ def choose_grid(weight: torch.Tensor, spec: QuantSpec, *, importance: torch.Tens
     Raises:
         SpecError: a weight is beyond the range of the scales' dtype.
     """
+    if (search and has_plain_scales(spec) and spec.granularity.strategy in ("channel", "group")
+            and columns.by_kernel(weight.device)):
+        return _searched_by_kernel(weight, spec, importance)
     factors = search_factors(spec) if search else (1.0,)
     if spec.grid == "fp tiles":
         return tile_grid(weight, spec, importance=importance, shrinks=factors)
@@ -168,6 +172,22 @@ def choose_grid(weight: torch.Tensor, spec: QuantSpec, *, importance: torch.Tens
         return _superblocks(scale, bottom, curve, spec, search)
     return _finished(rounded_scale(scale, spec, outer),
                      None if bottom is None else rounded_minimum(bottom, spec), spec, outer)
+
+
+def has_plain_scales(spec: QuantSpec) -> bool:
+    """Whether a scale is a positive number by itself, in a dtype, and a zero a level: our kernels for CPUs
+    then choose scales too."""
+    return spec.grid == "int" and not spec.signed
+
+
+def _searched_by_kernel(weight: torch.Tensor, spec: QuantSpec, importance: torch.Tensor | None) -> Grid:
+    check_in_range(weight, spec)
+    rows, inputs = weight.shape
+    size = inputs // spec.scale_shape((rows, inputs))[1]
+    costs = torch.ones(inputs) if importance is None else importance
+    found = columns.search_ranges(columns.tiles(weight), costs, size, SHRINKS, spec.bits, spec.symmetric,
+                                  dtype_name(scale_dtype(spec)))
+    return Grid(*(columns.untile(part, rows).contiguous() for part in found))
 
 
 def find_grid(weight: torch.Tensor, spec: QuantSpec, *, importance: torch.Tensor | None = None,

@@ -30,6 +30,18 @@ def test_wide_inputs_are_summed_in_blocks() -> None:
     torch.testing.assert_close(hessian, (x.double().T @ x.double() / 50).float(), rtol=1e-4, atol=1e-5)
 
 
+def test_wide_sums_are_of_inputs_as_products_round_them() -> None:
+    """Where the CPU has tiles for bfloat16; both sides are rounded alike: it stays positive definite."""
+    observer = HessianObserver("layer", importance=torch.linspace(0.1, 1.9, 2048))
+    x = torch.randn(2048, 1100, generator=torch.Generator().manual_seed(0))
+    observer(x)
+    hessian = observer.result().hessian
+    assert hessian is not None and torch.equal(hessian, hessian.T)
+    expected = (x.double() * torch.linspace(0.1, 1.9, 2048)[:, None]).T @ x.double() / 2048
+    torch.testing.assert_close(hessian, expected.float(), rtol=0, atol=1e-3)
+    assert torch.linalg.eigvalsh(hessian.double()).min() > 0.9 * torch.linalg.eigvalsh(expected).min() > 0
+
+
 def test_overflow_and_nothing_seen() -> None:
     with pytest.raises(CalibrationError, match="no calibration token reached x"):
         HessianObserver("x").result()
