@@ -121,8 +121,10 @@ def guarded(run: Callable[[], Any]) -> NoReturn:
     _debug = False
     # By default torch's threads spin for a millisecond at every barrier: with other work on the cores that
     # costs a factor of twenty. This long is enough to bridge two operations, and as fast on idle cores;
-    # not to spin at all halves decode there. Read when torch is imported, and by the processes started here.
+    # not to spin at all halves decode there. Large tensors in huge pages spare a run tens of millions of page
+    # faults. Both are read when torch is imported, and by the processes started here.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     with one_line_warnings(), announced_compiling():
         try:
             code = run()

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Effort = Literal["fast", "default", "best"]
 Choice = TypeVar("Choice", bound="Candidate")
-FAST_WINDOWS = 6
+FAST_WINDOWS = 12
 """Windows of calibration text at most, when a run shall be fast."""
 BEST_TIMES = 3
 """How many times as many windows calibrate, when the result shall be the best."""

@@ -185,9 +185,9 @@ def _searched_by_kernel(weight: torch.Tensor, spec: QuantSpec, importance: torch
     rows, inputs = weight.shape
     size = inputs // spec.scale_shape((rows, inputs))[1]
     costs = torch.ones(inputs) if importance is None else importance
-    found = columns.search_ranges(columns.tiles(weight), costs, size, SHRINKS, spec.bits, spec.symmetric,
+    tiled = columns.search_ranges(columns.tiles(weight), costs, size, SHRINKS, spec.bits, spec.symmetric,
                                   dtype_name(scale_dtype(spec)))
-    return Grid(*(columns.untile(part, rows).contiguous() for part in found))
+    return Grid(*(columns.untile(part, rows).contiguous() for part in tiled))
 
 
 def find_grid(weight: torch.Tensor, spec: QuantSpec, *, importance: torch.Tensor | None = None,

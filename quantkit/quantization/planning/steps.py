@@ -58,7 +58,7 @@ def solve_operations(row: PlanRow, plan: Plan) -> float:
     operations = 0.0
     if row.method == "gptq" and row.name in plan.measured:
         options = row.options
-        passes = options["descent_passes"] + options["refit"]
+        passes = max(options["descent_passes"], options["refit"])
         products = (SOLVED + passes + (passes > 0) + COMPARED * options["compare"]
                     + (row.name in plan.drift and options["drift"] > 0))
         operations = 2 * products * weights * size + FACTORED * size ** 3
