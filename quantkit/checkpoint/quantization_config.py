@@ -178,7 +178,7 @@ def _compressed_tensors(packed: Sequence[LayerScheme], kept: list[str],
     def targets(names: list[str]) -> list[str]:
         """Targets by class or name: vLLM's head isn't a Linear, and its embedding has no name."""
         if stem is not None:
-            return _patterns(names, stem, [*(row.name for row in packed), *kept])
+            return _patterns(names, stem)
         linears = [name for name in names if name != EMBEDDING]
         named = [f"re:^{_pattern(name)}$" for name in linears if not single or name == HEAD]
         return ["Linear"] * (single and bool(linears)) + named + ["Embedding"] * (EMBEDDING in names)
@@ -194,20 +194,16 @@ def _compressed_tensors(packed: Sequence[LayerScheme], kept: list[str],
             for index, (scheme, names) in enumerate(groups.values())}}
 
 
-def _patterns(names: Iterable[str], stem: str, every: Iterable[str]) -> list[str]:
-    """Layers of the language model by what is behind ``stem``: engines have another path before it. Where all
-    of ``every`` layer's modules of a name are meant, one pattern does."""
-    def numbers(layers: Iterable[str]) -> dict[str, list[str]]:
-        by_module: dict[str, list[str]] = defaultdict(list)
-        for name in layers:
-            number, _, module = name.removeprefix(stem).partition(".")
-            by_module[module].append(number)
-        return by_module
-
-    existing, last = numbers(every), re.escape(stem.rstrip(".").rpartition(".")[2])
-    return [f"re:{NO_TOWER}.*{last}\\."
-            + ("\\d+" if set(found) == set(existing[module]) else f"(?:{'|'.join(found)})")
-            + f"\\.{re.escape(module)}$" for module, found in numbers(names).items()]
+def _patterns(names: Iterable[str], stem: str) -> list[str]:
+    """Layers of the language model by what is behind ``stem``: engines have another path before it. One
+    pattern a module, with the numbers of its layers."""
+    layers: dict[str, list[str]] = defaultdict(list)
+    for name in names:
+        number, _, module = name.removeprefix(stem).partition(".")
+        layers[module].append(number)
+    last = re.escape(stem.rstrip(".").rpartition(".")[2])
+    return [f"re:{NO_TOWER}.*{last}\\.(?:{'|'.join(numbers)})\\.{re.escape(module)}$"
+            for module, numbers in layers.items()]
 
 
 def _pattern(name: str) -> str:

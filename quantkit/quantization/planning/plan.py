@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 from pydantic import ValidationError
 
 from quantkit.checkpoint.manifest import OutlineRecord
+from quantkit.checkpoint.quantization_config import COMPRESSED
 from quantkit.formats.base import Format
 from quantkit.formats.dtypes import FLOATS, dtype_name, resolve
 from quantkit.formats.spec import QuantSpec
@@ -272,12 +273,15 @@ def _plan_without_maths(recipe: Recipe, source: ModelSource, outline: Outline) -
     if engine not in RUN_ELSEWHERE:
         raise _no_maths(recipe, outline, f"{engine} gets only models whose mathematics is known here")
     plan = _plan(variants(recipe.model_copy(update={"engine": engine}))[-1], source, outline)
+    if others := sorted({str(row.format) for row in plan.rows if row.spec} - COMPRESSED):
+        raise _no_maths(recipe, outline, f"format {others[0]} is read for all Linears of a model or for none, "
+                                         "and which others it has isn't known here")
     return replace(plan, recipe=plan.recipe.model_copy(update={"engine": recipe.engine}))
 
 
 def _no_maths(recipe: Recipe, outline: Outline, why: str) -> RecipeError:
     return RecipeError(f"recipe {recipe.name!r} can't be used on a model of type {outline.model_type!r}",
-                       why=why, next="use a data-free recipe: int8, int4-rtn, nf4, fp8 or mxfp4")
+                       why=why, next="use a data-free recipe: int8, int4-rtn, fp8 or fp8-block")
 
 
 def _plan(recipe: Recipe, source: ModelSource, outline: Outline) -> Plan:
