@@ -41,7 +41,7 @@ def folder(tmp_path):
     path.mkdir()
     save_file({name: tensor.bfloat16() for name, tensor in tensors().items()}, path / "model.safetensors")
     (path / "config.json").write_text(json.dumps({
-        "model_type": "unheard_of", "architectures": ["UnheardOfForConditionalGeneration"], "vision_config": {},
+        "model_type": "unheard_of", "architectures": ["UnheardOf"], "vision_config": {},
         "text_config": {"num_hidden_layers": 2, "hidden_size": 128, "tie_word_embeddings": False}}))
     (path / "preprocessor_config.json").write_text('{"size": 224}')
     return path

@@ -273,9 +273,10 @@ def _plan_without_maths(recipe: Recipe, source: ModelSource, outline: Outline) -
     if engine not in RUN_ELSEWHERE:
         raise _no_maths(recipe, outline, f"{engine} gets only models whose mathematics is known here")
     plan = _plan(variants(recipe.model_copy(update={"engine": engine}))[-1], source, outline)
-    if others := sorted({str(row.format) for row in plan.rows if row.spec} - COMPRESSED):
+    formats = {str(row.format) for row in plan.rows if row.spec}
+    if others := sorted(formats - COMPRESSED):
         raise _no_maths(recipe, outline, f"format {others[0]} is read for all Linears of a model or for none, "
-                                         "and which others it has isn't known here")
+                                         "and it may have others than these")
     return replace(plan, recipe=plan.recipe.model_copy(update={"engine": recipe.engine}))
 
 
