@@ -26,7 +26,8 @@ SMALL: dict[str, Any] = {
     "decoder_attention_heads": 4, "encoder_ffn_dim": 256, "decoder_ffn_dim": 256, "word_embed_proj_dim": 128,
     "moe_intermediate_size": 64, "num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8,
     "num_experts_per_tok": 2, "shared_expert_intermediate_size": 64, "n_shared_experts": 1, "n_group": 1,
-    "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 64, "kv_lora_rank": 64, "qk_rope_head_dim": 16,
+    "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 64, "kv_lora_rank": 64,
+    "qk_rope_head_dim": 16,
     "qk_nope_head_dim": 32, "v_head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
     "linear_key_head_dim": 32, "linear_value_head_dim": 32, "block_ff_dim": 256, "ffn_hidden_size": 256,
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "image_size": 32, "patch_size": 8, "depth": 2,
@@ -77,7 +78,7 @@ def measure(model_type: str, folder: Path) -> dict[str, Any]:
         tiny_tokenizer().save(str(folder / "model" / "tokenizer.json"))
         expected = _logits(kind, folder / "model", tokens)
     except Exception as error:  # whatever transformers says
-        return {"built": f"no: {type(error).__name__}: {str(error).splitlines()[0][:90] if str(error) else ''}"}
+        return {"built": f"no: {type(error).__name__}: {' '.join(str(error).split())[:90]}"}
     row: dict[str, Any] = {"built": "yes"}
     for recipe in ("int8", "int4-rtn"):
         try:
@@ -92,12 +93,12 @@ def _logits(kind: Any, folder: Path, tokens: Any) -> Any:
 
     model = kind.from_pretrained(folder, dtype=torch.float32).eval()
     with torch.no_grad():
-        return model(input_ids=tokens).logits.log_softmax(-1)
+        return model(input_ids=tokens, use_cache=False).logits.log_softmax(-1)
 
 
 def _quantized(kind: Any, folder: Path, recipe: str, tokens: Any, expected: Any) -> dict[str, Any]:
-    from quantkit.quantization.run import quantize
     from quantkit.quantization.recipe import load_recipe
+    from quantkit.quantization.run import quantize
 
     chosen = load_recipe(recipe).model_copy(update={"engine": "transformers"})
     result = quantize(str(folder / "model"), chosen, folder / recipe)

@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import Any
 
 from quantkit.formats.dtypes import FLOATS
-from quantkit.models.architecture import LinearSlot, all_slots
+from quantkit.models.architecture import LinearSlot, all_slots, parse_config
 from quantkit.models.config import ModelConfig
 from quantkit.plugins.manager import registry
 from quantkit.sources.base import TensorInfo
@@ -110,6 +110,14 @@ class Outline:
 def is_known(config: Mapping[str, Any]) -> bool:
     """Whether a ``config.json`` is of a family whose mathematics is known here."""
     return config.get("model_type") in registry("architectures")
+
+
+def outline_of(uri: str, config: Mapping[str, Any], infos: Mapping[str, TensorInfo]) -> Outline:
+    """That of any model. Raises what :func:`outline_of_tensors` and
+    :func:`~quantkit.models.architecture.parse_config` do."""
+    if is_known(config):
+        return outline_of_config(parse_config(config, infos))
+    return outline_of_tensors(uri, config, infos)
 
 
 def outline_of_config(config: ModelConfig) -> Outline:

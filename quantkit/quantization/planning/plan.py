@@ -275,8 +275,8 @@ def _plan_without_maths(recipe: Recipe, source: ModelSource, outline: Outline) -
     plan = _plan(variants(recipe.model_copy(update={"engine": engine}))[-1], source, outline)
     formats = {str(row.format) for row in plan.rows if row.spec}
     if others := sorted(formats - COMPRESSED):
-        raise _no_maths(recipe, outline, f"format {others[0]} is read for all Linears of a model or for none, "
-                                         "and it may have others than these")
+        why = f"format {others[0]} is read for all Linears of a model or for none, and it may have others"
+        raise _no_maths(recipe, outline, why)
     return replace(plan, recipe=plan.recipe.model_copy(update={"engine": recipe.engine}))
 
 
