@@ -128,8 +128,8 @@ def _loading(manifest: Manifest, config: Mapping[str, Any]) -> str:
               "bitsandbytes": "bitsandbytes accelerate", "gptq": "optimum gptqmodel",
               "awq": "gptqmodel accelerate", "fp8": "accelerate", None: "accelerate"}
     if manifest.outline is not None:
-        return ("quantkit doesn't know this model's mathematics: what loads the original loads this, by its "
-                "`quantization_config`.\n\n" + _VLLM.format(option=""))
+        return ("This model's mathematics isn't known to quantkit. What loads the original, and reads "
+                "compressed-tensors, loads this, too.\n\n" + _VLLM.format(option=""))
     parts = [_QUANTKIT]
     failed = [check.detail for check in check_layers("transformers", config, manifest.layers)
               if check.status == "failed"]
