@@ -314,6 +314,22 @@ class RecoveryRecord(Frozen):
                 f"({after}): scales and norms stay as they were")
 
 
+class OutlineRecord(Frozen):
+    """Of a model whose mathematics quantkit doesn't know: other engines run it.
+
+    Attributes:
+        model_type: of its ``config.json``.
+        stem: the beginning of its decoder layers' names.
+        kept: parameters of the matrices that stayed as they were, by why.
+        quantized: parameters of those that are quantized.
+    """
+
+    model_type: str
+    stem: str
+    kept: dict[str, int] = Field(default_factory=dict)
+    quantized: int = Field(ge=0)
+
+
 class FileRecord(Frozen):
     """One file of the checkpoint.
 
@@ -350,6 +366,7 @@ class Manifest(Frozen):
         layers: a row for every Linear, in the model's order; filled in by the writer.
         recovery: the result of training scales and norms; only there if the recipe asks for it.
         exported: the checkpoint that it was packed from; only there if it was.
+        outline: only there if other engines run the model, and quantkit doesn't.
         plugins: distribution → version of each that registered a method or format in use.
         files: every other file of the folder by plain name; filled in by the writer.
         digest: sha256 of this JSON with ``digest`` empty, so that damage to it shows too.
@@ -362,6 +379,7 @@ class Manifest(Frozen):
     calibration: CalibrationFacts | None = None
     recovery: RecoveryRecord | None = None
     exported: ExportRecord | None = None
+    outline: OutlineRecord | None = None
     layers: tuple[LayerRow, ...] = Field(default=(), strict=False)
     plugins: dict[str, str] = Field(default_factory=dict)
     files: dict[str, FileRecord] = Field(default_factory=dict)
@@ -374,6 +392,11 @@ class Manifest(Frozen):
             if not is_plain_name(name):
                 raise ValueError(f"{name!r} is not a plain file name")
         return files
+
+    @property
+    def stem(self) -> str | None:
+        """The beginning of the layers' names, where other engines alone run the model."""
+        return None if self.outline is None else self.outline.stem
 
     @property
     def bits_per_weight(self) -> float:
@@ -391,10 +414,9 @@ class Manifest(Frozen):
         """Canonical JSON: sorted keys, an indent of one, a final newline, the digest set, no key that isn't
         used."""
         plain = self.model_dump(mode="json") | {"digest": ""}
-        if self.exported is None:
-            del plain["exported"]
-        if self.recovery is None:
-            del plain["recovery"]
+        for name in ("exported", "recovery", "outline"):
+            if getattr(self, name) is None:
+                del plain[name]
         coverage = (plain["calibration"] or {}).get("coverage")
         if coverage and not coverage["unusable"]:
             del coverage["unusable"], coverage["unusable_first"]

@@ -12,13 +12,14 @@ as ``quantization_config``, and has no ``quant_method`` in it.
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from quantkit import __version__
 from quantkit.formats.spec import QuantSpec
 from quantkit.models.architecture import EMBEDDING, HEAD
+from quantkit.models.outline import TOWER
 
 _TYPES = {"int": "int", "fp": "float"}
 OWN: dict[str, Any] = {"quant_method": "quantkit"}
@@ -35,6 +36,9 @@ MLX = "mlx"
 """The ``quant_method`` by which we call what has none in the file."""
 KEYS = ("quantization", "quantization_config")
 """Of ``config.json``: mlx-lm's, and everybody's."""
+NO_TOWER = rf"(?!.*(?:{TOWER}))"
+"""At the beginning of a pattern for layers of a language model: a tower beside it may have modules of the
+same names."""
 SCALE_DTYPES = {"e4m3": "torch.float8_e4m3fn", "e8m0": "torch.uint8"}
 """Its names for the dtypes of groups' scales."""
 
@@ -52,13 +56,16 @@ class LayerScheme(Protocol):
     def dtype(self) -> str: ...
 
 
-def quantization_config(rows: Sequence[LayerScheme], version: str = __version__) -> dict[str, Any] | None:
+def quantization_config(rows: Sequence[LayerScheme], version: str = __version__,
+                        stem: str | None = None) -> dict[str, Any] | None:
     """The value for ``config.json``; ``None`` if no layer is quantized.
 
     Args:
         rows: every Linear of the model, kept ones too, and the embedding if it is quantized. ``lm_head`` may
             be missing (tied embeddings).
         version: the version of the quantkit that wrote them; GPTQ's standard has a place for it.
+        stem: of a model whose family isn't known, the beginning of its layers' names: no class of modules
+            is meant then, since nobody knows what else of that class it has.
     """
     packed = [row for row in rows if row.spec is not None]
     if not packed:
@@ -77,7 +84,7 @@ def quantization_config(rows: Sequence[LayerScheme], version: str = __version__)
     if any(row.name == EMBEDDING for row in packed) and not _says_embeddings(packed, tied):
         return dict(OWN)
     if formats <= COMPRESSED and all(_model_scales(row) for row in packed):
-        return _compressed_tensors(packed, kept)
+        return _compressed_tensors(packed, kept, stem)
     if formats == {"bnb-nf4"} and len({_bnb_key(row) for row in packed}) == 1:
         return _bitsandbytes(packed[0], kept)
     if len(formats) == 1 and len({(row.spec, row.dtype) for row in packed}) == 1:
@@ -92,9 +99,10 @@ def quantization_config(rows: Sequence[LayerScheme], version: str = __version__)
     return dict(OWN)
 
 
-def config_words(rows: Sequence[LayerScheme], version: str = __version__) -> dict[str, Any]:
+def config_words(rows: Sequence[LayerScheme], version: str = __version__,
+                 stem: str | None = None) -> dict[str, Any]:
     """What ``config.json`` says of quantization, by key; the arguments are :func:`quantization_config`'s."""
-    quantization = quantization_config(rows, version)
+    quantization = quantization_config(rows, version, stem)
     if quantization is None:
         return {}
     return dict.fromkeys(KEYS[0 if "quant_method" not in quantization else 1:], quantization)
@@ -157,7 +165,8 @@ def _format(row: LayerScheme) -> str:
     return "naive-quantized" if plain else row.format
 
 
-def _compressed_tensors(packed: Sequence[LayerScheme], kept: list[str]) -> dict[str, Any]:
+def _compressed_tensors(packed: Sequence[LayerScheme], kept: list[str],
+                        stem: str | None) -> dict[str, Any]:
     groups: dict[str, tuple[dict[str, Any], list[str]]] = {}
     for row in packed:
         assert row.spec is not None
@@ -168,6 +177,8 @@ def _compressed_tensors(packed: Sequence[LayerScheme], kept: list[str]) -> dict[
 
     def targets(names: list[str]) -> list[str]:
         """Targets by class or name: vLLM's head isn't a Linear, and its embedding has no name."""
+        if stem is not None:
+            return _patterns(names, stem)
         linears = [name for name in names if name != EMBEDDING]
         named = [f"re:^{_pattern(name)}$" for name in linears if not single or name == HEAD]
         return ["Linear"] * (single and bool(linears)) + named + ["Embedding"] * (EMBEDDING in names)
@@ -181,6 +192,18 @@ def _compressed_tensors(packed: Sequence[LayerScheme], kept: list[str]) -> dict[
         "config_groups": {
             f"group_{index}": {"targets": targets(names), **scheme}
             for index, (scheme, names) in enumerate(groups.values())}}
+
+
+def _patterns(names: Iterable[str], stem: str) -> list[str]:
+    """Layers of the language model by what is behind ``stem``: engines have another path before it. One
+    pattern a module, with the numbers of its layers."""
+    layers: dict[str, list[str]] = defaultdict(list)
+    for name in names:
+        number, _, module = name.removeprefix(stem).partition(".")
+        layers[module].append(number)
+    last = re.escape(stem.rstrip(".").rpartition(".")[2])
+    return [f"re:{NO_TOWER}.*{last}\\.(?:{'|'.join(numbers)})\\.{re.escape(module)}$"
+            for module, numbers in layers.items()]
 
 
 def _pattern(name: str) -> str:

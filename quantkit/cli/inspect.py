@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 OPERATIONS = "other operations"
 PHASES = ("decode", "prefill")
+NOBODY: dict[str, Any] = {"kernels": {phase: {"kernel": None, "declined": []} for phase in PHASES}}
+"""Of a layer whose model isn't run here."""
 DECLINED_HINT = "--declined shows which other kernels declined, and why"
 declined_option = click.option("--declined", is_flag=True,
                                help="Also show which kernels declined, and why.")
@@ -50,7 +52,8 @@ def command(model: str, revision: str | None, layers: bool, declined: bool, as_j
     _print_head(facts)
     click.echo()
     click.echo(_layer_table(facts["layers"], grouped=not layers))
-    click.echo("\nother operations")
+    if facts["operations"]:
+        click.echo("\nother operations")
     for line in other_lines(facts["operations"]):
         click.echo(line)
     reasons = list(_declined_lines(facts["layers"]))
@@ -88,15 +91,16 @@ def inspect_facts(uri: str, revision: str | None = None) -> dict[str, Any]:
 
 def _source_facts(source: ModelSource, uri: str) -> dict[str, Any]:
     from quantkit.kv.spec import KVSpec
-    from quantkit.models.architecture import linear_slots, parse_config
+    from quantkit.models.architecture import EMBEDDING
+    from quantkit.models.outline import outline_of
     from quantkit.runtime.memory.weights import stored_blocks, stored_bytes
     from quantkit.sources.base import file_bytes, quantized_types, stored_tensors
     from quantkit.sources.open import kind_of
 
     infos, stored = source.tensors(), stored_tensors(source)
-    config = parse_config(source.config(), infos)
-    layers = []
-    for slot in linear_slots(config):
+    outline = outline_of(uri, source.config(), infos)
+    layers, slots = [], [slot for slot in outline.slots if slot.name != EMBEDDING]
+    for slot in slots:
         tensor = stored.get(f"{slot.name}.weight")
         layers.append({
             "name": slot.name, "shape": [slot.out_features, slot.in_features],
@@ -105,23 +109,27 @@ def _source_facts(source: ModelSource, uri: str) -> dict[str, Any]:
             "bytes": tensor.nbytes if tensor else 0,
             "bits": 8 * tensor.nbytes / (slot.out_features * slot.in_features) if tensor else None,
             "error": None, "notes": []})
+    types = list(quantized_types(source))
+    facts = {"uri": uri, "kind": "source", "path_kind": kind_of(uri) or "unknown",
+             "parameters": sum(math.prod(i.shape) for i in infos.values()), "tensors": len(infos),
+             "bytes": file_bytes(source), "dtypes": dict(Counter(tensor.type for tensor in stored.values())),
+             "quantized_types": types, "bits_per_weight": _bits(layers),
+             "recipe": None, "kv": "none", "source": None}
+    if (config := outline.maths) is None:
+        return facts | {"architecture": outline.model_type, "num_layers": outline.num_layers,
+                        "kept": outline.kept_by_reason, "operations": [],
+                        "layers": [row | NOBODY for row in layers]}
     import torch
 
     device, dtype = torch.device(best_device()[0]), _dtype(source.config())
     blocks = stored_blocks(source, config, dtype, device)
     kernels = _kernels(source.config(), config, KVSpec(), {
-        slot.name: blocks.get(slot.name, (slot.out_features, slot.in_features))
-        for slot in linear_slots(config)})
-    return {"uri": uri, "kind": "source", "path_kind": kind_of(uri) or "unknown", **_config_facts(config),
-            "operations": kernels.pop(OPERATIONS),
-            "parameters": sum(math.prod(i.shape) for i in infos.values()), "tensors": len(infos),
-            "bytes": file_bytes(source), "bytes_as_run": stored_bytes(config, dtype, blocks),
-            "decoded": [row["name"] for row in layers if row["name"] not in blocks
-                        and row["dtype"] in quantized_types(source)],
-            "dtypes": dict(Counter(tensor.type for tensor in stored.values())),
-            "quantized_types": list(quantized_types(source)),
-            "bits_per_weight": _bits(layers), "recipe": None, "kv": "none", "source": None,
-            "layers": [row | {"kernels": kernels[str(row["name"])]} for row in layers]}
+        slot.name: blocks.get(slot.name, (slot.out_features, slot.in_features)) for slot in slots})
+    return facts | {**_config_facts(config), "operations": kernels.pop(OPERATIONS),
+                    "bytes_as_run": stored_bytes(config, dtype, blocks),
+                    "decoded": [row["name"] for row in layers if row["name"] not in blocks
+                                and row["dtype"] in types],
+                    "layers": [row | {"kernels": kernels[str(row["name"])]} for row in layers]}
 
 
 def _checkpoint_facts(checkpoint: AnyCheckpoint, uri: str) -> dict[str, Any]:
@@ -134,8 +142,16 @@ def _checkpoint_facts(checkpoint: AnyCheckpoint, uri: str) -> dict[str, Any]:
     infos = checkpoint.infos
     rows = checkpoint.layers
     plain = {k: v for k, v in checkpoint.config().items() if k not in KEYS}
-    config, kv = parse_config(plain), setting_of(manifest.recipe) if manifest else KVSpec()
-    kernels = _kernels(plain, config, kv, {row.name: weight_of(row) or row.shape for row in rows})
+    described: dict[str, Any]
+    if manifest is not None and (outline := manifest.outline) is not None:
+        kv, kernels = KVSpec(), dict.fromkeys((row.name for row in rows), NOBODY["kernels"])
+        numbers = {row.name.removeprefix(outline.stem).partition(".")[0] for row in rows}
+        described = {"architecture": outline.model_type, "kept": outline.kept, "operations": [],
+                     "num_layers": len(numbers)}
+    else:
+        config, kv = parse_config(plain), setting_of(manifest.recipe) if manifest else KVSpec()
+        kernels = _kernels(plain, config, kv, {row.name: weight_of(row) or row.shape for row in rows})
+        described = {**_config_facts(config), "operations": kernels.pop(OPERATIONS)}
     layers = [{**row.to_dict(), "label": row.spec.label() if row.spec else None,
                "kernels": kernels[row.name]} for row in rows]
     inside = {row.name for row in rows}
@@ -143,8 +159,7 @@ def _checkpoint_facts(checkpoint: AnyCheckpoint, uri: str) -> dict[str, Any]:
     outside = [info for name, info in infos.items() if name.endswith(".bias")
                or inside.isdisjoint(itertools.accumulate(name.split("."), "{}.{}".format))]
     return {"uri": uri, "kind": "checkpoint" if manifest else "another tool's checkpoint", "path_kind": None,
-            **_config_facts(config), "operations": kernels[OPERATIONS],
-            "parameters": sum(math.prod(row.shape) for row in rows) + sum(math.prod(i.shape)
+            **described, "parameters": sum(math.prod(row.shape) for row in rows) + sum(math.prod(i.shape)
                                                                           for i in outside),
             "tensors": len(infos), "bytes": checkpoint.file_bytes,
             "dtypes": dict(Counter(str(i.dtype).removeprefix("torch.") for i in infos.values())),
@@ -199,10 +214,14 @@ def _bits(layers: list[dict[str, Any]]) -> float:
 
 
 def _print_head(facts: dict[str, Any]) -> None:
-    tied = ", embeddings tied" if facts["tie_word_embeddings"] else ""
-    text = (f"{facts['architecture']}: {facts['num_layers']} layers, hidden {facts['hidden_size']}, "
-            f"{facts['num_heads']} heads of {facts['head_dim']} ({facts['num_kv_heads']} KV), "
-            f"vocabulary {facts['vocab_size']:,}, context {facts['max_position_embeddings']:,}{tied}")
+    if "kept" in facts:
+        text = (f"{facts['architecture']}: {facts['num_layers']} layers; its mathematics isn't known here: "
+                "it is quantized without calibration, and run by other engines")
+    else:
+        tied = ", embeddings tied" if facts["tie_word_embeddings"] else ""
+        text = (f"{facts['architecture']}: {facts['num_layers']} layers, hidden {facts['hidden_size']}, "
+                f"{facts['num_heads']} heads of {facts['head_dim']} ({facts['num_kv_heads']} KV), "
+                f"vocabulary {facts['vocab_size']:,}, context {facts['max_position_embeddings']:,}{tied}")
     dtypes = ", ".join(f"{count} {name}" for name, count in facts["dtypes"].items())
     what = facts["kind"] if facts["path_kind"] is None else f"{facts['path_kind']} source"
     click.echo(wrapped("model", f"{facts['uri']} ({what})"))
@@ -210,6 +229,9 @@ def _print_head(facts: dict[str, Any]) -> None:
     click.echo(wrapped("parameters", f"{facts['parameters']:,}"))
     click.echo(wrapped("tensors", f"{facts['tensors']} ({dtypes}), {human_bytes(facts['bytes'])}"))
     click.echo(wrapped("bits/weight", f"{facts['bits_per_weight']:.2f} over all Linear layers"))
+    if kept := facts.get("kept"):
+        click.echo(wrapped("kept", "; ".join(f"{why} {count / facts['parameters']:.1%}"
+                                             for why, count in kept.items())))
     if facts.get("quantized_types"):
         layers, decoded = facts["layers"], facts["decoded"]
         types = ", ".join(sorted({row["dtype"] for row in layers if row["name"] in decoded}))

@@ -28,7 +28,7 @@ from quantkit.support.units import human_bytes
 
 if TYPE_CHECKING:
     from quantkit.api.quantize import EngineName, QuantizeOrder
-    from quantkit.checkpoint.manifest import CalibrationFacts
+    from quantkit.checkpoint.manifest import CalibrationFacts, OutlineRecord
     from quantkit.quantization.budget.choose import BudgetChoice
     from quantkit.quantization.effort import Effort
     from quantkit.quantization.planning.plan import Plan, PlanRow
@@ -227,8 +227,21 @@ def _print_sums(plan: Plan) -> None:
                                       f"{human_bytes(plan.disk_bytes)} when done"))
 
 
+def _print_outline(record: OutlineRecord) -> None:
+    """What of a model stays as it is whose mathematics isn't known, and who runs it then."""
+    total = record.quantized + sum(record.kept.values())
+    kept = [f"{why} {count / total:.1%}" for why, count in record.kept.items()]
+    click.echo(wrapped("quantized", f"{record.quantized / total:.1%} of {total:,} parameters in matrices"))
+    click.echo(wrapped("kept", "; ".join(kept) or "nothing"))
+    click.echo(wrapped("engines", f"those that run {record.model_type} models and read compressed-tensors, "
+                                  "such as vllm and transformers; quantkit doesn't know its mathematics"))
+
+
 def _print_engines(plan: Plan, others: dict[str, Plan]) -> None:
     """Which engines load this checkpoint, and how large it is with ``--for`` another one."""
+    if (record := plan.outline_record) is not None:
+        _print_outline(record)
+        return
     same = [engine for engine, other in others.items() if other.rows == plan.rows]
     click.echo(wrapped("engines", ", ".join(["quantkit", *same])))
     if sizes := [f"{engine} {human_bytes(other.disk_bytes)}" for engine, other in others.items()
@@ -327,6 +340,10 @@ def _run(order: QuantizeOrder, out: Path, choice: BudgetChoice | None, strict: b
         click.echo(wrapped("recovery", f"KL on held-out text {recovery.before:.3g} → {after} nats a token"
                                        f"{'' if recovery.kept else ', not kept'}"))
     click.echo(wrapped("fallbacks", f"{len(result.fallbacks)}, named above" if result.fallbacks else "none"))
+    if (record := plan.outline_record) is not None:
+        _print_outline(record)
+        click.echo(f"{'next':<14}vllm serve {quote(str(result.out))}")
+        return
     for_gguf = any((row.format or "").startswith("gguf-") for row in plan.rows)
     loads, refuse = (["llama.cpp once exported, see below"], []) if for_gguf else _engines(result.out)
     click.echo(wrapped("engines", ", ".join(["quantkit", *loads])

@@ -75,7 +75,8 @@ def parse_config(hf_config: Mapping[str, Any],
         raise UnsupportedModelError(
             "config.json has no 'model_type'" if missing else f"no architecture is called {model_type!r}",
             why=_suggested(hf_config, infos) + f"known: {', '.join(sorted({*table, *CLASSES}))}",
-            next="use a model of one of these families, or install a plugin that adds it")
+            next="a recipe without calibration quantizes it for engines that run it: quantkit quantize MODEL "
+                 "--recipe int4-rtn --out OUT")
     architecture: Architecture = table.get(model_type)
     classes = hf_config.get("architectures")
     if classes is not None and not (isinstance(classes, list) and set(map(str, classes)) & set(

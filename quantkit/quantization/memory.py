@@ -65,6 +65,7 @@ class PlanRow:
         bytes_before: the size of the weight in the source.
         bytes_after: the exact size of all tensors that are stored for it.
         dtype: the weight's dtype in the source, ``bfloat16``.
+        why: why a layer is kept that a rule would quantize, if it is.
     """
 
     name: str
@@ -78,10 +79,12 @@ class PlanRow:
     bytes_before: int
     bytes_after: int
     dtype: str
+    why: str = ""
 
     def recorded(self, *, error: float | None = None, tokens: int | None = None,
                  notes: tuple[str, ...] = ()) -> LayerRow:
         """The row of a manifest, with what was measured."""
+        notes += (f"kept: {self.why}",) * bool(self.why)
         return LayerRow(name=self.name, shape=self.shape, dtype=self.dtype, method=self.method,
                         format=self.format, spec=self.spec, options=dict(self.options), bits=self.bits,
                         bytes=self.bytes_after, error=error, tokens=tokens, notes=notes)
@@ -150,7 +153,8 @@ def walks_bytes(config: ModelConfig, tokens: int, linears: int) -> int:
 
 
 def peak_bytes(rows: Sequence[PlanRow], needs: set[str], calibration: CalibrationSpec | None,
-               weighed: bool, config: ModelConfig, other: tuple[str, ...], infos: Mapping[str, TensorInfo],
+               weighed: bool, config: ModelConfig | None, other: tuple[str, ...],
+               infos: Mapping[str, TensorInfo],
                changed: bool = False, drift: Collection[str] = ()) -> int:
     """What :func:`~quantkit.quantization.planning.plan.make_plan` predicts.
 
@@ -182,6 +186,7 @@ def peak_bytes(rows: Sequence[PlanRow], needs: set[str], calibration: Calibratio
         needs: names of the layers whose method needs statistics.
         calibration: the text, if any method needs statistics.
         weighed: tokens get an importance.
+        config: the model's; ``None`` where its family isn't known, and nothing is calibrated.
         other: names of the other stored tensors.
         infos: the facts of all tensors.
         changed: a transform changes layers after their inputs were measured: all of a layer is one stage.
@@ -203,7 +208,7 @@ def peak_bytes(rows: Sequence[PlanRow], needs: set[str], calibration: Calibratio
         for stage, later in _stages(unit, changed or needs.isdisjoint(row.name for row in unit)):
             largest = max(largest, plain + packed + 4 * later + _solving(stage, needs, drift))
             packed += sum(row.bytes_after for row in stage)
-    if calibration is None:
+    if calibration is None or config is None:
         return RUNTIME_BYTES + largest
     tokens, table = calibration.windows * calibration.window, infos[f"{EMBEDDING}.weight"].nbytes
     inside = not needs <= {EMBEDDING, HEAD}

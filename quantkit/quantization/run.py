@@ -26,7 +26,7 @@ from quantkit.checkpoint.writer import WORK, CheckpointWriter, WorkStore, refuse
 from quantkit.executor.base import Executor
 from quantkit.executor.ray import make_executor
 from quantkit.formats.base import QuantizedTensor
-from quantkit.models.architecture import EMBEDDING, layer_of, parse_config
+from quantkit.models.architecture import EMBEDDING
 from quantkit.models.linear import Weights
 from quantkit.ops.cpu_machine import trim_heap
 from quantkit.ops.reference import fast_float32
@@ -52,7 +52,14 @@ from quantkit.quantization.calibration.spill import Spill
 from quantkit.quantization.effort import Effort, with_effort
 from quantkit.quantization.memory import EMBEDDING_UNIT, REST_UNIT, PlanRow, layer_unit
 from quantkit.quantization.methods.base import LayerStats
-from quantkit.quantization.planning.plan import ASSEMBLING, QUANTIZING, WRITING, Plan, make_plan
+from quantkit.quantization.planning.plan import (
+    ASSEMBLING,
+    QUANTIZING,
+    WRITING,
+    Plan,
+    checked_outline,
+    make_plan,
+)
 from quantkit.quantization.planning.steps import LayerProgress
 from quantkit.quantization.recipe import CalibrationSpec, Recipe, load_recipe
 from quantkit.quantization.recovery import RecoveryJob, find_recovery, read_recovery_text
@@ -71,7 +78,6 @@ from quantkit.support.device import find_device
 from quantkit.support.errors import QuantkitError, Stopped
 from quantkit.support.progress import Listener, Phases, ProgressEvent, silent
 
-LAYERS = "model.layers."
 IMPORTANCE = f"{WORK}importance"
 WRITTEN_TEXT = f"{WORK}text"
 """Units of the run that aren't part of the checkpoint: each token's importance, and text that the model
@@ -175,7 +181,7 @@ class _Run:
         self.executor = executor
         self.device = device
         self.raw_config = source.config()
-        self.config = parse_config(self.raw_config)
+        self.outline = checked_outline(source)
         self.read = partial(tensor_alone, source)
         # what stays as it is would else be read, and found to hold NaN, when the work is done
         for name in (*plan.other, *(f"{row.name}.weight" for row in plan.rows if row.method is None)):
@@ -235,6 +241,7 @@ class _Run:
         return Manifest(quantkit_version=__version__, recipe=recipe.snapshot(),
                         source=SourceRecord.of(identity),
                         calibration=calibration_facts(recipe.calibration, self.data),
+                        outline=self.plan.outline_record,
                         plugins={p.distribution: p.version for p in current().plugins
                                  if p.distribution in owners})
 
@@ -271,13 +278,14 @@ class _Run:
         if not writer.has(IMPORTANCE):
             wanted = [name for name, needs in self.plan.measured.items() if "hessian" in needs]
             backward = any(row.layer is not None for row in self.plan.rows if row.name in wanted)
-            step = weighing_steps(self.phases, self.config.num_layers, backward)
+            step = weighing_steps(self.phases, self.outline.num_layers, backward)
             windows = weighed_windows(len(tokens), spec.importance_windows)
             some = tokens[windows]
             with self.blaming(windows):
+                config = self.outline.config
                 squares = gradients(
                     self.source, self.plan.recipe.transforms, some, spec.seed, wanted, self.device,
-                    lambda: token_gradients(self.config, weights, some, wanted, spec.seed, walks, step))
+                    lambda: token_gradients(config, weights, some, wanted, spec.seed, walks, step))
             importance = {name: spread(part, windows, len(tokens)) for name, part in squares.items()}
             writer.put(IMPORTANCE, importance, [])
         walks.clear()
@@ -308,9 +316,9 @@ class _UnitMaker:
     def __init__(self, run: _Run, writer: CheckpointWriter) -> None:
         self.run, self.writer = run, writer
         self.source, self.plan = run.source, run.plan
-        self.config = run.config
+        self.outline = run.outline
         self.transforms = resolve_transforms(run.plan.recipe.transforms)
-        self.layers = range(run.config.num_layers)
+        self.layers = range(run.outline.num_layers)
         self.rows: dict[str, list[PlanRow]] = {}
         for row in run.plan.rows:
             self.rows.setdefault(row.unit, []).append(row)
@@ -348,7 +356,7 @@ class _UnitMaker:
             if tokens is not None:
                 states = ends.enter_context(Spill(self.writer.states))
                 with self.run.blaming():
-                    self.runner = LayerRunner(self.config, weights, tokens, importance, states, table,
+                    self.runner = LayerRunner(self.outline.config, weights, tokens, importance, states, table,
                                               correlation(self.plan.calibration), bool(self.plan.drift))
             for index in self.layers:
                 place = ProgressEvent(len(self.before) + index, self.total, f"layer {index}",
@@ -410,7 +418,7 @@ class _UnitMaker:
                 self._advance_stored(self.runner, index, tensors, packed)
             return
         if self.remote is None:
-            following = f"{LAYERS}{index + 1}."
+            following = f"{self.outline.stem}{index + 1}."
             prefetch(self.source, [name for name in self.source.tensors() if name.startswith(following)])
         wanted = {row.name: self.plan.measured[row.name] for row in rows if row.name in self.plan.measured}
         if self.runner is not None and wanted and not self.plan.has_layer_transforms:
@@ -439,7 +447,7 @@ class _UnitMaker:
             stats = {name: stat.to(torch.device("cpu")) for name, stat in stats.items()}  # where weights are
         layer = self._tensors(rows, stats)
         for transform, options in self.transforms if stats else ():
-            apply_to_layer(transform, options, self.config, index, layer)
+            apply_to_layer(transform, options, self.outline.config, index, layer)
         packed = self._store(unit, rows, self._other(index), layer,
                              progress.solving(self._solve(rows, layer), names))
         if runner is not None and advance:
@@ -470,12 +478,13 @@ class _UnitMaker:
         return solve_rows(rows, layer, self.plan.measured, self.run.executor)
 
     def _tensors(self, rows: list[PlanRow], stats: dict[str, LayerStats]) -> LayerTensors:
-        return LayerTensors(self.run.read, self.source.tensors().__contains__,
-                            {row.name: row.spec for row in rows if row.spec}, stats, self.config.offset_norms)
+        specs = {row.name: row.spec for row in rows if row.spec}
+        return LayerTensors(self.run.read, self.source.tensors().__contains__, specs, stats,
+                            self.outline.offset_norms)
 
     def _other(self, index: int | None) -> list[str]:
         """Names of a layer's tensors that aren't a Linear's weight; ``None`` stands for outside of layers."""
-        return [name for name in self.plan.other if layer_of(name, self.config.num_layers) == index]
+        return [name for name in self.plan.other if self.outline.layer_of(name) == index]
 
     def _changed(self, index: int, names: Collection[str]) -> list[str]:
         """Those of a layer's tensors that aren't quantized, if there are transforms that change layers."""

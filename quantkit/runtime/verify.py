@@ -112,7 +112,7 @@ def _content(folder: Path, manifest: Manifest) -> Iterator[VerifyCheck]:
         yield VerifyCheck("structure", "failed", _said(error))
         return
     stored = {key: value for key, value in read_config(folder).items() if key in KEYS}
-    if stored == config_words(manifest.layers, manifest.quantkit_version):
+    if stored == config_words(manifest.layers, manifest.quantkit_version, manifest.stem):
         yield VerifyCheck(f"{CONFIG} and {MANIFEST}", "ok", "they agree")
     else:
         yield VerifyCheck(f"{CONFIG} and {MANIFEST}", "failed",
@@ -121,6 +121,9 @@ def _content(folder: Path, manifest: Manifest) -> Iterator[VerifyCheck]:
 
 def _loads(checkpoint: Checkpoint) -> VerifyCheck:
     """Whether the folder as a whole is a model that can be loaded, asked as loading does."""
+    if (outline := checkpoint.manifest.outline) is not None:
+        return VerifyCheck("loads", "note",
+                           f"not by quantkit, which doesn't know {outline.model_type}: other engines run it")
     try:
         check_loadable(str(checkpoint.path), checkpoint.config(), checkpoint.infos, checkpoint.side_files(),
                        checkpoint.layers, error=CheckpointError)

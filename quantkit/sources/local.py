@@ -36,7 +36,8 @@ from quantkit.support.strict_json import MAX_CONFIG, read_object
 CONFIG, ADAPTER = "config.json", "adapter_config.json"
 SIDE_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
               "vocab.json", "merges.txt", "tokenizer.model", "generation_config.json",
-              "chat_template.jinja", "chat_template.json")
+              "chat_template.jinja", "chat_template.json", "processor_config.json",
+              "preprocessor_config.json", "video_preprocessor_config.json")
 MORE_THAN_WEIGHTS = ("kv_cache_scheme", "transform_config")
 """Of a ``quantization_config``: what counts even if no weight is quantized."""
 MAX_SIDE_FILE = 256 * 2**20

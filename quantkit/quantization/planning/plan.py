@@ -6,7 +6,8 @@ and for all layers at once. :func:`make_plan` reads no weight.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -14,6 +15,8 @@ from weakref import WeakKeyDictionary
 
 from pydantic import ValidationError
 
+from quantkit.checkpoint.manifest import OutlineRecord
+from quantkit.checkpoint.quantization_config import COMPRESSED
 from quantkit.formats.base import Format
 from quantkit.formats.dtypes import FLOATS, dtype_name, resolve
 from quantkit.formats.spec import QuantSpec
@@ -24,12 +27,11 @@ from quantkit.models.architecture import (
     EXPERT,
     HEAD,
     LinearSlot,
-    all_slots,
     linear_slots,
     parse_config,
 )
-from quantkit.models.config import ModelConfig
 from quantkit.models.loadable import check_loadable
+from quantkit.models.outline import Outline, is_known, outline_of_config, outline_of_tensors
 from quantkit.ops import packing
 from quantkit.plugins.manager import registry
 from quantkit.quantization.calibration.importance import BACKWARD, FORWARD
@@ -53,6 +55,8 @@ from quantkit.support.errors import PluginError, QuantkitError, RecipeError, Usa
 
 SHOWN = 5
 """Refused layers that an error names."""
+RUN_ELSEWHERE = ("vllm", "sglang", "transformers")
+"""Engines for which a model is quantized that quantkit doesn't run: the first, if none is asked for."""
 WRITING = "writing calibration text"
 QUANTIZING = "quantizing layers"
 ASSEMBLING = "assembling and rereading"
@@ -81,6 +85,7 @@ class Plan:
         walks_bytes: bytes on disk while tokens get an importance, if they do.
         between_bytes: bytes of the hidden states between two layers, if anything is calibrated.
         recovery_disk_bytes: bytes on disk while scales and norms are trained, if they are.
+        outline: of the model; what of it isn't quantized, and why, if its family isn't known.
     """
 
     recipe: Recipe
@@ -97,12 +102,26 @@ class Plan:
     walks_bytes: int = 0
     between_bytes: int = 0
     recovery_disk_bytes: int = 0
+    outline: Outline | None = field(default=None, repr=False, compare=False)
 
     @property
     def kept_bytes(self) -> int:
         """Bytes of all that stays as it is: layers that no rule quantizes, embedding and head among them,
         norms and biases."""
         return self.other_bytes + sum(row.bytes_after for row in self.rows if row.method is None)
+
+    @property
+    def outline_record(self) -> OutlineRecord | None:
+        """What the manifest says of a model whose family isn't known."""
+        if self.outline is None or self.outline.maths is not None:
+            return None
+        kept = Counter(self.outline.kept_by_reason)
+        for row in self.rows:
+            if row.method is None:
+                kept[row.why or "no rule is for it"] += row.shape[0] * row.shape[1]
+        quantized = sum(row.shape[0] * row.shape[1] for row in self.rows if row.method)
+        return OutlineRecord(model_type=self.outline.model_type, stem=self.outline.stem, quantized=quantized,
+                             kept=dict(kept.most_common()))
 
     @property
     def bits_per_weight(self) -> float:
@@ -169,6 +188,8 @@ def run_phases(recipe: Recipe, calibration: CalibrationSpec | None, weighed: boo
 def with_own_head(recipe: Recipe, source: ModelSource) -> ModelSource:
     """The source; if a rule with ``match: lm_head`` that isn't optional quantizes the head of a model that
     has it tied to its embedding, the model with a head of its own, whatever becomes of the embedding."""
+    if not is_known(source.config()):  # its head stays as it is
+        return source
     tied = parse_config(source.config(), source.tensors()).tie_word_embeddings
     quantizes_head = any(rule.match == HEAD and rule.method and not rule.optional for rule in recipe.rules)
     return ResolvedHeadSource(source, tied=False) if tied and quantizes_head else source
@@ -192,8 +213,7 @@ def make_plan(recipe: Recipe, source: ModelSource) -> Plan:
                           next="--budget 4.25bpw, or a size such as --budget 5GB")
     if recipe.kv is not None:
         check_kv(parse_kv(recipe.kv))
-    config = _checked_config(source)
-    return _plan_for_engine(recipe, source, config)
+    return _plan_for_engine(recipe, source, checked_outline(source))
 
 
 def plans_for_engines(recipe: Recipe, source: ModelSource, engines: Iterable[str]) -> dict[str, Plan]:
@@ -202,34 +222,38 @@ def plans_for_engines(recipe: Recipe, source: ModelSource, engines: Iterable[str
     Raises:
         QuantkitError: what :func:`make_plan` raises of the model itself.
     """
-    config = _checked_config(source)
-    plans = {}
+    outline, plans = checked_outline(source), {}
     for engine in engines:
         with suppress(RecipeError):
-            plans[engine] = _plan_for_engine(recipe.model_copy(update={"engine": engine}), source, config)
+            plans[engine] = _plan_for_engine(recipe.model_copy(update={"engine": engine}), source, outline)
     return plans
 
 
-_CHECKED: WeakKeyDictionary[ModelSource, ModelConfig] = WeakKeyDictionary()
-"""Configs of sources that were checked: many recipes are planned for a source, and its tokenizer takes long
+_CHECKED: WeakKeyDictionary[ModelSource, Outline] = WeakKeyDictionary()
+"""Outlines of sources that were checked: many recipes are planned for a source, and its tokenizer takes long
 to read."""
 
 
-def _checked_config(source: ModelSource) -> ModelConfig:
-    """The config of a model that could be loaded. Raises what :func:`make_plan` does of it."""
+def checked_outline(source: ModelSource) -> Outline:
+    """The outline of a model; of a known family, of one that could be loaded. Raises what :func:`make_plan`
+    does of it."""
     if source not in _CHECKED:
-        _CHECKED[source] = check_loadable(source.uri, source.config(), source.tensors(),
-                                          source.side_files()).config
+        config, infos = source.config(), source.tensors()
+        _CHECKED[source] = outline_of_config(
+            check_loadable(source.uri, config, infos, source.side_files()).config) if is_known(
+                config) else outline_of_tensors(source.uri, config, infos)
     return _CHECKED[source]
 
 
-def _plan_for_engine(recipe: Recipe, source: ModelSource, config: ModelConfig) -> Plan:
+def _plan_for_engine(recipe: Recipe, source: ModelSource, outline: Outline) -> Plan:
+    if outline.maths is None:
+        return _plan_without_maths(recipe, source, outline)
     if recipe.engine == "quantkit":
-        return _plan(recipe, source, config)
+        return _plan(recipe, source, outline)
     refusal: RecipeError | str | None = None
     for variant in variants(recipe):
         try:
-            plan = _plan(variant, source, config)
+            plan = _plan(variant, source, outline)
         except RecipeError as error:
             refusal = error
             continue
@@ -241,19 +265,41 @@ def _plan_for_engine(recipe: Recipe, source: ModelSource, config: ModelConfig) -
     refuse(recipe, str(refusal))
 
 
-def _plan(recipe: Recipe, source: ModelSource, config: ModelConfig) -> Plan:
-    infos, slots = source.tensors(), all_slots(config)
-    chosen = assign(recipe, slots, config.tie_word_embeddings)
-    if chosen[0] is None or recipe.rules[chosen[0]].method is None:  # it is one of the other tensors
-        slots, chosen = slots[1:], chosen[1:]
+def _plan_without_maths(recipe: Recipe, source: ModelSource, outline: Outline) -> Plan:
+    """The plan for a model that only other engines run: embedding and head are what these load, plain."""
+    if recipe.recover is not None or recipe.transforms:
+        raise _no_maths(recipe, outline, "it changes or trains a model whose mathematics isn't known here")
+    engine = RUN_ELSEWHERE[0] if recipe.engine == "quantkit" else recipe.engine
+    if engine not in RUN_ELSEWHERE:
+        raise _no_maths(recipe, outline, f"{engine} gets only models whose mathematics is known here")
+    plan = _plan(variants(recipe.model_copy(update={"engine": engine}))[-1], source, outline)
+    formats = {str(row.format) for row in plan.rows if row.spec}
+    if others := sorted(formats - COMPRESSED):
+        why = f"format {others[0]} is read for all Linears of a model or for none, and it may have others"
+        raise _no_maths(recipe, outline, why)
+    return replace(plan, recipe=plan.recipe.model_copy(update={"engine": recipe.engine}))
+
+
+def _no_maths(recipe: Recipe, outline: Outline, why: str) -> RecipeError:
+    return RecipeError(f"recipe {recipe.name!r} can't be used on a model of type {outline.model_type!r}",
+                       why=why, next="use a data-free recipe: int8, int4-rtn, fp8 or fp8-block")
+
+
+def _plan(recipe: Recipe, source: ModelSource, outline: Outline) -> Plan:
+    infos, slots, config = source.tensors(), outline.slots, outline.maths
+    chosen = assign(recipe, slots, outline.tied, outline.rule_name)
+    if slots[0].name == EMBEDDING and (chosen[0] is None or recipe.rules[chosen[0]].method is None):
+        slots, chosen = slots[1:], chosen[1:]  # it is one of the other tensors
     resolver = RowResolver(recipe)
-    rows, refused = [], []
+    rows, refused = list[PlanRow](), []
     for slot, index in zip(slots, chosen, strict=True):
         try:
             rows.append(resolver.row(slot, index, infos))
         except LayerRefusal as refusal:
             refused.append((slot.name, str(refusal)))
-    if refused:
+            if config is None:
+                rows.append(replace(resolver.row(slot, None, infos), why=str(refusal)))
+    if refused and (config is not None or all(row.why for row in rows)):
         raise _unfit(recipe, source.uri, refused, len(slots))
     _check_alone(recipe, rows, resolver)
     _check_transforms(recipe, rows)
@@ -261,16 +307,21 @@ def _plan(recipe: Recipe, source: ModelSource, config: ModelConfig) -> Plan:
     other = tuple(name for name in infos if name not in linear)
     other_bytes = sum(infos[name].nbytes for name in other)
     measured = _measured(recipe, rows)
+    if measured and config is None:
+        methods = dict.fromkeys(row.method for row in rows if row.name in measured)
+        raise _no_maths(recipe, outline, f"{', '.join(map(str, methods))} needs its layers' inputs, and how "
+                                         "this model computes these isn't known here")
     if (measured or recipe.recover) and recipe.calibration is None:
         recipe = recipe.model_copy(update={"calibration": CalibrationSpec()})
-    check_recovery(recipe, rows, config)
+    if config is not None:
+        check_recovery(recipe, rows, config)
     calibration = recipe.calibration if measured else None
     changed = any(transform.layer for transform, _ in resolve_transforms(recipe.transforms))
     drift = _drift(recipe, measured, changed)
     hessians = {name for name, wanted in measured.items() if "hessian" in wanted}
     weighed = calibration is not None and calibration.importance == "gradient" and bool(hessians)
     walks = between = 0
-    if calibration is not None:
+    if calibration is not None and config is not None:
         between = states_bytes(config, calibration.windows * calibration.window,
                                changed or measured.keys() <= {EMBEDDING, HEAD}, bool(drift))
         if weighed:
@@ -278,12 +329,12 @@ def _plan(recipe: Recipe, source: ModelSource, config: ModelConfig) -> Plan:
             walks = walks_bytes(config, windows * calibration.window, len(hessians))
     peak = peak_bytes(rows, hessians, calibration, weighed, config, other, infos, changed, drift)
     recovery = 0
-    if recipe.recover is not None and recipe.calibration is not None:
+    if recipe.recover is not None and recipe.calibration is not None and config is not None:
         size = recipe.recover.windows, recipe.calibration.window
         peak = max(peak, recovery_memory_bytes(rows, config, infos, *size))
         recovery = recovery_disk_bytes(rows, config, *size)
     return Plan(recipe, tuple(rows), measured, drift, changed, weighed, other, other_bytes,
-                source_bytes=file_bytes(source),
+                source_bytes=file_bytes(source), outline=outline,
                 disk_bytes=other_bytes + sum(row.bytes_after for row in rows), peak_bytes=peak,
                 walks_bytes=walks, between_bytes=between, recovery_disk_bytes=recovery)
 
@@ -292,10 +343,11 @@ class LayerRefusal(Exception):
     """Why one layer can't be done as its rule says."""
 
 
-def assign(recipe: Recipe, slots: Sequence[LinearSlot], tied: bool) -> list[int | None]:
-    """The index of the rule of every slot. ``tied``: whether the model's embedding is its head too. Raises
-    RecipeError for a rule that applies to no layer."""
-    names = [slot.name for slot in slots]
+def assign(recipe: Recipe, slots: Sequence[LinearSlot], tied: bool,
+           rule_name: Callable[[str], str] = str) -> list[int | None]:
+    """The index of the rule of every slot. ``tied``: whether the model's embedding is its head too;
+    ``rule_name``: what rules call a layer. Raises RecipeError for a rule that applies to no layer."""
+    names = [rule_name(slot.name) for slot in slots]
     count = 1 + max((slot.layer for slot in slots if slot.layer is not None), default=-1)
     chosen = [next((i for i, rule in enumerate(recipe.rules) if rule.matches(name, tied, count)), None)
               for name in names]

@@ -8,7 +8,7 @@ from quantkit.quantization.methods.base import LayerStats, Method, MethodOptions
 from quantkit.quantization.planning.plan import make_plan
 from quantkit.quantization.recipe import CalibrationSpec, Recipe, load_recipe
 from quantkit.sources.base import TensorInfo
-from quantkit.support.errors import RecipeError, SourceError, UnsupportedModelError, UsageError
+from quantkit.support.errors import RecipeError, SourceError, UsageError
 from tests.helpers.shapes import (
     CHANNEL8,
     GROUP4,
@@ -233,13 +233,6 @@ def test_a_dtype_of_the_config_that_could_not_be_loaded():
 def test_a_kv_setting_that_could_not_be_used():
     with pytest.raises(UsageError, match="'nothing'"):
         make_plan(recipe(every(), kv="nothing"), Source())
-
-
-def test_an_unknown_architecture():
-    source = Source()
-    source.settings = {"model_type": "abacus", "architectures": ["AbacusForCausalLM"]}
-    with pytest.raises(UnsupportedModelError):
-        make_plan(recipe(every()), source)
 
 
 # -- predictions

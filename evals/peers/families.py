@@ -1,0 +1,144 @@
+"""What quantkit does with a tiny random model of each family that transformers can build.
+
+    python evals/peers/families.py OUT.json [MODEL_TYPE ...]
+
+Of every ``model_type`` of a causal or image-text language model: whether transformers builds a tiny one, what
+of it is quantized without data at 8 and at 4 bits, and how far the results, loaded by transformers, are from
+the model: KL on random tokens, float32. On random weights that shows that the mechanics are right, and says
+nothing about quality. Each family runs in a process of its own, and is written down when it is done.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+SECONDS = 180
+SMALL: dict[str, Any] = {
+    "vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "head_dim": 32,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "n_embd": 128,
+    "n_layer": 4, "n_head": 4, "n_positions": 256, "d_model": 128, "ffn_dim": 256, "num_layers": 4,
+    "num_heads": 4, "encoder_layers": 2, "decoder_layers": 4, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4, "encoder_ffn_dim": 256, "decoder_ffn_dim": 256, "word_embed_proj_dim": 128,
+    "moe_intermediate_size": 64, "num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8,
+    "num_experts_per_tok": 2, "shared_expert_intermediate_size": 64, "n_shared_experts": 1, "n_group": 1,
+    "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 64, "kv_lora_rank": 64,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 32, "v_head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32, "linear_value_head_dim": 32, "block_ff_dim": 256, "ffn_hidden_size": 256,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "image_size": 32, "patch_size": 8, "depth": 2,
+    "embed_dim": 128, "out_hidden_size": 128, "mamba_d_state": 16, "mamba_n_heads": 8, "mamba_d_head": 32,
+    "vocab_size_per_layer_input": 512, "hidden_size_per_layer_input": 32, "global_head_dim": 32,
+    "image_token_id": 3, "image_token_index": 3, "video_token_id": 4, "vision_start_token_id": 5,
+    "vision_end_token_id": 6, "layer_types": None, "mlp_layer_types": None}
+"""Sizes of a tiny model by the keys of configs; those that a config hasn't got aren't used."""
+
+
+def tiny_config(model_type: str) -> Any:
+    """A config of this family, small in all its tables."""
+    from transformers import AutoConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    inside = {}
+    for name in getattr(CONFIG_MAPPING[model_type], "sub_configs", {}):
+        table = getattr(AutoConfig.for_model(model_type), name, None)
+        if table is not None:
+            inside[name] = _small(table)
+    return AutoConfig.for_model(model_type, **_small(AutoConfig.for_model(model_type)), **inside)
+
+
+def _small(config: Any) -> dict[str, Any]:
+    written = config.to_dict()
+    return {key: value for key, value in SMALL.items() if key in written}
+
+
+def measure(model_type: str, folder: Path) -> dict[str, Any]:
+    """The row of one family."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
+
+    from quantkit.testing.tiny import tiny_tokenizer
+
+    kind = AutoModelForCausalLM if model_type in CAUSAL else AutoModelForImageTextToText
+    try:
+        torch.manual_seed(0)
+        model = kind.from_config(tiny_config(model_type)).to(torch.bfloat16).eval()
+        if (count := sum(p.numel() for p in model.parameters())) > 2**27:
+            return {"built": f"no: {count:,} parameters"}
+        for parameter in model.parameters():
+            if parameter.dim() >= 2:
+                torch.nn.init.normal_(parameter, std=0.08)
+        tokens = torch.randint(8, 500, (2, 48), generator=torch.Generator().manual_seed(1))
+        model.save_pretrained(folder / "model")
+        tiny_tokenizer().save(str(folder / "model" / "tokenizer.json"))
+        expected = _logits(kind, folder / "model", tokens)
+    except Exception as error:  # whatever transformers says
+        return {"built": f"no: {type(error).__name__}: {' '.join(str(error).split())[:90]}"}
+    row: dict[str, Any] = {"built": "yes"}
+    for recipe in ("int8", "int4-rtn"):
+        try:
+            row[recipe] = _quantized(kind, folder, recipe, tokens, expected)
+        except Exception as error:
+            row[recipe] = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
+    return row
+
+
+def _logits(kind: Any, folder: Path, tokens: Any) -> Any:
+    import torch
+
+    model = kind.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        return model(input_ids=tokens, use_cache=False).logits.log_softmax(-1)
+
+
+def _quantized(kind: Any, folder: Path, recipe: str, tokens: Any, expected: Any) -> dict[str, Any]:
+    from quantkit.quantization.recipe import load_recipe
+    from quantkit.quantization.run import quantize
+
+    chosen = load_recipe(recipe).model_copy(update={"engine": "transformers"})
+    result = quantize(str(folder / "model"), chosen, folder / recipe)
+    record = result.plan.outline_record
+    actual = _logits(kind, result.out, tokens)
+    kl = float((expected.exp() * (expected - actual)).sum(-1).mean())
+    share = None if record is None else record.quantized / (record.quantized + sum(record.kept.values()))
+    return {"kl": kl, "quantized": share, "kept": None if record is None else record.kept,
+            "layers": sum(row.spec is not None for row in result.rows)}
+
+
+def families() -> list[str]:
+    """Every ``model_type`` of a language model."""
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    )
+
+    return sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES})
+
+
+def main(out: Path, wanted: list[str]) -> None:
+    rows = json.loads(out.read_text()) if out.exists() else {}
+    for model_type in wanted or families():
+        if model_type in rows and not wanted:
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            run = [sys.executable, __file__, "--one", model_type, folder]
+            try:
+                done = subprocess.run(run, capture_output=True, text=True, timeout=SECONDS)
+                rows[model_type] = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else {
+                    "built": f"no: the process ended with {done.returncode}"}
+            except subprocess.TimeoutExpired:
+                rows[model_type] = {"built": f"no: not within {SECONDS} s"}
+        out.write_text(json.dumps(rows, indent=1, sort_keys=True) + "\n")
+        print(model_type, json.dumps(rows[model_type])[:300], flush=True)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "--one":
+        print(json.dumps(measure(sys.argv[2], Path(sys.argv[3]))))
+    else:
+        main(Path(sys.argv[1]), sys.argv[2:])

@@ -1,0 +1,222 @@
+"""A model as quantizing sees it: which Linears it has, and in which decoder layers they are.
+
+A family that is known here says so by its config. Of any other model the names and shapes of its tensors do.
+The numbers in its tensors' names tell its layers, as in ``model.language_model.layers.3.mlp.up_proj.weight``.
+What has most of the weights is the language model; a tower for images, a head that drafts and all else that
+isn't in these layers stays as it is, and so do small matrices that decide much: routers, states, norms.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from quantkit.formats.dtypes import FLOATS
+from quantkit.models.architecture import LinearSlot, all_slots, parse_config
+from quantkit.models.config import ModelConfig
+from quantkit.plugins.manager import registry
+from quantkit.sources.base import TensorInfo
+from quantkit.support.errors import SourceError, UnsupportedModelError
+
+LAYERS = "model.layers."
+"""Where our families have their decoder layers."""
+_NUMBERED = re.compile(r"((?:[^.]+\.)*?(?:layers|layer|blocks|block|h)\.)(0|[1-9]\d{0,4})\.")
+TOWER = r"vis(?:ion|ual)|vit\.|image|audio|speech|video|projector|mtp|eagle|talker|codec"
+"""A pattern in the path of what isn't the language model's layers."""
+_ROUTERS = frozenset({"gate", "router", "shared_expert_gate", "wg"})
+_STATES = frozenset({"x_proj", "dt_proj", "in_proj_a", "in_proj_b", "in_proj_ba"})
+"""Small Linears that make a recurrent state's steps."""
+NARROW = 16
+"""Times the narrower side of a matrix: below the hidden size, too little would be saved."""
+SHOWN = 5
+_COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+
+
+@dataclass(frozen=True)
+class KeptMatrix:
+    """A matrix or a stack of them that stays as it is.
+
+    Attributes:
+        name: the tensor's.
+        parameters: how many it has.
+        why: a phrase.
+    """
+
+    name: str
+    parameters: int
+    why: str
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What of a model can be quantized.
+
+    Attributes:
+        model_type: of its ``config.json``.
+        slots: everything that can be, in the model's order.
+        num_layers: of the language model.
+        tied: whether its embedding is its head, too.
+        stem: the beginning of its layers' names.
+        kept: of a family that isn't known, the matrices that stay as they are.
+        maths: the model's config, where its family is known.
+    """
+
+    model_type: str
+    slots: tuple[LinearSlot, ...]
+    num_layers: int
+    tied: bool
+    stem: str = LAYERS
+    kept: tuple[KeptMatrix, ...] = ()
+    maths: ModelConfig | None = None
+
+    @property
+    def config(self) -> ModelConfig:
+        """The model's config. Raises UnsupportedModelError if its family isn't known."""
+        if self.maths is None:
+            raise UnsupportedModelError(
+                f"no architecture is called {self.model_type!r}",
+                why="this needs the model's mathematics, which isn't known here",
+                next="quantize it by a data-free recipe such as int8, int4-rtn or fp8, for another engine")
+        return self.maths
+
+    @property
+    def offset_norms(self) -> bool:
+        """Whether norms multiply by one more than their weights, where that is known."""
+        return self.maths is not None and self.maths.offset_norms
+
+    def layer_of(self, name: str) -> int | None:
+        """Which decoder layer a tensor is of; ``None``: of none, or of one beyond these."""
+        number = name.removeprefix(self.stem).partition(".")[0] if name.startswith(self.stem) else ""
+        return int(number) if number.isdecimal() and int(number) < self.num_layers else None
+
+    def rule_name(self, name: str) -> str:
+        """What rules of recipes call a layer: its name with the layers where our families have them."""
+        return LAYERS + name.removeprefix(self.stem) if name.startswith(self.stem) else name
+
+    @cached_property
+    def kept_by_reason(self) -> dict[str, int]:
+        """Parameters that stay as they are, by why, the most first."""
+        sums: Counter[str] = Counter()
+        for matrix in self.kept:
+            sums[matrix.why] += matrix.parameters
+        return dict(sums.most_common())
+
+
+def is_known(config: Mapping[str, Any]) -> bool:
+    """Whether a ``config.json`` is of a family whose mathematics is known here."""
+    return config.get("model_type") in registry("architectures")
+
+
+def outline_of(uri: str, config: Mapping[str, Any], infos: Mapping[str, TensorInfo]) -> Outline:
+    """That of any model. Raises what :func:`outline_of_tensors` and
+    :func:`~quantkit.models.architecture.parse_config` do."""
+    if is_known(config):
+        return outline_of_config(parse_config(config, infos))
+    return outline_of_tensors(uri, config, infos)
+
+
+def outline_of_config(config: ModelConfig) -> Outline:
+    """That of a model of a known family."""
+    return Outline(config.model_type, all_slots(config), config.num_layers, config.tie_word_embeddings,
+                   maths=config)
+
+
+def outline_of_tensors(uri: str, config: Mapping[str, Any], infos: Mapping[str, TensorInfo]) -> Outline:
+    """That of any other model.
+
+    Raises:
+        SourceError: no tensor's name says which layer it is of, or none of these can be quantized.
+    """
+    stem, count = _layers(uri, config, infos)
+    hidden = _hidden_size(config, infos, stem)
+    text = config.get("text_config")
+    tied = config.get("tie_word_embeddings", (text if isinstance(text, dict) else {}).get(
+        "tie_word_embeddings"))
+    outline = Outline(str(config.get("model_type"))[:80], (), count, tied is True, stem)
+    slots: list[LinearSlot] = []
+    kept: list[KeptMatrix] = []
+    for name, info in infos.items():
+        if len(info.shape) < 2:
+            continue
+        layer = outline.layer_of(name)
+        if (why := _reason_to_keep(name, info, hidden, layer)) is not None:
+            kept.append(KeptMatrix(name, _size(info), why))
+            continue
+        linear = name.removesuffix(".weight")
+        slots.append(LinearSlot(linear, info.shape[0], info.shape[1], layer, linear))
+    if not slots:
+        whys = dict.fromkeys(f"{matrix.name}: {matrix.why}" for matrix in kept)
+        raise SourceError(f"{uri}: nothing in it can be quantized",
+                          why="\n".join([*whys][:SHOWN]) or "it has no matrix",
+                          next="give the folder of a language model in transformers' layout")
+    slots.sort(key=lambda slot: slot.layer or 0)
+    return replace(outline, slots=tuple(slots), kept=tuple(kept))
+
+
+def _layers(uri: str, config: Mapping[str, Any], infos: Mapping[str, TensorInfo]) -> tuple[str, int]:
+    """The beginning of the language model's layers, and their number."""
+    sizes: Counter[str] = Counter()
+    numbers: dict[str, int] = {}
+    for name, info in infos.items():
+        if (match := _NUMBERED.match(name)) is not None:
+            sizes[match[1]] += _size(info)
+            numbers[match[1]] = max(numbers.get(match[1], 0), int(match[2]) + 1)
+    language = {stem: size for stem, size in sizes.items() if not re.search(TOWER, stem)} or sizes
+    if not language:
+        raise SourceError(f"{uri}: no tensor's name says which layer it is of",
+                          why="names such as model.layers.0.mlp.up_proj.weight do",
+                          next="give the folder of a language model in transformers' layout")
+    stem = max(language, key=lambda name: language[name])
+    stated = _stated(config, _COUNTS)
+    # further layers, as DeepSeek's files have them, draft tokens
+    return stem, numbers[stem] if stated is None else min(numbers[stem], stated)
+
+
+def _reason_to_keep(name: str, info: TensorInfo, hidden: int, layer: int | None) -> str | None:
+    """Why a tensor of two or more dimensions isn't quantized; ``None`` if it can be."""
+    module, _, last = name.rpartition(".")
+    module = module.rpartition(".")[2]
+    if layer is None:
+        return "outside of the language model's layers"
+    if len(info.shape) > 2:
+        return ("experts in one tensor" if "expert" in name else
+                "a convolution" if "conv" in name else f"{len(info.shape)} dimensions")
+    if last != "weight":
+        return "no Linear's weight"
+    if info.dtype not in FLOATS.values():
+        return f"stored as {str(info.dtype).removeprefix('torch.')}"
+    if module in _ROUTERS:
+        return "a router"
+    if module in _STATES:
+        return "steps of a recurrent state"
+    if "norm" in module or "embed" in module or "bias" in module:
+        return "a norm, a position or an embedding"
+    return "too narrow to save anything" if min(info.shape) * NARROW <= hidden else None
+
+
+def _hidden_size(config: Mapping[str, Any], infos: Mapping[str, TensorInfo], stem: str) -> int:
+    """By the config, or else the commonest side of the layers' matrices."""
+    if (stated := _stated(config, ("hidden_size", "n_embd", "d_model"))) is not None:
+        return stated
+    sides = Counter(side for name, info in infos.items() if name.startswith(stem) and len(info.shape) == 2
+                    for side in info.shape)
+    return sides.most_common(1)[0][0] if sides else 0
+
+
+def _stated(config: Mapping[str, Any], keys: Iterable[str]) -> int | None:
+    """The first of these keys that has a positive whole number, in the language model's table or outside."""
+    text = config.get("text_config")
+    for table in (text if isinstance(text, dict) else {}, config):
+        for key in keys:
+            if type(table.get(key)) is int and table[key] > 0:
+                return int(table[key])
+    return None
+
+
+def _size(info: TensorInfo) -> int:
+    return math.prod(info.shape)
