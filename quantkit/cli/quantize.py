@@ -70,9 +70,9 @@ if TYPE_CHECKING:
                    "left out.")
 @click.option("--seed", type=click.IntRange(min=0), metavar="N", help="Seed that chooses the windows.")
 @click.option("--effort", type=click.Choice(["fast", "default", "best"]),
-              help="How much time it may take: fast calibrates on 12 windows, weighs no tokens and leaves out "
-                   "what improves a solution; best calibrates on three times as many windows. (The "
-                   "recipe's, mostly default.)")
+              help="How much time it may take: fast calibrates on 12 windows, weighs no tokens and "
+                   "leaves out what improves a solution; best calibrates on three times as many windows. "
+                   "(The recipe's, mostly default.)")
 @click.option("--executor", type=click.Choice(["local", "ray"]), default="local", show_default=True,
               help="Where layers are quantized: in this process, or on a Ray cluster (the one that "
                    "RAY_ADDRESS names, else this machine's cores).")

@@ -112,12 +112,17 @@ def native_bf16() -> bool:
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
+def has_tiles() -> bool:
+    """Whether this CPU multiplies tiles of bfloat16 matrices (AMX)."""
+    return bool(torch.cpu._is_amx_tile_supported())
+
+
 @contextmanager
 def fast_float32() -> Iterator[None]:
     """Multiply float32 matrices by oneDNN's kernels in place of torch's default library, whose kernels are
     half as fast on CPUs of AMD with AVX-512. Results are float32 in full: where oneDNN would round to
     bfloat16, to use AMX, nothing is changed."""
-    with nullcontext() if torch.cpu._is_amx_tile_supported() else rounded_products():
+    with nullcontext() if has_tiles() else rounded_products():
         yield
 
 

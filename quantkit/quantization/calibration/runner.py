@@ -396,7 +396,8 @@ class StatesOfBatches:
 
 
 _BLOCK = 384  # columns a multiply: the sum is symmetric, so only blocks on and below the diagonal are made
-_WIDE = 1024  # columns from which rounded products save time
+WIDE = 1024
+"""Columns from which rounded products save time."""
 
 
 class HessianObserver:
@@ -456,7 +457,7 @@ class HessianObserver:
             counts = self.importance[self.first + tokens.to(self.importance.device)]
             roots = counts.sqrt()[:, None].to(rows.device)
         weighted = rows if roots is None else rows * roots
-        with rounded_products() if rows.shape[1] >= _WIDE else nullcontext():
+        with rounded_products() if rows.shape[1] >= WIDE else nullcontext():
             for start in range(0, rows.shape[1], _BLOCK):
                 stop = start + _BLOCK
                 self._sum[start:stop, :stop].addmm_(weighted[:, start:stop].T, weighted[:, :stop])

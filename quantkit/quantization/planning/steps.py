@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from quantkit.ops.reference import native_bf16
+from quantkit.ops.reference import has_tiles, native_bf16
+from quantkit.quantization.calibration.runner import WIDE
 from quantkit.quantization.memory import PlanRow
 from quantkit.quantization.planning.plan import Plan
 
@@ -31,6 +32,7 @@ SOLVED_WEIGHT = 1.2e4
 FACTORED = 1.2
 """Operations of factorizing a Hessian, over the cube of its side."""
 OBSERVED = 0.6
+OBSERVED_TILES = 0.25
 """Products of the calibration tokens with themselves that summing up a Hessian is as long as."""
 TOUCHED = 2e3
 """Operations that a number of a Linear's input takes beside products."""
@@ -46,7 +48,8 @@ def walk_operations(weights: int, tokens: int) -> float:
 
 def measure_operations(size: int, tokens: int, drift: bool) -> float:
     """Operations of summing up the Hessian of an input of ``size`` channels, and its drift."""
-    return tokens * size * (2 * (OBSERVED + drift) * size + TOUCHED)
+    share = OBSERVED_TILES if has_tiles() and size >= WIDE else OBSERVED
+    return tokens * size * (2 * (share + drift) * size + TOUCHED)
 
 
 def solve_operations(row: PlanRow, plan: Plan) -> float:
