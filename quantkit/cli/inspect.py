@@ -117,7 +117,7 @@ def _source_facts(source: ModelSource, uri: str) -> dict[str, Any]:
              "recipe": None, "kv": "none", "source": None}
     if (config := outline.maths) is None:
         return facts | {"architecture": outline.model_type, "num_layers": outline.num_layers,
-                        "kept": outline.kept_by_reason, "operations": [],
+                        "kept": dict(outline.kept), "operations": [],
                         "layers": [row | NOBODY for row in layers]}
     import torch
 

@@ -12,8 +12,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from quantkit.formats.dtypes import FLOATS
@@ -25,7 +24,8 @@ from quantkit.support.errors import SourceError, UnsupportedModelError
 
 LAYERS = "model.layers."
 """Where our families have their decoder layers."""
-_NUMBERED = re.compile(r"((?:[^.]+\.)*?(?:layers|layer|blocks|block|h)\.)(0|[1-9]\d{0,4})\.")
+_NUMBERED = re.compile(r"((?:[^.]+\.)*?(?:layers|layer|blocks|block|h)\.)(0|[1-9][0-9]{0,4})\.")
+_NUMBER = re.compile(r"(0|[1-9][0-9]{0,4})\.")
 TOWER = r"vis(?:ion|ual)|vit\.|image|audio|speech|video|projector|mtp|eagle|talker|codec"
 """A pattern in the path of what isn't the language model's layers."""
 _ROUTERS = frozenset({"gate", "router", "shared_expert_gate", "wg"})
@@ -38,21 +38,6 @@ _COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 
 
 @dataclass(frozen=True)
-class KeptMatrix:
-    """A matrix or a stack of them that stays as it is.
-
-    Attributes:
-        name: the tensor's.
-        parameters: how many it has.
-        why: a phrase.
-    """
-
-    name: str
-    parameters: int
-    why: str
-
-
-@dataclass(frozen=True)
 class Outline:
     """What of a model can be quantized.
 
@@ -62,7 +47,7 @@ class Outline:
         num_layers: of the language model.
         tied: whether its embedding is its head, too.
         stem: the beginning of its layers' names.
-        kept: of a family that isn't known, the matrices that stay as they are.
+        kept: of a family that isn't known, parameters of the matrices that stay as they are, by why.
         maths: the model's config, where its family is known.
     """
 
@@ -71,7 +56,7 @@ class Outline:
     num_layers: int
     tied: bool
     stem: str = LAYERS
-    kept: tuple[KeptMatrix, ...] = ()
+    kept: Mapping[str, int] = field(default_factory=dict)
     maths: ModelConfig | None = None
 
     @property
@@ -91,25 +76,18 @@ class Outline:
 
     def layer_of(self, name: str) -> int | None:
         """Which decoder layer a tensor is of; ``None``: of none, or of one beyond these."""
-        number = name.removeprefix(self.stem).partition(".")[0] if name.startswith(self.stem) else ""
-        return int(number) if number.isdecimal() and int(number) < self.num_layers else None
+        match = _NUMBER.match(name, len(self.stem)) if name.startswith(self.stem) else None
+        return int(match[1]) if match is not None and int(match[1]) < self.num_layers else None
 
     def rule_name(self, name: str) -> str:
         """What rules of recipes call a layer: its name with the layers where our families have them."""
         return LAYERS + name.removeprefix(self.stem) if name.startswith(self.stem) else name
 
-    @cached_property
-    def kept_by_reason(self) -> dict[str, int]:
-        """Parameters that stay as they are, by why, the most first."""
-        sums: Counter[str] = Counter()
-        for matrix in self.kept:
-            sums[matrix.why] += matrix.parameters
-        return dict(sums.most_common())
-
 
 def is_known(config: Mapping[str, Any]) -> bool:
     """Whether a ``config.json`` is of a family whose mathematics is known here."""
-    return config.get("model_type") in registry("architectures")
+    model_type = config.get("model_type")
+    return isinstance(model_type, str) and model_type in registry("architectures")
 
 
 def outline_of(uri: str, config: Mapping[str, Any], infos: Mapping[str, TensorInfo]) -> Outline:
@@ -130,32 +108,36 @@ def outline_of_tensors(uri: str, config: Mapping[str, Any], infos: Mapping[str, 
     """That of any other model.
 
     Raises:
-        SourceError: no tensor's name says which layer it is of, or none of these can be quantized.
+        SourceError: its config names no family, no tensor's name says which layer it is of, or none of these
+            can be quantized.
     """
+    if not isinstance(model_type := config.get("model_type"), str):
+        raise SourceError(f"{uri}: config.json has no 'model_type'", why="no engine would know how to run it",
+                          next="get the model's complete config.json")
     stem, count = _layers(uri, config, infos)
     hidden = _hidden_size(config, infos, stem)
     text = config.get("text_config")
     tied = config.get("tie_word_embeddings", (text if isinstance(text, dict) else {}).get(
         "tie_word_embeddings"))
-    outline = Outline(str(config.get("model_type"))[:80], (), count, tied is True, stem)
+    outline = Outline(model_type[:80], (), count, tied is True, stem)
     slots: list[LinearSlot] = []
-    kept: list[KeptMatrix] = []
+    kept, examples = Counter[str](), list[str]()
     for name, info in infos.items():
         if len(info.shape) < 2:
             continue
         layer = outline.layer_of(name)
         if (why := _reason_to_keep(name, info, hidden, layer)) is not None:
-            kept.append(KeptMatrix(name, _size(info), why))
+            kept[why] += _size(info)
+            examples.append(f"{name[:120]}: {why}")
             continue
         linear = name.removesuffix(".weight")
         slots.append(LinearSlot(linear, info.shape[0], info.shape[1], layer, linear))
     if not slots:
-        whys = dict.fromkeys(f"{matrix.name}: {matrix.why}" for matrix in kept)
         raise SourceError(f"{uri}: nothing in it can be quantized",
-                          why="\n".join([*whys][:SHOWN]) or "it has no matrix",
+                          why="\n".join(examples[:SHOWN]) or "it has no matrix",
                           next="give the folder of a language model in transformers' layout")
     slots.sort(key=lambda slot: slot.layer or 0)
-    return replace(outline, slots=tuple(slots), kept=tuple(kept))
+    return replace(outline, slots=tuple(slots), kept=dict(kept.most_common()))
 
 
 def _layers(uri: str, config: Mapping[str, Any], infos: Mapping[str, TensorInfo]) -> tuple[str, int]:

@@ -54,7 +54,7 @@ def test_layers_are_found_and_all_else_is_kept_and_said(folder):
     assert [slot.name for slot in outline.slots] == [
         f"{STEM}{layer}.{name}" for layer in range(2)
         for name in ("mlp.experts.3.up_proj", "self_attn.q_proj")]
-    assert outline.kept_by_reason == {
+    assert outline.kept == {
         "experts in one tensor": 2 * 8 * 256 * 128, "a router": 2 * 8 * 128, "a convolution": 2 * 128 * 4,
         "steps of a recurrent state": 2 * 4 * 128,
         "outside of the language model's layers": 2 * 300 * 128 + 3 * 128 * 128}
@@ -123,20 +123,29 @@ def infos(*names: str, shape: tuple[int, ...] = (128, 128)) -> dict[str, TensorI
 @pytest.mark.parametrize("names", [("weight",), ("a.b.weight", "layers.weight"), ("layers.x.q.weight",)])
 def test_a_folder_without_layers_is_refused(names):
     with pytest.raises(SourceError, match="no tensor's name says which layer"):
-        outline_of_tensors("m", {}, infos(*names))
+        outline_of_tensors("m", {"model_type": "x"}, infos(*names))
 
 
 def test_nothing_to_quantize_is_refused():
     with pytest.raises(SourceError, match="nothing in it can be quantized") as caught:
-        outline_of_tensors("m", {}, infos("layers.0.gate.weight"))
+        outline_of_tensors("m", {"model_type": "x"}, infos("layers.0.gate.weight"))
     assert "a router" in str(caught.value.why)
 
 
 def test_hostile_names_take_no_time():
     odd = infos("layers.0.q.weight", "a." * 20_000 + "layers.1.q.weight", "layers." * 9_000 + "weight",
                 "layers.99999999999999999999.q.weight", "layers.007.q.weight")
-    outline = outline_of_tensors("m", {"num_hidden_layers": -3, "hidden_size": "x"}, odd)
+    outline = outline_of_tensors("m", {"model_type": "x", "num_hidden_layers": -3,
+                                       "hidden_size": "x"}, odd)
     assert [slot.name for slot in outline.slots] == ["layers.0.q"] and outline.num_layers == 1
+
+
+@pytest.mark.parametrize("model_type", [None, 7, ["llama"], {}])
+def test_a_config_that_names_no_family_is_refused(folder, tmp_path, model_type):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": model_type}))
+    with pytest.raises(SourceError, match="model_type"):
+        quantize(str(folder), "int8", tmp_path / "out")
 
 
 def test_an_architecture_that_is_known_is_as_before(folder, tmp_path):

@@ -115,7 +115,7 @@ class Plan:
         """What the manifest says of a model whose family isn't known."""
         if self.outline is None or self.outline.maths is not None:
             return None
-        kept = Counter(self.outline.kept_by_reason)
+        kept = Counter(self.outline.kept)
         for row in self.rows:
             if row.method is None:
                 kept[row.why or "no rule is for it"] += row.shape[0] * row.shape[1]

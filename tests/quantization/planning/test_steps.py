@@ -90,9 +90,8 @@ def test_all_steps_together_are_the_layer():
 def test_more_passes_take_longer(model):
     source = open_source(model)
     try:
-        plans = [make_plan(load_recipe(name, effort), source) for name, effort in (
-            ("int4", "fast"), ("int4", None), ("int4-asym", None))]
+        plans = [make_plan(load_recipe("int4", effort), source) for effort in ("fast", None)]
     finally:
         source.close()
     costs = [sum(solve_operations(row, plan) for row in plan.rows) for plan in plans]
-    assert costs == sorted(set(costs))
+    assert 0 < costs[0] < costs[1]
