@@ -71,12 +71,13 @@ def parse_config(hf_config: Mapping[str, Any],
     table = registry("architectures")
     model_type = hf_config.get("model_type")
     if not isinstance(model_type, str) or model_type not in table:
-        missing = model_type is None
+        missing, better = model_type is None, suggested(hf_config, infos)
         raise UnsupportedModelError(
             "config.json has no 'model_type'" if missing else f"no architecture is called {model_type!r}",
-            why=_suggested(hf_config, infos) + f"known: {', '.join(sorted({*table, *CLASSES}))}",
-            next="a recipe without calibration quantizes it for engines that run it: quantkit quantize MODEL "
-                 "--recipe int4-rtn --out OUT")
+            why=better + f"known: {', '.join(sorted({*table, *CLASSES}))}",
+            next="correct model_type in its config.json" if better or missing else
+            "a recipe without calibration quantizes it for engines that run it: quantkit quantize MODEL "
+            "--recipe int4-rtn --out OUT")
     architecture: Architecture = table.get(model_type)
     classes = hf_config.get("architectures")
     if classes is not None and not (isinstance(classes, list) and set(map(str, classes)) & set(
@@ -92,9 +93,10 @@ def parse_config(hf_config: Mapping[str, Any],
     return config
 
 
-def _suggested(hf_config: Mapping[str, Any], infos: Mapping[str, TensorInfo]) -> str:
-    """The family whose class, keys and tensors these are. Less isn't enough: a family whose rope pairs other
-    dimensions has the keys and tensors of Llama, and would run and be wrong under that name."""
+def suggested(hf_config: Mapping[str, Any], infos: Mapping[str, TensorInfo]) -> str:
+    """A question that names the family whose class, keys and tensors these are; empty if there is none. Less
+    isn't enough: a family whose rope pairs other dimensions has the keys and tensors of Llama, and would run
+    and be wrong under that name."""
     from quantkit.plugins.manager import registry
 
     classes, shapes = hf_config.get("architectures"), {name: tuple(i.shape) for name, i in infos.items()}

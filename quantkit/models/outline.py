@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from quantkit.formats.dtypes import FLOATS
-from quantkit.models.architecture import LinearSlot, all_slots, parse_config
+from quantkit.models.architecture import LinearSlot, all_slots, parse_config, suggested
 from quantkit.models.config import ModelConfig
 from quantkit.plugins.manager import registry
 from quantkit.sources.base import TensorInfo
@@ -84,16 +84,18 @@ class Outline:
         return LAYERS + name.removeprefix(self.stem) if name.startswith(self.stem) else name
 
 
-def is_known(config: Mapping[str, Any]) -> bool:
-    """Whether a ``config.json`` is of a family whose mathematics is known here."""
+def is_known(config: Mapping[str, Any], infos: Mapping[str, TensorInfo]) -> bool:
+    """Whether a model is of a family whose mathematics is known here. Also one that is in all but its name:
+    that is a mistake in ``config.json``, which whoever parses it is told."""
     model_type = config.get("model_type")
-    return isinstance(model_type, str) and model_type in registry("architectures")
+    return (isinstance(model_type, str) and model_type in registry("architectures")) or bool(
+        suggested(config, infos))
 
 
 def outline_of(uri: str, config: Mapping[str, Any], infos: Mapping[str, TensorInfo]) -> Outline:
     """That of any model. Raises what :func:`outline_of_tensors` and
     :func:`~quantkit.models.architecture.parse_config` do."""
-    if is_known(config):
+    if is_known(config, infos):
         return outline_of_config(parse_config(config, infos))
     return outline_of_tensors(uri, config, infos)
 

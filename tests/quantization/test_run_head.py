@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.formats.pack_quantized import FORMAT
 from quantkit.formats.spec import Granularity, QuantSpec
+from quantkit.models.architecture import parse_config
 from quantkit.models.decoder import CausalLM
 from quantkit.models.linear import Weights
 from quantkit.ops.hadamard import apply_hadamard
@@ -76,7 +77,7 @@ def test_the_head_serves_its_inputs_better_than_rounding(models, recipe, tmp_pat
     original = load_file(models[tied] / "model.safetensors")
     exact = original["model.embed_tokens.weight" if tied else "lm_head.weight"].float()
     config = json.loads((models[tied] / "config.json").read_text())
-    model = CausalLM(module.parse_config(config), Weights(original.__getitem__, original.__contains__,
+    model = CausalLM(parse_config(config), Weights(original.__getitem__, original.__contains__,
                                                           torch.float32))
     entered = []
     model.head.observer = entered.append

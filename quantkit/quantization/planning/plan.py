@@ -188,7 +188,7 @@ def run_phases(recipe: Recipe, calibration: CalibrationSpec | None, weighed: boo
 def with_own_head(recipe: Recipe, source: ModelSource) -> ModelSource:
     """The source; if a rule with ``match: lm_head`` that isn't optional quantizes the head of a model that
     has it tied to its embedding, the model with a head of its own, whatever becomes of the embedding."""
-    if not is_known(source.config()):  # its head stays as it is
+    if not is_known(source.config(), source.tensors()):  # its head stays as it is
         return source
     tied = parse_config(source.config(), source.tensors()).tie_word_embeddings
     quantizes_head = any(rule.match == HEAD and rule.method and not rule.optional for rule in recipe.rules)
@@ -239,9 +239,11 @@ def checked_outline(source: ModelSource) -> Outline:
     does of it."""
     if source not in _CHECKED:
         config, infos = source.config(), source.tensors()
-        _CHECKED[source] = outline_of_config(
-            check_loadable(source.uri, config, infos, source.side_files()).config) if is_known(
-                config) else outline_of_tensors(source.uri, config, infos)
+        if is_known(config, infos):
+            outline = outline_of_config(check_loadable(source.uri, config, infos, source.side_files()).config)
+        else:
+            outline = outline_of_tensors(source.uri, config, infos)
+        _CHECKED[source] = outline
     return _CHECKED[source]
 
 
