@@ -15,7 +15,9 @@ from quantkit.formats.spec import GRIDS, GROUP_SCALES, Granularity, QuantSpec
 from quantkit.formats.trellis_code import RING
 from quantkit.plugins.manager import registry
 from quantkit.quantization.methods.base import LayerStats, Method, MethodOptions, options_type
-from quantkit.quantization.methods.grid import rounded_scale
+from quantkit.quantization.methods.stored_scales import (
+    rounded_scale,
+)
 from quantkit.quantization.recipe import default_format
 from quantkit.testing.contract import Contract
 

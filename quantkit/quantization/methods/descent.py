@@ -22,6 +22,8 @@ from quantkit.quantization.methods.grid import (
     at_once,
     from_grid,
     round_levels_,
+)
+from quantkit.quantization.methods.stored_scales import (
     round_scale,
     rounded_minimum,
     rounded_multiple,

@@ -38,17 +38,19 @@ from quantkit.formats.finite import all_finite
 from quantkit.formats.level_values import encode, level_table, spread_tiles
 from quantkit.formats.spec import GROUP_SCALES, QuantSpec
 from quantkit.ops import columns
+from quantkit.quantization.methods.stored_scales import (
+    multiples,
+    round_scale,
+    rounded_minimum,
+    rounded_multiple,
+    rounded_scale,
+)
 from quantkit.support.errors import SpecError
 
 SHRINKS = tuple(1 + 0.025 * step for step in range(4, -20, -1))
 """Factors on a group's extremes that a clip search tries. Above 1 the levels between the extremes move."""
 STRETCHES = tuple(2 ** (step / 24) for step in range(24))
 """The same for kind ``fp``: beyond twice the range all levels but the smallest come again."""
-
-SMALLEST_E4M3 = 2.0**-9
-LEAST_EXPONENT = -127
-MOST_EXPONENT = 127
-"""The exponents of ``e8m0``."""
 
 SERIAL = (1 << 15) - 1
 """The number of values up to which torch runs an elementwise operation in one thread. Loops of many short
@@ -289,27 +291,6 @@ def to_codes(levels: torch.Tensor, grid: Grid, spec: QuantSpec, notes: tuple[str
                  grid.outer_minimum)
 
 
-def smallest(dtype: torch.dtype) -> float:
-    """The smallest scale of a dtype: its least normal number, or for float16, whose range is short, its
-    least number."""
-    info = torch.finfo(dtype)
-    return info.tiny * info.eps if dtype == torch.float16 else info.tiny
-
-
-def round_scale(scale: torch.Tensor, zero: torch.Tensor, spec: QuantSpec) -> torch.Tensor:
-    """Round to the stored dtype, never to zero, and never so far that a level overflows that dtype."""
-    dtype = scale_dtype(spec)
-    info = torch.finfo(dtype)
-    farthest = torch.full_like(zero, LARGEST) if spec.kind == "fp" else torch.maximum(
-        zero, 2**spec.bits - 1 - zero)
-    rounded = scale.clamp(min=smallest(dtype)).to(dtype).float()
-    over = rounded * farthest > info.max
-    if bool(over.any()):
-        # one step below the quotient, so that rounding it can't come out above
-        rounded = torch.where(over, (info.max / farthest * (1 - info.eps)).to(dtype).float(), rounded)
-    return rounded
-
-
 def search_groups(groups: torch.Tensor, spec: QuantSpec, cost: torch.Tensor | None,
                   shrinks: tuple[float, ...]) -> Grid:
     """``groups [n, g]`` → grids ``[n, 1]``; ties go to the earlier, wider factor."""
@@ -368,48 +349,6 @@ def costs_of_groups(importance: torch.Tensor, shape: tuple[int, ...], size: int,
     if importance.numel() <= size:
         return importance.repeat(size // importance.numel()).expand(count, size)
     return importance.reshape(shape[1], size).repeat(count // shape[1] + 2, 1)
-
-
-def rounded_scale(scale: torch.Tensor, spec: QuantSpec, outer: torch.Tensor | None = None) -> torch.Tensor:
-    """The nearest scales (or minima, or superblocks' numbers) that are stored; never 0, with their sign.
-
-    Args:
-        scale: float32 of any shape.
-        spec: says in what they are stored.
-        outer: the number that ``e4m3`` scales are multiples of.
-    """
-    if spec.scale_dtype == "e4m3":
-        assert outer is not None
-        return nearest_((scale / outer).clamp_(min=SMALLEST_E4M3)) * outer
-    if spec.scale_dtype == "e8m0":
-        fraction, exponent = torch.frexp(scale.clamp(min=2.0**LEAST_EXPONENT))
-        exponent = exponent - (fraction < 0.75).int()  # halfway between two powers, to the larger
-        return torch.ldexp(torch.ones_like(scale), exponent.clamp_(LEAST_EXPONENT, MOST_EXPONENT))
-    dtype = scale_dtype(spec)
-    size = scale.abs().clamp_(smallest(dtype), torch.finfo(dtype).max).to(dtype).float()
-    return torch.where(scale < 0, -size, size)
-
-
-def rounded_minimum(minimum: torch.Tensor, spec: QuantSpec) -> torch.Tensor:
-    """The nearest minima that are stored; they may be 0."""
-    dtype = scale_dtype(spec)
-    limit = torch.finfo(dtype).max
-    return minimum.clamp(-limit, limit).to(dtype).float()
-
-
-def multiples(spec: QuantSpec) -> tuple[float, float]:
-    """The least and the largest whole number that a superblock's number is multiplied by."""
-    assert spec.scale_bits is not None
-    if spec.minimum:
-        return 0.0, 2.0**spec.scale_bits - 1
-    return -2.0 ** (spec.scale_bits - 1), 2.0 ** (spec.scale_bits - 1) - 1
-
-
-def rounded_multiple(quotients: torch.Tensor, spec: QuantSpec, zero: bool = False) -> torch.Tensor:
-    """The nearest whole numbers that there are; 0 only if ``zero``, since weights are divided by scales."""
-    count = quotients.round().clamp_(*multiples(spec))
-    return count if zero else torch.where(count == 0, torch.where(quotients < 0, -1.0, 1.0), count).clamp_(
-        *multiples(spec))
 
 
 def tile_grid(weight: torch.Tensor, spec: QuantSpec, *, importance: torch.Tensor | None = None,

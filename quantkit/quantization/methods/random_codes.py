@@ -7,7 +7,10 @@ import torch
 from quantkit.formats.base import Codes
 from quantkit.formats.spec import QuantSpec
 from quantkit.formats.trellis_code import deviation
-from quantkit.quantization.methods.grid import multiples, rounded_scale
+from quantkit.quantization.methods.stored_scales import (
+    multiples,
+    rounded_scale,
+)
 
 RMS = {"int": 2**-1.8, "nf": 0.5, "fp": 100.0, "fp4": 3.0, "iq": 70.0}
 """How large random levels are, about; of ``int``, over ``2 ** bits``."""

@@ -19,8 +19,10 @@ from quantkit.formats.dtypes import resolve, scale_dtype
 from quantkit.formats.spec import QuantSpec
 from quantkit.formats.trellis_code import RING, decode, deviation, rings, unring
 from quantkit.ops import viterbi
-from quantkit.quantization.methods.grid import smallest
 from quantkit.quantization.methods.hessian import NO_BETTER, HessianFactors, damped, losses
+from quantkit.quantization.methods.stored_scales import (
+    smallest,
+)
 
 
 def nearest(weight: torch.Tensor, spec: QuantSpec, notes: tuple[str, ...] = ()) -> Codes:

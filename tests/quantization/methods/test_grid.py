@@ -12,9 +12,11 @@ from quantkit.quantization.methods.grid import (
     SHRINKS,
     find_grid,
     from_grid,
-    round_scale,
     round_to_grid,
     whole_,
+)
+from quantkit.quantization.methods.stored_scales import (
+    round_scale,
 )
 from quantkit.support.errors import SpecError
 

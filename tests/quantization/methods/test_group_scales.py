@@ -10,6 +10,8 @@ from quantkit.quantization.methods.grid import (
     choose_grid,
     from_grid,
     round_to_grid,
+)
+from quantkit.quantization.methods.stored_scales import (
     rounded_scale,
 )
 from tests.helpers.grids import GROUPED

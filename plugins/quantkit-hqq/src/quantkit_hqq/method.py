@@ -24,10 +24,12 @@ from quantkit.quantization.methods.grid import (
     Grid,
     check_finite,
     find_grid,
-    round_scale,
     round_to_grid,
     to_codes,
     whole_,
+)
+from quantkit.quantization.methods.stored_scales import (
+    round_scale,
 )
 
 

@@ -24,11 +24,13 @@ from quantkit.quantization.methods.grid import (
     find_grid,
     grid_between,
     round_levels_,
-    round_scale,
     round_to_grid,
     to_codes,
 )
 from quantkit.quantization.methods.hessian import UNREACHED, hessian_of
+from quantkit.quantization.methods.stored_scales import (
+    round_scale,
+)
 
 WIDEST = 1.075
 """The first factor on a group's extremes: a symmetric grid has one level less above its zero than below."""
