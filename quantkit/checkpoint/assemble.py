@@ -43,7 +43,7 @@ def assemble(folder: Path, tensors: Sequence[StoredTensor], rows: Sequence[Layer
         OSError: the disk is full or fails.
     """
     _check_names(tensors, rows, side_files)
-    words = config_words(rows, manifest.quantkit_version, manifest.stem)
+    words = config_words(rows, manifest.quantkit_version, manifest.layer_prefix)
     plain = {key: value for key, value in config.items() if key not in KEYS} | words
     manifest = manifest.model_copy(update={"layers": tuple(rows)})
     written: dict[str, tuple[str, int]] = {}

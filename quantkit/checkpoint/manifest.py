@@ -319,13 +319,13 @@ class OutlineRecord(Frozen):
 
     Attributes:
         model_type: of its ``config.json``.
-        stem: the beginning of its decoder layers' names.
+        layer_prefix: the beginning of its decoder layers' names.
         kept: parameters of the matrices that stayed as they were, by why.
         quantized: parameters of those that are quantized.
     """
 
     model_type: str
-    stem: str
+    layer_prefix: str
     kept: dict[str, int] = Field(default_factory=dict)
     quantized: int = Field(ge=0)
 
@@ -394,9 +394,9 @@ class Manifest(Frozen):
         return files
 
     @property
-    def stem(self) -> str | None:
+    def layer_prefix(self) -> str | None:
         """The beginning of the layers' names, where other engines alone run the model."""
-        return None if self.outline is None else self.outline.stem
+        return None if self.outline is None else self.outline.layer_prefix
 
     @property
     def bits_per_weight(self) -> float:

@@ -57,15 +57,15 @@ class LayerScheme(Protocol):
 
 
 def quantization_config(rows: Sequence[LayerScheme], version: str = __version__,
-                        stem: str | None = None) -> dict[str, Any] | None:
+                        layer_prefix: str | None = None) -> dict[str, Any] | None:
     """The value for ``config.json``; ``None`` if no layer is quantized.
 
     Args:
         rows: every Linear of the model, kept ones too, and the embedding if it is quantized. ``lm_head`` may
             be missing (tied embeddings).
         version: the version of the quantkit that wrote them; GPTQ's standard has a place for it.
-        stem: of a model whose family isn't known, the beginning of its layers' names: no class of modules
-            is meant then, since nobody knows what else of that class it has.
+        layer_prefix: of a model whose family isn't known, the beginning of its layers' names: no class of
+            modules is meant then, since nobody knows what else of that class it has.
     """
     packed = [row for row in rows if row.spec is not None]
     if not packed:
@@ -84,7 +84,7 @@ def quantization_config(rows: Sequence[LayerScheme], version: str = __version__,
     if any(row.name == EMBEDDING for row in packed) and not _says_embeddings(packed, tied):
         return dict(OWN)
     if formats <= COMPRESSED and all(_model_scales(row) for row in packed):
-        return _compressed_tensors(packed, kept, stem)
+        return _compressed_tensors(packed, kept, layer_prefix)
     if formats == {"bnb-nf4"} and len({_bnb_key(row) for row in packed}) == 1:
         return _bitsandbytes(packed[0], kept)
     if len(formats) == 1 and len({(row.spec, row.dtype) for row in packed}) == 1:
@@ -100,9 +100,9 @@ def quantization_config(rows: Sequence[LayerScheme], version: str = __version__,
 
 
 def config_words(rows: Sequence[LayerScheme], version: str = __version__,
-                 stem: str | None = None) -> dict[str, Any]:
+                 layer_prefix: str | None = None) -> dict[str, Any]:
     """What ``config.json`` says of quantization, by key; the arguments are :func:`quantization_config`'s."""
-    quantization = quantization_config(rows, version, stem)
+    quantization = quantization_config(rows, version, layer_prefix)
     if quantization is None:
         return {}
     return dict.fromkeys(KEYS[0 if "quant_method" not in quantization else 1:], quantization)
@@ -166,7 +166,7 @@ def _format(row: LayerScheme) -> str:
 
 
 def _compressed_tensors(packed: Sequence[LayerScheme], kept: list[str],
-                        stem: str | None) -> dict[str, Any]:
+                        layer_prefix: str | None) -> dict[str, Any]:
     groups: dict[str, tuple[dict[str, Any], list[str]]] = {}
     for row in packed:
         assert row.spec is not None
@@ -177,8 +177,8 @@ def _compressed_tensors(packed: Sequence[LayerScheme], kept: list[str],
 
     def targets(names: list[str]) -> list[str]:
         """Targets by class or name: vLLM's head isn't a Linear, and its embedding has no name."""
-        if stem is not None:
-            return _patterns(names, stem)
+        if layer_prefix is not None:
+            return _patterns(names, layer_prefix)
         linears = [name for name in names if name != EMBEDDING]
         named = [f"re:^{_pattern(name)}$" for name in linears if not single or name == HEAD]
         return ["Linear"] * (single and bool(linears)) + named + ["Embedding"] * (EMBEDDING in names)
@@ -194,14 +194,14 @@ def _compressed_tensors(packed: Sequence[LayerScheme], kept: list[str],
             for index, (scheme, names) in enumerate(groups.values())}}
 
 
-def _patterns(names: Iterable[str], stem: str) -> list[str]:
-    """Layers of the language model by what is behind ``stem``: engines have another path before it. One
+def _patterns(names: Iterable[str], prefix: str) -> list[str]:
+    """Layers of the language model by what is behind ``prefix``: engines have another path before it. One
     pattern a module, with the numbers of its layers."""
     layers: dict[str, list[str]] = defaultdict(list)
     for name in names:
-        number, _, module = name.removeprefix(stem).partition(".")
+        number, _, module = name.removeprefix(prefix).partition(".")
         layers[module].append(number)
-    last = re.escape(stem.rstrip(".").rpartition(".")[2])
+    last = re.escape(prefix.rstrip(".").rpartition(".")[2])
     return [f"re:{NO_TOWER}.*{last}\\.(?:{'|'.join(numbers)})\\.{re.escape(module)}$"
             for module, numbers in layers.items()]
 

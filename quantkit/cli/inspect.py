@@ -115,7 +115,7 @@ def _source_facts(source: ModelSource, uri: str) -> dict[str, Any]:
              "bytes": file_bytes(source), "dtypes": dict(Counter(tensor.type for tensor in stored.values())),
              "quantized_types": types, "bits_per_weight": _bits(layers),
              "recipe": None, "kv": "none", "source": None}
-    if (config := outline.maths) is None:
+    if (config := outline.config) is None:
         return facts | {"architecture": outline.model_type, "num_layers": outline.num_layers,
                         "kept": dict(outline.kept), "operations": [],
                         "layers": [row | NOBODY for row in layers]}
@@ -145,7 +145,7 @@ def _checkpoint_facts(checkpoint: AnyCheckpoint, uri: str) -> dict[str, Any]:
     described: dict[str, Any]
     if manifest is not None and (outline := manifest.outline) is not None:
         kv, kernels = KVSpec(), dict.fromkeys((row.name for row in rows), NOBODY["kernels"])
-        numbers = {row.name.removeprefix(outline.stem).partition(".")[0] for row in rows}
+        numbers = {row.name.removeprefix(outline.layer_prefix).partition(".")[0] for row in rows}
         described = {"architecture": outline.model_type, "kept": outline.kept, "operations": [],
                      "num_layers": len(numbers)}
     else:

@@ -46,42 +46,42 @@ class Outline:
         slots: everything that can be, in the model's order.
         num_layers: of the language model.
         tied: whether its embedding is its head, too.
-        stem: the beginning of its layers' names.
+        layer_prefix: the beginning of its layers' names.
         kept: of a family that isn't known, parameters of the matrices that stay as they are, by why.
-        maths: the model's config, where its family is known.
+        config: the model's, where its family is known.
     """
 
     model_type: str
     slots: tuple[LinearSlot, ...]
     num_layers: int
     tied: bool
-    stem: str = LAYERS
+    layer_prefix: str = LAYERS
     kept: Mapping[str, int] = field(default_factory=dict)
-    maths: ModelConfig | None = None
+    config: ModelConfig | None = None
 
     @property
-    def config(self) -> ModelConfig:
+    def known_config(self) -> ModelConfig:
         """The model's config. Raises UnsupportedModelError if its family isn't known."""
-        if self.maths is None:
+        if self.config is None:
             raise UnsupportedModelError(
                 f"no architecture is called {self.model_type!r}",
                 why="this needs the model's mathematics, which isn't known here",
                 next="quantize it by a data-free recipe such as int8, int4-rtn or fp8, for another engine")
-        return self.maths
+        return self.config
 
     @property
     def offset_norms(self) -> bool:
         """Whether norms multiply by one more than their weights, where that is known."""
-        return self.maths is not None and self.maths.offset_norms
+        return self.config is not None and self.config.offset_norms
 
     def layer_of(self, name: str) -> int | None:
         """Which decoder layer a tensor is of; ``None``: of none, or of one beyond these."""
-        match = _NUMBER.match(name, len(self.stem)) if name.startswith(self.stem) else None
+        match = _NUMBER.match(name, len(self.layer_prefix)) if name.startswith(self.layer_prefix) else None
         return int(match[1]) if match is not None and int(match[1]) < self.num_layers else None
 
     def rule_name(self, name: str) -> str:
         """What rules of recipes call a layer: its name with the layers where our families have them."""
-        return LAYERS + name.removeprefix(self.stem) if name.startswith(self.stem) else name
+        return LAYERS + name.removeprefix(self.layer_prefix) if name.startswith(self.layer_prefix) else name
 
 
 def is_known(config: Mapping[str, Any], infos: Mapping[str, TensorInfo]) -> bool:
@@ -103,7 +103,7 @@ def outline_of(uri: str, config: Mapping[str, Any], infos: Mapping[str, TensorIn
 def outline_of_config(config: ModelConfig) -> Outline:
     """That of a model of a known family."""
     return Outline(config.model_type, all_slots(config), config.num_layers, config.tie_word_embeddings,
-                   maths=config)
+                   config=config)
 
 
 def outline_of_tensors(uri: str, config: Mapping[str, Any], infos: Mapping[str, TensorInfo]) -> Outline:
@@ -116,12 +116,12 @@ def outline_of_tensors(uri: str, config: Mapping[str, Any], infos: Mapping[str, 
     if not isinstance(model_type := config.get("model_type"), str):
         raise SourceError(f"{uri}: config.json has no 'model_type'", why="no engine would know how to run it",
                           next="get the model's complete config.json")
-    stem, count = _layers(uri, config, infos)
-    hidden = _hidden_size(config, infos, stem)
+    prefix, count = _layers(uri, config, infos)
+    hidden = _hidden_size(config, infos, prefix)
     text = config.get("text_config")
     tied = config.get("tie_word_embeddings", (text if isinstance(text, dict) else {}).get(
         "tie_word_embeddings"))
-    outline = Outline(model_type[:80], (), count, tied is True, stem)
+    outline = Outline(model_type[:80], (), count, tied is True, prefix)
     slots: list[LinearSlot] = []
     kept, examples = Counter[str](), list[str]()
     for name, info in infos.items():
@@ -150,15 +150,15 @@ def _layers(uri: str, config: Mapping[str, Any], infos: Mapping[str, TensorInfo]
         if (match := _NUMBERED.match(name)) is not None:
             sizes[match[1]] += _size(info)
             numbers[match[1]] = max(numbers.get(match[1], 0), int(match[2]) + 1)
-    language = {stem: size for stem, size in sizes.items() if not re.search(TOWER, stem)} or sizes
+    language = {prefix: size for prefix, size in sizes.items() if not re.search(TOWER, prefix)} or sizes
     if not language:
         raise SourceError(f"{uri}: no tensor's name says which layer it is of",
                           why="names such as model.layers.0.mlp.up_proj.weight do",
                           next="give the folder of a language model in transformers' layout")
-    stem = max(language, key=lambda name: language[name])
+    prefix = max(language, key=lambda name: language[name])
     stated = _stated(config, _COUNTS)
     # further layers, as DeepSeek's files have them, draft tokens
-    return stem, numbers[stem] if stated is None else min(numbers[stem], stated)
+    return prefix, numbers[prefix] if stated is None else min(numbers[prefix], stated)
 
 
 def _reason_to_keep(name: str, info: TensorInfo, hidden: int, layer: int | None) -> str | None:
@@ -183,11 +183,11 @@ def _reason_to_keep(name: str, info: TensorInfo, hidden: int, layer: int | None)
     return "too narrow to save anything" if min(info.shape) * NARROW <= hidden else None
 
 
-def _hidden_size(config: Mapping[str, Any], infos: Mapping[str, TensorInfo], stem: str) -> int:
+def _hidden_size(config: Mapping[str, Any], infos: Mapping[str, TensorInfo], prefix: str) -> int:
     """By the config, or else the commonest side of the layers' matrices."""
     if (stated := _stated(config, ("hidden_size", "n_embd", "d_model"))) is not None:
         return stated
-    sides = Counter(side for name, info in infos.items() if name.startswith(stem) and len(info.shape) == 2
+    sides = Counter(side for name, info in infos.items() if name.startswith(prefix) and len(info.shape) == 2
                     for side in info.shape)
     return sides.most_common(1)[0][0] if sides else 0
 

@@ -282,7 +282,7 @@ class _Run:
             windows = weighed_windows(len(tokens), spec.importance_windows)
             some = tokens[windows]
             with self.blaming(windows):
-                config = self.outline.config
+                config = self.outline.known_config
                 squares = gradients(
                     self.source, self.plan.recipe.transforms, some, spec.seed, wanted, self.device,
                     lambda: token_gradients(config, weights, some, wanted, spec.seed, walks, step))
@@ -356,8 +356,9 @@ class _UnitMaker:
             if tokens is not None:
                 states = ends.enter_context(Spill(self.writer.states))
                 with self.run.blaming():
-                    self.runner = LayerRunner(self.outline.config, weights, tokens, importance, states, table,
-                                              correlation(self.plan.calibration), bool(self.plan.drift))
+                    self.runner = LayerRunner(
+                        self.outline.known_config, weights, tokens, importance, states, table,
+                        correlation(self.plan.calibration), bool(self.plan.drift))
             for index in self.layers:
                 place = ProgressEvent(len(self.before) + index, self.total, f"layer {index}",
                                       kept=index not in missing)
@@ -418,7 +419,7 @@ class _UnitMaker:
                 self._advance_stored(self.runner, index, tensors, packed)
             return
         if self.remote is None:
-            following = f"{self.outline.stem}{index + 1}."
+            following = f"{self.outline.layer_prefix}{index + 1}."
             prefetch(self.source, [name for name in self.source.tensors() if name.startswith(following)])
         wanted = {row.name: self.plan.measured[row.name] for row in rows if row.name in self.plan.measured}
         if self.runner is not None and wanted and not self.plan.has_layer_transforms:
@@ -447,7 +448,7 @@ class _UnitMaker:
             stats = {name: stat.to(torch.device("cpu")) for name, stat in stats.items()}  # where weights are
         layer = self._tensors(rows, stats)
         for transform, options in self.transforms if stats else ():
-            apply_to_layer(transform, options, self.outline.config, index, layer)
+            apply_to_layer(transform, options, self.outline.known_config, index, layer)
         packed = self._store(unit, rows, self._other(index), layer,
                              progress.solving(self._solve(rows, layer), names))
         if runner is not None and advance:

@@ -16,7 +16,7 @@ from quantkit.sources.base import TensorInfo
 from quantkit.sources.open import open_source
 from quantkit.support.errors import QuantkitError, SourceError
 
-STEM = "model.language_model.layers."
+PREFIX = "model.language_model.layers."
 VISION = "model.visual.blocks.0.self_attn.q_proj.weight"
 
 
@@ -26,12 +26,12 @@ def tensors(layers: int = 2) -> dict[str, torch.Tensor]:
             "lm_head.weight": torch.randn(300, 128), VISION: torch.randn(128, 128),
             "mtp.layers.0.self_attn.q_proj.weight": torch.randn(128, 128)}
     for layer in range(layers):
-        made |= {f"{STEM}{layer}.{name}": torch.randn(*shape) for name, shape in {
+        made |= {f"{PREFIX}{layer}.{name}": torch.randn(*shape) for name, shape in {
             "self_attn.q_proj.weight": (128, 128), "mlp.experts.3.up_proj.weight": (256, 128),
             "mlp.gate.weight": (8, 128), "mlp.experts.gate_up_proj": (8, 256, 128),
             "linear_attn.conv1d.weight": (128, 1, 4), "linear_attn.in_proj_a.weight": (4, 128),
             "input_layernorm.weight": (128,)}.items()}
-    return made | {f"{STEM}{layers}.self_attn.q_proj.weight": torch.randn(128, 128)}  # beyond: it drafts
+    return made | {f"{PREFIX}{layers}.self_attn.q_proj.weight": torch.randn(128, 128)}  # beyond: it drafts
 
 
 @pytest.fixture
@@ -50,9 +50,9 @@ def folder(tmp_path):
 def test_layers_are_found_and_all_else_is_kept_and_said(folder):
     source = open_source(str(folder))
     outline = outline_of_tensors("m", source.config(), source.tensors())
-    assert outline.stem == STEM and outline.num_layers == 2 and not outline.tied
+    assert outline.layer_prefix == PREFIX and outline.num_layers == 2 and not outline.tied
     assert [slot.name for slot in outline.slots] == [
-        f"{STEM}{layer}.{name}" for layer in range(2)
+        f"{PREFIX}{layer}.{name}" for layer in range(2)
         for name in ("mlp.experts.3.up_proj", "self_attn.q_proj")]
     assert outline.kept == {
         "experts in one tensor": 2 * 8 * 256 * 128, "a router": 2 * 8 * 128, "a convolution": 2 * 128 * 4,
@@ -78,16 +78,16 @@ def test_what_is_kept_is_kept_to_the_byte(folder, tmp_path, recipe):
             assert (module in quantized) or torch.equal(
                 checkpoint.tensor(name), open_source(str(folder)).tensor(name)), name
             assert tensor.dim() == 2 or module not in quantized
-        assert checkpoint.manifest.outline.stem == STEM
+        assert checkpoint.manifest.outline.layer_prefix == PREFIX
         assert checkpoint.manifest.outline.quantized == 4 * 128 * 192
 
 
 def test_a_layer_that_a_group_does_not_divide_is_kept_and_said(folder, tmp_path):
     odd = {name: tensor.bfloat16() for name, tensor in tensors().items()}
-    odd[f"{STEM}1.odd.weight"] = torch.randn(128, 72).bfloat16()
+    odd[f"{PREFIX}1.odd.weight"] = torch.randn(128, 72).bfloat16()
     save_file(odd, folder / "model.safetensors")
     result = quantize(str(folder), "int4-rtn", tmp_path / "out")
-    row = next(row for row in result.rows if row.name == f"{STEM}1.odd")
+    row = next(row for row in result.rows if row.name == f"{PREFIX}1.odd")
     assert row.spec is None and "72" in row.notes[0]
     assert "odd" not in json.dumps(json.loads((result.out / "config.json").read_text())[
         "quantization_config"]["config_groups"])

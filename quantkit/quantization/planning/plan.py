@@ -113,15 +113,15 @@ class Plan:
     @property
     def outline_record(self) -> OutlineRecord | None:
         """What the manifest says of a model whose family isn't known."""
-        if self.outline is None or self.outline.maths is not None:
+        if self.outline is None or self.outline.config is not None:
             return None
         kept = Counter(self.outline.kept)
         for row in self.rows:
             if row.method is None:
                 kept[row.why or "no rule is for it"] += row.shape[0] * row.shape[1]
         quantized = sum(row.shape[0] * row.shape[1] for row in self.rows if row.method)
-        return OutlineRecord(model_type=self.outline.model_type, stem=self.outline.stem, quantized=quantized,
-                             kept=dict(kept.most_common()))
+        return OutlineRecord(model_type=self.outline.model_type, layer_prefix=self.outline.layer_prefix,
+                             quantized=quantized, kept=dict(kept.most_common()))
 
     @property
     def bits_per_weight(self) -> float:
@@ -248,8 +248,8 @@ def checked_outline(source: ModelSource) -> Outline:
 
 
 def _plan_for_engine(recipe: Recipe, source: ModelSource, outline: Outline) -> Plan:
-    if outline.maths is None:
-        return _plan_without_maths(recipe, source, outline)
+    if outline.config is None:
+        return _plan_without_config(recipe, source, outline)
     if recipe.engine == "quantkit":
         return _plan(recipe, source, outline)
     refusal: RecipeError | str | None = None
@@ -267,28 +267,28 @@ def _plan_for_engine(recipe: Recipe, source: ModelSource, outline: Outline) -> P
     refuse(recipe, str(refusal))
 
 
-def _plan_without_maths(recipe: Recipe, source: ModelSource, outline: Outline) -> Plan:
+def _plan_without_config(recipe: Recipe, source: ModelSource, outline: Outline) -> Plan:
     """The plan for a model that only other engines run: embedding and head are what these load, plain."""
     if recipe.recover is not None or recipe.transforms:
-        raise _no_maths(recipe, outline, "it changes or trains a model whose mathematics isn't known here")
+        raise _unknown_family(recipe, outline, "it changes or trains a model whose maths isn't known here")
     engine = RUN_ELSEWHERE[0] if recipe.engine == "quantkit" else recipe.engine
     if engine not in RUN_ELSEWHERE:
-        raise _no_maths(recipe, outline, f"{engine} gets only models whose mathematics is known here")
+        raise _unknown_family(recipe, outline, f"{engine} gets only models whose mathematics is known here")
     plan = _plan(variants(recipe.model_copy(update={"engine": engine}))[-1], source, outline)
     formats = {str(row.format) for row in plan.rows if row.spec}
     if others := sorted(formats - COMPRESSED):
         why = f"format {others[0]} is read for all Linears of a model or for none, and it may have others"
-        raise _no_maths(recipe, outline, why)
+        raise _unknown_family(recipe, outline, why)
     return replace(plan, recipe=plan.recipe.model_copy(update={"engine": recipe.engine}))
 
 
-def _no_maths(recipe: Recipe, outline: Outline, why: str) -> RecipeError:
+def _unknown_family(recipe: Recipe, outline: Outline, why: str) -> RecipeError:
     return RecipeError(f"recipe {recipe.name!r} can't be used on a model of type {outline.model_type!r}",
                        why=why, next="use a data-free recipe: int8, int4-rtn, fp8 or fp8-block")
 
 
 def _plan(recipe: Recipe, source: ModelSource, outline: Outline) -> Plan:
-    infos, slots, config = source.tensors(), outline.slots, outline.maths
+    infos, slots, config = source.tensors(), outline.slots, outline.config
     chosen = assign(recipe, slots, outline.tied, outline.rule_name)
     if slots[0].name == EMBEDDING and (chosen[0] is None or recipe.rules[chosen[0]].method is None):
         slots, chosen = slots[1:], chosen[1:]  # it is one of the other tensors
@@ -310,9 +310,9 @@ def _plan(recipe: Recipe, source: ModelSource, outline: Outline) -> Plan:
     other_bytes = sum(infos[name].nbytes for name in other)
     measured = _measured(recipe, rows)
     if measured and config is None:
-        methods = dict.fromkeys(row.method for row in rows if row.name in measured)
-        raise _no_maths(recipe, outline, f"{', '.join(map(str, methods))} needs its layers' inputs, and how "
-                                         "this model computes these isn't known here")
+        methods = ", ".join(dict.fromkeys(str(row.method) for row in rows if row.name in measured))
+        raise _unknown_family(recipe, outline, f"{methods} needs its layers' inputs, and how this model "
+                                               "computes these isn't known here")
     if (measured or recipe.recover) and recipe.calibration is None:
         recipe = recipe.model_copy(update={"calibration": CalibrationSpec()})
     if config is not None:

@@ -33,7 +33,8 @@ FACTORED = 1.2
 """Operations of factorizing a Hessian, over the cube of its side."""
 OBSERVED = 0.6
 OBSERVED_TILES = 0.25
-"""Products of the calibration tokens with themselves that summing up a Hessian is as long as."""
+"""Products of the calibration tokens with themselves that summing up a Hessian is as long as; where a CPU has
+tiles for bfloat16, those of an Intel Xeon with AMX, 29 November 2026."""
 TOUCHED = 2e3
 """Operations that a number of a Linear's input takes beside products."""
 WALKED = 1.1
