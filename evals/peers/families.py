@@ -17,7 +17,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-SECONDS = 180
+SECONDS = 300
+RECIPES = ("int8", "int4-rtn", "int4-gptq")
+"""By which each family is quantized; the last two differ only in the method."""
 SMALL: dict[str, Any] = {
     "vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "head_dim": 32,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "n_embd": 128,
@@ -53,7 +55,12 @@ def tiny_config(model_type: str) -> Any:
 
 def _small(config: Any) -> dict[str, Any]:
     written = config.to_dict()
-    return {key: value for key, value in SMALL.items() if key in written}
+    small = {key: value for key, value in SMALL.items() if key in written}
+    if "kv_lora_rank" in small:  # there each head has keys of its own
+        small |= {"num_key_value_heads": small["num_attention_heads"], "head_dim": small["qk_rope_head_dim"]}
+    if "expand" in written and "num_heads" in small:
+        small["num_heads"] = written["expand"] * small["hidden_size"] // small["head_dim"]
+    return small
 
 
 def measure(model_type: str, folder: Path) -> dict[str, Any]:
@@ -80,7 +87,7 @@ def measure(model_type: str, folder: Path) -> dict[str, Any]:
     except Exception as error:  # whatever transformers says
         return {"built": f"no: {type(error).__name__}: {' '.join(str(error).split())[:90]}"}
     row: dict[str, Any] = {"built": "yes"}
-    for recipe in ("int8", "int4-rtn"):
+    for recipe in RECIPES:
         try:
             row[recipe] = _quantized(kind, folder, recipe, tokens, expected)
         except Exception as error:
@@ -97,10 +104,15 @@ def _logits(kind: Any, folder: Path, tokens: Any) -> Any:
 
 
 def _quantized(kind: Any, folder: Path, recipe: str, tokens: Any, expected: Any) -> dict[str, Any]:
-    from quantkit.quantization.recipe import load_recipe
+    from quantkit.quantization.recipe import CalibrationSpec, load_recipe
     from quantkit.quantization.run import quantize
 
-    chosen = load_recipe(recipe).model_copy(update={"engine": "transformers"})
+    chosen = load_recipe("int4-rtn" if recipe == "int4-gptq" else recipe)
+    if recipe == "int4-gptq":
+        rules = tuple(rule.model_copy(update={"method": "gptq"}) if rule.match == "model.layers.*" else rule
+                      for rule in chosen.rules)
+        text = CalibrationSpec(text="random", windows=32, window=128)
+        chosen = chosen.model_copy(update={"name": recipe, "rules": rules, "calibration": text})
     result = quantize(str(folder / "model"), chosen, folder / recipe)
     record = result.plan.outline_record
     actual = _logits(kind, result.out, tokens)

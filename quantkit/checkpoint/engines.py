@@ -9,7 +9,7 @@ could.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -31,8 +31,8 @@ from quantkit.checkpoint.engine_rules import (
 )
 from quantkit.checkpoint.integrity import VerifyCheck
 from quantkit.checkpoint.manifest import LayerRow
-from quantkit.checkpoint.quantization_config import KEYS, config_words, stored_quantization
-from quantkit.models.architecture import EMBEDDING, HEAD, parse_config
+from quantkit.checkpoint.quantization_config import KEYS, LayerScheme, config_words, stored_quantization
+from quantkit.models.architecture import EMBEDDING, EXPERT, HEAD, parse_config
 from quantkit.plugins.manager import registry
 from quantkit.sources.split_experts import FAMILIES as SPLIT_FAMILIES
 from quantkit.support.errors import UsageError, did_you_mean
@@ -88,6 +88,23 @@ def joined_experts(subject: CheckpointFacts) -> Iterator[VerifyCheck]:
     if subject.model.model_type in SPLIT_FAMILIES and subject.method != "mxfp4" and subject.experts:
         yield VerifyCheck("experts", "failed", f"{subject.experts[0].name} is a tensor of its own, and only "
                                                "quantkit reads this family's experts so")
+
+
+def reason_against_experts(rows: Iterable[LayerScheme]) -> str | None:
+    """Why transformers would read experts wrongly, without a word: it takes one scheme for all of a model."""
+    experts = [row for row in rows if EXPERT in row.name]
+    other = next((row for row in experts if (row.spec, row.format) != (experts[0].spec, experts[0].format)),
+                 None)
+    return None if other is None else (
+        f"{other.name} has another scheme than {experts[0].name}, and transformers reads all experts of a "
+        "model by one: it would get other weights")
+
+
+def one_expert_scheme(subject: CheckpointFacts) -> Iterator[VerifyCheck]:
+    """What :func:`reason_against_experts` says."""
+    if subject.experts:
+        why = reason_against_experts(subject.rows)
+        yield VerifyCheck("experts", "ok" if why is None else "failed", why or "all experts share a scheme")
 
 
 def zero_points(subject: CheckpointFacts) -> Iterator[VerifyCheck]:
@@ -293,8 +310,8 @@ ENGINES: dict[str, dict[str, tuple[Rule, ...]]] = {
         "bitsandbytes": (SGLANG_GPU, same_scheme, _needs("bitsandbytes")),
         "mxfp4": (SGLANG_GPU, *MXFP4_EXPERTS)},
     "transformers": {
-        "compressed-tensors": (COMPRESSED, zero_points, WHOLE_INPUTS, dequantized_embedding,
-                               _needs("compressed-tensors accelerate")),
+        "compressed-tensors": (COMPRESSED, zero_points, one_expert_scheme, WHOLE_INPUTS,
+                               dequantized_embedding, _needs("compressed-tensors accelerate")),
         "fp8": (WHOLE_SQUARES, _needs("accelerate")),
         "gptq": (Limit("kept layers", ((
             lambda layer: layer.row.spec is None and layer.name != HEAD,

@@ -322,12 +322,14 @@ class OutlineRecord(Frozen):
         layer_prefix: the beginning of its decoder layers' names.
         kept: parameters of the matrices that stayed as they were, by why.
         quantized: parameters of those that are quantized.
+        calibrated: the library whose modules calibration text was pushed through, and its version, if any.
     """
 
     model_type: str
     layer_prefix: str
     kept: dict[str, int] = Field(default_factory=dict)
     quantized: int = Field(ge=0)
+    calibrated: str | None = None
 
 
 class FileRecord(Frozen):

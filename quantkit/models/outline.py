@@ -31,9 +31,15 @@ TOWER = r"vis(?:ion|ual)|vit\.|image|audio|speech|video|projector|mtp|eagle|talk
 _ROUTERS = frozenset({"gate", "router", "shared_expert_gate", "wg"})
 _STATES = frozenset({"x_proj", "dt_proj", "in_proj_a", "in_proj_b", "in_proj_ba"})
 """Small Linears that make a recurrent state's steps."""
+_FUSED = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_up", "up_proj": "gate_up",
+          "w1": "gate_up", "w3": "gate_up"}
+"""Linears that see the same input, of which engines make one."""
 NARROW = 16
 """Times the narrower side of a matrix: below the hidden size, too little would be saved."""
 SHOWN = 5
+_CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+UNSTATED = 1 << 20
+"""Tokens that a model is taken to be made for whose config doesn't say it."""
 _COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 
 
@@ -47,6 +53,9 @@ class Outline:
         num_layers: of the language model.
         tied: whether its embedding is its head, too.
         layer_prefix: the beginning of its layers' names.
+        hidden_size: of the language model.
+        vocab_size: tokens that it has an embedding of.
+        context: tokens that it was made for.
         kept: of a family that isn't known, parameters of the matrices that stay as they are, by why.
         config: the model's, where its family is known.
     """
@@ -56,6 +65,9 @@ class Outline:
     num_layers: int
     tied: bool
     layer_prefix: str = LAYERS
+    hidden_size: int = 0
+    vocab_size: int = 0
+    context: int = 0
     kept: Mapping[str, int] = field(default_factory=dict)
     config: ModelConfig | None = None
 
@@ -103,7 +115,8 @@ def outline_of(uri: str, config: Mapping[str, Any], infos: Mapping[str, TensorIn
 def outline_of_config(config: ModelConfig) -> Outline:
     """That of a model of a known family."""
     return Outline(config.model_type, all_slots(config), config.num_layers, config.tie_word_embeddings,
-                   config=config)
+                   hidden_size=config.hidden_size, vocab_size=config.vocab_size,
+                   context=config.max_position_embeddings, config=config)
 
 
 def outline_of_tensors(uri: str, config: Mapping[str, Any], infos: Mapping[str, TensorInfo]) -> Outline:
@@ -121,7 +134,8 @@ def outline_of_tensors(uri: str, config: Mapping[str, Any], infos: Mapping[str, 
     text = config.get("text_config")
     tied = config.get("tie_word_embeddings", (text if isinstance(text, dict) else {}).get(
         "tie_word_embeddings"))
-    outline = Outline(model_type[:80], (), count, tied is True, prefix)
+    outline = Outline(model_type[:80], (), count, tied is True, prefix, hidden,
+                      _stated(config, ("vocab_size",)) or 0, _stated(config, _CONTEXT) or UNSTATED)
     slots: list[LinearSlot] = []
     kept, examples = Counter[str](), list[str]()
     for name, info in infos.items():
@@ -133,7 +147,16 @@ def outline_of_tensors(uri: str, config: Mapping[str, Any], infos: Mapping[str, 
             examples.append(f"{name[:120]}: {why}")
             continue
         linear = name.removesuffix(".weight")
-        slots.append(LinearSlot(linear, info.shape[0], info.shape[1], layer, linear))
+        parent, _, module = linear.rpartition(".")
+        slots.append(LinearSlot(linear, info.shape[0], info.shape[1], layer,
+                                f"{parent}.{_FUSED.get(module, module)}"))
+    for slot in slots:
+        bias = infos.get(f"{slot.name}.bias")
+        if bias is not None and bias.shape != (slot.out_features,):
+            raise SourceError(f"{uri}: {slot.name}.weight lies as [in, out]",
+                              why=f"its bias is {list(bias.shape)}, and a Linear's weight has a row for each "
+                                  "number of it: what is quantized so, no engine reads",
+                              next="give a model of another family, such as llama, qwen3 or smollm3")
     if not slots:
         raise SourceError(f"{uri}: nothing in it can be quantized",
                           why="\n".join(examples[:SHOWN]) or "it has no matrix",

@@ -11,6 +11,7 @@ from quantkit.checkpoint.manifest import LayerRow
 from quantkit.formats.spec import QuantSpec
 from quantkit.models.architecture import EMBEDDING, EXPERT, HEAD
 from quantkit.models.config import ModelConfig
+from quantkit.models.outline import Outline
 from quantkit.plugins.manager import registry
 from quantkit.quantization.recipe import CalibrationSpec
 from quantkit.runtime.memory.machine import RUNTIME_BYTES
@@ -236,6 +237,34 @@ def peak_bytes(rows: Sequence[PlanRow], needs: set[str], calibration: Calibratio
     head = 4 * config.vocab_size * config.hidden_size
     backward = max(weights + 4 * activations * batch, table + head + 24 * logits)
     return RUNTIME_BYTES + weighing + max(solving, backward)
+
+
+def modules_peak_bytes(rows: Sequence[PlanRow], needs: set[str], calibration: CalibrationSpec,
+                       outline: Outline, other: tuple[str, ...], infos: Mapping[str, TensorInfo]) -> int:
+    """The same of a run through transformers' modules: a layer is one stage.
+
+    While it is measured, all of its tensors are there in float32, twice where experts are joined, with the
+    Hessians and the activations of ``BATCH_TOKENS``; while it is solved, its plain weights count too. Beside
+    that are the hidden states, and the rows of embeddings that the text needs.
+    """
+    tokens = calibration.windows * calibration.window
+    layers: dict[int, int] = defaultdict(int)
+    rows_used = 0
+    for name, info in infos.items():
+        if (layer := outline.layer_of(name)) is not None:
+            layers[layer] += 4 * info.nbytes // info.dtype.itemsize
+        elif "embed" in name and len(info.shape) == 2:
+            rows_used += 4 * min(tokens, info.shape[0]) * info.shape[1]
+    units: dict[int | None, list[PlanRow]] = defaultdict(list)
+    for row in rows:
+        units[row.layer].append(row)
+    widest = max((row.shape[0] for row in rows if EXPERT not in row.name), default=0)
+    batch = 4 * min(tokens, max(BATCH_TOKENS, calibration.window)) * (6 * outline.hidden_size + 4 * widest)
+    measuring = 2 * max(layers.values(), default=0) + batch + max(
+        (_hessians(unit, needs, ()) for unit in units.values()), default=0)
+    solving = peak_bytes(rows, needs, None, False, None, other, infos, changed=True)
+    return min(4 * tokens * outline.hidden_size, STATES_IN_MEMORY) + rows_used + max(
+        RUNTIME_BYTES + measuring, solving)
 
 
 def states_bytes(config: ModelConfig, tokens: int, changed: bool, drift: bool) -> int:

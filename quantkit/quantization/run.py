@@ -47,7 +47,8 @@ from quantkit.quantization.calibration.importance import (
     weighed_windows,
     weighing_steps,
 )
-from quantkit.quantization.calibration.runner import LayerRunner, original_weights
+from quantkit.quantization.calibration.module_runner import ModuleRunner
+from quantkit.quantization.calibration.runner import CalibrationRunner, LayerRunner, original_weights
 from quantkit.quantization.calibration.spill import Spill
 from quantkit.quantization.effort import Effort, with_effort
 from quantkit.quantization.memory import EMBEDDING_UNIT, REST_UNIT, PlanRow, layer_unit
@@ -329,7 +330,7 @@ class _UnitMaker:
             after = [EMBEDDING_UNIT, REST_UNIT]
         self.before, self.after = [EMBEDDING_UNIT] * self.embedding_first, after
         self.total = len(self.before) + len(self.layers) + len(self.after)
-        self.runner: LayerRunner | None = None
+        self.runner: CalibrationRunner[Any] | None = None
         """Pushes the calibration text through the layers; ``None`` if nothing is left to be measured."""
         self.remote: Iterator[list[Solved]] | None = None
         """The Linears of each missing unit, as processes elsewhere have solved them."""
@@ -356,9 +357,12 @@ class _UnitMaker:
             if tokens is not None:
                 states = ends.enter_context(Spill(self.writer.states))
                 with self.run.blaming():
-                    self.runner = LayerRunner(
-                        self.outline.known_config, weights, tokens, importance, states, table,
-                        correlation(self.plan.calibration), bool(self.plan.drift))
+                    share = correlation(self.plan.calibration)
+                    self.runner = ModuleRunner(
+                        self.source, self.outline, tokens, states, self.run.device, share,
+                    ) if self.plan.through_modules else LayerRunner(
+                        self.outline.known_config, weights, tokens, importance, states, table, share,
+                        bool(self.plan.drift))
             for index in self.layers:
                 place = ProgressEvent(len(self.before) + index, self.total, f"layer {index}",
                                       kept=index not in missing)
@@ -392,7 +396,7 @@ class _UnitMaker:
         """The statistics of the head, if it is still to be measured. The hidden states have done their
         work."""
         runner, self.runner = self.runner, None
-        if runner is None or name is None:
+        if not isinstance(runner, LayerRunner) or name is None:
             return {}
         with self.run.blaming():
             return {name: runner.measure_head(name)}
@@ -439,7 +443,7 @@ class _UnitMaker:
         rows = self.rows.get(unit, [])
         stats: dict[str, LayerStats] = {}
         names = [row.name for row in rows if row.method]
-        if runner is not None and wanted:
+        if isinstance(runner, LayerRunner) and wanted:
             progress.measuring(names)
             with self.run.blaming():
                 stats = runner.measure(index, wanted)
@@ -452,15 +456,14 @@ class _UnitMaker:
         packed = self._store(unit, rows, self._other(index), layer,
                              progress.solving(self._solve(rows, layer), names))
         if runner is not None and advance:
-            with self.run.blaming():
-                runner.advance(index, packed, {name: layer.stored(name)
-                                               for name in self._changed(index, layer.changed)})
+            changed = {name: layer.stored(name) for name in self._changed(index, layer.changed)}
+            self._advance_stored(runner, index, changed, packed)
 
-    def _advance_stored(self, runner: LayerRunner, index: int, tensors: Mapping[str, torch.Tensor],
+    def _advance_stored(self, runner: CalibrationRunner[Any], index: int, tensors: Mapping[str, torch.Tensor],
                         packed: Mapping[str, QuantizedTensor]) -> None:
-        """Push the hidden states through a layer that an earlier attempt has made."""
+        """Push the hidden states through a finished layer; ``tensors``: has what transforms changed."""
         with self.run.blaming():
-            if self.plan.has_layer_transforms:
+            if isinstance(runner, LayerRunner) and self.plan.has_layer_transforms:
                 runner.advance(index, packed, {name: tensors[name] for name in self._changed(index, tensors)})
             else:
                 for stage in runner.stages(index):

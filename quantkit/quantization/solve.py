@@ -27,7 +27,7 @@ from quantkit.ops import packing
 from quantkit.ops.hadamard import apply_hadamard, rotate_hessian
 from quantkit.ops.packing import with_one_outer
 from quantkit.plugins.manager import registry
-from quantkit.quantization.calibration.runner import LayerRunner
+from quantkit.quantization.calibration.runner import CalibrationRunner, StageT
 from quantkit.quantization.memory import batch_groups, rows_at_once
 from quantkit.quantization.methods.base import LayerStats, Method, MethodOptions
 from quantkit.quantization.methods.grid import check_finite
@@ -251,7 +251,7 @@ def _with_one_outer(solved: Sequence[Solved]) -> list[Solved]:
 
 
 def solve_stages(rows: Sequence[PlanRow], layer: LayerTensors, needs: Mapping[str, Collection[str]],
-                 executor: Executor, runner: LayerRunner, advance: bool,
+                 executor: Executor, runner: CalibrationRunner[StageT], advance: bool,
                  progress: LayerProgress) -> Iterator[Solved]:
     """A decoder layer's Linears in order, each stage measured behind those before it as they are stored.
 

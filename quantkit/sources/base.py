@@ -180,6 +180,18 @@ def mapped_files(source: object) -> Sequence[MappedFile]:
     return () if method is None else method()
 
 
+def in_file(source: ModelSource, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors of a source's model by the names, and in the shapes, that its files have them in."""
+    method = getattr(source, "in_file", None)
+    return dict(tensors) if method is None else dict(method(tensors))
+
+
+def name_in_file(source: ModelSource, name: str) -> str:
+    """What the tensor of the files is called that has one of a source's."""
+    method = getattr(source, "name_in_file", None)
+    return name if method is None else str(method(name))
+
+
 def tensor_alone(source: ModelSource, name: str) -> torch.Tensor:
     """One tensor; the memory of what was read before is given back."""
     release(source)

@@ -1,35 +1,60 @@
-"""gpt-oss files, which keep all experts of a layer in one tensor, seen as if each expert had its own.
+"""Files that keep all experts of a layer in one tensor, seen as if each expert had its own.
 
 =========================  ====================================  ==========================================
 tensor of the file         shape                                 an expert's tensors
 =========================  ====================================  ==========================================
-``gate_up_proj``           ``[experts, hidden, 2 · size]``       ``weight [size, hidden]`` of gate and up
-``down_proj``              ``[experts, size, hidden]``           ``weight [hidden, size]`` of down
+``gate_up_proj``           ``[experts, 2 · size, hidden]``       ``weight [size, hidden]`` of gate and up
+``down_proj``              ``[experts, hidden, size]``           ``weight [hidden, size]`` of down
 ``…_bias``                 ``[experts, out]``                    ``bias``
 ``…_blocks`` (MXFP4)       uint8 ``[experts, out, in/32, 16]``   ``blocks [out, in/32, 16]``
 ``…_scales`` (MXFP4)       uint8 ``[experts, out, in/32]``       ``scales [out, in/32]``
 =========================  ====================================  ==========================================
 
-Gate and up lie interleaved: gate's rows (of a plain weight, columns) are 0, 2, …, up's 1, 3, ….
+Some families have a weight's last two sides the other way round. Gate's rows come first and up's behind them;
+in gpt-oss's files gate's are 0, 2, …, up's 1, 3, …. Which of these a tensor is can't be told from its shape:
+of families that aren't in :data:`LAYOUTS` experts stay together.
 
 https://huggingface.co/docs/transformers/model_doc/gpt_oss
+https://huggingface.co/docs/transformers/experts_interface
 """
 
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
 
-from quantkit.sources.base import ModelSource, TensorInfo, prefetch
+from quantkit.sources.base import ModelSource, TensorInfo, in_file, prefetch
 from quantkit.sources.wrapper import SourceWrapper
 from quantkit.support.errors import SourceError
 
+
+class Layout(NamedTuple):
+    """How a family's files keep experts.
+
+    Attributes:
+        transposed: whether weights are ``[experts, in, out]``.
+        interleaved: whether gate's and up's rows take turns.
+    """
+
+    transposed: bool = False
+    interleaved: bool = False
+
+
 FAMILIES = ("gpt_oss",)
+"""By ``model_type``: whose experts every engine but ours reads together."""
+_TEXT_OF = {"llama4": Layout(transposed=True), "qwen3_vl_moe": Layout(transposed=True),
+            "qwen3_5_moe": Layout(), "gemma4": Layout()}
+LAYOUTS = {**dict.fromkeys(FAMILIES, Layout(transposed=True, interleaved=True)), **_TEXT_OF,
+           **{f"{name}_text": layout for name, layout in _TEXT_OF.items()}}
 """By ``model_type``: whose files are such."""
-_FUSED = re.compile(r"(model\.layers\.(?:0|[1-9]\d{0,4})\.mlp\.experts)\.(gate_up|down)_proj(_[a-z]+)?")
+READ_SINGLY = ("llama4", "llama4_text", "qwen3_5_moe", "qwen3_5_moe_text")
+"""Of these, the families of which transformers, too, reads experts one by one."""
+_FUSED = re.compile(r"((?:model\.|model\.language_model\.|language_model\.model\.)layers\."
+                    r"(?:0|[1-9]\d{0,4})\.(?:[a-z_]{1,40}\.)?experts)\.(gate_up|down)_proj(_[a-z]+)?")
 _PARTS = {None: "weight", "_bias": "bias", "_blocks": "blocks", "_scales": "scales"}
 _DIMENSIONS = {"weight": 3, "bias": 2, "blocks": 4, "scales": 3}
 _MAX_EXPERTS = 4096
@@ -43,8 +68,15 @@ class _Place(NamedTuple):
     fused: str
     expert: int
     part: str
-    first: int
-    """Of interleaved rows; -1 where they aren't."""
+    side: int
+    """0: gate's rows, 1: up's, -1: all."""
+
+
+def read_together(model_type: str, names: Iterable[str]) -> bool:
+    """Whether transformers reads a model's experts only as its family's files have them: together, while
+    ``names``, of Linears, has them one by one."""
+    together = model_type in LAYOUTS and model_type not in READ_SINGLY
+    return together and any(".experts." in name for name in names)
 
 
 def split_experts(source: ModelSource) -> ModelSource:
@@ -54,9 +86,10 @@ def split_experts(source: ModelSource) -> ModelSource:
         SourceError: a tensor of experts has another shape than the config's number of experts allows, or
             there are experts of both kinds.
     """
-    if source.config().get("model_type") not in FAMILIES:
+    layout = LAYOUTS.get(str(source.config().get("model_type")))
+    if layout is None or not any(map(_FUSED.fullmatch, source.tensors())):
         return source
-    return SplitExpertsSource(source) if any(map(_FUSED.fullmatch, source.tensors())) else source
+    return SplitExpertsSource(source, layout)
 
 
 def interleaved(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -68,17 +101,21 @@ class SplitExpertsSource(SourceWrapper):
     """What isn't named here is the source's. An expert is read when it is asked for, and no other.
 
     Args:
-        source: the source of a model whose ``model_type`` is in :data:`FAMILIES`.
+        source: the source of a model whose ``model_type`` is in :data:`LAYOUTS`.
+        layout: that of its family.
 
     Raises:
         SourceError: as :func:`split_experts`.
     """
 
-    def __init__(self, source: ModelSource) -> None:
+    def __init__(self, source: ModelSource, layout: Layout) -> None:
         super().__init__(source)
+        self._layout = layout
         self._places: dict[str, _Place] = {}
         self._infos: dict[str, TensorInfo] = {}
         config = source.config()
+        text = config.get("text_config")
+        config = {**config, **(text if isinstance(text, dict) else {})}
         count = config.get("num_local_experts", config.get("num_experts"))
         for name, info in source.tensors().items():
             for new, place in self._parts(name, info, count):
@@ -88,7 +125,7 @@ class SplitExpertsSource(SourceWrapper):
                                       next="download the model again")
                 if place is not None:
                     self._places[new] = place
-                shape = info.shape if place is None else _shape(info.shape, place)
+                shape = info.shape if place is None else self._shape(info.shape, place)
                 self._infos[new] = TensorInfo(new, shape, info.dtype)
 
     def tensors(self) -> Mapping[str, TensorInfo]:
@@ -101,11 +138,30 @@ class SplitExpertsSource(SourceWrapper):
             raise SourceError(f"{self.uri} has no tensor {name[:120]!r}")
         if (place := self._places.get(name)) is None:
             return self._source.tensor(name)
-        expert = self._source.tensor(place.fused)[place.expert]
-        if place.part == "weight":
-            expert = expert.T
-        rows = expert if place.first < 0 else expert[place.first::2]
+        rows = self._source.tensor(place.fused)[place.expert]
+        if place.part == "weight" and self._layout.transposed:
+            rows = rows.T
+        if place.side >= 0:
+            rows = rows[place.side::2] if self._layout.interleaved else rows.chunk(2)[place.side]
         return rows.clone(memory_format=torch.contiguous_format)
+
+    def in_file(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Tensors of this model as its file has them: those of experts together, of which all must be
+        there."""
+        joined: dict[str, torch.Tensor] = {}
+        experts: defaultdict[tuple[str, str], dict[int, dict[int, torch.Tensor]]] = defaultdict(dict)
+        for name, tensor in tensors.items():
+            if (place := self._places.get(name)) is None:
+                joined[name] = tensor
+            else:
+                experts[place.fused, place.part].setdefault(place.side, {})[place.expert] = tensor
+        for (fused, part), sides in experts.items():
+            parts = [torch.stack([side[expert] for expert in sorted(side)])
+                     for _, side in sorted(sides.items())]
+            whole = parts[0] if len(parts) == 1 else (
+                interleaved(*parts) if self._layout.interleaved else torch.cat(parts, 1))
+            joined[fused] = whole.transpose(1, 2) if part == "weight" and self._layout.transposed else whole
+        return in_file(self._source, joined)
 
     def prefetch(self, names: Iterable[str]) -> None:
         """All experts of a layer, for some."""
@@ -118,7 +174,8 @@ class SplitExpertsSource(SourceWrapper):
     def _parts(self, name: str, info: TensorInfo, count: object) -> Iterator[tuple[str, _Place | None]]:
         """What a tensor of the file is here, by name: itself, or parts of it."""
         match = _FUSED.fullmatch(name)
-        if match is None or match[3] not in _PARTS:
+        if match is None or match[3] not in _PARTS or not (self._layout.interleaved or (
+                match[3] is None and info.dtype.is_floating_point)):
             yield name, None
             return
         part = _PARTS[match[3]]
@@ -132,15 +189,16 @@ class SplitExpertsSource(SourceWrapper):
             raise SourceError(f"{self.uri} has more than {_MAX_TENSORS:,} tensors of experts",
                               why="no model has", next="download the model again")
         inputs = (("gate_proj", 0), ("up_proj", 1)) if match[2] == "gate_up" else (("down_proj", -1),)
-        if match[2] == "gate_up" and info.shape[2 if part == "weight" else 1] % 2:
+        rows = info.shape[2 if part == "weight" and self._layout.transposed else 1]
+        if match[2] == "gate_up" and rows % 2:
             raise SourceError(f"{self.uri}: {name} has shape {list(info.shape)}",
                               why="gate and up are equally large",
                               next="get config.json and the weights from the same place again")
         for expert in range(count):
-            for projection, first in inputs:
-                yield f"{match[1]}.{expert}.{projection}.{part}", _Place(name, expert, part, first)
+            for projection, side in inputs:
+                yield f"{match[1]}.{expert}.{projection}.{part}", _Place(name, expert, part, side)
 
-
-def _shape(fused: tuple[int, ...], place: _Place) -> tuple[int, ...]:
-    rows, *others = (fused[2], fused[1]) if place.part == "weight" else fused[1:]
-    return (rows if place.first < 0 else rows // 2, *others)
+    def _shape(self, fused: tuple[int, ...], place: _Place) -> tuple[int, ...]:
+        turned = place.part == "weight" and self._layout.transposed
+        rows, *others = (fused[2], fused[1]) if turned else fused[1:]
+        return (rows if place.side < 0 else rows // 2, *others)

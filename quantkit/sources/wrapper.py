@@ -16,7 +16,9 @@ from quantkit.sources.base import (
     TensorStorage,
     check_finite,
     file_bytes,
+    in_file,
     mapped_files,
+    name_in_file,
     prefetch,
     release,
 )
@@ -68,6 +70,12 @@ class SourceWrapper:
         kept = None if method is None else method()
         return None if kept is None else {name: kept[self._inner(name)] for name in self.tensors()
                                           if self._inner(name) in kept}
+
+    def in_file(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return in_file(self._source, {self._inner(name): tensor for name, tensor in tensors.items()})
+
+    def name_in_file(self, name: str) -> str:
+        return name_in_file(self._source, self._inner(name))
 
     def _inner(self, name: str) -> str:
         """What a tensor is called in the source."""

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from quantkit.checkpoint.manifest import SHARED, CalibrationFacts, Coverage, Overlap, SourceFile
-from quantkit.models.architecture import parse_config
 from quantkit.models.interfaces import LanguageModel
 from quantkit.models.linear import Weights
+from quantkit.models.outline import outline_of
 from quantkit.quantization.calibration import hub
 from quantkit.quantization.calibration.builtin_text import builtin_documents
 from quantkit.quantization.calibration.files import DataFile, local_files, read_files, some_of
@@ -96,7 +96,8 @@ def prepare(spec: CalibrationSpec | None, source: ModelSource, widest: int, prog
     if spec is None:
         return None
     config = source.config()
-    check_length(spec, parse_config(config).max_position_embeddings)
+    outline = outline_of(source.uri, config, source.tensors())
+    check_length(spec, outline.context)
     tokenizer = Tokenizer(source.side_files(), config)
     if spec.self_written:
         form = WritingPrompt.of(tokenizer)  # raises where it can't
@@ -104,7 +105,7 @@ def prepare(spec: CalibrationSpec | None, source: ModelSource, widest: int, prog
             raise CalibrationError(form.fallback, why="--strict makes every fallback an error",
                                    next="--calibration builtin, a template that works, or leave out --strict")
         return None
-    vocabulary = parse_config(config).vocab_size
+    vocabulary = outline.vocab_size or tokenizer.vocab_size
     if spec.text == RANDOM:
         left_out = tokenizer.added_tokens.values()
         tokens = random_windows(spec.windows, spec.window, min(tokenizer.vocab_size, vocabulary), left_out,
@@ -132,7 +133,8 @@ def self_written_data(spec: CalibrationSpec, source: ModelSource, tokens: torch.
     """Like :func:`prepare`, for the windows ``tokens`` that the model has written."""
     config = source.config()
     tokenizer = Tokenizer(source.side_files(), config)
-    return _warned(own_calibration(spec, tokenizer, tokens, parse_config(config).vocab_size, widest,
+    vocabulary = outline_of(source.uri, config, source.tensors()).vocab_size
+    return _warned(own_calibration(spec, tokenizer, tokens, vocabulary, widest,
                                    WritingPrompt.of(tokenizer).fallback))
 
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -62,6 +63,30 @@ def original_weights(source: ModelSource, device: torch.device | str = "cpu") ->
 
 def _rounded(weight: StoredWeight) -> LinearWeight:
     return RoundedWeight(weight.tensor) if isinstance(weight, PlainWeight) else weight
+
+
+class SomeStage(Protocol):
+    """Linears, by full name, that are measured, solved and run together; ``last``: in their layer."""
+
+    @property
+    def linears(self) -> Collection[str]: ...
+    @property
+    def last(self) -> bool: ...
+
+
+StageT = TypeVar("StageT", bound=SomeStage)
+
+
+class CalibrationRunner(Protocol[StageT]):
+    """What pushes calibration tokens through a model; :class:`LayerRunner` says what its methods do."""
+
+    next: int
+
+    def stages(self, index: int) -> list[StageT]: ...
+    def measure_stage(self, stage: StageT,
+                      wanted: Mapping[str, Collection[str]]) -> dict[str, LayerStats]: ...
+    def forget(self, names: Collection[str]) -> None: ...
+    def advance_stage(self, stage: StageT, replaced: Mapping[str, QuantizedTensor]) -> None: ...
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 
 from pydantic import ValidationError
 
+from quantkit.checkpoint.engines import reason_against_experts
 from quantkit.checkpoint.manifest import OutlineRecord
 from quantkit.checkpoint.quantization_config import COMPRESSED
 from quantkit.formats.base import Format
@@ -35,9 +36,11 @@ from quantkit.models.outline import Outline, is_known, outline_of_config, outlin
 from quantkit.ops import packing
 from quantkit.plugins.manager import registry
 from quantkit.quantization.calibration.importance import BACKWARD, FORWARD
+from quantkit.quantization.calibration.module_blocks import check_modules, library
 from quantkit.quantization.memory import (
     STATES_IN_MEMORY,
     PlanRow,
+    modules_peak_bytes,
     peak_bytes,
     recovery_disk_bytes,
     recovery_memory_bytes,
@@ -51,6 +54,7 @@ from quantkit.quantization.recovery import check_recovery, find_recovery
 from quantkit.quantization.transforms.base import resolve_transforms
 from quantkit.sources.base import ModelSource, TensorInfo, file_bytes
 from quantkit.sources.causal_lm import ResolvedHeadSource
+from quantkit.sources.split_experts import read_together
 from quantkit.support.errors import PluginError, QuantkitError, RecipeError, UsageError, did_you_mean, nearest
 
 SHOWN = 5
@@ -111,6 +115,11 @@ class Plan:
         return self.other_bytes + sum(row.bytes_after for row in self.rows if row.method is None)
 
     @property
+    def through_modules(self) -> bool:
+        """Whether layers are measured as transformers' modules, since their mathematics isn't known here."""
+        return bool(self.measured) and self.outline is not None and self.outline.config is None
+
+    @property
     def outline_record(self) -> OutlineRecord | None:
         """What the manifest says of a model whose family isn't known."""
         if self.outline is None or self.outline.config is not None:
@@ -121,7 +130,8 @@ class Plan:
                 kept[row.why or "no rule is for it"] += row.shape[0] * row.shape[1]
         quantized = sum(row.shape[0] * row.shape[1] for row in self.rows if row.method)
         return OutlineRecord(model_type=self.outline.model_type, layer_prefix=self.outline.layer_prefix,
-                             quantized=quantized, kept=dict(kept.most_common()))
+                             quantized=quantized, kept=dict(kept.most_common()),
+                             calibrated=library() if self.through_modules else None)
 
     @property
     def bits_per_weight(self) -> float:
@@ -275,6 +285,14 @@ def _plan_without_config(recipe: Recipe, source: ModelSource, outline: Outline) 
     if engine not in RUN_ELSEWHERE:
         raise _unknown_family(recipe, outline, f"{engine} gets only models whose mathematics is known here")
     plan = _plan(variants(recipe.model_copy(update={"engine": engine}))[-1], source, outline)
+    if plan.measured:
+        if plan.calibration is not None and plan.calibration.self_written:
+            raise _unknown_family(recipe, outline, "the model would have to write text, and isn't run here")
+        check_modules(source, outline)
+    if engine == "transformers" and (reason := reason_against_experts(plan.rows)) is not None:
+        raise _unknown_family(recipe, outline, reason)
+    if engine == "transformers" and read_together(outline.model_type, (row.name for row in plan.rows)):
+        raise _unknown_family(recipe, outline, "transformers reads its experts only together, unquantized")
     formats = {str(row.format) for row in plan.rows if row.spec}
     if others := sorted(formats - COMPRESSED):
         why = f"format {others[0]} is read for all Linears of a model or for none, and it may have others"
@@ -309,19 +327,16 @@ def _plan(recipe: Recipe, source: ModelSource, outline: Outline) -> Plan:
     other = tuple(name for name in infos if name not in linear)
     other_bytes = sum(infos[name].nbytes for name in other)
     measured = _measured(recipe, rows)
-    if measured and config is None:
-        methods = ", ".join(dict.fromkeys(str(row.method) for row in rows if row.name in measured))
-        raise _unknown_family(recipe, outline, f"{methods} needs its layers' inputs, and how this model "
-                                               "computes these isn't known here")
     if (measured or recipe.recover) and recipe.calibration is None:
         recipe = recipe.model_copy(update={"calibration": CalibrationSpec()})
     if config is not None:
         check_recovery(recipe, rows, config)
     calibration = recipe.calibration if measured else None
     changed = any(transform.layer for transform, _ in resolve_transforms(recipe.transforms))
-    drift = _drift(recipe, measured, changed)
+    drift = _drift(recipe, measured, changed) if config is not None else frozenset()
     hessians = {name for name, wanted in measured.items() if "hessian" in wanted}
-    weighed = calibration is not None and calibration.importance == "gradient" and bool(hessians)
+    weighed = bool(calibration is not None and calibration.importance == "gradient" and hessians
+                   and config is not None)
     walks = between = 0
     if calibration is not None and config is not None:
         between = states_bytes(config, calibration.windows * calibration.window,
@@ -330,6 +345,9 @@ def _plan(recipe: Recipe, source: ModelSource, outline: Outline) -> Plan:
             windows = min(calibration.windows, calibration.importance_windows)
             walks = walks_bytes(config, windows * calibration.window, len(hessians))
     peak = peak_bytes(rows, hessians, calibration, weighed, config, other, infos, changed, drift)
+    if calibration is not None and config is None:
+        between = 4 * calibration.windows * calibration.window * outline.hidden_size
+        peak = modules_peak_bytes(rows, hessians, calibration, outline, other, infos)
     recovery = 0
     if recipe.recover is not None and recipe.calibration is not None and config is not None:
         size = recipe.recover.windows, recipe.calibration.window

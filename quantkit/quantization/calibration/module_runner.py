@@ -1,0 +1,254 @@
+"""Pushes calibration tokens through the modules that transformers has for a family, layer by layer.
+
+The same work as :mod:`quantkit.quantization.calibration.runner` does with layers of our own, for families
+whose mathematics isn't known here. A layer is one stage: all of its Linears are measured behind the quantized
+layers before it, then solved, then it is run again with what they are stored as. What enters a Linear is seen
+where torch multiplies by its weight, or by a part of it: so an expert is measured alone whose weight lies in
+one tensor with all others, and a family's modules may be of any class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from quantkit.formats.base import QuantizedTensor
+from quantkit.models.outline import Outline
+from quantkit.ops.packing import dequantize
+from quantkit.plugins.manager import registry
+from quantkit.quantization.calibration.finite import NonFiniteError, behind, check_finite_states
+from quantkit.quantization.calibration.module_blocks import ModuleBlocks, Passed
+from quantkit.quantization.calibration.runner import HessianObserver
+from quantkit.quantization.calibration.spill import Spill
+from quantkit.quantization.memory import BATCH_TOKENS
+from quantkit.quantization.methods.base import LayerStats
+from quantkit.sources.base import ModelSource
+
+_TIMES = {"linear": (0, 1), "matmul": (0, 1), "__matmul__": (0, 1), "mm": (0, 1), "bmm": (0, 1),
+          "addmm": (1, 2), "baddbmm": (1, 2), "addbmm": (1, 2)}
+"""Functions of torch that multiply by a weight: the places of input and weight among their arguments."""
+
+
+@dataclass(frozen=True)
+class BlockStage:
+    """A layer, measured, solved and run as one.
+
+    Attributes:
+        linears: the Linears by full name.
+        last: whether it is the layer's last stage.
+    """
+
+    index: int
+    linears: Collection[str]
+    last: bool = True
+
+
+class ModuleRunner:
+    """Hidden states between two layers, in place of
+    :class:`~quantkit.quantization.calibration.runner.LayerRunner`.
+
+    Args:
+        source: the *original* model.
+        outline: of it.
+        tokens: int64 ``[windows, tokens]``.
+        states: keeps the hidden states.
+        device: the device that layers compute on, in float32.
+        correlation: factor on Hessians beside their diagonals; below 1 where tokens are no text.
+
+    Attributes:
+        next: index of the layer that the hidden states are the input of.
+
+    Raises:
+        UsageError, RecipeError: as :class:`~quantkit.quantization.calibration.module_blocks.ModuleBlocks`.
+    """
+
+    def __init__(self, source: ModelSource, outline: Outline, tokens: torch.Tensor, states: Spill,
+                 device: torch.device, correlation: float = 1.0) -> None:
+        self._blocks = ModuleBlocks(source, outline, device)
+        self._blocks.prepare(tokens)
+        self._outline, self._device, self._correlation = outline, device, correlation
+        self._batch = max(1, BATCH_TOKENS // tokens.shape[1])
+        self._tokens = tokens.split(self._batch)
+        self._states = PassedOfBatches(states, device)
+        self.next = 0
+
+    def stages(self, index: int) -> list[BlockStage]:
+        """That of layer ``index``, which must be :attr:`next`."""
+        assert index == self.next
+        names = [slot.name for slot in self._outline.slots if slot.layer == index]
+        return [BlockStage(index, frozenset(names))]
+
+    def measure_stage(self, stage: BlockStage,
+                      wanted: Mapping[str, Collection[str]]) -> dict[str, LayerStats]:
+        """Statistics of the inputs of these Linears, by full name. Those that see the same input share them;
+        of one that no token reaches they are zeros.
+
+        Raises:
+            NonFiniteError: a value isn't finite; sample, layer and tensor are named.
+            CalibrationError: a Hessian overflows.
+        """
+        names = list(wanted)
+        if not names:
+            return {}
+        tags = self._blocks.tagged(stage.index, names)
+        places = {name: _owners(tag, names) for name, tag in tags.items() if tag.dim() >= 2}
+        del tags
+        block = self._blocks.load(stage.index)
+        observed = ObservedInputs(
+            {name: (parameter, places[name]) for name, parameter in block.named_parameters()
+             if name in places}, {name: HessianObserver(
+                 name, size=self._width(name), form="hessian" in wanted[name], correlation=self._correlation)
+                 for name in names})
+        for batch in range(len(self._tokens)):
+            with self._naming(stage.index, batch), observed:
+                self._blocks.run(stage.index, self._tokens[batch], self._states.get(batch))
+        return observed.results()
+
+    def forget(self, names: Collection[str]) -> None:
+        """Let go of the layer's weights, which :meth:`advance_stage` will load anew."""
+        self._blocks.unload()
+
+    def advance_stage(self, stage: BlockStage, replaced: Mapping[str, QuantizedTensor]) -> None:
+        """Push the hidden states through a layer with some weights replaced, by the name of their Linear.
+
+        Raises:
+            NonFiniteError: a value isn't finite; sample and layer are named.
+        """
+        self._blocks.load(stage.index, {
+            f"{name}.weight": dequantize(registry("formats").get(weight.format), weight)
+            for name, weight in replaced.items()})
+        for batch, tokens in enumerate(self._tokens):
+            with self._naming(stage.index, batch):
+                passed = self._blocks.run(stage.index, tokens, self._states.take(batch))
+                states = next(leaf for leaf in pytree.tree_leaves(passed.outputs) if torch.is_tensor(leaf))
+                check_finite_states(states, batch * self._batch, behind(stage.index), stage.index)
+            self._states.put(batch, passed)
+        self._blocks.unload()
+        self.next += 1
+
+    def _width(self, name: str) -> int:
+        return next(slot.in_features for slot in self._outline.slots if slot.name == name)
+
+    @contextmanager
+    def _naming(self, index: int, batch: int) -> Iterator[None]:
+        """Name the layer and the first of the windows that are under way."""
+        try:
+            yield
+        except NonFiniteError as error:
+            if error.sample is not None:
+                raise
+            raise NonFiniteError(error.tensor, sample=batch * self._batch, layer=index,
+                                 why=error.why) from None
+
+
+def _owners(tag: torch.Tensor, names: Sequence[str]) -> list[list[str]]:
+    """Whose weights a parameter is made of, of each of its matrices those along the side that isn't summed
+    over; by what :meth:`ModuleBlocks.tagged` has left in it."""
+    matrices = tag.reshape(-1, *tag.shape[-2:])
+    owners = []
+    for matrix in matrices:
+        found = {int(place) for side in (matrix[0], matrix[:, 0]) for place in side.unique()}
+        owners.append([names[place - 1] for place in sorted(found) if 0 < place <= len(names)])
+    return owners
+
+
+class ObservedInputs(TorchFunctionMode):
+    """Sees what is multiplied by weights, while it is entered.
+
+    Args:
+        parameters: by name, each with whose weights every one of its matrices is made of.
+        observers: sum what enters, by a Linear's name.
+    """
+
+    def __init__(self, parameters: Mapping[str, tuple[torch.Tensor, list[list[str]]]],
+                 observers: Mapping[str, HessianObserver]) -> None:
+        super().__init__()
+        self._ranges = [(parameter.data_ptr(), parameter, owners)
+                        for parameter, owners in parameters.values() if any(owners)]
+        self._observers = observers
+        self._leaders: dict[str, str] = {}
+        self._last: tuple[torch.Tensor, str] | None = None
+
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (),
+                           kwargs: dict[str, Any] | None = None) -> Any:
+        places = _TIMES.get(getattr(func, "__name__", ""))
+        if places is not None and len(args) > places[1]:
+            self._see(args[places[0]], args[places[1]])
+        return func(*args, **(kwargs or {}))
+
+    def results(self) -> dict[str, LayerStats]:
+        """By a Linear's name."""
+        made = {name: observer.result() for name, observer in self._observers.items()
+                if self._leaders.get(name, name) == name}
+        return {name: made[self._leaders.get(name, name)] for name in self._observers}
+
+    def _see(self, x: torch.Tensor, weight: torch.Tensor) -> None:
+        start, parameter, owners = next((entry for entry in self._ranges if 0 <= weight.data_ptr() - entry[0]
+                                         < entry[1].nbytes), (0, None, []))
+        if parameter is None:
+            return
+        offset = weight.data_ptr() - start
+        size = parameter.shape[-1] * parameter.shape[-2] * parameter.element_size()
+        if weight.dim() > 2 and x.dim() > 2 and weight.shape[0] == len(owners):
+            for part, names in zip(x, owners, strict=True):
+                self._take(part, names)
+        else:
+            self._take(x, owners[offset // size])
+
+    def _take(self, x: torch.Tensor, names: Sequence[str]) -> None:
+        for name in names:
+            if self._last is not None and _same(self._last[0], x) and self._leaders.get(
+                    name, self._last[1]) == self._last[1]:
+                self._leaders[name] = self._last[1]
+                continue
+            assert self._leaders.setdefault(name, name) == name
+            self._observers[name](x)
+            self._last = x, name
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors are the same memory, in the same state."""
+    return a is b or (a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
+                      and a._version == b._version)
+
+
+class PassedOfBatches:
+    """What is between two layers, batch by batch.
+
+    Args:
+        spill: keeps its tensors.
+        device: the device on which it is given back.
+    """
+
+    def __init__(self, spill: Spill, device: torch.device) -> None:
+        self._spill, self._device = spill, device
+        self._trees: dict[int, tuple[list[Any], pytree.TreeSpec]] = {}
+
+    def put(self, batch: int, passed: Passed) -> None:
+        leaves, tree = pytree.tree_flatten((passed.outputs, passed.shared))
+        for part, leaf in enumerate(leaves):
+            if torch.is_tensor(leaf):
+                self._spill.put(f"{batch}.{part}", leaf)
+        self._trees[batch] = [None if torch.is_tensor(leaf) else leaf for leaf in leaves], tree
+
+    def get(self, batch: int) -> Passed | None:
+        """Without forgetting it; ``None`` before the first layer."""
+        return self._each(batch, self._spill.get)
+
+    def take(self, batch: int) -> Passed | None:
+        return self._each(batch, self._spill.take)
+
+    def _each(self, batch: int, read: Callable[[str], torch.Tensor]) -> Passed | None:
+        if batch not in self._trees:
+            return None
+        others, tree = self._trees[batch]
+        leaves = [read(f"{batch}.{part}").to(self._device) if leaf is None else leaf
+                  for part, leaf in enumerate(others)]
+        outputs, shared = pytree.tree_unflatten(leaves, tree)
+        return Passed(outputs, shared)
