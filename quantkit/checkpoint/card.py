@@ -128,8 +128,9 @@ def _loading(manifest: Manifest, config: Mapping[str, Any]) -> str:
               "bitsandbytes": "bitsandbytes accelerate", "gptq": "optimum gptqmodel",
               "awq": "gptqmodel accelerate", "fp8": "accelerate", None: "accelerate"}
     if manifest.outline is not None:
-        return ("This model's mathematics isn't known to quantkit. What loads the original, and reads "
-                "compressed-tensors, loads this, too.\n\n" + _VLLM.format(option=""))
+        return (f"This model's mathematics isn't known to quantkit. Engines that run the original and read "
+                f"compressed-tensors, such as {manifest.outline.readers}, run this, too.\n\n"
+                + _VLLM.format(option=""))
     parts = [_QUANTKIT]
     failed = [check.detail for check in check_layers("transformers", config, manifest.layers)
               if check.status == "failed"]

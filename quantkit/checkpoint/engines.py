@@ -91,8 +91,11 @@ def joined_experts(subject: CheckpointFacts) -> Iterator[VerifyCheck]:
 
 
 def reason_against_experts(rows: Iterable[LayerScheme]) -> str | None:
-    """Why transformers would read experts wrongly, without a word: it takes one scheme for all of a model."""
-    experts = [row for row in rows if EXPERT in row.name]
+    """Why transformers would read experts wrongly, without a word: for all of a model it takes the scheme of
+    the first group that mentions them. Shared experts are Linears, and mention them, too."""
+    experts = [row for row in rows if row.spec is not None and "experts" in row.name]
+    if not any(EXPERT in row.name for row in experts):
+        return None
     other = next((row for row in experts if (row.spec, row.format) != (experts[0].spec, experts[0].format)),
                  None)
     return None if other is None else (

@@ -322,6 +322,7 @@ class OutlineRecord(Frozen):
         layer_prefix: the beginning of its decoder layers' names.
         kept: parameters of the matrices that stayed as they were, by why.
         quantized: parameters of those that are quantized.
+        engines: some that read it, if they run this family.
         calibrated: the library whose modules calibration text was pushed through, and its version, if any.
     """
 
@@ -330,6 +331,12 @@ class OutlineRecord(Frozen):
     kept: dict[str, int] = Field(default_factory=dict)
     quantized: int = Field(ge=0)
     calibrated: str | None = None
+    engines: tuple[str, ...] = Field(default=("vllm", "transformers"), strict=False)
+
+    @property
+    def readers(self) -> str:
+        """The engines, for a sentence."""
+        return " and ".join(self.engines)
 
 
 class FileRecord(Frozen):

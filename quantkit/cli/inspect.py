@@ -216,7 +216,7 @@ def _bits(layers: list[dict[str, Any]]) -> float:
 def _print_head(facts: dict[str, Any]) -> None:
     if "kept" in facts:
         text = (f"{facts['architecture']}: {facts['num_layers']} layers; its mathematics isn't known here: "
-                "it is quantized without calibration, and run by other engines")
+                "other engines run it")
     else:
         tied = ", embeddings tied" if facts["tie_word_embeddings"] else ""
         text = (f"{facts['architecture']}: {facts['num_layers']} layers, hidden {facts['hidden_size']}, "

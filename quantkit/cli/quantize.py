@@ -233,8 +233,11 @@ def _print_outline(record: OutlineRecord) -> None:
     kept = [f"{why} {count / total:.1%}" for why, count in record.kept.items()]
     click.echo(wrapped("quantized", f"{record.quantized / total:.1%} of {total:,} parameters in matrices"))
     click.echo(wrapped("kept", "; ".join(kept) or "nothing"))
+    if record.calibrated is not None:
+        click.echo(wrapped("calibrated", f"through the modules of {record.calibrated}, a layer at a time; "
+                                         "all tokens count the same, the original's states aren't compared"))
     click.echo(wrapped("engines", f"those that run {record.model_type} models and read compressed-tensors, "
-                                  "such as vllm and transformers; quantkit doesn't know its mathematics"))
+                                  f"such as {record.readers}; quantkit doesn't know its mathematics"))
 
 
 def _print_engines(plan: Plan, others: dict[str, Plan]) -> None:

@@ -158,9 +158,9 @@ class SplitExpertsSource(SourceWrapper):
         for (fused, part), sides in experts.items():
             parts = [torch.stack([side[expert] for expert in sorted(side)])
                      for _, side in sorted(sides.items())]
-            whole = parts[0] if len(parts) == 1 else (
+            rows = parts[0] if len(parts) == 1 else (
                 interleaved(*parts) if self._layout.interleaved else torch.cat(parts, 1))
-            joined[fused] = whole.transpose(1, 2) if part == "weight" and self._layout.transposed else whole
+            joined[fused] = rows.transpose(1, 2) if part == "weight" and self._layout.transposed else rows
         return in_file(self._source, joined)
 
     def prefetch(self, names: Iterable[str]) -> None:

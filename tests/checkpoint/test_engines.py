@@ -196,6 +196,9 @@ def test_experts_of_a_layer_share_a_scheme(told):
     assert failed("mlx", rule(None, match="*.experts.*"), MLX) == {}
     assert "is an expert by bnb-nf4" in failed("transformers", rule(NF4))["experts"]
     assert failed("transformers", rule(None, match="*.experts.*"), rule(NF4)) == {}
+    words = failed("transformers", rule(spec(8), match="*.1.mlp.experts.*"), rule(spec(4)))["experts"]
+    assert "layers.1.mlp.experts.0." in words and "transformers reads all experts of a model by one" in words
+    assert failed("transformers", rule(spec(8), match="*.experts.*"), rule(spec(4))) == {}
     assert "experts" not in failed("mlx", MLX, family="mixtral")
     words = failed("mlx", rule(None, match="*.1.*.experts.2.w2"), MLX, family="mixtral")["experts"]
     assert "layers.1.block_sparse_moe.experts.*.w2: experts of a projection share a scheme" in words

@@ -94,7 +94,7 @@ def test_a_layer_that_a_group_does_not_divide_is_kept_and_said(folder, tmp_path)
 
 
 @pytest.mark.parametrize(("recipe", "why"), [
-    ("int4", "gptq needs its layers' inputs"), ("int4-awq", "known: "),
+    ("int4", "no language model of that type"), ("int4-awq", "known: "),
     ("nf4", "read for all Linears of a model or for none"), ("gguf-q8_0", "read for all Linears")])
 def test_what_needs_the_mathematics_is_refused(folder, tmp_path, recipe, why):
     with pytest.raises(QuantkitError) as caught:
@@ -114,6 +114,14 @@ def test_a_stopped_run_goes_on_to_the_same_bytes(folder, tmp_path):
     whole = quantize(str(folder), "int8", tmp_path / "whole")
     assert resumed.resumed and (resumed.out / "quantkit.json").read_bytes() == (
         whole.out / "quantkit.json").read_bytes()
+
+
+def test_weights_that_lie_the_other_way_round_are_refused(folder, tmp_path):
+    turned = tensors() | {f"{PREFIX}0.attn.c_attn.weight": torch.randn(128, 384),
+                          f"{PREFIX}0.attn.c_attn.bias": torch.randn(384)}
+    save_file(turned, folder / "model.safetensors")
+    with pytest.raises(SourceError, match=r"c_attn.weight lies as \[in, out\]"):
+        quantize(str(folder), "int8", tmp_path / "out")
 
 
 def infos(*names: str, shape: tuple[int, ...] = (128, 128)) -> dict[str, TensorInfo]:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from quantkit.models.architecture import parse_config, tensor_shapes
 from quantkit.runtime.loader import load
-from quantkit.sources.base import TensorInfo
+from quantkit.sources.base import TensorInfo, in_file
 from quantkit.sources.open import open_source
 from quantkit.sources.split_experts import split_experts
 from quantkit.support.errors import SourceError
@@ -94,3 +94,37 @@ def test_a_config_of_other_shapes_is_an_error(folder):
     with pytest.raises(SourceError, match="doesn't hold the model") as caught:
         load(str(folder))
     assert "self_attn.sinks" in caught.value.why
+
+
+@pytest.mark.parametrize(("model_type", "transposed"), [
+    ("qwen3_5_moe", False), ("gemma4_text", False), ("llama4", True), ("qwen3_vl_moe", True)])
+def test_other_families_lie_as_theirs_do(model_type, transposed, tmp_path):
+    gate_up, down = torch.randn(3, 10, 8), torch.randn(3, 8, 5)
+    place = "model.language_model.layers.0.mlp.experts"
+    file = {f"{place}.gate_up_proj": gate_up, f"{place}.down_proj": down,
+            "model.visual.experts.down_proj": down.clone()}
+    save_file({name: (tensor.transpose(1, 2) if transposed else tensor).contiguous()
+               for name, tensor in file.items()}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({
+        "model_type": model_type, "text_config": {"num_experts": 3}}))
+    source = open_source(str(tmp_path))
+    for expert in range(3):
+        for name, expected in (("gate_proj", gate_up[expert, :5]), ("up_proj", gate_up[expert, 5:]),
+                               ("down_proj", down[expert])):
+            name = f"{place}.{expert}.{name}.weight"
+            assert source.tensors()[name].shape == expected.shape
+            assert torch.equal(source.tensor(name), expected)
+    assert "model.visual.experts.down_proj" in source.tensors(), "those of a tower stay together"
+    again = in_file(source, {name: source.tensor(name) for name in reversed(source.tensors())})
+    assert again.keys() == file.keys()
+    assert all(torch.equal(again[name], load_file(tmp_path / "model.safetensors")[name]) for name in file)
+    source.close()
+
+
+def test_experts_of_unknown_layout_stay_together(tmp_path):
+    fused = {"model.layers.0.mlp.experts.gate_up_proj": torch.randn(3, 10, 8)}
+    save_file(fused, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "unheard_of", "num_experts": 3}))
+    source = open_source(str(tmp_path))
+    assert source.tensors().keys() == fused.keys()
+    source.close()

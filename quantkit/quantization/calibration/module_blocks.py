@@ -65,6 +65,9 @@ class ModuleBlocks:
     def __init__(self, source: ModelSource, outline: Outline, device: torch.device) -> None:
         self._source, self._outline, self._device = source, outline, device
         self._model = _empty_model(source, outline)
+        for module in self._model.modules():
+            module._buffers.update({name: buffer if buffer is None else buffer.to(device)
+                                    for name, buffer in module._buffers.items()})
         self._transforms = _conversions(self._model)
         self._targets = self._model.state_dict().keys()
         self._names: dict[int | None, list[str]] = {}
@@ -178,7 +181,8 @@ class ModuleBlocks:
         for place, block in enumerate(self.blocks):
             block.forward = computed if place == index else skipped
         try:
-            self._model(input_ids=tokens.to(self._device), use_cache=False)
+            with _quiet():
+                self._model(input_ids=tokens.to(self._device), use_cache=False)
         except _Reached as reached:
             return reached.passed
         finally:
@@ -239,8 +243,7 @@ def _empty_model(source: ModelSource, outline: Outline) -> Any:
     except ImportError as error:
         raise RecipeError(f"a model of type {outline.model_type!r} is calibrated through transformers 5",
                           why=f"that isn't there: {error}",
-                          next="pip install 'quantkit[transformers]', or use a data-free recipe: int8, "
-                               "int4-rtn, fp8 or fp8-block") from None
+                          next=f"pip install 'transformers>=5'; or {NEXT}") from None
     config, model_type = source.config(), outline.model_type
     kind = AutoModelForCausalLM if model_type in CAUSAL else AutoModelForImageTextToText
     if model_type not in CAUSAL and model_type not in IMAGE_TEXT:
@@ -273,7 +276,7 @@ class _Unallocated(TorchFunctionMode):
 
 
 def _without_memory(model: nn.Module) -> None:
-    """Parameters, and buffers that are in the file, with their shapes alone. Two that are one stay so."""
+    """Let parameters have their shapes alone. Two that are one stay so."""
     empty: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from quantkit.formats.base import QuantizedTensor
+from quantkit.models.architecture import EXPERT
 from quantkit.models.outline import Outline
 from quantkit.ops.packing import dequantize
 from quantkit.plugins.manager import registry
@@ -153,8 +154,8 @@ def _owners(tag: torch.Tensor, names: Sequence[str]) -> list[list[str]]:
     matrices = tag.reshape(-1, *tag.shape[-2:])
     owners = []
     for matrix in matrices:
-        found = {int(place) for side in (matrix[0], matrix[:, 0]) for place in side.unique()}
-        owners.append([names[place - 1] for place in sorted(found) if 0 < place <= len(names)])
+        places = {int(place) for side in (matrix[0], matrix[:, 0]) for place in side.unique()}
+        owners.append([names[place - 1] for place in sorted(places) if 0 < place <= len(names)])
     return owners
 
 
@@ -186,6 +187,9 @@ class ObservedInputs(TorchFunctionMode):
         """By a Linear's name."""
         made = {name: observer.result() for name, observer in self._observers.items()
                 if self._leaders.get(name, name) == name}
+        made = {name: stats if stats.tokens or EXPERT in name else replace(
+            stats, notes=("no product with it was seen in transformers' module: it is rounded",))
+            for name, stats in made.items()}
         return {name: made[self._leaders.get(name, name)] for name in self._observers}
 
     def _see(self, x: torch.Tensor, weight: torch.Tensor) -> None:
@@ -197,7 +201,7 @@ class ObservedInputs(TorchFunctionMode):
         size = parameter.shape[-1] * parameter.shape[-2] * parameter.element_size()
         if weight.dim() > 2 and x.dim() > 2 and weight.shape[0] == len(owners):
             for part, names in zip(x, owners, strict=True):
-                self._take(part, names)
+                self._take(part[part.any(-1)], names)  # of the others the expert has got none
         else:
             self._take(x, owners[offset // size])
 

@@ -129,9 +129,11 @@ class Plan:
             if row.method is None:
                 kept[row.why or "no rule is for it"] += row.shape[0] * row.shape[1]
         quantized = sum(row.shape[0] * row.shape[1] for row in self.rows if row.method)
+        against = _reason_against_transformers(self.rows, self.outline)
         return OutlineRecord(model_type=self.outline.model_type, layer_prefix=self.outline.layer_prefix,
                              quantized=quantized, kept=dict(kept.most_common()),
-                             calibrated=library() if self.through_modules else None)
+                             calibrated=library() if self.through_modules else None,
+                             engines=("vllm",) if against else ("vllm", "transformers"))
 
     @property
     def bits_per_weight(self) -> float:
@@ -289,15 +291,22 @@ def _plan_without_config(recipe: Recipe, source: ModelSource, outline: Outline) 
         if plan.calibration is not None and plan.calibration.self_written:
             raise _unknown_family(recipe, outline, "the model would have to write text, and isn't run here")
         check_modules(source, outline)
-    if engine == "transformers" and (reason := reason_against_experts(plan.rows)) is not None:
+    if engine == "transformers" and (reason := _reason_against_transformers(plan.rows, outline)) is not None:
         raise _unknown_family(recipe, outline, reason)
-    if engine == "transformers" and read_together(outline.model_type, (row.name for row in plan.rows)):
-        raise _unknown_family(recipe, outline, "transformers reads its experts only together, unquantized")
     formats = {str(row.format) for row in plan.rows if row.spec}
     if others := sorted(formats - COMPRESSED):
         why = f"format {others[0]} is read for all Linears of a model or for none, and it may have others"
         raise _unknown_family(recipe, outline, why)
     return replace(plan, recipe=plan.recipe.model_copy(update={"engine": recipe.engine}))
+
+
+def _reason_against_transformers(rows: Sequence[PlanRow], outline: Outline) -> str | None:
+    """Why transformers doesn't read a model of an unknown family as it shall be quantized."""
+    if read_together(outline.model_type, (row.name for row in rows)):
+        return "transformers reads this family's experts only together, unquantized"
+    if any(row.spec is not None and not row.spec.symmetric for row in rows):
+        return "transformers reads no packed zero points"
+    return reason_against_experts(rows)
 
 
 def _unknown_family(recipe: Recipe, outline: Outline, why: str) -> RecipeError:
