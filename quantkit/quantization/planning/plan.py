@@ -32,11 +32,12 @@ from quantkit.models.architecture import (
     parse_config,
 )
 from quantkit.models.loadable import check_loadable
+from quantkit.models.modules import library
 from quantkit.models.outline import Outline, is_known, outline_of_config, outline_of_tensors
 from quantkit.ops import packing
 from quantkit.plugins.manager import registry
 from quantkit.quantization.calibration.importance import BACKWARD, FORWARD
-from quantkit.quantization.calibration.module_blocks import check_modules, library
+from quantkit.quantization.calibration.module_blocks import check_modules
 from quantkit.quantization.memory import (
     STATES_IN_MEMORY,
     PlanRow,

@@ -1,0 +1,164 @@
+"""A network of any family as transformers' own modules, whose weights are put in from our files.
+
+It is built without memory for its weights, from a config that can't bring code of its own. Tensors get from
+the files' names into modules by transformers' own conversions, which also join experts that a file has one by
+one: so whatever transformers reads of a family is read here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from quantkit.models.outline import Outline
+from quantkit.sources.base import ModelSource, in_file, name_in_file
+from quantkit.support.errors import UnsupportedModelError
+
+UNTOUCHED = 1 << 16
+"""Values of an empty tensor from which it gets no memory while a network is built: it is a weight."""
+
+
+def library() -> str:
+    """Whose modules they are, with its version."""
+    return f"transformers {version('transformers')}"
+
+
+class Modules:
+    """A network without memory for its weights.
+
+    Args:
+        source: the model, by the names of its files.
+        outline: of it.
+        device: the device that it computes on.
+        dtype: the dtype of its weights and activations.
+
+    Attributes:
+        network: transformers' module of the whole model.
+        targets: its parameters and buffers by name, without memory.
+
+    Raises:
+        UnsupportedModelError: transformers isn't there, doesn't know the family, or can't build it.
+    """
+
+    def __init__(self, source: ModelSource, outline: Outline, device: torch.device,
+                 dtype: torch.dtype = torch.float32) -> None:
+        self._source, self._outline, self._device, self._dtype = source, outline, device, dtype
+        self.network = _empty_network(source.config(), outline.model_type, dtype)
+        for module in self.network.modules():
+            module._buffers.update({name: buffer if buffer is None else buffer.to(device)
+                                    for name, buffer in module._buffers.items()})
+        from transformers.conversion_mapping import get_model_conversion_mapping
+
+        self._conversions: list[Any] = get_model_conversion_mapping(self.network)
+        self.targets: dict[str, torch.Tensor] = self.network.state_dict()
+
+    def target(self, name: str) -> tuple[str, bool]:
+        """The parameter that a tensor of the model is, or becomes a part of; and whether it is that as it
+        is. Neither may be there."""
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+        renamings = [item for item in self._conversions if isinstance(item, WeightRenaming)]
+        converters = [item for item in self._conversions if isinstance(item, WeightConverter)]
+        name = name_in_file(self._source, name)
+        target, pattern = rename_source_key(name, renamings, converters, self.network.base_model_prefix,
+                                            self.targets)
+        return str(target), pattern is None
+
+    def put(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Put tensors where they belong; of a layer's all must be there. Others than the network has are left
+        out. Raises UnsupportedModelError: they don't fit."""
+        from transformers.core_model_loading import convert_and_load_state_dict_in_model
+        from transformers.modeling_utils import LoadStateDictConfig
+
+        with quiet():
+            info, _ = convert_and_load_state_dict_in_model(
+                self.network, in_file(self._source, tensors), LoadStateDictConfig(
+                    dtype=self._dtype, device_map={"": self._device}, weight_mapping=self._conversions))
+        if info.mismatched_keys or info.conversion_errors:
+            wrong = next(iter(info.conversion_errors or info.mismatched_keys))
+            raise UnsupportedModelError(f"{self._source.uri} doesn't fit transformers' {self.name}",
+                                        why=f"{str(wrong)[:200]} is of another shape there",
+                                        next="get config.json and the weights from the same place again")
+
+    @property
+    def name(self) -> str:
+        """The class of the network."""
+        return type(self.network).__name__
+
+
+def _empty_network(config: Mapping[str, Any], model_type: str, dtype: torch.dtype) -> Any:
+    try:
+        from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+        from transformers.initialization import no_init_weights
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
+        from transformers.models.auto.modeling_auto import (
+            MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as IMAGE_TEXT,
+        )
+    except ImportError as error:
+        raise UnsupportedModelError(f"a model of type {model_type!r} is run through transformers 5 here",
+                                    why=f"that isn't there: {error}",
+                                    next="pip install 'transformers>=5'") from None
+    if model_type not in CAUSAL and model_type not in IMAGE_TEXT:
+        raise UnsupportedModelError(f"{library()} has no language model of type {model_type!r}",
+                                    why="its mathematics isn't known here either",
+                                    next="pip install --upgrade transformers")
+    kind = AutoModelForCausalLM if model_type in CAUSAL else AutoModelForImageTextToText
+    written = {key: value for key, value in config.items()
+               if key not in ("auto_map", "quantization_config", "model_type", "architectures")}
+    try:
+        with no_init_weights(), _Unallocated(), quiet():
+            made = CONFIG_MAPPING[model_type]
+            network = kind.from_config(made.from_dict(made._decode_special_floats(written)), dtype=dtype,
+                                       experts_implementation="eager")
+    except Exception as error:  # whatever a family's code says of a config
+        raise UnsupportedModelError(f"transformers can't build this model of type {model_type!r}",
+                                    why=f"{type(error).__name__}: {' '.join(str(error).split())[:200]}",
+                                    next="get the model's complete config.json") from None
+    without_memory(network)
+    return network.eval()
+
+
+class _Unallocated(TorchFunctionMode):
+    """Large empty tensors, which weights begin as, have no memory."""
+
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (),
+                           kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.empty:
+            made = func(*args, **{**kwargs, "device": "meta"})
+            if made.numel() >= UNTOUCHED:
+                return made
+        return func(*args, **kwargs)
+
+
+def without_memory(model: nn.Module) -> None:
+    """Let parameters have their shapes alone. Two that are one stay so."""
+    empty: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = empty.setdefault(id(parameter), nn.Parameter(
+                    parameter.detach().to("meta"), requires_grad=False))
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without transformers' bars and warnings, which are about how models are usually loaded."""
+    from transformers.utils import logging
+
+    level, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bar:
+            logging.enable_progress_bar()
