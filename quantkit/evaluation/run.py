@@ -10,7 +10,7 @@ from quantkit.evaluation.result import EvalResult
 from quantkit.evaluation.settings import EvalSettings
 from quantkit.evaluation.sweep.assemble import assemble
 from quantkit.evaluation.sweep.models import facts_of
-from quantkit.evaluation.sweep.plan import disk_bytes, make_plan, memory_bytes, planned_texts
+from quantkit.evaluation.sweep.plan import disk_bytes, make_plan, measurable, memory_bytes, planned_texts
 from quantkit.evaluation.sweep.run import SweepResults, measured
 from quantkit.plugins.manager import current
 from quantkit.support.errors import UsageError, did_you_mean
@@ -43,10 +43,12 @@ def evaluate(uris: Sequence[str], settings: EvalSettings, progress: Listener = s
         raise UsageError("no model is given", next="quantkit eval smollm2")
     if len(set(uris)) != len(uris):
         raise UsageError("a model is given twice", next="name each model once")
-    infos = _infos(settings, registered_metrics())
+    _infos(settings, registered_metrics())
     texts = planned_texts(settings)
     models = [facts_of(uri, settings.revision_of(number), settings.dtype, (recipes or {}).get(uri),
                        settings.keep) for number, uri in enumerate(uris)]
+    settings = measurable(models, settings, announce)
+    infos = _infos(settings, registered_metrics())
     plan = make_plan(models, settings, texts)
     results = measured(plan.measurements, models[0], keep=settings.keep, fresh=settings.fresh,
                        device=settings.device, executor=executor, progress=progress, loading=loading,

@@ -76,8 +76,9 @@ def parse_config(hf_config: Mapping[str, Any],
             "config.json has no 'model_type'" if missing else f"no architecture is called {model_type!r}",
             why=better + f"known: {', '.join(sorted({*table, *CLASSES}))}",
             next="correct model_type in its config.json" if better or missing else
-            "a recipe without calibration quantizes it for engines that run it: quantkit quantize MODEL "
-            "--recipe int4-rtn --out OUT")
+            "vllm serve MODEL runs it; quantkit quantize MODEL --recipe int4 --out OUT makes it smaller for "
+            "vllm, and quantkit eval MODEL OUT says what that cost, both through transformers; int8, "
+            "int4-rtn, fp8 and fp8-block need no calibration")
     architecture: Architecture = table.get(model_type)
     classes = hf_config.get("architectures")
     if classes is not None and not (isinstance(classes, list) and set(map(str, classes)) & set(

@@ -86,6 +86,15 @@ class Modules:
                                         why=f"{str(wrong)[:200]} is of another shape there",
                                         next="get config.json and the weights from the same place again")
 
+    def head_alone(self) -> Modules:
+        """The same network, whose layers have no memory and whose head is this one's."""
+        alone = Modules(self._source, self._outline, self._device, self._dtype)
+        layers = alone.network.base_model_prefix + "."
+        for name, module in self.network.named_modules():
+            if not f"{name}.".startswith(layers):
+                alone.network.get_submodule(name)._parameters.update(module._parameters)
+        return alone
+
     @property
     def name(self) -> str:
         """The class of the network."""

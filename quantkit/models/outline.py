@@ -17,7 +17,7 @@ from typing import Any
 
 from quantkit.formats.dtypes import FLOATS
 from quantkit.models.architecture import LinearSlot, all_slots, parse_config, suggested
-from quantkit.models.config import ModelConfig
+from quantkit.models.config import ModelConfig, RopeConfig
 from quantkit.plugins.manager import registry
 from quantkit.sources.base import TensorInfo
 from quantkit.support.errors import SourceError, UnsupportedModelError
@@ -94,6 +94,16 @@ class Outline:
     def rule_name(self, name: str) -> str:
         """What rules of recipes call a layer: its name with the layers where our families have them."""
         return LAYERS + name.removeprefix(self.layer_prefix) if name.startswith(self.layer_prefix) else name
+
+
+def sizes_of(outline: Outline) -> ModelConfig:
+    """Of a model whose family isn't known, what texts and tables are cut by; of attention it says nothing."""
+    return ModelConfig(
+        model_type=outline.model_type, vocab_size=outline.vocab_size, hidden_size=outline.hidden_size,
+        intermediate_size=0, num_layers=outline.num_layers, num_heads=0, num_kv_heads=0, head_dim=0,
+        rms_norm_eps=0.0, rope=RopeConfig(), max_position_embeddings=outline.context,
+        tie_word_embeddings=outline.tied, qkv_bias=False, o_bias=False, mlp_bias=False, qk_norm=False,
+        sliding_windows=(None,) * outline.num_layers)
 
 
 def is_known(config: Mapping[str, Any], infos: Mapping[str, TensorInfo]) -> bool:

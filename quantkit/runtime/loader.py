@@ -81,7 +81,7 @@ class LoadedModel:
         bits_per_weight: stored bits of the Linears over their parameters. The embedding, tied or not, and
             norms don't count.
         weight_bytes: bytes of all weights in memory before kernels repack them; mapped pages of a file count.
-            Of a decoded GGUF file, what it takes otherwise.
+            Of a decoded GGUF file, what it takes otherwise; 0: who serves it will keep them in another way.
         fallback_reason: why it is run one operation after another; ``None`` if kernels run it.
         decoded: whether it is a GGUF file that is run by 16-bit numbers, though kernels take its blocks.
         files: the files whose pages weights may be.

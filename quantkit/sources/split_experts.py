@@ -55,7 +55,10 @@ READ_SINGLY = ("llama4", "llama4_text", "qwen3_5_moe", "qwen3_5_moe_text")
 """Of these, the families of which transformers, too, reads experts one by one."""
 _FUSED = re.compile(r"((?:model\.|model\.language_model\.|language_model\.model\.)layers\."
                     r"(?:0|[1-9]\d{0,4})\.(?:[a-z_]{1,40}\.)?experts)\.(gate_up|down)_proj(_[a-z]+)?")
+_SINGLE = re.compile(r"([\w.]{1,200}\.experts)\.(\d{1,5})\.(gate|up|down)_proj\.(weight|bias|blocks|scales)")
+_SIDES = {"gate": 0, "up": 1, "down": -1}
 _PARTS = {None: "weight", "_bias": "bias", "_blocks": "blocks", "_scales": "scales"}
+_ENDS = {part: end or "" for end, part in _PARTS.items()}
 _DIMENSIONS = {"weight": 3, "bias": 2, "blocks": 4, "scales": 3}
 _MAX_EXPERTS = 4096
 _MAX_TENSORS = 1_200_000
@@ -95,6 +98,26 @@ def split_experts(source: ModelSource) -> ModelSource:
 def interleaved(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """Gate's and up's rows ``[experts, size, …]`` as they lie in a file, ``[experts, 2 · size, …]``."""
     return torch.stack((gate, up), 2).flatten(1, 2)
+
+
+def joined_experts(tensors: Mapping[str, torch.Tensor], layout: Layout) -> dict[str, torch.Tensor]:
+    """Tensors with those of experts together, as such a family's files have them; of a layer's experts all
+    must be there."""
+    joined: dict[str, torch.Tensor] = {}
+    experts: defaultdict[tuple[str, str], dict[int, dict[int, torch.Tensor]]] = defaultdict(dict)
+    for name, tensor in tensors.items():
+        if (match := _SINGLE.fullmatch(name)) is None:
+            joined[name] = tensor
+            continue
+        side = _SIDES[match[3]]
+        fused = f"{match[1]}.{'down' if side < 0 else 'gate_up'}_proj{_ENDS[match[4]]}"
+        experts[fused, match[4]].setdefault(side, {})[int(match[2])] = tensor
+    for (fused, part), sides in experts.items():
+        parts = [torch.stack([side[expert] for expert in sorted(side)]) for _, side in sorted(sides.items())]
+        rows = parts[0] if len(parts) == 1 else (
+            interleaved(*parts) if layout.interleaved else torch.cat(parts, 1))
+        joined[fused] = rows.transpose(1, 2) if part == "weight" and layout.transposed else rows
+    return joined
 
 
 class SplitExpertsSource(SourceWrapper):
@@ -146,22 +169,7 @@ class SplitExpertsSource(SourceWrapper):
         return rows.clone(memory_format=torch.contiguous_format)
 
     def in_file(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Tensors of this model as its file has them: those of experts together, of which all must be
-        there."""
-        joined: dict[str, torch.Tensor] = {}
-        experts: defaultdict[tuple[str, str], dict[int, dict[int, torch.Tensor]]] = defaultdict(dict)
-        for name, tensor in tensors.items():
-            if (place := self._places.get(name)) is None:
-                joined[name] = tensor
-            else:
-                experts[place.fused, place.part].setdefault(place.side, {})[place.expert] = tensor
-        for (fused, part), sides in experts.items():
-            parts = [torch.stack([side[expert] for expert in sorted(side)])
-                     for _, side in sorted(sides.items())]
-            rows = parts[0] if len(parts) == 1 else (
-                interleaved(*parts) if self._layout.interleaved else torch.cat(parts, 1))
-            joined[fused] = rows.transpose(1, 2) if part == "weight" and self._layout.transposed else rows
-        return in_file(self._source, joined)
+        return in_file(self._source, joined_experts(tensors, self._layout))
 
     def prefetch(self, names: Iterable[str]) -> None:
         """All experts of a layer, for some."""

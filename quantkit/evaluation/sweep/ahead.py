@@ -9,7 +9,7 @@ from pathlib import Path
 
 from quantkit.evaluation.settings import EvalSettings
 from quantkit.evaluation.sweep.models import ModelFacts, facts_of
-from quantkit.evaluation.sweep.plan import make_plan, planned_texts
+from quantkit.evaluation.sweep.plan import make_plan, measurable, planned_texts
 from quantkit.evaluation.sweep.run import store_of, with_seconds
 from quantkit.quantization.planning.duration import expected_seconds, operations
 from quantkit.quantization.planning.plan import make_plan as plan_layers
@@ -71,6 +71,7 @@ def look_ahead(uris: Sequence[str], settings: EvalSettings, recipes: Mapping[str
                               recipe=folder.name) if recipe in absent
                       else facts_of(str(folder), dtype=settings.dtype, recipe=folder.name,
                                     hashed=settings.keep))
+    settings = measurable(models, settings)
     plan = make_plan(models, settings, planned_texts(settings))
     store = store_of(settings.keep and not settings.fresh)
     missing = [measurement for measurement in plan.measurements if not store.has(measurement.key)]

@@ -87,7 +87,7 @@ def _row(plan: SweepPlan, model: ModelFacts, measurements: Sequence[Quality], se
     row = ModelResult(model.uri, first.label, first.bits_per_weight, first.file_bytes,
                       manifest_sha256=first.manifest_sha256, kv=first.kv, recipe=model.recipe,
                       kv_bytes=max(part.kv_bytes or 0 for part in parts) or None,
-                      kv_bytes_per_token=first.kv_bytes_per_token, weight_bytes=first.weight_bytes)
+                      kv_bytes_per_token=first.kv_bytes_per_token, weight_bytes=first.weight_bytes or None)
     names = [name for name in first.means if all(name in part.means for part in parts)]
     if EXACT in names:
         names.remove(EXACT)

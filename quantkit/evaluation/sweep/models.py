@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from quantkit.checkpoint.foreign.checkpoint import ForeignCheckpoint
@@ -19,11 +19,13 @@ from quantkit.evaluation.sweep.store import user_folder
 from quantkit.kv.spec import KVSpec, parse_kv, setting_of
 from quantkit.models.architecture import tensor_shapes
 from quantkit.models.config import ModelConfig
-from quantkit.models.loadable import check_loadable
+from quantkit.models.loadable import check_loadable, dtype_of
+from quantkit.models.outline import outline_of_tensors, sizes_of
 from quantkit.ops.cpu_machine import trim_heap
 from quantkit.runtime.cpu.model import reason_against
 from quantkit.runtime.loader import LoadedModel, load
 from quantkit.runtime.memory.weights import of_checkpoint, unquantized
+from quantkit.runtime.modules_model import is_unknown, load_through_modules, plain_source
 from quantkit.sources.base import ModelSource, mapped_files
 from quantkit.support.errors import CheckpointError, SourceError
 from quantkit.support.paths import local_path
@@ -41,6 +43,7 @@ class ModelRef:
     Attributes:
         uri: its name, which workers in other folders find too.
         revision, dtype, device, decoded: arguments of :func:`~quantkit.runtime.loader.load`.
+        through_modules: whether transformers' modules run it.
     """
 
     uri: str
@@ -48,6 +51,7 @@ class ModelRef:
     dtype: str = "auto"
     device: str = "auto"
     decoded: bool = False
+    through_modules: bool = False
 
 
 @dataclass(frozen=True)
@@ -78,7 +82,9 @@ class LoadedModels:
         """The model, loaded unless it is the one in memory, which goes first."""
         if self._model is None or self._ref != ref:
             self.clear()
-            self._ref, self._model = ref, load(ref.uri, revision=ref.revision, dtype=ref.dtype,
+            self._ref, self._model = ref, load_through_modules(
+                ref.uri, revision=ref.revision, dtype=ref.dtype, device=ref.device, loading=loading,
+            ) if ref.through_modules else load(ref.uri, revision=ref.revision, dtype=ref.dtype,
                                                device=ref.device, decoded=ref.decoded, loading=loading)
         return self._model
 
@@ -131,6 +137,7 @@ class ModelFacts:
         parameters: the number of numbers in its tensors.
         weight_bytes: bytes of its weights in memory; ``mapped``: they are pages of its files.
         tokenizer: the model's tokenizer.
+        through_modules: whether transformers' modules run it: then neither speed nor a KV cache is measured.
         recipe: the recipe that made it in this comparison; ``None``: it was there.
     """
 
@@ -146,12 +153,13 @@ class ModelFacts:
     mapped: bool
     tokenizer: Tokenizer = field(compare=False, repr=False)
     recipe: str | None = None
+    through_modules: bool = False
 
     def ref(self, dtype: str, device: str, decoded: bool = False) -> ModelRef:
         """How workers in other folders load it; ``decoded``: as the one that others are compared with."""
         path = local_path(self.uri)
         uri = str(path.absolute()) if path is not None and path.exists() else self.uri
-        return ModelRef(uri, self.revision, dtype, device, decoded)
+        return ModelRef(uri, self.revision, dtype, device, decoded, self.through_modules)
 
     def setting(self, kv: str | None) -> str:
         """A KV setting as text; of ``None`` the one that the checkpoint names."""
@@ -177,6 +185,8 @@ def facts_of(uri: str, revision: str | None = None, dtype: str = "auto", recipe:
         QuantkitError: it isn't there, or can't be loaded.
     """
     with closing(open_model(uri, revision)) as opened:
+        if is_unknown(opened):
+            return _facts_of_modules(opened, uri, revision, dtype, recipe, hashed)
         if isinstance(opened, Checkpoint | ForeignCheckpoint):
             checked = check_loadable(uri, opened.config(), opened.infos, opened.side_files(), opened.layers,
                                      dtype=dtype, error=CheckpointError)
@@ -194,6 +204,21 @@ def facts_of(uri: str, revision: str | None = None, dtype: str = "auto", recipe:
     return ModelFacts(uri, revision, identity, quantized, checked.config, kv,
                       str(checked.dtype).removeprefix("torch."), parameters, weights.bytes, mapped,
                       checked.tokenizer, recipe)
+
+
+def _facts_of_modules(opened: ModelSource | AnyCheckpoint, uri: str, revision: str | None, dtype: str,
+                      recipe: str | None, hashed: bool) -> ModelFacts:
+    """Of a model whose mathematics isn't known here."""
+    assert not isinstance(opened, ForeignCheckpoint)
+    source = plain_source(opened, uri)
+    config, infos = source.config(), source.tensors()
+    sizes, kind = sizes_of(outline_of_tensors(uri, config, infos)), dtype_of(config, dtype)
+    parameters = sum(math.prod(info.shape) for info in infos.values())
+    tokenizer = Tokenizer(source.side_files(), config)
+    sizes = replace(sizes, vocab_size=sizes.vocab_size or tokenizer.vocab_size)
+    return ModelFacts(uri, revision, _identity(opened) if hashed else None, isinstance(opened, Checkpoint),
+                      sizes, KVSpec(), str(kind).removeprefix("torch."), parameters,
+                      parameters * kind.itemsize, False, tokenizer, recipe, through_modules=True)
 
 
 def _identity(opened: ModelSource | AnyCheckpoint) -> str | None:

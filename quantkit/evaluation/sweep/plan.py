@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -36,6 +36,7 @@ from quantkit.executor.base import TaskNeeds
 from quantkit.formats.dtypes import FLOATS
 from quantkit.kv.cache import KVCache
 from quantkit.kv.spec import KVSpec
+from quantkit.models.modules import library
 from quantkit.ops import cpu_machine
 from quantkit.plugins.manager import current
 from quantkit.runtime.memory.machine import RUNTIME_BYTES
@@ -84,6 +85,22 @@ class SweepPlan:
     texts: tuple[PlannedText, ...]
     prompt: int | None
     measurements: tuple[Measurement, ...]
+
+
+def measurable(models: Sequence[ModelFacts], settings: EvalSettings,
+               announce: Callable[[str], object] = lambda text: None) -> EvalSettings:
+    """The settings without what can't be measured of these models, which ``announce`` is told. Raises
+    UsageError: what can't be was asked for by name."""
+    other = next((model for model in models if model.through_modules), None)
+    if other is None:
+        return settings
+    kind = f"{other.name} is a {other.config.model_type} model, which {library()} runs here"
+    if settings.kv or settings.prompt is not None or settings.peers:
+        raise UsageError("--kv, --prompt-tokens and --peer can't be used with this model", why=kind,
+                         next="leave them out: quality is measured on whole windows")
+    if settings.speed:
+        announce(f"speed isn't measured: {kind}")
+    return replace(settings, speed=False, roofline=False, sensitivity=False)
 
 
 def planned_texts(settings: EvalSettings) -> tuple[PlannedText, ...]:

@@ -27,6 +27,7 @@ from quantkit.kv.spec import KVSpec
 from quantkit.models.decoder import padded_rows
 from quantkit.ops.dispatch import DECODE_ROWS
 from quantkit.runtime.loader import LoadedModel
+from quantkit.runtime.modules_model import ModulesModel
 from quantkit.support.errors import UsageError
 
 BATCH = 64
@@ -105,6 +106,8 @@ class Scorer:
         fitted = self._fitted(requests)
         if not fitted:
             return []
+        if isinstance(self.loaded.model, ModulesModel):
+            return self._score_texts(self.loaded.model, fitted, done)
         sharing = PrefixScorer(self.loaded, self.kv, self.batch)
         return (self._score_sharing(sharing, fitted, done) if sharing.takes_back
                 else self._score_cached(fitted, done))
@@ -128,6 +131,20 @@ class Scorer:
             warnings.warn(f"{cut} of {len(requests)} requests are longer than the {limit} tokens that "
                           f"{self.loaded.uri} takes; the beginnings of their contexts were cut", stacklevel=4)
         return fitted
+
+    # -- where there is no cache
+
+    def _score_texts(self, model: ModulesModel, requests: Sequence[ScoringRequest],
+                     done: Callable[[int], None]) -> list[ScoredContinuation]:
+        """Texts one by one, each as a whole."""
+        results = []
+        for request in requests:
+            hidden = model.hidden(torch.tensor([request.context + request.continuation[:-1]]))[0]
+            logits = model.logits(hidden[len(request.context) - 1:])
+            scores = self._scores(logits, range(len(request.continuation)), request.continuation)
+            results.append(ScoredContinuation(sum(scores[0]), all(scores[1])))
+            done(1)
+        return results
 
     # -- where tokens can be taken back
 

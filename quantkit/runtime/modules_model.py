@@ -1,0 +1,233 @@
+"""Models whose mathematics isn't known here, run by transformers' modules, to be evaluated.
+
+They read whole texts and keep no KV cache of ours. A checkpoint is dequantized while it is loaded: what is
+scored is what its file says, whether or not a library has kernels for it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from typing import Any, NoReturn
+
+import torch
+
+from quantkit.checkpoint.foreign.checkpoint import ForeignCheckpoint
+from quantkit.checkpoint.manifest import quantization_label
+from quantkit.checkpoint.open import AnyCheckpoint, open_model
+from quantkit.checkpoint.quantization_config import KEYS
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.formats.base import Format
+from quantkit.formats.dtypes import FLOATS
+from quantkit.models.config import ModelConfig
+from quantkit.models.linear import Linear
+from quantkit.models.loadable import dtype_of
+from quantkit.models.modules import Modules, library, quiet
+from quantkit.models.outline import TOWER, is_known, outline_of_tensors, sizes_of
+from quantkit.ops.packing import dequantize
+from quantkit.plugins.manager import registry
+from quantkit.runtime.loader import SHORT, LoadedModel
+from quantkit.sources.base import ModelSource, SourceIdentity, TensorInfo, file_bytes, release
+from quantkit.sources.split_experts import LAYOUTS, joined_experts
+from quantkit.support.device import find_device
+from quantkit.support.errors import UnsupportedModelError, UsageError
+from quantkit.support.progress import Listener, ProgressEvent, silent
+from quantkit.text.tokenizer import Tokenizer
+
+MIB = 1 << 20
+
+
+class ModulesModel:
+    """A :class:`~quantkit.models.interfaces.LanguageModel` without a KV cache.
+
+    Args:
+        modules: the network with its weights.
+        config: the model's sizes.
+        dtype, device: of its weights.
+    """
+
+    decode_rows = 1
+    runs_ahead = decode_matches_prefill = supports_mixed_batches = False
+
+    def __init__(self, modules: Modules, config: ModelConfig, dtype: torch.dtype,
+                 device: torch.device) -> None:
+        self._modules, self.config, self.dtype, self.device = modules, config, dtype, device
+        if modules.network.base_model is modules.network:
+            raise UnsupportedModelError(f"{modules.name} of transformers isn't a model with a head",
+                                        why="hidden states and logits can't be told apart")
+
+    def check_cache(self, cache: Any) -> NoReturn:
+        """Raises UsageError: it keeps none."""
+        raise UsageError(f"a model of type {self.config.model_type!r} takes no KV setting here",
+                         why=f"{library()} runs it, with keys and values of its own", next="leave out --kv")
+
+    def prepare(self, cache: Any) -> None:
+        self.check_cache(cache)
+
+    def chunk_invariant(self, cache: Any) -> bool:
+        return False
+
+    def hidden(self, ids: torch.Tensor, positions: torch.Tensor | None = None,
+               cache: Any = None) -> torch.Tensor:
+        """What the network leaves of int64 ``[B, T]`` before its head, ``[B, T, hidden]``. Raises UsageError
+        for a cache."""
+        if cache is not None:
+            self.check_cache(cache)
+        with quiet():
+            hidden: torch.Tensor = self._modules.network.base_model(
+                input_ids=ids.to(self.device), use_cache=False)[0]
+        return hidden
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """float32 ``[..., vocab]`` of what :meth:`hidden` left: the family's own code behind its layers, with
+        scales and limits of logits."""
+        network, base = self._modules.network, self._modules.network.base_model
+        rows = x.reshape(1, -1, x.shape[-1])
+        layers, base.forward = base.forward, lambda *args, **kwargs: _Left(rows)
+        try:
+            made = network(input_ids=torch.zeros(rows.shape[:2], dtype=torch.int64, device=self.device),
+                           use_cache=False)
+        finally:
+            base.forward = layers
+        logits: torch.Tensor = made.logits.float()
+        return logits.reshape(*x.shape[:-1], -1)
+
+    def normalized(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def __call__(self, ids: torch.Tensor, positions: torch.Tensor | None = None, cache: Any = None,
+                 last: torch.Tensor | None = None) -> torch.Tensor:
+        hidden = self.hidden(ids, positions, cache)
+        return self.logits(hidden if last is None else hidden[torch.arange(len(hidden)), last])
+
+    def forward(self, tokens: Sequence[Sequence[int]], batch: Any, wanted: Sequence[int]) -> torch.Tensor:
+        self.check_cache(batch)
+
+    def head_alone(self) -> ModulesModel:
+        """The same head on a network without memory for its layers."""
+        return ModulesModel(self._modules.head_alone(), self.config, self.dtype, self.device)
+
+    def linears(self) -> dict[str, Linear]:
+        return {}
+
+
+class _Left:
+    """What a network without its head returns, in the place of transformers' many classes for that."""
+
+    def __init__(self, rows: torch.Tensor) -> None:
+        self.last_hidden_state = rows
+
+    def __getitem__(self, place: int | slice) -> Any:
+        return (self.last_hidden_state,)[place]
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+class DequantizedCheckpoint:
+    """A checkpoint of ours as the source of the plain weights that its file stands for.
+
+    Args:
+        checkpoint: it; closed with this.
+        uri: its name.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, uri: str) -> None:
+        self.uri, self._checkpoint = uri, checkpoint
+        self._rows = {f"{row.name}.weight": row for row in checkpoint.layers if row.spec is not None}
+        packed = tuple(f"{row.name}." for row in self._rows.values())
+        self._infos = {name: info for name, info in checkpoint.infos.items()
+                       if not name.startswith(packed) or name.endswith(".bias")}
+        self._infos |= {name: TensorInfo(name, row.shape, FLOATS[row.dtype])
+                        for name, row in self._rows.items()}
+
+    def config(self) -> dict[str, Any]:
+        return {key: value for key, value in self._checkpoint.config().items() if key not in KEYS}
+
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        return self._infos
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """One of them, float32 where it is quantized. Raises CheckpointError: it isn't there."""
+        if name not in self._rows:
+            return self._checkpoint.tensor(name)
+        weight = self._checkpoint.quantized(self._rows[name].name)
+        assert weight is not None
+        form: Format = registry("formats").get(weight.format)
+        return dequantize(form, weight)
+
+    def in_file(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """With experts together where the family's own files have them so."""
+        layout = LAYOUTS.get(str(self._checkpoint.config().get("model_type")))
+        return dict(tensors) if layout is None else joined_experts(tensors, layout)
+
+    def side_files(self) -> Mapping[str, bytes]:
+        return self._checkpoint.side_files()
+
+    def identity(self) -> SourceIdentity:
+        return SourceIdentity("checkpoint", self.uri)
+
+    def release(self) -> None:
+        self._checkpoint.release()
+
+    def close(self) -> None:
+        self._checkpoint.close()
+
+
+def is_unknown(opened: ModelSource | AnyCheckpoint) -> bool:
+    """Whether a model is of a family whose mathematics isn't known here."""
+    if isinstance(opened, Checkpoint):
+        return opened.manifest.outline is not None
+    return not isinstance(opened, ForeignCheckpoint) and not is_known(opened.config(), opened.tensors())
+
+
+def plain_source(opened: ModelSource | Checkpoint, uri: str) -> ModelSource:
+    """Its plain weights. Raises UsageError: inputs of its Linears are rounded, too."""
+    if not isinstance(opened, Checkpoint):
+        return opened
+    row = next((row for row in opened.layers if row.spec is not None and row.spec.activations), None)
+    if row is not None:
+        raise UsageError(f"{uri} can't be evaluated here", next="vllm serve runs it as it is meant",
+                         why=f"{row.name} rounds its inputs, and {library()} would leave them as they are")
+    return DequantizedCheckpoint(opened, uri)
+
+
+def load_through_modules(uri: str, *, revision: str | None = None, dtype: str = "auto", device: str = "auto",
+                         loading: Listener = silent) -> LoadedModel:
+    """Load a model of an unknown family into transformers' modules. The arguments are
+    :func:`~quantkit.runtime.loader.load`'s.
+
+    Raises:
+        UnsupportedModelError: transformers isn't there, doesn't know the family, or can't build it.
+        UsageError: it rounds inputs.
+        QuantkitError: the model isn't there or is damaged.
+    """
+    place = find_device(device)
+    opened = open_model(uri, revision)
+    assert not isinstance(opened, ForeignCheckpoint)
+    with closing(opened):
+        source = plain_source(opened, uri)
+        config, infos = source.config(), source.tensors()
+        outline, kind = outline_of_tensors(uri, config, infos), dtype_of(config, dtype)
+        modules = Modules(source, outline, place, kind)
+        units: dict[int | None, list[str]] = {}
+        for name in infos:
+            if not re.search(TOWER, name):
+                units.setdefault(outline.layer_of(name), []).append(name)
+        for number, names in enumerate(units.values()):
+            loading(ProgressEvent(number, len(units), "weights", unit="layers"))
+            modules.put({name: source.tensor(name) for name in names})
+            release(source)
+        modules.network.tie_weights()
+        sizes = sizes_of(outline)
+        parameters = sum(slot.in_features * slot.out_features for slot in outline.slots)
+        if isinstance(opened, Checkpoint):
+            label, manifest, bits = quantization_label(opened.layers), opened.manifest, opened.bits_per_weight
+        else:
+            stored = sum(infos[f"{slot.name}.weight"].nbytes for slot in outline.slots)
+            label, manifest, bits = SHORT[kind], None, 8 * stored / parameters
+        return LoadedModel(ModulesModel(modules, sizes, kind, place), sizes,
+                           Tokenizer(source.side_files(), config), uri, f"{label}, by {library()}", manifest,
+                           opened.file_bytes if isinstance(opened, Checkpoint) else file_bytes(opened), bits,
+                           weight_bytes=0)

@@ -1,0 +1,130 @@
+"""Families whose mathematics isn't known here, evaluated through transformers' modules."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from quantkit.evaluation.run import evaluate
+from quantkit.evaluation.settings import EvalSettings
+from quantkit.kv.spec import parse_kv
+from quantkit.quantization.recipe import Recipe
+from quantkit.quantization.run import quantize
+from quantkit.runtime.modules_model import load_through_modules
+from quantkit.support.errors import QuantkitError, UsageError
+from quantkit.testing.tiny import tiny_tokenizer
+
+pytestmark = pytest.mark.oracle
+pytest.importorskip("transformers", reason="these families are transformers' (extra: oracle)")
+
+SIZES = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+         "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
+         "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+FAMILIES = {
+    "cohere2": {"logit_scale": 0.25, "tie_word_embeddings": True},  # its logits are scaled behind the head
+    "gemma4_text": {"num_kv_shared_layers": 0, "global_head_dim": 16, "vocab_size_per_layer_input": 512,
+                    "layer_types": ["sliding_attention", "full_attention"], "enable_moe_block": True,
+                    "hidden_size_per_layer_input": 16, "num_experts": 4, "top_k_experts": 2,
+                    "moe_intermediate_size": 32, "final_logit_softcapping": 5.0}}
+
+
+@pytest.fixture(params=FAMILIES)
+def model(request, tmp_path):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(request.param, **SIZES | FAMILIES[request.param]))
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.1)
+    folder = tmp_path / "model"
+    model.to(torch.bfloat16).save_pretrained(folder)
+    tiny_tokenizer().save(str(folder / "tokenizer.json"))
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), folder
+
+
+def recipe(**spec) -> Recipe:
+    rule = {"match": "model.layers.*", "method": "rtn", "spec": {
+        "bits": 8, "granularity": {"strategy": "channel"}} | spec}
+    return Recipe.model_validate({"name": "eight", "rules": [rule]})
+
+
+def test_logits_are_those_of_transformers(model):
+    whole, folder = model
+    ids = torch.arange(10, 40)[None]
+    loaded = load_through_modules(str(folder), dtype="float32")
+    with torch.inference_mode():
+        hidden = loaded.model.hidden(ids)
+        expected = whole(input_ids=ids, use_cache=False).logits
+        assert torch.equal(loaded.model.logits(hidden), expected)
+        alone = loaded.model.head_alone()
+        assert torch.equal(alone.logits(hidden), expected)
+        # fewer rows are added up in another order
+        torch.testing.assert_close(loaded.model(ids, last=torch.tensor([7])), expected[:, 7])
+        torch.testing.assert_close(alone.logits(hidden[0, 3:9]), expected[0, 3:9])
+    assert "transformers 5" in loaded.label
+    assert all(parameter.is_meta for name, parameter in alone._modules.network.named_parameters()
+               if name.startswith("model."))
+
+
+def test_a_checkpoint_is_what_its_file_says(model, tmp_path):
+    """Experts one by one, which transformers itself wouldn't read of Gemma 4, among them."""
+    _, folder = model
+    out = quantize(str(folder), recipe(), tmp_path / "out").out
+    quantized, exact = (load_through_modules(str(path), dtype="float32") for path in (out, folder))
+    ids = torch.arange(10, 60)[None]
+    with torch.inference_mode():
+        expected, got = exact.model(ids).log_softmax(-1), quantized.model(ids).log_softmax(-1)
+    kl = float((expected.exp() * (expected - got)).sum(-1).mean())
+    assert 0 < kl < 0.003 and quantized.bits_per_weight < 10 < exact.bits_per_weight
+    result = evaluate([str(folder), str(out)], EvalSettings(window=64, windows=4, dtype="float32"))
+    assert 0 < result.rows[1].metrics["kl_mean"].value < 0.003
+    assert [row.speed for row in result.rows] == [None, None]
+    assert result.rows[0].metrics["perplexity"].value == pytest.approx(perplexity(exact, folder), rel=0.2)
+
+
+def perplexity(loaded, folder) -> float:
+    from quantkit.evaluation.quality.score import windows_of
+    from quantkit.evaluation.text import BUILTIN, load_text
+
+    windows = windows_of(loaded, load_text(BUILTIN).content, 64, 4)
+    with torch.inference_mode():
+        rows = loaded.model(windows).log_softmax(-1)
+    return float(rows[:, :-1].gather(-1, windows[:, 1:, None]).mean().neg().exp())
+
+
+def test_what_is_not_measured_is_said(model, tmp_path):
+    _, folder = model
+    told = []
+    evaluate([str(folder)], EvalSettings(window=32, windows=1), announce=told.append)
+    assert any("speed isn't measured" in text for text in told)
+    with pytest.raises(UsageError, match="--kv"):
+        evaluate([str(folder)], EvalSettings(window=32, windows=1, kv=(parse_kv("int8"),)))
+    out = quantize(str(folder), recipe(activations="token"), tmp_path / "out").out
+    with pytest.raises(UsageError, match="can't be evaluated here") as caught:
+        evaluate([str(folder), str(out)], EvalSettings(window=32, windows=1))
+    assert "rounds its inputs" in str(caught.value.why)
+
+
+def test_continuations_are_scored_as_texts(model):
+    from quantkit.evaluation.tasks.scoring import Scorer, ScoringRequest
+
+    whole, folder = model
+    loaded = load_through_modules(str(folder), dtype="float32")
+    context, continuation = tuple(range(10, 30)), (31, 45, 60)
+    [scored] = Scorer(loaded).score([ScoringRequest(context, continuation)])
+    with torch.inference_mode():
+        rows = whole(input_ids=torch.tensor([context + continuation]), use_cache=False).logits[0]
+    expected = rows.double().log_softmax(-1)[19:22].gather(-1, torch.tensor(continuation)[:, None]).sum()
+    assert scored.logprob == pytest.approx(float(expected), rel=1e-5) and not scored.greedy
+
+
+def test_a_config_that_transformers_refuses_is_an_error(model):
+    _, folder = model
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_attention_heads": "many"}))
+    with pytest.raises(QuantkitError, match="transformers can't build this model"):
+        evaluate([str(folder)], EvalSettings(window=32, windows=1))
