@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,11 @@ from quantkit.checkpoint.manifest import MANIFEST, FileRecord, LayerRow, Manifes
 from quantkit.checkpoint.quantization_config import KEYS, config_words
 from quantkit.checkpoint.reader import CARD, CONFIG, GPTQ_CONFIG, INDEX, Checkpoint
 from quantkit.checkpoint.shards import StoredTensor, index_json, shard_chunks, shard_names, split
+from quantkit.sources.causal_lm import text_config
 from quantkit.support.errors import CheckpointError
 
+AROUND = "around."
+"""Begins, in a unit, names of tensors that aren't the text model's but of the model around it."""
 OWN_FILES = frozenset({CONFIG, CARD, INDEX, MANIFEST, GPTQ_CONFIG})
 
 
@@ -42,10 +46,14 @@ def assemble(folder: Path, tensors: Sequence[StoredTensor], rows: Sequence[Layer
         CheckpointError: names collide or aren't plain, or what was reread is not what was written.
         OSError: the disk is full or fails.
     """
-    _check_names(tensors, rows, side_files)
-    words = config_words(rows, manifest.quantkit_version, manifest.layer_prefix)
-    plain = {key: value for key, value in config.items() if key not in KEYS} | words
     manifest = manifest.model_copy(update={"layers": tuple(rows)})
+    if (outer := manifest.outer) is not None:
+        tensors = [replace(tensor, name=tensor.name.removeprefix(AROUND) if tensor.name.startswith(AROUND)
+                           else outer.file_name(tensor.name)) for tensor in tensors]
+    _check_names(tensors, rows, side_files)
+    words = config_words(manifest.stored_layers, manifest.quantkit_version, manifest.layer_prefix)
+    plain = {key: value for key, value in config.items() if key not in KEYS} | words
+    described = plain if outer is None else text_config("the model", plain) | words
     written: dict[str, tuple[str, int]] = {}
     blocks: dict[str, str] = {}
     shards = split(tensors, shard_bytes)
@@ -62,7 +70,7 @@ def assemble(folder: Path, tensors: Sequence[StoredTensor], rows: Sequence[Layer
         written[GPTQ_CONFIG] = write_file(folder / GPTQ_CONFIG, [_text(quantization)])
     for name, content in sorted(side_files.items()):
         written[name] = write_file(folder / name, [content])
-    written[CARD] = write_file(folder / CARD, [model_card(manifest, plain)])
+    written[CARD] = write_file(folder / CARD, [model_card(manifest, described)])
     records = {name: FileRecord(sha256=digest, bytes=size, blocks=blocks.get(name, ""))
                for name, (digest, size) in written.items()}
     manifest = manifest.model_copy(update={"files": records})
@@ -103,7 +111,7 @@ def _reread(folder: Path, manifest: Manifest, config: Mapping[str, Any], names: 
             _same(folder / name, record)
     with Checkpoint(folder, manifest, config) as checkpoint:
         checkpoint.check_structure()
-        if odd := names ^ set(checkpoint.infos):
+        if odd := names ^ checkpoint.stored_names:
             raise CheckpointError(f"{folder} holds other tensors than were written",
                                   why=", ".join(sorted(odd)[:3]))
         for fault in value_faults(checkpoint):

@@ -18,6 +18,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from quantkit.formats.spec import QuantSpec
 from quantkit.models.architecture import EMBEDDING, EXPERT
 from quantkit.sources.base import SourceIdentity
+from quantkit.sources.causal_lm import SPELLINGS
 from quantkit.support.errors import CheckpointError
 from quantkit.support.frozen import Frozen
 from quantkit.support.strict_json import parse_object
@@ -33,6 +34,7 @@ FEWEST_DISTINCT = 0.01
 SHARED = 0.2
 """Of a window's 13-grams: from here on it counts as taken from the other text, as in Llama 2,
 https://arxiv.org/abs/2307.09288, appendix A.6."""
+LAYERS = "model.layers."
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+-]{0,199}")
 _SHA256 = r"^[0-9a-f]{64}$"
 
@@ -314,6 +316,35 @@ class RecoveryRecord(Frozen):
                 f"({after}): scales and norms stay as they were")
 
 
+class OuterRecord(Frozen):
+    """The model of images and text that a text model was quantized in: its files have all of it.
+
+    Attributes:
+        model_type: of its ``config.json``.
+        prefixes: what begins names of tensors in the files, by what begins them in the text model.
+    """
+
+    model_type: str
+    prefixes: dict[str, str]
+
+    @field_validator("prefixes")
+    @classmethod
+    def _known(cls, prefixes: dict[str, str]) -> dict[str, str]:
+        if prefixes not in SPELLINGS:
+            raise ValueError("no model's tensors are called so")
+        return prefixes
+
+    def file_name(self, name: str) -> str:
+        """What a tensor or layer of the text model is called in the files."""
+        start = next((start for start in self.prefixes if name.startswith(start)), None)
+        return name if start is None else self.prefixes[start] + name.removeprefix(start)
+
+    def text_name(self, name: str) -> str | None:
+        """What a tensor of the files is called in the text model; ``None``: it isn't in that."""
+        return next((start + name.removeprefix(prefix) for start, prefix in self.prefixes.items()
+                     if name.startswith(prefix)), None)
+
+
 class OutlineRecord(Frozen):
     """Of a model whose mathematics quantkit doesn't know: other engines run it.
 
@@ -389,6 +420,7 @@ class Manifest(Frozen):
     recovery: RecoveryRecord | None = None
     exported: ExportRecord | None = None
     outline: OutlineRecord | None = None
+    outer: OuterRecord | None = None
     layers: tuple[LayerRow, ...] = Field(default=(), strict=False)
     plugins: dict[str, str] = Field(default_factory=dict)
     files: dict[str, FileRecord] = Field(default_factory=dict)
@@ -403,8 +435,17 @@ class Manifest(Frozen):
         return files
 
     @property
+    def stored_layers(self) -> tuple[LayerRow, ...]:
+        """The layers by the names that they have in the files."""
+        if (outer := self.outer) is None:
+            return self.layers
+        return tuple(row.model_copy(update={"name": outer.file_name(row.name)}) for row in self.layers)
+
+    @property
     def layer_prefix(self) -> str | None:
-        """The beginning of the layers' names, where other engines alone run the model."""
+        """The beginning of the layers' names in the files, where there may be other modules of such names."""
+        if self.outer is not None:
+            return self.outer.file_name(LAYERS)
         return None if self.outline is None else self.outline.layer_prefix
 
     @property

@@ -9,12 +9,26 @@ from quantkit.checkpoint.foreign.checkpoint import ForeignCheckpoint
 from quantkit.checkpoint.manifest import MANIFEST
 from quantkit.checkpoint.reader import Checkpoint, foreign_method, is_checkpoint
 from quantkit.checkpoint.unfinished import is_unfinished, refuse_unfinished
-from quantkit.sources.base import ModelSource, QuantizedError, SourceIdentity, quantized_types
+from quantkit.sources.base import (
+    ModelSource,
+    QuantizedError,
+    SourceIdentity,
+    outer_of,
+    quantized_types,
+)
 from quantkit.sources.open import open_source
 from quantkit.support.errors import SourceError, UsageError
 from quantkit.support.paths import local_path, typed_path
 
 AnyCheckpoint = Checkpoint | ForeignCheckpoint
+
+
+def model_around(opened: ModelSource | AnyCheckpoint) -> str | None:
+    """The ``model_type`` of the model of images and text that a text model is a part of, if it is."""
+    if isinstance(opened, Checkpoint):
+        return None if opened.manifest.outer is None else opened.manifest.outer.model_type
+    outer = None if isinstance(opened, ForeignCheckpoint) else outer_of(opened)
+    return None if outer is None else str(outer.config["model_type"])
 
 
 def open_checkpoint(folder: str | Path, identity: SourceIdentity | None = None) -> AnyCheckpoint:

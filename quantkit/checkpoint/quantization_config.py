@@ -70,6 +70,9 @@ def quantization_config(rows: Sequence[LayerScheme], version: str = __version__,
     packed = [row for row in rows if row.spec is not None]
     if not packed:
         return None
+    if layer_prefix is not None and not ({row.format for row in packed} <= COMPRESSED and all(
+            row.name.startswith(layer_prefix) for row in packed)):
+        return dict(OWN)  # no other standard says which of several modules of a name is meant
     formats = {row.format for row in packed}
     kept = [row.name for row in rows if row.spec is None]
     # the router beside experts is never quantized; other engines have a Linear there too

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,14 @@ from typing import Any
 import torch
 
 from quantkit.checkpoint.manifest import MANIFEST, MAX_BYTES, LayerRow, Manifest, quantization_label
-from quantkit.checkpoint.quantization_config import stored_quantization
+from quantkit.checkpoint.quantization_config import KEYS, stored_quantization
 from quantkit.checkpoint.unfinished import is_unfinished, refuse_unfinished, unfinished
 from quantkit.formats.base import Format, QuantizedTensor
 from quantkit.formats.dtypes import FLOATS
 from quantkit.ops import packing
 from quantkit.plugins.manager import BUILTIN, registry
 from quantkit.sources.base import MappedFile, TensorInfo
+from quantkit.sources.causal_lm import text_config
 from quantkit.sources.local import has_leftover_words
 from quantkit.sources.safetensors_file import ShardedTensors
 from quantkit.support.errors import CheckpointError, QuantkitError, SourceError, SpecError
@@ -119,8 +121,22 @@ class Checkpoint:
 
     @property
     def infos(self) -> Mapping[str, TensorInfo]:
-        """Every stored tensor, without reading any."""
-        return self._tensors.infos
+        """Every stored tensor, of a model around the text model none, without reading any."""
+        if self.manifest.outer is None:
+            return self._tensors.infos
+        return self._text_infos
+
+    @cached_property
+    def _text_infos(self) -> Mapping[str, TensorInfo]:
+        outer = self.manifest.outer
+        assert outer is not None
+        return {name: replace(info, name=name) for stored, info in self._tensors.infos.items()
+                if (name := outer.text_name(stored)) is not None}
+
+    @property
+    def stored_names(self) -> set[str]:
+        """What the files call all of their tensors."""
+        return set(self._tensors.infos)
 
     @property
     def layers(self) -> tuple[LayerRow, ...]:
@@ -137,8 +153,12 @@ class Checkpoint:
         return sum(r.bytes for name, r in self.manifest.files.items() if name.endswith(".safetensors"))
 
     def config(self) -> dict[str, Any]:
-        """``config.json``, ``quantization_config`` included. Raises CheckpointError if that is malformed."""
+        """That of the text model, ``quantization_config`` included. Raises CheckpointError if it is
+        malformed."""
         config = read_config(self.path) if self._config is None else dict(self._config)
+        if self.manifest.outer is not None:
+            quantization = {key: config[key] for key in KEYS if key in config}
+            config = text_config(str(self.path), config) | quantization
         stored = stored_quantization(config)
         if stored and not (isinstance(stored, dict) and isinstance(stored.get("quant_method"), str)):
             raise CheckpointError(f"{self.path / CONFIG} is damaged", next=AGAIN,
@@ -147,12 +167,13 @@ class Checkpoint:
 
     def has(self, name: str) -> bool:
         """Whether a tensor of that full name is stored."""
-        return name in self._tensors.infos
+        return name in self.infos
 
     def tensor(self, name: str) -> torch.Tensor:
         """Read one stored tensor. Raises CheckpointError: it is unknown, or not finite."""
         try:
-            return self._tensors.tensor(name)
+            return self._tensors.tensor(name if self.manifest.outer is None or name not in self.infos
+                                        else self.manifest.outer.file_name(name))
         except SourceError as error:
             folder = shlex.quote(str(self.path))
             raise CheckpointError(error.what, why=error.why,

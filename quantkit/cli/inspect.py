@@ -90,6 +90,7 @@ def inspect_facts(uri: str, revision: str | None = None) -> dict[str, Any]:
 
 
 def _source_facts(source: ModelSource, uri: str) -> dict[str, Any]:
+    from quantkit.checkpoint.open import model_around
     from quantkit.kv.spec import KVSpec
     from quantkit.models.architecture import EMBEDDING
     from quantkit.models.outline import outline_of
@@ -114,7 +115,7 @@ def _source_facts(source: ModelSource, uri: str) -> dict[str, Any]:
              "parameters": sum(math.prod(i.shape) for i in infos.values()), "tensors": len(infos),
              "bytes": file_bytes(source), "dtypes": dict(Counter(tensor.type for tensor in stored.values())),
              "quantized_types": types, "bits_per_weight": _bits(layers),
-             "recipe": None, "kv": "none", "source": None}
+             "recipe": None, "kv": "none", "source": None, "around": model_around(source)}
     if (config := outline.config) is None:
         return facts | {"architecture": outline.model_type, "num_layers": outline.num_layers,
                         "kept": dict(outline.kept), "operations": [],
@@ -133,6 +134,7 @@ def _source_facts(source: ModelSource, uri: str) -> dict[str, Any]:
 
 
 def _checkpoint_facts(checkpoint: AnyCheckpoint, uri: str) -> dict[str, Any]:
+    from quantkit.checkpoint.open import model_around
     from quantkit.checkpoint.quantization_config import KEYS
     from quantkit.kv.spec import KVSpec, setting_of
     from quantkit.models.architecture import parse_config
@@ -165,6 +167,7 @@ def _checkpoint_facts(checkpoint: AnyCheckpoint, uri: str) -> dict[str, Any]:
             "dtypes": dict(Counter(str(i.dtype).removeprefix("torch.") for i in infos.values())),
             "bits_per_weight": checkpoint.bits_per_weight,
             "recipe": manifest.recipe.get("name") if manifest else None, "kv": str(kv),
+            "around": model_around(checkpoint),
             "source": manifest.source.model_dump(mode="json") if manifest else None, "layers": layers}
 
 
@@ -225,6 +228,8 @@ def _print_head(facts: dict[str, Any]) -> None:
     dtypes = ", ".join(f"{count} {name}" for name, count in facts["dtypes"].items())
     what = facts["kind"] if facts["path_kind"] is None else f"{facts['path_kind']} source"
     click.echo(wrapped("model", f"{facts['uri']} ({what})"))
+    if (around := facts.get("around")) is not None:
+        text += f"; inside a {around} model, whose other tensors aren't counted here"
     click.echo(wrapped("architecture", text))
     click.echo(wrapped("parameters", f"{facts['parameters']:,}"))
     click.echo(wrapped("tensors", f"{facts['tensors']} ({dtypes}), {human_bytes(facts['bytes'])}"))

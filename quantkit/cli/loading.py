@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from quantkit.api.progress import ProgressLine
+from quantkit.cli.present import note
 
 if TYPE_CHECKING:
     import torch
@@ -33,12 +34,18 @@ def load_model(model: str, *, revision: str | None = None, dtype: str = "auto", 
                None,
                on_tokenizer: Callable[[Tokenizer], object] = lambda tokenizer: None) -> LoadedModel:
     """:func:`quantkit.runtime.loader.load` with progress on stderr, unless ``quiet``."""
+    from quantkit.checkpoint.open import model_around
     from quantkit.runtime.loader import load
+
+    def opened(source: ModelSource | AnyCheckpoint, place: torch.device) -> None:
+        if not quiet and (kind := model_around(source)) is not None:
+            note(f"{model} is a {kind} model: its text part is run, images can't be given to it")
+        on_open(source, place)
 
     with ProgressLine(f"verifying {model}", quiet or not verify) as verified, \
             loading_line(model, quiet) as loaded:
         return load(model, revision=revision, dtype=dtype, device=device, verify=verify, progress=verified,
-                    loading=loaded, on_open=on_open, on_tokenizer=on_tokenizer)
+                    loading=loaded, on_open=opened, on_tokenizer=on_tokenizer)
 
 
 @contextmanager

@@ -222,9 +222,17 @@ def _print_sums(plan: Plan) -> None:
     click.echo(wrapped("bits/weight", f"{plan.bits_per_weight:.2f} over {plan.linears} Linear layers"))
     click.echo(wrapped("size", f"{_size(plan)}; of this {human_bytes(plan.kept_bytes)} {kept} "
                                f"({', '.join([*names, 'norms'])})"))
+    _print_around(plan)
     click.echo(wrapped("peak memory", f"about {human_bytes(plan.peak_bytes)}"))
     click.echo(wrapped("disk needed", f"{human_bytes(plan.needed_disk_bytes)} while it runs, "
                                       f"{human_bytes(plan.disk_bytes)} when done"))
+
+
+def _print_around(plan: Plan) -> None:
+    """What a model of images and text has beside its text model."""
+    if (outer := plan.outer) is not None:
+        click.echo(wrapped("whole", f"a {outer.config['model_type']} model: its other {len(outer.rest)} "
+                                    f"tensors, {human_bytes(outer.rest_bytes)}, are kept as they are"))
 
 
 def _print_outline(record: OutlineRecord) -> None:
@@ -334,6 +342,7 @@ def _run(order: QuantizeOrder, out: Path, choice: BudgetChoice | None, strict: b
     click.echo(wrapped("checkpoint", f"{result.out} ({result.seconds:.0f} s{again})"))
     click.echo(wrapped("bits/weight", f"{plan.bits_per_weight:.2f} over {plan.linears} Linear layers"))
     click.echo(wrapped("size", _size(plan)))
+    _print_around(plan)
     if result.calibration is not None:
         click.echo(wrapped("calibration", _windows(result.calibration)))
     if (experts := reached_experts(result.rows)) is not None:

@@ -252,7 +252,7 @@ def _manifest(checkpoint: AnyCheckpoint, to: str, name: str) -> Manifest:
                               manifest_sha256=hashlib.sha256(known.to_bytes()).hexdigest())
         return known.model_copy(update={
             "quantkit_version": __version__, "layers": (), "files": {}, "digest": "",
-            "plugins": {**known.plugins, **plugins}, "exported": record})
+            "plugins": {**known.plugins, **plugins}, "exported": record, "outer": None})
     source = SourceRecord.of(checkpoint.identity())
     recipe: dict[str, Any] = {"name": "export", "calibration": None, "rules": [], "kv": None,
                               "description": f"Another tool's checkpoint ({method}), packed anew."}

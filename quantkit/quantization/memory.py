@@ -44,6 +44,8 @@ TILE = 64
 EMBEDDING_UNIT = "embedding"
 REST_UNIT = "rest"
 """The units of a checkpoint that are in no decoder layer: a quantized embedding, and everything else."""
+AROUND_UNIT = "tower"
+"""That of a model of images and text with all that isn't its text model's."""
 
 
 def layer_unit(index: int) -> str:

@@ -19,7 +19,15 @@ from typing import Any
 import torch
 
 from quantkit import __version__
-from quantkit.checkpoint.manifest import CalibrationFacts, LayerRow, Manifest, RecoveryRecord, SourceRecord
+from quantkit.checkpoint.assemble import AROUND
+from quantkit.checkpoint.manifest import (
+    CalibrationFacts,
+    LayerRow,
+    Manifest,
+    OuterRecord,
+    RecoveryRecord,
+    SourceRecord,
+)
 from quantkit.checkpoint.reader import read_manifest
 from quantkit.checkpoint.shards import LazyTensor
 from quantkit.checkpoint.writer import WORK, CheckpointWriter, WorkStore, refuse_existing
@@ -51,7 +59,7 @@ from quantkit.quantization.calibration.module_runner import ModuleRunner
 from quantkit.quantization.calibration.runner import CalibrationRunner, LayerRunner, original_weights
 from quantkit.quantization.calibration.spill import Spill
 from quantkit.quantization.effort import Effort, with_effort
-from quantkit.quantization.memory import EMBEDDING_UNIT, REST_UNIT, PlanRow, layer_unit
+from quantkit.quantization.memory import AROUND_UNIT, EMBEDDING_UNIT, REST_UNIT, PlanRow, layer_unit
 from quantkit.quantization.methods.base import LayerStats
 from quantkit.quantization.planning.plan import (
     ASSEMBLING,
@@ -74,7 +82,8 @@ from quantkit.quantization.solve import (
 )
 from quantkit.quantization.transforms.base import LayerTensors, apply_to_layer, resolve_transforms
 from quantkit.runtime.loader import load_source
-from quantkit.sources.base import ModelSource, prefetch, release, tensor_alone, warn_if_quantized
+from quantkit.sources.base import ModelSource, outer_of, prefetch, release, tensor_alone, warn_if_quantized
+from quantkit.sources.causal_lm import config_around
 from quantkit.support.device import find_device
 from quantkit.support.errors import QuantkitError, Stopped
 from quantkit.support.progress import Listener, Phases, ProgressEvent, silent
@@ -182,11 +191,14 @@ class _Run:
         self.executor = executor
         self.device = device
         self.raw_config = source.config()
-        self.outline = checked_outline(source)
+        self.outline, self.outer = checked_outline(source), outer_of(source)
         self.read = partial(tensor_alone, source)
         # what stays as it is would else be read, and found to hold NaN, when the work is done
         for name in (*plan.other, *(f"{row.name}.weight" for row in plan.rows if row.method is None)):
             self.read(name)
+        if self.outer is not None:
+            for name in self.outer.rest:
+                self.outer.read(name)
         release(source)
         self.data = prepare(plan.calibration, source, plan.widest_hessian, progress, strict)
         self.recovery = find_recovery(plan.recipe)
@@ -205,7 +217,9 @@ class _Run:
                 if not writer.finished:
                     manifest = self._make(writer, units, manifest)
                 self.phases(ASSEMBLING)(ProgressEvent(units.total, units.total, "assembling and rereading"))
-                out = writer.finish(self.raw_config, self.source.side_files(), manifest)
+                config = self.raw_config if self.outer is None else config_around(
+                    self.source.uri, self.outer.config, self.raw_config)
+                out = writer.finish(config, self.source.side_files(), manifest)
             except KeyboardInterrupt:
                 done = len(writer.units())
                 raise Stopped(f"stopped; {done} of {units.total} units are kept in {writer.partial}",
@@ -243,6 +257,9 @@ class _Run:
                         source=SourceRecord.of(identity),
                         calibration=calibration_facts(recipe.calibration, self.data),
                         outline=self.plan.outline_record,
+                        outer=None if self.outer is None else OuterRecord(
+                            model_type=str(self.outer.config["model_type"]),
+                            prefixes=dict(self.outer.prefixes)),
                         plugins={p.distribution: p.version for p in current().plugins
                                  if p.distribution in owners})
 
@@ -374,6 +391,10 @@ class _UnitMaker:
                 progress(ProgressEvent(number, self.total,
                                        unit if unit == EMBEDDING_UNIT else "embeddings and head"))
                 self._make_outer(unit, stats)
+            if (outer := self.run.outer) is not None and not self.writer.has(AROUND_UNIT):
+                self.writer.put(AROUND_UNIT, {
+                    AROUND + name: LazyTensor(info, partial(outer.read, name))
+                    for name, info in outer.rest.items()}, [])
 
     def _solve_elsewhere(self) -> Generator[list[Solved], None, None]:
         """The Linears of all missing units, which depend on nothing: processes open the model themselves."""

@@ -112,7 +112,7 @@ def _content(folder: Path, manifest: Manifest) -> Iterator[VerifyCheck]:
         yield VerifyCheck("structure", "failed", _said(error))
         return
     stored = {key: value for key, value in read_config(folder).items() if key in KEYS}
-    if stored == config_words(manifest.layers, manifest.quantkit_version, manifest.layer_prefix):
+    if stored == config_words(manifest.stored_layers, manifest.quantkit_version, manifest.layer_prefix):
         yield VerifyCheck(f"{CONFIG} and {MANIFEST}", "ok", "they agree")
     else:
         yield VerifyCheck(f"{CONFIG} and {MANIFEST}", "failed",

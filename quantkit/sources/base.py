@@ -63,6 +63,33 @@ class SourceIdentity:
     pinned: bool = False
 
 
+@dataclass(frozen=True)
+class OuterModel:
+    """A model of images and text around the text model that a source presents.
+
+    Attributes:
+        config: its ``config.json``.
+        prefixes: what begins names of tensors in its files, by what begins them in the text model.
+        rest: all tensors that aren't the text model's, by the files' names.
+        read: reads one of these.
+    """
+
+    config: Mapping[str, Any]
+    prefixes: Mapping[str, str]
+    rest: Mapping[str, TensorInfo]
+    read: Callable[[str], torch.Tensor]
+
+    @property
+    def rest_bytes(self) -> int:
+        return sum(info.nbytes for info in self.rest.values())
+
+
+def outer_of(source: ModelSource) -> OuterModel | None:
+    """The model around a source's text model, if there is one."""
+    outer: OuterModel | None = getattr(source, "outer", None)
+    return outer
+
+
 class QuantizedError(SourceError):
     """The model is there and quantized already: a checkpoint, not a source.
 

@@ -18,15 +18,15 @@ from typing import Any
 
 import torch
 
-from quantkit.sources.base import ModelSource, TensorInfo, release
+from quantkit.sources.base import ModelSource, OuterModel, TensorInfo, release
 from quantkit.sources.wrapper import SourceWrapper
 from quantkit.support.errors import SourceError
 
 CLASSES = {"gemma3": "Gemma3ForCausalLM"}
 """By the outer ``model_type``, the text model's name in ``architectures``."""
-PREFIXES = (("language_model.model.", "model."), ("language_model.lm_head.", "lm_head."),
-            ("model.language_model.", "model."), ("lm_head.", "lm_head."))
-"""As files have them, and what they are for the text model."""
+SPELLINGS = ({"model.": "language_model.model.", "lm_head.": "language_model.lm_head."},
+             {"model.": "model.language_model.", "lm_head.": "lm_head."})
+"""What begins names in files of such models, by what begins them in the text model."""
 OUTER = ("torch_dtype", "dtype", "eos_token_id", "bos_token_id", "pad_token_id", "tie_word_embeddings")
 """Keys beside ``text_config`` that are meant for it too, unless it has its own."""
 _BARE = ("embed_tokens.weight", "norm.weight", "layers.0.input_layernorm.weight")
@@ -51,17 +51,36 @@ def text_part(source: ModelSource) -> ModelSource:
     return source
 
 
-def _multimodal(source: ModelSource, outer: dict[str, Any]) -> ModelSource:
-    inner = outer.get("text_config")
-    if not isinstance(inner, dict):
-        raise SourceError(f"{source.uri}: its config.json, of a {outer['model_type']} model, has no "
-                          "text_config",
+def text_config(uri: str, outer: Mapping[str, Any]) -> dict[str, Any]:
+    """The config of the text model in a model of images and text. Raises SourceError: that isn't there."""
+    inner, model_type = outer.get("text_config"), str(outer.get("model_type"))[:80]
+    if not isinstance(inner, dict) or model_type not in CLASSES:
+        raise SourceError(f"{uri}: its config.json, of a {model_type} model, has no text_config",
                           why="the language model inside is described there",
                           next="get the model's complete config.json")
-    config = {**{key: outer[key] for key in OUTER if key in outer}, **inner,
-              "architectures": [CLASSES[outer["model_type"]]]}
-    names = {new: name for name in source.tensors() if (new := _inner(name)) is not None}
-    return RenamedSource(source, config, names)
+    return {**{key: outer[key] for key in OUTER if key in outer}, **inner,
+            "architectures": [CLASSES[model_type]]}
+
+
+def config_around(uri: str, outer: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, Any]:
+    """The config of a model of images and text whose text model has ``text`` for its own: a recipe may give
+    that a head of its own."""
+    tied = text.get("tie_word_embeddings")
+    if text_config(uri, outer).get("tie_word_embeddings") == tied:
+        return dict(outer)
+    stated = {"tie_word_embeddings": tied}
+    return {**outer, **stated, "text_config": {**outer["text_config"], **stated}}
+
+
+def _multimodal(source: ModelSource, outer: dict[str, Any]) -> ModelSource:
+    config = text_config(source.uri, outer)
+    infos = source.tensors()
+    prefixes = max(SPELLINGS, key=lambda spelling: sum(name.startswith(spelling["model."]) for name in infos))
+    names = {new + name.removeprefix(old): name for name in infos for new, old in prefixes.items()
+             if name.startswith(old)}
+    inside = set(names.values())
+    rest = {name: info for name, info in infos.items() if name not in inside}
+    return RenamedSource(source, config, names, OuterModel(outer, prefixes, rest, source.tensor))
 
 
 def _headless(source: ModelSource, config: dict[str, Any]) -> ModelSource:
@@ -86,11 +105,13 @@ class RenamedSource(SourceWrapper):
         source: the source whose tensors get other names.
         config: the config of the model that these make.
         names: the source's names of tensors by their new ones; others aren't there.
+        outer: the model that this is a part of.
     """
 
-    def __init__(self, source: ModelSource, config: dict[str, Any], names: Mapping[str, str]) -> None:
+    def __init__(self, source: ModelSource, config: dict[str, Any], names: Mapping[str, str],
+                 outer: OuterModel | None = None) -> None:
         super().__init__(source)
-        self._config, self._names = config, names
+        self._config, self._names, self._outer = config, names, outer
 
     def config(self) -> dict[str, Any]:
         return dict(self._config)
@@ -111,12 +132,12 @@ class RenamedSource(SourceWrapper):
         """Bytes of the text model's tensors: what else the files hold is never read."""
         return sum(info.nbytes for info in self.tensors().values())
 
+    @property
+    def outer(self) -> OuterModel | None:
+        return self._outer
+
     def _inner(self, name: str) -> str:
         return self._names[name]
-
-
-def _inner(name: str) -> str | None:
-    return next((new + name.removeprefix(old) for old, new in PREFIXES if name.startswith(old)), None)
 
 
 def resolve_head(source: ModelSource) -> ModelSource:

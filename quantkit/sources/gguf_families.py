@@ -282,7 +282,7 @@ def family_of(metadata: Mapping[str, Any], where: str) -> GGUFFamily:
         name = str(architecture)[:80]
         names = dict.fromkeys(family.architecture for family in FAMILIES.values())
         raise SourceError(f"{where} holds a {name!r} model", why=f"known: {', '.join(sorted(names))}",
-                          next="llama-server -m FILE.gguf runs it; of the safetensors files that it was made "
-                               "of quantkit quantize MODEL --recipe int4 --out OUT makes a checkpoint for vllm")
+                          next="llama-server -m FILE.gguf runs it; of the safetensors files it was made of, "
+                               "quantkit quantize MODEL --recipe int4 --out OUT makes a checkpoint for vllm")
     experts = bool(metadata.get(f"{architecture}.expert_count"))
     return next((family for family in known if family.experts == experts), known[0])

@@ -11,6 +11,7 @@ from quantkit.plugins.registry import a_type
 from quantkit.sources.base import (
     MappedFile,
     ModelSource,
+    OuterModel,
     SourceIdentity,
     TensorInfo,
     TensorStorage,
@@ -19,6 +20,7 @@ from quantkit.sources.base import (
     in_file,
     mapped_files,
     name_in_file,
+    outer_of,
     prefetch,
     release,
 )
@@ -63,6 +65,10 @@ class SourceWrapper:
     @property
     def file_bytes(self) -> int:
         return file_bytes(self._source)
+
+    @property
+    def outer(self) -> OuterModel | None:
+        return outer_of(self._source)
 
     def stored(self) -> Mapping[str, TensorStorage] | None:
         """How the source's file keeps the tensors, by their names here; ``None`` if it doesn't say."""

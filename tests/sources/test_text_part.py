@@ -4,15 +4,20 @@ model that was saved without its head."""
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from quantkit.checkpoint.manifest import Manifest
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.quantization.recipe import Recipe, load_recipe
 from quantkit.quantization.run import quantize
 from quantkit.runtime.loader import load
+from quantkit.runtime.verify import verify
 from quantkit.sources.open import open_source
-from quantkit.support.errors import SourceError
+from quantkit.support.errors import CheckpointError, QuantkitError, SourceError
 from quantkit.testing import tiny_model
 
 SPELLINGS = {"published": ("language_model.model.", "language_model.lm_head.", ""),
@@ -51,13 +56,88 @@ def test_it_is_the_text_model(wrapped):
     inside.close()
 
 
-def test_it_is_quantized_into_a_text_model(wrapped, tmp_path):
-    _, outer = wrapped
-    made = load(str(quantize(str(outer), "int8", tmp_path / "out").out))
+@pytest.mark.parametrize("recipe", ["int8", "int4-rtn"])
+def test_all_of_it_is_in_the_checkpoint(wrapped, recipe, tmp_path):
+    folder, outer = wrapped
+    out = quantize(str(outer), load_recipe(recipe).model_copy(update={"engine": "vllm"}),
+                   tmp_path / "out").out
+    original, stored = load_file(outer / "model.safetensors"), load_file(out / "model.safetensors")
+    config = json.loads((out / "config.json").read_text())
+    words = config.pop("quantization_config")
+    assert config == json.loads((outer / "config.json").read_text())
+    patterns = [re.compile(target.removeprefix("re:")) for group in words["config_groups"].values()
+                for target in group["targets"]]
+    for name, tensor in original.items():
+        module = name.removesuffix(".weight")
+        quantized = f"{module}.weight_packed" in stored
+        assert quantized == any(pattern.match(module) for pattern in patterns), name
+        assert quantized or torch.equal(stored[name], tensor), name
+    assert not any("lm_head" in name or "vision" in name for name in stored if "packed" in name)
+    # and it is run as the text model that it is of
+    made, ids = load(str(out)), torch.arange(5, 25)[None]
     assert made.config.model_type == "gemma3_text"
-    ids = torch.arange(5, 25)[None]
-    exact, got = load(str(outer)).model(ids).float(), made.model(ids).float()
-    assert ((got - exact).norm() / exact.norm()).item() < 0.05
+    assert torch.equal(load(str(outer)).model(ids), load(str(folder)).model(ids))
+    alone = load(str(quantize(str(folder), load_recipe(recipe).model_copy(update={"engine": "vllm"}),
+                              tmp_path / "alone").out))
+    assert torch.equal(made.model(ids), alone.model(ids))
+    assert all(check.status != "failed" for check in verify(out).checks)
+
+
+def test_a_head_of_its_own_is_told_to_both(wrapped, tmp_path):
+    _, outer = wrapped
+    config = json.loads((outer / "config.json").read_text())
+    tensors = {name: tensor for name, tensor in load_file(outer / "model.safetensors").items()
+               if "lm_head" not in name}
+    save_file(tensors, outer / "model.safetensors")
+    config["text_config"]["tie_word_embeddings"] = True
+    (outer / "config.json").write_text(json.dumps(config))
+    rule = {"match": "lm_head", "method": "rtn", "spec": {"bits": 8, "granularity": {"strategy": "channel"}}}
+    recipe = Recipe.model_validate({"name": "head", "rules": [rule]})
+    out = quantize(str(outer), recipe, tmp_path / "out").out
+    made = json.loads((out / "config.json").read_text())
+    assert made["tie_word_embeddings"] is made["text_config"]["tie_word_embeddings"] is False
+    assert load(str(out)).model(torch.arange(5, 25)[None]).isfinite().all()
+
+
+def test_a_stopped_run_goes_on_to_the_same_bytes(wrapped, tmp_path):
+    def stop(event):
+        if event.label == "layer 1":
+            raise KeyboardInterrupt
+
+    _, outer = wrapped
+    with pytest.raises(QuantkitError, match="stopped"):
+        quantize(str(outer), "int8", tmp_path / "out", progress=stop)
+    resumed = quantize(str(outer), "int8", tmp_path / "out")
+    whole = quantize(str(outer), "int8", tmp_path / "whole")
+    assert resumed.resumed and (resumed.out / "quantkit.json").read_bytes() == (
+        whole.out / "quantkit.json").read_bytes()
+    assert whole.plan.disk_bytes == sum(
+        tensor.nbytes for tensor in load_file(whole.out / "model.safetensors").values())
+
+
+@pytest.mark.parametrize(("engine", "recipe", "why"), [
+    ("transformers", "nf4", "the tower for images has some")])
+def test_a_layout_that_means_all_linears_is_refused(wrapped, engine, recipe, why, tmp_path):
+    with pytest.raises(QuantkitError) as caught:
+        quantize(str(wrapped[1]), load_recipe(recipe).model_copy(update={"engine": engine}), tmp_path / "out")
+    assert why in str(caught.value.why)
+
+
+@pytest.mark.parametrize("change", [
+    {"outer": {"model_type": "gemma3", "prefixes": {"model.": "../x."}}},
+    {"outer": {"model_type": "gemma3", "prefixes": {}}}])
+def test_names_that_no_model_has_are_refused(wrapped, change, tmp_path):
+    out = quantize(str(wrapped[1]), "int8", tmp_path / "out").out
+    manifest = json.loads((out / "quantkit.json").read_text())
+    with pytest.raises(CheckpointError, match="prefixes"):
+        Manifest.from_bytes(json.dumps(manifest | change).encode(), "quantkit.json")
+
+
+def test_a_config_of_another_model_is_refused(wrapped, tmp_path):
+    out = quantize(str(wrapped[1]), "int8", tmp_path / "out").out
+    config = json.loads((out / "config.json").read_text()) | {"model_type": "x"}
+    with Checkpoint(out, Checkpoint.open(out).manifest, config) as checkpoint, pytest.raises(QuantkitError):
+        checkpoint.config()
 
 
 def test_without_a_text_model_inside(wrapped):

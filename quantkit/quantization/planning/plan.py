@@ -53,7 +53,7 @@ from quantkit.quantization.planning.engine import reason_against_rows, refuse, v
 from quantkit.quantization.recipe import CalibrationSpec, Recipe, Rule, spec_of
 from quantkit.quantization.recovery import check_recovery, find_recovery
 from quantkit.quantization.transforms.base import resolve_transforms
-from quantkit.sources.base import ModelSource, TensorInfo, file_bytes
+from quantkit.sources.base import ModelSource, OuterModel, TensorInfo, file_bytes, outer_of
 from quantkit.sources.causal_lm import ResolvedHeadSource
 from quantkit.sources.split_experts import read_together
 from quantkit.support.errors import PluginError, QuantkitError, RecipeError, UsageError, did_you_mean, nearest
@@ -91,6 +91,7 @@ class Plan:
         between_bytes: bytes of the hidden states between two layers, if anything is calibrated.
         recovery_disk_bytes: bytes on disk while scales and norms are trained, if they are.
         outline: of the model; what of it isn't quantized, and why, if its family isn't known.
+        outer: the model of images and text that it is a part of, if it is; all of that is kept.
     """
 
     recipe: Recipe
@@ -108,6 +109,7 @@ class Plan:
     between_bytes: int = 0
     recovery_disk_bytes: int = 0
     outline: Outline | None = field(default=None, repr=False, compare=False)
+    outer: OuterModel | None = field(default=None, repr=False, compare=False)
 
     @property
     def kept_bytes(self) -> int:
@@ -273,6 +275,8 @@ def _plan_for_engine(recipe: Recipe, source: ModelSource, outline: Outline) -> P
             refusal = error
             continue
         refusal = reason_against_rows(recipe.engine, plan.rows, source.config())
+        if refusal is None and plan.outer is not None and recipe.engine != "llama.cpp":
+            refusal = _reason_against_tower(plan.rows)
         if refusal is None:
             return replace(plan, recipe=plan.recipe.model_copy(update={"engine": recipe.engine}))
     if isinstance(refusal, RecipeError):
@@ -299,6 +303,13 @@ def _plan_without_config(recipe: Recipe, source: ModelSource, outline: Outline) 
         why = f"format {others[0]} is read for all Linears of a model or for none, and it may have others"
         raise _unknown_family(recipe, outline, why)
     return replace(plan, recipe=plan.recipe.model_copy(update={"engine": recipe.engine}))
+
+
+def _reason_against_tower(rows: Iterable[PlanRow]) -> str | None:
+    """Why other engines wouldn't see which modules of a model of images and text are quantized."""
+    other = next((row for row in rows if row.spec is not None and row.format not in COMPRESSED), None)
+    return None if other is None else (f"format {other.format} is read for all Linears of a model or for "
+                                       "none, and the tower for images has some")
 
 
 def _reason_against_transformers(rows: Sequence[PlanRow], outline: Outline) -> str | None:
@@ -363,9 +374,11 @@ def _plan(recipe: Recipe, source: ModelSource, outline: Outline) -> Plan:
         size = recipe.recover.windows, recipe.calibration.window
         peak = max(peak, recovery_memory_bytes(rows, config, infos, *size))
         recovery = recovery_disk_bytes(rows, config, *size)
+    outer = outer_of(source)
+    around = 0 if outer is None else outer.rest_bytes
     return Plan(recipe, tuple(rows), measured, drift, changed, weighed, other, other_bytes,
-                source_bytes=file_bytes(source), outline=outline,
-                disk_bytes=other_bytes + sum(row.bytes_after for row in rows), peak_bytes=peak,
+                source_bytes=file_bytes(source) + around, outline=outline, outer=outer,
+                disk_bytes=other_bytes + sum(row.bytes_after for row in rows) + around, peak_bytes=peak,
                 walks_bytes=walks, between_bytes=between, recovery_disk_bytes=recovery)
 
 
