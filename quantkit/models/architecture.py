@@ -10,7 +10,7 @@ from typing import Any
 
 from quantkit.models.config import ModelConfig
 from quantkit.sources.base import TensorInfo
-from quantkit.sources.causal_lm import CLASSES
+from quantkit.sources.causal_lm import WRAPPERS
 from quantkit.support.errors import PluginError, UnsupportedModelError
 
 EMBEDDING = "model.embed_tokens"
@@ -74,7 +74,7 @@ def parse_config(hf_config: Mapping[str, Any],
         missing, better = model_type is None, suggested(hf_config, infos)
         raise UnsupportedModelError(
             "config.json has no 'model_type'" if missing else f"no architecture is called {model_type!r}",
-            why=better + f"known: {', '.join(sorted({*table, *CLASSES}))}",
+            why=better + f"known: {', '.join(sorted({*table, *WRAPPERS}))}",
             next="correct model_type in its config.json" if better or missing else
             "vllm serve MODEL runs it; quantkit quantize MODEL --recipe int4 --out OUT makes it smaller for "
             "vllm, and quantkit eval MODEL OUT says what that cost, both through transformers; int8, "

@@ -1,8 +1,9 @@
 """Models seen as causal language models, by whose names and config everything else goes.
 
-The language model inside Gemma 3's multimodal models, and one that was saved without its head, as embedding
+The language model inside a model of images and text, and one that was saved without its head, as embedding
 models are, have other names of tensors. The config of the one inside is ``text_config``; its tensors lose
-their prefix, and the rest isn't there.
+their prefix, and the rest isn't there. What such a model does with text alone is what its text model does:
+positions of three axes, as Qwen3-VL's, are the same number three times then.
 
 Whether a model's head is its embedding is as the tensors say, or as a recipe wants it. A recipe can quantize
 what every token multiplies and leave what every token looks up; the same tensor has two names then. And a
@@ -18,17 +19,29 @@ from typing import Any
 
 import torch
 
+from quantkit.plugins.manager import registry
 from quantkit.sources.base import ModelSource, OuterModel, TensorInfo, release
 from quantkit.sources.wrapper import SourceWrapper
 from quantkit.support.errors import SourceError
 
-CLASSES = {"gemma3": "Gemma3ForCausalLM"}
-"""By the outer ``model_type``, the text model's name in ``architectures``."""
+WRAPPERS = {"gemma3": "gemma3_text", "qwen3_vl": "qwen3_vl_text", "qwen3_vl_moe": "qwen3_vl_moe_text",
+            "mistral3": "mistral", "internvl": "qwen2", "smolvlm": "llama", "idefics3": "llama",
+            "llava": "llama", "llava_next": "llama", "llava_onevision": "qwen2"}
+"""By the outer ``model_type``, that of the text model, unless ``text_config`` names another one."""
+TEXT_TYPES = {"qwen3_vl_text": "qwen3", "qwen3_vl_moe_text": "qwen3_moe"}
+"""Text models that are, but for positions of images, of a family with another name."""
+_ALWAYS = {"qwen3_vl_moe_text": {"norm_topk_prob": True}}
+"""What a config of these doesn't say, or isn't asked for: the chosen experts' weights always sum to 1."""
+_AXES = ("mrope_section", "mrope_interleaved")
+"""Keys of a rope that say which frequencies rotate by which axis of a position."""
 SPELLINGS = ({"model.": "language_model.model.", "lm_head.": "language_model.lm_head."},
-             {"model.": "model.language_model.", "lm_head.": "lm_head."})
+             {"model.": "model.language_model.", "lm_head.": "lm_head."},
+             {"model.": "model.text_model.", "lm_head.": "lm_head."})
 """What begins names in files of such models, by what begins them in the text model."""
-OUTER = ("torch_dtype", "dtype", "eos_token_id", "bos_token_id", "pad_token_id", "tie_word_embeddings")
+OUTER = ("torch_dtype", "dtype", "eos_token_id", "bos_token_id", "pad_token_id")
 """Keys beside ``text_config`` that are meant for it too, unless it has its own."""
+_OUTER_COUNTS = ("tie_word_embeddings",)
+"""Those that count, whatever it says: the head is the outer model's."""
 _BARE = ("embed_tokens.weight", "norm.weight", "layers.0.input_layernorm.weight")
 """Tensors of every model by the names that they have without a head beside it."""
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -44,7 +57,7 @@ def text_part(source: ModelSource) -> ModelSource:
             an embedding that is one.
     """
     config, names = source.config(), source.tensors().keys()
-    if str(config.get("model_type")) in CLASSES:
+    if str(config.get("model_type")) in WRAPPERS and _inner_type(config) in registry("architectures"):
         return _multimodal(source, config)
     if names >= set(_BARE) and not any(name.startswith("model.") or name == "fc.weight" for name in names):
         return _headless(source, config)  # with fc.weight it is a head that drafts
@@ -54,12 +67,27 @@ def text_part(source: ModelSource) -> ModelSource:
 def text_config(uri: str, outer: Mapping[str, Any]) -> dict[str, Any]:
     """The config of the text model in a model of images and text. Raises SourceError: that isn't there."""
     inner, model_type = outer.get("text_config"), str(outer.get("model_type"))[:80]
-    if not isinstance(inner, dict) or model_type not in CLASSES:
+    if not isinstance(inner, dict) or model_type not in WRAPPERS:
         raise SourceError(f"{uri}: its config.json, of a {model_type} model, has no text_config",
                           why="the language model inside is described there",
                           next="get the model's complete config.json")
-    return {**{key: outer[key] for key in OUTER if key in outer}, **inner,
-            "architectures": [CLASSES[model_type]]}
+    kind = _inner_type(outer)
+    config = {**{key: outer[key] for key in OUTER if key in outer}, **inner, "model_type": kind,
+              **{key: outer[key] for key in _OUTER_COUNTS if key in outer},
+              **_ALWAYS.get(str(inner.get("model_type") or WRAPPERS[model_type]), {}),
+              "architectures": [*registry("architectures").get(kind).classes[:1]]}
+    for key in ("rope_scaling", "rope_parameters"):
+        if isinstance(rope := config.get(key), dict):
+            config[key] = {name: value for name, value in rope.items() if name not in _AXES}
+    return config
+
+
+def _inner_type(outer: Mapping[str, Any]) -> str:
+    """The ``model_type`` by which the text model's mathematics may be known here."""
+    inner = outer.get("text_config")
+    kind = inner.get("model_type") if isinstance(inner, dict) else None
+    kind = str(kind or WRAPPERS.get(str(outer.get("model_type"))))
+    return TEXT_TYPES.get(kind, kind)
 
 
 def config_around(uri: str, outer: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, Any]:

@@ -26,7 +26,7 @@ def open_source(uri: str, revision: str | None = None) -> ModelSource:
         if (entry := registry("sources").entry(name)).owner != BUILTIN:
             source = CheckedSource(source, f"source {name!r} of {entry.by}")
         try:
-            return resolve_head(split_experts(text_part(source)))
+            return resolve_head(text_part(split_experts(source)))
         except SourceError:
             source.close()
             raise

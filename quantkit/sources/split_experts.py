@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -38,15 +38,17 @@ class Layout(NamedTuple):
     Attributes:
         transposed: whether weights are ``[experts, in, out]``.
         interleaved: whether gate's and up's rows take turns.
+        by_shape: files of the family have either; transposed is what doesn't fit otherwise.
     """
 
     transposed: bool = False
     interleaved: bool = False
+    by_shape: bool = False
 
 
 FAMILIES = ("gpt_oss",)
 """By ``model_type``: whose experts every engine but ours reads together."""
-_TEXT_OF = {"llama4": Layout(transposed=True), "qwen3_vl_moe": Layout(transposed=True),
+_TEXT_OF = {"llama4": Layout(transposed=True), "qwen3_vl_moe": Layout(transposed=True, by_shape=True),
             "qwen3_5_moe": Layout(), "gemma4": Layout()}
 LAYOUTS = {**dict.fromkeys(FAMILIES, Layout(transposed=True, interleaved=True)), **_TEXT_OF,
            **{f"{name}_text": layout for name, layout in _TEXT_OF.items()}}
@@ -100,9 +102,10 @@ def interleaved(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return torch.stack((gate, up), 2).flatten(1, 2)
 
 
-def joined_experts(tensors: Mapping[str, torch.Tensor], layout: Layout) -> dict[str, torch.Tensor]:
-    """Tensors with those of experts together, as such a family's files have them; of a layer's experts all
-    must be there."""
+def joined_experts(tensors: Mapping[str, torch.Tensor], layout: Layout,
+                   plain: Container[str] = ()) -> dict[str, torch.Tensor]:
+    """Tensors with those of experts together, as such a family's files have them, but for those called
+    ``plain`` there, which aren't transposed; of a layer's experts all must be there."""
     joined: dict[str, torch.Tensor] = {}
     experts: defaultdict[tuple[str, str], dict[int, dict[int, torch.Tensor]]] = defaultdict(dict)
     for name, tensor in tensors.items():
@@ -116,7 +119,8 @@ def joined_experts(tensors: Mapping[str, torch.Tensor], layout: Layout) -> dict[
         parts = [torch.stack([side[expert] for expert in sorted(side)]) for _, side in sorted(sides.items())]
         rows = parts[0] if len(parts) == 1 else (
             interleaved(*parts) if layout.interleaved else torch.cat(parts, 1))
-        joined[fused] = rows.transpose(1, 2) if part == "weight" and layout.transposed else rows
+        turned = part == "weight" and layout.transposed and fused not in plain
+        joined[fused] = rows.transpose(1, 2) if turned else rows
     return joined
 
 
@@ -134,13 +138,18 @@ class SplitExpertsSource(SourceWrapper):
     def __init__(self, source: ModelSource, layout: Layout) -> None:
         super().__init__(source)
         self._layout = layout
+        self._plain: set[str] = set()  # of a family that has either, those that aren't transposed
         self._places: dict[str, _Place] = {}
         self._infos: dict[str, TensorInfo] = {}
         config = source.config()
         text = config.get("text_config")
         config = {**config, **(text if isinstance(text, dict) else {})}
         count = config.get("num_local_experts", config.get("num_experts"))
+        hidden, size = config.get("hidden_size"), config.get("moe_intermediate_size")
         for name, info in source.tensors().items():
+            if layout.by_shape and (match := _FUSED.fullmatch(name)) is not None and type(size) is int and (
+                    info.shape[1:] == ((2 * size, hidden) if match[2] == "gate_up" else (hidden, size))):
+                self._plain.add(name)
             for new, place in self._parts(name, info, count):
                 if new in self._infos:
                     raise SourceError(f"{self.uri} has the tensor {new!r} twice",
@@ -162,14 +171,14 @@ class SplitExpertsSource(SourceWrapper):
         if (place := self._places.get(name)) is None:
             return self._source.tensor(name)
         rows = self._source.tensor(place.fused)[place.expert]
-        if place.part == "weight" and self._layout.transposed:
+        if self._turned(place.fused, place.part):
             rows = rows.T
         if place.side >= 0:
             rows = rows[place.side::2] if self._layout.interleaved else rows.chunk(2)[place.side]
         return rows.clone(memory_format=torch.contiguous_format)
 
     def in_file(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return in_file(self._source, joined_experts(tensors, self._layout))
+        return in_file(self._source, joined_experts(tensors, self._layout, self._plain))
 
     def prefetch(self, names: Iterable[str]) -> None:
         """All experts of a layer, for some."""
@@ -197,7 +206,7 @@ class SplitExpertsSource(SourceWrapper):
             raise SourceError(f"{self.uri} has more than {_MAX_TENSORS:,} tensors of experts",
                               why="no model has", next="download the model again")
         inputs = (("gate_proj", 0), ("up_proj", 1)) if match[2] == "gate_up" else (("down_proj", -1),)
-        rows = info.shape[2 if part == "weight" and self._layout.transposed else 1]
+        rows = info.shape[2 if self._turned(name, part) else 1]
         if match[2] == "gate_up" and rows % 2:
             raise SourceError(f"{self.uri}: {name} has shape {list(info.shape)}",
                               why="gate and up are equally large",
@@ -206,7 +215,10 @@ class SplitExpertsSource(SourceWrapper):
             for projection, side in inputs:
                 yield f"{match[1]}.{expert}.{projection}.{part}", _Place(name, expert, part, side)
 
+    def _turned(self, fused: str, part: str) -> bool:
+        """Whether a tensor of the file is transposed."""
+        return part == "weight" and self._layout.transposed and fused not in self._plain
+
     def _shape(self, fused: tuple[int, ...], place: _Place) -> tuple[int, ...]:
-        turned = place.part == "weight" and self._layout.transposed
-        rows, *others = (fused[2], fused[1]) if turned else fused[1:]
+        rows, *others = (fused[2], fused[1]) if self._turned(place.fused, place.part) else fused[1:]
         return (rows if place.side < 0 else rows // 2, *others)

@@ -97,7 +97,7 @@ def test_a_config_of_other_shapes_is_an_error(folder):
 
 
 @pytest.mark.parametrize(("model_type", "transposed"), [
-    ("qwen3_5_moe", False), ("gemma4_text", False), ("llama4", True), ("qwen3_vl_moe", True)])
+    ("qwen3_5_moe", False), ("gemma4_text", False), ("llama4", True)])
 def test_other_families_lie_as_theirs_do(model_type, transposed, tmp_path):
     gate_up, down = torch.randn(3, 10, 8), torch.randn(3, 8, 5)
     place = "model.language_model.layers.0.mlp.experts"
@@ -127,4 +127,22 @@ def test_experts_of_unknown_layout_stay_together(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "unheard_of", "num_experts": 3}))
     source = open_source(str(tmp_path))
     assert source.tensors().keys() == fused.keys()
+    source.close()
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_family_that_has_either_is_told_by_the_shapes(turned, tmp_path):
+    place = "model.language_model.layers.0.mlp.experts"
+    gate_up, down = torch.randn(3, 10, 8), torch.randn(3, 8, 5)
+    save_file({f"{place}.{name}": (tensor.transpose(1, 2) if turned else tensor).contiguous()
+               for name, tensor in (("gate_up_proj", gate_up), ("down_proj", down))},
+              tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_vl_moe", "text_config": {
+        "num_experts": 3, "hidden_size": 8, "moe_intermediate_size": 5}}))
+    source = open_source(str(tmp_path))
+    assert torch.equal(source.tensor("model.layers.0.mlp.experts.2.up_proj.weight"), gate_up[2, 5:])
+    assert torch.equal(source.tensor("model.layers.0.mlp.experts.1.down_proj.weight"), down[1])
+    stored = load_file(tmp_path / "model.safetensors")
+    again = in_file(source, {name: source.tensor(name) for name in source.tensors()})
+    assert all(torch.equal(again[name], stored[name]) for name in stored)
     source.close()

@@ -21,7 +21,7 @@ from quantkit.models.architecture import EMBEDDING, LinearSlot, all_slots, parse
 from quantkit.models.reader import ConfigReader
 from quantkit.plugins.manager import registry
 from quantkit.sources.base import MappedFile, ModelSource, SourceIdentity, TensorInfo
-from quantkit.sources.causal_lm import CLASSES, resolve_head
+from quantkit.sources.causal_lm import WRAPPERS, resolve_head
 from quantkit.sources.local import LocalSource
 from quantkit.sources.split_experts import split_experts
 from quantkit.support.errors import CheckpointError, QuantkitError, UnsupportedModelError, did_you_mean
@@ -70,7 +70,7 @@ class ForeignCheckpoint:
 
     def _rows(self) -> list[LayerRow]:
         raw = self._model.config()
-        if str(raw.get("model_type")) in CLASSES:
+        if str(raw.get("model_type")) in WRAPPERS:
             raise CheckpointError(f"{self.path} is a quantized model of images and text",
                                   why="only unquantized multimodal checkpoints are read, as the text model "
                                       "inside", next=ORIGINAL)

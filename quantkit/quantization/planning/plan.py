@@ -276,7 +276,7 @@ def _plan_for_engine(recipe: Recipe, source: ModelSource, outline: Outline) -> P
             continue
         refusal = reason_against_rows(recipe.engine, plan.rows, source.config())
         if refusal is None and plan.outer is not None and recipe.engine != "llama.cpp":
-            refusal = _reason_against_tower(plan.rows)
+            refusal = _reason_against_tower(recipe.engine, plan.rows, plan.outer)
         if refusal is None:
             return replace(plan, recipe=plan.recipe.model_copy(update={"engine": recipe.engine}))
     if isinstance(refusal, RecipeError):
@@ -305,8 +305,10 @@ def _plan_without_config(recipe: Recipe, source: ModelSource, outline: Outline) 
     return replace(plan, recipe=plan.recipe.model_copy(update={"engine": recipe.engine}))
 
 
-def _reason_against_tower(rows: Iterable[PlanRow]) -> str | None:
-    """Why other engines wouldn't see which modules of a model of images and text are quantized."""
+def _reason_against_tower(engine: str, rows: Sequence[PlanRow], outer: OuterModel) -> str | None:
+    """Why another engine wouldn't see which modules of a model of images and text are quantized."""
+    if engine == "transformers" and read_together(str(outer.config["model_type"]), (row.name for row in rows)):
+        return "transformers reads this family's experts only together, unquantized"
     other = next((row for row in rows if row.spec is not None and row.format not in COMPRESSED), None)
     return None if other is None else (f"format {other.format} is read for all Linears of a model or for "
                                        "none, and the tower for images has some")
