@@ -15,9 +15,9 @@ from quantkit.kv.cache import KVCache
 from quantkit.kv.spec import KVSpec, parse_kv
 from quantkit.models.architecture import parse_config
 from quantkit.models.loadable import dtype_of
-from quantkit.quantization.planning.plan import make_plan, with_own_head
+from quantkit.quantization.planning.plan import make_plan
 from quantkit.quantization.recipe import list_recipes, load_recipe
-from quantkit.quantization.transforms.base import transformed
+from quantkit.quantization.transforms.base import transformed, with_own_head
 from quantkit.runtime.cpu.model import reason_against
 from quantkit.runtime.memory.kv import Footprint
 from quantkit.runtime.memory.scratch import scratch_bytes

@@ -131,7 +131,8 @@ class RecipeFacts:
 def recipe_facts(recipe: Recipe, source: ModelSource) -> RecipeFacts:
     """Plan the recipe for ``source``, which is :data:`USUAL`; nothing is read or computed."""
     from quantkit.capacity_search.losses import losses
-    from quantkit.quantization.planning.plan import make_plan, plans_for_engines, with_own_head
+    from quantkit.quantization.planning.plan import make_plan, plans_for_engines
+    from quantkit.quantization.transforms.base import with_own_head
 
     kl = losses().of_weights(recipe.name)
     if recipe.candidates:

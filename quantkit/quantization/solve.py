@@ -31,10 +31,10 @@ from quantkit.quantization.calibration.runner import CalibrationRunner, StageT
 from quantkit.quantization.memory import batch_groups, rows_at_once
 from quantkit.quantization.methods.base import LayerStats, Method, MethodOptions
 from quantkit.quantization.methods.grid import check_finite
-from quantkit.quantization.planning.plan import PlanRow, with_own_head
+from quantkit.quantization.planning.plan import PlanRow
 from quantkit.quantization.planning.steps import LayerProgress
 from quantkit.quantization.recipe import Recipe
-from quantkit.quantization.transforms.base import LayerTensors, transformed
+from quantkit.quantization.transforms.base import LayerTensors, check_transforms, transformed, with_own_head
 from quantkit.sources.base import ModelSource, SourceIdentity, release
 from quantkit.sources.open import open_source
 from quantkit.support.errors import CalibrationError, QuantkitError, SourceError
@@ -67,6 +67,7 @@ class ModelOrigin:
         try:
             if self.identity is not None and source.identity() != self.identity:
                 raise _another(self.uri, "model")
+            check_transforms(self.recipe, source)
             return with_own_head(self.recipe, transformed(self.recipe.transforms, source))
         except BaseException:
             source.close()

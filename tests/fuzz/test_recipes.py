@@ -9,8 +9,9 @@ import pytest
 from quantkit.kv.build import build_kv_codecs, build_policy
 from quantkit.kv.spec import parse_kv
 from quantkit.quantization.budget.amount import parse_budget, parse_bytes
-from quantkit.quantization.planning.plan import candidate_rows, make_plan, with_own_head
+from quantkit.quantization.planning.plan import candidate_rows, make_plan
 from quantkit.quantization.recipe import list_recipes, load_recipe
+from quantkit.quantization.transforms.base import with_own_head
 from quantkit.sources.open import open_source
 from quantkit.support.errors import UsageError
 from quantkit.support.patterns import compiled

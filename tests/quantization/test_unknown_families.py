@@ -94,7 +94,8 @@ def test_a_layer_that_a_group_does_not_divide_is_kept_and_said(folder, tmp_path)
 
 
 @pytest.mark.parametrize(("recipe", "why"), [
-    ("int4", "no language model of type"), ("int4-awq", "known: "),
+    ("int4", "no language model of type"), ("int4-awq", "it changes or trains"),
+    ("int3", "integers of 4 and 8 bits"),
     ("nf4", "read for all Linears of a model or for none"), ("gguf-q8_0", "read for all Linears")])
 def test_what_needs_the_mathematics_is_refused(folder, tmp_path, recipe, why):
     with pytest.raises(QuantkitError) as caught:

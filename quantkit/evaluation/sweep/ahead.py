@@ -13,8 +13,8 @@ from quantkit.evaluation.sweep.plan import make_plan, measurable, planned_texts
 from quantkit.evaluation.sweep.run import store_of, with_seconds
 from quantkit.quantization.planning.duration import expected_seconds, operations
 from quantkit.quantization.planning.plan import make_plan as plan_layers
-from quantkit.quantization.planning.plan import with_own_head
 from quantkit.quantization.recipe import load_recipe
+from quantkit.quantization.transforms.base import with_own_head
 from quantkit.sources.open import open_source
 
 

@@ -14,19 +14,24 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from quantkit.checkpoint.engines import reason_against
+from quantkit.checkpoint.engines import reason_against, reason_against_experts
+from quantkit.checkpoint.quantization_config import COMPRESSED
 from quantkit.formats.mlx import BITS, GROUPS
 from quantkit.formats.spec import Granularity, QuantSpec
 from quantkit.models.architecture import EMBEDDING, HEAD
 from quantkit.quantization.memory import PlanRow
 from quantkit.quantization.recipe import Recipe, Rule, spec_of
+from quantkit.sources.split_experts import read_together
 from quantkit.support.errors import RecipeError
 
 LLAMA_CPP = {8: ("gguf-q8_0", None), 6: ("gguf-q6_k", "gguf-q8_0"), 5: ("gguf-q5_k", "gguf-q5_1"),
              4: ("gguf-q4_k", "gguf-q5_0")}
 """llama.cpp's type of integers by their bits, and the one for rows that aren't whole superblocks."""
+TOGETHER = "transformers reads this family's experts only together, unquantized"
 FOUR_OR_EIGHT_BITS = ("vllm", "sglang")
 """Engines whose kernels have no integers between."""
+RUN_ELSEWHERE = ("vllm", "sglang", "transformers")
+"""Engines for which a model is quantized that quantkit doesn't run: the first, if none is asked for."""
 PLAIN: tuple[tuple[str, ...], ...] = ((), (EMBEDDING,), (EMBEDDING, HEAD))
 """What is kept in 16 bits, from the smallest checkpoint to the largest."""
 
@@ -47,6 +52,46 @@ def reason_against_rows(engine: str, rows: Sequence[PlanRow], config: Mapping[st
         return reason_against(engine, config, [row.recorded() for row in rows])
     row = next((row for row in rows if row.spec and not str(row.format).startswith("gguf-")), None)
     return f"{row.name}: llama.cpp has no type for {row.spec.label()}" if row and row.spec else None
+
+
+def reason_against_tower(engine: str, rows: Sequence[PlanRow], model_type: str) -> str | None:
+    """Why another engine wouldn't see which modules of a model of images and text are quantized."""
+    if engine == "transformers" and read_together(model_type, (row.name for row in rows)):
+        return TOGETHER
+    other = next((row for row in rows if row.spec is not None and row.format not in COMPRESSED), None)
+    return None if other is None else (
+        f"format {other.format} is read for all Linears of a model or for none, and the tower for images has "
+        "some")
+
+
+def reason_against_transformers(rows: Sequence[PlanRow], model_type: str) -> str | None:
+    """Why transformers doesn't read a model of an unknown family as it shall be quantized."""
+    if read_together(model_type, (row.name for row in rows)):
+        return TOGETHER
+    if any(row.spec is not None and not row.spec.symmetric for row in rows):
+        return "transformers reads no packed zero points"
+    return reason_against_experts(rows)
+
+
+def reason_against_family(engine: str, rows: Sequence[PlanRow], model_type: str) -> str | None:
+    """Why an engine of :data:`RUN_ELSEWHERE` doesn't read a model of an unknown family as it shall be
+    quantized."""
+    packed = [row for row in rows if row.spec is not None]
+    for row in packed:
+        if row.format not in COMPRESSED:
+            return (f"format {row.format} is read for all Linears of a model or for none, and it may have "
+                    "others")
+        assert row.spec is not None
+        if engine in FOUR_OR_EIGHT_BITS and row.spec.kind == "int" and row.spec.bits not in (4, 8):
+            return f"{row.name} is {row.spec.label()}, and {engine} has kernels for integers of 4 and 8 bits"
+    return reason_against_transformers(rows, model_type) if engine == "transformers" else None
+
+
+def unknown_family(recipe: Recipe, model_type: str, why: str) -> RecipeError:
+    """That a recipe can't be used on a model whose mathematics isn't known here."""
+    return RecipeError(f"recipe {recipe.name!r} can't be used on a model of type {model_type!r}",
+                       why=why, next="use int4, nvfp4 or mxfp4, which are calibrated through transformers, "
+                                     "or int8, int4-rtn, fp8, fp8-block, which aren't calibrated")
 
 
 def refuse(recipe: Recipe, reason: str) -> NoReturn:

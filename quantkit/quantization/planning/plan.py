@@ -15,9 +15,7 @@ from weakref import WeakKeyDictionary
 
 from pydantic import ValidationError
 
-from quantkit.checkpoint.engines import reason_against_experts
 from quantkit.checkpoint.manifest import OutlineRecord
-from quantkit.checkpoint.quantization_config import COMPRESSED
 from quantkit.formats.base import Format
 from quantkit.formats.dtypes import FLOATS, dtype_name, resolve
 from quantkit.formats.spec import QuantSpec
@@ -49,19 +47,24 @@ from quantkit.quantization.memory import (
     walks_bytes,
 )
 from quantkit.quantization.methods.base import Method, options_type
-from quantkit.quantization.planning.engine import reason_against_rows, refuse, variants
+from quantkit.quantization.planning.engine import (
+    RUN_ELSEWHERE,
+    reason_against_family,
+    reason_against_rows,
+    reason_against_tower,
+    reason_against_transformers,
+    refuse,
+    unknown_family,
+    variants,
+)
 from quantkit.quantization.recipe import CalibrationSpec, Recipe, Rule, spec_of
 from quantkit.quantization.recovery import check_recovery, find_recovery
 from quantkit.quantization.transforms.base import resolve_transforms
 from quantkit.sources.base import ModelSource, OuterModel, TensorInfo, file_bytes, outer_of
-from quantkit.sources.causal_lm import ResolvedHeadSource
-from quantkit.sources.split_experts import read_together
 from quantkit.support.errors import PluginError, QuantkitError, RecipeError, UsageError, did_you_mean, nearest
 
 SHOWN = 5
 """Refused layers that an error names."""
-RUN_ELSEWHERE = ("vllm", "sglang", "transformers")
-"""Engines for which a model is quantized that quantkit doesn't run: the first, if none is asked for."""
 WRITING = "writing calibration text"
 QUANTIZING = "quantizing layers"
 ASSEMBLING = "assembling and rereading"
@@ -132,7 +135,7 @@ class Plan:
             if row.method is None:
                 kept[row.why or "no rule is for it"] += row.shape[0] * row.shape[1]
         quantized = sum(row.shape[0] * row.shape[1] for row in self.rows if row.method)
-        against = _reason_against_transformers(self.rows, self.outline)
+        against = reason_against_transformers(self.rows, self.outline.model_type)
         return OutlineRecord(model_type=self.outline.model_type, layer_prefix=self.outline.layer_prefix,
                              quantized=quantized, kept=dict(kept.most_common()),
                              calibrated=library() if self.through_modules else None,
@@ -198,16 +201,6 @@ def run_phases(recipe: Recipe, calibration: CalibrationSpec | None, weighed: boo
     return (*([WRITING] if calibration is not None and calibration.self_written else []),
             *([FORWARD, BACKWARD] if weighed else []), QUANTIZING,
             *(recovery.phases if recovery is not None else ()), ASSEMBLING)
-
-
-def with_own_head(recipe: Recipe, source: ModelSource) -> ModelSource:
-    """The source; if a rule with ``match: lm_head`` that isn't optional quantizes the head of a model that
-    has it tied to its embedding, the model with a head of its own, whatever becomes of the embedding."""
-    if not is_known(source.config(), source.tensors()):  # its head stays as it is
-        return source
-    tied = parse_config(source.config(), source.tensors()).tie_word_embeddings
-    quantizes_head = any(rule.match == HEAD and rule.method and not rule.optional for rule in recipe.rules)
-    return ResolvedHeadSource(source, tied=False) if tied and quantizes_head else source
 
 
 def make_plan(recipe: Recipe, source: ModelSource) -> Plan:
@@ -276,7 +269,7 @@ def _plan_for_engine(recipe: Recipe, source: ModelSource, outline: Outline) -> P
             continue
         refusal = reason_against_rows(recipe.engine, plan.rows, source.config())
         if refusal is None and plan.outer is not None and recipe.engine != "llama.cpp":
-            refusal = _reason_against_tower(recipe.engine, plan.rows, plan.outer)
+            refusal = reason_against_tower(recipe.engine, plan.rows, str(plan.outer.config["model_type"]))
         if refusal is None:
             return replace(plan, recipe=plan.recipe.model_copy(update={"engine": recipe.engine}))
     if isinstance(refusal, RecipeError):
@@ -286,46 +279,19 @@ def _plan_for_engine(recipe: Recipe, source: ModelSource, outline: Outline) -> P
 
 def _plan_without_config(recipe: Recipe, source: ModelSource, outline: Outline) -> Plan:
     """The plan for a model that only other engines run: embedding and head are what these load, plain."""
-    if recipe.recover is not None or recipe.transforms:
-        raise _unknown_family(recipe, outline, "it changes or trains a model whose maths isn't known here")
     engine = RUN_ELSEWHERE[0] if recipe.engine == "quantkit" else recipe.engine
     if engine not in RUN_ELSEWHERE:
-        raise _unknown_family(recipe, outline, f"{engine} gets only models whose mathematics is known here")
+        raise unknown_family(recipe, outline.model_type,
+                             f"{engine} gets only models whose mathematics is known here")
     plan = _plan(variants(recipe.model_copy(update={"engine": engine}))[-1], source, outline)
+    why = reason_against_family(engine, plan.rows, outline.model_type)
+    if why is None and plan.calibration is not None and plan.calibration.self_written:
+        why = "the model would have to write text, and isn't run here"
+    if why is not None:
+        raise unknown_family(recipe, outline.model_type, why)
     if plan.measured:
-        if plan.calibration is not None and plan.calibration.self_written:
-            raise _unknown_family(recipe, outline, "the model would have to write text, and isn't run here")
         check_modules(source, outline)
-    if engine == "transformers" and (reason := _reason_against_transformers(plan.rows, outline)) is not None:
-        raise _unknown_family(recipe, outline, reason)
-    formats = {str(row.format) for row in plan.rows if row.spec}
-    if others := sorted(formats - COMPRESSED):
-        why = f"format {others[0]} is read for all Linears of a model or for none, and it may have others"
-        raise _unknown_family(recipe, outline, why)
     return replace(plan, recipe=plan.recipe.model_copy(update={"engine": recipe.engine}))
-
-
-def _reason_against_tower(engine: str, rows: Sequence[PlanRow], outer: OuterModel) -> str | None:
-    """Why another engine wouldn't see which modules of a model of images and text are quantized."""
-    if engine == "transformers" and read_together(str(outer.config["model_type"]), (row.name for row in rows)):
-        return "transformers reads this family's experts only together, unquantized"
-    other = next((row for row in rows if row.spec is not None and row.format not in COMPRESSED), None)
-    return None if other is None else (f"format {other.format} is read for all Linears of a model or for "
-                                       "none, and the tower for images has some")
-
-
-def _reason_against_transformers(rows: Sequence[PlanRow], outline: Outline) -> str | None:
-    """Why transformers doesn't read a model of an unknown family as it shall be quantized."""
-    if read_together(outline.model_type, (row.name for row in rows)):
-        return "transformers reads this family's experts only together, unquantized"
-    if any(row.spec is not None and not row.spec.symmetric for row in rows):
-        return "transformers reads no packed zero points"
-    return reason_against_experts(rows)
-
-
-def _unknown_family(recipe: Recipe, outline: Outline, why: str) -> RecipeError:
-    return RecipeError(f"recipe {recipe.name!r} can't be used on a model of type {outline.model_type!r}",
-                       why=why, next="use a data-free recipe: int8, int4-rtn, fp8 or fp8-block")
 
 
 def _plan(recipe: Recipe, source: ModelSource, outline: Outline) -> Plan:

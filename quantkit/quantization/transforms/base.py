@@ -9,12 +9,15 @@ from dataclasses import dataclass
 import torch
 
 from quantkit.formats.spec import QuantSpec
-from quantkit.models.architecture import parse_config
+from quantkit.models.architecture import HEAD, parse_config
 from quantkit.models.config import ModelConfig
+from quantkit.models.outline import is_known
 from quantkit.plugins.manager import describe_entry, is_builtin, registry
 from quantkit.quantization.methods.base import LayerStats, MethodOptions, checked_options
-from quantkit.quantization.recipe import TransformSpec
+from quantkit.quantization.planning.engine import unknown_family
+from quantkit.quantization.recipe import Recipe, TransformSpec
 from quantkit.sources.base import ModelSource
+from quantkit.sources.causal_lm import ResolvedHeadSource
 from quantkit.sources.wrapper import CheckedSource
 from quantkit.support.errors import PluginError, RecipeError
 
@@ -267,3 +270,21 @@ def scale_groups(config: ModelConfig, index: int) -> Iterator[ScaleGroup]:
         return
     first = size if fused else 0
     yield ScaleGroup(f"{mlp}.{inputs[-1]}", (first, first + size), (f"{mlp}.down_proj",))
+
+
+def check_transforms(recipe: Recipe, source: ModelSource) -> None:
+    """Raise RecipeError if a recipe changes a model whose mathematics isn't known here."""
+    config, infos = source.config(), source.tensors()
+    if (recipe.transforms or recipe.recover is not None) and not is_known(config, infos):
+        raise unknown_family(recipe, str(config.get("model_type"))[:80],
+                             "it changes or trains a model whose mathematics isn't known here")
+
+
+def with_own_head(recipe: Recipe, source: ModelSource) -> ModelSource:
+    """The source; if a rule with ``match: lm_head`` that isn't optional quantizes the head of a model that
+    has it tied to its embedding, the model with a head of its own, whatever becomes of the embedding."""
+    if not is_known(source.config(), source.tensors()):  # its head stays as it is
+        return source
+    tied = parse_config(source.config(), source.tensors()).tie_word_embeddings
+    quantizes_head = any(rule.match == HEAD and rule.method and not rule.optional for rule in recipe.rules)
+    return ResolvedHeadSource(source, tied=False) if tied and quantizes_head else source
