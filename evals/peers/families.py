@@ -3,9 +3,10 @@
     python evals/peers/families.py OUT.json [MODEL_TYPE ...]
 
 Of every ``model_type`` of a causal or image-text language model: whether transformers builds a tiny one, what
-of it is quantized without data at 8 and at 4 bits, and how far the results, loaded by transformers, are from
-the model: KL on random tokens, float32. On random weights that shows that the mechanics are right, and says
-nothing about quality. Each family runs in a process of its own, and is written down when it is done.
+of it is quantized without data at 8 and at 4 bits, and at 4 bits calibrated through transformers' modules. And
+how far the results are from the model, read by quantkit and loaded by transformers: KL on random tokens in
+float32. On random weights that shows that the mechanics are right, and says nothing about quality. Each family
+runs in a process of its own, and is written down when it is done.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from quantkit.support.errors import QuantkitError
 
 SECONDS = 300
 RECIPES = ("int8", "int4-rtn", "int4-gptq")
@@ -104,8 +107,12 @@ def _logits(kind: Any, folder: Path, tokens: Any) -> Any:
 
 
 def _quantized(kind: Any, folder: Path, recipe: str, tokens: Any, expected: Any) -> dict[str, Any]:
+    """A cell: the distance of what the checkpoint's file says, read by quantkit, and of what transformers
+    reads in it, or why that refuses it."""
     from quantkit.quantization.recipe import CalibrationSpec, load_recipe
     from quantkit.quantization.run import quantize
+    from quantkit.runtime.loader import load
+    from quantkit.runtime.modules_model import load_through_modules
 
     chosen = load_recipe("int4-rtn" if recipe == "int4-gptq" else recipe)
     if recipe == "int4-gptq":
@@ -113,13 +120,32 @@ def _quantized(kind: Any, folder: Path, recipe: str, tokens: Any, expected: Any)
                       for rule in chosen.rules)
         text = CalibrationSpec(text="random", windows=32, window=128)
         chosen = chosen.model_copy(update={"name": recipe, "rules": rules, "calibration": text})
-    result = quantize(str(folder / "model"), chosen, folder / recipe)
+    try:  # both read by transformers where that is possible at all
+        result = quantize(str(folder / "model"), chosen.model_copy(update={"engine": "transformers"}),
+                          folder / recipe)
+    except QuantkitError:
+        result = quantize(str(folder / "model"), chosen, folder / recipe)
     record = result.plan.outline_record
-    actual = _logits(kind, result.out, tokens)
-    kl = float((expected.exp() * (expected - actual)).sum(-1).mean())
+    ours = (load if record is None else load_through_modules)(str(result.out), dtype="float32")
     share = None if record is None else record.quantized / (record.quantized + sum(record.kept.values()))
-    return {"kl": kl, "quantized": share, "kept": None if record is None else record.kept,
-            "layers": sum(row.spec is not None for row in result.rows)}
+    row = {"kl": _kl(expected, _ours(ours, tokens)), "quantized": share, "layers": sum(
+        row.spec is not None for row in result.rows), "kept": None if record is None else record.kept}
+    try:
+        row["transformers"] = _kl(expected, _logits(kind, result.out, tokens))
+    except Exception as error:
+        row["transformers"] = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
+    return row
+
+
+def _ours(loaded: Any, tokens: Any) -> Any:
+    import torch
+
+    with torch.inference_mode():
+        return loaded.model(tokens).float().log_softmax(-1)
+
+
+def _kl(expected: Any, actual: Any) -> float:
+    return float((expected.exp() * (expected - actual)).sum(-1).mean())
 
 
 def families() -> list[str]:

@@ -86,14 +86,36 @@ class Modules:
                                         why=f"{str(wrong)[:200]} is of another shape there",
                                         next="get config.json and the weights from the same place again")
 
+    def around(self, path: str) -> tuple[Any, Any]:
+        """The module at a path, and the innermost model of transformers that it is in: of a model of images
+        and text the text model, which needs nothing of the rest."""
+        from transformers import PreTrainedModel
+
+        inside = [self.network]
+        for name in path.split("."):
+            inside.append(getattr(inside[-1], name))
+        models = [module for module in inside if isinstance(module, PreTrainedModel)]
+        return inside[-1], models[-1]
+
     def head_alone(self) -> Modules:
         """The same network, whose layers have no memory and whose head is this one's."""
         alone = Modules(self._source, self._outline, self._device, self._dtype)
-        layers = alone.network.base_model_prefix + "."
+        inside = {id(module) for module in self.base.modules()}
         for name, module in self.network.named_modules():
-            if not f"{name}.".startswith(layers):
+            if id(module) not in inside:
                 alone.network.get_submodule(name)._parameters.update(module._parameters)
         return alone
+
+    @property
+    def base(self) -> Any:
+        """The network without its head. Raises UnsupportedModelError: it isn't told apart."""
+        base = self.network.base_model
+        if base is self.network:  # whose name for it is another class's
+            base = getattr(self.network, "model", None)
+        if base is None:
+            raise UnsupportedModelError(f"{self.name} of transformers isn't a model with a head",
+                                        why="hidden states and logits can't be told apart")
+        return base
 
     @property
     def name(self) -> str:

@@ -31,7 +31,7 @@ from quantkit.runtime.loader import SHORT, LoadedModel
 from quantkit.sources.base import ModelSource, SourceIdentity, TensorInfo, file_bytes, release
 from quantkit.sources.split_experts import LAYOUTS, joined_experts
 from quantkit.support.device import find_device
-from quantkit.support.errors import UnsupportedModelError, UsageError
+from quantkit.support.errors import UsageError
 from quantkit.support.progress import Listener, ProgressEvent, silent
 from quantkit.text.tokenizer import Tokenizer
 
@@ -53,9 +53,7 @@ class ModulesModel:
     def __init__(self, modules: Modules, config: ModelConfig, dtype: torch.dtype,
                  device: torch.device) -> None:
         self._modules, self.config, self.dtype, self.device = modules, config, dtype, device
-        if modules.network.base_model is modules.network:
-            raise UnsupportedModelError(f"{modules.name} of transformers isn't a model with a head",
-                                        why="hidden states and logits can't be told apart")
+        self._base = modules.base
 
     def check_cache(self, cache: Any) -> NoReturn:
         """Raises UsageError: it keeps none."""
@@ -75,14 +73,13 @@ class ModulesModel:
         if cache is not None:
             self.check_cache(cache)
         with quiet():
-            hidden: torch.Tensor = self._modules.network.base_model(
-                input_ids=ids.to(self.device), use_cache=False)[0]
+            hidden: torch.Tensor = self._base(input_ids=ids.to(self.device), use_cache=False)[0]
         return hidden
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """float32 ``[..., vocab]`` of what :meth:`hidden` left: the family's own code behind its layers, with
         scales and limits of logits."""
-        network, base = self._modules.network, self._modules.network.base_model
+        network, base = self._modules.network, self._base
         rows = x.reshape(1, -1, x.shape[-1])
         layers, base.forward = base.forward, lambda *args, **kwargs: _Left(rows)
         try:

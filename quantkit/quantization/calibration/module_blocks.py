@@ -1,8 +1,8 @@
 """Decoder layers of any family as transformers' own modules, one of them in memory at a time.
 
-The model's own ``forward`` is run up to the layer that is asked for, with what the layer before has left in
-place of all layers before: so masks, positions, embeddings of each layer and all else that a family's layers
-take come from the family's own code.
+The text model's own ``forward`` is run up to the layer that is asked for, with what the layer before has left
+in place of all layers before: so masks, positions, embeddings of each layer and all else that a family's
+layers take come from the family's own code.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import nn
 from quantkit.models.modules import Modules, quiet, without_memory
 from quantkit.models.outline import TOWER, Outline
 from quantkit.sources.base import ModelSource, name_in_file, release
-from quantkit.support.errors import RecipeError, UnsupportedModelError
+from quantkit.support.errors import QuantkitError, RecipeError, UnsupportedModelError
 
 
 @dataclass
@@ -61,15 +61,16 @@ class ModuleBlocks:
         self._names: dict[int | None, list[str]] = {}
         for name in source.tensors():
             self._names.setdefault(outline.layer_of(name), []).append(name)
-        self.blocks = self._find_blocks()
+        self.blocks, self._text = self._modules.around(self._find_blocks())
         self._forwards = [block.forward for block in self.blocks]
         self._loaded: int | None = None
 
-    def _find_blocks(self) -> nn.ModuleList:
+    def _find_blocks(self) -> str:
+        """The path of the layers' list in the network."""
         again = "get config.json and the weights from the same place again"
         kinds = {re.sub(r"\d+", "*", name_in_file(self._source, slot.name)): slot
                  for slot in reversed(self._outline.slots)}
-        lists: list[nn.ModuleList] = []
+        paths: list[str] = []
         for slot in kinds.values():
             target, unchanged = self._modules.target(f"{slot.name}.weight")
             place = self._modules.targets.get(target)
@@ -81,12 +82,12 @@ class ModuleBlocks:
             if place is not None and (match := re.match(r"(.+?)\.(\d+)\.", target)) is not None:
                 blocks = self._modules.network.get_submodule(match[1])
                 if isinstance(blocks, nn.ModuleList) and len(blocks) >= self._outline.num_layers:
-                    lists.append(blocks)
-        if not lists:
+                    paths.append(match[1])
+        if not paths:
             raise UnsupportedModelError(f"transformers' {self._modules.name} has no place for "
                                         f"{self._outline.slots[0].name}",
                                         why="its layers have other names, or are fewer", next=again)
-        return lists[0]
+        return paths[0]
 
     def prepare(self, tokens: torch.Tensor) -> None:
         """Load all that is before and between the layers; of embeddings the rows of these tokens."""
@@ -171,9 +172,16 @@ class ModuleBlocks:
             block.forward = computed if place == index else skipped
         try:
             with quiet():
-                self._modules.network(input_ids=tokens.to(self._device), use_cache=False)
+                self._text(input_ids=tokens.to(self._device), use_cache=False)
         except _Reached as reached:
             return reached.passed
+        except QuantkitError:
+            raise
+        except Exception as error:  # whatever a family's code says
+            raise UnsupportedModelError(f"transformers' {self._modules.name} fails in layer {index}",
+                                        why=f"{type(error).__name__}: {' '.join(str(error).split())[:200]}",
+                                        next="use a data-free recipe: int8, int4-rtn, fp8 or fp8-block"
+                                        ) from error
         finally:
             for block, forward in zip(self.blocks, self._forwards, strict=True):
                 block.forward = forward

@@ -222,6 +222,10 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
                       and a._version == b._version)
 
 
+_KEPT = object()
+"""In the place of a tensor that the spill has."""
+
+
 class PassedOfBatches:
     """What is between two layers, batch by batch.
 
@@ -239,7 +243,7 @@ class PassedOfBatches:
         for part, leaf in enumerate(leaves):
             if torch.is_tensor(leaf):
                 self._spill.put(f"{batch}.{part}", leaf)
-        self._trees[batch] = [None if torch.is_tensor(leaf) else leaf for leaf in leaves], tree
+        self._trees[batch] = [_KEPT if torch.is_tensor(leaf) else leaf for leaf in leaves], tree
 
     def get(self, batch: int) -> Passed | None:
         """Without forgetting it; ``None`` before the first layer."""
@@ -252,7 +256,7 @@ class PassedOfBatches:
         if batch not in self._trees:
             return None
         others, tree = self._trees[batch]
-        leaves = [read(f"{batch}.{part}").to(self._device) if leaf is None else leaf
+        leaves = [read(f"{batch}.{part}").to(self._device) if leaf is _KEPT else leaf
                   for part, leaf in enumerate(others)]
         outputs, shared = pytree.tree_unflatten(leaves, tree)
         return Passed(outputs, shared)
