@@ -2,11 +2,11 @@
 
     python evals/peers/families.py OUT.json [MODEL_TYPE ...]
 
-Of every ``model_type`` of a causal or image-text language model: whether transformers builds a tiny one, what
-of it is quantized without data at 8 and at 4 bits, and at 4 bits calibrated through transformers' modules. And
-how far the results are from the model, read by quantkit and loaded by transformers: KL on random tokens in
-float32. On random weights that shows that the mechanics are right, and says nothing about quality. Each family
-runs in a process of its own, and is written down when it is done.
+Of every ``model_type`` of a causal or image-text language model: whether transformers builds a tiny one,
+what of it is quantized without data at 8 and at 4 bits, and at 4 bits calibrated through transformers'
+modules. And how far the results are from the model, read by quantkit and loaded by transformers: KL on
+random tokens in float32. On random weights that shows that the mechanics are right, and says nothing
+about quality. Each family runs in a process of its own, and is written down when it is done.
 """
 
 from __future__ import annotations
