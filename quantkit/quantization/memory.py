@@ -19,6 +19,8 @@ from quantkit.sources.base import TensorInfo
 
 BATCH_TOKENS = 4096
 """Tokens in one forward pass of a layer: enough to keep the cores busy, few enough to stay small."""
+LIBRARY_BYTES = 250_000_000
+"""Of transformers, where a model's modules are used."""
 BACKWARD_TOKENS = 2048
 """Tokens (or one sample, if that is longer) in one backward pass of a layer, which keeps its activations."""
 BACKWARD_LOGITS = 1 << 23
@@ -242,7 +244,8 @@ def peak_bytes(rows: Sequence[PlanRow], needs: set[str], calibration: Calibratio
 
 
 def modules_peak_bytes(rows: Sequence[PlanRow], needs: set[str], calibration: CalibrationSpec,
-                       outline: Outline, other: tuple[str, ...], infos: Mapping[str, TensorInfo]) -> int:
+                       outline: Outline, other: tuple[str, ...], infos: Mapping[str, TensorInfo],
+                       drift: Collection[str] = ()) -> int:
     """The same of a run through transformers' modules: a layer is one stage.
 
     While it is measured, all of its tensors are there in float32, twice where experts are joined, with the
@@ -262,11 +265,13 @@ def modules_peak_bytes(rows: Sequence[PlanRow], needs: set[str], calibration: Ca
         units[row.layer].append(row)
     widest = max((row.shape[0] for row in rows if EXPERT not in row.name), default=0)
     batch = 4 * min(tokens, max(BATCH_TOKENS, calibration.window)) * (6 * outline.hidden_size + 4 * widest)
+    inputs = [{row.shares: row.shape[1] for row in unit if row.name in drift} for unit in units.values()]
+    batch += 4 * min(tokens, BATCH_TOKENS) * max((sum(widths.values()) for widths in inputs), default=0)
     measuring = 2 * max(layers.values(), default=0) + batch + max(
-        (_hessians(unit, needs, ()) for unit in units.values()), default=0)
-    solving = peak_bytes(rows, needs, None, False, None, other, infos, changed=True)
-    return min(4 * tokens * outline.hidden_size, STATES_IN_MEMORY) + rows_used + max(
-        RUNTIME_BYTES + measuring, solving)
+        (_hessians(unit, needs, drift) for unit in units.values()), default=0)
+    solving = peak_bytes(rows, needs, None, False, None, other, infos, changed=True, drift=drift)
+    states = min(4 * tokens * outline.hidden_size << bool(drift), STATES_IN_MEMORY)
+    return LIBRARY_BYTES + states + rows_used + max(RUNTIME_BYTES + measuring, solving)
 
 
 def states_bytes(config: ModelConfig, tokens: int, changed: bool, drift: bool) -> int:

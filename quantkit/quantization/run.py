@@ -377,6 +377,7 @@ class _UnitMaker:
                     share = correlation(self.plan.calibration)
                     self.runner = ModuleRunner(
                         self.source, self.outline, tokens, states, self.run.device, share,
+                        bool(self.plan.drift),
                     ) if self.plan.through_modules else LayerRunner(
                         self.outline.known_config, weights, tokens, importance, states, table, share,
                         bool(self.plan.drift))

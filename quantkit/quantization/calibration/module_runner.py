@@ -61,6 +61,8 @@ class ModuleRunner:
         states: keeps the hidden states.
         device: the device that layers compute on, in float32.
         correlation: factor on Hessians beside their diagonals; below 1 where tokens are no text.
+        drift: the original model's states are kept too, so that it can be measured how far a Linear's inputs
+            have come away from them.
 
     Attributes:
         next: index of the layer that the hidden states are the input of.
@@ -70,13 +72,15 @@ class ModuleRunner:
     """
 
     def __init__(self, source: ModelSource, outline: Outline, tokens: torch.Tensor, states: Spill,
-                 device: torch.device, correlation: float = 1.0) -> None:
+                 device: torch.device, correlation: float = 1.0, drift: bool = False) -> None:
         self._blocks = ModuleBlocks(source, outline, device)
         self._blocks.prepare(tokens)
         self._outline, self._device, self._correlation = outline, device, correlation
         self._batch = max(1, BATCH_TOKENS // tokens.shape[1])
         self._tokens = tokens.split(self._batch)
-        self._states = PassedOfBatches(states, device)
+        self._states = PassedOfBatches(states, "", device)
+        self._original = PassedOfBatches(states, "original-", device) if drift else None
+        self._ahead = False  # the original states are behind the layer that is next
         self.next = 0
 
     def stages(self, index: int) -> list[BlockStage]:
@@ -101,14 +105,19 @@ class ModuleRunner:
         places = {name: _owners(tag, names) for name, tag in tags.items() if tag.dim() >= 2}
         del tags
         block = self._blocks.load(stage.index)
-        observed = ObservedInputs(
-            {name: (parameter, places[name]) for name, parameter in block.named_parameters()
-             if name in places}, {name: HessianObserver(
-                 name, size=self._width(name), form="hessian" in wanted[name], correlation=self._correlation)
-                 for name in names})
+        parameters = {name: (parameter, places[name]) for name, parameter in block.named_parameters()
+                      if name in places}
+        observed = ObservedInputs(parameters, {name: HessianObserver(
+            name, size=self._width(name), form=bool({"hessian", "drift"} & set(wanted[name])),
+            correlation=self._correlation) for name in names})
+        drifted = {name for name in names if "drift" in wanted[name] and EXPERT not in name
+                   and not name.endswith("down_proj")}
         for batch in range(len(self._tokens)):
-            with self._naming(stage.index, batch), observed:
-                self._blocks.run(stage.index, self._tokens[batch], self._states.get(batch))
+            with self._naming(stage.index, batch):
+                observed.original = self._run_original(stage.index, batch, parameters, drifted)
+                with observed:
+                    self._blocks.run(stage.index, self._tokens[batch], self._states.get(batch))
+        self._ahead = self._original is not None
         return observed.results()
 
     def forget(self, names: Collection[str]) -> None:
@@ -121,6 +130,10 @@ class ModuleRunner:
         Raises:
             NonFiniteError: a value isn't finite; sample and layer are named.
         """
+        if self._original is not None and not self._ahead:
+            self._blocks.load(stage.index)
+            for batch in range(len(self._tokens)):
+                self._run_original(stage.index, batch, {}, ())
         self._blocks.load(stage.index, {
             f"{name}.weight": dequantize(registry("formats").get(weight.format), weight)
             for name, weight in replaced.items()})
@@ -131,7 +144,21 @@ class ModuleRunner:
                 check_finite_states(states, batch * self._batch, behind(stage.index), stage.index)
             self._states.put(batch, passed)
         self._blocks.unload()
+        self._ahead = False
         self.next += 1
+
+    def _run_original(self, index: int, batch: int,
+                      parameters: Mapping[str, tuple[torch.Tensor, list[list[str]]]],
+                      names: Collection[str]) -> dict[str, torch.Tensor]:
+        """Push the original model's states through a layer that is loaded with its weights; what enters some
+        Linears there."""
+        if self._original is None:
+            return {}
+        recorded = RecordedInputs(parameters, names)
+        with recorded:
+            passed = self._blocks.run(index, self._tokens[batch], self._original.take(batch))
+        self._original.put(batch, passed)
+        return recorded.inputs
 
     def _width(self, name: str) -> int:
         return next(slot.in_features for slot in self._outline.slots if slot.name == name)
@@ -159,22 +186,17 @@ def _owners(tag: torch.Tensor, names: Sequence[str]) -> list[list[str]]:
     return owners
 
 
-class ObservedInputs(TorchFunctionMode):
+class _Products(TorchFunctionMode):
     """Sees what is multiplied by weights, while it is entered.
 
     Args:
         parameters: by name, each with whose weights every one of its matrices is made of.
-        observers: sum what enters, by a Linear's name.
     """
 
-    def __init__(self, parameters: Mapping[str, tuple[torch.Tensor, list[list[str]]]],
-                 observers: Mapping[str, HessianObserver]) -> None:
+    def __init__(self, parameters: Mapping[str, tuple[torch.Tensor, list[list[str]]]]) -> None:
         super().__init__()
         self._ranges = [(parameter.data_ptr(), parameter, owners)
                         for parameter, owners in parameters.values() if any(owners)]
-        self._observers = observers
-        self._leaders: dict[str, str] = {}
-        self._last: tuple[torch.Tensor, str] | None = None
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (),
                            kwargs: dict[str, Any] | None = None) -> Any:
@@ -182,15 +204,6 @@ class ObservedInputs(TorchFunctionMode):
         if places is not None and len(args) > places[1]:
             self._see(args[places[0]], args[places[1]])
         return func(*args, **(kwargs or {}))
-
-    def results(self) -> dict[str, LayerStats]:
-        """By a Linear's name."""
-        made = {name: observer.result() for name, observer in self._observers.items()
-                if self._leaders.get(name, name) == name}
-        made = {name: stats if stats.tokens or EXPERT in name else replace(
-            stats, notes=("no product with it was seen in transformers' module: it is rounded",))
-            for name, stats in made.items()}
-        return {name: made[self._leaders.get(name, name)] for name in self._observers}
 
     def _see(self, x: torch.Tensor, weight: torch.Tensor) -> None:
         start, parameter, owners = next((entry for entry in self._ranges if 0 <= weight.data_ptr() - entry[0]
@@ -201,17 +214,69 @@ class ObservedInputs(TorchFunctionMode):
         size = parameter.shape[-1] * parameter.shape[-2] * parameter.element_size()
         if weight.dim() > 2 and x.dim() > 2 and weight.shape[0] == len(owners):
             for part, names in zip(x, owners, strict=True):
-                self._take(part[part.any(-1)], names)  # of the others the expert has got none
+                self.take(part[part.any(-1)], names)  # of the others the expert has got none
         else:
-            self._take(x, owners[offset // size])
+            self.take(x, owners[offset // size])
 
-    def _take(self, x: torch.Tensor, names: Sequence[str]) -> None:
+    def take(self, x: torch.Tensor, names: Sequence[str]) -> None:
+        """``x [..., in]`` enters the Linears of these names."""
+
+
+class RecordedInputs(_Products):
+    """Keeps what enters some Linears.
+
+    Args:
+        names: full names of those.
+
+    Attributes:
+        inputs: by name.
+    """
+
+    def __init__(self, parameters: Mapping[str, tuple[torch.Tensor, list[list[str]]]],
+                 names: Collection[str]) -> None:
+        super().__init__(parameters)
+        self._names = names
+        self.inputs: dict[str, torch.Tensor] = {}
+
+    def take(self, x: torch.Tensor, names: Sequence[str]) -> None:
+        self.inputs |= {name: x for name in names if name in self._names}
+
+
+class ObservedInputs(_Products):
+    """Sums up what enters Linears. Those that see the same input share what is summed.
+
+    Args:
+        observers: sum what enters, by a Linear's name.
+
+    Attributes:
+        original: what enters Linears in the original model for the tokens of the next pass, by name.
+    """
+
+    def __init__(self, parameters: Mapping[str, tuple[torch.Tensor, list[list[str]]]],
+                 observers: Mapping[str, HessianObserver]) -> None:
+        super().__init__(parameters)
+        self._observers = observers
+        self.original: dict[str, torch.Tensor] = {}
+        self._leaders: dict[str, str] = {}
+        self._last: tuple[torch.Tensor, str] | None = None
+
+    def results(self) -> dict[str, LayerStats]:
+        """By a Linear's name."""
+        made = {name: observer.result() for name, observer in self._observers.items()
+                if self._leaders.get(name, name) == name}
+        made = {name: stats if stats.tokens or EXPERT in name else replace(
+            stats, notes=("no product with it was seen in transformers' module: it is rounded",))
+            for name, stats in made.items()}
+        return {name: made[self._leaders.get(name, name)] for name in self._observers}
+
+    def take(self, x: torch.Tensor, names: Sequence[str]) -> None:
         for name in names:
             if self._last is not None and _same(self._last[0], x) and self._leaders.get(
                     name, self._last[1]) == self._last[1]:
                 self._leaders[name] = self._last[1]
                 continue
             assert self._leaders.setdefault(name, name) == name
+            self._observers[name].original = self.original.pop(name, None)
             self._observers[name](x)
             self._last = x, name
 
@@ -231,18 +296,19 @@ class PassedOfBatches:
 
     Args:
         spill: keeps its tensors.
+        prefix: begins its keys there.
         device: the device on which it is given back.
     """
 
-    def __init__(self, spill: Spill, device: torch.device) -> None:
-        self._spill, self._device = spill, device
+    def __init__(self, spill: Spill, prefix: str, device: torch.device) -> None:
+        self._spill, self._prefix, self._device = spill, prefix, device
         self._trees: dict[int, tuple[list[Any], pytree.TreeSpec]] = {}
 
     def put(self, batch: int, passed: Passed) -> None:
         leaves, tree = pytree.tree_flatten((passed.outputs, passed.shared))
         for part, leaf in enumerate(leaves):
             if torch.is_tensor(leaf):
-                self._spill.put(f"{batch}.{part}", leaf)
+                self._spill.put(f"{self._prefix}{batch}.{part}", leaf)
         self._trees[batch] = [_KEPT if torch.is_tensor(leaf) else leaf for leaf in leaves], tree
 
     def get(self, batch: int) -> Passed | None:
@@ -256,7 +322,7 @@ class PassedOfBatches:
         if batch not in self._trees:
             return None
         others, tree = self._trees[batch]
-        leaves = [read(f"{batch}.{part}").to(self._device) if leaf is _KEPT else leaf
+        leaves = [read(f"{self._prefix}{batch}.{part}").to(self._device) if leaf is _KEPT else leaf
                   for part, leaf in enumerate(others)]
         outputs, shared = pytree.tree_unflatten(leaves, tree)
         return Passed(outputs, shared)

@@ -322,7 +322,7 @@ def _plan(recipe: Recipe, source: ModelSource, outline: Outline) -> Plan:
         check_recovery(recipe, rows, config)
     calibration = recipe.calibration if measured else None
     changed = any(transform.layer for transform, _ in resolve_transforms(recipe.transforms))
-    drift = _drift(recipe, measured, changed) if config is not None else frozenset()
+    drift = _drift(recipe, measured, changed)
     hessians = {name for name, wanted in measured.items() if "hessian" in wanted}
     weighed = bool(calibration is not None and calibration.importance == "gradient" and hessians
                    and config is not None)
@@ -335,8 +335,8 @@ def _plan(recipe: Recipe, source: ModelSource, outline: Outline) -> Plan:
             walks = walks_bytes(config, windows * calibration.window, len(hessians))
     peak = peak_bytes(rows, hessians, calibration, weighed, config, other, infos, changed, drift)
     if calibration is not None and config is None:
-        between = 4 * calibration.windows * calibration.window * outline.hidden_size
-        peak = modules_peak_bytes(rows, hessians, calibration, outline, other, infos)
+        between = 4 * calibration.windows * calibration.window * outline.hidden_size << bool(drift)
+        peak = modules_peak_bytes(rows, hessians, calibration, outline, other, infos, drift)
     recovery = 0
     if recipe.recover is not None and recipe.calibration is not None and config is not None:
         size = recipe.recover.windows, recipe.calibration.window
