@@ -243,7 +243,7 @@ def _print_outline(record: OutlineRecord) -> None:
     click.echo(wrapped("kept", "; ".join(kept) or "nothing"))
     if record.calibrated is not None:
         click.echo(wrapped("calibrated", f"through the modules of {record.calibrated}, a layer at a time; "
-                                         "all tokens count the same, the original's states aren't compared"))
+                                         "all tokens count the same"))
     click.echo(wrapped("engines", f"those that run {record.model_type} models and read compressed-tensors, "
                                   f"such as {record.readers}; quantkit doesn't know its mathematics"))
 

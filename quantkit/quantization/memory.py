@@ -265,13 +265,24 @@ def modules_peak_bytes(rows: Sequence[PlanRow], needs: set[str], calibration: Ca
         units[row.layer].append(row)
     widest = max((row.shape[0] for row in rows if EXPERT not in row.name), default=0)
     batch = 4 * min(tokens, max(BATCH_TOKENS, calibration.window)) * (6 * outline.hidden_size + 4 * widest)
-    inputs = [{row.shares: row.shape[1] for row in unit if row.name in drift} for unit in units.values()]
-    batch += 4 * min(tokens, BATCH_TOKENS) * max((sum(widths.values()) for widths in inputs), default=0)
     measuring = 2 * max(layers.values(), default=0) + batch + max(
         (_hessians(unit, needs, drift) for unit in units.values()), default=0)
     solving = peak_bytes(rows, needs, None, False, None, other, infos, changed=True, drift=drift)
-    states = min(4 * tokens * outline.hidden_size << bool(drift), STATES_IN_MEMORY)
+    states = min(modules_states_bytes(rows, calibration, outline, drift), STATES_IN_MEMORY)
     return LIBRARY_BYTES + states + rows_used + max(RUNTIME_BYTES + measuring, solving)
+
+
+def modules_states_bytes(rows: Sequence[PlanRow], calibration: CalibrationSpec, outline: Outline,
+                         drift: Collection[str]) -> int:
+    """What :func:`states_bytes` is of such a run: hidden states, and where drift is measured the original
+    model's, with what enters a layer's Linears there."""
+    inputs: dict[int | None, dict[str, int]] = defaultdict(dict)
+    for row in rows:
+        if row.name in drift:
+            inputs[row.layer][row.shares] = row.shape[1]
+    width = max((sum(widths.values()) for widths in inputs.values()), default=0)
+    tokens = calibration.windows * calibration.window
+    return 4 * tokens * ((outline.hidden_size << bool(drift)) + width)
 
 
 def states_bytes(config: ModelConfig, tokens: int, changed: bool, drift: bool) -> int:

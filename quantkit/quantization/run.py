@@ -451,9 +451,10 @@ class _UnitMaker:
         if self.runner is not None and wanted and not self.plan.has_layer_transforms:
             layer = self._tensors(rows, {})
             with self.run.blaming():
-                solved = [*solve_stages(rows, layer, wanted, self.run.executor, self.runner, advance,
-                                       progress)]
-            self._store(unit, rows, self._other(index), layer, iter(solved))
+                solved = {solution[1].name: solution for solution in solve_stages(
+                    rows, layer, wanted, self.run.executor, self.runner, advance, progress)}
+            in_order = [solved[row.name] for row in rows if row.method]  # stages may have another one
+            self._store(unit, rows, self._other(index), layer, iter(in_order))
         else:
             self._make_whole_layer(index, wanted, advance, progress)
 

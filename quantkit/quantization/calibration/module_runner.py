@@ -1,10 +1,10 @@
 """Pushes calibration tokens through the modules that transformers has for a family, layer by layer.
 
 The same work as :mod:`quantkit.quantization.calibration.runner` does with layers of our own, for families
-whose mathematics isn't known here. A layer is one stage: all of its Linears are measured behind the quantized
-layers before it, then solved, then it is run again with what they are stored as. What enters a Linear is seen
-where torch multiplies by its weight, or by a part of it: so an expert is measured alone whose weight lies in
-one tensor with all others, and a family's modules may be of any class.
+whose mathematics isn't known here, in the same stages. A stage is measured by running the whole layer, with
+what is quantized of it so far. What enters a Linear is seen where torch multiplies by its weight, or by a
+part of it: so an expert is measured alone whose weight lies in one tensor with all others, and a family's
+modules may be of any class.
 """
 
 from __future__ import annotations
@@ -80,14 +80,29 @@ class ModuleRunner:
         self._tokens = tokens.split(self._batch)
         self._states = PassedOfBatches(states, "", device)
         self._original = PassedOfBatches(states, "original-", device) if drift else None
+        self._inputs = states  # of Linears in the original model, while their layer is worked on
+        self._replaced: dict[str, QuantizedTensor] = {}
+        self._places: dict[str, list[list[str]]] = {}
+        self._drifting: set[str] = set()  # the Linears whose inputs' drift can be measured
         self._ahead = False  # the original states are behind the layer that is next
         self.next = 0
 
     def stages(self, index: int) -> list[BlockStage]:
-        """That of layer ``index``, which must be :attr:`next`."""
+        """Those of layer ``index``, which must be :attr:`next`: Linears that see the same input, in the order
+        in which the family's code gets to them; experts are one."""
         assert index == self.next
         names = [slot.name for slot in self._outline.slots if slot.layer == index]
-        return [BlockStage(index, frozenset(names))]
+        tags = self._blocks.tagged(index, names)
+        self._places = {name: _owners(tag, names) for name, tag in tags.items() if tag.dim() >= 2}
+        del tags
+        self._replaced.clear()
+        order = OrderedInputs(self._parameters(index))
+        with self._naming(index, 0), order:
+            self._blocks.run(index, self._tokens[0], self._states.get(0))
+        groups = order.groups(names)
+        self._drifting = {name for group in groups[:-1] for name in group if EXPERT not in name}
+        return [BlockStage(index, frozenset(group), number == len(groups) - 1)
+                for number, group in enumerate(groups)]
 
     def measure_stage(self, stage: BlockStage,
                       wanted: Mapping[str, Collection[str]]) -> dict[str, LayerStats]:
@@ -101,23 +116,17 @@ class ModuleRunner:
         names = list(wanted)
         if not names:
             return {}
-        tags = self._blocks.tagged(stage.index, names)
-        places = {name: _owners(tag, names) for name, tag in tags.items() if tag.dim() >= 2}
-        del tags
-        block = self._blocks.load(stage.index)
-        parameters = {name: (parameter, places[name]) for name, parameter in block.named_parameters()
-                      if name in places}
-        observed = ObservedInputs(parameters, {name: HessianObserver(
+        self._advance_original(stage.index)
+        observed = ObservedInputs(self._parameters(stage.index), {name: HessianObserver(
             name, size=self._width(name), form=bool({"hessian", "drift"} & set(wanted[name])),
             correlation=self._correlation) for name in names})
-        drifted = {name for name in names if "drift" in wanted[name] and EXPERT not in name
-                   and not name.endswith("down_proj")}
+        drifted = [name for name in names if name in self._drifting and "drift" in wanted[name]]
         for batch in range(len(self._tokens)):
             with self._naming(stage.index, batch):
-                observed.original = self._run_original(stage.index, batch, parameters, drifted)
+                observed.original = {name: self._inputs.get(key).to(self._device) for name in drifted
+                                     if (key := f"input-{batch}.{name}") in self._inputs}
                 with observed:
                     self._blocks.run(stage.index, self._tokens[batch], self._states.get(batch))
-        self._ahead = self._original is not None
         return observed.results()
 
     def forget(self, names: Collection[str]) -> None:
@@ -125,18 +134,17 @@ class ModuleRunner:
         self._blocks.unload()
 
     def advance_stage(self, stage: BlockStage, replaced: Mapping[str, QuantizedTensor]) -> None:
-        """Push the hidden states through a layer with some weights replaced, by the name of their Linear.
+        """Take note of weights that are quantized, by the name of their Linear; behind a layer's last stage,
+        push the hidden states through it with these.
 
         Raises:
             NonFiniteError: a value isn't finite; sample and layer are named.
         """
-        if self._original is not None and not self._ahead:
-            self._blocks.load(stage.index)
-            for batch in range(len(self._tokens)):
-                self._run_original(stage.index, batch, {}, ())
-        self._blocks.load(stage.index, {
-            f"{name}.weight": dequantize(registry("formats").get(weight.format), weight)
-            for name, weight in replaced.items()})
+        self._replaced |= {name: replaced[name] for name in stage.linears if name in replaced}
+        if not stage.last:
+            return
+        self._advance_original(stage.index)
+        self._load(stage.index)
         for batch, tokens in enumerate(self._tokens):
             with self._naming(stage.index, batch):
                 passed = self._blocks.run(stage.index, tokens, self._states.take(batch))
@@ -144,21 +152,37 @@ class ModuleRunner:
                 check_finite_states(states, batch * self._batch, behind(stage.index), stage.index)
             self._states.put(batch, passed)
         self._blocks.unload()
+        self._inputs.drop("input-")
         self._ahead = False
         self.next += 1
 
-    def _run_original(self, index: int, batch: int,
-                      parameters: Mapping[str, tuple[torch.Tensor, list[list[str]]]],
-                      names: Collection[str]) -> dict[str, torch.Tensor]:
-        """Push the original model's states through a layer that is loaded with its weights; what enters some
-        Linears there."""
-        if self._original is None:
-            return {}
-        recorded = RecordedInputs(parameters, names)
-        with recorded:
-            passed = self._blocks.run(index, self._tokens[batch], self._original.take(batch))
-        self._original.put(batch, passed)
-        return recorded.inputs
+    def _load(self, index: int) -> torch.nn.Module:
+        """The layer with the weights that are quantized so far."""
+        return self._blocks.load(index, {
+            f"{name}.weight": dequantize(registry("formats").get(weight.format), weight)
+            for name, weight in self._replaced.items()})
+
+    def _parameters(self, index: int) -> dict[str, tuple[torch.Tensor, list[list[str]]]]:
+        """The layer's, loaded, each with whose weights every one of its matrices is made of."""
+        block = self._load(index)
+        return {name: (parameter, self._places[name]) for name, parameter in block.named_parameters()
+                if name in self._places}
+
+    def _advance_original(self, index: int) -> None:
+        """Push the original model's states through a layer, once, and keep what enters its Linears there."""
+        if self._original is None or self._ahead:
+            return
+        self._ahead = True
+        replaced, self._replaced = self._replaced, {}
+        recorded = RecordedInputs(self._parameters(index), self._drifting)
+        for batch, tokens in enumerate(self._tokens):
+            with self._naming(index, batch), recorded:
+                passed = self._blocks.run(index, tokens, self._original.take(batch))
+            self._original.put(batch, passed)
+            for name, x in recorded.inputs.items():
+                self._inputs.put(f"input-{batch}.{name}", x)
+            recorded.inputs.clear()
+        self._replaced = replaced
 
     def _width(self, name: str) -> int:
         return next(slot.in_features for slot in self._outline.slots if slot.name == name)
@@ -222,11 +246,40 @@ class _Products(TorchFunctionMode):
         """``x [..., in]`` enters the Linears of these names."""
 
 
+class OrderedInputs(_Products):
+    """Finds out which Linears see the same input, and in which order they are multiplied by."""
+
+    def __init__(self, parameters: Mapping[str, tuple[torch.Tensor, list[list[str]]]]) -> None:
+        super().__init__(parameters)
+        self._inputs: list[tuple[torch.Tensor, list[str]]] = []
+
+    def take(self, x: torch.Tensor, names: Sequence[str]) -> None:
+        group = next((group for seen, group in self._inputs if _same(seen, x)), None)
+        if group is None:
+            self._inputs.append((x, group := []))
+        group += [name for name in names if name not in group]
+
+    def groups(self, names: Sequence[str]) -> list[list[str]]:
+        """All of these names: experts as one group in the place of the first, those not seen at the end."""
+        groups: list[list[str]] = []
+        experts = [name for name in names if EXPERT in name]
+        seen: set[str] = set(experts)
+        for _, group in self._inputs:
+            if experts and any(EXPERT in name for name in group):
+                groups.append(experts)
+                experts = []
+            if dense := [name for name in group if name not in seen]:
+                groups.append(dense)
+                seen.update(dense)
+        rest = [*experts, *(name for name in names if name not in seen)]
+        return [*groups, rest] if rest or not groups else groups
+
+
 class RecordedInputs(_Products):
-    """Keeps what enters some Linears.
+    """Keeps what enters some Linears: of those that share it under the first one's name.
 
     Args:
-        names: full names of those.
+        names: full names of these.
 
     Attributes:
         inputs: by name.
@@ -237,9 +290,12 @@ class RecordedInputs(_Products):
         super().__init__(parameters)
         self._names = names
         self.inputs: dict[str, torch.Tensor] = {}
+        self._last: torch.Tensor | None = None
 
     def take(self, x: torch.Tensor, names: Sequence[str]) -> None:
-        self.inputs |= {name: x for name in names if name in self._names}
+        if names and names[0] in self._names and (self._last is None or not _same(self._last, x)):
+            self.inputs[names[0]] = x
+        self._last = x
 
 
 class ObservedInputs(_Products):
@@ -270,7 +326,7 @@ class ObservedInputs(_Products):
         return {name: made[self._leaders.get(name, name)] for name in self._observers}
 
     def take(self, x: torch.Tensor, names: Sequence[str]) -> None:
-        for name in names:
+        for name in filter(self._observers.__contains__, names):
             if self._last is not None and _same(self._last[0], x) and self._leaders.get(
                     name, self._last[1]) == self._last[1]:
                 self._leaders[name] = self._last[1]

@@ -73,6 +73,14 @@ class Spill:
             raise self._failed("read from", OSError(f"{key} has {read} bytes of {len(data)}"))
         return torch.frombuffer(data, dtype=dtype).view(shape)
 
+    def __contains__(self, key: str) -> bool:
+        return key in self._in_memory or key in self._filed
+
+    def drop(self, prefix: str) -> None:
+        """Forget all tensors whose keys begin so."""
+        for key in [key for key in (*self._in_memory, *self._filed) if key.startswith(prefix)]:
+            self.take(key)
+
     def _path(self, key: str) -> Path:
         assert self._folder is not None, "without a folder everything is in memory"
         return self._folder / key

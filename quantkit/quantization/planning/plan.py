@@ -40,6 +40,7 @@ from quantkit.quantization.memory import (
     STATES_IN_MEMORY,
     PlanRow,
     modules_peak_bytes,
+    modules_states_bytes,
     peak_bytes,
     recovery_disk_bytes,
     recovery_memory_bytes,
@@ -335,7 +336,7 @@ def _plan(recipe: Recipe, source: ModelSource, outline: Outline) -> Plan:
             walks = walks_bytes(config, windows * calibration.window, len(hessians))
     peak = peak_bytes(rows, hessians, calibration, weighed, config, other, infos, changed, drift)
     if calibration is not None and config is None:
-        between = 4 * calibration.windows * calibration.window * outline.hidden_size << bool(drift)
+        between = modules_states_bytes(rows, calibration, outline, drift)
         peak = modules_peak_bytes(rows, hessians, calibration, outline, other, infos, drift)
     recovery = 0
     if recipe.recover is not None and recipe.calibration is not None and config is not None:

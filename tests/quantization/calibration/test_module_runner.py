@@ -108,15 +108,19 @@ def test_statistics_are_those_of_what_enters_each_linear(tmp_path):
     with Spill(None) as states:
         runner = ModuleRunner(source, outline, tokens(), states, torch.device("cpu"))
         for index in range(outline.num_layers):
-            [stage] = runner.stages(index)
-            stats = runner.measure_stage(stage, {name: {"hessian"} for name in stage.linears})
-            assert len(stats) == 7 and len({id(each) for each in stats.values()}) == 4  # inputs they share
-            for name, each in stats.items():
-                rows = inputs[name].flatten(0, 1)
-                assert each.tokens == len(rows) and each.hessian is not None
-                torch.testing.assert_close(each.hessian, rows.T @ rows / len(rows), rtol=1e-3, atol=1e-4)
-                torch.testing.assert_close(each.largest, rows.abs().amax(0), rtol=1e-4, atol=1e-5)
-            runner.advance_stage(stage, {})
+            stages = runner.stages(index)
+            assert [sorted(name.rpartition(".")[2] for name in stage.linears) for stage in stages] == [
+                ["k_proj", "q_proj", "v_proj"], ["o_proj"], ["gate_proj", "up_proj"], ["down_proj"]]
+            assert [stage.last for stage in stages] == [False, False, False, True]
+            for stage in stages:
+                stats = runner.measure_stage(stage, {name: {"hessian"} for name in stage.linears})
+                assert len({id(each) for each in stats.values()}) == 1  # they share their input
+                for name, each in stats.items():
+                    rows = inputs[name].flatten(0, 1)
+                    assert each.tokens == len(rows) and each.hessian is not None
+                    torch.testing.assert_close(each.hessian, rows.T @ rows / len(rows), rtol=1e-3, atol=1e-4)
+                    torch.testing.assert_close(each.largest, rows.abs().amax(0), rtol=1e-4, atol=1e-5)
+                runner.advance_stage(stage, {})
 
 
 def test_calibrated_is_closer_than_rounded(model, tmp_path):
