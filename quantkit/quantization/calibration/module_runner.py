@@ -9,8 +9,7 @@ modules may be of any class.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,7 +22,7 @@ from quantkit.models.architecture import EXPERT
 from quantkit.models.outline import Outline
 from quantkit.ops.packing import dequantize
 from quantkit.plugins.manager import registry
-from quantkit.quantization.calibration.finite import NonFiniteError, behind, check_finite_states
+from quantkit.quantization.calibration.finite import behind, check_finite_states
 from quantkit.quantization.calibration.module_blocks import ModuleBlocks, Passed
 from quantkit.quantization.calibration.runner import HessianObserver
 from quantkit.quantization.calibration.spill import Spill
@@ -38,7 +37,7 @@ _TIMES = {"linear": (0, 1), "matmul": (0, 1), "__matmul__": (0, 1), "mm": (0, 1)
 
 @dataclass(frozen=True)
 class BlockStage:
-    """A layer, measured, solved and run as one.
+    """Linears of a layer that are measured and solved together.
 
     Attributes:
         linears: the Linears by full name.
@@ -68,7 +67,7 @@ class ModuleRunner:
         next: index of the layer that the hidden states are the input of.
 
     Raises:
-        UsageError, RecipeError: as :class:`~quantkit.quantization.calibration.module_blocks.ModuleBlocks`.
+        UnsupportedModelError: as :class:`~quantkit.quantization.calibration.module_blocks.ModuleBlocks`.
     """
 
     def __init__(self, source: ModelSource, outline: Outline, tokens: torch.Tensor, states: Spill,
@@ -97,7 +96,7 @@ class ModuleRunner:
         del tags
         self._replaced.clear()
         order = OrderedInputs(self._parameters(index))
-        with self._naming(index, 0), order:
+        with order:
             self._blocks.run(index, self._tokens[0], self._states.get(0))
         groups = order.groups(names)
         self._drifting = {name for group in groups[:-1] for name in group if EXPERT not in name}
@@ -110,7 +109,8 @@ class ModuleRunner:
         of one that no token reaches they are zeros.
 
         Raises:
-            NonFiniteError: a value isn't finite; sample, layer and tensor are named.
+            NonFiniteError: a value isn't finite; layer and tensor are named.
+            UnsupportedModelError: the family's code fails.
             CalibrationError: a Hessian overflows.
         """
         names = list(wanted)
@@ -122,11 +122,10 @@ class ModuleRunner:
             correlation=self._correlation) for name in names})
         drifted = [name for name in names if name in self._drifting and "drift" in wanted[name]]
         for batch in range(len(self._tokens)):
-            with self._naming(stage.index, batch):
-                observed.original = {name: self._inputs.get(key).to(self._device) for name in drifted
-                                     if (key := f"input-{batch}.{name}") in self._inputs}
-                with observed:
-                    self._blocks.run(stage.index, self._tokens[batch], self._states.get(batch))
+            observed.original = {name: self._inputs.get(key).to(self._device) for name in drifted
+                                 if (key := f"input-{batch}.{name}") in self._inputs}
+            with observed:
+                self._blocks.run(stage.index, self._tokens[batch], self._states.get(batch))
         return observed.results()
 
     def forget(self, names: Collection[str]) -> None:
@@ -146,10 +145,9 @@ class ModuleRunner:
         self._advance_original(stage.index)
         self._load(stage.index)
         for batch, tokens in enumerate(self._tokens):
-            with self._naming(stage.index, batch):
-                passed = self._blocks.run(stage.index, tokens, self._states.take(batch))
-                states = next(leaf for leaf in pytree.tree_leaves(passed.outputs) if torch.is_tensor(leaf))
-                check_finite_states(states, batch * self._batch, behind(stage.index), stage.index)
+            passed = self._blocks.run(stage.index, tokens, self._states.take(batch))
+            states = next(leaf for leaf in pytree.tree_leaves(passed.outputs) if torch.is_tensor(leaf))
+            check_finite_states(states, batch * self._batch, behind(stage.index), stage.index)
             self._states.put(batch, passed)
         self._blocks.unload()
         self._inputs.drop("input-")
@@ -176,7 +174,7 @@ class ModuleRunner:
         replaced, self._replaced = self._replaced, {}
         recorded = RecordedInputs(self._parameters(index), self._drifting)
         for batch, tokens in enumerate(self._tokens):
-            with self._naming(index, batch), recorded:
+            with recorded:
                 passed = self._blocks.run(index, tokens, self._original.take(batch))
             self._original.put(batch, passed)
             for name, x in recorded.inputs.items():
@@ -186,17 +184,6 @@ class ModuleRunner:
 
     def _width(self, name: str) -> int:
         return next(slot.in_features for slot in self._outline.slots if slot.name == name)
-
-    @contextmanager
-    def _naming(self, index: int, batch: int) -> Iterator[None]:
-        """Name the layer and the first of the windows that are under way."""
-        try:
-            yield
-        except NonFiniteError as error:
-            if error.sample is not None:
-                raise
-            raise NonFiniteError(error.tensor, sample=batch * self._batch, layer=index,
-                                 why=error.why) from None
 
 
 def _owners(tag: torch.Tensor, names: Sequence[str]) -> list[list[str]]:
