@@ -151,6 +151,24 @@ def stop_at() -> Callable[[str | int], Callable[[Any], None]]:
     return make
 
 
+@pytest.fixture
+def resumed_run(stop_at, tmp_path) -> Callable[[str, Any, str], Any]:
+    """``resumed_run(model, recipe, label)``: a run stopped at that label and gone on with, which ends with
+    the bytes of one that wasn't stopped."""
+    def run(model: str, recipe: Any, label: str) -> Any:
+        from quantkit.quantization.run import quantize
+        from quantkit.support.errors import QuantkitError
+
+        with pytest.raises(QuantkitError, match="stopped"):
+            quantize(model, recipe, tmp_path / "out", progress=stop_at(label))
+        resumed, undisturbed = (quantize(model, recipe, tmp_path / name) for name in ("out", "undisturbed"))
+        assert resumed.resumed and (resumed.out / "quantkit.json").read_bytes() == (
+            undisturbed.out / "quantkit.json").read_bytes()
+        return resumed
+
+    return run
+
+
 @pytest.fixture(autouse=True)
 def _same_torch_threads() -> Iterator[None]:
     """A test that changes torch's number of threads changes it for itself only."""

@@ -28,7 +28,7 @@ from quantkit.export.layouts import check_absent, check_intact, check_layers, ro
 from quantkit.models.architecture import EXPERT, layer_of
 from quantkit.models.loadable import check_loadable
 from quantkit.sources.base import TensorInfo
-from quantkit.sources.split_experts import FAMILIES, interleaved
+from quantkit.sources.split_experts import FAMILIES, LAYOUTS, fused
 from quantkit.support.errors import CheckpointError, UsageError
 from quantkit.support.paths import typed_path
 from quantkit.support.progress import Listener, ProgressEvent, silent
@@ -141,9 +141,9 @@ def _files(checkpoint: AnyCheckpoint, layers: int) -> list[dict[str, LazyTensor]
         assert index is not None
         gates = name.endswith(".gate_proj")
         others = experts[name.replace(".gate_proj", ".up_proj")] if gates else []
-        fused = name.replace(".gate_proj", ".gate_up_proj")
-        files[index] |= {f"{fused}{suffix}": tensor
-                         for suffix, tensor in _joined(checkpoint, fused, rows, others)}
+        together = name.replace(".gate_proj", ".gate_up_proj")
+        files[index] |= {f"{together}{suffix}": tensor
+                         for suffix, tensor in _joined(checkpoint, together, rows, others)}
     return files
 
 
@@ -159,8 +159,7 @@ def _joined(checkpoint: AnyCheckpoint, name: str, rows: Sequence[LayerRow],
              read: Callable[[str], torch.Tensor]) -> tuple[str, LazyTensor]:
         def joined() -> torch.Tensor:
             parts = [torch.stack([read(row.name) for row in part]) for part in (rows, others) if part]
-            tensor = interleaved(*parts) if others else parts[0]
-            return tensor.mT.contiguous() if suffix == "" else tensor
+            return fused(parts, LAYOUTS[FAMILIES[0]], weight=suffix == "").contiguous()
 
         return suffix, LazyTensor(TensorInfo(f"{name}{suffix}", shape, dtype), joined)
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -102,6 +102,20 @@ def interleaved(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return torch.stack((gate, up), 2).flatten(1, 2)
 
 
+def fused(sides: Sequence[torch.Tensor], layout: Layout, *, weight: bool) -> torch.Tensor:
+    """Rows ``[experts, rows, …]`` of gate and up, or of one projection, as a family's files have them.
+
+    Args:
+        sides: gate's and up's, or one projection's.
+        layout: that of the family.
+        weight: whether they are weights, which may be transposed there.
+    """
+    rows = sides[0]
+    if len(sides) > 1:
+        rows = interleaved(*sides) if layout.interleaved else torch.cat([*sides], 1)
+    return rows.mT if weight and layout.transposed else rows
+
+
 def joined_experts(tensors: Mapping[str, torch.Tensor], layout: Layout,
                    plain: Container[str] = ()) -> dict[str, torch.Tensor]:
     """Tensors with those of experts together, as such a family's files have them, but for those called
@@ -113,14 +127,11 @@ def joined_experts(tensors: Mapping[str, torch.Tensor], layout: Layout,
             joined[name] = tensor
             continue
         side = _SIDES[match[3]]
-        fused = f"{match[1]}.{'down' if side < 0 else 'gate_up'}_proj{_ENDS[match[4]]}"
-        experts[fused, match[4]].setdefault(side, {})[int(match[2])] = tensor
-    for (fused, part), sides in experts.items():
+        together = f"{match[1]}.{'down' if side < 0 else 'gate_up'}_proj{_ENDS[match[4]]}"
+        experts[together, match[4]].setdefault(side, {})[int(match[2])] = tensor
+    for (name, part), sides in experts.items():
         parts = [torch.stack([side[expert] for expert in sorted(side)]) for _, side in sorted(sides.items())]
-        rows = parts[0] if len(parts) == 1 else (
-            interleaved(*parts) if layout.interleaved else torch.cat(parts, 1))
-        turned = part == "weight" and layout.transposed and fused not in plain
-        joined[fused] = rows.transpose(1, 2) if turned else rows
+        joined[name] = fused(parts, layout, weight=part == "weight" and name not in plain)
     return joined
 
 

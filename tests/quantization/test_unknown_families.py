@@ -104,17 +104,8 @@ def test_what_needs_the_mathematics_is_refused(folder, tmp_path, recipe, why):
     assert not (tmp_path / "out").exists() and not (tmp_path / "out.partial").exists()
 
 
-def test_a_stopped_run_goes_on_to_the_same_bytes(folder, tmp_path):
-    def stop(event):
-        if event.label == "layer 1":
-            raise KeyboardInterrupt
-
-    with pytest.raises(QuantkitError, match="stopped"):
-        quantize(str(folder), "int8", tmp_path / "out", progress=stop)
-    resumed = quantize(str(folder), "int8", tmp_path / "out")
-    whole = quantize(str(folder), "int8", tmp_path / "whole")
-    assert resumed.resumed and (resumed.out / "quantkit.json").read_bytes() == (
-        whole.out / "quantkit.json").read_bytes()
+def test_a_stopped_run_goes_on_to_the_same_bytes(folder, resumed_run):
+    resumed_run(str(folder), "int8", "layer 1")
 
 
 def test_weights_that_lie_the_other_way_round_are_refused(folder, tmp_path):

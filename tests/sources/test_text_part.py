@@ -99,20 +99,10 @@ def test_a_head_of_its_own_is_told_to_both(wrapped, tmp_path):
     assert load(str(out)).model(torch.arange(5, 25)[None]).isfinite().all()
 
 
-def test_a_stopped_run_goes_on_to_the_same_bytes(wrapped, tmp_path):
-    def stop(event):
-        if event.label == "layer 1":
-            raise KeyboardInterrupt
-
-    _, outer = wrapped
-    with pytest.raises(QuantkitError, match="stopped"):
-        quantize(str(outer), "int8", tmp_path / "out", progress=stop)
-    resumed = quantize(str(outer), "int8", tmp_path / "out")
-    whole = quantize(str(outer), "int8", tmp_path / "whole")
-    assert resumed.resumed and (resumed.out / "quantkit.json").read_bytes() == (
-        whole.out / "quantkit.json").read_bytes()
-    assert whole.plan.disk_bytes == sum(
-        tensor.nbytes for tensor in load_file(whole.out / "model.safetensors").values())
+def test_a_stopped_run_goes_on_to_the_same_bytes(wrapped, resumed_run):
+    made = resumed_run(str(wrapped[1]), "int8", "layer 1")
+    assert made.plan.disk_bytes == sum(
+        tensor.nbytes for tensor in load_file(made.out / "model.safetensors").values())
 
 
 @pytest.mark.parametrize(("engine", "recipe", "why"), [

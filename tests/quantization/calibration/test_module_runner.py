@@ -18,7 +18,7 @@ from quantkit.quantization.planning.plan import make_plan
 from quantkit.quantization.recipe import Recipe
 from quantkit.quantization.run import quantize
 from quantkit.sources.open import open_source
-from quantkit.support.errors import QuantkitError, RecipeError
+from quantkit.support.errors import RecipeError
 from quantkit.testing.tiny import tiny_tokenizer
 
 pytestmark = pytest.mark.oracle
@@ -184,20 +184,10 @@ def test_an_expert_without_tokens_is_rounded_and_told(tmp_path):
     assert all("only 0 calibration tokens reached this expert" in row.notes for row in unreached)
 
 
-def test_a_stopped_run_goes_on_to_the_same_bytes(tmp_path):
+def test_a_stopped_run_goes_on_to_the_same_bytes(tmp_path, resumed_run):
     _, folder = build("gemma4_text", tmp_path / "model")
-
-    def stop(event):
-        if event.label == "layer 2":
-            raise KeyboardInterrupt
-
-    with pytest.raises(QuantkitError, match="stopped"):
-        quantize(str(folder), recipe(), tmp_path / "out", progress=stop)
-    resumed = quantize(str(folder), recipe(), tmp_path / "out")
-    whole = quantize(str(folder), recipe(), tmp_path / "whole")
-    assert resumed.resumed == 2
-    assert (resumed.out / "quantkit.json").read_bytes() == (whole.out / "quantkit.json").read_bytes()
-    assert whole.plan.outline_record.calibrated.startswith("transformers 5")
+    made = resumed_run(str(folder), recipe(), "layer 2")
+    assert made.resumed == 2 and made.plan.outline_record.calibrated.startswith("transformers 5")
 
 
 def test_nothing_of_the_folder_is_run(tmp_path, monkeypatch):
