@@ -43,7 +43,7 @@ class Architecture:
 
     Attributes:
         model_type: the key of ``config.json``; also the registered name.
-        classes: names in ``architectures`` that mean this causal language model.
+        classes: names in ``architectures`` that mean this causal language model, its own first.
         parse: ``config.json`` → ModelConfig; raises UnsupportedModelError.
     """
 
@@ -102,7 +102,7 @@ def suggested(hf_config: Mapping[str, Any], infos: Mapping[str, TensorInfo]) -> 
 
     classes, shapes = hf_config.get("architectures"), {name: tuple(i.shape) for name, i in infos.items()}
     for name, architecture in registry("architectures").usable():
-        if not isinstance(classes, list) or not set(map(str, classes)) & set(architecture.classes):
+        if not isinstance(classes, list) or architecture.classes[0] not in map(str, classes):
             continue
         with contextlib.suppress(UnsupportedModelError):
             if tensor_shapes(architecture.parse({**hf_config, "model_type": name})) == shapes:

@@ -207,7 +207,7 @@ def mixed_windows(config: ConfigReader, *, default_window: int,
     return _listed(config, window, tuple(window if i >= full else None for i in range(layers)))
 
 
-def periodic_windows(config: ConfigReader, window: int, period: int) -> tuple[int | None, ...]:
+def periodic_windows(config: ConfigReader, window: int | None, period: int) -> tuple[int | None, ...]:
     """Gemma's rule: ``layer_types`` if given, else every ``period``-th layer has no window, all others do.
     Raises UnsupportedModelError as :func:`mixed_windows`."""
     return _listed(config, window, tuple(window if (i + 1) % period else None

@@ -40,12 +40,42 @@ def _parse_llama(config: Mapping[str, Any]) -> ModelConfig:
                        mlp_bias=reader.flag("mlp_bias"))
 
 
+def _parse_internlm3(config: Mapping[str, Any]) -> ModelConfig:
+    """InternLM3: Llama's layers. ``qkv_bias`` and ``bias`` are names for Llama's ``attention_bias`` and
+    ``mlp_bias``, and have one value, as transformers requires."""
+    reader = _reader(config, "internlm3")
+    bias = reader.flag("attention_bias", reader.flag("qkv_bias"))
+    for key in ("qkv_bias", "mlp_bias", "bias"):
+        reader.only(key, (bias,))
+    return parse_dense(reader, "internlm3", windows=uniform_windows(reader, None), qkv_bias=bias, o_bias=bias,
+                       mlp_bias=bias, kv_heads=2, max_positions=32768, head_dim=128, eps=1e-5)
+
+
+def _parse_iquestcoder(config: Mapping[str, Any]) -> ModelConfig:
+    """IQuest-Coder: Llama's layers, with heads of 128 unless ``head_dim`` is given."""
+    reader = _reader(config, "iquestcoder")
+    bias = reader.flag("attention_bias")
+    return parse_dense(reader, "iquestcoder", windows=uniform_windows(reader, None), qkv_bias=bias,
+                       o_bias=bias, mlp_bias=reader.flag("mlp_bias"), kv_heads=8, max_positions=131_072,
+                       head_dim=128)
+
+
 def _parse_mistral(config: Mapping[str, Any]) -> ModelConfig:
     """Mistral 7B, https://arxiv.org/abs/2310.06825: Llama's layers with a sliding window in each. A missing
     ``sliding_window`` means 4096, null means none: that is what transformers reads."""
     reader = _reader(config, "mistral", ("attention_bias", "mlp_bias"))
     window = None if reader.null("sliding_window") else reader.integer("sliding_window", 4096)
     return parse_dense(reader, "mistral", windows=uniform_windows(reader, window), qkv_bias=False,
+                       o_bias=False, kv_heads=8, max_positions=4096 * 32)
+
+
+def _parse_ministral(config: Mapping[str, Any]) -> ModelConfig:
+    """Ministral 8B of 2024: Mistral's layers, of which those that ``layer_types`` calls so have the window;
+    without that list all."""
+    reader = _reader(config, "ministral", ("attention_bias", "mlp_bias"))
+    window = None if reader.null("sliding_window") else reader.integer("sliding_window", 4096)
+    every = layer_count(reader) + 1
+    return parse_dense(reader, "ministral", windows=periodic_windows(reader, window, every), qkv_bias=False,
                        o_bias=False, kv_heads=8, max_positions=4096 * 32)
 
 
@@ -240,6 +270,11 @@ def _gemma3_ropes(reader: ConfigReader, positions: int) -> tuple[RopeConfig, Rop
 
 
 LLAMA = Architecture("llama", ("LlamaForCausalLM",), _parse_llama)
+INTERNLM3 = Architecture("internlm3", ("InternLM3ForCausalLM", "LlamaForCausalLM"),
+                         _parse_internlm3)
+IQUESTCODER = Architecture("iquestcoder", ("IQuestCoderForCausalLM", "LlamaForCausalLM"),
+                           _parse_iquestcoder)
+MINISTRAL = Architecture("ministral", ("MinistralForCausalLM",), _parse_ministral)
 MISTRAL = Architecture("mistral", ("MistralForCausalLM",), _parse_mistral)
 MIXTRAL = Architecture("mixtral", ("MixtralForCausalLM",), _parse_mixtral)
 PHI3 = Architecture("phi3", ("Phi3ForCausalLM",), _parse_phi3)

@@ -15,11 +15,9 @@ from quantkit.models.reader import ConfigReader
 RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope"]
 KINDS: tuple[RopeKind, ...] = ("default", "linear", "llama3", "yarn")
 """What every family may ask for; ``longrope`` is for those that say so."""
+DYNAMIC = "dynamic"
+"""A kind that stretches the rope in sequences longer than ``max_position_embeddings``, which none is here."""
 DEFAULT_THETA = 10_000.0
-_WHY_NOT = {
-    "dynamic": "its frequencies depend on the longest sequence of the batch, "
-               "so that a request's tokens would depend on its neighbors",
-}
 
 
 @dataclass(frozen=True)
@@ -70,9 +68,12 @@ def parse_rope(config: ConfigReader, max_positions: int, default_theta: float = 
     table = _open_table(config)
     reader, kind = table.reader, table.kind
     outer_original = config.raw("original_max_position_embeddings")
+    if kind == DYNAMIC:
+        kind = "default"
+        reader.number("factor")
+        reader.only("original_max_position_embeddings", (max_positions,))
     if kind not in KINDS:
-        reason = _WHY_NOT.get(str(kind)) or f"implemented kinds: {', '.join(KINDS)}"
-        raise reader.wrong("rope_type", kind, reason)
+        raise reader.wrong("rope_type", kind, f"implemented kinds: {', '.join((*KINDS, DYNAMIC))}")
     fields: dict[str, Any] = {"theta": table.theta or default_theta, "kind": kind}
     if kind != "default":
         fields["factor"] = _factor(reader, kind, max_positions)

@@ -14,7 +14,7 @@ from quantkit.testing import FAMILIES, tiny_weights
 
 
 def test_an_unknown_family_lists_the_known_ones(make_config):
-    known = r"'qwen4'\nknown: .*gemma3, .*llama, .*mimo, mistral"
+    known = r"'qwen4'\nknown: .*gemma3, .*llama, .*mimo, ministral, mistral"
     with pytest.raises(UnsupportedModelError, match=known):
         parse_config(make_config("qwen3", model_type="qwen4"))
 

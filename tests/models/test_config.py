@@ -28,7 +28,7 @@ def test_every_field_is_read(make_config, family):
     ("partial_rotary_factor", 0.5), ("rope_interleaved", True), ("pretraining_tp", 2),
     ("num_local_experts", 8), ("query_pre_attn_scalar", 144), ("is_encoder_decoder", True),
     ("attention_multiplier", 0.1), ("logits_scaling", 8.0), ("mlp_bias", "yes"), ("no_rope_layers", [1, 0]),
-    ("rope_scaling", {"type": "dynamic", "factor": 2.0}),
+    ("rope_scaling", {"type": "dynamic", "factor": 2.0, "alpha": 1000.0}),
     ("rope_scaling", {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}),
     ("rope_scaling", {"type": "linear", "factor": 2.0, "surprise": 1}),
     ("rope_scaling", {"type": "linear", "rope_type": "llama3", "factor": 2.0}),

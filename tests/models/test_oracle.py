@@ -49,6 +49,10 @@ CASES = {
         "full_attention", "sliding_attention", "sliding_attention"], "attention_bias": False,
         "num_experts_per_tok": 1, "rope_scaling": None, "rope_theta": None, "rope_parameters": {
         "rope_type": "default", "rope_theta": 700.0}}),
+    "internlm3": ("internlm3", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 2}),
+    "internlm3-untied": ("internlm3", {"tie_word_embeddings": False, "head_dim": 24, "rope_scaling": {
+        "rope_type": "dynamic", "factor": 6.0}}),
+    "iquestcoder": ("iquestcoder", {"tie_word_embeddings": False}),
     "llama": ("llama", {}),
     "llama-mha": ("llama", {"num_key_value_heads": 4}),
     "llama-mqa-untied": ("llama", {"num_key_value_heads": 1, "tie_word_embeddings": False}),
@@ -62,6 +66,9 @@ CASES = {
     "llama-rope-yarn-fine": ("llama", {"rope_theta": 100.0, "rope_scaling": {
         "rope_type": "yarn", **YARN, "beta_fast": 4.0, "beta_slow": 0.5, "truncate": False, "mscale": 0.8,
         "mscale_all_dim": 0.5}}),
+    "ministral": ("ministral", {"sliding_window": 5}),
+    "ministral-layer-types": ("ministral", {"sliding_window": 6, "num_hidden_layers": 3, "layer_types": [
+        "full_attention", "sliding_attention", "sliding_attention"], "tie_word_embeddings": False}),
     "mistral": ("mistral", {}),
     "mistral-window": ("mistral", {"sliding_window": 5, "tie_word_embeddings": False, "head_dim": 32}),
     "mixtral": ("mixtral", {}),
