@@ -39,8 +39,19 @@ SMALL: dict[str, Any] = {
     "embed_dim": 128, "out_hidden_size": 128, "mamba_d_state": 16, "mamba_n_heads": 8, "mamba_d_head": 32,
     "vocab_size_per_layer_input": 512, "hidden_size_per_layer_input": 32, "global_head_dim": 32,
     "image_token_id": 3, "image_token_index": 3, "video_token_id": 4, "vision_start_token_id": 5,
-    "vision_end_token_id": 6, "layer_types": None, "mlp_layer_types": None}
+    "vision_end_token_id": 6, "layer_types": None, "mlp_layer_types": None,
+    "rotary_dim": 16}
 """Sizes of a tiny model by the keys of configs; those that a config hasn't got aren't used."""
+
+_SECTIONS = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}}
+OWN: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("glm46v", "glm4v", "glm_ocr", "glmga", "paddleocr_vl", "qwen2_5_omni_thinker",
+                     "qwen2_5_vl", "qwen2_vl"), _SECTIONS),
+    "glm4v_moe": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3],
+                                      "partial_rotary_factor": 0.5}},
+    "falcon_h1": {"mamba_d_ssm": 256}, "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2}, "step3p7": {"sliding_window": 24}}
+"""What single families need besides, in the table of the language model."""
 
 
 def tiny_config(model_type: str) -> Any:
@@ -49,16 +60,23 @@ def tiny_config(model_type: str) -> Any:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     inside = {}
+    own = OWN.get(model_type, {})
     for name in getattr(CONFIG_MAPPING[model_type], "sub_configs", {}):
         table = getattr(AutoConfig.for_model(model_type), name, None)
         if table is not None:
-            inside[name] = _small(table)
-    return AutoConfig.for_model(model_type, **_small(AutoConfig.for_model(model_type)), **inside)
+            inside[name] = {"model_type": table.model_type, **_small(table),
+                            **(own if name == "text_config" else {})}
+    outer = _small(AutoConfig.for_model(model_type))
+    return AutoConfig.for_model(model_type, **outer | ({} if "text_config" in inside else own), **inside)
 
 
 def _small(config: Any) -> dict[str, Any]:
     written = config.to_dict()
     small = {key: value for key, value in SMALL.items() if key in written}
+    for key, value in small.items():
+        if value is not None and isinstance(given := written[key], (list, tuple)):
+            layers = len(given) == written.get("num_hidden_layers")
+            small[key] = [value] * (small["num_hidden_layers"] if layers else len(given))
     if "kv_lora_rank" in small:  # there each head has keys of its own
         small |= {"num_key_value_heads": small["num_attention_heads"], "head_dim": small["qk_rope_head_dim"]}
     if "expand" in written and "num_heads" in small:
@@ -78,7 +96,7 @@ def measure(model_type: str, folder: Path) -> dict[str, Any]:
     try:
         torch.manual_seed(0)
         model = kind.from_config(tiny_config(model_type)).to(torch.bfloat16).eval()
-        if (count := sum(p.numel() for p in model.parameters())) > 2**27:
+        if (count := sum(p.numel() for p in model.parameters())) > 2**28:
             return {"built": f"no: {count:,} parameters"}
         for parameter in model.parameters():
             if parameter.dim() >= 2:
@@ -89,7 +107,13 @@ def measure(model_type: str, folder: Path) -> dict[str, Any]:
         expected = _logits(kind, folder / "model", tokens)
     except Exception as error:  # whatever transformers says
         return {"built": f"no: {type(error).__name__}: {' '.join(str(error).split())[:90]}"}
-    row: dict[str, Any] = {"built": "yes"}
+    from click.testing import CliRunner
+
+    from quantkit.cli.main import main as quantkit
+
+    inspected = CliRunner().invoke(quantkit, ["inspect", str(folder / "model")])
+    row: dict[str, Any] = {"built": "yes", "inspect": "yes" if inspected.exit_code == 0 else (
+        inspected.output[:300])}
     for recipe in RECIPES:
         try:
             row[recipe] = _quantized(kind, folder, recipe, tokens, expected)
@@ -120,18 +144,19 @@ def _quantized(kind: Any, folder: Path, recipe: str, tokens: Any, expected: Any)
                       for rule in chosen.rules)
         text = CalibrationSpec(text="random", windows=32, window=128)
         chosen = chosen.model_copy(update={"name": recipe, "rules": rules, "calibration": text})
-    try:  # both read by transformers where that is possible at all
-        result = quantize(str(folder / "model"), chosen.model_copy(update={"engine": "transformers"}),
-                          folder / recipe)
-    except QuantkitError:
-        result = quantize(str(folder / "model"), chosen, folder / recipe)
+    made = chosen.model_copy(update={"engine": "transformers"})
+    try:
+        result, refused = quantize(str(folder / "model"), made, folder / recipe), None
+    except QuantkitError as error:
+        refused = f"refused: {error.why or error.what}"[:300]
+        result = quantize(str(folder / "model"), chosen, folder / f"{recipe}-vllm")
     record = result.plan.outline_record
     ours = (load if record is None else load_through_modules)(str(result.out), dtype="float32")
     share = None if record is None else record.quantized / (record.quantized + sum(record.kept.values()))
     row = {"kl": _kl(expected, _ours(ours, tokens)), "quantized": share, "layers": sum(
         row.spec is not None for row in result.rows), "kept": None if record is None else record.kept}
     try:
-        row["transformers"] = _kl(expected, _logits(kind, result.out, tokens))
+        row["transformers"] = refused or _kl(expected, _logits(kind, result.out, tokens))
     except Exception as error:
         row["transformers"] = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
     return row

@@ -7,7 +7,8 @@ one: so whatever transformers reads of a family is read here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import version
 from typing import Any
@@ -20,6 +21,8 @@ from quantkit.models.outline import Outline
 from quantkit.sources.base import ModelSource, in_file, name_in_file
 from quantkit.support.errors import UnsupportedModelError
 
+_NUMBERED = re.compile(r"[^.]+\.\d+\..*")
+"""A name from the list of layers on."""
 UNTOUCHED = 1 << 16
 """Values of an empty tensor from which it gets no memory while a network is built: it is a weight."""
 
@@ -86,6 +89,15 @@ class Modules:
                                         why=f"{str(wrong)[:200]} is of another shape there",
                                         next="get config.json and the weights from the same place again")
 
+    def leave_out(self, pattern: str) -> None:
+        """Let parameters whose names have this in them be on the device without memory there: each is one
+        NaN, which shows if it is used. A network's own code asks any of its parameters for the device."""
+        nan = torch.full((), torch.nan, dtype=self._dtype, device=self._device)
+        for path, module in self.network.named_modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None and parameter.is_meta and re.search(pattern, f"{path}.{name}"):
+                    module._parameters[name] = nn.Parameter(nan.expand(parameter.shape), requires_grad=False)
+
     def around(self, path: str) -> tuple[Any, Any]:
         """The module at a path, and the innermost model of transformers that it is in: of a model of images
         and text the text model, which needs nothing of the rest."""
@@ -121,6 +133,27 @@ class Modules:
     def name(self) -> str:
         """The class of the network."""
         return type(self.network).__name__
+
+
+def renamed(model_type: str, linears: Iterable[str]) -> tuple[str, str] | None:
+    """The first Linear that has another name than in the files in transformers' layers of a family, or is a
+    part of a Linear there, and its name there: quantized it isn't found. ``None`` if there is none, or
+    transformers isn't there."""
+    try:
+        from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+    except ImportError:
+        return None
+    conversions = [item for kind in (model_type, f"{model_type}_text")
+                   for item in get_checkpoint_conversion_mapping(kind) or ()]
+    renamings = [item for item in conversions if isinstance(item, WeightRenaming)]
+    converters = [item for item in conversions if isinstance(item, WeightConverter)]
+    for name in {re.sub(r"\d+", "0", name): name for name in linears}.values():
+        joining = [] if ".experts." in name else converters  # experts it joins quantized, too
+        there = str(rename_source_key(f"{name}.weight", renamings, joining)[0])
+        if _NUMBERED.findall(f"{name}.weight") != _NUMBERED.findall(there):
+            return name, there.removesuffix(".weight")
+    return None
 
 
 def _empty_network(config: Mapping[str, Any], model_type: str, dtype: torch.dtype) -> Any:

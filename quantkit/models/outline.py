@@ -27,7 +27,7 @@ LAYERS = "model.layers."
 _NUMBERED = re.compile(r"((?:[^.]+\.)*?(?:layers|layer|blocks|block|h)\.)(0|[1-9][0-9]{0,4})\.")
 _NUMBER = re.compile(r"(0|[1-9][0-9]{0,4})\.")
 TOWER = (r"vis(?:ion|ual)|vit\.|image|audio|speech|video|projector|connector|perceiver|resampler|qformer|"
-         r"aligner|mtp|eagle|talker|codec")
+         r"aligner|vq|mtp|eagle|talker|codec")
 """A pattern in the path of what isn't the language model's layers."""
 _ROUTERS = frozenset({"gate", "router", "shared_expert_gate", "wg"})
 _STATES = frozenset({"x_proj", "dt_proj", "in_proj_a", "in_proj_b", "in_proj_ba"})

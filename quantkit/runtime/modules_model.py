@@ -31,11 +31,12 @@ from quantkit.runtime.loader import SHORT, LoadedModel
 from quantkit.sources.base import ModelSource, SourceIdentity, TensorInfo, file_bytes, release
 from quantkit.sources.split_experts import LAYOUTS, joined_experts
 from quantkit.support.device import find_device
-from quantkit.support.errors import UsageError
+from quantkit.support.errors import UnsupportedModelError, UsageError
 from quantkit.support.progress import Listener, ProgressEvent, silent
 from quantkit.text.tokenizer import Tokenizer
 
-MIB = 1 << 20
+PROBE = 8
+"""Tokens of which the head's logits are compared with the whole network's."""
 
 
 class ModulesModel:
@@ -100,6 +101,17 @@ class ModulesModel:
 
     def forward(self, tokens: Sequence[Sequence[int]], batch: Any, wanted: Sequence[int]) -> torch.Tensor:
         self.check_cache(batch)
+
+    def check_head(self) -> None:
+        """Raises UnsupportedModelError: the head makes other logits of what :meth:`hidden` left than the
+        whole network does."""
+        ids = torch.arange(PROBE, device=self.device)[None] % self.config.vocab_size
+        with quiet():
+            logits = self._modules.network(input_ids=ids, use_cache=False).logits.float()
+        if not torch.allclose(self(ids), logits, rtol=1e-3, atol=1e-3, equal_nan=True):
+            raise UnsupportedModelError(f"{self._modules.name} of transformers isn't layers and a head",
+                                        why="its head needs more than the last hidden states",
+                                        next="quantize it without calibration, by int8 or int4-rtn")
 
     def head_alone(self) -> ModulesModel:
         """The same head on a network without memory for its layers."""
@@ -217,14 +229,16 @@ def load_through_modules(uri: str, *, revision: str | None = None, dtype: str = 
             modules.put({name: source.tensor(name) for name in names})
             release(source)
         modules.network.tie_weights()
+        modules.leave_out(TOWER)
         sizes = sizes_of(outline)
+        model = ModulesModel(modules, sizes, kind, place)
+        model.check_head()
         parameters = sum(slot.in_features * slot.out_features for slot in outline.slots)
         if isinstance(opened, Checkpoint):
             label, manifest, bits = quantization_label(opened.layers), opened.manifest, opened.bits_per_weight
         else:
             stored = sum(infos[f"{slot.name}.weight"].nbytes for slot in outline.slots)
             label, manifest, bits = SHORT[kind], None, 8 * stored / parameters
-        return LoadedModel(ModulesModel(modules, sizes, kind, place), sizes,
-                           Tokenizer(source.side_files(), config), uri, f"{label}, by {library()}", manifest,
-                           opened.file_bytes if isinstance(opened, Checkpoint) else file_bytes(opened), bits,
-                           weight_bytes=0)
+        size = opened.file_bytes if isinstance(opened, Checkpoint) else file_bytes(opened)
+        return LoadedModel(model, sizes, Tokenizer(source.side_files(), config), uri,
+                           f"{label}, by {library()}", manifest, size, bits, weight_bytes=0)

@@ -59,7 +59,8 @@ def text_part(source: ModelSource) -> ModelSource:
     config, names = source.config(), source.tensors().keys()
     if str(config.get("model_type")) in WRAPPERS and _inner_type(config) in registry("architectures"):
         return _multimodal(source, config)
-    if names >= set(_BARE) and not any(name.startswith("model.") or name == "fc.weight" for name in names):
+    if str(config.get("model_type")) in registry("architectures") and names >= set(_BARE) and not any(
+            name.startswith("model.") or name == "fc.weight" for name in names):
         return _headless(source, config)  # with fc.weight it is a head that drafts
     return source
 

@@ -68,7 +68,7 @@ class ModuleBlocks:
     def _find_blocks(self) -> str:
         """The path of the layers' list in the network."""
         again = "get config.json and the weights from the same place again"
-        kinds = {re.sub(r"\d+", "*", name_in_file(self._source, slot.name)): slot
+        kinds = {re.sub(r"\d+", "*", name_in_file(self._source, f"{slot.name}.weight")): slot
                  for slot in reversed(self._outline.slots)}
         paths: list[str] = []
         for slot in kinds.values():

@@ -19,6 +19,7 @@ from quantkit.checkpoint.quantization_config import COMPRESSED
 from quantkit.formats.mlx import BITS, GROUPS
 from quantkit.formats.spec import Granularity, QuantSpec
 from quantkit.models.architecture import EMBEDDING, HEAD
+from quantkit.models.modules import renamed
 from quantkit.quantization.memory import PlanRow
 from quantkit.quantization.recipe import Recipe, Rule, spec_of
 from quantkit.sources.split_experts import read_together
@@ -70,6 +71,8 @@ def reason_against_transformers(rows: Sequence[PlanRow], model_type: str) -> str
         return TOGETHER
     if any(row.spec is not None and not row.spec.symmetric for row in rows):
         return "transformers reads no packed zero points"
+    if (other := renamed(model_type, (row.name for row in rows if row.spec is not None))) is not None:
+        return f"{other[0]} is {other[1]} in transformers, where its quantized parts aren't found"
     return reason_against_experts(rows)
 
 
