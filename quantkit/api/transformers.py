@@ -6,9 +6,7 @@
     quantize_linears(model, "int4-rtn")
     model.generate(**inputs, past_key_values=Cache(model, "snapkv(0.5)+int4"))
 
-transformers' own cache classes hand keys and values to an attention function. Ours stores them as codes, in
-pages of which every head may hold another number, and so it comes with the attention that reads these,
-registered under the name ``quantkit``.
+The cache comes with its attention, registered under the name ``quantkit``.
 """
 
 from __future__ import annotations
@@ -18,9 +16,6 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache as TransformersCache
-from transformers.cache_utils import CacheLayerMixin
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from quantkit.api.progress import Progress, reported
 from quantkit.checkpoint.manifest import LayerRow
@@ -30,24 +25,19 @@ from quantkit.kv.build import check_kv
 from quantkit.kv.cache import KVCache
 from quantkit.kv.spec import KVSpec, parse_kv
 from quantkit.models.architecture import LinearSlot, parse_config
-from quantkit.models.forward_context import ForwardContext
 from quantkit.ops.stored_weight import QuantizedWeight
 from quantkit.plugins.manager import registry
 from quantkit.quantization.memory import PlanRow
 from quantkit.quantization.planning.plan import LayerRefusal, RowResolver, assign
 from quantkit.quantization.recipe import Recipe, load_recipe
 from quantkit.quantization.solve import solve
+from quantkit.runtime.modules_cache import ModulesCache, unsupported
 from quantkit.sources.base import TensorInfo
 from quantkit.support.errors import QuantkitError, UsageError
 from quantkit.support.progress import ProgressEvent
 
-NAME = "quantkit"
-"""Of our attention, as transformers' ``attn_implementation``."""
-_MARK = "_quantkit_cache_layer"
-"""The attribute by which attention knows the keys of a cache of ours."""
 
-
-class Cache(TransformersCache):
+class Cache(ModulesCache):
     """A KV cache for ``model.generate(…, past_key_values=cache)``, kept as ``--kv`` keeps it.
 
     Each layer attends by our attention while it stores its keys here, and by its own otherwise. Prompts of a
@@ -74,18 +64,11 @@ class Cache(TransformersCache):
     def __init__(self, model: PreTrainedModel, kv: str | KVSpec = "none") -> None:
         spec = parse_kv(kv) if isinstance(kv, str) else kv
         check_kv(spec)
-        self.config = parse_config(model.config.to_dict())
-        self.kv_cache = KVCache(self.config, spec, model.dtype, model.device)
+        config = parse_config(model.config.to_dict())
+        super().__init__(model, KVCache(config, spec, model.dtype, model.device))
         if (why := _reason_against(self.kv_cache)) is not None:
             raise UsageError(f"the KV setting {spec} can't be used in transformers", why=why,
                              next=f'quantkit.load("MODEL", kv="{spec}") runs it')
-        self._model_config = model.config.get_text_config()
-        self._batch: Batch | None = None
-        self._context: ForwardContext | None = None
-        self._own: str | None = None
-        self._checked: tuple[int | None, torch.Tensor | None] | None = None
-        self._layer = 0
-        super().__init__(layers=[_Layer(self, index) for index in range(self.config.num_layers)])
 
     def __repr__(self) -> str:
         return f"<Cache {self.kv_cache.spec}: {self.get_seq_length()} tokens, {self.nbytes:,} bytes>"
@@ -98,79 +81,27 @@ class Cache(TransformersCache):
     def reset(self) -> None:
         """Forget everything."""
         self.kv_cache.free(self.kv_cache.numbers)
-        self._batch, self._layer = None, 0
+        super().reset()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Raises QuantkitError: beams aren't supported."""
-        raise _unsupported("beam search", "its beams would have to share and copy pages")
+        raise unsupported("beam search", "its beams would have to share and copy pages")
 
     def crop(self, tokens_to_remove: int) -> None:
         """Raises QuantkitError: tokens can't be taken back."""
         if tokens_to_remove:
-            raise _unsupported("taking tokens back, as assisted decoding does",
-                               "what was encoded or dropped can't be restored")
+            raise unsupported("taking tokens back, as assisted decoding does",
+                              "what was encoded or dropped can't be restored")
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Raises QuantkitError: rows can't be copied."""
-        raise _unsupported("copying rows of a batch", "each row's pages are its own")
+        raise unsupported("copying rows of a batch", "each row's pages are its own")
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Raises QuantkitError: rows can't be chosen."""
-        raise _unsupported("choosing rows of a batch", "all of them end together")
+        raise unsupported("choosing rows of a batch", "all of them end together")
 
-    def take(self, layer: int, keys: torch.Tensor) -> None:
-        """Take note of a step's keys ``[B, Hkv, T, D]``: the layer's attention will be ours, this once."""
-        if layer != self._layer or self._own is not None:
-            self._restore()
-            self.reset()
-            raise _unsupported("this model, or going on after an error",
-                               f"keys of layer {layer} came where those of layer {self._layer} were awaited")
-        if layer == 0:
-            self._begin(keys.shape[0], keys.shape[2])
-        self._own = self._model_config._attn_implementation
-        self._model_config._attn_implementation = NAME
-        setattr(keys, _MARK, (self, layer))
-
-    @torch.no_grad()
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-               mask: torch.Tensor | None, sinks: torch.Tensor | None) -> torch.Tensor:
-        """Store a layer's keys and values, rotated, and attend: ``[B, H, T, D]``."""
-        self._restore()
-        assert self._batch is not None and self._context is not None
-        window = self.config.sliding_windows[layer]
-        self._layer = -1  # until the layer is whole
-        self._check(mask, window, q.shape[2])
-        out = self._batch.attend(layer, q, k, v, self._context, window,
-                                 None if sinks is None else sinks.detach().float())
-        self._layer = layer + 1
-        if self._layer == self.config.num_layers:
-            self._batch.end()
-            self._layer = 0
-        return out
-
-    def _restore(self) -> None:
-        if self._own is not None:
-            self._model_config._attn_implementation, self._own = self._own, None
-
-    def _check(self, mask: torch.Tensor | None, window: int | None, tokens: int) -> None:
-        """Raise QuantkitError for a mask that is another than that of causal attention in a window."""
-        if mask is None or (self._checked is not None and self._checked[0] == window
-                            and self._checked[1] is mask):
-            return
-        seen = mask if mask.dtype == torch.bool else mask == (1 if mask.dim() == 2 else 0)
-        if mask.dim() == 2:
-            right = bool(seen.all())
-        else:
-            keys = torch.arange(mask.shape[-1], device=mask.device)
-            queries = keys[-tokens:, None]
-            expected = (keys <= queries) if window is None else (keys <= queries) & (keys > queries - window)
-            right = bool((seen == expected).all())
-        if not right:
-            raise _unsupported("a padded batch, or another mask than a causal one",
-                               "padding would be stored as if it were text")
-        self._checked = window, mask
-
-    def _begin(self, rows: int, tokens: int) -> None:
+    def next_batch(self, rows: int, tokens: int) -> Batch:
         cache = self.kv_cache
         if not cache.numbers:
             for _ in range(rows):
@@ -179,72 +110,11 @@ class Cache(TransformersCache):
             raise UsageError(f"the cache holds {len(cache.numbers)} rows, and {rows} come",
                              why="a cache is for one batch", next="make a new Cache for another one")
         first = not cache.seen(cache.numbers[0])
-        self._batch = Batch(cache, cache.numbers, "prefill_end" if first or tokens > 1 else "decode")
-        self._context = _Unrotated(self.config, self._batch.next_positions(tokens), cache.dtype)
-        self._checked = None
-        self._batch.begin([tokens] * rows)
+        return Batch(cache, cache.numbers, "prefill_end" if first or tokens > 1 else "decode")
 
-
-class _Layer(CacheLayerMixin):
-    """What transformers asks of a layer's cache."""
-
-    is_compileable = False
-    is_sliding = False
-    is_initialized = True
-    supports_early_init = False
-    is_croppable = False
-
-    def __init__(self, cache: Cache, index: int) -> None:
-        super().__init__()
-        self._cache, self._index = cache, index
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing: pages come with tokens."""
-
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any,
-               **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same keys and values: our attention stores them."""
-        self._cache.take(self._index, key_states)
-        return key_states, value_states
-
-    def get_seq_length(self) -> int:
-        numbers = self._cache.kv_cache.numbers
-        return self._cache.kv_cache.seen(numbers[0]) if numbers else 0
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.get_seq_length() + query_length, 0
-
-    def get_max_length(self) -> int:
-        return -1
-
-    get_max_cache_shape = get_max_length
-
-
-class _Unrotated(ForwardContext):
-    """Queries and keys come rotated: no position turns them again."""
-
-    def rope_tables(self, window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """``cos`` 1 and ``sin`` 0."""
-        shape = (*self.positions.shape, self._config.rope_of(window).rotated(self._config.head_dim))
-        cos = torch.ones(shape, dtype=self._dtype, device=self.positions.device)[:, None]
-        return cos, torch.zeros_like(cos)
-
-
-def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-              attention_mask: torch.Tensor | None, **options: Any) -> tuple[torch.Tensor, None]:
-    """Attention over a cache of ours, as transformers calls it: ``[B, T, H, D]``.
-
-    Raises:
-        QuantkitError: keys come from elsewhere: the model changes them behind its cache.
-    """
-    cache, layer = getattr(key, _MARK, (None, 0))
-    if cache is None:
-        raise _unsupported("this model", "it changes keys behind its cache, or has no cache of ours")
-    out: torch.Tensor = cache.attend(layer, query, key, value, attention_mask, options.get("s_aux"))
-    return out.transpose(1, 2).contiguous(), None
-
-
-ALL_ATTENTION_FUNCTIONS.register(NAME, attention)
+    def seen(self) -> int:
+        numbers = self.kv_cache.numbers
+        return self.kv_cache.seen(numbers[0]) if numbers else 0
 
 
 def _reason_against(cache: KVCache) -> str | None:
@@ -254,11 +124,6 @@ def _reason_against(cache: KVCache) -> str | None:
     if policy.on_prefill == "chunk" and policy.visible is None:
         return f"{policy.name} acts while a prompt is read, and transformers hands it over at once"
     return None
-
-
-def _unsupported(what: str, why: str) -> QuantkitError:
-    return QuantkitError(f"quantkit's cache doesn't support {what}", why=why,
-                         next="leave out past_key_values, or that")
 
 
 class QuantizedLinear(torch.nn.Module):

@@ -156,37 +156,55 @@ def renamed(model_type: str, linears: Iterable[str]) -> tuple[str, str] | None:
     return None
 
 
-def _empty_network(config: Mapping[str, Any], model_type: str, dtype: torch.dtype) -> Any:
+def config_there(config: Mapping[str, Any], model_type: str) -> Any:
+    """transformers' config of a model. Raises UnsupportedModelError: transformers isn't there, doesn't know
+    the family, or refuses what ``config.json`` says."""
     try:
-        from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-        from transformers.initialization import no_init_weights
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
-        from transformers.models.auto.modeling_auto import (
-            MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as IMAGE_TEXT,
-        )
     except ImportError as error:
         raise UnsupportedModelError(f"a model of type {model_type!r} is run through transformers 5 here",
                                     why=f"that isn't there: {error}",
                                     next="pip install 'transformers>=5'") from None
-    if model_type not in CAUSAL and model_type not in IMAGE_TEXT:
+    if model_type not in {*_mapping("CAUSAL_LM"), *_mapping("IMAGE_TEXT_TO_TEXT")}:
         raise UnsupportedModelError(f"{library()} has no language model of type {model_type!r}",
                                     why="its mathematics isn't known here either",
                                     next="pip install --upgrade transformers")
-    kind = AutoModelForCausalLM if model_type in CAUSAL else AutoModelForImageTextToText
     written = {key: value for key, value in config.items()
                if key not in ("auto_map", "quantization_config", "model_type", "architectures")}
+    with _built(model_type):
+        made = CONFIG_MAPPING[model_type]
+        return made.from_dict(made._decode_special_floats(written))
+
+
+def _empty_network(config: Mapping[str, Any], model_type: str, dtype: torch.dtype) -> Any:
+    there = config_there(config, model_type)
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.initialization import no_init_weights
+
+    kind = AutoModelForCausalLM if model_type in _mapping("CAUSAL_LM") else AutoModelForImageTextToText
+    with _built(model_type), no_init_weights(), _Unallocated(), quiet():
+        network = kind.from_config(there, dtype=dtype, experts_implementation="eager")
+    without_memory(network)
+    return network.eval()
+
+
+def _mapping(heads: str) -> Mapping[str, Any]:
+    """The families that have such heads."""
+    from transformers.models.auto import modeling_auto
+
+    names: Mapping[str, Any] = getattr(modeling_auto, f"MODEL_FOR_{heads}_MAPPING_NAMES")
+    return names
+
+
+@contextmanager
+def _built(model_type: str) -> Iterator[None]:
+    """Whatever a family's code says of a config is an error that names the model's type."""
     try:
-        with no_init_weights(), _Unallocated(), quiet():
-            made = CONFIG_MAPPING[model_type]
-            network = kind.from_config(made.from_dict(made._decode_special_floats(written)), dtype=dtype,
-                                       experts_implementation="eager")
-    except Exception as error:  # whatever a family's code says of a config
+        yield
+    except Exception as error:
         raise UnsupportedModelError(f"transformers can't build this model of type {model_type!r}",
                                     why=f"{type(error).__name__}: {' '.join(str(error).split())[:200]}",
                                     next="get the model's complete config.json") from None
-    without_memory(network)
-    return network.eval()
 
 
 class _Unallocated(TorchFunctionMode):

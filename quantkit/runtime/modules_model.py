@@ -1,14 +1,14 @@
 """Models whose mathematics isn't known here, run by transformers' modules, to be evaluated.
 
-They read whole texts and keep no KV cache of ours. A checkpoint is dequantized while it is loaded: what is
-scored is what its file says, whether or not a library has kernels for it.
+They read whole texts; with a KV setting their layers attend over our cache. A checkpoint is dequantized while
+it is loaded: what is scored is what its file says, whether or not a library has kernels for it.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from contextlib import closing
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing, suppress
 from typing import Any, NoReturn
 
 import torch
@@ -31,7 +31,7 @@ from quantkit.runtime.loader import SHORT, LoadedModel
 from quantkit.sources.base import ModelSource, SourceIdentity, TensorInfo, file_bytes, release
 from quantkit.sources.split_experts import LAYOUTS, joined_experts
 from quantkit.support.device import find_device
-from quantkit.support.errors import UnsupportedModelError, UsageError
+from quantkit.support.errors import QuantkitError, UnsupportedModelError, UsageError
 from quantkit.support.progress import Listener, ProgressEvent, silent
 from quantkit.text.tokenizer import Tokenizer
 
@@ -40,7 +40,7 @@ PROBE = 8
 
 
 class ModulesModel:
-    """A :class:`~quantkit.models.interfaces.LanguageModel` without a KV cache.
+    """A :class:`~quantkit.models.interfaces.LanguageModel` that takes one sequence at a time.
 
     Args:
         modules: the network with its weights.
@@ -57,9 +57,9 @@ class ModulesModel:
         self._base = modules.base
 
     def check_cache(self, cache: Any) -> NoReturn:
-        """Raises UsageError: it keeps none."""
-        raise UsageError(f"a model of type {self.config.model_type!r} takes no KV setting here",
-                         why=f"{library()} runs it, with keys and values of its own", next="leave out --kv")
+        """Raises UsageError: an engine's cache isn't taken."""
+        raise UsageError(f"a model of type {self.config.model_type!r} isn't run here",
+                         why=f"{library()} reads its texts, to be scored", next="vllm serve MODEL")
 
     def prepare(self, cache: Any) -> None:
         self.check_cache(cache)
@@ -69,12 +69,20 @@ class ModulesModel:
 
     def hidden(self, ids: torch.Tensor, positions: torch.Tensor | None = None,
                cache: Any = None) -> torch.Tensor:
-        """What the network leaves of int64 ``[B, T]`` before its head, ``[B, T, hidden]``. Raises UsageError
-        for a cache."""
+        """What the network leaves of int64 ``[B, T]`` before its head, ``[B, T, hidden]``; with a cache's
+        batch of what comes after the sequences' tokens. Raises QuantkitError: its layers keep something else
+        than keys and values."""
+        step = None
         if cache is not None:
-            self.check_cache(cache)
+            from quantkit.runtime.modules_cache import BatchCache, unsupported
+
+            step = BatchCache(self._modules.network, cache)
         with quiet():
-            hidden: torch.Tensor = self._base(input_ids=ids.to(self.device), use_cache=False)[0]
+            hidden: torch.Tensor = self._base(input_ids=ids.to(self.device), use_cache=step is not None,
+                                              past_key_values=step)[0]
+        if step is not None and step.unfinished:
+            step.reset()
+            raise unsupported("this model", "not all of its layers stored keys and values")
         return hidden
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
@@ -202,6 +210,17 @@ def plain_source(opened: ModelSource | Checkpoint, uri: str) -> ModelSource:
     return DequantizedCheckpoint(opened, uri)
 
 
+def with_attention(sizes: ModelConfig, there: Any, modules: Iterable[Any] = ()) -> ModelConfig:
+    """Sizes with what a KV cache needs to know; as they are, without heads, where layers keep something else
+    than keys and values. The arguments are
+    :func:`~quantkit.runtime.modules_cache.attention_config`'s."""
+    from quantkit.runtime.modules_cache import attention_config
+
+    with suppress(QuantkitError):
+        return attention_config(sizes, there, modules)
+    return sizes
+
+
 def load_through_modules(uri: str, *, revision: str | None = None, dtype: str = "auto", device: str = "auto",
                          loading: Listener = silent) -> LoadedModel:
     """Load a model of an unknown family into transformers' modules. The arguments are
@@ -230,7 +249,7 @@ def load_through_modules(uri: str, *, revision: str | None = None, dtype: str = 
             release(source)
         modules.network.tie_weights()
         modules.leave_out(TOWER)
-        sizes = sizes_of(outline)
+        sizes = with_attention(sizes_of(outline), modules.network.config, modules.network.modules())
         model = ModulesModel(modules, sizes, kind, place)
         model.check_head()
         parameters = sum(slot.in_features * slot.out_features for slot in outline.slots)

@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 
+from quantkit.evaluation.quality.feed import TeacherForcedModel
 from quantkit.evaluation.run import evaluate
 from quantkit.evaluation.settings import EvalSettings
 from quantkit.kv.spec import parse_kv
@@ -20,11 +21,12 @@ pytestmark = pytest.mark.oracle
 pytest.importorskip("transformers", reason="these families are transformers' (extra: oracle)")
 
 SIZES = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
-         "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
+         "head_dim": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
          "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 FAMILIES = {
-    "cohere2": {"logit_scale": 0.25, "tie_word_embeddings": True},  # its logits are scaled behind the head
-    "gemma4_text": {"num_kv_shared_layers": 0, "global_head_dim": 16, "vocab_size_per_layer_input": 512,
+    "cohere2": {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"],
+                "logit_scale": 0.25, "tie_word_embeddings": True},  # its logits are scaled behind the head
+    "gemma4_text": {"num_kv_shared_layers": 0, "global_head_dim": 32, "vocab_size_per_layer_input": 512,
                     "layer_types": ["sliding_attention", "full_attention"], "enable_moe_block": True,
                     "hidden_size_per_layer_input": 16, "num_experts": 4, "top_k_experts": 2,
                     "moe_intermediate_size": 32, "final_logit_softcapping": 5.0}}
@@ -79,9 +81,9 @@ def test_a_checkpoint_is_what_its_file_says(model, tmp_path):
     with torch.inference_mode():
         expected, got = exact.model(ids).log_softmax(-1), quantized.model(ids).log_softmax(-1)
     kl = float((expected.exp() * (expected - got)).sum(-1).mean())
-    assert 0 < kl < 0.003 and quantized.bits_per_weight < 10 < exact.bits_per_weight
+    assert 0 < kl < 0.006 and quantized.bits_per_weight < 10 < exact.bits_per_weight
     result = evaluate([str(folder), str(out)], EvalSettings(window=64, windows=4, dtype="float32"))
-    assert 0 < result.rows[1].metrics["kl_mean"].value < 0.003
+    assert 0 < result.rows[1].metrics["kl_mean"].value < 0.006
     assert [row.speed for row in result.rows] == [None, None]
     assert result.rows[0].metrics["perplexity"].value == pytest.approx(perplexity(exact, folder), rel=0.2)
 
@@ -101,21 +103,53 @@ def test_what_is_not_measured_is_said(model, tmp_path):
     told = []
     evaluate([str(folder)], EvalSettings(window=32, windows=1), announce=told.append)
     assert any("speed isn't measured" in text for text in told)
-    with pytest.raises(UsageError, match="--kv"):
-        evaluate([str(folder)], EvalSettings(window=32, windows=1, kv=(parse_kv("int8"),)))
+    with pytest.raises(UsageError, match="--peer"):
+        evaluate([str(folder)], EvalSettings(window=32, windows=1, peers=("transformers(x)",)))
     out = quantize(str(folder), recipe(activations="token"), tmp_path / "out").out
     with pytest.raises(UsageError, match="can't be evaluated here") as caught:
         evaluate([str(folder), str(out)], EvalSettings(window=32, windows=1))
     assert "rounds its inputs" in str(caught.value.why)
 
 
-def test_continuations_are_scored_as_texts(model):
+def test_layers_attend_over_our_cache(model):
+    """Windows of 24 tokens in some layers, scores that aren't scaled, heads that share keys."""
+    _, folder = model
+    loaded = load_through_modules(str(folder), dtype="float32")
+    window = torch.arange(10, 110)
+    with torch.inference_mode():
+        expected = loaded.model.logits(loaded.model.hidden(window[None])[0, 60:])
+        far = {}
+        for kv in ("none", "int8", "snapkv(0.5)"):
+            forced = TeacherForcedModel(loaded, parse_kv(kv), 60)
+            logits = loaded.model.logits(forced.hidden(window))
+            far[kv] = float((logits - expected).abs().max())
+    assert far["none"] < 1e-4 < far["int8"] < far["snapkv(0.5)"]
+    result = evaluate([str(folder)], EvalSettings(window=64, windows=2, dtype="float32",
+                                                  kv=(parse_kv("none"), parse_kv("int8"))))
+    assert [row.kv for row in result.rows] == ["none", "int8"]
+    assert result.rows[0].metrics["kl_mean"].value == 0 < result.rows[1].metrics["kl_mean"].value
+
+
+def test_layers_that_keep_something_else_take_no_cache(tmp_path):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder = tmp_path / "model"
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("lfm2", **SIZES, layer_types=[
+        "conv", "full_attention"])).save_pretrained(folder)
+    tiny_tokenizer().save(str(folder / "tokenizer.json"))
+    with pytest.raises(UsageError, match="--kv") as caught:
+        evaluate([str(folder)], EvalSettings(window=32, windows=1, kv=(parse_kv("int8"),)))
+    assert "something else than keys and values" in str(caught.value.why)
+
+
+@pytest.mark.parametrize("kv", ["none", "window(1000, sinks=4)"])
+def test_continuations_are_scored_as_texts(model, kv):
     from quantkit.evaluation.tasks.scoring import Scorer, ScoringRequest
 
     whole, folder = model
     loaded = load_through_modules(str(folder), dtype="float32")
     context, continuation = tuple(range(10, 30)), (31, 45, 60)
-    [scored] = Scorer(loaded).score([ScoringRequest(context, continuation)])
+    [scored] = Scorer(loaded, parse_kv(kv)).score([ScoringRequest(context, continuation)])
     with torch.inference_mode():
         rows = whole(input_ids=torch.tensor([context + continuation]), use_cache=False).logits[0]
     expected = rows.double().log_softmax(-1)[19:22].gather(-1, torch.tensor(continuation)[:, None]).sum()

@@ -20,12 +20,13 @@ from quantkit.kv.spec import KVSpec, parse_kv, setting_of
 from quantkit.models.architecture import tensor_shapes
 from quantkit.models.config import ModelConfig
 from quantkit.models.loadable import check_loadable, dtype_of
+from quantkit.models.modules import config_there
 from quantkit.models.outline import outline_of_tensors, sizes_of
 from quantkit.ops.cpu_machine import trim_heap
 from quantkit.runtime.cpu.model import reason_against
 from quantkit.runtime.loader import LoadedModel, load
 from quantkit.runtime.memory.weights import of_checkpoint, unquantized
-from quantkit.runtime.modules_model import is_unknown, load_through_modules, plain_source
+from quantkit.runtime.modules_model import is_unknown, load_through_modules, plain_source, with_attention
 from quantkit.sources.base import ModelSource, mapped_files
 from quantkit.support.errors import CheckpointError, SourceError
 from quantkit.support.paths import local_path
@@ -212,7 +213,8 @@ def _facts_of_modules(opened: ModelSource | AnyCheckpoint, uri: str, revision: s
     assert not isinstance(opened, ForeignCheckpoint)
     source = plain_source(opened, uri)
     config, infos = source.config(), source.tensors()
-    sizes, kind = sizes_of(outline_of_tensors(uri, config, infos)), dtype_of(config, dtype)
+    outline, kind = outline_of_tensors(uri, config, infos), dtype_of(config, dtype)
+    sizes = with_attention(sizes_of(outline), config_there(config, outline.model_type))
     parameters = sum(math.prod(info.shape) for info in infos.values())
     tokenizer = Tokenizer(source.side_files(), config)
     sizes = replace(sizes, vocab_size=sizes.vocab_size or tokenizer.vocab_size)

@@ -95,9 +95,12 @@ def measurable(models: Sequence[ModelFacts], settings: EvalSettings,
     if other is None:
         return settings
     kind = f"{other.name} is a {other.config.model_type} model, which {library()} runs here"
-    if settings.kv or settings.prompt is not None or settings.peers:
-        raise UsageError("--kv, --prompt-tokens and --peer can't be used with this model", why=kind,
-                         next="leave them out: quality is measured on whole windows")
+    if settings.peers:
+        raise UsageError("--peer can't be used with this model", why=kind, next="leave it out")
+    if not other.config.num_heads and (settings.kv or settings.prompt is not None):
+        raise UsageError("--kv and --prompt-tokens can't be used with this model", why=(
+            f"{kind}, and its layers keep something else than keys and values of one shape"),
+            next="leave them out: quality is measured on whole windows")
     if settings.speed:
         announce(f"speed isn't measured: {kind}")
     return replace(settings, speed=False, roofline=False, sensitivity=False)

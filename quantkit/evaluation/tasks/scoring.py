@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from quantkit.evaluation.quality.feed import prefill
+from quantkit.evaluation.quality.feed import force, prefill
 from quantkit.evaluation.tasks.prefix_plan import Tokens
 from quantkit.evaluation.tasks.prefix_scores import PrefixScorer, Target, token_logprobs
 from quantkit.kv.batch import Batch
@@ -132,15 +132,23 @@ class Scorer:
                           f"{self.loaded.uri} takes; the beginnings of their contexts were cut", stacklevel=4)
         return fitted
 
-    # -- where there is no cache
+    # -- where sequences aren't read side by side
 
     def _score_texts(self, model: ModulesModel, requests: Sequence[ScoringRequest],
                      done: Callable[[int], None]) -> list[ScoredContinuation]:
-        """Texts one by one, each as a whole."""
+        """Texts one by one, each as a whole, or through a cache of its own."""
         results = []
         for request in requests:
-            hidden = model.hidden(torch.tensor([request.context + request.continuation[:-1]]))[0]
-            logits = model.logits(hidden[len(request.context) - 1:])
+            fed = request.continuation[:-1]
+            if self.kv == KVSpec():
+                hidden = model.hidden(torch.tensor([request.context + fed]))[0]
+                logits = model.logits(hidden[len(request.context) - 1:])
+            else:
+                cache = KVCache(model.config, self.kv, model.dtype, model.device)
+                row = cache.add(len(request.context) + len(fed))
+                logits = prefill(self.loaded, cache, row, request.context)
+                if fed:
+                    logits = torch.cat([logits, force(self.loaded, cache, row, fed)])
             scores = self._scores(logits, range(len(request.continuation)), request.continuation)
             results.append(ScoredContinuation(sum(scores[0]), all(scores[1])))
             done(1)
