@@ -32,6 +32,7 @@ _MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 COMPRESSED = {"pack-quantized", "int-quantized", "float-quantized", "nvfp4-pack-quantized",
               "mxfp4-pack-quantized"}
 """Layouts of compressed-tensors."""
+NF4 = "bnb-nf4"
 MLX = "mlx"
 """The ``quant_method`` by which we call what has none in the file."""
 KEYS = ("quantization", "quantization_config")
@@ -70,10 +71,15 @@ def quantization_config(rows: Sequence[LayerScheme], version: str = __version__,
     packed = [row for row in rows if row.spec is not None]
     if not packed:
         return None
-    if layer_prefix is not None and not ({row.format for row in packed} <= COMPRESSED and all(
-            row.name.startswith(layer_prefix) for row in packed)):
-        return dict(OWN)  # no other standard says which of several modules of a name is meant
     formats = {row.format for row in packed}
+    if layer_prefix is not None and not all(row.name.startswith(layer_prefix) for row in packed):
+        return dict(OWN)  # no standard says which of several modules of a name is meant
+    if layer_prefix is not None and formats == {NF4} and len({_bnb_key(row) for row in packed}) == 1:
+        patterns = [pattern.removeprefix("re:") for pattern in _patterns(
+            (row.name for row in packed), layer_prefix)]
+        return _bitsandbytes(packed[0], [f"(?!{'|'.join(patterns)}).+"])  # all but these stay
+    if layer_prefix is not None and not formats <= COMPRESSED:
+        return dict(OWN)
     kept = [row.name for row in rows if row.spec is None]
     # the router beside experts is never quantized; other engines have a Linear there too
     kept += dict.fromkeys(f"{match[1]}.gate" for row in rows if (match := _EXPERT.match(row.name)))
@@ -88,7 +94,7 @@ def quantization_config(rows: Sequence[LayerScheme], version: str = __version__,
         return dict(OWN)
     if formats <= COMPRESSED and all(_model_scales(row) for row in packed):
         return _compressed_tensors(packed, kept, layer_prefix)
-    if formats == {"bnb-nf4"} and len({_bnb_key(row) for row in packed}) == 1:
+    if formats == {NF4} and len({_bnb_key(row) for row in packed}) == 1:
         return _bitsandbytes(packed[0], kept)
     if len(formats) == 1 and len({(row.spec, row.dtype) for row in packed}) == 1:
         if formats == {"bnb-int8"}:

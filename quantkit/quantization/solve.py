@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from quantkit.checkpoint.dequantized import open_weights
 from quantkit.checkpoint.manifest import FEW_TOKENS, LayerRow
 from quantkit.executor.base import Executor, Item
 from quantkit.formats import e2m1, e4m3
@@ -36,7 +37,6 @@ from quantkit.quantization.planning.steps import LayerProgress
 from quantkit.quantization.recipe import Recipe
 from quantkit.quantization.transforms.base import LayerTensors, check_transforms, transformed, with_own_head
 from quantkit.sources.base import ModelSource, SourceIdentity, release
-from quantkit.sources.open import open_source
 from quantkit.support.errors import CalibrationError, QuantkitError, SourceError
 
 UNREACHED_FACTOR = 1.0
@@ -63,7 +63,7 @@ class ModelOrigin:
 
     def open(self) -> ModelSource:
         """The model as the recipe sees it. Raises SourceError if there is none."""
-        source = open_source(self.uri, self.revision)
+        source = open_weights(self.uri, self.revision)
         try:
             if self.identity is not None and source.identity() != self.identity:
                 raise _another(self.uri, "model")

@@ -7,29 +7,24 @@ it is loaded: what is scored is what its file says, whether or not a library has
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import closing, suppress
 from typing import Any, NoReturn
 
 import torch
 
+from quantkit.checkpoint.dequantized import DequantizedCheckpoint
 from quantkit.checkpoint.foreign.checkpoint import ForeignCheckpoint
 from quantkit.checkpoint.manifest import quantization_label
 from quantkit.checkpoint.open import AnyCheckpoint, open_model
-from quantkit.checkpoint.quantization_config import KEYS
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.formats.base import Format
-from quantkit.formats.dtypes import FLOATS
 from quantkit.models.config import ModelConfig
 from quantkit.models.linear import Linear
 from quantkit.models.loadable import dtype_of
 from quantkit.models.modules import Modules, library, quiet
 from quantkit.models.outline import TOWER, is_known, outline_of_tensors, sizes_of
-from quantkit.ops.packing import dequantize
-from quantkit.plugins.manager import registry
 from quantkit.runtime.loader import SHORT, LoadedModel
-from quantkit.sources.base import ModelSource, SourceIdentity, TensorInfo, file_bytes, release
-from quantkit.sources.split_experts import LAYOUTS, joined_experts
+from quantkit.sources.base import ModelSource, file_bytes, release
 from quantkit.support.device import find_device
 from quantkit.support.errors import QuantkitError, UnsupportedModelError, UsageError
 from quantkit.support.progress import Listener, ProgressEvent, silent
@@ -142,68 +137,20 @@ class _Left:
         return None
 
 
-class DequantizedCheckpoint:
-    """A checkpoint of ours as the source of the plain weights that its file stands for.
-
-    Args:
-        checkpoint: it; closed with this.
-        uri: its name.
-    """
-
-    def __init__(self, checkpoint: Checkpoint, uri: str) -> None:
-        self.uri, self._checkpoint = uri, checkpoint
-        self._rows = {f"{row.name}.weight": row for row in checkpoint.layers if row.spec is not None}
-        packed = tuple(f"{row.name}." for row in self._rows.values())
-        self._infos = {name: info for name, info in checkpoint.infos.items()
-                       if not name.startswith(packed) or name.endswith(".bias")}
-        self._infos |= {name: TensorInfo(name, row.shape, FLOATS[row.dtype])
-                        for name, row in self._rows.items()}
-
-    def config(self) -> dict[str, Any]:
-        return {key: value for key, value in self._checkpoint.config().items() if key not in KEYS}
-
-    def tensors(self) -> Mapping[str, TensorInfo]:
-        return self._infos
-
-    def tensor(self, name: str) -> torch.Tensor:
-        """One of them, float32 where it is quantized. Raises CheckpointError: it isn't there."""
-        if name not in self._rows:
-            return self._checkpoint.tensor(name)
-        weight = self._checkpoint.quantized(self._rows[name].name)
-        assert weight is not None
-        form: Format = registry("formats").get(weight.format)
-        return dequantize(form, weight)
-
-    def in_file(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """With experts together where the family's own files have them so."""
-        layout = LAYOUTS.get(str(self._checkpoint.config().get("model_type")))
-        return dict(tensors) if layout is None else joined_experts(tensors, layout)
-
-    def side_files(self) -> Mapping[str, bytes]:
-        return self._checkpoint.side_files()
-
-    def identity(self) -> SourceIdentity:
-        return SourceIdentity("checkpoint", self.uri)
-
-    def release(self) -> None:
-        self._checkpoint.release()
-
-    def close(self) -> None:
-        self._checkpoint.close()
-
-
 def is_unknown(opened: ModelSource | AnyCheckpoint) -> bool:
     """Whether a model is of a family whose mathematics isn't known here."""
     if isinstance(opened, Checkpoint):
         return opened.manifest.outline is not None
-    return not isinstance(opened, ForeignCheckpoint) and not is_known(opened.config(), opened.tensors())
+    infos = opened.infos if isinstance(opened, ForeignCheckpoint) else opened.tensors()
+    return not is_known(opened.config(), infos)
 
 
-def plain_source(opened: ModelSource | Checkpoint, uri: str) -> ModelSource:
-    """Its plain weights. Raises UsageError: inputs of its Linears are rounded, too."""
-    if not isinstance(opened, Checkpoint):
+def plain_source(opened: ModelSource | AnyCheckpoint, uri: str) -> ModelSource:
+    """Its plain weights. Raises UsageError: inputs of its Linears shall be rounded, too, by a recipe."""
+    if not isinstance(opened, Checkpoint | ForeignCheckpoint):
         return opened
-    row = next((row for row in opened.layers if row.spec is not None and row.spec.activations), None)
+    rows = opened.layers if isinstance(opened, Checkpoint) else ()
+    row = next((row for row in rows if row.spec is not None and row.spec.activations), None)
     if row is not None:
         raise UsageError(f"{uri} can't be evaluated here", next="vllm serve runs it as it is meant",
                          why=f"{row.name} rounds its inputs, and {library()} would leave them as they are")
@@ -233,7 +180,6 @@ def load_through_modules(uri: str, *, revision: str | None = None, dtype: str = 
     """
     place = find_device(device)
     opened = open_model(uri, revision)
-    assert not isinstance(opened, ForeignCheckpoint)
     with closing(opened):
         source = plain_source(opened, uri)
         config, infos = source.config(), source.tensors()
@@ -253,11 +199,11 @@ def load_through_modules(uri: str, *, revision: str | None = None, dtype: str = 
         model = ModulesModel(modules, sizes, kind, place)
         model.check_head()
         parameters = sum(slot.in_features * slot.out_features for slot in outline.slots)
-        if isinstance(opened, Checkpoint):
+        if isinstance(opened, Checkpoint | ForeignCheckpoint):
             label, manifest, bits = quantization_label(opened.layers), opened.manifest, opened.bits_per_weight
         else:
             stored = sum(infos[f"{slot.name}.weight"].nbytes for slot in outline.slots)
             label, manifest, bits = SHORT[kind], None, 8 * stored / parameters
-        size = opened.file_bytes if isinstance(opened, Checkpoint) else file_bytes(opened)
+        size = opened.file_bytes if isinstance(opened, Checkpoint | ForeignCheckpoint) else file_bytes(opened)
         return LoadedModel(model, sizes, Tokenizer(source.side_files(), config), uri,
                            f"{label}, by {library()}", manifest, size, bits, weight_bytes=0)

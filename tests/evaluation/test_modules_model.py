@@ -88,6 +88,30 @@ def test_a_checkpoint_is_what_its_file_says(model, tmp_path):
     assert result.rows[0].metrics["perplexity"].value == pytest.approx(perplexity(exact, folder), rel=0.2)
 
 
+def test_nf4_is_read_by_transformers(model, tmp_path):
+    """A tower, or a head, would be quantized too, were all Linears meant."""
+    pytest.importorskip("bitsandbytes", reason="it reads NF4 (extra: oracle)")
+    from transformers import AutoModelForCausalLM
+
+    whole, folder = model
+    if "gemma4" in whole.config.model_type:
+        with pytest.raises(QuantkitError, match="nf4") as caught:
+            quantize(str(folder), "nf4", tmp_path / "out")
+        assert "which bitsandbytes doesn't quantize" in str(caught.value.why)
+        return
+    out = quantize(str(folder), "nf4", tmp_path / "out").out
+    theirs = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    kinds = {name: type(part).__name__ for name, part in theirs.named_modules()
+             if hasattr(part, "in_features")}
+    assert kinds.pop("lm_head") == "Linear" and set(kinds.values()) == {"Linear4bit"}
+    ids = torch.arange(10, 40)[None]
+    with torch.inference_mode():
+        ours = load_through_modules(str(out), dtype="float32").model(ids).log_softmax(-1)
+        exact, got = (network(input_ids=ids).logits.float().log_softmax(-1) for network in (whole, theirs))
+    near, far = ((ours.exp() * (ours - other)).sum(-1).mean() for other in (got, exact))
+    assert near < far / 20
+
+
 def perplexity(loaded, folder) -> float:
     from quantkit.evaluation.quality.score import windows_of
     from quantkit.evaluation.text import BUILTIN, load_text

@@ -11,6 +11,8 @@ from safetensors.torch import save_file
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.models.outline import outline_of_tensors
+from quantkit.ops.packing import dequantize
+from quantkit.plugins.manager import registry
 from quantkit.quantization.run import quantize
 from quantkit.sources.base import TensorInfo
 from quantkit.sources.open import open_source
@@ -95,8 +97,8 @@ def test_a_layer_that_a_group_does_not_divide_is_kept_and_said(folder, tmp_path)
 
 @pytest.mark.parametrize(("recipe", "why"), [
     ("int4", "no language model of type"), ("int4-awq", "it changes or trains"),
-    ("int3", "integers of 4 and 8 bits"),
-    ("nf4", "read for all Linears of a model or for none"), ("gguf-q8_0", "read for all Linears")])
+    ("int3", "integers of 4 and 8 bits"), ("nf4", "which bitsandbytes doesn't quantize"),
+    ("gguf-q8_0", "read for all Linears")])
 def test_what_needs_the_mathematics_is_refused(folder, tmp_path, recipe, why):
     with pytest.raises(QuantkitError) as caught:
         quantize(str(folder), recipe, tmp_path / "out")
@@ -106,6 +108,61 @@ def test_what_needs_the_mathematics_is_refused(folder, tmp_path, recipe, why):
 
 def test_a_stopped_run_goes_on_to_the_same_bytes(folder, resumed_run):
     resumed_run(str(folder), "int8", "layer 1")
+
+
+def in_squares(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A matrix in fp8 by squares of 64, and their scales."""
+    tiles = weight.reshape(weight.shape[0] // 64, 64, -1, 64)
+    scales = tiles.abs().amax((1, 3), keepdim=True) / 448
+    return (tiles / scales).reshape(weight.shape).to(torch.float8_e4m3fn), scales[:, 0, :, 0]
+
+
+def test_a_model_that_is_published_in_fp8_alone(folder, tmp_path):
+    """Its weights are those that the file stands for; what stays is in 16 bits."""
+    stored, exact = {}, {}
+    for name, tensor in tensors().items():
+        stored[name] = exact[name] = tensor.bfloat16()
+        if tensor.dim() == 2 and min(tensor.shape) >= 128 and "embed" not in name and "lm_head" not in name:
+            stored[name], stored[f"{name}_scale_inv"] = in_squares(tensor)
+            values = stored[name].float().reshape(tensor.shape[0] // 64, 64, -1, 64)
+            exact[name] = (values * stored[f"{name}_scale_inv"][:, None, :, None]).reshape(tensor.shape)
+    save_file(stored, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {
+        "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
+        "weight_block_size": [64, 64]}}))
+    with pytest.warns(UserWarning, match="fine-grained-fp8"):
+        out = quantize(str(folder), "int8", tmp_path / "out").out
+    with Checkpoint.open(out) as checkpoint:
+        assert {row.name for row in checkpoint.layers if row.spec} == {
+            f"{PREFIX}{layer}.{name}" for layer in range(2)
+            for name in ("mlp.experts.3.up_proj", "self_attn.q_proj")}
+        assert torch.equal(checkpoint.tensor(VISION), exact[VISION].bfloat16())
+        name = f"{PREFIX}1.self_attn.q_proj"
+        far = dequantize(registry("formats").get("pack-quantized"), checkpoint.quantized(name))
+        assert float((far - exact[f"{name}.weight"]).abs().max()) < 0.03
+
+
+def test_a_model_that_is_published_in_4_bits_alone(folder, tmp_path):
+    """compressed-tensors without quantkit.json is another tool's."""
+    four = quantize(str(folder), "int4-rtn", tmp_path / "four").out
+    (four / "quantkit.json").unlink()
+    with pytest.warns(UserWarning, match="pack-quantized"):
+        out = quantize(str(four), "int8", tmp_path / "out").out
+    name = f"{PREFIX}1.self_attn.q_proj"
+    with Checkpoint.open(out) as checkpoint:
+        far = dequantize(registry("formats").get("pack-quantized"), checkpoint.quantized(name))
+        assert 0.05 < float((far - tensors_of(folder, name)).abs().max()) < 0.6
+        assert checkpoint.manifest.outline.quantized == 4 * 128 * 192
+    config = json.loads((four / "config.json").read_text())
+    config["quantization_config"]["quant_method"] = "gptq"
+    (four / "config.json").write_text(json.dumps(config))
+    with pytest.raises(QuantkitError, match="gptq"):
+        quantize(str(four), "int8", tmp_path / "again")
+
+
+def tensors_of(folder, name: str) -> torch.Tensor:
+    return open_source(str(folder)).tensor(f"{name}.weight").float()
 
 
 def test_weights_that_lie_the_other_way_round_are_refused(folder, tmp_path):

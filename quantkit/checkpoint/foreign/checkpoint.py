@@ -18,6 +18,7 @@ from quantkit.checkpoint.quantization_config import stored_quantization
 from quantkit.formats.base import Format, QuantizedTensor
 from quantkit.formats.dtypes import FLOATS
 from quantkit.models.architecture import EMBEDDING, LinearSlot, all_slots, parse_config, tensor_shapes
+from quantkit.models.outline import is_known
 from quantkit.models.reader import ConfigReader
 from quantkit.plugins.manager import registry
 from quantkit.sources.base import MappedFile, ModelSource, SourceIdentity, TensorInfo
@@ -30,6 +31,9 @@ DIALECTS: dict[str, Dialect] = {"gptq": gptq_layers, "awq": awq_layers, "bitsand
                                 "compressed-tensors": compressed_tensors.layers,
                                 "fp8": fine_grained_fp8.layers, "mlx": mlx.layers, "mxfp4": mxfp4.layers}
 """By ``quant_method``."""
+MARKS = {"fp8": (fine_grained_fp8.SCALES,), "compressed-tensors": ("weight_scale",)}
+"""Tensors that every quantized Linear has, by the ``quant_method``s that are read of any family."""
+MAX_SIDE = 1 << 24
 
 
 class ForeignCheckpoint:
@@ -75,8 +79,31 @@ class ForeignCheckpoint:
                                   why="only unquantized multimodal checkpoints are read, as the text model "
                                       "inside", next=ORIGINAL)
         method, layers = self._layers(raw)
-        pairs = [(slot, layers(slot)) for slot in all_slots(parse_config(raw))]
+        self._known = is_known(raw, self._infos)
+        slots = all_slots(parse_config(raw)) if self._known else self._stored_slots(method)
+        pairs = [(slot, layers(slot)) for slot in slots]
         return [self._row(slot, method, layer) for slot, layer in pairs if layer or slot.name != EMBEDDING]
+
+    def _stored_slots(self, method: str) -> list[LinearSlot]:
+        """Of a family that isn't known, what is quantized by the tensors' names."""
+        if method not in MARKS:
+            raise CheckpointError(f"{self.path} is quantized by {method}, of a family that isn't known here",
+                                  why=f"of such a family {' and '.join(MARKS)} are read", next=ORIGINAL)
+        slots = []
+        for name in self._infos:
+            layer, _, suffix = name.rpartition(".")
+            if suffix not in MARKS[method]:
+                continue
+            if (shape := self._infos.get(f"{layer}.weight_shape")) is not None and shape.shape == (2,):
+                sides = [int(side) for side in self._model.tensor(f"{layer}.weight_shape")]
+            else:
+                sides = list(self._infos[f"{layer}.weight"].shape) if f"{layer}.weight" in self._infos else []
+            if len(sides) != 2 or not all(0 < side < MAX_SIDE for side in sides):
+                raise CheckpointError(f"layer {layer[:120]} of {self.path} has no shape",
+                                      why=f"beside {suffix} there is no matrix, or it is {sides}",
+                                      next=ORIGINAL)
+            slots.append(LinearSlot(layer, sides[0], sides[1], None, layer))
+        return slots
 
     def _layers(self, raw: dict[str, Any]) -> tuple[str, Layers]:
         quantization = stored_quantization(raw)
@@ -142,6 +169,8 @@ class ForeignCheckpoint:
 
     def _drop_empty_biases(self) -> None:
         """Some tools store a bias of zeros beside every layer that they quantized."""
+        if not self._known:
+            return
         known = tensor_shapes(parse_config(self._model.config()))
         for name in self._quantized:
             bias = f"{name}.bias"

@@ -210,7 +210,6 @@ def facts_of(uri: str, revision: str | None = None, dtype: str = "auto", recipe:
 def _facts_of_modules(opened: ModelSource | AnyCheckpoint, uri: str, revision: str | None, dtype: str,
                       recipe: str | None, hashed: bool) -> ModelFacts:
     """Of a model whose mathematics isn't known here."""
-    assert not isinstance(opened, ForeignCheckpoint)
     source = plain_source(opened, uri)
     config, infos = source.config(), source.tensors()
     outline, kind = outline_of_tensors(uri, config, infos), dtype_of(config, dtype)
@@ -218,9 +217,10 @@ def _facts_of_modules(opened: ModelSource | AnyCheckpoint, uri: str, revision: s
     parameters = sum(math.prod(info.shape) for info in infos.values())
     tokenizer = Tokenizer(source.side_files(), config)
     sizes = replace(sizes, vocab_size=sizes.vocab_size or tokenizer.vocab_size)
-    return ModelFacts(uri, revision, _identity(opened) if hashed else None, isinstance(opened, Checkpoint),
-                      sizes, KVSpec(), str(kind).removeprefix("torch."), parameters,
-                      parameters * kind.itemsize, False, tokenizer, recipe, through_modules=True)
+    quantized = isinstance(opened, Checkpoint | ForeignCheckpoint)
+    return ModelFacts(uri, revision, _identity(opened) if hashed else None, quantized, sizes, KVSpec(),
+                      str(kind).removeprefix("torch."), parameters, parameters * kind.itemsize, False,
+                      tokenizer, recipe, through_modules=True)
 
 
 def _identity(opened: ModelSource | AnyCheckpoint) -> str | None:

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from quantkit.checkpoint.engines import reason_against, reason_against_experts
-from quantkit.checkpoint.quantization_config import COMPRESSED
+from quantkit.checkpoint.quantization_config import COMPRESSED, NF4
 from quantkit.formats.mlx import BITS, GROUPS
 from quantkit.formats.spec import Granularity, QuantSpec
 from quantkit.models.architecture import EMBEDDING, HEAD
@@ -67,6 +67,8 @@ def reason_against_tower(engine: str, rows: Sequence[PlanRow], model_type: str) 
 
 def reason_against_transformers(rows: Sequence[PlanRow], model_type: str) -> str | None:
     """Why transformers doesn't read a model of an unknown family as it shall be quantized."""
+    if any(row.format == NF4 and ".experts." in row.name for row in rows):
+        return "transformers keeps the experts of a layer in one tensor, which bitsandbytes doesn't quantize"
     if read_together(model_type, (row.name for row in rows)):
         return TOGETHER
     if any(row.spec is not None and not row.spec.symmetric for row in rows):
@@ -81,9 +83,9 @@ def reason_against_family(engine: str, rows: Sequence[PlanRow], model_type: str)
     quantized."""
     packed = [row for row in rows if row.spec is not None]
     for row in packed:
-        if row.format not in COMPRESSED:
+        if row.format not in COMPRESSED and (engine, row.format) != ("transformers", NF4):
             return (f"format {row.format} is read for all Linears of a model or for none, and it may have "
-                    "others")
+                    "others" if row.format != NF4 else f"{engine} reads no {NF4}")
         assert row.spec is not None
         if engine in FOUR_OR_EIGHT_BITS and row.spec.kind == "int" and row.spec.bits not in (4, 8):
             return f"{row.name} is {row.spec.label()}, and {engine} has kernels for integers of 4 and 8 bits"

@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 from pydantic import ValidationError
 
 from quantkit.checkpoint.manifest import OutlineRecord
+from quantkit.checkpoint.quantization_config import NF4
 from quantkit.formats.base import Format
 from quantkit.formats.dtypes import FLOATS, dtype_name, resolve
 from quantkit.formats.spec import QuantSpec
@@ -53,7 +54,6 @@ from quantkit.quantization.planning.engine import (
     reason_against_family,
     reason_against_rows,
     reason_against_tower,
-    reason_against_transformers,
     refuse,
     unknown_family,
     variants,
@@ -136,11 +136,12 @@ class Plan:
             if row.method is None:
                 kept[row.why or "no rule is for it"] += row.shape[0] * row.shape[1]
         quantized = sum(row.shape[0] * row.shape[1] for row in self.rows if row.method)
-        against = reason_against_transformers(self.rows, self.outline.model_type)
+        readers = tuple(engine for engine in ("vllm", "transformers")
+                        if reason_against_family(engine, self.rows, self.outline.model_type) is None)
         return OutlineRecord(model_type=self.outline.model_type, layer_prefix=self.outline.layer_prefix,
                              quantized=quantized, kept=dict(kept.most_common()),
                              calibrated=library() if self.through_modules else None,
-                             engines=("vllm",) if against else ("vllm", "transformers"))
+                             engines=readers)
 
     @property
     def bits_per_weight(self) -> float:
@@ -280,7 +281,8 @@ def _plan_for_engine(recipe: Recipe, source: ModelSource, outline: Outline) -> P
 
 def _plan_without_config(recipe: Recipe, source: ModelSource, outline: Outline) -> Plan:
     """The plan for a model that only other engines run: embedding and head are what these load, plain."""
-    engine = RUN_ELSEWHERE[0] if recipe.engine == "quantkit" else recipe.engine
+    nf4 = any(rule.format_name == NF4 for rule in recipe.rules)  # which transformers alone reads
+    engine: str = recipe.engine if recipe.engine != "quantkit" else RUN_ELSEWHERE[-1 if nf4 else 0]
     if engine not in RUN_ELSEWHERE:
         raise unknown_family(recipe, outline.model_type,
                              f"{engine} gets only models whose mathematics is known here")
