@@ -93,6 +93,14 @@ class DequantizedCheckpoint:
         self._checkpoint.close()
 
 
+def is_unknown(opened: ModelSource | Checkpoint | ForeignCheckpoint) -> bool:
+    """Whether a model is of a family whose mathematics isn't known here."""
+    if isinstance(opened, Checkpoint):
+        return opened.manifest.outline is not None
+    infos = opened.infos if isinstance(opened, ForeignCheckpoint) else opened.tensors()
+    return not is_known(opened.config(), infos)
+
+
 def open_weights(uri: str, revision: str | None = None) -> ModelSource:
     """The model that a name means; also one that its makers publish in 8 or 4 bits alone, of a family that
     isn't known here: the weights that its file stands for.
@@ -108,7 +116,7 @@ def open_weights(uri: str, revision: str | None = None) -> ModelSource:
             raise
         quantized = error
     checkpoint = ForeignCheckpoint(quantized.folder, quantized.identity)
-    if is_known(checkpoint.config(), checkpoint.infos):
-        checkpoint.close()
-        raise quantized
-    return DequantizedCheckpoint(checkpoint, uri)
+    if is_unknown(checkpoint):
+        return DequantizedCheckpoint(checkpoint, uri)
+    checkpoint.close()
+    raise quantized

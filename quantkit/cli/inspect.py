@@ -76,12 +76,15 @@ def inspect_facts(uri: str, revision: str | None = None) -> dict[str, Any]:
     Raises:
         SourceError, CheckpointError, UnsupportedModelError: as opening the model does.
     """
+    from quantkit.checkpoint.dequantized import DequantizedCheckpoint, is_unknown
     from quantkit.checkpoint.foreign.checkpoint import ForeignCheckpoint
     from quantkit.checkpoint.open import open_model
     from quantkit.checkpoint.reader import Checkpoint
 
     opened = open_model(uri, revision)
     try:
+        if isinstance(opened, ForeignCheckpoint) and is_unknown(opened):
+            return _source_facts(DequantizedCheckpoint(opened, uri), uri)
         if isinstance(opened, Checkpoint | ForeignCheckpoint):
             return _checkpoint_facts(opened, uri)
         return _source_facts(opened, uri)
@@ -237,7 +240,7 @@ def _print_head(facts: dict[str, Any]) -> None:
     if kept := facts.get("kept"):
         click.echo(wrapped("kept", "; ".join(f"{why} {count / facts['parameters']:.1%}"
                                              for why, count in kept.items())))
-    if facts.get("quantized_types"):
+    if facts.get("quantized_types") and "decoded" in facts:
         layers, decoded = facts["layers"], facts["decoded"]
         types = ", ".join(sorted({row["dtype"] for row in layers if row["name"] in decoded}))
         rest = f"; {len(decoded)} of {len(layers)} layers ({types}) as 16-bit numbers: no kernel has these"

@@ -22,7 +22,7 @@ from quantkit.models.config import ModelConfig
 from quantkit.models.linear import Linear
 from quantkit.models.loadable import dtype_of
 from quantkit.models.modules import Modules, library, quiet
-from quantkit.models.outline import TOWER, is_known, outline_of_tensors, sizes_of
+from quantkit.models.outline import TOWER, outline_of_tensors, sizes_of
 from quantkit.runtime.loader import SHORT, LoadedModel
 from quantkit.sources.base import ModelSource, file_bytes, release
 from quantkit.support.device import find_device
@@ -135,14 +135,6 @@ class _Left:
 
     def __getattr__(self, name: str) -> None:
         return None
-
-
-def is_unknown(opened: ModelSource | AnyCheckpoint) -> bool:
-    """Whether a model is of a family whose mathematics isn't known here."""
-    if isinstance(opened, Checkpoint):
-        return opened.manifest.outline is not None
-    infos = opened.infos if isinstance(opened, ForeignCheckpoint) else opened.tensors()
-    return not is_known(opened.config(), infos)
 
 
 def plain_source(opened: ModelSource | AnyCheckpoint, uri: str) -> ModelSource:

@@ -16,8 +16,9 @@ from quantkit.formats.finite import all_finite
 from quantkit.support.errors import SourceError
 from quantkit.support.units import human_bytes
 
-PLAIN = frozenset({"F64", "F32", "F16", "BF16", "float64", "float32", "float16", "bfloat16"})
-"""Types of tensors that aren't quantized, as GGUF and torch call them."""
+PLAIN = frozenset({"F64", "F32", "F16", "BF16", "float64", "float32", "float16", "bfloat16",
+                   "int64", "int32", "bool"})
+"""Types of tensors that aren't quantized, as GGUF and torch call them; integers this wide are tables."""
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 
 import pytest
 import torch
+from click.testing import CliRunner
 from safetensors.torch import save_file
 
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.cli.main import main as quantkit
 from quantkit.models.outline import outline_of_tensors
 from quantkit.ops.packing import dequantize
 from quantkit.plugins.manager import registry
@@ -84,6 +87,16 @@ def test_what_is_kept_is_kept_to_the_byte(folder, tmp_path, recipe):
         assert checkpoint.manifest.outline.quantized == 4 * 128 * 192
 
 
+def test_tables_of_numbers_are_no_weights(folder, tmp_path):
+    tables = {f"{PREFIX}0.ids": torch.zeros(512, 2, dtype=torch.int64)}
+    save_file(tensors() | tables, folder / "model.safetensors")
+    shown = CliRunner().invoke(quantkit, ["inspect", str(folder)])
+    assert shown.exit_code == 0 and "a router" in shown.output, shown.output
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        quantize(str(folder), "int8", tmp_path / "out")
+
+
 def test_a_layer_that_a_group_does_not_divide_is_kept_and_said(folder, tmp_path):
     odd = {name: tensor.bfloat16() for name, tensor in tensors().items()}
     odd[f"{PREFIX}1.odd.weight"] = torch.randn(128, 72).bfloat16()
@@ -147,6 +160,9 @@ def test_a_model_that_is_published_in_4_bits_alone(folder, tmp_path):
     """compressed-tensors without quantkit.json is another tool's."""
     four = quantize(str(folder), "int4-rtn", tmp_path / "four").out
     (four / "quantkit.json").unlink()
+    shown = CliRunner().invoke(quantkit, ["inspect", str(four)])
+    assert shown.exit_code == 0 and "unheard_of: 2 layers" in shown.output, shown.output
+    assert "bits/weight   4.2" in shown.output
     with pytest.warns(UserWarning, match="pack-quantized"):
         out = quantize(str(four), "int8", tmp_path / "out").out
     name = f"{PREFIX}1.self_attn.q_proj"

@@ -9,6 +9,7 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from quantkit.checkpoint.dequantized import is_unknown
 from quantkit.checkpoint.foreign.checkpoint import ForeignCheckpoint
 from quantkit.checkpoint.open import AnyCheckpoint, open_model
 from quantkit.checkpoint.reader import Checkpoint
@@ -26,7 +27,7 @@ from quantkit.ops.cpu_machine import trim_heap
 from quantkit.runtime.cpu.model import reason_against
 from quantkit.runtime.loader import LoadedModel, load
 from quantkit.runtime.memory.weights import of_checkpoint, unquantized
-from quantkit.runtime.modules_model import is_unknown, load_through_modules, plain_source, with_attention
+from quantkit.runtime.modules_model import load_through_modules, plain_source, with_attention
 from quantkit.sources.base import ModelSource, mapped_files
 from quantkit.support.errors import CheckpointError, SourceError
 from quantkit.support.paths import local_path
