@@ -290,7 +290,11 @@ def _print_choice(choice: BudgetChoice) -> None:
     """What each kind of layer got, what that should cost, and what one width for all would."""
     click.echo(wrapped("budget", f"{choice.budget.text}: {choice.plan.bits_per_weight:.2f} bits/weight, "
                                  f"{human_bytes(choice.plan.disk_bytes)} of tensors"))
-    click.echo(wrapped("predicted KL", f"{choice.kl:.3g} nats a token on the calibration text"))
+    cost = "error" if choice.by_weights else "KL"
+    click.echo(wrapped("weights' error", f"{choice.kl:.3g}, squared, relative, added up over the layers; the "
+                                         "model's mathematics isn't known here, so KL can't be predicted")
+               if choice.by_weights else
+               wrapped("predicted KL", f"{choice.kl:.3g} nats a token on the calibration text"))
     rows = []
     for part in choice.parts():
         name = "/".join(name.rpartition(".")[2].removesuffix("_proj") for name in part.names)
@@ -298,9 +302,9 @@ def _print_choice(choice: BudgetChoice) -> None:
         lines = [", ".join(counts[i:i + 3]) for i in range(0, len(counts), 3)]
         rows.append([name, f"{part.bits:.2f}", f"{part.kl:.2g}", lines[0]])
         rows += [["", "", "", more] for more in lines[1:]]
-    click.echo(table(["layers", "bits", "KL", "how many of each"], rows, right=(1, 2)))
+    click.echo(table(["layers", "bits", cost, "how many of each"], rows, right=(1, 2)))
     click.echo()
-    click.echo(table(["one for all", "bits", "KL", "size"],
+    click.echo(table(["one for all", "bits", cost, "size"],
                      [[uniform.label, f"{uniform.bits:.2f}", f"{uniform.kl:.2g}",
                        human_bytes(uniform.disk_bytes)]
                       for uniform in choice.uniform], right=(1, 2, 3)))

@@ -119,6 +119,38 @@ def test_what_needs_the_mathematics_is_refused(folder, tmp_path, recipe, why):
     assert not (tmp_path / "out").exists() and not (tmp_path / "out.partial").exists()
 
 
+CANDIDATES = """
+name: mine
+candidates:
+  - {method: rtn, spec: {bits: 3, granularity: {strategy: group, size: 32}}}
+  - {method: rtn, spec: {bits: 4, granularity: {strategy: group, size: 32}}}
+  - {method: rtn, spec: {bits: 8, granularity: {strategy: channel}}}
+  - {method: null}
+"""
+
+
+def test_a_budget_is_kept_without_the_mathematics(folder, tmp_path):
+    """The Linear whose values are far apart loses most by few bits, and gets more."""
+    apart = tensors()
+    apart[f"{PREFIX}1.self_attn.q_proj.weight"][:, ::32] *= 30
+    save_file(apart, folder / "model.safetensors")
+    (tmp_path / "mine.yaml").write_text(CANDIDATES)
+    args = ["quantize", str(folder), "--recipe", str(tmp_path / "mine.yaml"), "--out", str(tmp_path / "out")]
+    shown = CliRunner().invoke(quantkit, [*args, "--budget", "6bpw"])
+    assert shown.exit_code == 0 and "KL can't be predicted" in shown.output, shown.output
+    with Checkpoint.open(tmp_path / "out") as checkpoint:
+        bits = {row.name: row.spec.bits for row in checkpoint.layers if row.spec}
+        assert checkpoint.bits_per_weight <= 6
+        stored = sum(tensor.nbytes for tensor in checkpoint.infos.values())
+    assert bits[f"{PREFIX}1.self_attn.q_proj"] == 8 and set(bits.values()) == {4, 8}  # 3 is 4 for vLLM
+    few = CliRunner().invoke(quantkit, [*args[:-1], str(tmp_path / "few"), "--budget", f"{stored - 1}B"])
+    assert few.exit_code == 0, few.output
+    with Checkpoint.open(tmp_path / "few") as checkpoint:
+        assert sum(tensor.nbytes for tensor in checkpoint.infos.values()) < stored
+    none = CliRunner().invoke(quantkit, [*args[:-1], str(tmp_path / "none"), "--budget", "2bpw"])
+    assert none.exit_code == 2 and "less than any choice takes" in none.output
+
+
 def test_a_stopped_run_goes_on_to_the_same_bytes(folder, resumed_run):
     resumed_run(str(folder), "int8", "layer 1")
 

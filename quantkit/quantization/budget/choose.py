@@ -20,16 +20,17 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
-from quantkit.models.architecture import EMBEDDING, EXPERT, parse_config
+from quantkit.models.architecture import EMBEDDING, EXPERT
 from quantkit.plugins.manager import registry
 from quantkit.quantization.budget.amount import Budget
-from quantkit.quantization.budget.sensitivity import Rows, sensitivities
-from quantkit.quantization.planning.plan import Plan, PlanRow, candidate_rows, make_plan
+from quantkit.quantization.budget.sensitivity import MEASURING, Rows, sensitivities, weight_errors
+from quantkit.quantization.planning.engine import RUN_ELSEWHERE, candidates_for
+from quantkit.quantization.planning.plan import Plan, PlanRow, candidate_rows, checked_outline, make_plan
 from quantkit.quantization.recipe import CalibrationSpec, Candidate, Recipe, Rule
 from quantkit.quantization.recovery import check_recovery
 from quantkit.sources.base import ModelSource
 from quantkit.support.errors import RecipeError, UsageError
-from quantkit.support.progress import Listener, silent
+from quantkit.support.progress import Listener, Phases, silent
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class UniformCandidate:
         label: the candidate's label.
         bits: stored bits a weight, over all Linears.
         disk_bytes: bytes of all the checkpoint's tensors.
-        kl: predicted, nats a token.
+        kl: predicted, nats a token; as :attr:`BudgetChoice.by_weights` says.
     """
 
     label: str
@@ -78,6 +79,7 @@ class BudgetChoice:
         chosen: by Linear, the candidate's number.
         costs: by Linear, then candidate: the KL that it should cause, nats a token.
         uniform: each candidate that fits all layers, alone; the smallest first.
+        by_weights: costs aren't KL but ``‖ΔW‖² / ‖W‖²``: the model's mathematics isn't known.
     """
 
     budget: Budget
@@ -87,6 +89,7 @@ class BudgetChoice:
     chosen: Mapping[str, int]
     costs: Mapping[str, Mapping[int, float]]
     uniform: tuple[UniformCandidate, ...]
+    by_weights: bool = False
 
     @property
     def kl(self) -> float:
@@ -113,12 +116,13 @@ class BudgetChoice:
 
     def to_dict(self) -> dict[str, Any]:
         labels = labels_of(self.candidates)
+        cost = "relative_error" if self.by_weights else "predicted_kl"
         return {"budget": self.budget.text, "bits_per_weight": self.plan.bits_per_weight,
-                "tensor_bytes": self.plan.disk_bytes, "predicted_kl": self.kl,
+                "tensor_bytes": self.plan.disk_bytes, cost: self.kl,
                 "uniform": [{"label": uniform.label, "bits_per_weight": uniform.bits,
-                             "tensor_bytes": uniform.disk_bytes, "predicted_kl": uniform.kl}
+                             "tensor_bytes": uniform.disk_bytes, cost: uniform.kl}
                             for uniform in self.uniform],
-                "layers": {name: {"chosen": labels[index], "predicted_kl": {
+                "layers": {name: {"chosen": labels[index], cost: {
                     labels[i]: kl for i, kl in self.costs[name].items()}}
                     for name, index in self.chosen.items()}}
 
@@ -140,14 +144,18 @@ def choose(source: ModelSource, recipe: Recipe, budget: Budget, progress: Listen
         Stopped: interrupted; what was measured is kept.
     """
     _check(recipe)
+    outline = checked_outline(source)
+    if unknown := outline.config is None:
+        recipe = recipe.model_copy(update={"candidates": candidates_for(recipe, RUN_ELSEWHERE[0])})
     spec = recipe.calibration or CalibrationSpec()
     # codes alone decide what a layer costs: a recovery comes after the choice
     base = make_plan(recipe.model_copy(update={"calibration": spec, "candidates": (), "recover": None}),
                      source)
     rows = candidate_rows(recipe, source)
-    check_recovery(recipe.model_copy(update={"calibration": spec}),
-                   [*base.rows, *(row for choices in rows.values() for row in choices.values())],
-                   parse_config(source.config()))
+    if outline.config is not None:
+        check_recovery(recipe.model_copy(update={"calibration": spec}),
+                       [*base.rows, *(row for choices in rows.values() for row in choices.values())],
+                       outline.config)
     if outside := next((name for name, choices in rows.items() if next(iter(choices.values())).layer is None),
                        None):
         raise RecipeError(f"recipe {recipe.name!r} has no rule for {outside}",
@@ -169,19 +177,22 @@ def choose(source: ModelSource, recipe: Recipe, budget: Budget, progress: Listen
     limit = budget.linear_bytes(_weights(linears), other) - taken
     _check_range(budget, limit, linears, other, taken, sum(map(min, sizes)), sum(map(max, sizes)))
 
-    costs = sensitivities(source, base, recipe.candidates, rows, progress)
+    costs = (weight_errors(source, rows, Phases(progress, (MEASURING,))(MEASURING)) if unknown else
+             sensitivities(source, base, recipe.candidates, rows, progress))
     picked = allocate([[math.fsum(costs[name][i] for name in names) for i in options_of_group]
                        for names, options_of_group in zip(groups, options)], sizes, limit)
     assert picked is not None  # the range was checked
     chosen = {name: options_of_group[at] for names, options_of_group, at in zip(groups, options, picked)
               for name in names}
     kl = math.fsum(costs[name][index] for name, index in chosen.items())
-    told = f"Chosen for {budget.text} from the candidates of {recipe.name}; predicted KL {kl:.3g}."
+    told = (f"Chosen for {budget.text} from the candidates of {recipe.name}; "
+            + ("sum of relative squared errors" if unknown else "predicted KL") + f" {kl:.3g}.")
+    named = {outline.rule_name(name): index for name, index in chosen.items()}
     resolved = recipe.model_copy(update={
         "description": told, "calibration": recipe.calibration, "candidates": (),
-        "rules": recipe.rules + rules_of(chosen, recipe.candidates)})
+        "rules": recipe.rules + rules_of(named, recipe.candidates)})
     return BudgetChoice(budget, resolved, make_plan(resolved, source), recipe.candidates, chosen, costs,
-                        _uniform(recipe, linears, other, rows, costs, taken))
+                        _uniform(recipe, linears, other, rows, costs, taken), unknown)
 
 
 def labels_of(candidates: Sequence[Candidate]) -> list[str]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,8 @@ import torch
 from quantkit import __version__
 from quantkit.checkpoint.manifest import SourceRecord
 from quantkit.checkpoint.writer import WORK, CheckpointWriter, WorkStore
-from quantkit.models.architecture import parse_config
+from quantkit.formats.dtypes import FLOATS
+from quantkit.models.architecture import EXPERT, parse_config
 from quantkit.ops import packing
 from quantkit.ops.hadamard import apply_hadamard, rotate_hessian
 from quantkit.plugins.manager import current, registry
@@ -43,10 +45,11 @@ from quantkit.quantization.calibration.runner import LayerRunner, original_weigh
 from quantkit.quantization.calibration.spill import Spill
 from quantkit.quantization.memory import walks_bytes
 from quantkit.quantization.methods.base import LayerStats
+from quantkit.quantization.methods.grid import check_finite
 from quantkit.quantization.planning.plan import WRITING, Plan, PlanRow
 from quantkit.quantization.recipe import CalibrationSpec, Candidate, Recipe
 from quantkit.runtime.loader import load_source
-from quantkit.sources.base import ModelSource, tensor_alone
+from quantkit.sources.base import ModelSource, release, tensor_alone
 from quantkit.support.errors import CheckpointError, QuantkitError, Stopped
 from quantkit.support.progress import Listener, Phases, ProgressEvent, silent
 from quantkit_kernels.kept import cache_folder
@@ -60,6 +63,8 @@ ELSEWHERE = ("free some space, wait for another run to end, or keep what is meas
 TEXT = f"{WORK}text"
 GRADIENTS = f"{WORK}gradients"
 LAYER = f"{WORK}layer."
+TINY = 1e-300
+"""In place of the square of a matrix of zeros."""
 Rows = Mapping[str, Mapping[int, PlanRow]]
 """By Linear, then by the candidate's number."""
 
@@ -102,6 +107,54 @@ def sensitivities(source: ModelSource, plan: Plan, candidates: Sequence[Candidat
     except KeyboardInterrupt:
         raise Stopped(f"stopped; what was measured is kept in {_folder(run.identity)}.partial",
                       next="run the same command again to go on") from None
+
+
+def weight_errors(source: ModelSource, rows: Rows,
+                  progress: Listener = silent) -> dict[str, dict[int, float]]:
+    """What stands for the divergence where the model's mathematics isn't known: ``‖ΔW‖² / ‖W‖²`` of each
+    Linear, rounded to nearest. Its sum over a model grows in proportion to the loss where errors are small,
+    https://arxiv.org/abs/2411.17525; the factors of single layers are taken as equal, since only running the
+    model tells them. The experts of a layer count as one.
+
+    Args:
+        source: the model.
+        rows: say what candidates make of each Linear.
+        progress: called before each.
+
+    Returns:
+        By full name and the candidate's number. 0 for a candidate that keeps the layer.
+
+    Raises:
+        QuantkitError: a weight isn't finite.
+    """
+    experts = Counter(_beside(name) for name in rows)
+    costs = {}
+    for done, (name, choices) in enumerate(rows.items()):
+        progress(ProgressEvent(done, len(rows), name))
+        weight = tensor_alone(source, f"{name}.weight").float()
+        check_finite(weight)
+        norm = max(float(weight.square().sum(dtype=torch.float64)) * experts[_beside(name)], TINY)
+        costs[name] = {index: _rounding_error(row, weight) / norm for index, row in choices.items()}
+        release(source)
+    progress(ProgressEvent(len(rows), len(rows), "measured"))
+    return costs
+
+
+def _beside(name: str) -> str:
+    """The same for all experts of a layer."""
+    head, expert, rest = name.partition(EXPERT)
+    return head + expert + rest.partition(".")[2] if expert else name
+
+
+def _rounding_error(row: PlanRow, weight: torch.Tensor) -> float:
+    if row.method is None:
+        return 0.0
+    assert row.format and row.spec
+    form = registry("formats").get(row.format)
+    method = registry("methods").get("nf4" if row.spec.kind == "nf" else "rtn")
+    codes = method.run(weight, None, row.spec, method.options())
+    error = packing.dequantize(form, packing.pack(form, codes, FLOATS[row.dtype])) - weight
+    return float(error.square_().sum(dtype=torch.float64))
 
 
 class _Run:

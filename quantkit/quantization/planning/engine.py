@@ -21,7 +21,7 @@ from quantkit.formats.spec import Granularity, QuantSpec
 from quantkit.models.architecture import EMBEDDING, HEAD
 from quantkit.models.modules import renamed
 from quantkit.quantization.memory import PlanRow
-from quantkit.quantization.recipe import Recipe, Rule, spec_of
+from quantkit.quantization.recipe import Candidate, Recipe, Rule, spec_of
 from quantkit.sources.split_experts import read_together
 from quantkit.support.errors import RecipeError
 
@@ -45,6 +45,13 @@ def variants(recipe: Recipe) -> list[Recipe]:
     return [changed.model_copy(update={"rules": rules if not names else (
         *(Rule(match=name, optional=True) for name in names),
         *(rule.model_copy(update={"optional": True}) for rule in rules))}) for names in PLAIN]
+
+
+def candidates_for(recipe: Recipe, engine: str) -> tuple[Candidate, ...]:
+    """The candidates that an engine reads, each once."""
+    changed = [candidate.model_copy(update=_layout(candidate, engine)) for candidate in recipe.candidates]
+    return tuple({(candidate.method, candidate.spec, candidate.format): candidate
+                  for candidate in changed}.values())
 
 
 def reason_against_rows(engine: str, rows: Sequence[PlanRow], config: Mapping[str, Any]) -> str | None:
@@ -105,7 +112,7 @@ def refuse(recipe: Recipe, reason: str) -> NoReturn:
                       next="quantkit recipes list")
 
 
-def _layout(rule: Rule, engine: str) -> dict[str, Any]:
+def _layout(rule: Candidate, engine: str) -> dict[str, Any]:
     """What becomes of a rule that names no layout, for an engine that has its own, or fewer kinds."""
     spec = rule.spec
     if spec is None or rule.format is not None or spec.kind != "int" or spec.activations:

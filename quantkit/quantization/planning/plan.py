@@ -27,8 +27,6 @@ from quantkit.models.architecture import (
     EXPERT,
     HEAD,
     LinearSlot,
-    linear_slots,
-    parse_config,
 )
 from quantkit.models.loadable import check_loadable
 from quantkit.models.modules import library
@@ -536,14 +534,15 @@ def candidate_rows(recipe: Recipe, source: ModelSource) -> dict[str, dict[int, P
     Raises:
         RecipeError: no candidate fits some layer.
     """
-    config, infos = parse_config(source.config()), source.tensors()
-    slots, tied = linear_slots(config), config.tie_word_embeddings
+    outline, infos = checked_outline(source), source.tensors()
+    slots = [slot for slot in outline.slots if slot.name != EMBEDDING]
     rules = tuple(Rule(match="*", **dict(candidate)) for candidate in recipe.candidates)
     resolver = RowResolver(recipe.model_copy(update={"rules": rules}))
     rows_by_name: dict[str, dict[int, PlanRow]] = {}
     refused = []
     for slot in slots:
-        if any(rule.matches(slot.name, tied, config.num_layers) for rule in recipe.rules):
+        name = outline.rule_name(slot.name)
+        if any(rule.matches(name, outline.tied, outline.num_layers) for rule in recipe.rules):
             continue
         rows, whys = {}, []
         for index in range(len(rules)):
@@ -551,8 +550,9 @@ def candidate_rows(recipe: Recipe, source: ModelSource) -> dict[str, dict[int, P
                 rows[index] = resolver.row(slot, index, infos)
             except LayerRefusal as refusal:
                 whys.append(f"{recipe.candidates[index].label()}: {refusal}")
-        rows_by_name[slot.name] = rows
-        if not rows:
+        if rows:
+            rows_by_name[slot.name] = rows
+        elif outline.config is not None:  # of another family it stays as it is
             refused.append((slot.name, "no candidate fits: " + "; ".join(whys)))
     if refused:
         raise _unfit(recipe, source.uri, refused, len(slots))
